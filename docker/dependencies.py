@@ -1,7 +1,9 @@
-"""Print what the packages of this repository need from outside, so that an image can install it in a layer of its own.
+"""Print what the packages of this repository need from outside, so that an image can install it in
+a layer of its own.
 
-Reads nothing but `pyproject.toml` files, so the layer is made again only when one of them (or a pin) changes. Extras that one of the
-packages asks of another are followed. Standard library only: it runs before anything is installed.
+Reads nothing but `pyproject.toml` files, so the layer is made again only when one of them (or a
+pin) changes. Extras that one of the packages asks of another are followed. Standard library only:
+it runs before anything is installed.
 
 Usage: python dependencies.py FOLDER[EXTRA,…] … > requirements.txt
 """
@@ -20,7 +22,8 @@ def external_requirements(arguments: list[str]) -> list[str]:
     """List the requirements of some packages that are not among these packages.
 
     Args:
-        arguments: Folders with a `pyproject.toml`, each with the extras to install, as in `libs/core[redis]`.
+        arguments: Folders with a `pyproject.toml`, each with the extras to install, as in
+            `libs/core[redis]`.
 
     Returns:
         Requirements in order, each once.
@@ -34,7 +37,9 @@ def external_requirements(arguments: list[str]) -> list[str]:
         match = FOLDER.fullmatch(argument)
         if match is None:
             raise ValueError(f"{argument!r} is not of the form FOLDER or FOLDER[EXTRA,…]")
-        project = tomllib.loads((Path(match["folder"]) / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        project = tomllib.loads(
+            (Path(match["folder"]) / "pyproject.toml").read_text(encoding="utf-8")
+        )["project"]
         projects[_normal(project["name"])] = project
         wanted.append((_normal(project["name"]), _extras(match["extras"])))
     found: dict[str, None] = {}

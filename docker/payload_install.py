@@ -3,8 +3,9 @@
 
 Usage: /payload/install DESTINATION
 
-Afterwards DESTINATION/python is a directory for PYTHONPATH, with our packages in it and nothing else. It appears in one step, whole: a copy
-that was cut short is begun anew. Standard library only; needs no shell and writes nowhere else.
+Afterwards DESTINATION/python is a directory for PYTHONPATH, with our packages in it and nothing
+else. It appears in one step, whole: a copy that was cut short is begun anew. Standard library only;
+needs no shell and writes nowhere else.
 """
 
 import hashlib
@@ -83,9 +84,14 @@ def main(arguments: list[str]) -> int:
     try:
         is_new = install(SOURCE, destination)
     except (OSError, shutil.Error) as error:
-        sys.stderr.write(f"lmcache-payload: {destination}: {error}; mount a volume there that user {os.getuid()} may write to\n")
+        sys.stderr.write(
+            f"lmcache-payload: {destination}: {error}; mount a volume there that user {os.getuid()}"
+            " may write to\n"
+        )
         return 1
-    sys.stdout.write(f"lmcache-payload: {'copied to' if is_new else 'already in'} {destination / TARGET}\n")
+    sys.stdout.write(
+        f"lmcache-payload: {'copied to' if is_new else 'already in'} {destination / TARGET}\n"
+    )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""What holds for every test process: how many there are, their threads, their signals; and tests without PyTorch."""
+"""What holds for every test process: how many there are, their threads, their signals; and tests
+without PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ import pytest
 
 MAX_PROCESSES = 4
 
-# Processes share the cores already: threads that wait for each other at every operator only take them from the others.
-# Before torch is imported, and for all processes that tests start.
+# Processes share the cores already: threads that wait for each other at every operator only take
+# them from the others. Before torch is imported, and for all processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A background job, nohup and some CI runners start programs with SIGINT ignored, and their children
@@ -25,19 +27,31 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)  # vLLM's environment has no such plugin
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are processors: tests of processes and sockets wait for each other more than they compute."""
+    """One more than there are processors: tests of processes and sockets wait for each other
+    more than they compute.
+    """
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
 
 
-# The services and tools run without PyTorch, and so do their tests. Where it is not installed, a test
-# that imports it, or a package that is there only together with it, is skipped and says so.
-TORCH_PACKAGES = {"torch", "torchac", "triton", "transformers", "safetensors", "tokenizers", "lmcache_demo"}
+# The services and tools run without PyTorch, and so do their tests. Where it is not installed, a
+# test that imports it, or a package that is there only together with it, is skipped and says so.
+TORCH_PACKAGES = {
+    "torch",
+    "torchac",
+    "triton",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "lmcache_demo",
+}
 TESTS = Path(__file__).parent
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
 def missing_torch_package(error: BaseException | None) -> str | None:
-    """Return the name of the package whose absence caused `error`, if it is one of `TORCH_PACKAGES`."""
+    """Return the name of the package whose absence caused `error`, if it is one of
+    `TORCH_PACKAGES`.
+    """
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             package = error.name.partition(".")[0]
@@ -51,7 +65,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if HAS_TORCH or not (collection_path / "conftest.py").is_file() or collection_path == TESTS:
         return None
     try:
-        importlib.import_module(".".join(("tests", *collection_path.relative_to(TESTS).parts, "conftest")))
+        importlib.import_module(
+            ".".join(("tests", *collection_path.relative_to(TESTS).parts, "conftest"))
+        )
     except ModuleNotFoundError as exc:
         if missing_torch_package(exc) is None:
             raise
@@ -69,7 +85,9 @@ class _ModuleWithoutTorch(pytest.Module):
             pytest.skip(f"needs {package}", allow_module_level=True)
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
     return None if HAS_TORCH else _ModuleWithoutTorch.from_parent(parent, path=module_path)
 
 

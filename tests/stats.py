@@ -15,7 +15,15 @@ SMALL_MODULE_LINES = 60
 SHORT_BODY_LINES = 3
 WORD = re.compile(r"[^\s|`*#>-]\S*")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER)
+NOT_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+)
 
 
 class Module:
@@ -56,7 +64,9 @@ class Module:
                 yield node.name
 
     def imported(self, known: dict[str, Module]) -> set[str]:
-        """Return the names of the modules in `known` that this one imports, inside functions too."""
+        """Return the names of the modules in `known` that this one imports, inside functions
+        too.
+        """
         found = set[str]()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -81,7 +91,11 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
     """Return the lines of all strings that stand alone: docstrings, and those of attributes."""
     lines = set[int]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
 
@@ -103,18 +117,28 @@ def figures() -> dict[str, str]:
             importers[name].add(module.name)
         for name in module.public_classes():
             classes[name].add(module.name)
-    lonely = [name for name, module in modules.items() if len(importers[name]) == 1 and module.num_lines < SMALL_MODULE_LINES]
+    lonely = [
+        name
+        for name, module in modules.items()
+        if len(importers[name]) == 1 and module.num_lines < SMALL_MODULE_LINES
+    ]
     bodies = [module.body_lines(one) for module in modules.values() for one in module.functions()]
     num_short = sum(lines <= SHORT_BODY_LINES for lines in bodies)
     tests = (ROOT / "tests").rglob("*.py")
-    pages = [path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]
+    pages = [
+        path
+        for path in ROOT.rglob("*.md")
+        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    ]
     return {
         "product: lines of code": f"{sum(len(module.code_lines) for module in modules.values()):,}",
         "product: modules": f"{len(modules):,}",
         "product: modules with one importer, under 60 lines": f"{len(lonely)}",
         "product: functions": f"{len(bodies):,}",
         "product: functions of up to 3 lines": f"{num_short / len(bodies):.1%}",
-        "product: public class names with two meanings": f"{sum(len(at) > 1 for at in classes.values())}",
+        "product: public class names with two meanings": (
+            f"{sum(len(at) > 1 for at in classes.values())}"
+        ),
         "tests: lines": f"{sum(_num_lines(path) for path in tests):,}",
         "documents: words": f"{sum(_num_words(path) for path in pages):,}",
     }

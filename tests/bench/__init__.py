@@ -1,1 +1,3 @@
-"""Measurements. `make bench` prints them and rewrites docs/benchmarks.md; no test asserts a time."""
+"""Measurements. `make bench` prints them and rewrites docs/benchmarks.md; no test asserts a
+time.
+"""

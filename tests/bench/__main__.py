@@ -43,7 +43,10 @@ PLOT = DOCUMENT.with_name("codec-break-even.svg")
 BLEND_PLOT = DOCUMENT.with_name("blend-quality.svg")
 DIGESTED_STORE = "one copy of every byte; the digest follows it in another thread"
 CHECKED_LOAD = "one copy of every byte, and the digest right behind it"
-COPY_NOTES = {"always": (DIGESTED_STORE, CHECKED_LOAD), "never": ("one copy of every byte", "one copy of every byte")}
+COPY_NOTES = {
+    "always": (DIGESTED_STORE, CHECKED_LOAD),
+    "never": ("one copy of every byte", "one copy of every byte"),
+}
 T = TypeVar("T")
 
 
@@ -70,11 +73,17 @@ class Bench:
                 figures += self.run(name, lambda: engines.measure(engine, name, copy, notes))  # noqa: B023 (run at once)
             with engines.behind_sidecar(self.directory, verify_hot) as engine:
                 name = f"hot tier, sidecar, verify_hot {verify_hot}"
-                figures += self.run(name, lambda: engines.measure(engine, name, copy, (DIGESTED_STORE, notes[1])))  # noqa: B023
+                figures += self.run(
+                    name,
+                    lambda: engines.measure(engine, name, copy, (DIGESTED_STORE, notes[1])),  # noqa: B023
+                )
         gathers = self.run("paged gather and scatter", paged.kernel_figures)
         figures += gathers
         for verify_hot in COPY_NOTES:
-            figures += self.run(f"paged, embedded, verify_hot {verify_hot}", lambda: paged.engine_figures(verify_hot, gathers[0]))  # noqa: B023
+            figures += self.run(
+                f"paged, embedded, verify_hot {verify_hot}",
+                lambda: paged.engine_figures(verify_hot, gathers[0]),  # noqa: B023
+            )
         return figures
 
     def slower_tiers(self) -> list[Figure]:
@@ -95,10 +104,16 @@ def sections(bench: Bench) -> Sequence[report.Section]:
         report.rates(f"Host memory: {prompt}", bench.host_memory()),
         report.rates(f"Slower tiers: {prompt}", bench.slower_tiers()),
         report.naming(bench.run("hashes, keys, lookups", identity.identity_rows)),
-        report.answers(bench.run("lookup and stage", lambda: questions.answer_times(bench.directory))),
+        report.answers(
+            bench.run("lookup and stage", lambda: questions.answer_times(bench.directory))
+        ),
         report.allocations(bench.run("allocations", allocation.allocation_rows)),
     ]
-    measured = (("GPU", paged.gpu_figures), ("GPU, codec", codec_device.gpu_figures), ("GPU, blending", blend_device.gpu_figures))
+    measured = (
+        ("GPU", paged.gpu_figures),
+        ("GPU, codec", codec_device.gpu_figures),
+        ("GPU, blending", blend_device.gpu_figures),
+    )
     gpu = [figure for name, figures in measured for figure in bench.run(name, figures)]
     return [*found, report.rates("GPU", gpu)] if gpu else found
 
@@ -115,7 +130,12 @@ def measure_tiers(bench: Bench, console: Console, machine: str) -> None:
     for section in timed:
         section.show(console)
     console.print(ratios)
-    report.rewrite(DOCUMENT, "bench", with_rounds(machine), [*(section.as_markdown() for section in timed), ratios])
+    report.rewrite(
+        DOCUMENT,
+        "bench",
+        with_rounds(machine),
+        [*(section.as_markdown() for section in timed), ratios],
+    )
 
 
 def measure_codecs(bench: Bench, console: Console, machine: str) -> None:
@@ -128,7 +148,10 @@ def measure_codecs(bench: Bench, console: Console, machine: str) -> None:
     PLOT.write_text(found.plot, encoding="utf-8")
     picture = f"![Gain over raw bytes by bandwidth of the link]({PLOT.name})"
     report.rewrite(
-        DOCUMENT, "codecs", with_rounds(machine), [*(section.as_markdown() for section in found.sections), *found.remarks, picture]
+        DOCUMENT,
+        "codecs",
+        with_rounds(machine),
+        [*(section.as_markdown() for section in found.sections), *found.remarks, picture],
     )
 
 
@@ -141,7 +164,12 @@ def measure_vllm(bench: Bench, console: Console, machine: str) -> None:
     for section in found.sections:
         section.show(console)
     console.print(found.remark)
-    report.rewrite(DOCUMENT, "vllm", vllm_part.described(machine), [*(section.as_markdown() for section in found.sections), found.remark])
+    report.rewrite(
+        DOCUMENT,
+        "vllm",
+        vllm_part.described(machine),
+        [*(section.as_markdown() for section in found.sections), found.remark],
+    )
 
 
 def measure_lookup(bench: Bench, console: Console, machine: str) -> None:
@@ -158,7 +186,12 @@ def measure_lookup_rest(bench: Bench, console: Console, machine: str) -> None:
     found = lookup_rest.measure(bench.run, bench.directory)
     for section in found:
         section.show(console)
-    report.rewrite(DOCUMENT, "lookup-rest", f"Machine: {machine}.", [section.as_markdown() for section in found])
+    report.rewrite(
+        DOCUMENT,
+        "lookup-rest",
+        f"Machine: {machine}.",
+        [section.as_markdown() for section in found],
+    )
 
 
 def measure_storage_rest(bench: Bench, console: Console, machine: str) -> None:
@@ -166,7 +199,9 @@ def measure_storage_rest(bench: Bench, console: Console, machine: str) -> None:
     found = storage_rest.measure(bench.run, bench.directory)
     for section in found:
         section.show(console)
-    report.rewrite(DOCUMENT, "storage-rest", with_rounds(machine), [section.as_markdown() for section in found])
+    report.rewrite(
+        DOCUMENT, "storage-rest", with_rounds(machine), [section.as_markdown() for section in found]
+    )
 
 
 def measure_blend_quality(bench: Bench, console: Console, machine: str) -> None:
@@ -179,7 +214,9 @@ def measure_blend_quality(bench: Bench, console: Console, machine: str) -> None:
     BLEND_PLOT.write_text(found.plot, encoding="utf-8")
     picture = f"![Share of the gap closed by share of tokens computed anew]({BLEND_PLOT.name})"
     tables = [section.as_markdown() for section in found.sections]
-    report.rewrite(DOCUMENT, "blend-quality", f"Machine: {machine}.", [*tables, *found.remarks, picture])
+    report.rewrite(
+        DOCUMENT, "blend-quality", f"Machine: {machine}.", [*tables, *found.remarks, picture]
+    )
 
 
 def measure_blend_time(bench: Bench, console: Console, machine: str) -> None:
@@ -189,7 +226,12 @@ def measure_blend_time(bench: Bench, console: Console, machine: str) -> None:
         section.show(console)
     console.print(found.remark)
     tables = [section.as_markdown() for section in found.sections]
-    report.rewrite(DOCUMENT, "blend-time", f"Machine: {machine.replace('1 torch thread, ', '')}.", [*tables, found.remark])
+    report.rewrite(
+        DOCUMENT,
+        "blend-time",
+        f"Machine: {machine.replace('1 torch thread, ', '')}.",
+        [*tables, found.remark],
+    )
 
 
 PARTS = {"tiers": measure_tiers, "codecs": measure_codecs, "lookup": measure_lookup}
@@ -200,23 +242,39 @@ BY_NAME = {
     "storage_rest": measure_storage_rest,
     "vllm": measure_vllm,
 }
-"""Parts that are measured only when they are asked for: they take long, or need more than `make bench` has installed."""
+"""Parts that are measured only when they are asked for: they take long, or need more than `make
+bench` has installed.
+"""
 
 
 def main() -> None:
     """Run everything, or one part; takes a few minutes."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("part", nargs="?", choices=[*PARTS, *BY_NAME], help=f"measure this alone (default: {' and '.join(PARTS)})")
+    parser.add_argument(
+        "part",
+        nargs="?",
+        choices=[*PARTS, *BY_NAME],
+        help=f"measure this alone (default: {' and '.join(PARTS)})",
+    )
     part = parser.parse_args().part
     console = Console()
     torch.set_num_threads(1)
-    machine = f"{platform.machine()}, {torch.get_num_threads()} torch thread, Python {platform.python_version()}, {os.cpu_count()} cores"
+    machine = (
+        f"{platform.machine()}, {torch.get_num_threads()} torch thread, Python"
+        f" {platform.python_version()}, {os.cpu_count()} cores"
+    )
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as scratch, Progress(*columns, console=console) as progress:
+    with (
+        tempfile.TemporaryDirectory(prefix="lmcache-bench-") as scratch,
+        Progress(*columns, console=console) as progress,
+    ):
         bench = Bench(progress, Path(scratch))
         for name in PARTS if part is None else (part,):
             (PARTS | BY_NAME)[name](bench, console, machine)
-    console.print(f"written to {DOCUMENT.relative_to(Path.cwd()) if DOCUMENT.is_relative_to(Path.cwd()) else DOCUMENT}")
+    console.print(
+        "written to"
+        f" {DOCUMENT.relative_to(Path.cwd()) if DOCUMENT.is_relative_to(Path.cwd()) else DOCUMENT}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What an allocation costs: one object freed and another one taken, among 1,000 and among 100,000 live ones."""
+"""What an allocation costs: one object freed and another one taken, among 1,000 and among
+100,000 live ones.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class PairCost:
 
     @property
     def ratio(self) -> float | None:
-        """How many times the cost among fewer objects; a cost in O(log n) grows to 1.7 times from 1,000 to 100,000, beside cache misses."""
+        """How many times the cost among fewer objects; a cost in O(log n) grows to 1.7 times
+        from 1,000 to 100,000, beside cache misses.
+        """
         return None if self.among_fewer is None else self.pair_us / self.among_fewer.pair_us
 
 
@@ -61,11 +65,17 @@ def allocation_rows() -> list[PairCost]:
     return rows
 
 
-def pair_cost(name: str, num_live: int, sizes: Sequence[int], among_fewer: PairCost | None = None) -> PairCost:
-    """Fill an arena to twice that many objects, free a random half, then measure pairs at random places."""
+def pair_cost(
+    name: str, num_live: int, sizes: Sequence[int], among_fewer: PairCost | None = None
+) -> PairCost:
+    """Fill an arena to twice that many objects, free a random half, then measure pairs at random
+    places.
+    """
     rng = random.Random(num_live)
     # The memory is never touched: the books are what is measured.
-    mapping = mmap.mmap(-1, 2 * num_live * (max(sizes) + ALIGN_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(
+        -1, 2 * num_live * (max(sizes) + ALIGN_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     arena = ArenaAllocator(memoryview(mapping))
     live = [_take(arena, rng.choice(sizes)) for _ in range(2 * num_live)]
     rng.shuffle(live)
@@ -93,4 +103,7 @@ if __name__ == "__main__":
     for row in allocation_rows():
         low, high = row.spread_us
         ratio = "" if row.ratio is None else f", {row.ratio:.2f} times the cost among {NUM_LIVE[0]}"
-        print(f"{row.name}, {row.num_live} live: {row.pair_us:.2f} us a pair ({low:.2f} ... {high:.2f}){ratio}")
+        print(
+            f"{row.name}, {row.num_live} live: {row.pair_us:.2f} us a pair ({low:.2f} ..."
+            f" {high:.2f}){ratio}"
+        )

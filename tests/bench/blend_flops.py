@@ -1,7 +1,9 @@
-"""Floating-point operations of a prefill: from a model's shape, and as counted while it runs. Two for each multiplication and addition.
+"""Floating-point operations of a prefill: from a model's shape, and as counted while it runs. Two
+for each multiplication and addition.
 
-A causal attention multiplies each query with the keys up to its own; one with a mask multiplies all pairs, also those that it then masks.
-Norms, rotations and whatever else is not a matrix product are left out: together they are below one in a hundred.
+A causal attention multiplies each query with the keys up to its own; one with a mask multiplies all
+pairs, also those that it then masks. Norms, rotations and whatever else is not a matrix product are
+left out: together they are below one in a hundred.
 """
 
 from __future__ import annotations
@@ -56,16 +58,22 @@ class LayerWork:
 
 
 def pairs(num_queries: int, num_keys: int, is_causal: bool) -> int:
-    """Queries times keys that one head multiplies; of a causal attention, whose queries and keys are as many, half."""
+    """Queries times keys that one head multiplies; of a causal attention, whose queries and keys
+    are as many, half.
+    """
     return num_queries * (num_queries + 1) // 2 if is_causal else num_queries * num_keys
 
 
 def layers_in_full(config: LlamaConfig, num_tokens: int) -> list[LayerWork]:
     """The work of a full prefill."""
-    return [LayerWork(num_tokens, num_tokens, pairs(num_tokens, num_tokens, True))] * int(config.num_hidden_layers)
+    return [LayerWork(num_tokens, num_tokens, pairs(num_tokens, num_tokens, True))] * int(
+        config.num_hidden_layers
+    )
 
 
-def layers_blended(config: LlamaConfig, num_tokens: int, num_computed: int, check_layer: int) -> list[LayerWork]:
+def layers_blended(
+    config: LlamaConfig, num_tokens: int, num_computed: int, check_layer: int
+) -> list[LayerWork]:
     """The work of a blended prefill at most: every chosen query with every key.
 
     Args:
@@ -76,7 +84,9 @@ def layers_blended(config: LlamaConfig, num_tokens: int, num_computed: int, chec
     """
     chosen = pairs(num_computed, num_tokens, False)
     before = layers_in_full(config, num_tokens)[:check_layer]
-    behind = [LayerWork(num_computed, num_computed, chosen)] * (int(config.num_hidden_layers) - check_layer - 1)
+    behind = [LayerWork(num_computed, num_computed, chosen)] * (
+        int(config.num_hidden_layers) - check_layer - 1
+    )
     return [*before, LayerWork(num_tokens, num_computed, chosen), *behind]
 
 
@@ -107,9 +117,19 @@ def counted(work: Callable[[], T]) -> tuple[Flops, T]:
     with FlopCounterMode(display=False, custom_mapping={_ATTENTION: _attention_flops}) as counter:
         returned = work()
     by_kind = counter.get_flop_counts().get("Global", {})
-    return Flops(sum(by_kind.get(kind, 0) for kind in _LINEAR), by_kind.get(_ATTENTION, 0)), returned
+    return (
+        Flops(sum(by_kind.get(kind, 0) for kind in _LINEAR), by_kind.get(_ATTENTION, 0)),
+        returned,
+    )
 
 
-def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, dropout_p: float = 0.0, is_causal: bool = False, **others: object) -> int:
+def _attention_flops(
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **others: object,
+) -> int:
     num_sequences, num_heads, num_queries, head_size = q
     return 2 * num_sequences * num_heads * pairs(num_queries, k[2], is_causal) * (head_size + v[3])

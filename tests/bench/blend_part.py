@@ -20,13 +20,22 @@ from tests.bench import blend_plot
 from tests.bench.blend_quality import BOTH_SIDES, NAIVE, POLICIES, Arm, ArmQuality, QualityBench
 from tests.bench.codec_quality import NORMAL_95
 from tests.bench.report import Section
-from tests.bench.two_document_prompts import FIVE_DOCUMENTS, NUM_QUESTIONS, TWO_DOCUMENTS, PromptSource, Shape
+from tests.bench.two_document_prompts import (
+    FIVE_DOCUMENTS,
+    NUM_QUESTIONS,
+    TWO_DOCUMENTS,
+    PromptSource,
+    Shape,
+)
 
 NUM_PROMPTS = 300
 NUM_TEXT_PROMPTS, TEXT_DOCUMENTS, TEXT_DOCUMENT_TOKENS, TEXT_ENDING_TOKENS = 120, 3, 160, 32
 MAX_TEXT_CHARS = 8_000
 GOAL_CLOSED, GOAL_ERRORS = 0.9, 5
-NAMES: Mapping[Shape, str] = {TWO_DOCUMENTS: "two documents", FIVE_DOCUMENTS: "five documents, four in any order"}
+NAMES: Mapping[Shape, str] = {
+    TWO_DOCUMENTS: "two documents",
+    FIVE_DOCUMENTS: "five documents, four in any order",
+}
 Run = Callable[[str, Callable[[], Any]], Any]
 
 
@@ -52,7 +61,11 @@ def measure(run: Run) -> BlendFigures:
         run: Given a name and work, says the name, does the work, and returns what it returns.
     """
     model, tokenizer = load_two_document_model()
-    texts = [doc.text[:MAX_TEXT_CHARS] for doc in collect_corpus().held_out if doc.kind in ("library", "topic")]
+    texts = [
+        doc.text[:MAX_TEXT_CHARS]
+        for doc in collect_corpus().held_out
+        if doc.kind in ("library", "topic")
+    ]
     source = PromptSource(tokenizer, texts)
     sections, remarks, plot = [], [], ""
     for shape, name in NAMES.items():
@@ -104,13 +117,18 @@ def _remark(name: str, prompts: Sequence[SplitPrompt], rows: Mapping[Arm, ArmQua
     errors = gap.value / (gap.half_width / NORMAL_95)
     num_tokens = sum(len(prompt.tokens()) for prompt in prompts) / len(prompts)
     return (
-        f"{name[0].upper()}{name[1:]}: {len(prompts)} prompts of {num_tokens:.0f} tokens on average, {NUM_QUESTIONS} questions each. "
-        f"Naive reuse loses {gap.value:.3f} nats an answer, {errors:.1f} standard errors (goal: {GOAL_ERRORS})."
+        f"{name[0].upper()}{name[1:]}: {len(prompts)} prompts of {num_tokens:.0f} tokens on"
+        f" average, {NUM_QUESTIONS} questions each. Naive reuse loses {gap.value:.3f} nats an"
+        f" answer, {errors:.1f} standard errors (goal: {GOAL_ERRORS})."
     )
 
 
-def text_section(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Section:
-    """The first model on held-out running text, whose neighbouring slices are its documents: as `lmcachectl certify blend` measures."""
+def text_section(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]
+) -> Section:
+    """The first model on held-out running text, whose neighbouring slices are its documents: as
+    `lmcachectl certify blend` measures.
+    """
     separator = torch.tensor(tokenizer.encode("\n---\n", add_special_tokens=False))
     prompts = _text_prompts(tokenizer, texts, separator)
     cells = []
@@ -122,14 +140,37 @@ def text_section(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tex
 
         found = measure_text(model, prompts, blending)
         added = f"{found.delta_loss_nats:+.4f} ± {NORMAL_95 * found.delta_loss_error:.4f}"
-        cells.append((policy, f"{ratio:.0%}", added, f"{found.kl_nats:.4f}", f"{found.top1_agreement:.1%}", ""))
+        cells.append(
+            (
+                policy,
+                f"{ratio:.0%}",
+                added,
+                f"{found.kl_nats:.4f}",
+                f"{found.top1_agreement:.1%}",
+                "",
+            )
+        )
     title = (
-        f"Blend: {TEXT_ENDING_TOKENS} tokens of running text behind {TEXT_DOCUMENTS} documents of {TEXT_DOCUMENT_TOKENS}, the first model"
+        f"Blend: {TEXT_ENDING_TOKENS} tokens of running text behind {TEXT_DOCUMENTS} documents of"
+        f" {TEXT_DOCUMENT_TOKENS}, the first model"
     )
-    return Section(title, ("policy", "anew", "loss over full recompute", "divergence, nats", "equal first choices", "note"), cells)
+    return Section(
+        title,
+        (
+            "policy",
+            "anew",
+            "loss over full recompute",
+            "divergence, nats",
+            "equal first choices",
+            "note",
+        ),
+        cells,
+    )
 
 
-def _text_prompts(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], separator: torch.Tensor) -> list[SplitPrompt]:
+def _text_prompts(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], separator: torch.Tensor
+) -> list[SplitPrompt]:
     """As many from each text as it has room for, until there are enough."""
     own = TEXT_DOCUMENT_TOKENS - len(separator)
     width = TEXT_DOCUMENTS * own + TEXT_ENDING_TOKENS
@@ -137,6 +178,9 @@ def _text_prompts(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], sepa
     for text in texts:
         ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
         for window in ids[: len(ids) - len(ids) % width].view(-1, width):
-            documents = [torch.cat([part, separator]) for part in window[: TEXT_DOCUMENTS * own].view(TEXT_DOCUMENTS, own)]
+            documents = [
+                torch.cat([part, separator])
+                for part in window[: TEXT_DOCUMENTS * own].view(TEXT_DOCUMENTS, own)
+            ]
             prompts.append(SplitPrompt(documents, window[TEXT_DOCUMENTS * own :]))
     return prompts[:NUM_TEXT_PROMPTS]

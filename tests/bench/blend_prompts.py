@@ -1,4 +1,6 @@
-"""What blended prompts are measured with: models with random weights, prompts of documents, and engines that keep these."""
+"""What blended prompts are measured with: models with random weights, prompts of documents, and
+engines that keep these.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from math import prod
 from pathlib import Path
 
 import torch
-from lmcache_core.blend.certificate import FORMAT_VERSION, BlendCertificate, BlendProfile, CertificateFolder, Quality, QualityBounds
+from lmcache_core.blend.certificate import (
+    FORMAT_VERSION,
+    BlendCertificate,
+    BlendProfile,
+    CertificateFolder,
+    Quality,
+    QualityBounds,
+)
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.integrations.transformers import CachedCausalLM, connector_of, metadata_of
@@ -21,12 +30,24 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 QUESTION_TOKENS = 64
 TOKENS_A_DOCUMENT = 512
-"""Of a document and its share of the question: 8 documents of 504 tokens and a question of 64 are 4,096."""
+"""Of a document and its share of the question: 8 documents of 504 tokens and a question of 64
+are 4,096.
+"""
 SEPARATOR_TOKENS = 2
 SPARE_ROOM = 1.25
 """Host memory over what the documents' KV takes."""
-PERFECT = Quality(num_prompts=2, num_tokens=2, kl_nats=0.0, top1_agreement=1.0, delta_loss_nats=0.0, delta_loss_error=0.0, reused_share=1.0)
-"""Of nothing that was measured: a model with random weights says nothing, and only its time is looked at."""
+PERFECT = Quality(
+    num_prompts=2,
+    num_tokens=2,
+    kl_nats=0.0,
+    top1_agreement=1.0,
+    delta_loss_nats=0.0,
+    delta_loss_error=0.0,
+    reused_share=1.0,
+)
+"""Of nothing that was measured: a model with random weights says nothing, and only its time is
+looked at.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +84,10 @@ def made_prompt(num_tokens: int, vocab_size: int, num_documents: int | None = No
     number = num_documents or num_tokens // TOKENS_A_DOCUMENT
     length, rest = divmod(num_tokens - QUESTION_TOKENS, number)
     if rest or length <= SEPARATOR_TOKENS:
-        raise ValueError(f"{num_tokens} tokens, {QUESTION_TOKENS} of them the question, are not {number} documents of one length")
+        raise ValueError(
+            f"{num_tokens} tokens, {QUESTION_TOKENS} of them the question, are not {number}"
+            " documents of one length"
+        )
     num_words = vocab_size - SEPARATOR_TOKENS
     separator = torch.arange(num_words, vocab_size)
     generator = torch.Generator().manual_seed(num_tokens)
@@ -82,15 +106,21 @@ def made_model(options: Mapping[str, int], dtype: torch.dtype) -> LlamaForCausal
     """
     torch.manual_seed(0)
     config = LlamaConfig(**options, max_position_embeddings=16_384, tie_word_embeddings=True)
-    model: LlamaForCausalLM = AutoModelForCausalLM.from_config(config, dtype=dtype)  # a cast later would round its rotations too
+    model: LlamaForCausalLM = AutoModelForCausalLM.from_config(
+        config, dtype=dtype
+    )  # a cast later would round its rotations too
     return model.eval()
 
 
 @contextmanager
-def blending_models(model: LlamaForCausalLM, prompt: Prompt, ratios: Sequence[float]) -> Iterator[list[CachedCausalLM]]:
-    """The model in front of engines that keep the documents in host memory, each as a prompt of its own.
+def blending_models(
+    model: LlamaForCausalLM, prompt: Prompt, ratios: Sequence[float]
+) -> Iterator[list[CachedCausalLM]]:
+    """The model in front of engines that keep the documents in host memory, each as a prompt of its
+    own.
 
-    A ratio is an option of an engine, so there is one for each; the first has the documents computed, the others get copies.
+    A ratio is an option of an engine, so there is one for each; the first has the documents
+    computed, the others get copies.
 
     Args:
         model: In eval mode, on the CPU.
@@ -98,9 +128,16 @@ def blending_models(model: LlamaForCausalLM, prompt: Prompt, ratios: Sequence[fl
         ratios: Of each engine.
     """
     with ExitStack() as stack:
-        certificates = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-bench-")))
-        engines = [stack.enter_context(_engine(model, prompt, ratio, certificates)) for ratio in ratios]
-        cached = [stack.enter_context(closing(CachedCausalLM(model, engine, prompt.separator))) for engine in engines]
+        certificates = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-bench-"))
+        )
+        engines = [
+            stack.enter_context(_engine(model, prompt, ratio, certificates)) for ratio in ratios
+        ]
+        cached = [
+            stack.enter_context(closing(CachedCausalLM(model, engine, prompt.separator)))
+            for engine in engines
+        ]
         for document in prompt.documents:
             cached[0].keep_document(document)
             _copy(document, engines)
@@ -108,7 +145,9 @@ def blending_models(model: LlamaForCausalLM, prompt: Prompt, ratios: Sequence[fl
 
 
 @contextmanager
-def _engine(model: LlamaForCausalLM, prompt: Prompt, ratio: float, certificates: Path) -> Iterator[LMCacheEngine]:
+def _engine(
+    model: LlamaForCausalLM, prompt: Prompt, ratio: float, certificates: Path
+) -> Iterator[LMCacheEngine]:
     config = LMCacheEngineConfig.from_defaults(
         remote_url=None,
         save_unfull_chunk=True,
@@ -119,11 +158,21 @@ def _engine(model: LlamaForCausalLM, prompt: Prompt, ratio: float, certificates:
     metadata = metadata_of(model, "bench/random", config, revision="random")
     profile = BlendProfile(config.blend_policy, ratio, tuple(prompt.separator.tolist()))
     CertificateFolder(certificates).save(
-        BlendCertificate(FORMAT_VERSION, metadata.model_name, metadata.revision, profile, QualityBounds(), PERFECT, version("lmcache-core"))
+        BlendCertificate(
+            FORMAT_VERSION,
+            metadata.model_name,
+            metadata.revision,
+            profile,
+            QualityBounds(),
+            PERFECT,
+            version("lmcache-core"),
+        )
     )
     num_chunks = sum(-(-len(document) // config.chunk_size) for document in prompt.documents)
     allocator = HostMemoryAllocator(int(num_chunks * _chunk_bytes(metadata) * SPARE_ROOM))
-    engine = LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector_of(model))
+    engine = LMCacheEngine(
+        config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector_of(model)
+    )
     engine.open()
     with closing(engine):
         yield engine
@@ -137,7 +186,10 @@ def _copy(document: torch.Tensor, engines: Sequence[LMCacheEngine]) -> None:
     first, *others = engines
     num_layers, _, _, num_heads, head_size = first.metadata.kv_shape
     dtype = getattr(torch, first.metadata.kv_dtype_name)
-    layers = tuple(tuple(layer) for layer in torch.empty((num_layers, 2, len(document), num_heads, head_size), dtype=dtype))
+    layers = tuple(
+        tuple(layer)
+        for layer in torch.empty((num_layers, 2, len(document), num_heads, head_size), dtype=dtype)
+    )
     if not first.retrieve(document, kvcaches=layers).all():
         raise RuntimeError("a document that was just kept is not found in host memory")
     for engine in others:

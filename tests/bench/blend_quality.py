@@ -1,4 +1,6 @@
-"""What blending costs answers that need two documents, by policy and share of tokens computed anew."""
+"""What blending costs answers that need two documents, by policy and share of tokens computed
+anew.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from lmcache_core.blend import CacheBlendImpl, RotaryEmbedding
-from lmcache_core.blend.selection import Candidates, MostDeviating, NoneAtAll, SelectionPolicy, create_policy
+from lmcache_core.blend.selection import (
+    Candidates,
+    MostDeviating,
+    NoneAtAll,
+    SelectionPolicy,
+    create_policy,
+)
 from lmcache_core.integrations.transformers.architectures import rope_parameters_of
 from lmcache_core.integrations.transformers.blend_quality import DocumentRetriever, SplitPrompt
 from lmcache_core.integrations.transformers.blended import BlendingModel
@@ -68,7 +76,8 @@ class _Reading:
 
 
 class BothSides:
-    """The tokens whose K and V together deviate most, each side as a share of its own size: for comparison.
+    """The tokens whose K and V together deviate most, each side as a share of its own size: for
+    comparison.
 
     Args:
         model: Whose KV it is.
@@ -82,14 +91,21 @@ class BothSides:
         self.check_layer = self._chosen_by.check_layer
         self.needs_deviation = False
 
-    def look_at(self, prompt: SplitPrompt, retriever: DocumentRetriever, rotary: RotaryEmbedding) -> None:
+    def look_at(
+        self, prompt: SplitPrompt, retriever: DocumentRetriever, rotary: RotaryEmbedding
+    ) -> None:
         """Take the prompt that is read next."""
         tokens = prompt.tokens()
-        layer = self._model(input_ids=tokens[None], use_cache=True, logits_to_keep=1).past_key_values.layers[self.check_layer]
+        layer = self._model(
+            input_ids=tokens[None], use_cache=True, logits_to_keep=1
+        ).past_key_values.layers[self.check_layer]
         found = retriever.result(self.check_layer)
         k, v = (side[0].transpose(0, 1).flatten(1) for side in (layer.keys, layer.values))
         moved = rotary.mover(found.original_positions, torch.arange(len(tokens)))(found.k)
-        sides = ((k - moved).square().sum(1) / k.square().mean(), (v - found.v).square().sum(1) / v.square().mean())
+        sides = (
+            (k - moved).square().sum(1) / k.square().mean(),
+            (v - found.v).square().sum(1) / v.square().mean(),
+        )
         self._deviation = (sides[0] + sides[1]) * found.valid_mask
 
     def choose(self, candidates: Candidates) -> torch.Tensor:
@@ -111,9 +127,15 @@ class QualityBench:
         self._retriever = DocumentRetriever(model)
         self._rotary = RotaryEmbedding(rope_parameters_of(model.config))
         self._both_sides: list[BothSides] = []
-        self._arms = {Arm(UNMOVED, 0.0): self._blending(NoneAtAll(), moves=False), Arm(NAIVE, 0.0): self._blending(NoneAtAll())}
+        self._arms = {
+            Arm(UNMOVED, 0.0): self._blending(NoneAtAll(), moves=False),
+            Arm(NAIVE, 0.0): self._blending(NoneAtAll()),
+        }
         for ratio in RATIOS:
-            self._arms |= {Arm(policy, ratio): self._blending(create_policy(policy, ratio)) for policy in POLICIES}
+            self._arms |= {
+                Arm(policy, ratio): self._blending(create_policy(policy, ratio))
+                for policy in POLICIES
+            }
             self._both_sides.append(BothSides(model, ratio))
             self._arms[Arm(BOTH_SIDES, ratio)] = self._blending(self._both_sides[-1])
 
@@ -122,7 +144,9 @@ class QualityBench:
         executor.set_mover(self._rotary.mover if moves else lambda _from, _to: lambda k: k)
         return BlendingModel(self._model, self._retriever, executor)
 
-    def measure(self, progress: Callable[[int], None] = lambda _: None) -> tuple[ArmQuality, Mapping[Arm, ArmQuality]]:
+    def measure(
+        self, progress: Callable[[int], None] = lambda _: None
+    ) -> tuple[ArmQuality, Mapping[Arm, ArmQuality]]:
         """Read all prompts in all ways.
 
         Args:
@@ -139,8 +163,14 @@ class QualityBench:
         num_answers = sum(len(prompt.judged_places()) for prompt in self._prompts)
         num_tokens = sum(len(prompt.tokens()) for prompt in self._prompts)
         naive = found[Arm(NAIVE, 0.0)]
-        rows = {arm: _quality(arm, reading, full, naive, num_answers, num_tokens) for arm, reading in found.items()}
-        return _quality(Arm("full recompute", 1.0), full, full, naive, num_answers, num_tokens), rows
+        rows = {
+            arm: _quality(arm, reading, full, naive, num_answers, num_tokens)
+            for arm, reading in found.items()
+        }
+        return (
+            _quality(Arm("full recompute", 1.0), full, full, naive, num_answers, num_tokens),
+            rows,
+        )
 
     @torch.inference_mode()
     def _read(self, prompt: SplitPrompt, full: _Reading, found: Mapping[Arm, _Reading]) -> None:
@@ -157,19 +187,33 @@ class QualityBench:
             _note(found[arm], got.logits[0, places - 1], answers, expected, got.num_computed)
 
 
-def _note(reading: _Reading, logits: torch.Tensor, answers: torch.Tensor, expected: torch.Tensor | None, computed: int) -> torch.Tensor:
+def _note(
+    reading: _Reading,
+    logits: torch.Tensor,
+    answers: torch.Tensor,
+    expected: torch.Tensor | None,
+    computed: int,
+) -> torch.Tensor:
     """Add one prompt's answers, `[num_questions, vocabulary]`; returns their log-probabilities."""
     log_probs = logits.double().log_softmax(-1)
     reading.nats.append(float(F.nll_loss(log_probs, answers, reduction="sum")))
-    divergence = 0.0 if expected is None else float(F.kl_div(log_probs, expected, reduction="sum", log_target=True))
+    divergence = (
+        0.0
+        if expected is None
+        else float(F.kl_div(log_probs, expected, reduction="sum", log_target=True))
+    )
     reading.divergence.append(divergence)
     reading.num_right += int((log_probs.argmax(-1) == answers).sum())
     reading.num_computed += computed
     return log_probs
 
 
-def _quality(arm: Arm, reading: _Reading, full: _Reading, naive: _Reading, num_answers: int, num_tokens: int) -> ArmQuality:
-    nats, base, worst = (torch.tensor(one.nats, dtype=torch.float64) for one in (reading, full, naive))
+def _quality(
+    arm: Arm, reading: _Reading, full: _Reading, naive: _Reading, num_answers: int, num_tokens: int
+) -> ArmQuality:
+    nats, base, worst = (
+        torch.tensor(one.nats, dtype=torch.float64) for one in (reading, full, naive)
+    )
     added, gap = nats - base, worst - base
     return ArmQuality(
         arm,
@@ -183,7 +227,8 @@ def _quality(arm: Arm, reading: _Reading, full: _Reading, naive: _Reading, num_a
 
 
 def closed_share(added: torch.Tensor, gap: torch.Tensor) -> Change:
-    """How much of a gap is closed, one minus a ratio of sums, with its half width at 95 % over prompts.
+    """How much of a gap is closed, one minus a ratio of sums, with its half width at 95 % over
+    prompts.
 
     Args:
         added: What is left of each prompt's gap, float64 `[num_prompts]`.
@@ -194,7 +239,8 @@ def closed_share(added: torch.Tensor, gap: torch.Tensor) -> Change:
 
 
 def share_of_total(part: torch.Tensor, whole: torch.Tensor) -> Change:
-    """The ratio of two sums over prompts, and the half width of its 95 % interval (linearised, the prompts being independent).
+    """The ratio of two sums over prompts, and the half width of its 95 % interval (linearised, the
+    prompts being independent).
 
     Args:
         part: float64 `[num_prompts]`, at least two.

@@ -1,7 +1,9 @@
-"""What a blended prefill costs: floating-point operations, and time to first token, beside transformers' own full prefill.
+"""What a blended prefill costs: floating-point operations, and time to first token, beside
+transformers' own full prefill.
 
-In the time of a blended prompt its documents are looked up in host memory, loaded, moved and mended; the peer is `model(...)` on the
-whole prompt. Models have random weights: neither time nor operations depend on these, and quality is measured elsewhere.
+In the time of a blended prompt its documents are looked up in host memory, loaded, moved and
+mended; the peer is `model(...)` on the whole prompt. Models have random weights: neither time nor
+operations depend on these, and quality is measured elsewhere.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ class Arm:
     """One way to the first token of a prompt.
 
     Attributes:
-        ratio: Share of the retrieved tokens that is computed anew; None recomputes everything, and nothing is retrieved.
+        ratio: Share of the retrieved tokens that is computed anew; None recomputes everything, and
+            nothing is retrieved.
         first_token: Computes it.
         flops: Of one time.
     """
@@ -150,7 +153,11 @@ def full_arm(model: LlamaForCausalLM, prompt: Prompt) -> Arm:
         output = model(input_ids=prompt.tokens[None], use_cache=True, logits_to_keep=1)
         return int(output.logits[0, -1].argmax())
 
-    return Arm(None, first_token, prefill_flops(model.config, layers_in_full(model.config, len(prompt.tokens))))
+    return Arm(
+        None,
+        first_token,
+        prefill_flops(model.config, layers_in_full(model.config, len(prompt.tokens))),
+    )
 
 
 def blended_arm(model: CachedCausalLM, prompt: Prompt, ratio: float) -> Arm:
@@ -164,7 +171,8 @@ def blended_arm(model: CachedCausalLM, prompt: Prompt, ratio: float) -> Arm:
         answer = model.generate(prompt.tokens, 1)
         if not answer.is_blended or answer.num_reused_tokens != prompt.num_in_documents:
             raise RuntimeError(
-                f"of {prompt.num_in_documents} tokens of documents {answer.num_reused_tokens} were found, blended: {answer.is_blended}"
+                f"of {prompt.num_in_documents} tokens of documents {answer.num_reused_tokens} were"
+                f" found, blended: {answer.is_blended}"
             )
         return answer.tokens[0]
 
@@ -172,7 +180,9 @@ def blended_arm(model: CachedCausalLM, prompt: Prompt, ratio: float) -> Arm:
     return Arm(ratio, first_token, flops)
 
 
-def measure_prompt(run: Run, name: str, model: LlamaForCausalLM, prompt: Prompt, ratios: Sequence[float]) -> Measured:
+def measure_prompt(
+    run: Run, name: str, model: LlamaForCausalLM, prompt: Prompt, ratios: Sequence[float]
+) -> Measured:
     """Every arm once in each round.
 
     Args:
@@ -186,39 +196,57 @@ def measure_prompt(run: Run, name: str, model: LlamaForCausalLM, prompt: Prompt,
     with blending_models(model, prompt, ratios) as blending:
         arms = [full_arm(model, prompt)]
         for one, ratio in zip(blending, ratios, strict=True):
-            arms.append(run(f"{what}, counting {ratio:.0%}", lambda: blended_arm(one, prompt, ratio)))  # noqa: B023 (run at once)
+            arms.append(
+                run(f"{what}, counting {ratio:.0%}", lambda: blended_arm(one, prompt, ratio))  # noqa: B023
+            )
         seconds: list[list[float]] = [[] for _ in arms]
         for number in range(NUM_ROUNDS):
             for arm, taken in zip(arms, seconds, strict=True):
                 begin = time.perf_counter()
                 run(f"{what}, round {number + 1} of {NUM_ROUNDS}, {arm.name}", arm.first_token)
                 taken.append(time.perf_counter() - begin)
-    return Measured(name, len(prompt.tokens), [Took(arm.name, arm.flops, taken) for arm, taken in zip(arms, seconds, strict=True)])
+    return Measured(
+        name,
+        len(prompt.tokens),
+        [Took(arm.name, arm.flops, taken) for arm, taken in zip(arms, seconds, strict=True)],
+    )
 
 
 def faster_dtype(run: Run) -> tuple[torch.dtype, Section]:
-    """In which dtype this machine computes the smaller model faster without any blending, and the table that shows it."""
+    """In which dtype this machine computes the smaller model faster without any blending, and
+    the table that shows it.
+    """
     rows, seconds = [], {}
     for dtype in DTYPES:
         model = made_model(SMALL.options, dtype)
         prompt = made_prompt(TRIED_TOKENS, model.config.vocab_size)
         name = named(dtype)
-        full, blended = measure_prompt(run, f"{SMALL.name} {name}", model, prompt, (GOAL_RATIO,)).arms
+        full, blended = measure_prompt(
+            run, f"{SMALL.name} {name}", model, prompt, (GOAL_RATIO,)
+        ).arms
         seconds[dtype] = statistics.median(full.seconds)
-        rows.append((name, f"{seconds[dtype]:.2f}", f"{statistics.median(blended.seconds):.2f}", ""))
+        rows.append(
+            (name, f"{seconds[dtype]:.2f}", f"{statistics.median(blended.seconds):.2f}", "")
+        )
     chosen = min(seconds, key=lambda dtype: seconds[dtype])
     rows = [(*row[:-1], "measured in" if row[0] == named(chosen) else "") for row in rows]
     headings = ("dtype", "full recompute, s", f"{GOAL_RATIO:.0%} anew, s", "note")
-    return chosen, Section(f"Blend: dtype, {SMALL.name} parameters, {TRIED_TOKENS:,} tokens", headings, rows)
+    return chosen, Section(
+        f"Blend: dtype, {SMALL.name} parameters, {TRIED_TOKENS:,} tokens", headings, rows
+    )
 
 
 def first_tokens(measured: Sequence[Measured]) -> Section:
-    """The table. Speed-ups are medians over the rounds, in each of which all arms were measured in turn."""
+    """The table. Speed-ups are medians over the rounds, in each of which all arms were measured
+    in turn.
+    """
     rows = []
     for one in measured:
         full = one.arms[0]
         for arm in one.arms:
-            faster = statistics.median(whole / mine for whole, mine in zip(full.seconds, arm.seconds, strict=True))
+            faster = statistics.median(
+                whole / mine for whole, mine in zip(full.seconds, arm.seconds, strict=True)
+            )
             goal = arm.name == f"{GOAL_RATIO:.0%}" and one.num_tokens >= GOAL_TOKENS
             rows.append(
                 (
@@ -233,8 +261,20 @@ def first_tokens(measured: Sequence[Measured]) -> Section:
                     f"goal: {GOAL_TIMES:g} times" if goal else "",
                 )
             )
-    headings = ("model", "tokens", "computed anew", "TFLOP", "share of full", "first token, s", "fastest … slowest", "times faster", "note")
-    return Section("Blend: first token of a prompt whose documents are in host memory", headings, rows)
+    headings = (
+        "model",
+        "tokens",
+        "computed anew",
+        "TFLOP",
+        "share of full",
+        "first token, s",
+        "fastest … slowest",
+        "times faster",
+        "note",
+    )
+    return Section(
+        "Blend: first token of a prompt whose documents are in host memory", headings, rows
+    )
 
 
 def measure(run: Run) -> BlendSpeed:
@@ -247,14 +287,18 @@ def measure(run: Run) -> BlendSpeed:
     with _threads(NUM_THREADS), Neighbours() as others:
         dtype, dtypes = faster_dtype(run)
         for shape in (SMALL, LARGE):
-            model = run(f"blend: {shape.name}, random weights", lambda: made_model(shape.options, dtype))  # noqa: B023 (run at once)
+            model = run(
+                f"blend: {shape.name}, random weights",
+                lambda: made_model(shape.options, dtype),  # noqa: B023
+            )
             for num_tokens, ratios in shape.ratios.items():
                 prompt = made_prompt(num_tokens, model.config.vocab_size)
                 measured.append(measure_prompt(run, shape.name, model, prompt, ratios))
                 gc.collect()
     remark = (
-        f"{named(dtype)}, {NUM_THREADS} torch thread{'s' if NUM_THREADS > 1 else ''}, medians of {NUM_ROUNDS} rounds. "
-        f"While this was measured, other processes kept {others.cores:.2f} of {os.cpu_count()} cores busy."
+        f"{named(dtype)}, {NUM_THREADS} torch thread{'s' if NUM_THREADS > 1 else ''}, medians of"
+        f" {NUM_ROUNDS} rounds. While this was measured, other processes kept {others.cores:.2f} of"
+        f" {os.cpu_count()} cores busy."
     )
     return BlendSpeed((first_tokens(measured), dtypes), remark)
 

@@ -16,9 +16,11 @@ SAMPLE_BYTES = 64
 
 
 class ChunkSet:
-    """As many chunks as a prompt has, with payloads that stay the same and keys that are new each round.
+    """As many chunks as a prompt has, with payloads that stay the same and keys that are new each
+    round.
 
-    They come without digests, as the engine puts them: whoever writes them to a file or a socket computes these.
+    They come without digests, as the engine puts them: whoever writes them to a file or a socket
+    computes these.
     """
 
     def __init__(self) -> None:
@@ -27,11 +29,16 @@ class ChunkSet:
 
     def keys(self, turn: int) -> list[ChunkKey]:
         """Names of the chunks of that round."""
-        return [ChunkKey("default", CacheEngineKey("vllm", "bench", 1, 0, f"{turn:032x}{i:032x}")) for i in range(NUM_CHUNKS)]
+        return [
+            ChunkKey("default", CacheEngineKey("vllm", "bench", 1, 0, f"{turn:032x}{i:032x}"))
+            for i in range(NUM_CHUNKS)
+        ]
 
     def chunks(self, turn: int) -> list[Chunk]:
         """The chunks of that round, borrowed."""
-        headers = [raw_header(key.key, (CHUNK_BYTES,), "uint8", UNSEALED_DIGEST) for key in self.keys(turn)]
+        headers = [
+            raw_header(key.key, (CHUNK_BYTES,), "uint8", UNSEALED_DIGEST) for key in self.keys(turn)
+        ]
         return [
             Chunk.unsealed(key, header, memory, "bench")
             for key, header, memory in zip(self.keys(turn), headers, self.payloads, strict=True)
@@ -48,7 +55,10 @@ class ChunkSet:
             AssertionError: Something was not served, or is not what was put.
         """
         for result, payload in zip(results, self.payloads, strict=True):
-            if not isinstance(result, Chunk) or result.memory.byte_array[:SAMPLE_BYTES] != payload.byte_array[:SAMPLE_BYTES]:
+            if (
+                not isinstance(result, Chunk)
+                or result.memory.byte_array[:SAMPLE_BYTES] != payload.byte_array[:SAMPLE_BYTES]
+            ):
                 raise AssertionError(f"not served: {result}")
             result.release()
 

@@ -1,10 +1,13 @@
 """On which links encoding pays, from ratio and speed.
 
-A chunk of R raw bytes crosses a link of B bytes a second in R / B. Encoded, it crosses in R / (r B), and decoding takes R / D.
+A chunk of R raw bytes crosses a link of B bytes a second in R / B. Encoded, it crosses in R / (r
+B), and decoding takes R / D.
 
-- One after the other: R / (r B) + R / D < R / B, so B < D (1 - 1 / r). With encoding in the way, too: B < (1 - 1 / r) / (1 / D + 1 / E).
-- In a pipeline, where a chunk is decoded while the next one crosses (many chunks; the first one's decoding is not counted):
-  max(R / (r B), R / D) < R / B, so B < D; with encoding in the pipeline, on a machine of its own, B < min(D, E).
+- One after the other: R / (r B) + R / D < R / B, so B < D (1 - 1 / r). With encoding in the way,
+  too: B < (1 - 1 / r) / (1 / D + 1 / E).
+- In a pipeline, where a chunk is decoded while the next one crosses (many chunks; the first one's
+  decoding is not counted): max(R / (r B), R / D) < R / B, so B < D; with encoding in the pipeline,
+  on a machine of its own, B < min(D, E).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The codec's kernels on a GPU, beside a copy of the same bytes in its memory; nothing is reported unless the bytes are the CPU codec's."""
+"""The codec's kernels on a GPU, beside a copy of the same bytes in its memory; nothing is
+reported unless the bytes are the CPU codec's.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from lmcache_core.serde.quantised.coder import Quantiser
 from lmcache_core.serde.quantised.layout import PlaneLayout
 from lmcache_kernels.cachegen_decode import cachegen_decode
 from lmcache_kernels.cachegen_encode import cachegen_encode
-from lmcache_kernels.cachegen_quantize import QuantizedPlanes, cachegen_quantize_by_plane, cachegen_quantize_by_token
+from lmcache_kernels.cachegen_quantize import (
+    QuantizedPlanes,
+    cachegen_quantize_by_plane,
+    cachegen_quantize_by_token,
+)
 from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes
 from lmcache_kernels.codec_tables import CodecTables
 
@@ -49,7 +55,12 @@ class Subject:
         sides, layers, tokens, channels = chunks[0].shape
         cut = PlaneLayout(sides * layers, tokens, channels)
         shape = CodecShape(cut.planes, tokens, channels, cut.group, cut.section)
-        return cls(chunks, quantiser_of(profile, chunks[0].shape), shape, device_tables(bell_curves(), chunks[0].device))
+        return cls(
+            chunks,
+            quantiser_of(profile, chunks[0].shape),
+            shape,
+            device_tables(bell_curves(), chunks[0].device),
+        )
 
     @property
     def by_token(self) -> bool:
@@ -59,13 +70,27 @@ class Subject:
     def encode(self, chunk: torch.Tensor) -> tuple[QuantizedPlanes, EncodedPlanes]:
         """One chunk, to words on the device."""
         kv, levels = chunk.view(self.shape.sizes), self.quantiser.levels
-        planes = cachegen_quantize_by_token(kv, levels) if self.by_token else cachegen_quantize_by_plane(kv, self.quantiser.fineness)
-        return planes, cachegen_encode(planes.values, self.shape, levels, self.tables, wraps=self.by_token)
+        planes = (
+            cachegen_quantize_by_token(kv, levels)
+            if self.by_token
+            else cachegen_quantize_by_plane(kv, self.quantiser.fineness)
+        )
+        return planes, cachegen_encode(
+            planes.values, self.shape, levels, self.tables, wraps=self.by_token
+        )
 
     def decode(self, planes: QuantizedPlanes, encoded: EncodedPlanes, out: torch.Tensor) -> None:
         """One chunk, from words on the device."""
         target = out.view(self.shape.sizes)
-        cachegen_decode(encoded, planes.scales, self.quantiser.levels, self.shape, self.tables, target, self.by_token)
+        cachegen_decode(
+            encoded,
+            planes.scales,
+            self.quantiser.levels,
+            self.shape,
+            self.tables,
+            target,
+            self.by_token,
+        )
 
 
 def gpu_figures() -> list[Figure]:
@@ -76,15 +101,28 @@ def gpu_figures() -> list[Figure]:
     chunks = [kv.to("cuda") for _ in range(NUM_CHUNKS)]
     num_bytes = NUM_CHUNKS * kv.nbytes
     targets = [torch.zeros_like(chunk) for chunk in chunks]
-    copies = timed(_finished(lambda: [target.copy_(chunk) for target, chunk in zip(targets, chunks, strict=True)]))
-    figures = [Figure(f"limit: device copy of {NUM_CHUNKS} chunks, {torch.cuda.get_device_name()}", num_bytes, copies)]
+    copies = timed(
+        _finished(
+            lambda: [target.copy_(chunk) for target, chunk in zip(targets, chunks, strict=True)]
+        )
+    )
+    figures = [
+        Figure(
+            f"limit: device copy of {NUM_CHUNKS} chunks, {torch.cuda.get_device_name()}",
+            num_bytes,
+            copies,
+        )
+    ]
     for profile in Profile:
         figures += figures_of(Subject.of(profile, chunks), profile, targets, figures[0])
     return figures
 
 
-def figures_of(subject: Subject, profile: Profile, targets: list[torch.Tensor], limit: Figure) -> list[Figure]:
-    """Kernels alone, on words that stay on the device; and whole blobs, which end and begin on the host.
+def figures_of(
+    subject: Subject, profile: Profile, targets: list[torch.Tensor], limit: Figure
+) -> list[Figure]:
+    """Kernels alone, on words that stay on the device; and whole blobs, which end and begin on the
+    host.
 
     Raises:
         AssertionError: A blob is not the CPU codec's, or other values came back.
@@ -105,10 +143,23 @@ def figures_of(subject: Subject, profile: Profile, targets: list[torch.Tensor], 
             "chunk by chunk; waits once a chunk, for the lengths",
         ),
         ("decode, kernels", decode, "chunk by chunk; one warp a section of 128 channels"),
-        ("encode to host", lambda: [_blob(subject, chunk) for chunk in subject.chunks], "with the copy of the blob to pageable memory"),
-        ("decode from host", lambda: [decode_on_device(blob, shape, dtype, subject.tables) for blob in blobs], "with checks and the copy"),
+        (
+            "encode to host",
+            lambda: [_blob(subject, chunk) for chunk in subject.chunks],
+            "with the copy of the blob to pageable memory",
+        ),
+        (
+            "decode from host",
+            lambda: [decode_on_device(blob, shape, dtype, subject.tables) for blob in blobs],
+            "with checks and the copy",
+        ),
     ]
-    return [Figure(f"GPU: cachegen {profile}: {name}", limit.num_bytes, timed(_finished(work)), limit, note) for name, work, note in works]
+    return [
+        Figure(
+            f"GPU: cachegen {profile}: {name}", limit.num_bytes, timed(_finished(work)), limit, note
+        )
+        for name, work, note in works
+    ]
 
 
 def check(subject: Subject, profile: Profile) -> None:
@@ -118,7 +169,9 @@ def check(subject: Subject, profile: Profile) -> None:
         AssertionError: It does not.
     """
     kv = subject.chunks[0].cpu()
-    with opened(CACHEGEN_SERDE if profile is Profile.STANDARD else f"{CACHEGEN_SERDE}:{profile}", 0) as codec:
+    with opened(
+        CACHEGEN_SERDE if profile is Profile.STANDARD else f"{CACHEGEN_SERDE}:{profile}", 0
+    ) as codec:
         expected = codec.encode(kv)
         blob = _blob(subject, subject.chunks[0])
         if expected is None or bytes(blob) != bytes(expected.payload):

@@ -1,4 +1,6 @@
-"""The KV that quality is measured on: the shipped model's own, of text that it was not trained on; and what it predicts behind it."""
+"""The KV that quality is measured on: the shipped model's own, of text that it was not trained
+on; and what it predicts behind it.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,12 @@ class Windows:
     """Pieces of held-out text that do not overlap, and the KV of their prefixes.
 
     Attributes:
-        ids: int64 `[n, 1537]`: the prefix, then what is read behind it, then the last token to predict.
+        ids: int64 `[n, 1537]`: the prefix, then what is read behind it, then the last token to
+            predict.
         documents: int64 `[n]`, which document each is from.
         num_bytes: int64 `[n]`, bytes of UTF-8 of the predicted tokens.
-        kv: bf16 `[n, 2, num_layers, 1024, hidden]`; keys as a serving engine keeps them, turned by their positions.
+        kv: bf16 `[n, 2, num_layers, 1024, hidden]`; keys as a serving engine keeps them, turned by
+            their positions.
     """
 
     ids: torch.Tensor
@@ -41,7 +45,9 @@ class Windows:
     kv: torch.Tensor
 
     def chunks(self, window: int) -> tuple[torch.Tensor, ...]:
-        """The four chunks of a window's prefix, each contiguous, bf16 `[2, num_layers, 256, hidden]`."""
+        """The four chunks of a window's prefix, each contiguous, bf16 `[2, num_layers, 256,
+        hidden]`.
+        """
         return tuple(chunk.contiguous() for chunk in self.kv[window].split(CHUNK_TOKENS, dim=2))
 
     def batches(self) -> Iterator[list[int]]:
@@ -69,7 +75,8 @@ class Reader:
         """Cut documents into windows and compute the KV of each prefix.
 
         Args:
-            pool: Computes; threads, each with a torch of one thread, since what torch's own threads share is too little here.
+            pool: Computes; threads, each with a torch of one thread, since what torch's own threads
+                share is too little here.
             documents: None for the held-out ones that the model card is measured on.
 
         Raises:
@@ -79,28 +86,48 @@ class Reader:
             documents = [doc for doc in collect_corpus().held_out if doc.kind in MEASURED_KINDS]
         ids, origins, sizes = [], [], []
         for number, document in enumerate(documents):
-            text = self._tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
+            text = self._tokenizer(document.text, add_special_tokens=False, verbose=False)[
+                "input_ids"
+            ]
             tokens = [self._model.config.bos_token_id, *text]
-            for begin in range(0, min(len(tokens) - WINDOW_TOKENS, MAX_WINDOWS_OF_DOCUMENT * WINDOW_TOKENS), WINDOW_TOKENS):
+            for begin in range(
+                0,
+                min(len(tokens) - WINDOW_TOKENS, MAX_WINDOWS_OF_DOCUMENT * WINDOW_TOKENS),
+                WINDOW_TOKENS,
+            ):
                 window = tokens[begin : begin + WINDOW_TOKENS + 1]
                 ids.append(window)
                 origins.append(number)
                 sizes.append(len(self._tokenizer.decode(window[PREFIX_TOKENS + 1 :]).encode()))
         if not ids:
-            raise ValueError(f"none of {len(documents)} documents has {WINDOW_TOKENS + 1} tokens: give longer ones")
+            raise ValueError(
+                f"none of {len(documents)} documents has {WINDOW_TOKENS + 1} tokens: give longer"
+                " ones"
+            )
         table = torch.tensor(ids)
         kv = torch.cat(list(pool.map(self._prefix_kv, table.split(BATCH_WINDOWS))))
         return Windows(table, torch.tensor(origins), torch.tensor(sizes), kv)
 
     @torch.inference_mode()
     def _prefix_kv(self, ids: torch.Tensor) -> torch.Tensor:
-        layers = self._model(input_ids=ids[:, :PREFIX_TOKENS], use_cache=True, logits_to_keep=1).past_key_values.layers
-        kv = torch.stack([torch.stack([getattr(layer, side) for layer in layers], 1) for side in ("keys", "values")], 1)
-        return kv.transpose(3, 4).flatten(4).to(torch.bfloat16)  # [batch, 2, layers, heads, tokens, size] -> [..., tokens, hidden]
+        layers = self._model(
+            input_ids=ids[:, :PREFIX_TOKENS], use_cache=True, logits_to_keep=1
+        ).past_key_values.layers
+        kv = torch.stack(
+            [
+                torch.stack([getattr(layer, side) for layer in layers], 1)
+                for side in ("keys", "values")
+            ],
+            1,
+        )
+        return (
+            kv.transpose(3, 4).flatten(4).to(torch.bfloat16)
+        )  # [batch, 2, layers, heads, tokens, size] -> [..., tokens, hidden]
 
     @torch.inference_mode()
     def log_probs(self, ids: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """What the model expects at each of the 512 places behind the prefix, every earlier token of the text being given.
+        """What the model expects at each of the 512 places behind the prefix, every earlier token
+        of the text being given.
 
         Args:
             ids: int64 `[batch, 1537]`.
@@ -115,5 +142,7 @@ class Reader:
         cache = DynamicCache()
         for layer in range(self.num_layers):
             cache.update(heads[:, 0, layer], heads[:, 1, layer], layer)
-        logits = self._model(input_ids=ids[:, PREFIX_TOKENS:WINDOW_TOKENS], past_key_values=cache, use_cache=True).logits
+        logits = self._model(
+            input_ids=ids[:, PREFIX_TOKENS:WINDOW_TOKENS], past_key_values=cache, use_cache=True
+        ).logits
         return F.log_softmax(logits.float(), -1)

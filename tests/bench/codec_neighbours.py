@@ -1,4 +1,6 @@
-"""How much of the machine others use while something is timed: with two cores, a second thread is only worth what they leave."""
+"""How much of the machine others use while something is timed: with two cores, a second thread
+is only worth what they leave.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from types import TracebackType
 
 PROC_STAT = Path("/proc/stat")
 BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)
-"""User, nice, system, interrupts, soft interrupts, stolen by the host; not idle, not waiting for a device."""
+"""User, nice, system, interrupts, soft interrupts, stolen by the host; not idle, not waiting for
+a device.
+"""
 
 
 def busy_ticks(stat: str) -> int:
@@ -28,10 +32,19 @@ class Neighbours:
     cores: float
 
     def __enter__(self) -> Neighbours:
-        self._busy, self._own, self._begin = busy_ticks(PROC_STAT.read_text()), time.process_time(), time.perf_counter()
+        self._busy, self._own, self._begin = (
+            busy_ticks(PROC_STAT.read_text()),
+            time.process_time(),
+            time.perf_counter(),
+        )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         busy = (busy_ticks(PROC_STAT.read_text()) - self._busy) / os.sysconf("SC_CLK_TCK")
         own = time.process_time() - self._own
         self.cores = max(0.0, (busy - own) / (time.perf_counter() - self._begin))

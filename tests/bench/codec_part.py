@@ -1,4 +1,6 @@
-"""The part of the bench about codecs: quality, sizes, speed, break-even. Every codec of the library is measured."""
+"""The part of the bench about codecs: quality, sizes, speed, break-even. Every codec of the
+library is measured.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,13 @@ def on_the_model(run: Run, schemes: Sequence[Scheme]) -> tuple[Section, list[Siz
         reader = Reader.shipped()
         windows = run("codecs: KV of the model", lambda: reader.windows(pool))
         bench = run("codecs: what the model expects", lambda: QualityBench(reader, windows, pool))
-        rows = [run(f"codecs: quality, {scheme.name}", lambda: bench.measure(scheme)) for scheme in schemes]  # noqa: B023 (run at once)
-        first = torch.arange(len(windows.ids))[:: max(1, len(windows.ids) // NUM_SIZED_WINDOWS)].tolist()
+        rows = [
+            run(f"codecs: quality, {scheme.name}", lambda: bench.measure(scheme))  # noqa: B023
+            for scheme in schemes
+        ]
+        first = torch.arange(len(windows.ids))[
+            :: max(1, len(windows.ids) // NUM_SIZED_WINDOWS)
+        ].tolist()
         chunks = [windows.chunks(window)[0] for window in first]
         sized = [scheme for scheme in schemes if scheme.name != RAW_NAME]
         sizes = run("codecs: sizes", lambda: size_rows("shipped model", chunks, sized))
@@ -57,7 +64,9 @@ def on_the_model(run: Run, schemes: Sequence[Scheme]) -> tuple[Section, list[Siz
 
 
 def speeds(run: Run, kv: torch.Tensor) -> tuple[list[SpeedRow], list[SpeedRow], tuple[str, ...]]:
-    """Speeds of everything, those of the yardsticks, and which of these could not be had and why."""
+    """Speeds of everything, those of the yardsticks, and which of these could not be had and
+    why.
+    """
     yardsticks, absent = [], []
     for build in codec_torchac.BUILDS:
         try:
@@ -65,7 +74,12 @@ def speeds(run: Run, kv: torch.Tensor) -> tuple[list[SpeedRow], list[SpeedRow], 
         except (ImportError, RuntimeError) as exc:
             absent.append(f"{build.name}: not measured, {str(exc).splitlines()[0]}.")
             continue
-        yardsticks.append(run(f"codecs: {build.name}", lambda: codec_torchac.measure_torchac(kv, build.name, coder)))  # noqa: B023
+        yardsticks.append(
+            run(
+                f"codecs: {build.name}",
+                lambda: codec_torchac.measure_torchac(kv, build.name, coder),  # noqa: B023
+            )
+        )
     rows = run("codecs: speed, zstd", lambda: measure_zstd(kv))
     for profile in CODEC_NAMES:
         rows += run(f"codecs: speed, {profile}", lambda: measure_profile(profile, kv))  # noqa: B023
@@ -80,16 +94,26 @@ def measure(run: Run) -> CodecPart:
     """
     kv = synthetic_kv()
     with ExitStack() as stack:
-        codecs = [(profile, stack.enter_context(opened(profile, max(THREADS)))) for profile in CODEC_NAMES]
+        codecs = [
+            (profile, stack.enter_context(opened(profile, max(THREADS)))) for profile in CODEC_NAMES
+        ]
         schemes = [*BASELINES, *(Scheme(profile, codec, PROFILE_NOTE) for profile, codec in codecs)]
         quality, sizes = on_the_model(run, schemes)
         sized = [scheme for scheme in schemes if scheme.name != RAW_NAME]
         sizes += run("codecs: sizes, synthetic", lambda: size_rows("synthetic", [kv], sized))
     with Neighbours() as others:
         rows, yardsticks, absent = speeds(run, kv)
-    remark = f"While speeds were taken, other processes kept {others.cores:.2f} of {os.cpu_count()} cores busy."
+    remark = (
+        f"While speeds were taken, other processes kept {others.cores:.2f} of {os.cpu_count()}"
+        " cores busy."
+    )
     # One curve each: what has threads, with all of them; of the yardsticks the faster.
     best = [row for row in rows if row.num_threads == max(THREADS)] + yardsticks[-1:]
-    sections = (quality, codec_report.sizes(sizes), codec_report.speeds(rows, yardsticks), codec_report.break_evens(rows))
+    sections = (
+        quality,
+        codec_report.sizes(sizes),
+        codec_report.speeds(rows, yardsticks),
+        codec_report.break_evens(rows),
+    )
     title = f"Loading KV over a link, encoded and raw; {max(THREADS)} threads (torchac: one)"
     return CodecPart(sections, codec_plot.draw(best, title), (*absent, remark))

@@ -19,7 +19,8 @@ GBIT_OF_GB = 8
 
 
 def draw(rows: Sequence[SpeedRow], title: str) -> str:
-    """Gain over raw bytes against the link's bandwidth, both logarithmic: in a pipeline solid, one after the other dashed.
+    """Gain over raw bytes against the link's bandwidth, both logarithmic: in a pipeline solid, one
+    after the other dashed.
 
     Args:
         rows: What was measured; six at most.
@@ -40,16 +41,37 @@ def draw(rows: Sequence[SpeedRow], title: str) -> str:
     ]
     for index, (row, colour) in enumerate(zip(rows, COLOURS, strict=False)):
         for is_pipelined, dash in ((True, ""), (False, ' stroke-dasharray="5 4"')):
-            points = _curve(lambda link, row=row, mode=is_pipelined: gain(row, link / GBIT_OF_GB, mode))  # type: ignore[misc]
-            parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2"{dash} points="{points}"/>')
-        crossings = [bandwidth * GBIT_OF_GB for bandwidth in (break_even(row).load, break_even(row).load_pipelined)]
+            points = _curve(
+                lambda link, row=row, mode=is_pipelined: gain(row, link / GBIT_OF_GB, mode)
+            )  # type: ignore[misc]
+            parts.append(
+                f'<polyline fill="none" stroke="{colour}" stroke-width="2"{dash}'
+                f' points="{points}"/>'
+            )
+        crossings = [
+            bandwidth * GBIT_OF_GB
+            for bandwidth in (break_even(row).load, break_even(row).load_pipelined)
+        ]
         shown = [link for link in crossings if LINKS_GBIT[0] < link < LINKS_GBIT[-1]]
-        parts += [f'<circle cx="{_x(link):.1f}" cy="{_y(1.0):.1f}" r="4" fill="{colour}"/>' for link in shown]
+        parts += [
+            f'<circle cx="{_x(link):.1f}" cy="{_y(1.0):.1f}" r="4" fill="{colour}"/>'
+            for link in shown
+        ]
         y = TOP + 12 + 22 * index
-        parts.append(f'<line x1="{RIGHT + 14}" x2="{RIGHT + 38}" y1="{y - 4}" y2="{y - 4}" stroke="{colour}" stroke-width="3"/>')
+        parts.append(
+            f'<line x1="{RIGHT + 14}" x2="{RIGHT + 38}" y1="{y - 4}" y2="{y - 4}" stroke="{colour}"'
+            ' stroke-width="3"/>'
+        )
         parts.append(words(RIGHT + 44, y, f"{row.name}: {row.ratio:.2f} times smaller"))
-    notes = ("solid: decoded while the next crosses", "dashed: one after the other", "dots: as fast as raw bytes")
-    parts += [words(RIGHT + 14, BOTTOM - 44 + 18 * index, note, fill="#555") for index, note in enumerate(notes)]
+    notes = (
+        "solid: decoded while the next crosses",
+        "dashed: one after the other",
+        "dots: as fast as raw bytes",
+    )
+    parts += [
+        words(RIGHT + 14, BOTTOM - 44 + 18 * index, note, fill="#555")
+        for index, note in enumerate(notes)
+    ]
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -61,10 +83,13 @@ def _axes() -> list[str]:
     for value in GAINS:
         parts.append(line(LEFT, _y(value), RIGHT, _y(value), "#333" if value == 1 else "#ddd"))
         parts.append(words(LEFT - 8, _y(value) + 4, f"{value:g}", anchor="end"))
-    parts.append(words((LEFT + RIGHT) / 2, BOTTOM + 40, "bandwidth of the link, Gbit/s", anchor="middle"))
+    parts.append(
+        words((LEFT + RIGHT) / 2, BOTTOM + 40, "bandwidth of the link, Gbit/s", anchor="middle")
+    )
     middle = (TOP + BOTTOM) / 2
     parts.append(
-        f'<text x="18" y="{middle:.1f}" text-anchor="middle" transform="rotate(-90 18 {middle:.1f})">times faster than raw bytes</text>'
+        f'<text x="18" y="{middle:.1f}" text-anchor="middle" transform="rotate(-90 18'
+        f' {middle:.1f})">times faster than raw bytes</text>'
     )
     return parts
 
@@ -76,7 +101,9 @@ def _curve(at: Callable[[float], float]) -> str:
 
 
 def _x(link_gbit: float) -> float:
-    return LEFT + (RIGHT - LEFT) * math.log(link_gbit / LINKS_GBIT[0]) / math.log(LINKS_GBIT[-1] / LINKS_GBIT[0])
+    return LEFT + (RIGHT - LEFT) * math.log(link_gbit / LINKS_GBIT[0]) / math.log(
+        LINKS_GBIT[-1] / LINKS_GBIT[0]
+    )
 
 
 def _y(value: float) -> float:

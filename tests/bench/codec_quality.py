@@ -1,4 +1,6 @@
-"""What an encoding costs the model: bits for each element against the loss on the text that follows."""
+"""What an encoding costs the model: bits for each element against the loss on the text that
+follows.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class QualityRow:
         bits: For each element, all counted.
         bits_per_byte: Loss of the model on the text behind the prefix.
         change: Of that loss, relative to reading unencoded KV.
-        divergence: Mean Kullback-Leibler divergence from the next-token distribution that unencoded KV gives, nats.
+        divergence: Mean Kullback-Leibler divergence from the next-token distribution that unencoded
+            KV gives, nats.
         agreement: Share of the places where the likeliest token is the same.
     """
 
@@ -45,7 +48,8 @@ class QualityRow:
 
 
 def relative_change(base: torch.Tensor, other: torch.Tensor, groups: torch.Tensor) -> Change:
-    """The relative change of a total, from pairs: its 95 % interval counts what is in one group as one observation.
+    """The relative change of a total, from pairs: its 95 % interval counts what is in one group as
+    one observation.
 
     Args:
         base: Losses without the change, float64 `[n]`.
@@ -60,7 +64,9 @@ def relative_change(base: torch.Tensor, other: torch.Tensor, groups: torch.Tenso
     names, places = groups.unique(return_inverse=True)
     if len(names) < 2:
         raise ValueError("an interval needs text from two documents at least")
-    residuals = torch.zeros(len(names), dtype=torch.float64).index_add_(0, places, other - base - value * base)
+    residuals = torch.zeros(len(names), dtype=torch.float64).index_add_(
+        0, places, other - base - value * base
+    )
     variance = residuals.square().sum() * len(names) / (len(names) - 1)
     return Change(float(value), NORMAL_95 * float(variance.sqrt() / total))
 
@@ -84,18 +90,30 @@ class QualityBench:
         self._windows = windows
         self._pool = pool
         self._batches = list(windows.batches())
-        self._expected = list(pool.map(lambda batch: reader.log_probs(windows.ids[batch], windows.kv[batch]), self._batches))
+        self._expected = list(
+            pool.map(
+                lambda batch: reader.log_probs(windows.ids[batch], windows.kv[batch]), self._batches
+            )
+        )
 
     def measure(self, scheme: Scheme) -> QualityRow:
         """Encode, decode and read every window; a scheme is applied in several threads at once."""
         windows = self._windows
-        readings = list(self._pool.map(lambda batch, expected: self._read(scheme, batch, expected), self._batches, self._expected))
+        readings = list(
+            self._pool.map(
+                lambda batch, expected: self._read(scheme, batch, expected),
+                self._batches,
+                self._expected,
+            )
+        )
         nats = torch.cat([reading.nats for reading in readings])
         return QualityRow(
             name=scheme.name,
             bits=sum(reading.num_bits for reading in readings) / windows.kv.numel(),
             bits_per_byte=float(nats.sum()) / math.log(2) / int(windows.num_bytes.sum()),
-            change=relative_change(torch.cat([reading.base for reading in readings]), nats, windows.documents),
+            change=relative_change(
+                torch.cat([reading.base for reading in readings]), nats, windows.documents
+            ),
             divergence=float(torch.cat([reading.divergence for reading in readings]).mean()),
             agreement=float(torch.cat([reading.agreement for reading in readings]).mean()),
         )

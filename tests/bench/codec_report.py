@@ -19,7 +19,15 @@ def quality(rows: Sequence[QualityRow], notes: Mapping[str, str]) -> Section:
         rows: What was measured.
         notes: By name of a scheme: what its bits count.
     """
-    headings = ("scheme", "bits an element", "loss, bits a byte", "change of the loss", "KL, nats", "same likeliest token", "bits count")
+    headings = (
+        "scheme",
+        "bits an element",
+        "loss, bits a byte",
+        "change of the loss",
+        "KL, nats",
+        "same likeliest token",
+        "bits count",
+    )
     cells = [
         (
             row.name,
@@ -32,14 +40,26 @@ def quality(rows: Sequence[QualityRow], notes: Mapping[str, str]) -> Section:
         )
         for row in rows
     ]
-    return Section("Quality: the shipped model's own KV, and its loss on the text behind it", headings, cells)
+    return Section(
+        "Quality: the shipped model's own KV, and its loss on the text behind it", headings, cells
+    )
 
 
 def sizes(rows: Sequence[SizeRow]) -> Section:
     """Sizes by length; every row has the same schemes."""
     names = list(rows[0].shares)
-    cells = [(str(row.num_tokens), f"{row.raw_bytes:,}", *(f"{row.shares[name]:.3f}" for name in names), row.source) for row in rows]
-    return Section("Size of a chunk, as a share of its raw bytes", ("tokens", "raw bytes", *names, "KV"), cells)
+    cells = [
+        (
+            str(row.num_tokens),
+            f"{row.raw_bytes:,}",
+            *(f"{row.shares[name]:.3f}" for name in names),
+            row.source,
+        )
+        for row in rows
+    ]
+    return Section(
+        "Size of a chunk, as a share of its raw bytes", ("tokens", "raw bytes", *names, "KV"), cells
+    )
 
 
 def speeds(rows: Sequence[SpeedRow], yardsticks: Sequence[SpeedRow]) -> Section:
@@ -50,7 +70,16 @@ def speeds(rows: Sequence[SpeedRow], yardsticks: Sequence[SpeedRow]) -> Section:
         yardsticks: What the others are held against.
     """
     held = [f"times {yardstick.name}" for yardstick in yardsticks]
-    headings = ("what", "threads", "times smaller", "encode, GB/s", "decode, GB/s", "share of a copy", *held, "times one thread")
+    headings = (
+        "what",
+        "threads",
+        "times smaller",
+        "encode, GB/s",
+        "decode, GB/s",
+        "share of a copy",
+        *held,
+        "times one thread",
+    )
     cells = [
         (
             row.name,
@@ -64,7 +93,11 @@ def speeds(rows: Sequence[SpeedRow], yardsticks: Sequence[SpeedRow]) -> Section:
         )
         for row in rows
     ]
-    return Section("Speed: one chunk of 256 tokens, Llama-3.1-8B shape, 33.6 MB raw; encode / decode", headings, cells)
+    return Section(
+        "Speed: one chunk of 256 tokens, Llama-3.1-8B shape, 33.6 MB raw; encode / decode",
+        headings,
+        cells,
+    )
 
 
 def break_evens(rows: Sequence[SpeedRow]) -> Section:
@@ -82,8 +115,19 @@ def break_evens(rows: Sequence[SpeedRow]) -> Section:
     for row in rows:
         at = break_even(row)
         links = (at.load, at.load_pipelined, at.transfer, at.transfer_pipelined)
-        cells.append((row.name, str(row.num_threads), *(f"{link * GBIT_OF_GB:.2f}" for link in links), f"{row.ratio:.2f} times smaller"))
-    return Section("Break-even: Gbit/s of a link below which encoding is faster than raw bytes", headings, cells)
+        cells.append(
+            (
+                row.name,
+                str(row.num_threads),
+                *(f"{link * GBIT_OF_GB:.2f}" for link in links),
+                f"{row.ratio:.2f} times smaller",
+            )
+        )
+    return Section(
+        "Break-even: Gbit/s of a link below which encoding is faster than raw bytes",
+        headings,
+        cells,
+    )
 
 
 def _pace(pace: Pace) -> str:
@@ -92,4 +136,7 @@ def _pace(pace: Pace) -> str:
 
 
 def _times(row: SpeedRow, yardstick: SpeedRow) -> str:
-    return f"{row.encode.rate / yardstick.encode.rate:.1f} / {row.decode.rate / yardstick.decode.rate:.1f}"
+    return (
+        f"{row.encode.rate / yardstick.encode.rate:.1f} /"
+        f" {row.decode.rate / yardstick.decode.rate:.1f}"
+    )

@@ -1,4 +1,6 @@
-"""Ways to encode a chunk, each a name and a function; what is measured of one is measured of all."""
+"""Ways to encode a chunk, each a name and a function; what is measured of one is measured of
+all.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import torch
 import zstandard
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.memory.dtypes import dtype_name
-from lmcache_core.record import REPORT_EXTENSION, Extension, RecordHeader, TensorSpec, encode_head, payload_digest, raw_header
+from lmcache_core.record import (
+    REPORT_EXTENSION,
+    Extension,
+    RecordHeader,
+    TensorSpec,
+    encode_head,
+    payload_digest,
+    raw_header,
+)
 from lmcache_core.serde.codec import ChunkCodec, EncodedPayload
 
 from tests.bench import codec_documented
@@ -29,7 +39,8 @@ class Scheme:
 
     Attributes:
         name: As the tables say it.
-        apply: Given a chunk, bf16 `[2, num_layers, num_tokens, hidden]`: what it decodes to, and how many bits it took, all counted.
+        apply: Given a chunk, bf16 `[2, num_layers, num_tokens, hidden]`: what it decodes to, and
+            how many bits it took, all counted.
         note: What is counted.
     """
 
@@ -44,14 +55,18 @@ def keep(kv: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 def grouped(bits: int) -> Callable[[torch.Tensor], tuple[torch.Tensor, float]]:
-    """Signed integers in groups of 32 channels, the largest magnitude of a group its scale, kept in float16."""
+    """Signed integers in groups of 32 channels, the largest magnitude of a group its scale, kept
+    in float16.
+    """
     top = 2 ** (bits - 1) - 1
 
     def apply(kv: torch.Tensor) -> tuple[torch.Tensor, float]:
         groups = kv.float().unflatten(-1, (-1, GROUP_SIZE))
         scales = (groups.abs().amax(-1, keepdim=True) / top).half().float()
         whole = (groups / scales.masked_fill(scales == 0, 1.0)).round().clamp(-top, top)
-        return (whole * scales).flatten(-2).to(kv.dtype), float(kv.numel() * bits + scales.numel() * SCALE_BITS)
+        return (whole * scales).flatten(-2).to(kv.dtype), float(
+            kv.numel() * bits + scales.numel() * SCALE_BITS
+        )
 
     return apply
 
@@ -59,7 +74,9 @@ def grouped(bits: int) -> Callable[[torch.Tensor], tuple[torch.Tensor, float]]:
 def zstd(kv: torch.Tensor) -> tuple[torch.Tensor, float]:
     """The chunk's bytes through zstd."""
     packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw_bytes(kv))
-    decoded = torch.frombuffer(bytearray(zstandard.ZstdDecompressor().decompress(packed)), dtype=kv.dtype)
+    decoded = torch.frombuffer(
+        bytearray(zstandard.ZstdDecompressor().decompress(packed)), dtype=kv.dtype
+    )
     return decoded.view(kv.shape), float(8 * len(packed))
 
 
@@ -87,20 +104,32 @@ class CodecScheme:
     def encode(self, kv: torch.Tensor) -> EncodedPayload | None:
         """Encode a contiguous chunk; None: it stays raw."""
         payload = raw_bytes(kv)
-        return self._codec.encode((TensorSpec("", dtype_name(kv.dtype), tuple(kv.shape), 0, len(payload)),), payload)
+        return self._codec.encode(
+            (TensorSpec("", dtype_name(kv.dtype), tuple(kv.shape), 0, len(payload)),), payload
+        )
 
     def header(self, encoded: EncodedPayload) -> RecordHeader:
         """The header of its record, with what the encoder measured."""
         report = Extension(REPORT_EXTENSION, False, msgspec.msgpack.encode(encoded.report))
         digest = payload_digest(encoded.payload)
-        return RecordHeader(KEY.canonical(), encoded.serde, encoded.profile, encoded.lossy, encoded.tensors, digest, (report,))
+        return RecordHeader(
+            KEY.canonical(),
+            encoded.serde,
+            encoded.profile,
+            encoded.lossy,
+            encoded.tensors,
+            digest,
+            (report,),
+        )
 
     def decode(self, header: RecordHeader, encoded: EncodedPayload, out: torch.Tensor) -> None:
         """Decode into a contiguous chunk of the same shape and dtype."""
         self._codec.decode(header, encoded.payload, raw_bytes(out))
 
     def __call__(self, kv: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """The payload's bits, and those by which the record's head is longer than that of the raw record."""
+        """The payload's bits, and those by which the record's head is longer than that of the
+        raw record.
+        """
         encoded = self.encode(kv)
         if encoded is None:
             return keep(kv)

@@ -29,7 +29,9 @@ class SizeRow:
     shares: dict[str, float]
 
 
-def size_rows(source: str, chunks: Sequence[torch.Tensor], schemes: Sequence[Scheme]) -> list[SizeRow]:
+def size_rows(
+    source: str, chunks: Sequence[torch.Tensor], schemes: Sequence[Scheme]
+) -> list[SizeRow]:
     """Encode the first tokens of chunks, at each length.
 
     Args:
@@ -41,6 +43,8 @@ def size_rows(source: str, chunks: Sequence[torch.Tensor], schemes: Sequence[Sch
     for num_tokens in LENGTHS:
         heads = [chunk[:, :, :num_tokens].contiguous() for chunk in chunks]
         raw = sum(keep(head)[1] for head in heads)
-        shares = {scheme.name: sum(scheme.apply(head)[1] for head in heads) / raw for scheme in schemes}
+        shares = {
+            scheme.name: sum(scheme.apply(head)[1] for head in heads) / raw for scheme in schemes
+        }
         rows.append(SizeRow(source, num_tokens, int(raw / 8 / len(heads)), shares))
     return rows

@@ -1,4 +1,6 @@
-"""How fast chunks are encoded and decoded, in raw bytes; one thread, two, and a copy of the same bytes in turn."""
+"""How fast chunks are encoded and decoded, in raw bytes; one thread, two, and a copy of the same
+bytes in turn.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.bench.measure import GB, ROUNDS
 
 THREADS = (1, 2)
 ZSTD_BLOCKS = 8
-"""A zstd frame has no parts that threads could share: the chunk is cut into blocks, a frame each, the same with any number of threads."""
+"""A zstd frame has no parts that threads could share: the chunk is cut into blocks, a frame
+each, the same with any number of threads.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,16 @@ class Pace:
     @property
     def copy_share(self) -> float:
         """Rate as a share of the copy's, median over the rounds."""
-        return statistics.median(copy / mine for copy, mine in zip(self.copies, self.seconds, strict=True))
+        return statistics.median(
+            copy / mine for copy, mine in zip(self.copies, self.seconds, strict=True)
+        )
 
     @property
     def scaling(self) -> float:
         """How many times faster than the first subject, median over the rounds."""
-        return statistics.median(first / mine for first, mine in zip(self.first, self.seconds, strict=True))
+        return statistics.median(
+            first / mine for first, mine in zip(self.first, self.seconds, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,8 @@ class SpeedRow:
 
 
 def measure(subjects: Sequence[Subject], rounds: int = ROUNDS) -> list[SpeedRow]:
-    """Time both directions of subjects that do the same with other numbers of threads, each round in turn with a copy of as many bytes.
+    """Time both directions of subjects that do the same with other numbers of threads, each round
+    in turn with a copy of as many bytes.
 
     Args:
         subjects: The first is what the others are compared with.
@@ -129,7 +138,8 @@ def measure_profile(name: str, kv: torch.Tensor) -> list[SpeedRow]:
     """A profile of the library on one chunk, from payload to payload, with each number of threads.
 
     Raises:
-        AssertionError: It kept the chunk raw, or numbers of threads give other bytes or values, or a lossless one lost something.
+        AssertionError: It kept the chunk raw, or numbers of threads give other bytes or values, or
+            a lossless one lost something.
     """
     with ExitStack() as stack:
         schemes = [stack.enter_context(opened(name, threads)) for threads in THREADS]
@@ -144,7 +154,16 @@ def measure_profile(name: str, kv: torch.Tensor) -> list[SpeedRow]:
                 raise AssertionError(f"{name} encodes to other bytes with {threads} threads")
             outs.append(torch.zeros_like(kv))
             decode = partial(scheme.decode, header, encoded, outs[-1])
-            subjects.append(Subject(name, threads, kv.nbytes, len(encoded.payload), partial(scheme.encode, kv), decode))
+            subjects.append(
+                Subject(
+                    name,
+                    threads,
+                    kv.nbytes,
+                    len(encoded.payload),
+                    partial(scheme.encode, kv),
+                    decode,
+                )
+            )
         rows = measure(subjects)
     expected = outs[0] if encoded.lossy else kv
     if not all(torch.equal(out.view(torch.int16), expected.view(torch.int16)) for out in outs):
@@ -168,12 +187,21 @@ def measure_zstd(kv: torch.Tensor) -> list[SpeedRow]:
         subjects = []
         for threads in THREADS:
             pool = stack.enter_context(ThreadPoolExecutor(threads))
-            encode, decode = partial(_map, pool, _compress, blocks), partial(_map, pool, _decompress, frames)
-            subjects.append(Subject(f"zstd -{ZSTD_LEVEL}", threads, len(data), sum(map(len, frames)), encode, decode))
+            encode, decode = (
+                partial(_map, pool, _compress, blocks),
+                partial(_map, pool, _decompress, frames),
+            )
+            subjects.append(
+                Subject(
+                    f"zstd -{ZSTD_LEVEL}", threads, len(data), sum(map(len, frames)), encode, decode
+                )
+            )
         return measure(subjects)
 
 
-def _map(pool: ThreadPoolExecutor, work: Callable[[Any], bytes], blocks: Sequence[Any]) -> list[bytes]:
+def _map(
+    pool: ThreadPoolExecutor, work: Callable[[Any], bytes], blocks: Sequence[Any]
+) -> list[bytes]:
     return list(pool.map(work, blocks))
 
 

@@ -1,4 +1,6 @@
-"""The disk tier against raw files: one file a chunk, written and read as a whole by one thread, in turn with ours."""
+"""The disk tier against raw files: one file a chunk, written and read as a whole by one thread,
+in turn with ours.
+"""
 
 from __future__ import annotations
 
@@ -90,11 +92,29 @@ def _measure(directory: Path, chunks: ChunkSet, fsync: bool, rounds: int) -> lis
                 _drop_from_cache(path)
 
         how = "with fsync" if fsync else "without fsync"
-        figures = [_figure(f"disk: store {how}", put, raw.write, make_room, rounds, "digest, reservation and rename beside the write")]
+        figures = [
+            _figure(
+                f"disk: store {how}",
+                put,
+                raw.write,
+                make_room,
+                rounds,
+                "digest, reservation and rename beside the write",
+            )
+        ]
         if not fsync:
             note = "digest of every byte while it is in the processor's cache, four threads"
             figures.append(_figure("disk: retrieve, page cache", get, raw.read, None, rounds, note))
-            figures.append(_figure("disk: retrieve, cold", get, raw.read, make_cold, rounds, "the device; the digest runs beside it"))
+            figures.append(
+                _figure(
+                    "disk: retrieve, cold",
+                    get,
+                    raw.read,
+                    make_cold,
+                    rounds,
+                    "the device; the digest runs beside it",
+                )
+            )
         make_room(0)
         runner.run(backend.close())
     return figures
@@ -109,7 +129,14 @@ def _figure(
     note: str,
 ) -> Figure:
     seconds, beside = in_turn(work, limit, prepare, rounds)
-    return Figure(name, TOTAL_BYTES, seconds, Figure(f"limit: {name}, raw files", TOTAL_BYTES, beside), note, beside)
+    return Figure(
+        name,
+        TOTAL_BYTES,
+        seconds,
+        Figure(f"limit: {name}, raw files", TOTAL_BYTES, beside),
+        note,
+        beside,
+    )
 
 
 def _sync_directory(path: Path) -> None:

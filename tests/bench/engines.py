@@ -15,7 +15,17 @@ from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
 from tests.bench.measure import Figure, in_turn
-from tests.bench.shape import HIDDEN, NUM_LAYERS, NUM_TOKENS, TOTAL_BYTES, make_config, make_kv, make_metadata, same_bits, tokens_of
+from tests.bench.shape import (
+    HIDDEN,
+    NUM_LAYERS,
+    NUM_TOKENS,
+    TOTAL_BYTES,
+    make_config,
+    make_kv,
+    make_metadata,
+    same_bits,
+    tokens_of,
+)
 
 ARENA_GB = 1.25
 
@@ -27,7 +37,11 @@ def embedded(verify_hot: str) -> Iterator[LMCacheEngine]:
     metadata = make_metadata()
     allocator = HostMemoryAllocator(int(ARENA_GB * (1 << 30)))
     engine = LMCacheEngine(
-        config, metadata, allocator, ChunkedTokenDatabase(config, metadata), VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
+        config,
+        metadata,
+        allocator,
+        ChunkedTokenDatabase(config, metadata),
+        VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS),
     )
     engine.open()
     try:
@@ -40,7 +54,9 @@ def embedded(verify_hot: str) -> Iterator[LMCacheEngine]:
 def behind_sidecar(directory: Path, verify_hot: str) -> Iterator[LMCacheEngine]:
     """An engine at a sidecar in a process of its own."""
     socket = directory / f"bench-{verify_hot}.sock"
-    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a pod's volume for the arena is one in memory too
+    in_memory = (
+        "/dev/shm" if Path("/dev/shm").is_dir() else None
+    )  # a pod's volume for the arena is one in memory too
     with (
         tempfile.TemporaryDirectory(prefix="lmcache-bench-", dir=in_memory) as arena,
         Processes(directory, quiet_environment()) as processes,
@@ -57,7 +73,11 @@ def behind_sidecar(directory: Path, verify_hot: str) -> Iterator[LMCacheEngine]:
         processes.start_service("sidecar", "lmcache_sidecar", settings)
         config, metadata = make_config(sidecar_socket=str(socket)), make_metadata()
         engine = LMCacheEngine(
-            config, metadata, None, ChunkedTokenDatabase(config, metadata), VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
+            config,
+            metadata,
+            None,
+            ChunkedTokenDatabase(config, metadata),
+            VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS),
         )
         engine.open()
         try:
@@ -66,8 +86,12 @@ def behind_sidecar(directory: Path, verify_hot: str) -> Iterator[LMCacheEngine]:
             engine.close()
 
 
-def measure(engine: LMCacheEngine, name: str, copy: Callable[[int], object], notes: tuple[str, str]) -> list[Figure]:
-    """Store and retrieve of the whole prompt, in turn with a plain copy; what came back is compared with what was stored."""
+def measure(
+    engine: LMCacheEngine, name: str, copy: Callable[[int], object], notes: tuple[str, str]
+) -> list[Figure]:
+    """Store and retrieve of the whole prompt, in turn with a plain copy; what came back is
+    compared with what was stored.
+    """
     kv, target = make_kv(), make_kv(fill=0)
     store, beside_store = in_turn(lambda turn: engine.store(tokens_of(turn), kvcaches=kv), copy)
     last = tokens_of(len(store))

@@ -1,4 +1,6 @@
-"""Hit ratios of the eviction policies on two synthetic traces, beside the optimum. Simulated: no bytes move, nothing is timed."""
+"""Hit ratios of the eviction policies on two synthetic traces, beside the optimum. Simulated: no
+bytes move, nothing is timed.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,12 @@ class HitRatios:
     Attributes:
         trace: Name of the trace.
         share: Capacity as a share of the footprint (all different chunks of the trace).
-        by_policy: Hit ratio of each policy: chunks that were hits among all chunks of all requests. A chunk counts as a hit only if all
-            chunks before it in its request do, since without them it is of no use.
-        optimal: Hit ratio of Belady's MIN, which knows the future, on the sequence of single chunks, whatever is missing before them.
-            No policy can reach more, whichever way hits are counted.
+        by_policy: Hit ratio of each policy: chunks that were hits among all chunks of all requests.
+            A chunk counts as a hit only if all chunks before it in its request do, since without
+            them it is of no use.
+        optimal: Hit ratio of Belady's MIN, which knows the future, on the sequence of single
+            chunks, whatever is missing before them. No policy can reach more, whichever way hits
+            are counted.
     """
 
     trace: str
@@ -49,8 +53,9 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
 def chat_trace(seed: int = 1, num_conversations: int = 1000) -> Trace:
     """Conversations: each turn asks for all that was said before and adds 1 to 4 chunks.
 
-    One in ten seconds begins (Poisson), with one of six system prompts of 8 chunks (Zipf). The number of turns is Pareto (1.1, at most 40):
-    half of them have one. The user thinks between turns for a log-normal time, 55 s in the median, sometimes an hour.
+    One in ten seconds begins (Poisson), with one of six system prompts of 8 chunks (Zipf). The
+    number of turns is Pareto (1.1, at most 40): half of them have one. The user thinks between
+    turns for a log-normal time, 55 s in the median, sometimes an hour.
     """
     rng = random.Random(seed)
     names = _names()
@@ -60,7 +65,9 @@ def chat_trace(seed: int = 1, num_conversations: int = 1000) -> Trace:
     now = 0.0
     for conversation in range(num_conversations):
         now += rng.expovariate(0.1)
-        turns.append((now, conversation, min(40, int(rng.paretovariate(1.1))), prompts[pick_prompt()]))
+        turns.append(
+            (now, conversation, min(40, int(rng.paretovariate(1.1))), prompts[pick_prompt()])
+        )
     heapq.heapify(turns)
     trace = []
     while turns:
@@ -68,14 +75,18 @@ def chat_trace(seed: int = 1, num_conversations: int = 1000) -> Trace:
         said = said + list(itertools.islice(names, rng.randint(1, 4)))
         trace.append(said)
         if num_turns > 1:
-            heapq.heappush(turns, (now + rng.lognormvariate(4.0, 1.2), conversation, num_turns - 1, said))
+            heapq.heappush(
+                turns, (now + rng.lognormvariate(4.0, 1.2), conversation, num_turns - 1, said)
+            )
     return trace
 
 
 def rag_trace(seed: int = 2, num_requests: int = 2000, num_documents: int = 1000) -> Trace:
-    """Questions to documents: a system prompt of 8 chunks, a document of 4 to 24 (Zipf, 0.9), and a question of 1 to 3, asked once.
+    """Questions to documents: a system prompt of 8 chunks, a document of 4 to 24 (Zipf, 0.9), and a
+    question of 1 to 3, asked once.
 
-    Three in ten have a second document behind the first; its chunks are others than if it came first.
+    Three in ten have a second document behind the first; its chunks are others than if it came
+    first.
     """
     rng = random.Random(seed)
     names = _names()
@@ -97,10 +108,11 @@ def rag_trace(seed: int = 2, num_requests: int = 2000, num_documents: int = 1000
 
 
 def hit_ratio(trace: Trace, policy: EvictionPolicy, num_slots: int) -> float:
-    """Play a trace to a tier of so many chunks, in the order in which the host-memory tier reports to its policy.
+    """Play a trace to a tier of so many chunks, in the order in which the host-memory tier reports
+    to its policy.
 
-    Each request reads what is held of it (accesses are reported last chunk first), then stores the rest: room for all of it is made, head
-    first, and then it is inserted last chunk first.
+    Each request reads what is held of it (accesses are reported last chunk first), then stores the
+    rest: room for all of it is made, head first, and then it is inserted last chunk first.
     """
     held: set[ChunkKey] = set()
     num_hits = num_asked = 0
@@ -154,7 +166,9 @@ def measure() -> list[HitRatios]:
         footprint = len({key for request in trace for key in request})
         for share in CAPACITY_SHARES:
             num_slots = int(share * footprint)
-            by_policy = {label: hit_ratio(trace, make(), num_slots) for label, make in POLICIES.items()}
+            by_policy = {
+                label: hit_ratio(trace, make(), num_slots) for label, make in POLICIES.items()
+            }
             rows.append(HitRatios(name, share, by_policy, optimal_hit_ratio(trace, num_slots)))
     return rows
 
@@ -167,7 +181,9 @@ def as_markdown(rows: Sequence[HitRatios]) -> str:
     ]
     for row in rows:
         figures = [f"{row.by_policy[label]:.1%}" for label in POLICIES]
-        lines.append(f"| {row.trace} | {row.share:.0%} | {' | '.join(figures)} | {row.optimal:.1%} |")
+        lines.append(
+            f"| {row.trace} | {row.share:.0%} | {' | '.join(figures)} | {row.optimal:.1%} |"
+        )
     return "\n".join(lines)
 
 

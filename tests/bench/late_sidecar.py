@@ -1,4 +1,5 @@
-"""`python -m tests.bench.late_sidecar`: the first token of cold prompts at a sidecar that answers late, against a vLLM without us.
+"""`python -m tests.bench.late_sidecar`: the first token of cold prompts at a sidecar that answers
+late, against a vLLM without us.
 
 Takes about two minutes; prints the table of docs/benchmarks.md ("A sidecar that answers late").
 """
@@ -29,18 +30,33 @@ WARM_UPS = 3
 def main() -> None:
     """Measure and print."""
     begin = os.getloadavg()[0]
-    print("| prompt | answers late by | plain vLLM, ms | with the connector, ms | ratio: median | quartiles | pairs |")
+    print(
+        "| prompt | answers late by | plain vLLM, ms | with the connector, ms | ratio: median |"
+        " quartiles | pairs |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|")
-    with tempfile.TemporaryDirectory(prefix="lmcache-late-") as scratch, Owner(Path(scratch)) as owner:
+    with (
+        tempfile.TemporaryDirectory(prefix="lmcache-late-") as scratch,
+        Owner(Path(scratch)) as owner,
+    ):
         sidecar(owner)
         with late_socket(Path(scratch) / "late.sock", socket_of(owner)) as relay:
             model = made_models(HOME) / LLAMA
             plain = TimedEngine(owner, "plain", model, dtype=DTYPE)
-            ours = TimedEngine(owner, "ours", model, {"sidecar_socket": str(relay.path), "chunk_size": CHUNK_SIZE}, DTYPE)
+            ours = TimedEngine(
+                owner,
+                "ours",
+                model,
+                {"sidecar_socket": str(relay.path), "chunk_size": CHUNK_SIZE},
+                DTYPE,
+            )
             for engine in (plain, ours):
                 engine.open()
             _measure(plain, ours, relay)
-    print(f"\nLoad of the machine: {begin:.1f} before, {os.getloadavg()[0]:.1f} after; {os.cpu_count()} cores.")
+    print(
+        f"\nLoad of the machine: {begin:.1f} before, {os.getloadavg()[0]:.1f} after;"
+        f" {os.cpu_count()} cores."
+    )
 
 
 def _measure(plain: TimedEngine, ours: TimedEngine, relay: LateSocket) -> None:
@@ -52,11 +68,20 @@ def _measure(plain: TimedEngine, ours: TimedEngine, relay: LateSocket) -> None:
         relay.late_s = late_s
         _pair(plain, ours, dice, max(PAIRS))  # the first request finds out that the sidecar is late
         for num_tokens, num_pairs in PAIRS.items():
-            took = [_pair(plain, ours, dice, num_tokens, is_swapped=bool(number % 2)) for number in range(num_pairs)]
+            took = [
+                _pair(plain, ours, dice, num_tokens, is_swapped=bool(number % 2))
+                for number in range(num_pairs)
+            ]
             _print(num_tokens, late_s, took)
 
 
-def _pair(plain: TimedEngine, ours: TimedEngine, dice: random.Random, num_tokens: int, is_swapped: bool = False) -> tuple[float, float]:
+def _pair(
+    plain: TimedEngine,
+    ours: TimedEngine,
+    dice: random.Random,
+    num_tokens: int,
+    is_swapped: bool = False,
+) -> tuple[float, float]:
     """Seconds without and with the connector, for two prompts that are in no cache."""
     seconds: dict[TimedEngine, float] = {}
     for engine in (ours, plain) if is_swapped else (plain, ours):
@@ -69,7 +94,14 @@ def _pair(plain: TimedEngine, ours: TimedEngine, dice: random.Random, num_tokens
 def _print(num_tokens: int, late_s: float, took: Sequence[tuple[float, float]]) -> None:
     without, with_us = (statistics.median(column) * 1e3 for column in zip(*took, strict=True))
     low, middle, high = statistics.quantiles([ours / plain for plain, ours in took], n=4)
-    cells = (f"{late_s * 1e3:.0f} ms", f"{without:.1f}", f"{with_us:.1f}", f"{middle:.2f}", f"{low:.2f} … {high:.2f}", f"{len(took)}")
+    cells = (
+        f"{late_s * 1e3:.0f} ms",
+        f"{without:.1f}",
+        f"{with_us:.1f}",
+        f"{middle:.2f}",
+        f"{low:.2f} … {high:.2f}",
+        f"{len(took)}",
+    )
     print(f"| {num_tokens:,} tokens | {' | '.join(cells)} |", flush=True)
 
 

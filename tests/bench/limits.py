@@ -1,4 +1,6 @@
-"""What this machine can do: a torch copy, a raw socket, raw files; one thread each, the same bytes in the same blocks."""
+"""What this machine can do: a torch copy, a raw socket, raw files; one thread each, the same
+bytes in the same blocks.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def socket_limit() -> Figure:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
 
     def transfer(turn: int) -> None:
-        thread = threading.Thread(target=lambda: [sender.sendall(payload) for _ in range(NUM_CHUNKS)])
+        thread = threading.Thread(
+            target=lambda: [sender.sendall(payload) for _ in range(NUM_CHUNKS)]
+        )
         thread.start()
         for _ in range(NUM_CHUNKS):
             at = 0

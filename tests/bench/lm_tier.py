@@ -1,4 +1,6 @@
-"""Tiers by themselves: lm:// to a real cache_storage process, and the disk. Calls end with verified bytes in arena memory."""
+"""Tiers by themselves: lm:// to a real cache_storage process, and the disk. Calls end with
+verified bytes in arena memory.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,22 @@ TIMEOUT_S = 120.0
 class Bench:
     """Chunks in an arena, written to and read from one tier."""
 
-    def __init__(self, run: Callable[[Coroutine[Any, Any, Any]], Any], backend: StorageBackend) -> None:
+    def __init__(
+        self, run: Callable[[Coroutine[Any, Any, Any]], Any], backend: StorageBackend
+    ) -> None:
         self._run = run
         self._backend = backend
         self._arena = ArenaAllocator.anonymous(ARENA_BYTES)
         self._payloads = [self._payload(i) for i in range(NUM_CHUNKS)]
 
-    def measure(self, name: str, limits: tuple[Figure, Figure], notes: tuple[str, str]) -> list[Figure]:
+    def measure(
+        self, name: str, limits: tuple[Figure, Figure], notes: tuple[str, str]
+    ) -> list[Figure]:
         """Put and get of all chunks; the digests are computed in the put and checked in the get."""
         self._run(self._backend.open())
-        put = timed(self._put, lambda turn: self._run(self._backend.batched_remove(self._keys(turn - 1))))
+        put = timed(
+            self._put, lambda turn: self._run(self._backend.batched_remove(self._keys(turn - 1)))
+        )
         last = len(put)
         get = timed(lambda turn: self._get(self._keys(last)))
         self._run(self._backend.close())
@@ -55,12 +63,18 @@ class Bench:
     def _get(self, keys: list[ChunkKey]) -> None:
         results = self._run(self._backend.batched_get(keys, self._allocate))
         for result, payload in zip(results, self._payloads, strict=True):
-            if not isinstance(result, Chunk) or result.memory.byte_array[:64] != payload.byte_array[:64]:
+            if (
+                not isinstance(result, Chunk)
+                or result.memory.byte_array[:64] != payload.byte_array[:64]
+            ):
                 raise AssertionError(f"not served: {result}")
             result.release()
 
     def _keys(self, turn: int) -> list[ChunkKey]:
-        return [ChunkKey("default", CacheEngineKey("vllm", "bench", 1, 0, f"{turn:032x}{i:032x}")) for i in range(NUM_CHUNKS)]
+        return [
+            ChunkKey("default", CacheEngineKey("vllm", "bench", 1, 0, f"{turn:032x}{i:032x}"))
+            for i in range(NUM_CHUNKS)
+        ]
 
     def _allocate(self, num_bytes: int) -> MemoryObj | None:
         return self._arena.allocate((num_bytes,), None, MemoryFormat.BINARY)

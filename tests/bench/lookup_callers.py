@@ -1,4 +1,6 @@
-"""Callers of a service that are no part of what is measured: bytes made beforehand over bare sockets, and the limit, a bare echo."""
+"""Callers of a service that are no part of what is measured: bytes made beforehand over bare
+sockets, and the limit, a bare echo.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ class Rate:
 
 def question(name: str, media_type: str, body: bytes) -> Question:
     """A lookup as a program would send it."""
-    head = f"POST /v1/lookup HTTP/1.1\r\nhost: lookup\r\ncontent-type: {media_type}\r\naccept: {media_type}\r\ncontent-length: {len(body)}"
+    head = (
+        f"POST /v1/lookup HTTP/1.1\r\nhost: lookup\r\ncontent-type: {media_type}\r\naccept:"
+        f" {media_type}\r\ncontent-length: {len(body)}"
+    )
     return Question(name, head.encode() + b"\r\n\r\n" + body)
 
 
@@ -85,7 +90,9 @@ def rate_of(one: Question, port: int) -> Rate:
     callers = []
     for _ in range(NUM_CALLERS):
         mine, theirs = context.Pipe()
-        caller = context.Process(target=_call_for_a_while, args=(one.data, port, theirs), daemon=True)
+        caller = context.Process(
+            target=_call_for_a_while, args=(one.data, port, theirs), daemon=True
+        )
         caller.start()
         ends.append(mine)
         callers.append(caller)
@@ -100,7 +107,9 @@ def rate_of(one: Question, port: int) -> Rate:
 
 
 def _call_for_a_while(data: bytes, port: int, parent: Connection) -> None:
-    """Have a question on its way over every connection, and tell how many answers each window brought."""
+    """Have a question on its way over every connection, and tell how many answers each window
+    brought.
+    """
     socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(CONNECTIONS_PER_CALLER)]
     for sock in socks:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -130,13 +139,18 @@ def _body(answer: bytes) -> bytes:
 
 @contextmanager
 def bare_echo(answer: bytes, num_bytes: int, workers: int) -> Iterator[int]:
-    """Processes that send `answer` for every `num_bytes` that come: what is left when nothing is done."""
+    """Processes that send `answer` for every `num_bytes` that come: what is left when nothing is
+    done.
+    """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
         port: int = holder.getsockname()[1]
         context = multiprocessing.get_context("fork")
-        processes = [context.Process(target=_serve_echo, args=(answer, num_bytes, port), daemon=True) for _ in range(workers)]
+        processes = [
+            context.Process(target=_serve_echo, args=(answer, num_bytes, port), daemon=True)
+            for _ in range(workers)
+        ]
         for process in processes:
             process.start()
         try:
@@ -183,7 +197,9 @@ def _serve_echo(answer: bytes, num_bytes: int, port: int) -> None:
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: _Echo(answer, num_bytes), "127.0.0.1", port, reuse_port=True)
+        server = await loop.create_server(
+            lambda: _Echo(answer, num_bytes), "127.0.0.1", port, reuse_port=True
+        )
         await server.serve_forever()
 
     uvloop.run(serve())

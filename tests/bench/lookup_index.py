@@ -1,7 +1,9 @@
-"""The lookup index in Redis: how long it takes to read 400 chunks and to take events, and what Redis needs to keep them.
+"""The lookup index in Redis: how long it takes to read 400 chunks and to take events, and what
+Redis needs to keep them.
 
-One real server, and a cluster of three masters with a replica each, on loopback. Reading is held against a plain redis-py client that gets
-as many values of as many bytes by one `MGET`, in turn with it.
+One real server, and a cluster of three masters with a replica each, on loopback. Reading is held
+against a plain redis-py client that gets as many values of as many bytes by one `MGET`, in turn
+with it.
 """
 
 from __future__ import annotations
@@ -58,8 +60,14 @@ def measure() -> list[Section]:
         with asyncio.Runner() as runner:
             loaded = runner.run(_load(index, NUM_CHUNKS))
             used = _used_bytes([server]) - empty
-            memory = [_memory_row("one server", NUM_CHUNKS, used), *_bucket_rows(plain, loaded.chunk_ids)]
-            speed += [_read_row(runner, "one server", index, loaded, plain), _event_row("one server", loaded)]
+            memory = [
+                _memory_row("one server", NUM_CHUNKS, used),
+                *_bucket_rows(plain, loaded.chunk_ids),
+            ]
+            speed += [
+                _read_row(runner, "one server", index, loaded, plain),
+                _event_row("one server", loaded),
+            ]
             runner.run(index.close())
     with running_cluster() as cluster, cluster.servers[0].client() as plain:
         masters = cluster.servers[:NUM_MASTERS]
@@ -67,13 +75,28 @@ def measure() -> list[Section]:
         index = RedisIndex(cluster.url, OPTIONS)
         with asyncio.Runner() as runner:
             loaded = runner.run(_load(index, NUM_CHUNKS_IN_CLUSTER))
-            memory.append(_memory_row("cluster, its masters", NUM_CHUNKS_IN_CLUSTER, _used_bytes(masters) - empty))
+            memory.append(
+                _memory_row(
+                    "cluster, its masters", NUM_CHUNKS_IN_CLUSTER, _used_bytes(masters) - empty
+                )
+            )
             memory.append(_balance_row(masters))
-            speed += [_read_row(runner, "cluster", index, loaded, None), _event_row("cluster", loaded)]
+            speed += [
+                _read_row(runner, "cluster", index, loaded, None),
+                _event_row("cluster", loaded),
+            ]
             runner.run(index.close())
     return [
-        Section("Lookup index in Redis: time", ("what", "figure", "fastest … nine in ten", "goal", "note"), speed),
-        Section("Lookup index in Redis: memory, both holders of each chunk included", ("what", "bytes a chunk", "goal", "note"), memory),
+        Section(
+            "Lookup index in Redis: time",
+            ("what", "figure", "fastest … nine in ten", "goal", "note"),
+            speed,
+        ),
+        Section(
+            "Lookup index in Redis: memory, both holders of each chunk included",
+            ("what", "bytes a chunk", "goal", "note"),
+            memory,
+        ),
     ]
 
 
@@ -85,13 +108,22 @@ async def _load(index: LookupIndex, num_chunks: int) -> Loaded:
         incarnation = 1_800_000_000_000_000_000 + number
         await index.renew(TENANT, LeaseClaim(instance, incarnation, "sidecar", 3_600_000))
         for first in range(0, num_chunks, BATCH_EVENTS):
-            events = [IndexEvent("store", TENANT, chunk_id, tier, 32 << 20) for chunk_id in chunk_ids[first : first + BATCH_EVENTS]]
+            events = [
+                IndexEvent("store", TENANT, chunk_id, tier, 32 << 20)
+                for chunk_id in chunk_ids[first : first + BATCH_EVENTS]
+            ]
             state = await index.apply(TENANT, EventBatch(instance, incarnation, first, events))
             assert state.next_sequence == first + len(events), "the index has taken the batch"
     return Loaded(chunk_ids, len(INSTANCES) * num_chunks / (time.perf_counter() - began_at))
 
 
-def _read_row(runner: asyncio.Runner, where: str, index: LookupIndex, loaded: Loaded, plain: redis.Redis | None) -> Sequence[str]:
+def _read_row(
+    runner: asyncio.Runner,
+    where: str,
+    index: LookupIndex,
+    loaded: Loaded,
+    plain: redis.Redis | None,
+) -> Sequence[str]:
     chance = random.Random(2)
     questions = [chance.sample(loaded.chunk_ids, NUM_ASKED) for _ in range(NUM_ROUNDS)]
     keys = [f"plain:{number}" for number in range(NUM_ASKED)]
@@ -101,7 +133,9 @@ def _read_row(runner: asyncio.Runner, where: str, index: LookupIndex, loaded: Lo
     async def read() -> tuple[list[float], list[float]]:
         mine, beside = [], []
         for question in questions:
-            mine.append(await _elapsed_ms(lambda question=question: index.holders(TENANT, question)))
+            mine.append(
+                await _elapsed_ms(lambda question=question: index.holders(TENANT, question))
+            )
             if plain is not None:
                 began_at = time.perf_counter()
                 plain.mget(keys)
@@ -112,7 +146,8 @@ def _read_row(runner: asyncio.Runner, where: str, index: LookupIndex, loaded: Lo
     assert all(len(holders) == len(INSTANCES) for holders in found), "every chunk has both holders"
     mine, beside = runner.run(read())
     note = (
-        f"{statistics.median(beside):.2f} ms: redis-py, one MGET of as many values, which names no holder"
+        f"{statistics.median(beside):.2f} ms: redis-py, one MGET of as many values, which names no"
+        " holder"
         if beside
         else "three servers asked at once"
     )
@@ -129,7 +164,9 @@ async def _elapsed_ms(call: Callable[[], Awaitable[object]]) -> float:
 
 
 def _event_row(where: str, loaded: Loaded) -> Sequence[str]:
-    note = f"batches of {BATCH_EVENTS}, one after the other; a second holder is appended to the first"
+    note = (
+        f"batches of {BATCH_EVENTS}, one after the other; a second holder is appended to the first"
+    )
     return (f"{where}: events", f"{loaded.events_per_s:,.0f} a second", "", "", note)
 
 
@@ -145,7 +182,12 @@ def _memory_row(where: str, num_chunks: int, used_bytes: int) -> Sequence[str]:
 def _bucket_rows(plain: redis.Redis, chunk_ids: Sequence[bytes]) -> Iterator[Sequence[str]]:
     keys = [bucket_key(TENANT, bucket) for bucket in range(NUM_BUCKETS)]
     used = sum(plain.memory_usage(key, samples=0) for key in keys)
-    yield ("one server: the buckets alone", f"{used / len(chunk_ids):.0f}", "", "MEMORY USAGE of each, every field counted")
+    yield (
+        "one server: the buckets alone",
+        f"{used / len(chunk_ids):.0f}",
+        "",
+        "MEMORY USAGE of each, every field counted",
+    )
     with _small_buckets(plain, chunk_ids[: 256 * NUM_BUCKETS]) as num_chunks:
         used = sum(plain.memory_usage(f"small:{key}", samples=0) for key in keys)
         yield (
@@ -160,7 +202,9 @@ def _bucket_rows(plain: redis.Redis, chunk_ids: Sequence[bytes]) -> Iterator[Seq
 def _small_buckets(plain: redis.Redis, chunk_ids: Sequence[bytes]) -> Iterator[int]:
     pipeline = plain.pipeline(transaction=False)
     for chunk_id in chunk_ids:
-        pipeline.hset(f"small:{bucket_key(TENANT, bucket_of(chunk_id))}", chunk_id, b"v" * VALUE_BYTES)
+        pipeline.hset(
+            f"small:{bucket_key(TENANT, bucket_of(chunk_id))}", chunk_id, b"v" * VALUE_BYTES
+        )
     pipeline.execute()
     yield len(chunk_ids)
 
@@ -170,7 +214,12 @@ def _balance_row(masters: Sequence[RedisServer]) -> Sequence[str]:
     for server in masters:
         with server.client() as client:
             counts.append(sum(1 for _ in client.scan_iter(match="lmc2:{b:*")))
-    return ("cluster: buckets of its masters", " / ".join(str(count) for count in counts), "", "by hash tags that divide the slots evenly")
+    return (
+        "cluster: buckets of its masters",
+        " / ".join(str(count) for count in counts),
+        "",
+        "by hash tags that divide the slots evenly",
+    )
 
 
 def _used_bytes(servers: Sequence[RedisServer]) -> int:

@@ -1,7 +1,9 @@
-"""The lookup service over REST: how soon the longest prefix of 400 chunks is known, and how often a second, held against bare sockets.
+"""The lookup service over REST: how soon the longest prefix of 400 chunks is known, and how often a
+second, held against bare sockets.
 
-The service runs as in its image: uvloop, httptools, an index in a real Redis on loopback. Callers are processes of their own that send
-bytes made beforehand and compare every answer with the first; they and Redis share the machine's cores with the service.
+The service runs as in its image: uvloop, httptools, an index in a real Redis on loopback. Callers
+are processes of their own that send bytes made beforehand and compare every answer with the first;
+they and Redis share the machine's cores with the service.
 """
 
 from __future__ import annotations
@@ -47,12 +49,14 @@ WORKERS = (1, 2)
 
 @dataclass(frozen=True)
 class Cost:
-    """Processor time of lookups with two workers, which other work on the machine slows less than it slows clocks.
+    """Processor time of lookups with two workers, which other work on the machine slows less than
+    it slows clocks.
 
     Attributes:
         services: Process ids of the service.
         redis: Process id of Redis.
-        ticks: Of the service, of Redis, of callers that have ended, and of all processes: seconds so far, then milliseconds of a lookup.
+        ticks: Of the service, of Redis, of callers that have ended, and of all processes: seconds
+            so far, then milliseconds of a lookup.
         begin: When it began, `time.perf_counter`.
         others: Cores that other processes kept busy; set at the end.
     """
@@ -70,22 +74,40 @@ class Cost:
 
     def until_now(self, num_lookups: float) -> Cost:
         """What each of so many lookups took."""
-        taken = [now - before for now, before in zip(_ticks(self.services, self.redis), self.ticks, strict=True)]
+        taken = [
+            now - before
+            for now, before in zip(_ticks(self.services, self.redis), self.ticks, strict=True)
+        ]
         others = (taken[3] - sum(taken[:3])) / (time.perf_counter() - self.begin)
-        return Cost(self.services, self.redis, tuple(one / num_lookups * 1000 for one in taken), self.begin, max(others, 0.0))
+        return Cost(
+            self.services,
+            self.redis,
+            tuple(one / num_lookups * 1000 for one in taken),
+            self.begin,
+            max(others, 0.0),
+        )
 
     @property
     def cells(self) -> tuple[str, ...]:
         """For a table."""
         *spent, _ = self.ticks
         num_cores = os.cpu_count() or 1
-        return (*(f"{one:.2f}" for one in spent), f"{num_cores / sum(spent) * 1000:,.0f}", f"{self.others:.1f} of {num_cores}")
+        return (
+            *(f"{one:.2f}" for one in spent),
+            f"{num_cores / sum(spent) * 1000:,.0f}",
+            f"{self.others:.1f} of {num_cores}",
+        )
 
 
 def _ticks(services: Sequence[int], redis: int) -> tuple[float, ...]:
     own = os.times()
     every = busy_ticks(PROC_STAT.read_text()) / os.sysconf("SC_CLK_TCK")
-    return sum(_processor_s(pid) for pid in services), _processor_s(redis), own.children_user + own.children_system, every
+    return (
+        sum(_processor_s(pid) for pid in services),
+        _processor_s(redis),
+        own.children_user + own.children_system,
+        every,
+    )
 
 
 def _processor_s(pid: int) -> float:
@@ -95,10 +117,15 @@ def _processor_s(pid: int) -> float:
 
 def _pids_of(pid: int) -> list[int]:
     """A process and those that it has started."""
-    return [pid, *(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    return [
+        pid,
+        *(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()),
+    ]
 
 
-def measure(run: Callable[[str, Callable[[], list[Section]]], list[Section]], directory: Path) -> list[Section]:
+def measure(
+    run: Callable[[str, Callable[[], list[Section]]], list[Section]], directory: Path
+) -> list[Section]:
     """Latency and rate, for one worker and for two."""
     return run("lookups over REST", lambda: _measure(directory))
 
@@ -106,8 +133,14 @@ def measure(run: Callable[[str, Callable[[], list[Section]]], list[Section]], di
 def _measure(directory: Path) -> list[Section]:
     chunk_ids = [os.urandom(16) for _ in range(NUM_CHUNKS)]
     asked = (
-        question("MessagePack", MSGPACK, msgspec.msgpack.encode(PackedChunksRequest(pack_ids(chunk_ids)))),
-        question("JSON", JSON, msgspec.json.encode(ChunksRequest([chunk_id.hex() for chunk_id in chunk_ids]))),
+        question(
+            "MessagePack", MSGPACK, msgspec.msgpack.encode(PackedChunksRequest(pack_ids(chunk_ids)))
+        ),
+        question(
+            "JSON",
+            JSON,
+            msgspec.json.encode(ChunksRequest([chunk_id.hex() for chunk_id in chunk_ids])),
+        ),
     )
     times: list[tuple[str, ...]] = []
     rates: dict[str, list[Rate]] = {}
@@ -115,30 +148,61 @@ def _measure(directory: Path) -> list[Section]:
     with running_redis() as redis, redis.client() as plain:
         redis_pid = int(plain.info("server")["process_id"])
         for workers in WORKERS:
-            environ = {"PORT": "0", "REDIS_URL": redis.url, "WORKERS": str(workers), "REDIS_TIMEOUT_MS": "2000"}
+            environ = {
+                "PORT": "0",
+                "REDIS_URL": redis.url,
+                "WORKERS": str(workers),
+                "REDIS_TIMEOUT_MS": "2000",
+            }
             with running_service(
-                "lmcache_lookup", directory, {f"LMCACHE_LOOKUP_{name}": value for name, value in environ.items()}
+                "lmcache_lookup",
+                directory,
+                {f"LMCACHE_LOOKUP_{name}": value for name, value in environ.items()},
             ) as service:
                 asyncio.run(_fill(service.url, chunk_ids))
                 port = service.ports["port"]
                 answers = {one.name: _check(one, port) for one in asked}
                 for one in asked:
                     if workers == 1:
-                        times.append(_time_row(f"400 chunks, {one.name}", _timed(one, port), f"{len(answers[one.name]):,} bytes"))
+                        times.append(
+                            _time_row(
+                                f"400 chunks, {one.name}",
+                                _timed(one, port),
+                                f"{len(answers[one.name]):,} bytes",
+                            )
+                        )
                     costs[one.name] = Cost.since(_pids_of(service.pid), redis_pid)
                     rates.setdefault(one.name, []).append(rate_of(one, port))
                     costs[one.name] = costs[one.name].until_now(rates[one.name][-1].num_answers)
                 if workers == 1:
-                    times.append(_time_row("400 chunks, our client", asyncio.run(_timed_client(service.url, chunk_ids)), "httpx beside it"))
+                    times.append(
+                        _time_row(
+                            "400 chunks, our client",
+                            asyncio.run(_timed_client(service.url, chunk_ids)),
+                            "httpx beside it",
+                        )
+                    )
             for one in asked:
                 with bare_echo(answers[one.name], len(one.data), workers) as port:
                     if workers == 1:
-                        times.append(_time_row(f"bare echo of the same bytes, {one.name}", _timed(one, port), "uvloop, nothing parsed"))
+                        times.append(
+                            _time_row(
+                                f"bare echo of the same bytes, {one.name}",
+                                _timed(one, port),
+                                "uvloop, nothing parsed",
+                            )
+                        )
                     rates.setdefault(f"bare echo, {one.name}", []).append(rate_of(one, port))
-    rows = [(name, *(rate.text for rate in found), f"{GOAL_PER_S:,}" if "echo" not in name else "", "") for name, found in rates.items()]
+    rows = [
+        (name, *(rate.text for rate in found), f"{GOAL_PER_S:,}" if "echo" not in name else "", "")
+        for name, found in rates.items()
+    ]
     callers = f"{NUM_CALLERS} processes, {NUM_CALLERS * CONNECTIONS_PER_CALLER} connections"
     spent = [(name, *cost.cells, "") for name, cost in costs.items()]
-    title = f"Lookups of {NUM_CHUNKS} chunks a second: median (best) of {NUM_WINDOWS} windows; {callers}"
+    title = (
+        f"Lookups of {NUM_CHUNKS} chunks a second: median (best) of {NUM_WINDOWS} windows;"
+        f" {callers}"
+    )
     headings = (
         "what",
         "service, ms",
@@ -149,7 +213,11 @@ def _measure(directory: Path) -> list[Section]:
         "",
     )
     return [
-        Section("Lookup over REST, Redis on loopback", ("what", "ms", "fastest … nine in ten", "goal", "note"), times),
+        Section(
+            "Lookup over REST, Redis on loopback",
+            ("what", "ms", "fastest … nine in ten", "goal", "note"),
+            times,
+        ),
         Section(title, ("what", "1 worker", "2 workers", "goal", "note"), rows),
         Section("Processor time of a lookup, 2 workers", headings, spent),
     ]
@@ -214,4 +282,10 @@ async def _timed_client(url: str, chunk_ids: Sequence[bytes]) -> list[float]:
 def _time_row(name: str, found: Sequence[float], note: str) -> tuple[str, ...]:
     goal = "" if "echo" in name else f"{GOAL_MS:g}"
     nine_in_ten = statistics.quantiles(found, n=10)[-1]
-    return name, f"{statistics.median(found):.2f}", f"{min(found):.2f} … {nine_in_ten:.2f}", goal, note
+    return (
+        name,
+        f"{statistics.median(found):.2f}",
+        f"{min(found):.2f} … {nine_in_ten:.2f}",
+        goal,
+        note,
+    )

@@ -21,7 +21,8 @@ class Figure:
         seconds: Each round.
         limit: Figure of the limit that this one is held against; None for a limit itself.
         note: What limits it.
-        beside: Seconds of the limit's work, done in turn with each round: noise then hits both alike. Empty when `limit` says it all.
+        beside: Seconds of the limit's work, done in turn with each round: noise then hits both
+            alike. Empty when `limit` says it all.
     """
 
     name: str
@@ -43,13 +44,21 @@ class Figure:
 
     @property
     def share(self) -> float | None:
-        """Rate as a share of the limit's: the median over rounds measured in turn, or the ratio of the medians."""
+        """Rate as a share of the limit's: the median over rounds measured in turn, or the ratio
+        of the medians.
+        """
         if self.beside:
-            return statistics.median(limit / mine for limit, mine in zip(self.beside, self.seconds, strict=True))
+            return statistics.median(
+                limit / mine for limit, mine in zip(self.beside, self.seconds, strict=True)
+            )
         return None if self.limit is None else self.rate / self.limit.rate
 
 
-def timed(work: Callable[[int], object], prepare: Callable[[int], object] | None = None, rounds: int = ROUNDS) -> tuple[float, ...]:
+def timed(
+    work: Callable[[int], object],
+    prepare: Callable[[int], object] | None = None,
+    rounds: int = ROUNDS,
+) -> tuple[float, ...]:
     """Seconds of each round, after one that does not count.
 
     Args:
@@ -68,9 +77,13 @@ def timed(work: Callable[[int], object], prepare: Callable[[int], object] | None
 
 
 def in_turn(
-    work: Callable[[int], object], limit: Callable[[int], object], prepare: Callable[[int], object] | None = None, rounds: int = ROUNDS
+    work: Callable[[int], object],
+    limit: Callable[[int], object],
+    prepare: Callable[[int], object] | None = None,
+    rounds: int = ROUNDS,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of each round of `work`, and of the `limit` work done in turn with it; one round of both does not count.
+    """Seconds of each round of `work`, and of the `limit` work done in turn with it; one round of
+    both does not count.
 
     Args:
         work: Measured; given the round's number.

@@ -1,4 +1,6 @@
-"""How soon a scheduler has its answer: lookup and stage of 400 chunks that are all in memory, embedded and through the socket."""
+"""How soon a scheduler has its answer: lookup and stage of 400 chunks that are all in memory,
+embedded and through the socket.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +74,16 @@ def _rows(where: str, store: ChunkStore, goal_ms: float | None) -> Iterator[Answ
         if store.stage(f"request {turn}", [chain]) != Staged(True, (b"\1" * NUM_CHUNKS,)):
             raise AssertionError(f"{where}: the prompt is not staged")
 
-    yield AnswerTime(f"lookup of {NUM_CHUNKS} chunks, {where}", timed(look_up, rounds=NUM_ROUNDS), goal_ms, "their keys, and who has them")
-    yield AnswerTime(f"stage of {NUM_CHUNKS} chunks, {where}", timed(stage, rounds=NUM_ROUNDS), goal_ms, "besides, a hold on each")
+    yield AnswerTime(
+        f"lookup of {NUM_CHUNKS} chunks, {where}",
+        timed(look_up, rounds=NUM_ROUNDS),
+        goal_ms,
+        "their keys, and who has them",
+    )
+    yield AnswerTime(
+        f"stage of {NUM_CHUNKS} chunks, {where}",
+        timed(stage, rounds=NUM_ROUNDS),
+        goal_ms,
+        "besides, a hold on each",
+    )
     store.unstage([f"request {turn}" for turn in range(NUM_ROUNDS + 1)])

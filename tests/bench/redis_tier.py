@@ -1,4 +1,6 @@
-"""The Redis tier against plain redis-py: the same values to a real server on loopback, SET and GET one by one, in turn with ours."""
+"""The Redis tier against plain redis-py: the same values to a real server on loopback, SET and
+GET one by one, in turn with ours.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,19 @@ from tests.bench.shape import TOTAL_BYTES
 from tests.fixtures.redis_server import running_redis
 
 TIMEOUT_S = 120.0
-STORE_NOTE = "one copy of every byte into the socket; the digest of a chunk is computed before it is sent"
-RETRIEVE_NOTE = "the three copies of every byte that asyncio's stream and redis-py's parser make; our copy and digest are a tenth of it"
+STORE_NOTE = (
+    "one copy of every byte into the socket; the digest of a chunk is computed before it is sent"
+)
+RETRIEVE_NOTE = (
+    "the three copies of every byte that asyncio's stream and redis-py's parser make; our copy and"
+    " digest are a tenth of it"
+)
 
 
 def redis_figures(rounds: int = ROUNDS) -> list[Figure]:
-    """Store and retrieve; the limit is the sync client of redis-py, which neither copies nor digests."""
+    """Store and retrieve; the limit is the sync client of redis-py, which neither copies nor
+    digests.
+    """
     chunks = ChunkSet()
     values = [_record(chunk) for chunk in chunks.chunks(0)]
     with running_redis() as server, server.client() as plain, asyncio.Runner() as runner:
@@ -49,9 +58,18 @@ def redis_figures(rounds: int = ROUNDS) -> list[Figure]:
     ]
 
 
-def _figure(name: str, seconds: tuple[tuple[float, ...], tuple[float, ...]], command: str, note: str) -> Figure:
+def _figure(
+    name: str, seconds: tuple[tuple[float, ...], tuple[float, ...]], command: str, note: str
+) -> Figure:
     mine, beside = seconds
-    return Figure(name, TOTAL_BYTES, mine, Figure(f"limit: redis-py {command}", TOTAL_BYTES, beside), note, beside)
+    return Figure(
+        name,
+        TOTAL_BYTES,
+        mine,
+        Figure(f"limit: redis-py {command}", TOTAL_BYTES, beside),
+        note,
+        beside,
+    )
 
 
 def _record(chunk: Chunk) -> bytes:

@@ -1,4 +1,6 @@
-"""What was measured, as tables for the terminal and as the generated section of docs/benchmarks.md."""
+"""What was measured, as tables for the terminal and as the generated section of
+docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,15 @@ class Section:
 
     def as_markdown(self) -> str:
         """For the document."""
-        marks = ["---:" if 0 < i < len(self.headings) - 1 else "---" for i in range(len(self.headings))]
-        lines = [f"### {self.title}", "", "| " + " | ".join(self.headings) + " |", "|" + "|".join(marks) + "|"]
+        marks = [
+            "---:" if 0 < i < len(self.headings) - 1 else "---" for i in range(len(self.headings))
+        ]
+        lines = [
+            f"### {self.title}",
+            "",
+            "| " + " | ".join(self.headings) + " |",
+            "|" + "|".join(marks) + "|",
+        ]
         return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in self.rows)])
 
 
@@ -51,8 +60,12 @@ def rates(title: str, figures: Sequence[Figure]) -> Section:
     for figure in figures:
         low, high = figure.spread
         share = "" if figure.share is None else f"{figure.share:.2f}"
-        rows.append((figure.name, f"{figure.rate:.2f}", f"{low:.2f} … {high:.2f}", share, figure.note))
-    return Section(title, ("what", "GB/s", "slowest … fastest", "share of its limit", "what limits it"), rows)
+        rows.append(
+            (figure.name, f"{figure.rate:.2f}", f"{low:.2f} … {high:.2f}", share, figure.note)
+        )
+    return Section(
+        title, ("what", "GB/s", "slowest … fastest", "share of its limit", "what limits it"), rows
+    )
 
 
 def naming(costs: Sequence[NamingCost]) -> Section:
@@ -62,8 +75,14 @@ def naming(costs: Sequence[NamingCost]) -> Section:
         low, high = cost.spread_ms
         times = "" if cost.times is None else f"{cost.times:.2f}"
         goal = "" if cost.goal is None else f"{cost.goal:g}"
-        rows.append((cost.name, f"{cost.elapsed_ms:.2f}", f"{low:.2f} … {high:.2f}", times, goal, cost.note))
-    return Section("Naming tokens", ("what", "ms", "fastest … slowest", "times its limit", "goal", "held against"), rows)
+        rows.append(
+            (cost.name, f"{cost.elapsed_ms:.2f}", f"{low:.2f} … {high:.2f}", times, goal, cost.note)
+        )
+    return Section(
+        "Naming tokens",
+        ("what", "ms", "fastest … slowest", "times its limit", "goal", "held against"),
+        rows,
+    )
 
 
 def answers(times: Sequence[AnswerTime]) -> Section:
@@ -72,8 +91,14 @@ def answers(times: Sequence[AnswerTime]) -> Section:
     for time in times:
         low, high = time.spread_ms
         goal = "" if time.goal_ms is None else f"{time.goal_ms:g}"
-        rows.append((time.name, f"{time.elapsed_ms:.2f}", f"{low:.2f} … {high:.2f}", goal, time.note))
-    return Section("Questions of a scheduler", ("what", "ms", "fastest … nine in ten", "goal", "what it is made of"), rows)
+        rows.append(
+            (time.name, f"{time.elapsed_ms:.2f}", f"{low:.2f} … {high:.2f}", goal, time.note)
+        )
+    return Section(
+        "Questions of a scheduler",
+        ("what", "ms", "fastest … nine in ten", "goal", "what it is made of"),
+        rows,
+    )
 
 
 def allocations(costs: Sequence[PairCost]) -> Section:
@@ -82,8 +107,19 @@ def allocations(costs: Sequence[PairCost]) -> Section:
     for cost in costs:
         low, high = cost.spread_us
         ratio = "" if cost.ratio is None else f"{cost.ratio:.2f} times that among {NUM_LIVE[0]:,}"
-        rows.append((f"{cost.name}, {cost.num_live:,} live", f"{cost.pair_us:.2f}", f"{low:.2f} … {high:.2f}", ratio))
-    return Section("Memory: one allocate and one free", ("blocks", "µs a pair", "fastest … slowest", "growth"), rows)
+        rows.append(
+            (
+                f"{cost.name}, {cost.num_live:,} live",
+                f"{cost.pair_us:.2f}",
+                f"{low:.2f} … {high:.2f}",
+                ratio,
+            )
+        )
+    return Section(
+        "Memory: one allocate and one free",
+        ("blocks", "µs a pair", "fastest … slowest", "growth"),
+        rows,
+    )
 
 
 def rewrite(document: Path, name: str, machine: str, blocks: Sequence[str]) -> None:
@@ -104,4 +140,6 @@ def rewrite(document: Path, name: str, machine: str, blocks: Sequence[str]) -> N
         raise ValueError(f"{document} has no section between {begin} and {end}")
     before, rest = text.split(begin, 1)
     _, after = rest.split(end, 1)
-    document.write_text(f"{before}{begin}\n" + "\n\n".join([machine, *blocks]) + f"\n{end}{after}", encoding="utf-8")
+    document.write_text(
+        f"{before}{begin}\n" + "\n\n".join([machine, *blocks]) + f"\n{end}{after}", encoding="utf-8"
+    )

@@ -39,12 +39,23 @@ def tokens_of(turn: int) -> torch.Tensor:
 
 def make_metadata() -> LMCacheEngineMetadata:
     """Identity of that KV."""
-    return LMCacheEngineMetadata("bench/llama-3.1-8b-shape", 1, 0, "vllm", DTYPE, (NUM_LAYERS, 2, CHUNK_SIZE, NUM_HEADS, HEAD_SIZE))
+    return LMCacheEngineMetadata(
+        "bench/llama-3.1-8b-shape",
+        1,
+        0,
+        "vllm",
+        DTYPE,
+        (NUM_LAYERS, 2, CHUNK_SIZE, NUM_HEADS, HEAD_SIZE),
+    )
 
 
 def make_config(**options: object) -> LMCacheEngineConfig:
     """An engine without remote tier, room for two prompts."""
-    values: dict[str, object] = {"remote_url": None, "max_local_cpu_size": 1.25, "tier_timeout_s": 60.0}
+    values: dict[str, object] = {
+        "remote_url": None,
+        "max_local_cpu_size": 1.25,
+        "tier_timeout_s": 60.0,
+    }
     return LMCacheEngineConfig.from_defaults(**(values | options))
 
 

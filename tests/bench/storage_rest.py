@@ -1,7 +1,9 @@
-"""cache_storage over REST and over lm://, 32 MiB a body, one connection each, in turn; all of it held against a bare socket.
+"""cache_storage over REST and over lm://, 32 MiB a body, one connection each, in turn; all of it
+held against a bare socket.
 
-The service runs as in its image: uvloop, httptools. The bare caller of REST does what a client must and no more: it computes each digest
-before it sends, and compares each that it reads with its own, in memory that it has touched before.
+The service runs as in its image: uvloop, httptools. The bare caller of REST does what a client must
+and no more: it computes each digest before it sends, and compares each that it reads with its own,
+in memory that it has touched before.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ TOTAL_BYTES = NUM_CHUNKS * CHUNK_BYTES
 TIMEOUT_S = 120.0
 GOAL = 0.35
 
-KEYS = [ChunkKey("default", CacheEngineKey("vllm", "bench", 1, 0, f"{i:064x}")) for i in range(NUM_CHUNKS)]
+KEYS = [
+    ChunkKey("default", CacheEngineKey("vllm", "bench", 1, 0, f"{i:064x}"))
+    for i in range(NUM_CHUNKS)
+]
 
 
 class Caller:
@@ -62,7 +67,9 @@ class BareSocket(Caller):
 
     def put(self) -> None:
         """Move them."""
-        thread = threading.Thread(target=lambda: [self._sender.sendall(self._payload) for _ in range(NUM_CHUNKS)])
+        thread = threading.Thread(
+            target=lambda: [self._sender.sendall(self._payload) for _ in range(NUM_CHUNKS)]
+        )
         thread.start()
         for _ in range(NUM_CHUNKS):
             receive(self._receiver, self._target)
@@ -86,7 +93,10 @@ class BareRest(Caller):
         self._connect()
         for key in KEYS:
             head = head_of(key, payload_digest(self._payload))
-            lines = f"PUT /v1/chunks/{key.key.to_url()} HTTP/1.1\r\nHost: s\r\nContent-Length: {len(head) + CHUNK_BYTES}\r\n\r\n"
+            lines = (
+                f"PUT /v1/chunks/{key.key.to_url()} HTTP/1.1\r\nHost: s\r\nContent-Length:"
+                f" {len(head) + CHUNK_BYTES}\r\n\r\n"
+            )
             self._socket.sendall(lines.encode() + head)
             self._socket.sendall(self._payload)
             self._answer(201)
@@ -95,7 +105,9 @@ class BareRest(Caller):
         """See `Caller.get`."""
         self._connect()
         for key in KEYS:
-            self._socket.sendall(f"GET /v1/chunks/{key.key.to_url()} HTTP/1.1\r\nHost: s\r\n\r\n".encode())
+            self._socket.sendall(
+                f"GET /v1/chunks/{key.key.to_url()} HTTP/1.1\r\nHost: s\r\n\r\n".encode()
+            )
             body = self._answer(200)
             if payload_digest(body[len(body) - CHUNK_BYTES :]) != self._digest:
                 raise AssertionError("other bytes came back")
@@ -134,7 +146,15 @@ class Tier(Caller):
         chunks = []
         for key in KEYS:
             header = raw_header(key.key, (CHUNK_BYTES,), "uint8", payload_digest(self._payload))
-            chunks.append(Chunk(key, header, encode_head(header, CHUNK_BYTES), BytesBufferMemoryObj(self._payload), "bench"))
+            chunks.append(
+                Chunk(
+                    key,
+                    header,
+                    encode_head(header, CHUNK_BYTES),
+                    BytesBufferMemoryObj(self._payload),
+                    "bench",
+                )
+            )
         if not all(self._runner.run(self._backend.batched_put(chunks))):
             raise AssertionError("a chunk was not stored")
 
@@ -167,7 +187,11 @@ def measure(run: Callable[[str, Callable[[], Any]], Any], directory: Path) -> li
     payload = os.urandom(1 << 20) * (CHUNK_BYTES >> 20)
     environ = {"PORT": "0", "LM_PORT": "0", "MEMORY_GB": "0.5"}
     with (
-        running_service("lmcache_storage", directory, {f"LMCACHE_STORAGE_{name}": value for name, value in environ.items()}) as service,
+        running_service(
+            "lmcache_storage",
+            directory,
+            {f"LMCACHE_STORAGE_{name}": value for name, value in environ.items()},
+        ) as service,
         asyncio.Runner() as runner,
     ):
         lm = Tier(runner, f"lm://127.0.0.1:{service.ports['lm_port']}", payload)
@@ -185,7 +209,9 @@ def measure(run: Callable[[str, Callable[[], Any]], Any], directory: Path) -> li
 
 
 def in_rounds(callers: dict[str, Caller], lm: Tier) -> dict[tuple[str, str], list[float]]:
-    """Seconds of each round of each caller's put and get, one caller after the other in every round; the first does not count."""
+    """Seconds of each round of each caller's put and get, one caller after the other in every
+    round; the first does not count.
+    """
     seconds: dict[tuple[str, str], list[float]] = {}
     for turn in range(ROUNDS + 1):
         for name, caller in callers.items():
@@ -203,13 +229,30 @@ def as_section(seconds: dict[tuple[str, str], list[float]]) -> Section:
     rows = []
     for (name, what), mine in seconds.items():
         shares = [
-            statistics.median(theirs / ours for theirs, ours in zip(seconds[other, what], mine, strict=True))
+            statistics.median(
+                theirs / ours for theirs, ours in zip(seconds[other, what], mine, strict=True)
+            )
             for other in ("bare socket", "lm://, our client")
         ]
         rate = TOTAL_BYTES / statistics.median(mine) / GB
         low, high = TOTAL_BYTES / max(mine) / GB, TOTAL_BYTES / min(mine) / GB
-        rows.append((f"{name}: {what}", f"{rate:.2f}", f"{low:.2f} … {high:.2f}", *(f"{share:.2f}" for share in shares), ""))
-    headings = ("what", "GB/s", "slowest … fastest", "share of a bare socket", f"share of lm:// (goal {GOAL})", "")
+        rows.append(
+            (
+                f"{name}: {what}",
+                f"{rate:.2f}",
+                f"{low:.2f} … {high:.2f}",
+                *(f"{share:.2f}" for share in shares),
+                "",
+            )
+        )
+    headings = (
+        "what",
+        "GB/s",
+        "slowest … fastest",
+        "share of a bare socket",
+        f"share of lm:// (goal {GOAL})",
+        "",
+    )
     return Section("cache_storage, 32 MiB a body, one connection over loopback", headings, rows)
 
 

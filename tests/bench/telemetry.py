@@ -1,4 +1,6 @@
-"""What request ids and traces cost: `python -m tests.bench.telemetry` (docs/adr/0017-traces.md has the figures)."""
+"""What request ids and traces cost: `python -m tests.bench.telemetry` (docs/adr/0017-traces.md
+has the figures).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ NUM_ROUNDS = 400
 KEYS = [ChunkKey("default", CacheEngineKey("vllm", "bench", 1, 0, f"{i:064x}")) for i in range(16)]
 IDS = RequestIds()
 Way = Callable[[], AbstractContextManager[None]]
-WAYS: dict[str, Way] = {"without an id": nullcontext, "with one": lambda: working_for("bench", Carried(IDS.next()), None)}
+WAYS: dict[str, Way] = {
+    "without an id": nullcontext,
+    "with one": lambda: working_for("bench", Carried(IDS.next()), None),
+}
 
 
 def in_process() -> dict[str, float]:
@@ -47,11 +52,17 @@ def in_process() -> dict[str, float]:
         with working_for("sidecar Pin", Carried(IDS.next()), None):
             pass
 
-    return {"nothing": of(lambda: None), "a step, off": of(a_step), "an id made and set": of(a_request)}
+    return {
+        "nothing": of(lambda: None),
+        "a step, off": of(a_step),
+        "an id made and set": of(a_request),
+    }
 
 
 async def _asked(ask: Callable[[], Awaitable[object]]) -> dict[str, float]:
-    """Microseconds of a request each way, medians; both ways in turn, so that the machine's moods reach both."""
+    """Microseconds of a request each way, medians; both ways in turn, so that the machine's
+    moods reach both.
+    """
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(NUM_REQUESTS + 50):
         for way, enter in WAYS.items():
@@ -88,19 +99,35 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory, collector() as collecting:
             place = Path(directory)
             tracing = {"OTLP_ENDPOINT": collecting.url, "TRACE_SAMPLE_RATIO": "0"} if traced else {}
-            of = {name: {f"LMCACHE_{name}_{option}": value for option, value in tracing.items()} for name in ("LOOKUP", "STORAGE")}
+            of = {
+                name: {f"LMCACHE_{name}_{option}": value for option, value in tracing.items()}
+                for name in ("LOOKUP", "STORAGE")
+            }
             with (
-                running_service("lmcache_lookup", place, {"LMCACHE_LOOKUP_PORT": "0", **of["LOOKUP"]}) as lookup,
+                running_service(
+                    "lmcache_lookup", place, {"LMCACHE_LOOKUP_PORT": "0", **of["LOOKUP"]}
+                ) as lookup,
                 running_service(
                     "lmcache_storage",
                     place,
-                    {"LMCACHE_STORAGE_PORT": "0", "LMCACHE_STORAGE_LM_PORT": "0", "LMCACHE_STORAGE_MEMORY_GB": "0.03", **of["STORAGE"]},
+                    {
+                        "LMCACHE_STORAGE_PORT": "0",
+                        "LMCACHE_STORAGE_LM_PORT": "0",
+                        "LMCACHE_STORAGE_MEMORY_GB": "0.03",
+                        **of["STORAGE"],
+                    },
                 ) as storage,
             ):
-                found = asyncio.run(across(lookup.url, f"lm://127.0.0.1:{storage.ports['lm_port']}"))
+                found = asyncio.run(
+                    across(lookup.url, f"lm://127.0.0.1:{storage.ports['lm_port']}")
+                )
             for name, ways in found.items():
-                told = ", ".join(f"{way} {microseconds:.0f} us" for way, microseconds in ways.items())
-                print(f"{name}, services {'that may trace' if traced else 'without traces'}: {told}")
+                told = ", ".join(
+                    f"{way} {microseconds:.0f} us" for way, microseconds in ways.items()
+                )
+                print(
+                    f"{name}, services {'that may trace' if traced else 'without traces'}: {told}"
+                )
 
 
 if __name__ == "__main__":

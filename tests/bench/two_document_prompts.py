@@ -22,7 +22,8 @@ class Shape:
 
     Attributes:
         num_mark_documents: Documents of marks.
-        is_filled: Whether a document of plain text, which nothing needs, stands somewhere among them.
+        is_filled: Whether a document of plain text, which nothing needs, stands somewhere among
+            them.
     """
 
     num_mark_documents: int
@@ -33,7 +34,8 @@ TWO_DOCUMENTS, FIVE_DOCUMENTS = Shape(1, is_filled=False), Shape(3, is_filled=Tr
 
 
 class PromptSource:
-    """Draws prompts: the documents that a shape asks for, in any order, then the owners', then questions.
+    """Draws prompts: the documents that a shape asks for, in any order, then the owners', then
+    questions.
 
     Args:
         tokenizer: The model's.
@@ -50,12 +52,16 @@ class PromptSource:
         rng = np.random.default_rng(SEED)
         separator = self._encode(SEPARATOR)
         for _ in range(count):
-            prompt = draw_prompt(rng, self._words, NUM_OWNERS, NUM_THINGS, num_documents=shape.num_mark_documents)
+            prompt = draw_prompt(
+                rng, self._words, NUM_OWNERS, NUM_THINGS, num_documents=shape.num_mark_documents
+            )
             first = list(map(self._encode, prompt.marks))
             if shape.is_filled:
                 place = int(rng.integers(len(self._stream) - FILLER_TOKENS))
                 first.append(self._stream[place : place + FILLER_TOKENS])
-            documents = [first[i] for i in rng.permutation(len(first))] + [self._encode("\n".join(prompt.owners))]
+            documents = [first[i] for i in rng.permutation(len(first))] + [
+                self._encode("\n".join(prompt.owners))
+            ]
             ending, places = encode_questions(self._tokenizer, prompt.questions[:NUM_QUESTIONS])
             cached = [torch.tensor([*document, *separator]) for document in documents]
             yield SplitPrompt(cached, torch.tensor(ending), torch.tensor(places))

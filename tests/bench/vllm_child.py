@@ -1,4 +1,6 @@
-"""vLLM engines that are timed, in a process of their own and vLLM's environment: obeys lines of JSON, as the children of the tests do."""
+"""vLLM engines that are timed, in a process of their own and vLLM's environment: obeys lines of
+JSON, as the children of the tests do.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ REST_S = 0.001
 
 
 class Watch:
-    """Stands before methods of one side of the connector: takes their time, and lets them through or not.
+    """Stands before methods of one side of the connector: takes their time, and lets them through
+    or not.
 
     Args:
         side: The scheduler's side or a worker's.
@@ -53,8 +56,9 @@ class TimedChild(Child):
         self._watches: dict[str, tuple[Watch, Watch]] = {}
 
     def open(self, name: str, options: dict[str, Any]) -> None:
-        """Make an engine that rests after steps without work, as one in a process of its own does: whoever loads beside it needs the
-        interpreter's lock."""
+        """Make an engine that rests after steps without work, as one in a process of its own does:
+        whoever loads beside it needs the interpreter's lock.
+        """
         super().open(name, options)
         core = self._engines[name].llm.llm_engine.engine_core.engine_core
         step = core.step_fn
@@ -78,17 +82,27 @@ class TimedChild(Child):
             watch.clear()
         begin, cpu_begin = time.perf_counter(), time.process_time()
         (output,) = llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
-        took = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu_begin}
+        took = {
+            "seconds": time.perf_counter() - begin,
+            "cpu_seconds": time.process_time() - cpu_begin,
+        }
         for of, watch in zip(("store", "scheduler"), watches, strict=False):
             took |= {f"{of}_seconds": watch.seconds, f"{of}_cpu_seconds": watch.cpu_seconds}
         (completion,) = output.outputs
-        return took | {"num_cached": output.num_cached_tokens or 0, "token": completion.token_ids[0]}
+        return took | {
+            "num_cached": output.num_cached_tokens or 0,
+            "token": completion.token_ids[0],
+        }
 
     def watch(self, name: str) -> None:
         """Take the connector's own time from now on."""
         engine = self._engines[name]
         worker, scheduler = engine.worker_connector._worker, engine.connector._scheduler
-        called = [method for method, value in vars(type(scheduler)).items() if callable(value) and not method.startswith("_")]
+        called = [
+            method
+            for method, value in vars(type(scheduler)).items()
+            if callable(value) and not method.startswith("_")
+        ]
         self._watches[name] = Watch(worker, ("store",)), Watch(scheduler, called)
 
     def switch_stores(self, name: str, is_on: bool) -> None:

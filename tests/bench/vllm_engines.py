@@ -21,9 +21,13 @@ NUM_TOKENS = 4097
 """Whole chunks and one token, which is always left to compute."""
 MAX_MODEL_LEN = 4224
 NUM_BLOCKS = 80
-"""Of 128 tokens: two prompts and a half. With more, rounds would be over before each block has been written once, which takes longer."""
+"""Of 128 tokens: two prompts and a half. With more, rounds would be over before each block has
+been written once, which takes longer.
+"""
 OMP_THREADS = 1
-"""On two processors vLLM keeps one for its scheduler. With two threads every time is noise as soon as anything else runs."""
+"""On two processors vLLM keeps one for its scheduler. With two threads every time is noise as
+soon as anything else runs.
+"""
 FIRST_TOKEN_TIMEOUT_S = 120.0
 
 
@@ -36,7 +40,8 @@ class Took:
         cpu_seconds: Of all threads of the engine's process meanwhile.
         num_cached: Tokens of the prompt that were not computed, as vLLM counts them.
         token: The token.
-        store_seconds: Of these the worker's side of the connector stored for so long, with vLLM waiting; 0 where nobody watches.
+        store_seconds: Of these the worker's side of the connector stored for so long, with vLLM
+            waiting; 0 where nobody watches.
         store_cpu_seconds: CPU time of all threads meanwhile.
         scheduler_seconds: The same for the scheduler's side, whatever it did.
         scheduler_cpu_seconds: CPU time meanwhile.
@@ -63,11 +68,30 @@ class TimedEngine:
         dtype: Of its weights and KV.
     """
 
-    def __init__(self, owner: Owner, name: str, model: Path, connector: Mapping[str, Any] | None = None, dtype: str = "bfloat16") -> None:
-        extra = None if connector is None else {f"lmcache.{option}": value for option, value in connector.items()}
+    def __init__(
+        self,
+        owner: Owner,
+        name: str,
+        model: Path,
+        connector: Mapping[str, Any] | None = None,
+        dtype: str = "bfloat16",
+    ) -> None:
+        extra = (
+            None
+            if connector is None
+            else {f"lmcache.{option}": value for option, value in connector.items()}
+        )
         transfer = {} if extra is None else {"kv_transfer_config": transfer_config(extra)}
-        self._options = engine_options(model, dtype=dtype, max_model_len=MAX_MODEL_LEN, num_gpu_blocks_override=NUM_BLOCKS, **transfer)
-        self._process: EngineProcess = owner.engine(name, _environment(), [str(PYTHON), "-m", "tests.bench.vllm_child"])
+        self._options = engine_options(
+            model,
+            dtype=dtype,
+            max_model_len=MAX_MODEL_LEN,
+            num_gpu_blocks_override=NUM_BLOCKS,
+            **transfer,
+        )
+        self._process: EngineProcess = owner.engine(
+            name, _environment(), [str(PYTHON), "-m", "tests.bench.vllm_child"]
+        )
 
     @property
     def pid(self) -> int:
@@ -84,7 +108,11 @@ class TimedEngine:
 
     def first_token(self, tokens: Sequence[int]) -> Took:
         """Answer with one token."""
-        return Took(**self._process.call(FIRST_TOKEN_TIMEOUT_S, do="first_token", name="engine", tokens=list(tokens)))
+        return Took(
+            **self._process.call(
+                FIRST_TOKEN_TIMEOUT_S, do="first_token", name="engine", tokens=list(tokens)
+            )
+        )
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache."""
@@ -109,12 +137,19 @@ def random_prompt(dice: random.Random, num_tokens: int) -> tuple[int, ...]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, in the kernel and out of it, all threads; to the tick, which is 10 ms mostly."""
+    """CPU time of a process so far, in the kernel and out of it, all threads; to the tick, which
+    is 10 ms mostly.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _environment() -> dict[str, str]:
     """vLLM and our sources, as `make test-vllm` has them."""
-    sources = [HOME / RELEASE, ROOT / "libs" / "lmcache_core" / "src", ROOT / "kernels" / "src", ROOT]
+    sources = [
+        HOME / RELEASE,
+        ROOT / "libs" / "lmcache_core" / "src",
+        ROOT / "kernels" / "src",
+        ROOT,
+    ]
     return {"PYTHONPATH": os.pathsep.join(map(str, sources)), "OMP_NUM_THREADS": str(OMP_THREADS)}

@@ -1,4 +1,6 @@
-"""The model whose answers are timed: 110 million parameters with random weights, made once and kept."""
+"""The model whose answers are timed: 110 million parameters with random weights, made once and
+kept.
+"""
 
 from __future__ import annotations
 
@@ -29,4 +31,12 @@ def made_model(home: Path) -> Path:
         home: Where such directories are kept.
     """
     sources = (Path(__file__), Path(models.__file__))
-    return models.made_once(home, "bench-model", sources, lambda directory: models.make_model(directory / NAME, CONFIG, seed=0)) / NAME
+    return (
+        models.made_once(
+            home,
+            "bench-model",
+            sources,
+            lambda directory: models.make_model(directory / NAME, CONFIG, seed=0),
+        )
+        / NAME
+    )

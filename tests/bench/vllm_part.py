@@ -1,4 +1,6 @@
-"""The part of the bench about vLLM: how long the first token takes with KV from each place, and what storing costs a cold request."""
+"""The part of the bench about vLLM: how long the first token takes with KV from each place, and
+what storing costs a cold request.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from typing import Any
 from tests.bench import vllm_rounds as rounds
 from tests.bench.codec_neighbours import PROC_STAT, busy_ticks
 from tests.bench.report import Section
-from tests.bench.vllm_engines import HOME, NUM_TOKENS, OMP_THREADS, PYTHON, RELEASE, Took, cpu_seconds
+from tests.bench.vllm_engines import (
+    HOME,
+    NUM_TOKENS,
+    OMP_THREADS,
+    PYTHON,
+    RELEASE,
+    Took,
+    cpu_seconds,
+)
 from tests.bench.vllm_model import made_model
 from tests.bench.vllm_places import running_places
 
@@ -25,12 +35,21 @@ Run = Callable[[str, Callable[[], Any]], Any]
 FIRST_TOKEN_ROWS = {
     rounds.COLD: ("cold", "nothing is loaded, nothing is stored"),
     rounds.PREFIX: ("vLLM's own prefix cache", "an engine without our connector"),
-    rounds.PREFIX_BESIDE_US: ("vLLM's own prefix cache, with the connector", "it is asked, and has nothing to do"),
-    rounds.MEMORY: ("memory of the sidecar, sync", f"goal: {GOAL_MEMORY:g} times vLLM's prefix cache"),
+    rounds.PREFIX_BESIDE_US: (
+        "vLLM's own prefix cache, with the connector",
+        "it is asked, and has nothing to do",
+    ),
+    rounds.MEMORY: (
+        "memory of the sidecar, sync",
+        f"goal: {GOAL_MEMORY:g} times vLLM's prefix cache",
+    ),
     rounds.MEMORY_ASYNC: ("memory of the sidecar, async", "loaded in a thread beside vLLM's steps"),
     rounds.EMBEDDED: ("memory inside vLLM, sync", "no sidecar"),
     rounds.ON_DISK: ("disk of the sidecar", "its memory is empty; the files are in the page cache"),
-    rounds.PEER: ("sidecar of another pod", "found by lookup and broker, pulled by lm:// over loopback"),
+    rounds.PEER: (
+        "sidecar of another pod",
+        "found by lookup and broker, pulled by lm:// over loopback",
+    ),
     rounds.STORAGE: ("storage service", "lm:// over loopback"),
 }
 
@@ -62,74 +81,147 @@ def measure(run: Run) -> VLLMPart:
         VLLMMissingError: vLLM is not installed.
     """
     if not (PYTHON.exists() and (HOME / RELEASE / ".ready").exists()):
-        raise VLLMMissingError(f"vLLM {RELEASE} is not installed in {HOME}: `make .vllm/{RELEASE}/.ready` installs it")
+        raise VLLMMissingError(
+            f"vLLM {RELEASE} is not installed in {HOME}: `make .vllm/{RELEASE}/.ready` installs it"
+        )
     model = run("vLLM: model", lambda: made_model(HOME))
     with ExitStack() as stack:
-        places = run("vLLM: services and engines", lambda: stack.enter_context(running_places(model)))
+        places = run(
+            "vLLM: services and engines", lambda: stack.enter_context(running_places(model))
+        )
         measured = rounds.Rounds(places)
         run("vLLM: every way once", measured.warm_up)
         others_s, begin = _others_seconds(), time.perf_counter()
         for number in range(rounds.ROUNDS):
             run(f"vLLM: round {number + 1} of {rounds.ROUNDS}", lambda: measured.round(number))  # noqa: B023 (run at once)
         cores = max(0.0, _others_seconds() - others_s) / (time.perf_counter() - begin)
-    remark = f"While this was measured, other processes kept {cores:.2f} of {os.cpu_count()} cores busy."
-    return VLLMPart((first_tokens(measured.took), overhead(measured.took, measured.sidecar_cpu)), remark)
+    remark = (
+        f"While this was measured, other processes kept {cores:.2f} of {os.cpu_count()} cores busy."
+    )
+    return VLLMPart(
+        (first_tokens(measured.took), overhead(measured.took, measured.sidecar_cpu)), remark
+    )
 
 
 def first_tokens(took: Mapping[str, Sequence[Took]]) -> Section:
-    """The table of first tokens. Ratios are medians over the rounds, in each of which all was measured in turn."""
+    """The table of first tokens. Ratios are medians over the rounds, in each of which all was
+    measured in turn.
+    """
     rows = []
     for row, (name, note) in FIRST_TOKEN_ROWS.items():
         seconds = [each.seconds for each in took[row]]
         spread = f"{min(seconds) * 1e3:.1f} … {max(seconds) * 1e3:.1f}"
-        faster, longer = _ratio(took[rounds.COLD], took[row]), _ratio(took[row], took[rounds.PREFIX])
-        rows.append((name, f"{statistics.median(seconds) * 1e3:.1f}", spread, f"{faster:.0f}", f"{longer:.2f}", note))
-    headings = ("KV from", "ms", "fastest … slowest", "times faster than cold", "times vLLM's prefix cache", "note")
+        faster, longer = (
+            _ratio(took[rounds.COLD], took[row]),
+            _ratio(took[row], took[rounds.PREFIX]),
+        )
+        rows.append(
+            (
+                name,
+                f"{statistics.median(seconds) * 1e3:.1f}",
+                spread,
+                f"{faster:.0f}",
+                f"{longer:.2f}",
+                note,
+            )
+        )
+    headings = (
+        "KV from",
+        "ms",
+        "fastest … slowest",
+        "times faster than cold",
+        "times vLLM's prefix cache",
+        "note",
+    )
     return Section(f"vLLM: first token of a prompt of {NUM_TOKENS:,} tokens", headings, rows)
 
 
-def overhead(took: Mapping[str, Sequence[Took]], sidecar_cpu: Mapping[str, Sequence[float]]) -> Section:
+def overhead(
+    took: Mapping[str, Sequence[Took]], sidecar_cpu: Mapping[str, Sequence[float]]
+) -> Section:
     """The table of what storing costs."""
     cold, stored = took[rounds.COLD], took[rounds.STORED]
     cold_s = statistics.median(each.seconds for each in cold)
     cold_cpu_s = statistics.median(each.cpu_seconds for each in cold)
-    sidecar_s = statistics.mean(sidecar_cpu[rounds.STORED]) - statistics.mean(sidecar_cpu[rounds.COLD])
+    sidecar_s = statistics.mean(sidecar_cpu[rounds.STORED]) - statistics.mean(
+        sidecar_cpu[rounds.COLD]
+    )
     store_cpu_s = statistics.median(each.store_cpu_seconds for each in stored)
-    longer_s, longer_cpu_s = (statistics.median(_differences(stored, cold, name)) for name in ("seconds", "cpu_seconds"))
-    store_s, scheduler_s = (statistics.median(getattr(each, f"{side}_seconds") for each in stored) for side in ("store", "scheduler"))
+    longer_s, longer_cpu_s = (
+        statistics.median(_differences(stored, cold, name)) for name in ("seconds", "cpu_seconds")
+    )
+    store_s, scheduler_s = (
+        statistics.median(getattr(each, f"{side}_seconds") for each in stored)
+        for side in ("store", "scheduler")
+    )
     goal = f"goal: {GOAL_STORE:.0%}"
     figures = (
         ("a cold request that is not stored", cold_s, cold_s, "wall clock"),
-        ("what one that is stored takes longer", longer_s, cold_s, f"{goal}; median over the pairs"),
+        (
+            "what one that is stored takes longer",
+            longer_s,
+            cold_s,
+            f"{goal}; median over the pairs",
+        ),
         ("vLLM waits for the store", store_s, cold_s, goal),
-        ("vLLM waits for the scheduler's side", scheduler_s, cold_s, "it asks for KV that nobody has, and names what is stored"),
+        (
+            "vLLM waits for the scheduler's side",
+            scheduler_s,
+            cold_s,
+            "it asks for KV that nobody has, and names what is stored",
+        ),
         ("processor time of a cold request", cold_cpu_s, cold_cpu_s, "of vLLM, all threads"),
-        ("what one that is stored takes more of it", longer_cpu_s, cold_cpu_s, "median over the pairs"),
+        (
+            "what one that is stored takes more of it",
+            longer_cpu_s,
+            cold_cpu_s,
+            "median over the pairs",
+        ),
         ("processor time of a store, in vLLM", store_cpu_s, cold_cpu_s, "copy and digest"),
-        ("processor time of a store, in the sidecar", sidecar_s, cold_cpu_s, "with disk, storage, lookup behind it; mean"),
+        (
+            "processor time of a store, in the sidecar",
+            sidecar_s,
+            cold_cpu_s,
+            "with disk, storage, lookup behind it; mean",
+        ),
         ("processor time of a store, together", store_cpu_s + sidecar_s, cold_cpu_s, goal),
     )
-    rows = [(name, f"{seconds * 1e3:.1f}", f"{seconds / of_s:.2%}", note) for name, seconds, of_s, note in figures]
-    title = f"vLLM: what storing costs a cold request of {NUM_TOKENS:,} tokens, {len(cold)} pairs in turn"
+    rows = [
+        (name, f"{seconds * 1e3:.1f}", f"{seconds / of_s:.2%}", note)
+        for name, seconds, of_s, note in figures
+    ]
+    title = (
+        f"vLLM: what storing costs a cold request of {NUM_TOKENS:,} tokens, {len(cold)} pairs in"
+        " turn"
+    )
     return Section(title, ("what", "ms", "share of cold", "note"), rows)
 
 
 def described(machine: str) -> str:
     """The section's first paragraph."""
     threads = f"{OMP_THREADS} OpenMP thread{'s' if OMP_THREADS > 1 else ''}"
-    return f"Machine: {machine}. vLLM {RELEASE} on the CPU, bf16, {threads}. Medians of {rounds.ROUNDS} rounds."
+    return (
+        f"Machine: {machine}. vLLM {RELEASE} on the CPU, bf16, {threads}. Medians of"
+        f" {rounds.ROUNDS} rounds."
+    )
 
 
 def _ratio(mine: Sequence[Took], others: Sequence[Took]) -> float:
-    return statistics.median(one.seconds / other.seconds for one, other in zip(mine, others, strict=True))
+    return statistics.median(
+        one.seconds / other.seconds for one, other in zip(mine, others, strict=True)
+    )
 
 
 def _differences(mine: Sequence[Took], others: Sequence[Took], name: str) -> list[float]:
-    return [getattr(one, name) - getattr(other, name) for one, other in zip(mine, others, strict=True)]
+    return [
+        getattr(one, name) - getattr(other, name) for one, other in zip(mine, others, strict=True)
+    ]
 
 
 def _others_seconds() -> float:
     """Processor time that everybody else has had so far, all cores."""
-    children = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children")).split()
+    children = " ".join(
+        path.read_text() for path in Path("/proc/self/task").glob("*/children")
+    ).split()
     own = time.process_time() + sum(cpu_seconds(int(pid)) for pid in children)
     return busy_ticks(PROC_STAT.read_text()) / os.sysconf("SC_CLK_TCK") - own

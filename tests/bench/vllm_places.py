@@ -1,4 +1,6 @@
-"""Where KV can come from: the services of a small cluster, and engines that get it from one place each."""
+"""Where KV can come from: the services of a small cluster, and engines that get it from one
+place each.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,14 @@ class Places:
         return (self.plain, self.sync, self.beside, self.embedded, self.at_peer, self.at_far)
 
     def settle(self) -> None:
-        """Wait until what was stored at `pod` is where it belongs: on the disk, announced, in storage."""
-        eventually(lambda: self.pod.get("/v1/status")["settled"], "the sidecar does not settle", SETTLE_TIMEOUT_S)
+        """Wait until what was stored at `pod` is where it belongs: on the disk, announced, in
+        storage.
+        """
+        eventually(
+            lambda: self.pod.get("/v1/status")["settled"],
+            "the sidecar does not settle",
+            SETTLE_TIMEOUT_S,
+        )
 
 
 def empty_memory(service: Service) -> None:
@@ -77,7 +85,9 @@ def running_places(model: Path) -> Iterator[Places]:
     Args:
         model: Directory of the model.
     """
-    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a pod's volume for the arena is one in memory too
+    in_memory = (
+        "/dev/shm" if Path("/dev/shm").is_dir() else None
+    )  # a pod's volume for the arena is one in memory too
     with (
         tempfile.TemporaryDirectory(prefix="lmcache-bench-") as scratch,
         tempfile.TemporaryDirectory(prefix="lmcache-bench-", dir=in_memory) as arenas,
@@ -103,7 +113,10 @@ def _started(owner: Owner, model: Path, arenas: Path) -> Places:
     pod = _sidecar(owner, "pod", arenas, arena_gb=ARENA_GB, **disk, **kept, **known)
     peer = _sidecar(owner, "peer", arenas, **known)
     far = _sidecar(owner, "far", arenas, **kept)
-    eventually(lambda: all(service.get("/v1/status")["registered"] for service in (pod, peer)), "the sidecars are not registered")
+    eventually(
+        lambda: all(service.get("/v1/status")["registered"] for service in (pod, peer)),
+        "the sidecars are not registered",
+    )
     return Places(
         pod,
         peer,
@@ -125,4 +138,8 @@ def _sidecar(owner: Owner, name: str, arenas: Path, **settings: Any) -> Service:
 
 
 def _at(owner: Owner, service: Service, load: str) -> dict[str, Any]:
-    return {"sidecar_socket": str(socket_of(owner, service.name)), "chunk_size": CHUNK_SIZE, "load": load}
+    return {
+        "sidecar_socket": str(socket_of(owner, service.name)),
+        "chunk_size": CHUNK_SIZE,
+        "load": load,
+    }

@@ -1,4 +1,6 @@
-"""The rounds: a pair of cold requests, one of them stored, and then the same prompt from each place. Every answer is checked."""
+"""The rounds: a pair of cold requests, one of them stored, and then the same prompt from each
+place. Every answer is checked.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.bench.vllm_engines import CHUNK_SIZE, NUM_TOKENS, TimedEngine, Took, cpu_seconds, random_prompt
+from tests.bench.vllm_engines import (
+    CHUNK_SIZE,
+    NUM_TOKENS,
+    TimedEngine,
+    Took,
+    cpu_seconds,
+    random_prompt,
+)
 from tests.bench.vllm_places import Places, empty_memory
 from tests.vllm.processes import Service
 from tests.vllm.sidecars import num_chunks
@@ -15,8 +24,9 @@ from tests.vllm.sidecars import num_chunks
 ROUNDS = 15
 WARM_UP_TOKENS = 1025
 WRITE_S = 0.4
-"""Most writes to slower tiers are over by then. As long a wait stands behind a request that stores nothing: so the sidecar's processor
-time can be compared."""
+"""Most writes to slower tiers are over by then. As long a wait stands behind a request that stores
+nothing: so the sidecar's processor time can be compared.
+"""
 SOURCE = "vllm:prompt_tokens_cached_by_source{{source={}}}"
 
 COLD, STORED = "cold", "cold, stored"
@@ -33,7 +43,8 @@ class Rounds:
 
     Attributes:
         took: Of each row what each round took.
-        sidecar_cpu: The sidecar's processor time for each cold request and the writes behind it, by row, seconds.
+        sidecar_cpu: The sidecar's processor time for each cold request and the writes behind it, by
+            row, seconds.
     """
 
     def __init__(self, places: Places) -> None:
@@ -44,7 +55,9 @@ class Rounds:
         self._kept: tuple[int, ...] = ()
 
     def warm_up(self) -> None:
-        """Every way once, with short prompts; then one of full length into the caches that belong to one engine."""
+        """Every way once, with short prompts; then one of full length into the caches that
+        belong to one engine.
+        """
         self._keep(WARM_UP_TOKENS)
         self._round(0, WARM_UP_TOKENS)
         self._keep(NUM_TOKENS)
@@ -56,7 +69,9 @@ class Rounds:
         self._round(number, NUM_TOKENS)
 
     def _keep(self, num_tokens: int) -> None:
-        """A prompt for vLLM's own prefix cache and for the cache inside vLLM: they are asked for the same one in each round."""
+        """A prompt for vLLM's own prefix cache and for the cache inside vLLM: they are asked for
+        the same one in each round.
+        """
         self._kept = random_prompt(self._dice, num_tokens)
         engines = (self._places.plain, self._places.embedded)
         with ThreadPoolExecutor(len(engines)) as pool:
@@ -78,10 +93,14 @@ class Rounds:
             empty_memory(sidecar)
         self._hit(ON_DISK, places.sync, stored, "disk", places.pod, is_lifted=True)
         self._hit(PEER, places.at_peer, stored, "p2p", places.peer, is_lifted=True)
-        self._hit(STORAGE, places.at_far, stored, "external_unspecified", places.far, is_lifted=True)
+        self._hit(
+            STORAGE, places.at_far, stored, "external_unspecified", places.far, is_lifted=True
+        )
 
     def _cold(self, row: str, prompt: tuple[int, ...]) -> None:
-        """A prompt that nobody knows; with the processor time that the sidecar spends on it, until all is written."""
+        """A prompt that nobody knows; with the processor time that the sidecar spends on it,
+        until all is written.
+        """
         places, pid = self._places, self._places.pod.pid
         places.sync.switch_stores(row == STORED)
         before, before_cpu = num_chunks(places.pod), cpu_seconds(pid)
@@ -92,11 +111,19 @@ class Rounds:
         places.settle()
         places.sync.switch_stores(True)
         if row == STORED and num_chunks(places.pod) - before != len(prompt) // CHUNK_SIZE:
-            raise AssertionError(f"{num_chunks(places.pod) - before} chunks of {len(prompt)} tokens were stored")
+            raise AssertionError(
+                f"{num_chunks(places.pod) - before} chunks of {len(prompt)} tokens were stored"
+            )
         self.took[row].append(took)
 
     def _hit(
-        self, row: str, engine: TimedEngine, prompt: tuple[int, ...], source: str, sidecar: Service | None = None, is_lifted: bool = False
+        self,
+        row: str,
+        engine: TimedEngine,
+        prompt: tuple[int, ...],
+        source: str,
+        sidecar: Service | None = None,
+        is_lifted: bool = False,
     ) -> None:
         """A prompt whose KV is at one place.
 
@@ -111,17 +138,25 @@ class Rounds:
         if source != "device":
             engine.forget()
         metric = SOURCE.format(source)
-        said, held = engine.metrics().get(metric, 0.0), 0 if sidecar is None else num_chunks(sidecar)
+        said, held = (
+            engine.metrics().get(metric, 0.0),
+            (0 if sidecar is None else num_chunks(sidecar)),
+        )
         took = engine.first_token(prompt)
         _check(took, len(prompt) - 1, row)
         said = engine.metrics().get(metric, 0.0) - said
         if said != len(prompt) - 1:
             raise AssertionError(f"{row}: of {len(prompt)} tokens {said:.0f} came from {source!r}")
         if sidecar is not None and (num_chunks(sidecar) - held > 0) != is_lifted:
-            raise AssertionError(f"{row}: {sidecar.name} held {held} chunks before and holds {num_chunks(sidecar)} now")
+            raise AssertionError(
+                f"{row}: {sidecar.name} held {held} chunks before and holds"
+                f" {num_chunks(sidecar)} now"
+            )
         self.took[row].append(took)
 
 
 def _check(took: Took, num_cached: int, row: str) -> None:
     if took.num_cached != num_cached:
-        raise AssertionError(f"{row}: vLLM counts {took.num_cached} cached tokens, not {num_cached}")
+        raise AssertionError(
+            f"{row}: vLLM counts {took.num_cached} cached tokens, not {num_cached}"
+        )

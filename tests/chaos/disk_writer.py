@@ -1,6 +1,8 @@
-"""Run as a process of its own: writes chunks to a disk tier and kills itself at one of the points where it touches a file.
+"""Run as a process of its own: writes chunks to a disk tier and kills itself at one of the points
+where it touches a file.
 
-Usage: disk_writer.py ROOT CAPACITY_BYTES POINT. Says on stdout what it begins and what has been confirmed to it.
+Usage: disk_writer.py ROOT CAPACITY_BYTES POINT. Says on stdout what it begins and what has been
+    confirmed to it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 
 class KillingFiles(DiskFiles):
-    """Counts points, before and after every operation that changes something (and in the middle of writes)."""
+    """Counts points, before and after every operation that changes something (and in the middle
+    of writes).
+    """
 
     def __init__(self, deadly_point: int) -> None:
         self._left = deadly_point
@@ -55,7 +59,9 @@ def say(*words: str) -> None:
 
 
 async def main(root: str, capacity_bytes: str, point: str) -> None:
-    disk = LocalDiskBackend(Path(root), int(capacity_bytes), fsync=True, num_threads=1, files=KillingFiles(int(point)))
+    disk = LocalDiskBackend(
+        Path(root), int(capacity_bytes), fsync=True, num_threads=1, files=KillingFiles(int(point))
+    )
     await disk.open()
     for name in ("a", "b"):
         await store(disk, name)

@@ -1,6 +1,8 @@
-"""A sidecar is killed while an engine stands still in the middle of a copy, and its successor fills the same arena.
+"""A sidecar is killed while an engine stands still in the middle of a copy, and its successor fills
+the same arena.
 
-`verify_hot: never` throughout: nothing but the generations stands between a client and bytes that another one writes.
+`verify_hot: never` throughout: nothing but the generations stands between a client and bytes that
+    another one writes.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def fill(engine: LMCacheEngine, sidecar: RestartedSidecar, seed: int) -> None:
     """Store until chunks are evicted, everything that can be written to written to."""
     evicted = sidecar.hot["evicted_chunks"]
     for number in range(NUM_PROMPTS):
-        engine.store(tokens_of(NUM_TOKENS, seed + number), kvcaches=random_kv(NUM_TOKENS, seed + number))
+        engine.store(
+            tokens_of(NUM_TOKENS, seed + number), kvcaches=random_kv(NUM_TOKENS, seed + number)
+        )
     assert sidecar.hot["evicted_chunks"] > evicted
     assert sidecar.hot["failed_allocations"] == 0
 
@@ -55,9 +59,16 @@ def check_served(engine: LMCacheEngine, seeds: range) -> int:
     return num_served
 
 
-@pytest.mark.parametrize(("number", "num_restarts"), [(signal.SIGKILL, 1), (signal.SIGKILL, 2), (signal.SIGTERM, 1)])
-def test_a_store_that_is_paused_over_restarts_spoils_nothing(sidecar: RestartedSidecar, number: int, num_restarts: int) -> None:
-    with paused_engine(sidecar.socket, "store", NUM_CHUNKS, seed=1) as paused, engine_at(sidecar.socket) as engine:
+@pytest.mark.parametrize(
+    ("number", "num_restarts"), [(signal.SIGKILL, 1), (signal.SIGKILL, 2), (signal.SIGTERM, 1)]
+)
+def test_a_store_that_is_paused_over_restarts_spoils_nothing(
+    sidecar: RestartedSidecar, number: int, num_restarts: int
+) -> None:
+    with (
+        paused_engine(sidecar.socket, "store", NUM_CHUNKS, seed=1) as paused,
+        engine_at(sidecar.socket) as engine,
+    ):
         reserved_bytes = sidecar.ask("/v1/status")["reserved_bytes"]
         assert reserved_bytes >= NUM_CHUNKS * 1024
         paused.stop()
@@ -75,13 +86,17 @@ def test_a_store_that_is_paused_over_restarts_spoils_nothing(sidecar: RestartedS
         until(lambda: sidecar.lent_bytes == 0, "memory stays lent although nobody writes to it")
         fill(engine, sidecar, seed=1000)
         hot = sidecar.hot
-        assert hot["arena_used_bytes"] == hot["used_bytes"] > ARENA_BYTES - reserved_bytes, "its memory is used again"
+        assert hot["arena_used_bytes"] == hot["used_bytes"] > ARENA_BYTES - reserved_bytes, (
+            "its memory is used again"
+        )
         assert check_served(engine, range(1000, 1000 + NUM_PROMPTS)) > NUM_TOKENS
         sidecar.ask("/v1/clear", {})
         assert sidecar.hot["arena_used_bytes"] == 0
 
 
-def test_memory_of_a_client_that_never_comes_back_is_free_at_its_end(sidecar: RestartedSidecar) -> None:
+def test_memory_of_a_client_that_never_comes_back_is_free_at_its_end(
+    sidecar: RestartedSidecar,
+) -> None:
     with engine_at(sidecar.socket) as engine:
         with paused_engine(sidecar.socket, "store", NUM_CHUNKS, seed=1) as paused:
             paused.stop()
@@ -102,7 +117,10 @@ def test_a_load_that_is_paused_over_a_restart_does_not_count(sidecar: RestartedS
             sidecar.restart()
             assert sidecar.recovery["recovered_chunks"] == NUM_CHUNKS
             assert sidecar.lent_bytes == 0, "nobody waits for who only reads"
-            until(lambda: engine.lookup(tokens_of(NUM_TOKENS, 1)) == NUM_TOKENS, "the engine does not come back")
+            until(
+                lambda: engine.lookup(tokens_of(NUM_TOKENS, 1)) == NUM_TOKENS,
+                "the engine does not come back",
+            )
             assert check_served(engine, range(1, 2)) == NUM_TOKENS
             fill(engine, sidecar, seed=100)
             assert paused.go_on() == b"0"

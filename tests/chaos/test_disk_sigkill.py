@@ -1,4 +1,6 @@
-"""SIGKILL at every point where the disk tier touches a file: what was confirmed is served again, and nothing wrong is."""
+"""SIGKILL at every point where the disk tier touches a file: what was confirmed is served again,
+and nothing wrong is.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def start(root: Path, point: int) -> subprocess.Popen[str]:
 
 
 def expected_after(said: list[str]) -> set[str]:
-    """What must be served: everything confirmed, less what has since been told to go, or to make room."""
+    """What must be served: everything confirmed, less what has since been told to go, or to make
+    room.
+    """
     kept = {line.removeprefix("kept ") for line in said if line.startswith("kept ")}
     if "begin d" in said:
         kept.discard("a")
@@ -45,7 +49,10 @@ async def check(root: Path, said: list[str]) -> None:
     disk = LocalDiskBackend(root, CAPACITY_BYTES)
     await disk.open()
     try:
-        results = [payload_of(result) for result in await disk.batched_get([make_key(name) for name in VALID], Arena())]
+        results = [
+            payload_of(result)
+            for result in await disk.batched_get([make_key(name) for name in VALID], Arena())
+        ]
         served = {}
         for name, result in zip(VALID, results, strict=True):
             if result is not MissReason.NEVER_STORED:
@@ -69,7 +76,10 @@ async def check(root: Path, said: list[str]) -> None:
 async def test_every_point_of_death_leaves_a_sound_directory(tmp_path):
     point, survived = 0, False
     while not survived:
-        batch = [(number, start(tmp_path / str(number), number)) for number in range(point, point + NUM_AT_ONCE)]
+        batch = [
+            (number, start(tmp_path / str(number), number))
+            for number in range(point, point + NUM_AT_ONCE)
+        ]
         for number, process in batch:
             said = process.communicate(timeout=60)[0].splitlines()
             assert process.returncode in (-signal.SIGKILL, 0)

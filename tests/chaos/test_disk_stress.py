@@ -1,4 +1,6 @@
-"""Many callers, little room, failing operations, damaged files: whatever is served is right, and the books balance in the end."""
+"""Many callers, little room, failing operations, damaged files: whatever is served is right, and
+the books balance in the end.
+"""
 
 from __future__ import annotations
 
@@ -70,12 +72,19 @@ async def call(disk: LocalDiskBackend, arena: ArenaAllocator, rng: random.Random
         action = rng.random()
         if action < 0.45:
             is_lossy = rng.random() < 0.3
-            await disk.batched_put([make_chunk(i, payload=payload_for(i, is_lossy), lossy=is_lossy) for i in picked])
+            await disk.batched_put(
+                [make_chunk(i, payload=payload_for(i, is_lossy), lossy=is_lossy) for i in picked]
+            )
         elif action < 0.9:
-            results = await disk.batched_get([make_key(i) for i in picked], lambda size: arena.allocate((size,), None))
+            results = await disk.batched_get(
+                [make_key(i) for i in picked], lambda size: arena.allocate((size,), None)
+            )
             for i, result in zip(picked, results, strict=True):
                 got = payload_of(result)
-                assert isinstance(got, MissReason) or got in (payload_for(i, True), payload_for(i, False))
+                assert isinstance(got, MissReason) or got in (
+                    payload_for(i, True),
+                    payload_for(i, False),
+                )
         else:
             await disk.batched_remove([make_key(i) for i in picked])
 
@@ -90,7 +99,9 @@ async def test_whatever_is_served_is_right_and_the_books_balance(tmp_path: Path,
     clock = iter(range(10**9))
     disk._store._backoff = WriteBackoff(lambda: float(next(clock)))
     await disk.open()
-    await asyncio.gather(*(call(disk, arena, random.Random(f"{seed}/{i}")) for i in range(NUM_CALLERS)))
+    await asyncio.gather(
+        *(call(disk, arena, random.Random(f"{seed}/{i}")) for i in range(NUM_CALLERS))
+    )
     assert files.num_failed > 10
     files.failing_share = files.damaged_share = 0.0
     disk.check_integrity()

@@ -1,4 +1,6 @@
-"""Encoded tiers on a disk that fails, with callers that have little time or go away: nothing wrong is served, nothing leaks."""
+"""Encoded tiers on a disk that fails, with callers that have little time or go away: nothing
+wrong is served, nothing leaks.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def payload_of(name: int) -> bytes:
 class Caller:
     """One user of two views of the same records: one takes loss, one does not."""
 
-    def __init__(self, lossless: EncodedBackend, lossy: EncodedBackend, arena: Arena, seed: str) -> None:
+    def __init__(
+        self, lossless: EncodedBackend, lossy: EncodedBackend, arena: Arena, seed: str
+    ) -> None:
         self._views = {True: lossy, False: lossless}
         self._arena = arena
         self._random = random.Random(seed)
@@ -58,10 +62,16 @@ class Caller:
         call = rng.randrange(8)
         if call < 3:
             chunks = [make_chunk(name, payload=payload_of(name)) for name in names]
-            await view.batched_put([decoded_from_lossy(chunk) if takes_loss else chunk for chunk in chunks])
+            await view.batched_put(
+                [decoded_from_lossy(chunk) if takes_loss else chunk for chunk in chunks]
+            )
         elif call < 6:
             timeout_s = rng.choice([None, 0.002, 0.5])
-            for name, result in zip(names, await view.batched_get([make_key(name) for name in names], self._arena, timeout_s), strict=True):
+            for name, result in zip(
+                names,
+                await view.batched_get([make_key(name) for name in names], self._arena, timeout_s),
+                strict=True,
+            ):
                 if isinstance(result, Chunk):
                     data, is_lossy = bytes(result.memory.byte_array), result.lossy
                     result.release()
@@ -69,7 +79,9 @@ class Caller:
                     assert takes_loss or not is_lossy
                     self.seen["served lossy" if is_lossy else "served"] += 1
                 else:
-                    assert result.reason is not MissReason.PROFILE, "every record is one that is decoded here"
+                    assert result.reason is not MissReason.PROFILE, (
+                        "every record is one that is decoded here"
+                    )
                     self.seen[result.reason.value] += 1
         elif call == 6:
             await view.batched_contains([make_key(name) for name in names])
@@ -84,7 +96,14 @@ async def test_nothing_wrong_is_served_and_nothing_leaks(tmp_path: Path, round_:
     arena = Arena(1 << 20)
     codecs = create_codecs(["lossless"])
     disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
-    plan = FaultPlan(seed, delayed_calls=0.2, delay_s=0.005, failed_calls=0.03, lost_chunks=0.03, damaged_chunks=0.05)
+    plan = FaultPlan(
+        seed,
+        delayed_calls=0.2,
+        delay_s=0.005,
+        failed_calls=0.03,
+        lost_chunks=0.03,
+        damaged_chunks=0.05,
+    )
     lossless = EncodedBackend(FaultyBackend(disk, plan), codecs, "lossless")
     lossy = EncodedBackend(FaultyBackend(disk, plan), codecs, "lossless", accepts_lossy=True)
     await lossless.open()

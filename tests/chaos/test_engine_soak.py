@@ -1,4 +1,6 @@
-"""Threads on one engine whose memory and disk are far too small: whatever is retrieved is right, and nothing leaks."""
+"""Threads on one engine whose memory and disk are far too small: whatever is retrieved is right,
+and nothing leaks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ DISK_CHUNKS = 20
 MAX_CHUNKS = 5
 NUM_PIECES = 3
 DISK_GB = DISK_CHUNKS * (CHUNK_BYTES + 2 * BLOCK_BYTES) / (1 << 30)
-FAULTS = FaultPlan(0, delayed_calls=0.2, delay_s=0.02, failed_calls=0.05, lost_chunks=0.05, damaged_chunks=0.05)
+FAULTS = FaultPlan(
+    0, delayed_calls=0.2, delay_s=0.02, failed_calls=0.05, lost_chunks=0.05, damaged_chunks=0.05
+)
 
 
 class Soaker:
@@ -88,7 +92,9 @@ def soak(cache: Embedded, seed: int, closes_amid: bool = False) -> int:
 
 @pytest.mark.parametrize("local_cpu", [True, False], ids=["kept hot", "passing through"])
 @pytest.mark.parametrize("is_faulty", [False, True], ids=["sound disk", "faulty disk"])
-def test_nothing_wrong_is_loaded_and_nothing_leaks(tmp_path: Path, local_cpu: bool, is_faulty: bool) -> None:
+def test_nothing_wrong_is_loaded_and_nothing_leaks(
+    tmp_path: Path, local_cpu: bool, is_faulty: bool
+) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     with embedded_engine(
@@ -114,5 +120,7 @@ def test_an_engine_closed_amid_calls_leaves_nothing(tmp_path: Path, has_disk: bo
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     for turn in range(4):
-        with embedded_engine(tmp_path / str(turn) if has_disk else None, ARENA_CHUNKS, close_drain_s=0.1) as cache:
+        with embedded_engine(
+            tmp_path / str(turn) if has_disk else None, ARENA_CHUNKS, close_drain_s=0.1
+        ) as cache:
             soak(cache, seed + turn, closes_amid=True)

@@ -1,4 +1,5 @@
-"""Redis' master is killed or stands still while instances report and are looked up, and what it acknowledged last is lost.
+"""Redis' master is killed or stands still while instances report and are looked up, and what it
+acknowledged last is lost.
 
 Nothing wrong is said, nothing is unknown for long, and everything is right again soon.
 """
@@ -37,13 +38,19 @@ LOAD_S = 0.5
 LOST_S = 0.5
 """What was acknowledged in so long before the end is certainly lost."""
 MOST_UNKNOWN_S = 12.0
-"""One second until a master counts as failed, the vote, two seconds in which the new one answers nothing yet; a busy machine."""
+"""One second until a master counts as failed, the vote, two seconds in which the new one answers
+nothing yet; a busy machine.
+"""
 HEALING_S = 12.0
-"""A heartbeat; a batch that was cut off, whose claim has to end for all clocks (2.8 s); the pauses between tries; a busy machine."""
+"""A heartbeat; a batch that was cut off, whose claim has to end for all clocks (2.8 s); the
+pauses between tries; a busy machine.
+"""
 
 
 class ThroughIndex:
-    """What a reporter asks of the lookup service, answered by an index, and by another one each time."""
+    """What a reporter asks of the lookup service, answered by an index, and by another one each
+    time.
+    """
 
     def __init__(self, indexes: list[LookupIndex]) -> None:
         self._given = itertools.cycle(indexes)
@@ -55,13 +62,22 @@ class ThroughIndex:
             raise UnavailableError("the connection is cut")
         return next(self._given)
 
-    async def renew_instance(self, instance: str, *, incarnation: int, kind: Any, ttl_ms: int) -> InstanceLease:
+    async def renew_instance(
+        self, instance: str, *, incarnation: int, kind: Any, ttl_ms: int
+    ) -> InstanceLease:
         state = await self._index.renew("t", LeaseClaim(instance, incarnation, kind, ttl_ms))
         return InstanceLease(ttl_ms, state.next_sequence, state.resync)
 
-    async def send_events(self, instance: str, *, incarnation: int, first_sequence: int, events: list[Any]) -> EventsAck:
-        taken = [IndexEvent(event.op, "t", bytes.fromhex(event.chunk_id), event.tier, event.size_bytes) for event in events]
-        state = await self._index.apply("t", EventBatch(instance, incarnation, first_sequence, taken))
+    async def send_events(
+        self, instance: str, *, incarnation: int, first_sequence: int, events: list[Any]
+    ) -> EventsAck:
+        taken = [
+            IndexEvent(event.op, "t", bytes.fromhex(event.chunk_id), event.tier, event.size_bytes)
+            for event in events
+        ]
+        state = await self._index.apply(
+            "t", EventBatch(instance, incarnation, first_sequence, taken)
+        )
         return EventsAck(state.next_sequence, state.resync)
 
     async def end_instance(self, instance: str, *, incarnation: int | None = None) -> None:
@@ -71,7 +87,9 @@ class ThroughIndex:
 class Instance:
     """Stores and drops chunks all the time, and reports it."""
 
-    def __init__(self, client: ThroughIndex, name: str, chunk_ids: list[bytes], chance: random.Random) -> None:
+    def __init__(
+        self, client: ThroughIndex, name: str, chunk_ids: list[bytes], chance: random.Random
+    ) -> None:
         self.name = name
         self.held = dict.fromkeys(chance.sample(chunk_ids, len(chunk_ids) // 2), 5)
         self.ever_held = set(self.held)
@@ -123,13 +141,18 @@ class Watch:
             for chunk_id, holders in zip(self.chunk_ids, found, strict=False):
                 for holder in holders:
                     if holder.instance == self.dead and asked_at > self.dead_since + TTL_S:
-                        self.wrong.append(f"{holder.instance} is held to be alive {asked_at - self.dead_since:.1f} s after its end")
+                        self.wrong.append(
+                            f"{holder.instance} is held to be alive"
+                            f" {asked_at - self.dead_since:.1f} s after its end"
+                        )
                     elif chunk_id not in by_name[holder.instance].ever_held:
                         self.wrong.append(f"{holder.instance} never held {chunk_id.hex()}")
             await asyncio.sleep(0.01)
 
     async def notice_lag(self) -> None:
-        """How much too late this process wakes: what the machine takes from us is not Redis' fault."""
+        """How much too late this process wakes: what the machine takes from us is not Redis'
+        fault.
+        """
         while True:
             began_at = time.monotonic()
             await asyncio.sleep(0.01)
@@ -176,14 +199,22 @@ async def at_the_latest(timeout_s: float, condition: Callable[[], Awaitable[bool
             await asyncio.sleep(0.02)
 
 
-async def is_true_of(indexes: list[LookupIndex], instances: list[Instance], chunk_ids: list[bytes]) -> bool:
+async def is_true_of(
+    indexes: list[LookupIndex], instances: list[Instance], chunk_ids: list[bytes]
+) -> bool:
     """Whether all say who holds what, no more and no less."""
-    truth = [{instance.name for instance in instances if chunk_id in instance.held} for chunk_id in chunk_ids]
+    truth = [
+        {instance.name for instance in instances if chunk_id in instance.held}
+        for chunk_id in chunk_ids
+    ]
     try:
         said = [await index.holders("t", chunk_ids) for index in indexes]
     except UnavailableError:
         return False
-    return all([{holder.instance for holder in holders} - {"mortal"} for holders in found] == truth for found in said)
+    return all(
+        [{holder.instance for holder in holders} - {"mortal"} for holders in found] == truth
+        for found in said
+    )
 
 
 @contextmanager
@@ -208,7 +239,11 @@ def keep_from_replicas(master: RedisServer) -> None:
 def key_beside_no_lease() -> str:
     """A bucket on another master than the leases."""
     with_leases = slot_third(LEASES_KEY)
-    return next(key for key in (bucket_key("t", bucket) for bucket in range(64)) if slot_third(key) != with_leases)
+    return next(
+        key
+        for key in (bucket_key("t", bucket) for bucket in range(64))
+        if slot_third(key) != with_leases
+    )
 
 
 def slot_third(key: str) -> int:
@@ -234,9 +269,12 @@ async def test_a_master_fails_under_load(kind: str, end: str) -> None:
     with servers() as (url, master):
         indexes: list[LookupIndex] = [RedisIndex(url, OPTIONS) for _ in range(2)]
         instances = [
-            Instance(ThroughIndex(indexes), f"i-{place}", chunk_ids, random.Random(SEED + place)) for place in range(NUM_INSTANCES)
+            Instance(ThroughIndex(indexes), f"i-{place}", chunk_ids, random.Random(SEED + place))
+            for place in range(NUM_INSTANCES)
         ]
-        mortal = Instance(cut := ThroughIndex(indexes), "mortal", chunk_ids, random.Random(SEED - 1))
+        mortal = Instance(
+            cut := ThroughIndex(indexes), "mortal", chunk_ids, random.Random(SEED - 1)
+        )
         watch = Watch(indexes, [*instances, mortal], chunk_ids, mortal.name)
         async with AsyncExitStack() as stack:
             for index in indexes:
@@ -261,8 +299,13 @@ async def test_a_master_fails_under_load(kind: str, end: str) -> None:
                 if end == "SIGSTOP":
                     master.resume()
                     await asyncio.sleep(LOAD_S)
-                    await at_the_latest(HEALING_S, lambda: is_true_of(indexes, instances, chunk_ids))
-                assert all(instance.reporter.stats["num_resyncs"] > num for instance, num in zip(instances, num_resyncs, strict=True))
+                    await at_the_latest(
+                        HEALING_S, lambda: is_true_of(indexes, instances, chunk_ids)
+                    )
+                assert all(
+                    instance.reporter.stats["num_resyncs"] > num
+                    for instance, num in zip(instances, num_resyncs, strict=True)
+                )
         assert not watch.wrong
         assert watch.unknown_s < MOST_UNKNOWN_S
         assert watch.longest_s < READ_TIMEOUT_S + 0.4 + 4 * watch.lag_s

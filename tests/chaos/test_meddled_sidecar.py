@@ -1,6 +1,8 @@
-"""Every message between a vLLM and its sidecar, changed on its way: bits, values, types, fields, lengths, numbers of answers.
+"""Every message between a vLLM and its sidecar, changed on its way: bits, values, types, fields,
+lengths, numbers of answers.
 
-The replayed engine guards nothing: what leaves one of the connector's hooks fails the test, as does KV that is not that of its tokens.
+The replayed engine guards nothing: what leaves one of the connector's hooks fails the test, as does
+KV that is not that of its tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +22,17 @@ from tests.fixtures.sidecar import running_socket
 from tests.fixtures.vllm_engine import Engine, Status, running
 from tests.fixtures.vllm_engine.worlds import beside, make_model, prompt
 
-REQUESTS = {"Hello", "Describe", "Stage", "Unstage", "Lookup", "Reserve", "Commit", "Pin", "Release"}
+REQUESTS = {
+    "Hello",
+    "Describe",
+    "Stage",
+    "Unstage",
+    "Lookup",
+    "Reserve",
+    "Commit",
+    "Pin",
+    "Release",
+}
 ANSWERS = {name + "Ok" for name in REQUESTS}
 SHARE = 0.15
 NUM_ROUNDS, MAX_ENGINES = 20, 8
@@ -39,11 +51,20 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-@pytest.mark.parametrize(("side", "seed"), [(Side.ANSWERS, 1), (Side.ANSWERS, 2), (Side.REQUESTS, 3)])
+@pytest.mark.parametrize(
+    ("side", "seed"), [(Side.ANSWERS, 1), (Side.ANSWERS, 2), (Side.REQUESTS, 3)]
+)
 def test_nothing_that_a_peer_says_is_wrong_kv_or_an_error(
-    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, side: Side, seed: int, load: str
+    module: ModuleType,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    side: Side,
+    seed: int,
+    load: str,
 ) -> None:
-    # A busy machine must not make the sidecar late, which is then not asked: that is another matter.
+    # A busy machine must not make the sidecar late, which is then not asked: that is another
+    # matter.
     monkeypatch.setattr(pace, "QUICK_S", 0.1)
     wanted = ANSWERS if side is Side.ANSWERS else REQUESTS
     model = make_model(tmp_path)
@@ -59,7 +80,9 @@ def test_nothing_that_a_peer_says_is_wrong_kv_or_an_error(
                 finds_its_sidecar_again(engine)
             if wanted <= set(meddler.counts):
                 break
-        assert wanted <= set(meddler.counts), f"some messages were never changed: {meddler.counts} of {meddler.seen}"
+        assert wanted <= set(meddler.counts), (
+            f"some messages were never changed: {meddler.counts} of {meddler.seen}"
+        )
     assert "a session of the socket has failed" not in caplog.text
 
 

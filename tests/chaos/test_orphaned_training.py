@@ -1,4 +1,6 @@
-"""A training run whose starter is killed: nobody is left to stop it, so it stops by itself and keeps what it has."""
+"""A training run whose starter is killed: nobody is left to stop it, so it stops by itself and
+keeps what it has.
+"""
 
 from __future__ import annotations
 

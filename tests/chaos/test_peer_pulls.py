@@ -1,4 +1,6 @@
-"""A serving process is killed, or stopped, in the middle of a pull: the rest comes from another, and nothing is ever partial."""
+"""A serving process is killed, or stopped, in the middle of a pull: the rest comes from another,
+and nothing is ever partial.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,21 @@ SEEDS = range(6)
 
 
 @asynccontextmanager
-async def serving_process(world: Town, name: str, load: float, bytes_per_s: float | None) -> AsyncIterator[subprocess.Popen[str]]:
-    arguments = ["-m", "tests.integration.wire.serve_chunks", "0", str(NUM_CHUNKS), str(PAYLOAD_BYTES)]
+async def serving_process(
+    world: Town, name: str, load: float, bytes_per_s: float | None
+) -> AsyncIterator[subprocess.Popen[str]]:
+    arguments = [
+        "-m",
+        "tests.integration.wire.serve_chunks",
+        "0",
+        str(NUM_CHUNKS),
+        str(PAYLOAD_BYTES),
+    ]
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    proxy = world.proxies[name] = Proxy(int(await asyncio.to_thread(process.stdout.readline)), bytes_per_s)
+    proxy = world.proxies[name] = Proxy(
+        int(await asyncio.to_thread(process.stdout.readline)), bytes_per_s
+    )
     await proxy.open()
     await world.announce(name, proxy.port, load)
     try:
@@ -62,14 +74,19 @@ async def test_a_peer_that_dies_in_the_middle(seed: int, blow: signal.Signals) -
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_the_only_holder_dies(seed: int) -> None:
     after_bytes = random.Random(seed).randrange(NUM_CHUNKS * PAYLOAD_BYTES // 3)
-    async with town(2 * NUM_CHUNKS * PAYLOAD_BYTES) as world, serving_process(world, "a", 0.0, BYTES_PER_S) as victim:
+    async with (
+        town(2 * NUM_CHUNKS * PAYLOAD_BYTES) as world,
+        serving_process(world, "a", 0.0, BYTES_PER_S) as victim,
+    ):
         pulling = asyncio.create_task(world.pull(range(NUM_CHUNKS), ["a"], timeout_s=3.0))
         async with asyncio.timeout(10):
             while world.proxies["a"].num_passed < after_bytes:
                 await asyncio.sleep(0.001)
         victim.kill()
         results = await pulling
-        assert {result.reason for result in results if isinstance(result, Miss)} == {MissReason.UNAVAILABLE}
+        assert {result.reason for result in results if isinstance(result, Miss)} == {
+            MissReason.UNAVAILABLE
+        }
         for i, result in enumerate(results):
             if isinstance(result, Chunk):
                 assert bytes(result.memory.byte_array) == bytes([i]) * PAYLOAD_BYTES

@@ -1,7 +1,7 @@
 """A real sidecar is killed, stopped, ended and restarted at random under a small workload.
 
-Whatever an engine retrieves equals what was stored, and no call lasts longer than its bound. The seed is printed; to replay it:
-`LMCACHE_CHAOS_SEED=… pytest tests/chaos/test_sidecar_chaos.py`.
+Whatever an engine retrieves equals what was stored, and no call lasts longer than its bound. The
+seed is printed; to replay it: `LMCACHE_CHAOS_SEED=… pytest tests/chaos/test_sidecar_chaos.py`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,32 @@ from lmcache_core.engine import LMCacheEngine
 from lmcache_demo.processes import Process, Processes
 from lmcache_demo.settings import quiet_environment
 
-from tests.fixtures.kv import CHUNK_SIZE, KVCaches, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.kv import (
+    CHUNK_SIZE,
+    KVCaches,
+    assert_equal_prefix,
+    empty_kv,
+    random_kv,
+    tokens_of,
+)
 from tests.fixtures.sidecar import engine_at
 
 SEED = int(os.environ.get("LMCACHE_CHAOS_SEED", "20261"))
 CHAOS_S = 5.0
 TIMEOUT_S = 0.3
 BOUND_S = 3.0
-"""Its turn, 0.5, an answer, 0.3 + 0.5, and then some for a busy machine. A call that waited twice would be longer still."""
+"""Its turn, 0.5, an answer, 0.3 + 0.5, and then some for a busy machine. A call that waited
+twice would be longer still.
+"""
 NUM_FAMILIES, NUM_CHUNKS, NUM_THREADS = 12, 6, 3
 
 
 class ChaoticSidecar:
     """A sidecar that is always being hurt, on one socket."""
 
-    def __init__(self, processes: Processes, directory: Path, memory: Path, verify_hot: str) -> None:
+    def __init__(
+        self, processes: Processes, directory: Path, memory: Path, verify_hot: str
+    ) -> None:
         self._processes = processes
         self._settings = {
             "port": 0,
@@ -62,7 +73,9 @@ class ChaoticSidecar:
 
     def start(self) -> None:
         self._num_starts += 1
-        self._process, ports = self._processes.start_service(f"sidecar-{self._num_starts}", "lmcache_sidecar", self._settings)
+        self._process, ports = self._processes.start_service(
+            f"sidecar-{self._num_starts}", "lmcache_sidecar", self._settings
+        )
         self._port = ports["port"]
 
     def kill(self, dice: random.Random) -> None:
@@ -82,7 +95,9 @@ class ChaoticSidecar:
         time.sleep(dice.uniform(0.1, 1.0))
 
     def get(self, path: str) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=5.0) as response:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self._port}{path}", timeout=5.0
+        ) as response:
             body: dict[str, Any] = json.loads(response.read())
             return body
 
@@ -93,7 +108,9 @@ class ChaoticSidecar:
     def evict(self) -> None:
         """Everything that nobody holds, at once, so that its memory is written again soon."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}/v1/evict", json.dumps({"num_bytes": 1 << 30}).encode(), {"content-type": "application/json"}
+            f"http://127.0.0.1:{self._port}/v1/evict",
+            json.dumps({"num_bytes": 1 << 30}).encode(),
+            {"content-type": "application/json"},
         )
         with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=1.0):
             pass
@@ -112,7 +129,9 @@ class ChaoticSidecar:
 
 @dataclass
 class Workload:
-    """Threads that store and retrieve prefixes of a few prompts through one engine, and check every answer."""
+    """Threads that store and retrieve prefixes of a few prompts through one engine, and check
+    every answer.
+    """
 
     engine: LMCacheEngine
     sidecar: ChaoticSidecar
@@ -128,7 +147,11 @@ class Workload:
             tokens, kv = dice.choice(self.prompts)
             num = dice.randint(1, len(tokens))
             try:
-                self.step(dice.choice(("store", "retrieve", "retrieve", "lookup", "prefetch")), tokens[:num], kv)
+                self.step(
+                    dice.choice(("store", "retrieve", "retrieve", "lookup", "prefetch")),
+                    tokens[:num],
+                    kv,
+                )
             except Exception as exc:
                 self.faults.append(f"{type(exc).__name__}: {exc}")
             if dice.random() < 0.2:
@@ -161,7 +184,9 @@ class Workload:
 
 
 def slow_down(engine: LMCacheEngine) -> None:
-    """Let copies last, as those of real KV do: memory that is lent but not held would be overwritten meanwhile."""
+    """Let copies last, as those of real KV do: memory that is lent but not held would be
+    overwritten meanwhile.
+    """
     connector = engine._transfer._gpu_connector
     load, fill = connector.to_gpu, connector.from_gpu
 
@@ -179,7 +204,14 @@ def slow_down(engine: LMCacheEngine) -> None:
 @contextlib.contextmanager
 def working(engine: LMCacheEngine, sidecar: ChaoticSidecar, seed: int) -> Iterator[Workload]:
     num_tokens = NUM_CHUNKS * CHUNK_SIZE - 3
-    workload = Workload(engine, sidecar, [(tokens_of(num_tokens, seed + i), random_kv(num_tokens, seed + i)) for i in range(NUM_FAMILIES)])
+    workload = Workload(
+        engine,
+        sidecar,
+        [
+            (tokens_of(num_tokens, seed + i), random_kv(num_tokens, seed + i))
+            for i in range(NUM_FAMILIES)
+        ],
+    )
     threads = [threading.Thread(target=workload.run, args=(seed + i,)) for i in range(NUM_THREADS)]
     for thread in threads:
         thread.start()
@@ -207,11 +239,18 @@ def is_tidy(sidecar: ChaoticSidecar) -> bool:
 
 @pytest.mark.parametrize("verify_hot", ["always", "never"])
 def test_chaos_changes_nothing_but_the_hit_ratio(tmp_path: Path, verify_hot: str) -> None:
-    """With `never` only pins and generations stand between an engine and bytes that are being overwritten."""
+    """With `never` only pins and generations stand between an engine and bytes that are being
+    overwritten.
+    """
     print(f"LMCACHE_CHAOS_SEED={SEED}")
     dice = random.Random(SEED)
-    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # as in a pod: a busy disk would keep whoever maps the arena waiting
-    with tempfile.TemporaryDirectory(dir=in_memory) as memory, Processes(tmp_path, quiet_environment()) as processes:
+    in_memory = (
+        "/dev/shm" if Path("/dev/shm").is_dir() else None
+    )  # as in a pod: a busy disk would keep whoever maps the arena waiting
+    with (
+        tempfile.TemporaryDirectory(dir=in_memory) as memory,
+        Processes(tmp_path, quiet_environment()) as processes,
+    ):
         sidecar = ChaoticSidecar(processes, tmp_path, Path(memory), verify_hot)
         try:
             with engine_at(sidecar.socket, tier_timeout_s=TIMEOUT_S) as engine:
@@ -233,7 +272,9 @@ def test_chaos_changes_nothing_but_the_hit_ratio(tmp_path: Path, verify_hot: str
                 target = empty_kv(len(tokens))
                 assert engine.retrieve(tokens, kvcaches=target).all()
                 assert_equal_prefix(target, kv, len(tokens))
-                eventually(lambda: is_tidy(sidecar), f"something is still lent: {sidecar.get('/v1/tiers')}")
+                eventually(
+                    lambda: is_tidy(sidecar), f"something is still lent: {sidecar.get('/v1/tiers')}"
+                )
         finally:
             sidecar.revive()
     assert processes.num_alive == 0

@@ -44,7 +44,9 @@ WRAPPERS: dict[str, Callable[[StorageBackend], StorageBackend]] = {
 
 
 class HotUnderTest(BackendUnderTest):
-    def __init__(self, wrap: Callable[[StorageBackend], StorageBackend] = lambda backend: backend) -> None:
+    def __init__(
+        self, wrap: Callable[[StorageBackend], StorageBackend] = lambda backend: backend
+    ) -> None:
         self.hot = LocalCPUBackend(ArenaAllocator.anonymous(CAPACITY_BYTES), create_policy())
         self.backend = wrap(self.hot)
 
@@ -57,7 +59,9 @@ class HotUnderTest(BackendUnderTest):
 
 
 class DiskUnderTest(BackendUnderTest):
-    def __init__(self, root: Path, wrap: Callable[[StorageBackend], StorageBackend] = lambda backend: backend) -> None:
+    def __init__(
+        self, root: Path, wrap: Callable[[StorageBackend], StorageBackend] = lambda backend: backend
+    ) -> None:
         self._root = root
         self.disk = LocalDiskBackend(root, CAPACITY_BYTES)
         self.backend = wrap(self.disk)
@@ -110,6 +114,8 @@ class TestWrapped(BackendSuite):
         yield (hot := HotUnderTest(WRAPPERS[request.param]))
         hot.hot.check_integrity()
 
-    async def test_the_tier_inside_can_still_be_asked_what_it_holds(self, backend: StorageBackend, under_test: HotUnderTest) -> None:
+    async def test_the_tier_inside_can_still_be_asked_what_it_holds(
+        self, backend: StorageBackend, under_test: HotUnderTest
+    ) -> None:
         assert lister_of(backend) is under_test.hot
         assert backend.name == under_test.hot.name

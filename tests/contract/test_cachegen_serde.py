@@ -6,7 +6,13 @@ import pytest
 import torch
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.errors import SerdeError
-from lmcache_core.serde import CacheGenDeserializer, CacheGenSerializer, Deserializer, FastSerializer, Serializer
+from lmcache_core.serde import (
+    CacheGenDeserializer,
+    CacheGenSerializer,
+    Deserializer,
+    FastSerializer,
+    Serializer,
+)
 from lmcache_core.serde.cachegen import CacheGenConfig, do_dequantize, torch_quant_vectorized
 from lmcache_core.testing.serde_suite import SerdeSuite
 
@@ -30,7 +36,17 @@ class CacheGenCase(SerdeSuite):
 
 
 class TestVllm(CacheGenCase):
-    shapes = ((3, 2, 7, 2, 4), (2, 5, 1, 33), (2, 3, 65, 48), (0,), (), (5,), (2, 0, 3, 4), (4, 2, 0, 1, 1), (1, 1, 1, 1))
+    shapes = (
+        (3, 2, 7, 2, 4),
+        (2, 5, 1, 33),
+        (2, 3, 65, 48),
+        (0,),
+        (),
+        (5,),
+        (2, 0, 3, 4),
+        (4, 2, 0, 1, 1),
+        (1, 1, 1, 1),
+    )
 
 
 class TestHuggingFace(CacheGenCase):
@@ -39,14 +55,18 @@ class TestHuggingFace(CacheGenCase):
 
 
 def kv(layers: int, tokens: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randn(layers, 2, tokens, 2, 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(layers, 2, tokens, 2, 32, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("tokens", [7, 256, 300])
 def test_values_are_those_of_the_documented_algorithm(dtype: torch.dtype, tokens: int) -> None:
     given = kv(12, tokens, dtype)
-    found = CacheGenDeserializer(CONFIG, metadata("vllm"), None).from_bytes(CacheGenSerializer(CONFIG, metadata("vllm")).to_bytes(given))
+    found = CacheGenDeserializer(CONFIG, metadata("vllm"), None).from_bytes(
+        CacheGenSerializer(CONFIG, metadata("vllm")).to_bytes(given)
+    )
     config = CacheGenConfig.for_num_layers(12)
     for side, bins in enumerate((config.bins_of_keys(), config.bins_of_values())):
         groups = given[:, side].flatten(2)
@@ -57,14 +77,18 @@ def test_values_are_those_of_the_documented_algorithm(dtype: torch.dtype, tokens
 
 def test_what_would_not_get_smaller_is_kept_as_it_is() -> None:
     given = kv(12, 1, torch.bfloat16)
-    found = CacheGenDeserializer(CONFIG, metadata("vllm"), None).from_bytes(CacheGenSerializer(CONFIG, metadata("vllm")).to_bytes(given))
+    found = CacheGenDeserializer(CONFIG, metadata("vllm"), None).from_bytes(
+        CacheGenSerializer(CONFIG, metadata("vllm")).to_bytes(given)
+    )
     assert torch.equal(found, given)
 
 
 def test_the_axes_of_both_formats_name_the_same_kv() -> None:
     given = kv(12, 100, torch.bfloat16)
     vllm = CacheGenSerializer(CONFIG, metadata("vllm")).to_bytes(given)
-    huggingface = CacheGenSerializer(CONFIG, metadata("huggingface")).to_bytes(given.transpose(2, 3))
+    huggingface = CacheGenSerializer(CONFIG, metadata("huggingface")).to_bytes(
+        given.transpose(2, 3)
+    )
     reader = CacheGenDeserializer(CONFIG, metadata("vllm"), None)
     assert torch.equal(reader.from_bytes(vllm), reader.from_bytes(huggingface).transpose(2, 3))
     assert len(vllm) == len(huggingface)
@@ -73,7 +97,9 @@ def test_the_axes_of_both_formats_name_the_same_kv() -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 7, 16, 64, 100, 256])
 @pytest.mark.parametrize("channels", [1, 3, 64, 1000])
 def test_it_is_never_larger_than_the_tensor_and_its_head(tokens: int, channels: int) -> None:
-    given = torch.randn(2, 3, tokens, channels, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    given = torch.randn(2, 3, tokens, channels, generator=torch.Generator().manual_seed(1)).to(
+        torch.bfloat16
+    )
     data = CacheGenSerializer(CONFIG, metadata("vllm")).to_bytes(given)
     assert len(data) <= given.nbytes + 128
 
@@ -98,7 +124,9 @@ def test_a_profile_is_taken_from_the_config_and_read_by_any(level: str) -> None:
 
 
 def test_tables_that_are_not_here_are_named() -> None:
-    data = bytearray(CacheGenSerializer(CONFIG, metadata("vllm")).to_bytes(kv(3, 20, torch.bfloat16)))
+    data = bytearray(
+        CacheGenSerializer(CONFIG, metadata("vllm")).to_bytes(kv(3, 20, torch.bfloat16))
+    )
     at = bytes(data).index(b"@") + 1
     from lmcache_core.serde.tensor_bytes import SerdeId, seal, unseal
 
@@ -111,14 +139,19 @@ def test_tables_that_are_not_here_are_named() -> None:
 
 def test_other_serdes_bytes_are_refused() -> None:
     with pytest.raises(SerdeError):
-        CacheGenDeserializer(CONFIG, metadata("vllm"), None).from_bytes(FastSerializer().to_bytes(torch.zeros(3)))
+        CacheGenDeserializer(CONFIG, metadata("vllm"), None).from_bytes(
+            FastSerializer().to_bytes(torch.zeros(3))
+        )
 
 
 def test_bins_and_buffer() -> None:
     config = CacheGenConfig.for_num_layers(12)
     reader = CacheGenDeserializer(CONFIG, metadata("vllm"), None)
     assert reader.make_key_bins(config).tolist() == [32] * 10 + [16] * 2
-    assert CacheGenSerializer(CONFIG, metadata("vllm")).make_value_bins(config).tolist() == [32] * 2 + [16] * 10
+    assert (
+        CacheGenSerializer(CONFIG, metadata("vllm")).make_value_bins(config).tolist()
+        == [32] * 2 + [16] * 10
+    )
     buffer = reader.get_output_buffer(12, 64, 10)
     assert (buffer.shape, buffer.dtype) == ((10, 2 * 12 * 64), torch.uint8)
     assert reader.get_output_buffer(12, 64, 4).data_ptr() == buffer.data_ptr()

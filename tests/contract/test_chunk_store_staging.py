@@ -1,4 +1,6 @@
-"""What every chunk store does with tickets: the embedded one, and that of a sidecar at the other end of a socket."""
+"""What every chunk store does with tickets: the embedded one, and that of a sidecar at the other
+end of a socket.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
 
 
 def num_left(opened: Open) -> int:
-    """How many chunks cannot be evicted; a sidecar hears of tickets that are given back a little later."""
+    """How many chunks cannot be evicted; a sidecar hears of tickets that are given back a little
+    later.
+    """
     opened.hot.evict_bytes(ARENA_BYTES)
     return opened.hot.stats()["num_chunks"]
 
@@ -166,7 +170,10 @@ def test_what_was_promised_stays_until_it_is_given_back(opened: Open) -> None:
     assert opened.store.stage("t", [chain]) == Staged(True, (b"\1" * 20,))
     for turn in range(1, 6):
         store_chunks(opened.store, chain_of(range(1000 * turn, 1000 * turn + 25)).keys_of_rank(0))
-    until(lambda: all(opened.hot.contains_many(names_of(chain.keys_of_rank(0)))), "a promise was not kept")
+    until(
+        lambda: all(opened.hot.contains_many(names_of(chain.keys_of_rank(0)))),
+        "a promise was not kept",
+    )
     opened.hot.evict_bytes(ARENA_BYTES)
     assert opened.hot.contains_many(names_of(chain.keys_of_rank(0))) == [True] * 20
     opened.store.unstage(["unknown", "t"])

@@ -1,4 +1,6 @@
-"""Golden blobs: encoding gives these bytes, decoding them gives these values, whatever machine, and whatever was changed since."""
+"""Golden blobs: encoding gives these bytes, decoding them gives these values, whatever machine,
+and whatever was changed since.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.contract.golden.make_codec_vectors import TENSORS, cases, opened, raw
 
 FILE = Path(make_codec_vectors.__file__).with_name("codec.json")
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-named = pytest.mark.parametrize("case", GOLDEN["payloads"], ids=lambda case: f"{case['codec']}: {case['tensors']}")
+named = pytest.mark.parametrize(
+    "case", GOLDEN["payloads"], ids=lambda case: f"{case['codec']}: {case['tensors']}"
+)
 
 
 def test_every_profile_and_payload_is_there() -> None:
@@ -28,7 +32,9 @@ def test_every_profile_and_payload_is_there() -> None:
 @named
 def test_encoding_gives_these_bytes(case: dict[str, Any]) -> None:
     raw = raw_payload(TENSORS[case["tensors"]])
-    assert hashlib.sha256(raw).hexdigest() == case["raw_sha256"], "the vector's own raw bytes are others"
+    assert hashlib.sha256(raw).hexdigest() == case["raw_sha256"], (
+        "the vector's own raw bytes are others"
+    )
     assert make_codec_vectors.vector(case["codec"], case["tensors"]) == case
 
 
@@ -39,7 +45,10 @@ def test_any_codec_of_the_family_reads_them(case: dict[str, Any], reader: str) -
     payload = base64.b64decode(case["payload"])
     places = [map(int, place.split("+")) for place in case["places"]]
     raw_tensors = raw_specs(case["tensors"])
-    specs = tuple(TensorSpec(spec.group, spec.dtype, spec.shape, *place) for spec, place in zip(raw_tensors, places, strict=True))
+    specs = tuple(
+        TensorSpec(spec.group, spec.dtype, spec.shape, *place)
+        for spec, place in zip(raw_tensors, places, strict=True)
+    )
     header = RecordHeader(b"", case["serde"], case["profile"], case["lossy"], specs, b"")
     assert codec.decodes(header)
     out = bytearray(decoded_bytes(header))

@@ -1,4 +1,6 @@
-"""The documented configuration API, literally: names, order, defaults. And the list of options, which only grows on purpose."""
+"""The documented configuration API, literally: names, order, defaults. And the list of options,
+which only grows on purpose.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from lmcache_core.config import OPTIONS, LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
+from lmcache_core.config import (
+    OPTIONS,
+    LMCacheEngineConfig,
+    LMCacheEngineMetadata,
+    LMCacheMemPoolMetadata,
+)
 
 FROM_DEFAULTS = [
     ("chunk_size", 256),
@@ -99,11 +106,19 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 @pytest.mark.parametrize(
-    ("function", "documented"), [(LMCacheEngineConfig.from_defaults, FROM_DEFAULTS), (LMCacheEngineConfig.from_legacy, FROM_LEGACY)]
+    ("function", "documented"),
+    [
+        (LMCacheEngineConfig.from_defaults, FROM_DEFAULTS),
+        (LMCacheEngineConfig.from_legacy, FROM_LEGACY),
+    ],
 )
-def test_the_documented_parameters_and_defaults(function: Callable[..., Any], documented: list[tuple[str, Any]]) -> None:
+def test_the_documented_parameters_and_defaults(
+    function: Callable[..., Any], documented: list[tuple[str, Any]]
+) -> None:
     *named, further = parameters_of(function)
-    assert [(p.name, p.default, type(p.default)) for p in named] == [(name, default, type(default)) for name, default in documented]
+    assert [(p.name, p.default, type(p.default)) for p in named] == [
+        (name, default, type(default)) for name, default in documented
+    ]
     assert {p.kind for p in named} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     assert further.kind is inspect.Parameter.VAR_KEYWORD
 
@@ -139,7 +154,9 @@ def test_from_legacy_takes_the_documented_thirteen_by_place() -> None:
 
 def test_the_list_of_options() -> None:
     assert [(option.name, option.default) for option in OPTIONS.values()] == FROM_DEFAULTS + OURS
-    assert [option.name for option in OPTIONS.values() if option.documented] == [name for name, _ in FROM_DEFAULTS]
+    assert [option.name for option in OPTIONS.values() if option.documented] == [
+        name for name, _ in FROM_DEFAULTS
+    ]
     assert [field.name for field in dataclasses.fields(LMCacheEngineConfig)] == list(OPTIONS)
 
 
@@ -148,20 +165,35 @@ def test_the_order_of_the_metadata() -> None:
     names = ("model_name", "world_size", "worker_id", "fmt", "kv_dtype", "kv_shape")
     metadata = LMCacheEngineMetadata(*values)
     assert tuple(getattr(metadata, name) for name in names) == values
-    assert [p.name for p in parameters_of(LMCacheEngineMetadata) if p.default is p.empty] == list(names)
+    assert [p.name for p in parameters_of(LMCacheEngineMetadata) if p.default is p.empty] == list(
+        names
+    )
 
 
 def test_the_order_of_a_pools_metadata() -> None:
     metadata = LMCacheMemPoolMetadata((4, 2, 256, 8, 64), "float16", 5)
-    assert [p.name for p in parameters_of(LMCacheMemPoolMetadata)] == ["kv_shape", "kv_dtype", "max_local_cache_size"]
-    assert (metadata.kv_shape, metadata.kv_dtype, metadata.max_local_cache_size) == ((4, 2, 256, 8, 64), "float16", 5)
+    assert [p.name for p in parameters_of(LMCacheMemPoolMetadata)] == [
+        "kv_shape",
+        "kv_dtype",
+        "max_local_cache_size",
+    ]
+    assert (metadata.kv_shape, metadata.kv_dtype, metadata.max_local_cache_size) == (
+        (4, 2, 256, 8, 64),
+        "float16",
+        5,
+    )
 
 
 def test_the_other_constructors_need_nothing_undocumented() -> None:
-    assert [(p.name, p.default) for p in parameters_of(LMCacheEngineConfig.from_file)] == [("file_path", inspect.Parameter.empty)]
+    assert [(p.name, p.default) for p in parameters_of(LMCacheEngineConfig.from_file)] == [
+        ("file_path", inspect.Parameter.empty)
+    ]
     assert all(p.default is not p.empty for p in parameters_of(LMCacheEngineConfig.from_env))
 
 
 def test_configuring_imports_no_torch() -> None:
-    code = "import sys, lmcache_core.config as c; c.LMCacheEngineConfig.from_env({}); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, lmcache_core.config as c; c.LMCacheEngineConfig.from_env({}); sys.exit('torch'"
+        " in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

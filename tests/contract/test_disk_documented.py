@@ -1,4 +1,6 @@
-"""The documented methods of LocalDiskBackend: sync, from any thread, over the files and the index of the async ones."""
+"""The documented methods of LocalDiskBackend: sync, from any thread, over the files and the
+index of the async ones.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ async def disk(tmp_path, arena, files):
 
 def make_kv(arena, dtype=torch.bfloat16):
     memory_obj = arena.allocate(SHAPE, dtype, MemoryFormat.KV_BLOB)
-    memory_obj.tensor.copy_(torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype))
+    memory_obj.tensor.copy_(
+        torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
+    )
     return memory_obj
 
 
@@ -101,7 +105,9 @@ async def test_both_faces_show_the_same_chunks(disk, arena):
     kv = make_kv(arena)
     assert await disk.async_save_bytes_to_disk(KEY, kv)
     assert await disk.batched_contains([make_key("kv")]) == [True]
-    assert [payload_of(result) for result in await disk.batched_get([make_key("kv")], allocate)] == [bytes(kv.byte_array)]
+    assert [
+        payload_of(result) for result in await disk.batched_get([make_key("kv")], allocate)
+    ] == [bytes(kv.byte_array)]
     kv.ref_count_down()
 
 
@@ -171,7 +177,11 @@ async def test_loading_in_the_callers_thread(disk, arena):
     assert await disk.async_save_bytes_to_disk(KEY, kv)
     result = disk.load_disk(KEY)
     assert isinstance(result, Chunk)
-    assert (result.key, result.header.tensors[0].shape, result.tier) == (make_key("kv"), SHAPE, disk.name)
+    assert (result.key, result.header.tensors[0].shape, result.tier) == (
+        make_key("kv"),
+        SHAPE,
+        disk.name,
+    )
     result.release()
     for got in (disk.load_bytes_from_disk(KEY), await disk.async_load_bytes_from_disk(KEY)):
         assert torch.equal(bits(got), bits(kv))
@@ -203,7 +213,9 @@ async def test_what_is_removed_is_gone_and_its_file_with_it(disk, arena, tmp_pat
     assert disk.get_blocking(KEY) is None
 
 
-async def test_a_record_that_was_put_in_its_place_is_served_when_its_key_is_inserted(disk, tmp_path):
+async def test_a_record_that_was_put_in_its_place_is_served_when_its_key_is_inserted(
+    disk, tmp_path
+):
     chunk = make_chunk("a")
     path = disk._layout.record(chunk.key)
     path.parent.mkdir(parents=True)
@@ -221,7 +233,9 @@ async def test_a_record_that_was_put_in_its_place_is_served_when_its_key_is_inse
     assert disk.stats()["used_bytes"] == 4096
 
 
-async def test_a_removed_file_that_stayed_is_charged_once_when_its_key_is_inserted_again(disk, files, monkeypatch):
+async def test_a_removed_file_that_stayed_is_charged_once_when_its_key_is_inserted_again(
+    disk, files, monkeypatch
+):
     def refuse(path):
         raise OSError(30, "Read-only file system")
 
@@ -246,7 +260,9 @@ async def test_what_does_not_fit_is_not_inserted(tmp_path):
     disk.check_integrity()
 
 
-async def test_a_disk_that_hangs_costs_a_bounded_wait_and_no_memory(disk, arena, files, monkeypatch):
+async def test_a_disk_that_hangs_costs_a_bounded_wait_and_no_memory(
+    disk, arena, files, monkeypatch
+):
     monkeypatch.setattr(documented, "BLOCKING_WAIT_S", 0.05)
     kv = make_kv(arena)
     assert await disk.async_save_bytes_to_disk(KEY, kv)
@@ -265,7 +281,9 @@ async def test_a_disk_that_hangs_costs_a_bounded_wait_and_no_memory(disk, arena,
 
 
 async def test_a_tier_that_is_closed_says_so_and_gives_back_what_waited(tmp_path, arena, files):
-    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, files=files, num_threads=1, memory_allocator=arena)
+    disk = LocalDiskBackend(
+        tmp_path, CAPACITY_BYTES, files=files, num_threads=1, memory_allocator=arena
+    )
     kv = make_kv(arena)
     with pytest.raises(UnavailableError):
         disk.submit_put_task(KEY, kv)
@@ -289,7 +307,13 @@ async def test_a_tier_that_is_closed_says_so_and_gives_back_what_waited(tmp_path
     for call in (disk.submit_put_task, disk.insert_key):
         with pytest.raises(UnavailableError):
             call(KEY, kv)
-    for call in (disk.get_blocking, disk.submit_prefetch_task, disk.load_disk, disk.load_bytes_from_disk, disk.remove):
+    for call in (
+        disk.get_blocking,
+        disk.submit_prefetch_task,
+        disk.load_disk,
+        disk.load_bytes_from_disk,
+        disk.remove,
+    ):
         with pytest.raises(UnavailableError):
             call(KEY)
 

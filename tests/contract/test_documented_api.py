@@ -1,7 +1,9 @@
-"""Every documented name is importable where the documentation says, with the documented parameters in the documented order.
+"""Every documented name is importable where the documentation says, with the documented parameters
+in the documented order.
 
-The table `golden/documented_api.json` is the documentation's: it grows with it and is never changed to fit the code. `null` for parameters
-means that only the name is documented; `**` stands for further keyword arguments.
+The table `golden/documented_api.json` is the documentation's: it grows with it and is never changed
+to fit the code. `null` for parameters means that only the name is documented; `**` stands for
+further keyword arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import Any
 
 import pytest
 
-TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads((Path(__file__).parent / "golden" / "documented_api.json").read_text())
+TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(
+    (Path(__file__).parent / "golden" / "documented_api.json").read_text()
+)
 NAMES = [(module, name) for module, names in TABLE.items() for name in names]
 
 
@@ -24,7 +28,11 @@ def parameters(function: Any, is_bound: bool) -> tuple[list[str], list[str]]:
     if is_bound and found and found[0].name in ("self", "cls"):
         del found[0]
     names = ["**" if p.kind is p.VAR_KEYWORD else p.name for p in found]
-    required = [p.name for p in found if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    required = [
+        p.name
+        for p in found
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
     return names, required
 
 
@@ -32,12 +40,20 @@ def assert_takes(function: Any, documented: list[str] | None, is_bound: bool) ->
     assert callable(function)
     if documented is not None:
         names, required = parameters(function, is_bound)
-        assert [name for name in names if name in documented] == documented, "documented parameters, in their order"
+        assert [name for name in names if name in documented] == documented, (
+            "documented parameters, in their order"
+        )
         assert set(required) <= set(documented), "what is ours has a default"
-        assert names[: len([n for n in documented if n != "**"])] == [n for n in documented if n != "**"], "they can be given by position"
+        assert names[: len([n for n in documented if n != "**"])] == [
+            n for n in documented if n != "**"
+        ], "they can be given by position"
 
 
-@pytest.mark.parametrize(("module", "name"), NAMES, ids=[f"{module.removeprefix('lmcache_core.')}.{name}" for module, name in NAMES])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    NAMES,
+    ids=[f"{module.removeprefix('lmcache_core.')}.{name}" for module, name in NAMES],
+)
 def test_as_documented(module: str, name: str) -> None:
     spec = TABLE[module][name]
     found = getattr(importlib.import_module(module), name)

@@ -1,4 +1,6 @@
-"""The golden vectors: identity, records and frames, byte by byte and both ways, and once more by code that is not ours."""
+"""The golden vectors: identity, records and frames, byte by byte and both ways, and once more by
+code that is not ours.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ FRAMES = vectors("frames.json", "frames")
 
 
 def named(cases: list[Any]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=[case.get("name", "") or str(index) for index, case in enumerate(cases)])
+    return pytest.mark.parametrize(
+        "case", cases, ids=[case.get("name", "") or str(index) for index, case in enumerate(cases)]
+    )
 
 
 # The specification, written down a second time with hashlib and struct alone.
@@ -60,7 +64,7 @@ def spec_prefixed(data: bytes) -> bytes:
 
 def spec_root(metadata: dict[str, Any], salt: str) -> bytes:
     layers, sides, _, heads, head_size = metadata["kv_shape"]
-    layout = f"KV_BLOB/1;layers={layers};sides={sides};heads={heads};head_size={head_size};{metadata['layout']}"
+    layout = f"KV_BLOB/1;layers={layers};sides={sides};heads={heads};head_size={head_size};{metadata['layout']}"  # noqa: E501
     text = spec_prefixed(b"lmcache/identity/1")
     for name, value in (
         ("model", metadata["model_name"]),
@@ -74,13 +78,24 @@ def spec_root(metadata: dict[str, Any], salt: str) -> bytes:
     return hashlib.sha256(text).digest()
 
 
-def spec_chain(root: bytes, tokens: list[int], chunk_size: int, spans: list[tuple[bytes, int, int]]) -> list[list[Any]]:
+def spec_chain(
+    root: bytes, tokens: list[int], chunk_size: int, spans: list[tuple[bytes, int, int]]
+) -> list[list[Any]]:
     chunks, previous = [], root
     for start in range(0, len(tokens), chunk_size):
         inside = tokens[start : start + chunk_size]
         end = start + len(inside)
-        text = b"lmcache/chunk/1\0" + previous + struct.pack("<I", len(inside)) + b"".join(struct.pack("<I", token) for token in inside)
-        overlapping = sorted((offset, length, content) for content, offset, length in spans if offset < end and offset + length > start)
+        text = (
+            b"lmcache/chunk/1\0"
+            + previous
+            + struct.pack("<I", len(inside))
+            + b"".join(struct.pack("<I", token) for token in inside)
+        )
+        overlapping = sorted(
+            (offset, length, content)
+            for content, offset, length in spans
+            if offset < end and offset + length > start
+        )
         text += struct.pack("<I", len(overlapping))
         for offset, length, content in overlapping:
             text += spec_prefixed(content) + struct.pack("<qI", offset - start, length)
@@ -92,18 +107,35 @@ def spec_chain(root: bytes, tokens: list[int], chunk_size: int, spans: list[tupl
 def spec_key(fields: list[Any]) -> bytes:
     fmt, model_name, world_size, worker_id, chunk_hash, group = fields
     texts = [str(text).encode() for text in (fmt, model_name, chunk_hash, group)]
-    fmt_field, model_field, hash_field, group_field = (struct.pack("<H", len(text)) + text for text in texts)
-    return b"LMK1" + fmt_field + model_field + struct.pack("<II", world_size, worker_id) + hash_field + group_field
+    fmt_field, model_field, hash_field, group_field = (
+        struct.pack("<H", len(text)) + text for text in texts
+    )
+    return (
+        b"LMK1"
+        + fmt_field
+        + model_field
+        + struct.pack("<II", world_size, worker_id)
+        + hash_field
+        + group_field
+    )
 
 
 @named(CHAINS)
 def test_chains(case: dict[str, Any]) -> None:
-    metadata = LMCacheEngineMetadata(**{**case["metadata"], "kv_shape": tuple(case["metadata"]["kv_shape"])})
+    metadata = LMCacheEngineMetadata(
+        **{**case["metadata"], "kv_shape": tuple(case["metadata"]["kv_shape"])}
+    )
     root = identity_root(metadata, case["salt"])
     assert root.hex() == case["root"]
-    spans = [MultimodalSpan(bytes.fromhex(content), offset, length) for content, offset, length in case["spans"]]
+    spans = [
+        MultimodalSpan(bytes.fromhex(content), offset, length)
+        for content, offset, length in case["spans"]
+    ]
     got = [
-        [start, end, digest.hex()] for start, end, digest in chain_hashes(root, tokens_as_uint32(case["tokens"]), case["chunk_size"], spans)
+        [start, end, digest.hex()]
+        for start, end, digest in chain_hashes(
+            root, tokens_as_uint32(case["tokens"]), case["chunk_size"], spans
+        )
     ]
     assert got == case["chunks"]
 
@@ -148,9 +180,15 @@ def test_records(case: dict[str, Any]) -> None:
         case["serde"],
         case["profile"],
         case["lossy"],
-        tuple(TensorSpec(group, dtype, tuple(shape), offset, length) for group, dtype, shape, offset, length in case["tensors"]),
+        tuple(
+            TensorSpec(group, dtype, tuple(shape), offset, length)
+            for group, dtype, shape, offset, length in case["tensors"]
+        ),
         payload_digest(payload),
-        tuple(Extension(number, must, bytes.fromhex(data)) for number, must, data in case["extensions"]),
+        tuple(
+            Extension(number, must, bytes.fromhex(data))
+            for number, must, data in case["extensions"]
+        ),
     )
     assert encode_head(header, len(payload)) == head
     assert decode_head(head, key) == (header, len(payload))
@@ -164,10 +202,20 @@ def test_records_from_the_specification(case: dict[str, Any]) -> None:
     payload, head = bytes.fromhex(case["payload"]), bytes.fromhex(case["head"])
     extensions = [[number, must, bytes.fromhex(data)] for number, must, data in case["extensions"]]
     digest = xxhash.xxh3_128_intdigest(payload).to_bytes(16, "big")
-    fields = [spec_key(case["key"]), case["serde"], case["profile"], case["lossy"], case["tensors"], digest, extensions]
+    fields = [
+        spec_key(case["key"]),
+        case["serde"],
+        case["profile"],
+        case["lossy"],
+        case["tensors"],
+        digest,
+        extensions,
+    ]
     header = msgspec.msgpack.encode(fields)
     units = (24 + len(header) + 16 + 511) // 512
-    covered = (b"LMKV" + struct.pack("<HHIIQ", 1, units, len(header), 0, len(payload)) + header).ljust(units * 512 - 16, b"\0")
+    covered = (
+        b"LMKV" + struct.pack("<HHIIQ", 1, units, len(header), 0, len(payload)) + header
+    ).ljust(units * 512 - 16, b"\0")
     assert covered + xxhash.xxh3_128_intdigest(covered).to_bytes(16, "big") == head
 
 
@@ -175,7 +223,11 @@ def message_of(case: dict[str, Any]) -> Message:
     def plain(field: Any) -> Any:
         if isinstance(field, dict):
             return bytes.fromhex(field["hex"])
-        return [tuple(item) if isinstance(item, list) else plain(item) for item in field] if isinstance(field, list) else field
+        return (
+            [tuple(item) if isinstance(item, list) else plain(item) for item in field]
+            if isinstance(field, list)
+            else field
+        )
 
     name, *fields = case["message"]
     message: Message = getattr(messages, name)(*map(plain, fields))
@@ -188,18 +240,43 @@ def test_frames(case: dict[str, Any]) -> None:
     message = message_of(case)
     assert build_frame(case["id"], message, len(blob)) + blob == frame
     header = parse_header(frame[:HEADER_BYTES])
-    assert (header.type, header.correlation_id, header.blob_bytes) == (message.frame_type, case["id"], len(blob))
-    assert parse_meta(header.type, frame[HEADER_BYTES : HEADER_BYTES + header.meta_bytes]) == message
+    assert (header.type, header.correlation_id, header.blob_bytes) == (
+        message.frame_type,
+        case["id"],
+        len(blob),
+    )
+    assert (
+        parse_meta(header.type, frame[HEADER_BYTES : HEADER_BYTES + header.meta_bytes]) == message
+    )
 
 
 @named(FRAMES)
 def test_frames_from_the_specification(case: dict[str, Any]) -> None:
-    numbers = ["Hello", "HelloOk", "Contains", "ContainsOk", "Get", "ChunkHead", "GetEnd", "Put", "PutOk", "Remove", "RemoveOk"]
+    numbers = [
+        "Hello",
+        "HelloOk",
+        "Contains",
+        "ContainsOk",
+        "Get",
+        "ChunkHead",
+        "GetEnd",
+        "Put",
+        "PutOk",
+        "Remove",
+        "RemoveOk",
+    ]
     numbers += ["Ping", "Pong", "ErrorMessage", "Handover", "Context", "Held"]
     name, *fields = case["message"]
     blob = bytes.fromhex(case["blob"])
     meta = msgspec.msgpack.encode(
-        [[bytes.fromhex(i["hex"]) if isinstance(i, dict) else i for i in f] if isinstance(f, list) else f for f in fields]
+        [
+            (
+                [bytes.fromhex(i["hex"]) if isinstance(i, dict) else i for i in f]
+                if isinstance(f, list)
+                else f
+            )
+            for f in fields
+        ]
     )
     first = struct.pack("<4sB3xQI", b"LMF1", numbers.index(name) + 1, case["id"], len(meta))
     last = struct.pack("<Q", len(blob))

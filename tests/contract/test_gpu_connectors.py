@@ -1,4 +1,6 @@
-"""The GPU connectors of this repository against their contract, each for the layouts that it takes."""
+"""The GPU connectors of this repository against their contract, each for the layouts that it
+takes.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,19 @@ HIDDEN, NUM_LAYERS = 15, 2
 SLIDING = LayerGroup("sliding", 2, 3, 5, "bfloat16", packing=Packing.KV_FIRST)
 FULL = LayerGroup("full", 1, 1, 16, "bfloat16", order=Order.HND)
 LATENT = LayerGroup("latent", 3, 1, 9, "bfloat16", sides=1)
-EIGHT_BITS = LayerGroup("eight bits", 2, 2, 7, "float8_e5m2", order=Order.HND, packing=Packing.LAST_DIM)
+EIGHT_BITS = LayerGroup(
+    "eight bits", 2, 2, 7, "float8_e5m2", order=Order.HND, packing=Packing.LAST_DIM
+)
 DECLARED = {
-    **{f"{packing} {order}": one_group(packing=packing, order=order) for packing in Packing for order in Order},
-    **{f"of {dtype}": one_group(dtype=dtype) for dtype in ("float32", "float16", "float8_e4m3fn", "float8_e5m2", "uint8")},
+    **{
+        f"{packing} {order}": one_group(packing=packing, order=order)
+        for packing in Packing
+        for order in Order
+    },
+    **{
+        f"of {dtype}": one_group(dtype=dtype)
+        for dtype in ("float32", "float16", "float8_e4m3fn", "float8_e5m2", "uint8")
+    },
     "one head": one_group(num_kv_heads=1, head_size=8, packing=Packing.BLOCK_FIRST),
     "latent": KVLayout((LATENT,)),
     "latent HND": one_group(num_kv_heads=1, sides=1, order=Order.HND),
@@ -47,11 +58,16 @@ class NestedTupleUnderTest(ConnectorUnderTest):
 
     def make_engine(self, seed):
         group = self.layout.groups[0]
-        sides = [random_tensor((NUM_TOKENS, 3, 5), group.dtype, seed * 100 + i) for i in range(2 * NUM_LAYERS)]
+        sides = [
+            random_tensor((NUM_TOKENS, 3, 5), group.dtype, seed * 100 + i)
+            for i in range(2 * NUM_LAYERS)
+        ]
         return tuple(zip(sides[::2], sides[1::2], strict=True))
 
     def read(self, engine, group, layer, token):
-        return torch.stack([side[token].view(torch.uint8) for side in engine[layer]]).view(engine[layer][0].dtype)
+        return torch.stack([side[token].view(torch.uint8) for side in engine[layer]]).view(
+            engine[layer][0].dtype
+        )
 
     def write(self, engine, group, layer, token, cells):
         for side, cell in zip(engine[layer], cells, strict=True):
@@ -67,8 +83,14 @@ class NestedTupleUnderTest(ConnectorUnderTest):
             "too few tokens": tuple((k[:6], v[:6]) for k, v in engine),
             "one value too short": (*engine[:-1], (key, value[:6])),
             "another hidden size": (*engine[:-1], (key, value[:, :2])),
-            "another dtype of the last value": (*engine[:-1], (key, value.view(torch.uint8)[..., :5].view(torch.int8))),
-            "another dtype of the last layer": (*engine[:-1], tuple(t.view(torch.uint8)[..., :5].view(torch.int8) for t in (key, value))),
+            "another dtype of the last value": (
+                *engine[:-1],
+                (key, value.view(torch.uint8)[..., :5].view(torch.int8)),
+            ),
+            "another dtype of the last layer": (
+                *engine[:-1],
+                tuple(t.view(torch.uint8)[..., :5].view(torch.int8) for t in (key, value)),
+            ),
         }
 
 
@@ -81,13 +103,19 @@ class TestNestedTuple(ConnectorSuite):
 class TestPaged(PagedConnectorSuite):
     @pytest.fixture(params=DOCUMENTED)
     def under_test(self, request):
-        return PagedUnderTest(VLLMPagedMemGPUConnector(HIDDEN, NUM_LAYERS), one_group(packing=DOCUMENTED[request.param]))
+        return PagedUnderTest(
+            VLLMPagedMemGPUConnector(HIDDEN, NUM_LAYERS),
+            one_group(packing=DOCUMENTED[request.param]),
+        )
 
 
 class TestPagedV2(PagedConnectorSuite):
     @pytest.fixture(params=DOCUMENTED)
     def under_test(self, request):
-        return PagedUnderTest(VLLMPagedMemGPUConnectorV2(HIDDEN, NUM_LAYERS), one_group(packing=DOCUMENTED[request.param]))
+        return PagedUnderTest(
+            VLLMPagedMemGPUConnectorV2(HIDDEN, NUM_LAYERS),
+            one_group(packing=DOCUMENTED[request.param]),
+        )
 
 
 class TestPagedV2Staged(PagedConnectorSuite):
@@ -95,7 +123,9 @@ class TestPagedV2Staged(PagedConnectorSuite):
 
     @pytest.fixture(params=DOCUMENTED)
     def under_test(self, request):
-        connector = VLLMPagedMemGPUConnectorV2(HIDDEN, NUM_LAYERS, use_gpu=True, chunk_size=8, dtype=torch.bfloat16, device="cpu")
+        connector = VLLMPagedMemGPUConnectorV2(
+            HIDDEN, NUM_LAYERS, use_gpu=True, chunk_size=8, dtype=torch.bfloat16, device="cpu"
+        )
         return PagedUnderTest(connector, one_group(packing=DOCUMENTED[request.param]))
 
 
@@ -108,9 +138,19 @@ class TestDeclared(PagedConnectorSuite):
 class TestDeclaredStrided(PagedConnectorSuite):
     """Tensors whose memory has another order than their shape."""
 
-    @pytest.fixture(params=["kv_first NHD", "block_first NHD", "split HND", "last_dim HND", "hybrid of two dtypes"])
+    @pytest.fixture(
+        params=[
+            "kv_first NHD",
+            "block_first NHD",
+            "split HND",
+            "last_dim HND",
+            "hybrid of two dtypes",
+        ]
+    )
     def under_test(self, request):
-        return PagedUnderTest(PagedGPUConnector(DECLARED[request.param]), DECLARED[request.param], is_strided=True)
+        return PagedUnderTest(
+            PagedGPUConnector(DECLARED[request.param]), DECLARED[request.param], is_strided=True
+        )
 
 
 class TestDeclaredStaged(PagedConnectorSuite):

@@ -52,7 +52,9 @@ def test_a_gpu_pool_is_on_a_gpu_or_refused() -> None:
 @pytest.mark.parametrize("gb", [0.001, 0.0007, 0.01])
 def test_the_number_of_chunks_never_exceeds_the_size(gb: float) -> None:
     pool = LocalPool(LMCacheMemPoolMetadata(KV_SHAPE, "float16", gb))
-    assert pool.max_chunk_num == pool.init_max_chunk_num(LMCacheMemPoolMetadata(KV_SHAPE, "float16", gb))
+    assert pool.max_chunk_num == pool.init_max_chunk_num(
+        LMCacheMemPoolMetadata(KV_SHAPE, "float16", gb)
+    )
     assert 0 <= gb * (1 << 30) - pool.max_chunk_num * CHUNK_BYTES < CHUNK_BYTES
 
 

@@ -17,7 +17,12 @@ from lmcache_core.record import UNSEALED_DIGEST, Chunk, Miss, MissReason, Record
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.remote.redis_exchange import OnAnswer, exchange
-from lmcache_core.testing.backend_suite import Arena, BackendUnderTest, ReadingBackendSuite, payload_of
+from lmcache_core.testing.backend_suite import (
+    Arena,
+    BackendUnderTest,
+    ReadingBackendSuite,
+    payload_of,
+)
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 from tests.fixtures.encoded_suite import EncodedReadingSuite, encoding
@@ -40,7 +45,12 @@ class RemoteSuite(ReadingBackendSuite):
         self, backend: StorageBackend, under_test: BackendUnderTest, num_bytes: int
     ) -> None:
         whole = make_chunk("a", payload=make_payload("a", num_bytes))
-        bare = Chunk.unsealed(whole.key, msgspec.structs.replace(whole.header, digest=UNSEALED_DIGEST), whole.memory, "test")
+        bare = Chunk.unsealed(
+            whole.key,
+            msgspec.structs.replace(whole.header, digest=UNSEALED_DIGEST),
+            whole.memory,
+            "test",
+        )
         assert await backend.batched_put([bare]) == [True]
         assert under_test.raw_get(whole.key) == whole.head + make_payload("a", num_bytes)
 
@@ -57,7 +67,9 @@ class SharedServerSuite(RemoteSuite):
         await backend.batched_put([make_chunk("a", tenant="one")])
         assert await backend.batched_contains([make_key("a", tenant="two")]) == [True]
 
-    async def test_what_is_removed_is_gone(self, backend: StorageBackend, under_test: BackendUnderTest, arena: Arena) -> None:
+    async def test_what_is_removed_is_gone(
+        self, backend: StorageBackend, under_test: BackendUnderTest, arena: Arena
+    ) -> None:
         await backend.batched_put([make_chunk(i) for i in range(3)])
         keys = [make_key(i) for i in range(3)]
         assert await backend.batched_remove([keys[0], make_key("never"), keys[2]]) == 2
@@ -110,12 +122,20 @@ class TestRedis(RemoteSuite):
             under_test.raw_set(make_key(name), bytes(record))
         results = await backend.batched_get([make_key("damaged"), make_key("later")], arena)
         assert not any(isinstance(result, Chunk) for result in results)
-        assert await backend.batched_contains([make_key("damaged"), make_key("later")]) == [False, True]
+        assert await backend.batched_contains([make_key("damaged"), make_key("later")]) == [
+            False,
+            True,
+        ]
         assert backend.stats()["corrupt_chunks"] == 2
 
     @pytest.mark.parametrize("at", [0, 30, -1], ids=["prefix", "header", "payload"])
     async def test_a_value_that_reads_wrong_once_stays(
-        self, backend: StorageBackend, under_test: RedisUnderTest, arena: Arena, monkeypatch: pytest.MonkeyPatch, at: int
+        self,
+        backend: StorageBackend,
+        under_test: RedisUnderTest,
+        arena: Arena,
+        monkeypatch: pytest.MonkeyPatch,
+        at: int,
     ) -> None:
         num_reads = 0
 
@@ -136,7 +156,9 @@ class TestRedis(RemoteSuite):
         assert result == Miss(MissReason.UNAVAILABLE)
         figures = backend.stats()
         assert (figures["failed_reads"], figures["corrupt_chunks"]) == (1, 0)
-        assert [payload_of(result) for result in await backend.batched_get([make_key("a")], arena)] == [make_payload("a")]
+        assert [
+            payload_of(result) for result in await backend.batched_get([make_key("a")], arena)
+        ] == [make_payload("a")]
 
     async def test_memory_with_a_bad_bit_does_not_cost_others_their_value(
         self, backend: StorageBackend, under_test: RedisUnderTest, monkeypatch: pytest.MonkeyPatch
@@ -174,7 +196,9 @@ class TestRest(SharedServerSuite):
     def under_test(self, server: RestServer) -> RestUnderTest:
         return RestUnderTest(server)
 
-    async def test_connections_are_used_again(self, backend: StorageBackend, server: RestServer, arena: Arena) -> None:
+    async def test_connections_are_used_again(
+        self, backend: StorageBackend, server: RestServer, arena: Arena
+    ) -> None:
         for i in range(5):
             await backend.batched_put([make_chunk(i)])
             [result] = await backend.batched_get([make_key(i)], arena)
@@ -210,7 +234,9 @@ class ReplicasUnderTest(BackendUnderTest):
 
     def __init__(self, stores: list[MemoryStore], ports: list[int]) -> None:
         self._stores = stores
-        self.backend = create_remote_backend("lm://" + ",".join(f"127.0.0.1:{port}" for port in ports), timeout_s=10)
+        self.backend = create_remote_backend(
+            "lm://" + ",".join(f"127.0.0.1:{port}" for port in ports), timeout_s=10
+        )
 
     def raw_set(self, key: ChunkKey, record: bytes) -> None:
         for store in self._stores:
@@ -258,7 +284,9 @@ class TestFile(RemoteSuite):
 
 
 class TestEncodedRedis(EncodedReadingSuite, RemoteSuite):
-    test_a_chunk_without_a_digest_gets_one_on_its_way = None  # what lies there is encoded, with a digest of its own
+    test_a_chunk_without_a_digest_gets_one_on_its_way = (
+        None  # what lies there is encoded, with a digest of its own
+    )
 
     @pytest.fixture
     def under_test(self, redis_server: RedisServer) -> Iterator[RedisUnderTest]:

@@ -15,7 +15,12 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.testing.backend_suite import Arena, BackendUnderTest, ReadingBackendSuite, payload_of
+from lmcache_core.testing.backend_suite import (
+    Arena,
+    BackendUnderTest,
+    ReadingBackendSuite,
+    payload_of,
+)
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from lmcache_storage.s3 import create_s3_backend
 from lmcache_storage.s3.backend import S3Backend
@@ -67,15 +72,22 @@ class TestS3(ReadingBackendSuite):
         await backend.batched_put([chunk])
         payload_of((await backend.batched_get([chunk.key], arena))[0])
         figures = backend.stats()
-        assert (figures["stored_chunks"], figures["served_chunks"], figures["served_bytes"]) == (1, 1, chunk.num_bytes)
+        assert (figures["stored_chunks"], figures["served_chunks"], figures["served_bytes"]) == (
+            1,
+            1,
+            chunk.num_bytes,
+        )
         assert figures["used_bytes"] <= figures["capacity_bytes"]
 
     async def test_what_is_refused_is_counted_removed_and_written_again(
         self, backend: StorageBackend, under_test: S3UnderTest, arena: Arena
     ) -> None:
-        damaged, short, long, foreign = (make_key(name) for name in ("damaged", "short", "long", "foreign"))
+        damaged, short, long, foreign = (
+            make_key(name) for name in ("damaged", "short", "long", "foreign")
+        )
         records = {
-            key: make_chunk(name).head + make_payload(name) for key, name in ((damaged, "damaged"), (short, "short"), (long, "long"))
+            key: make_chunk(name).head + make_payload(name)
+            for key, name in ((damaged, "damaged"), (short, "short"), (long, "long"))
         }
         under_test.raw_set(damaged, records[damaged][:-1] + bytes([records[damaged][-1] ^ 1]))
         under_test.raw_set(short, records[short][:-1])
@@ -83,16 +95,28 @@ class TestS3(ReadingBackendSuite):
         under_test.raw_set(foreign, make_chunk("other").head + make_payload("other"))
         keys = [damaged, short, long, foreign]
         got = [payload_of(result) for result in await backend.batched_get(keys, arena)]
-        assert got == [MissReason.CORRUPT, MissReason.CORRUPT, MissReason.CORRUPT, MissReason.IDENTITY]
+        assert got == [
+            MissReason.CORRUPT,
+            MissReason.CORRUPT,
+            MissReason.CORRUPT,
+            MissReason.IDENTITY,
+        ]
         assert backend.stats()["corrupt_chunks"] == 4
         assert await backend.batched_contains(keys) == [False] * 4
         assert await backend.batched_put([make_chunk("damaged")]) == [True]
-        assert [payload_of(result) for result in await backend.batched_get([damaged], arena)] == [make_payload("damaged")]
+        assert [payload_of(result) for result in await backend.batched_get([damaged], arena)] == [
+            make_payload("damaged")
+        ]
 
     @pytest.mark.parametrize("num_wrong", [1, 2], ids=["right_again", "wrong_in_another_way"])
     @pytest.mark.parametrize("at", [0, 30, 600], ids=["prefix", "header", "payload"])
     async def test_an_object_that_reads_wrong_in_changing_ways_stays(
-        self, backend: StorageBackend, arena: Arena, monkeypatch: pytest.MonkeyPatch, at: int, num_wrong: int
+        self,
+        backend: StorageBackend,
+        arena: Arena,
+        monkeypatch: pytest.MonkeyPatch,
+        at: int,
+        num_wrong: int,
     ) -> None:
         left = list(range(num_wrong))
 
@@ -103,7 +127,9 @@ class TestS3(ReadingBackendSuite):
                 super().__init__(answer)
                 self._at = 0
 
-            def fill(self, view: memoryview, saw: Callable[[memoryview], object] | None = None) -> None:
+            def fill(
+                self, view: memoryview, saw: Callable[[memoryview], object] | None = None
+            ) -> None:
                 super().fill(view)
                 if left and self._at <= at < self._at + len(view):
                     view[at - self._at] ^= 1 << left.pop()
@@ -118,20 +144,39 @@ class TestS3(ReadingBackendSuite):
         assert result == Miss(MissReason.UNAVAILABLE)
         figures = backend.stats()
         assert (figures["failed_reads"], figures["corrupt_chunks"]) == (1, 0)
-        assert [payload_of(result) for result in await backend.batched_get([make_key("a")], arena)] == [make_payload("a")]
+        assert [
+            payload_of(result) for result in await backend.batched_get([make_key("a")], arena)
+        ] == [make_payload("a")]
 
-    async def test_a_record_of_a_later_version_stays(self, backend: StorageBackend, under_test: S3UnderTest, arena: Arena) -> None:
+    async def test_a_record_of_a_later_version_stays(
+        self, backend: StorageBackend, under_test: S3UnderTest, arena: Arena
+    ) -> None:
         record = bytearray(make_record("a"))
         record[4] ^= 2
         under_test.raw_set(make_key("a"), bytes(record))
-        assert isinstance(payload_of((await backend.batched_get([make_key("a")], arena))[0]), MissReason)
+        assert isinstance(
+            payload_of((await backend.batched_get([make_key("a")], arena))[0]), MissReason
+        )
         assert under_test.raw_get(make_key("a")) == bytes(record)
 
-    async def test_clearing_leaves_what_is_not_ours(self, backend: StorageBackend, under_test: S3UnderTest) -> None:
-        names = ["lmcache/default/notes.txt", "lmcache/readme", "other/default/x", name_of(make_key("a"), "other/")]
+    async def test_clearing_leaves_what_is_not_ours(
+        self, backend: StorageBackend, under_test: S3UnderTest
+    ) -> None:
+        names = [
+            "lmcache/default/notes.txt",
+            "lmcache/readme",
+            "other/default/x",
+            name_of(make_key("a"), "other/"),
+        ]
         for name in names:
             under_test.server.write(name, b"somebody's")
-        await backend.batched_put([make_chunk("a", tenant="ab"), make_chunk("a", tenant="abc"), make_chunk("b", tenant="ab")])
+        await backend.batched_put(
+            [
+                make_chunk("a", tenant="ab"),
+                make_chunk("a", tenant="abc"),
+                make_chunk("b", tenant="ab"),
+            ]
+        )
         assert await backend.clear("ab") == 2
         assert under_test.server.names() == sorted([*names, name_of(make_key("a", tenant="abc"))])
         assert await backend.clear() == 1
@@ -151,7 +196,9 @@ async def put_and_get(backend: S3Backend, arena: Arena, name: str = "a") -> byte
 async def test_a_private_authority_is_trusted_by_its_file_alone(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     with running_s3(tmp_path, authority.sign("server")) as server:
-        assert await put_and_get(s3_backend(server, s3_ca_file=authority.file), Arena()) == make_payload("a")
+        assert await put_and_get(
+            s3_backend(server, s3_ca_file=authority.file), Arena()
+        ) == make_payload("a")
         stranger = s3_backend(server)
         await stranger.open()
         with pytest.raises(UnavailableError):
@@ -159,7 +206,9 @@ async def test_a_private_authority_is_trusted_by_its_file_alone(tmp_path: Path) 
         await stranger.close()
 
 
-async def test_keys_from_files_are_read_again(server: S3Server, caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_from_files_are_read_again(
+    server: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
     arena = Arena()
     server.secret_key_file.write_text("another-secret-key-0123456789")
     backend = s3_backend(server)
@@ -179,7 +228,10 @@ async def test_servers_share_a_prefix_and_others_see_nothing(server: S3Server) -
         await backend.open()
     await one.batched_put([make_chunk("a")])
     assert server.names() == [name_of(make_key("a"), "a/kv/")]
-    assert [await backend.batched_contains([make_key("a")]) for backend in (same, other)] == [[True], [False]]
+    assert [await backend.batched_contains([make_key("a")]) for backend in (same, other)] == [
+        [True],
+        [False],
+    ]
     assert await other.clear() == 0
     for backend in (one, same, other):
         await backend.close()

@@ -19,7 +19,11 @@ from lmcache_core.serde import (
 )
 from lmcache_core.testing.serde_suite import SerdeSuite
 
-PAIRS = ((TorchSerializer, TorchDeserializer), (SafeSerializer, SafeDeserializer), (FastSerializer, FastDeserializer))
+PAIRS = (
+    (TorchSerializer, TorchDeserializer),
+    (SafeSerializer, SafeDeserializer),
+    (FastSerializer, FastDeserializer),
+)
 
 
 class TestTorch(SerdeSuite):
@@ -56,18 +60,24 @@ class TestDebugWrappers(SerdeSuite):
 
 @pytest.mark.parametrize("writer", [writer for writer, _ in PAIRS])
 @pytest.mark.parametrize("reader", [reader for _, reader in PAIRS])
-def test_a_serde_reads_only_what_it_wrote(writer: type[Serializer], reader: type[Deserializer]) -> None:
+def test_a_serde_reads_only_what_it_wrote(
+    writer: type[Serializer], reader: type[Deserializer]
+) -> None:
     given = torch.arange(6, dtype=torch.float32).view(2, 3)
     data = writer().to_bytes(given)
     if (writer, reader) in PAIRS:
         assert torch.equal(reader(None).from_bytes(data), given)
     else:
-        with pytest.raises(SerdeError, match=f"encoded by serde .*, read as {reader.__name__[:4].upper()}"):
+        with pytest.raises(
+            SerdeError, match=f"encoded by serde .*, read as {reader.__name__[:4].upper()}"
+        ):
             reader(None).from_bytes(data)
 
 
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
-def test_the_plain_path_converts_nothing(writer: type[Serializer], reader: type[TorchDeserializer]) -> None:
+def test_the_plain_path_converts_nothing(
+    writer: type[Serializer], reader: type[TorchDeserializer]
+) -> None:
     data = writer().to_bytes(torch.tensor([1.5, -2.5]))
     deserializer = reader(torch.float16)
     assert deserializer.from_bytes_normal(data).dtype is torch.float32

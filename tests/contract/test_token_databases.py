@@ -9,23 +9,40 @@ from typing import Any
 import pytest
 import torch
 from lmcache_core.config import LMCacheEngineMetadata
-from lmcache_core.testing.token_database_suite import CHUNK_SIZE, MakeDatabase, TokenDatabaseSuite, make_config
+from lmcache_core.testing.token_database_suite import (
+    CHUNK_SIZE,
+    MakeDatabase,
+    TokenDatabaseSuite,
+    make_config,
+)
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, RadixTokenDatabase
 
-CHAINS = json.loads((Path(__file__).parent / "golden" / "identity.json").read_text(encoding="utf-8"))["chains"]
+CHAINS = json.loads(
+    (Path(__file__).parent / "golden" / "identity.json").read_text(encoding="utf-8")
+)["chains"]
 SMALL_BOUND_TOKENS = 5 * CHUNK_SIZE
 
 
 class _GoldenSuite(TokenDatabaseSuite):
     @pytest.mark.parametrize("case", CHAINS, ids=[case["name"] for case in CHAINS])
     @pytest.mark.parametrize("num_known", [0, 1, 5, None])
-    def test_golden_vectors(self, make_database: MakeDatabase, case: dict[str, Any], num_known: int | None) -> None:
-        metadata = LMCacheEngineMetadata(**{**case["metadata"], "kv_shape": tuple(case["metadata"]["kv_shape"])})
+    def test_golden_vectors(
+        self, make_database: MakeDatabase, case: dict[str, Any], num_known: int | None
+    ) -> None:
+        metadata = LMCacheEngineMetadata(
+            **{**case["metadata"], "kv_shape": tuple(case["metadata"]["kv_shape"])}
+        )
         database = make_database(make_config(case["salt"], case["chunk_size"]), metadata)
-        spans = [MultimodalSpan(bytes.fromhex(content), offset, length) for content, offset, length in case["spans"]]
+        spans = [
+            MultimodalSpan(bytes.fromhex(content), offset, length)
+            for content, offset, length in case["spans"]
+        ]
         tokens = torch.tensor(case["tokens"], dtype=torch.int64)
         list(database.process_tokens(tokens[:num_known], None, spans))
-        got = [[start, end, key.chunk_hash] for start, end, key in database.process_tokens(tokens, None, spans)]
+        got = [
+            [start, end, key.chunk_hash]
+            for start, end, key in database.process_tokens(tokens, None, spans)
+        ]
         assert got == case["chunks"]
 
 
@@ -46,4 +63,6 @@ class TestRadixWithEvictions(_GoldenSuite):
 
     @pytest.fixture
     def make_database(self) -> MakeDatabase:
-        return lambda config, metadata: RadixTokenDatabase(config, metadata, max_tokens=SMALL_BOUND_TOKENS)
+        return lambda config, metadata: RadixTokenDatabase(
+            config, metadata, max_tokens=SMALL_BOUND_TOKENS
+        )

@@ -1,5 +1,6 @@
-"""Fuzzes one target until its time is over or something is found: `python -m tests.fuzz.one_target TARGET [--plain-loops] CORPUS [options
-of libFuzzer]`. Needs atheris."""
+"""Fuzzes one target until its time is over or something is found: `python -m tests.fuzz.one_target
+TARGET [--plain-loops] CORPUS [options of libFuzzer]`. Needs atheris.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +28,26 @@ COMPILED = [
     "lmcache_core.serde.quantised.values",
     "lmcache_core.serde.lossless.planes",
 ]
-"""numba compiles byte code as it finds it: what is compiled is not instrumented, unless it runs as plain Python."""
+"""numba compiles byte code as it finds it: what is compiled is not instrumented, unless it runs
+as plain Python.
+"""
 PLAIN_LOOPS = "--plain-loops"
 
 
 def prepared(name: str, has_plain_loops: bool, corpus: Path) -> Callable[[bytes], None]:
     """The target's function, its code instrumented, its seeds written."""
-    with atheris.instrument_imports(include=INSTRUMENTED, exclude=[] if has_plain_loops else COMPILED):
+    with atheris.instrument_imports(
+        include=INSTRUMENTED, exclude=[] if has_plain_loops else COMPILED
+    ):
         targets = importlib.import_module("tests.fuzz.targets")
         plain_loops = importlib.import_module("tests.fuzz.plain_loops")
     target = targets.TARGETS[name]
     if has_plain_loops:
         loops, streams = plain_loops.plain_loops(), plain_loops.plain_channel_streams()
         mock.patch("lmcache_core.serde.chunk_codec.load_loops", return_value=loops).start()
-        mock.patch("lmcache_core.serde.cachegen.streams.compile_channel_streams", return_value=streams).start()
+        mock.patch(
+            "lmcache_core.serde.cachegen.streams.compile_channel_streams", return_value=streams
+        ).start()
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(target.seeds()):
         (corpus / f"seed-{number}").write_bytes(seed)

@@ -1,7 +1,8 @@
-"""The loops of the codecs as plain Python over arrays that check every index, so that a fuzzer sees where they go and where they reach.
+"""The loops of the codecs as plain Python over arrays that check every index, so that a fuzzer sees
+where they go and where they reach.
 
-Machine code is compiled without bounds checks and cannot be instrumented. numba's number types are callable outside of it and give numpy's
-numbers, with the same width.
+Machine code is compiled without bounds checks and cannot be instrumented. numba's number types are
+callable outside of it and give numpy's numbers, with the same width.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _in_front(index: Any) -> Any:
 
 def _checked(loop: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
-        # machine code counts around the end of a number, and divides as IEEE 754 says, without a word
+        # machine code counts around the end of a number, and divides as IEEE 754 says, without a
+        # word
         with np.errstate(all="ignore"):
             return loop(*(_viewed(argument) for argument in arguments))
 
@@ -70,4 +72,6 @@ def plain_loops() -> Loops:
 
 def plain_channel_streams() -> ChannelStreams:
     """The loops of `compile_channel_streams`, as Python."""
-    return ChannelStreams(_checked(channel_streams.encode_streams), _checked(channel_streams.decode_streams))
+    return ChannelStreams(
+        _checked(channel_streams.encode_streams), _checked(channel_streams.decode_streams)
+    )

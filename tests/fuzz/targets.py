@@ -1,6 +1,8 @@
-"""What is fuzzed, and what it is fuzzed with first: each target takes any bytes and lets out only what its documentation says it raises.
+"""What is fuzzed, and what it is fuzzed with first: each target takes any bytes and lets out only
+what its documentation says it raises.
 
-Bytes stand for what is inside the checksums: a target puts the right ones around them, because no fuzzer guesses those.
+Bytes stand for what is inside the checksums: a target puts the right ones around them, because no
+fuzzer guesses those.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ from lmcache_core.record import (
     decoded_bytes,
     decoded_header,
 )
-from lmcache_core.serde import FastDeserializer, FastSerializer, SafeDeserializer, SafeSerializer, TorchDeserializer, TorchSerializer
+from lmcache_core.serde import (
+    FastDeserializer,
+    FastSerializer,
+    SafeDeserializer,
+    SafeSerializer,
+    TorchDeserializer,
+    TorchSerializer,
+)
 from lmcache_core.serde.cachegen.config import CacheGenConfig
 from lmcache_core.serde.cachegen.outputs import CacheGenGPUEncoderOutput
 from lmcache_core.serde.cachegen.serializer import CacheGenDeserializer, CacheGenSerializer
@@ -50,7 +59,9 @@ from tests.fixtures import pods
 from tests.fixtures.time_bound import cpu_bound
 
 MAX_DECODED_BYTES = 1 << 20
-"""Heads that claim more are left alone once they are read: whoever decodes has bounded what it allocates before."""
+"""Heads that claim more are left alone once they are read: whoever decodes has bounded what it
+allocates before.
+"""
 MAX_REVIEW_S = 15.0
 TENSORS = (
     ("bfloat16", (2, 2, 5, 6)),
@@ -77,25 +88,39 @@ class Target:
 
 
 def read_container(data: bytes) -> None:
-    """A container of the Torch, Safe, Fast or CacheGen serde: two bits say which, one whether the rest is taken as it is."""
+    """A container of the Torch, Safe, Fast or CacheGen serde: two bits say which, one whether
+    the rest is taken as it is.
+    """
     if len(data) < 4:
         return
     number, is_whole = data[0] & 3, bool(data[0] & 4)
     dtype, num_dimensions = 1 + data[1] % len(DTYPE_ITEMSIZE), data[2] % 6
     shape, payload = data[3 : 3 + num_dimensions], data[3 + num_dimensions :]
-    whole = data[1:] if is_whole else sealed_by_hand(payload, serde=number + 1, dtype=dtype, shape=list(shape))
+    whole = (
+        data[1:]
+        if is_whole
+        else sealed_by_hand(payload, serde=number + 1, dtype=dtype, shape=list(shape))
+    )
     try:
         found = _readers()[number].from_bytes(whole)
     except SerdeError:
         return
     assert type(found) is torch.Tensor
-    assert is_whole or (tuple(found.shape), found.dtype) == (tuple(shape), getattr(torch, list(DTYPE_ITEMSIZE)[dtype - 1]))
+    assert is_whole or (tuple(found.shape), found.dtype) == (
+        tuple(shape),
+        getattr(torch, list(DTYPE_ITEMSIZE)[dtype - 1]),
+    )
     assert found.untyped_storage().nbytes() == found.nbytes
 
 
 def seeds_of_containers() -> Iterator[bytes]:
     """One encoding of each serde and dtype, whole, and taken out of its container."""
-    writers = (TorchSerializer(), SafeSerializer(), FastSerializer(), CacheGenSerializer(LMCacheEngineConfig.from_defaults(), _METADATA))
+    writers = (
+        TorchSerializer(),
+        SafeSerializer(),
+        FastSerializer(),
+        CacheGenSerializer(LMCacheEngineConfig.from_defaults(), _METADATA),
+    )
     for number, writer in enumerate(writers):
         for i, dtype in enumerate(DTYPE_ITEMSIZE):
             shape = (2, 2, 5, 1, 6) if number == 3 and i % 2 else (2, 3)
@@ -141,14 +166,18 @@ def seeds_of_blobs() -> Iterator[bytes]:
 
 
 def read_gpu_output(data: bytes) -> None:
-    """A CacheGen output: two bytes say how much of the rest is its head. What can be read is decoded."""
+    """A CacheGen output: two bytes say how much of the rest is its head. What can be read is
+    decoded.
+    """
     if len(data) < 2:
         return
     (head_bytes,) = struct.unpack_from("<H", data)
     head, payload = data[2 : 2 + head_bytes], data[2 + head_bytes :]
     prefix = struct.pack("<4sB3xI4xQ", b"LMCG", 1, len(head), len(payload))
     try:
-        output = CacheGenGPUEncoderOutput.from_bytes(prefix + xxhash.xxh3_128_digest(prefix + head + payload) + head + payload)
+        output = CacheGenGPUEncoderOutput.from_bytes(
+            prefix + xxhash.xxh3_128_digest(prefix + head + payload) + head + payload
+        )
     except SerdeError:
         return
     assert CacheGenGPUEncoderOutput.from_bytes(output.to_bytes()).to_bytes() == output.to_bytes()
@@ -158,7 +187,9 @@ def read_gpu_output(data: bytes) -> None:
         return
     target = torch.full((num_tokens, num_layers * num_channels), 0x5A, dtype=torch.uint8)
     try:
-        keys, values = decode_function_gpu(output.cdf, output.data_chunks, num_layers // 2, max(num_tokens, 1), target)
+        keys, values = decode_function_gpu(
+            output.cdf, output.data_chunks, num_layers // 2, max(num_tokens, 1), target
+        )
     except (SerdeError, LayoutError):
         return
     assert keys.shape == values.shape == (num_layers // 2, num_tokens, num_channels)
@@ -166,10 +197,17 @@ def read_gpu_output(data: bytes) -> None:
 
 def seeds_of_gpu_outputs() -> Iterator[bytes]:
     """Outputs of several shapes, in one data chunk and in more."""
-    for layers, tokens, heads, size, chunk_size in ((1, 3, 1, 2, 8), (2, 9, 2, 3, 4), (12, 1, 1, 1, 1), (1, 0, 1, 1, 1)):
+    for layers, tokens, heads, size, chunk_size in (
+        (1, 3, 1, 2, 8),
+        (2, 9, 2, 3, 4),
+        (12, 1, 1, 1, 1),
+        (1, 0, 1, 1, 1),
+    ):
         config = CacheGenConfig.for_num_layers(layers)
         bins = torch.tensor(config.bins_of_keys()), torch.tensor(config.bins_of_values())
-        kv = torch.randn((layers, 2, tokens, heads, size), generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
+        kv = torch.randn(
+            (layers, 2, tokens, heads, size), generator=torch.Generator().manual_seed(tokens)
+        ).to(torch.bfloat16)
         data = encode_function(kv, config, *bins, chunk_size).to_bytes()
         (head_bytes,) = struct.unpack_from("<I", data, 8)
         yield struct.pack("<H", head_bytes) + data[24 + 16 :]
@@ -203,11 +241,21 @@ def seeds_of_record_heads() -> Iterator[bytes]:
     """A plain one, and an encoded one with a report."""
     record = make_record("a")
     prefix = decode_prefix(record[:PREFIX_BYTES])
-    yield record[PREFIX_BYTES : PREFIX_BYTES + prefix.header_bytes] + struct.pack("<H", prefix.payload_bytes)
+    yield record[PREFIX_BYTES : PREFIX_BYTES + prefix.header_bytes] + struct.pack(
+        "<H", prefix.payload_bytes
+    )
     header, _ = decode_head(record[: prefix.head_bytes])
     specs = (TensorSpec("g", "bfloat16", (2, 3), 0, 7), TensorSpec("", "uint8", (), 7, 3))
     report = msgspec.msgpack.encode([3.5, 13, 10, [["g keys 0-1", 0.1, 0.2]]])
-    fields = [header.key, "cachegen", "low@0123456789abcdef", True, specs, header.digest, [[1, False, report], [9, False, b""]]]
+    fields = [
+        header.key,
+        "cachegen",
+        "low@0123456789abcdef",
+        True,
+        specs,
+        header.digest,
+        [[1, False, report], [9, False, b""]],
+    ]
     yield msgspec.msgpack.encode(fields) + struct.pack("<H", 10)
 
 
@@ -223,7 +271,10 @@ def read_message(data: bytes) -> None:
 
 def seeds_of_messages() -> Iterator[bytes]:
     """The greetings, from either side, and what is said about tickets."""
-    chains = (ChunkChain("vllm", "model", 2, "", bytes(64)), ChunkChain("vllm", "model", 1, "window", b""))
+    chains = (
+        ChunkChain("vllm", "model", 2, "", bytes(64)),
+        ChunkChain("vllm", "model", 1, "window", b""),
+    )
     for message in (
         messages.Hello(1, 1, "c", 7, 0, "model", "layout"),
         messages.HelloOk(1, "s", "/a", 1 << 20, 3, "always", "salt", messages.CAPABILITIES),
@@ -235,14 +286,25 @@ def seeds_of_messages() -> Iterator[bytes]:
 
 
 def review_any_pod(data: bytes) -> None:
-    """A pod as JSON, or the texts of one, each repeated as often as its first byte says: whatever it is, its review ends, and soon."""
+    """A pod as JSON, or the texts of one, each repeated as often as its first byte says:
+    whatever it is, its review ends, and soon.
+    """
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
-        texts = [(text[1:] * (1 + 100 * text[0])).decode(errors="replace") for text in data.split(b"\0")[:12] if text]
+        texts = [
+            (text[1:] * (1 + 100 * text[0])).decode(errors="replace")
+            for text in data.split(b"\0")[:12]
+            if text
+        ]
         image, name, value, annotation, *line = [*texts, *[""] * 4]
         document = pods.pod(
-            pods.container(image=image, command=line[:4], args=line[4:], env=[{"name": f"LMCACHE_{name}", "value": value}]),
+            pods.container(
+                image=image,
+                command=line[:4],
+                args=line[4:],
+                env=[{"name": f"LMCACHE_{name}", "value": value}],
+            ),
             annotations={f"lmcache.io/{annotation}": value},
         )
     if isinstance(document, dict):
@@ -255,8 +317,28 @@ def seeds_of_pods() -> Iterator[bytes]:
     """Pods of other projects' charts, and texts that are worth a second look."""
     for make in pods.SHAPES.values():
         yield json.dumps(make()).encode()
-    yield b"\0".join((b"\1vllm", b"\1_SERVICE_PORT", b"\1--kv-transfer-config", b"\0arena-gb", b"\0sh", b"\0-c", b'\0vllm serve "${a}'))
-    yield b"\0".join((b"\1nginx@", b"\0CHUNK_SIZE", b"\0256", b"\0container", b"\0python", b"\0-m", b"\0vllm.entrypoints.cli.main"))
+    yield b"\0".join(
+        (
+            b"\1vllm",
+            b"\1_SERVICE_PORT",
+            b"\1--kv-transfer-config",
+            b"\0arena-gb",
+            b"\0sh",
+            b"\0-c",
+            b'\0vllm serve "${a}',
+        )
+    )
+    yield b"\0".join(
+        (
+            b"\1nginx@",
+            b"\0CHUNK_SIZE",
+            b"\0256",
+            b"\0container",
+            b"\0python",
+            b"\0-m",
+            b"\0vllm.entrypoints.cli.main",
+        )
+    )
 
 
 TARGETS = {
@@ -282,6 +364,8 @@ def _codec() -> CacheGenCodec:
 
 
 @functools.cache
-def _readers() -> tuple[TorchDeserializer, SafeDeserializer, FastDeserializer, CacheGenDeserializer]:
+def _readers() -> tuple[
+    TorchDeserializer, SafeDeserializer, FastDeserializer, CacheGenDeserializer
+]:
     cachegen = CacheGenDeserializer(LMCacheEngineConfig.from_defaults(), _METADATA, None)
     return TorchDeserializer(None), SafeDeserializer(None), FastDeserializer(None), cachegen

@@ -1,4 +1,6 @@
-"""The fuzz targets take their seeds and what is near them; the plain loops do what machine code does, within the arrays."""
+"""The fuzz targets take their seeds and what is near them; the plain loops do what machine code
+does, within the arrays.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,23 @@ import numpy as np
 import pytest
 from lmcache_core.serde.chunk_codec import CacheGenCodec
 from lmcache_core.serde.profiles import Profile
-from lmcache_core.testing.codec_payloads import decode_between_guards, header_of, kv_payload, specs_of
+from lmcache_core.testing.codec_payloads import (
+    decode_between_guards,
+    header_of,
+    kv_payload,
+    specs_of,
+)
 
 from tests.fuzz import __main__ as command
 from tests.fuzz.plain_loops import Checked, plain_channel_streams, plain_loops
-from tests.fuzz.targets import TARGETS, TENSORS, decode_blob, read_gpu_output, seeds_of_blobs, seeds_of_gpu_outputs
+from tests.fuzz.targets import (
+    TARGETS,
+    TENSORS,
+    decode_blob,
+    read_gpu_output,
+    seeds_of_blobs,
+    seeds_of_gpu_outputs,
+)
 
 NUM_DAMAGED = 40
 
@@ -23,7 +37,11 @@ def near(seed: bytes, number: int) -> bytes:
     """A seed with a byte changed, put in or left out."""
     dice = random.Random(number)
     at = dice.randrange(len(seed) + 1)
-    return seed[:at] + dice.choice([b"", b"\0", b"\xff", dice.randbytes(1)]) + seed[at + dice.randrange(2) :]
+    return (
+        seed[:at]
+        + dice.choice([b"", b"\0", b"\xff", dice.randbytes(1)])
+        + seed[at + dice.randrange(2) :]
+    )
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -55,7 +73,13 @@ def test_plain_loops_encode_and_decode_the_same(profile: Profile | None) -> None
     """Every index that they use lies within its array."""
     compiled, plain = CacheGenCodec(profile, 1), plain_codec(profile)
     compiled.open()
-    tensors = (*TENSORS, ("bfloat16", (2, 1, 3, 130)), ("float32", (1, 1, 66, 5)), ("bfloat16", (1, 1, 3, 300)), ("int32", (70,)))
+    tensors = (
+        *TENSORS,
+        ("bfloat16", (2, 1, 3, 130)),
+        ("float32", (1, 1, 66, 5)),
+        ("bfloat16", (1, 1, 3, 300)),
+        ("int32", (70,)),
+    )
     for i, tensor in enumerate(tensors):
         specs = specs_of(tensor)
         payload = memoryview(kv_payload(specs, i))
@@ -65,7 +89,9 @@ def test_plain_loops_encode_and_decode_the_same(profile: Profile | None) -> None
             assert bytes(ours.payload) == bytes(theirs.payload)
             assert ours.report == theirs.report
             header = header_of(ours)
-            assert decode_between_guards(plain, header, ours.payload) == decode_between_guards(compiled, header, ours.payload)
+            assert decode_between_guards(plain, header, ours.payload) == decode_between_guards(
+                compiled, header, ours.payload
+            )
     compiled.close()
 
 
@@ -74,7 +100,9 @@ def test_plain_loops_stay_within_their_arrays_whatever_is_read() -> None:
     for number, seed in enumerate(seeds_of_blobs()):
         for i in range(3):
             decode_blob(codec, near(seed, 1000 * number + i))
-    with mock.patch("lmcache_core.serde.cachegen.streams.compile_channel_streams", plain_channel_streams):
+    with mock.patch(
+        "lmcache_core.serde.cachegen.streams.compile_channel_streams", plain_channel_streams
+    ):
         for number, seed in enumerate(seeds_of_gpu_outputs()):
             for i in range(20):
                 read_gpu_output(near(seed, 1000 * number + i))

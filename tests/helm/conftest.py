@@ -1,4 +1,6 @@
-"""The chart, rendered by the pinned Helm 3 and Helm 4 out of a copy of its own, with its dependency built."""
+"""The chart, rendered by the pinned Helm 3 and Helm 4 out of a copy of its own, with its
+dependency built.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ class Rendering:
 
     def get(self, kind: str, name: str) -> Manifest:
         """The one object of that kind and name (without the release's prefix)."""
-        found = [one for one in self.of_kind(kind) if one["metadata"]["name"] == f"{RELEASE}-lmcache-{name}"]
+        found = [
+            one
+            for one in self.of_kind(kind)
+            if one["metadata"]["name"] == f"{RELEASE}-lmcache-{name}"
+        ]
         assert len(found) == 1, f"{len(found)} objects {kind} {name}"
         return found[0]
 
@@ -82,7 +88,9 @@ class Chart:
     @classmethod
     def built(cls, folder: Path, helms: dict[str, Path]) -> Chart:
         """A copy in that folder, with its dependency."""
-        shutil.copytree(HELM_FOLDER, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.tgz"))
+        shutil.copytree(
+            HELM_FOLDER, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.tgz")
+        )
         chart = cls(folder / "lmcache", helms)
         answer = chart.run("dependency", "build", str(chart.path))
         assert answer.returncode == 0, answer.stderr
@@ -91,11 +99,24 @@ class Chart:
     def run(self, *arguments: str, helm: str = "helm4") -> subprocess.CompletedProcess[str]:
         """Run one Helm command, without looking at a cluster."""
         registry = SET_REGISTRY if arguments[0] in RENDERING else ()
-        command = [str(self.helms[helm]), arguments[0], *registry, *arguments[1:], "--kubeconfig", "/nonexistent"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=HELM_TIMEOUT_S, check=False)
+        command = [
+            str(self.helms[helm]),
+            arguments[0],
+            *registry,
+            *arguments[1:],
+            "--kubeconfig",
+            "/nonexistent",
+        ]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=HELM_TIMEOUT_S, check=False
+        )
 
     def template(
-        self, values: Manifest | None, files: tuple[Path, ...], helm: str, command: tuple[str, ...] = ("template",)
+        self,
+        values: Manifest | None,
+        files: tuple[Path, ...],
+        helm: str,
+        command: tuple[str, ...] = ("template",),
     ) -> subprocess.CompletedProcess[str]:
         """`helm template`, or another command, with values files and, over them, values."""
         arguments = [*command, RELEASE, str(self.path), "--namespace", NAMESPACE]
@@ -105,7 +126,9 @@ class Chart:
             arguments += ["--set-json", f"{name}={json.dumps(value)}"]
         return self.run(*arguments, helm=helm)
 
-    def render(self, values: Manifest | None = None, *files: Path, helm: str = "helm4") -> Rendering:
+    def render(
+        self, values: Manifest | None = None, *files: Path, helm: str = "helm4"
+    ) -> Rendering:
         """Render; the same rendering is made once.
 
         Args:
@@ -117,7 +140,9 @@ class Chart:
         if key not in self._rendered:
             answer = self.template(values, files, helm)
             assert answer.returncode == 0, answer.stderr
-            self._rendered[key] = Rendering(answer.stdout, [one for one in yaml.safe_load_all(answer.stdout) if one])
+            self._rendered[key] = Rendering(
+                answer.stdout, [one for one in yaml.safe_load_all(answer.stdout) if one]
+            )
         return self._rendered[key]
 
     def refuse(self, values: Manifest, *files: Path) -> str:
@@ -129,7 +154,9 @@ class Chart:
 
 def fetch_helms() -> dict[str, Path]:
     """The pinned binaries by name, fetched where they are not in `.tools/` yet."""
-    answer = subprocess.run([sys.executable, FETCH_HELM], capture_output=True, text=True, timeout=400, check=False)
+    answer = subprocess.run(
+        [sys.executable, FETCH_HELM], capture_output=True, text=True, timeout=400, check=False
+    )
     assert answer.returncode == 0, answer.stderr
     pairs = (line.split(": ", 1) for line in answer.stdout.splitlines())
     return {name: Path(path) for name, path in pairs}

@@ -1,4 +1,6 @@
-"""Schemas of the kinds that are not Kubernetes' own, as far as the chart uses them: their operators' documentation has more fields."""
+"""Schemas of the kinds that are not Kubernetes' own, as far as the chart uses them: their
+operators' documentation has more fields.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,22 @@ if TYPE_CHECKING:
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string", "minLength": 1}
-DURATION: Schema = {"type": "string", "pattern": "^(([0-9]+)y)?(([0-9]+)w)?(([0-9]+)d)?(([0-9]+)h)?(([0-9]+)m)?(([0-9]+)s)?(([0-9]+)ms)?$"}
+DURATION: Schema = {
+    "type": "string",
+    "pattern": (
+        "^(([0-9]+)y)?(([0-9]+)w)?(([0-9]+)d)?(([0-9]+)h)?(([0-9]+)m)?(([0-9]+)s)?(([0-9]+)ms)?$"
+    ),
+}
 STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 
 
 def strict(required: list[str], **properties: Schema) -> Schema:
-    return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": required,
+        "properties": properties,
+    }
 
 
 def many(items: Schema) -> Schema:
@@ -37,7 +49,9 @@ POD_MONITOR = strict(
             scheme={"enum": ["http", "https"]},
             interval=DURATION,
             scrapeTimeout=DURATION,
-            relabelings=many(strict(["targetLabel", "replacement"], targetLabel=TEXT, replacement=TEXT)),
+            relabelings=many(
+                strict(["targetLabel", "replacement"], targetLabel=TEXT, replacement=TEXT)
+            ),
             tlsConfig=strict(
                 [],
                 ca=strict(["secret"], secret=strict(["name", "key"], name=TEXT, key=TEXT)),
@@ -84,7 +98,11 @@ SCALED_OBJECT = strict(
             type=TEXT,
             metricType={"enum": ["Utilization", "AverageValue", "Value"]},
             metadata=STRINGS,
-            authenticationRef=strict(["name"], name=TEXT, kind={"enum": ["TriggerAuthentication", "ClusterTriggerAuthentication"]}),
+            authenticationRef=strict(
+                ["name"],
+                name=TEXT,
+                kind={"enum": ["TriggerAuthentication", "ClusterTriggerAuthentication"]},
+            ),
         )
     ),
 )

@@ -23,8 +23,18 @@ TIMEOUT_S = 60
 SMALL = {
     "lookup": {},
     "broker": {"DISCOVERY": "registration"},
-    "storage": {"LM_PORT": "0", "MEMORY_GB": "0.0625", "DISK_GB": "0.0625", "ADVERTISE_URL": "lm://127.0.0.1:1"},
-    "sidecar": {"LM_PORT": "0", "ARENA_GB": "0.0625", "HEALTH_PORT": "0", "DISTRIBUTED_URL": "lm://127.0.0.1:2"},
+    "storage": {
+        "LM_PORT": "0",
+        "MEMORY_GB": "0.0625",
+        "DISK_GB": "0.0625",
+        "ADVERTISE_URL": "lm://127.0.0.1:1",
+    },
+    "sidecar": {
+        "LM_PORT": "0",
+        "ARENA_GB": "0.0625",
+        "HEALTH_PORT": "0",
+        "DISTRIBUTED_URL": "lm://127.0.0.1:2",
+    },
 }
 
 
@@ -34,10 +44,13 @@ class Cluster:
     Args:
         rendering: Whose settings files and secrets.
         folder: Empty.
-        authority: Signs a certificate for each service, with the name that the chart gives to all of them; None: nothing is encrypted.
+        authority: Signs a certificate for each service, with the name that the chart gives to all
+            of them; None: nothing is encrypted.
     """
 
-    def __init__(self, rendering: Rendering, folder: Path, authority: Authority | None = None) -> None:
+    def __init__(
+        self, rendering: Rendering, folder: Path, authority: Authority | None = None
+    ) -> None:
         self._rendering = rendering
         self._folder = folder
         self._authority = authority
@@ -48,30 +61,60 @@ class Cluster:
         self.lm_ports: dict[str, int] = {}
 
     def start(self, service: str, addresses: dict[str, str]) -> None:
-        """Start one service and wait until it listens. `addresses` are settings that name other services."""
+        """Start one service and wait until it listens. `addresses` are settings that name other
+        services.
+        """
         root = self._folder / service
-        for path in ("run/secrets/lmcache", "run/secrets/tls", "run/lmcache/arena", "run/lmcache/socket", "var/lib/lmcache"):
+        for path in (
+            "run/secrets/lmcache",
+            "run/secrets/tls",
+            "run/lmcache/arena",
+            "run/lmcache/socket",
+            "var/lib/lmcache",
+        ):
             (root / path).mkdir(parents=True, exist_ok=True)
         for name in ("auth", "keys"):
             for key, value in self._rendering.get("Secret", name)["data"].items():
                 (root / "run/secrets/lmcache" / key).write_bytes(base64.b64decode(value))
         if self._authority is not None:
             pair = self._authority.sign(service, "127.0.0.1", "cache-lmcache.inference.svc")
-            for name, file in (("tls.crt", pair.cert), ("tls.key", pair.key), ("ca.crt", self._authority.file)):
+            for name, file in (
+                ("tls.crt", pair.cert),
+                ("tls.key", pair.key),
+                ("ca.crt", self._authority.file),
+            ):
                 (root / "run/secrets/tls" / name).write_bytes(file.read_bytes())
-        config = self._rendering.get("ConfigMap", "vllm-tiny" if service == "sidecar" else service)["data"]["config.yaml"]
+        config = self._rendering.get("ConfigMap", "vllm-tiny" if service == "sidecar" else service)[
+            "data"
+        ]["config.yaml"]
         for path in ("/run/", "/var/lib/"):
             config = config.replace(f": {path}", f": {root}{path}")
         # There is no Redis here: the index is in the lookup's process.
-        config = "".join(line for line in config.splitlines(keepends=True) if not line.startswith("redis_tls_"))
+        config = "".join(
+            line for line in config.splitlines(keepends=True) if not line.startswith("redis_tls_")
+        )
         (root / "config.yaml").write_text(config, encoding="utf-8")
-        settings = {"PORT": "0", "HEALTH_PORT": "0", "INSTANCE_ID": f"{service}-0"} | SMALL[service] | addresses
+        settings = (
+            {"PORT": "0", "HEALTH_PORT": "0", "INSTANCE_ID": f"{service}-0"}
+            | SMALL[service]
+            | addresses
+        )
         if self._authority is not None:
-            settings = {name: value.replace("lm://", "lm+tls://") for name, value in settings.items()}
+            settings = {
+                name: value.replace("lm://", "lm+tls://") for name, value in settings.items()
+            }
         env = {f"LMCACHE_{service.upper()}_{name}": value for name, value in settings.items()}
-        command = [str(BINARIES / f"lmcache-{service}"), "--config", "config.yaml", "--port-file", "ports.json"]
+        command = [
+            str(BINARIES / f"lmcache-{service}"),
+            "--config",
+            "config.yaml",
+            "--port-file",
+            "ports.json",
+        ]
         with (root / "log").open("wb") as log:
-            process = subprocess.Popen(command, env=env, cwd=root, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, env=env, cwd=root, stdout=log, stderr=subprocess.STDOUT
+            )
         self._processes.append(process)
         deadline = time.monotonic() + TIMEOUT_S
         while not (root / "ports.json").exists():
@@ -90,7 +133,9 @@ class Cluster:
         """Where its REST is."""
         return f"{self.scheme}://127.0.0.1:{self.ports[service]}"
 
-    def get(self, service: str, path: str, token: str | None = None, shows_certificate: bool = True) -> Manifest:
+    def get(
+        self, service: str, path: str, token: str | None = None, shows_certificate: bool = True
+    ) -> Manifest:
         """One GET; raises `HTTPError` for a refusal."""
         request = urllib.request.Request(f"{self.url_of(service)}{path}")
         if token is not None:
@@ -103,7 +148,9 @@ class Cluster:
 
     def probe(self, service: str, path: str) -> Manifest:
         """One GET of the port for probes, as a kubelet asks."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.health_ports[service]}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self.health_ports[service]}{path}", timeout=10
+        ) as answer:
             body: Manifest = json.load(answer)
         return body
 

@@ -40,7 +40,9 @@ def selectors(expression: str) -> list[Selected]:
 
 def _walk(node: object) -> Iterator[Selected]:
     if isinstance(node, promql_parser.VectorSelector):
-        yield Selected(node.name or "", {matcher.name: matcher.value for matcher in node.matchers.matchers})
+        yield Selected(
+            node.name or "", {matcher.name: matcher.value for matcher in node.matchers.matchers}
+        )
         return
     for name in ("expr", "lhs", "rhs", "param", "vector_selector"):
         child = getattr(node, name, None)

@@ -1,4 +1,6 @@
-"""The default rendering as a text that can be compared: objects and fields in a fixed order, nothing that differs each time."""
+"""The default rendering as a text that can be compared: objects and fields in a fixed order,
+nothing that differs each time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
 
 
 Dumper.add_representer(str, _represent_text)
@@ -28,7 +32,13 @@ Dumper.add_representer(str, _represent_text)
 def snapshot_of(rendering: Rendering) -> str:
     """The snapshot of a rendering. What is made anew each time is left out of it."""
     ordered = sorted(rendering.manifests, key=lambda one: (one["kind"], one["metadata"]["name"]))
-    return yaml.dump_all([_steady(one) for one in ordered], Dumper=Dumper, sort_keys=True, width=WIDTH, allow_unicode=True)
+    return yaml.dump_all(
+        [_steady(one) for one in ordered],
+        Dumper=Dumper,
+        sort_keys=True,
+        width=WIDTH,
+        allow_unicode=True,
+    )
 
 
 def _steady(manifest: Manifest) -> Manifest:

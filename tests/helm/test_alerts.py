@@ -25,7 +25,9 @@ MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
 UNITS = {"m": MINUTE_S, "h": HOUR_S}
 ALERTS = {
     alert["alert"]: alert
-    for group in yaml.safe_load((REPOSITORY / "helm" / "lmcache" / "files" / "alerts.yaml").read_text(encoding="utf-8")).values()
+    for group in yaml.safe_load(
+        (REPOSITORY / "helm" / "lmcache" / "files" / "alerts.yaml").read_text(encoding="utf-8")
+    ).values()
     for alert in group
 }
 CALM, GROWING, ONE_STEP = "0x120", "0+60x120", "0x30 1x89"
@@ -69,7 +71,10 @@ def http(ok: str, failed: str) -> dict[str, str]:
 def lookups(fast: str, all_of_them: str) -> dict[str, str]:
     name = "lmcache_http_request_duration_seconds_bucket"
     bounds = {"0.05": fast, "0.25": all_of_them, "+Inf": all_of_them}
-    return {f'{name}{{pod="a",route="/v1/lookup",le="{bound}"}}': values for bound, values in bounds.items()}
+    return {
+        f'{name}{{pod="a",route="/v1/lookup",le="{bound}"}}': values
+        for bound, values in bounds.items()
+    }
 
 
 def tier(event: str, values: str, of: str = "LocalDiskBackend") -> dict[str, str]:
@@ -91,12 +96,15 @@ def hits(loaded: str) -> dict[str, str]:
 
 
 def brokers(*, failures: str = CALM, **shared: str) -> dict[str, str]:
-    return by_pod("lmcache_broker_is_shared", **shared) | by_pod("lmcache_broker_sharing_failures_total", a=failures)
+    return by_pod("lmcache_broker_is_shared", **shared) | by_pod(
+        "lmcache_broker_sharing_failures_total", a=failures
+    )
 
 
 def build(**versions: str) -> dict[str, str]:
     return {
-        f'lmcache_build_info{{pod="{pod}",service="lmcache-sidecar",version="{version}"}}': "1x800" for pod, version in versions.items()
+        f'lmcache_build_info{{pod="{pod}",service="lmcache-sidecar",version="{version}"}}': "1x800"
+        for pod, version in versions.items()
     }
 
 
@@ -106,23 +114,77 @@ CASES = [
     Case("LmcacheTargetDown", by_pod("up", a="1x30 0x3 1x80"), False, others=by_pod("up", b=DOWN)),
     Case("LmcacheServerErrors", http("0+60x120", "0+6x120"), True),
     Case("LmcacheServerErrors", http("0+600x120", "0+6x120"), False),
-    Case("LmcacheFilesRunOut", by_pod("process_open_fds", a="950x120") | by_pod("process_max_fds", a="1000x120"), True),
-    Case("LmcacheFilesRunOut", by_pod("process_open_fds", a="850x120") | by_pod("process_max_fds", a="1000x120"), False),
+    Case(
+        "LmcacheFilesRunOut",
+        by_pod("process_open_fds", a="950x120") | by_pod("process_max_fds", a="1000x120"),
+        True,
+    ),
+    Case(
+        "LmcacheFilesRunOut",
+        by_pod("process_open_fds", a="850x120") | by_pod("process_max_fds", a="1000x120"),
+        False,
+    ),
     Case("LmcacheVersionsDiffer", build(a="1.0", b="1.1"), True, until_s=7 * HOUR_S),
-    Case("LmcacheVersionsDiffer", build(a="1.0", b="1.0"), False, others=build(c="1.1"), until_s=7 * HOUR_S),
-    Case("LmcacheHitRatioCollapsed", hits("0+4800x300 1440000+300x60"), True, until_s=30 * HOUR_S, interval_s=5 * MINUTE_S),
-    Case("LmcacheHitRatioCollapsed", hits("0+4800x300 1440000+3000x60"), False, until_s=30 * HOUR_S, interval_s=5 * MINUTE_S),
+    Case(
+        "LmcacheVersionsDiffer",
+        build(a="1.0", b="1.0"),
+        False,
+        others=build(c="1.1"),
+        until_s=7 * HOUR_S,
+    ),
+    Case(
+        "LmcacheHitRatioCollapsed",
+        hits("0+4800x300 1440000+300x60"),
+        True,
+        until_s=30 * HOUR_S,
+        interval_s=5 * MINUTE_S,
+    ),
+    Case(
+        "LmcacheHitRatioCollapsed",
+        hits("0+4800x300 1440000+3000x60"),
+        False,
+        until_s=30 * HOUR_S,
+        interval_s=5 * MINUTE_S,
+    ),
     Case("LmcacheCorruptChunks", by_pod("lmcache_sidecar_corrupt_chunks_total", a=ONE_STEP), True),
     Case("LmcacheCorruptChunks", tier("corrupt_chunks", ONE_STEP, of="RemoteBackend"), True),
-    Case("LmcacheCorruptChunks", tier("evicted_chunks", GROWING) | tier("corrupt_chunks", CALM), False),
+    Case(
+        "LmcacheCorruptChunks",
+        tier("evicted_chunks", GROWING) | tier("corrupt_chunks", CALM),
+        False,
+    ),
     Case("LmcacheSidecarRefusesStores", shares("0+600x120", "0+120x120", "sidecar"), True),
     Case("LmcacheSidecarRefusesStores", shares("0+600x120", "0+30x120", "sidecar"), False),
-    Case("LmcacheSidecarRefusesEngines", counted("lmcache_sidecar_refused_clients_total", 'reason="too_many"', ONE_STEP), True),
-    Case("LmcacheSidecarRefusesEngines", counted("lmcache_sidecar_refused_clients_total", 'reason="too_many"', "7x120"), False),
-    Case("LmcachePullsFail", tier("pulls", "0+60x120", "P2PBackend") | tier("failed_pulls", "0+12x120", "P2PBackend"), True),
-    Case("LmcachePullsFail", tier("pulls", "0+60x120", "P2PBackend") | tier("failed_pulls", "0+3x120", "P2PBackend"), False),
-    Case("LmcacheDrainIncomplete", counted("lmcache_sidecar_drained_chunks_total", 'outcome="left"', "0x30 4x3"), True),
-    Case("LmcacheDrainIncomplete", counted("lmcache_sidecar_drained_chunks_total", 'outcome="handed_over"', GROWING), False),
+    Case(
+        "LmcacheSidecarRefusesEngines",
+        counted("lmcache_sidecar_refused_clients_total", 'reason="too_many"', ONE_STEP),
+        True,
+    ),
+    Case(
+        "LmcacheSidecarRefusesEngines",
+        counted("lmcache_sidecar_refused_clients_total", 'reason="too_many"', "7x120"),
+        False,
+    ),
+    Case(
+        "LmcachePullsFail",
+        tier("pulls", "0+60x120", "P2PBackend") | tier("failed_pulls", "0+12x120", "P2PBackend"),
+        True,
+    ),
+    Case(
+        "LmcachePullsFail",
+        tier("pulls", "0+60x120", "P2PBackend") | tier("failed_pulls", "0+3x120", "P2PBackend"),
+        False,
+    ),
+    Case(
+        "LmcacheDrainIncomplete",
+        counted("lmcache_sidecar_drained_chunks_total", 'outcome="left"', "0x30 4x3"),
+        True,
+    ),
+    Case(
+        "LmcacheDrainIncomplete",
+        counted("lmcache_sidecar_drained_chunks_total", 'outcome="handed_over"', GROWING),
+        False,
+    ),
     Case("LmcacheConnectorFails", by_pod("vllm:lmcache_failed_calls_total", a=ONE_STEP), True),
     Case("LmcacheConnectorFails", by_pod("vllm:lmcache_failed_calls_total", a=CALM), False),
     Case("LmcacheStorageRefusesStores", shares("0+600x120", "0+60x120", "storage"), True),
@@ -132,7 +194,9 @@ CASES = [
     Case("LmcacheWritesDropped", tier("dropped_writes", GROWING), True),
     Case("LmcacheWritesDropped", tier("dropped_writes", ONE_STEP), False),
     Case("LmcacheLookupDegraded", by_pod("lmcache_lookup_degraded_answers_total", a=GROWING), True),
-    Case("LmcacheLookupDegraded", by_pod("lmcache_lookup_degraded_answers_total", a=ONE_STEP), False),
+    Case(
+        "LmcacheLookupDegraded", by_pod("lmcache_lookup_degraded_answers_total", a=ONE_STEP), False
+    ),
     Case("LmcacheLookupSlow", lookups("0+50x120", "0+60x120"), True),
     Case("LmcacheLookupSlow", lookups("0+60x120", "0+60x120"), False),
     Case("LmcacheWorkerDown", {'lmcache_worker_up{pod="a",worker="1"}': DOWN}, True),
@@ -141,13 +205,37 @@ CASES = [
     Case("LmcacheBrokerAlone", brokers(a=DOWN, failures=GROWING), True),
     Case("LmcacheBrokerAlone", brokers(a=DOWN), False, others=brokers(b=UP, c=UP)),
     Case("LmcacheBrokerAlone", brokers(a=UP, b="1x30 0x5 1x80"), False),
-    Case("LmcacheBrokerTurnsAway", by_pod("lmcache_broker_turned_away_requests_total", a=GROWING), True),
-    Case("LmcacheBrokerTurnsAway", by_pod("lmcache_broker_turned_away_requests_total", a=ONE_STEP), False),
-    Case("LmcacheLeasesExpire", by_pod("lmcache_broker_expired_leases_total", a="0x30 2x5 4x84"), True),
+    Case(
+        "LmcacheBrokerTurnsAway",
+        by_pod("lmcache_broker_turned_away_requests_total", a=GROWING),
+        True,
+    ),
+    Case(
+        "LmcacheBrokerTurnsAway",
+        by_pod("lmcache_broker_turned_away_requests_total", a=ONE_STEP),
+        False,
+    ),
+    Case(
+        "LmcacheLeasesExpire",
+        by_pod("lmcache_broker_expired_leases_total", a="0x30 2x5 4x84"),
+        True,
+    ),
     Case("LmcacheLeasesExpire", by_pod("lmcache_broker_expired_leases_total", a=ONE_STEP), False),
-    Case("LmcacheInjectionFails", counted("lmcache_webhook_reviews_total", 'verdict="throttled"', ONE_STEP), True),
-    Case("LmcacheInjectionFails", counted("lmcache_webhook_reviews_total", 'verdict="unfinished"', ONE_STEP), True),
-    Case("LmcacheInjectionFails", counted("lmcache_webhook_reviews_total", 'verdict="declined"', GROWING), False),
+    Case(
+        "LmcacheInjectionFails",
+        counted("lmcache_webhook_reviews_total", 'verdict="throttled"', ONE_STEP),
+        True,
+    ),
+    Case(
+        "LmcacheInjectionFails",
+        counted("lmcache_webhook_reviews_total", 'verdict="unfinished"', ONE_STEP),
+        True,
+    ),
+    Case(
+        "LmcacheInjectionFails",
+        counted("lmcache_webhook_reviews_total", 'verdict="declined"', GROWING),
+        False,
+    ),
 ]
 GAUGES_OF_PROMETHEUS = {"up"}
 
@@ -167,11 +255,18 @@ def test_an_alert_fires_when_it_should(case: Case) -> None:
         written.add(series, values, OURS)
     for series, values in case.others.items():
         written.add(series, values, OURS | {"lmcache_release": "other/release"})
-    firing = written.first_firing(expression_of(case.alert), seconds(ALERTS[case.alert].get("for", "0m")), case.until_s)
+    firing = written.first_firing(
+        expression_of(case.alert), seconds(ALERTS[case.alert].get("for", "0m")), case.until_s
+    )
     assert bool(firing) == case.fires, firing
     named = set(re.findall(r"\$labels\.(\w+)", ALERTS[case.alert]["summary"]))
-    assert all(named <= dict(labels).keys() for labels in firing), f"the summary names {named}, which are not all there: {firing}"
-    assert all(NAME not in dict(labels) and dict(labels).get("lmcache_release", RELEASE) == RELEASE for labels in firing)
+    assert all(
+        named <= dict(labels).keys() for labels in firing
+    ), f"the summary names {named}, which are not all there: {firing}"
+    assert all(
+        NAME not in dict(labels) and dict(labels).get("lmcache_release", RELEASE) == RELEASE
+        for labels in firing
+    )
 
 
 def test_every_alert_is_tried_both_ways() -> None:
@@ -179,8 +274,12 @@ def test_every_alert_is_tried_both_ways() -> None:
         assert {case.fires for case in CASES if case.alert == alert} == {True, False}, alert
 
 
-def test_what_may_happen_once_is_shown_at_0_before(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """`increase` of a counter that is first seen at 1 is 0: the first, perhaps only, damaged chunk would alert nobody."""
+def test_what_may_happen_once_is_shown_at_0_before(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """`increase` of a counter that is first seen at 1 is 0: the first, perhaps only, damaged
+    chunk would alert nobody.
+    """
     shown: dict[str, Exposed] = {}
     samples: dict[str, list[Mapping[str, str]]] = {}
     for service in scraped_services(tmp_path_factory.mktemp("first")).values():
@@ -192,10 +291,16 @@ def test_what_may_happen_once_is_shown_at_0_before(tmp_path_factory: pytest.Temp
     for selected in once:
         if selected.metric.startswith("vllm:"):
             continue
-        wanted = {label: value.split("|") for label, value in selected.matchers.items() if label != "lmcache_release"}
+        wanted = {
+            label: value.split("|")
+            for label, value in selected.matchers.items()
+            if label != "lmcache_release"
+        }
         for label, values in wanted.items():
             there = {sample.get(label) for sample in samples[selected.metric]}
-            assert set(values) <= there, f"{selected.metric} does not show {values} from the start: {there}"
+            assert (
+                set(values) <= there
+            ), f"{selected.metric} does not show {values} from the start: {there}"
         assert samples[selected.metric], f"{selected.metric} is not there from the start"
 
 
@@ -213,9 +318,22 @@ def test_series_are_read_as_prometheus_reads_them() -> None:
     written.add('b_bucket{le="2"}', "0+10x60", {})
     written.add('b_bucket{le="+Inf"}', "0+10x60", {})
     empty: frozenset[tuple[str, str]] = frozenset()
-    assert written.first_firing("sum(rate(c_total[10m])) by (zone) > 0.09", 0, 1800)[empty] == 9 * MINUTE_S
-    assert not written.first_firing("sum by (zone) (rate(c_total[10m])) > 0.11", 0, 3600), "a restart is no rise"
-    assert written.first_firing("count by (zone) (g) == 1", 20 * MINUTE_S, 3600) == {frozenset({("zone", "x")}): 51 * MINUTE_S}
-    assert written.first_firing("histogram_quantile(0.75, sum by (le) (rate(b_bucket[5m]))) > 1.49", 0, 600)
-    assert not written.first_firing("histogram_quantile(0.75, sum by (le) (rate(b_bucket[5m]))) > 1.51", 0, 600)
-    assert written.first_firing("g == 1 and on (pod) c_total > 5 or g == 2", 0, 600) == {frozenset({("pod", "a"), ("zone", "x")}): MINUTE_S}
+    assert (
+        written.first_firing("sum(rate(c_total[10m])) by (zone) > 0.09", 0, 1800)[empty]
+        == 9 * MINUTE_S
+    )
+    assert not written.first_firing(
+        "sum by (zone) (rate(c_total[10m])) > 0.11", 0, 3600
+    ), "a restart is no rise"
+    assert written.first_firing("count by (zone) (g) == 1", 20 * MINUTE_S, 3600) == {
+        frozenset({("zone", "x")}): 51 * MINUTE_S
+    }
+    assert written.first_firing(
+        "histogram_quantile(0.75, sum by (le) (rate(b_bucket[5m]))) > 1.49", 0, 600
+    )
+    assert not written.first_firing(
+        "histogram_quantile(0.75, sum by (le) (rate(b_bucket[5m]))) > 1.51", 0, 600
+    )
+    assert written.first_firing("g == 1 and on (pod) c_total > 5 or g == 2", 0, 600) == {
+        frozenset({("pod", "a"), ("zone", "x")}): MINUTE_S
+    }

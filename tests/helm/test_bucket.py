@@ -1,4 +1,6 @@
-"""A bucket behind the storage's disk: its settings, its secrets, the way to it; and that chunks come to lie there."""
+"""A bucket behind the storage's disk: its settings, its secrets, the way to it; and that chunks
+come to lie there.
+"""
 
 from __future__ import annotations
 
@@ -77,22 +79,38 @@ def test_without_a_bucket_there_is_no_trace_of_one(chart: Chart, tmp_path: Path)
     assert "s3-files" not in rendering.text
 
 
-def test_by_default_the_bucket_is_amazons_as_the_role_of_the_pods(chart: Chart, tmp_path: Path) -> None:
+def test_by_default_the_bucket_is_amazons_as_the_role_of_the_pods(
+    chart: Chart, tmp_path: Path
+) -> None:
     rendering = chart.render({"storage.s3.bucket": "kv-cache"})
     settings = storage_settings(rendering, tmp_path)
     for name, field in S3Settings.model_fields.items():
-        assert name == "s3_bucket" or not name.startswith("s3_") or getattr(settings, name) == field.default, name
+        assert (
+            name == "s3_bucket"
+            or not name.startswith("s3_")
+            or getattr(settings, name) == field.default
+        ), name
     assert "s3-files" not in rendering.text
 
 
-def test_the_secrets_keys_become_the_files_that_are_looked_for(chart: Chart, tmp_path: Path) -> None:
+def test_the_secrets_keys_become_the_files_that_are_looked_for(
+    chart: Chart, tmp_path: Path
+) -> None:
     rendering = chart.render({"storage.s3": GIVEN})
     _, container = settings_of(rendering, "storage", tmp_path)
     assert {path for path in files_in(rendering, container) if path.startswith(FILES)} == {
         f"{FILES}/{name}" for name in ("access-key", "secret-key", "ca.crt")
     }
-    (volume,) = (one for one in rendering.get("StatefulSet", "storage")["spec"]["template"]["spec"]["volumes"] if one["name"] == "s3-files")
-    read = {item["key"]: source["secret"]["name"] for source in volume["projected"]["sources"] for item in source["secret"]["items"]}
+    (volume,) = (
+        one
+        for one in rendering.get("StatefulSet", "storage")["spec"]["template"]["spec"]["volumes"]
+        if one["name"] == "s3-files"
+    )
+    read = {
+        item["key"]: source["secret"]["name"]
+        for source in volume["projected"]["sources"]
+        for item in source["secret"]["items"]
+    }
     assert read == {"rootUser": "bucket-keys", "rootPassword": "bucket-keys", "ca.crt": "house-ca"}
     assert volume["projected"]["defaultMode"] == 0o444
     for other in ("lookup", "broker"):
@@ -118,31 +136,54 @@ def test_the_bucket_is_reached_at_the_port_of_its_url(chart: Chart, url: str, po
 
 def test_only_storage_goes_there(chart: Chart) -> None:
     with_bucket, without = (
-        {one["metadata"]["name"]: one["spec"] for one in chart.render(values).of_kind("NetworkPolicy")}
+        {
+            one["metadata"]["name"]: one["spec"]
+            for one in chart.render(values).of_kind("NetworkPolicy")
+        }
         for values in ({"storage.s3": GIVEN}, {})
     )
-    assert [name for name, spec in with_bucket.items() if spec != without[name]] == ["cache-lmcache-storage"]
+    assert [name for name, spec in with_bucket.items() if spec != without[name]] == [
+        "cache-lmcache-storage"
+    ]
 
 
 def test_chunks_come_to_lie_in_it(chart: Chart, tmp_path: Path) -> None:
-    """A storage with the chart's settings and files, and a server behind a certificate of a house's own."""
+    """A storage with the chart's settings and files, and a server behind a certificate of a
+    house's own.
+    """
     (tmp_path / "authority").mkdir()
     authority = Authority(tmp_path / "authority")
-    cluster = Cluster(chart.render({"storage.s3": GIVEN | {"bucket": BUCKET, "pathStyle": True}}), tmp_path / "run")
+    cluster = Cluster(
+        chart.render({"storage.s3": GIVEN | {"bucket": BUCKET, "pathStyle": True}}),
+        tmp_path / "run",
+    )
     files = tmp_path / "run/storage/run/secrets/s3"
     files.mkdir(parents=True)
     with running_s3(tmp_path, authority.sign("s3", "127.0.0.1")) as server:
-        for name, source in (("access-key", server.access_key_file), ("secret-key", server.secret_key_file), ("ca.crt", authority.file)):
+        for name, source in (
+            ("access-key", server.access_key_file),
+            ("secret-key", server.secret_key_file),
+            ("ca.crt", authority.file),
+        ):
             (files / name).write_bytes(source.read_bytes())
         try:
             cluster.start(
-                "storage", {"LOOKUP_URL": "http://127.0.0.1:1", "BROKER_URL": "http://127.0.0.1:1", "S3_ENDPOINT_URL": server.url}
+                "storage",
+                {
+                    "LOOKUP_URL": "http://127.0.0.1:1",
+                    "BROKER_URL": "http://127.0.0.1:1",
+                    "S3_ENDPOINT_URL": server.url,
+                },
             )
-            token = TokenFile(tmp_path / "run/storage/run/secrets/lmcache/sidecar-token", "the token")
+            token = TokenFile(
+                tmp_path / "run/storage/run/secrets/lmcache/sidecar-token", "the token"
+            )
             asyncio.run(store_a_chunk(f"lm://127.0.0.1:{cluster.lm_ports['storage']}", token))
             deadline = time.monotonic() + TIMEOUT_S
             while not server.names():
-                assert time.monotonic() < deadline, (tmp_path / "run/storage/log").read_text(encoding="utf-8")
+                assert time.monotonic() < deadline, (tmp_path / "run/storage/log").read_text(
+                    encoding="utf-8"
+                )
                 time.sleep(0.05)
         finally:
             cluster.stop()
@@ -153,7 +194,9 @@ def test_chunks_come_to_lie_in_it(chart: Chart, tmp_path: Path) -> None:
 async def store_a_chunk(url: str, token: TokenFile) -> None:
     key = CacheEngineKey("vllm", "tiny", 1, 0, "ab" * 32)
     header = raw_header(key, (4096,), "uint8", UNSEALED_DIGEST)
-    chunk = Chunk.unsealed(ChunkKey("default", key), header, BytesBufferMemoryObj(os.urandom(4096)), "test").sealed()
+    chunk = Chunk.unsealed(
+        ChunkKey("default", key), header, BytesBufferMemoryObj(os.urandom(4096)), "test"
+    ).sealed()
     backend = create_remote_backend(url, token, 10.0, "test")
     await backend.open()
     try:

@@ -1,4 +1,6 @@
-"""The matrix: every values file of `ci/`, the defaults and values-ha.yaml, with both Helms, against several Kubernetes versions."""
+"""The matrix: every values file of `ci/`, the defaults and values-ha.yaml, with both Helms,
+against several Kubernetes versions.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
 
 HELM_FOLDER = Path(__file__).resolve().parents[2] / "helm"
-CASES = {path.name.removesuffix("-values.yaml"): path for path in sorted((HELM_FOLDER / "lmcache" / "ci").glob("*-values.yaml"))}
+CASES = {
+    path.name.removesuffix("-values.yaml"): path
+    for path in sorted((HELM_FOLDER / "lmcache" / "ci").glob("*-values.yaml"))
+}
 CASES["ha"] = HELM_FOLDER / "lmcache" / "values-ha.yaml"
 CASES["default"] = HELM_FOLDER / "lmcache" / "values.yaml"
 KUBERNETES_VERSIONS = ("1.29", "1.33", "1.36", "1.37")
@@ -77,7 +82,10 @@ def test_lint(chart: Chart, case: str, helm: str) -> None:
 def schemas_are_read_once() -> Iterator[None]:
     """kubernetes-validate reads its files, some of megabytes, again for each object."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kubernetes_validate.utils.schema_contents", functools.cache(kubernetes_validate.utils.schema_contents))
+        patch.setattr(
+            "kubernetes_validate.utils.schema_contents",
+            functools.cache(kubernetes_validate.utils.schema_contents),
+        )
         yield
 
 
@@ -104,7 +112,11 @@ def test_the_schemas_refuse_what_kubernetes_does_not_know(chart: Chart) -> None:
 @every_case
 def test_both_helms_render_the_same(chart: Chart, case: str) -> None:
     def stable(rendering: Rendering) -> list[str]:
-        return sorted(json.dumps(one, sort_keys=True) for one in rendering.manifests if one["kind"] != "Secret")
+        return sorted(
+            json.dumps(one, sort_keys=True)
+            for one in rendering.manifests
+            if one["kind"] != "Secret"
+        )
 
     assert stable(render(chart, case, "helm3")) == stable(render(chart, case, "helm4"))
 
@@ -120,12 +132,18 @@ def test_rendered_yaml_is_clean(chart: Chart, case: str) -> None:
     """Duplicate keys, tabs and the like, which a parser would take in silence."""
     command = [sys.executable, "-m", "yamllint", "--strict", "--config-file", YAMLLINT, "-"]
     text = render(chart, case).text
-    answer = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+    answer = subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=60, check=False
+    )
     assert answer.returncode == 0, answer.stdout
 
 
 def test_committed_yaml_is_clean() -> None:
-    files = [str(path) for path in HELM_FOLDER.rglob("*.yaml") if path.parent.name not in ("templates", "charts")]
+    files = [
+        str(path)
+        for path in HELM_FOLDER.rglob("*.yaml")
+        if path.parent.name not in ("templates", "charts")
+    ]
     command = [sys.executable, "-m", "yamllint", "--strict", "--config-file", YAMLLINT, *files]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 0, answer.stdout
@@ -140,7 +158,9 @@ def test_dependency_build_leaves_the_lock_alone(chart: Chart, helm: str) -> None
 
 
 def test_notes_name_every_model(chart: Chart) -> None:
-    answer = chart.run("install", "cache", str(chart.path), "--dry-run=client", "--values", str(CASES["models"]))
+    answer = chart.run(
+        "install", "cache", str(chart.path), "--dry-run=client", "--values", str(CASES["models"])
+    )
     assert answer.returncode == 0, answer.stderr
     notes = answer.stdout.split("NOTES:")[1]
     assert "cache-lmcache-vllm-llama:8000" in notes
@@ -156,8 +176,25 @@ def test_templates_stay_short() -> None:
 def test_values_are_documented() -> None:
     """Every name has a comment where it appears first, but for what is Kubernetes' own."""
     lines = (HELM_FOLDER / "lmcache" / "values.yaml").read_text(encoding="utf-8").splitlines()
-    kubernetes = {"requests", "limits", "cpu", "memory", "periodSeconds", "timeoutSeconds", "failureThreshold"}
-    kubernetes |= {"ports", "port", "protocol", "startup", "liveness", "readiness", "maxSurge", "maxUnavailable"}
+    kubernetes = {
+        "requests",
+        "limits",
+        "cpu",
+        "memory",
+        "periodSeconds",
+        "timeoutSeconds",
+        "failureThreshold",
+    }
+    kubernetes |= {
+        "ports",
+        "port",
+        "protocol",
+        "startup",
+        "liveness",
+        "readiness",
+        "maxSurge",
+        "maxUnavailable",
+    }
     documented = set(kubernetes)
     for before, line in itertools.pairwise(lines):
         name = re.match(r" *(?:- )?([A-Za-z_]+):", line)
@@ -169,10 +206,21 @@ def test_values_are_documented() -> None:
 
 
 def test_schema_types_every_value() -> None:
-    """Every value has a type, every object refuses unknown names, unless it is a map or one of Kubernetes' own objects."""
-    schema = json.loads((HELM_FOLDER / "lmcache" / "values.schema.json").read_text(encoding="utf-8"))
+    """Every value has a type, every object refuses unknown names, unless it is a map or one of
+    Kubernetes' own objects.
+    """
+    schema = json.loads(
+        (HELM_FOLDER / "lmcache" / "values.schema.json").read_text(encoding="utf-8")
+    )
     values = yaml.safe_load((HELM_FOLDER / "lmcache" / "values.yaml").read_text(encoding="utf-8"))
-    open_by_design = {"labels", "stringMap", "quantityMap", "tenantQuotas", "connectorOptions", "sidecarTemplate"}
+    open_by_design = {
+        "labels",
+        "stringMap",
+        "quantityMap",
+        "tenantQuotas",
+        "connectorOptions",
+        "sidecarTemplate",
+    }
 
     def check(node: Manifest, value: object, where: str) -> None:
         reference = str(node.get("$ref", "")).rpartition("/")[2]
@@ -185,7 +233,14 @@ def test_schema_types_every_value() -> None:
         for name, child in value.items():
             assert name in node["properties"], f"{where}.{name} is not in the schema"
             check(node["properties"][name], child, f"{where}.{name}")
-        unlisted = set(node["properties"]) - set(value) - {"initialDelaySeconds", "nodeAffinity", "podAffinity", "podAntiAffinity"}
-        assert unlisted <= {"global", "lmcache-common"}, f"{where}: {unlisted} are not in values.yaml"
+        unlisted = (
+            set(node["properties"])
+            - set(value)
+            - {"initialDelaySeconds", "nodeAffinity", "podAffinity", "podAntiAffinity"}
+        )
+        assert unlisted <= {
+            "global",
+            "lmcache-common",
+        }, f"{where}: {unlisted} are not in values.yaml"
 
     check(schema, values, "values")

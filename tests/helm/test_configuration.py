@@ -25,14 +25,18 @@ CHANGES: dict[str, Manifest] = {
 
 
 def config_of(rendering: Rendering, component: str) -> Manifest:
-    settings: Manifest = yaml.safe_load(rendering.get("ConfigMap", component)["data"]["config.yaml"])
+    settings: Manifest = yaml.safe_load(
+        rendering.get("ConfigMap", component)["data"]["config.yaml"]
+    )
     return settings
 
 
 def checksums(rendering: Rendering) -> dict[str, str]:
     prefix = "cache-lmcache-"
     return {
-        workload["metadata"]["name"].removeprefix(prefix): workload["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+        workload["metadata"]["name"].removeprefix(prefix): workload["spec"]["template"]["metadata"][
+            "annotations"
+        ]["checksum/config"]
         for workload in rendering.workloads()
     }
 
@@ -70,7 +74,10 @@ OWN_REDIS: Manifest = {
 def test_another_redis_restarts_those_who_ask_it(chart: Chart, changed: Manifest) -> None:
     def templates(values: Manifest) -> dict[str, Manifest]:
         rendering = chart.render({"models": [MODEL]} | values)
-        return {one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"]["template"] for one in rendering.workloads()}
+        return {
+            one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"]["template"]
+            for one in rendering.workloads()
+        }
 
     before = templates(OWN_REDIS)
     after = templates(OWN_REDIS | {"externalRedis": OWN_REDIS["externalRedis"] | changed})
@@ -78,19 +85,27 @@ def test_another_redis_restarts_those_who_ask_it(chart: Chart, changed: Manifest
 
 
 def test_the_mark_of_a_redis_is_no_plain_digest_of_it(chart: Chart) -> None:
-    """The same for the same URL, or each upgrade would restart pods; and nobody who sees pods can try passwords out by hashing them."""
+    """The same for the same URL, or each upgrade would restart pods; and nobody who sees pods
+    can try passwords out by hashing them.
+    """
     found = checksums(chart.render(OWN_REDIS))
     assert checksums(chart.render(OWN_REDIS, helm="helm3")) == found
     config = chart.render(OWN_REDIS).get("ConfigMap", "lookup")["data"]["config.yaml"]
     url = OWN_REDIS["externalRedis"]["url"]
     guesses = [config, config.rstrip("\n")]
-    assert found["lookup"] not in {hashlib.sha256(f"{guess}{end}".encode()).hexdigest() for guess in guesses for end in ("", url)}
+    assert found["lookup"] not in {
+        hashlib.sha256(f"{guess}{end}".encode()).hexdigest()
+        for guess in guesses
+        for end in ("", url)
+    }
 
 
 def test_config_values_are_written_as_they_are(chart: Chart) -> None:
     values = chart.render().get("ConfigMap", "broker")
     assert "ticket_ttl_ms: 5000\n" in values["data"]["config.yaml"]
-    large = chart.render({"lookup.config.rate_limit_per_tenant": 12345678}).get("ConfigMap", "lookup")
+    large = chart.render({"lookup.config.rate_limit_per_tenant": 12345678}).get(
+        "ConfigMap", "lookup"
+    )
     assert "rate_limit_per_tenant: 12345678\n" in large["data"]["config.yaml"], "not 1.2345678e+07"
 
 
@@ -99,14 +114,19 @@ def test_addresses_follow_what_is_installed(chart: Chart) -> None:
     assert everything["remote_url"] == "lm://cache-lmcache-storage-headless.inference.svc:65432"
     assert everything["lookup_url"] == "http://cache-lmcache-lookup.inference.svc:8081"
     assert everything["broker_url"] == "http://cache-lmcache-broker.inference.svc:8082"
-    alone = config_of(chart.render({"models": [MODEL], "storage.enabled": False} | ALONE), "vllm-tiny")
+    alone = config_of(
+        chart.render({"models": [MODEL], "storage.enabled": False} | ALONE), "vllm-tiny"
+    )
     assert not {"remote_url", "lookup_url", "broker_url"} & set(alone)
 
 
 def test_named_addresses_have_services(chart: Chart) -> None:
     rendering = chart.render({"models": [MODEL]})
     services = {one["metadata"]["name"]: one["spec"] for one in rendering.of_kind("Service")}
-    hosts = re.findall(r"(?:lm|http|redis)://(?:[^\s/]*@)?(?:\$\(POD_NAME\)\.)?(cache-[a-z-]+)\.inference\.svc:(\d+)", rendering.text)
+    hosts = re.findall(
+        r"(?:lm|http|redis)://(?:[^\s/]*@)?(?:\$\(POD_NAME\)\.)?(cache-[a-z-]+)\.inference\.svc:(\d+)",
+        rendering.text,
+    )
     assert len(hosts) >= 6
     for host, port in hosts:
         assert int(port) in {one["port"] for one in services[host]["ports"]}, host
@@ -114,33 +134,61 @@ def test_named_addresses_have_services(chart: Chart) -> None:
 
 def test_pods_name_themselves(chart: Chart) -> None:
     rendering = chart.render({"models": [MODEL]})
-    env = {name: {one["name"]: one.get("value") for one in container.get("env", [])} for name, container in rendering.containers()}
+    env = {
+        name: {one["name"]: one.get("value") for one in container.get("env", [])}
+        for name, container in rendering.containers()
+    }
     storage = env["cache-lmcache-storage/storage"]
     assert storage["LMCACHE_STORAGE_INSTANCE_ID"] == "$(POD_NAME)"
-    assert storage["LMCACHE_STORAGE_ADVERTISE_URL"] == "lm://$(POD_NAME).cache-lmcache-storage-headless.inference.svc:65432"
-    assert storage["LMCACHE_STORAGE_REPLICAS_URL"] == "lm://cache-lmcache-storage-headless.inference.svc:65432"
-    assert rendering.get("StatefulSet", "storage")["spec"]["serviceName"] == "cache-lmcache-storage-headless"
-    assert env["cache-lmcache-vllm-tiny/sidecar"]["LMCACHE_SIDECAR_DISTRIBUTED_URL"] == "lm://$(POD_IP):65433"
+    assert (
+        storage["LMCACHE_STORAGE_ADVERTISE_URL"]
+        == "lm://$(POD_NAME).cache-lmcache-storage-headless.inference.svc:65432"
+    )
+    assert (
+        storage["LMCACHE_STORAGE_REPLICAS_URL"]
+        == "lm://cache-lmcache-storage-headless.inference.svc:65432"
+    )
+    assert (
+        rendering.get("StatefulSet", "storage")["spec"]["serviceName"]
+        == "cache-lmcache-storage-headless"
+    )
+    assert (
+        env["cache-lmcache-vllm-tiny/sidecar"]["LMCACHE_SIDECAR_DISTRIBUTED_URL"]
+        == "lm://$(POD_IP):65433"
+    )
 
 
 def test_only_sidecars_that_encode_have_the_codecs(chart: Chart) -> None:
     def images(values: dict[str, object], **model: object) -> tuple[str, str]:
-        rendering = chart.render({"models": [MODEL | model], "webhook.enabled": True, "images.registry": "r.example"} | values)
+        rendering = chart.render(
+            {"models": [MODEL | model], "webhook.enabled": True, "images.registry": "r.example"}
+            | values
+        )
         own = dict(rendering.containers())["cache-lmcache-vllm-tiny/sidecar"]["image"]
-        return own.rpartition(":")[0], config_of(rendering, "webhook")["sidecar_image"].rpartition(":")[0]
+        return (
+            own.rpartition(":")[0],
+            config_of(rendering, "webhook")["sidecar_image"].rpartition(":")[0],
+        )
 
     lean, codec = "r.example/lmcache-sidecar", "r.example/lmcache-sidecar-codec"
     assert images({}) == (lean, lean)
     assert images({"sidecar.config.remote_serde": "lossless"}) == (codec, codec)
     assert images({"sidecar.config.peer_serde": "cachegen"}) == (codec, codec)
-    assert images({"sidecar.config.disk_serde": "lossless", "sidecar.config.disk_gb": 1}) == (codec, lean), (
-        "injected ones have no disk_serde"
-    )
-    assert images({}, sidecar={"config": {"remote_serde": "cachegen:high"}}) == (codec, lean), "one model alone"
+    assert images({"sidecar.config.disk_serde": "lossless", "sidecar.config.disk_gb": 1}) == (
+        codec,
+        lean,
+    ), "injected ones have no disk_serde"
+    assert images({}, sidecar={"config": {"remote_serde": "cachegen:high"}}) == (
+        codec,
+        lean,
+    ), "one model alone"
     digest = "sha256:" + "a" * 64
     pinned = {"sidecar.codecImage.digest": digest, "sidecar.config.remote_serde": "lossless"}
     assert images(pinned)[0] == f"{codec}@sha256", "pinned by itself"
-    assert images({"sidecar.image.digest": digest} | {"sidecar.config.remote_serde": "lossless"})[0] == codec, "not by the other's digest"
+    assert (
+        images({"sidecar.image.digest": digest} | {"sidecar.config.remote_serde": "lossless"})[0]
+        == codec
+    ), "not by the other's digest"
 
 
 def test_ipv6(chart: Chart) -> None:
@@ -152,7 +200,13 @@ def test_ipv6(chart: Chart) -> None:
 
 def test_models_merge_over_their_defaults(chart: Chart) -> None:
     entry = MODEL | {"sidecar": {"config": {"arena_gb": 3}}, "nodeSelector": {"gpu": "h200"}}
-    rendering = chart.render({"models": [entry], "modelDefaults.nodeSelector": {"zone": "a"}, "sidecar.config.log_level": "warning"})
+    rendering = chart.render(
+        {
+            "models": [entry],
+            "modelDefaults.nodeSelector": {"zone": "a"},
+            "sidecar.config.log_level": "warning",
+        }
+    )
     pod = next(pod for name, pod in rendering.pods() if name.endswith("vllm-tiny"))
     assert pod["nodeSelector"] == {"gpu": "h200", "zone": "a"}
     settings = config_of(rendering, "vllm-tiny")
@@ -161,8 +215,16 @@ def test_models_merge_over_their_defaults(chart: Chart) -> None:
 
 def test_images(chart: Chart) -> None:
     digest = "sha256:" + "ab" * 32
-    rendering = chart.render({"images.registry": "registry.example.com/team/", "images.tag": "9.9", "lookup.image.digest": digest})
-    images = {name.rpartition("/")[2]: container["image"] for name, container in rendering.containers()}
+    rendering = chart.render(
+        {
+            "images.registry": "registry.example.com/team/",
+            "images.tag": "9.9",
+            "lookup.image.digest": digest,
+        }
+    )
+    images = {
+        name.rpartition("/")[2]: container["image"] for name, container in rendering.containers()
+    }
     assert images["storage"] == "registry.example.com/team/lmcache-storage:9.9"
     assert images["lookup"] == f"registry.example.com/team/lmcache-lookup@{digest}"
     assert images["redis"].startswith("docker.io/library/redis:")
@@ -208,9 +270,19 @@ def test_without_auth_services_let_anyone_in_and_mount_no_tokens(chart: Chart) -
 
 
 def test_objects_of_your_own_are_installed_too(chart: Chart) -> None:
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "as-it-is"}, "spec": {"hard": {"pods": "10"}}}
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "as-it-is"},
+        "spec": {"hard": {"pods": "10"}},
+    }
     template = "apiVersion: v1\nkind: LimitRange\nmetadata:\n  name: {{ .Release.Name }}-limits\n"
-    alert = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "alert"}, "data": {"text": "{{ $labels.pod }} is full"}}
+    alert = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "alert"},
+        "data": {"text": "{{ $labels.pod }} is full"},
+    }
     rendering = chart.render({"extraManifests": [quota, template, alert]})
     assert rendering.of_kind("ResourceQuota") == [quota]
     assert alert in rendering.of_kind("ConfigMap"), "an alert's own templates are Prometheus'"

@@ -1,4 +1,6 @@
-"""vLLM uses the cache: what is copied into its pod, what it is told, and that the connector understands it."""
+"""vLLM uses the cache: what is copied into its pod, what it is told, and that the connector
+understands it.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,14 @@ def test_vllm_finds_its_sidecar(chart: Chart) -> None:
 
 def test_options_reach_the_connector(chart: Chart) -> None:
     options = {"lmcache.load": "sync", "lmcache.chunk_size": 512, "lmcache.save_decode_cache": True}
-    config = transfer_config(chart.render({"models": [MODEL | {"connector": {"options": options}}]}))
-    assert config["kv_connector_extra_config"] == {"lmcache.sidecar_socket": "/run/lmcache/socket/sidecar.sock"} | options
+    config = transfer_config(
+        chart.render({"models": [MODEL | {"connector": {"options": options}}]})
+    )
+    assert (
+        config["kv_connector_extra_config"] == {
+            "lmcache.sidecar_socket": "/run/lmcache/socket/sidecar.sock"
+        } | options
+    )
     read = read_options(config["kv_connector_extra_config"], "cuda")
     assert (read.load, read.engine.chunk_size, read.engine.save_decode_cache) == ("sync", 512, True)
     assert read.engine.sidecar_socket == "/run/lmcache/socket/sidecar.sock"
@@ -47,7 +55,9 @@ def test_the_connector_is_copied_in_and_found(chart: Chart) -> None:
     payload, vllm = pod["initContainers"][0], pod["containers"][0]
     assert payload["command"] == ["/payload/install", "/opt/lmcache"]
     assert payload["volumeMounts"] == [{"name": "payload", "mountPath": "/opt/lmcache"}]
-    assert {"name": "payload", "mountPath": "/opt/lmcache", "readOnly": True} in vllm["volumeMounts"]
+    assert {"name": "payload", "mountPath": "/opt/lmcache", "readOnly": True} in vllm[
+        "volumeMounts"
+    ]
     assert {"name": "PYTHONPATH", "value": "/extra:/opt/lmcache/python"} in vllm["env"]
     volume = next(volume for volume in pod["volumes"] if volume["name"] == "payload")
     assert "sizeLimit" in volume["emptyDir"]
@@ -68,7 +78,10 @@ def test_vllm_may_serve_https(chart: Chart, scheme: str) -> None:
     vllm = pod["containers"][0]
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert vllm[probe]["httpGet"].get("scheme", "HTTP") == scheme
-    assert vllm["lifecycle"]["preStop"]["exec"]["command"][3] == f"{scheme.lower()}://localhost:8000/metrics"
+    assert (
+        vllm["lifecycle"]["preStop"]["exec"]["command"][3]
+        == f"{scheme.lower()}://localhost:8000/metrics"
+    )
     assert ("--ssl-certfile" in vllm["args"]) == (scheme == "HTTPS")
     mounted = [mount["mountPath"] for mount in vllm["volumeMounts"]]
     assert ("/run/secrets/vllm-tls" in mounted) == (scheme == "HTTPS")

@@ -1,4 +1,6 @@
-"""Names: valid whatever the release is called, and those of two releases in one namespace never the same."""
+"""Names: valid whatever the release is called, and those of two releases in one namespace never
+the same.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import yaml
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest
 
-EVERYTHING = ["--set", "webhook.enabled=true", "--set-json", f'models=[{{"name": "{"m" * 20}", "model": "example/tiny-llama"}}]']
+EVERYTHING = [
+    "--set",
+    "webhook.enabled=true",
+    "--set-json",
+    f'models=[{{"name": "{"m" * 20}", "model": "example/tiny-llama"}}]',
+]
 LONGEST = "r" * 53
 """What Helm allows."""
 LIMITS = {"CronJob": 52, "StatefulSet": 52}
@@ -33,23 +40,38 @@ def test_names_fit_whatever_the_release_is_called(chart: Chart, release: str) ->
     for kind, name in names(manifests):
         assert len(name) <= LIMITS.get(kind, 63), f"{kind} {name}"
     for one in manifests:
-        assert all(len(value) <= 63 for value in one["metadata"]["labels"].values()), one["metadata"]["name"]
+        assert all(len(value) <= 63 for value in one["metadata"]["labels"].values()), one[
+            "metadata"
+        ]["name"]
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("blue", "green"), ("team-inference-platform-production-eu", "team-inference-platform-production-us"), (LONGEST, f"{LONGEST[:-1]}s")],
+    [
+        ("blue", "green"),
+        ("team-inference-platform-production-eu", "team-inference-platform-production-us"),
+        (LONGEST, f"{LONGEST[:-1]}s"),
+    ],
 )
 def test_two_releases_share_a_namespace(chart: Chart, one: str, other: str) -> None:
-    """No object of one is the other's, and no policy, budget or Service of one is about the other's pods."""
+    """No object of one is the other's, and no policy, budget or Service of one is about the
+    other's pods.
+    """
     ours, theirs = installed(chart, one, *EVERYTHING), installed(chart, other, *EVERYTHING)
     assert not names(ours) & names(theirs)
-    pods = [workload["spec"]["template"]["metadata"]["labels"] for workload in theirs if "template" in workload.get("spec", {})]
+    pods = [
+        workload["spec"]["template"]["metadata"]["labels"]
+        for workload in theirs
+        if "template" in workload.get("spec", {})
+    ]
     assert len(pods) >= 6
     selectors = [
         selector
         for manifest in ours
-        for selector in (manifest.get("spec", {}).get("selector"), manifest.get("spec", {}).get("podSelector"))
+        for selector in (
+            manifest.get("spec", {}).get("selector"),
+            manifest.get("spec", {}).get("podSelector"),
+        )
         if selector
     ]
     assert len(selectors) >= 20

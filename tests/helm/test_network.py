@@ -26,10 +26,16 @@ MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.nam
 
 
 def policies(rendering: Rendering) -> dict[str, Manifest]:
-    """Those of the components, not the one that denies everything, nor those of `helm test`, which have a test of their own."""
+    """Those of the components, not the one that denies everything, nor those of `helm test`,
+    which have a test of their own.
+    """
     found = {one["metadata"]["name"]: one for one in rendering.of_kind("NetworkPolicy")}
     labelled = {name: one["metadata"]["labels"][COMPONENT] for name, one in found.items()}
-    return {labelled[name]: one["spec"] for name, one in found.items() if labelled[name] not in ("default-deny", "release-test")}
+    return {
+        labelled[name]: one["spec"]
+        for name, one in found.items()
+        if labelled[name] not in ("default-deny", "release-test")
+    }
 
 
 def component(peer: Manifest) -> str | None:
@@ -71,7 +77,9 @@ def test_the_open_edges_are_the_needed_ones(rendering: Rendering) -> None:
 
 
 def test_every_pod_is_under_a_policy_in_both_directions(rendering: Rendering) -> None:
-    selectors = [spec["podSelector"]["matchLabels"].items() for spec in policies(rendering).values()]
+    selectors = [
+        spec["podSelector"]["matchLabels"].items() for spec in policies(rendering).values()
+    ]
     for workload in rendering.workloads():
         labels = workload["spec"]["template"]["metadata"]["labels"].items()
         assert any(selector <= labels for selector in selectors), workload["metadata"]["name"]
@@ -89,11 +97,17 @@ def test_edges_lead_to_ports_that_containers_open(rendering: Rendering) -> None:
     assert all(port in opened[target] for _, target, port in NEEDED)
 
 
-def test_rules_without_a_peer_are_names_weights_the_kubernetes_api_and_nothing_else(rendering: Rendering) -> None:
+def test_rules_without_a_peer_are_names_weights_the_kubernetes_api_and_nothing_else(
+    rendering: Rendering,
+) -> None:
     for name, spec in policies(rendering).items():
         assert all(rule["from"] for rule in spec["ingress"])
-        anywhere = {port["port"] for rule in spec["egress"] if "to" not in rule for port in rule["ports"]}
-        assert anywhere == {"redis": set(), "vllm": {53, 443}, "broker": {53, 443, 6443}}.get(name, {53})
+        anywhere = {
+            port["port"] for rule in spec["egress"] if "to" not in rule for port in rule["ports"]
+        }
+        assert anywhere == {"redis": set(), "vllm": {53, 443}, "broker": {53, 443, 6443}}.get(
+            name, {53}
+        )
 
 
 def test_clients_are_the_namespace_unless_named(chart: Chart, rendering: Rendering) -> None:
@@ -104,17 +118,35 @@ def test_clients_are_the_namespace_unless_named(chart: Chart, rendering: Renderi
 
 
 def test_metrics_are_for_those_named(chart: Chart, rendering: Rendering) -> None:
-    assert all(MONITORING not in [rule["from"] for rule in spec["ingress"]] for spec in policies(rendering).values())
-    scraped = chart.render({"models": [{"name": "tiny", "model": "m"}], "networkPolicy.metricsFrom": MONITORING})
+    assert all(
+        MONITORING not in [rule["from"] for rule in spec["ingress"]]
+        for spec in policies(rendering).values()
+    )
+    scraped = chart.render(
+        {"models": [{"name": "tiny", "model": "m"}], "networkPolicy.metricsFrom": MONITORING}
+    )
     ports = {
-        name: {port["port"] for rule in spec["ingress"] if rule["from"] == MONITORING for port in rule["ports"]}
+        name: {
+            port["port"]
+            for rule in spec["ingress"]
+            if rule["from"] == MONITORING
+            for port in rule["ports"]
+        }
         for name, spec in policies(scraped).items()
     }
-    assert ports == {"vllm": {8000, 8084}, "storage": {8080}, "lookup": {8081}, "broker": {8082}, "redis": set()}
+    assert ports == {
+        "vllm": {8000, 8084},
+        "storage": {8080},
+        "lookup": {8081},
+        "broker": {8082},
+        "redis": set(),
+    }
 
 
 def test_what_is_off_has_no_edge(chart: Chart) -> None:
-    rendering = chart.render({"broker.enabled": False, "lookup.enabled": False, "redis.enabled": False})
+    rendering = chart.render(
+        {"broker.enabled": False, "lookup.enabled": False, "redis.enabled": False}
+    )
     assert set(policies(rendering)) == {"storage"}
     assert egress_edges(rendering) == {("storage", "storage", 65432)}
 
@@ -127,12 +159,18 @@ def test_an_external_redis_is_reached_on_its_ports(chart: Chart) -> None:
 
 def test_without_discovery_the_broker_does_not_reach_the_kubernetes_api(chart: Chart) -> None:
     spec = policies(chart.render({"broker.discovery.enabled": False}))["broker"]
-    assert {port["port"] for rule in spec["egress"] if "to" not in rule for port in rule["ports"]} == {53}
+    assert {
+        port["port"] for rule in spec["egress"] if "to" not in rule for port in rule["ports"]
+    } == {53}
 
 
 def test_lmcache_clients_reach_their_port_and_nothing_else(chart: Chart) -> None:
     compat = {"storage.compat.enabled": True, "storage.compat.clientsFrom": MONITORING}
-    rules = [rule for rule in policies(chart.render(compat))["storage"]["ingress"] if rule["from"] == MONITORING]
+    rules = [
+        rule
+        for rule in policies(chart.render(compat))["storage"]["ingress"]
+        if rule["from"] == MONITORING
+    ]
     assert [rule["ports"] for rule in rules] == [[{"port": 65434, "protocol": "TCP"}]]
     assert "65434" not in chart.render().text
 

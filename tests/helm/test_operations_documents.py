@@ -1,4 +1,6 @@
-"""What is derived from the chart is up to date: the values in its README, and the snapshot of its default rendering."""
+"""What is derived from the chart is up to date: the values in its README, and the snapshot of
+its default rendering.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ UPDATE = "if that is meant, run `make chart-docs` and look at what git shows"
 def test_the_readme_has_the_values_of_the_chart() -> None:
     readme = README.read_text(encoding="utf-8")
     expected = with_section(readme, values_section(VALUES.read_text(encoding="utf-8")))
-    changes = "\n".join(difflib.unified_diff(readme.splitlines(), expected.splitlines(), "README.md", "values.yaml", lineterm="", n=0))
+    changes = "\n".join(
+        difflib.unified_diff(
+            readme.splitlines(), expected.splitlines(), "README.md", "values.yaml", lineterm="", n=0
+        )
+    )
     assert readme == expected, f"{changes}\n{UPDATE}"
 
 
@@ -31,10 +37,18 @@ def test_every_value_is_in_the_readme() -> None:
 
     def leaves(path: str, value: object) -> set[str]:
         if isinstance(value, dict) and value:
-            return {leaf for name, child in value.items() for leaf in leaves(f"{path}.{name}" if path else name, child)}
+            return {
+                leaf
+                for name, child in value.items()
+                for leaf in leaves(f"{path}.{name}" if path else name, child)
+            }
         return {path}
 
-    missing = {leaf for leaf in leaves("", yaml.safe_load(text)) if not any(_covers(path, leaf) for path in listed)}
+    missing = {
+        leaf
+        for leaf in leaves("", yaml.safe_load(text))
+        if not any(_covers(path, leaf) for path in listed)
+    }
     assert missing == set()
 
 
@@ -44,13 +58,31 @@ def _covers(listed: str, leaf: str) -> bool:
 
 def test_values_without_a_meaning_are_kubernetes_own() -> None:
     text = VALUES.read_text(encoding="utf-8")
-    bare = {row.path.rpartition(".")[2] for _, rows in Values(text).sections() for row in rows if not row.meaning}
-    assert bare <= {"cpu", "memory", "periodSeconds", "timeoutSeconds", "failureThreshold", "maxSurge", "maxUnavailable", "limits"}
+    bare = {
+        row.path.rpartition(".")[2]
+        for _, rows in Values(text).sections()
+        for row in rows
+        if not row.meaning
+    }
+    assert bare <= {
+        "cpu",
+        "memory",
+        "periodSeconds",
+        "timeoutSeconds",
+        "failureThreshold",
+        "maxSurge",
+        "maxUnavailable",
+        "limits",
+    }
 
 
 def test_the_default_rendering_is_the_snapshot(chart: Chart) -> None:
     expected, found = SNAPSHOT.read_text(encoding="utf-8"), snapshot_of(chart.render())
-    changes = list(difflib.unified_diff(expected.splitlines(), found.splitlines(), "snapshot", "rendering", lineterm="", n=4))
+    changes = list(
+        difflib.unified_diff(
+            expected.splitlines(), found.splitlines(), "snapshot", "rendering", lineterm="", n=4
+        )
+    )
     assert expected == found, "\n".join([*changes[:SHOWN_LINES], UPDATE])
 
 
@@ -63,4 +95,6 @@ def test_the_snapshot_holds_nothing_that_was_generated(chart: Chart) -> None:
 
 
 def test_the_snapshot_shows_a_change(chart: Chart) -> None:
-    assert snapshot_of(chart.render({"lookup.config.redis_timeout_ms": 101})) != snapshot_of(chart.render())
+    assert snapshot_of(chart.render({"lookup.config.redis_timeout_ms": 101})) != snapshot_of(
+        chart.render()
+    )

@@ -1,4 +1,6 @@
-"""What Prometheus and Grafana get: monitors that find ports, alerts and dashboards that ask for metrics which exist."""
+"""What Prometheus and Grafana get: monitors that find ports, alerts and dashboards that ask for
+metrics which exist.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ OF_VLLM = {"vllm:num_requests_running", "vllm:num_requests_waiting"}
 
 @pytest.fixture(scope="module")
 def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
-    """All metrics of all services, as they are scraped, those of our connector in vLLM, two of vLLM itself, and Prometheus' own."""
+    """All metrics of all services, as they are scraped, those of our connector in vLLM, two of
+    vLLM itself, and Prometheus' own.
+    """
     found: Exposed = {name: set() for name in OF_VLLM | {"up"}}
     for metrics in scraped_services(tmp_path_factory.mktemp("exposed")).values():
         for name, metric in metrics.items():
@@ -60,7 +64,12 @@ def rendering(chart: Chart) -> Rendering:
 
 
 def alerts(rendering: Rendering) -> list[Manifest]:
-    return [alert for rule in rendering.of_kind("PrometheusRule") for group in rule["spec"]["groups"] for alert in group["rules"]]
+    return [
+        alert
+        for rule in rendering.of_kind("PrometheusRule")
+        for group in rule["spec"]["groups"]
+        for alert in group["rules"]
+    ]
 
 
 def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
@@ -68,7 +77,11 @@ def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def expressions(dashboard: dict[str, Any]) -> list[str]:
-    return [without_variables(target["expr"]) for panel in panels(dashboard) for target in panel["targets"]]
+    return [
+        without_variables(target["expr"])
+        for panel in panels(dashboard)
+        for target in panel["targets"]
+    ]
 
 
 def check_expression(expression: str, exposed: Exposed) -> None:
@@ -80,15 +93,23 @@ def check_expression(expression: str, exposed: Exposed) -> None:
         assert one.matchers["lmcache_release"] == "inference/cache", expression
         labels = exposed[one.metric]
         if labels:
-            assert set(one.matchers) - OF_TARGETS <= labels, f"{one.metric} has the labels {labels}: {expression}"
+            assert (
+                set(one.matchers) - OF_TARGETS <= labels
+            ), f"{one.metric} has the labels {labels}: {expression}"
         for pattern in one.matchers.get("event", TIER_EVENTS[0]).split("|"):
-            assert any(re.fullmatch(pattern, event) for event in TIER_EVENTS), f"no tier tells of {pattern}: {expression}"
+            assert any(
+                re.fullmatch(pattern, event) for event in TIER_EVENTS
+            ), f"no tier tells of {pattern}: {expression}"
 
 
 def test_off_unless_wanted(chart: Chart) -> None:
     kinds = {one["kind"] for one in chart.render({"models": [MODEL]}).manifests}
     assert not kinds & {"PodMonitor", "PrometheusRule"}
-    assert not [one for one in chart.render().of_kind("ConfigMap") if "grafana_dashboard" in one["metadata"]["labels"]]
+    assert not [
+        one
+        for one in chart.render().of_kind("ConfigMap")
+        if "grafana_dashboard" in one["metadata"]["labels"]
+    ]
 
 
 def test_objects_have_the_fields_of_their_operator(rendering: Rendering) -> None:
@@ -101,26 +122,43 @@ def test_objects_have_the_fields_of_their_operator(rendering: Rendering) -> None
 @pytest.mark.parametrize("mutual", [False, True])
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_monitors_find_pods_and_ports(chart: Chart, encrypted: bool, mutual: bool) -> None:
-    tls = {"tls.enabled": True, "tls.mutual": mutual, "tls.existingSecret": "certificates"} if encrypted else {}
+    tls = (
+        {"tls.enabled": True, "tls.mutual": mutual, "tls.existingSecret": "certificates"}
+        if encrypted
+        else {}
+    )
     rendering = chart.render(VALUES | tls)
     monitors = {one["metadata"]["name"]: one["spec"] for one in rendering.of_kind("PodMonitor")}
-    monitored = {workload["metadata"]["name"] for workload in rendering.workloads()} - {"cache-lmcache-redis"}
+    monitored = {workload["metadata"]["name"] for workload in rendering.workloads()} - {
+        "cache-lmcache-redis"
+    }
     assert set(monitors) == monitored | {"cache-lmcache-injected"}
     for workload in rendering.workloads():
         name = workload["metadata"]["name"]
         if name not in monitors:
             continue
         template = workload["spec"]["template"]
-        assert monitors[name]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        assert (
+            monitors[name]["selector"]["matchLabels"].items()
+            <= template["metadata"]["labels"].items()
+        )
         containers = [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
-        ports = {port["name"]: port["containerPort"] for one in containers for port in one.get("ports", [])}
+        ports = {
+            port["name"]: port["containerPort"]
+            for one in containers
+            for port in one.get("ports", [])
+        }
         for endpoint in monitors[name]["podMetricsEndpoints"]:
             assert endpoint["port"] in ports
-            is_https = encrypted and not mutual and "-vllm-" not in name and not name.endswith("-webhook")
+            is_https = (
+                encrypted and not mutual and "-vllm-" not in name and not name.endswith("-webhook")
+            )
             assert endpoint.get("scheme", "http") == ("https" if is_https else "http")
             if is_https:
                 assert endpoint["tlsConfig"]["serverName"] == f"{name}.inference.svc"
-                assert endpoint["tlsConfig"]["ca"] == {"secret": {"name": "certificates", "key": "ca.crt"}}
+                assert endpoint["tlsConfig"]["ca"] == {
+                    "secret": {"name": "certificates", "key": "ca.crt"}
+                }
             opened = {
                 port["port"]
                 for policy in rendering.of_kind("NetworkPolicy")
@@ -147,7 +185,10 @@ def test_injected_pods_are_found_in_every_namespace(chart: Chart) -> None:
     assert spec["namespaceSelector"] == {"any": True}
     assert spec["selector"] == {"matchLabels": {INJECTED: "true"}}
     assert [one["port"] for one in spec["podMetricsEndpoints"]] == ["lmcache-health"]
-    names = {one["metadata"]["name"] for one in chart.render(VALUES | {"webhook.enabled": False}).of_kind("PodMonitor")}
+    names = {
+        one["metadata"]["name"]
+        for one in chart.render(VALUES | {"webhook.enabled": False}).of_kind("PodMonitor")
+    }
     assert "cache-lmcache-injected" not in names
 
 
@@ -157,8 +198,13 @@ def is_of(policy: Manifest, template: Manifest) -> bool:
 
 
 def test_vllm_over_https_is_asked_so(chart: Chart) -> None:
-    rendering = chart.render(VALUES | {"models": [MODEL | {"tls": {"existingSecret": "front-door"}}]})
-    endpoints = {one["port"]: one for one in rendering.get("PodMonitor", "vllm-tiny")["spec"]["podMetricsEndpoints"]}
+    rendering = chart.render(
+        VALUES | {"models": [MODEL | {"tls": {"existingSecret": "front-door"}}]}
+    )
+    endpoints = {
+        one["port"]: one
+        for one in rendering.get("PodMonitor", "vllm-tiny")["spec"]["podMetricsEndpoints"]
+    }
     assert endpoints["http"]["scheme"] == "https"
     assert "scheme" not in endpoints["sidecar-health"]
 
@@ -204,12 +250,19 @@ def test_single_alerts_can_be_left_out_and_all_labelled(chart: Chart) -> None:
     found = {alert["alert"]: alert for alert in alerts(rendering)}
     assert "LmcacheWorkerDown" not in found
     assert found["LmcacheTargetDown"]["labels"] == {"severity": "warning", "team": "inference"}
-    assert found["LmcacheTargetDown"]["annotations"]["runbook_url"] == "https://example.com/runbooks.html#lmcachetargetdown"
+    assert (
+        found["LmcacheTargetDown"]["annotations"]["runbook_url"]
+        == "https://example.com/runbooks.html#lmcachetargetdown"
+    )
     assert rendering.of_kind("PrometheusRule")[0]["metadata"]["labels"]["release"] == "prometheus"
 
 
 def test_dashboards_are_config_maps(rendering: Rendering) -> None:
-    found = [one for one in rendering.of_kind("ConfigMap") if one["metadata"]["labels"].get("grafana_dashboard") == "1"]
+    found = [
+        one
+        for one in rendering.of_kind("ConfigMap")
+        if one["metadata"]["labels"].get("grafana_dashboard") == "1"
+    ]
     assert len(found) == len(DASHBOARDS) == 4
     for one in found:
         ((name, text),) = one["data"].items()
@@ -227,7 +280,10 @@ def test_dashboards_ask_for_what_is_exposed(path: Any, exposed: Exposed) -> None
 
 def unit_of(expression: str) -> str:
     """What a panel of that expression must show, by the names of its metrics."""
-    names = [one.metric.removesuffix("_total").removesuffix("_bucket") for one in selectors(without_variables(expression))]
+    names = [
+        one.metric.removesuffix("_total").removesuffix("_bucket")
+        for one in selectors(without_variables(expression))
+    ]
     measured = {name.rpartition("_")[2] for name in names}
     if " / " in expression:
         return "percentunit" if len(measured) == 1 else "s"
@@ -235,22 +291,39 @@ def unit_of(expression: str) -> str:
         return "Bps" if "rate(" in expression else "bytes"
     if names[0].startswith("lmcache_http_requests"):
         return "reqps"
-    return {"seconds": "s", "error": "percentunit"}.get(measured.pop(), "short") if "cpu" not in names[0] else "short"
+    return (
+        {"seconds": "s", "error": "percentunit"}.get(measured.pop(), "short")
+        if "cpu" not in names[0]
+        else "short"
+    )
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_dashboards_are_well_made(path: Any) -> None:
-    """Grafana shows panels that overlap one over the other, and takes queries of one name for the same."""
+    """Grafana shows panels that overlap one over the other, and takes queries of one name for
+    the same.
+    """
     dashboard = json.loads(path.read_bytes())
     assert dashboard["uid"] == f"lmcache-{path.stem}"
     assert "id" not in dashboard
-    assert dashboard["schemaVersion"] >= 36, "older ones name data sources instead of referring to them"
-    assert not re.search(r'"uid": "(?!\$\{datasource\}|lmcache-)', path.read_text(encoding="utf-8")), "a data source of one Grafana alone"
-    assert {variable["name"] for variable in dashboard["templating"]["list"]} == {"datasource", "release"}
+    assert (
+        dashboard["schemaVersion"] >= 36
+    ), "older ones name data sources instead of referring to them"
+    assert not re.search(
+        r'"uid": "(?!\$\{datasource\}|lmcache-)', path.read_text(encoding="utf-8")
+    ), "a data source of one Grafana alone"
+    assert {variable["name"] for variable in dashboard["templating"]["list"]} == {
+        "datasource",
+        "release",
+    }
     cells: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
         place = panel["gridPos"]
-        own = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        own = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
         assert max(x for x, _ in own) < 24
         assert not own & cells, panel["title"]
         cells |= own
@@ -261,11 +334,19 @@ def test_dashboards_are_well_made(path: Any) -> None:
         assert len(names) == len(set(names))
         assert panel["title"]
         for target in panel["targets"]:
-            assert panel["fieldConfig"]["defaults"]["unit"] == unit_of(target["expr"]), panel["title"]
+            assert panel["fieldConfig"]["defaults"]["unit"] == unit_of(target["expr"]), panel[
+                "title"
+            ]
         assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
 
 
 def test_raw_alerts_are_sorted_into_groups() -> None:
-    groups = yaml.safe_load((REPOSITORY / "helm" / "lmcache" / "files" / "alerts.yaml").read_text(encoding="utf-8"))
+    groups = yaml.safe_load(
+        (REPOSITORY / "helm" / "lmcache" / "files" / "alerts.yaml").read_text(encoding="utf-8")
+    )
     assert all(name.startswith("lmcache.") for name in groups)
-    assert all(set(alert) <= {"alert", "expr", "for", "severity", "summary"} for alerts in groups.values() for alert in alerts)
+    assert all(
+        set(alert) <= {"alert", "expr", "for", "severity", "summary"}
+        for alerts in groups.values()
+        for alert in alerts
+    )

@@ -1,4 +1,6 @@
-"""Everything is denied to every pod of the release, jobs and tests too; what is open leads to what listens."""
+"""Everything is denied to every pod of the release, jobs and tests too; what is open leads to
+what listens.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ import pytest
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
 
-ALL: Manifest = {"models": [{"name": "tiny", "model": "example/tiny-llama"}], "webhook.enabled": True}
+ALL: Manifest = {
+    "models": [{"name": "tiny", "model": "example/tiny-llama"}],
+    "webhook.enabled": True,
+}
 
 
 @pytest.fixture
@@ -19,10 +24,15 @@ def rendering(chart: Chart) -> Rendering:
 
 
 def templates(rendering: Rendering) -> dict[str, Manifest]:
-    """Every pod that can come of the rendering: its metadata and specification, by the object that it comes of."""
+    """Every pod that can come of the rendering: its metadata and specification, by the object
+    that it comes of.
+    """
     found = {f"Pod/{one['metadata']['name']}": one for one in rendering.of_kind("Pod")}
     for kind in ("Deployment", "StatefulSet", "Job"):
-        found |= {f"{kind}/{one['metadata']['name']}": one["spec"]["template"] for one in rendering.of_kind(kind)}
+        found |= {
+            f"{kind}/{one['metadata']['name']}": one["spec"]["template"]
+            for one in rendering.of_kind(kind)
+        }
     for one in rendering.of_kind("CronJob"):
         found[f"CronJob/{one['metadata']['name']}"] = one["spec"]["jobTemplate"]["spec"]["template"]
     return found
@@ -42,7 +52,13 @@ def test_everything_is_denied_to_every_pod(rendering: Rendering) -> None:
     assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert not {"ingress", "egress"} & set(policy["spec"])
     found = templates(rendering)
-    assert {name.split("/")[0] for name in found} == {"Pod", "Deployment", "StatefulSet", "Job", "CronJob"}
+    assert {name.split("/")[0] for name in found} == {
+        "Pod",
+        "Deployment",
+        "StatefulSet",
+        "Job",
+        "CronJob",
+    }
     for name, template in found.items():
         assert selects(policy, template), name
 
@@ -53,19 +69,35 @@ def test_a_release_denies_nothing_to_others(rendering: Rendering) -> None:
 
 
 def test_every_pod_has_a_policy_that_lets_it_do_its_work(rendering: Rendering) -> None:
-    """But for the one that denies, each pod is under another, which allows something or says why not."""
+    """But for the one that denies, each pod is under another, which allows something or says why
+    not.
+    """
     for name, template in templates(rendering).items():
-        others = [one for one in rendering.of_kind("NetworkPolicy") if selects(one, template) and one is not denying(rendering)]
+        others = [
+            one
+            for one in rendering.of_kind("NetworkPolicy")
+            if selects(one, template) and one is not denying(rendering)
+        ]
         assert others, f"{name} can do nothing"
 
 
 def test_what_is_open_listens(rendering: Rendering) -> None:
     """A port that nobody opens is a rule that was forgotten."""
     for policy in rendering.of_kind("NetworkPolicy"):
-        selected = [template for template in templates(rendering).values() if selects(policy, template)]
-        containers = [one for pod in selected for one in [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]]
+        selected = [
+            template for template in templates(rendering).values() if selects(policy, template)
+        ]
+        containers = [
+            one
+            for pod in selected
+            for one in [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+        ]
         opened = {port["containerPort"] for one in containers for port in one.get("ports", [])}
-        allowed = {port["port"] for rule in policy["spec"].get("ingress", []) for port in rule.get("ports", [])}
+        allowed = {
+            port["port"]
+            for rule in policy["spec"].get("ingress", [])
+            for port in rule.get("ports", [])
+        }
         assert allowed <= opened, policy["metadata"]["name"]
 
 
@@ -96,7 +128,11 @@ def test_what_is_let_out_is_let_in(rendering: Rendering) -> None:
 @pytest.mark.parametrize("ports", [[], None], ids=["empty", "null"])
 def test_no_ports_are_no_ways_out(chart: Chart, ports: list[int] | None) -> None:
     """A rule without ports would be one about all ports, to anywhere."""
-    external = {"redis.enabled": False, "externalRedis.url": "redis://r:6379", "externalRedis.ports": ports}
+    external = {
+        "redis.enabled": False,
+        "externalRedis.url": "redis://r:6379",
+        "externalRedis.ports": ports,
+    }
     values = external | {"networkPolicy.dnsPorts": ports, "networkPolicy.apiServerPorts": ports}
     for policy in chart.render(ALL | values).of_kind("NetworkPolicy"):
         for rule in policy["spec"].get("egress") or []:
@@ -104,8 +140,13 @@ def test_no_ports_are_no_ways_out(chart: Chart, ports: list[int] | None) -> None
 
 
 def test_further_ways_out_are_every_pods(chart: Chart) -> None:
-    rule = {"to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "tracing"}}}], "ports": [{"port": 4318}]}
-    assert denying(chart.render(ALL | {"networkPolicy.extraEgress": [rule]}))["spec"]["egress"] == [rule]
+    rule = {
+        "to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "tracing"}}}],
+        "ports": [{"port": 4318}],
+    }
+    assert denying(chart.render(ALL | {"networkPolicy.extraEgress": [rule]}))["spec"]["egress"] == [
+        rule
+    ]
 
 
 def test_policies_can_be_left_out(chart: Chart) -> None:

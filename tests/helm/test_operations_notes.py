@@ -17,7 +17,9 @@ MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
 
 def notes(chart: Chart, values: Manifest | None = None, case: str = "default") -> str:
     """Helm 3 shows them to those with a cluster alone."""
-    answer = chart.template(values, (CASES[case],), "helm4", command=("install", "--dry-run=client"))
+    answer = chart.template(
+        values, (CASES[case],), "helm4", command=("install", "--dry-run=client")
+    )
     assert answer.returncode == 0, answer.stderr
     return answer.stdout.split("\nNOTES:\n")[1]
 
@@ -25,13 +27,23 @@ def notes(chart: Chart, values: Manifest | None = None, case: str = "default") -
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_they_name_what_is_there_and_nothing_else(chart: Chart, case: str) -> None:
     text, rendering = notes(chart, case=case), chart.render(None, CASES[case])
-    ports = {one["metadata"]["name"]: {port["port"] for port in one["spec"]["ports"]} for one in rendering.of_kind("Service")}
+    ports = {
+        one["metadata"]["name"]: {port["port"] for port in one["spec"]["ports"]}
+        for one in rendering.of_kind("Service")
+    }
     named = re.findall(r"^(?:Storage .* and|Lookup|Broker|Model) +(\S+):(\d+)", text, re.MULTILINE)
     assert all(int(port) in ports[name] for name, port in named)
-    expected = {name for name in ports if not name.endswith(("-headless", "-sidecars", "-redis", "-webhook"))}
+    expected = {
+        name
+        for name in ports
+        if not name.endswith(("-headless", "-sidecars", "-redis", "-webhook"))
+    }
     assert {name for name, _ in named} == expected
     for kind, name in re.findall(r" (service|statefulset|secret)[ /]([a-z0-9-]+)", text):
-        assert any(one["kind"].lower() == kind and one["metadata"]["name"] == name for one in rendering.manifests), name
+        assert any(
+            one["kind"].lower() == kind and one["metadata"]["name"] == name
+            for one in rendering.manifests
+        ), name
     assert "\n\n\n" not in text
     assert all(line == line.rstrip() for line in text.splitlines())
 
@@ -41,17 +53,31 @@ def test_the_first_model_can_be_asked(chart: Chart) -> None:
     assert "port-forward service/cache-lmcache-vllm-tiny 8000" in text
     assert "curl http://localhost:8000/v1/completions" in text
     assert '"model": "example/tiny-llama"' in text
-    assert "curl -k https://" in notes(chart, {"models": [MODEL | {"tls": {"existingSecret": "door"}}]})
+    assert "curl -k https://" in notes(
+        chart, {"models": [MODEL | {"tls": {"existingSecret": "door"}}]}
+    )
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({}, "Nobody uses the cache yet"),
-        ({"webhook.enabled": True}, "No models here: a pod that runs vLLM gets the cache by the label"),
-        ({"webhook.enabled": True, "models": [MODEL]}, "Pods of other charts that run vLLM get the cache by the label"),
+        (
+            {"webhook.enabled": True},
+            "No models here: a pod that runs vLLM gets the cache by the label",
+        ),
+        (
+            {"webhook.enabled": True, "models": [MODEL]},
+            "Pods of other charts that run vLLM get the cache by the label",
+        ),
         ({}, "helm test -n inference cache --logs\n"),
-        ({}, "Storage   cache-lmcache-storage-headless:65432 (lm://, all pods) and cache-lmcache-storage:8080 (http://)"),
+        (
+            {},
+            (
+                "Storage   cache-lmcache-storage-headless:65432 (lm://, all pods) and"
+                " cache-lmcache-storage:8080 (http://)"
+            ),
+        ),
         ({}, "get secret cache-lmcache-auth"),
         ({"auth.existingSecret": "house"}, "a token of house"),
         ({}, "scale statefulset cache-lmcache-storage --replicas 3"),
@@ -61,7 +87,10 @@ def test_the_first_model_can_be_asked(chart: Chart) -> None:
         ({"storage.persistence.enabled": False}, "storage.persistence.enabled is false"),
         ({}, "The bundled Redis is for trying"),
         ({"monitoring.rules.enabled": True}, "Alerts lead to docs/runbooks.md"),
-        ({"storage.compat.enabled": True, "storage.compat.clientsFrom": [{"podSelector": {}}]}, "WARNING: storage.compat.enabled"),
+        (
+            {"storage.compat.enabled": True, "storage.compat.clientsFrom": [{"podSelector": {}}]},
+            "WARNING: storage.compat.enabled",
+        ),
         ({"tls.enabled": True, "tls.existingSecret": "c"}, "https://localhost:8082/"),
     ],
 )
@@ -82,7 +111,10 @@ def test_said(chart: Chart, values: Manifest, said: str) -> None:
         ({"storage.autoscaling.enabled": True}, "kubectl -n inference scale"),
         ({"tls.enabled": True, "tls.existingSecret": "c"}, "http://localhost:8082/"),
         ({"redis.enabled": False, "externalRedis.url": "redis://r:6379"}, "bundled Redis"),
-        ({"lookup.enabled": False, "broker.enabled": False, "redis.enabled": False}, "in a browser"),
+        (
+            {"lookup.enabled": False, "broker.enabled": False, "redis.enabled": False},
+            "in a browser",
+        ),
     ],
 )
 def test_unsaid(chart: Chart, values: Manifest, unsaid: str) -> None:

@@ -15,7 +15,11 @@ DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 COMPONENTS = ("storage", "lookup", "broker", "webhook", "redis", "modelDefaults")
 TOLERATION = {"key": "dedicated", "operator": "Exists", "effect": "NoSchedule"}
 AFFINITY = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
-SPREAD = {"maxSkew": 2, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+SPREAD = {
+    "maxSkew": 2,
+    "topologyKey": "topology.kubernetes.io/zone",
+    "whenUnsatisfiable": "DoNotSchedule",
+}
 PLACED: Manifest = {
     "nodeSelector": {"pool": "cache"},
     "tolerations": [TOLERATION],
@@ -35,7 +39,9 @@ EXTRA: Manifest = {
 
 def workload_of(rendering: Rendering, component: str) -> Manifest:
     name = "vllm-tiny" if component == "modelDefaults" else component
-    return next(one for one in rendering.workloads() if one["metadata"]["name"] == f"cache-lmcache-{name}")
+    return next(
+        one for one in rendering.workloads() if one["metadata"]["name"] == f"cache-lmcache-{name}"
+    )
 
 
 def given(component: str, values: Manifest) -> Manifest:
@@ -46,7 +52,13 @@ def given(component: str, values: Manifest) -> Manifest:
 def test_pods_are_placed_as_told(chart: Chart, component: str) -> None:
     template = workload_of(chart.render(given(component, PLACED)), component)["spec"]["template"]
     spec, labels = template["spec"], template["metadata"]["labels"]
-    for field in ("nodeSelector", "tolerations", "affinity", "priorityClassName", "terminationGracePeriodSeconds"):
+    for field in (
+        "nodeSelector",
+        "tolerations",
+        "affinity",
+        "priorityClassName",
+        "terminationGracePeriodSeconds",
+    ):
         assert spec[field] == PLACED[field], field
     assert template["metadata"]["annotations"]["example.com/note"] == "x"
     assert labels["example.com/team"] == "y"
@@ -58,14 +70,21 @@ def test_pods_are_placed_as_told(chart: Chart, component: str) -> None:
 
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_by_default_pods_spread_over_nodes_if_they_can(chart: Chart, component: str) -> None:
-    (constraint,) = workload_of(chart.render(ALL), component)["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    (constraint,) = workload_of(chart.render(ALL), component)["spec"]["template"]["spec"][
+        "topologySpreadConstraints"
+    ]
     assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
     assert constraint["topologyKey"] == "kubernetes.io/hostname"
 
 
 def test_a_component_may_say_otherwise_than_all(chart: Chart) -> None:
-    rendering = chart.render({"commonLabels": {"team": "all"}, "storage.podLabels": {"team": "own"}})
-    labels = {one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]["team"] for one in rendering.workloads()}
+    rendering = chart.render(
+        {"commonLabels": {"team": "all"}, "storage.podLabels": {"team": "own"}}
+    )
+    labels = {
+        one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]["team"]
+        for one in rendering.workloads()
+    }
     assert labels.pop("cache-lmcache-storage") == "own"
     assert set(labels.values()) == {"all"}
     assert rendering.text.count("team: own") == 1
@@ -73,7 +92,9 @@ def test_a_component_may_say_otherwise_than_all(chart: Chart) -> None:
 
 def test_a_selector_of_ones_own_stays(chart: Chart) -> None:
     own = SPREAD | {"labelSelector": {"matchLabels": {"a": "b"}}}
-    template = workload_of(chart.render(given("lookup", {"topologySpreadConstraints": [own]})), "lookup")["spec"]["template"]
+    template = workload_of(
+        chart.render(given("lookup", {"topologySpreadConstraints": [own]})), "lookup"
+    )["spec"]["template"]
     assert template["spec"]["topologySpreadConstraints"] == [own]
 
 
@@ -101,13 +122,23 @@ def test_a_variable_of_ones_own_takes_the_place_of_the_charts(chart: Chart, comp
     """Twice the same name is what an API server refuses that Helm 4 applies on."""
     name = OWN_VARIABLES[component]
     before = dict(chart.render(ALL).containers())
-    after = dict(chart.render(given(component, {"extraEnv": [{"name": name, "value": "own"}]})).containers())
+    after = dict(
+        chart.render(given(component, {"extraEnv": [{"name": name, "value": "own"}]})).containers()
+    )
     changed = {where for where in before if before[where] != after[where]}
-    assert [where.rpartition("/")[2] for where in changed] == ["vllm" if component == "modelDefaults" else component]
+    assert [where.rpartition("/")[2] for where in changed] == [
+        "vllm" if component == "modelDefaults" else component
+    ]
     (where,) = changed
-    assert [one["name"] for one in before[where]["env"]].count(name) == 1, "it is none of the chart's"
-    assert [one for one in after[where]["env"] if one["name"] == name] == [{"name": name, "value": "own"}]
-    assert {one["name"] for one in after[where]["env"]} == {one["name"] for one in before[where]["env"]}
+    assert [one["name"] for one in before[where]["env"]].count(
+        name
+    ) == 1, "it is none of the chart's"
+    assert [one for one in after[where]["env"] if one["name"] == name] == [
+        {"name": name, "value": "own"}
+    ]
+    assert {one["name"] for one in after[where]["env"]} == {
+        one["name"] for one in before[where]["env"]
+    }
 
 
 def test_an_image_without_tag_and_digest_is_refused(chart: Chart) -> None:
@@ -116,26 +147,39 @@ def test_an_image_without_tag_and_digest_is_refused(chart: Chart) -> None:
 
 @pytest.mark.parametrize("component", [*COMPONENTS, "sidecar", "payload"])
 def test_a_digest_wins_everywhere(chart: Chart, component: str) -> None:
-    images = [container["image"] for _, container in chart.render(given(component, {"image.digest": DIGEST})).containers()]
+    images = [
+        container["image"]
+        for _, container in chart.render(given(component, {"image.digest": DIGEST})).containers()
+    ]
     assert [image for image in images if image.endswith(f"@{DIGEST}")], component
 
 
 def test_pull_secrets_are_every_pods(chart: Chart) -> None:
     rendering = chart.render(ALL | {"images.pullSecrets": [{"name": "registry"}]})
-    specs = [*(pod for _, pod in rendering.pods()), *(one["spec"] for one in rendering.of_kind("Pod"))]
+    specs = [
+        *(pod for _, pod in rendering.pods()),
+        *(one["spec"] for one in rendering.of_kind("Pod")),
+    ]
     specs += [one["spec"]["template"]["spec"] for one in rendering.of_kind("Job")]
     assert len(specs) >= 8
     assert all(spec["imagePullSecrets"] == [{"name": "registry"}] for spec in specs)
 
 
 def test_a_class_of_priority_is_made_for_all_but_the_models(chart: Chart) -> None:
-    rendering = chart.render(ALL | {"priorityClass.create": True, "lookup.priorityClassName": "own"})
+    rendering = chart.render(
+        ALL | {"priorityClass.create": True, "lookup.priorityClassName": "own"}
+    )
     (made,) = rendering.of_kind("PriorityClass")
     assert made["metadata"]["name"] == "inference-cache-lmcache"
     assert "namespace" not in made["metadata"]
     assert made["globalDefault"] is False
-    found = {name.removeprefix("cache-lmcache-"): pod.get("priorityClassName") for name, pod in rendering.pods()}
-    assert found == dict.fromkeys(("storage", "broker", "webhook", "redis"), made["metadata"]["name"]) | {
+    found = {
+        name.removeprefix("cache-lmcache-"): pod.get("priorityClassName")
+        for name, pod in rendering.pods()
+    }
+    assert found == dict.fromkeys(
+        ("storage", "broker", "webhook", "redis"), made["metadata"]["name"]
+    ) | {
         "lookup": "own",
         "vllm-tiny": None,
     }
@@ -151,21 +195,33 @@ def test_without_it_priorities_are_the_clusters(chart: Chart) -> None:
 def test_each_has_a_budget_that_selects_its_pods(chart: Chart, component: str) -> None:
     rendering = chart.render(given(component, {"podDisruptionBudget.maxUnavailable": 2}))
     workload = workload_of(rendering, component)
-    budget = next(one for one in rendering.of_kind("PodDisruptionBudget") if one["metadata"]["name"] == workload["metadata"]["name"])
+    budget = next(
+        one
+        for one in rendering.of_kind("PodDisruptionBudget")
+        if one["metadata"]["name"] == workload["metadata"]["name"]
+    )
     assert budget["spec"]["maxUnavailable"] == 2
     assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
     selected = budget["spec"]["selector"]["matchLabels"].items()
     assert selected <= workload["spec"]["template"]["metadata"]["labels"].items()
     others = [one for one in rendering.workloads() if one is not workload]
-    assert not any(selected <= one["spec"]["template"]["metadata"]["labels"].items() for one in others)
+    assert not any(
+        selected <= one["spec"]["template"]["metadata"]["labels"].items() for one in others
+    )
 
 
 def test_the_ha_values_leave_no_single_point(chart: Chart) -> None:
     rendering = chart.render({"webhook.enabled": True}, chart.path / "values-ha.yaml")
-    scaled = {one["spec"]["scaleTargetRef"]["name"]: one["spec"]["minReplicas"] for one in rendering.of_kind("HorizontalPodAutoscaler")}
+    scaled = {
+        one["spec"]["scaleTargetRef"]["name"]: one["spec"]["minReplicas"]
+        for one in rendering.of_kind("HorizontalPodAutoscaler")
+    }
     for workload in rendering.workloads():
         name = workload["metadata"]["name"]
         assert workload["spec"].get("replicas", scaled.get(name, 1)) >= 2, name
-        keys = {one["topologyKey"] for one in workload["spec"]["template"]["spec"]["topologySpreadConstraints"]}
+        keys = {
+            one["topologyKey"]
+            for one in workload["spec"]["template"]["spec"]["topologySpreadConstraints"]
+        }
         assert keys == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}, name
     assert not [one for one in rendering.workloads() if one["metadata"]["name"].endswith("-redis")]

@@ -1,4 +1,6 @@
-"""`helm test`: the pod that it starts, and the same command with the same files against services that run."""
+"""`helm test`: the pod that it starts, and the same command with the same files against services
+that run.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ TEST_TIMEOUT_S = 60
 
 
 def hooks(rendering: Rendering) -> list[Manifest]:
-    return [one for one in rendering.manifests if "test" in one["metadata"].get("annotations", {}).get("helm.sh/hook", "").split(",")]
+    return [
+        one
+        for one in rendering.manifests
+        if "test" in one["metadata"].get("annotations", {}).get("helm.sh/hook", "").split(",")
+    ]
 
 
 def pod_of(rendering: Rendering) -> Manifest:
@@ -44,7 +50,9 @@ def parts(rendering: Rendering) -> list[Manifest]:
 
 
 def test_the_one_hook_is_a_pod_whose_log_can_be_read(chart: Chart) -> None:
-    """Helm asks every test hook for a pod's logs, and an uninstallation removes no hook: the rest belongs to the release."""
+    """Helm asks every test hook for a pod's logs, and an uninstallation removes no hook: the
+    rest belongs to the release.
+    """
     rendering = chart.render(VALUES)
     pod = pod_of(rendering)
     assert pod["kind"] == "Pod"
@@ -59,11 +67,15 @@ def test_the_one_hook_is_a_pod_whose_log_can_be_read(chart: Chart) -> None:
 
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_no_hook_but_the_test_pod_outlives_the_release(chart: Chart, case: str) -> None:
-    """Helm removes no hook at an uninstallation. The test's pod stays for its log; the quick start says how to remove it."""
+    """Helm removes no hook at an uninstallation. The test's pod stays for its log; the quick
+    start says how to remove it.
+    """
     for one in render(chart, case).manifests:
         annotations = one["metadata"].get("annotations", {})
         if annotations.get("helm.sh/hook", "test") != "test":
-            assert "hook-succeeded" in annotations["helm.sh/hook-delete-policy"].split(","), one["metadata"]["name"]
+            assert "hook-succeeded" in annotations["helm.sh/hook-delete-policy"].split(","), one[
+                "metadata"
+            ]["name"]
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.33", "1.37"])
@@ -90,7 +102,9 @@ def test_the_pod_is_restricted_bounded_and_ends(chart: Chart, tls: Manifest) -> 
     assert set(container["resources"]["requests"]) == {"cpu", "memory"}
     volumes = {volume["name"] for volume in spec["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-    projected = next(volume["projected"] for volume in spec["volumes"] if volume["name"] == "credentials")
+    projected = next(
+        volume["projected"] for volume in spec["volumes"] if volume["name"] == "credentials"
+    )
     items = [item["key"] for source in projected["sources"] for item in source["secret"]["items"]]
     assert items == ["sidecar-token"], "it gets no more than it needs"
 
@@ -98,10 +112,14 @@ def test_the_pod_is_restricted_bounded_and_ends(chart: Chart, tls: Manifest) -> 
 def test_it_reaches_what_it_asks_and_nobody_it(chart: Chart) -> None:
     rendering = chart.render(VALUES)
     policies = [one["spec"] for one in parts(rendering) if one["kind"] == "NetworkPolicy"]
-    own = next(spec for spec in policies if spec["podSelector"]["matchLabels"][COMPONENT] == "release-test")
+    own = next(
+        spec for spec in policies if spec["podSelector"]["matchLabels"][COMPONENT] == "release-test"
+    )
     assert own["policyTypes"] == ["Ingress", "Egress"]
     assert "ingress" not in own
-    assert own["podSelector"]["matchLabels"].items() <= pod_of(rendering)["metadata"]["labels"].items()
+    assert (
+        own["podSelector"]["matchLabels"].items() <= pod_of(rendering)["metadata"]["labels"].items()
+    )
     reached = {
         (rule["to"][0]["podSelector"]["matchLabels"][COMPONENT], port["port"])
         for rule in own["egress"]
@@ -114,14 +132,21 @@ def test_it_reaches_what_it_asks_and_nobody_it(chart: Chart) -> None:
         for rule in spec.get("ingress", ())
         for port in rule["ports"]
     }
-    assert reached == let_in == {("storage", 8080), ("storage", 65432), ("lookup", 8081), ("broker", 8082)}
+    assert (
+        reached
+        == let_in
+        == {("storage", 8080), ("storage", 65432), ("lookup", 8081), ("broker", 8082)}
+    )
     peers = [rule["from"] for spec in policies for rule in spec.get("ingress", ())]
     assert all(peer == [{"podSelector": own["podSelector"]}] for peer in peers)
 
 
 def test_its_addresses_are_services(chart: Chart) -> None:
     rendering = chart.render(VALUES)
-    services = {f"{one['metadata']['name']}.inference.svc": one["spec"]["ports"] for one in rendering.of_kind("Service")}
+    services = {
+        f"{one['metadata']['name']}.inference.svc": one["spec"]["ports"]
+        for one in rendering.of_kind("Service")
+    }
     for argument in pod_of(rendering)["spec"]["containers"][0]["args"]:
         if "://" in argument:
             host, _, port = argument.split("://")[1].split("/")[0].partition(":")
@@ -140,7 +165,9 @@ def cluster(
     is_plain = request.param == "plain"
     rendering = chart.render(VALUES | ({} if is_plain else TLS))
     folder = tmp_path_factory.mktemp("run")
-    cluster = Cluster(rendering, folder, None if is_plain else Authority(tmp_path_factory.mktemp("authority")))
+    cluster = Cluster(
+        rendering, folder, None if is_plain else Authority(tmp_path_factory.mktemp("authority"))
+    )
     try:
         cluster.start_all()
         yield cluster, rendering, folder
@@ -149,8 +176,12 @@ def cluster(
 
 
 def command_of(rendering: Rendering, cluster: Cluster, folder: Path) -> list[str]:
-    """The pod's command, with this machine's addresses and paths: the script is that of the ConfigMap, secrets those of the sidecar."""
-    (script,) = (one["data"]["release_test.py"] for one in parts(rendering) if one["kind"] == "ConfigMap")
+    """The pod's command, with this machine's addresses and paths: the script is that of the
+    ConfigMap, secrets those of the sidecar.
+    """
+    (script,) = (
+        one["data"]["release_test.py"] for one in parts(rendering) if one["kind"] == "ConfigMap"
+    )
     path = folder / "release_test.py"
     path.write_text(script, encoding="utf-8")
     container = pod_of(rendering)["spec"]["containers"][0]
@@ -171,7 +202,9 @@ def command_of(rendering: Rendering, cluster: Cluster, folder: Path) -> list[str
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=TEST_TIMEOUT_S, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TEST_TIMEOUT_S, check=False
+    )
 
 
 def test_a_release_that_works_passes(cluster: tuple[Cluster, Rendering, Path]) -> None:
@@ -188,7 +221,10 @@ def test_a_token_that_is_wrong_fails(cluster: tuple[Cluster, Rendering, Path]) -
     services, rendering, folder = cluster
     wrong = folder / "wrong-token"
     wrong.write_text("x" * 48, encoding="ascii")
-    command = [f"--token-file={wrong}" if one.startswith("--token-file=") else one for one in command_of(rendering, services, folder)]
+    command = [
+        f"--token-file={wrong}" if one.startswith("--token-file=") else one
+        for one in command_of(rendering, services, folder)
+    ]
     answer = run([*command, "--patience-s=0"])
     assert answer.returncode == 1
     assert answer.stderr.count("FAILED") == 5, "all but the refusal of who shows none"
@@ -198,7 +234,10 @@ def test_a_token_that_is_wrong_fails(cluster: tuple[Cluster, Rendering, Path]) -
 def test_a_service_that_lets_everybody_in_fails(cluster: tuple[Cluster, Rendering, Path]) -> None:
     """/healthz stands for a service that asks for no token."""
     services, rendering, folder = cluster
-    command = [one.replace("/v1/instances", "/healthz").replace("/v1/peers", "/v1/none") for one in command_of(rendering, services, folder)]
+    command = [
+        one.replace("/v1/instances", "/healthz").replace("/v1/peers", "/v1/none")
+        for one in command_of(rendering, services, folder)
+    ]
     answer = run([*command, "--patience-s=0"])
     assert answer.returncode == 1
     assert "/healthz: guarded: it answers 200 without a token, not 401" in answer.stderr
@@ -230,12 +269,16 @@ def test_what_is_not_there_yet_is_waited_for(tmp_path: Path, patience_s: int) ->
             f"--patience-s={patience_s}",
         ]
         command.append(f"--guarded-url=http://127.0.0.1:{server.server_address[1]}/v1/peers")
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
             if patience_s:
                 with pytest.raises(subprocess.TimeoutExpired):
                     process.wait(3)
                 server.server_activate()
-                thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+                thread = threading.Thread(
+                    target=server.serve_forever, kwargs={"poll_interval": 0.05}
+                )
                 thread.start()
             output, errors = process.communicate(timeout=TEST_TIMEOUT_S)
             if patience_s:

@@ -1,4 +1,6 @@
-"""What every pod promises: the `restricted` standard, no secrets where they do not belong, memory that covers the cache."""
+"""What every pod promises: the `restricted` standard, no secrets where they do not belong,
+memory that covers the cache.
+"""
 
 from __future__ import annotations
 
@@ -65,20 +67,29 @@ def test_containers_are_restricted(rendering: Rendering) -> None:
 
 
 def test_containers_run_as_one_numeric_user(chart: Chart) -> None:
-    for name, container in chart.render(None, chart.path / "ci" / "models-values.yaml").containers():
+    for name, container in chart.render(
+        None, chart.path / "ci" / "models-values.yaml"
+    ).containers():
         assert container["securityContext"]["runAsUser"] == 10001, name
 
 
 def test_the_cluster_may_choose_the_user(chart: Chart) -> None:
     rendering = chart.render({"security.runAsUser": None})
-    assert all("runAsUser" not in container["securityContext"] for _, container in rendering.containers())
-    assert all(not {"runAsUser", "runAsGroup", "fsGroup"} & set(pod["securityContext"]) for _, pod in rendering.pods())
+    assert all(
+        "runAsUser" not in container["securityContext"] for _, container in rendering.containers()
+    )
+    assert all(
+        not {"runAsUser", "runAsGroup", "fsGroup"} & set(pod["securityContext"])
+        for _, pod in rendering.pods()
+    )
 
 
 def test_pods_see_no_services_and_no_api_token(rendering: Rendering) -> None:
     for name, pod in rendering.pods():
         assert pod["enableServiceLinks"] is False, name
-        assert pod["automountServiceAccountToken"] is (name.endswith("-broker") and rendering.of_kind("Role") != []), name
+        assert pod["automountServiceAccountToken"] is (
+            name.endswith("-broker") and rendering.of_kind("Role") != []
+        ), name
     accounts = rendering.of_kind("ServiceAccount")
     assert all(account["automountServiceAccountToken"] is False for account in accounts)
     created = {account["metadata"]["name"] for account in accounts}
@@ -87,7 +98,9 @@ def test_pods_see_no_services_and_no_api_token(rendering: Rendering) -> None:
 
 def test_containers_have_probes_and_memory_requests(rendering: Rendering) -> None:
     for name, container in rendering.containers():
-        assert "cpu" in container["resources"]["requests"], f"{name}: without it autoscalers can tell nothing of the pod"
+        assert (
+            "cpu" in container["resources"]["requests"]
+        ), f"{name}: without it autoscalers can tell nothing of the pod"
         if name.endswith("/payload"):
             continue
         assert "startupProbe" in container, name
@@ -101,11 +114,15 @@ def test_mounts_name_volumes_of_the_pod(rendering: Rendering) -> None:
     for workload in rendering.workloads():
         pod = workload["spec"]["template"]["spec"]
         volumes = {volume["name"] for volume in pod["volumes"]}
-        volumes |= {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
+        volumes |= {
+            claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])
+        }
         for container in [*pod.get("initContainers", []), *pod["containers"]]:
             paths = [mount["mountPath"] for mount in container["volumeMounts"]]
             assert len(paths) == len(set(paths)), container["name"]
-            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes, container["name"]
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes, container[
+                "name"
+            ]
 
 
 def test_the_sidecar_is_a_native_sidecar(models: Rendering) -> None:
@@ -113,7 +130,10 @@ def test_the_sidecar_is_a_native_sidecar(models: Rendering) -> None:
         if "-vllm-" not in name:
             continue
         assert [container["name"] for container in pod["initContainers"]] == ["payload", "sidecar"]
-        assert [container.get("restartPolicy") for container in pod["initContainers"]] == [None, "Always"]
+        assert [container.get("restartPolicy") for container in pod["initContainers"]] == [
+            None,
+            "Always",
+        ]
         assert [container["name"] for container in pod["containers"]] == ["vllm"]
 
 
@@ -135,7 +155,10 @@ def test_one_value_sizes_the_arena(models: Rendering, model: str, arena_gb: floa
 def test_sidecar_and_vllm_share_arena_and_socket_and_nothing_secret(models: Rendering) -> None:
     pod = pod_of(models, "vllm-llama")
     sidecar, vllm = named(pod["initContainers"], "sidecar"), pod["containers"][0]
-    mounts = [{mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]} for container in (sidecar, vllm)]
+    mounts = [
+        {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        for container in (sidecar, vllm)
+    ]
     for path in SIDECAR_PATHS:
         assert mounts[0][path] == mounts[1][path]
     assert "credentials" in mounts[0].values()
@@ -148,7 +171,9 @@ def test_the_sidecar_disk_is_bounded_and_off_at_zero(models: Rendering) -> None:
     assert bytes_of(named(pod["volumes"], "sidecar-disk")["emptyDir"]["sizeLimit"]) > 100 * 2**30
     config = yaml.safe_load(models.get("ConfigMap", "vllm-qwen")["data"]["config.yaml"])
     assert not {"disk_path", "disk_gb"} & set(config)
-    assert not any(volume["name"] == "sidecar-disk" for volume in pod_of(models, "vllm-qwen")["volumes"])
+    assert not any(
+        volume["name"] == "sidecar-disk" for volume in pod_of(models, "vllm-qwen")["volumes"]
+    )
 
 
 def test_the_storage_fits_its_pod(chart: Chart) -> None:
@@ -166,7 +191,10 @@ def test_an_upgrade_changes_no_immutable_field(rendering: Rendering) -> None:
     """Selectors and claim templates cannot change, so no version is among their labels."""
     for workload in rendering.workloads():
         spec = workload["spec"]
-        labels = [spec["selector"]["matchLabels"], *(claim["metadata"]["labels"] for claim in spec.get("volumeClaimTemplates", []))]
+        labels = [
+            spec["selector"]["matchLabels"],
+            *(claim["metadata"]["labels"] for claim in spec.get("volumeClaimTemplates", [])),
+        ]
         for found in labels:
             assert not {"helm.sh/chart", "app.kubernetes.io/version"} & set(found)
             assert found.items() <= spec["template"]["metadata"]["labels"].items()
@@ -181,7 +209,9 @@ def test_names_fit(rendering: Rendering) -> None:
 
 
 def test_a_late_answer_is_no_dead_process(rendering: Rendering) -> None:
-    """/healthz is answered by the loop that does the work, and Redis by one thread: a full node makes both late."""
+    """/healthz is answered by the loop that does the work, and Redis by one thread: a full node
+    makes both late.
+    """
     for name, container in rendering.containers():
         probe = container.get("livenessProbe")
         if probe is not None:
@@ -189,7 +219,9 @@ def test_a_late_answer_is_no_dead_process(rendering: Rendering) -> None:
             assert probe["timeoutSeconds"] >= 5, name
         if name.endswith("redis/redis"):
             assert "exec" in probe
-            assert container["readinessProbe"]["tcpSocket"] == {"port": "redis"}, "a second command every few seconds costs too much"
+            assert container["readinessProbe"]["tcpSocket"] == {
+                "port": "redis"
+            }, "a second command every few seconds costs too much"
 
 
 def test_pod_disruption_budgets_never_block_a_lone_replica(rendering: Rendering) -> None:

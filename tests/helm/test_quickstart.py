@@ -1,4 +1,6 @@
-"""docs/quickstart.md: its values are installed as they stand, and what its commands name is then there."""
+"""docs/quickstart.md: its values are installed as they stand, and what its commands name is then
+there.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ OWN, BESIDE = PAGE.split("## 2b. ")
 VALUES = re.search(r"<<'YAML'\n(.*?)^YAML$", OWN, re.MULTILINE | re.DOTALL)
 INSTALL = re.compile(r"^helm install (\S+) helm/lmcache -n (\S+) (.*)$", re.MULTILINE)
 NAMED = re.compile(r"(statefulset|deployment|service|secret)[ /](cache-lmcache-\S+)")
-KINDS = {"statefulset": "StatefulSet", "deployment": "Deployment", "service": "Service", "secret": "Secret"}
+KINDS = {
+    "statefulset": "StatefulSet",
+    "deployment": "Deployment",
+    "service": "Service",
+    "secret": "Secret",
+}
 
 
 def installed(chart: Chart, text: str, file: Path, helm: str) -> Rendering:
@@ -28,7 +35,9 @@ def installed(chart: Chart, text: str, file: Path, helm: str) -> Rendering:
     assert found is not None
     release, namespace, options = found.groups()
     words = [word if word != "values.yaml" else str(file) for word in options.split()]
-    answer = chart.run("template", release, str(chart.path), "--namespace", namespace, *words, helm=helm)
+    answer = chart.run(
+        "template", release, str(chart.path), "--namespace", namespace, *words, helm=helm
+    )
     assert answer.returncode == 0, answer.stderr
     return Rendering(answer.stdout, [one for one in yaml.safe_load_all(answer.stdout) if one])
 
@@ -39,11 +48,17 @@ def test_what_the_commands_name_is_there(chart: Chart, tmp_path: Path, helm: str
     file = tmp_path / "values.yaml"
     file.write_text(VALUES[1], encoding="utf-8")
     own, beside = installed(chart, OWN, file, helm), installed(chart, BESIDE, file, helm)
-    objects = {(one["kind"], one["metadata"]["name"]) for one in [*own.manifests, *beside.manifests]}
+    objects = {
+        (one["kind"], one["metadata"]["name"]) for one in [*own.manifests, *beside.manifests]
+    }
     named = {(KINDS[kind], name) for kind, name in NAMED.findall(PAGE)}
     assert len(named) == 5
     assert named <= objects
-    pods = [one["spec"]["template"] for one in own.of_kind("Deployment") if "vllm" in one["metadata"]["name"]]
+    pods = [
+        one["spec"]["template"]
+        for one in own.of_kind("Deployment")
+        if "vllm" in one["metadata"]["name"]
+    ]
     assert [pod["metadata"]["labels"]["lmcache/model"] for pod in pods] == ["llama"]
     assert "-l lmcache/model=llama " in PAGE
     (vllm,) = [one for one in pods[0]["spec"]["containers"] if one["name"] == "vllm"]
@@ -63,12 +78,16 @@ def test_secrets_that_the_values_name_are_made_first(chart: Chart, tmp_path: Pat
         for variable in container.get("env", [])
         if "secretKeyRef" in variable.get("valueFrom", {})
     }
-    made = {one["metadata"]["name"] for one in rendering.of_kind("Secret")} | set(re.findall(r"create secret generic (\S+)", PAGE))
+    made = {one["metadata"]["name"] for one in rendering.of_kind("Secret")} | set(
+        re.findall(r"create secret generic (\S+)", PAGE)
+    )
     assert "huggingface" in needed
     assert needed <= made
 
 
-def test_the_webhook_takes_the_pods_of_the_namespace_that_it_is_installed_in(chart: Chart, tmp_path: Path) -> None:
+def test_the_webhook_takes_the_pods_of_the_namespace_that_it_is_installed_in(
+    chart: Chart, tmp_path: Path
+) -> None:
     beside = installed(chart, BESIDE, tmp_path / "none", "helm4")
     settings = beside.get("ConfigMap", "webhook")["data"]["config.yaml"]
     namespace = INSTALL.search(BESIDE)[2]  # type: ignore[index]

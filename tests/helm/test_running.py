@@ -1,4 +1,6 @@
-"""The services start with the settings and secrets of the chart, let one another in, and nobody else; over TLS too."""
+"""The services start with the settings and secrets of the chart, let one another in, and nobody
+else; over TLS too.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,23 @@ if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest
 
 SERVICES = ("lookup", "broker", "storage", "sidecar")
-VALUES: Manifest = {"models": [{"name": "tiny", "model": "example/tiny-llama"}], "auth.tenant": "team-a"}
+VALUES: Manifest = {
+    "models": [{"name": "tiny", "model": "example/tiny-llama"}],
+    "auth.tenant": "team-a",
+}
 TLS: Manifest = {"tls.enabled": True, "tls.mutual": True, "tls.existingSecret": "certificates"}
 
 
 @pytest.fixture(scope="module", params=["plain", "mutual TLS"])
-def cluster(chart: Chart, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster(
+    chart: Chart, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Cluster]:
     """All four, connected."""
     is_plain = request.param == "plain"
     authority = None if is_plain else Authority(tmp_path_factory.mktemp("authority"))
-    cluster = Cluster(chart.render(VALUES | ({} if is_plain else TLS)), tmp_path_factory.mktemp("run"), authority)
+    cluster = Cluster(
+        chart.render(VALUES | ({} if is_plain else TLS)), tmp_path_factory.mktemp("run"), authority
+    )
     try:
         cluster.start_all()
         yield cluster
@@ -41,8 +50,13 @@ def cluster(chart: Chart, tmp_path_factory: pytest.TempPathFactory, request: pyt
         cluster.stop()
 
 
-@pytest.mark.parametrize(("service", "path", "field"), [("broker", "/v1/peers", "id"), ("lookup", "/v1/instances", "instance")])
-def test_storage_and_sidecar_are_let_in(cluster: Cluster, service: str, path: str, field: str) -> None:
+@pytest.mark.parametrize(
+    ("service", "path", "field"),
+    [("broker", "/v1/peers", "id"), ("lookup", "/v1/instances", "instance")],
+)
+def test_storage_and_sidecar_are_let_in(
+    cluster: Cluster, service: str, path: str, field: str
+) -> None:
     expected = {"storage-0", "sidecar-0"}
     deadline = time.monotonic() + TIMEOUT_S
     found: set[str] = set()
@@ -81,7 +95,9 @@ def test_kubelets_need_neither_token_nor_certificate(cluster: Cluster, service: 
 async def test_what_the_sidecar_has_lets_it_fetch_from_the_storage(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, shows_token: bool
 ) -> None:
-    """Over lm://, with its own token, certificate and authority, and the name that it is told certificates have."""
+    """Over lm://, with its own token, certificate and authority, and the name that it is told
+    certificates have.
+    """
     monkeypatch.chdir(cluster.config_of("sidecar").parent)
     settings = load_settings(SidecarSettings, cluster.config_of("sidecar"), {})
     assert settings.remote_url is not None

@@ -1,4 +1,6 @@
-"""Pods come and go: who owns the number of replicas, what happens before an end, and who may see which pods there are."""
+"""Pods come and go: who owns the number of replicas, what happens before an end, and who may see
+which pods there are.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
 
 MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
-SCALED = {"storage": "StatefulSet", "lookup": "Deployment", "broker": "Deployment", "vllm-tiny": "Deployment"}
+SCALED = {
+    "storage": "StatefulSet",
+    "lookup": "Deployment",
+    "broker": "Deployment",
+    "vllm-tiny": "Deployment",
+}
 
 
 @pytest.fixture
@@ -28,52 +35,82 @@ def rendering(chart: Chart) -> Rendering:
 
 
 def container_of(rendering: Rendering, name: str) -> Manifest:
-    return next(container for where, container in rendering.containers() if where.endswith(f"/{name}"))
+    return next(
+        container for where, container in rendering.containers() if where.endswith(f"/{name}")
+    )
 
 
 @pytest.mark.parametrize("name", sorted(SCALED))
 @pytest.mark.parametrize("helm", ["helm3", "helm4"])
 def test_replicas_belong_to_whoever_scales(chart: Chart, name: str, helm: str) -> None:
-    """Helm 4 applies on the server, where a field that two set to different values is a conflict: the upgrade fails."""
+    """Helm 4 applies on the server, where a field that two set to different values is a
+    conflict: the upgrade fails.
+    """
     value = "modelDefaults.replicaCount" if name.startswith("vllm") else f"{name}.replicaCount"
-    assert "replicas" not in chart.render({"models": [MODEL], value: None}, helm=helm).get(SCALED[name], name)["spec"]
+    assert (
+        "replicas"
+        not in chart.render({"models": [MODEL], value: None}, helm=helm).get(SCALED[name], name)[
+            "spec"
+        ]
+    )
     for number in (0, 3):
         given = chart.render({"models": [MODEL], value: number}, helm=helm)
         assert given.get(SCALED[name], name)["spec"]["replicas"] == number
 
 
-def test_lookup_and_broker_are_two_and_nothing_else_sets_replicas_unless_it_is_told(chart: Chart) -> None:
+def test_lookup_and_broker_are_two_and_nothing_else_sets_replicas_unless_it_is_told(
+    chart: Chart,
+) -> None:
     """
-    One lookup, or one broker, would be away for as long as a drained node or a killed pod takes. The bundled Redis has no number
+    One lookup, or one broker, would be away for as long as a drained node or a killed pod takes.
+    The bundled Redis has no number
     either: who scales it to none and back, to see what happens, would own the field.
     """
     workloads = chart.render({"models": [MODEL]}).workloads()
     assert len(workloads) == 5
-    replicas = {one["metadata"]["name"]: one["spec"]["replicas"] for one in workloads if "replicas" in one["spec"]}
+    replicas = {
+        one["metadata"]["name"]: one["spec"]["replicas"]
+        for one in workloads
+        if "replicas" in one["spec"]
+    }
     assert replicas == {"cache-lmcache-lookup": 2, "cache-lmcache-broker": 2}
 
 
 @pytest.mark.parametrize("name", ["storage", "lookup", "broker"])
 def test_services_wait_until_nobody_is_sent_to_them(chart: Chart, name: str) -> None:
     rendering = chart.render({f"{name}.preStopSeconds": 7})
-    assert container_of(rendering, name)["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", "7"]}}}
+    assert container_of(rendering, name)["lifecycle"] == {
+        "preStop": {"exec": {"command": ["sleep", "7"]}}
+    }
     assert "lifecycle" not in container_of(chart.render({f"{name}.preStopSeconds": 0}), name)
 
 
-def test_the_drain_of_a_sidecar_begins_with_the_end_of_its_pod(rendering: Rendering, tmp_path: Path) -> None:
-    """The hook of a native sidecar runs when the pod is to end, its SIGTERM comes when vLLM has ended."""
+def test_the_drain_of_a_sidecar_begins_with_the_end_of_its_pod(
+    rendering: Rendering, tmp_path: Path
+) -> None:
+    """The hook of a native sidecar runs when the pod is to end, its SIGTERM comes when vLLM has
+    ended.
+    """
     command = container_of(rendering, "sidecar")["lifecycle"]["preStop"]["exec"]["command"]
     config = yaml.safe_load(rendering.get("ConfigMap", "vllm-tiny")["data"]["config.yaml"])
     assert (command[0], command[-1]) == ("python", config["socket_path"])
-    assert any(command[-1].startswith(mount["mountPath"]) for mount in container_of(rendering, "sidecar")["volumeMounts"])
-    listens = (
-        "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print(flush=True); time.sleep(60)"
+    assert any(
+        command[-1].startswith(mount["mountPath"])
+        for mount in container_of(rendering, "sidecar")["volumeMounts"]
     )
-    target = subprocess.Popen([sys.executable, "-c", listens, str(tmp_path / "s")], stdout=subprocess.PIPE)
+    listens = (
+        "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]);"
+        " s.listen(); print(flush=True); time.sleep(60)"
+    )
+    target = subprocess.Popen(
+        [sys.executable, "-c", listens, str(tmp_path / "s")], stdout=subprocess.PIPE
+    )
     try:
         assert target.stdout is not None
         target.stdout.readline()
-        subprocess.run([sys.executable, *command[1:-1], str(tmp_path / "s")], timeout=20, check=True)
+        subprocess.run(
+            [sys.executable, *command[1:-1], str(tmp_path / "s")], timeout=20, check=True
+        )
         assert target.wait(timeout=20) == -10, "SIGUSR1 is what the sidecar takes for it"
     finally:
         target.kill()
@@ -87,7 +124,10 @@ class FakeVllm(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         running = self.num_running.pop(0) if self.num_running else 0
-        text = f'# HELP x\nvllm:num_requests_running{{engine="0"}} {running}.0\nvllm:num_requests_waiting{{engine="0"}} 0.0\n'
+        text = (
+            '# HELP x\nvllm:num_requests_running{engine="0"}'
+            f' {running}.0\nvllm:num_requests_waiting{{engine="0"}} 0.0\n'
+        )
         self.send_response(200)
         self.end_headers()
         self.wfile.write(text.encode())
@@ -123,7 +163,9 @@ def test_vllm_answers_what_it_has_before_it_ends(rendering: Rendering, vllm_url:
     assert FakeVllm.num_running == [5], "it asks until nothing runs, and no longer"
 
 
-def test_the_hook_of_vllm_waits_for_new_requests_to_stay_away(rendering: Rendering, vllm_url: str) -> None:
+def test_the_hook_of_vllm_waits_for_new_requests_to_stay_away(
+    rendering: Rendering, vllm_url: str
+) -> None:
     begin = time.monotonic()
     subprocess.run(stop_hook(rendering, vllm_url, "0.7", "30"), timeout=40, check=True)
     assert time.monotonic() - begin >= 0.7
@@ -134,33 +176,54 @@ def test_the_hook_of_vllm_ends(rendering: Rendering, vllm_url: str, url: str) ->
     """With requests that never end after the longest time, and at once where vLLM is dead."""
     FakeVllm.num_running[:] = [1] * 1000
     begin = time.monotonic()
-    subprocess.run(stop_hook(rendering, url or vllm_url, "0", "1" if not url else "30"), timeout=40, check=True)
+    subprocess.run(
+        stop_hook(rendering, url or vllm_url, "0", "1" if not url else "30"), timeout=40, check=True
+    )
     assert time.monotonic() - begin < 15
 
 
 def rules(rendering: Rendering) -> dict[str, list[str]]:
     role = rendering.get("Role", "broker")
-    return {resource: sorted(rule["verbs"]) for rule in role["rules"] for resource in rule["resources"]}
+    return {
+        resource: sorted(rule["verbs"]) for rule in role["rules"] for resource in rule["resources"]
+    }
 
 
 def test_the_broker_sees_pods_and_changes_nothing(rendering: Rendering) -> None:
-    assert rules(rendering) == {"endpointslices": ["get", "list", "watch"], "pods": ["get", "list", "watch"]}
+    assert rules(rendering) == {
+        "endpointslices": ["get", "list", "watch"],
+        "pods": ["get", "list", "watch"],
+    }
     binding = rendering.get("RoleBinding", "broker")
     assert binding["roleRef"]["name"] == rendering.get("Role", "broker")["metadata"]["name"]
-    account = rendering.get("Deployment", "broker")["spec"]["template"]["spec"]["serviceAccountName"]
-    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "inference"}]
+    account = rendering.get("Deployment", "broker")["spec"]["template"]["spec"][
+        "serviceAccountName"
+    ]
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": account, "namespace": "inference"}
+    ]
     assert rendering.of_kind("ClusterRole", "ClusterRoleBinding") == []
     assert len(rendering.of_kind("Role")) == 1
 
 
 def test_pods_are_patched_only_where_that_is_wanted(chart: Chart) -> None:
-    assert rules(chart.render({"broker.podDeletionCost.enabled": True}))["pods"] == ["get", "list", "patch", "watch"]
+    assert rules(chart.render({"broker.podDeletionCost.enabled": True}))["pods"] == [
+        "get",
+        "list",
+        "patch",
+        "watch",
+    ]
 
 
 def test_without_discovery_the_broker_has_no_rights(chart: Chart) -> None:
     rendering = chart.render({"broker.discovery.enabled": False})
     assert rendering.of_kind("Role", "RoleBinding") == []
-    assert rendering.get("Deployment", "broker")["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
+    assert (
+        rendering.get("Deployment", "broker")["spec"]["template"]["spec"][
+            "automountServiceAccountToken"
+        ]
+        is False
+    )
 
 
 def test_the_followed_endpoints_are_those_of_all_sidecars(chart: Chart) -> None:
@@ -170,6 +233,9 @@ def test_the_followed_endpoints_are_those_of_all_sidecars(chart: Chart) -> None:
     for name in ("vllm-tiny", "vllm-other"):
         template = rendering.get("Deployment", name)["spec"]["template"]
         assert service["selector"].items() <= template["metadata"]["labels"].items()
-        ports = {port["name"]: port["containerPort"] for port in template["spec"]["initContainers"][1]["ports"]}
+        ports = {
+            port["name"]: port["containerPort"]
+            for port in template["spec"]["initContainers"][1]["ports"]
+        }
         assert [(port["name"], port["port"]) for port in service["ports"]] == [("lm", ports["lm"])]
     assert not service.get("publishNotReadyAddresses"), "a pod that is not ready is no peer yet"

@@ -1,4 +1,6 @@
-"""Generated secrets: the services can read them, an upgrade keeps them, and Redis starts with them."""
+"""Generated secrets: the services can read them, an upgrade keeps them, and Redis starts with
+them.
+"""
 
 from __future__ import annotations
 
@@ -53,21 +55,34 @@ def test_services_read_the_generated_secrets(chart: Chart, tmp_path: Path) -> No
         for key, text in decoded(rendering.get("Secret", name)).items():
             (tmp_path / key).write_text(text, encoding="ascii")
     check_files(tmp_path, "team-a")
-    operator = TokenTable.from_file(tmp_path / "tokens.yaml").authenticate((tmp_path / "operator-token").read_text(encoding="ascii"))
+    operator = TokenTable.from_file(tmp_path / "tokens.yaml").authenticate(
+        (tmp_path / "operator-token").read_text(encoding="ascii")
+    )
     assert operator.role == "admin"
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 def test_services_read_secrets_made_as_the_readme_says(chart: Chart, tmp_path: Path) -> None:
     readme = (chart.path / "README.md").read_text(encoding="utf-8")
-    block = next(block for block in re.findall(r"^```\w*\n(.*?)^```", readme, re.DOTALL | re.MULTILINE) if "token()" in block)
-    script = "".join(line for line in block.splitlines(keepends=True) if not line.startswith("kubectl "))
+    block = next(
+        block
+        for block in re.findall(r"^```\w*\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+        if "token()" in block
+    )
+    script = "".join(
+        line for line in block.splitlines(keepends=True) if not line.startswith("kubectl ")
+    )
     subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, check=True, timeout=30)
     check_files(tmp_path, "default")
 
 
 RESOURCES = {
-    "v1": {"secrets": "Secret", "services": "Service", "configmaps": "ConfigMap", "serviceaccounts": "ServiceAccount"},
+    "v1": {
+        "secrets": "Secret",
+        "services": "Service",
+        "configmaps": "ConfigMap",
+        "serviceaccounts": "ServiceAccount",
+    },
     "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
@@ -78,7 +93,9 @@ RESOURCES = {
         "clusterroles": "ClusterRole",
         "clusterrolebindings": "ClusterRoleBinding",
     },
-    "admissionregistration.k8s.io/v1": {"mutatingwebhookconfigurations": "MutatingWebhookConfiguration"},
+    "admissionregistration.k8s.io/v1": {
+        "mutatingwebhookconfigurations": "MutatingWebhookConfiguration"
+    },
 }
 OF_THE_CLUSTER = ("clusterroles", "clusterrolebindings", "mutatingwebhookconfigurations")
 
@@ -89,10 +106,23 @@ def discovery() -> dict[str, Manifest]:
     answers: dict[str, Manifest] = {}
     for group_version, kinds in RESOURCES.items():
         verbs = ["get", "list", "create"]
-        listed = [{"name": name, "namespaced": name not in OF_THE_CLUSTER, "kind": kind, "verbs": verbs} for name, kind in kinds.items()]
-        answers[f"/apis/{group_version}"] = {"kind": "APIResourceList", "groupVersion": group_version, "resources": listed}
+        listed = [
+            {"name": name, "namespaced": name not in OF_THE_CLUSTER, "kind": kind, "verbs": verbs}
+            for name, kind in kinds.items()
+        ]
+        answers[f"/apis/{group_version}"] = {
+            "kind": "APIResourceList",
+            "groupVersion": group_version,
+            "resources": listed,
+        }
         version = {"groupVersion": group_version, "version": "v1"}
-        groups.append({"name": group_version.partition("/")[0], "versions": [version], "preferredVersion": version})
+        groups.append(
+            {
+                "name": group_version.partition("/")[0],
+                "versions": [version],
+                "preferredVersion": version,
+            }
+        )
     answers["/api/v1"] = answers.pop("/apis/v1")
     answers["/api"] = {"kind": "APIVersions", "versions": ["v1"]}
     answers["/apis"] = {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups[1:]}
@@ -111,8 +141,18 @@ class FakeCluster(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].rstrip("/")
-        answer = self.objects.get("/".join(path.split("/")[-2:])) if "/namespaces/" in path else discovery().get(path)
-        missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+        answer = (
+            self.objects.get("/".join(path.split("/")[-2:]))
+            if "/namespaces/" in path
+            else discovery().get(path)
+        )
+        missing = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "status": "Failure",
+            "reason": "NotFound",
+            "code": 404,
+        }
         body = json.dumps(answer or missing).encode()
         self.send_response(200 if answer else 404)
         self.send_header("Content-Type", "application/json")
@@ -133,7 +173,13 @@ def kubeconfig(tmp_path: Path) -> Iterator[Path]:
     cluster = {"name": "fake", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
     context = {"name": "fake", "context": {"cluster": "fake", "user": "fake"}}
     user = {"name": "fake", "user": {}}
-    config = {"apiVersion": "v1", "kind": "Config", "clusters": [cluster], "contexts": [context], "users": [user]}
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [cluster],
+        "contexts": [context],
+        "users": [user],
+    }
     path = tmp_path / "kubeconfig"
     path.write_text(yaml.safe_dump(config | {"current-context": "fake"}), encoding="ascii")
     yield path
@@ -143,9 +189,19 @@ def kubeconfig(tmp_path: Path) -> Iterator[Path]:
     FakeCluster.objects.clear()
 
 
-def run_against(chart: Chart, kubeconfig: Path, helm: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_against(
+    chart: Chart, kubeconfig: Path, helm: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     """Render the chart where `FakeCluster` can be asked."""
-    command = [str(chart.helms[helm]), "template", "cache", str(chart.path), "--namespace", "inference", "--dry-run=server"]
+    command = [
+        str(chart.helms[helm]),
+        "template",
+        "cache",
+        str(chart.path),
+        "--namespace",
+        "inference",
+        "--dry-run=server",
+    ]
     command += [*SET_REGISTRY, *arguments]
     command.append("--disable-openapi-validation")  # which the stand-in does not serve
     home = kubeconfig.parent
@@ -156,13 +212,19 @@ def run_against(chart: Chart, kubeconfig: Path, helm: str, *arguments: str) -> s
 def render_against(chart: Chart, kubeconfig: Path, helm: str) -> dict[str, Manifest]:
     answer = run_against(chart, kubeconfig, helm)
     assert answer.returncode == 0, answer.stderr
-    return {one["metadata"]["name"]: one for one in yaml.safe_load_all(answer.stdout) if one and one["kind"] == "Secret"}
+    return {
+        one["metadata"]["name"]: one
+        for one in yaml.safe_load_all(answer.stdout)
+        if one and one["kind"] == "Secret"
+    }
 
 
 def install(secrets: dict[str, Manifest]) -> None:
     """Put Secrets into the cluster with the marks that Helm leaves on what it installs."""
     for name, secret in secrets.items():
-        FakeCluster.objects[f"secrets/{name}"] = secret | {"metadata": secret["metadata"] | {"annotations": OWNER}}
+        FakeCluster.objects[f"secrets/{name}"] = secret | {
+            "metadata": secret["metadata"] | {"annotations": OWNER}
+        }
 
 
 @pytest.mark.parametrize("helm", ["helm3", "helm4"])
@@ -195,24 +257,36 @@ def test_redis_starts_with_its_password_and_stops_on_sigterm(chart: Chart, tmp_p
     (tmp_path / "data").mkdir()
     config = rendering.get("ConfigMap", "redis")["data"]["redis.conf"]
     port = "port 0\nunixsocket redis.sock"  # no TCP port, so that tests do not meet
-    (tmp_path / "redis.conf").write_text(config.replace("port 6379", port).replace("dir /data", f"dir {tmp_path / 'data'}"))
-    (tmp_path / "redis-password").write_text(decoded(rendering.get("Secret", "redis"))["redis-password"])
+    (tmp_path / "redis.conf").write_text(
+        config.replace("port 6379", port).replace("dir /data", f"dir {tmp_path / 'data'}")
+    )
+    (tmp_path / "redis-password").write_text(
+        decoded(rendering.get("Secret", "redis"))["redis-password"]
+    )
 
     def moved(text: str) -> str:
-        text = text.replace("/etc/redis/", f"{tmp_path}/").replace("/run/secrets/redis/", f"{tmp_path}/")
+        text = text.replace("/etc/redis/", f"{tmp_path}/").replace(
+            "/run/secrets/redis/", f"{tmp_path}/"
+        )
         return text.replace("redis-cli", f"redis-cli -s {tmp_path}/data/redis.sock")
 
     env = {"PATH": f"{BINARIES}:{os.environ['PATH']}"}
     ping = [moved(part) for part in container["livenessProbe"]["exec"]["command"]]
-    server = subprocess.Popen([moved(part) for part in container["command"]], env=env, stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [moved(part) for part in container["command"]], env=env, stdout=subprocess.DEVNULL
+    )
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while subprocess.run(ping, env=env, capture_output=True, check=False).returncode != 0:
             assert time.monotonic() < deadline, "the liveness probe never passed"
             time.sleep(0.1)
-        assert "redis-server" in Path(f"/proc/{server.pid}/cmdline").read_text(), "the shell stands in the way of signals"
+        assert (
+            "redis-server" in Path(f"/proc/{server.pid}/cmdline").read_text()
+        ), "the shell stands in the way of signals"
         stranger = [str(BINARIES / "redis-cli"), "-s", f"{tmp_path}/data/redis.sock", "ping"]
-        assert "NOAUTH" in subprocess.run(stranger, capture_output=True, text=True, check=False).stdout
+        assert (
+            "NOAUTH" in subprocess.run(stranger, capture_output=True, text=True, check=False).stdout
+        )
         server.terminate()
         assert server.wait(timeout=START_TIMEOUT_S) == 0
     finally:

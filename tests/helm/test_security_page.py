@@ -29,19 +29,31 @@ def section(title: str) -> str:
 
 def test_the_ports_are_those_of_the_containers(chart: Chart) -> None:
     listed = {int(port) for port in re.findall(r"^\| (\d+)", section("Ports"), re.MULTILINE)}
-    opened = {port["containerPort"] for _, container in chart.render(EVERYTHING).containers() for port in container.get("ports", [])}
+    opened = {
+        port["containerPort"]
+        for _, container in chart.render(EVERYTHING).containers()
+        for port in container.get("ports", [])
+    }
     assert listed == opened | {LOOPBACK_PORT}
 
 
 def rules(chart: Chart) -> set[tuple[str, str]]:
     roles = chart.render(EVERYTHING).of_kind("Role", "ClusterRole")
-    return {(what, verb) for role in roles for rule in role["rules"] for what in rule["resources"] for verb in rule["verbs"]}
+    return {
+        (what, verb)
+        for role in roles
+        for rule in role["rules"]
+        for what in rule["resources"]
+        for verb in rule["verbs"]
+    }
 
 
 def test_the_accounts_may_what_is_said_and_no_more(chart: Chart) -> None:
     said = {
         (kind, verb)
-        for verbs, what in re.findall(r"^\|[^|]*\| ([a-z, ]+) \| ([^|]*`[^|]*) \|", section("Accounts"), re.MULTILINE)
+        for verbs, what in re.findall(
+            r"^\|[^|]*\| ([a-z, ]+) \| ([^|]*`[^|]*) \|", section("Accounts"), re.MULTILINE
+        )
         for kind in re.findall(r"`(\w+)`", what)
         for verb in verbs.split(", ")
     }

@@ -31,7 +31,9 @@ FIELDS = {"metadata.name": "cache-pod-0", "status.podIP": "10.1.2.3", "spec.node
 
 
 def environment(rendering: Rendering, container: Manifest) -> dict[str, str]:
-    """The container's variables as the kubelet would set them; Secrets that the chart does not make hold a URL."""
+    """The container's variables as the kubelet would set them; Secrets that the chart does not
+    make hold a URL.
+    """
     secrets = {one["metadata"]["name"]: one["data"] for one in rendering.of_kind("Secret")}
     values: dict[str, str] = {}
     for one in container["env"]:
@@ -41,14 +43,18 @@ def environment(rendering: Rendering, container: Manifest) -> dict[str, str]:
         elif "secretKeyRef" in source:
             reference = source["secretKeyRef"]
             held = secrets.get(reference["name"], {}).get(reference["key"])
-            text = "redis://from-a-secret:6379/0" if held is None else base64.b64decode(held).decode()
+            text = (
+                "redis://from-a-secret:6379/0" if held is None else base64.b64decode(held).decode()
+            )
         else:
             text = re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], one["value"])
         values[one["name"]] = text
     return values
 
 
-def settings_of(rendering: Rendering, service: str, folder: Path) -> tuple[ServiceSettings, Manifest]:
+def settings_of(
+    rendering: Rendering, service: str, folder: Path
+) -> tuple[ServiceSettings, Manifest]:
     """What the service would start with, and the container."""
     module, name = MODELS[service]
     model: type[ServiceSettings] = getattr(importlib.import_module(module), name)
@@ -57,51 +63,83 @@ def settings_of(rendering: Rendering, service: str, folder: Path) -> tuple[Servi
         for where, container in rendering.containers()
         if where.endswith(f"/{service}")
     )
-    config = next(volume for volume in pod["volumes"] if volume["name"] == "config")["configMap"]["name"]
-    text = next(one["data"]["config.yaml"] for one in rendering.of_kind("ConfigMap") if one["metadata"]["name"] == config)
+    config = next(volume for volume in pod["volumes"] if volume["name"] == "config")["configMap"][
+        "name"
+    ]
+    text = next(
+        one["data"]["config.yaml"]
+        for one in rendering.of_kind("ConfigMap")
+        if one["metadata"]["name"] == config
+    )
     path = folder / "config.yaml"
     path.write_text(text, encoding="utf-8")
     return load_settings(model, path, environment(rendering, container)), container
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_services_take_their_settings_in_every_case(chart: Chart, case: str, tmp_path: Path) -> None:
+def test_services_take_their_settings_in_every_case(
+    chart: Chart, case: str, tmp_path: Path
+) -> None:
     rendering = chart.render(None, CASES[case])
     services = {where.rpartition("/")[2] for where, _ in rendering.containers()} & set(MODELS)
     assert "storage" in services
     for service in services:
         settings, container = settings_of(rendering, service, tmp_path)
-        opened = {value for name, value in settings if name.endswith("port") and value is not None and not name.startswith("kubernetes_")}
-        assert {port["containerPort"] for port in container["ports"]} == opened - ({settings.port} if service == "sidecar" else set())
+        opened = {
+            value
+            for name, value in settings
+            if name.endswith("port") and value is not None and not name.startswith("kubernetes_")
+        }
+        assert {port["containerPort"] for port in container["ports"]} == opened - (
+            {settings.port} if service == "sidecar" else set()
+        )
 
 
 @pytest.mark.parametrize("case", ["models", "no-auth", "existing-secrets"])
 @pytest.mark.parametrize("service", sorted(MODELS))
-def test_services_take_their_settings(chart: Chart, service: str, case: str, tmp_path: Path) -> None:
-    settings, container = settings_of(chart.render(None, chart.path / "ci" / f"{case}-values.yaml"), service, tmp_path)
+def test_services_take_their_settings(
+    chart: Chart, service: str, case: str, tmp_path: Path
+) -> None:
+    settings, container = settings_of(
+        chart.render(None, chart.path / "ci" / f"{case}-values.yaml"), service, tmp_path
+    )
     assert container["args"] == ["--config", "/etc/lmcache/config.yaml"]
     assert settings.instance_id == "cache-pod-0"
     assert settings.allow_anonymous == (case == "no-auth")
     ports = {port["containerPort"] for port in container["ports"]}
     opened = {getattr(settings, name, None) for name in ("port", "lm_port", "health_port")} - {None}
     assert ports == opened - ({settings.port} if service == "sidecar" else set())
-    for name in ("auth_tokens_file", "service_token_file", "ticket_keys_file", "salt_file", "disk_path", "arena_path", "socket_path"):
+    for name in (
+        "auth_tokens_file",
+        "service_token_file",
+        "ticket_keys_file",
+        "salt_file",
+        "disk_path",
+        "arena_path",
+        "socket_path",
+    ):
         path = getattr(settings, name, None)
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-        assert path is None or any(str(path).startswith(mount) for mount in mounts), f"{name}={path} is on no volume"
+        assert path is None or any(
+            str(path).startswith(mount) for mount in mounts
+        ), f"{name}={path} is on no volume"
 
 
 @pytest.mark.parametrize("service", sorted(MODELS))
 def test_services_take_ipv6_addresses(chart: Chart, service: str, tmp_path: Path) -> None:
     model = [{"name": "tiny", "model": "example/tiny-llama"}]
-    settings, _ = settings_of(chart.render({"models": model, "network.ipFamily": "IPv6"}), service, tmp_path)
+    settings, _ = settings_of(
+        chart.render({"models": model, "network.ipFamily": "IPv6"}), service, tmp_path
+    )
     assert settings.host == ("127.0.0.1" if service == "sidecar" else "::")
 
 
 @pytest.mark.parametrize("service", ["storage", "sidecar"])
 def test_callers_know_the_tenant_of_their_token(chart: Chart, service: str, tmp_path: Path) -> None:
     model = [{"name": "tiny", "model": "example/tiny-llama"}]
-    settings, _ = settings_of(chart.render({"models": model, "auth.tenant": "team-a"}), service, tmp_path)
+    settings, _ = settings_of(
+        chart.render({"models": model, "auth.tenant": "team-a"}), service, tmp_path
+    )
     assert getattr(settings, "tenant", None) == "team-a"
 
 
@@ -109,10 +147,22 @@ def test_secret_files_are_mounted_where_the_settings_look(chart: Chart, tmp_path
     rendering = chart.render(None, chart.path / "ci" / "models-values.yaml")
     for service in MODELS:
         settings, container = settings_of(rendering, service, tmp_path)
-        pod = next(pod for _, pod in rendering.pods() if container in [*pod.get("initContainers", []), *pod["containers"]])
+        pod = next(
+            pod
+            for _, pod in rendering.pods()
+            if container in [*pod.get("initContainers", []), *pod["containers"]]
+        )
         volume = next(volume for volume in pod["volumes"] if volume["name"] == "credentials")
-        mounted = {item["path"] for source in volume["projected"]["sources"] for item in source["secret"]["items"]}
-        named = {Path(value).name for name, value in settings.model_dump(mode="json").items() if name.endswith("_file") and value}
+        mounted = {
+            item["path"]
+            for source in volume["projected"]["sources"]
+            for item in source["secret"]["items"]
+        }
+        named = {
+            Path(value).name
+            for name, value in settings.model_dump(mode="json").items()
+            if name.endswith("_file") and value
+        }
         assert mounted == named, service
 
 
@@ -120,7 +170,11 @@ def test_limits_reach_the_storage_and_the_sidecar(chart: Chart, tmp_path: Path) 
     rendering = chart.render(
         {
             "models": [
-                {"name": "tiny", "model": "example/tiny-llama", "sidecar": {"config": {"eviction_policy": "lru", "chunk_ttl_s": 60}}}
+                {
+                    "name": "tiny",
+                    "model": "example/tiny-llama",
+                    "sidecar": {"config": {"eviction_policy": "lru", "chunk_ttl_s": 60}},
+                }
             ],
             "storage.config.chunk_ttl_s": 2592000,
             "storage.config.tenant_quota_gb": 0.5,
@@ -135,8 +189,12 @@ def test_limits_reach_the_storage_and_the_sidecar(chart: Chart, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("size_gi", [1, 2, 50, 1048576])
-def test_the_disk_tier_fits_the_smallest_volume_too(chart: Chart, tmp_path: Path, size_gi: int) -> None:
-    storage, _ = settings_of(chart.render({"storage.persistence.sizeGi": size_gi}), "storage", tmp_path)
+def test_the_disk_tier_fits_the_smallest_volume_too(
+    chart: Chart, tmp_path: Path, size_gi: int
+) -> None:
+    storage, _ = settings_of(
+        chart.render({"storage.persistence.sizeGi": size_gi}), "storage", tmp_path
+    )
     disk_gb = storage.model_dump()["disk_gb"]
     assert 0.85 * size_gi <= disk_gb <= 0.9 * size_gi
 
@@ -149,19 +207,35 @@ def test_how_a_cluster_is_run_reaches_its_services(chart: Chart, tmp_path: Path)
         "sidecar.config.drain_timeout_s": 7,
         "models": [{"name": "tiny", "model": "example/tiny-llama"}],
     }
-    settings = {service: settings_of(chart.render(values), service, tmp_path)[0].model_dump() for service in MODELS}
+    settings = {
+        service: settings_of(chart.render(values), service, tmp_path)[0].model_dump()
+        for service in MODELS
+    }
     assert (settings["lookup"]["workers"], settings["lookup"]["rate_limit_per_tenant"]) == (3, 500)
     assert settings["broker"]["rate_limit_per_tenant"] == 0.5
     storage = settings["storage"]
-    assert (storage["hand_over_on_stop"], storage["rebalance"], storage["drain_timeout_s"]) == (False, False, 12.5)
+    assert (storage["hand_over_on_stop"], storage["rebalance"], storage["drain_timeout_s"]) == (
+        False,
+        False,
+        12.5,
+    )
     assert settings["sidecar"]["drain_timeout_s"] == 7
     assert storage["replicas_url"] == settings["sidecar"]["remote_url"], "one tier, by one name"
 
 
 def test_brokers_agree_through_the_redis_of_lookup(chart: Chart, tmp_path: Path) -> None:
-    for values in ({}, {"redis.enabled": False, "externalRedis.url": "redis-cluster://:password@one:6379,two:6379"}):
+    for values in (
+        {},
+        {
+            "redis.enabled": False,
+            "externalRedis.url": "redis-cluster://:password@one:6379,two:6379",
+        },
+    ):
         rendering = chart.render(values)
-        urls = [settings_of(rendering, service, tmp_path)[0].model_dump()["redis_url"] for service in ("lookup", "broker")]
+        urls = [
+            settings_of(rendering, service, tmp_path)[0].model_dump()["redis_url"]
+            for service in ("lookup", "broker")
+        ]
         assert urls[0] == urls[1] is not None
         assert urls[0].get_secret_value().startswith("redis-cluster://" if values else "redis://")
 
@@ -170,39 +244,84 @@ def test_the_broker_follows_the_sidecars(chart: Chart, tmp_path: Path) -> None:
     rendering = chart.render({"auth.tenant": "team-a"})
     settings = settings_of(rendering, "broker", tmp_path)[0].model_dump()
     assert settings["discovery"] == "kubernetes"
-    service = rendering.get("Service", settings["kubernetes_service"].removeprefix("cache-lmcache-"))
+    service = rendering.get(
+        "Service", settings["kubernetes_service"].removeprefix("cache-lmcache-")
+    )
     assert service["metadata"]["namespace"] == settings["kubernetes_namespace"]
     assert settings["kubernetes_port_name"] in {port["name"] for port in service["spec"]["ports"]}
     assert settings["discovery_tenant"] == "team-a"
     assert settings["pod_deletion_cost"] is False
-    costs = settings_of(chart.render({"broker.podDeletionCost.enabled": True}), "broker", tmp_path)[0].model_dump()
+    costs = settings_of(chart.render({"broker.podDeletionCost.enabled": True}), "broker", tmp_path)[
+        0
+    ].model_dump()
     assert costs["pod_deletion_cost"] is True
-    alone = settings_of(chart.render({"broker.discovery.enabled": False}), "broker", tmp_path)[0].model_dump()
+    alone = settings_of(chart.render({"broker.discovery.enabled": False}), "broker", tmp_path)[
+        0
+    ].model_dump()
     assert alone["discovery"] == "registration"
 
 
 @pytest.mark.parametrize("has_auth", [True, False])
-def test_lmcache_clients_have_a_port_and_a_tenant_of_their_own(chart: Chart, tmp_path: Path, has_auth: bool) -> None:
-    compat = {"enabled": True, "clientsFrom": [{"podSelector": {}}], "dialect": "v0.2", "maxConnections": 7}
+def test_lmcache_clients_have_a_port_and_a_tenant_of_their_own(
+    chart: Chart, tmp_path: Path, has_auth: bool
+) -> None:
+    compat = {
+        "enabled": True,
+        "clientsFrom": [{"podSelector": {}}],
+        "dialect": "v0.2",
+        "maxConnections": 7,
+    }
     rendering = chart.render({"storage.compat": compat, "auth.enabled": has_auth})
     settings, container = settings_of(rendering, "storage", tmp_path)
     dumped = settings.model_dump()
-    given = {name.removeprefix("lmcache_compat_"): value for name, value in dumped.items() if name.startswith("lmcache_compat_")}
-    assert given == {"port": 65434, "host": "0.0.0.0", "dialect": "v0.2", "tenant": "lmcache", "max_connections": 7}
-    assert (settings.auth_tokens_file is not None) == has_auth, "what that port lets in says nothing of the others"
+    given = {
+        name.removeprefix("lmcache_compat_"): value
+        for name, value in dumped.items()
+        if name.startswith("lmcache_compat_")
+    }
+    assert given == {
+        "port": 65434,
+        "host": "0.0.0.0",
+        "dialect": "v0.2",
+        "tenant": "lmcache",
+        "max_connections": 7,
+    }
+    assert (
+        settings.auth_tokens_file is not None
+    ) == has_auth, "what that port lets in says nothing of the others"
     assert {"name": "compat", "containerPort": 65434} in container["ports"]
-    services = {one["metadata"]["name"]: {port["name"] for port in one["spec"]["ports"]} for one in rendering.of_kind("Service")}
-    assert [name for name, ports in services.items() if "compat" in ports] == ["cache-lmcache-storage-headless"]
+    services = {
+        one["metadata"]["name"]: {port["name"] for port in one["spec"]["ports"]}
+        for one in rendering.of_kind("Service")
+    }
+    assert [name for name, ports in services.items() if "compat" in ports] == [
+        "cache-lmcache-storage-headless"
+    ]
     off, _ = settings_of(chart.render(), "storage", tmp_path)
     assert off.model_dump()["lmcache_compat_port"] is None
 
 
-def test_encodings_reach_the_sidecar_and_unknown_ones_are_refused(chart: Chart, tmp_path: Path) -> None:
+def test_encodings_reach_the_sidecar_and_unknown_ones_are_refused(
+    chart: Chart, tmp_path: Path
+) -> None:
     model = {"name": "tiny", "model": "example/tiny-llama"}
-    encoded = {"disk_gb": 1, "disk_serde": "lossless", "remote_serde": "cachegen", "peer_serde": "cachegen:high"}
-    sidecar, _ = settings_of(chart.render({"models": [{**model, "sidecar": {"config": encoded}}]}), "sidecar", tmp_path)
-    assert (sidecar.disk_serde, sidecar.remote_serde, sidecar.peer_serde) == ("lossless", "cachegen", "cachegen:high")
-    assert "remote_serde" in chart.refuse({"models": [model], "sidecar.config.remote_serde": "gzip"})
+    encoded = {
+        "disk_gb": 1,
+        "disk_serde": "lossless",
+        "remote_serde": "cachegen",
+        "peer_serde": "cachegen:high",
+    }
+    sidecar, _ = settings_of(
+        chart.render({"models": [{**model, "sidecar": {"config": encoded}}]}), "sidecar", tmp_path
+    )
+    assert (sidecar.disk_serde, sidecar.remote_serde, sidecar.peer_serde) == (
+        "lossless",
+        "cachegen",
+        "cachegen:high",
+    )
+    assert "remote_serde" in chart.refuse(
+        {"models": [model], "sidecar.config.remote_serde": "gzip"}
+    )
 
 
 def test_every_option_in_values_is_one(chart: Chart) -> None:
@@ -214,7 +333,9 @@ def test_every_option_in_values_is_one(chart: Chart) -> None:
 
 @pytest.mark.parametrize("service", sorted(MODELS))
 def test_what_the_schema_lets_through_the_service_takes(chart: Chart, service: str) -> None:
-    """Numbers of all sizes: else pods would start again and again, where Helm could have said it."""
+    """Numbers of all sizes: else pods would start again and again, where Helm could have said
+    it.
+    """
     schema = json.loads((chart.path / "values.schema.json").read_text(encoding="utf-8"))
     node = schema["properties"][service]
     node = schema["definitions"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node

@@ -1,4 +1,6 @@
-"""TLS on all ports: each service finds its files, names its peers by encrypted URLs, and certificates name what is called."""
+"""TLS on all ports: each service finds its files, names its peers by encrypted URLs, and
+certificates name what is called.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ MODEL: Manifest = {"models": [{"name": "tiny", "model": "example/tiny-llama"}]}
 PLAIN: Manifest = MODEL
 TLS: Manifest = MODEL | {"tls.enabled": True, "tls.existingSecret": "certificates"}
 MUTUAL: Manifest = TLS | {"tls.mutual": True}
-ISSUED: Manifest = MODEL | {"tls.enabled": True, "tls.certManager.enabled": True, "tls.certManager.issuerRef.name": "house"}
+ISSUED: Manifest = MODEL | {
+    "tls.enabled": True,
+    "tls.certManager.enabled": True,
+    "tls.certManager.issuerRef.name": "house",
+}
 REDIS: Manifest = MODEL | {
     "redis.enabled": False,
     "externalRedis": {
@@ -35,19 +41,32 @@ CA = "/run/secrets/tls/ca.crt"
 
 def files_in(rendering: Rendering, container: Manifest) -> set[str]:
     """Paths of the files of Secrets that a container sees."""
-    pod = next(pod for _, pod in rendering.pods() if container in [*pod.get("initContainers", []), *pod["containers"]])
+    pod = next(
+        pod
+        for _, pod in rendering.pods()
+        if container in [*pod.get("initContainers", []), *pod["containers"]]
+    )
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     found = set()
     for mount in container["volumeMounts"]:
         volume = volumes.get(mount["name"], {})
-        sources = [volume.get("secret", {}), *(source["secret"] for source in volume.get("projected", {}).get("sources", []))]
-        found |= {f"{mount['mountPath']}/{item['path']}" for source in sources for item in source.get("items", [])}
+        sources = [
+            volume.get("secret", {}),
+            *(source["secret"] for source in volume.get("projected", {}).get("sources", [])),
+        ]
+        found |= {
+            f"{mount['mountPath']}/{item['path']}"
+            for source in sources
+            for item in source.get("items", [])
+        }
     return found
 
 
 @pytest.mark.parametrize("service", sorted(MODELS))
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_services_find_each_file_that_they_are_told_of_and_no_other(chart: Chart, kind: str, service: str, tmp_path: Path) -> None:
+def test_services_find_each_file_that_they_are_told_of_and_no_other(
+    chart: Chart, kind: str, service: str, tmp_path: Path
+) -> None:
     rendering = chart.render(KINDS[kind])
     settings, container = settings_of(rendering, service, tmp_path)
     told = {str(value) for name, value in settings if name.endswith("_file") and value is not None}
@@ -65,7 +84,9 @@ def test_what_is_served_is_encrypted(chart: Chart, service: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("service", ["storage", "sidecar"])
-def test_callers_encrypt_and_know_whom_they_call(chart: Chart, service: str, tmp_path: Path) -> None:
+def test_callers_encrypt_and_know_whom_they_call(
+    chart: Chart, service: str, tmp_path: Path
+) -> None:
     settings, _ = settings_of(chart.render(MUTUAL), service, tmp_path)
     assert isinstance(settings, TierSettings)
     assert str(settings.tls_ca_file) == CA
@@ -79,8 +100,13 @@ def test_callers_encrypt_and_know_whom_they_call(chart: Chart, service: str, tmp
     assert without.tls_client_cert_file is None
 
 
-@pytest.mark.parametrize(("kind", "port", "scheme"), [("plain", "http", None), ("tls", "http", "HTTPS"), ("mutual", "health", None)])
-def test_kubelets_reach_the_probes(chart: Chart, kind: str, port: str, scheme: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "port", "scheme"),
+    [("plain", "http", None), ("tls", "http", "HTTPS"), ("mutual", "health", None)],
+)
+def test_kubelets_reach_the_probes(
+    chart: Chart, kind: str, port: str, scheme: str | None, tmp_path: Path
+) -> None:
     rendering = chart.render(KINDS[kind])
     for service in ("storage", "lookup", "broker"):
         settings, container = settings_of(rendering, service, tmp_path)
@@ -94,34 +120,54 @@ def test_kubelets_reach_the_probes(chart: Chart, kind: str, port: str, scheme: s
 
 
 def test_metrics_are_scraped_where_they_are(chart: Chart) -> None:
-    monitoring = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    monitoring = [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    ]
     rendering = chart.render(MUTUAL | {"networkPolicy.metricsFrom": monitoring})
     for name in ("storage", "lookup", "broker", "vllm"):
         rules = rendering.get("NetworkPolicy", name)["spec"]["ingress"]
-        ports = {port["port"] for rule in rules if rule["from"] == monitoring for port in rule["ports"]}
+        ports = {
+            port["port"] for rule in rules if rule["from"] == monitoring for port in rule["ports"]
+        }
         assert ports == ({8000, 8084} if name == "vllm" else {8084})
 
 
 @pytest.mark.parametrize("kind", ["plain", "tls"])
-def test_the_broker_sees_sidecars_by_the_url_that_they_announce(chart: Chart, kind: str, tmp_path: Path) -> None:
+def test_the_broker_sees_sidecars_by_the_url_that_they_announce(
+    chart: Chart, kind: str, tmp_path: Path
+) -> None:
     broker = settings_of(chart.render(KINDS[kind]), "broker", tmp_path)[0].model_dump()
     sidecar = settings_of(chart.render(KINDS[kind]), "sidecar", tmp_path)[0].model_dump()
-    assert broker["kubernetes_tls"] == sidecar["distributed_url"].startswith("lm+tls://") == (kind == "tls")
+    assert (
+        broker["kubernetes_tls"]
+        == sidecar["distributed_url"].startswith("lm+tls://")
+        == (kind == "tls")
+    )
 
 
 def test_the_bundled_redis_is_encrypted(chart: Chart) -> None:
     rendering = chart.render(MUTUAL)
     config = rendering.get("ConfigMap", "redis")["data"]["redis.conf"].splitlines()
     assert {"port 0", "tls-port 6379", "tls-auth-clients yes"} <= set(config)
-    assert "tls-auth-clients no" in chart.render(TLS).get("ConfigMap", "redis")["data"]["redis.conf"].splitlines()
+    assert (
+        "tls-auth-clients no" in chart.render(TLS).get("ConfigMap", "redis")["data"][
+            "redis.conf"
+        ].splitlines()
+    )
     assert "rediss://:$(REDIS_PASSWORD)@" in rendering.text
     assert "redis://:$(REDIS_PASSWORD)@" not in rendering.text
-    container = next(container for name, container in rendering.containers() if name.endswith("/redis"))
-    named = {line.partition(" ")[2] for line in config if line.startswith("tls-") and "-file" in line}
+    container = next(
+        container for name, container in rendering.containers() if name.endswith("/redis")
+    )
+    named = {
+        line.partition(" ")[2] for line in config if line.startswith("tls-") and "-file" in line
+    }
     assert named <= files_in(rendering, container)
     ping = container["livenessProbe"]["exec"]["command"][2]
     assert f"--cacert {CA}" in ping
-    plain = next(container for name, container in chart.render(PLAIN).containers() if name.endswith("/redis"))
+    plain = next(
+        container for name, container in chart.render(PLAIN).containers() if name.endswith("/redis")
+    )
     assert "--tls" not in plain["livenessProbe"]["exec"]["command"][2]
 
 
@@ -129,18 +175,30 @@ def test_a_component_may_have_a_certificate_of_its_own(chart: Chart) -> None:
     values = TLS | {"tls.existingSecrets.sidecar": "of-sidecars", "tls.existingCaSecret": "house"}
     rendering = chart.render(values)
     volumes = {
-        name.removeprefix("cache-lmcache-"): next(one for one in pod["volumes"] if one["name"] == "tls") for name, pod in rendering.pods()
+        name.removeprefix("cache-lmcache-"): next(
+            one for one in pod["volumes"] if one["name"] == "tls"
+        )
+        for name, pod in rendering.pods()
     }
-    secrets = {name: [source["secret"]["name"] for source in volume["projected"]["sources"]] for name, volume in volumes.items()}
+    secrets = {
+        name: [source["secret"]["name"] for source in volume["projected"]["sources"]]
+        for name, volume in volumes.items()
+    }
     assert secrets.pop("vllm-tiny") == ["of-sidecars", "house"]
     assert all(names == ["certificates", "house"] for names in secrets.values())
     own = volumes["storage"]["projected"]["sources"]
-    assert [[item["key"] for item in source["secret"]["items"]] for source in own] == [["tls.crt", "tls.key"], ["ca.crt"]]
+    assert [[item["key"] for item in source["secret"]["items"]] for source in own] == [
+        ["tls.crt", "tls.key"],
+        ["ca.crt"],
+    ]
 
 
 def test_issued_certificates_name_what_is_called(chart: Chart, tmp_path: Path) -> None:
     rendering = chart.render(ISSUED)
-    certificates = {one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"] for one in rendering.of_kind("Certificate")}
+    certificates = {
+        one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"]
+        for one in rendering.of_kind("Certificate")
+    }
     assert set(certificates) == {"storage", "lookup", "broker", "redis", "vllm"}
     for service in ("sidecar", "storage"):
         settings, _ = settings_of(rendering, service, tmp_path)
@@ -162,7 +220,15 @@ def test_issued_certificates_name_what_is_called(chart: Chart, tmp_path: Path) -
 
 
 def test_certificates_are_for_servers_and_clients(chart: Chart) -> None:
-    known = {"secretName", "duration", "renewBefore", "issuerRef", "privateKey", "usages", "dnsNames"}
+    known = {
+        "secretName",
+        "duration",
+        "renewBefore",
+        "issuerRef",
+        "privateKey",
+        "usages",
+        "dnsNames",
+    }
     for one in chart.render(ISSUED).of_kind("Certificate"):
         assert one["apiVersion"] == "cert-manager.io/v1"
         spec = one["spec"]
@@ -173,7 +239,9 @@ def test_certificates_are_for_servers_and_clients(chart: Chart) -> None:
 
 
 def test_secret_files_do_not_rely_on_who_owns_them(chart: Chart) -> None:
-    """Whether fsGroup reaches a volume depends on the cluster: whoever runs the container reads the files in any case."""
+    """Whether fsGroup reaches a volume depends on the cluster: whoever runs the container reads
+    the files in any case.
+    """
     for _, pod in chart.render(MUTUAL).pods():
         for volume in pod["volumes"]:
             source = volume.get("secret") or volume.get("projected")
@@ -181,19 +249,27 @@ def test_secret_files_do_not_rely_on_who_owns_them(chart: Chart) -> None:
 
 
 def test_keys_stay_where_they_are_used(chart: Chart) -> None:
-    """vLLM's container sees no certificate of the sidecar's, and settings files hold paths, no secrets."""
+    """vLLM's container sees no certificate of the sidecar's, and settings files hold paths, no
+    secrets.
+    """
     rendering = chart.render(MUTUAL)
     vllm = next(container for name, container in rendering.containers() if name.endswith("/vllm"))
     assert files_in(rendering, vllm) == set()
     for one in rendering.of_kind("ConfigMap"):
         for value in yaml.safe_load(one["data"].get("config.yaml", "{}")).items():
-            assert value[0] != "tls_key_file" or PurePosixPath(value[1]).is_relative_to("/run/secrets")
+            assert value[0] != "tls_key_file" or PurePosixPath(value[1]).is_relative_to(
+                "/run/secrets"
+            )
 
 
 @pytest.mark.parametrize("service", sorted(MODELS))
 @pytest.mark.parametrize("kind", ["tls", "mutual"])
-def test_without_tokens_services_encrypt_all_the_same(chart: Chart, kind: str, service: str, tmp_path: Path) -> None:
-    settings, _ = settings_of(chart.render(KINDS[kind] | {"auth.enabled": False}), service, tmp_path)
+def test_without_tokens_services_encrypt_all_the_same(
+    chart: Chart, kind: str, service: str, tmp_path: Path
+) -> None:
+    settings, _ = settings_of(
+        chart.render(KINDS[kind] | {"auth.enabled": False}), service, tmp_path
+    )
     assert settings.tls_cert_file is not None
     assert settings.allow_anonymous
 
@@ -218,4 +294,6 @@ def test_names_that_look_like_numbers_stay_names(chart: Chart, tmp_path: Path) -
             assert isinstance(volume.get("secret", {}).get("secretName", ""), str), volume["name"]
     for name, container in rendering.containers():
         for variable in container.get("env", []):
-            assert isinstance(variable.get("valueFrom", {}).get("secretKeyRef", {"name": ""})["name"], str), name
+            assert isinstance(
+                variable.get("valueFrom", {}).get("secretKeyRef", {"name": ""})["name"], str
+            ), name

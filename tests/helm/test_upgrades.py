@@ -1,4 +1,6 @@
-"""An upgrade from one set of values to another changes nothing that Kubernetes keeps, or says so before it is tried."""
+"""An upgrade from one set of values to another changes nothing that Kubernetes keeps, or says so
+before it is tried.
+"""
 
 from __future__ import annotations
 
@@ -34,37 +36,62 @@ def kept(manifest: Manifest) -> Manifest:
 
 @pytest.mark.parametrize("case", sorted(set(CASES) - OTHER_VOLUMES))
 def test_every_case_can_follow_the_defaults(chart: Chart, case: str) -> None:
-    before = {(one["kind"], one["metadata"]["name"]): kept(one) for one in render(chart, "default").manifests}
+    before = {
+        (one["kind"], one["metadata"]["name"]): kept(one)
+        for one in render(chart, "default").manifests
+    }
     for one in render(chart, case).manifests:
         key = (one["kind"], one["metadata"]["name"])
         assert before.get(key, kept(one)) == kept(one), key
 
 
 def installed(chart: Chart, size: str | None = None) -> None:
-    """Put the StatefulSet of the default values into the cluster, whose volumes the cluster tells by that size."""
+    """Put the StatefulSet of the default values into the cluster, whose volumes the cluster
+    tells by that size.
+    """
     manifest = chart.render().get("StatefulSet", "storage")
-    claims = [claim | {"spec": {**claim["spec"]}} for claim in manifest["spec"]["volumeClaimTemplates"]]
+    claims = [
+        claim | {"spec": {**claim["spec"]}} for claim in manifest["spec"]["volumeClaimTemplates"]
+    ]
     if size is not None:
         claims[0]["spec"]["resources"] = {"requests": {"storage": size}}
     metadata = manifest["metadata"] | {"annotations": OWNER}
-    live = manifest | {"metadata": metadata, "spec": manifest["spec"] | {"volumeClaimTemplates": claims}}
+    live = manifest | {
+        "metadata": metadata,
+        "spec": manifest["spec"] | {"volumeClaimTemplates": claims},
+    }
     FakeCluster.objects[f"statefulsets/{metadata['name']}"] = live
 
 
 @pytest.mark.parametrize("helm", ["helm3", "helm4"])
 @pytest.mark.parametrize(
-    "values", ["storage.persistence.sizeGi=51", "storage.persistence.storageClassName=fast", "storage.persistence.enabled=false"]
+    "values",
+    [
+        "storage.persistence.sizeGi=51",
+        "storage.persistence.storageClassName=fast",
+        "storage.persistence.enabled=false",
+    ],
 )
-def test_other_volumes_are_refused_with_what_to_do(chart: Chart, kubeconfig: Path, helm: str, values: str) -> None:
-    assert run_against(chart, kubeconfig, helm, "--set", values).returncode == 0, "nothing is installed"
+def test_other_volumes_are_refused_with_what_to_do(
+    chart: Chart, kubeconfig: Path, helm: str, values: str
+) -> None:
+    assert (
+        run_against(chart, kubeconfig, helm, "--set", values).returncode == 0
+    ), "nothing is installed"
     installed(chart)
     answer = run_against(chart, kubeconfig, helm, "--set", values)
     assert "which cannot change: leave it as it was, or see" in answer.stderr
     assert "### Other volumes" in (chart.path / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("size_gi", "told"), [(50, "50Gi"), (2048, "2Ti"), (1536, "1536Gi"), (1 << 20, "1Pi")])
-def test_the_same_volumes_are_known_however_the_cluster_writes_their_size(chart: Chart, kubeconfig: Path, size_gi: int, told: str) -> None:
+@pytest.mark.parametrize(
+    ("size_gi", "told"), [(50, "50Gi"), (2048, "2Ti"), (1536, "1536Gi"), (1 << 20, "1Pi")]
+)
+def test_the_same_volumes_are_known_however_the_cluster_writes_their_size(
+    chart: Chart, kubeconfig: Path, size_gi: int, told: str
+) -> None:
     installed(chart, told)
-    answer = run_against(chart, kubeconfig, "helm4", "--set", f"storage.persistence.sizeGi={size_gi}")
+    answer = run_against(
+        chart, kubeconfig, "helm4", "--set", f"storage.persistence.sizeGi={size_gi}"
+    )
     assert answer.returncode == 0, answer.stderr

@@ -1,4 +1,6 @@
-"""The injection webhook in the chart: what the API server is told, who may do what, and what pods would get from these settings."""
+"""The injection webhook in the chart: what the API server is told, who may do what, and what
+pods would get from these settings.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,12 @@ def settings_of(rendering: Rendering, folder: Path) -> WebhookSettings:
     return load_settings(WebhookSettings, config, {})
 
 
-def sidecar_of(rendering: Rendering, folder: Path, namespace: str) -> tuple[Manifest, SidecarSettings, Manifest]:
-    """What a pod of that namespace gets: the pod, and what its sidecar makes of its variables; and the container."""
+def sidecar_of(
+    rendering: Rendering, folder: Path, namespace: str
+) -> tuple[Manifest, SidecarSettings, Manifest]:
+    """What a pod of that namespace gets: the pod, and what its sidecar makes of its variables;
+    and the container.
+    """
     document = plain()
     outcome = review_pod(injection_options(settings_of(rendering, folder)), document, namespace)
     assert outcome.verdict == "injected", outcome.reason
@@ -58,7 +64,11 @@ def sidecar_of(rendering: Rendering, folder: Path, namespace: str) -> tuple[Mani
     container = pod["spec"]["initContainers"][-1]
     fields = {"POD_NAME": "p", "POD_NAMESPACE": namespace, "POD_UID": "u", "POD_IP": "10.1.2.3"}
     environ = {
-        one["name"]: re.sub(r"\$\((\w+)\)", lambda match: fields[match[1]], one.get("value", fields.get(one["name"], "n")))
+        one["name"]: re.sub(
+            r"\$\((\w+)\)",
+            lambda match: fields[match[1]],
+            one.get("value", fields.get(one["name"], "n")),
+        )
         for one in container["env"]
     }
     return pod, load_settings(SidecarSettings, None, environ), container
@@ -76,7 +86,9 @@ def test_the_api_server_waits_for_longer_than_a_review_takes(chart: Chart) -> No
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_api_server_never_waits_for_it_in_vain(chart: Chart, case: str) -> None:
-    for webhook in configuration(chart.render(None, chart.path / "ci" / f"{case}-values.yaml"))["webhooks"]:
+    for webhook in configuration(chart.render(None, chart.path / "ci" / f"{case}-values.yaml"))[
+        "webhooks"
+    ]:
         assert webhook["failurePolicy"] == "Ignore"
         assert webhook["timeoutSeconds"] <= 5
         assert webhook["sideEffects"] == "None"
@@ -89,19 +101,31 @@ def test_the_api_server_never_waits_for_it_in_vain(chart: Chart, case: str) -> N
 
 
 def test_namespaces_can_be_chosen(chart: Chart) -> None:
-    chosen = ON | {"webhook.namespaceLabels": {"team": "ml"}, "webhook.excludedNamespaces": ["batch"]}
+    chosen = ON | {
+        "webhook.namespaceLabels": {"team": "ml"},
+        "webhook.excludedNamespaces": ["batch"],
+    }
     for webhook in configuration(chart.render(chosen))["webhooks"]:
         assert webhook["namespaceSelector"]["matchLabels"] == {"team": "ml"}
-        assert webhook["namespaceSelector"]["matchExpressions"][0]["values"] == ["batch", "kube-system"]
+        assert webhook["namespaceSelector"]["matchExpressions"][0]["values"] == [
+            "batch",
+            "kube-system",
+        ]
 
 
 def test_only_pods_that_ask_are_sent(rendering: Rendering) -> None:
     by_label, by_annotation = configuration(rendering)["webhooks"]
-    assert by_label["objectSelector"] == {"matchExpressions": [{"key": "lmcache.io/inject", "operator": "In", "values": ["true"]}]}
+    assert by_label["objectSelector"] == {
+        "matchExpressions": [{"key": "lmcache.io/inject", "operator": "In", "values": ["true"]}]
+    }
     assert "matchConditions" not in by_label
-    assert by_annotation["objectSelector"]["matchExpressions"][0]["operator"] == "NotIn", "never twice"
+    assert (
+        by_annotation["objectSelector"]["matchExpressions"][0]["operator"] == "NotIn"
+    ), "never twice"
     [condition] = by_annotation["matchConditions"]
-    assert condition["expression"].endswith("object.metadata.annotations['lmcache.io/inject'] == 'true'")
+    assert condition["expression"].endswith(
+        "object.metadata.annotations['lmcache.io/inject'] == 'true'"
+    )
 
 
 def test_the_address_leads_to_the_container(rendering: Rendering, tmp_path: Path) -> None:
@@ -118,7 +142,10 @@ def test_the_address_leads_to_the_container(rendering: Rendering, tmp_path: Path
         called = webhook["clientConfig"]["service"]
         assert (called["name"], called["namespace"]) == (service["metadata"]["name"], "inference")
         assert (called["path"], called["port"]) == ("/mutate", port["port"])
-    assert {container[probe]["httpGet"]["port"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")} == {"health"}
+    assert {
+        container[probe]["httpGet"]["port"]
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+    } == {"health"}
     for path in (settings.tls_cert_file, settings.tls_key_file, Path("/etc/lmcache")):
         assert any(str(path).startswith(mount["mountPath"]) for mount in container["volumeMounts"])
 
@@ -134,8 +161,13 @@ def test_two_replicas_that_are_not_away_together(rendering: Rendering) -> None:
 
 def pods_of(rendering: Rendering) -> list[Manifest]:
     """Pod specifications of everything that is the webhook's."""
-    jobs = [one["spec"]["jobTemplate"]["spec"] if one["kind"] == "CronJob" else one["spec"] for one in rendering.of_kind(*JOBS)]
-    return [one["template"]["spec"] for one in [*jobs, rendering.get("Deployment", "webhook")["spec"]]]
+    jobs = [
+        one["spec"]["jobTemplate"]["spec"] if one["kind"] == "CronJob" else one["spec"]
+        for one in rendering.of_kind(*JOBS)
+    ]
+    return [
+        one["template"]["spec"] for one in [*jobs, rendering.get("Deployment", "webhook")["spec"]]
+    ]
 
 
 def test_every_pod_is_restricted_and_small(rendering: Rendering) -> None:
@@ -153,14 +185,20 @@ def test_every_pod_is_restricted_and_small(rendering: Rendering) -> None:
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert {"cpu", "memory"} <= set(container["resources"]["requests"])
         assert "memory" in container["resources"]["limits"]
-    assert [pod["automountServiceAccountToken"] for pod in pods] == [True, True, False], "who serves asks the cluster nothing"
+    assert [pod["automountServiceAccountToken"] for pod in pods] == [
+        True,
+        True,
+        False,
+    ], "who serves asks the cluster nothing"
 
 
 def test_the_jobs_may_write_one_secret_and_one_configuration(rendering: Rendering) -> None:
     accounts = {one["metadata"]["name"] for one in rendering.of_kind("ServiceAccount")}
     users = {pod["serviceAccountName"] for pod in pods_of(rendering)}
     assert users <= accounts
-    secret = rendering.get("Deployment", "webhook")["spec"]["template"]["spec"]["volumes"][1]["secret"]["secretName"]
+    secret = rendering.get("Deployment", "webhook")["spec"]["template"]["spec"]["volumes"][1][
+        "secret"
+    ]["secretName"]
     for role in rendering.of_kind("Role"):
         if "webhook" not in role["metadata"]["name"]:
             continue
@@ -190,51 +228,96 @@ def test_the_certificate_is_there_before_the_pods(rendering: Rendering) -> None:
     hooks = [
         one
         for one in rendering.manifests
-        if "helm.sh/hook" in one["metadata"].get("annotations", {}) and "webhook" in one["metadata"]["name"]
+        if "helm.sh/hook" in one["metadata"].get("annotations", {})
+        and "webhook" in one["metadata"]["name"]
     ]
-    kinds = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "NetworkPolicy", "Job"}
+    kinds = {
+        "ServiceAccount",
+        "Role",
+        "RoleBinding",
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "NetworkPolicy",
+        "Job",
+    }
     assert {one["kind"] for one in hooks} == kinds
     for one in hooks:
         annotations = one["metadata"]["annotations"]
-        assert {"pre-install", "pre-upgrade", "post-install", "post-upgrade"} <= set(annotations["helm.sh/hook"].split(","))
+        assert {"pre-install", "pre-upgrade", "post-install", "post-upgrade"} <= set(
+            annotations["helm.sh/hook"].split(",")
+        )
         assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
-        assert (int(annotations["helm.sh/hook-weight"]) == 0) == (one["kind"] == "Job"), "the account is there before the job"
+        assert (int(annotations["helm.sh/hook-weight"]) == 0) == (
+            one["kind"] == "Job"
+        ), "the account is there before the job"
 
 
 @pytest.mark.parametrize("helm", ["helm3", "helm4"])
-def test_an_upgrade_runs_one_job_where_the_certificate_is_there(chart: Chart, kubeconfig: Path, helm: str) -> None:
+def test_an_upgrade_runs_one_job_where_the_certificate_is_there(
+    chart: Chart, kubeconfig: Path, helm: str
+) -> None:
     """Each costs the start of a pod, for which the upgrade waits."""
 
     def events() -> set[frozenset[str]]:
         answer = run_against(chart, kubeconfig, helm, "--set", "webhook.enabled=true")
         assert answer.returncode == 0, answer.stderr
-        found = [one["metadata"].get("annotations", {}) for one in yaml.safe_load_all(answer.stdout) if one]
-        return {frozenset(one["helm.sh/hook"].split(",")) for one in found if "install" in one.get("helm.sh/hook", "")}
+        found = [
+            one["metadata"].get("annotations", {})
+            for one in yaml.safe_load_all(answer.stdout)
+            if one
+        ]
+        return {
+            frozenset(one["helm.sh/hook"].split(","))
+            for one in found
+            if "install" in one.get("helm.sh/hook", "")
+        }
 
     after = {"post-install", "post-upgrade", "post-rollback"}
     assert events() == {frozenset(after | {"pre-install", "pre-upgrade", "pre-rollback"})}
     name = "cache-lmcache-webhook-tls"
-    FakeCluster.objects[f"secrets/{name}"] = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}}
+    FakeCluster.objects[f"secrets/{name}"] = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name},
+    }
     assert events() == {frozenset(after)}
 
 
-def test_the_job_reaches_the_api_server_in_an_upgrade_that_enables_the_webhook(rendering: Rendering, chart: Chart) -> None:
-    """It runs before the release's new policies are made, and the default one, which is there already, is about its pod too."""
+def test_the_job_reaches_the_api_server_in_an_upgrade_that_enables_the_webhook(
+    rendering: Rendering, chart: Chart
+) -> None:
+    """It runs before the release's new policies are made, and the default one, which is there
+    already, is about its pod too.
+    """
     [job] = rendering.of_kind("Job")
     labels = job["spec"]["template"]["metadata"]["labels"]
-    assert rendering.get("NetworkPolicy", "default-deny")["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert (
+        rendering.get("NetworkPolicy", "default-deny")["spec"]["podSelector"]["matchLabels"].items()
+        <= labels.items()
+    )
     policy = rendering.get("NetworkPolicy", "webhook-cert-hook")
-    assert policy["metadata"]["annotations"] == job["metadata"]["annotations"] | {"helm.sh/hook-weight": "-10"}
+    assert policy["metadata"]["annotations"] == job["metadata"]["annotations"] | {
+        "helm.sh/hook-weight": "-10"
+    }
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-    assert policy["spec"] == rendering.get("NetworkPolicy", "webhook-cert")["spec"], "the CronJob's pods have the same need"
-    assert {443, 6443} <= {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"] if "to" not in rule}
+    assert (
+        policy["spec"] == rendering.get("NetworkPolicy", "webhook-cert")["spec"]
+    ), "the CronJob's pods have the same need"
+    assert {443, 6443} <= {
+        port["port"]
+        for rule in policy["spec"]["egress"]
+        for port in rule["ports"]
+        if "to" not in rule
+    }
     assert chart.render(ON | {"networkPolicy.enabled": False}).of_kind("NetworkPolicy") == []
 
 
 def test_names_fit_however_long_the_release_is_called(chart: Chart) -> None:
     rendering = chart.render(ON | {"fullnameOverride": "r" * 60})
     for one in rendering.manifests:
-        assert len(one["metadata"]["name"]) <= (52 if one["kind"] in ("CronJob", "StatefulSet") else 63), one["metadata"]["name"]
+        assert len(one["metadata"]["name"]) <= (
+            52 if one["kind"] in ("CronJob", "StatefulSet") else 63
+        ), one["metadata"]["name"]
 
 
 def test_cert_manager_does_it_instead(chart: Chart) -> None:
@@ -249,34 +332,64 @@ def test_cert_manager_does_it_instead(chart: Chart) -> None:
     [issuer] = rendering.of_kind("Issuer")
     assert certificate["spec"]["issuerRef"]["name"] == issuer["metadata"]["name"]
     volumes = rendering.get("Deployment", "webhook")["spec"]["template"]["spec"]["volumes"]
-    assert certificate["spec"]["secretName"] in {volume.get("secret", {}).get("secretName") for volume in volumes}
+    assert certificate["spec"]["secretName"] in {
+        volume.get("secret", {}).get("secretName") for volume in volumes
+    }
     theirs = chart.render(
-        ON | {"webhook.certificate.certManager": {"enabled": True, "issuerRef": {"name": "corp", "kind": "ClusterIssuer"}}}
+        ON | {
+            "webhook.certificate.certManager": {
+                "enabled": True,
+                "issuerRef": {"name": "corp", "kind": "ClusterIssuer"},
+            }
+        }
     )
     assert not theirs.of_kind("Issuer")
     assert theirs.of_kind("Certificate")[0]["spec"]["issuerRef"]["kind"] == "ClusterIssuer"
 
 
 def test_an_existing_certificate_is_trusted(chart: Chart) -> None:
-    rendering = chart.render(ON | {"webhook.certificate.existingSecret": "mine", "webhook.certificate.caBundle": "QUJD"})
-    assert [webhook["clientConfig"]["caBundle"] for webhook in configuration(rendering)["webhooks"]] == ["QUJD", "QUJD"]
+    rendering = chart.render(
+        ON | {"webhook.certificate.existingSecret": "mine", "webhook.certificate.caBundle": "QUJD"}
+    )
+    assert [
+        webhook["clientConfig"]["caBundle"] for webhook in configuration(rendering)["webhooks"]
+    ] == ["QUJD", "QUJD"]
     assert not rendering.of_kind(*JOBS, "Certificate")
 
 
 def test_injected_sidecars_are_like_those_of_models(rendering: Rendering, tmp_path: Path) -> None:
     own = yaml.safe_load(rendering.get("ConfigMap", "vllm-llama")["data"]["config.yaml"])
     pod, settings, container = sidecar_of(rendering, tmp_path, "inference")
-    for name in ("remote_url", "lookup_url", "broker_url", "tenant", "eviction_policy", "drain_timeout_s", "arena_wait_s", "log_format"):
+    for name in (
+        "remote_url",
+        "lookup_url",
+        "broker_url",
+        "tenant",
+        "eviction_policy",
+        "drain_timeout_s",
+        "arena_wait_s",
+        "log_format",
+    ):
         assert getattr(settings, name) == own[name], name
-    for name in ("auth_tokens_file", "service_token_file", "ticket_keys_file", "salt_file", "socket_path"):
+    for name in (
+        "auth_tokens_file",
+        "service_token_file",
+        "ticket_keys_file",
+        "salt_file",
+        "socket_path",
+    ):
         assert str(getattr(settings, name)) == own[name], name
-    sidecar = rendering.get("Deployment", "vllm-llama")["spec"]["template"]["spec"]["initContainers"][-1]
+    sidecar = rendering.get("Deployment", "vllm-llama")["spec"]["template"]["spec"][
+        "initContainers"
+    ][-1]
     assert container["image"] == sidecar["image"]
     assert container["lifecycle"] == sidecar["lifecycle"]
     assert container["resources"]["requests"]["cpu"] == sidecar["resources"]["requests"]["cpu"]
     assert settings.verify_hot == "always", "from the template"
     secrets = rendering.of_kind("Secret")
-    sources = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "lmcache-credentials")["projected"]["sources"]
+    sources = next(
+        volume for volume in pod["spec"]["volumes"] if volume["name"] == "lmcache-credentials"
+    )["projected"]["sources"]
     for source in sources:
         [held] = [one for one in secrets if one["metadata"]["name"] == source["secret"]["name"]]
         assert {item["key"] for item in source["secret"]["items"]} <= set(held["data"])
@@ -285,13 +398,19 @@ def test_injected_sidecars_are_like_those_of_models(rendering: Rendering, tmp_pa
 def test_other_namespaces_have_their_own_secrets(rendering: Rendering, tmp_path: Path) -> None:
     pod, settings, _ = sidecar_of(rendering, tmp_path, "team-a-test")
     assert settings.tenant == "team-a"
-    sources = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "lmcache-credentials")["projected"]["sources"]
+    sources = next(
+        volume for volume in pod["spec"]["volumes"] if volume["name"] == "lmcache-credentials"
+    )["projected"]["sources"]
     assert [source["secret"]["name"] for source in sources] == ["lmcache-tokens", "lmcache-keys"]
 
 
 @pytest.mark.parametrize("mutual", [False, True])
-def test_injected_sidecars_encrypt_where_the_others_do(chart: Chart, mutual: bool, tmp_path: Path) -> None:
-    rendering = chart.render(ON | {"tls.enabled": True, "tls.mutual": mutual, "tls.existingSecret": "certificates"})
+def test_injected_sidecars_encrypt_where_the_others_do(
+    chart: Chart, mutual: bool, tmp_path: Path
+) -> None:
+    rendering = chart.render(
+        ON | {"tls.enabled": True, "tls.mutual": mutual, "tls.existingSecret": "certificates"}
+    )
     _, settings, container = sidecar_of(rendering, tmp_path, "inference")
     assert settings.lookup_url is not None
     assert settings.lookup_url.startswith("https://")
@@ -299,16 +418,24 @@ def test_injected_sidecars_encrypt_where_the_others_do(chart: Chart, mutual: boo
     files: list[Any] = [settings.tls_cert_file, settings.tls_key_file, settings.tls_ca_file]
     assert (settings.tls_client_ca_file is not None) == mutual
     if mutual:
-        files += [settings.tls_client_ca_file, settings.tls_client_cert_file, settings.tls_client_key_file]
+        files += [
+            settings.tls_client_ca_file,
+            settings.tls_client_cert_file,
+            settings.tls_client_key_file,
+        ]
     assert all(any(str(path).startswith(mount) for mount in mounts) for path in files)
     assert settings.allow_plaintext is False
 
 
-def test_the_broker_follows_injected_pods_of_its_namespace(rendering: Rendering, tmp_path: Path) -> None:
+def test_the_broker_follows_injected_pods_of_its_namespace(
+    rendering: Rendering, tmp_path: Path
+) -> None:
     service = rendering.get("Service", "sidecars")
     for namespace, is_followed in (("inference", True), ("team-a-test", False)):
         pod, settings, container = sidecar_of(rendering, tmp_path, namespace)
-        assert (service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()) == is_followed
+        assert (
+            service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        ) == is_followed
         assert settings.instance_id == ("p" if is_followed else f"{namespace}.p")
         assert [one["port"] for one in service["spec"]["ports"]] == [
             one["containerPort"] for one in container["ports"] if one["name"] == "lmcache-lm"
@@ -321,7 +448,9 @@ def test_the_broker_follows_injected_pods_of_its_namespace(rendering: Rendering,
 
 
 def test_without_discovery_no_pod_is_labelled_for_it(chart: Chart, tmp_path: Path) -> None:
-    pod, settings, _ = sidecar_of(chart.render(ON | {"broker.discovery.enabled": False}), tmp_path, "inference")
+    pod, settings, _ = sidecar_of(
+        chart.render(ON | {"broker.discovery.enabled": False}), tmp_path, "inference"
+    )
     assert "lmcache.io/sidecars" not in pod["metadata"]["labels"]
     assert settings.instance_id == "inference.p"
 
@@ -333,15 +462,25 @@ def test_without_tokens_injected_sidecars_show_none(chart: Chart, tmp_path: Path
 
 
 def test_injected_pods_are_let_in_from_other_namespaces(rendering: Rendering) -> None:
-    found = {one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"] for one in rendering.of_kind("NetworkPolicy")}
+    found = {
+        one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"]
+        for one in rendering.of_kind("NetworkPolicy")
+    }
     ports = {"storage": 65432, "lookup": 8081, "broker": 8082, "vllm": 65433}
     for component, port in ports.items():
         spec = found[f"{component}-injected"]
         [rule] = spec["ingress"]
-        assert rule["from"] == [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"lmcache.io/injected": "true"}}}]
+        assert rule["from"] == [
+            {
+                "namespaceSelector": {},
+                "podSelector": {"matchLabels": {"lmcache.io/injected": "true"}},
+            }
+        ]
         assert rule["ports"] == [{"port": port, "protocol": "TCP"}]
         assert spec["podSelector"] == found[component]["podSelector"]
-        assert ("Egress" in spec["policyTypes"]) == (component == "vllm"), "pulls go both ways between sidecars"
+        assert ("Egress" in spec["policyTypes"]) == (
+            component == "vllm"
+        ), "pulls go both ways between sidecars"
     assert found["webhook"]["egress"] == []
     [served] = found["webhook"]["ingress"]
     assert served == {"ports": [{"port": 8443, "protocol": "TCP"}]}
@@ -352,11 +491,23 @@ def test_injected_pods_are_let_in_from_other_namespaces(rendering: Rendering) ->
     [
         ({"webhook.certificate.existingSecret": "a"}, "caBundle is empty"),
         ({"webhook.certificate.caBundle": "QQ=="}, "existingSecret is empty"),
-        ({"webhook.certificate.existingSecret": "a", "webhook.certificate.certManager.enabled": True}, "are both set: choose one"),
+        (
+            {
+                "webhook.certificate.existingSecret": "a",
+                "webhook.certificate.certManager.enabled": True,
+            },
+            "are both set: choose one",
+        ),
         ({"webhook.certificate.renewDays": 90}, "renewDays is not below validDays"),
-        ({"webhook.preStopSeconds": 21}, "webhook.terminationGracePeriodSeconds is 30, but a pod may take 31 s"),
+        (
+            {"webhook.preStopSeconds": 21},
+            "webhook.terminationGracePeriodSeconds is 30, but a pod may take 31 s",
+        ),
         ({"webhook.resources.requests": {"cpu": None}}, "webhook.resources requests no cpu"),
-        ({"webhook.tenants": [{"name": "a", "namespaces": ["b"]}]}, "credentials_secret is not set"),
+        (
+            {"webhook.tenants": [{"name": "a", "namespaces": ["b"]}]},
+            "credentials_secret is not set",
+        ),
         ({"webhook.tenants": [{"name": "a", "namespaces": ["B"]}]}, "webhook"),
         ({"webhook.sidecarTemplate.image": "x"}, "image"),
         ({"webhook.config.arena_bg": 1}, "arena_bg"),

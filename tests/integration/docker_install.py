@@ -1,8 +1,10 @@
-"""The Dockerfiles, step by step without a container engine: the same copies and the same commands, in a folder of their own.
+"""The Dockerfiles, step by step without a container engine: the same copies and the same commands,
+in a folder of their own.
 
-What it cannot show is the base image; what it does show is that the files named exist, that the dependency layer is complete (the
-packages are installed with --no-deps after it), and that the entry point starts without torch, as the user of the image and, where this
-machine lets us, with everything read-only but one folder.
+What it cannot show is the base image; what it does show is that the files named exist, that the
+dependency layer is complete (the packages are installed with --no-deps after it), and that the
+entry point starts without torch, as the user of the image and, where this machine lets us, with
+everything read-only but one folder.
 
 Not called test_…: the installations take about two minutes. `make docker-lint` names this file.
 """
@@ -28,7 +30,13 @@ import pytest
 from tests.fixtures.dockerfile import PAYLOAD, REPOSITORY, VENV, Build, parse
 from tests.fixtures.sealed import USER, can_seal, protect, sealed
 
-SERVICES = {"storage": "cache_storage", "lookup": "lookup", "broker": "p2p_broker", "sidecar": "sidecar", "webhook": "webhook"}
+SERVICES = {
+    "storage": "cache_storage",
+    "lookup": "lookup",
+    "broker": "p2p_broker",
+    "sidecar": "sidecar",
+    "webhook": "webhook",
+}
 IMAGES = [*SERVICES, "payload"]
 # The one image that is made by another's Dockerfile, with this argument.
 CODEC_IMAGE = "sidecar-codec"
@@ -39,8 +47,18 @@ MAX_IMAGE_MB = 250
 MAX_CODEC_IMAGE_MB = 475  # the compiler alone is 180
 # Settings with which a service starts in any folder, beside others.
 SMALL = {
-    "storage": {"LM_PORT": "0", "MEMORY_GB": "0.0625", "DISK_PATH": "{folder}/disk", "DISK_GB": "0.0625"},
-    "sidecar": {"LM_PORT": "0", "ARENA_GB": "0.0625", "ARENA_PATH": "{folder}/arena", "SOCKET_PATH": "{folder}/sidecar.sock"},
+    "storage": {
+        "LM_PORT": "0",
+        "MEMORY_GB": "0.0625",
+        "DISK_PATH": "{folder}/disk",
+        "DISK_GB": "0.0625",
+    },
+    "sidecar": {
+        "LM_PORT": "0",
+        "ARENA_GB": "0.0625",
+        "ARENA_PATH": "{folder}/arena",
+        "SOCKET_PATH": "{folder}/sidecar.sock",
+    },
     # Discovery loads the half of Kubernetes' client that is left; nobody answers.
     "broker": {
         "DISCOVERY": "kubernetes",
@@ -62,14 +80,28 @@ def house() -> Iterator[Path]:
 
 
 def megabytes(tree: Path) -> float:
-    return sum(path.lstat().st_size for path in tree.rglob("*") if path.is_file() and not path.is_symlink()) / 1e6
+    return (
+        sum(
+            path.lstat().st_size
+            for path in tree.rglob("*")
+            if path.is_file() and not path.is_symlink()
+        )
+        / 1e6
+    )
 
 
 def test_every_image_is_tested_and_baked() -> None:
-    names = {path.name.removesuffix(".Dockerfile") for path in (REPOSITORY / "docker").glob("*.Dockerfile")}
+    names = {
+        path.name.removesuffix(".Dockerfile")
+        for path in (REPOSITORY / "docker").glob("*.Dockerfile")
+    }
     assert names == set(IMAGES)
     bake = hcl2.loads((REPOSITORY / "docker-bake.hcl").read_text(encoding="utf-8"))
-    variables = {name.strip('"'): body["default"] for block in bake["variable"] for name, body in block.items()}
+    variables = {
+        name.strip('"'): body["default"]
+        for block in bake["variable"]
+        for name, body in block.items()
+    }
     assert {image.strip('"') for image in variables["IMAGES"]} == {*IMAGES, CODEC_IMAGE}
     targets = {name.strip('"'): body for block in bake["target"] for name, body in block.items()}
     assert targets["image"]["dockerfile"] == '"docker/${trimsuffix(image, "-codec")}.Dockerfile"'
@@ -84,13 +116,19 @@ def test_the_image_is_lean_and_unprivileged(image: str) -> None:
     final = stages[-1]
     assert {stage.base for stage in stages} == {"python:3.12-slim"}
     assert final.all("USER") == [f"{USER}:{USER}"]
-    entry_point, tree = (f"{PAYLOAD}/install", PAYLOAD) if image == "payload" else (f"lmcache-{image}", VENV)
+    entry_point, tree = (
+        (f"{PAYLOAD}/install", PAYLOAD) if image == "payload" else (f"lmcache-{image}", VENV)
+    )
     assert [json.loads(argument) for argument in final.all("ENTRYPOINT")] == [[entry_point]]
     assert final.all("COPY") == [f"--from=build {tree} {tree}"]
-    assert not {"RUN", "ADD", "HEALTHCHECK", "CMD", "SHELL"} & {instruction for instruction, _ in final.steps}
+    assert not {"RUN", "ADD", "HEALTHCHECK", "CMD", "SHELL"} & {
+        instruction for instruction, _ in final.steps
+    }
     assert "PYTHONDONTWRITEBYTECODE=1" in " ".join(final.all("ENV"))
     name = "sidecar$VARIANT" if image == "sidecar" else image
-    [title] = [argument for argument in final.all("LABEL") if f'image.title="lmcache-{name}"' in argument]
+    [title] = [
+        argument for argument in final.all("LABEL") if f'image.title="lmcache-{name}"' in argument
+    ]
     assert title.count("org.opencontainers.image.") == 4
 
 
@@ -112,9 +150,22 @@ def test_what_an_entry_point_writes_is_noticed(house: Path) -> None:
     tree.mkdir(parents=True)
     folder.mkdir()
     protect(tree)
-    places = [str(place) for place in (tree, house, folder, Path(tempfile.gettempdir()), "/var/tmp", "/dev/shm", Path.cwd())]
+    places = [
+        str(place)
+        for place in (
+            tree,
+            house,
+            folder,
+            Path(tempfile.gettempdir()),
+            "/var/tmp",
+            "/dev/shm",
+            Path.cwd(),
+        )
+    ]
     line = sealed([sys.executable, "-I", "-c", TRY_TO_WRITE, *places], house, folder)
-    answer = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    answer = subprocess.run(
+        line, cwd=folder, capture_output=True, text=True, timeout=60, check=True
+    )
     *written, identity = answer.stdout.splitlines()
     for place in written:
         Path(place, "written").unlink()
@@ -139,13 +190,20 @@ def test_the_image_installs_and_starts(image: str, house: Path) -> None:
     version = build.shell([str(binaries / f"lmcache-{service}"), "--version"])
     assert version.startswith(f"lmcache-{service} 0.1.0")
     (packages,) = (tree / "lib").glob("python3.*/site-packages")
-    names = {one.name.lower().replace("_", "-") for one in importlib.metadata.distributions(path=[str(packages)])}
+    names = {
+        one.name.lower().replace("_", "-")
+        for one in importlib.metadata.distributions(path=[str(packages)])
+    }
     assert {"lmcache-core", "lmcache-servicekit", f"lmcache-{service}"} <= names
     assert not {"torch", "triton", "transformers", "pytest", "pip"} & names
     assert {"numba", "numpy"} & names == ({"numba", "numpy"} if has_codecs else set())
     build.shell([sys.executable, "-m", "pip", "--python", str(binaries / "python"), "check"])
-    assert bool(list((packages / "lmcache_core").rglob("*.nbi"))) == has_codecs, "machine code of the codecs"
-    assert (packages / "lmcache_core/serde/entropy/__pycache__/lmcache-processor").exists() == has_codecs, "for nodes of other kinds too"
+    assert bool(list((packages / "lmcache_core").rglob("*.nbi"))) == has_codecs, (
+        "machine code of the codecs"
+    )
+    assert (
+        packages / "lmcache_core/serde/entropy/__pycache__/lmcache-processor"
+    ).exists() == has_codecs, "for nodes of other kinds too"
     size = BASE_MB + megabytes(tree)
     print(f"lmcache-{image}: about {size:.0f} MB, of which {BASE_MB} are the base")
     assert size < (MAX_CODEC_IMAGE_MB if has_codecs else MAX_IMAGE_MB)
@@ -154,7 +212,12 @@ def test_the_image_installs_and_starts(image: str, house: Path) -> None:
         make_certificate(binaries / "lmcache-webhook", house)
     if service == "sidecar" and not has_codecs:
         ask_for_codecs(binaries / "lmcache-sidecar", house)
-    serve(binaries / f"lmcache-{service}", service, house, {"PEER_SERDE": "lossless"} if has_codecs else {})
+    serve(
+        binaries / f"lmcache-{service}",
+        service,
+        house,
+        {"PEER_SERDE": "lossless"} if has_codecs else {},
+    )
 
 
 @pytest.mark.timeout(600)
@@ -164,22 +227,48 @@ def test_the_payload_installs_into_a_volume(house: Path) -> None:
     tree, volume = house / PAYLOAD.lstrip("/"), house / "volume"
     volume.mkdir()
     size = BASE_MB + megabytes(tree)
-    print(f"lmcache-payload: about {size:.0f} MB, of which {BASE_MB} are the base; {megabytes(tree / 'python'):.1f} MB go into a pod")
+    print(
+        f"lmcache-payload: about {size:.0f} MB, of which {BASE_MB} are the base;"
+        f" {megabytes(tree / 'python'):.1f} MB go into a pod"
+    )
     assert size < MAX_IMAGE_MB
     assert {path.name for path in tree.iterdir()} == {"install", "python"}
-    assert {path.name for path in (tree / "python/lmcache_core/bundled").iterdir()} == {"cp311", "cp312", "cp313", "cp314"}
+    assert {path.name for path in (tree / "python/lmcache_core/bundled").iterdir()} == {
+        "cp311",
+        "cp312",
+        "cp313",
+        "cp314",
+    }
     for folder in (tree / "python/lmcache_core/bundled").iterdir():
         assert {"msgspec", "xxhash"} <= {path.name for path in folder.iterdir()}
-        assert list(folder.rglob(f"*.cpython-{folder.name.removeprefix('cp')}-*.so")), "built for that Python"
+        assert list(folder.rglob(f"*.cpython-{folder.name.removeprefix('cp')}-*.so")), (
+            "built for that Python"
+        )
     protect(tree)
-    # The first line of the script names the image's Python, which need not be where this machine's is.
+    # The first line of the script names the image's Python, which need not be where this machine's
+    # is.
     command = [sys.executable, "-I", str(tree / "install"), str(volume)]
     said = [build.shell(sealed(command, house, volume)) for _ in range(2)]
-    assert said == [f"lmcache-payload: {what} {volume}/python\n" for what in ("copied to", "already in")]
+    assert said == [
+        f"lmcache-payload: {what} {volume}/python\n" for what in ("copied to", "already in")
+    ]
     names = {path.name for path in (volume / "python").iterdir()}
-    assert {name for name in names if not name.endswith(".dist-info")} == {"lmcache_core", "lmcache_kernels", ".stamp"}
-    assert all(stat.S_IMODE(path.stat().st_mode) in (0o755, 0o644) for path in (volume / "python").rglob("*")), "vLLM's user may read it"
-    bare = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(volume / 'python')!r}); {IN_A_BARE_PYTHON}"]
+    assert {name for name in names if not name.endswith(".dist-info")} == {
+        "lmcache_core",
+        "lmcache_kernels",
+        ".stamp",
+    }
+    assert all(
+        stat.S_IMODE(path.stat().st_mode) in (0o755, 0o644)
+        for path in (volume / "python").rglob("*")
+    ), "vLLM's user may read it"
+    bare = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        f"import sys; sys.path.append({str(volume / 'python')!r}); {IN_A_BARE_PYTHON}",
+    ]
     assert build.shell(bare).split() == ["True", str(volume / "python/lmcache_core/bundled")]
 
 
@@ -195,20 +284,47 @@ def make_certificate(command: Path, root: Path) -> None:
     """The image's other command, up to its first call of an API server that is not there."""
     folder = root / "job"
     folder.mkdir()
-    names = ["--namespace=n", "--secret=s", "--service=w", "--configuration=c", "--api-url=http://127.0.0.1:9"]
+    names = [
+        "--namespace=n",
+        "--secret=s",
+        "--service=w",
+        "--configuration=c",
+        "--api-url=http://127.0.0.1:9",
+    ]
     line = sealed([str(command), "certificate", *names], root, folder)
-    answer = subprocess.run(line, cwd=folder, env=variables_of("webhook"), capture_output=True, text=True, timeout=60, check=False)
-    assert answer.stdout == "lmcache-webhook certificate: the API server cannot be reached: MaxRetryError\n", answer.stderr
+    answer = subprocess.run(
+        line,
+        cwd=folder,
+        env=variables_of("webhook"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (
+        answer.stdout
+        == "lmcache-webhook certificate: the API server cannot be reached: MaxRetryError\n"
+    ), answer.stderr
     assert answer.returncode == 1
 
 
 def ask_for_codecs(command: Path, root: Path) -> None:
-    """A sidecar without codecs that is to encode ends at once, with a sentence that names the image to take."""
+    """A sidecar without codecs that is to encode ends at once, with a sentence that names the
+    image to take.
+    """
     folder = root / "asked"
     folder.mkdir()
     env = settings_of("sidecar", folder, {"PEER_SERDE": "lossless"})
     line = sealed([str(command)], root, folder)
-    answer = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
+    answer = subprocess.run(
+        line,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
     assert answer.returncode == 2, answer.stderr
     assert "serde 'lossless'" in answer.stderr
     assert "run the image lmcache-sidecar-codec" in answer.stderr
@@ -218,14 +334,19 @@ def ask_for_codecs(command: Path, root: Path) -> None:
 def settings_of(service: str, folder: Path, more: Mapping[str, str]) -> dict[str, str]:
     """The environment that a service starts with."""
     settings = {"PORT": "0", **SMALL.get(service, {}), **more}
-    env = {f"LMCACHE_{service.upper()}_{name}": value.format(folder=folder) for name, value in settings.items()}
+    env = {
+        f"LMCACHE_{service.upper()}_{name}": value.format(folder=folder)
+        for name, value in settings.items()
+    }
     return env | {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **variables_of(service)}
 
 
 def variables_of(image: str) -> dict[str, str]:
     """What the image sets, but PATH."""
     words = " ".join(parse(REPOSITORY / "docker" / f"{image}.Dockerfile")[-1].all("ENV")).split()
-    return {name: value for name, _, value in (word.partition("=") for word in words) if name != "PATH"}
+    return {
+        name: value for name, _, value in (word.partition("=") for word in words) if name != "PATH"
+    }
 
 
 def serve(command: Path, service: str, root: Path, more: Mapping[str, str]) -> None:
@@ -237,13 +358,19 @@ def serve(command: Path, service: str, root: Path, more: Mapping[str, str]) -> N
     log = root / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            sealed([str(command), "--port-file", str(ports)], root, folder), env=env, cwd=folder, stdout=output, stderr=subprocess.STDOUT
+            sealed([str(command), "--port-file", str(ports)], root, folder),
+            env=env,
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ports.exists():
             assert process.poll() is None, log.read_text(encoding="utf-8")
-            assert time.monotonic() < deadline, f"not listening after {START_TIMEOUT_S} s: {log.read_text(encoding='utf-8')}"
+            assert time.monotonic() < deadline, (
+                f"not listening after {START_TIMEOUT_S} s: {log.read_text(encoding='utf-8')}"
+            )
             time.sleep(0.1)
         if can_seal():
             status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")

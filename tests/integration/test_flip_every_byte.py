@@ -1,4 +1,6 @@
-"""Every byte of a stored record, flipped in turn, on every way into the process but disk: never a chunk, always a miss."""
+"""Every byte of a stored record, flipped in turn, on every way into the process but disk: never
+a chunk, always a miss.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,11 @@ def arena() -> Iterator[Arena]:
 async def test_every_single_byte(way: Way, arena: Arena) -> None:
     assert len(SMALL) <= 8192
     assert await verdict(way, SMALL, arena) == make_payload("flipped", 3000)
-    served = [at for at in range(len(SMALL)) if await verdict(way, flipped(SMALL, at), arena) not in REFUSED]
+    served = [
+        at
+        for at in range(len(SMALL))
+        if await verdict(way, flipped(SMALL, at), arena) not in REFUSED
+    ]
     assert served == []
     assert await verdict(way, SMALL, arena) == make_payload("flipped", 3000)
 

@@ -33,7 +33,9 @@ class Flipper:
             file.write(bytes([byte ^ mask]))
 
     def find_again(self, at: int) -> None:
-        """Put the record back that a start has set aside; one that seems to be of another version was left."""
+        """Put the record back that a start has set aside; one that seems to be of another
+        version was left.
+        """
         if at in VERSION_BYTES:
             assert self._path.exists()
         else:
@@ -65,7 +67,9 @@ async def test_every_byte_of_a_small_record_while_it_is_open(tmp_path, mask):
         flipper.flip(at, mask)
         assert await read_once(disk, arena) is MissReason.CORRUPT, f"byte {at}"
         assert await read_once(disk, arena) is MissReason.NEVER_STORED, f"byte {at}: not forgotten"
-        assert await disk.batched_put([make_chunk("a", payload=make_payload("a", SMALL_PAYLOAD_BYTES))]) == [True]
+        assert await disk.batched_put(
+            [make_chunk("a", payload=make_payload("a", SMALL_PAYLOAD_BYTES))]
+        ) == [True]
     assert await read_once(disk, arena) == make_payload("a", SMALL_PAYLOAD_BYTES)
     assert disk.stats()["corrupt_chunks"] == flipper.num_bytes
     disk.check_integrity()
@@ -93,13 +97,19 @@ async def test_random_bytes_of_a_large_record(tmp_path):
     flipper = Flipper(tmp_path)
     arena = ArenaAllocator.anonymous(LARGE_PAYLOAD_BYTES)
     rng = random.Random(SEED)
-    for at in [0, flipper.num_bytes - 1, *(rng.randrange(flipper.num_bytes) for _ in range(NUM_RANDOM_OFFSETS))]:
+    for at in [
+        0,
+        flipper.num_bytes - 1,
+        *(rng.randrange(flipper.num_bytes) for _ in range(NUM_RANDOM_OFFSETS)),
+    ]:
         mask = 1 << rng.randrange(8)
         flipper.flip(at, mask)
         disk = LocalDiskBackend(tmp_path, 2 * LARGE_PAYLOAD_BYTES)
         await disk.open()
         await disk.wait_loaded()
-        assert isinstance(await read_once(disk, arena), MissReason), f"seed {SEED}: byte {at}, mask {mask}"
+        assert isinstance(await read_once(disk, arena), MissReason), (
+            f"seed {SEED}: byte {at}, mask {mask}"
+        )
         await disk.close()
         flipper.find_again(at)
         flipper.flip(at, mask)

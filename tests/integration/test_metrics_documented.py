@@ -1,4 +1,6 @@
-"""docs/metrics.md names every metric that the services, as real processes, and the connector show, and none that they do not."""
+"""docs/metrics.md names every metric that the services, as real processes, and the connector
+show, and none that they do not.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from tests.fixtures.exposition import Exposed, exposed, scraped_services
 from tests.fixtures.fake_vllm import imported_connector
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-ROW = re.compile(r"\| `(?P<name>[a-z0-9_:]+)` \| (?P<kind>counter|gauge|histogram) \| (?:(?P<labels>[a-z, ]+) )?\| .+ \|")
+ROW = re.compile(
+    r"\| `(?P<name>[a-z0-9_:]+)` \| (?P<kind>counter|gauge|histogram) \| (?:(?P<labels>[a-z, ]+)"
+    r" )?\| .+ \|"
+)
 EVENT = re.compile(r"\| `(?P<name>[a-z_]+)` \| .+ \|")
 SECTIONS = {
     "sidecar": ("All services", "sidecar and cache_storage", "sidecar"),
@@ -48,20 +53,36 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Ex
 def documented(section: str) -> dict[str, Exposed]:
     rows = [ROW.fullmatch(line) for line in section.splitlines() if line.startswith("| `")]
     assert all(rows), "a row is name, type, labels, meaning"
-    return {row["name"]: Exposed(row["kind"], frozenset(filter(None, (row["labels"] or "").split(", ")))) for row in rows if row}
+    return {
+        row["name"]: Exposed(
+            row["kind"], frozenset(filter(None, (row["labels"] or "").split(", ")))
+        )
+        for row in rows
+        if row
+    }
 
 
 @pytest.mark.parametrize("service", SECTIONS)
 def test_what_a_service_shows_is_what_is_documented(
     service: str, sections: Mapping[str, str], shown: Mapping[str, dict[str, Exposed]]
 ) -> None:
-    promised = {name: metric for section in SECTIONS[service] for name, metric in documented(sections[section]).items()}
+    promised = {
+        name: metric
+        for section in SECTIONS[service]
+        for name, metric in documented(sections[section]).items()
+    }
     if service == "lookup with workers":
-        promised = {name: Exposed(metric.kind, metric.labels | {WORKER}) for name, metric in promised.items() if metric.labels is not None}
+        promised = {
+            name: Exposed(metric.kind, metric.labels | {WORKER})
+            for name, metric in promised.items()
+            if metric.labels is not None
+        }
     else:
         promised.pop(WORKER_UP, None)
     found = shown[service]
-    assert {name: metric.kind for name, metric in found.items()} == {name: metric.kind for name, metric in promised.items()}
+    assert {name: metric.kind for name, metric in found.items()} == {
+        name: metric.kind for name, metric in promised.items()
+    }
     told = {name: metric.labels for name, metric in found.items() if metric.labels is not None}
     assert told == {name: promised[name].labels for name in told}
 
@@ -72,7 +93,11 @@ def test_labels_of_what_has_not_happened_yet_are_documented(sections: Mapping[st
         for name, one in described.items():
             assert rows[name].labels == (frozenset({one.label}) if one.label else frozenset()), name
     registry = CollectorRegistry()
-    registry.register(TierCollector(lambda: {"LocalDiskBackend": {"get_calls": 1, "num_chunks": 1, TIER_EVENTS[0]: 1}}))
+    registry.register(
+        TierCollector(
+            lambda: {"LocalDiskBackend": {"get_calls": 1, "num_chunks": 1, TIER_EVENTS[0]: 1}}
+        )
+    )
     error = MeasuredError(0.1, 0.1)
     registry.register(CodecErrorCollector(lambda: {LABEL_PROFILE: (error, error)}))
     rows = documented(sections["sidecar"]) | documented(sections["sidecar and cache_storage"])
@@ -85,7 +110,9 @@ def test_all_values_of_a_label_are_known_but_for_what_is_configured() -> None:
         for name, one in described.items():
             assert bool(one.values) == (one.label in ("reason", "outcome", "command")), name
     assert OF_STORAGE[COMPAT_CLOSED_TOTAL].values == tuple(CloseReason)
-    assert OF_STORAGE[COMPAT_REQUESTS_TOTAL].values == tuple(command.name.lower() for command in Command)
+    assert OF_STORAGE[COMPAT_REQUESTS_TOTAL].values == tuple(
+        command.name.lower() for command in Command
+    )
 
 
 def test_the_events_of_tiers_are_documented(sections: Mapping[str, str]) -> None:

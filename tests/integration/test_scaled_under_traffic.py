@@ -1,7 +1,9 @@
-"""`kubectl scale` while requests run, with real processes: what a Service in front of the pods does is done by a relay.
+"""`kubectl scale` while requests run, with real processes: what a Service in front of the pods does
+is done by a relay.
 
-A pod that is to end first leaves the Service (no new connection gets there), goes on for its preStop time with the connections that it has,
-and then gets SIGTERM. Storage servers, which clients know one by one, are scaled in tests/integration/storage/test_scaling.py.
+A pod that is to end first leaves the Service (no new connection gets there), goes on for its
+preStop time with the connections that it has, and then gets SIGTERM. Storage servers, which clients
+know one by one, are scaled in tests/integration/storage/test_scaling.py.
 """
 
 from __future__ import annotations
@@ -68,11 +70,15 @@ class Replicas:
         for name in names:
             self.link.set_target(name, None)
         await asyncio.sleep(PRE_STOP_S)
-        return list(await asyncio.gather(*(asyncio.to_thread(self.pods.pop(name).stop) for name in names)))
+        return list(
+            await asyncio.gather(*(asyncio.to_thread(self.pods.pop(name).stop) for name in names))
+        )
 
 
 @asynccontextmanager
-async def behind_a_service(kind: str, directory: Path, redis: RedisServer) -> AsyncIterator[Replicas]:
+async def behind_a_service(
+    kind: str, directory: Path, redis: RedisServer
+) -> AsyncIterator[Replicas]:
     with redis.client() as client:
         client.flushall()
     keys = directory / "ticket-keys"
@@ -80,7 +86,11 @@ async def behind_a_service(kind: str, directory: Path, redis: RedisServer) -> As
     options = {"PORT": "0", "REDIS_URL": redis.url, "REDIS_TIMEOUT_MS": "5000"} | (
         {"TICKET_KEYS_FILE": str(keys)} if kind == "broker" else {}
     )
-    made = Replicas(f"lmcache_{kind}", {f"LMCACHE_{kind.upper()}_{name}": value for name, value in options.items()}, directory)
+    made = Replicas(
+        f"lmcache_{kind}",
+        {f"LMCACHE_{kind.upper()}_{name}": value for name, value in options.items()},
+        directory,
+    )
     await made.link.open()
     try:
         yield made
@@ -91,7 +101,10 @@ async def behind_a_service(kind: str, directory: Path, redis: RedisServer) -> As
 
 
 async def _until_ready(pod: ServiceProcess) -> None:
-    async with asyncio.timeout(CALL_S), httpx.AsyncClient(base_url=pod.url, trust_env=False) as plain:
+    async with (
+        asyncio.timeout(CALL_S),
+        httpx.AsyncClient(base_url=pod.url, trust_env=False) as plain,
+    ):
         while (await plain.get("/readyz")).json()["status"] != "ok":
             await asyncio.sleep(0.02)
 
@@ -189,7 +202,9 @@ async def test_transfers_and_heartbeats_go_on(tmp_path: Path, redis_server: Redi
 
         try:
             await beat()
-            traffic = await scale_up_and_down(replicas, [beat, *(pull(client, f"r{i}") for i, client in enumerate(clients))])
+            traffic = await scale_up_and_down(
+                replicas, [beat, *(pull(client, f"r{i}") for i, client in enumerate(clients))]
+            )
         finally:
             for client in clients:
                 await client.close()

@@ -1,4 +1,6 @@
-"""Every service runs where torch is not installed: in an environment that has only the distributions they name."""
+"""Every service runs where torch is not installed: in an environment that has only the
+distributions they name.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +45,30 @@ def settings_of(package: str, directory: Path) -> dict[str, str]:
     if package == "lmcache_storage":
         options["MEMORY_GB"] = "0.01"
     if package == "lmcache_sidecar":
-        options |= {"ARENA_GB": "0.01", "ARENA_PATH": str(directory / "arena"), "SOCKET_PATH": str(directory / "s.sock")}
+        options |= {
+            "ARENA_GB": "0.01",
+            "ARENA_PATH": str(directory / "arena"),
+            "SOCKET_PATH": str(directory / "s.sock"),
+        }
     if package == "lmcache_webhook":
-        options |= {"SIDECAR_IMAGE": "lmcache-sidecar:0.1.0", "PAYLOAD_IMAGE": "lmcache-payload:0.1.0"}
+        options |= {
+            "SIDECAR_IMAGE": "lmcache-sidecar:0.1.0",
+            "PAYLOAD_IMAGE": "lmcache-payload:0.1.0",
+        }
     return {f"{package.upper()}_{name}": value for name, value in options.items()}
 
 
 @pytest.mark.parametrize("package", sorted(SERVICES))
 def test_starts_without_torch(package: str, tmp_path: Path) -> None:
     python = make_environment(tmp_path / "venv", SERVICES[package])
-    seen = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True, check=False)
+    seen = subprocess.run(
+        [python, "-c", "import torch"], capture_output=True, text=True, check=False
+    )
     assert "No module named 'torch'" in seen.stderr
-    assert subprocess.run([python, "-c", "import numpy"], capture_output=True, check=False).returncode != 0
+    assert (
+        subprocess.run([python, "-c", "import numpy"], capture_output=True, check=False).returncode
+        != 0
+    )
     with (
         running_service(package, tmp_path, settings_of(package, tmp_path), python) as service,
         httpx.Client(base_url=service.url, trust_env=False, timeout=10) as client,
@@ -65,15 +79,19 @@ def test_starts_without_torch(package: str, tmp_path: Path) -> None:
 
 
 def make_environment(directory: Path, distribution: str) -> Path:
-    """A virtual environment with what `distribution` requires, transitively and without extras, and nothing else.
+    """A virtual environment with what `distribution` requires, transitively and without extras, and
+    nothing else.
 
-    Installing would take a network; links to what is installed here show the same files under the same names.
+    Installing would take a network; links to what is installed here show the same files under the
+    same names.
     """
     venv.create(directory, with_pip=False, symlinks=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     target = directory / "lib" / version / "site-packages"
     needed = closure(distribution)
-    (target / "ours.pth").write_text("".join(f"{ROOT / OURS[name]}\n" for name in sorted(needed & OURS.keys())))
+    (target / "ours.pth").write_text(
+        "".join(f"{ROOT / OURS[name]}\n" for name in sorted(needed & OURS.keys()))
+    )
     for found in distributions(path=[str(SITE_PACKAGES)]):
         if canonical(found.name) in needed - OURS.keys():
             link(found, target)

@@ -1,4 +1,6 @@
-"""One retrieve is one trace, across engine, sidecar, lookup, broker and peer; its request id is in the log lines of all of them."""
+"""One retrieve is one trace, across engine, sidecar, lookup, broker and peer; its request id is
+in the log lines of all of them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS, Carried, carried, step, working_for
+from lmcache_core.telemetry.request_context import (
+    MAX_REQUEST_ID_CHARS,
+    Carried,
+    carried,
+    step,
+    working_for,
+)
 from lmcache_core.telemetry.tracing import CLOSE_TIMEOUT_S, MAX_QUEUED_SPANS, open_tracer
 
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
@@ -37,7 +45,11 @@ class Site:
         return self.directory / f"{name}.sock"
 
     def lines(self, name: str) -> list[dict[str, str]]:
-        return [json.loads(line) for line in self.services[name].output.splitlines() if line.startswith("{")]
+        return [
+            json.loads(line)
+            for line in self.services[name].output.splitlines()
+            if line.startswith("{")
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +62,48 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         def start(name: str, package: str, **options: str) -> ServiceProcess:
             prefix = f"LMCACHE_{package.removeprefix('lmcache_').upper()}_"
             common = {"port": "0", "instance_id": name, "log_format": "json", "log_level": "debug"}
-            traced = {"otlp_endpoint": collecting.url, "trace_sample_ratio": "0"}  # only what others trace
+            traced = {
+                "otlp_endpoint": collecting.url,
+                "trace_sample_ratio": "0",
+            }  # only what others trace
             place = directory / name
             place.mkdir()
-            environ = {f"{prefix}{option.upper()}": value for option, value in {**common, **traced, **options}.items()}
+            environ = {
+                f"{prefix}{option.upper()}": value
+                for option, value in {**common, **traced, **options}.items()
+            }
             services[name] = exits.enter_context(running_service(package, place, environ))
             return services[name]
 
-        others = {"lookup_url": start("lookup", "lmcache_lookup").url, "broker_url": start("broker", "lmcache_broker").url}
+        others = {
+            "lookup_url": start("lookup", "lmcache_lookup").url,
+            "broker_url": start("broker", "lmcache_broker").url,
+        }
         for name in ("a", "b"):
-            arena = {"arena_gb": "0.01", "arena_path": str(directory / f"arena-{name}"), "socket_path": str(directory / f"{name}.sock")}
+            arena = {
+                "arena_gb": "0.01",
+                "arena_path": str(directory / f"arena-{name}"),
+                "socket_path": str(directory / f"{name}.sock"),
+            }
             start(name, "lmcache_sidecar", lm_port="0", **others, **arena)
-        storage = start("storage", "lmcache_storage", lm_port="0", memory_gb="0.03", disk_path=str(directory / "stored"), disk_gb="0.03")
-        arena = {"arena_gb": "0.01", "arena_path": str(directory / "arena-c"), "socket_path": str(directory / "c.sock")}
-        below = {"disk_path": str(directory / "disk-c"), "disk_gb": "0.03", "remote_url": f"lm://127.0.0.1:{storage.ports['lm_port']}"}
+        storage = start(
+            "storage",
+            "lmcache_storage",
+            lm_port="0",
+            memory_gb="0.03",
+            disk_path=str(directory / "stored"),
+            disk_gb="0.03",
+        )
+        arena = {
+            "arena_gb": "0.01",
+            "arena_path": str(directory / "arena-c"),
+            "socket_path": str(directory / "c.sock"),
+        }
+        below = {
+            "disk_path": str(directory / "disk-c"),
+            "disk_gb": "0.03",
+            "remote_url": f"lm://127.0.0.1:{storage.ports['lm_port']}",
+        }
         start("c", "lmcache_sidecar", lm_port="0", **arena, **below)
         yield Site(services, collecting, directory)
 
@@ -79,23 +119,41 @@ def test_a_retrieve_from_a_peer_is_one_trace(site: Site) -> None:
         engine.store(tokens, kvcaches=kv)
     deadline = time.monotonic() + PATIENCE_S
     loaded = empty_kv(NUM_TOKENS)
-    with engine_at(site.socket("b"), **PATIENT, otlp_endpoint=site.collector.url, trace_sample_ratio=1.0) as engine:
+    with engine_at(
+        site.socket("b"), **PATIENT, otlp_endpoint=site.collector.url, trace_sample_ratio=1.0
+    ) as engine:
         while not engine.retrieve(tokens, kvcaches=loaded).all():
             assert time.monotonic() < deadline, "the peer's chunks are not found"
             time.sleep(0.1)
     assert_equal_prefix(loaded, kv, NUM_TOKENS)
 
-    spans = site.collector.until(lambda all_of_them: any(span.name == "lm GET" for span in all_of_them) and has_root(all_of_them))
+    spans = site.collector.until(
+        lambda all_of_them: (
+            any(span.name == "lm GET" for span in all_of_them) and has_root(all_of_them)
+        )
+    )
     pulled = next(span for span in spans if span.name == "lm GET")
     tiers = {"tier Hot get", "tier P2PBackend get"}
-    wanted = {"engine get", "sidecar Pin", "POST /v1/lookup", "POST /v1/transfers", "lm GET", *tiers}
-    trace = site.collector.until(lambda all_of_them: wanted <= {span.name for span in of_trace(all_of_them, pulled.trace)})
+    wanted = {
+        "engine get",
+        "sidecar Pin",
+        "POST /v1/lookup",
+        "POST /v1/transfers",
+        "lm GET",
+        *tiers,
+    }
+    trace = site.collector.until(
+        lambda all_of_them: wanted <= {span.name for span in of_trace(all_of_them, pulled.trace)}
+    )
     trace = of_trace(trace, pulled.trace)
     root = the_only(trace, "engine get", "lmcache-engine")
     assert root.parent == b""
     asked = the_only(trace, "sidecar Pin", "lmcache-sidecar")
     assert (asked.parent, asked.instance) == (root.span, "b")
-    lookup, transfer = the_only(trace, "POST /v1/lookup", "lmcache-lookup"), the_only(trace, "POST /v1/transfers", "lmcache-broker")
+    lookup, transfer = (
+        the_only(trace, "POST /v1/lookup", "lmcache-lookup"),
+        the_only(trace, "POST /v1/transfers", "lmcache-broker"),
+    )
     (peers,) = [span for span in trace if span.name == "tier P2PBackend get"]
     assert peers.parent == asked.span
     assert {lookup.parent, transfer.parent, pulled.parent} == {peers.span}
@@ -109,7 +167,9 @@ def test_a_retrieve_from_a_peer_is_one_trace(site: Site) -> None:
 
 
 def test_a_retrieve_from_storage_tells_of_every_tier(site: Site) -> None:
-    """Out of shared memory, from the sidecar's disk, and from the storage's disk behind its memory."""
+    """Out of shared memory, from the sidecar's disk, and from the storage's disk behind its
+    memory.
+    """
     tokens, kv = tokens_of(NUM_TOKENS, seed=7), random_kv(NUM_TOKENS)
     traced = {**PATIENT, "otlp_endpoint": site.collector.url, "trace_sample_ratio": 1.0}
     with engine_at(site.socket("c")) as engine:
@@ -117,7 +177,10 @@ def test_a_retrieve_from_storage_tells_of_every_tier(site: Site) -> None:
     ways = {
         "tier Hot get": [],
         "tier LocalDiskBackend get": [("c", {"tiers": ["Hot"]})],
-        "tier RemoteBackend get": [("c", {"tiers": ["Hot", "LocalDiskBackend"]}), ("storage", {"num_bytes": 1 << 30})],
+        "tier RemoteBackend get": [
+            ("c", {"tiers": ["Hot", "LocalDiskBackend"]}),
+            ("storage", {"num_bytes": 1 << 30}),
+        ],
     }
     with engine_at(site.socket("c"), **traced) as engine:
         for tier, empties in ways.items():
@@ -128,11 +191,24 @@ def test_a_retrieve_from_storage_tells_of_every_tier(site: Site) -> None:
             assert_equal_prefix(loaded, kv, NUM_TOKENS)
             trace = the_trace_of(site, (tier, "c"), ("sidecar Pin", "c"))
             asked = the_only(trace, "sidecar Pin", "lmcache-sidecar")
-            assert {span.parent for span in trace if (span.name, span.instance) == (tier, "c")} == {asked.span}
-    timed = {line.split("}")[0] for line in metrics_of(site.services["c"].url) if line.startswith("lmcache_tier_seconds_total{")}
-    wanted = {f'lmcache_tier_seconds_total{{operation="get",tier="{tier}"' for tier in ("LocalDiskBackend", "RemoteBackend")}
+            assert {span.parent for span in trace if (span.name, span.instance) == (tier, "c")} == {
+                asked.span
+            }
+    timed = {
+        line.split("}")[0]
+        for line in metrics_of(site.services["c"].url)
+        if line.startswith("lmcache_tier_seconds_total{")
+    }
+    wanted = {
+        f'lmcache_tier_seconds_total{{operation="get",tier="{tier}"'
+        for tier in ("LocalDiskBackend", "RemoteBackend")
+    }
     assert wanted <= timed, "dashboards show how long the sidecar's tiers take"
-    trace = the_trace_of(site, ("tier RemoteBackend get", "c"), *((name, "storage") for name in ("lm GET", *IN_STORAGE)))
+    trace = the_trace_of(
+        site,
+        ("tier RemoteBackend get", "c"),
+        *((name, "storage") for name in ("lm GET", *IN_STORAGE)),
+    )
     served = the_only(trace, "lm GET", "lmcache-storage")
     (remote,) = [span for span in trace if span.name == "tier RemoteBackend get"]
     assert served.parent == remote.span
@@ -141,10 +217,14 @@ def test_a_retrieve_from_storage_tells_of_every_tier(site: Site) -> None:
 
 
 def empty(site: Site, service: str, body: dict[str, object]) -> None:
-    """Give up what is in the named tiers of the sidecar, or in the memory of the storage, once what is behind them has it."""
+    """Give up what is in the named tiers of the sidecar, or in the memory of the storage, once
+    what is behind them has it.
+    """
     url = site.services[service].url
     deadline = time.monotonic() + PATIENCE_S
-    while "} 0.0" not in next(line for line in metrics_of(url) if line.startswith("lmcache_tier_pending_bytes{")):
+    while "} 0.0" not in next(
+        line for line in metrics_of(url) if line.startswith("lmcache_tier_pending_bytes{")
+    ):
         assert time.monotonic() < deadline, "writes to slower tiers do not end"
         time.sleep(0.05)
     path = "/v1/admin/evict" if service == "storage" else "/v1/clear"
@@ -156,17 +236,30 @@ def metrics_of(url: str) -> list[str]:
 
 
 def the_trace_of(site: Site, *parts: tuple[str, str]) -> list[Seen]:
-    """The newest retrieve that has these parts, each a span's name and where it was made, when its root has come too."""
+    """The newest retrieve that has these parts, each a span's name and where it was made, when
+    its root has come too.
+    """
 
     def found(spans: list[Seen]) -> list[Seen]:
         traces = [of_trace(spans, span.trace) for span in spans if span.name == "engine get"]
-        return next((trace for trace in reversed(traces) if set(parts) <= {(span.name, span.instance) for span in trace}), [])
+        return next(
+            (
+                trace
+                for trace in reversed(traces)
+                if set(parts) <= {(span.name, span.instance) for span in trace}
+            ),
+            [],
+        )
 
     return found(site.collector.until(lambda spans: bool(found(spans))))
 
 
 def the_id_of(site: Site, service: str, message: str) -> str:
-    (request_id,) = {line["request_id"] for line in site.lines(service) if line.get("message", "").startswith(message)}
+    (request_id,) = {
+        line["request_id"]
+        for line in site.lines(service)
+        if line.get("message", "").startswith(message)
+    }
     return request_id
 
 
@@ -177,7 +270,9 @@ def ids_at(site: Site, service: str) -> set[str]:
 def test_what_engines_ask_without_traces_has_an_id_in_all_services(site: Site) -> None:
     before = ids_at(site, "lookup")
     with engine_at(site.socket("b"), **PATIENT) as engine:
-        assert not engine.retrieve(tokens_of(NUM_TOKENS, seed=99), kvcaches=empty_kv(NUM_TOKENS)).any()
+        assert not engine.retrieve(
+            tokens_of(NUM_TOKENS, seed=99), kvcaches=empty_kv(NUM_TOKENS)
+        ).any()
     deadline = time.monotonic() + PATIENCE_S
     while not (ids_at(site, "lookup") - before) & ids_at(site, "b"):
         assert time.monotonic() < deadline, "the lookup's lines do not name the sidecar's request"
@@ -208,7 +303,9 @@ def test_logs_say_nothing_of_what_is_cached(site: Site) -> None:
 
 def has_root(spans: list[Seen]) -> bool:
     pulled = next((span for span in spans if span.name == "lm GET"), None)
-    return pulled is not None and any(span.name == "engine get" for span in of_trace(spans, pulled.trace))
+    return pulled is not None and any(
+        span.name == "engine get" for span in of_trace(spans, pulled.trace)
+    )
 
 
 def of_trace(spans: list[Seen], trace: bytes) -> list[Seen]:
@@ -216,7 +313,9 @@ def of_trace(spans: list[Seen], trace: bytes) -> list[Seen]:
 
 
 def test_nothing_is_traced_that_nobody_traces(site: Site) -> None:
-    assert httpx.get(f"{site.services['lookup'].url}/v1/instances", trust_env=False).status_code == 200
+    assert (
+        httpx.get(f"{site.services['lookup'].url}/v1/instances", trust_env=False).status_code == 200
+    )
     time.sleep(1.5)
     assert "GET /v1/instances" not in {span.name for span in site.collector.spans()}
 
@@ -224,7 +323,11 @@ def test_nothing_is_traced_that_nobody_traces(site: Site) -> None:
 def test_a_request_id_is_taken_told_and_logged(site: Site) -> None:
     url = site.services["lookup"].url
     given = httpx.get(f"{url}/v1/nothing", headers={"x-request-id": "order-66"}, trust_env=False)
-    assert (given.status_code, given.headers["x-request-id"], given.json()["request_id"]) == (404, "order-66", "order-66")
+    assert (given.status_code, given.headers["x-request-id"], given.json()["request_id"]) == (
+        404,
+        "order-66",
+        "order-66",
+    )
     assert any(line.get("request_id") == "order-66" for line in site.lines("lookup"))
     for bad in ("with space", "a" * (MAX_REQUEST_ID_CHARS + 1), "<script>"):
         made = httpx.get(f"{url}/v1/nothing", headers={"x-request-id": bad}, trust_env=False)
@@ -247,8 +350,16 @@ def test_a_collector_that_is_away_costs_nobody_a_wait() -> None:
 
 def test_without_an_endpoint_nothing_is_imported() -> None:
     assert open_tracer(None, "test", "0") is None
-    code = "import sys, lmcache_core.engine, lmcache_core.sidecar, lmcache_core.telemetry.tracing; print('opentelemetry' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout == "False\n"
+    code = (
+        "import sys, lmcache_core.engine, lmcache_core.sidecar, lmcache_core.telemetry.tracing;"
+        " print('opentelemetry' in sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+        == "False\n"
+    )
 
 
 def test_work_is_carried_only_within() -> None:

@@ -30,11 +30,19 @@ def test_the_tutorial_prints_what_it_says(tmp_path: Path) -> None:
     assert any(expected)
     script = "".join(f"{block}\necho '{MARK}'\n" for block in commands)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
-    environ = {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONWARNINGS": "default"}
+    environ = {
+        **kept,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONWARNINGS": "default",
+    }
     (tmp_path / "script").write_text(script)
     with (tmp_path / "output").open("wb") as output, (tmp_path / "errors").open("wb") as errors:
         shell = subprocess.Popen(
-            ["bash", "-eu", "script"],  # as somebody who types, but for stopping at the first failure
+            [
+                "bash",
+                "-eu",
+                "script",
+            ],  # as somebody who types, but for stopping at the first failure
             stdin=subprocess.DEVNULL,
             stdout=output,  # no pipe: services that outlive the shell would hold it open
             stderr=errors,
@@ -47,7 +55,9 @@ def test_the_tutorial_prints_what_it_says(tmp_path: Path) -> None:
         finally:
             with_children(shell.pid)
             shell.wait(10)
-    answered, told = ((tmp_path / name).read_text(errors="replace") for name in ("output", "errors"))
+    answered, told = (
+        (tmp_path / name).read_text(errors="replace") for name in ("output", "errors")
+    )
     assert status == 0, f"{answered}\n{told}"
     printed = [part.strip() for part in answered.split(f"{MARK}\n")][: len(expected)]
     assert printed == [text.strip() for text in expected], told

@@ -1,4 +1,5 @@
-"""An unmodified LMCache engine, driven over stdin and stdout by JSON, one object a line. Runs where LMCache is, and nothing of ours.
+"""An unmodified LMCache engine, driven over stdin and stdout by JSON, one object a line. Runs where
+LMCache is, and nothing of ours.
 
 Its KV follows from the token ids, so that whoever retrieves knows what must come.
 """
@@ -22,9 +23,13 @@ NAME = "engine"
 
 
 def kv_of(tokens: list[int]) -> torch.Tensor:
-    """The KV that these tokens have: `[2, layers, tokens, hidden]`, bfloat16, another one for each token and what stands before it."""
+    """The KV that these tokens have: `[2, layers, tokens, hidden]`, bfloat16, another one for
+    each token and what stands before it.
+    """
     prefix = torch.tensor(tokens, dtype=torch.float64).cumsum(0)
-    places = torch.arange(2 * NUM_LAYERS * HIDDEN, dtype=torch.float64).reshape(2, NUM_LAYERS, 1, HIDDEN)
+    places = torch.arange(2 * NUM_LAYERS * HIDDEN, dtype=torch.float64).reshape(
+        2, NUM_LAYERS, 1, HIDDEN
+    )
     return torch.sin(places * 0.37 + prefix.reshape(1, 1, -1, 1)).to(torch.bfloat16)
 
 
@@ -40,11 +45,15 @@ class PlainConnector(GPUConnectorInterface):
     def from_gpu(self, memory_obj: Any, start: int, end: int, **_: Any) -> None:
         memory_obj.tensor.copy_(self.kv[:, :, start:end])
 
-    def batched_to_gpu(self, memory_objs: Any, starts: list[int], ends: list[int], **_: Any) -> None:
+    def batched_to_gpu(
+        self, memory_objs: Any, starts: list[int], ends: list[int], **_: Any
+    ) -> None:
         for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
             self.to_gpu(memory_obj, start, end)
 
-    def batched_from_gpu(self, memory_objs: Any, starts: list[int], ends: list[int], **_: Any) -> None:
+    def batched_from_gpu(
+        self, memory_objs: Any, starts: list[int], ends: list[int], **_: Any
+    ) -> None:
         for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
             self.from_gpu(memory_obj, start, end)
 
@@ -65,11 +74,19 @@ def answer(engine: Any, connector: PlainConnector, ask: dict[str, Any]) -> dict[
         case "lookup":
             return {"num_tokens": int(engine.lookup(torch.tensor(tokens)))}
         case "retrieve":
-            connector.kv = torch.full((2, NUM_LAYERS, len(tokens), HIDDEN), float("nan"), dtype=torch.bfloat16)
+            connector.kv = torch.full(
+                (2, NUM_LAYERS, len(tokens), HIDDEN), float("nan"), dtype=torch.bfloat16
+            )
             mask = engine.retrieve(torch.tensor(tokens))
             num = int(mask.sum())
-            is_right = bool(mask[:num].all()) and torch.equal(connector.kv[:, :, :num], kv_of(tokens)[:, :, :num])
-            return {"num_tokens": num, "is_right": is_right, "rest_untouched": bool(connector.kv[:, :, num:].isnan().all())}
+            is_right = bool(mask[:num].all()) and torch.equal(
+                connector.kv[:, :, :num], kv_of(tokens)[:, :, :num]
+            )
+            return {
+                "num_tokens": num,
+                "is_right": is_right,
+                "rest_untouched": bool(connector.kv[:, :, num:].isnan().all()),
+            }
         case other:
             raise ValueError(f"no such command: {other!r}")
 
@@ -94,7 +111,9 @@ def main() -> None:
         engine_id=NAME,
     )
     connector = PlainConnector()
-    engine = LMCacheEngineBuilder.get_or_create(NAME, config, metadata, connector, lambda tensor, _: tensor, lambda item, _: item)
+    engine = LMCacheEngineBuilder.get_or_create(
+        NAME, config, metadata, connector, lambda tensor, _: tensor, lambda item, _: item
+    )
     engine.post_init()
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:

@@ -1,4 +1,6 @@
-"""LMCache engines as processes of their own, in the environment that `make test-lmcache` makes for them."""
+"""LMCache engines as processes of their own, in the environment that `make test-lmcache` makes
+for them.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,24 @@ class LMCacheEngine:
             "remote_url": f"lm://127.0.0.1:{port}",
             "remote_serde": "naive",
         }
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE_", "PYTHONPATH"))}
-        environ |= {"LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("LMCACHE_", "PYTHONPATH"))
+        }
+        environ |= {
+            "LMCACHE_TRACK_USAGE": "false",
+            "PYTHONHASHSEED": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         self._log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [str(PYTHON), str(Path(__file__).with_name("engine_child.py")), json.dumps(config | options)],
+                [
+                    str(PYTHON),
+                    str(Path(__file__).with_name("engine_child.py")),
+                    json.dumps(config | options),
+                ],
                 env=environ,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -112,7 +126,9 @@ class LMCacheEngine:
 
 
 @contextmanager
-def lmcache_engines(port: int, directory: Path, *names: str, **options: Any) -> Iterator[list[LMCacheEngine]]:
+def lmcache_engines(
+    port: int, directory: Path, *names: str, **options: Any
+) -> Iterator[list[LMCacheEngine]]:
     """Engines that have started, side by side; ended by force if the test has not closed them."""
     engines = [LMCacheEngine(port, directory / f"{name}.log", **options) for name in names]
     try:

@@ -1,4 +1,6 @@
-"""A released LMCache, unmodified, with a cache_storage of ours as its remote tier. Run by `make test-lmcache`."""
+"""A released LMCache, unmodified, with a cache_storage of ours as its remote tier. Run by `make
+test-lmcache`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def environ(**options: object) -> dict[str, str]:
         "lmcache_compat_port": 0,
         "lmcache_compat_tenant": "acme",
     }
-    return {f"LMCACHE_STORAGE_{name.upper()}": str(value) for name, value in (settings | options).items()}
+    return {
+        f"LMCACHE_STORAGE_{name.upper()}": str(value)
+        for name, value in (settings | options).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +49,12 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
 
 
 @pytest.fixture(scope="module")
-def engines(storage: ServiceProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LMCacheEngine]]:
-    with lmcache_engines(port_of(storage), tmp_path_factory.mktemp("engines"), "one", "two") as started:
+def engines(
+    storage: ServiceProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[LMCacheEngine]]:
+    with lmcache_engines(
+        port_of(storage), tmp_path_factory.mktemp("engines"), "one", "two"
+    ) as started:
         yield started
 
 
@@ -74,7 +83,9 @@ def test_what_one_engine_stores_another_loads_bit_for_bit(engines: list[LMCacheE
     assert one.retrieve(other) == NUM_TOKENS
 
 
-def test_a_stranger_between_two_engines_harms_nobody(storage: ServiceProcess, engines: list[LMCacheEngine]) -> None:
+def test_a_stranger_between_two_engines_harms_nobody(
+    storage: ServiceProcess, engines: list[LMCacheEngine]
+) -> None:
     with socket.create_connection(("127.0.0.1", port_of(storage)), timeout=10) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: storage\r\n\r\n" + bytes(200))
         for i in range(6):
@@ -85,8 +96,14 @@ def test_a_stranger_between_two_engines_harms_nobody(storage: ServiceProcess, en
             assert reader.retrieve(tokens) == NUM_TOKENS
         assert stranger.recv(1) == b""
     lines = metrics(storage).splitlines()
-    closed = [line for line in lines if line.startswith("lmcache_storage_compat_closed_total{") and not line.endswith(" 0.0")]
-    assert closed == ['lmcache_storage_compat_closed_total{reason="command"} 1.0'], "no engine was cut off"
+    closed = [
+        line
+        for line in lines
+        if line.startswith("lmcache_storage_compat_closed_total{") and not line.endswith(" 0.0")
+    ]
+    assert closed == ['lmcache_storage_compat_closed_total{reason="command"} 1.0'], (
+        "no engine was cut off"
+    )
 
 
 def test_more_than_fits_is_evicted_and_never_wrong(engines: list[LMCacheEngine]) -> None:
@@ -102,7 +119,9 @@ def test_more_than_fits_is_evicted_and_never_wrong(engines: list[LMCacheEngine])
 
 def test_what_was_stored_outlives_the_storage(tmp_path: Path) -> None:
     tokens = prompt("a")
-    with running_service("lmcache_storage", tmp_path, environ(disk_path=tmp_path / "disk", disk_gb=0.2)) as storage:
+    with running_service(
+        "lmcache_storage", tmp_path, environ(disk_path=tmp_path / "disk", disk_gb=0.2)
+    ) as storage:
         with lmcache_engines(port_of(storage), tmp_path, "first") as [first]:
             first.store(tokens)
             first.wait_stored(tokens)

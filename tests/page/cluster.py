@@ -20,21 +20,43 @@ from tests.fixtures.sidecar import engine_at
 
 NUM_CHUNKS = 4
 NUM_TOKENS = NUM_CHUNKS * CHUNK_SIZE
-SAMPLE = re.compile(r'^(?P<name>lmcache_sidecar_\w+)(?:\{\w+="(?P<label>[^"]*)"\})? (?P<value>\S+)$', re.MULTILINE)
+SAMPLE = re.compile(
+    r'^(?P<name>lmcache_sidecar_\w+)(?:\{\w+="(?P<label>[^"]*)"\})? (?P<value>\S+)$', re.MULTILINE
+)
 
 
 class Cluster:
-    """Lookup, broker, storage and three sidecars in two zones, whose engines have stored, loaded and missed."""
+    """Lookup, broker, storage and three sidecars in two zones, whose engines have stored, loaded
+    and missed.
+    """
 
     def __init__(self, processes: Processes, directory: Path) -> None:
         self.house = Neighbourhood(
-            processes, directory, instance_id="lmcache-broker-0", default_lease_ttl_ms=900, history_interval_s=1, hot_chunk_pulls=1000
+            processes,
+            directory,
+            instance_id="lmcache-broker-0",
+            default_lease_ttl_ms=900,
+            history_interval_s=1,
+            hot_chunk_pulls=1000,
         )
         neighbours = {"lookup_url": self.house.lookup_url, "broker_url": self.house.broker_url}
-        settings = {"port": 0, "lm_port": 0, "memory_gb": 0.02, "instance_id": "storage-0", "zone": "zone-b", "node": "node-3"}
+        settings = {
+            "port": 0,
+            "lm_port": 0,
+            "memory_gb": 0.02,
+            "instance_id": "storage-0",
+            "zone": "zone-b",
+            "node": "node-3",
+        }
         processes.start_service("storage-0", "lmcache_storage", settings | neighbours)
-        places = {"vllm-7d9f-a": ("zone-a", "node-1"), "vllm-7d9f-b": ("zone-a", "node-2"), "vllm-7d9f-c": ("zone-b", "node-3")}
-        self.sidecars = [self.house.sidecar(name, zone=zone, node=node) for name, (zone, node) in places.items()]
+        places = {
+            "vllm-7d9f-a": ("zone-a", "node-1"),
+            "vllm-7d9f-b": ("zone-a", "node-2"),
+            "vllm-7d9f-c": ("zone-b", "node-3"),
+        }
+        self.sidecars = [
+            self.house.sidecar(name, zone=zone, node=node) for name, (zone, node) in places.items()
+        ]
         self.work(1)
 
     @property
@@ -42,7 +64,9 @@ class Cluster:
         return self.house.broker_url
 
     def work(self, seed: int) -> None:
-        """One of the first two stores a prompt, which all others load from peers and then from their own memory; nobody has another one."""
+        """One of the first two stores a prompt, which all others load from peers and then from
+        their own memory; nobody has another one.
+        """
         first = self.sidecars[seed % 2]
         others = [sidecar for sidecar in self.sidecars if sidecar is not first]
         tokens = tokens_of(NUM_TOKENS, seed)
@@ -54,7 +78,9 @@ class Cluster:
                 eventually(lambda: engine.lookup(tokens, ["P2PBackend"]) == NUM_TOKENS)
                 assert engine.retrieve(tokens, kvcaches=empty_kv(NUM_TOKENS)).all()
                 assert engine.retrieve(tokens, kvcaches=empty_kv(NUM_TOKENS)).all()
-                assert not engine.retrieve(tokens_of(NUM_TOKENS, -seed), kvcaches=empty_kv(NUM_TOKENS)).any()
+                assert not engine.retrieve(
+                    tokens_of(NUM_TOKENS, -seed), kvcaches=empty_kv(NUM_TOKENS)
+                ).any()
 
     def counted(self) -> dict[str, Counter[str]]:
         """The sidecars' own counters, all together, by name and label."""
@@ -62,7 +88,9 @@ class Cluster:
         for sidecar in self.sidecars:
             for match in SAMPLE.finditer(sidecar.text("/metrics")):
                 name = match["name"].removeprefix("lmcache_sidecar_")
-                found.setdefault(name, Counter())[match["label"] or ""] += int(float(match["value"]))
+                found.setdefault(name, Counter())[match["label"] or ""] += int(
+                    float(match["value"])
+                )
         return found
 
     def overview(self) -> dict[str, Any]:
@@ -85,8 +113,15 @@ class Cluster:
 
 def beat(url: str, name: str, figures: Mapping[str, Any] | None, **more: Any) -> None:
     """Play a peer: one heartbeat of it."""
-    body = {"incarnation": 1, "distributed_url": "lm://10.0.0.1:65433", "ttl_ms": 60_000, "figures": figures} | more
-    request = urllib.request.Request(f"{url}/v1/peers/{name}", json.dumps(body).encode(), method="PUT")
+    body = {
+        "incarnation": 1,
+        "distributed_url": "lm://10.0.0.1:65433",
+        "ttl_ms": 60_000,
+        "figures": figures,
+    } | more
+    request = urllib.request.Request(
+        f"{url}/v1/peers/{name}", json.dumps(body).encode(), method="PUT"
+    )
     request.add_header("content-type", "application/json")
     with urllib.request.urlopen(request, timeout=5) as response:
         assert response.status == 200
@@ -104,29 +139,41 @@ class Page:
         return self.chrome.execute_script(script, *arguments)
 
     def texts(self, selector: str) -> list[str]:
-        return list(self.run("return [...document.querySelectorAll(arguments[0])].map((node) => node.textContent)", selector))
+        return list(
+            self.run(
+                "return [...document.querySelectorAll(arguments[0])].map((node) =>"
+                " node.textContent)",
+                selector,
+            )
+        )
 
     def values(self, selector: str, key: str) -> dict[str, str]:
         """Of each such element its `data-<key>`, and its `data-value`."""
         script = (
-            "return Object.fromEntries([...document.querySelectorAll(arguments[0])].map((n) => [n.dataset[arguments[1]], n.dataset.value]))"
+            "return Object.fromEntries([...document.querySelectorAll(arguments[0])].map((n) =>"
+            " [n.dataset[arguments[1]], n.dataset.value]))"
         )
         return dict(self.run(script, selector, key))
 
     def rows(self, place: str) -> dict[str, str]:
         """Of each row of a table its name, and its second cell."""
         script = (
-            "return [...document.querySelectorAll(`${arguments[0]} [data-row]`)].map((row) => [row.dataset.row, row.cells[1].textContent])"
+            "return [...document.querySelectorAll(`${arguments[0]} [data-row]`)].map((row) =>"
+            " [row.dataset.row, row.cells[1].textContent])"
         )
         return dict(self.run(script, place))
 
     def fresh(self) -> None:
-        """Wait for what the broker knows now: for the answer to a question that is asked from here on."""
+        """Wait for what the broker knows now: for the answer to a question that is asked from
+        here on.
+        """
         self.chrome.refresh()
         self.shown()
 
     def next_turn(self) -> None:
-        """Have the page ask now, as it does when its tab is seen again, and wait until it has drawn the answer."""
+        """Have the page ask now, as it does when its tab is seen again, and wait until it has
+        drawn the answer.
+        """
         turn = self.run("return document.body.dataset.turn")
         self.poke()
         eventually(lambda: self.run("return document.body.dataset.turn") != turn)
@@ -136,13 +183,20 @@ class Page:
 
     def shown(self) -> None:
         deadline = time.monotonic() + 15
-        while not self.run("return !document.getElementById('overview').hidden && document.body.dataset.turn !== undefined"):
+        while not self.run(
+            "return !document.getElementById('overview').hidden && document.body.dataset.turn !=="
+            " undefined"
+        ):
             assert time.monotonic() < deadline, self.run("return document.body.innerText")
             time.sleep(0.05)
 
     def complaints(self) -> list[str]:
         """What the browser says of the page's scripts and of its policy."""
-        return [entry["message"] for entry in self.chrome.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+        return [
+            entry["message"]
+            for entry in self.chrome.get_log("browser")
+            if entry["level"] in ("SEVERE", "WARNING")
+        ]
 
     def resize(self, width: int, height: int) -> None:
         """No scrollbars: they would take room of a phone's width, and show in pictures."""
@@ -151,4 +205,7 @@ class Page:
         self.chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def colours(self, scheme: str) -> None:
-        self.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+        self.chrome.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+        )

@@ -15,7 +15,9 @@ from tests.page.cluster import Cluster
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--pictures", type=Path, default=None, help="write the pictures of the documentation there")
+    parser.addoption(
+        "--pictures", type=Path, default=None, help="write the pictures of the documentation there"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -33,23 +33,37 @@ def test_totals(page: Page, cluster: Cluster) -> None:
     assert int(totals["loaded-bytes"]) == sums["loaded_bytes_total"] > 0
     assert int(totals["missed"]) == sums["missed_chunks_total"] > 0
     assert int(totals["stored-bytes"]) == sums["stored_bytes_total"] > 0
-    assert float(totals["hit-ratio"]) == sums["loaded_chunks_total"] / (sums["loaded_chunks_total"] + sums["missed_chunks_total"])
+    assert float(totals["hit-ratio"]) == sums["loaded_chunks_total"] / (
+        sums["loaded_chunks_total"] + sums["missed_chunks_total"]
+    )
     missed = {reason: count for reason, count in counted["missed_chunks_total"].items() if count}
     assert {reason: int(count) for reason, count in page.rows("#misses").items()} == missed
 
 
 def test_pods_tiers_and_links(page: Page, cluster: Cluster) -> None:
-    pulled = sum(get_json(f"http://127.0.0.1:{one.port}/v1/tiers")["tiers"]["P2PBackend"]["pulled_bytes"] for one in cluster.sidecars)
-    nodes = page.run("return [...document.querySelectorAll('#topology [data-peer]')].map((node) => node.dataset.peer)")
+    pulled = sum(
+        get_json(f"http://127.0.0.1:{one.port}/v1/tiers")["tiers"]["P2PBackend"]["pulled_bytes"]
+        for one in cluster.sidecars
+    )
+    nodes = page.run(
+        "return [...document.querySelectorAll('#topology [data-peer]')].map((node) =>"
+        " node.dataset.peer)"
+    )
     assert sorted(nodes) == ["storage-0", "vllm-7d9f-a", "vllm-7d9f-b", "vllm-7d9f-c"]
     links = page.texts("#topology .link title")
     assert len(links) == len(cluster.overview()["links"]) >= 2
     assert all(" pulled " in link and " from " in link for link in links)
     assert sum(link["num_bytes"] for link in cluster.overview()["links"]) == pulled > 0
     told = cluster.overview()["links"]
-    by_name = page.run("return [...document.querySelectorAll('#topology [data-row]')].map((row) => row.dataset.row)")
+    by_name = page.run(
+        "return [...document.querySelectorAll('#topology [data-row]')].map((row) =>"
+        " row.dataset.row)"
+    )
     assert by_name == [f"{link['requester']} {link['server']}" for link in told]
-    zones = page.run("return [...document.querySelectorAll('#topology text.tick')].map((text) => text.textContent)")
+    zones = page.run(
+        "return [...document.querySelectorAll('#topology text.tick')].map((text) =>"
+        " text.textContent)"
+    )
     assert zones == ["zone-a", "zone-b"]
     for sidecar in cluster.sidecars:
         status = sidecar.get("/v1/status")
@@ -68,15 +82,23 @@ def test_storage_tells_how_full_it_is(page: Page, cluster: Cluster) -> None:
 def test_time_goes_by(page: Page, cluster: Cluster) -> None:
     def shown() -> dict[str, int]:
         page.fresh()
-        return {name: int(value) for name, value in page.values("#sources [data-source]", "source").items()}
+        return {
+            name: int(value)
+            for name, value in page.values("#sources [data-source]", "source").items()
+        }
 
     cluster.until_told()
     time.sleep(1.5)  # the interval in which that was told is over
     before, counted = shown(), cluster.counted()["loaded_bytes_total"]
     cluster.work(2)
-    grown = {name: count - counted[name] for name, count in cluster.until_told()["loaded_bytes_total"].items()}
+    grown = {
+        name: count - counted[name]
+        for name, count in cluster.until_told()["loaded_bytes_total"].items()
+    }
     assert all(grown.values())
-    eventually(lambda: {name: count - before.get(name, 0) for name, count in shown().items()} == grown)
+    eventually(
+        lambda: {name: count - before.get(name, 0) for name, count in shown().items()} == grown
+    )
     assert page.run("return document.querySelectorAll('#sources rect').length") > len(grown)
     assert page.run("return document.querySelectorAll('#ratio circle').length") >= 1
 
@@ -92,13 +114,25 @@ def test_prefixes_that_are_pulled_most(page: Page, cluster: Cluster) -> None:
 
 def test_what_peers_say_is_text(page: Page, cluster: Cluster) -> None:
     tier = {"name": HOSTILE, "num_chunks": 1, "used_bytes": 1, "capacity_bytes": 2}
-    figures = {"missed_chunks": {HOSTILE: 7}, "loaded_bytes": {HOSTILE: 9}, "loaded_chunks": {HOSTILE: 1}, "tiers": [tier]}
-    cluster.beat("stranger", figures | {"pulled_bytes": {HOSTILE: 5, "vllm-7d9f-a": 6}}, drain=None, draining=True)
+    figures = {
+        "missed_chunks": {HOSTILE: 7},
+        "loaded_bytes": {HOSTILE: 9},
+        "loaded_chunks": {HOSTILE: 1},
+        "tiers": [tier],
+    }
+    cluster.beat(
+        "stranger",
+        figures | {"pulled_bytes": {HOSTILE: 5, "vllm-7d9f-a": 6}},
+        drain=None,
+        draining=True,
+    )
     page.fresh()
     assert any(HOSTILE.replace("_", " ") in text for text in page.texts("#misses th"))
     assert any(HOSTILE in text for text in page.texts("#peers td"))
     assert any(HOSTILE in text for text in page.texts("#topology td"))
-    assert page.run("return document.querySelectorAll('#overview img, #overview script').length") == 0
+    assert (
+        page.run("return document.querySelectorAll('#overview img, #overview script').length") == 0
+    )
     assert page.chrome.title == "LMCache"
     assert page.complaints() == []
     eventually(lambda: "stranger" not in {peer["id"] for peer in cluster.overview()["peers"]})
@@ -113,6 +147,11 @@ def test_a_drain_is_followed(page: Page, cluster: Cluster) -> None:
     drain = cluster.sidecar("vllm-7d9f-c").get("/v1/status")["drain"]
     (shown,) = page.texts("#drains [data-drain='vllm-7d9f-c']")
     settled = drain["total"] - drain["left"]
-    assert f"done: {settled} of {drain['total']} chunks settled, {drain['handed_over']} handed over" in shown
-    bar = page.run("const bar = document.querySelector('#drains progress'); return [bar.value, bar.max]")
+    assert (
+        f"done: {settled} of {drain['total']} chunks settled, {drain['handed_over']} handed over"
+        in shown
+    )
+    bar = page.run(
+        "const bar = document.querySelector('#drains progress'); return [bar.value, bar.max]"
+    )
     assert bar == [settled or 1, max(1, drain["total"])]

@@ -24,7 +24,7 @@ MAX_PICTURE_HEIGHT = 1700
 LAST_WHOLE_PANEL = """
 const ends = [...document.querySelectorAll('section:not([hidden])')].map((panel) => panel.getBoundingClientRect().bottom + scrollY + 16);
 return Math.ceil(Math.max(...ends.filter((end) => end <= arguments[0])));
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -39,7 +39,9 @@ def page(chrome: Chrome, cluster: Cluster) -> Iterator[Page]:
 
 
 def ax_nodes(page: Page) -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = page.chrome.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    nodes: list[dict[str, Any]] = page.chrome.execute_cdp_cmd("Accessibility.getFullAXTree", {})[
+        "nodes"
+    ]
     return [node for node in nodes if not node.get("ignored")]
 
 
@@ -74,18 +76,26 @@ def test_everything_has_a_name(page: Page) -> None:
     nameless = [
         node["role"]["value"]
         for node in nodes
-        if node["role"]["value"] in ("image", "img", "meter", "progressbar", "textbox", "button", "link", "region", "group")
+        if node["role"]["value"]
+        in ("image", "img", "meter", "progressbar", "textbox", "button", "link", "region", "group")
         and not node.get("name", {}).get("value")
     ]
     assert nameless == []
-    assert {"heading", "table", "columnheader", "rowheader", "status", "main", "banner"} <= {node["role"]["value"] for node in nodes}
+    assert {"heading", "table", "columnheader", "rowheader", "status", "main", "banner"} <= {
+        node["role"]["value"] for node in nodes
+    }
 
 
 def test_it_is_walked_through_by_keyboard(page: Page) -> None:
     met = []
     for _ in range(12):
         ActionChains(page.chrome).send_keys(Keys.TAB).perform()
-        met.append(page.run("const at = document.activeElement; return at.getAttribute('aria-label') ?? at.textContent"))
+        met.append(
+            page.run(
+                "const at = document.activeElement; return at.getAttribute('aria-label') ??"
+                " at.textContent"
+            )
+        )
         assert page.run("return getComputedStyle(document.activeElement).outlineStyle") != "none"
         if met[-1] == "Links as a table":
             break
@@ -93,15 +103,22 @@ def test_it_is_walked_through_by_keyboard(page: Page) -> None:
     assert met[-1] == "Links as a table"
     ActionChains(page.chrome).send_keys(Keys.ENTER).perform()
     page.next_turn()
-    assert page.run("return document.activeElement.textContent") == "Links as a table", "new figures leave it where it is"
+    assert page.run("return document.activeElement.textContent") == "Links as a table", (
+        "new figures leave it where it is"
+    )
     assert page.run("return document.querySelector('#topology details').open"), "and unfolded"
     ActionChains(page.chrome).send_keys(Keys.TAB).perform()
-    assert page.run("return document.activeElement.getAttribute('aria-label')") == "Since the start of who pulled"
+    assert (
+        page.run("return document.activeElement.getAttribute('aria-label')")
+        == "Since the start of who pulled"
+    )
 
 
 def test_new_figures_disturb_nobody_who_reads(page: Page) -> None:
     page.resize(*PHONE)
-    eventually(lambda: page.run("return document.querySelector('#topology svg').clientWidth") < PHONE[0])
+    eventually(
+        lambda: page.run("return document.querySelector('#topology svg').clientWidth") < PHONE[0]
+    )
     page.run("document.querySelector('#peers .scroll').scrollLeft = 120")
     page.next_turn()
     assert page.run("return document.querySelector('#peers .scroll').scrollLeft") == 120
@@ -116,15 +133,23 @@ def test_nothing_moves_by_itself(page: Page) -> None:
     """There is nothing that `prefers-reduced-motion` would have to stop."""
     page.next_turn()
     assert page.run("return document.getAnimations().length") == 0
-    moving = "return [...document.querySelectorAll('*')].filter((n) => parseFloat(getComputedStyle(n).transitionDuration) > 0).length"
+    moving = (
+        "return [...document.querySelectorAll('*')].filter((n) =>"
+        " parseFloat(getComputedStyle(n).transitionDuration) > 0).length"
+    )
     assert page.run(moving) == 0
 
 
 def test_it_fits_a_phone(page: Page) -> None:
     page.resize(*PHONE)
-    eventually(lambda: page.run("return document.querySelector('#topology svg').clientWidth") < PHONE[0])
+    eventually(
+        lambda: page.run("return document.querySelector('#topology svg').clientWidth") < PHONE[0]
+    )
     assert page.run("return document.documentElement.scrollWidth") <= PHONE[0]
-    small = "return Math.min(...[...document.querySelectorAll('svg text')].map((text) => text.getBoundingClientRect().height))"
+    small = (
+        "return Math.min(...[...document.querySelectorAll('svg text')].map((text) =>"
+        " text.getBoundingClientRect().height))"
+    )
     assert page.run(small) >= 10
 
 
@@ -143,33 +168,53 @@ def test_a_token_is_asked_for_and_kept_in_the_tab_alone(chrome: Chrome, tmp_path
 
         enter("not-the-token-0123456789")
         eventually(lambda: page.texts("#login-error") == ["The broker does not know this token."])
-        assert page.run("return document.getElementById('overview').hidden && sessionStorage.length === 0")
+        assert page.run(
+            "return document.getElementById('overview').hidden && sessionStorage.length === 0"
+        )
         for scheme in ("dark", "light"):
             page.colours(scheme)
             assert {text: ratio for text, ratio in page.run(CONTRAST) if ratio < MIN_CONTRAST} == {}
-        colours = page.run("return ['login-error', 'token-note'].map((id) => getComputedStyle(document.getElementById(id)).color)")
+        colours = page.run(
+            "return ['login-error', 'token-note'].map((id) =>"
+            " getComputedStyle(document.getElementById(id)).color)"
+        )
         assert colours[0] != colours[1], "what is wrong stands out"
         enter(TOKEN)
         page.shown()
-        assert page.run("return [sessionStorage.length, localStorage.length, document.cookie, location.search]") == [1, 0, "", ""]
+        assert page.run(
+            "return [sessionStorage.length, localStorage.length, document.cookie, location.search]"
+        ) == [1, 0, "", ""]
         assert TOKEN not in chrome.page_source
         page.fresh()
         first = chrome.current_window_handle
         chrome.switch_to.new_window("tab")
         chrome.get(broker.url)
-        eventually(lambda: page.run("return !document.getElementById('login').hidden && sessionStorage.length === 0"))
+        eventually(
+            lambda: page.run(
+                "return !document.getElementById('login').hidden && sessionStorage.length === 0"
+            )
+        )
         chrome.close()
         chrome.switch_to.window(first)
         chrome.find_element("id", "leave").click()
-        eventually(lambda: page.run("return !document.getElementById('login').hidden && sessionStorage.length === 0"))
+        eventually(
+            lambda: page.run(
+                "return !document.getElementById('login').hidden && sessionStorage.length === 0"
+            )
+        )
         assert page.run("return document.getElementById('overview').hidden")
 
 
-def test_the_pictures_of_the_documentation(page: Page, cluster: Cluster, pytestconfig: pytest.Config, tmp_path: Path) -> None:
+def test_the_pictures_of_the_documentation(
+    page: Page, cluster: Cluster, pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
     folder = pytestconfig.getoption("pictures") or tmp_path
     for seed in (5, 6):
         cluster.work(seed)
-    for name, (width, height), scheme in (("page", DESK, "light"), ("page-dark-phone", PHONE, "dark")):
+    for name, (width, height), scheme in (
+        ("page", DESK, "light"),
+        ("page-dark-phone", PHONE, "dark"),
+    ):
         page.colours(scheme)
         page.resize(width, height)
         page.fresh()

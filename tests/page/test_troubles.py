@@ -27,9 +27,15 @@ const [real, set] = [fetch, setTimeout];
 window.calls = window.timers = 0;
 window.setTimeout = (...all) => { window.timers++; return set(...all); };
 window.fetch = async (...all) => { window.calls++; await new Promise((done) => set(done, 1000)); return real(...all); };
-"""
-HIDDEN = "Object.defineProperty(document, 'visibilityState', {value: arguments[0], configurable: true})"
-SETTINGS = {"LMCACHE_BROKER_PORT": "0", "LMCACHE_BROKER_HISTORY_INTERVAL_S": "1", "LMCACHE_BROKER_INSTANCE_ID": "broker-0"}
+"""  # noqa: E501
+HIDDEN = (
+    "Object.defineProperty(document, 'visibilityState', {value: arguments[0], configurable: true})"
+)
+SETTINGS = {
+    "LMCACHE_BROKER_PORT": "0",
+    "LMCACHE_BROKER_HISTORY_INTERVAL_S": "1",
+    "LMCACHE_BROKER_INSTANCE_ID": "broker-0",
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,10 @@ def page(chrome: Chrome, broker: ServiceProcess) -> Iterator[Page]:
     opened.shown()
     yield opened
     for peer in get_json(f"{broker.url}/v1/peers")["peers"]:
-        with urllib.request.urlopen(urllib.request.Request(f"{broker.url}/v1/peers/{peer['id']}", method="DELETE"), timeout=5):
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{broker.url}/v1/peers/{peer['id']}", method="DELETE"),
+            timeout=5,
+        ):
             pass
 
 
@@ -75,20 +84,51 @@ def test_an_empty_cluster(page: Page) -> None:
 
 
 def test_two_hundred_pods(page: Page, broker: ServiceProcess) -> None:
-    """Those are drawn that drain and that move the most; all are in the table, and a small screen holds them."""
+    """Those are drawn that drain and that move the most; all are in the table, and a small
+    screen holds them.
+    """
     for i in range(NUM_PODS):
-        tier = {"name": "LocalCPUBackend", "num_chunks": i, "used_bytes": i, "capacity_bytes": NUM_PODS}
-        pulled = {f"vllm-{(i * 7 + step) % NUM_PODS}": 1000 * i + step for step in (1, 2)} if i >= NUM_PODS - 10 else {}
-        figures = {"requested_chunks": 5, "loaded_chunks": {"LocalCPUBackend": 4}, "missed_chunks": {"evicted": 1}, "pulled_bytes": pulled}
-        beat(broker.url, f"vllm-{i}", figures | {"tiers": [tier]}, zone=f"zone-{i % 3}", node=f"node-{i % 25}", draining=i == 3)
+        tier = {
+            "name": "LocalCPUBackend",
+            "num_chunks": i,
+            "used_bytes": i,
+            "capacity_bytes": NUM_PODS,
+        }
+        pulled = (
+            {f"vllm-{(i * 7 + step) % NUM_PODS}": 1000 * i + step for step in (1, 2)}
+            if i >= NUM_PODS - 10
+            else {}
+        )
+        figures = {
+            "requested_chunks": 5,
+            "loaded_chunks": {"LocalCPUBackend": 4},
+            "missed_chunks": {"evicted": 1},
+            "pulled_bytes": pulled,
+        }
+        beat(
+            broker.url,
+            f"vllm-{i}",
+            figures | {"tiers": [tier]},
+            zone=f"zone-{i % 3}",
+            node=f"node-{i % 25}",
+            draining=i == 3,
+        )
     page.next_turn()
     assert page.values("[data-total]", "total")["peers"] == str(NUM_PODS)
     assert page.run("return document.querySelectorAll('#peers [data-row]').length") == NUM_PODS
-    drawn = set(page.run("return [...document.querySelectorAll('#topology [data-peer]')].map((node) => node.dataset.peer)"))
+    drawn = set(
+        page.run(
+            "return [...document.querySelectorAll('#topology [data-peer]')].map((node) =>"
+            " node.dataset.peer)"
+        )
+    )
     assert len(drawn) == MAX_DRAWN
     assert drawn >= {"vllm-3"} | {f"vllm-{i}" for i in range(NUM_PODS - 10, NUM_PODS)}
     assert f"{NUM_PODS - MAX_DRAWN} more are not" in page.texts("#topology figcaption")[0]
-    took_ms = page.run("const began = performance.now(); dispatchEvent(new Event('resize')); return performance.now() - began")
+    took_ms = page.run(
+        "const began = performance.now(); dispatchEvent(new Event('resize')); return"
+        " performance.now() - began"
+    )
     assert took_ms < 1000
     page.resize(360, 740)
     eventually(lambda: page.run("return document.querySelector('#topology svg').clientWidth") < 360)
@@ -97,16 +137,31 @@ def test_two_hundred_pods(page: Page, broker: ServiceProcess) -> None:
     assert page.complaints() == []
 
 
-def test_names_that_objects_have_and_that_turn_text_around(page: Page, broker: ServiceProcess) -> None:
+def test_names_that_objects_have_and_that_turn_text_around(
+    page: Page, broker: ServiceProcess
+) -> None:
     names = (*NAMES_OF_OBJECTS, REVERSED, "x" * 253)
     for count in (1, 3):
         told = dict.fromkeys(names, count * 1000)
-        beat(broker.url, "stranger", {"loaded_bytes": told, "loaded_chunks": told, "missed_chunks": told, "pulled_bytes": told})
+        beat(
+            broker.url,
+            "stranger",
+            {
+                "loaded_bytes": told,
+                "loaded_chunks": told,
+                "missed_chunks": told,
+                "pulled_bytes": told,
+            },
+        )
         num_samples = len(get_json(f"{broker.url}/v1/overview")["samples"])
-        eventually(lambda known=num_samples: len(get_json(f"{broker.url}/v1/overview")["samples"]) > known, TIMEOUT_S)  # type: ignore[misc]
+        eventually(
+            lambda known=num_samples: len(get_json(f"{broker.url}/v1/overview")["samples"]) > known,
+            TIMEOUT_S,
+        )  # type: ignore[misc]
     page.next_turn()
     shown = page.run(
-        "return [...document.querySelectorAll('#sources [data-source]')].map((one) => [one.dataset.source, one.dataset.value])"
+        "return [...document.querySelectorAll('#sources [data-source]')].map((one) =>"
+        " [one.dataset.source, one.dataset.value])"
     )
     assert sorted(shown) == sorted([name, "2000"] for name in names)
     assert sorted(page.rows("#misses")) == sorted(names)
@@ -118,7 +173,9 @@ def test_names_that_objects_have_and_that_turn_text_around(page: Page, broker: S
     assert page.complaints() == []
 
 
-def test_a_broker_that_hangs_is_told_and_what_was_shown_stays(page: Page, broker: ServiceProcess) -> None:
+def test_a_broker_that_hangs_is_told_and_what_was_shown_stays(
+    page: Page, broker: ServiceProcess
+) -> None:
     beat(broker.url, "vllm-0", None)
     page.next_turn()
     with stopped(broker):
@@ -130,7 +187,10 @@ def test_a_broker_that_hangs_is_told_and_what_was_shown_stays(page: Page, broker
 
 
 def test_an_answer_that_is_none_does_not_end_it(page: Page) -> None:
-    page.run("window.real = fetch; window.fetch = () => Promise.resolve(new Response('<h1>Sign in</h1>'))")
+    page.run(
+        "window.real = fetch; window.fetch = () => Promise.resolve(new Response('<h1>Sign"
+        " in</h1>'))"
+    )
     page.poke()
     eventually(lambda: "is no broker" in state(page))
     page.run("window.fetch = () => Promise.resolve(new Response('{}', {status: 429}))")
@@ -157,7 +217,9 @@ def test_a_tab_that_nobody_sees_asks_nothing(page: Page) -> None:
 
 def test_a_tab_that_was_hidden_before_the_first_answer_asks_again(page: Page) -> None:
     source = "window.real = fetch; window.fetch = () => Promise.reject(new TypeError('away'))"
-    script = page.chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
+    script = page.chrome.execute_cdp_cmd(
+        "Page.addScriptToEvaluateOnNewDocument", {"source": source}
+    )
     try:
         page.chrome.refresh()
         eventually(lambda: state(page) == "The broker cannot be reached")
@@ -188,7 +250,9 @@ def test_a_broker_whose_redis_hangs_says_that_it_is_alone(chrome: Chrome, tmp_pa
             beat(one.url, "vllm-0", {"requested_chunks": 3})
             page = Page(chrome, two.url)
             page.shown()
-            assert page.values("[data-total]", "total")["peers"] == "1", "what one was told the other one shows"
+            assert page.values("[data-total]", "total")["peers"] == "1", (
+                "what one was told the other one shows"
+            )
             assert "told by broker-1" in page.texts("#as-of")[0]
             assert state(page) == ""
             redis.pause()

@@ -1,4 +1,6 @@
-"""Allocators against a list of what was handed out: nothing overlaps, nothing leaks, everything is one piece again at the end."""
+"""Allocators against a list of what was handed out: nothing overlaps, nothing leaks, everything
+is one piece again at the end.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,20 @@ from lmcache_core.memory import (
 from lmcache_core.testing.allocator_suite import BoundedAllocator, has_pattern, write_pattern
 
 CAPACITY_BYTES = 12 * ALIGN_BYTES
-SHAPES = st.sampled_from([(), (0,), (1,), (7, 73), (2, 256), (513,), (3, 512), (2, 2, 600), (CAPACITY_BYTES,), (CAPACITY_BYTES + 1,)])
+SHAPES = st.sampled_from(
+    [
+        (),
+        (0,),
+        (1,),
+        (7, 73),
+        (2, 256),
+        (513,),
+        (3, 512),
+        (2, 2, 600),
+        (CAPACITY_BYTES,),
+        (CAPACITY_BYTES + 1,),
+    ]
+)
 DTYPES = st.sampled_from([None, "uint8", "bfloat16", "float32"])
 
 
@@ -58,7 +73,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     def allocate(self, shape: tuple[int, ...], dtype: str | None) -> None:
         memory_obj = self.allocator.allocate(shape, dtype, self.fmt)
         if memory_obj is None:
-            assert self.held or shape == (CAPACITY_BYTES + 1,) or dtype in ("bfloat16", "float32"), "nothing is out, and yet no room"
+            assert (
+                self.held or shape == (CAPACITY_BYTES + 1,) or dtype in ("bfloat16", "float32")
+            ), "nothing is out, and yet no room"
             return
         self.num_made += 1
         write_pattern(memory_obj, self.num_made)
@@ -106,7 +123,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not sum(held.num_pinned.values()) for held in self.held))
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        held = data.draw(st.sampled_from([held for held in self.held if not sum(held.num_pinned.values())]))
+        held = data.draw(
+            st.sampled_from([held for held in self.held if not sum(held.num_pinned.values())])
+        )
         self.allocator.free(held.memory_obj)
         held.num_own = 0
         self.forget_free()
@@ -114,7 +133,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_written_over_and_the_books_balance(self) -> None:
         assert all(has_pattern(held.memory_obj, held.seed) for held in self.held)
-        assert self.allocator.used_bytes == sum(held.memory_obj.metadata.phy_size for held in self.held)
+        assert self.allocator.used_bytes == sum(
+            held.memory_obj.metadata.phy_size for held in self.held
+        )
         self.allocator.check_integrity()
         for session in self.sessions.values():
             session.check_integrity()

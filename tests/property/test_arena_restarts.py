@@ -1,7 +1,8 @@
-"""Starts of a sidecar that are killed at any moment, and clients that go on writing to what they were lent.
+"""Starts of a sidecar that are killed at any moment, and clients that go on writing to what they
+were lent.
 
-Whatever the order of events: what is served is what was stored, what a living client may write to is used by nobody else, and all books
-balance.
+Whatever the order of events: what is served is what was stored, what a living client may write to
+is used by nobody else, and all books balance.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 from lmcache_core.memory import MemoryObj
 from lmcache_core.memory.arena_locks import FileLock, join_generation
 from lmcache_core.testing.chunks import make_chunk, make_key
@@ -26,7 +35,9 @@ SIZES = st.integers(1, ARENA_BYTES // 8)
 
 @dataclass
 class Lent:
-    """An extent that a client has been lent, with what it can write through whatever becomes of the sidecar."""
+    """An extent that a client has been lent, with what it can write through whatever becomes of
+    the sidecar.
+    """
 
     generation: int
     memory: MemoryObj
@@ -80,11 +91,15 @@ class ArenaRestarts(RuleBasedStateMachine):
 
     @rule(name=NAMES, size=SIZES)
     def lift(self, name: int, size: int) -> None:
-        """From a slower tier: the sidecar itself writes to the arena, and tells the journal when it comes by."""
+        """From a slower tier: the sidecar itself writes to the arena, and tells the journal when
+        it comes by.
+        """
         memory = self.start.hot.allocate(size)
         if memory is not None:
             memory.ref_count_down()
-            chunk = make_chunk(name, payload=make_bytes(name, size), allocate=self.start.hot.allocate)
+            chunk = make_chunk(
+                name, payload=make_bytes(name, size), allocate=self.start.hot.allocate
+            )
             self.sizes.setdefault(name, set()).add(size)
             self.start.hot.put_many([chunk])
             chunk.release()
@@ -128,14 +143,19 @@ class ArenaRestarts(RuleBasedStateMachine):
     @precondition(lambda self: len(self.clients) > 1)
     @rule(data=st.data())
     def client_ends(self, data: st.DataObject) -> None:
-        generation = data.draw(st.sampled_from([each for each in self.clients if each != self.generation]))
+        generation = data.draw(
+            st.sampled_from([each for each in self.clients if each != self.generation])
+        )
         self.clients.pop(generation).release()
         self.open = [lent for lent in self.open if lent.generation != generation]
 
     @invariant()
     def what_is_served_is_what_was_stored(self) -> None:
         served = self.start.served()
-        wanted = {make_key(name): {make_bytes(name, size) for size in sizes} for name, sizes in self.sizes.items()}
+        wanted = {
+            make_key(name): {make_bytes(name, size) for size in sizes}
+            for name, sizes in self.sizes.items()
+        }
         for key, payload in served.items():
             assert payload in wanted[key]
 
@@ -145,7 +165,11 @@ class ArenaRestarts(RuleBasedStateMachine):
 
     @invariant()
     def what_clients_write_to_is_used_by_nobody(self) -> None:
-        old = sum(lent.memory.metadata.phy_size for lent in self.open if lent.generation != self.generation)
+        old = sum(
+            lent.memory.metadata.phy_size
+            for lent in self.open
+            if lent.generation != self.generation
+        )
         assert self.start.keeper.status.lent_bytes >= old
 
     def teardown(self) -> None:

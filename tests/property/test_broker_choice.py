@@ -1,4 +1,6 @@
-"""Whatever happens to peers, every chunk is in exactly one place, and nobody serves who must not."""
+"""Whatever happens to peers, every chunk is in exactly one place, and nobody serves who must
+not.
+"""
 
 from collections.abc import Iterable
 
@@ -40,7 +42,9 @@ class BrokerMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         self.directory = PeerDirectory(PeerLimits(1000, 1000, 3_600_000), self.clock)
-        self.service = transfer_service(self.directory, self.clock, max_pulls=MAX_PULLS, ticket_ttl_ms=int(TICKET_S * 1000))
+        self.service = transfer_service(
+            self.directory, self.clock, max_pulls=MAX_PULLS, ticket_ttl_ms=int(TICKET_S * 1000)
+        )
         self.models: dict[tuple[str, str], Model] = {}
 
     def live(self, principal: Principal, peer_id: str) -> Model | None:
@@ -50,15 +54,34 @@ class BrokerMachine(RuleBasedStateMachine):
                 return model
         return None
 
-    @rule(who=principals, peer_id=ids, incarnation=st.integers(1, 3), zone=places, node=places, load=st.floats(0, 1), leaving=st.booleans())
-    def announce(self, who: Principal, peer_id: str, incarnation: int, zone: str, node: str, load: float, leaving: bool) -> None:
+    @rule(
+        who=principals,
+        peer_id=ids,
+        incarnation=st.integers(1, 3),
+        zone=places,
+        node=places,
+        load=st.floats(0, 1),
+        leaving=st.booleans(),
+    )
+    def announce(
+        self,
+        who: Principal,
+        peer_id: str,
+        incarnation: int,
+        zone: str,
+        node: str,
+        load: float,
+        leaving: bool,
+    ) -> None:
         owner = "*" if who.role == "admin" else who.tenant
         peer = Peer(peer_id, incarnation, f"lm://{peer_id}.example:1", "sidecar", zone, node)
         known = self.models.get((owner, peer_id))
         if known is not None and self.clock.now_s >= known.ends_s:
             known = None
         try:
-            lease = self.directory.announce(who, peer, load=load, ttl_ms=int(LEASE_S * 1000), draining=leaving)
+            lease = self.directory.announce(
+                who, peer, load=load, ttl_ms=int(LEASE_S * 1000), draining=leaving
+            )
         except ConflictError:
             assert known is not None
             assert incarnation < known.incarnation
@@ -95,11 +118,18 @@ class BrokerMachine(RuleBasedStateMachine):
         served = [chunk for pull in plan.assignments for chunk in pull.chunk_ids]
         assert sorted([*served, *plan.unassigned]) == sorted(wanted)
         assert len({pull.instance for pull in plan.assignments}) == len(plan.assignments)
-        able = {peer_id for peer_id in IDS if peer_id != requester and self.is_able(self.live(who, peer_id))}
+        able = {
+            peer_id
+            for peer_id in IDS
+            if peer_id != requester and self.is_able(self.live(who, peer_id))
+        }
         for pull in plan.assignments:
             assert pull.instance in able
             assert all(pull.instance in wanted[chunk] for chunk in pull.chunk_ids)
-            assert TicketVerifier(KEYS, pull.instance, self.clock.unix_ms).verify(pull.ticket).tenant == who.tenant
+            assert (
+                TicketVerifier(KEYS, pull.instance, self.clock.unix_ms).verify(pull.ticket).tenant
+                == who.tenant
+            )
         assert not any(able & set(wanted[chunk]) for chunk in plan.unassigned)
         self.count(who, [pull.instance for pull in plan.assignments])
 
@@ -118,7 +148,10 @@ class BrokerMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_listed_is_what_lives(self) -> None:
         for who in (ACME, RIVAL, OPERATOR):
-            listed = [(peer.id, peer.incarnation, peer.draining, peer.num_pulls) for peer in self.directory.visible(who)]
+            listed = [
+                (peer.id, peer.incarnation, peer.draining, peer.num_pulls)
+                for peer in self.directory.visible(who)
+            ]
             expected = [
                 (peer_id, model.incarnation, model.draining, self.num_pulls(model))
                 for (owner, peer_id), model in self.models.items()

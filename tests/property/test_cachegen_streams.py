@@ -1,4 +1,6 @@
-"""CacheGen from end to end: what is decoded is what was quantised, for any KV; and only `SerdeError` comes of bytes that are none."""
+"""CacheGen from end to end: what is decoded is what was quantised, for any KV; and only
+`SerdeError` comes of bytes that are none.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,23 @@ bins = st.integers(2, 128).map(lambda half: 2 * half)
 @st.composite
 def configs(draw: st.DrawFn) -> CacheGenConfig:
     layers = draw(st.integers(1, 4))
-    keys, values = ([QuantizationSpec(layer, layer + 1, draw(bins)) for layer in range(layers)] for _ in range(2))
+    keys, values = (
+        [QuantizationSpec(layer, layer + 1, draw(bins)) for layer in range(layers)]
+        for _ in range(2)
+    )
     return CacheGenConfig(layers, keys, values)
 
 
 @st.composite
 def kvs(draw: st.DrawFn, layers: int) -> torch.Tensor:
-    """KV of odd shapes: noise, with some values that are exact multiples of a step, zeros, or far from the others."""
+    """KV of odd shapes: noise, with some values that are exact multiples of a step, zeros, or
+    far from the others.
+    """
     shape = (layers, 2, draw(st.integers(0, 20)), draw(st.integers(1, 3)), draw(st.integers(1, 5)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    drawn = torch.randn(shape, generator=generator) * draw(st.sampled_from([1e-30, 1e-3, 1.0, 100.0]))
+    drawn = torch.randn(shape, generator=generator) * draw(
+        st.sampled_from([1e-30, 1e-3, 1.0, 100.0])
+    )
     if draw(st.booleans()):
         drawn = (drawn * 2).round() / 2
     if draw(st.booleans()):
@@ -58,7 +67,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), config=configs(), chunk_size=st.integers(1, 25))
-def test_decoding_gives_what_was_quantised(data: st.DataObject, config: CacheGenConfig, chunk_size: int) -> None:
+def test_decoding_gives_what_was_quantised(
+    data: st.DataObject, config: CacheGenConfig, chunk_size: int
+) -> None:
     kv = data.draw(kvs(config.nlayers))
     layers, _, tokens, heads, size = kv.shape
     channels = heads * size
@@ -67,25 +78,40 @@ def test_decoding_gives_what_was_quantised(data: st.DataObject, config: CacheGen
     read = CacheGenGPUEncoderOutput.from_bytes(made.to_bytes())
     output = torch.full((tokens, 2 * layers * channels), 0xA5, dtype=torch.uint8)
     sides = decode_function_gpu(read.cdf, read.data_chunks, layers, chunk_size, output)
-    for side, side_bins, maxes in zip(range(2), (key_bins, value_bins), (read.max_tensors_key, read.max_tensors_value), strict=True):
-        quantised, direct_maxes = torch_quant_vectorized(side_bins, kv[:, side].reshape(layers, tokens, channels))
+    for side, side_bins, maxes in zip(
+        range(2),
+        (key_bins, value_bins),
+        (read.max_tensors_key, read.max_tensors_value),
+        strict=True,
+    ):
+        quantised, direct_maxes = torch_quant_vectorized(
+            side_bins, kv[:, side].reshape(layers, tokens, channels)
+        )
         restored = do_dequantize(sides[side], side_bins, maxes, kv.dtype)
         direct = do_dequantize(quantised, side_bins, direct_maxes, kv.dtype)
         assert torch.equal(bits(restored), bits(direct))
         steps = (side_bins // 2 - 1)[:, None, None]
         limit = direct_maxes.double() * (0.5 / steps + 2.0**-7) + torch.finfo(kv.dtype).tiny
-        assert ((restored.double() - kv[:, side].reshape(restored.shape).double()).abs() <= limit).all(), "half a step, and the rounding"
+        assert (
+            (restored.double() - kv[:, side].reshape(restored.shape).double()).abs() <= limit
+        ).all(), "half a step, and the rounding"
 
 
 KV = torch.randn(2, 2, 6, 1, 2, generator=torch.Generator().manual_seed(2)).bfloat16()
-MADE = encode_function(KV, CacheGenConfig.for_num_layers(2), bins_tensor([32, 32]), bins_tensor([32, 32]), 4)
+MADE = encode_function(
+    KV, CacheGenConfig.for_num_layers(2), bins_tensor([32, 32]), bins_tensor([32, 32]), 4
+)
 WRITTEN = MADE.to_bytes()
 BODY_AT = PREFIX.size + 16
 
 
 def resealed(data: bytes) -> bytes:
     """The bytes with the digest that they should have, so that what is behind it is reached."""
-    return data[: PREFIX.size] + xxhash.xxh3_128_digest(data[: PREFIX.size] + data[BODY_AT:]) + data[BODY_AT:]
+    return (
+        data[: PREFIX.size]
+        + xxhash.xxh3_128_digest(data[: PREFIX.size] + data[BODY_AT:])
+        + data[BODY_AT:]
+    )
 
 
 def read_and_decode(data: bytes) -> None:
@@ -103,11 +129,15 @@ def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(SerdeError):
         CacheGenGPUEncoderOutput.from_bytes(data)
     with pytest.raises(SerdeError):
-        CacheGenGPUEncoderOutput.from_bytes(PREFIX.pack(b"LMCG", 1, len(data), 0) + xxhash.xxh3_128_digest(data) + data)
+        CacheGenGPUEncoderOutput.from_bytes(
+            PREFIX.pack(b"LMCG", 1, len(data), 0) + xxhash.xxh3_128_digest(data) + data
+        )
 
 
 @settings(deadline=None, max_examples=500)
-@given(position=st.integers(0, len(WRITTEN) - 1), value=st.integers(0, 255), is_sealed=st.booleans())
+@given(
+    position=st.integers(0, len(WRITTEN) - 1), value=st.integers(0, 255), is_sealed=st.booleans()
+)
 def test_changed_bytes_are_refused_or_decoded(position: int, value: int, is_sealed: bool) -> None:
     changed = bytearray(WRITTEN)
     changed[position] = value
@@ -125,8 +155,14 @@ def test_changed_bytes_are_refused_or_decoded(position: int, value: int, is_seal
 
 
 @settings(deadline=None, max_examples=300)
-@given(stream=st.binary(max_size=60), split=st.integers(0, 60), row=st.lists(st.integers(-(2**15), 2**15 - 1), min_size=2, max_size=8))
-def test_any_stream_under_any_table_stays_in_its_buffer(stream: bytes, split: int, row: list[int]) -> None:
+@given(
+    stream=st.binary(max_size=60),
+    split=st.integers(0, 60),
+    row=st.lists(st.integers(-(2**15), 2**15 - 1), min_size=2, max_size=8),
+)
+def test_any_stream_under_any_table_stays_in_its_buffer(
+    stream: bytes, split: int, row: list[int]
+) -> None:
     cdf = torch.tensor([[row, sorted(row)]], dtype=torch.int16)
     split = min(split, len(stream))
     lengths = torch.tensor([[split, len(stream) - split]], dtype=torch.int32)

@@ -1,4 +1,6 @@
-"""Blobs from anywhere: only `SerdeError` comes of those that are none, nothing is written beside `out`, no claim takes memory or time."""
+"""Blobs from anywhere: only `SerdeError` comes of those that are none, nothing is written beside
+`out`, no claim takes memory or time.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,18 @@ MEMORY_BOUND_BYTES = 2 << 20
 TIME_BOUND_S = 5.0
 
 cases = st.integers(0, len(TENSORS) - 1)
-edits = st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(max_size=8), st.integers(0, 8)), min_size=1, max_size=4)
+edits = st.lists(
+    st.tuples(st.integers(0, 1 << 16), st.binary(max_size=8), st.integers(0, 8)),
+    min_size=1,
+    max_size=4,
+)
 words = st.lists(
-    st.tuples(st.integers(0, 1 << 16), st.sampled_from([0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF])), min_size=1, max_size=4
+    st.tuples(
+        st.integers(0, 1 << 16),
+        st.sampled_from([0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF]),
+    ),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -69,7 +80,9 @@ def read(codec: CacheGenCodec, number: int, data: bytes) -> bytes:
 
 
 def read_within_bounds(number: int, data: bytes) -> bytes | None:
-    """What is decoded, None if it is refused; anything else, much memory or a long time fails the test."""
+    """What is decoded, None if it is refused; anything else, much memory or a long time fails
+    the test.
+    """
     codec = reader()
     tracemalloc.start()
     began = time.monotonic()
@@ -94,7 +107,9 @@ def test_arbitrary_bytes_are_refused(number: int, data: bytes) -> None:
 
 @settings(deadline=None)
 @given(cases, edits)
-def test_a_blob_of_another_length_is_refused(number: int, changes: list[tuple[int, bytes, int]]) -> None:
+def test_a_blob_of_another_length_is_refused(
+    number: int, changes: list[tuple[int, bytes, int]]
+) -> None:
     data = original = blob_of(number)
     for at, inserted, num_deleted in changes:
         place = at % (len(data) + 1)
@@ -105,13 +120,19 @@ def test_a_blob_of_another_length_is_refused(number: int, changes: list[tuple[in
 
 @settings(deadline=None, max_examples=200)
 @given(cases, words)
-def test_a_blob_with_other_numbers_is_refused_or_decoded(number: int, changes: list[tuple[int, int]]) -> None:
-    """Heads, levels, scales, tables, lengths and streams, each overwritten where it lies: the length is right, the rest is not."""
+def test_a_blob_with_other_numbers_is_refused_or_decoded(
+    number: int, changes: list[tuple[int, int]]
+) -> None:
+    """Heads, levels, scales, tables, lengths and streams, each overwritten where it lies: the
+    length is right, the rest is not.
+    """
     data = bytearray(blob_of(number))
     for at, value in changes:
         # half of the places are in front, where what is not a stream lies
         place = at // 2 % min(300, len(data) - 4) if at % 2 else at // 2 % (len(data) - 4)
-        struct.pack_into("<I" if value > 0xFFFF else "<H" if value > 0xFF else "B", data, place, value)
+        struct.pack_into(
+            "<I" if value > 0xFFFF else "<H" if value > 0xFF else "B", data, place, value
+        )
     found = read_within_bounds(number, bytes(data))
     _, (dtype, shape) = TENSORS[number]
     assert found is None or len(found) == num_bytes(shape, dtype)
@@ -123,11 +144,19 @@ def test_a_blob_with_other_numbers_is_refused_or_decoded(number: int, changes: l
     st.integers(0, 4),
     st.integers(0, 3),
     st.sampled_from([0, 1, 2, 4, 8, 255]),
-    st.lists(st.integers(0, 70) | st.integers((1 << 32) - 3, (1 << 32) - 1) | st.integers(1 << 14, 1 << 18), min_size=4, max_size=4),
+    st.lists(
+        st.integers(0, 70)
+        | st.integers((1 << 32) - 3, (1 << 32) - 1)
+        | st.integers(1 << 14, 1 << 18),
+        min_size=4,
+        max_size=4,
+    ),
     st.booleans(),
     st.binary(max_size=800),
 )
-def test_any_head_is_refused_or_true(number: int, mode: int, dtype: int, itemsize: int, sizes: list[int], fits: bool, body: bytes) -> None:
+def test_any_head_is_refused_or_true(
+    number: int, mode: int, dtype: int, itemsize: int, sizes: list[int], fits: bool, body: bytes
+) -> None:
     _, (_, shape) = TENSORS[number]
     if fits and len(shape) == 4:
         sizes = [shape[0] * shape[1], shape[2], shape[3], 0]
@@ -148,7 +177,9 @@ def test_any_head_is_refused_or_true(number: int, mode: int, dtype: int, itemsiz
     ],
 )
 @pytest.mark.parametrize("body_bytes", [0, 1000, 200_000])
-def test_a_large_tensor_of_a_short_blob_takes_no_memory(dtype: str, shape: tuple[int, ...], head: tuple[int, ...], body_bytes: int) -> None:
+def test_a_large_tensor_of_a_short_blob_takes_no_memory(
+    dtype: str, shape: tuple[int, ...], head: tuple[int, ...], body_bytes: int
+) -> None:
     """All but the tensor itself, which its reader has bounded before."""
     codec = reader()
     mode, kind, itemsize, *sizes = head

@@ -1,4 +1,6 @@
-"""Bytes from anywhere at the listener for LMCache clients: only `RefusedError` comes of headers that are none, and the service lives."""
+"""Bytes from anywhere at the listener for LMCache clients: only `RefusedError` comes of headers
+that are none, and the service lives.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from hypothesis import strategies as st
 from lmcache_storage.compat.dialect import DIALECTS, Command, Request
 from lmcache_storage.compat.refusals import RefusedError
 
-from tests.fixtures.compat import EXIST, GET, HEALTH, LIST, PUT, compat_client, listening, reply_bytes, request_bytes
+from tests.fixtures.compat import (
+    EXIST,
+    GET,
+    HEALTH,
+    LIST,
+    PUT,
+    compat_client,
+    listening,
+    reply_bytes,
+    request_bytes,
+)
 from tests.fixtures.wire import MemoryStore, connected
 
 MAX_VALUE_BYTES = 1 << 20
@@ -26,7 +38,9 @@ lengths = st.integers(0, 300) | st.integers(MAX_VALUE_BYTES - 1, MAX_VALUE_BYTES
 
 
 @given(dialects, st.data())
-def test_arbitrary_bytes_are_refused_or_a_request_within_its_bounds(name: str, data: st.DataObject) -> None:
+def test_arbitrary_bytes_are_refused_or_a_request_within_its_bounds(
+    name: str, data: st.DataObject
+) -> None:
     dialect = DIALECTS[name]
     header = data.draw(st.binary(min_size=dialect.request.size, max_size=dialect.request.size))
     try:
@@ -59,7 +73,11 @@ def test_any_header_reads_as_what_was_written_or_is_refused(
 
 def _check(request: Request) -> None:
     assert request.command in set(Command)
-    assert (0 < request.num_bytes <= MAX_VALUE_BYTES) if request.command is Command.PUT else request.num_bytes == 0
+    assert (
+        (0 < request.num_bytes <= MAX_VALUE_BYTES)
+        if request.command is Command.PUT
+        else request.num_bytes == 0
+    )
     assert bool(request.key) != (request.command is Command.HEALTH)
 
 
@@ -90,7 +108,9 @@ steps = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(steps, max_size=6), st.integers(1, 500))
-def test_whatever_a_client_sends_the_others_are_served_and_no_memory_is_lost(sent: list[bytes], piece: int) -> None:
+def test_whatever_a_client_sends_the_others_are_served_and_no_memory_is_lost(
+    sent: list[bytes], piece: int
+) -> None:
     asyncio.run(_survives(sent, piece))
 
 

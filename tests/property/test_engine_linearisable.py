@@ -1,7 +1,9 @@
-"""Many threads, one engine: what each of them sees of a chunk can be explained by some order of all that was done to it.
+"""Many threads, one engine: what each of them sees of a chunk can be explained by some order of all
+that was done to it.
 
-Every call is entered, with its begin and its end, into the history of each chunk that it touches; a prefetch changes nothing. Whatever is
-retrieved is compared with the KV of exactly those tokens as it arrives, so that a history is about presence alone. There is room for all
+Every call is entered, with its begin and its end, into the history of each chunk that it touches; a
+prefetch changes nothing. Whatever is retrieved is compared with the KV of exactly those tokens as
+it arrives, so that a history is about presence alone. There is room for all
 chunks: a chunk is absent because it was evicted or never stored, or not at all.
 """
 
@@ -44,13 +46,17 @@ Step = tuple[str, Prompt, int]
 CALLS = ("store", "retrieve", "retrieve", "lookup", "lookup", "evict", "prefetch")
 LAST_LENGTHS = (CHUNK_SIZE, CHUNK_SIZE, CHUNK_SIZE - 1)
 STEPS = st.tuples(
-    st.sampled_from(CALLS), st.lists(st.integers(0, 1), min_size=1, max_size=MAX_CHUNKS).map(tuple), st.sampled_from(LAST_LENGTHS)
+    st.sampled_from(CALLS),
+    st.lists(st.integers(0, 1), min_size=1, max_size=MAX_CHUNKS).map(tuple),
+    st.sampled_from(LAST_LENGTHS),
 )
 PROGRAMS = st.lists(st.lists(STEPS, min_size=1, max_size=12), min_size=2, max_size=NUM_THREADS)
 
 
 class Lingering(WrapperBackend):
-    """A tier that takes its time before it begins and before it answers, so that others come in between."""
+    """A tier that takes its time before it begins and before it answers, so that others come in
+    between.
+    """
 
     def __init__(self, backend: StorageBackend, seed: int) -> None:
         super().__init__(backend)
@@ -66,7 +72,9 @@ class Lingering(WrapperBackend):
         await self.linger()
         return found
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         await self.linger()
         results = await super().batched_get(keys, allocate, timeout_s)
         try:
@@ -115,7 +123,8 @@ class Callers:
         with self.history.operation() as done:
             self._engine.store(tokens, kvcaches=kv_of(tokens))
             if not self._keeps_hot:
-                self._cache.drain()  # where nothing is kept hot, a chunk is there when it has been written
+                # where nothing is kept hot, a chunk is there when it has been written
+                self._cache.drain()
             done.update(dict.fromkeys(wanted_pieces(tokens), Action.STORED))
 
     def retrieve(self, tokens: torch.Tensor) -> None:
@@ -136,17 +145,27 @@ class Callers:
 
 
 def seen_prefix(tokens: torch.Tensor, num_tokens: int) -> dict[tuple[int, ...], Action]:
-    """What a prefix of that length says: its chunks are there, the one behind it is not; of those behind that one it says nothing."""
+    """What a prefix of that length says: its chunks are there, the one behind it is not; of
+    those behind that one it says nothing.
+    """
     pieces = wanted_pieces(tokens)
     num = sum(len(piece) <= num_tokens for piece in pieces)
-    return dict.fromkeys(pieces[:num], Action.SEEN) | dict.fromkeys(pieces[num : num + 1], Action.NOT_SEEN)
+    return dict.fromkeys(pieces[:num], Action.SEEN) | dict.fromkeys(
+        pieces[num : num + 1], Action.NOT_SEEN
+    )
 
 
-def run_together(programs: Sequence[Sequence[Step]], place: str, directory: Path, seed: int) -> Callers:
+def run_together(
+    programs: Sequence[Sequence[Step]], place: str, directory: Path, seed: int
+) -> Callers:
     has_disk, local_cpu = PLACES[place]["has_disk"], PLACES[place]["local_cpu"]
     faults: list[BaseException] = []
     with embedded_engine(
-        directory if has_disk else None, wrap=lambda tier: Lingering(tier, seed), local_cpu=local_cpu, close_drain_s=0.0, **PATIENT
+        directory if has_disk else None,
+        wrap=lambda tier: Lingering(tier, seed),
+        local_cpu=local_cpu,
+        close_drain_s=0.0,
+        **PATIENT,
     ) as cache:
         callers = Callers(cache, local_cpu)
         barrier = threading.Barrier(len(programs))
@@ -174,7 +193,11 @@ def run_together(programs: Sequence[Sequence[Step]], place: str, directory: Path
 
 def random_program(rng: random.Random) -> list[Step]:
     return [
-        (rng.choice(CALLS), tuple(rng.randrange(2) for _ in range(rng.randint(1, MAX_CHUNKS))), rng.choice(LAST_LENGTHS))
+        (
+            rng.choice(CALLS),
+            tuple(rng.randrange(2) for _ in range(rng.randint(1, MAX_CHUNKS))),
+            rng.choice(LAST_LENGTHS),
+        )
         for _ in range(NUM_STEPS)
     ]
 
@@ -189,9 +212,18 @@ def test_long_random_histories_are_linearisable(place: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_chosen_programs_are_linearisable(place: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    # Threads do not meet the same way twice: a program that fails is shown as it is, not made smaller.
-    @settings(max_examples=25, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+def test_chosen_programs_are_linearisable(
+    place: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # Threads do not meet the same way twice: a program that fails is shown as it is, not made
+    # smaller.
+    @settings(
+        max_examples=25,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     @given(programs=PROGRAMS, seed=st.integers(0, 2**32 - 1))
     def check(programs: list[list[Step]], seed: int) -> None:
         note(f"seed {seed}")
@@ -206,17 +238,37 @@ STORED, EVICTED, SEEN, NOT_SEEN = Action
 @pytest.mark.parametrize(
     ("operations", "is_linearisable"),
     [
-        pytest.param([(NOT_SEEN, 0, 1), (STORED, 2, 3), (SEEN, 4, 5), (EVICTED, 6, 7), (NOT_SEEN, 8, 9)], True, id="one after the other"),
+        pytest.param(
+            [(NOT_SEEN, 0, 1), (STORED, 2, 3), (SEEN, 4, 5), (EVICTED, 6, 7), (NOT_SEEN, 8, 9)],
+            True,
+            id="one after the other",
+        ),
         pytest.param([(SEEN, 0, 1)], False, id="never stored"),
         pytest.param([(STORED, 0, 1), (NOT_SEEN, 2, 3)], False, id="lost"),
         pytest.param([(STORED, 0, 1), (EVICTED, 2, 3), (SEEN, 4, 5)], False, id="came back"),
-        pytest.param([(STORED, 0, 10), (EVICTED, 1, 9), (NOT_SEEN, 11, 12), (SEEN, 13, 14)], False, id="came back later"),
-        pytest.param([(STORED, 0, 10), (EVICTED, 1, 9), (SEEN, 2, 3), (NOT_SEEN, 11, 12)], True, id="store first"),
+        pytest.param(
+            [(STORED, 0, 10), (EVICTED, 1, 9), (NOT_SEEN, 11, 12), (SEEN, 13, 14)],
+            False,
+            id="came back later",
+        ),
+        pytest.param(
+            [(STORED, 0, 10), (EVICTED, 1, 9), (SEEN, 2, 3), (NOT_SEEN, 11, 12)],
+            True,
+            id="store first",
+        ),
         pytest.param([(STORED, 0, 10), (EVICTED, 1, 9), (SEEN, 11, 12)], True, id="evict first"),
-        pytest.param([(STORED, 0, 10), (SEEN, 1, 2), (NOT_SEEN, 3, 4)], False, id="seen and lost while it is stored"),
-        pytest.param([(STORED, 0, 9), (NOT_SEEN, 1, 10), (SEEN, 2, 3)], True, id="a long read begins before"),
+        pytest.param(
+            [(STORED, 0, 10), (SEEN, 1, 2), (NOT_SEEN, 3, 4)],
+            False,
+            id="seen and lost while it is stored",
+        ),
+        pytest.param(
+            [(STORED, 0, 9), (NOT_SEEN, 1, 10), (SEEN, 2, 3)], True, id="a long read begins before"
+        ),
     ],
 )
-def test_the_judge_is_right(operations: list[tuple[Action, int, int]], is_linearisable: bool) -> None:
+def test_the_judge_is_right(
+    operations: list[tuple[Action, int, int]], is_linearisable: bool
+) -> None:
     ordered = [Operation(*operation) for operation in operations]
     assert (num_explained(ordered) == len(ordered)) == is_linearisable

@@ -1,7 +1,8 @@
-"""The engine against a dict of prefixes: what it says it has it has, bit for bit, and nothing leaks.
+"""The engine against a dict of prefixes: what it says it has it has, bit for bit, and nothing
+leaks.
 
-The model is exact while nothing is evicted. With a small arena chunks may go at any time; then the engine may know less than the
-model, never more, and never anything else.
+The model is exact while nothing is evicted. With a small arena chunks may go at any time; then the
+engine may know less than the model, never more, and never anything else.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ ROOMY, TIGHT = 256, 12
 """Chunks that host memory has room for."""
 MAX_CHUNKS = 4
 PROMPTS = st.tuples(
-    st.lists(st.integers(0, 1), min_size=1, max_size=MAX_CHUNKS).map(tuple), st.sampled_from([CHUNK_SIZE, CHUNK_SIZE - 1, 1])
+    st.lists(st.integers(0, 1), min_size=1, max_size=MAX_CHUNKS).map(tuple),
+    st.sampled_from([CHUNK_SIZE, CHUNK_SIZE - 1, 1]),
 )
 SKIPPED = st.sampled_from([0, 0, 1, 2, MAX_CHUNKS])
 
 
 class Place:
-    """Where chunks are: an engine, the hot tier behind it, and what only whoever owns the tiers can do."""
+    """Where chunks are: an engine, the hot tier behind it, and what only whoever owns the tiers
+    can do.
+    """
 
     engine: LMCacheEngine
     hot: LocalCPUBackend
@@ -59,7 +63,10 @@ class EmbeddedPlace(Place):
         self._cache = cache
 
     def settle(self) -> None:
-        until(lambda: self._cache.manager._prefetches._value == MAX_PREFETCHES, "a prefetch does not end")
+        until(
+            lambda: self._cache.manager._prefetches._value == MAX_PREFETCHES,
+            "a prefetch does not end",
+        )
         self._cache.drain()
 
     def remove(self, keys: Sequence[CacheEngineKey]) -> None:
@@ -78,7 +85,10 @@ class SidecarPlace(Place):
 
 @contextlib.contextmanager
 def embedded(num_chunks: int, has_disk: bool = False) -> Iterator[Place]:
-    with tempfile.TemporaryDirectory() as directory, embedded_engine(Path(directory) if has_disk else None, num_chunks, **PATIENT) as cache:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        embedded_engine(Path(directory) if has_disk else None, num_chunks, **PATIENT) as cache,
+    ):
         yield EmbeddedPlace(cache)
 
 
@@ -108,7 +118,10 @@ class EngineModel(RuleBasedStateMachine):
 
     def __init_subclass__(cls) -> None:
         cls.TestCase.settings = settings(
-            max_examples=cls.max_examples, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+            max_examples=cls.max_examples,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
         )
 
     @initialize()
@@ -128,10 +141,16 @@ class EngineModel(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, skipped=SKIPPED)
     def store_what_the_connector_refuses(self, prompt: tuple[Prompt, int], skipped: int) -> None:
-        """KV that is too short: the chunks before its end have been copied when the last one fails; none of them is stored."""
+        """KV that is too short: the chunks before its end have been copied when the last one
+        fails; none of them is stored.
+        """
         tokens = tokens_of(*prompt)
         is_refused = not self.stored.issuperset(wanted_pieces(tokens, skipped))
-        with pytest.raises(ValueError, match="kvcaches") if is_refused and self.is_exact else contextlib.suppress(ValueError):
+        with (
+            pytest.raises(ValueError, match="kvcaches")
+            if is_refused and self.is_exact
+            else contextlib.suppress(ValueError)
+        ):
             self.engine.store(tokens, mask_of(tokens, skipped), kvcaches=kv_of(tokens[:-1]))
 
     @rule(prompt=PROMPTS, skipped=SKIPPED)
@@ -167,7 +186,9 @@ class EngineModel(RuleBasedStateMachine):
     def remove(self, prompt: tuple[Prompt, int], num: int) -> None:
         """The last chunks of a prompt; prompts that share them lose them too."""
         tokens = tokens_of(*prompt)
-        self.opened.remove([key for _, _, key in self.engine._token_database.process_tokens(tokens)][-num:])
+        self.opened.remove(
+            [key for _, _, key in self.engine._token_database.process_tokens(tokens)][-num:]
+        )
         self.stored.difference_update(wanted_pieces(tokens)[-num:])
         pieces = wanted_pieces(tokens)
         assert self.engine.lookup(tokens) <= (len(pieces[-num - 1]) if len(pieces) > num else 0)
@@ -191,7 +212,9 @@ class EngineModel(RuleBasedStateMachine):
             self.opened.settle()
             self.hot.check_integrity()
             figures = self.hot.stats()
-            assert figures["arena_used_bytes"] == figures["used_bytes"], "something is reserved or held that nobody needs any more"
+            assert figures["arena_used_bytes"] == figures["used_bytes"], (
+                "something is reserved or held that nobody needs any more"
+            )
             assert figures["num_chunks"] <= len(self.stored)
 
     def teardown(self) -> None:

@@ -13,7 +13,15 @@ from lmcache_core.errors import ProtocolError, UnavailableError
 from lmcache_core.record import MissReason
 from lmcache_core.testing.chunks import make_key, make_record
 from lmcache_core.wire import messages
-from lmcache_core.wire.frames import HEADER_BYTES, MAX_BLOB_BYTES, MAX_META_BYTES, FrameHeader, FrameType, build_header, parse_header
+from lmcache_core.wire.frames import (
+    HEADER_BYTES,
+    MAX_BLOB_BYTES,
+    MAX_META_BYTES,
+    FrameHeader,
+    FrameType,
+    build_header,
+    parse_header,
+)
 from lmcache_core.wire.incoming import IncomingRecord, Received
 from lmcache_core.wire.messages import build_frame, parse_meta
 from lmcache_core.wire.stream import FrameStream
@@ -42,7 +50,9 @@ def test_arbitrary_bytes_are_no_header(data: bytes) -> None:
 def test_headers_go_there_and_back_and_changes_are_noticed(
     kind: FrameType, number: int, meta: int, blob: int, at: int, change: int
 ) -> None:
-    header = FrameHeader(kind, number, meta, blob if kind in (FrameType.PUT, FrameType.CHUNK) else 0)
+    header = FrameHeader(
+        kind, number, meta, blob if kind in (FrameType.PUT, FrameType.CHUNK) else 0
+    )
     data = bytearray(build_header(header))
     assert parse_header(data) == header
     data[at] ^= change
@@ -51,13 +61,25 @@ def test_headers_go_there_and_back_and_changes_are_noticed(
 
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.binary(max_size=40) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.binary(max_size=40)
+    | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=15,
 )
 
 
-@given(types, st.binary(max_size=200) | plain.map(msgspec.msgpack.encode) | st.lists(plain, max_size=6).map(msgspec.msgpack.encode))
+@given(
+    types,
+    st.binary(max_size=200)
+    | plain.map(msgspec.msgpack.encode)
+    | st.lists(plain, max_size=6).map(msgspec.msgpack.encode),
+)
 @example(FrameType.CONTAINS, b"\x91\xdd\xff\xff\xff\xff")
 @example(FrameType.HELLO, b"\x95\x01\x01\xdd\xff\xff\xff\xff")
 @example(FrameType.GET, b"\x93\x91\xc6\xff\xff\xff\xff")
@@ -71,7 +93,9 @@ def test_any_meta_is_refused_or_a_message(kind: FrameType, meta: bytes) -> None:
     assert parse_meta(kind, build_frame(1, message)[HEADER_BYTES:]) == message
 
 
-@pytest.mark.parametrize("meta", [b"\x91\xdd\xff\xff\xff\xff", b"\x91\xdc\xff\xff" + b"\xc4\x00" * 65535])
+@pytest.mark.parametrize(
+    "meta", [b"\x91\xdd\xff\xff\xff\xff", b"\x91\xdc\xff\xff" + b"\xc4\x00" * 65535]
+)
 def test_lengths_that_are_claimed_take_no_memory(meta: bytes) -> None:
     tracemalloc.start()
     try:
@@ -99,7 +123,9 @@ class Loopback(asyncio.Transport):
 
 
 def feed(stream: FrameStream, data: bytes, cut: int) -> None:
-    """Hand bytes over as a socket would: into whatever buffer the stream offers, at most `cut` at once."""
+    """Hand bytes over as a socket would: into whatever buffer the stream offers, at most `cut`
+    at once.
+    """
     view = memoryview(data)
     while len(view):
         buffer = stream.get_buffer(-1)
@@ -132,7 +158,10 @@ async def receive(blob: bytes, cut: int) -> tuple[str, bytes]:
 
 @settings(max_examples=150)
 @given(
-    st.binary(max_size=300) | st.tuples(st.integers(0, len(RECORD) - 1), st.integers(1, 255)).map(lambda edit: _changed(*edit)),
+    st.binary(max_size=300)
+    | st.tuples(st.integers(0, len(RECORD) - 1), st.integers(1, 255)).map(
+        lambda edit: _changed(*edit)
+    ),
     st.integers(1, 2000),
 )
 def test_a_blob_is_consumed_to_its_end_whatever_it_is(blob: bytes, cut: int) -> None:
@@ -170,5 +199,10 @@ def test_a_stream_of_garbage_ends_in_an_error(pieces: list[bytes], cut: int) -> 
 
 
 def test_a_frame_of_every_type_is_at_home_in_its_bounds() -> None:
-    for message in (messages.Ping(), messages.Pong(), messages.Put(), messages.GetEnd([(i, "corrupt") for i in range(128)])):
+    for message in (
+        messages.Ping(),
+        messages.Pong(),
+        messages.Put(),
+        messages.GetEnd([(i, "corrupt") for i in range(128)]),
+    ):
         assert len(build_frame(1, message)) < 4096

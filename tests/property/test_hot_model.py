@@ -1,4 +1,6 @@
-"""The host-memory tier against a dict: whatever happens, it serves the right bytes, none too long, and its books balance."""
+"""The host-memory tier against a dict: whatever happens, it serves the right bytes, none too
+long, and its books balance.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ QUOTAS = TenantQuotas(None, {"one": 3072})
 
 
 class HotTier(RuleBasedStateMachine):
-    """The model knows what must be right whatever the policy does; which unread chunk goes, it learns from the tier."""
+    """The model knows what must be right whatever the policy does; which unread chunk goes, it
+    learns from the tier.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,14 +38,20 @@ class HotTier(RuleBasedStateMachine):
         self.announced: list[tuple[MemoryObj, str]] = []
         self.gone: list[ChunkKey] = []
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), has_ttl=st.booleans(), has_quotas=st.booleans())
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)), has_ttl=st.booleans(), has_quotas=st.booleans()
+    )
     def make(self, policy: str, has_ttl: bool, has_quotas: bool) -> None:
         self.limits = TierLimits(TTL_S if has_ttl else None, QUOTAS if has_quotas else None)
         arena = ArenaAllocator.anonymous(CAPACITY_BYTES)
-        self.hot = LocalCPUBackend(arena, create_policy(policy), self.forget, limits=self.limits, clock=lambda: self.now)
+        self.hot = LocalCPUBackend(
+            arena, create_policy(policy), self.forget, limits=self.limits, clock=lambda: self.now
+        )
 
     def forget(self, key: ChunkKey) -> None:
-        assert self.is_past(key) or not any(chunk.key == key for chunk, _ in self.readers), "a referenced chunk was evicted"
+        assert self.is_past(key) or not any(chunk.key == key for chunk, _ in self.readers), (
+            "a referenced chunk was evicted"
+        )
         del self.model[key]
         self.gone.append(key)
 
@@ -55,7 +65,12 @@ class HotTier(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(name=NAMES, size=SIZES, tenant=TENANTS, source=st.sampled_from(["foreign", "ours", "announced"]))
+    @rule(
+        name=NAMES,
+        size=SIZES,
+        tenant=TENANTS,
+        source=st.sampled_from(["foreign", "ours", "announced"]),
+    )
     def put(self, name: int, size: int, tenant: str, source: str) -> None:
         data = make_payload(name, size)
         memory = None
@@ -76,7 +91,9 @@ class HotTier(RuleBasedStateMachine):
         chunk.release()
         if not is_kept:
             assert not was_live
-            assert memory is None or (self.limits.quotas is not None and tenant == "one"), "there was room"
+            assert memory is None or (self.limits.quotas is not None and tenant == "one"), (
+                "there was room"
+            )
 
     @rule(name=NAMES, tenant=TENANTS, is_kept=st.booleans())
     def get(self, name: int, tenant: str, is_kept: bool) -> None:
@@ -87,7 +104,9 @@ class HotTier(RuleBasedStateMachine):
         if chunk is None:
             assert key not in self.model
             assert not was_held or self.hot.miss(key).reason is MissReason.EXPIRED
-            assert was_held or (self.hot.miss(key).reason is MissReason.NEVER_STORED) == (key not in self.gone)
+            assert was_held or (self.hot.miss(key).reason is MissReason.NEVER_STORED) == (
+                key not in self.gone
+            )
             return
         assert bytes(chunk.memory.byte_array) == self.model[key][0]
         if is_kept:
@@ -108,12 +127,17 @@ class HotTier(RuleBasedStateMachine):
 
     @rule(size=SIZES, tenant=TENANTS)
     def announce(self, size: int, tenant: str) -> None:
-        """Memory whose bytes never come: it costs others nothing where its tenant has a quota and is at it."""
+        """Memory whose bytes never come: it costs others nothing where its tenant has a quota
+        and is at it.
+        """
         quota = None if self.limits.quotas is None else self.limits.quotas.of(tenant)
         held, past = dict(self.hot.held()), {key for key in self.model if self.is_past(key)}
         memory = self.hot.receive(size, tenant)
         lost = held.keys() - dict(self.hot.held()).keys()
-        if quota is not None and sum(held[key] for key in held if key.tenant == tenant) + size > quota:
+        if (
+            quota is not None
+            and sum(held[key] for key in held if key.tenant == tenant) + size > quota
+        ):
             assert all(key.tenant == tenant or key in past for key in lost)
         if memory is None:
             return
@@ -152,7 +176,11 @@ class HotTier(RuleBasedStateMachine):
         assert set(self.hot.keys()) == self.live()
         assert self.hot.stats()["num_chunks"] == len(self.model)
         if self.limits.quotas is not None:
-            taken = sum(-(-len(data) // 512) * 512 for key, (data, _) in self.model.items() if key.tenant == "one")
+            taken = sum(
+                -(-len(data) // 512) * 512
+                for key, (data, _) in self.model.items()
+                if key.tenant == "one"
+            )
             assert taken <= QUOTAS.by_tenant["one"]
         for chunk, data in self.readers:
             assert bytes(chunk.memory.byte_array) == data

@@ -1,4 +1,6 @@
-"""Whatever is done to them, the embedded index, the one in Redis and the one in a cluster answer the same, and as the rules say."""
+"""Whatever is done to them, the embedded index, the one in Redis and the one in a cluster answer
+the same, and as the rules say.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,33 @@ TIERS = ("hot", "disk")
 CHUNKS = [bytes([number, 0]) * 8 for number in (1, 2, 2 << 4)]
 TTL_MS = 600_000
 
-tenants, instances, incarnations = st.sampled_from(TENANTS), st.sampled_from(INSTANCES), st.integers(1, 3)
+tenants, instances, incarnations = (
+    st.sampled_from(TENANTS),
+    st.sampled_from(INSTANCES),
+    st.integers(1, 3),
+)
 events = st.builds(
-    IndexEvent, st.sampled_from(["store", "remove"]), tenants, st.sampled_from(CHUNKS), st.sampled_from(TIERS), st.integers(0, 1 << 40)
+    IndexEvent,
+    st.sampled_from(["store", "remove"]),
+    tenants,
+    st.sampled_from(CHUNKS),
+    st.sampled_from(TIERS),
+    st.integers(0, 1 << 40),
 )
 steps = st.one_of(
     st.tuples(st.just("renew"), tenants, instances, incarnations),
     st.tuples(st.just("end"), tenants, instances, st.one_of(st.none(), incarnations)),
-    st.tuples(st.just("apply"), tenants, instances, incarnations, st.integers(-3, 1), st.lists(events, max_size=4)),
-    st.tuples(st.just("evict"), tenants, st.lists(st.sampled_from(CHUNKS), max_size=2, unique=True)),
+    st.tuples(
+        st.just("apply"),
+        tenants,
+        instances,
+        incarnations,
+        st.integers(-3, 1),
+        st.lists(events, max_size=4),
+    ),
+    st.tuples(
+        st.just("evict"), tenants, st.lists(st.sampled_from(CHUNKS), max_size=2, unique=True)
+    ),
     st.tuples(st.just("clear"), tenants),
     st.tuples(st.just("sweep")),
 )
@@ -50,7 +70,9 @@ class Model:
     """The rules, written down plainly."""
 
     leases: dict[tuple[str, str], Lease] = field(default_factory=dict)
-    held: dict[tuple[str, bytes], dict[tuple[str, str, str], tuple[int, int]]] = field(default_factory=dict)
+    held: dict[tuple[str, bytes], dict[tuple[str, str, str], tuple[int, int]]] = field(
+        default_factory=dict
+    )
 
     def renew(self, owner: str, instance: str, incarnation: int) -> LeaseState:
         lease = self.leases.get((owner, instance))
@@ -111,9 +133,13 @@ def cluster() -> Iterator[RedisClusterServers]:
         yield servers
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(plan=st.lists(steps, max_size=30))
-def test_all_indexes_follow_the_model(server: RedisServer, cluster: RedisClusterServers, plan: Sequence[tuple[object, ...]]) -> None:
+def test_all_indexes_follow_the_model(
+    server: RedisServer, cluster: RedisClusterServers, plan: Sequence[tuple[object, ...]]
+) -> None:
     with server.client() as raw:
         raw.flushall()
     cluster.flush()
@@ -122,7 +148,10 @@ def test_all_indexes_follow_the_model(server: RedisServer, cluster: RedisCluster
 
 async def follow(urls: Sequence[str], plan: Sequence[tuple[object, ...]]) -> None:
     model = Model()
-    indexes: list[LookupIndex] = [EmbeddedIndex(1000, 100), *(RedisIndex(url, RedisIndexOptions(10, 10)) for url in urls)]
+    indexes: list[LookupIndex] = [
+        EmbeddedIndex(1000, 100),
+        *(RedisIndex(url, RedisIndexOptions(10, 10)) for url in urls),
+    ]
     try:
         for step in plan:
             expected = await take(model, indexes, *step)
@@ -130,19 +159,32 @@ async def follow(urls: Sequence[str], plan: Sequence[tuple[object, ...]]) -> Non
             for tenant in TENANTS:
                 for index in indexes:
                     found = await index.holders(tenant, CHUNKS)
-                    seen = [sorted((holder.instance, holder.tier, holder.size_bytes) for holder in holders) for holders in found]
-                    assert seen == [model.holders(tenant, chunk_id) for chunk_id in CHUNKS], (index.name, step)
+                    seen = [
+                        sorted(
+                            (holder.instance, holder.tier, holder.size_bytes) for holder in holders
+                        )
+                        for holders in found
+                    ]
+                    assert seen == [model.holders(tenant, chunk_id) for chunk_id in CHUNKS], (
+                        index.name,
+                        step,
+                    )
     finally:
         for index in indexes:
             await index.close()
 
 
-async def take(model: Model, indexes: list[LookupIndex], kind: object, *arguments: object) -> list[object]:
+async def take(
+    model: Model, indexes: list[LookupIndex], kind: object, *arguments: object
+) -> list[object]:
     """What the model and then each index answer to one step."""
     if kind == "renew":
         owner, instance, incarnation = arguments
         claim = LeaseClaim(instance, incarnation, "sidecar", TTL_MS)
-        return [model.renew(owner, instance, incarnation), *[await index.renew(owner, claim) for index in indexes]]
+        return [
+            model.renew(owner, instance, incarnation),
+            *[await index.renew(owner, claim) for index in indexes],
+        ]
     if kind == "end":
         return [model.end(*arguments), *[await index.end(*arguments) for index in indexes]]
     if kind == "apply":

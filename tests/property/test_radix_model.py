@@ -1,4 +1,6 @@
-"""The radix tree against a dict of prefixes with exact least-recently-used eviction, and its database against the one that only hashes."""
+"""The radix tree against a dict of prefixes with exact least-recently-used eviction, and its
+database against the one that only hashes.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,17 @@ class Tree(RuleBasedStateMachine):
 MAX_TOKENS = 6 * CHUNK_SIZE
 TOKENS = st.lists(st.sampled_from([0, 1, 2**32 - 1]), max_size=CHUNK_SIZE).flatmap(
     lambda chunk: st.integers(0, 8).flatmap(
-        lambda repeats: st.lists(st.integers(0, 1), max_size=2 * CHUNK_SIZE).map(lambda end: chunk * repeats + end)
+        lambda repeats: st.lists(st.integers(0, 1), max_size=2 * CHUNK_SIZE).map(
+            lambda end: chunk * repeats + end
+        )
     )
 )
-SPANS = st.lists(st.builds(MultimodalSpan, st.sampled_from([b"cat", b"dog"]), st.integers(0, 20), st.integers(1, 9)), max_size=2)
+SPANS = st.lists(
+    st.builds(
+        MultimodalSpan, st.sampled_from([b"cat", b"dog"]), st.integers(0, 20), st.integers(1, 9)
+    ),
+    max_size=2,
+)
 
 
 class Database(RuleBasedStateMachine):
@@ -81,7 +90,9 @@ class Database(RuleBasedStateMachine):
         mask = torch.arange(len(tokens)) >= num_false
         assert named(self.radix, tokens, mask, spans) == named(self.hashing, tokens, mask, spans)
         ids = torch.tensor(tokens, dtype=torch.int64)
-        assert self.radix.longest_prefix(ids, spans) == min(len(tokens) // CHUNK_SIZE * CHUNK_SIZE, MAX_TOKENS)
+        assert self.radix.longest_prefix(ids, spans) == min(
+            len(tokens) // CHUNK_SIZE * CHUNK_SIZE, MAX_TOKENS
+        )
 
     @rule(salt=st.sampled_from(["", "a"]))
     def use_salt(self, salt: str) -> None:

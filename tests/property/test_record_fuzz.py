@@ -1,4 +1,6 @@
-"""Records from anywhere: only `RecordError` comes of bytes that are none, and nothing is ever taken for what it is not."""
+"""Records from anywhere: only `RecordError` comes of bytes that are none, and nothing is ever
+taken for what it is not.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def refused(data: bytes) -> bool:
     return False
 
 
-def sealed(header: bytes, units: int | None = None, payload_bytes: int = 350, version: int = 1) -> bytes:
+def sealed(
+    header: bytes, units: int | None = None, payload_bytes: int = 350, version: int = 1
+) -> bytes:
     """A head with a right checksum around any header bytes."""
     needed = PREFIX_BYTES + len(header) + 16
     units = -(-needed // HEAD_ALIGN_BYTES) if units is None else units
@@ -78,7 +82,13 @@ def test_a_truncated_record_is_noticed(length: int) -> None:
     assert refused(RECORD[:length])
 
 
-@given(st.lists(st.tuples(st.integers(0, len(RECORD)), st.binary(max_size=8), st.integers(0, 8)), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(RECORD)), st.binary(max_size=8), st.integers(0, 8)),
+        min_size=1,
+        max_size=5,
+    )
+)
 def test_a_mutated_record_is_refused_or_the_same(edits: list[tuple[int, bytes, int]]) -> None:
     data = RECORD
     for at, inserted, num_deleted in edits:
@@ -110,8 +120,15 @@ def test_any_header_under_a_right_checksum_is_refused(header: bytes) -> None:
 
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.binary(max_size=40) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=7) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.binary(max_size=40)
+    | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=7) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=20,
 )
 
@@ -144,7 +161,9 @@ KEY = make_key("fuzz").key.canonical()
     st.sampled_from([16, 15, 0]),
     st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.binary(max_size=5)), max_size=70),
 )
-def test_fields_out_of_bounds_are_refused(key: bytes, serde: str, tensors: list[object], digest: int, extensions: list[object]) -> None:
+def test_fields_out_of_bounds_are_refused(
+    key: bytes, serde: str, tensors: list[object], digest: int, extensions: list[object]
+) -> None:
     encoded = msgspec.msgpack.encode([key, serde, "", False, tensors, bytes(digest), extensions])
     try:
         header, payload_bytes = decode_head(sealed(encoded))
@@ -163,7 +182,10 @@ def test_fields_out_of_bounds_are_refused(key: bytes, serde: str, tensors: list[
     st.lists(st.tuples(st.integers(0, 1000), st.binary(max_size=30)), max_size=4),
 )
 def test_what_is_written_is_read(
-    tensors: list[tuple[str, str, list[int]]], serde: str, profile: str, extensions: list[tuple[int, bytes]]
+    tensors: list[tuple[str, str, list[int]]],
+    serde: str,
+    profile: str,
+    extensions: list[tuple[int, bytes]],
 ) -> None:
     specs, at = [], 0
     for group, dtype, shape in tensors:
@@ -182,7 +204,12 @@ def test_what_is_written_is_read(
 
 
 @pytest.mark.parametrize(
-    "header", [b"\xdd\xff\xff\xff\xff", b"\x97\xc6\xff\xff\xff\xff", b"\x97\xc4\x01a\xa1n\xa0\xc2\xdd\x7f\xff\xff\xff" + b"\x95" * 400]
+    "header",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\x97\xc6\xff\xff\xff\xff",
+        b"\x97\xc4\x01a\xa1n\xa0\xc2\xdd\x7f\xff\xff\xff" + b"\x95" * 400,
+    ],
 )
 def test_lengths_that_are_claimed_take_no_memory(header: bytes) -> None:
     head = sealed(header)

@@ -1,4 +1,6 @@
-"""Encoded tensors from anywhere: only `SerdeError` comes of bytes that are none, in bounded memory; what is taken is what its head says."""
+"""Encoded tensors from anywhere: only `SerdeError` comes of bytes that are none, in bounded
+memory; what is taken is what its head says.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,20 @@ HUGE_SHAPES = ((1 << 30,), (1 << 15, 1 << 15), (1 << 34,), (1 << 62, 2), ((1 << 
 
 serdes = st.integers(0, 2)
 shapes = st.lists(st.integers(0, 5), max_size=5).map(tuple)
-hostile_sizes = st.integers(0, 4) | st.integers(1 << 20, 1 << 34) | st.integers((1 << 63) - 2, (1 << 64) - 1)
-edits = st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(max_size=8), st.integers(0, 8)), min_size=1, max_size=4)
+hostile_sizes = (
+    st.integers(0, 4) | st.integers(1 << 20, 1 << 34) | st.integers((1 << 63) - 2, (1 << 64) - 1)
+)
+edits = st.lists(
+    st.tuples(st.integers(0, 1 << 16), st.binary(max_size=8), st.integers(0, 8)),
+    min_size=1,
+    max_size=4,
+)
 
 
 def read_within_bounds(serde: int, data: bytes) -> torch.Tensor | None:
-    """What the reader makes of the bytes, None if it refuses them; anything else, or much memory, fails the test."""
+    """What the reader makes of the bytes, None if it refuses them; anything else, or much
+    memory, fails the test.
+    """
     tracemalloc.start()
     try:
         return READERS[serde](None).from_bytes(data)
@@ -74,7 +84,9 @@ def test_arbitrary_bytes_are_refused(serde: int, data: bytes) -> None:
 
 
 @given(serdes, edits)
-def test_a_mutated_encoding_is_refused_or_the_same(serde: int, changes: list[tuple[int, bytes, int]]) -> None:
+def test_a_mutated_encoding_is_refused_or_the_same(
+    serde: int, changes: list[tuple[int, bytes, int]]
+) -> None:
     data = edited(ENCODED[serde], changes)
     found = read_within_bounds(serde, data)
     assert (found is not None) == (data == ENCODED[serde])
@@ -82,18 +94,30 @@ def test_a_mutated_encoding_is_refused_or_the_same(serde: int, changes: list[tup
 
 
 @given(serdes, edits)
-def test_a_mutated_payload_under_a_right_digest_is_what_its_head_says(serde: int, changes: list[tuple[int, bytes, int]]) -> None:
+def test_a_mutated_payload_under_a_right_digest_is_what_its_head_says(
+    serde: int, changes: list[tuple[int, bytes, int]]
+) -> None:
     payload = edited(ENCODED[serde], changes, HEAD_BYTES)[HEAD_BYTES:]
-    found = read_within_bounds(serde, sealed_by_hand(payload, serde=serde + 1, dtype=4, shape=(2, 3)))
+    found = read_within_bounds(
+        serde, sealed_by_hand(payload, serde=serde + 1, dtype=4, shape=(2, 3))
+    )
     if found is not None:
         assert_is_as_its_head_says(found, "bfloat16", (2, 3))
 
 
-@given(serdes, st.binary(max_size=300), st.integers(0, 14), st.lists(hostile_sizes, max_size=66), st.none() | hostile_sizes)
+@given(
+    serdes,
+    st.binary(max_size=300),
+    st.integers(0, 14),
+    st.lists(hostile_sizes, max_size=66),
+    st.none() | hostile_sizes,
+)
 def test_any_head_under_a_right_digest_is_refused_or_true(
     serde: int, payload: bytes, dtype: int, shape: list[int], payload_bytes: int | None
 ) -> None:
-    data = sealed_by_hand(payload, serde=serde + 1, dtype=dtype, shape=shape, payload_bytes=payload_bytes)
+    data = sealed_by_hand(
+        payload, serde=serde + 1, dtype=dtype, shape=shape, payload_bytes=payload_bytes
+    )
     found = read_within_bounds(serde, data)
     if found is not None:
         assert_is_as_its_head_says(found, DTYPES[dtype - 1], tuple(shape))
@@ -107,8 +131,16 @@ def test_any_bytes_behind_a_magic_are_refused_or_true(rest: bytes, payload: byte
     assert found is None or found.nbytes <= len(payload)
 
 
-@given(serdes, st.sampled_from(DTYPES), shapes, st.integers(0, 1 << 30), st.none() | st.sampled_from(DTYPES))
-def test_what_is_written_is_read(serde: int, dtype: str, shape: tuple[int, ...], seed: int, asked: str | None) -> None:
+@given(
+    serdes,
+    st.sampled_from(DTYPES),
+    shapes,
+    st.integers(0, 1 << 30),
+    st.none() | st.sampled_from(DTYPES),
+)
+def test_what_is_written_is_read(
+    serde: int, dtype: str, shape: tuple[int, ...], seed: int, asked: str | None
+) -> None:
     tensor = random_bits(getattr(torch, dtype), shape, seed)
     found = READERS[serde](asked).from_bytes(WRITERS[serde]().to_bytes(tensor))
     expected = tensor if asked is None else tensor.to(getattr(torch, asked))
@@ -117,7 +149,9 @@ def test_what_is_written_is_read(serde: int, dtype: str, shape: tuple[int, ...],
 
 
 @given(serdes, st.sampled_from(DTYPES), shapes, st.data())
-def test_a_view_is_written_as_its_values(serde: int, dtype: str, shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_a_view_is_written_as_its_values(
+    serde: int, dtype: str, shape: tuple[int, ...], data: st.DataObject
+) -> None:
     view = random_bits(getattr(torch, dtype), shape, len(shape))
     for dim in range(view.dim()):
         start, step = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 3))
@@ -169,20 +203,32 @@ print(*num_taken, peak_bytes() - before)
 
 
 def test_lengths_that_are_claimed_take_no_memory() -> None:
-    """All that a process may reserve is counted, touched or not, whoever reserves it: torch, safetensors, Python."""
+    """All that a process may reserve is counted, touched or not, whoever reserves it: torch,
+    safetensors, Python.
+    """
     outer, inner = [], []
     for serde in (1, 2, 3):
         payload = ENCODED[serde - 1][HEAD_BYTES:]
         outer += [
             sealed_by_hand(payload, serde=serde, dtype=11, shape=shape, payload_bytes=claimed)
-            for shape, claimed in itertools.product(HUGE_SHAPES, (None, 1 << 30, (4 << 30) - 100, (1 << 64) - 1))
+            for shape, claimed in itertools.product(
+                HUGE_SHAPES, (None, 1 << 30, (4 << 30) - 100, (1 << 64) - 1)
+            )
         ]
         for at in range(0, len(payload) - 12, 4):
             huge = payload[:at] + struct.pack("<I", 1 << 30) + payload[at + 4 :]
             inner.append(sealed_by_hand(huge, serde=serde, dtype=4, shape=(2, 3)))
-    lines = "".join(f"{kind} {data.hex()}\n" for kind, all_of_kind in enumerate((outer, inner)) for data in all_of_kind)
-    done = subprocess.run([sys.executable, "-c", READ_ALL], input=lines, capture_output=True, text=True, check=True)
+    lines = "".join(
+        f"{kind} {data.hex()}\n"
+        for kind, all_of_kind in enumerate((outer, inner))
+        for data in all_of_kind
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ALL], input=lines, capture_output=True, text=True, check=True
+    )
     outer_taken, inner_taken, grown_bytes = map(int, done.stdout.split())
     assert outer_taken == 0
-    assert inner_taken < len(inner), "a checksum or a time of an archive's member may be anything, a length may not"
+    assert inner_taken < len(inner), (
+        "a checksum or a time of an archive's member may be anything, a length may not"
+    )
     assert grown_bytes < 64 << 20

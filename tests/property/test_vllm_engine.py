@@ -1,7 +1,9 @@
-"""The connector in a replayed vLLM under random requests, aborts, failed loads, evictions and absent sidecars.
+"""The connector in a replayed vLLM under random requests, aborts, failed loads, evictions and
+absent sidecars.
 
-The engine raises when a request goes on after it has read KV that is not that of its tokens. Beyond that: every request ends, no load is
-offered again after it failed, and at the end nothing is held for anybody.
+The engine raises when a request goes on after it has read KV that is not that of its tokens. Beyond
+that: every request ends, no load is offered again after it failed, and at the end nothing is held
+for anybody.
 """
 
 from __future__ import annotations
@@ -18,7 +20,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
 from tests.fixtures.sidecar import RunningSocket, running_socket
-from tests.fixtures.vllm_engine import FULL, MLA, Adapter, Engine, Feature, Limits, Request, Shape, Status, window
+from tests.fixtures.vllm_engine import (
+    FULL,
+    MLA,
+    Adapter,
+    Engine,
+    Feature,
+    Limits,
+    Request,
+    Shape,
+    Status,
+    window,
+)
 from tests.fixtures.vllm_engine.stores import FlakyStore
 from tests.fixtures.vllm_engine.worlds import beside, embedded, make_adapter, make_model, prompt
 
@@ -48,7 +61,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init_subclass__(cls) -> None:
         checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
-        cls.TestCase.settings = settings(max_examples=cls.max_examples, stateful_step_count=30, deadline=None, suppress_health_check=checks)
+        cls.TestCase.settings = settings(
+            max_examples=cls.max_examples,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=checks,
+        )
 
     def open_store(self, room: str) -> dict[str, Any]:
         """Make chunks' place; the options that lead there."""
@@ -63,17 +81,32 @@ class EngineMachine(RuleBasedStateMachine):
         release=st.sampled_from([NEW, NEW, OLD]),
         load=st.sampled_from(["sync", "async"]),
         policy=st.sampled_from(["recompute", "recompute", "fail"]),
-        limits=st.builds(Limits, st.sampled_from([5, 16, 64]), st.sampled_from([1, 3, 8]), st.booleans()),
+        limits=st.builds(
+            Limits, st.sampled_from([5, 16, 64]), st.sampled_from([1, 3, 8]), st.booleans()
+        ),
         room=st.sampled_from(sorted(ARENA_BYTES)),
-        options=st.fixed_dictionaries({"chunk_size": st.sampled_from([4, 8, 16]), "save_decode_cache": st.booleans()}),
+        options=st.fixed_dictionaries(
+            {"chunk_size": st.sampled_from([4, 8, 16]), "save_decode_cache": st.booleans()}
+        ),
     )
-    def begin(self, data: Any, release: str, load: str, policy: str, limits: Limits, room: str, options: dict[str, Any]) -> None:
+    def begin(
+        self,
+        data: Any,
+        release: str,
+        load: str,
+        policy: str,
+        limits: Limits,
+        room: str,
+        options: dict[str, Any],
+    ) -> None:
         self.exits = contextlib.ExitStack()
         self.directory = Path(self.exits.enter_context(tempfile.TemporaryDirectory()))
         module = self.exits.enter_context(imported_connector(release))
         shapes = [shape for shape in self.shapes if release == NEW or len(shape.groups) == 1]
         self.stores: list[FlakyStore] = []
-        extra = self.open_store(room) | {f"lmcache.{name}": value for name, value in (options | {"load": load}).items()}
+        extra = self.open_store(room) | {
+            f"lmcache.{name}": value for name, value in (options | {"load": load}).items()
+        }
         self.engine = Engine(
             module,
             make_model(self.directory),
@@ -98,7 +131,9 @@ class EngineMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["plain", "plain", "plain", "salt", "adapter", "image", "logprobs"]),
     )
     def add(self, pieces: list[tuple[int, int]], max_tokens: int, kind: str) -> None:
-        tokens = [token for number, length in pieces for token in prompt(number, length)][:MAX_PROMPT_TOKENS]
+        tokens = [token for number, length in pieces for token in prompt(number, length)][
+            :MAX_PROMPT_TOKENS
+        ]
         options: dict[str, Callable[[], dict[str, Any]]] = {
             "plain": dict,
             "salt": lambda: {"salt": "salt"},
@@ -151,7 +186,9 @@ class EngineMachine(RuleBasedStateMachine):
             if hot is not None:
                 hot.check_integrity()
                 hot.evict_bytes(hot.stats()["used_bytes"])
-                assert hot.stats()["arena_used_bytes"] == 0, "a ticket, a load or a store still holds memory"
+                assert hot.stats()["arena_used_bytes"] == 0, (
+                    "a ticket, a load or a store still holds memory"
+                )
 
     def check(self, request: Request) -> None:
         """It has ended as it should, and has not been offered what failed."""
@@ -192,7 +229,10 @@ class _Sidecar(EngineMachine):
         directory = self.directory / str(self.num_starts)
         directory.mkdir()
         stack = contextlib.ExitStack()
-        self.sidecar = stack, stack.enter_context(running_socket(directory, ARENA_BYTES[self.room], path=self.path))
+        self.sidecar = (
+            stack,
+            stack.enter_context(running_socket(directory, ARENA_BYTES[self.room], path=self.path)),
+        )
 
     def stop(self) -> None:
         if self.sidecar is not None:

@@ -1,4 +1,6 @@
-"""Whatever tenants, users and adapters call themselves, no two of them get the same root of chunk names."""
+"""Whatever tenants, users and adapters call themselves, no two of them get the same root of
+chunk names.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,20 @@ NAMES = st.tuples(WORDS, WORDS, WORDS, st.sampled_from(["one", "two"]))
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Adapters with these weights."""
-    return {weights: str(make_adapter(tmp_path_factory.mktemp(weights), weights)) for weights in ("one", "two")}
+    return {
+        weights: str(make_adapter(tmp_path_factory.mktemp(weights), weights))
+        for weights in ("one", "two")
+    }
 
 
 def root_of(names: Names, folders: dict[str, str]) -> bytes | None:
     tenant, cache_salt, adapter, weights = names
     roots = Roots(KVIdentity(METADATA, 1, 1))
     roots.use_salt(tenant)
-    request: Any = SimpleNamespace(cache_salt=cache_salt or None, lora_request=Adapter(adapter, folders[weights]) if adapter else None)
+    request: Any = SimpleNamespace(
+        cache_salt=cache_salt or None,
+        lora_request=Adapter(adapter, folders[weights]) if adapter else None,
+    )
     return roots.root_of(request)
 
 
@@ -46,7 +54,9 @@ def meaning(names: Names) -> tuple[str, ...]:
 @example(one=("", "1:a", "", "one"), other=("0:;3:1:a;", "", "", "one"))
 @example(one=("", "", "l", "one"), other=("", "", "l@files-", "one"))
 @example(one=("", "\ud800", "", "one"), other=("", "\udfff", "", "one"))
-def test_roots_are_the_same_for_the_same_names_only(folders: dict[str, str], one: Names, other: Names) -> None:
+def test_roots_are_the_same_for_the_same_names_only(
+    folders: dict[str, str], one: Names, other: Names
+) -> None:
     roots = root_of(one, folders), root_of(other, folders)
     assert None not in roots
     assert (roots[0] == roots[1]) == (meaning(one) == meaning(other))

@@ -19,10 +19,16 @@ import pytest
 from tests.fixtures.time_bound import cpu_bound
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SOURCES = sorted(path for folder in ("libs", "services", "kernels") for path in (REPOSITORY / folder).glob("**/src/**/*.py"))
+SOURCES = sorted(
+    path
+    for folder in ("libs", "services", "kernels")
+    for path in (REPOSITORY / folder).glob("**/src/**/*.py")
+)
 LENGTH = 50_000
 HANG_S = 8.0
-"""A pattern that is quadratic in the length takes longer; a linear one takes milliseconds for each text."""
+"""A pattern that is quadratic in the length takes longer; a linear one takes milliseconds for
+each text.
+"""
 CHARS = "aA0_-./@:, \t\n`'\"\\=+%[{($"
 TRIED_BY_HAND = {
     "lmcache_ctl/explain/token_ids.py": "one class of characters, repeated",
@@ -38,7 +44,11 @@ def name_of(path: Path) -> str:
 
 def calls_of_re(tree: ast.AST) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "re":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and ast.unparse(node.func.value) == "re"
+        ):
             yield node
 
 
@@ -49,11 +59,28 @@ def compiled() -> Iterator[tuple[str, str, bool]]:
         if "re.compile" not in text:
             continue
         for node in ast.parse(text).body:
-            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets if isinstance(node, ast.Assign) else []
-            if targets and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "re.compile":  # type: ignore[attr-defined]
+            targets = (
+                [node.target]
+                if isinstance(node, ast.AnnAssign)
+                else node.targets
+                if isinstance(node, ast.Assign)
+                else []
+            )
+            if (
+                targets
+                and isinstance(node.value, ast.Call)
+                and ast.unparse(node.value.func) == "re.compile"
+            ):  # type: ignore[attr-defined]
                 name = ast.unparse(targets[0])
-                module = name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-                yield module, name, re.search(rf"\b{name}\.(search|sub|subn|split|findall|finditer)\(", text) is not None
+                module = (
+                    name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+                )
+                yield (
+                    module,
+                    name,
+                    re.search(rf"\b{name}\.(search|sub|subn|split|findall|finditer)\(", text)
+                    is not None,
+                )
 
 
 def try_it(pattern: re.Pattern[str] | re.Pattern[bytes], is_searched: bool, seconds: float) -> None:
@@ -63,18 +90,30 @@ def try_it(pattern: re.Pattern[str] | re.Pattern[bytes], is_searched: bool, seco
     pieces = [*CHARS, *dict.fromkeys(words), *(f"_{word}" for word in dict.fromkeys(words))]
     heads = ["", *dict.fromkeys(words), "a", "/", "1", "://", "lm://"]
     with cpu_bound(seconds):
-        for head, middle, end in itertools.product(heads, [*pieces, "a.", "_a", "a/", "- ", "1."], ["!"]):
+        for head, middle, end in itertools.product(
+            heads, [*pieces, "a.", "_a", "a/", "- ", "1."], ["!"]
+        ):
             text = head + middle * (LENGTH // len(middle)) + end
             value = text if isinstance(pattern.pattern, str) else text.encode()
-            for function in (pattern.match, pattern.fullmatch, *([pattern.search] if is_searched else [])):
+            for function in (
+                pattern.match,
+                pattern.fullmatch,
+                *([pattern.search] if is_searched else []),
+            ):
                 function(value)  # type: ignore[arg-type]
 
 
 PATTERNS = sorted(compiled())
 
 
-@pytest.mark.parametrize(("module", "name", "is_searched"), PATTERNS, ids=[f"{module}.{name}" for module, name, _ in PATTERNS])
-def test_a_pattern_takes_little_time_whatever_it_is_given(module: str, name: str, is_searched: bool) -> None:
+@pytest.mark.parametrize(
+    ("module", "name", "is_searched"),
+    PATTERNS,
+    ids=[f"{module}.{name}" for module, name, _ in PATTERNS],
+)
+def test_a_pattern_takes_little_time_whatever_it_is_given(
+    module: str, name: str, is_searched: bool
+) -> None:
     pattern = getattr(importlib.import_module(module), name)
     assert isinstance(pattern, re.Pattern)
     try_it(pattern, is_searched, HANG_S)
@@ -106,5 +145,9 @@ def test_every_pattern_is_where_it_is_found() -> None:
             if call.func.attr == "compile":
                 num_compiled += 1
             elif call.func.attr not in ("escape", "error"):
-                assert name_of(path) in TRIED_BY_HAND, f"{path}: compile it once, at the top of the module"
-    assert num_compiled == len(found), "a pattern is compiled elsewhere than at the top of its module"
+                assert name_of(path) in TRIED_BY_HAND, (
+                    f"{path}: compile it once, at the top of the module"
+                )
+    assert num_compiled == len(found), (
+        "a pattern is compiled elsewhere than at the top of its module"
+    )

@@ -26,7 +26,9 @@ BROAD_EXCEPT_PLACES = {
 }
 # Who may read the environment: settings, the engine's config, and what names KV by variables of
 # vLLM's own, or remembers digests in the user's cache directory.
-ENVIRONMENT_PLACES = re.compile(r"(/settings\.py|/lmcache_core/config/sources\.py|/integrations/vllm/(identity|file_digests)\.py)$")
+ENVIRONMENT_PLACES = re.compile(
+    r"(/settings\.py|/lmcache_core/config/sources\.py|/integrations/vllm/(identity|file_digests)\.py)$"
+)
 # Constructors whose parameters the documented API fixes.
 DOCUMENTED_PARAMETERS = {"blend", "__init__", "from_defaults", "from_legacy"}
 
@@ -57,30 +59,48 @@ def test_functions_take_few_parameters() -> None:
     crowded = []
     for name, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef):
         assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")]
-        if len(names) > MAX_PARAMETERS and not (node.name in DOCUMENTED_PARAMETERS and "lmcache_core" in name):
+        names = [
+            a.arg
+            for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            if a.arg not in ("self", "cls")
+        ]
+        if len(names) > MAX_PARAMETERS and not (
+            node.name in DOCUMENTED_PARAMETERS and "lmcache_core" in name
+        ):
             crowded.append(f"{name}:{node.lineno} {node.name} ({len(names)} parameters)")
     assert not crowded
 
 
 def test_modules_name_the_thing() -> None:
-    assert not [name for name in sources() if BANNED_MODULE_NAMES & set(Path(name).with_suffix("").parts)]
+    assert not [
+        name for name in sources() if BANNED_MODULE_NAMES & set(Path(name).with_suffix("").parts)
+    ]
 
 
 def test_no_exception_is_swallowed() -> None:
     broad = []
     for name, node in nodes(ast.ExceptHandler):
         assert isinstance(node, ast.ExceptHandler)
-        caught = {"BaseException"} if node.type is None else {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
+        caught = (
+            {"BaseException"}
+            if node.type is None
+            else {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
+        )
         reraises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
-        if caught & {"Exception", "BaseException"} and not reraises and name not in BROAD_EXCEPT_PLACES:
+        if (
+            caught & {"Exception", "BaseException"}
+            and not reraises
+            and name not in BROAD_EXCEPT_PLACES
+        ):
             broad.append(f"{name}:{node.lineno}")
     assert not broad
 
 
 def test_named_places_for_broad_excepts_exist_and_need_it() -> None:
     for name in BROAD_EXCEPT_PLACES:
-        assert re.search(r"except (Base)?Exception", sources()[name][0]), f"{name} no longer needs its exception: take it off the list"
+        assert re.search(r"except (Base)?Exception", sources()[name][0]), (
+            f"{name} no longer needs its exception: take it off the list"
+        )
 
 
 def test_only_settings_read_the_environment() -> None:
@@ -107,8 +127,18 @@ def test_nothing_unpickles_or_executes() -> None:
             modules = set()
             if isinstance(node.func, ast.Name) and node.func.id in UNSAFE_CALLS:
                 unsafe.append(f"{name}:{node.lineno} {node.func.id}")
-            if isinstance(node.func, ast.Attribute) and node.func.attr == "load" and ast.unparse(node.func.value) == "torch":
-                safe = [k for k in node.keywords if k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value is True]
+            if (
+                isinstance(node.func, ast.Attribute)
+                and node.func.attr == "load"
+                and ast.unparse(node.func.value) == "torch"
+            ):
+                safe = [
+                    k
+                    for k in node.keywords
+                    if k.arg == "weights_only"
+                    and isinstance(k.value, ast.Constant)
+                    and k.value.value is True
+                ]
                 if not safe:
                     unsafe.append(f"{name}:{node.lineno} torch.load")
         unsafe += [f"{name}:{node.lineno} {module}" for module in modules & UNSAFE_IMPORTS]
@@ -140,7 +170,14 @@ def test_builtin_hash_names_nothing() -> None:
     assert not calls
 
 
-@pytest.mark.parametrize("name", sorted(p.relative_to(ROOT).as_posix() for d in SOURCE_DIRS for p in (ROOT / d).rglob("pyproject.toml")))
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        p.relative_to(ROOT).as_posix()
+        for d in SOURCE_DIRS
+        for p in (ROOT / d).rglob("pyproject.toml")
+    ),
+)
 def test_packages_have_a_readme_and_types(name: str) -> None:
     package = ROOT / name
     assert (package.parent / "README.md").is_file()
@@ -160,7 +197,11 @@ def test_constraints_are_the_only_place_with_pinned_versions() -> None:
 
 
 def test_no_large_or_binary_file_is_committed() -> None:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout.decode().split("\0")
+    listed = (
+        subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+        .stdout.decode()
+        .split("\0")
+    )
     paths = [ROOT / name for name in listed if name and (ROOT / name).is_file()]
     assert not [p for p in paths if p.stat().st_size > 5_000_000]
 

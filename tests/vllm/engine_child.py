@@ -1,4 +1,6 @@
-"""An engine in a process of its own: commands come as lines of JSON on its input, answers go to its output in the same way."""
+"""An engine in a process of its own: commands come as lines of JSON on its input, answers go to
+its output in the same way.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Child:
 
     def generate(self, name: str, asks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Answer requests."""
-        return [plain(answer) for answer in self._engines[name].generate([Ask(**ask) for ask in asks])]
+        return [
+            plain(answer) for answer in self._engines[name].generate([Ask(**ask) for ask in asks])
+        ]
 
     def reset(self, name: str) -> None:
         """Forget the prefix cache."""

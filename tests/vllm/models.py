@@ -1,7 +1,7 @@
 """Tiny models with random weights, made once and kept: every layer's output depends on the context.
 
-Weights are drawn with the standard deviation 1/sqrt(fan in). With the usual 0.02 the output of so small a model hardly depends on what
-came before, and a test that compares outputs could not fail.
+Weights are drawn with the standard deviation 1/sqrt(fan in). With the usual 0.02 the output of so
+small a model hardly depends on what came before, and a test that compares outputs could not fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ MAX_TOKENS = 8192
 LORA_RANK = 8
 
 SHARPNESS = 3.0
-"""How much larger queries are than by chance: each token then looks at a few others instead of at the mean of all."""
+"""How much larger queries are than by chance: each token then looks at a few others instead of
+at the mean of all.
+"""
 
 LLAMA = "llama"
 SLIDING = "sliding"
@@ -93,8 +95,9 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "rope_theta": 10000.0,
-        # As the real ones have it. vLLM's plain rotation reads the wrong memory on a CPU for this kind of KV (0.32.0), so that the
-        # answer to a prompt depends on what else is computed with it.
+        # As the real ones have it. vLLM's plain rotation reads the wrong memory on a CPU for this
+        # kind of KV (0.32.0), so that the answer to a prompt depends on what else is computed with
+        # it.
         "rope_scaling": {
             "type": "yarn",
             "factor": 2.0,
@@ -115,7 +118,9 @@ def made_models(home: Path) -> Path:
     Args:
         home: Where such directories are kept.
     """
-    return made_once(home, "models", (Path(__file__), Path(__file__).with_name("pictures.py")), _make_all)
+    return made_once(
+        home, "models", (Path(__file__), Path(__file__).with_name("pictures.py")), _make_all
+    )
 
 
 def made_once(home: Path, name: str, sources: Sequence[Path], make: Callable[[Path], None]) -> Path:
@@ -146,7 +151,8 @@ def make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
 
     Args:
         directory: Made for it.
-        config: Of its `config.json`, what differs from the tiny models' common part; `torch_dtype` is also that of its file.
+        config: Of its `config.json`, what differs from the tiny models' common part; `torch_dtype`
+            is also that of its file.
         seed: Of its weights.
     """
     directory.mkdir()
@@ -169,7 +175,11 @@ def _make_seeing(directory: Path, seed: int) -> None:
     text = _COMMON | _CONFIGS[LLAMA]
     config = seeing_config(text, PLACEHOLDER_ID)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
-    _save(directory, _tensors(seeing_shapes(_shapes(text), text["hidden_size"]), seed), text["torch_dtype"])
+    _save(
+        directory,
+        _tensors(seeing_shapes(_shapes(text), text["hidden_size"]), seed),
+        text["torch_dtype"],
+    )
     write_processor(directory)
 
 
@@ -188,13 +198,21 @@ def _tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.T
 def _save(directory: Path, tensors: dict[str, torch.Tensor], dtype_name: str) -> None:
     """Write a model's weights, and its tokenizer beside them."""
     dtype: torch.dtype = getattr(torch, dtype_name)
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.to(dtype) for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     _make_tokenizer(directory)
 
 
 def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Ones for a norm, else normal numbers that keep the variance of what they are applied to."""
-    return torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) / math.sqrt(math.prod(shape[1:]))
+    return (
+        torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=generator) / math.sqrt(math.prod(shape[1:]))
+    )
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -205,7 +223,11 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "lm_head.weight": (VOCABULARY, hidden),
     }
     for layer in range(config["num_hidden_layers"]):
-        of_layer = _mla_shapes(config) if config["model_type"] == "deepseek_v2" else _attention_shapes(config)
+        of_layer = (
+            _mla_shapes(config)
+            if config["model_type"] == "deepseek_v2"
+            else _attention_shapes(config)
+        )
         of_layer |= {
             "input_layernorm": (hidden,),
             "post_attention_layernorm": (hidden,),
@@ -219,7 +241,9 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden = config["hidden_size"]
-    of_queries, of_keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    of_queries, of_keys = (
+        config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
+    )
     return {
         "self_attn.q_proj": (of_queries, hidden),
         "self_attn.k_proj": (of_keys, hidden),
@@ -229,8 +253,16 @@ def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _mla_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
-    plain, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    hidden, heads, latent = (
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config["kv_lora_rank"],
+    )
+    plain, rotated, value = (
+        config["qk_nope_head_dim"],
+        config["qk_rope_head_dim"],
+        config["v_head_dim"],
+    )
     return {
         "self_attn.q_proj": (heads * (plain + rotated), hidden),
         "self_attn.kv_a_proj_with_mqa": (latent + rotated, hidden),
@@ -268,20 +300,36 @@ def _make_lora(directory: Path, seed: int) -> None:
 
 def _make_tokenizer(directory: Path) -> None:
     """One word for each token id: `w16 w17 …`."""
-    words = list(_SPECIAL) + [f"<extra{i}>" for i in range(len(_SPECIAL), FIRST_WORD)] + [f"w{i}" for i in range(FIRST_WORD, VOCABULARY)]
+    words = (
+        list(_SPECIAL)
+        + [f"<extra{i}>" for i in range(len(_SPECIAL), FIRST_WORD)]
+        + [f"w{i}" for i in range(FIRST_WORD, VOCABULARY)]
+    )
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": i, "content": word, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+            {
+                "id": i,
+                "content": word,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
             for i, word in enumerate(_SPECIAL)
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "<unk>"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: i for i, word in enumerate(words)},
+            "unk_token": "<unk>",
+        },
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     about = {

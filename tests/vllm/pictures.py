@@ -8,13 +8,24 @@ from pathlib import Path
 from typing import Any
 
 PLACEHOLDER = "<image>"
-"""Stands for a picture in a prompt; vLLM repeats it for each of the picture's tokens, and puts other words between them."""
-WORDS = (PLACEHOLDER, "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<end_of_utterance>")
+"""Stands for a picture in a prompt; vLLM repeats it for each of the picture's tokens, and puts
+other words between them.
+"""
+WORDS = (
+    PLACEHOLDER,
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<row_1_col_1>",
+    "<row_1_col_2>",
+    "<end_of_utterance>",
+)
 """What the processor looks for in a tokenizer."""
 _TILE, _PATCH = 80, 8
 _TILE_TOKENS = (_TILE // _PATCH) ** 2
 PICTURE_TOKENS = 3 * _TILE_TOKENS + 7
-"""Two tiles beside each other and the whole, with a word before and after each, and one at the end."""
+"""Two tiles beside each other and the whole, with a word before and after each, and one at the
+end.
+"""
 _WIDTH, _INNER, _NUM_LAYERS = 64, 128, 2
 
 
@@ -54,13 +65,32 @@ def seeing_shapes(text: dict[str, tuple[int, ...]], hidden: int) -> dict[str, tu
     """
     tower = "model.vision_model"
     linear = {f"self_attn.{name}_proj": (_WIDTH, _WIDTH) for name in ("q", "k", "v", "out")}
-    linear |= {"mlp.fc1": (_INNER, _WIDTH), "mlp.fc2": (_WIDTH, _INNER), "layer_norm1": (_WIDTH,), "layer_norm2": (_WIDTH,)}
-    biased = {f"encoder.layers.{layer}.{name}": shape for layer in range(_NUM_LAYERS) for name, shape in linear.items()}
-    biased |= {"embeddings.patch_embedding": (_WIDTH, 3, _PATCH, _PATCH), "post_layernorm": (_WIDTH,)}
-    shapes = {f"{tower}.{name}.{part}": shape[:end] for name, shape in biased.items() for part, end in (("weight", None), ("bias", 1))}
+    linear |= {
+        "mlp.fc1": (_INNER, _WIDTH),
+        "mlp.fc2": (_WIDTH, _INNER),
+        "layer_norm1": (_WIDTH,),
+        "layer_norm2": (_WIDTH,),
+    }
+    biased = {
+        f"encoder.layers.{layer}.{name}": shape
+        for layer in range(_NUM_LAYERS)
+        for name, shape in linear.items()
+    }
+    biased |= {
+        "embeddings.patch_embedding": (_WIDTH, 3, _PATCH, _PATCH),
+        "post_layernorm": (_WIDTH,),
+    }
+    shapes = {
+        f"{tower}.{name}.{part}": shape[:end]
+        for name, shape in biased.items()
+        for part, end in (("weight", None), ("bias", 1))
+    }
     shapes[f"{tower}.embeddings.position_embedding.weight"] = (_TILE_TOKENS, _WIDTH)
     shapes["model.connector.modality_projection.proj.weight"] = (hidden, _WIDTH)
-    return shapes | {f"model.text_model.{name[6:]}" if name.startswith("model.") else name: shape for name, shape in text.items()}
+    return shapes | {
+        f"model.text_model.{name[6:]}" if name.startswith("model.") else name: shape
+        for name, shape in text.items()
+    }
 
 
 def write_processor(directory: Path) -> None:
@@ -77,4 +107,6 @@ def picture(seed: int) -> Any:
     from PIL import Image
 
     width, height = 2 * _TILE, _TILE
-    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
+    return Image.frombytes(
+        "RGB", (width, height), random.Random(seed).randbytes(width * height * 3)
+    )

@@ -1,4 +1,6 @@
-"""Child processes of a test: services out of the project's own environment, engines out of this one. None outlives its owner."""
+"""Child processes of a test: services out of the project's own environment, engines out of this
+one. None outlives its owner.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Service:
         settings: Of its settings file. Port 0 is taken anew by each start.
     """
 
-    def __init__(self, module: str, name: str, directory: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, module: str, name: str, directory: Path, settings: Mapping[str, Any]
+    ) -> None:
         self.name = name
         self.settings = dict(settings)
         self.ports: dict[str, int] = {}
@@ -53,9 +57,19 @@ class Service:
         assert not self.is_alive
         self.settings |= settings
         self._num_starts += 1
-        config, ports = (self._directory / f"{self.name}-{self._num_starts}.{kind}" for kind in ("json", "ports"))
+        config, ports = (
+            self._directory / f"{self.name}-{self._num_starts}.{kind}" for kind in ("json", "ports")
+        )
         config.write_text(json.dumps(self.settings, default=str))
-        command = [str(OUR_PYTHON), "-m", self.module, "--config", str(config), "--port-file", str(ports)]
+        command = [
+            str(OUR_PYTHON),
+            "-m",
+            self.module,
+            "--config",
+            str(config),
+            "--port-file",
+            str(ports),
+        ]
         self._process = spawn(command, self._log, our_environment())
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ports.exists():
@@ -107,7 +121,9 @@ class Service:
     def post(self, path: str, body: Any = None) -> Any:
         """The same for POST."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"}, method="POST")
+        request = urllib.request.Request(
+            self.url + path, data, {"content-type": "application/json"}, method="POST"
+        )
         with urllib.request.urlopen(request, timeout=10.0) as response:
             return json.loads(response.read())
 
@@ -127,19 +143,30 @@ class EngineProcess:
         name: For its log.
         directory: For its log.
         environ: Environment beside this process's.
-        command: What to run instead of `tests.vllm.engine_child`: something that obeys in the same way, and perhaps more.
+        command: What to run instead of `tests.vllm.engine_child`: something that obeys in the same
+            way, and perhaps more.
     """
 
-    def __init__(self, name: str, directory: Path, environ: Mapping[str, str] | None = None, command: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        environ: Mapping[str, str] | None = None,
+        command: Sequence[str] = (),
+    ) -> None:
         self._log = directory / f"{name}.log"
         command = command or (sys.executable, "-m", "tests.vllm.engine_child")
         self._process = spawn(command, self._log, vllm_environment(environ), talks=True)
 
-    def open(self, options: Mapping[str, Any], name: str = "engine", timeout_s: float = 150.0) -> None:
+    def open(
+        self, options: Mapping[str, Any], name: str = "engine", timeout_s: float = 150.0
+    ) -> None:
         """Make an engine, and wait for it."""
         self.call(timeout_s, do="open", name=name, options=dict(options))
 
-    def generate(self, asks: Sequence[Ask], name: str = "engine", timeout_s: float = 60.0) -> list[Answer]:
+    def generate(
+        self, asks: Sequence[Ask], name: str = "engine", timeout_s: float = 60.0
+    ) -> list[Answer]:
         """See `Engine.generate`."""
         answers = self.call(timeout_s, do="generate", name=name, asks=[asdict(ask) for ask in asks])
         return [from_plain(answer) for answer in answers]
@@ -188,7 +215,10 @@ class EngineProcess:
         self._process.stdin.flush()
         ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         line = self._process.stdout.readline() if ready else b""
-        assert line, f"{command['do']} had no answer within {timeout_s} s:\n{self._log.read_text(errors='replace')[-TAIL_CHARS:]}"
+        assert line, (
+            f"{command['do']} had no answer within {timeout_s}"
+            f" s:\n{self._log.read_text(errors='replace')[-TAIL_CHARS:]}"
+        )
         return json.loads(line)["answer"]
 
 
@@ -208,7 +238,12 @@ class Owner:
     def __enter__(self) -> Owner:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for engine in self._engines:
             engine.end()
         for command in self._commands:
@@ -224,13 +259,17 @@ class Owner:
         service.start()
         return service
 
-    def engine(self, name: str, environ: Mapping[str, str] | None = None, command: Sequence[str] = ()) -> EngineProcess:
+    def engine(
+        self, name: str, environ: Mapping[str, str] | None = None, command: Sequence[str] = ()
+    ) -> EngineProcess:
         """A process for an engine, which is still to be opened."""
         engine = EngineProcess(name, self.directory, environ, command)
         self._engines.append(engine)
         return engine
 
-    def command(self, arguments: Sequence[str], name: str, environ: Mapping[str, str] | None = None) -> Path:
+    def command(
+        self, arguments: Sequence[str], name: str, environ: Mapping[str, str] | None = None
+    ) -> Path:
         """Any `python …` of this environment; the path of its log."""
         log = self.directory / f"{name}.log"
         self._commands.append(spawn([sys.executable, *arguments], log, vllm_environment(environ)))
@@ -239,7 +278,11 @@ class Owner:
 
 def our_environment() -> dict[str, str]:
     """For our services: nothing of vLLM's environment, and the code of this checkout."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE_", "PYTHON", "VLLM_", "OMP_", "KMP_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("LMCACHE_", "PYTHON", "VLLM_", "OMP_", "KMP_"))
+    }
     sources = [*ROOT.glob("libs/*/src"), *ROOT.glob("services/*/src"), ROOT / "kernels" / "src"]
     return kept | {"PYTHONPATH": os.pathsep.join(str(path) for path in sources)}
 
@@ -250,11 +293,14 @@ def vllm_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **(extra or {})}
 
 
-def spawn(command: Sequence[str], log: Path, environ: Mapping[str, str], talks: bool = False) -> subprocess.Popen[bytes]:
+def spawn(
+    command: Sequence[str], log: Path, environ: Mapping[str, str], talks: bool = False
+) -> subprocess.Popen[bytes]:
     """Start a child that dies with this process; with `talks` its input and output are pipes.
 
-    A process group of its own, to be ended with all that it starts; but no session of its own: Linux shares the processors among
-    sessions first, and engines of several processes, which wait by spinning, then starve a sidecar for half a second at a time.
+    A process group of its own, to be ended with all that it starts; but no session of its own:
+    Linux shares the processors among sessions first, and engines of several processes, which wait
+    by spinning, then starve a sidecar for half a second at a time.
     """
     with log.open("ab") as output:
         return subprocess.Popen(

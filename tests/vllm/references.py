@@ -1,4 +1,6 @@
-"""What the models say when nothing is cached: by engines without connector and prefix cache, in a process beside the tests."""
+"""What the models say when nothing is cached: by engines without connector and prefix cache, in
+a process beside the tests.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from tests.vllm.models import FIRST_WORD, VOCABULARY
 from tests.vllm.processes import EngineProcess
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
-"""How far logprobs may differ. A prompt of which a part is loaded, or that is computed beside another
-one, is computed in pieces of another shape, whose sums round otherwise: in float32 by up to 2e-5 on
-processors without AVX-512, also where nothing is loaded. KV of another prompt differs by 0.9."""
+"""How far logprobs may differ. A prompt of which a part is loaded, or that is computed beside
+another one, is computed in pieces of another shape, whose sums round otherwise: in float32 by up to
+2e-5 on processors without AVX-512, also where nothing is loaded. KV of another prompt differs by
+0.9.
+"""
 
 
 class References:
@@ -31,19 +35,39 @@ class References:
         self._models = models
         self._names: set[str] = set()
 
-    def answers(self, asks: Sequence[Ask], model: str, dtype: str = "float32", **options: Any) -> list[Answer]:
+    def answers(
+        self, asks: Sequence[Ask], model: str, dtype: str = "float32", **options: Any
+    ) -> list[Answer]:
         """What `model` answers to each, asked alone."""
         has_lora = any(ask.adapter for ask in asks)
         name = f"{model} {dtype} {has_lora} {sorted(options.items())}"
         if name not in self._names:
             lora = {"enable_lora": True, "max_lora_rank": 8} if has_lora else {}
-            self._process.open(engine_options(self._models / model, dtype=dtype, enable_prefix_caching=False, **lora, **options), name)
+            self._process.open(
+                engine_options(
+                    self._models / model,
+                    dtype=dtype,
+                    enable_prefix_caching=False,
+                    **lora,
+                    **options,
+                ),
+                name,
+            )
             self._names.add(name)
         return [self._process.generate([ask], name)[0] for ask in asks]
 
-    def check(self, answers: Sequence[Answer], asks: Sequence[Ask], model: str, dtype: str = "float32", **options: Any) -> None:
+    def check(
+        self,
+        answers: Sequence[Answer],
+        asks: Sequence[Ask],
+        model: str,
+        dtype: str = "float32",
+        **options: Any,
+    ) -> None:
         """Fail unless the answers are those without a cache."""
-        for number, (answer, expected) in enumerate(zip(answers, self.answers(asks, model, dtype, **options), strict=True)):
+        for number, (answer, expected) in enumerate(
+            zip(answers, self.answers(asks, model, dtype, **options), strict=True)
+        ):
             assert_same(answer, expected, TOLERANCES[dtype], f"answer {number}")
 
 
@@ -57,19 +81,30 @@ def assert_same(answer: Answer, expected: Answer, tolerance: float, name: str = 
     assert len(answer.prompt_logprobs) == len(expected.prompt_logprobs), name
     if expected.prompt_logprobs:
         differs = "its prompt's logprobs"
-        assert _largest_difference(answer.prompt_logprobs, expected.prompt_logprobs) <= tolerance, f"{name}: {differs}"
+        assert _largest_difference(answer.prompt_logprobs, expected.prompt_logprobs) <= tolerance, (
+            f"{name}: {differs}"
+        )
 
 
 def distance(answer: Answer, other: Answer) -> float:
-    """The largest difference of a logprob that both name, over all their tokens; infinite where they name nothing in common."""
+    """The largest difference of a logprob that both name, over all their tokens; infinite where
+    they name nothing in common.
+    """
     assert len(answer.logprobs) == len(other.logprobs) > 0
     return _largest_difference(answer.logprobs, other.logprobs)
 
 
-def _largest_difference(ours: Sequence[dict[int, float]], theirs: Sequence[dict[int, float]]) -> float:
+def _largest_difference(
+    ours: Sequence[dict[int, float]], theirs: Sequence[dict[int, float]]
+) -> float:
     differences = []
     for one, other in zip(ours, theirs, strict=True):
-        differences.append(max((abs(one[token] - other[token]) for token in one.keys() & other.keys()), default=math.inf))
+        differences.append(
+            max(
+                (abs(one[token] - other[token]) for token in one.keys() & other.keys()),
+                default=math.inf,
+            )
+        )
     return max(differences)
 
 

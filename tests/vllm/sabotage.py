@@ -12,7 +12,8 @@ BEFORE, AFTER = "before", "after"
 
 
 class Sabotage:
-    """`with Sabotage(patch, "Pin", BEFORE, sidecar.kill) as sabotage:` and the first `Pin` of this process finds the sidecar dead.
+    """`with Sabotage(patch, "Pin", BEFORE, sidecar.kill) as sabotage:` and the first `Pin` of this
+    process finds the sidecar dead.
 
     Args:
         patch: Undone when the test ends, at the latest.
@@ -21,7 +22,9 @@ class Sabotage:
         action: What happens, once.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, message: str, when: str, action: Callable[[], None]) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, message: str, when: str, action: Callable[[], None]
+    ) -> None:
         self._patch = patch
         self._message = message
         self._when = when
@@ -47,7 +50,12 @@ class Sabotage:
         self._patch.setattr(SidecarConnection, "_accept", accepted)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._patch.undo()
 
     def _happen(self, message: str) -> None:

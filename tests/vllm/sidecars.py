@@ -60,7 +60,8 @@ def num_chunks(service: Service, tier: str = "Hot") -> int:
 
 
 class Growth:
-    """What comes into a tier from now on. An engine that attaches stores a pattern first, so begin behind that.
+    """What comes into a tier from now on. An engine that attaches stores a pattern first, so begin
+    behind that.
 
     Args:
         service: A sidecar or a storage.
@@ -78,10 +79,15 @@ class Growth:
 
     def reaches(self, number: int) -> None:
         """Wait until that many chunks have come: stores may end after the answer."""
-        eventually(lambda: self.num_chunks >= number, f"{number} more chunks in {self._tier} of {self._service.name}")
+        eventually(
+            lambda: self.num_chunks >= number,
+            f"{number} more chunks in {self._tier} of {self._service.name}",
+        )
 
 
-def eventually(condition: Callable[[], object], what: str, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
+def eventually(
+    condition: Callable[[], object], what: str, timeout_s: float = SETTLE_TIMEOUT_S
+) -> None:
     """Wait until it is true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -106,7 +112,9 @@ def delete(service: Service, path: str) -> None:
 
 
 def _send(service: Service, path: str, method: str, body: bytes | None) -> None:
-    request = urllib.request.Request(service.url + path, body, {"content-type": "application/octet-stream"}, method=method)
+    request = urllib.request.Request(
+        service.url + path, body, {"content-type": "application/octet-stream"}, method=method
+    )
     with urllib.request.urlopen(request, timeout=10.0) as response:
         assert response.status < 300
 

@@ -41,8 +41,16 @@ def test_vllm_starts_without_a_sidecar_and_joins_it_later(world: World, load: st
 def test_a_cache_inside_vllm(world: World, load: str) -> None:
     """No sidecar at all: the same connector with memory, disk and all of its own."""
     ask = Ask(prompt(242, 1000))
-    extra = {"lmcache.max_local_cpu_size": 0.25, "lmcache.chunk_size": CHUNK_SIZE, "lmcache.load": load, "lmcache.remote_url": None}
-    extra |= {"lmcache.local_disk": f"file://{world.owner.directory}/disk/", "lmcache.max_local_disk_size": 0.5}
+    extra = {
+        "lmcache.max_local_cpu_size": 0.25,
+        "lmcache.chunk_size": CHUNK_SIZE,
+        "lmcache.load": load,
+        "lmcache.remote_url": None,
+    }
+    extra |= {
+        "lmcache.local_disk": f"file://{world.owner.directory}/disk/",
+        "lmcache.max_local_disk_size": 0.5,
+    }
     options = engine_options(world.models / LLAMA, kv_transfer_config=transfer_config(extra))
     with running_engine(options) as engine:
         cold = engine.ask(ask)
@@ -63,7 +71,9 @@ def test_a_cache_inside_vllm(world: World, load: str) -> None:
         ({"tier_timeout_s": "soon"}, "tier_timeout_s='soon'"),
     ],
 )
-def test_a_wrong_option_stops_the_start_with_a_sentence(world: World, wrong: dict[str, Any], complaint: str) -> None:
+def test_a_wrong_option_stops_the_start_with_a_sentence(
+    world: World, wrong: dict[str, Any], complaint: str
+) -> None:
     options = world.options(**{f"lmcache_{name}": value for name, value in wrong.items()})
     with pytest.raises(Exception, match="") as caught, running_engine(options):
         pytest.fail("it has started")
@@ -97,7 +107,7 @@ IMPORTS = """
     engine.close()
     ours = sorted({name.split(".")[0] for name in sys.modules if name.startswith("lmcache")})
     print("RESULT", json.dumps({"imported": sorted(imported), "ours": ours, "cached": hit.num_cached}))
-"""
+"""  # noqa: E501
 ALLOWED = {"torch", "numpy", "msgspec", "xxhash", "lmcache_core", "lmcache_kernels"}
 BESIDE_VLLM = {"vllm", "prometheus_client"}
 """What vLLM itself brings, for the files that speak its language."""
@@ -108,9 +118,20 @@ def test_only_what_vllm_has_is_imported(world: World) -> None:
     world.sidecar()
     ask = Ask(prompt(243, 600))
     root = str(Path(__file__).resolve().parents[2])
-    command = [sys.executable, "-c", textwrap.dedent(IMPORTS), json.dumps(world.options()), json.dumps(ask.tokens), root]
-    ran = subprocess.run(command, env=vllm_environment(), capture_output=True, text=True, timeout=120, check=False)
-    (line,) = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")] or [ran.stderr[-5000:]]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(IMPORTS),
+        json.dumps(world.options()),
+        json.dumps(ask.tokens),
+        root,
+    ]
+    ran = subprocess.run(
+        command, env=vllm_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    (line,) = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")] or [
+        ran.stderr[-5000:]
+    ]
     result = json.loads(line.removeprefix("RESULT "))
     assert result["cached"] == 2 * CHUNK_SIZE
     assert set(result["ours"]) <= {"lmcache_core", "lmcache_kernels"}
@@ -128,7 +149,9 @@ def test_beside_another_connector(world: World, load: str) -> None:
     """As a child of vLLM's MultiConnector: what the first child has not, the second one gives."""
     sidecar = world.sidecar()
     ask, other = Ask(prompt(244, 1000)), Ask(prompt(245, 700))
-    with running_engine(beside_example(world.options(lmcache_load=load), world.owner.directory)) as engine:
+    with running_engine(
+        beside_example(world.options(lmcache_load=load), world.owner.directory)
+    ) as engine:
         fill(engine, sidecar, ask)
         hit = engine.ask(ask)
         assert hit.num_cached == 3 * CHUNK_SIZE

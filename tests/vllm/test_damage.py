@@ -1,4 +1,6 @@
-"""Bytes that are not what was stored: found by their digest and computed anew. And the control: bytes with a valid digest are used."""
+"""Bytes that are not what was stored: found by their digest and computed anew. And the control:
+bytes with a valid digest are used.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_records_damaged_on_the_disk(world: World) -> None:
         fill(engine, sidecar, ask)
         eventually(lambda: sidecar.get("/v1/status")["settled"], "written to the disk")
         sidecar.kill()
-        records = [path for path in disk.rglob("*") if path.is_file() and path.stat().st_size > 100_000]
+        records = [
+            path for path in disk.rglob("*") if path.is_file() and path.stat().st_size > 100_000
+        ]
         assert len(records) >= 3
         for path in records:
             with path.open("r+b") as file:
@@ -71,7 +75,9 @@ def zero(keeper: Service) -> int:
         head_bytes = decode_prefix(record).head_bytes
         header, payload_bytes = decode_head(record[:head_bytes])
         zeros = bytes(payload_bytes)
-        head = encode_head(msgspec.structs.replace(header, digest=payload_digest(zeros)), payload_bytes)
+        head = encode_head(
+            msgspec.structs.replace(header, digest=payload_digest(zeros)), payload_bytes
+        )
         delete(keeper, f"/v1/chunks/{key}")
         put(keeper, f"/v1/chunks/{key}", head + zeros)
     return len(keys)
@@ -79,7 +85,9 @@ def zero(keeper: Service) -> int:
 
 @pytest.mark.parametrize(("load", "zeroed"), [("sync", False), ("sync", True), ("async", True)])
 def test_zeros_with_a_valid_digest_change_the_answer(world: World, load: str, zeroed: bool) -> None:
-    """The control of all other tests: what is loaded is what is computed with. Without the zeros the same way gives the same answer."""
+    """The control of all other tests: what is loaded is what is computed with. Without the zeros
+    the same way gives the same answer.
+    """
     keeper = storage(world.owner)
     remote = {"remote_url": f"lm://127.0.0.1:{keeper.ports['lm_port']}"}
     ask = Ask(prompt(202, 1000))

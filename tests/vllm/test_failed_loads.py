@@ -1,4 +1,6 @@
-"""Loads that were promised and fail: both policies of vLLM, both ways of loading, and the trap of offering the same again for ever."""
+"""Loads that were promised and fail: both policies of vLLM, both ways of loading, and the trap
+of offering the same again for ever.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class NothingComes:
 @pytest.mark.parametrize(("model", "load"), [(LLAMA, "sync"), (LLAMA, "async"), (SLIDING, "async")])
 @pytest.mark.smoke
 def test_recompute(world: World, monkeypatch: pytest.MonkeyPatch, model: str, load: str) -> None:
-    """The trap: vLLM asks again after a failed load, and would be offered the same, thousands of times a second."""
+    """The trap: vLLM asks again after a failed load, and would be offered the same, thousands of
+    times a second.
+    """
     sidecar = world.sidecar()
     ask, branch = Ask(prompt(50, 1000)), Ask(prompt(50, 700) + prompt(51, 200))
     with running_engine(world.options(model, lmcache_load=load)) as engine:

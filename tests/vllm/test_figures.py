@@ -1,4 +1,6 @@
-"""What operators and routers see: figures in vLLM's own metrics and log, where hits came from, and whose events there are."""
+"""What operators and routers see: figures in vLLM's own metrics and log, where hits came from,
+and whose events there are.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,17 @@ def test_metrics(world: World, load: str) -> None:
         fill(engine, sidecar, ask)
         before = engine.metrics()
         assert engine.ask(ask).num_cached == 3 * CHUNK_SIZE
-        engine.ask(Ask(prompt(221, 300)))  # another step, after which the figures of the one before have been taken
+        engine.ask(
+            Ask(prompt(221, 300))
+        )  # another step, after which the figures of the one before have been taken
         grown = growth(before, engine.metrics())
     assert before["vllm:lmcache_stored_chunks"] == 3
     assert grown["vllm:prompt_tokens_by_source{source=external_kv_transfer}"] == 3 * CHUNK_SIZE
     assert grown["vllm:lmcache_failed_calls"] == 0
-    if load == "sync" or release() >= (0, 32):  # older ones, in one process, lose the figures of steps in which no token is made
+    if load == "sync" or release() >= (
+        0,
+        32,
+    ):  # older ones, in one process, lose the figures of steps in which no token is made
         assert grown["vllm:external_prefix_cache_hits"] == 3 * CHUNK_SIZE
         assert grown["vllm:lmcache_retrieved_chunks"] == 3
         assert grown["vllm:lmcache_retrieved_tokens"] == 3 * CHUNK_SIZE
@@ -44,7 +51,9 @@ def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 @pytest.mark.since("0.32")
 def test_where_hits_came_from(world: World) -> None:
-    """vLLM tells apart what came from memory, from a disk and from others. Releases before 0.32 have one word for all."""
+    """vLLM tells apart what came from memory, from a disk and from others. Releases before 0.32
+    have one word for all.
+    """
     keeper = storage(world.owner)
     disk = {"disk_path": world.owner.directory / "disk", "disk_gb": 0.5}
     remote = {"remote_url": f"lm://127.0.0.1:{keeper.ports['lm_port']}"}
@@ -67,7 +76,11 @@ def source(engine: Engine, ask: Ask) -> str:
     engine.reset()
     assert engine.ask(ask).num_cached == 3 * CHUNK_SIZE
     grown = growth(before, engine.metrics())
-    (name,) = [name for name, value in grown.items() if name.startswith("vllm:prompt_tokens_cached_by_source{") and value]
+    (name,) = [
+        name
+        for name, value in grown.items()
+        if name.startswith("vllm:prompt_tokens_cached_by_source{") and value
+    ]
     return name.removeprefix("vllm:prompt_tokens_cached_by_source{source=").removesuffix("}")
 
 
@@ -110,7 +123,9 @@ def subscriber(tmp_path: Any) -> Iterator[tuple[str, Subscriber]]:
     subscriber.close()
 
 
-def test_only_vllms_own_cache_is_announced(world: World, subscriber: tuple[str, Subscriber]) -> None:
+def test_only_vllms_own_cache_is_announced(
+    world: World, subscriber: tuple[str, Subscriber]
+) -> None:
     """No event would follow when a sidecar evicts a chunk that was announced."""
     endpoint, events = subscriber
     sidecar = world.sidecar()

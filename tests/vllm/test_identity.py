@@ -14,7 +14,9 @@ from tests.vllm.worlds import UNHURRIED, World, fill, whole_chunks
 def test_adapters_share_with_nobody(world: World) -> None:
     sidecar = world.sidecar()
     base = Ask(prompt(30, 1000))
-    adapted, other = (Ask(base.tokens, adapter=str(world.models / name)) for name in (LORA, OTHER_LORA))
+    adapted, other = (
+        Ask(base.tokens, adapter=str(world.models / name)) for name in (LORA, OTHER_LORA)
+    )
     with running_engine(world.options(enable_lora=True, max_lora_rank=8, max_loras=2)) as engine:
         for ask in (base, adapted, other):
             fill(engine, sidecar, ask)

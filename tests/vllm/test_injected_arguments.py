@@ -1,4 +1,6 @@
-"""What the injection webhook puts into a command line is what this vLLM takes for the connector's configuration."""
+"""What the injection webhook puts into a command line is what this vLLM takes for the
+connector's configuration.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_the_words_for_scripts_and_the_argument_are_the_same() -> None:
     from lmcache_webhook.injection.pod import Container
     from lmcache_webhook.injection.sidecar import SOCKET_PATH, transfer_config
 
-    arguments = plan_arguments(Container(name="vllm", command=["vllm", "serve", "m"]), transfer_config())
+    arguments = plan_arguments(
+        Container(name="vllm", command=["vllm", "serve", "m"]), transfer_config()
+    )
     in_json, in_words = parsed(list(arguments)), parsed(CONNECTOR_IN_A_SCRIPT.split())
     assert without_its_id(in_json) == without_its_id(in_words)
     assert in_words.kv_connector == "LMCacheConnector"

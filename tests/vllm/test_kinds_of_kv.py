@@ -31,13 +31,17 @@ def test_latent_kv(world: World, load: str) -> None:
 @pytest.mark.parametrize("length", [300, 1000, 2300])
 @pytest.mark.smoke
 def test_sliding_windows_beside_full_attention(world: World, length: int) -> None:
-    """Windows of 256 tokens: two groups of blocks slide, the third has all. They are always loaded asynchronously."""
+    """Windows of 256 tokens: two groups of blocks slide, the third has all. They are always
+    loaded asynchronously.
+    """
     sidecar = world.sidecar()
     ask = Ask(prompt(12, length))
     branch = Ask(prompt(12, length - 40) + prompt(13, 300))
     with running_engine(world.options(SLIDING, max_num_batched_tokens=512)) as engine:
         num_groups = len(engine.scheduler.kv_cache_config.kv_cache_groups)
-        assert num_groups == (3 if release() >= (0, 30) else 1), "older releases cannot be told of failed loads by group"
+        assert num_groups == (3 if release() >= (0, 30) else 1), (
+            "older releases cannot be told of failed loads by group"
+        )
         cold = engine.ask(ask)
         await_calm(sidecar)
         engine.reset()
@@ -56,7 +60,9 @@ def test_two_workers(world: World) -> None:
     """Each has half of the heads; a chunk is there when both have stored theirs."""
     sidecar = world.sidecar()
     ask, branch = Ask(prompt(14, 1000)), Ask(prompt(14, 700) + prompt(15, 100))
-    both = world.owner.engine("tp2", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    both = world.owner.engine(
+        "tp2", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    )
     both.open(world.options(tensor_parallel_size=2))
     stored = Growth(sidecar)
     cold = both.ask(ask)
@@ -74,5 +80,9 @@ def test_two_workers(world: World) -> None:
     alone = both.ask(ask)
     sidecar.start()
     eventually(lambda: is_found(both, ask), "both workers find the sidecar again", BACK_S)
-    for answer, expected in zip([cold, hit, *answers, alone], world.references.answers([ask, ask, branch, ask, ask], LLAMA), strict=True):
+    for answer, expected in zip(
+        [cold, hit, *answers, alone],
+        world.references.answers([ask, ask, branch, ask, ask], LLAMA),
+        strict=True,
+    ):
         assert_same(answer, expected, TP_TOLERANCE)

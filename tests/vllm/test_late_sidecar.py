@@ -36,18 +36,22 @@ def asked(engine: Engine, relay: LateSocket, ask: Ask) -> tuple[list[str], int]:
 @EITHER_LOAD
 @pytest.mark.smoke
 def test_no_question_is_asked_in_vain(world: World, relay: LateSocket, load: str) -> None:
-    with running_engine(world.options(lmcache_load=load, lmcache_sidecar_socket=str(relay.path))) as engine:
+    with running_engine(
+        world.options(lmcache_load=load, lmcache_sidecar_socket=str(relay.path))
+    ) as engine:
         assert asked(engine, relay, Ask(prompt(500, 100))) == ([], 0)
         ask = Ask(prompt(501, 1000))
         assert asked(engine, relay, ask) == (["Commit", "Reserve", "Stage"], 0)
-        # vLLM has it itself. An answer that the machine delays is not waited for, and then the worker
-        # has to look the chunks up: not every time.
+        # vLLM has it itself. An answer that the machine delays is not waited for, and then the
+        # worker has to look the chunks up: not every time.
         assert (["Stage"], 896) in (asked(engine, relay, ask) for _ in range(10))
         engine.reset()
         assert asked(engine, relay, ask) == (["Pin", "Release", "Stage"], 3 * CHUNK_SIZE)
 
 
-def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(world: World, relay: LateSocket) -> None:
+def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(
+    world: World, relay: LateSocket
+) -> None:
     found = Ask(prompt(510, 600))
     with running_engine(world.options(lmcache_sidecar_socket=str(relay.path), **HASTY)) as engine:
         eventually(lambda: is_found(engine, found), "nothing is found while the sidecar is quick")
@@ -56,6 +60,8 @@ def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(world: World, relay
         relay.forget()
         for number in range(512, 524):
             engine.ask(Ask(prompt(number, 600)))
-        assert set(relay.names()) <= {"Unstage"}, "the engine's loop waits for a sidecar that is late"
+        assert set(relay.names()) <= {"Unstage"}, (
+            "the engine's loop waits for a sidecar that is late"
+        )
         relay.late_s = 0.0
         eventually(lambda: is_found(engine, found), "the sidecar is quick again, and is not used")

@@ -12,7 +12,9 @@ from tests.vllm.worlds import BOUND_S, EITHER_LOAD, UNHURRIED, World, fill
 
 
 def test_two_vllms_with_two_sidecars(world: World) -> None:
-    """Both live at the same time; the second gets from the first one's sidecar what it never computed."""
+    """Both live at the same time; the second gets from the first one's sidecar what it never
+    computed.
+    """
     known = neighbourhood(world.owner)
     sidecars = [world.sidecar(name, **known) for name in ("a", "b")]
     for sidecar in sidecars:
@@ -32,16 +34,24 @@ def test_two_vllms_with_two_sidecars(world: World) -> None:
         assert figures["vllm:lmcache_stored_chunks"] == 0, "it has nothing of its own"
         if release() >= (0, 32):  # older ones have one word for all sources
             by_source = "vllm:prompt_tokens_cached_by_source"
-            assert figures[f"{by_source}{{source=p2p}}"] == figures[f"{by_source}{{source=host}}"] == 3 * CHUNK_SIZE
+            assert (
+                figures[f"{by_source}{{source=p2p}}"]
+                == figures[f"{by_source}{{source=host}}"]
+                == 3 * CHUNK_SIZE
+            )
     world.references.check([hit, again], [ask, ask], LLAMA)
 
 
 @EITHER_LOAD
 @pytest.mark.smoke
 def test_a_remote_tier_that_hangs(world: World, load: str) -> None:
-    """It takes connections and never says a word. Requests wait a bounded time, then not at all, and memory goes on serving."""
+    """It takes connections and never says a word. Requests wait a bounded time, then not at all,
+    and memory goes on serving.
+    """
     with SilentServer() as silent:
-        sidecar = world.sidecar(remote_url=f"lm://127.0.0.1:{silent.port}", tier_timeout_s=1.0, drain_timeout_s=0.5)
+        sidecar = world.sidecar(
+            remote_url=f"lm://127.0.0.1:{silent.port}", tier_timeout_s=1.0, drain_timeout_s=0.5
+        )
         asks = [Ask(prompt(261 + i, 1000)) for i in range(3)]
         with running_engine(world.options(lmcache_load=load, lmcache_tier_timeout_s=1.0)) as engine:
             stored = Growth(sidecar)
@@ -55,6 +65,8 @@ def test_a_remote_tier_that_hangs(world: World, load: str) -> None:
             engine.reset()
             longer = Ask(asks[0].tokens + prompt(265, 600))
             partly = engine.ask(longer)
-            assert partly.num_cached >= 3 * CHUNK_SIZE, "what is in memory is used though the rest is not to be had"
+            assert partly.num_cached >= 3 * CHUNK_SIZE, (
+                "what is in memory is used though the rest is not to be had"
+            )
             assert partly.took_s < BOUND_S
     world.references.check([*cold, *hits, partly], [*asks, *asks, longer], LLAMA)

@@ -1,4 +1,6 @@
-"""Pictures among the words: KV is shared by prompts with the same pictures, and with other ones only up to the first that differs."""
+"""Pictures among the words: KV is shared by prompts with the same pictures, and with other ones
+only up to the first that differs.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,16 @@ def test_other_pictures_share_only_what_stands_before_them(world: World, load: s
         both = engine.generate([blue, red])
         assert [answer.num_cached for answer in both] == [whole, whole]
         assert stored.num_chunks == 5
-    assert distance(answers[-1], answers[-2]) > 0.01, "the picture changes nothing: the test tests nothing"
+    assert distance(answers[-1], answers[-2]) > 0.01, (
+        "the picture changes nothing: the test tests nothing"
+    )
     world.references.check([*answers, *both], [*asks, blue, red], SEEING, **HASHER)
 
 
 def test_several_pictures_and_pictures_at_the_edges_of_chunks(world: World) -> None:
-    """Chunks that end where a picture begins or ends, and another second picture behind the same first one; computed in pieces."""
+    """Chunks that end where a picture begins or ends, and another second picture behind the same
+    first one; computed in pieces.
+    """
     sidecar = world.sidecar()
     begins, ends = CHUNK_SIZE, 2 * CHUNK_SIZE - PICTURE_TOKENS
     second = BEFORE + PICTURE_TOKENS + AFTER
@@ -76,11 +82,15 @@ def test_several_pictures_and_pictures_at_the_edges_of_chunks(world: World) -> N
                 num_stored += (num_tokens - answers[-1].num_cached) // CHUNK_SIZE
                 stored.reaches(num_stored)
             assert answers[-1].num_cached == num_shared
-    world.references.check(answers, [one for ask, other, _ in pairs for one in (ask, other)], SEEING, **HASHER)
+    world.references.check(
+        answers, [one for ask, other, _ in pairs for one in (ask, other)], SEEING, **HASHER
+    )
 
 
 def test_pictures_that_no_name_tells_apart(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: were pictures left out of the names of chunks, the answer to one would be computed with the KV of another."""
+    """The control: were pictures left out of the names of chunks, the answer to one would be
+    computed with the KV of another.
+    """
     sidecar = world.sidecar()
     monkeypatch.setattr(naming, "spans_of", lambda request, contents: [])
     with running_engine(world.options(SEEING, **HASHER)) as engine:
@@ -97,7 +107,9 @@ def test_pictures_that_no_name_tells_apart(world: World, monkeypatch: pytest.Mon
 
 @pytest.mark.smoke
 def test_pictures_that_vllm_only_counts(world: World) -> None:
-    """Without a cache of its own for either prompts or pictures, vLLM calls the first picture of every process the same."""
+    """Without a cache of its own for either prompts or pictures, vLLM calls the first picture of
+    every process the same.
+    """
     world.sidecar()
     uncached = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
     answers = []
@@ -112,7 +124,9 @@ def test_pictures_that_vllm_only_counts(world: World) -> None:
 
 
 def test_pictures_that_are_prepared_otherwise(world: World) -> None:
-    """An engine that makes other numbers of the same pictures shares the words before them, and nothing else."""
+    """An engine that makes other numbers of the same pictures shares the words before them, and
+    nothing else.
+    """
     sidecar = world.sidecar()
     ask, darker = seen(1), {"mm_processor_kwargs": {"rescale_factor": 1 / 1000}}
     answers = []

@@ -16,7 +16,11 @@ from tests.vllm.worlds import EITHER_LOAD, World, fill, whole_chunks
 @pytest.mark.smoke
 def test_cold_hit_and_shared_prefix(world: World, dtype: str, load: str) -> None:
     sidecar = world.sidecar()
-    first, branch, other = Ask(prompt(1, 1000)), Ask(prompt(1, 640) + prompt(2, 300)), Ask(prompt(3, 900))
+    first, branch, other = (
+        Ask(prompt(1, 1000)),
+        Ask(prompt(1, 640) + prompt(2, 300)),
+        Ask(prompt(3, 900)),
+    )
     with running_engine(world.options(dtype=dtype, lmcache_load=load)) as engine:
         stored = Growth(sidecar)
         cold = engine.ask(first)
@@ -38,7 +42,12 @@ def test_cold_hit_and_shared_prefix(world: World, dtype: str, load: str) -> None
         engine.reset()
         both = engine.generate([branch, other])
         assert [answer.num_cached for answer in both] == [3 * CHUNK_SIZE, 3 * CHUNK_SIZE]
-    world.references.check([cold, again, hit, branched, strange, *both], [first, first, first, branch, other, branch, other], LLAMA, dtype)
+    world.references.check(
+        [cold, again, hit, branched, strange, *both],
+        [first, first, first, branch, other, branch, other],
+        LLAMA,
+        dtype,
+    )
 
 
 @EITHER_LOAD
@@ -58,7 +67,9 @@ def test_two_requests_at_once_that_share_a_prefix(world: World, load: str) -> No
 @EITHER_LOAD
 @pytest.mark.smoke
 def test_logprobs_of_the_prompt(world: World, load: str) -> None:
-    """vLLM has them of tokens that it computes: nothing is loaded for such a request. What it computes is stored."""
+    """vLLM has them of tokens that it computes: nothing is loaded for such a request. What it
+    computes is stored.
+    """
     sidecar = world.sidecar()
     asking, plain = Ask(prompt(7, 900), prompt_logprobs=3), Ask(prompt(7, 900))
     with running_engine(world.options(lmcache_load=load)) as engine:
@@ -73,8 +84,9 @@ def test_logprobs_of_the_prompt(world: World, load: str) -> None:
 
 @EITHER_LOAD
 def test_prompts_that_end_with_a_chunk(world: World, load: str) -> None:
-    """At least one token has to be computed, or there is nothing to sample from. Loaded asynchronously, a prompt may be there as a whole;
-    vLLM then computes its last token again."""
+    """At least one token has to be computed, or there is nothing to sample from. Loaded
+    asynchronously, a prompt may be there as a whole; vLLM then computes its last token again.
+    """
     sidecar = world.sidecar()
     asks = [Ask(prompt(6 + i, 4 * CHUNK_SIZE + i)) for i in (-1, 0, 1)]
     with running_engine(world.options(lmcache_load=load)) as engine:
@@ -101,5 +113,7 @@ def test_what_a_first_process_computed_a_second_one_finds(world: World) -> None:
         assert second.ask(answered).num_cached == 0
         stored.reaches(whole_chunks(1000))
         back = engine.ask(answered)
-        assert back.num_cached == 3 * CHUNK_SIZE, "and what the second one computed the first one finds"
+        assert back.num_cached == 3 * CHUNK_SIZE, (
+            "and what the second one computed the first one finds"
+        )
     world.references.check([found, back], [ask, answered], LLAMA)

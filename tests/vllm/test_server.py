@@ -41,13 +41,22 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         data = json.dumps(body or {}).encode()
-        request = urllib.request.Request(self._url + path, data, {"content-type": "application/json"}, method="POST")
+        request = urllib.request.Request(
+            self._url + path, data, {"content-type": "application/json"}, method="POST"
+        )
         with urllib.request.urlopen(request, timeout=60.0) as response:
             text = response.read()
         return dict(json.loads(text)) if text.strip().startswith(b"{") else {}
 
     def complete(self, ask: Ask) -> dict[str, Any]:
-        body = {"model": LLAMA, "prompt": list(ask.tokens), "max_tokens": ask.num_new, "temperature": 0, "logprobs": 5, "ignore_eos": True}
+        body = {
+            "model": LLAMA,
+            "prompt": list(ask.tokens),
+            "max_tokens": ask.num_new,
+            "temperature": 0,
+            "logprobs": 5,
+            "ignore_eos": True,
+        }
         return self.post("/v1/completions", body)
 
     def metrics(self) -> str:
@@ -56,10 +65,21 @@ class Server:
 
 
 def start(world: World, options: dict[str, Any]) -> Server:
-    """A server whose log is as people have it: what it logs every ten seconds is made of the connector's figures, too."""
+    """A server whose log is as people have it: what it logs every ten seconds is made of the
+    connector's figures, too.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    arguments = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", LLAMA]
+    arguments = [
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--served-model-name",
+        LLAMA,
+    ]
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         match value:
@@ -72,19 +92,26 @@ def start(world: World, options: dict[str, Any]) -> Server:
             case _:
                 arguments += [flag, str(value)]
     arguments += ["--enable-prompt-tokens-details"]
-    environ = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    environ = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
     return Server(port, world.owner.command(arguments, "server", environ))
 
 
 @pytest.mark.parametrize("is_child", [False, True])
 def test_hits_are_visible_in_the_answers(world: World, is_child: bool) -> None:
-    """By itself, and as a child of `MultiConnector`, of which the server reads figures in another way."""
+    """By itself, and as a child of `MultiConnector`, of which the server reads figures in
+    another way.
+    """
     sidecar = world.sidecar()
     ask = Ask(prompt(280, 1000))
     options = world.options()
     server = start(world, beside_example(options, world.owner.directory) if is_child else options)
     eventually(server.is_healthy, "the server does not become healthy", START_TIMEOUT_S)
-    # Its scheduler, and its worker's stores and loads: or the first request of a new pod would miss.
+    # Its scheduler, and its worker's stores and loads: or the first request of a new pod would
+    # miss.
     assert len(sidecar.get("/v1/clients")["clients"]) == 3
     stored = Growth(sidecar)
     cold = server.complete(ask)
@@ -97,7 +124,19 @@ def test_hits_are_visible_in_the_answers(world: World, is_child: bool) -> None:
     for answer in (cold, hit):
         said = answer["choices"][0]["logprobs"]
         assert said["tokens"] == [f"w{token}" for token in expected.tokens]
-        wanted = [of_token[token] for of_token, token in zip(expected.logprobs, expected.tokens, strict=True)]
-        assert max(abs(ours - theirs) for ours, theirs in zip(said["token_logprobs"], wanted, strict=True)) <= TOLERANCES["float32"]
+        wanted = [
+            of_token[token]
+            for of_token, token in zip(expected.logprobs, expected.tokens, strict=True)
+        ]
+        assert (
+            max(
+                abs(ours - theirs)
+                for ours, theirs in zip(said["token_logprobs"], wanted, strict=True)
+            )
+            <= TOLERANCES["float32"]
+        )
     lines = server.metrics().splitlines()
-    assert any(line.startswith("vllm:lmcache_stored_chunks_total{") and float(line.split()[-1]) >= 3 for line in lines)
+    assert any(
+        line.startswith("vllm:lmcache_stored_chunks_total{") and float(line.split()[-1]) >= 3
+        for line in lines
+    )

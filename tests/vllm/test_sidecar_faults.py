@@ -1,4 +1,6 @@
-"""The sidecar is killed, or hangs, before, during and after loads and stores: every request ends in time, with the right tokens."""
+"""The sidecar is killed, or hangs, before, during and after loads and stores: every request ends
+in time, with the right tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,22 @@ from tests.vllm.sabotage import AFTER, BEFORE, Sabotage
 from tests.vllm.sidecars import eventually
 from tests.vllm.worlds import BOUND_S, EITHER_LOAD, UNHURRIED, World, await_found, fill
 
-LOAD_POINTS = [("Stage", BEFORE), ("Stage", AFTER), ("Pin", BEFORE), ("Pin", AFTER), ("Release", BEFORE), ("Release", AFTER)]
+LOAD_POINTS = [
+    ("Stage", BEFORE),
+    ("Stage", AFTER),
+    ("Pin", BEFORE),
+    ("Pin", AFTER),
+    ("Release", BEFORE),
+    ("Release", AFTER),
+]
 STORE_POINTS = [("Reserve", BEFORE), ("Reserve", AFTER), ("Commit", BEFORE), ("Commit", AFTER)]
 
 
 @pytest.mark.parametrize(("load", "points"), [("sync", LOAD_POINTS), ("async", LOAD_POINTS[2:5])])
 @pytest.mark.timeout(300)
-def test_killed_around_a_load(world: World, monkeypatch: pytest.MonkeyPatch, load: str, points: list[tuple[str, str]]) -> None:
+def test_killed_around_a_load(
+    world: World, monkeypatch: pytest.MonkeyPatch, load: str, points: list[tuple[str, str]]
+) -> None:
     sidecar = world.sidecar()
     asks, answers = [], []
     with running_engine(world.options(lmcache_load=load)) as engine:
@@ -72,8 +83,12 @@ def test_killed_around_a_store(world: World, monkeypatch: pytest.MonkeyPatch) ->
         ("sync", "Commit", BEFORE),
     ],
 )
-def test_frozen_in_the_middle(world: World, monkeypatch: pytest.MonkeyPatch, load: str, message: str, when: str) -> None:
-    """It holds its sockets open and answers nobody: one request waits a bounded time, those after it do not wait; later it is back."""
+def test_frozen_in_the_middle(
+    world: World, monkeypatch: pytest.MonkeyPatch, load: str, message: str, when: str
+) -> None:
+    """It holds its sockets open and answers nobody: one request waits a bounded time, those
+    after it do not wait; later it is back.
+    """
     sidecar = world.sidecar()
     ask, others = Ask(prompt(140, 1000)), [Ask(prompt(141 + i, 600)) for i in range(3)]
     with running_engine(world.options(lmcache_load=load, lmcache_tier_timeout_s=1.0)) as engine:

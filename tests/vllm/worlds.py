@@ -15,15 +15,19 @@ from tests.vllm.references import References
 from tests.vllm.sidecars import Growth, eventually, sidecar, socket_of
 
 BOUND_S = 12.0
-"""No request of a test may last longer, whatever happens to the cache. Most take a tenth of a second; two waits on a sidecar that hangs
-are four seconds, and the machine is busy."""
+"""No request of a test may last longer, whatever happens to the cache. Most take a tenth of a
+second; two waits on a sidecar that hangs are four seconds, and the machine is busy.
+"""
 
 BACK_S = 40.0
-"""So long may an engine not notice that its sidecar is back: it has made callers wait, and is avoided for a multiple of that."""
+"""So long may an engine not notice that its sidecar is back: it has made callers wait, and is
+avoided for a multiple of that.
+"""
 
 UNHURRIED = {"lmcache_prefill_tokens_per_s": 100.0}
-"""For hits: so slow an engine waits for them. A tiny model soon computes faster than a sidecar answers on a busy machine, and rightly
-does not wait."""
+"""For hits: so slow an engine waits for them. A tiny model soon computes faster than a sidecar
+answers on a busy machine, and rightly does not wait.
+"""
 
 EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
 
@@ -46,7 +50,9 @@ class World:
         """A running sidecar."""
         return sidecar(self.owner, name, **settings)
 
-    def options(self, model: str = LLAMA, at: str = "sidecar", policy: str = "recompute", **options: Any) -> dict[str, Any]:
+    def options(
+        self, model: str = LLAMA, at: str = "sidecar", policy: str = "recompute", **options: Any
+    ) -> dict[str, Any]:
         """Options of an engine.
 
         Args:
@@ -55,15 +61,27 @@ class World:
             policy: `kv_load_failure_policy`.
             **options: The connector's if they begin with `lmcache_`, else the engine's.
         """
-        connector = {name.removeprefix("lmcache_"): value for name, value in options.items() if name.startswith("lmcache_")}
+        connector = {
+            name.removeprefix("lmcache_"): value
+            for name, value in options.items()
+            if name.startswith("lmcache_")
+        }
         others = {name: value for name, value in options.items() if not name.startswith("lmcache_")}
-        extra = {"sidecar_socket": str(socket_of(self.owner, at)), "chunk_size": CHUNK_SIZE, "prefill_tokens_per_s": 100.0} | connector
+        extra = {
+            "sidecar_socket": str(socket_of(self.owner, at)),
+            "chunk_size": CHUNK_SIZE,
+            "prefill_tokens_per_s": 100.0,
+        } | connector
         named = {f"lmcache.{name}": value for name, value in extra.items()}
-        return engine_options(self.models / model, kv_transfer_config=transfer_config(named, policy), **others)
+        return engine_options(
+            self.models / model, kv_transfer_config=transfer_config(named, policy), **others
+        )
 
 
 def beside_example(options: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The same engine, with our connector as the first child of vLLM's `MultiConnector` and its `ExampleConnector` as the second."""
+    """The same engine, with our connector as the first child of vLLM's `MultiConnector` and its
+    `ExampleConnector` as the second.
+    """
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
@@ -84,7 +102,8 @@ def whole_chunks(*lengths: int) -> int:
 
 
 def fill(engine: Engine, service: Service, ask: Ask) -> None:
-    """Have a prompt computed and stored, and forgotten by vLLM itself; none of its chunks may be there yet.
+    """Have a prompt computed and stored, and forgotten by vLLM itself; none of its chunks may be
+    there yet.
 
     Args:
         engine: Who computes it.
@@ -105,5 +124,7 @@ def is_found(engine: Engine | EngineProcess, ask: Ask) -> bool:
 
 def await_found(engine: Engine, ask: Ask, timeout_s: float = BACK_S) -> None:
     """Ask until all chunks of a prompt are found, then let vLLM forget it again."""
-    eventually(lambda: is_found(engine, ask), "the engine does not find what it has stored", timeout_s)
+    eventually(
+        lambda: is_found(engine, ask), "the engine does not find what it has stored", timeout_s
+    )
     engine.reset()

@@ -1,4 +1,6 @@
-"""Arithmetic that the codec's Triton kernels share. Launch with `enable_fp_fusion=False`: every operation is to be rounded by itself."""
+"""Arithmetic that the codec's Triton kernels share. Launch with `enable_fp_fusion=False`: every
+operation is to be rounded by itself.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def launching(device: torch.device) -> AbstractContextManager[object]:
     if device.type == "cuda":
         return torch.cuda.device(device)
     if isinstance(widen, triton.JITFunction):
-        raise KernelInputError(f"tensors are on {device}; this op has a kernel for CUDA devices only")
+        raise KernelInputError(
+            f"tensors are on {device}; this op has a kernel for CUDA devices only"
+        )
     return nullcontext()
 
 
@@ -56,13 +60,17 @@ def narrow(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def magnitude_bits(values):  # type: ignore[no-untyped-def]
-    """int32 bit patterns of absolute values: they are ordered as the values are, and those of what is not finite are the largest."""
+    """int32 bit patterns of absolute values: they are ordered as the values are, and those of
+    what is not finite are the largest.
+    """
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def rounded(values):  # type: ignore[no-untyped-def]
-    """Numbers below 2^22 rounded to whole ones, ties to even, by adding and subtracting 1.5 * 2^23."""
+    """Numbers below 2^22 rounded to whole ones, ties to even, by adding and subtracting 1.5 *
+    2^23.
+    """
     return (values + _TO_WHOLE) - _TO_WHOLE
 
 

@@ -1,4 +1,6 @@
-"""The shape of quantised KV, and the numbers that the three codec ops share with every other implementation of the format."""
+"""The shape of quantised KV, and the numbers that the three codec ops share with every other
+implementation of the format.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,17 @@ KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 @dataclass(frozen=True)
 class CodecShape:
-    """KV `[planes, tokens, channels]` cut into groups of channels, which share shift and table, and sections, which are streams.
+    """KV `[planes, tokens, channels]` cut into groups of channels, which share shift and table, and
+    sections, which are streams.
 
     Attributes:
         planes: Layers times sides.
         tokens: Rows of a plane, at most `MAX_TOKENS`.
         channels: Values of a row, at most `MAX_CHANNELS`.
-        group: Channels of a group, a power of two, at most `MAX_GROUP`; the last group of a plane may have fewer.
-        section: Channels of a section, at most `channels`; the last section of a plane may have fewer.
+        group: Channels of a group, a power of two, at most `MAX_GROUP`; the last group of a plane
+            may have fewer.
+        section: Channels of a section, at most `channels`; the last section of a plane may have
+            fewer.
 
     Raises:
         KernelInputError: A number is out of its range.
@@ -49,12 +54,27 @@ class CodecShape:
     section: int
 
     def __post_init__(self) -> None:
-        if not (self.planes > 0 and 0 < self.tokens <= MAX_TOKENS and 0 < self.channels <= MAX_CHANNELS):
-            raise KernelInputError(f"{self.planes} planes of {self.tokens} tokens of {self.channels} channels cannot be encoded")
-        if not 0 < self.group <= MAX_GROUP or self.group & (self.group - 1) or not 0 < self.section <= self.channels:
-            raise KernelInputError(f"groups of {self.group} and sections of {self.section} of {self.channels} channels are not possible")
+        if not (
+            self.planes > 0 and 0 < self.tokens <= MAX_TOKENS and 0 < self.channels <= MAX_CHANNELS
+        ):
+            raise KernelInputError(
+                f"{self.planes} planes of {self.tokens} tokens of {self.channels} channels cannot"
+                " be encoded"
+            )
+        if (
+            not 0 < self.group <= MAX_GROUP
+            or self.group & (self.group - 1)
+            or not 0 < self.section <= self.channels
+        ):
+            raise KernelInputError(
+                f"groups of {self.group} and sections of {self.section} of {self.channels} channels"
+                " are not possible"
+            )
         if self.tokens * self.section > MAX_SECTION_SYMBOLS:
-            raise KernelInputError(f"sections of {self.tokens} tokens of {self.section} channels; at most {MAX_SECTION_SYMBOLS} symbols")
+            raise KernelInputError(
+                f"sections of {self.tokens} tokens of {self.section} channels; at most"
+                f" {MAX_SECTION_SYMBOLS} symbols"
+            )
 
     @property
     def groups(self) -> int:
@@ -79,13 +99,15 @@ class CodecShape:
 
 @dataclass(frozen=True, eq=False)
 class EncodedPlanes:
-    """What an encoder writes, and a decoder reads, beside scales and levels. All on one device, contiguous.
+    """What an encoder writes, and a decoder reads, beside scales and levels. All on one device,
+    contiguous.
 
     Attributes:
         shifts: int16 `[planes, groups]`: what is subtracted from every value of a group.
         shapes: uint8 `[planes, groups]`: number of a group's table, and `DELTA_FLAG`.
         lengths: int32 `[planes * sections]`: words of each stream.
-        words: int16 `[sum of lengths]`: the bits of the streams' 16-bit words, section after section, plane after plane.
+        words: int16 `[sum of lengths]`: the bits of the streams' 16-bit words, section after
+            section, plane after plane.
     """
 
     shifts: torch.Tensor
@@ -94,13 +116,24 @@ class EncodedPlanes:
     words: torch.Tensor
 
 
-def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, sizes: tuple[int, ...], device: torch.device) -> None:
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    device: torch.device,
+) -> None:
     """Check a tensor that an op is given.
 
     Raises:
         KernelInputError: It has another dtype, shape or device, or is not contiguous.
     """
-    if tensor.dtype != dtype or tuple(tensor.shape) != sizes or tensor.device != device or not tensor.is_contiguous():
+    if (
+        tensor.dtype != dtype
+        or tuple(tensor.shape) != sizes
+        or tensor.device != device
+        or not tensor.is_contiguous()
+    ):
         kind = "contiguous" if tensor.is_contiguous() else "not contiguous"
         got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, {kind}"
         raise KernelInputError(f"{name} is {got}; expected {dtype} {sizes} on {device}, contiguous")

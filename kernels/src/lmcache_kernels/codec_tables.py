@@ -25,27 +25,35 @@ class Alphabet(Protocol):
 
     @property
     def frequencies(self) -> Any:
-        """int64 `[tables, 2 * levels + 1]`, each row sums to `2^PRECISION_BITS`; tight and wide tables in turn."""
+        """int64 `[tables, 2 * levels + 1]`, each row sums to `2^PRECISION_BITS`; tight and wide
+        tables in turn.
+        """
 
     @property
     def choice(self) -> Any:
-        """int64 `[2, tables / 2]`: bounds between variances in 1/256, the last beyond any, and the largest symbol of each tight table."""
+        """int64 `[2, tables / 2]`: bounds between variances in 1/256, the last beyond any, and
+        the largest symbol of each tight table.
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class CodecTables:
     """The tables of some alphabets, one behind the other. Make them with `CodecTables.of`.
 
-    An alphabet's tables have `stride` entries each, the next power of two above `2 * levels`; the entries behind its symbols are zeros.
+    An alphabet's tables have `stride` entries each, the next power of two above `2 * levels`; the
+    entries behind its symbols are zeros.
 
     Attributes:
         levels: Of each alphabet.
         first_entries: Of each alphabet its first entry in the flat arrays.
         strides: Of each alphabet the entries of one table.
-        coder: int64 `[entries]`. From the lowest bit: frequency (13 bits), where the symbol's slots start (12), `b` (7), and a multiplier
-            `m` (32), such that `(x * m) >> (31 + b)` is any number `x` below 2^31 divided by the frequency.
-        start_and_frequency: int32 `[entries]`: where the symbol's slots start (upper half), frequency (lower half).
-        slot_symbol: uint8 `[alphabets, tables * 2^PRECISION_BITS]`: the symbol (plus `levels`) of each slot.
+        coder: int64 `[entries]`. From the lowest bit: frequency (13 bits), where the symbol's slots
+            start (12), `b` (7), and a multiplier `m` (32), such that `(x * m) >> (31 + b)` is any
+            number `x` below 2^31 divided by the frequency.
+        start_and_frequency: int32 `[entries]`: where the symbol's slots start (upper half),
+            frequency (lower half).
+        slot_symbol: uint8 `[alphabets, tables * 2^PRECISION_BITS]`: the symbol (plus `levels`) of
+            each slot.
         choice: int64 `[alphabets, 2, tables / 2]`.
     """
 
@@ -66,7 +74,8 @@ class CodecTables:
             device: Where to.
 
         Raises:
-            KernelInputError: An array does not have the size that the others ask for, or a row does not sum to `2^PRECISION_BITS`.
+            KernelInputError: An array does not have the size that the others ask for, or a row does
+                not sum to `2^PRECISION_BITS`.
         """
         if not alphabets:
             raise KernelInputError("no tables")
@@ -76,7 +85,12 @@ class CodecTables:
         sizes = [row.size for row in rows]
         starts = [np.where(row > 0, np.cumsum(row, 1) - row, 0).ravel() for row in rows]
         frequency, start = np.concatenate([row.ravel() for row in rows]), np.concatenate(starts)
-        slots = np.stack([np.concatenate([np.repeat(np.arange(len(of_table)), of_table) for of_table in row]) for row in rows])
+        slots = np.stack(
+            [
+                np.concatenate([np.repeat(np.arange(len(of_table)), of_table) for of_table in row])
+                for row in rows
+            ]
+        )
         return cls(
             tuple(alphabet.levels for alphabet in alphabets),
             tuple(sum(sizes[:i]) for i in range(len(sizes))),
@@ -84,7 +98,9 @@ class CodecTables:
             torch.from_numpy(_coder_entries(frequency, start)).to(device),
             torch.from_numpy((start << 16 | frequency).astype(np.int32)).to(device),
             torch.from_numpy(slots.astype(np.uint8)).to(device),
-            torch.from_numpy(np.stack([alphabet.choice for alphabet in alphabets]).astype(np.int64)).to(device),
+            torch.from_numpy(
+                np.stack([alphabet.choice for alphabet in alphabets]).astype(np.int64)
+            ).to(device),
         )
 
     @property
@@ -104,25 +120,41 @@ class CodecTables:
             levels: Of each plane.
 
         Returns:
-            int32 `[planes, 4]` on the tables' device: levels, number of the alphabet, its first entry, its stride.
+            int32 `[planes, 4]` on the tables' device: levels, number of the alphabet, its first
+            entry, its stride.
 
         Raises:
             KernelInputError: There are no tables for some levels.
         """
-        rows = {own: (own, i, self.first_entries[i], self.strides[i]) for i, own in enumerate(self.levels)}
+        rows = {
+            own: (own, i, self.first_entries[i], self.strides[i])
+            for i, own in enumerate(self.levels)
+        }
         absent = set(levels) - set(rows)
         if absent:
-            raise KernelInputError(f"no tables for {min(absent)} levels; there are tables for {', '.join(map(str, self.levels))}")
+            raise KernelInputError(
+                f"no tables for {min(absent)} levels; there are tables for"
+                f" {', '.join(map(str, self.levels))}"
+            )
         return torch.tensor([rows[own] for own in levels], dtype=torch.int32).to(self.device)
 
 
 def _check(alphabet: Alphabet, num_tables: int) -> None:
     expected = (num_tables, 2 * alphabet.levels + 1), (2, num_tables // 2)
-    if not 0 < alphabet.levels <= MAX_LEVELS or (alphabet.frequencies.shape, alphabet.choice.shape) != expected:
+    if (
+        not 0 < alphabet.levels <= MAX_LEVELS
+        or (alphabet.frequencies.shape, alphabet.choice.shape) != expected
+    ):
         sizes = alphabet.frequencies.shape, alphabet.choice.shape
-        raise KernelInputError(f"the tables for {alphabet.levels} levels have sizes {sizes}; expected {expected}")
-    if (alphabet.frequencies < 0).any() or (alphabet.frequencies.sum(1) != 1 << PRECISION_BITS).any():
-        raise KernelInputError(f"the tables for {alphabet.levels} levels do not sum to {1 << PRECISION_BITS}")
+        raise KernelInputError(
+            f"the tables for {alphabet.levels} levels have sizes {sizes}; expected {expected}"
+        )
+    if (alphabet.frequencies < 0).any() or (
+        alphabet.frequencies.sum(1) != 1 << PRECISION_BITS
+    ).any():
+        raise KernelInputError(
+            f"the tables for {alphabet.levels} levels do not sum to {1 << PRECISION_BITS}"
+        )
 
 
 def _padded(alphabet: Alphabet) -> Integers:
@@ -133,9 +165,13 @@ def _padded(alphabet: Alphabet) -> Integers:
 
 
 def _coder_entries(frequency: Integers, start: Integers) -> Integers:
-    """Source: Granlund and Montgomery, "Division by invariant integers using multiplication", 1994, theorem 4.2, with N = 31."""
+    """Source: Granlund and Montgomery, "Division by invariant integers using multiplication",
+    1994, theorem 4.2, with N = 31.
+    """
     divisor = np.maximum(frequency, 1)
     bits = np.array([(number - 1).bit_length() for number in divisor.tolist()], np.int64)
     multiplier = -(-(np.int64(1) << (31 + bits)) // divisor)
-    entries = multiplier.astype(np.uint64) << np.uint64(32) | (bits << 25 | start << 13 | frequency).astype(np.uint64)
+    entries = multiplier.astype(np.uint64) << np.uint64(32) | (
+        bits << 25 | start << 13 | frequency
+    ).astype(np.uint64)
     return np.where(frequency > 0, entries, np.uint64(0)).view(np.int64)

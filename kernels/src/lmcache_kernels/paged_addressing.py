@@ -1,4 +1,6 @@
-"""Where the words of a tile of tokens lie: the addressing that the Triton kernels on paged KV caches share."""
+"""Where the words of a tile of tokens lie: the addressing that the Triton kernels on paged KV
+caches share.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from lmcache_kernels.paged_copy import PagedCopy
 TILE_TOKENS = tl.constexpr(8)
 TILE_WORDS = tl.constexpr(128)
 MAX_GRID_Y_Z = 65535
-"""Largest second and third grid dimension. Source: CUDA C++ Programming Guide, "Compute Capabilities"."""
+"""Largest second and third grid dimension. Source: CUDA C++ Programming Guide, "Compute
+Capabilities".
+"""
 VECTOR_BYTES = 16
 """Widest load of one thread. Source: PTX ISA, "Vectors": 128 bits."""
 
@@ -32,7 +36,8 @@ def tile_addresses(  # type: ignore[no-untyped-def]
 ):
     """Addresses of this program's tile in the pages and in the chunk.
 
-    Program `(i, s, j)` has tokens `[i * TILE_TOKENS, …)` of page tensor `s` (a side of a layer), words `[j * TILE_WORDS, …)` of each row.
+    Program `(i, s, j)` has tokens `[i * TILE_TOKENS, …)` of page tensor `s` (a side of a layer),
+    words `[j * TILE_WORDS, …)` of each row.
 
     Args:
         table_ptr: `Pages.table`, int64 `[num page tensors, 5]`.
@@ -41,13 +46,16 @@ def tile_addresses(  # type: ignore[no-untyped-def]
         num_tokens: Tokens in the chunk.
         ROW_WORDS: Words of a token.
         RUN_WORDS: How many of them are contiguous in the pages: all, or those of a head.
-        ALIGNMENT_BYTES: What all addresses, strides and runs are multiples of: 1, 2, 4, 8 or 16. A word has so many, but at most 8.
+        ALIGNMENT_BYTES: What all addresses, strides and runs are multiples of: 1, 2, 4, 8 or 16. A
+            word has so many, but at most 8.
 
     Returns:
         `(page_ptrs, blob_ptrs, mask)`, each `[TILE_TOKENS, TILE_WORDS]`.
     """
     NARROW: tl.constexpr = tl.uint8 if ALIGNMENT_BYTES == 1 else tl.int16
-    WORD: tl.constexpr = NARROW if ALIGNMENT_BYTES < 4 else (tl.int32 if ALIGNMENT_BYTES == 4 else tl.int64)
+    WORD: tl.constexpr = (
+        NARROW if ALIGNMENT_BYTES < 4 else (tl.int32 if ALIGNMENT_BYTES == 4 else tl.int64)
+    )
     WORD_BYTES: tl.constexpr = 8 if ALIGNMENT_BYTES > 8 else ALIGNMENT_BYTES
     ALIGNMENT_WORDS: tl.constexpr = ALIGNMENT_BYTES // WORD_BYTES
     page = tl.program_id(1).to(tl.int64)
@@ -80,9 +88,15 @@ def launch_grid(copy: PagedCopy) -> tuple[int, int, int]:
         KernelInputError: A row or the number of layers is too large for one launch.
     """
     num_words = copy.pages.row_bytes // copy.word_bytes
-    grid = (-(-copy.num_tokens // int(TILE_TOKENS.value)), len(copy.pages.tensors), -(-num_words // int(TILE_WORDS.value)))
+    grid = (
+        -(-copy.num_tokens // int(TILE_TOKENS.value)),
+        len(copy.pages.tensors),
+        -(-num_words // int(TILE_WORDS.value)),
+    )
     if max(grid[1:]) > MAX_GRID_Y_Z:
-        raise KernelInputError(f"{grid[1]} pages of rows of {copy.pages.row_bytes} bytes are too many for one launch")
+        raise KernelInputError(
+            f"{grid[1]} pages of rows of {copy.pages.row_bytes} bytes are too many for one launch"
+        )
     return grid
 
 

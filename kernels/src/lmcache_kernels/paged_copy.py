@@ -17,11 +17,13 @@ HOST_DTYPES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 @dataclass(frozen=True, eq=False)
 class CheckedSlots:
-    """Slots that have been checked against pages, once for all copies that go there. Make them with `CheckedSlots.of`.
+    """Slots that have been checked against pages, once for all copies that go there. Make them with
+    `CheckedSlots.of`.
 
     Attributes:
         pages: The pages.
-        slots: int64 `[num_tokens]`, contiguous, on the pages' device; `slot = block * block_size + offset`. All exist.
+        slots: int64 `[num_tokens]`, contiguous, on the pages' device; `slot = block * block_size +
+            offset`. All exist.
         are_distinct: Whether no slot occurs twice; False where nobody has looked.
     """
 
@@ -39,12 +41,18 @@ class CheckedSlots:
             once: Demand that no slot occurs twice.
 
         Raises:
-            KernelInputError: They do not fit the pages, a slot does not exist or (with `once`) is not alone.
+            KernelInputError: They do not fit the pages, a slot does not exist or (with `once`) is
+                not alone.
         """
         if slot_mapping.dtype != torch.int64 or slot_mapping.ndim != 1:
-            raise KernelInputError(f"slot_mapping must be int64 [num_tokens], not {slot_mapping.dtype} {tuple(slot_mapping.shape)}")
+            raise KernelInputError(
+                f"slot_mapping must be int64 [num_tokens], not {slot_mapping.dtype}"
+                f" {tuple(slot_mapping.shape)}"
+            )
         if slot_mapping.device != pages.device and slot_mapping.device.type != "cpu":
-            raise KernelInputError(f"slot_mapping is on {slot_mapping.device}, the pages are on {pages.device}")
+            raise KernelInputError(
+                f"slot_mapping is on {slot_mapping.device}, the pages are on {pages.device}"
+            )
         slots = slot_mapping.contiguous()
         if slots.shape[0]:
             _check_slots(slots, pages.num_slots, once)
@@ -58,8 +66,10 @@ class CheckedSlots:
         """A copy between these slots and a chunk.
 
         Args:
-            blob: `[num_sides, num_layers, num_tokens, hidden_size]`, contiguous, of the pages' dtype and device.
-            writes_pages: Also demand that no slot occurs twice and no two page tensors are the same memory.
+            blob: `[num_sides, num_layers, num_tokens, hidden_size]`, contiguous, of the pages'
+                dtype and device.
+            writes_pages: Also demand that no slot occurs twice and no two page tensors are the same
+                memory.
 
         Raises:
             KernelInputError: They do not fit together.
@@ -68,11 +78,19 @@ class CheckedSlots:
         expected = (pages.num_sides, pages.num_layers, self.slots.shape[0], pages.hidden_size)
         if tuple(blob.shape) != expected or not blob.is_contiguous():
             kind = "contiguous" if blob.is_contiguous() else "not contiguous"
-            raise KernelInputError(f"the chunk is {tuple(blob.shape)}, {kind}; expected {expected}, contiguous")
+            raise KernelInputError(
+                f"the chunk is {tuple(blob.shape)}, {kind}; expected {expected}, contiguous"
+            )
         if blob.dtype != pages.dtype or blob.device != pages.device:
-            raise KernelInputError(f"the chunk is {blob.dtype} on {blob.device}; the pages are {pages.dtype} on {pages.device}")
+            raise KernelInputError(
+                f"the chunk is {blob.dtype} on {blob.device}; the pages are {pages.dtype} on"
+                f" {pages.device}"
+            )
         if writes_pages and not pages.are_distinct:
-            raise KernelInputError("two of the keys and values are the same memory: what would be written there is ambiguous")
+            raise KernelInputError(
+                "two of the keys and values are the same memory: what would be written there is"
+                " ambiguous"
+            )
         if writes_pages and not self.are_distinct:
             raise KernelInputError("these slots were checked for reading: one may occur twice")
         return PagedCopy(pages, self.slots, blob)
@@ -84,8 +102,10 @@ class PagedCopy:
 
     Attributes:
         pages: The pages.
-        slots: int64 `[num_tokens]`, contiguous, on the pages' device; `slot = block * block_size + offset`.
-        blob: The chunk: contiguous `[num_sides, num_layers, num_tokens, hidden_size]`, of the pages' dtype and device.
+        slots: int64 `[num_tokens]`, contiguous, on the pages' device; `slot = block * block_size +
+            offset`.
+        blob: The chunk: contiguous `[num_sides, num_layers, num_tokens, hidden_size]`, of the
+            pages' dtype and device.
     """
 
     pages: Pages
@@ -105,7 +125,11 @@ class PagedCopy:
     @cached_property
     def alignment_bytes(self) -> int:
         """What every address, stride and contiguous run of pages and chunk is a multiple of."""
-        return math.gcd(self.pages.alignment_bytes, self.blob.data_ptr(), self.blob.storage_offset() * self.blob.element_size())
+        return math.gcd(
+            self.pages.alignment_bytes,
+            self.blob.data_ptr(),
+            self.blob.storage_offset() * self.blob.element_size(),
+        )
 
     @cached_property
     def word_bytes(self) -> int:
@@ -118,7 +142,10 @@ class PagedCopy:
 
     def unit_views(self, unit: int) -> tuple[UnitView | None, ...]:
         """As `Pages.unit_views`, in this copy's words."""
-        return tuple(None if cut is None else (self._narrowed(cut[0]), cut[1]) for cut in self.pages.unit_views(unit))
+        return tuple(
+            None if cut is None else (self._narrowed(cut[0]), cut[1])
+            for cut in self.pages.unit_views(unit)
+        )
 
     def host_words(self) -> tuple[HostArray, ...]:
         """As `Pages.host_words`, in this copy's words."""
@@ -126,17 +153,24 @@ class PagedCopy:
 
     def host_units(self, unit: int) -> tuple[HostUnits | None, ...]:
         """As `Pages.host_units`, in this copy's words."""
-        return tuple(None if cut is None else (self._narrowed_array(cut[0]), cut[1]) for cut in self.pages.host_units(unit))
+        return tuple(
+            None if cut is None else (self._narrowed_array(cut[0]), cut[1])
+            for cut in self.pages.host_units(unit)
+        )
 
     def blob_words(self) -> torch.Tensor:
-        """The chunk as untyped words, sharing memory: `[len(pages.tensors), num_tokens, *row]`, `row` as in `page_words`."""
+        """The chunk as untyped words, sharing memory: `[len(pages.tensors), num_tokens, *row]`,
+        `row` as in `page_words`.
+        """
         row = list(self.pages.words[0].shape[2:])
         row[-1] *= self.pages.word_bytes // self.word_bytes
         flat = self.blob.detach().view(-1).view(WORD_DTYPES[self.word_bytes])
         return flat.view(len(self.pages.tensors), self.num_tokens, *row)
 
     def blob_units(self, begin: int, end: int, unit: int) -> torch.Tensor:
-        """Tokens `[begin, end)` of the chunk in the shape of `unit_views`: `[len(pages.tensors), num_units, …]`, sharing memory."""
+        """Tokens `[begin, end)` of the chunk in the shape of `unit_views`: `[len(pages.tensors),
+        num_units, …]`, sharing memory.
+        """
         words = self.blob_words()[:, begin:end]
         units = words.view(len(words), (end - begin) // unit, unit, *words.shape[2:])
         return units.flatten(2) if self.pages.are_rows_adjacent else units
@@ -148,21 +182,34 @@ class PagedCopy:
         return narrowed
 
     def _narrowed_array(self, array: HostArray) -> HostArray:
-        return array if self.word_bytes == self.pages.word_bytes else array.view(HOST_DTYPES[self.word_bytes])
+        return (
+            array
+            if self.word_bytes == self.pages.word_bytes
+            else array.view(HOST_DTYPES[self.word_bytes])
+        )
 
 
-def checked_copy(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor, writes_pages: bool, once: bool = False) -> PagedCopy:
+def checked_copy(
+    pages: Pages,
+    slot_mapping: torch.Tensor,
+    blob: torch.Tensor,
+    writes_pages: bool,
+    once: bool = False,
+) -> PagedCopy:
     """Check chunk and slots against the pages. Waits for the device when the slots are on one.
 
     Args:
         pages: The pages.
         slot_mapping: int64 `[num_tokens]`, on the pages' device or the CPU.
-        blob: `[num_sides, num_layers, num_tokens, hidden_size]`, contiguous, of the pages' dtype and device.
-        writes_pages: Also demand that no slot occurs twice and no two page tensors are the same memory.
+        blob: `[num_sides, num_layers, num_tokens, hidden_size]`, contiguous, of the pages' dtype
+            and device.
+        writes_pages: Also demand that no slot occurs twice and no two page tensors are the same
+            memory.
         once: Demand that no slot occurs twice although the pages are only read.
 
     Raises:
-        KernelInputError: They do not fit together, a slot does not exist or (with `writes_pages` or `once`) is not alone.
+        KernelInputError: They do not fit together, a slot does not exist or (with `writes_pages` or
+            `once`) is not alone.
     """
     return CheckedSlots.of(pages, slot_mapping, once or writes_pages).copy_with(blob, writes_pages)
 
@@ -174,6 +221,11 @@ def _check_slots(slots: torch.Tensor, num_slots: int, once: bool) -> None:
         facts.append((ordered[1:] == ordered[:-1]).sum())
     low, high, *repeats = torch.stack(facts).tolist()
     if low < 0 or high >= num_slots:
-        raise KernelInputError(f"slot_mapping holds {low if low < 0 else high}; the slots of these pages are 0 … {num_slots - 1}")
+        raise KernelInputError(
+            f"slot_mapping holds {low if low < 0 else high}; the slots of these pages are 0 …"
+            f" {num_slots - 1}"
+        )
     if any(repeats):
-        raise KernelInputError(f"slot_mapping names {repeats[0]} slots more than once: a slot has the KV of one token")
+        raise KernelInputError(
+            f"slot_mapping names {repeats[0]} slots more than once: a slot has the KV of one token"
+        )

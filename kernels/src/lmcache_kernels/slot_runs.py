@@ -1,4 +1,6 @@
-"""Which neighbouring tokens of a chunk are neighbours in the pages too, found once for all layers of a copy on the host."""
+"""Which neighbouring tokens of a chunk are neighbours in the pages too, found once for all
+layers of a copy on the host.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Run:
 
 @dataclass(frozen=True)
 class SlotRuns:
-    """A chunk as equal units of neighbouring tokens, between at most two runs that such units would not fit.
+    """A chunk as equal units of neighbouring tokens, between at most two runs that such units would
+    not fit.
 
     ```
     chunk:   | edge |  unit  |  unit  |  …  |  unit  | edge |
@@ -56,7 +59,9 @@ class SlotRuns:
         return self.begin + self.unit * len(self.blocks)
 
     def units_at(self, apart: int) -> Integers | slice:
-        """The number of each unit in pages whose blocks are so many units apart; a slice where they follow each other."""
+        """The number of each unit in pages whose blocks are so many units apart; a slice where
+        they follow each other.
+        """
         numbers = self.blocks * apart + self.places
         first, last = int(numbers[0]), int(numbers[-1])
         follow = last - first == len(numbers) - 1 and bool((numbers[1:] - numbers[:-1] == 1).all())
@@ -64,14 +69,16 @@ class SlotRuns:
 
     def token_slots(self) -> tuple[Integers, Integers]:
         """Block and place in the block of each token of the units."""
-        return np.repeat(self.blocks, self.unit), (self.places[:, None] * self.unit + np.arange(self.unit)).reshape(-1)
+        return np.repeat(self.blocks, self.unit), (
+            self.places[:, None] * self.unit + np.arange(self.unit)
+        ).reshape(-1)
 
 
 def find_runs(slots: Integers, block_size: int) -> SlotRuns:
     """Cut a chunk into runs.
 
-    Engines fill whole blocks, so that a unit is a block as a rule; at both ends of a chunk a block may be cut. Slots without any order make
-    units of one token.
+    Engines fill whole blocks, so that a unit is a block as a rule; at both ends of a chunk a block
+    may be cut. Slots without any order make units of one token.
 
     Args:
         slots: At least one, all valid.
@@ -88,9 +95,18 @@ def find_runs(slots: Integers, block_size: int) -> SlotRuns:
     fits = (firsts % unit == 0) & (lengths % unit == 0)
     low, high = int(not fits[0]), len(starts) - int(len(starts) > 1 and not fits[-1])
     edges = tuple(
-        Run(int(starts[i]), int(firsts[i]) // block_size, int(firsts[i]) % block_size, int(lengths[i])) for i in (0, -1) if not fits[i]
+        Run(
+            int(starts[i]),
+            int(firsts[i]) // block_size,
+            int(firsts[i]) % block_size,
+            int(lengths[i]),
+        )
+        for i in (0, -1)
+        if not fits[i]
     )
     begin = int(starts[low]) if low < len(starts) else len(slots)
     end = int(starts[high]) if high < len(starts) else len(slots)
     heads = slots[begin:end:unit]
-    return SlotRuns(edges[: len(starts)], begin, unit, heads // block_size, heads % block_size // unit)
+    return SlotRuns(
+        edges[: len(starts)], begin, unit, heads // block_size, heads % block_size // unit
+    )

@@ -23,8 +23,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="replay the plan of an earlier run")
     parser.add_argument("--seconds", type=float, default=600.0, help="how long there are faults")
-    parser.add_argument("--directory", type=Path, help="where logs stay; by default they are removed")
-    parser.add_argument("--report", action="store_true", help="rewrite the part of docs/benchmarks.md that tells of it")
+    parser.add_argument(
+        "--directory", type=Path, help="where logs stay; by default they are removed"
+    )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="rewrite the part of docs/benchmarks.md that tells of it",
+    )
     arguments = parser.parse_args()
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
     times = Times(WARM_UP_S, arguments.seconds, AFTER_S)
@@ -41,10 +47,19 @@ def main() -> int:
         outcome = Run(directory, plan, seed, times, say).go()
     for fault in outcome.wrong:
         print(f"WRONG: {fault}")
-    ratios = f"hit ratio before {outcome.hit_before:.2f}, during {outcome.hit_during:.2f}, after {outcome.hit_after:.2f}"
+    ratios = (
+        f"hit ratio before {outcome.hit_before:.2f}, during {outcome.hit_during:.2f}, after"
+        f" {outcome.hit_after:.2f}"
+    )
     print(f"{ratios}; healed within {outcome.healed_s:.1f} s")
-    print(f"{outcome.num_requests} requests, {outcome.num_calls} calls, the longest {outcome.longest_s:.2f} s; misses {outcome.misses}")
-    print(f"{outcome.num_flips} bits turned, {outcome.num_cut} connections cut; SEED={seed} replays it")
+    print(
+        f"{outcome.num_requests} requests, {outcome.num_calls} calls, the longest"
+        f" {outcome.longest_s:.2f} s; misses {outcome.misses}"
+    )
+    print(
+        f"{outcome.num_flips} bits turned, {outcome.num_cut} connections cut; SEED={seed}"
+        " replays it"
+    )
     if arguments.report and outcome.hits:
         write(DOCS, outcome)
     return 1 if outcome.wrong else 0

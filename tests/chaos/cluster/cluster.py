@@ -32,12 +32,15 @@ TIER_TIMEOUT_S = 0.8
 REST_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 60.0
 FULL_FILE_BYTES = CHUNK_BYTES // 2
-"""Largest file that a process may write while its disk is "full": logs and journals fit for a while, chunks do not."""
+"""Largest file that a process may write while its disk is "full": logs and journals fit for a
+while, chunks do not.
+"""
 NUM_STARTERS = 16
 
 
 class Cluster:
-    """Four sidecars, two cache_storage, two lookups, two brokers, Redis; every address is a link's, so that starts may take any port.
+    """Four sidecars, two cache_storage, two lookups, two brokers, Redis; every address is a link's,
+    so that starts may take any port.
 
     Threads may start, kill and stop different processes at once.
 
@@ -91,7 +94,9 @@ class Cluster:
             self.redis.start()
             return
         kind = name.split("-")[0]
-        process, ports = self.processes.start_service(f"{name}.{number}", f"lmcache_{kind}", self._settings(kind, name))
+        process, ports = self.processes.start_service(
+            f"{name}.{number}", f"lmcache_{kind}", self._settings(kind, name)
+        )
         self.running[name], self.ports[name] = process, ports
         link, port = (kind, "port") if kind in ("lookup", "broker") else (name, "lm_port")
         self.links.all[link].set_target(name, ports[port])
@@ -120,10 +125,16 @@ class Cluster:
             self.running[name].process.send_signal(signal.SIGCONT)
 
     def fill_disk(self, name: str, is_full: bool) -> None:
-        """Let a process write no file longer than `FULL_FILE_BYTES`: as where the volume is full, the system refuses its chunks."""
+        """Let a process write no file longer than `FULL_FILE_BYTES`: as where the volume is
+        full, the system refuses its chunks.
+        """
         self._check_alive(name)
         _, hard = resource.prlimit(self.running[name].process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(self.running[name].process.pid, resource.RLIMIT_FSIZE, (FULL_FILE_BYTES if is_full else hard, hard))
+        resource.prlimit(
+            self.running[name].process.pid,
+            resource.RLIMIT_FSIZE,
+            (FULL_FILE_BYTES if is_full else hard, hard),
+        )
 
     def flush_redis(self) -> None:
         """Forget everything, while all keep their connections."""
@@ -133,26 +144,44 @@ class Cluster:
     def _check_alive(self, name: str) -> None:
         process = self.running[name]
         if not process.is_alive:
-            raise DemoError(f"{name} has ended by itself with code {process.process.returncode}:\n{process.tail()}")
+            raise DemoError(
+                f"{name} has ended by itself with code"
+                f" {process.process.returncode}:\n{process.tail()}"
+            )
 
     def get(self, name: str, path: str) -> Any:
         """A service's own answer, past all links; None where it does not answer."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.ports[name]['port']}{path}", headers={"authorization": f"Bearer {self._token}"}
+            f"http://127.0.0.1:{self.ports[name]['port']}{path}",
+            headers={"authorization": f"Bearer {self._token}"},
         )
         try:
             with urllib.request.urlopen(request, timeout=REST_TIMEOUT_S) as response:
                 text = response.read().decode()
-                return json.loads(text) if response.headers.get_content_type() == "application/json" else text
+                return (
+                    json.loads(text)
+                    if response.headers.get_content_type() == "application/json"
+                    else text
+                )
         except (OSError, urllib.error.URLError):
             return None
 
     def unready(self) -> list[str]:
-        """Services that do not say that they are ready, and sidecars that lookup and broker do not know."""
+        """Services that do not say that they are ready, and sidecars that lookup and broker do
+        not know.
+        """
         ready = {name: self.get(name, "/readyz") for name in SERVICES}
         # Lookups answer without their index, but then they know nothing.
-        names = [name for name, it in ready.items() if it is None or (name.startswith("lookup") and it["status"] != "ok")]
-        return names + [name for name in SIDECARS if name not in names and not (self.get(name, "/v1/status") or {}).get("registered")]
+        names = [
+            name
+            for name, it in ready.items()
+            if it is None or (name.startswith("lookup") and it["status"] != "ok")
+        ]
+        return names + [
+            name
+            for name in SIDECARS
+            if name not in names and not (self.get(name, "/v1/status") or {}).get("registered")
+        ]
 
     def until_ready(self, timeout_s: float) -> float:
         """Wait until all are; how long that took.
@@ -163,7 +192,10 @@ class Cluster:
         begin_s = time.monotonic()
         while names := self.unready():
             if time.monotonic() > begin_s + timeout_s:
-                raise DemoError(f"not ready after {timeout_s:.0f} s: {', '.join(names)}\n{self.running[names[0]].tail()}")
+                raise DemoError(
+                    f"not ready after {timeout_s:.0f} s:"
+                    f" {', '.join(names)}\n{self.running[names[0]].tail()}"
+                )
             time.sleep(0.2)
         return time.monotonic() - begin_s
 
@@ -174,12 +206,19 @@ class Cluster:
     def _write_secrets(self) -> None:
         (self._directory / "service-token").write_text(self._token)
         digest = hashlib.sha256(self._token.encode()).hexdigest()
-        (self._directory / "tokens.yaml").write_text(f"tokens:\n  - {{name: pods, tenant: acme, role: admin, token_sha256: {digest}}}\n")
-        (self._directory / "ticket-keys").write_text(f"k1:{base64.b64encode(secrets.token_bytes(32)).decode()}\n")
+        (self._directory / "tokens.yaml").write_text(
+            f"tokens:\n  - {{name: pods, tenant: acme, role: admin, token_sha256: {digest}}}\n"
+        )
+        (self._directory / "ticket-keys").write_text(
+            f"k1:{base64.b64encode(secrets.token_bytes(32)).decode()}\n"
+        )
         (self._directory / "salt").write_text("the-salt-of-acme-0123456789")
 
     def _settings(self, kind: str, name: str) -> dict[str, object]:
-        directory, ports = self._directory, {name: link.port for name, link in self.links.all.items()}
+        directory, ports = (
+            self._directory,
+            {name: link.port for name, link in self.links.all.items()},
+        )
         common = {"port": 0, "instance_id": name, "auth_tokens_file": directory / "tokens.yaml"}
         keys = {"ticket_keys_file": directory / "ticket-keys"}
         redis = {"redis_url": f"redis://127.0.0.1:{ports['redis']}"}
@@ -202,8 +241,27 @@ class Cluster:
                 return common | redis | keys
             case "storage":
                 own = {"advertise_url": f"lm://127.0.0.1:{ports[name]}", "replicas_url": storages}
-                own |= {"memory_gb": STORAGE_CHUNKS * CHUNK_BYTES / GB, "disk_gb": STORAGE_DISK_CHUNKS * CHUNK_BYTES / GB}
+                own |= {
+                    "memory_gb": STORAGE_CHUNKS * CHUNK_BYTES / GB,
+                    "disk_gb": STORAGE_DISK_CHUNKS * CHUNK_BYTES / GB,
+                }
                 return common | caller | own
-        own = {"distributed_url": f"lm://127.0.0.1:{ports[name]}", "remote_url": storages, "salt_file": directory / "salt"}
-        own |= {"arena_gb": ARENA_CHUNKS * CHUNK_BYTES / GB, "disk_gb": SIDECAR_DISK_CHUNKS * CHUNK_BYTES / GB}
-        return common | caller | keys | own | {"socket_path": self.socket(name), "arena_path": directory / f"{name}-arena"}
+        own = {
+            "distributed_url": f"lm://127.0.0.1:{ports[name]}",
+            "remote_url": storages,
+            "salt_file": directory / "salt",
+        }
+        own |= {
+            "arena_gb": ARENA_CHUNKS * CHUNK_BYTES / GB,
+            "disk_gb": SIDECAR_DISK_CHUNKS * CHUNK_BYTES / GB,
+        }
+        return (
+            common
+            | caller
+            | keys
+            | own
+            | {
+                "socket_path": self.socket(name),
+                "arena_path": directory / f"{name}-arena",
+            }
+        )

@@ -66,7 +66,9 @@ class EngineProcess:
             self.heard_s = time.monotonic()
             self.windows.append(Window(line["at_s"], line.get("wanted", 0), line.get("hit", 0)))
             self.faults += [f"{line['at_s']:.2f} {self.name} {fault}" for fault in line["faults"]]
-            self.totals.update({name: line.get(name, 0) for name in ("requests", "calls", "wanted", "hit")})
+            self.totals.update(
+                {name: line.get(name, 0) for name in ("requests", "calls", "wanted", "hit")}
+            )
             self.misses, self.longest_s = line["misses"], max(self.longest_s, line["longest_s"])
             if "done" in line:
                 self.answers.append(line)
@@ -85,14 +87,20 @@ class EngineProcess:
         deadline = time.monotonic() + timeout_s
         while len(self.answers) == num_before:
             if time.monotonic() > deadline or not self.process.is_alive:
-                raise DemoError(f"{self.name} did not answer {do!r} within {timeout_s:.0f} s:\n{self.process.tail()}")
+                raise DemoError(
+                    f"{self.name} did not answer {do!r} within {timeout_s:.0f}"
+                    f" s:\n{self.process.tail()}"
+                )
             time.sleep(0.02)
         return self.answers[-1]
 
     def check(self) -> None:
         """Note whether it is silent, or has ended."""
         if not self.process.is_alive:
-            self.faults.append(f"{self.name} has ended with code {self.process.process.returncode}: {self.process.tail()}")
+            self.faults.append(
+                f"{self.name} has ended with code {self.process.process.returncode}:"
+                f" {self.process.tail()}"
+            )
         elif time.monotonic() > self.heard_s + SILENCE_S:
             self.faults.append(f"{self.name} has been silent for more than {SILENCE_S} s: it hangs")
 
@@ -111,7 +119,12 @@ class Engines:
         self._threads: list[threading.Thread] = []
         for i, socket in enumerate(sockets):
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            process = processes.start(f"engine-{i}", "tests.chaos.cluster.worker", [str(socket), str(seed * len(sockets) + i)], **pipes)
+            process = processes.start(
+                f"engine-{i}",
+                "tests.chaos.cluster.worker",
+                [str(socket), str(seed * len(sockets) + i)],
+                **pipes,
+            )
             self.all.append(EngineProcess(f"engine-{i}", process))
         for engine in self.all:
             self._threads.append(threading.Thread(target=engine.listen, name=engine.name))
@@ -134,7 +147,12 @@ class Engines:
 
     def hit_ratio(self, begin_s: float, end_s: float) -> float | None:
         """Share of shared tokens that were found in that time; None where none were wanted."""
-        windows = [window for engine in self.all for window in list(engine.windows) if begin_s <= window.at_s < end_s]
+        windows = [
+            window
+            for engine in self.all
+            for window in list(engine.windows)
+            if begin_s <= window.at_s < end_s
+        ]
         wanted = sum(window.wanted for window in windows)
         return sum(window.hit for window in windows) / wanted if wanted else None
 

@@ -16,7 +16,8 @@ CALL_TIMEOUT_S = 10.0
 
 
 class Link:
-    """One address before one or several replicas, of which a connection gets the next that takes it. All but `set_target` in its loop.
+    """One address before one or several replicas, of which a connection gets the next that takes
+    it. All but `set_target` in its loop.
 
     Args:
         seed: Of the bits that are turned.
@@ -91,7 +92,10 @@ class Link:
         try:
             await self._flows.wait()
             there_reader, there = await self._connect()
-            ways = [asyncio.create_task(self._pass(reader, there)), asyncio.create_task(self._pass(there_reader, writer))]
+            ways = [
+                asyncio.create_task(self._pass(reader, there)),
+                asyncio.create_task(self._pass(there_reader, writer)),
+            ]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -116,7 +120,9 @@ class Link:
         for i in range(len(ports)):
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    return await asyncio.open_connection("127.0.0.1", ports[(self._turn + i) % len(ports)])
+                    return await asyncio.open_connection(
+                        "127.0.0.1", ports[(self._turn + i) % len(ports)]
+                    )
         raise OSError("no replica takes a connection")
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -12,9 +12,13 @@ LOOKUPS = ("lookup-0", "lookup-1")
 BROKERS = ("broker-0", "broker-1")
 SERVICES = (*SIDECARS, *STORAGES, *LOOKUPS, *BROKERS)
 LINKS = (*SIDECARS, *STORAGES, "lookup", "broker", "redis")
-"""Sidecars and storages: lm://. Lookup and broker: REST of both replicas. A link may have the name of a process."""
+"""Sidecars and storages: lm://. Lookup and broker: REST of both replicas. A link may have the
+name of a process.
+"""
 CHECKED_LINKS = LINKS[:-1]
-"""Whose bytes may be changed: Redis' own protocol has no checksum, and TCP's is what it relies on."""
+"""Whose bytes may be changed: Redis' own protocol has no checksum, and TCP's is what it relies
+on.
+"""
 RESTART_S = 8.0
 """Room that the plan leaves for a start."""
 
@@ -78,7 +82,8 @@ class Fault:
 
 
 def make_plan(seed: int, seconds: float, pace_s: float) -> list[Fault]:
-    """Faults that overlap, but never two of one domain at one target. The same arguments give the same plan.
+    """Faults that overlap, but never two of one domain at one target. The same arguments give the
+    same plan.
 
     Args:
         seed: Whatever.
@@ -96,7 +101,13 @@ def make_plan(seed: int, seconds: float, pace_s: float) -> list[Fault]:
         name = dice.choices(list(KINDS), [kind.weight for kind in KINDS.values()])[0]
         kind = KINDS[name]
         target, lasts_s = dice.choice(kind.targets), dice.uniform(*kind.lasts_s)
-        amount = dice.uniform(*DELAYS_S) if name == "delay" else dice.uniform(*FLIPS) if name == "corrupt" else 0.0
+        amount = (
+            dice.uniform(*DELAYS_S)
+            if name == "delay"
+            else dice.uniform(*FLIPS)
+            if name == "corrupt"
+            else 0.0
+        )
         end_s = now_s + lasts_s
         if busy_until_s.get((kind.domain, target), 0.0) <= now_s and end_s <= seconds:
             plan.append(Fault(round(now_s, 2), name, target, round(lasts_s, 2), round(amount, 3)))

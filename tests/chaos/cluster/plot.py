@@ -36,23 +36,40 @@ def draw(hits: Sequence[tuple[float, float]], plan: Sequence[Fault], title: str)
     first_s, last_s = hits[0][0], hits[-1][0]
 
     def x(second: float) -> float:
-        return LEFT + (RIGHT - LEFT) * (min(max(second, first_s), last_s) - first_s) / (last_s - first_s)
+        return LEFT + (RIGHT - LEFT) * (min(max(second, first_s), last_s) - first_s) / (
+            last_s - first_s
+        )
 
     height = ROW_TOP + ROW_HEIGHT * len(KINDS) + 44
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
+            ' font-family="sans-serif" font-size="12">'
+        ),
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         _text(LEFT, 24, title, size=14),
     ]
     for ratio in (0.0, 0.25, 0.5, 0.75, 1.0):
-        parts.append(f'<line x1="{LEFT}" x2="{RIGHT}" y1="{_y(ratio):.1f}" y2="{_y(ratio):.1f}" stroke="#ddd"/>')
+        parts.append(
+            f'<line x1="{LEFT}" x2="{RIGHT}" y1="{_y(ratio):.1f}" y2="{_y(ratio):.1f}"'
+            ' stroke="#ddd"/>'
+        )
         parts.append(_text(LEFT - 8, _y(ratio) + 4, f"{ratio:g}", anchor="end"))
     step_s = next((step for step in STEPS_S if (last_s - first_s) / step <= MAX_STEPS), STEPS_S[-1])
     for number in range(int(first_s // step_s) + 1, int(last_s // step_s) + 1):
         at = x(number * step_s)
-        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - 44}" stroke="#eee"/>')
+        parts.append(
+            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - 44}" stroke="#eee"/>'
+        )
         parts.append(_text(at, height - 26, f"{number * step_s}", anchor="middle"))
-    parts.append(_text((LEFT + RIGHT) / 2, height - 8, "seconds from the first fault's beginning", anchor="middle"))
+    parts.append(
+        _text(
+            (LEFT + RIGHT) / 2,
+            height - 8,
+            "seconds from the first fault's beginning",
+            anchor="middle",
+        )
+    )
     points = " ".join(f"{x(second):.1f},{_y(ratio):.1f}" for second, ratio in hits)
     parts.append(f'<polyline fill="none" stroke="#222" stroke-width="1.5" points="{points}"/>')
     for row, (kind, colour) in enumerate(zip(KINDS, COLOURS, strict=True)):
@@ -63,7 +80,8 @@ def draw(hits: Sequence[tuple[float, float]], plan: Sequence[Fault], title: str)
                 at = x(fault.at_s)
                 width = max(x(fault.at_s + fault.lasts_s) - at, MIN_MARK)
                 parts.append(
-                    f'<rect x="{at:.1f}" y="{y}" width="{width:.1f}" height="{ROW_HEIGHT - 5}" fill="{colour}" fill-opacity="0.6"/>'
+                    f'<rect x="{at:.1f}" y="{y}" width="{width:.1f}" height="{ROW_HEIGHT - 5}"'
+                    f' fill="{colour}" fill-opacity="0.6"/>'
                 )
     return "\n".join([*parts, "</svg>", ""])
 
@@ -73,4 +91,7 @@ def _y(ratio: float) -> float:
 
 
 def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 12) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="#222">{escape(words)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"'
+        f' fill="#222">{escape(words)}</text>'
+    )

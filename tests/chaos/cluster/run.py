@@ -80,7 +80,14 @@ class Run:
         say: Takes a line of progress.
     """
 
-    def __init__(self, directory: Path, plan: Sequence[Fault], seed: int, times: Times, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        plan: Sequence[Fault],
+        seed: int,
+        times: Times,
+        say: Callable[[str], None],
+    ) -> None:
         self.outcome = Outcome(seed, times, plan)
         self._directory, self._say = directory, say
 
@@ -90,7 +97,13 @@ class Run:
         try:
             cluster.open()
             self._say("all services are ready")
-            with _closing(Engines(cluster.processes, [cluster.socket(name) for name in SIDECARS], self.outcome.seed)) as engines:
+            with _closing(
+                Engines(
+                    cluster.processes,
+                    [cluster.socket(name) for name in SIDECARS],
+                    self.outcome.seed,
+                )
+            ) as engines:
                 try:
                     self._go(cluster, engines)
                 finally:
@@ -108,7 +121,10 @@ class Run:
         outcome.before = usages(cluster)
         outcome.begin_s = begin_s = time.monotonic()
         outcome.hit_before = engines.hit_ratio(begin_s - times.warm_up_s / 3, begin_s) or 0.0
-        self._say(f"hit ratio after {times.warm_up_s:.0f} s of warm-up: {outcome.hit_before:.2f}; now the faults")
+        self._say(
+            f"hit ratio after {times.warm_up_s:.0f} s of warm-up: {outcome.hit_before:.2f}; now the"
+            " faults"
+        )
         self._hurt(cluster, engines)
         outcome.hit_during = engines.hit_ratio(begin_s, time.monotonic()) or 0.0
         outcome.healed_s = self._heal(cluster, engines)
@@ -118,7 +134,9 @@ class Run:
         _sleep(times.after_s, engines)
         outcome.hit_after = engines.hit_ratio(since_s + times.after_s / 2, time.monotonic()) or 0.0
         if outcome.hit_after < HIT_SHARE * outcome.hit_before:
-            outcome.wrong.append(f"hits are not back: {outcome.hit_after:.2f} after, {outcome.hit_before:.2f} before")
+            outcome.wrong.append(
+                f"hits are not back: {outcome.hit_after:.2f} after, {outcome.hit_before:.2f} before"
+            )
         engines.tell_all("pause")
         outcome.wrong += until_tidy(cluster)
         outcome.after = usages(cluster)
@@ -136,7 +154,9 @@ class Run:
             done.result(HEAL_TIMEOUT_S * 2)
 
     def _heal(self, cluster: Cluster, engines: Engines) -> float:
-        """Wait until all are ready, and what each engine stores the next one finds; how long that took."""
+        """Wait until all are ready, and what each engine stores the next one finds; how long
+        that took.
+        """
         begin_s = time.monotonic()
         cluster.until_ready(HEAL_TIMEOUT_S)
         engines.tell_all("pause")
@@ -150,7 +170,10 @@ class Run:
                 if found[-1]:
                     break
                 if time.monotonic() > begin_s + HEAL_TIMEOUT_S:
-                    raise DemoError(f"{HEAL_TIMEOUT_S:.0f} s after the last fault {reader.name} does not find what {writer.name} stores")
+                    raise DemoError(
+                        f"{HEAL_TIMEOUT_S:.0f} s after the last fault {reader.name} does not find"
+                        f" what {writer.name} stores"
+                    )
         return time.monotonic() - begin_s
 
     def _sum_up(self, cluster: Cluster, engines: Engines) -> None:
@@ -158,7 +181,10 @@ class Run:
         outcome.wrong += engines.faults
         windows = [window for engine in engines.all for window in engine.windows]
         if windows and outcome.begin_s:
-            first_s, last_s = min(window.at_s for window in windows), max(window.at_s for window in windows)
+            first_s, last_s = (
+                min(window.at_s for window in windows),
+                max(window.at_s for window in windows),
+            )
             step_s = max(1.0, (last_s - first_s) / 200)
             for i in range(int((last_s - first_s) / step_s)):
                 ratio = engines.hit_ratio(first_s + i * step_s, first_s + (i + 1) * step_s)

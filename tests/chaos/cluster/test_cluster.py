@@ -1,4 +1,6 @@
-"""The short form of the run, always the same plan; `make test-chaos` is the long one, with a new plan each time."""
+"""The short form of the run, always the same plan; `make test-chaos` is the long one, with a new
+plan each time.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ async def linked(*ports: int) -> AsyncIterator[Link]:
 
 
 @contextlib.asynccontextmanager
-async def connection(link: Link) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connection(
+    link: Link,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
     try:
         yield reader, writer

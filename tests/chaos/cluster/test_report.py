@@ -43,8 +43,15 @@ def test_a_line_needs_two_points() -> None:
 
 
 def test_what_went_wrong_is_told_by_sort(tmp_path: Path) -> None:
-    (tmp_path / "benchmarks.md").write_text("before\n<!-- chaos: begin -->\nold\n<!-- chaos: end -->\nafter\n")
-    wrong = ("1.00 engine-0 wrong: the KV", "2.00 engine-1 error: store raised OSError: x", "3.00 engine-2 late: store", "not ready\nmore")
+    (tmp_path / "benchmarks.md").write_text(
+        "before\n<!-- chaos: begin -->\nold\n<!-- chaos: end -->\nafter\n"
+    )
+    wrong = (
+        "1.00 engine-0 wrong: the KV",
+        "2.00 engine-1 error: store raised OSError: x",
+        "3.00 engine-2 late: store",
+        "not ready\nmore",
+    )
     report.write(tmp_path, outcome_of(*wrong))
     text = (tmp_path / "benchmarks.md").read_text()
     assert text.startswith("before\n")

@@ -32,7 +32,9 @@ def told(capsys: pytest.CaptureFixture[str], retrieve: Retrieve) -> dict[str, An
 def answer(num_tokens: int, spoil: Callable[[torch.Tensor], object] = lambda kv: None) -> Retrieve:
     """An engine that has this many tokens."""
 
-    def retrieve(tokens: torch.Tensor, kvcaches: list[torch.Tensor], slot_mapping: torch.Tensor) -> torch.Tensor:
+    def retrieve(
+        tokens: torch.Tensor, kvcaches: list[torch.Tensor], slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
         kv = kv_of(tokens)
         spoil(kv)
         for layer, values in zip(kvcaches, kv, strict=True):
@@ -48,7 +50,9 @@ def test_right_kv_is_no_fault(capsys: pytest.CaptureFixture[str], num_tokens: in
 
 
 def test_one_wrong_number_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
-    faults = told(capsys, answer(CHUNK_SIZE, lambda kv: kv[2, 1, CHUNK_SIZE - 1, 0, 3].mul_(2)))["faults"]
+    faults = told(capsys, answer(CHUNK_SIZE, lambda kv: kv[2, 1, CHUNK_SIZE - 1, 0, 3].mul_(2)))[
+        "faults"
+    ]
     assert [fault.split(":")[0] for fault in faults] == ["wrong"]
 
 
@@ -73,7 +77,9 @@ def test_an_error_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, retrieve)["faults"] == ["error: retrieve raised OSError: away"]
 
 
-def test_a_late_call_is_seen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_call_is_seen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "BOUND_S", 0.01)
 
     def retrieve(tokens: torch.Tensor, **_: object) -> torch.Tensor:

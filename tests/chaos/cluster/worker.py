@@ -1,6 +1,8 @@
-"""One engine process beside a sidecar: requests that share prefixes, each answer compared with what its tokens must give.
+"""One engine process beside a sidecar: requests that share prefixes, each answer compared with what
+its tokens must give.
 
-It reads commands from standard input and writes what happened to standard output, both as JSON lines.
+It reads commands from standard input and writes what happened to standard output, both as JSON
+lines.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ TIMEOUT_S = 1.0
 PREFILL_TOKENS_PER_S = 150.0
 """Slow enough that whatever comes within `TIMEOUT_S` is worth its wait."""
 BOUND_S = 4.0
-"""Its turn, 0.5, an answer, `TIMEOUT_S` + 0.5, and then some for a busy machine. A call that waited twice would be longer still."""
+"""Its turn, 0.5, an answer, `TIMEOUT_S` + 0.5, and then some for a busy machine. A call that
+waited twice would be longer still.
+"""
 REPORT_S = 0.5
 PAUSE_S = 0.08
 
@@ -44,16 +48,28 @@ def prompt_of(family: int, branch: int, tail: int, num_tail_tokens: int) -> torc
         (1000 + 100 * family + branch, BRANCH_CHUNKS * CHUNK_SIZE),
         (100_000 + tail, num_tail_tokens),
     )
-    return torch.cat([torch.randint(0, 50_000, (num,), generator=torch.Generator().manual_seed(seed)) for seed, num in pieces])
+    return torch.cat(
+        [
+            torch.randint(0, 50_000, (num,), generator=torch.Generator().manual_seed(seed))
+            for seed, num in pieces
+        ]
+    )
 
 
 def kv_of(tokens: torch.Tensor) -> torch.Tensor:
-    """`[layers, 2, n, heads, head_size]` float32: for each token a number that no other prefix has, and for each place in it another."""
+    """`[layers, 2, n, heads, head_size]` float32: for each token a number that no other prefix
+    has, and for each place in it another.
+    """
     state, values = 0, []
     for token in tokens.tolist():
         state = (state * 1_000_003 + token + 1) % 16_777_213  # exact in float32
         values.append(state)
-    places = torch.arange(NUM_LAYERS * 2 * HIDDEN, dtype=torch.float32).view(NUM_LAYERS, 2, 1, NUM_HEADS, HEAD_SIZE) + 1
+    places = (
+        torch.arange(NUM_LAYERS * 2 * HIDDEN, dtype=torch.float32).view(
+            NUM_LAYERS, 2, 1, NUM_HEADS, HEAD_SIZE
+        )
+        + 1
+    )
     return torch.tensor(values, dtype=torch.float32).view(1, 1, -1, 1, 1) * places
 
 
@@ -62,7 +78,9 @@ class Pages:
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice
-        self.layers = [torch.zeros(2, NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE) for _ in range(NUM_LAYERS)]
+        self.layers = [
+            torch.zeros(2, NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE) for _ in range(NUM_LAYERS)
+        ]
 
     def slots(self, num_tokens: int) -> torch.Tensor:
         """int64 `[num_tokens]`."""
@@ -108,7 +126,12 @@ class Worker:
         self._num_tails += 1
         family = min(int(self._dice.expovariate(0.25)), NUM_FAMILIES - 1)
         tail = self._seed * 1_000_000 + self._num_tails
-        tokens = prompt_of(family, self._dice.randrange(NUM_BRANCHES), tail, self._dice.randint(0, MAX_TAIL_CHUNKS * CHUNK_SIZE))
+        tokens = prompt_of(
+            family,
+            self._dice.randrange(NUM_BRANCHES),
+            tail,
+            self._dice.randint(0, MAX_TAIL_CHUNKS * CHUNK_SIZE),
+        )
         if self._dice.random() < 0.2:
             self._timed("lookup", lambda: self._engine.lookup(tokens))
         num = self.retrieve(tokens)
@@ -122,23 +145,45 @@ class Worker:
         """Load and check; how many tokens there were."""
         slots = self._pages.slots(len(tokens))
         self._pages.poison()
-        mask = self._timed("retrieve", lambda: self._engine.retrieve(tokens, kvcaches=self._pages.layers, slot_mapping=slots))
+        mask = self._timed(
+            "retrieve",
+            lambda: self._engine.retrieve(tokens, kvcaches=self._pages.layers, slot_mapping=slots),
+        )
         num = 0 if mask is None else int(mask.sum())
-        if num and not (bool(mask[:num].all()) and torch.equal(self._pages.read(slots[:num]), kv_of(tokens[:num]))):
-            self._faults.append(f"wrong: the KV of {num} of {len(tokens)} tokens is not what they give")
+        if num and not (
+            bool(mask[:num].all())
+            and torch.equal(self._pages.read(slots[:num]), kv_of(tokens[:num]))
+        ):
+            self._faults.append(
+                f"wrong: the KV of {num} of {len(tokens)} tokens is not what they give"
+            )
         return num
 
     def store(self, tokens: torch.Tensor) -> None:
         """Compute and store."""
         slots = self._pages.slots(len(tokens))
         self._pages.write(slots, kv_of(tokens))
-        self._timed("store", lambda: self._engine.store(tokens, kvcaches=self._pages.layers, slot_mapping=slots))
+        self._timed(
+            "store",
+            lambda: self._engine.store(tokens, kvcaches=self._pages.layers, slot_mapping=slots),
+        )
 
     def report(self, **more: object) -> None:
         """Tell what has happened since the last time."""
-        misses = {reason: num for (name, reason), num in self._engine.counters.snapshot().items() if name == MISSED_CHUNKS_TOTAL and num}
+        misses = {
+            reason: num
+            for (name, reason), num in self._engine.counters.snapshot().items()
+            if name == MISSED_CHUNKS_TOTAL and num
+        }
         at_s = self._reported_s = time.monotonic()
-        line = {"at_s": at_s, **self._totals, "longest_s": self._longest_s, "faults": self._faults, "misses": misses, **more}
+        line = {
+            "at_s": at_s,
+            **self._totals,
+            "longest_s": self._longest_s,
+            "faults": self._faults,
+            "misses": misses,
+            **more,
+        }
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
         self._totals.clear()
@@ -161,7 +206,9 @@ class Worker:
             self._longest_s = max(self._longest_s, lasted_s)
             self._totals["calls"] += 1
             if lasted_s > BOUND_S:
-                self._faults.append(f"late: {name} lasted {lasted_s:.2f} s, the bound is {BOUND_S} s")
+                self._faults.append(
+                    f"late: {name} lasted {lasted_s:.2f} s, the bound is {BOUND_S} s"
+                )
 
 
 def open_engine(socket_path: str) -> LMCacheEngine:
@@ -175,13 +222,21 @@ def open_engine(socket_path: str) -> LMCacheEngine:
     )
     shape = (NUM_LAYERS, 2, CHUNK_SIZE, NUM_HEADS, HEAD_SIZE)
     metadata = LMCacheEngineMetadata("org/model", 1, 0, "vllm", torch.float32, shape)
-    engine = LMCacheEngine(config, metadata, None, ChunkedTokenDatabase(config, metadata), VLLMPagedMemGPUConnectorV2(HIDDEN, NUM_LAYERS))
+    engine = LMCacheEngine(
+        config,
+        metadata,
+        None,
+        ChunkedTokenDatabase(config, metadata),
+        VLLMPagedMemGPUConnectorV2(HIDDEN, NUM_LAYERS),
+    )
     engine.open()
     return engine
 
 
 def serve(worker: Worker, commands: queue.Queue[dict[str, Any]]) -> None:
-    """Do as told until told to end: `work`, `pause`, `store` and `retrieve` of one prompt, `end`."""
+    """Do as told until told to end: `work`, `pause`, `store` and `retrieve` of one prompt,
+    `end`.
+    """
     is_working = False
     while True:
         try:
@@ -203,7 +258,10 @@ def serve(worker: Worker, commands: queue.Queue[dict[str, Any]]) -> None:
                 worker.store(prompt_of(command["family"], 0, 0, 0))
                 worker.report(done="store")
             case "retrieve":
-                worker.report(done="retrieve", num_tokens=worker.retrieve(prompt_of(command["family"], 0, 0, 0)))
+                worker.report(
+                    done="retrieve",
+                    num_tokens=worker.retrieve(prompt_of(command["family"], 0, 0, 0)),
+                )
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Writes the golden vectors next to itself, once. They are never regenerated to make a test pass: another result is another version.
+"""Writes the golden vectors next to itself, once. They are never regenerated to make a test pass:
+another result is another version.
 
 `python -m tests.contract.golden.make_vectors [--force]`
 """
@@ -33,12 +34,39 @@ LLAMA = {
     "layout": "",
 }
 CHAINS: list[dict[str, Any]] = [
-    {"name": "one whole chunk", "metadata": LLAMA, "salt": "", "chunk_size": 4, "tokens": [1, 2, 3, 4], "spans": []},
-    {"name": "chunks and a partial one", "metadata": LLAMA, "salt": "", "chunk_size": 4, "tokens": list(range(10)), "spans": []},
-    {"name": "the largest token ids", "metadata": LLAMA, "salt": "", "chunk_size": 2, "tokens": [0, 4294967295, 128255], "spans": []},
+    {
+        "name": "one whole chunk",
+        "metadata": LLAMA,
+        "salt": "",
+        "chunk_size": 4,
+        "tokens": [1, 2, 3, 4],
+        "spans": [],
+    },
+    {
+        "name": "chunks and a partial one",
+        "metadata": LLAMA,
+        "salt": "",
+        "chunk_size": 4,
+        "tokens": list(range(10)),
+        "spans": [],
+    },
+    {
+        "name": "the largest token ids",
+        "metadata": LLAMA,
+        "salt": "",
+        "chunk_size": 2,
+        "tokens": [0, 4294967295, 128255],
+        "spans": [],
+    },
     {
         "name": "adapter, revision, layout and salt",
-        "metadata": {**LLAMA, "adapter": "billing-lora@v3", "revision": "main", "layout": "HND", "worker_id": 0},
+        "metadata": {
+            **LLAMA,
+            "adapter": "billing-lora@v3",
+            "revision": "main",
+            "layout": "HND",
+            "worker_id": 0,
+        },
         "salt": "tenant pepper ☃",
         "chunk_size": 4,
         "tokens": [7, 7, 7, 7, 7],
@@ -46,7 +74,12 @@ CHAINS: list[dict[str, Any]] = [
     },
     {
         "name": "latent attention, one side",
-        "metadata": {**LLAMA, "model_name": "deepseek-ai/DeepSeek-V3", "kv_dtype": "float8_e4m3fn", "kv_shape": [61, 1, 256, 1, 576]},
+        "metadata": {
+            **LLAMA,
+            "model_name": "deepseek-ai/DeepSeek-V3",
+            "kv_dtype": "float8_e4m3fn",
+            "kv_shape": [61, 1, 256, 1, 576],
+        },
         "salt": "",
         "chunk_size": 4,
         "tokens": [5, 6, 7, 8],
@@ -79,8 +112,16 @@ RECORDS: list[dict[str, Any]] = [
             ["state", "float32", [3, 5], 160, 60],
         ],
     },
-    {"name": "latent attention: one tensor", "key": [*TINY, "mla"], "tensors": [["mla", "float8_e4m3fn", [1, 4, 36], 0, 144]]},
-    {"name": "opaque block", "key": [*TINY, "opaque"], "tensors": [["opaque", "uint8", [77], 0, 77]]},
+    {
+        "name": "latent attention: one tensor",
+        "key": [*TINY, "mla"],
+        "tensors": [["mla", "float8_e4m3fn", [1, 4, 36], 0, 144]],
+    },
+    {
+        "name": "opaque block",
+        "key": [*TINY, "opaque"],
+        "tensors": [["opaque", "uint8", [77], 0, 77]],
+    },
     {
         "name": "compressed, with an extension to ignore",
         "key": [*TINY, ""],
@@ -91,7 +132,11 @@ RECORDS: list[dict[str, Any]] = [
         "extensions": [[4096, False, "00ff10"], [7, False, ""]],
     },
     {"name": "empty payload", "key": [*TINY, ""], "tensors": []},
-    {"name": "head of two units", "key": ["vllm", "m" * 900, 1, 0, "c4" * 32, ""], "tensors": [["", "uint8", [1], 0, 1]]},
+    {
+        "name": "head of two units",
+        "key": ["vllm", "m" * 900, 1, 0, "c4" * 32, ""],
+        "tensors": [["", "uint8", [1], 0, 1]],
+    },
 ]
 FRAMES: list[dict[str, Any]] = [
     {"id": 1, "message": ["Hello", 1, 1, [], None, "pod-7"]},
@@ -112,7 +157,10 @@ FRAMES: list[dict[str, Any]] = [
     {"id": 6, "message": ["Pong"]},
     {"id": 0, "message": ["ErrorMessage", "protocol", "not a frame"]},
     {"id": 7, "message": ["Handover", "acme", 86400123, True], "blob": "00ff10"},
-    {"id": 8, "message": ["Context", "r-1", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"]},
+    {
+        "id": 8,
+        "message": ["Context", "r-1", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"],
+    },
     {"id": 9, "message": ["Held", "acme", [{"hex": "6b31"}]]},
 ]
 
@@ -126,15 +174,31 @@ def identity() -> dict[str, Any]:
     """Roots, chain hashes and keys."""
     chains = []
     for case in CHAINS:
-        metadata = LMCacheEngineMetadata(**{**case["metadata"], "kv_shape": tuple(case["metadata"]["kv_shape"])})
+        metadata = LMCacheEngineMetadata(
+            **{**case["metadata"], "kv_shape": tuple(case["metadata"]["kv_shape"])}
+        )
         root = identity_root(metadata, case["salt"])
-        spans = [MultimodalSpan(bytes.fromhex(content), offset, length) for content, offset, length in case["spans"]]
+        spans = [
+            MultimodalSpan(bytes.fromhex(content), offset, length)
+            for content, offset, length in case["spans"]
+        ]
         chunks = chain_hashes(root, tokens_as_uint32(case["tokens"]), case["chunk_size"], spans)
-        chains.append(case | {"root": root.hex(), "chunks": [[start, end, digest.hex()] for start, end, digest in chunks]})
+        chains.append(
+            case
+            | {
+                "root": root.hex(),
+                "chunks": [[start, end, digest.hex()] for start, end, digest in chunks],
+            }
+        )
     keys = []
     for fields in KEYS:
         key = CacheEngineKey(*fields)
-        names = {"canonical": key.canonical().hex(), "url": key.to_url(), "text": key.to_string(), "chunk_id": key.chunk_id().hex()}
+        names = {
+            "canonical": key.canonical().hex(),
+            "url": key.to_url(),
+            "text": key.to_string(),
+            "chunk_id": key.chunk_id().hex(),
+        }
         keys.append({"fields": fields, **names})
     return {"chains": chains, "keys": keys}
 
@@ -143,15 +207,31 @@ def records() -> dict[str, Any]:
     """Heads and payloads."""
     made = []
     for case in RECORDS:
-        tensors = tuple(TensorSpec(group, dtype, tuple(shape), offset, length) for group, dtype, shape, offset, length in case["tensors"])
+        tensors = tuple(
+            TensorSpec(group, dtype, tuple(shape), offset, length)
+            for group, dtype, shape, offset, length in case["tensors"]
+        )
         payload = payload_of(tensors[-1].offset + tensors[-1].length if tensors else 0)
-        extensions = tuple(Extension(number, must, bytes.fromhex(data)) for number, must, data in case.get("extensions", []))
-        options = {"serde": case.get("serde", "naive"), "profile": case.get("profile", ""), "lossy": case.get("lossy", False)}
+        extensions = tuple(
+            Extension(number, must, bytes.fromhex(data))
+            for number, must, data in case.get("extensions", [])
+        )
+        options = {
+            "serde": case.get("serde", "naive"),
+            "profile": case.get("profile", ""),
+            "lossy": case.get("lossy", False),
+        }
         header = RecordHeader(
-            CacheEngineKey(*case["key"]).canonical(), **options, tensors=tensors, digest=payload_digest(payload), extensions=extensions
+            CacheEngineKey(*case["key"]).canonical(),
+            **options,
+            tensors=tensors,
+            digest=payload_digest(payload),
+            extensions=extensions,
         )
         full = case | options | {"extensions": case.get("extensions", [])}
-        made.append(full | {"payload": payload.hex(), "head": encode_head(header, len(payload)).hex()})
+        made.append(
+            full | {"payload": payload.hex(), "head": encode_head(header, len(payload)).hex()}
+        )
     return {"records": made}
 
 
@@ -161,8 +241,15 @@ def frames() -> dict[str, Any]:
     for case in FRAMES:
         name, *fields = case["message"]
         blob = bytes.fromhex(case.get("blob", ""))
-        frame = build_frame(case["id"], getattr(messages, name)(*(_plain(field) for field in fields)), len(blob)) + blob
-        made.append({"id": case["id"], "message": case["message"], "blob": blob.hex(), "frame": frame.hex()})
+        frame = (
+            build_frame(
+                case["id"], getattr(messages, name)(*(_plain(field) for field in fields)), len(blob)
+            )
+            + blob
+        )
+        made.append(
+            {"id": case["id"], "message": case["message"], "blob": blob.hex(), "frame": frame.hex()}
+        )
     return {"frames": made}
 
 
@@ -180,7 +267,11 @@ VECTORS = {"identity.json": identity, "records.json": records, "frames.json": fr
 def main(arguments: list[str]) -> int:
     """Write the files; with one that exists and no `--force`, write none."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--force", action="store_true", help="overwrite: a new version of the format, and a decision of people")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="overwrite: a new version of the format, and a decision of people",
+    )
     parser.add_argument("--directory", type=Path, default=DIRECTORY)
     options = parser.parse_args(arguments)
     existing = [name for name in VECTORS if (options.directory / name).exists()]
@@ -188,7 +279,9 @@ def main(arguments: list[str]) -> int:
         print(f"{', '.join(existing)} exist: golden vectors are not regenerated", file=sys.stderr)
         return 1
     for name, make in VECTORS.items():
-        (options.directory / name).write_text(json.dumps(make(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (options.directory / name).write_text(
+            json.dumps(make(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""The running storage answers what LMCache clients were seen to send as their own server did, byte for byte."""
+"""The running storage answers what LMCache clients were seen to send as their own server did,
+byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,22 @@ def test_the_headers_have_their_lengths(dialect: str) -> None:
     assert DIALECTS[dialect].reply.size == REPLY_BYTES[dialect]
 
 
-KEYS = {"v0.2": f"vllm@acme/tiny@1@0@{'ab' * 32}", "v0.3+": "acme/tiny@1@0@1234567890abcdef@bfloat16"}
+KEYS = {
+    "v0.2": f"vllm@acme/tiny@1@0@{'ab' * 32}",
+    "v0.3+": "acme/tiny@1@0@1234567890abcdef@bfloat16",
+}
 
 
 @pytest.mark.parametrize("dialect", EXCHANGES)
 def test_a_put_reads_as_what_its_client_put(dialect: str) -> None:
     put = bytes.fromhex(EXCHANGES[dialect][2][0])[: REQUEST_BYTES[dialect]]
     request = DIALECTS[dialect].parse(put, len(VALUE))
-    assert (request.command, request.key, request.num_bytes, request.about) == (Command.PUT, KEYS[dialect], 64, (1, 3, 2, 2, 4, 2))
+    assert (request.command, request.key, request.num_bytes, request.about) == (
+        Command.PUT,
+        KEYS[dialect],
+        64,
+        (1, 3, 2, 2, 4, 2),
+    )
 
 
 @pytest.mark.parametrize("dialect", EXCHANGES)
@@ -60,7 +70,9 @@ def test_the_other_tests_speak_as_real_clients(dialect: str) -> None:
 
 @pytest.mark.parametrize(("spoken", "dialect"), [("v0.2", "v0.3+"), ("v0.3+", "v0.2")])
 @pytest.mark.parametrize("first", range(5))
-async def test_a_client_of_another_dialect_is_cut_off_before_it_can_be_misunderstood(spoken: str, dialect: str, first: int) -> None:
+async def test_a_client_of_another_dialect_is_cut_off_before_it_can_be_misunderstood(
+    spoken: str, dialect: str, first: int
+) -> None:
     async with listening(dialect, transfer_timeout_s=0.1) as listener:
         for request, _ in EXCHANGES[spoken][first:] + EXCHANGES[spoken][:first]:
             async with connected(listener.server.port) as raw:

@@ -1,4 +1,6 @@
-"""Every index keeps the rules of `docs/protocols.md`, lookup: the embedded one, and Redis as one server, behind sentinels, as a cluster."""
+"""Every index keeps the rules of `docs/protocols.md`, lookup: the embedded one, and Redis as one
+server, behind sentinels, as a cluster.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def raw_clients(request: pytest.FixtureRequest) -> list[redis.Redis]:
     """Clients of the servers below the index that the test has; none for the embedded one."""
     kind = request.node.callspec.params["index"]
     if kind == "cluster":
-        return [server.client() for server in request.getfixturevalue("cluster").servers[:NUM_MASTERS]]
+        return [
+            server.client() for server in request.getfixturevalue("cluster").servers[:NUM_MASTERS]
+        ]
     if kind == "sentinel":
         return [request.getfixturevalue("sentinels").master.client()]
     return [request.getfixturevalue("server").client()] if kind == "redis" else []
@@ -76,16 +80,34 @@ def chunk(number: int) -> bytes:
     return ((number % 7) << 122 | number).to_bytes(16, "big")
 
 
-def event(number: int, op: Literal["store", "remove"] = "store", tier: str = "hot", tenant: str = "acme", size: int = 5) -> IndexEvent:
+def event(
+    number: int,
+    op: Literal["store", "remove"] = "store",
+    tier: str = "hot",
+    tenant: str = "acme",
+    size: int = 5,
+) -> IndexEvent:
     return IndexEvent(op, tenant, chunk(number), tier, size if op == "store" else 0)
 
 
-async def join(index: LookupIndex, instance: str, incarnation: int = 1, *, owner: str = "acme", ttl_ms: int = LONG_MS) -> LeaseState:
+async def join(
+    index: LookupIndex,
+    instance: str,
+    incarnation: int = 1,
+    *,
+    owner: str = "acme",
+    ttl_ms: int = LONG_MS,
+) -> LeaseState:
     return await index.renew(owner, LeaseClaim(instance, incarnation, "sidecar", ttl_ms))
 
 
 async def tell(
-    index: LookupIndex, instance: str, *events: IndexEvent, first: int = 0, incarnation: int = 1, owner: str = "acme"
+    index: LookupIndex,
+    instance: str,
+    *events: IndexEvent,
+    first: int = 0,
+    incarnation: int = 1,
+    owner: str = "acme",
 ) -> LeaseState:
     return await index.apply(owner, EventBatch(instance, incarnation, first, events))
 
@@ -144,7 +166,9 @@ async def test_tenants_do_not_see_one_another(index: LookupIndex) -> None:
 async def test_tenants_are_listed(index: LookupIndex) -> None:
     await join(index, "a")
     assert await index.tenants() == []
-    await tell(index, "a", event(1, tenant="rival"), event(2, tenant="acme"), event(3, tenant="rival"))
+    await tell(
+        index, "a", event(1, tenant="rival"), event(2, tenant="acme"), event(3, tenant="rival")
+    )
     assert await index.tenants() == ["acme", "rival"]
 
 
@@ -196,7 +220,9 @@ async def test_a_renewal_tells_the_number_that_is_waited_for(index: LookupIndex)
     assert await join(index, "a") == LeaseState(2, False)
 
 
-async def test_a_higher_incarnation_kills_the_entries_of_the_lower_at_once(index: LookupIndex) -> None:
+async def test_a_higher_incarnation_kills_the_entries_of_the_lower_at_once(
+    index: LookupIndex,
+) -> None:
     await join(index, "a", 1)
     await tell(index, "a", event(1), event(2))
     assert await held(index, 1) == [["a/hot"]]
@@ -212,7 +238,10 @@ async def test_incarnations_differ_in_their_last_digit(index: LookupIndex) -> No
     await join(index, "a", 1_800_000_000_000_000_000)
     await tell(index, "a", event(1), incarnation=1_800_000_000_000_000_000)
     assert await join(index, "a", 1_799_999_999_999_999_999) == HOLDS_BACK
-    assert await tell(index, "a", event(2), first=1, incarnation=1_800_000_000_000_000_001) == HOLDS_BACK
+    assert (
+        await tell(index, "a", event(2), first=1, incarnation=1_800_000_000_000_000_001)
+        == HOLDS_BACK
+    )
     assert await join(index, "a", 1_800_000_000_000_000_001) == TAKEN
     assert await held(index, 1) == [[]]
 
@@ -288,7 +317,10 @@ async def test_live_leases_are_listed_by_owner(index: LookupIndex) -> None:
     await tell(index, "a", event(1))
     await asyncio.sleep(0.02)
     found = await index.instances("acme")
-    assert [(status.instance, status.incarnation, status.next_sequence) for status in found] == [("a", 1, 1), ("b", 3, 0)]
+    assert [(status.instance, status.incarnation, status.next_sequence) for status in found] == [
+        ("a", 1, 1),
+        ("b", 3, 0),
+    ]
     assert 0 < found[0].expires_in_ms <= LONG_MS
 
 
@@ -318,10 +350,15 @@ async def test_a_tenant_does_not_take_the_places_of_others(index: LookupIndex) -
 async def test_a_tenant_with_too_many_chunks_forgets_its_own(index: LookupIndex) -> None:
     await join(index, "a")
     await join(index, "b", owner="rival")
-    rivals = [hashlib.sha256(b"%d" % number).digest()[:16] for number in range(2 * MAX_CHUNKS_PER_TENANT)]
+    rivals = [
+        hashlib.sha256(b"%d" % number).digest()[:16] for number in range(2 * MAX_CHUNKS_PER_TENANT)
+    ]
     await tell(index, "a", *(event(number) for number in range(40)))
     for first in range(0, len(rivals), 320):
-        batch = [IndexEvent("store", "rival", chunk_id, "hot", 5) for chunk_id in rivals[first : first + 320]]
+        batch = [
+            IndexEvent("store", "rival", chunk_id, "hot", 5)
+            for chunk_id in rivals[first : first + 320]
+        ]
         await tell(index, "b", *batch, first=first, owner="rival")
     assert all(await held(index, *range(40)))
     num_kept = sum(map(bool, await index.holders("rival", rivals)))
@@ -330,7 +367,9 @@ async def test_a_tenant_with_too_many_chunks_forgets_its_own(index: LookupIndex)
     assert (await index.holders("rival", rivals[-1:]))[0], "what comes last is kept"
 
 
-async def test_what_is_held_is_known_as_long_as_its_lease_lives(request: pytest.FixtureRequest, index: LookupIndex) -> None:
+async def test_what_is_held_is_known_as_long_as_its_lease_lives(
+    request: pytest.FixtureRequest, index: LookupIndex
+) -> None:
     """However long nothing is stored or removed."""
     await join(index, "a")
     await tell(index, "a", *(event(number) for number in range(64)))
@@ -348,7 +387,11 @@ async def test_what_is_held_is_known_as_long_as_its_lease_lives(request: pytest.
 
 async def test_holders_of_a_chunk_are_bounded(index: LookupIndex) -> None:
     await join(index, "a")
-    await tell(index, "a", *(event(1, tier=f"t{number}") for number in range(MAX_STORED_HOLDERS_PER_CHUNK + 1)))
+    await tell(
+        index,
+        "a",
+        *(event(1, tier=f"t{number}") for number in range(MAX_STORED_HOLDERS_PER_CHUNK + 1)),
+    )
     [tiers] = await held(index, 1)
     assert len(tiers) == MAX_STORED_HOLDERS_PER_CHUNK
     assert "a/t0" not in tiers

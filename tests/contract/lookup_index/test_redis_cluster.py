@@ -1,4 +1,6 @@
-"""What only a cluster has to get right: batches that reach over several servers, and servers that lose what was acknowledged."""
+"""What only a cluster has to get right: batches that reach over several servers, and servers
+that lose what was acknowledged.
+"""
 
 from __future__ import annotations
 
@@ -86,13 +88,21 @@ async def num_held(index: RedisIndex) -> int:
     return sum(bool(holders) for holders in await index.holders("acme", CHUNKS))
 
 
-async def claim(shards: ClusterShards, name: str, num_events: int = 1, hold_ms: int = 60_000, grace_ms: int = 1000) -> list[int]:
+async def claim(
+    shards: ClusterShards,
+    name: str,
+    num_events: int = 1,
+    hold_ms: int = 60_000,
+    grace_ms: int = 1000,
+) -> list[int]:
     argv = ["acme/a", incarnation_text(1), 0, num_events, name, hold_ms, grace_ms, "acme"]
     answer: list[int] = await shards.run(scripts.CLAIM, [LEASES_KEY, TENANTS_KEY], argv)
     return answer
 
 
-async def take(shards: ClusterShards, chunk_id: bytes, number: int, ends_ms: int, incarnation: int = 1) -> None:
+async def take(
+    shards: ClusterShards, chunk_id: bytes, number: int, ends_ms: int, incarnation: int = 1
+) -> None:
     argv = [ends_ms, pack_number(number), 64, 1000, chunk_id, pack_life(incarnation, 5, "hot"), 1]
     await shards.run(scripts.TAKE, [bucket_key("acme", bucket_of(chunk_id))], argv)
 
@@ -110,7 +120,9 @@ def test_buckets_are_spread_evenly_over_any_number_of_masters() -> None:
     assert [slot // 256 for slot in slots] == list(range(64))
 
 
-async def test_a_batch_with_a_server_missing_is_not_taken_and_can_be_repeated(cluster: RedisClusterServers, index: RedisIndex) -> None:
+async def test_a_batch_with_a_server_missing_is_not_taken_and_can_be_repeated(
+    cluster: RedisClusterServers, index: RedisIndex
+) -> None:
     hurried = RedisIndex(cluster.url, HURRIED)
     await join(index)
     silent = cluster.servers[other_server(cluster)]
@@ -124,12 +136,16 @@ async def test_a_batch_with_a_server_missing_is_not_taken_and_can_be_repeated(cl
     finally:
         silent.resume()
     assert 0 < await num_held(index) < NUM_BUCKETS
-    assert await at_last(lambda: index.apply("acme", EventBatch("a", 1, 0, stores()))) == LeaseState(NUM_BUCKETS, False)
+    assert await at_last(
+        lambda: index.apply("acme", EventBatch("a", 1, 0, stores()))
+    ) == LeaseState(NUM_BUCKETS, False)
     assert await num_held(index) == NUM_BUCKETS
     await hurried.close()
 
 
-async def test_a_batch_that_a_server_refuses_can_be_repeated_at_once(cluster: RedisClusterServers, index: RedisIndex) -> None:
+async def test_a_batch_that_a_server_refuses_can_be_repeated_at_once(
+    cluster: RedisClusterServers, index: RedisIndex
+) -> None:
     await join(index)
     with cluster.servers[other_server(cluster)].client() as raw:
         raw.config_set("maxmemory", "1")
@@ -139,10 +155,14 @@ async def test_a_batch_that_a_server_refuses_can_be_repeated_at_once(cluster: Re
             assert await join(index) == LeaseState(0, False)
         finally:
             raw.config_set("maxmemory", "0")
-    assert await index.apply("acme", EventBatch("a", 1, 0, stores())) == LeaseState(NUM_BUCKETS, False)
+    assert await index.apply("acme", EventBatch("a", 1, 0, stores())) == LeaseState(
+        NUM_BUCKETS, False
+    )
 
 
-async def test_an_instances_events_are_taken_by_one_replica_at_a_time(index: RedisIndex, shards: ClusterShards) -> None:
+async def test_an_instances_events_are_taken_by_one_replica_at_a_time(
+    index: RedisIndex, shards: ClusterShards
+) -> None:
     await join(index)
     _, _, number, _ = await claim(shards, "x")
     assert number > 0
@@ -152,19 +172,27 @@ async def test_an_instances_events_are_taken_by_one_replica_at_a_time(index: Red
     assert (await claim(shards, "y"))[2] == -1
     # Another life of the instance is nobody's yet.
     assert await join(index, incarnation=2) == LeaseState(0, False)
-    assert await index.apply("acme", EventBatch("a", 2, 0, stores())) == LeaseState(NUM_BUCKETS, False)
+    assert await index.apply("acme", EventBatch("a", 2, 0, stores())) == LeaseState(
+        NUM_BUCKETS, False
+    )
 
 
-async def test_a_claim_is_taken_over_when_it_has_ended_for_all_clocks(index: RedisIndex, shards: ClusterShards) -> None:
+async def test_a_claim_is_taken_over_when_it_has_ended_for_all_clocks(
+    index: RedisIndex, shards: ClusterShards
+) -> None:
     await join(index)
     assert (await claim(shards, "x", hold_ms=1, grace_ms=1000))[2] > 0
     await asyncio.sleep(0.05)
     assert (await claim(shards, "y", grace_ms=1000))[2] == -1
     await asyncio.sleep(1.1)
     assert (await claim(shards, "y", grace_ms=1000))[2] > 0
-    assert await shards.run(scripts.SETTLE, [LEASES_KEY], ["acme/a", incarnation_text(1), "x", 1]) == [0, 0, 0]
+    assert await shards.run(
+        scripts.SETTLE, [LEASES_KEY], ["acme/a", incarnation_text(1), "x", 1]
+    ) == [0, 0, 0]
     assert await join(index) == LeaseState(0, False)
-    assert await shards.run(scripts.SETTLE, [LEASES_KEY], ["acme/a", incarnation_text(1), "y", 1]) == [1, 0, 1]
+    assert await shards.run(
+        scripts.SETTLE, [LEASES_KEY], ["acme/a", incarnation_text(1), "y", 1]
+    ) == [1, 0, 1]
 
 
 async def test_what_is_late_is_not_written(index: RedisIndex, shards: ClusterShards) -> None:
@@ -177,7 +205,9 @@ async def test_what_is_late_is_not_written(index: RedisIndex, shards: ClusterSha
     assert await num_held(index) == 1
 
 
-async def test_an_earlier_life_does_not_write_over_a_later_one(index: RedisIndex, shards: ClusterShards) -> None:
+async def test_an_earlier_life_does_not_write_over_a_later_one(
+    index: RedisIndex, shards: ClusterShards
+) -> None:
     """Nor does the number of bits between them matter."""
     await join(index)
     _, _, number, ends_ms = await claim(shards, "x")
@@ -188,14 +218,20 @@ async def test_an_earlier_life_does_not_write_over_a_later_one(index: RedisIndex
         assert await num_held(index) == 1
 
 
-async def test_a_lease_that_ended_meanwhile_settles_nothing(index: RedisIndex, shards: ClusterShards) -> None:
+async def test_a_lease_that_ended_meanwhile_settles_nothing(
+    index: RedisIndex, shards: ClusterShards
+) -> None:
     await join(index)
     await claim(shards, "x")
     await index.end("acme", "a")
-    assert await shards.run(scripts.SETTLE, [LEASES_KEY], ["acme/a", incarnation_text(1), "x", 1]) == [0, 1, 1]
+    assert await shards.run(
+        scripts.SETTLE, [LEASES_KEY], ["acme/a", incarnation_text(1), "x", 1]
+    ) == [0, 1, 1]
 
 
-async def test_a_call_that_was_given_up_leaves_no_answer_for_the_next(cluster: RedisClusterServers, index: RedisIndex) -> None:
+async def test_a_call_that_was_given_up_leaves_no_answer_for_the_next(
+    cluster: RedisClusterServers, index: RedisIndex
+) -> None:
     hurried = RedisIndex(cluster.url, HURRIED)
     await join(index)
     await index.apply("acme", EventBatch("a", 1, 0, stores(CHUNKS[::2])))
@@ -210,14 +246,20 @@ async def test_a_call_that_was_given_up_leaves_no_answer_for_the_next(cluster: R
         silent.resume()
     for _ in range(20):
         found = await index.holders("acme", CHUNKS[::-1])
-        assert [bool(holders) for holders in found] == [place % 2 == 1 for place in range(NUM_BUCKETS)]
+        assert [bool(holders) for holders in found] == [
+            place % 2 == 1 for place in range(NUM_BUCKETS)
+        ]
         found = await hurried.holders("acme", CHUNKS)
-        assert [bool(holders) for holders in found] == [place % 2 == 0 for place in range(NUM_BUCKETS)]
+        assert [bool(holders) for holders in found] == [
+            place % 2 == 0 for place in range(NUM_BUCKETS)
+        ]
     await hurried.close()
 
 
 async def restart(server: RedisServer) -> None:
-    """Back before anybody has missed it, with nothing in it; what was seen of the masters before is forgotten by then."""
+    """Back before anybody has missed it, with nothing in it; what was seen of the masters before
+    is forgotten by then.
+    """
     server.kill()
     await asyncio.sleep(MASTERS_FRESH_S)
     server.start()
@@ -237,9 +279,13 @@ async def test_a_server_that_comes_back_empty_is_noticed_with_the_next_renewal(
     assert state in (LeaseState(NUM_BUCKETS, True), LeaseState(0, False))
     assert await join(index, "b") in (LeaseState(NUM_BUCKETS, True), LeaseState(0, False))
     assert await join(index, "a", 2) == LeaseState(0, False)
-    assert await at_last(lambda: index.apply("acme", EventBatch("a", 2, 0, stores()))) == LeaseState(NUM_BUCKETS, False)
+    assert await at_last(
+        lambda: index.apply("acme", EventBatch("a", 2, 0, stores()))
+    ) == LeaseState(NUM_BUCKETS, False)
     assert await num_held(index) == NUM_BUCKETS
-    assert {holder.instance for holders in await index.holders("acme", CHUNKS) for holder in holders} <= {"a", "b"}
+    assert {
+        holder.instance for holders in await index.holders("acme", CHUNKS) for holder in holders
+    } <= {"a", "b"}
     await index.end("acme", "a")
     await index.end("acme", "b")
 
@@ -260,18 +306,26 @@ async def test_a_server_that_is_emptied_is_noticed_with_the_next_renewal(
     await asyncio.sleep(MASTERS_FRESH_S)
     for replica, instance in ((other, "a"), (index, "b")):
         assert await join(replica, instance, 2) == LeaseState(0, False)
-        assert await replica.apply("acme", EventBatch(instance, 2, 0, stores())) == LeaseState(NUM_BUCKETS, False)
+        assert await replica.apply("acme", EventBatch(instance, 2, 0, stores())) == LeaseState(
+            NUM_BUCKETS, False
+        )
         assert await join(replica, instance, 2) == LeaseState(NUM_BUCKETS, False)
     assert [len(holders) for holders in await index.holders("acme", CHUNKS)] == [2] * NUM_BUCKETS
     await other.close()
 
 
-async def test_an_older_look_asks_nobody_to_announce_again(index: RedisIndex, shards: ClusterShards) -> None:
-    """Replicas look at different times; what one saw before a server was emptied may reach the leases after what another saw."""
+async def test_an_older_look_asks_nobody_to_announce_again(
+    index: RedisIndex, shards: ClusterShards
+) -> None:
+    """Replicas look at different times; what one saw before a server was emptied may reach the
+    leases after what another saw.
+    """
 
     async def renew(marks: str) -> list[int]:
         argv = ["acme/a", incarnation_text(1), "sidecar", 60_000, 8, 0, "", marks, 8]
-        answer: list[int] = await shards.run(RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY, MARKS_KEY], argv)
+        answer: list[int] = await shards.run(
+            RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY, MARKS_KEY], argv
+        )
         return answer
 
     assert await renew("1700000000001,1700000000001") == [0, 0, 1]
@@ -280,7 +334,9 @@ async def test_an_older_look_asks_nobody_to_announce_again(index: RedisIndex, sh
     assert await renew("1700000000001,1700000000002") == [0, 1, 1]
 
 
-async def test_what_a_lost_lease_left_behind_is_nobody_elses(cluster: RedisClusterServers, index: RedisIndex) -> None:
+async def test_what_a_lost_lease_left_behind_is_nobody_elses(
+    cluster: RedisClusterServers, index: RedisIndex
+) -> None:
     """Entries on other servers outlive the table that said whose they are."""
     await join(index, "a")
     await index.apply("acme", EventBatch("a", 1, 0, stores()))
@@ -307,7 +363,9 @@ async def test_one_server_that_is_no_cluster_is_unavailability(server: RedisServ
     await index.close()
 
 
-async def test_a_slot_that_moves_is_followed(cluster: RedisClusterServers, index: RedisIndex) -> None:
+async def test_a_slot_that_moves_is_followed(
+    cluster: RedisClusterServers, index: RedisIndex
+) -> None:
     """While it moves, and afterwards."""
     await join(index)
     await index.apply("acme", EventBatch("a", 1, 0, stores()))
@@ -323,11 +381,15 @@ async def test_a_slot_that_moves_is_followed(cluster: RedisClusterServers, index
         assert await num_held(index) == NUM_BUCKETS
         await asyncio.sleep(MASTERS_FRESH_S)
         assert await join(index) == LeaseState(NUM_BUCKETS, False)
-        assert old.execute_command("MIGRATE", "127.0.0.1", taker.port, mark_key(0), 0, 1000) == b"OK"
+        assert (
+            old.execute_command("MIGRATE", "127.0.0.1", taker.port, mark_key(0), 0, 1000) == b"OK"
+        )
         await asyncio.sleep(MASTERS_FRESH_S)
         assert await join(index) == LeaseState(NUM_BUCKETS, False)
         more = stores([b"\0" + b"z" * 15])
-        assert await index.apply("acme", EventBatch("a", 1, NUM_BUCKETS, more)) == LeaseState(NUM_BUCKETS + 1, False)
+        assert await index.apply("acme", EventBatch("a", 1, NUM_BUCKETS, more)) == LeaseState(
+            NUM_BUCKETS + 1, False
+        )
         for client in (new, old):
             client.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[new])
         assert await num_held(index) == NUM_BUCKETS

@@ -1,4 +1,6 @@
-"""What lies in Redis, seen past the index; and what the index makes of foreign, missing and lost data."""
+"""What lies in Redis, seen past the index; and what the index makes of foreign, missing and lost
+data.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ import redis.exceptions
 from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup import Holder
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim
-from lmcache_lookup.index.packing import NUM_BUCKETS, PackedHolder, bucket_key, bucket_of, pack_holder, unpack_holders
+from lmcache_lookup.index.packing import (
+    NUM_BUCKETS,
+    PackedHolder,
+    bucket_key,
+    bucket_of,
+    pack_holder,
+    unpack_holders,
+)
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 from lmcache_lookup.index.redis_node import CLIENT_ERRORS
 from lmcache_lookup.index.redis_sweeper import MAX_BUCKETS_PER_STEP, SWEEP_PAGE_CHUNKS
@@ -49,12 +58,17 @@ def number_of(raw: redis.Redis, field: str = "acme/a") -> int:
 
 async def put(index: RedisIndex, instance: str = "a", incarnation: int = 7) -> None:
     await index.renew("acme", LeaseClaim(instance, incarnation, "sidecar", 60_000))
-    await index.apply("acme", EventBatch(instance, incarnation, 0, [IndexEvent("store", "acme", CHUNK, "hot", 5)]))
+    await index.apply(
+        "acme", EventBatch(instance, incarnation, 0, [IndexEvent("store", "acme", CHUNK, "hot", 5)])
+    )
 
 
 def test_golden_bytes() -> None:
     holder = PackedHolder(1, 7, 5, "hot")
-    assert pack_holder(holder).hex() == "01000000" + "0700000000000000" + "0500000000000000" + "03" + "686f74"
+    assert (
+        pack_holder(holder).hex()
+        == "01000000" + "0700000000000000" + "0500000000000000" + "03" + "686f74"
+    )
     assert list(unpack_holders(pack_holder(holder) * 2)) == [holder, holder]
     assert (bucket_of(CHUNK), bucket_key("acme", 0x02)) == (0x02, KEY)
 
@@ -79,11 +93,23 @@ async def test_foreign_bytes_hold_nothing(index: RedisIndex, raw: redis.Redis, k
     await put(index)
     ours = pack_holder(PackedHolder(number_of(raw), 7, 5, "hot"))
     others = pack_holder(PackedHolder(number_of(raw) + 1, 7, 5, "hot"))
-    raw.hset(KEY, CHUNK, {"empty": b"", "short": b"\0", "cut": ours[:-1], "other number": others, "long": b"\xff" * 100}[kind])
+    raw.hset(
+        KEY,
+        CHUNK,
+        {
+            "empty": b"",
+            "short": b"\0",
+            "cut": ours[:-1],
+            "other number": others,
+            "long": b"\xff" * 100,
+        }[kind],
+    )
     assert await index.holders("acme", [CHUNK]) == [[]]
 
 
-async def test_a_bucket_of_another_type_holds_nothing_and_is_replaced(index: RedisIndex, raw: redis.Redis) -> None:
+async def test_a_bucket_of_another_type_holds_nothing_and_is_replaced(
+    index: RedisIndex, raw: redis.Redis
+) -> None:
     other = b"\xff" * 16
     await put(index)
     await index.apply("acme", EventBatch("a", 7, 1, [IndexEvent("store", "acme", other, "hot", 5)]))
@@ -117,7 +143,9 @@ async def test_a_read_only_redis_with_buckets_of_an_earlier_release_is_swept() -
         await index.close()
 
 
-async def test_sweeping_writes_nothing_where_nothing_is_dead(index: RedisIndex, raw: redis.Redis) -> None:
+async def test_sweeping_writes_nothing_where_nothing_is_dead(
+    index: RedisIndex, raw: redis.Redis
+) -> None:
     await put(index)
     raw.config_resetstat()
     for _ in range(2 * NUM_BUCKETS // MAX_BUCKETS_PER_STEP):
@@ -141,13 +169,17 @@ async def test_a_full_redis_is_swept_where_a_chunk_keeps_another_holder() -> Non
         await index.close()
 
 
-async def test_leases_that_are_not_ours_are_unavailability(index: RedisIndex, raw: redis.Redis) -> None:
+async def test_leases_that_are_not_ours_are_unavailability(
+    index: RedisIndex, raw: redis.Redis
+) -> None:
     raw.hset("lmc2:{i}:leases", "acme/a", b"not json")
     with pytest.raises(UnavailableError):
         await index.instances("acme")
 
 
-async def test_after_a_flush_old_entries_stay_dead_whoever_comes_first(index: RedisIndex, raw: redis.Redis) -> None:
+async def test_after_a_flush_old_entries_stay_dead_whoever_comes_first(
+    index: RedisIndex, raw: redis.Redis
+) -> None:
     await put(index, "a")
     assert (await index.holders("acme", [CHUNK]))[0]
     old = raw.hgetall(KEY)
@@ -167,7 +199,9 @@ async def test_two_replicas_agree_at_once(index: RedisIndex, server: RedisServer
     await other.close()
 
 
-async def test_scripts_that_redis_forgot_are_sent_again(index: RedisIndex, raw: redis.Redis) -> None:
+async def test_scripts_that_redis_forgot_are_sent_again(
+    index: RedisIndex, raw: redis.Redis
+) -> None:
     await put(index)
     raw.script_flush()
     batch = EventBatch("a", 7, 1, [IndexEvent("remove", "acme", CHUNK, "hot", 0)])
@@ -175,7 +209,9 @@ async def test_scripts_that_redis_forgot_are_sent_again(index: RedisIndex, raw: 
     assert not raw.exists(KEY)
 
 
-async def test_redis_without_room_takes_nothing_and_keeps_the_number(index: RedisIndex, raw: redis.Redis) -> None:
+async def test_redis_without_room_takes_nothing_and_keeps_the_number(
+    index: RedisIndex, raw: redis.Redis
+) -> None:
     await put(index)
     raw.config_set("maxmemory", "1")
     batch = EventBatch("a", 7, 1, [IndexEvent("store", "acme", b"z" * 16, "hot", 5)])
@@ -210,17 +246,30 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout_once() -> None:
 def test_every_exception_of_the_client_library_is_mapped() -> None:
     """Left out: errors of optional features that the index does not use."""
     unused = {"ChildDeadlockedError", "IncorrectPolicyType"}
-    kinds = [kind for _, kind in inspect.getmembers(redis.exceptions, inspect.isclass) if issubclass(kind, Exception)]
+    kinds = [
+        kind
+        for _, kind in inspect.getmembers(redis.exceptions, inspect.isclass)
+        if issubclass(kind, Exception)
+    ]
     assert len(kinds) > 20
-    assert not [kind for kind in kinds if not issubclass(kind, CLIENT_ERRORS) and kind.__name__ not in unused]
+    assert not [
+        kind
+        for kind in kinds
+        if not issubclass(kind, CLIENT_ERRORS) and kind.__name__ not in unused
+    ]
 
 
 async def test_a_large_bucket_is_swept_in_pages(index: RedisIndex, raw: redis.Redis) -> None:
     await index.renew("acme", LeaseClaim("a", 7, "sidecar", 60_000))
     chunk_ids = [b"\0" + number.to_bytes(15, "big") for number in range(4000)]
     for first in range(0, len(chunk_ids), 2000):
-        events = [IndexEvent("store", "acme", chunk_id, "hot", 5) for chunk_id in chunk_ids[first : first + 2000]]
-        assert (await index.apply("acme", EventBatch("a", 7, first, events))).next_sequence == first + 2000
+        events = [
+            IndexEvent("store", "acme", chunk_id, "hot", 5)
+            for chunk_id in chunk_ids[first : first + 2000]
+        ]
+        assert (
+            await index.apply("acme", EventBatch("a", 7, first, events))
+        ).next_sequence == first + 2000
     assert await index.sweep() == 0
     await index.end("acme", "a")
     swept = [await index.sweep() for _ in range(40)]
@@ -237,7 +286,9 @@ async def test_connections_that_a_restart_has_cut_are_replaced() -> None:
         server.kill()
         server.start()
         # None of them is told that nothing is known: what Redis knows is nothing.
-        assert await asyncio.gather(*(index.holders("acme", [CHUNK]) for _ in range(8))) == [[[]]] * 8
+        assert (
+            await asyncio.gather(*(index.holders("acme", [CHUNK]) for _ in range(8))) == [[[]]] * 8
+        )
         await put(index)
         assert (await index.holders("acme", [CHUNK]))[0]
         await index.close()

@@ -1,4 +1,6 @@
-"""What a client and a server of each protocol say to each other, always the same; recorded at a release, and replayed since then."""
+"""What a client and a server of each protocol say to each other, always the same; recorded at a
+release, and replayed since then.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,17 @@ async def talk_lm(client: LmClient, allocate: Callable[[int], Any]) -> list[obje
     said.append(await client.contains([one, two]))
     for result in await client.get([one, two], allocate):
         if isinstance(result, Chunk):
-            said.append(result.head == chunk.head and bytes(result.memory.byte_array) == bytes(chunk.memory.byte_array))
+            said.append(
+                result.head == chunk.head
+                and bytes(result.memory.byte_array) == bytes(chunk.memory.byte_array)
+            )
             result.release()
         else:
             said.append(str(result.reason))
     said.append(await client.remove([one, two]))
-    said += [str(getattr(result, "reason", "there")) for result in await client.get([one], allocate)]
+    said += [
+        str(getattr(result, "reason", "there")) for result in await client.get([one], allocate)
+    ]
     chunk.release()
     return said
 
@@ -57,15 +64,23 @@ def talk_socket(path: Path, arena: Callable[[SidecarConnection], memoryview]) ->
     try:
         connection.call(m.Describe("vllm", "org/model", 1, 256, bytes(32), ("",)), m.DescribeOk)
         said.append(connection.call(m.Lookup(keys, (), 1000), m.LookupOk).num_prefix)
-        (reserved,) = connection.call(m.Reserve((len(chunk.memory.byte_array),)), m.ReserveOk).reservations
+        (reserved,) = connection.call(
+            m.Reserve((len(chunk.memory.byte_array),)), m.ReserveOk
+        ).reservations
         assert reserved is not None
-        arena(connection)[reserved[1] : reserved[1] + len(chunk.memory.byte_array)] = chunk.memory.byte_array
+        arena(connection)[reserved[1] : reserved[1] + len(chunk.memory.byte_array)] = (
+            chunk.memory.byte_array
+        )
         said.append(connection.call(m.Commit(((reserved[0], chunk.head),)), m.CommitOk).stored)
         said.append(connection.call(m.Lookup(keys, ("Hot",), 1000), m.LookupOk).tiers)
         pinned = connection.call(m.Pin(keys, 1000, 5000), m.PinOk)
         said.append((len(pinned.chunks), pinned.miss_reason))
         connection.call(m.Release(tuple(each.pin for each in pinned.chunks)), m.ReleaseOk)
-        chains = (ChunkChain("vllm", chunk.key.key.model_name, 1, "", bytes.fromhex(chunk.key.key.chunk_hash)),)
+        chains = (
+            ChunkChain(
+                "vllm", chunk.key.key.model_name, 1, "", bytes.fromhex(chunk.key.key.chunk_hash)
+            ),
+        )
         said.append(connection.call(m.Stage("ticket-1", chains, True, 1000, 5000), m.StageOk).tiers)
         connection.call(m.Unstage(("ticket-1",)), m.UnstageOk)
         said.append("Hot" in connection.call(m.Stats(), m.StatsOk).stats)
@@ -81,7 +96,9 @@ SOCKET_OUTCOME: list[object] = [0, (True,), ("Hot",), (1, ""), (b"\x01",), True]
 async def talk_lookup(client: LookupClient) -> list[object]:
     """To the lookup service; what came of it."""
     lease = await client.renew_instance("pod-1", incarnation=7, kind="sidecar")
-    events = [StoreEvent("store", each.hex(), "Hot", 4096) for each in IDS[:2]] + [StoreEvent("remove", IDS[2].hex(), "Hot")]
+    events = [StoreEvent("store", each.hex(), "Hot", 4096) for each in IDS[:2]] + [
+        StoreEvent("remove", IDS[2].hex(), "Hot")
+    ]
     ack = await client.send_events("pod-1", incarnation=7, first_sequence=0, events=events)
     found = await client.lookup(IDS, exclude=["pod-2"])
     routed = await client.route(IDS)
@@ -89,7 +106,14 @@ async def talk_lookup(client: LookupClient) -> list[object]:
     at = await client.locations(IDS[0])
     await client.end_instance("pod-1", incarnation=7)
     told = [holder.instance for holder in at.holders]
-    return [lease.ttl_ms > 0, ack.next_sequence, found.num_prefix, routed.instances[0].num_prefix, list(present.present), told]
+    return [
+        lease.ttl_ms > 0,
+        ack.next_sequence,
+        found.num_prefix,
+        routed.instances[0].num_prefix,
+        list(present.present),
+        told,
+    ]
 
 
 LOOKUP_OUTCOME: list[object] = [True, 3, 2, 2, [True, True, False], ["pod-1"]]
@@ -100,19 +124,28 @@ async def talk_broker(client: BrokerClient) -> list[object]:
     for name in ("pod-1", "pod-2"):
         peer = Peer(name, 7, f"lm://{name}.example:65433", "sidecar", "zone-a", "node-a")
         lease = await client.register(peer, load=0.25, ttl_ms=None)
-    (assigned,) = await client.transfers("pod-1", [(IDS[0], [HeldBy("pod-2", "Hot")]), (IDS[1], [HeldBy("pod-2", "Hot")])])
+    (assigned,) = await client.transfers(
+        "pod-1", [(IDS[0], [HeldBy("pod-2", "Hot")]), (IDS[1], [HeldBy("pod-2", "Hot")])]
+    )
     renewal = await client.renew("pod-1", assigned.pull)
     await client.done("pod-1", [assigned.pull])
     peers = await client.peers()
     await client.deregister("pod-2")
-    return [lease.ttl_ms > 0, assigned.instance, len(assigned.chunk_ids), renewal is not None, sorted(peer.id for peer in peers)]
+    return [
+        lease.ttl_ms > 0,
+        assigned.instance,
+        len(assigned.chunk_ids),
+        renewal is not None,
+        sorted(peer.id for peer in peers),
+    ]
 
 
 BROKER_OUTCOME: list[object] = [True, "pod-2", 2, True, ["pod-1", "pod-2"]]
 
 
 def covers(old: Any, new: Any, *, exactly: bool, volatile: Sequence[str] = ()) -> bool:
-    """Whether whoever understands `old` understands `new`: nothing that was there is missing or of another kind.
+    """Whether whoever understands `old` understands `new`: nothing that was there is missing or of
+    another kind.
 
     Args:
         old: Of the release.
@@ -122,16 +155,26 @@ def covers(old: Any, new: Any, *, exactly: bool, volatile: Sequence[str] = ()) -
     """
     if isinstance(old, dict):
         return isinstance(new, dict) and all(
-            name in new and covers(value, new[name], exactly=exactly and name not in volatile, volatile=volatile)
+            name in new
+            and covers(
+                value, new[name], exactly=exactly and name not in volatile, volatile=volatile
+            )
             for name, value in old.items()
         )
     if isinstance(old, list):
         return (
             isinstance(new, list)
             and len(new) >= len(old)
-            and all(covers(a, b, exactly=exactly, volatile=volatile) for a, b in zip(old, new, strict=False))
+            and all(
+                covers(a, b, exactly=exactly, volatile=volatile)
+                for a, b in zip(old, new, strict=False)
+            )
         )
-    return old == new if exactly else isinstance(new, type(old)) or {type(old), type(new)} <= {int, float}
+    return (
+        old == new
+        if exactly
+        else isinstance(new, type(old)) or {type(old), type(new)} <= {int, float}
+    )
 
 
 def body_of(content_type: str, data: bytes) -> Any:

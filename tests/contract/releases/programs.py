@@ -23,7 +23,9 @@ def command_of(program: Path, *arguments: object) -> list[str]:
 
 def said_by(program: Path, *arguments: object) -> Any:
     """Run a client to its end; what it says came of it."""
-    ended = subprocess.run(command_of(program, "client", *arguments), capture_output=True, timeout=TIMEOUT_S, text=True)
+    ended = subprocess.run(
+        command_of(program, "client", *arguments), capture_output=True, timeout=TIMEOUT_S, text=True
+    )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
@@ -58,7 +60,9 @@ class Program:
 def running(program: Path, *arguments: object) -> Iterator[Program]:
     """A program that goes on until the end, and must not have complained of what it was told."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(command_of(program, *arguments), stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        command_of(program, *arguments), stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as process:
         try:
             yield Program(process)
         finally:

@@ -1,4 +1,6 @@
-"""Writes what this release's clients and servers say: `python -m tests.contract.releases.record 0.1.0`, once, when it is released."""
+"""Writes what this release's clients and servers say: `python -m tests.contract.releases.record
+0.1.0`, once, when it is released.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,25 @@ from pathlib import Path
 from lmcache_core.lookup import LookupClient
 from lmcache_core.p2p import BrokerClient
 
-from tests.contract.releases.conversations import ARENA_BYTES, CLIENT, SERVER, talk_broker, talk_lm, talk_lookup, talk_socket
-from tests.contract.releases.tape import FOLDER, Exchange, Recorder, ask_lm, read_frame, read_message, send_message, unix_server
+from tests.contract.releases.conversations import (
+    ARENA_BYTES,
+    CLIENT,
+    SERVER,
+    talk_broker,
+    talk_lm,
+    talk_lookup,
+    talk_socket,
+)
+from tests.contract.releases.tape import (
+    FOLDER,
+    Exchange,
+    Recorder,
+    ask_lm,
+    read_frame,
+    read_message,
+    send_message,
+    unix_server,
+)
 from tests.fixtures.service_process import running_service
 from tests.fixtures.sidecar import running_socket
 from tests.fixtures.wire import MemoryStore, client_of, serving
@@ -26,12 +45,16 @@ async def record_lm() -> list[Exchange]:
     async with serving(store, name=SERVER) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
 
-        async def relay(client_reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter) -> None:
+        async def relay(
+            client_reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter
+        ) -> None:
             try:
                 while True:
                     _, frame = await read_frame(client_reader)
                     answers = await ask_lm(reader, writer, frame)
-                    exchanges.append({"said": frame.hex(), "answered": [answer.hex() for answer in answers]})
+                    exchanges.append(
+                        {"said": frame.hex(), "answered": [answer.hex() for answer in answers]}
+                    )
                     client_writer.writelines(answers)
             except asyncio.IncompleteReadError:
                 client_writer.close()
@@ -46,12 +69,17 @@ async def record_lm() -> list[Exchange]:
 def record_socket(directory: Path) -> list[Exchange]:
     """The same for the sidecar's socket."""
     exchanges: list[Exchange] = []
-    with running_socket(directory, ARENA_BYTES, path=directory / "real.sock") as running, socket.socket(socket.AF_UNIX) as real:
+    with (
+        running_socket(directory, ARENA_BYTES, path=directory / "real.sock") as running,
+        socket.socket(socket.AF_UNIX) as real,
+    ):
         real.connect(str(running.path))
 
         def answer(request: bytes) -> bytes:
             send_message(real, request)
-            exchanges.append({"said": request.hex(), "answered": [(answered := read_message(real)).hex()]})
+            exchanges.append(
+                {"said": request.hex(), "answered": [(answered := read_message(real)).hex()]}
+            )
             return answered
 
         with unix_server(directory / "relay.sock", answer):
@@ -64,7 +92,9 @@ async def record_rest(directory: Path) -> dict[str, list[Exchange]]:
     made = {}
     for name in ("lookup", "broker"):
         recorder = Recorder()
-        with running_service(f"lmcache_{name}", directory, {f"LMCACHE_{name.upper()}_PORT": "0"}) as service:
+        with running_service(
+            f"lmcache_{name}", directory, {f"LMCACHE_{name.upper()}_PORT": "0"}
+        ) as service:
             if name == "lookup":
                 lookup = LookupClient(service.url, timeout_s=10.0, transport=recorder)
                 await lookup.open()
@@ -86,7 +116,10 @@ def main(release: str) -> int:
         sys.stderr.write(f"{folder} exists: what a release has said does not change\n")
         return 1
     with tempfile.TemporaryDirectory() as directory:
-        tapes = {"lm": asyncio.run(record_lm()), "socket": record_socket(Path(directory))} | asyncio.run(record_rest(Path(directory)))
+        tapes = {
+            "lm": asyncio.run(record_lm()),
+            "socket": record_socket(Path(directory)),
+        } | asyncio.run(record_rest(Path(directory)))
     folder.mkdir()
     for name, exchanges in tapes.items():
         (folder / f"{name}.json").write_text(json.dumps(exchanges, indent=1) + "\n")

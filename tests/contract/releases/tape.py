@@ -1,4 +1,6 @@
-"""Stands between a client and a server, or in the place of one of them, and knows what was said at a release."""
+"""Stands between a client and a server, or in the place of one of them, and knows what was said
+at a release.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ async def lm_server(answer: Callable[[FrameHeader, bytes], list[bytes]]) -> Asyn
         await server.wait_closed()
 
 
-async def ask_lm(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, frame: bytes) -> list[bytes]:
+async def ask_lm(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, frame: bytes
+) -> list[bytes]:
     """Send a frame; all frames that answer it."""
     writer.write(frame)
     answers: list[bytes] = []
@@ -147,7 +151,11 @@ class Player(httpx.AsyncBaseTransport):
         change: Applied to each answer before it is sent.
     """
 
-    def __init__(self, exchanges: list[Exchange], change: Callable[[str, bytes], bytes] = lambda kind, data: data) -> None:
+    def __init__(
+        self,
+        exchanges: list[Exchange],
+        change: Callable[[str, bytes], bytes] = lambda kind, data: data,
+    ) -> None:
         self._left = list(exchanges)
         self._change = change
         self.asked: list[tuple[Exchange, httpx.Request, bytes]] = []
@@ -162,4 +170,8 @@ class Player(httpx.AsyncBaseTransport):
         self.asked.append((exchange, request, await request.aread()))
         data = bytes.fromhex(exchange["answer"])
         kind = exchange["answer_type"]
-        return httpx.Response(exchange["status"], headers={"content-type": kind}, content=self._change(kind, data) if data else data)
+        return httpx.Response(
+            exchange["status"],
+            headers={"content-type": kind},
+            content=self._change(kind, data) if data else data,
+        )

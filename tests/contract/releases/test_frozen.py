@@ -1,6 +1,8 @@
-"""Today's clients and services with those of a release as processes of their own, in both directions: an upgrade in the middle.
+"""Today's clients and services with those of a release as processes of their own, in both
+directions: an upgrade in the middle.
 
-Which capabilities are not agreed upon is tried too, as between releases of which one does not know them yet.
+Which capabilities are not agreed upon is tried too, as between releases of which one does not know
+them yet.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ from tests.fixtures.wire import Arena, client_of
 pytestmark = pytest.mark.parametrize("frozen", FROZEN, ids=lambda path: path.name)
 THIRD_PARTY = {"msgspec", "xxhash", "redis"}
 LM_CAPABILITIES = ((), ("context",), ("lossy", "serde:cachegen", "context", "of the future"))
-SOCKET_CAPABILITIES = (("locks",), ("locks", "stage", "reject", "describe", "context", "on_device", "of the future"))
+SOCKET_CAPABILITIES = (
+    ("locks",),
+    ("locks", "stage", "reject", "describe", "context", "on_device", "of the future"),
+)
 SECRET = b"0123456789abcdef"
 NUM_TOKENS = 3 * CHUNK_SIZE
 WHOSE = Carried("today-1", "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01")
@@ -42,8 +47,12 @@ WHOSE = Carried("today-1", "00-0123456789abcdef0123456789abcdef-0123456789abcdef
 
 
 def test_nobody_has_edited_it(frozen: Path) -> None:
-    listed = dict(line.split("  ")[::-1] for line in (frozen / "CHECKSUMS").read_text().splitlines())
-    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in frozen.glob("*.py")} == listed
+    listed = dict(
+        line.split("  ")[::-1] for line in (frozen / "CHECKSUMS").read_text().splitlines()
+    )
+    assert {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in frozen.glob("*.py")
+    } == listed
 
 
 def test_it_imports_nothing_of_ours(frozen: Path) -> None:
@@ -61,8 +70,15 @@ def test_it_imports_nothing_of_ours(frozen: Path) -> None:
 
 def test_old_clients_at_our_storage(frozen: Path, tmp_path: Path) -> None:
     options = {"PORT": "0", "LM_PORT": "0", "MEMORY_GB": "0.03", "INSTANCE_ID": "storage-0"}
-    with running_service("lmcache_storage", tmp_path, {f"LMCACHE_STORAGE_{name}": value for name, value in options.items()}) as storage:
-        outcomes = {capabilities: said_by(frozen / "lm.py", storage.ports["lm_port"], *capabilities) for capabilities in LM_CAPABILITIES}
+    with running_service(
+        "lmcache_storage",
+        tmp_path,
+        {f"LMCACHE_STORAGE_{name}": value for name, value in options.items()},
+    ) as storage:
+        outcomes = {
+            capabilities: said_by(frozen / "lm.py", storage.ports["lm_port"], *capabilities)
+            for capabilities in LM_CAPABILITIES
+        }
         over_rest = said_by(frozen / "storage_rest.py", storage.ports["port"])
     for capabilities, said in outcomes.items():
         assert said.pop("agreed") == [name for name in capabilities if name in ("lossy", "context")]
@@ -97,7 +113,9 @@ async def test_our_lm_client_at_an_old_storage(frozen: Path, capabilities: tuple
     arena.check_empty()
 
 
-@pytest.mark.parametrize("program", [("lm.py", "lossy", "context"), ("storage_rest.py",)], ids=lambda program: program[0])
+@pytest.mark.parametrize(
+    "program", [("lm.py", "lossy", "context"), ("storage_rest.py",)], ids=lambda program: program[0]
+)
 def test_our_engine_at_an_old_storage(frozen: Path, program: tuple[str, ...]) -> None:
     tokens, kv, got = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS), empty_kv(NUM_TOKENS)
     scheme = "lm" if program[0] == "lm.py" else "http"
@@ -112,9 +130,18 @@ def test_our_engine_at_an_old_storage(frozen: Path, program: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize("capabilities", SOCKET_CAPABILITIES)
-def test_an_old_engine_at_our_sidecar(frozen: Path, capabilities: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_old_engine_at_our_sidecar(
+    frozen: Path, capabilities: tuple[str, ...], tmp_path: Path
+) -> None:
     path = tmp_path / "s.sock"
-    options = {"PORT": 0, "LM_PORT": 0, "SOCKET_PATH": path, "ARENA_PATH": tmp_path / "arena", "ARENA_GB": 0.01, "INSTANCE_ID": "sidecar-0"}
+    options = {
+        "PORT": 0,
+        "LM_PORT": 0,
+        "SOCKET_PATH": path,
+        "ARENA_PATH": tmp_path / "arena",
+        "ARENA_GB": 0.01,
+        "INSTANCE_ID": "sidecar-0",
+    }
     environ = {f"LMCACHE_SIDECAR_{name}": str(value) for name, value in options.items()}
     with running_service("lmcache_sidecar", tmp_path, environ):
         said = said_by(frozen / "sidecar.py", path, *capabilities)
@@ -132,7 +159,9 @@ def test_an_old_engine_at_our_sidecar(frozen: Path, capabilities: tuple[str, ...
 
 
 @pytest.mark.parametrize("capabilities", SOCKET_CAPABILITIES)
-def test_our_engine_at_an_old_sidecar(frozen: Path, capabilities: tuple[str, ...], tmp_path: Path) -> None:
+def test_our_engine_at_an_old_sidecar(
+    frozen: Path, capabilities: tuple[str, ...], tmp_path: Path
+) -> None:
     path = tmp_path / "s.sock"
     tokens, kv, got = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS), empty_kv(NUM_TOKENS)
     with frozen_server(frozen / "sidecar.py", path, tmp_path / "arena", *capabilities):
@@ -146,16 +175,27 @@ def test_our_engine_at_an_old_sidecar(frozen: Path, capabilities: tuple[str, ...
 
 def test_every_request_of_ours_at_an_old_sidecar(frozen: Path, tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
-    with frozen_server(frozen / "sidecar.py", path, tmp_path / "arena", *SOCKET_CAPABILITIES[1]), working_for("test", WHOSE, None):
-        assert talks.talk_socket(path, lambda connection: connection.arena.store_view) == talks.SOCKET_OUTCOME
+    with (
+        frozen_server(frozen / "sidecar.py", path, tmp_path / "arena", *SOCKET_CAPABILITIES[1]),
+        working_for("test", WHOSE, None),
+    ):
+        assert (
+            talks.talk_socket(path, lambda connection: connection.arena.store_view)
+            == talks.SOCKET_OUTCOME
+        )
 
 
 @pytest.mark.parametrize("index", ["embedded", "redis"])
 def test_an_old_instance_at_our_lookup(frozen: Path, index: str, tmp_path: Path) -> None:
     with running_redis() as redis:
-        environ = {"LMCACHE_LOOKUP_PORT": "0"} | ({"LMCACHE_LOOKUP_REDIS_URL": redis.url} if index == "redis" else {})
+        environ = {"LMCACHE_LOOKUP_PORT": "0"} | (
+            {"LMCACHE_LOOKUP_REDIS_URL": redis.url} if index == "redis" else {}
+        )
         with running_service("lmcache_lookup", tmp_path, environ) as lookup:
-            outcomes = [said_by(frozen / "lookup.py", lookup.ports["port"], form) for form in ("msgpack", "json")]
+            outcomes = [
+                said_by(frozen / "lookup.py", lookup.ports["port"], form)
+                for form in ("msgpack", "json")
+            ]
     held = [["old-1", "sidecar", "Hot", 4096]]
     expected = {
         "lease": [0, False],
@@ -199,11 +239,18 @@ async def test_our_instance_at_an_old_broker(frozen: Path) -> None:
         client = BrokerClient(f"http://127.0.0.1:{port}", None, 10.0)
         await client.open()
         assert await talks.talk_broker(client) == talks.BROKER_OUTCOME
-        told = {"drain": DrainReport("serving", 1, 0, 0, 0, 1), "figures": PeerFigures(tiers=(TierFigures("Hot", 1, 2, 3),))}
-        lease = await client.register(Peer("pod-3", 7, "lm://pod-3.example:1"), load=0.0, ttl_ms=None, **told)
+        told = {
+            "drain": DrainReport("serving", 1, 0, 0, 0, 1),
+            "figures": PeerFigures(tiers=(TierFigures("Hot", 1, 2, 3),)),
+        }
+        lease = await client.register(
+            Peer("pod-3", 7, "lm://pod-3.example:1"), load=0.0, ttl_ms=None, **told
+        )
         assert (lease.draining, lease.copies) == (False, ())
         await client.drain("pod-3")
-        assert (await client.register(Peer("pod-3", 8, "lm://pod-3.example:1"), load=0.0, ttl_ms=None)).draining
+        assert (
+            await client.register(Peer("pod-3", 8, "lm://pod-3.example:1"), load=0.0, ttl_ms=None)
+        ).draining
         await client.close()
 
 
@@ -218,18 +265,34 @@ class Replica:
         return response.json() if response.content else None
 
     def renew(self, instance: str, incarnation: int) -> list[int]:
-        lease = self._said(self._rest.put(f"/v1/instances/{instance}", json={"incarnation": incarnation, "kind": "sidecar"}))
+        lease = self._said(
+            self._rest.put(
+                f"/v1/instances/{instance}", json={"incarnation": incarnation, "kind": "sidecar"}
+            )
+        )
         return [lease["next_sequence"], int(lease["resync"])]
 
-    def apply(self, instance: str, incarnation: int, first: int, events: list[list[Any]]) -> list[int]:
-        named = [dict(zip(("op", "chunk_id", "tier", "size_bytes"), event, strict=True)) for event in events]
-        body = {"instance": instance, "incarnation": incarnation, "first_sequence": first, "events": named}
+    def apply(
+        self, instance: str, incarnation: int, first: int, events: list[list[Any]]
+    ) -> list[int]:
+        named = [
+            dict(zip(("op", "chunk_id", "tier", "size_bytes"), event, strict=True))
+            for event in events
+        ]
+        body = {
+            "instance": instance,
+            "incarnation": incarnation,
+            "first_sequence": first,
+            "events": named,
+        }
         ack = self._said(self._rest.post("/v1/events", json=body))
         return [ack["next_sequence"], int(ack["resync"])]
 
     def holders(self, chunk_id: str) -> list[list[Any]]:
         found = self._said(self._rest.get(f"/v1/chunks/{chunk_id}/locations"))["holders"]
-        return sorted([each["instance"], each["kind"], each["tier"], each["size_bytes"]] for each in found)
+        return sorted(
+            [each["instance"], each["kind"], each["tier"], each["size_bytes"]] for each in found
+        )
 
     def end(self, instance: str) -> None:
         self._said(self._rest.delete(f"/v1/instances/{instance}"))
@@ -239,9 +302,13 @@ def check_shared_index(old: Program, new: Replica) -> None:
     """Whatever one replica writes, the other reads and goes on with."""
     one, two, three = ("0a" + "11" * 15, "7b" + "22" * 15, "ff" + "33" * 15)
     assert old.ask("renew", "by-old", 7, "sidecar") == [0, 0]
-    assert old.ask("apply", "by-old", 7, 0, [["store", one, "Hot", 5], ["store", two, "Hot", 6]]) == [2, 0]
+    assert old.ask(
+        "apply", "by-old", 7, 0, [["store", one, "Hot", 5], ["store", two, "Hot", 6]]
+    ) == [2, 0]
     assert new.renew("by-new", 8) == [0, 0]
-    assert new.apply("by-new", 8, 0, [["store", one, "Hot", 7], ["store", three, "LocalDiskBackend", 8]]) == [2, 0]
+    assert new.apply(
+        "by-new", 8, 0, [["store", one, "Hot", 7], ["store", three, "LocalDiskBackend", 8]]
+    ) == [2, 0]
     everywhere = {
         one: [["by-new", "sidecar", "Hot", 7], ["by-old", "sidecar", "Hot", 5]],
         two: [["by-old", "sidecar", "Hot", 6]],
@@ -251,9 +318,14 @@ def check_shared_index(old: Program, new: Replica) -> None:
         assert old.ask("holders", chunk_id) == new.holders(chunk_id) == holders
     # Instances go from one replica to the other in the middle of their events.
     assert new.renew("by-old", 7) == old.ask("renew", "by-old", 7, "sidecar") == [2, 0]
-    assert new.apply("by-old", 7, 2, [["remove", two, "Hot", 0], ["store", three, "Hot", 9]]) == [4, 0]
+    assert new.apply("by-old", 7, 2, [["remove", two, "Hot", 0], ["store", three, "Hot", 9]]) == [
+        4,
+        0,
+    ]
     assert old.ask("renew", "by-new", 8, "sidecar") == [2, 0]
-    assert old.ask("apply", "by-new", 8, 2, [["remove", one, "Hot", 0], ["store", two, "Hot", 10]]) == [4, 0]
+    assert old.ask(
+        "apply", "by-new", 8, 2, [["remove", one, "Hot", 0], ["store", two, "Hot", 10]]
+    ) == [4, 0]
     everywhere = {
         one: [["by-old", "sidecar", "Hot", 5]],
         two: [["by-new", "sidecar", "Hot", 10]],
@@ -276,7 +348,10 @@ def check_shared_index(old: Program, new: Replica) -> None:
 def test_two_replicas_of_lookup_at_one_redis(frozen: Path, tmp_path: Path) -> None:
     with running_redis() as redis, running(frozen / "redis_index.py", redis.port) as old:
         environ = {"LMCACHE_LOOKUP_PORT": "0", "LMCACHE_LOOKUP_REDIS_URL": redis.url}
-        with running_service("lmcache_lookup", tmp_path, environ) as service, httpx.Client(base_url=service.url, trust_env=False) as rest:
+        with (
+            running_service("lmcache_lookup", tmp_path, environ) as service,
+            httpx.Client(base_url=service.url, trust_env=False) as rest,
+        ):
             check_shared_index(old, Replica(rest))
 
 
@@ -289,12 +364,34 @@ def test_two_replicas_of_the_broker_at_one_redis(frozen: Path, tmp_path: Path) -
             "LMCACHE_BROKER_TICKET_KEYS_FILE": str(tmp_path / "keys"),
         }
         (tmp_path / "keys").write_text(f"k1:{base64.b64encode(SECRET).decode()}\n")
-        with running_service("lmcache_broker", tmp_path, environ) as broker, httpx.Client(base_url=broker.url, trust_env=False) as rest:
+        with (
+            running_service("lmcache_broker", tmp_path, environ) as broker,
+            httpx.Client(base_url=broker.url, trust_env=False) as rest,
+        ):
 
             def renew() -> Any:
-                drain = {"state": "serving", "total": 1, "handed_over": 0, "already_elsewhere": 0, "failed": 0, "left": 1}
-                place = {"distributed_url": "lm://new-1.example:1", "kind": "sidecar", "zone": "", "node": ""}
-                body = {"incarnation": 7, **place, "load": 0.5, "ttl_ms": None, "drain": drain, "figures": {"stored_chunks": 1}}
+                drain = {
+                    "state": "serving",
+                    "total": 1,
+                    "handed_over": 0,
+                    "already_elsewhere": 0,
+                    "failed": 0,
+                    "left": 1,
+                }
+                place = {
+                    "distributed_url": "lm://new-1.example:1",
+                    "kind": "sidecar",
+                    "zone": "",
+                    "node": "",
+                }
+                body = {
+                    "incarnation": 7,
+                    **place,
+                    "load": 0.5,
+                    "ttl_ms": None,
+                    "drain": drain,
+                    "figures": {"stored_chunks": 1},
+                }
                 return rest.put("/v1/peers/new-1", json=body).json()
 
             def known() -> dict[str, Any]:
@@ -305,10 +402,18 @@ def test_two_replicas_of_the_broker_at_one_redis(frozen: Path, tmp_path: Path) -
             assert said == [7, "lm://new-1.example:1", False, 0.5]
             owner = field.removesuffix("new-1")
             old.ask("announce", f"{owner}old-1", 3, "lm://old-1.example:1")
-            assert eventually(lambda: known().get("old-1"))["distributed_url"] == "lm://old-1.example:1"
-            wanted = {"requester": "new-1", "chunks": [{"chunk_id": "11" * 16, "holders": ["old-1"]}]}
+            assert (
+                eventually(lambda: known().get("old-1"))["distributed_url"]
+                == "lm://old-1.example:1"
+            )
+            wanted = {
+                "requester": "new-1",
+                "chunks": [{"chunk_id": "11" * 16, "holders": ["old-1"]}],
+            }
             (assigned,) = rest.post("/v1/transfers", json=wanted).json()["assignments"]
-            assert said_by(frozen / "tickets.py", "check", SECRET.hex(), assigned["ticket"])[:3] == ["k1", "old-1", "new-1"]
+            assert said_by(frozen / "tickets.py", "check", SECRET.hex(), assigned["ticket"])[
+                :3
+            ] == ["k1", "old-1", "new-1"]
             old.ask("drain", field)
             assert eventually(lambda: renew()["draining"])
             old.ask("leave", f"{owner}old-1")
@@ -319,9 +424,15 @@ def test_tickets_are_taken_by_either_side(frozen: Path) -> None:
     expires_ms = int(time.time() * 1000) + 60_000
     named = {"instance": "pod-2", "requester": "pod-1", "tenant": "acme"}
     ours = TicketSigner({"k1": SECRET}).sign(**named, expires_unix_ms=expires_ms)
-    assert said_by(frozen / "tickets.py", "check", SECRET.hex(), ours) == ["k1", *named.values(), expires_ms]
+    assert said_by(frozen / "tickets.py", "check", SECRET.hex(), ours) == [
+        "k1",
+        *named.values(),
+        expires_ms,
+    ]
     theirs = said_by(frozen / "tickets.py", "sign", "k1", SECRET.hex(), *named.values(), expires_ms)
-    assert TicketVerifier({"k1": SECRET}, "pod-2").verify(theirs) == Ticket("k1", *named.values(), expires_ms)
+    assert TicketVerifier({"k1": SECRET}, "pod-2").verify(theirs) == Ticket(
+        "k1", *named.values(), expires_ms
+    )
 
 
 def eventually(seen: Callable[[], Any]) -> Any:

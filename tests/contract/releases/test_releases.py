@@ -1,6 +1,8 @@
-"""Each side of each protocol still works with the other side as it was at a release, byte for byte, in both directions.
+"""Each side of each protocol still works with the other side as it was at a release, byte for byte,
+in both directions.
 
-What a release said was recorded from it (`record.py`) and never changes. Only HELLO and REST bodies may have grown since then.
+What a release said was recorded from it (`record.py`) and never changes. Only HELLO and REST bodies
+may have grown since then.
 """
 
 from __future__ import annotations
@@ -17,10 +19,26 @@ from lmcache_core.lookup import LookupClient
 from lmcache_core.memory import create_shared_arena
 from lmcache_core.p2p import BrokerClient
 from lmcache_core.testing.chunks import make_chunk
-from lmcache_core.wire.frames import HEADER_BYTES, FrameHeader, FrameType, build_header, parse_header
+from lmcache_core.wire.frames import (
+    HEADER_BYTES,
+    FrameHeader,
+    FrameType,
+    build_header,
+    parse_header,
+)
 
 from tests.contract.releases import conversations as talks
-from tests.contract.releases.tape import RELEASES, Exchange, Player, ask_lm, lm_server, read_message, send_message, tape_of, unix_server
+from tests.contract.releases.tape import (
+    RELEASES,
+    Exchange,
+    Player,
+    ask_lm,
+    lm_server,
+    read_message,
+    send_message,
+    tape_of,
+    unix_server,
+)
 from tests.fixtures.service_process import running_service
 from tests.fixtures.sidecar import running_socket
 from tests.fixtures.wire import MemoryStore, client_of, serving
@@ -31,19 +49,28 @@ pytestmark = pytest.mark.parametrize("release", RELEASES)
 
 
 def meta_of(frame: bytes) -> Any:
-    return msgspec.msgpack.decode(frame[HEADER_BYTES : HEADER_BYTES + parse_header(frame[:HEADER_BYTES]).meta_bytes])
+    return msgspec.msgpack.decode(
+        frame[HEADER_BYTES : HEADER_BYTES + parse_header(frame[:HEADER_BYTES]).meta_bytes]
+    )
 
 
 def with_surplus(frame: bytes, surplus: list[object]) -> bytes:
     """A HELLO or HELLO_OK, with fields that nobody knows yet behind its own."""
-    header, meta = parse_header(frame[:HEADER_BYTES]), msgspec.msgpack.encode([*meta_of(frame), *surplus])
+    header, meta = (
+        parse_header(frame[:HEADER_BYTES]),
+        msgspec.msgpack.encode([*meta_of(frame), *surplus]),
+    )
     return build_header(FrameHeader(header.type, header.correlation_id, len(meta), 0)) + meta
 
 
 def agrees(old: list[Any], new: list[Any], capabilities: int) -> bool:
     """HELLO and its answer: fields may have come, capabilities too; the others are as they were."""
     fixed = [at for at in range(len(old)) if at != capabilities]
-    return len(new) >= len(old) and all(old[at] == new[at] for at in fixed) and set(old[capabilities]) <= set(new[capabilities])
+    return (
+        len(new) >= len(old)
+        and all(old[at] == new[at] for at in fixed)
+        and set(old[capabilities]) <= set(new[capabilities])
+    )
 
 
 @pytest.mark.parametrize("surplus", [[], ["new", {"more": 1}]])
@@ -52,7 +79,10 @@ async def test_an_old_lm_client_is_served(release: str, surplus: list[object]) -
     async with serving(MemoryStore(), name=talks.SERVER) as server, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         for exchange in tape:
-            said, answered = bytes.fromhex(exchange["said"]), [bytes.fromhex(answer) for answer in exchange["answered"]]
+            said, answered = (
+                bytes.fromhex(exchange["said"]),
+                [bytes.fromhex(answer) for answer in exchange["answered"]],
+            )
             is_hello = said[4] == FrameType.HELLO
             got = await ask_lm(reader, writer, with_surplus(said, surplus) if is_hello else said)
             if is_hello:
@@ -68,7 +98,10 @@ async def test_an_old_lm_server_is_understood(release: str, surplus: list[object
 
     def answer(header: FrameHeader, frame: bytes) -> list[bytes]:
         exchange = left.pop(0)
-        said, answered = bytes.fromhex(exchange["said"]), [bytes.fromhex(each) for each in exchange["answered"]]
+        said, answered = (
+            bytes.fromhex(exchange["said"]),
+            [bytes.fromhex(each) for each in exchange["answered"]],
+        )
         if header.type is FrameType.HELLO:
             assert agrees(meta_of(said), meta_of(frame), 2)
             return [with_surplus(answered[0], surplus)]
@@ -76,22 +109,41 @@ async def test_an_old_lm_server_is_understood(release: str, surplus: list[object
         return answered
 
     store = MemoryStore()
-    async with lm_server(answer) as port, client_of(port, name=talks.CLIENT) as client, asyncio.timeout(20):
+    async with (
+        lm_server(answer) as port,
+        client_of(port, name=talks.CLIENT) as client,
+        asyncio.timeout(20),
+    ):
         assert await talks.talk_lm(client, store.arena) == talks.LM_OUTCOME
     store.arena.check_empty()
     assert not left
 
 
 @pytest.mark.parametrize("surplus", [[], ["new", {"more": 1}]])
-def test_an_old_socket_client_is_served(release: str, surplus: list[object], tmp_path: Path) -> None:
+def test_an_old_socket_client_is_served(
+    release: str, surplus: list[object], tmp_path: Path
+) -> None:
     payload = bytes(make_chunk("one").memory.byte_array)
-    with running_socket(tmp_path, talks.ARENA_BYTES) as running, socket.socket(socket.AF_UNIX) as client:
+    with (
+        running_socket(tmp_path, talks.ARENA_BYTES) as running,
+        socket.socket(socket.AF_UNIX) as client,
+    ):
         client.settimeout(10.0)
         client.connect(str(running.path))
         for exchange in tape_of(release, "socket"):
             said, (answered,) = bytes.fromhex(exchange["said"]), exchange["answered"]
-            kind, old = msgspec.msgpack.decode(said)[0], msgspec.msgpack.decode(bytes.fromhex(answered))
-            send_message(client, msgspec.msgpack.encode([*msgspec.msgpack.decode(said), *surplus]) if kind == "Hello" else said)
+            kind, old = (
+                msgspec.msgpack.decode(said)[0],
+                msgspec.msgpack.decode(bytes.fromhex(answered)),
+            )
+            send_message(
+                client,
+                (
+                    msgspec.msgpack.encode([*msgspec.msgpack.decode(said), *surplus])
+                    if kind == "Hello"
+                    else said
+                ),
+            )
             new = msgspec.msgpack.decode(read_message(client))
             if kind == "Hello":
                 assert agrees([*old[:3], *old[4:5], *old[6:]], [*new[:3], *new[4:5], *new[6:]], 6)
@@ -123,7 +175,9 @@ def test_an_old_sidecar_is_understood(release: str, surplus: list[object], tmp_p
 
     try:
         with unix_server(tmp_path / "old.sock", answer):
-            outcome = talks.talk_socket(tmp_path / "old.sock", lambda connection: connection.arena.store_view)
+            outcome = talks.talk_socket(
+                tmp_path / "old.sock", lambda connection: connection.arena.store_view
+            )
         assert outcome == talks.SOCKET_OUTCOME
     finally:
         arena.lock.release()
@@ -132,22 +186,35 @@ def test_an_old_sidecar_is_understood(release: str, surplus: list[object], tmp_p
 
 @pytest.mark.parametrize("surplus", [False, True])
 @pytest.mark.parametrize("service", REST)
-def test_old_heartbeats_and_questions_are_answered(release: str, service: str, surplus: bool, tmp_path: Path) -> None:
+def test_old_heartbeats_and_questions_are_answered(
+    release: str, service: str, surplus: bool, tmp_path: Path
+) -> None:
     replaced: dict[str, str] = {}
     options = {f"LMCACHE_{service.upper()}_PORT": "0"}
-    with running_service(f"lmcache_{service}", tmp_path, options) as running, httpx.Client(base_url=running.url, trust_env=False) as rest:
+    with (
+        running_service(f"lmcache_{service}", tmp_path, options) as running,
+        httpx.Client(base_url=running.url, trust_env=False) as rest,
+    ):
         for exchange in tape_of(release, service):
             body, headers = bytes.fromhex(exchange["body"]), exchange["headers"]
             for old_pull, new_pull in replaced.items():
                 body = body.replace(old_pull.encode(), new_pull.encode())
             if surplus and body:
                 body = grown(headers["content-type"], body)
-            answer = rest.request(exchange["method"], exchange["path"], headers=headers, content=body or None)
+            answer = rest.request(
+                exchange["method"], exchange["path"], headers=headers, content=body or None
+            )
             assert answer.status_code == exchange["status"], (exchange["path"], answer.text)
-            old, new = said_in(exchange), talks.body_of(answer.headers.get("content-type", ""), answer.content)
+            old, new = (
+                said_in(exchange),
+                talks.body_of(answer.headers.get("content-type", ""), answer.content),
+            )
             assert talks.covers(old, new, exactly=False), (exchange["path"], old, new)
             if exchange["path"] == "/v1/transfers":
-                replaced |= {was["pull"]: now["pull"] for was, now in zip(old["assignments"], new["assignments"], strict=True)}
+                replaced |= {
+                    was["pull"]: now["pull"]
+                    for was, now in zip(old["assignments"], new["assignments"], strict=True)
+                }
 
 
 @pytest.mark.parametrize("surplus", [False, True])
@@ -170,9 +237,16 @@ async def test_old_services_are_understood(release: str, surplus: bool) -> None:
 def check_asked(player: Player) -> None:
     assert player.is_over
     for exchange, request, body in player.asked:
-        assert (request.method, request.url.raw_path.decode()) == (exchange["method"], exchange["path"])
-        old = talks.body_of(exchange["headers"].get("content-type", ""), bytes.fromhex(exchange["body"]))
-        assert talks.covers(old, talks.body_of(request.headers.get("content-type", ""), body), exactly=True), exchange["path"]
+        assert (request.method, request.url.raw_path.decode()) == (
+            exchange["method"],
+            exchange["path"],
+        )
+        old = talks.body_of(
+            exchange["headers"].get("content-type", ""), bytes.fromhex(exchange["body"])
+        )
+        assert talks.covers(
+            old, talks.body_of(request.headers.get("content-type", ""), body), exactly=True
+        ), exchange["path"]
 
 
 def said_in(exchange: Exchange) -> Any:

@@ -1,4 +1,6 @@
-"""What services answer is what their OpenAPI documents say: generated calls to real processes, valid and invalid ones."""
+"""What services answer is what their OpenAPI documents say: generated calls to real processes,
+valid and invalid ones.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +70,19 @@ def document(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     with running_service(package, tmp_path, environ) as service:
         config = schemathesis.Config()
         config.projects.default.generation.update(
-            with_security_parameters=False, allow_extra_parameters=False, exclude_header_characters="".join(map(chr, (*range(32), 127)))
+            with_security_parameters=False,
+            allow_extra_parameters=False,
+            exclude_header_characters="".join(map(chr, (*range(32), 127))),
         )
         if request.param != "LOOKUP":
-            # Their documents do not say all: a key has a structure, a tier belongs to each holder. Those are refused as problems, too.
-            config.projects.default.checks.positive_data_acceptance.expected_statuses += ["400", "413", "422", "507"]
+            # Their documents do not say all: a key has a structure, a tier belongs to each holder.
+            # Those are refused as problems, too.
+            config.projects.default.checks.positive_data_acceptance.expected_statuses += [
+                "400",
+                "413",
+                "422",
+                "507",
+            ]
         yield schemathesis.openapi.from_url(f"{service.url}/openapi.json", config=config)
         assert "Traceback" not in service.output
 
@@ -82,8 +92,12 @@ def test_answers_are_as_documented(document: Any, mode: GenerationMode) -> None:
     num_operations = 0
     media_types: set[str | None] = set()
     # A service that drains refuses other calls with 503, rightly.
-    for operation in sorted((found.ok() for found in document.get_all_operations()), key=lambda one: "drain" in one.path):
-        if mode is GenerationMode.NEGATIVE and not (operation.body or operation.query or operation.path_parameters or operation.headers):
+    for operation in sorted(
+        (found.ok() for found in document.get_all_operations()), key=lambda one: "drain" in one.path
+    ):
+        if mode is GenerationMode.NEGATIVE and not (
+            operation.body or operation.query or operation.path_parameters or operation.headers
+        ):
             continue  # nothing of it can be wrong
         num_operations += 1
 
@@ -91,7 +105,10 @@ def test_answers_are_as_documented(document: Any, mode: GenerationMode) -> None:
         @given(case=operation.as_strategy(generation_mode=mode))
         def call(case: schemathesis.Case) -> None:
             # A longer request line is refused before any of our code hears of it, as plain text.
-            assume(sum(len(quote(str(value))) for value in (case.path_parameters or {}).values()) < MAX_PATH_CHARS)
+            assume(
+                sum(len(quote(str(value))) for value in (case.path_parameters or {}).values())
+                < MAX_PATH_CHARS
+            )
             media_types.add(case.media_type)
             case.call_and_validate(headers={"Authorization": f"Bearer {ADMIN_TOKEN}"})
 

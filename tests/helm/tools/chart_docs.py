@@ -1,4 +1,6 @@
-"""Writes what is derived from the chart: "Values" in its README, and the snapshot of its default rendering (`make chart-docs`)."""
+"""Writes what is derived from the chart: "Values" in its README, and the snapshot of its default
+rendering (`make chart-docs`).
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def values_section(text: str) -> str:
         lines += ["", f"### {heading.path}", "", f"{_text(heading.meaning)}{default}".strip()]
         if rows:
             lines += ["", "| value | default | meaning |", "|---|---|---|"]
-            lines += [f"| `{row.path}` | {_code(row.default)} | {_text(row.meaning)} |" for row in rows]
+            lines += [
+                f"| `{row.path}` | {_code(row.default)} | {_text(row.meaning)} |" for row in rows
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -133,7 +137,9 @@ def with_section(readme: str, section: str) -> str:
 def main() -> None:
     """Write both."""
     readme = README.read_text(encoding="utf-8")
-    README.write_text(with_section(readme, values_section(VALUES.read_text(encoding="utf-8"))), encoding="utf-8")
+    README.write_text(
+        with_section(readme, values_section(VALUES.read_text(encoding="utf-8"))), encoding="utf-8"
+    )
     folder = Path(tempfile.mkdtemp())
     try:
         chart = Chart.built(folder, fetch_helms())

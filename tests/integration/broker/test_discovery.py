@@ -31,7 +31,9 @@ class World:
     async def peers(self) -> dict[str, dict[str, Any]]:
         return {peer["id"]: peer for peer in (await self.rest.get("/v1/peers")).json()["peers"]}
 
-    async def until(self, condition: Callable[[dict[str, dict[str, Any]]], bool], seconds: float = 5.0) -> dict[str, dict[str, Any]]:
+    async def until(
+        self, condition: Callable[[dict[str, dict[str, Any]]], bool], seconds: float = 5.0
+    ) -> dict[str, dict[str, Any]]:
         deadline = time.monotonic() + seconds
         while True:
             peers = await self.peers()
@@ -48,7 +50,9 @@ class World:
             while len(self.api.watches) < num_watches:
                 await asyncio.sleep(0.005)
 
-    async def register(self, name: str, address: str, incarnation: int = 5, **more: Any) -> dict[str, Any]:
+    async def register(
+        self, name: str, address: str, incarnation: int = 5, **more: Any
+    ) -> dict[str, Any]:
         body = {"incarnation": incarnation, "distributed_url": f"lm://{address}:65433"} | more
         answer: dict[str, Any] = (await self.rest.put(f"/v1/peers/{name}", json=body)).json()
         return answer
@@ -56,11 +60,18 @@ class World:
 
 @asynccontextmanager
 async def following(api: KubernetesApi, **options: Any) -> AsyncIterator[World]:
-    settings = {"discovery": "kubernetes", "kubernetes_service": "sidecars", "kubernetes_namespace": "ns", "kubernetes_api_url": api.url}
+    settings = {
+        "discovery": "kubernetes",
+        "kubernetes_service": "sidecars",
+        "kubernetes_namespace": "ns",
+        "kubernetes_api_url": api.url,
+    }
     app = create_app(BrokerSettings(**(settings | options)))
     async with AsyncExitStack() as exits:
         await exits.enter_async_context(app.router.lifespan_context(app))
-        rest = await exits.enter_async_context(httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://broker"))
+        rest = await exits.enter_async_context(
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://broker")
+        )
         yield World(api, rest)
 
 
@@ -76,7 +87,11 @@ async def api(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubernetesApi]:
 
 @pytest.fixture
 async def world(api: KubernetesApi) -> AsyncIterator[World]:
-    await api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1"), endpoint("b", "10.0.0.2", zone="z2", node="n2")))
+    await api.put(
+        endpoint_slice(
+            "s1", endpoint("a", "10.0.0.1"), endpoint("b", "10.0.0.2", zone="z2", node="n2")
+        )
+    )
     async with following(api) as running:
         await running.until_ids("a", "b")
         await running.until_watching()
@@ -85,9 +100,16 @@ async def world(api: KubernetesApi) -> AsyncIterator[World]:
 
 async def test_endpoints_are_peers_before_they_register(world: World) -> None:
     peers = await world.peers()
-    assert (peers["b"]["distributed_url"], peers["b"]["zone"], peers["b"]["node"]) == ("lm://10.0.0.2:65433", "z2", "n2")
+    assert (peers["b"]["distributed_url"], peers["b"]["zone"], peers["b"]["node"]) == (
+        "lm://10.0.0.2:65433",
+        "z2",
+        "n2",
+    )
     asked = {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a"]}]}
-    assert [pull["instance"] for pull in (await world.rest.post("/v1/transfers", json=asked)).json()["assignments"]] == ["a"]
+    assert [
+        pull["instance"]
+        for pull in (await world.rest.post("/v1/transfers", json=asked)).json()["assignments"]
+    ] == ["a"]
     assert (await world.register("a", "10.0.0.1", load=0.5))["draining"] is False
     peers = await world.until(lambda found: found["a"]["incarnation"] == 5)
     assert sorted(peers) == ["a", "b"], "one that has registered is there once"
@@ -103,11 +125,21 @@ async def test_what_comes_and_goes_is_followed(world: World) -> None:
     assert len(world.api.watches) == 1, "by one watch"
 
 
-async def test_a_pod_that_is_marked_for_deletion_drains_and_one_that_has_gone_loses_its_lease(world: World) -> None:
+async def test_a_pod_that_is_marked_for_deletion_drains_and_one_that_has_gone_loses_its_lease(
+    world: World,
+) -> None:
     await world.register("a", "10.0.0.1")
-    await world.api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1", ready=False, terminating=True), endpoint("b", "10.0.0.2")))
+    await world.api.put(
+        endpoint_slice(
+            "s1",
+            endpoint("a", "10.0.0.1", ready=False, terminating=True),
+            endpoint("b", "10.0.0.2"),
+        )
+    )
     await world.until(lambda peers: peers["a"]["draining"])
-    assert (await world.register("a", "10.0.0.1"))["draining"] is True, "it is told with its next heartbeat"
+    assert (await world.register("a", "10.0.0.1"))["draining"] is True, (
+        "it is told with its next heartbeat"
+    )
     await world.api.put(endpoint_slice("s1", endpoint("b", "10.0.0.2")))
     await world.until_ids("b")
 
@@ -125,7 +157,13 @@ async def test_one_that_registers_for_itself_is_there_once(api: KubernetesApi) -
 
 
 async def test_one_that_registers_only_while_it_ends_is_told_soon(world: World) -> None:
-    await world.api.put(endpoint_slice("s1", endpoint("b", "10.0.0.2"), endpoint("c", "10.0.0.3", ready=False, terminating=True)))
+    await world.api.put(
+        endpoint_slice(
+            "s1",
+            endpoint("b", "10.0.0.2"),
+            endpoint("c", "10.0.0.3", ready=False, terminating=True),
+        )
+    )
     await asyncio.sleep(0.1)
     assert (await world.register("c", "10.0.0.3"))["draining"] is False, "it has come in between"
     await world.until(lambda peers: peers["c"]["draining"], seconds=3.0)
@@ -147,7 +185,9 @@ async def test_pods_that_encrypt_are_who_they_say_they_are(api: KubernetesApi) -
         peers = await world.until_ids("a", "b")
         assert peers["b"]["distributed_url"] == "lm+tls://10.0.0.2:65433"
         await world.register("a", "10.0.0.1", distributed_url="lm+tls://10.0.0.1:65433")
-        await api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1", ready=False, terminating=True)))
+        await api.put(
+            endpoint_slice("s1", endpoint("a", "10.0.0.1", ready=False, terminating=True))
+        )
         await world.until(lambda found: found["a"]["draining"] and found["a"]["incarnation"] == 5)
         await api.put(endpoint_slice("s1"))
         await world.until_ids()
@@ -171,13 +211,22 @@ async def test_a_cut_watch_goes_on_from_the_last_version(world: World) -> None:
     assert world.api.watches[1]["allowWatchBookmarks"] in ("true", "True")
     await world.api.delete("s2")
     await world.until_ids("a", "b")
-    assert len([query for query in world.api.requests if "watch" not in query]) == 1, "without another list"
+    assert len([query for query in world.api.requests if "watch" not in query]) == 1, (
+        "without another list"
+    )
 
 
 @pytest.mark.parametrize("gone_as_status", [False, True])
-async def test_a_version_that_is_gone_is_followed_by_a_list(world: World, gone_as_status: bool) -> None:
+async def test_a_version_that_is_gone_is_followed_by_a_list(
+    world: World, gone_as_status: bool
+) -> None:
     world.api.gone_as_status = gone_as_status
-    world.api.change_unseen([endpoint_slice("s1", endpoint("a", "10.0.0.1")), endpoint_slice("s3", endpoint("d", "10.0.0.4"))])
+    world.api.change_unseen(
+        [
+            endpoint_slice("s1", endpoint("a", "10.0.0.1")),
+            endpoint_slice("s3", endpoint("d", "10.0.0.4")),
+        ]
+    )
     world.api.forget()
     await world.api.cut()
     await world.until_ids("a", "d")
@@ -204,14 +253,23 @@ async def test_events_that_make_no_sense_do_not_end_it(world: World) -> None:
     await world.until_watching(2)
     await world.api.say({"type": "ERROR", "object": {"code": 500}})
     await world.until_watching(3)
-    odd = endpoint_slice("s2", endpoint("c", "not-an-address"), endpoint("-bad name-", "10.0.0.9"), {"addresses": []}, {}, port=None)
+    odd = endpoint_slice(
+        "s2",
+        endpoint("c", "not-an-address"),
+        endpoint("-bad name-", "10.0.0.9"),
+        {"addresses": []},
+        {},
+        port=None,
+    )
     odd["endpoints"].append(endpoint("e", "fd00::5") | {"conditions": {}})
     await world.api.put(odd)
     peers = await world.until_ids("a", "b", "e")
     assert peers["e"]["distributed_url"] == "lm://[fd00::5]:65433"
 
 
-async def test_a_silent_watch_is_begun_anew(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_watch_is_begun_anew(
+    api: KubernetesApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module.EndpointWatch.__init__, "__defaults__", (0.1,))
     async with following(api) as running:
         await running.until_watching(3)
@@ -233,7 +291,10 @@ async def test_the_token_is_read_again_for_each_watch(api: KubernetesApi, tmp_pa
 
 
 async def test_peers_from_a_list() -> None:
-    settings = BrokerSettings(discovery="static", static_peers=[{"id": "a", "distributed_url": "lm://a.example:1", "zone": "z1"}])  # type: ignore[list-item]
+    settings = BrokerSettings(
+        discovery="static",
+        static_peers=[{"id": "a", "distributed_url": "lm://a.example:1", "zone": "z1"}],
+    )  # type: ignore[list-item]
     app = create_app(settings)
     async with (
         app.router.lifespan_context(app),
@@ -243,12 +304,19 @@ async def test_peers_from_a_list() -> None:
         while not (peers := (await rest.get("/v1/peers")).json()["peers"]):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
-        assert [(peer["id"], peer["zone"], peer["incarnation"]) for peer in peers] == [("a", "z1", 0)]
+        assert [(peer["id"], peer["zone"], peer["incarnation"]) for peer in peers] == [
+            ("a", "z1", 0)
+        ]
 
 
 async def test_without_a_cluster_the_start_says_what_to_set() -> None:
-    for options, fix in (({}, "kubernetes_namespace"), ({"kubernetes_namespace": "ns"}, "kubernetes_api_url")):
-        app = create_app(BrokerSettings(discovery="kubernetes", kubernetes_service="sidecars", **options))  # type: ignore[arg-type]
+    for options, fix in (
+        ({}, "kubernetes_namespace"),
+        ({"kubernetes_namespace": "ns"}, "kubernetes_api_url"),
+    ):
+        app = create_app(
+            BrokerSettings(discovery="kubernetes", kubernetes_service="sidecars", **options)
+        )  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=fix):
             async with app.router.lifespan_context(app):
                 pass

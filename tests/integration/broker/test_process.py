@@ -1,4 +1,6 @@
-"""The broker as a process: killed, restarted, guarded by tokens, driven by the library's own client and registration."""
+"""The broker as a process: killed, restarted, guarded by tokens, driven by the library's own
+client and registration.
+"""
 
 import asyncio
 import base64
@@ -39,7 +41,14 @@ class Broker:
             self.port = probe.getsockname()[1]
         self._config = folder / "config.yaml"
         self._config.write_text(
-            json.dumps({"port": self.port, "auth_tokens_file": str(tokens), "ticket_keys_file": str(self.keys_file), "ticket_ttl_ms": 1000})
+            json.dumps(
+                {
+                    "port": self.port,
+                    "auth_tokens_file": str(tokens),
+                    "ticket_keys_file": str(self.keys_file),
+                    "ticket_ttl_ms": 1000,
+                }
+            )
         )
         self._port_file = folder / "port.json"
         self._log = (folder / "log").open("wb")
@@ -51,7 +60,15 @@ class Broker:
 
     def start(self) -> None:
         self._port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "lmcache_broker", "--config", str(self._config), "--port-file", str(self._port_file)]
+        command = [
+            sys.executable,
+            "-m",
+            "lmcache_broker",
+            "--config",
+            str(self._config),
+            "--port-file",
+            str(self._port_file),
+        ]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
 
     async def ready(self) -> None:
@@ -91,7 +108,9 @@ async def broker(stopped: Broker) -> Broker:
 
 
 @asynccontextmanager
-async def client_of(broker: Broker, token: str | None = CLIENT_TOKEN) -> AsyncIterator[BrokerClient]:
+async def client_of(
+    broker: Broker, token: str | None = CLIENT_TOKEN
+) -> AsyncIterator[BrokerClient]:
     client = BrokerClient(broker.url, token, 5.0)
     await client.open()
     yield client
@@ -100,7 +119,10 @@ async def client_of(broker: Broker, token: str | None = CLIENT_TOKEN) -> AsyncIt
 
 @asynccontextmanager
 async def registered(client: BrokerClient, *names: str) -> AsyncIterator[list[PeerRegistration]]:
-    peers = [Peer(name, 1, f"lm://10.0.0.{i}:65433", "sidecar", "z1", f"node-{i}") for i, name in enumerate(names, 1)]
+    peers = [
+        Peer(name, 1, f"lm://10.0.0.{i}:65433", "sidecar", "z1", f"node-{i}")
+        for i, name in enumerate(names, 1)
+    ]
     registrations = [PeerRegistration(client, peer, ttl_ms=LEASE_MS) for peer in peers]
     for registration in registrations:
         await registration.open()
@@ -122,9 +144,19 @@ async def until_drains(client: BrokerClient, expected: dict[str, bool]) -> None:
 async def test_pulls_are_assigned_with_tickets_that_the_serving_peer_takes(broker: Broker) -> None:
     async with client_of(broker) as client, registered(client, "a", "b", "me") as registrations:
         await until(lambda: all(registration.registered for registration in registrations))
-        wanted = [(CHUNKS[0], ["a"]), (CHUNKS[1], ["b", "me"]), (CHUNKS[2], ["me"]), (CHUNKS[3], ["a", "gone"])]
-        assignments = {assignment.instance: assignment for assignment in await client.transfers("me", wanted)}
-        assert {name: assignment.chunk_ids for name, assignment in assignments.items()} == {"a": (CHUNKS[0], CHUNKS[3]), "b": (CHUNKS[1],)}
+        wanted = [
+            (CHUNKS[0], ["a"]),
+            (CHUNKS[1], ["b", "me"]),
+            (CHUNKS[2], ["me"]),
+            (CHUNKS[3], ["a", "gone"]),
+        ]
+        assignments = {
+            assignment.instance: assignment for assignment in await client.transfers("me", wanted)
+        }
+        assert {name: assignment.chunk_ids for name, assignment in assignments.items()} == {
+            "a": (CHUNKS[0], CHUNKS[3]),
+            "b": (CHUNKS[1],),
+        }
         assert assignments["a"].distributed_url == "lm://10.0.0.1:65433"
         keys = read_ticket_keys(broker.keys_file)
         ticket = TicketVerifier(keys, "a").verify(assignments["a"].ticket)
@@ -148,7 +180,10 @@ async def test_a_killed_broker_learns_everything_again_from_heartbeats(broker: B
         await broker.ready()
         await until(lambda: all(registration.registered for registration in registrations))
         await until_drains(client, {"a": False, "b": True})
-        assert [assignment.instance for assignment in await client.transfers("me", [(CHUNKS[0], ["a", "b"])])] == ["a"]
+        assert [
+            assignment.instance
+            for assignment in await client.transfers("me", [(CHUNKS[0], ["a", "b"])])
+        ] == ["a"]
 
 
 async def test_a_broker_that_comes_late_finds_everyone(stopped: Broker) -> None:
@@ -181,10 +216,22 @@ async def test_tokens_and_roles(broker: Broker) -> None:
     async with httpx.AsyncClient(base_url=broker.url) as http:
         for headers, status in (({}, 401), ({"authorization": "Bearer no-such-token-000"}, 401)):
             answer = await http.get("/v1/peers", headers=headers)
-            assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
-        answer = await http.post("/v1/peers/a:drain", headers={"authorization": f"Bearer {CLIENT_TOKEN}"})
-        assert (answer.status_code, answer.headers["content-type"]) == (403, "application/problem+json")
-        answer = await http.put("/v1/peers/a", json={"incarnation": 1}, headers={"authorization": f"Bearer {CLIENT_TOKEN}"})
+            assert (answer.status_code, answer.headers["content-type"]) == (
+                status,
+                "application/problem+json",
+            )
+        answer = await http.post(
+            "/v1/peers/a:drain", headers={"authorization": f"Bearer {CLIENT_TOKEN}"}
+        )
+        assert (answer.status_code, answer.headers["content-type"]) == (
+            403,
+            "application/problem+json",
+        )
+        answer = await http.put(
+            "/v1/peers/a",
+            json={"incarnation": 1},
+            headers={"authorization": f"Bearer {CLIENT_TOKEN}"},
+        )
         assert (answer.status_code, answer.json()["type"]) == (422, "urn:lmcache:problem:invalid")
         assert (await http.get("/readyz")).status_code == 200
     async with client_of(broker, None) as stranger:
@@ -200,7 +247,11 @@ async def test_bad_settings_end_it_with_code_2_and_a_fix(tmp_path: Path) -> None
     path = tmp_path / "config.yaml"
     path.write_text("ticket_keys: k1:c2hvcnQ=\nmax_pulls_per_per: 3\n")
     done = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-m", "lmcache_broker", "--config", str(path)], capture_output=True, timeout=60, check=False
+        subprocess.run,
+        [sys.executable, "-m", "lmcache_broker", "--config", str(path)],
+        capture_output=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 2
     assert b"did you mean 'max_pulls_per_peer'?" in done.stderr
@@ -217,5 +268,11 @@ print(create_app(BrokerSettings()).title)
 
 
 async def test_it_needs_no_torch() -> None:
-    done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, timeout=60, check=False)
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", WITHOUT_TORCH],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout.decode().strip() == "lmcache-broker", done.stderr.decode()

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 from lmcache_broker.peers import redis_peers
 from lmcache_broker.peers.redis_peers import RedisPeers
-from lmcache_broker.peers.shared import PlacedOrder, PullClaim, PullUnderway, PullVerdict, SharedPeer
+from lmcache_broker.peers.shared import (
+    PlacedOrder,
+    PullClaim,
+    PullUnderway,
+    PullVerdict,
+    SharedPeer,
+)
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures, TierFigures
 from lmcache_servicekit.redis_target import RedisTarget
@@ -48,9 +54,21 @@ async def pair(url: str) -> AsyncIterator[tuple[RedisPeers, RedisPeers]]:
 
 
 def shared(
-    name: str = "a", incarnation: int = 1, *, draining: bool = False, ttl_ms: int = TTL_MS, drain: DrainReport | None = None
+    name: str = "a",
+    incarnation: int = 1,
+    *,
+    draining: bool = False,
+    ttl_ms: int = TTL_MS,
+    drain: DrainReport | None = None,
 ) -> SharedPeer:
-    return SharedPeer("acme", Peer(name, incarnation, f"lm://{name}:1", "sidecar", "z", "n"), 0.25, draining, ttl_ms, drain=drain)
+    return SharedPeer(
+        "acme",
+        Peer(name, incarnation, f"lm://{name}:1", "sidecar", "z", "n"),
+        0.25,
+        draining,
+        ttl_ms,
+        drain=drain,
+    )
 
 
 async def names(broker: RedisPeers) -> list[str]:
@@ -63,7 +81,12 @@ async def test_what_has_changed_is_told_once_and_whole(pair: tuple[RedisPeers, R
     changes = await two.changes()
     assert [peer.draining for peer in changes.peers] == [False, True]
     found = changes.peers[0]
-    assert (found.owner, found.peer, found.load, found.drain) == ("acme", shared().peer, 0.25, REPORT)
+    assert (found.owner, found.peer, found.load, found.drain) == (
+        "acme",
+        shared().peer,
+        0.25,
+        REPORT,
+    )
     assert TTL_MS - 5_000 < found.ttl_ms <= TTL_MS
     assert (await two.changes()).peers == []
     await one.announce([shared("b")])
@@ -78,7 +101,17 @@ async def test_what_peers_tell_of_their_work_is_shared_and_what_other_versions_w
     pair: tuple[RedisPeers, RedisPeers], url: str
 ) -> None:
     one, two = pair
-    figures = PeerFigures(3, {"Hot": 2}, {"Hot": 20}, {"never_stored": 1}, 4, 40, {"b": 9}, (TierFigures("Hot", 4, 40, 80),), 7)
+    figures = PeerFigures(
+        3,
+        {"Hot": 2},
+        {"Hot": 20},
+        {"never_stored": 1},
+        4,
+        40,
+        {"b": 9},
+        (TierFigures("Hot", 4, 40, 80),),
+        7,
+    )
     await one.announce([replace(shared(), figures=figures)])
     (found,) = (await two.changes()).peers
     assert found.figures == figures
@@ -117,12 +150,16 @@ async def test_a_drain_that_another_version_writes_keeps_no_peer_from_being_know
     records = redis_peers.scripts.KEYS[0]
     written = await one._redis.hget(records, "acme/a")
     told = json.loads(written[37:])
-    await one._redis.hset(records, "acme/a", written[:37] + json.dumps([*told[:5], drain, *told[6:]]).encode())
+    await one._redis.hset(
+        records, "acme/a", written[:37] + json.dumps([*told[:5], drain, *told[6:]]).encode()
+    )
     other, found = (await two.changes()).peers
     assert (other.peer.id, found.peer, found.drain) == ("b", shared().peer, wanted)
 
 
-async def test_the_later_incarnation_wins_and_a_lease_is_only_made_longer(pair: tuple[RedisPeers, RedisPeers]) -> None:
+async def test_the_later_incarnation_wins_and_a_lease_is_only_made_longer(
+    pair: tuple[RedisPeers, RedisPeers],
+) -> None:
     one, two = pair
     big = (1 << 62) + 1
     assert await one.announce([shared(incarnation=big)]) == [False]
@@ -131,7 +168,9 @@ async def test_the_later_incarnation_wins_and_a_lease_is_only_made_longer(pair: 
     (found,) = (await two.changes()).peers
     assert (found.peer.incarnation, found.ttl_ms > 1_000) == (big, True)
     await one.drain("acme", "a")
-    assert await two.announce([shared(incarnation=big + 1)]) == [False], "a new incarnation does not drain"
+    assert await two.announce([shared(incarnation=big + 1)]) == [False], (
+        "a new incarnation does not drain"
+    )
 
 
 async def test_a_lease_that_ran_out_holds_nobody_off(pair: tuple[RedisPeers, RedisPeers]) -> None:
@@ -146,7 +185,11 @@ async def test_pulls_are_counted_for_each_life_and_end(pair: tuple[RedisPeers, R
     await one.announce([shared(incarnation=12)])
     life, other = "acme/a#12", "acme/a#13"
     claims = [PullClaim(life, f"p{i}") for i in range(3)]
-    assert await one.claim("acme/r", claims, 2, TTL_MS) == [PullVerdict(True, 1), PullVerdict(True, 2), PullVerdict(False, 2)]
+    assert await one.claim("acme/r", claims, 2, TTL_MS) == [
+        PullVerdict(True, 1),
+        PullVerdict(True, 2),
+        PullVerdict(False, 2),
+    ]
     assert await two.claim("acme/s", [PullClaim(life, "q"), PullClaim(other, "q")], 2, TTL_MS) == [
         PullVerdict(False, 2),
         PullVerdict(True, 1),
@@ -157,11 +200,15 @@ async def test_pulls_are_counted_for_each_life_and_end(pair: tuple[RedisPeers, R
     assert [peer.num_pulls for peer in (await one.changes()).peers] == [1]
     assert await one.claim("acme/r", [PullClaim(life, "r")], 2, 20) == [PullVerdict(True, 2)]
     await asyncio.sleep(0.05)
-    assert [peer.num_pulls for peer in (await two.changes()).peers] == [1], "nobody said that it was over"
+    assert [peer.num_pulls for peer in (await two.changes()).peers] == [1], (
+        "nobody said that it was over"
+    )
     assert await one._redis.hlen("lmcache:{broker}:owners") == 2
 
 
-async def test_a_pull_goes_on_whoever_is_asked(pair: tuple[RedisPeers, RedisPeers], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pull_goes_on_whoever_is_asked(
+    pair: tuple[RedisPeers, RedisPeers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two = pair
     await one.announce([shared()])
     await one.claim("acme/r", [PullClaim("acme/a#1", "p")], 1, 300)
@@ -173,16 +220,24 @@ async def test_a_pull_goes_on_whoever_is_asked(pair: tuple[RedisPeers, RedisPeer
     assert await two.renew_pulls("acme/r", ["p"], TTL_MS) == [None], "for ever is too long"
 
 
-async def test_pulls_that_were_lost_are_counted_again_and_only_once(pair: tuple[RedisPeers, RedisPeers]) -> None:
+async def test_pulls_that_were_lost_are_counted_again_and_only_once(
+    pair: tuple[RedisPeers, RedisPeers],
+) -> None:
     one, two = pair
-    underway = [PullUnderway("acme/r", PullClaim("acme/a#1", f"p{i}"), 500, TTL_MS) for i in range(600)]
+    underway = [
+        PullUnderway("acme/r", PullClaim("acme/a#1", f"p{i}"), 500, TTL_MS) for i in range(600)
+    ]
     await one.restore_pulls(underway)
     await two.restore_pulls(underway[:1])
-    assert await one.claim("acme/r", [PullClaim("acme/a#1", "q")], 1000, TTL_MS) == [PullVerdict(True, 601)]
+    assert await one.claim("acme/r", [PullClaim("acme/a#1", "q")], 1000, TTL_MS) == [
+        PullVerdict(True, 601)
+    ]
     assert await two.end_pulls("acme/r", ["p0", "p599"]) == [True, True]
 
 
-async def test_orders_are_told_once_by_whoever_is_asked(pair: tuple[RedisPeers, RedisPeers], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_orders_are_told_once_by_whoever_is_asked(
+    pair: tuple[RedisPeers, RedisPeers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two = pair
     orders = [CopyOrder("0" * 32, f"p{i}", f"lm://p{i}.example:1") for i in range(3)]
     await one.order_copies([PlacedOrder("acme", "a", order) for order in orders[:2]], TTL_MS)
@@ -195,7 +250,9 @@ async def test_orders_are_told_once_by_whoever_is_asked(pair: tuple[RedisPeers, 
     assert await one.take_orders("acme", "a") == []
     monkeypatch.setattr(redis_peers, "MAX_ORDERING_PEERS", 2)
     monkeypatch.setattr(redis_peers, "MAX_ORDER_BYTES_PER_PEER", 100)
-    await one.order_copies([PlacedOrder("acme", name, order) for name in "abc" for order in orders], TTL_MS)
+    await one.order_copies(
+        [PlacedOrder("acme", name, order) for name in "abc" for order in orders], TTL_MS
+    )
     assert await one.take_orders("acme", "a") == [], "there were too many"
     assert await one.take_orders("acme", "c") == orders[:2]
 
@@ -209,7 +266,10 @@ async def test_a_memory_that_was_lost_is_noticed(pair: tuple[RedisPeers, RedisPe
     await one.announce([shared("b"), shared("c")])
     changes = await two.changes()
     assert changes.is_anew
-    assert sorted(peer.peer.id for peer in changes.peers) == ["b", "c"], "though their numbers were seen before"
+    assert sorted(peer.peer.id for peer in changes.peers) == [
+        "b",
+        "c",
+    ], "though their numbers were seen before"
 
 
 async def test_peers_that_are_long_over_are_forgotten(pair: tuple[RedisPeers, RedisPeers]) -> None:
@@ -237,7 +297,15 @@ async def test_a_redis_that_is_away_costs_one_deadline(tmp_path: Path) -> None:
     await away.close()
 
 
-@pytest.mark.parametrize("url", ["redis-sentinel://", "redis-cluster://:secret@,b:1", "redis-cluster://a:port", "redis://h:port"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis-sentinel://",
+        "redis-cluster://:secret@,b:1",
+        "redis-cluster://a:port",
+        "redis://h:port",
+    ],
+)
 def test_urls_that_cannot_be_read(url: str) -> None:
     with pytest.raises(ConfigError, match="redis_url cannot be read") as failure:
         RedisPeers(RedisTarget.read(url), 1.0)

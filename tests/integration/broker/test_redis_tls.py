@@ -1,4 +1,6 @@
-"""Brokers reach what they share over TLS, with a password, and behind sentinels that fail over, whichever kind of Redis it is."""
+"""Brokers reach what they share over TLS, with a password, and behind sentinels that fail over,
+whichever kind of Redis it is.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ PEER = SharedPeer("acme", Peer("a", 1, "lm://a.example:1"), 0.0, False, 60_000)
 
 
 def peers_of(url: str, **options: Any) -> RedisPeers:
-    found = create_shared_peers(BrokerSettings(redis_url=SecretStr(url), **({"redis_timeout_ms": 10_000} | options)))
+    found = create_shared_peers(
+        BrokerSettings(redis_url=SecretStr(url), **({"redis_timeout_ms": 10_000} | options))
+    )
     assert found is not None
     return found
 
@@ -34,11 +38,17 @@ async def use(peers: RedisPeers) -> None:
     try:
         await peers.ping()
         assert await peers.announce([PEER]) == [False]
-        claims = [peers.claim("acme/r", [PullClaim("acme/a#1", f"p{i}")], 50, 60_000) for i in range(100)]
+        claims = [
+            peers.claim("acme/r", [PullClaim("acme/a#1", f"p{i}")], 50, 60_000) for i in range(100)
+        ]
         granted = [verdict.is_granted for (verdict,) in await asyncio.gather(*claims)]
         assert granted.count(True) == 50
         assert (await peers.changes()).peers[0].num_pulls == 50
-        assert all(await peers.end_pulls("acme/r", [f"p{i}" for i, is_granted in enumerate(granted) if is_granted]))
+        assert all(
+            await peers.end_pulls(
+                "acme/r", [f"p{i}" for i, is_granted in enumerate(granted) if is_granted]
+            )
+        )
     finally:
         await peers.close()
 
@@ -53,16 +63,26 @@ async def is_refused(peers: RedisPeers) -> None:
 
 
 @pytest.mark.parametrize("kind", ["server", "sentinel", "cluster"])
-async def test_both_sides_show_certificates_and_the_password_is_needed(kind: str, tmp_path: Path) -> None:
+async def test_both_sides_show_certificates_and_the_password_is_needed(
+    kind: str, tmp_path: Path
+) -> None:
     authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
     mine = authority.sign("broker", "broker.example")
     shown = {"redis_tls_cert_file": mine.cert, "redis_tls_key_file": mine.key}
-    async with redis_over_tls(kind, server_tls(authority.sign("redis"), clients=authority), tmp_path) as rest:
+    async with redis_over_tls(
+        kind, server_tls(authority.sign("redis"), clients=authority), tmp_path
+    ) as rest:
         await use(peers_of(f"rediss{rest}", redis_tls_ca_file=authority.file, **shown))
         await is_refused(peers_of(f"rediss{rest}", redis_tls_ca_file=stranger.file, **shown))
         await is_refused(peers_of(f"rediss{rest}", redis_tls_ca_file=authority.file))
         await is_refused(peers_of(f"redis{rest}", redis_timeout_ms=500))
-        await is_refused(peers_of(f"rediss{rest}".replace(QUOTED, "wrong-sesame"), redis_tls_ca_file=authority.file, **shown))
+        await is_refused(
+            peers_of(
+                f"rediss{rest}".replace(QUOTED, "wrong-sesame"),
+                redis_tls_ca_file=authority.file,
+                **shown,
+            )
+        )
 
 
 @pytest.mark.parametrize("kind", ["server", "sentinel", "cluster"])
@@ -89,7 +109,9 @@ async def test_another_master_is_found() -> None:
         await asyncio.to_thread(watched.wait_for_failover)
         await until_answered(peers)
         await peers.announce([PEER])
-        assert await peers.claim("acme/r", [PullClaim("acme/a#1", "p")], 1, 1000) == [PullVerdict(True, 1)]
+        assert await peers.claim("acme/r", [PullClaim("acme/a#1", "p")], 1, 1000) == [
+            PullVerdict(True, 1)
+        ]
         await peers.close()
 
 
@@ -108,7 +130,9 @@ async def test_files_that_nobody_would_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="redis_url is none of rediss://"):
         BrokerSettings(redis_url=SecretStr("redis://h"), redis_tls_ca_file=tmp_path / "ca.pem")
     with pytest.raises(ValidationError, match="redis_sentinel_password_file is set, but"):
-        BrokerSettings(redis_url=SecretStr("redis://h"), redis_sentinel_password_file=tmp_path / "password")
+        BrokerSettings(
+            redis_url=SecretStr("redis://h"), redis_sentinel_password_file=tmp_path / "password"
+        )
     for url in ("rediss://h", "rediss-sentinel://h/s", "rediss-cluster://h"):
         with pytest.raises(ConfigError, match="absent"):
             peers_of(url, redis_tls_ca_file=tmp_path / "absent.pem")

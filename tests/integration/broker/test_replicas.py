@@ -40,7 +40,8 @@ def processes(tmp_path: Path, redis_server: RedisServer) -> Iterator[list[Servic
     environ = {
         "LMCACHE_BROKER_PORT": "0",
         "LMCACHE_BROKER_REDIS_URL": redis_server.url,
-        # On a busy machine an answer may take longer than the 0.2 s after which each broker is on its own.
+        # On a busy machine an answer may take longer than the 0.2 s after which each broker is on
+        # its own.
         "LMCACHE_BROKER_REDIS_TIMEOUT_MS": "1000",
         "LMCACHE_BROKER_TICKET_KEYS_FILE": str(keys),
         "LMCACHE_BROKER_MAX_PULLS_PER_PEER": str(MAX_PULLS),
@@ -82,17 +83,26 @@ async def eventually(condition: Callable[[], Awaitable[bool]], seconds: float = 
         await asyncio.sleep(0.02)
 
 
-async def test_what_one_is_told_the_other_knows(brokers: list[BrokerClient], tmp_path: Path) -> None:
+async def test_what_one_is_told_the_other_knows(
+    brokers: list[BrokerClient], tmp_path: Path
+) -> None:
     one, two = brokers
     await one.register(peer("a"), load=0.5, ttl_ms=LEASE_MS)
     await two.register(peer("b"), load=0.1, ttl_ms=LEASE_MS)
     for broker in brokers:
         await eventually(lambda broker=broker: holds(broker, ["a", "b"]))
     (assignment,) = await two.transfers("b", [(CHUNKS[0], ["a"])])
-    assert TicketVerifier(read_ticket_keys(tmp_path / "ticket-keys"), "a").verify(assignment.ticket).requester == "b"
+    assert (
+        TicketVerifier(read_ticket_keys(tmp_path / "ticket-keys"), "a")
+        .verify(assignment.ticket)
+        .requester
+        == "b"
+    )
     assert assignment.distributed_url == "lm://a.example:65433"
     await one.drain("b")
-    assert (await two.register(peer("b"), load=0.1, ttl_ms=LEASE_MS)).draining, "the peer learns of it wherever it comes next"
+    assert (await two.register(peer("b"), load=0.1, ttl_ms=LEASE_MS)).draining, (
+        "the peer learns of it wherever it comes next"
+    )
     await two.deregister("a")
     await eventually(lambda: holds(one, ["b"]))
 
@@ -125,10 +135,16 @@ async def test_together_they_keep_the_bound_on_pulls(brokers: list[BrokerClient]
     assert await brokers[1].transfers("r", [(CHUNKS[0], ["a"])]), "their tickets have ended"
 
 
-async def test_whichever_is_told_that_a_pull_is_over_frees_its_place(brokers: list[BrokerClient]) -> None:
+async def test_whichever_is_told_that_a_pull_is_over_frees_its_place(
+    brokers: list[BrokerClient],
+) -> None:
     one, two = brokers
     await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
-    pulls = [pull.pull for _ in range(MAX_PULLS) for pull in await one.transfers("r", [(CHUNKS[0], ["a"])])]
+    pulls = [
+        pull.pull
+        for _ in range(MAX_PULLS)
+        for pull in await one.transfers("r", [(CHUNKS[0], ["a"])])
+    ]
     assert len(pulls) == MAX_PULLS
     await two.done("other", pulls)
     assert await two.transfers("r", [(CHUNKS[0], ["a"])]) == [], "only its requester ends a pull"
@@ -141,7 +157,9 @@ async def test_whichever_is_told_that_a_pull_is_over_frees_its_place(brokers: li
     assert time.monotonic() - began < 1.0, "before the tickets end"
 
 
-async def test_a_holder_learns_of_a_hot_chunk_wherever_it_comes_next(brokers: list[BrokerClient], redis_server: RedisServer) -> None:
+async def test_a_holder_learns_of_a_hot_chunk_wherever_it_comes_next(
+    brokers: list[BrokerClient], redis_server: RedisServer
+) -> None:
     one, two = brokers
     for name in "ab":
         await two.register(peer(name), load=0.0, ttl_ms=LEASE_MS)
@@ -149,9 +167,15 @@ async def test_a_holder_learns_of_a_hot_chunk_wherever_it_comes_next(brokers: li
         (pull,) = await one.transfers(f"r{i}", [(CHUNKS[0], ["a"])])
         await one.done(f"r{i}", [pull.pull])
     (order,) = (await two.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)).copies
-    assert (order.chunk_id, order.instance, order.distributed_url) == (CHUNKS[0].hex(), "b", "lm://b.example:65433")
+    assert (order.chunk_id, order.instance, order.distributed_url) == (
+        CHUNKS[0].hex(),
+        "b",
+        "lm://b.example:65433",
+    )
     for broker in brokers:
-        assert (await broker.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)).copies == (), "it is told once"
+        assert (await broker.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)).copies == (), (
+            "it is told once"
+        )
     redis_server.pause()
     try:
         for i in range(HOT_PULLS):
@@ -162,7 +186,9 @@ async def test_a_holder_learns_of_a_hot_chunk_wherever_it_comes_next(brokers: li
         redis_server.resume()
 
 
-async def test_a_restarted_broker_knows_what_the_other_knows(processes: list[ServiceProcess], brokers: list[BrokerClient]) -> None:
+async def test_a_restarted_broker_knows_what_the_other_knows(
+    processes: list[ServiceProcess], brokers: list[BrokerClient]
+) -> None:
     await brokers[0].register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
     await brokers[0].drain("a")
     for process in processes:
@@ -196,7 +222,10 @@ async def test_without_redis_each_answers_from_its_memory_and_says_so(
             async with httpx.AsyncClient(base_url=processes[1].url) as rest:
                 readiness = await rest.get("/readyz")
                 assert (readiness.status_code, readiness.json()["status"]) == (200, "degraded")
-                assert f"redis at 127.0.0.1:{redis_server.port}" in readiness.json()["checks"]["redis"]["detail"]
+                assert (
+                    f"redis at 127.0.0.1:{redis_server.port}"
+                    in readiness.json()["checks"]["redis"]["detail"]
+                )
                 assert "lmcache_broker_is_shared 0.0" in (await rest.get("/metrics")).text
                 assert not (await rest.get("/v1/stats")).json()["is_shared"]
         finally:
@@ -204,14 +233,17 @@ async def test_without_redis_each_answers_from_its_memory_and_says_so(
                 redis_server.resume()
             else:
                 redis_server.start()
-        # What was told meanwhile, and what Redis has lost, the others are told again, without any heartbeat.
+        # What was told meanwhile, and what Redis has lost, the others are told again, without any
+        # heartbeat.
         await eventually(lambda: holds(two, ["a", "b"]))
         await eventually(lambda: holds(one, ["a", "b"]))
         await one.deregister("b")
         await eventually(lambda: holds(two, ["a"]))
 
 
-async def test_a_flush_is_healed_without_a_heartbeat(brokers: list[BrokerClient], redis_server: RedisServer) -> None:
+async def test_a_flush_is_healed_without_a_heartbeat(
+    brokers: list[BrokerClient], redis_server: RedisServer
+) -> None:
     one, two = brokers
     await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
     await eventually(lambda: holds(two, ["a"]))
@@ -225,7 +257,9 @@ async def test_a_flush_is_healed_without_a_heartbeat(brokers: list[BrokerClient]
     await eventually(is_known_to_both)
 
 
-async def test_pulls_outlive_a_flush(brokers: list[BrokerClient], redis_server: RedisServer) -> None:
+async def test_pulls_outlive_a_flush(
+    brokers: list[BrokerClient], redis_server: RedisServer
+) -> None:
     one, two = brokers
     await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
     for _ in range(MAX_PULLS):
@@ -246,14 +280,23 @@ async def told_again(redis_server: RedisServer) -> bool:
         return bool(client.hlen("lmcache:{broker}:records"))
 
 
-async def test_the_page_of_both_shows_the_same(brokers: list[BrokerClient], processes: list[ServiceProcess]) -> None:
+async def test_the_page_of_both_shows_the_same(
+    brokers: list[BrokerClient], processes: list[ServiceProcess]
+) -> None:
     first = PeerFigures(requested_chunks=5, loaded_bytes={"Hot": 50}, pulled_bytes={"b": 30})
     await brokers[0].register(peer("a"), load=0.5, ttl_ms=LEASE_MS, figures=first)
-    await brokers[1].register(peer("b"), load=0.5, ttl_ms=LEASE_MS, figures=PeerFigures(requested_chunks=2))
+    await brokers[1].register(
+        peer("b"), load=0.5, ttl_ms=LEASE_MS, figures=PeerFigures(requested_chunks=2)
+    )
 
     def seen(process: ServiceProcess) -> dict[str, object]:
-        body = httpx.get(f"{process.url}/v1/overview", params={"max_samples": 0}, timeout=5.0, trust_env=False).json()
-        return {"ids": [one["id"] for one in body["peers"]], **{name: body[name] for name in ("links", "totals", "is_shared")}}
+        body = httpx.get(
+            f"{process.url}/v1/overview", params={"max_samples": 0}, timeout=5.0, trust_env=False
+        ).json()
+        return {
+            "ids": [one["id"] for one in body["peers"]],
+            **{name: body[name] for name in ("links", "totals", "is_shared")},
+        }
 
     async def is_the_same() -> bool:
         one, two = [await asyncio.to_thread(seen, process) for process in processes]

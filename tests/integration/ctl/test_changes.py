@@ -1,4 +1,6 @@
-"""`lmcachectl evict`, `pin`, `explain` and `drain` change real services, and say what they have changed."""
+"""`lmcachectl evict`, `pin`, `explain` and `drain` change real services, and say what they have
+changed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
         with engine_at(running.directory / "s.sock") as engine:
             engine.store(tokens, kvcaches=random_kv(len(tokens)))
         deadline = time.monotonic() + TIMEOUT_S
-        while not get(running, "sidecar", "/v1/status")["settled"] or len(keys_at(running, "storage-0")) < NUM_CHUNKS:
+        while (
+            not get(running, "sidecar", "/v1/status")["settled"]
+            or len(keys_at(running, "storage-0")) < NUM_CHUNKS
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         yield running
@@ -42,7 +47,11 @@ def ctl(cluster: SmallCluster) -> Ctl:
 
 def get(cluster: SmallCluster, name: str, path: str) -> dict[str, object]:
     headers = {"authorization": f"Bearer {ADMIN_TOKEN}"}
-    answer: dict[str, object] = httpx.get(cluster.services[name].url + path, headers=headers, trust_env=False).raise_for_status().json()
+    answer: dict[str, object] = (
+        httpx.get(cluster.services[name].url + path, headers=headers, trust_env=False)
+        .raise_for_status()
+        .json()
+    )
     return answer
 
 
@@ -74,26 +83,44 @@ def test_what_is_nowhere_is_not_pinned(ctl: Ctl) -> None:
     told = ctl.text("pin", "ab" * 32, code=1)
     assert "0 of these" in told
     assert "is not pinned: never_stored" in told
-    assert "sidecar/nobody is not there: there is sidecar/sidecar" in ctl.text("pin", "--at", "sidecar/nobody", code=1)
-    assert "'lookup' names no service: write sidecar or storage" in ctl.text("pin", "--at", "lookup", code=2)
-    assert "--tokens goes to sidecars" in ctl.text("pin", "--tokens", "-", "--at", "storage", code=2, stdin="1")
+    assert "sidecar/nobody is not there: there is sidecar/sidecar" in ctl.text(
+        "pin", "--at", "sidecar/nobody", code=1
+    )
+    assert "'lookup' names no service: write sidecar or storage" in ctl.text(
+        "pin", "--at", "lookup", code=2
+    )
+    assert "--tokens goes to sidecars" in ctl.text(
+        "pin", "--tokens", "-", "--at", "storage", code=2, stdin="1"
+    )
 
 
 def test_keys_are_pinned_at_the_storage_that_has_them(ctl: Ctl, cluster: SmallCluster) -> None:
     keys = keys_at(cluster, "storage-0")
-    found = {one["name"]: one["result"]["num_pinned"] for one in ctl.json("pin", *keys, "--at", "storage")}
+    found = {
+        one["name"]: one["result"]["num_pinned"]
+        for one in ctl.json("pin", *keys, "--at", "storage")
+    }
     assert found == {"storage-0": NUM_CHUNKS, "storage-1": 0}, "one that has them is enough"
-    assert ctl.json("pin", *keys, "--at", "storage/storage-0", "--ttl", "0")[0]["result"]["num_unpinned"] == NUM_CHUNKS
+    assert (
+        ctl.json("pin", *keys, "--at", "storage/storage-0", "--ttl", "0")[0]["result"][
+            "num_unpinned"
+        ]
+        == NUM_CHUNKS
+    )
 
 
 def test_a_prompt_is_explained_and_its_chunks_are_evicted(ctl: Ctl, cluster: SmallCluster) -> None:
-    assert "the first 3 are complete" in " ".join(ctl.text("explain", "--tokens", "-", "--sidecar", "sidecar", stdin=prompt()).split())
+    assert "the first 3 are complete" in " ".join(
+        ctl.text("explain", "--tokens", "-", "--sidecar", "sidecar", stdin=prompt()).split()
+    )
     [freed] = ctl.json("evict", "sidecar", "--size", "1GiB")
     assert freed["result"]["freed_bytes"] > 0
     told = ctl.text("explain", "--tokens", "-", stdin=prompt())
     assert "RemoteBackend" in told
     assert "Hot" not in told
-    assert "freed" in ctl.text("evict", f"sidecar/{cluster.services['sidecar'].url.partition('//')[2]}", "--size", "1KiB"), "by its address"
+    assert "freed" in ctl.text(
+        "evict", f"sidecar/{cluster.services['sidecar'].url.partition('//')[2]}", "--size", "1KiB"
+    ), "by its address"
 
 
 def test_a_client_may_evict_nothing(cluster: SmallCluster) -> None:
@@ -126,7 +153,9 @@ def test_a_drain_that_hangs_is_given_up(cluster: SmallCluster) -> None:
     os.kill(pid, signal.SIGSTOP)
     timer.start()
     try:
-        told = cluster.ctl().text("drain", "storage", "--timeout", "1", "--no-wait", "--yes", code=1)
+        told = cluster.ctl().text(
+            "drain", "storage", "--timeout", "1", "--no-wait", "--yes", code=1
+        )
     finally:
         timer.cancel()
         os.kill(pid, signal.SIGCONT)

@@ -35,7 +35,11 @@ def sidecar(tmp_path: Path) -> Iterator[ServiceProcess]:
         "REMOTE_URL": f"file://{tmp_path / 'remote'}",
         "REMOTE_SERDE": "cachegen",
     }
-    with running_service("lmcache_sidecar", tmp_path, {f"LMCACHE_SIDECAR_{name}": value for name, value in settings.items()}) as service:
+    with running_service(
+        "lmcache_sidecar",
+        tmp_path,
+        {f"LMCACHE_SIDECAR_{name}": value for name, value in settings.items()},
+    ) as service:
         yield service
 
 
@@ -59,14 +63,22 @@ def test_stats_and_files_tell_the_same(sidecar: ServiceProcess, tmp_path: Path) 
         stats = ctl("stats", "--url", sidecar.url)
         lossy, lossless = ctl("inspect", tmp_path / "remote"), ctl("inspect", tmp_path / "disk")
 
-        httpx.post(f"{sidecar.url}/v1/evict", json={"num_bytes": 1 << 30}, trust_env=False).raise_for_status()
+        httpx.post(
+            f"{sidecar.url}/v1/evict", json={"num_bytes": 1 << 30}, trust_env=False
+        ).raise_for_status()
         assert engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).sum() == len(tokens)
-        decoded = {activity["name"]: activity["decoded"]["num_chunks"] for activity in ctl("stats", "--url", sidecar.url)["serdes"]}
+        decoded = {
+            activity["name"]: activity["decoded"]["num_chunks"]
+            for activity in ctl("stats", "--url", sidecar.url)["serdes"]
+        }
 
     assert stats["tiers_hidden"] == ""
     by_serde = {activity["name"]: activity["encoded"] for activity in stats["serdes"]}
     by_tier = {activity["name"]: activity["encoded"] for activity in stats["tiers"]}
-    for files, serde, tier in ((lossy, "cachegen", "RemoteBackend"), (lossless, "lossless", "LocalDiskBackend")):
+    for files, serde, tier in (
+        (lossy, "cachegen", "RemoteBackend"),
+        (lossless, "lossless", "LocalDiskBackend"),
+    ):
         assert [file["fault"] for file in files] == [""] * NUM_CHUNKS
         records = [file["record"] for file in files]
         assert {record["serde"] for record in records} == {serde}
@@ -83,7 +95,9 @@ def test_stats_and_files_tell_the_same(sidecar: ServiceProcess, tmp_path: Path) 
     assert decoded == {"cachegen": 0, "lossless": NUM_CHUNKS}
 
 
-def test_a_damaged_file_is_found_before_the_sidecar_finds_it(sidecar: ServiceProcess, tmp_path: Path) -> None:
+def test_a_damaged_file_is_found_before_the_sidecar_finds_it(
+    sidecar: ServiceProcess, tmp_path: Path
+) -> None:
     tokens = tokens_of(NUM_CHUNKS * CHUNK_SIZE)
     kv = random_kv(len(tokens))
     with engine_at(tmp_path / "s.sock") as engine:

@@ -1,4 +1,6 @@
-"""`lmcachectl doctor` finds what is wrong with real services, files, Redis servers and a namespace, and says what to do."""
+"""`lmcachectl doctor` finds what is wrong with real services, files, Redis servers and a
+namespace, and says what to do.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ from tests.fixtures.tls import Authority, ended_pair, replace
 
 
 def wrong(found: dict[str, Any], check: str) -> list[tuple[str, str, str]]:
-    return [(one["level"], one["where"], one["what"]) for one in found["findings"] if one["check"] == check and one["level"] != "ok"]
+    return [
+        (one["level"], one["where"], one["what"])
+        for one in found["findings"]
+        if one["check"] == check and one["level"] != "ok"
+    ]
 
 
 def write(path: Path, **settings: Any) -> Path:
@@ -66,12 +72,22 @@ def test_one_that_hangs_and_a_wrong_token(cluster: SmallCluster) -> None:
 
 
 @pytest.mark.parametrize(("version", "level"), [("0.0.9", "warning"), ("0.3.0", "error")])
-def test_a_service_of_another_version(cluster: SmallCluster, tmp_path: Path, version: str, level: str) -> None:
-    """The interpreter finds this description of the package first: the service takes itself for that version."""
+def test_a_service_of_another_version(
+    cluster: SmallCluster, tmp_path: Path, version: str, level: str
+) -> None:
+    """The interpreter finds this description of the package first: the service takes itself for
+    that version.
+    """
     described = tmp_path / f"lmcache_lookup-{version}.dist-info"
     described.mkdir()
-    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: lmcache-lookup\nVersion: {version}\n")
-    environ = {"LMCACHE_LOOKUP_PORT": "0", "PYTHONPATH": str(tmp_path), "LMCACHE_LOOKUP_INSTANCE_ID": "older"}
+    (described / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: lmcache-lookup\nVersion: {version}\n"
+    )
+    environ = {
+        "LMCACHE_LOOKUP_PORT": "0",
+        "PYTHONPATH": str(tmp_path),
+        "LMCACHE_LOOKUP_INSTANCE_ID": "older",
+    }
     with running_service("lmcache_lookup", tmp_path, environ) as other:
         ctl = cluster.ctl()
         ctl.options.append(f"--lookup-url={other.url}")
@@ -83,7 +99,9 @@ def test_a_service_of_another_version(cluster: SmallCluster, tmp_path: Path, ver
     assert f"{version}: lookup" in what
 
 
-def test_settings_files_are_read_as_their_services_do(cluster: SmallCluster, tmp_path: Path) -> None:
+def test_settings_files_are_read_as_their_services_do(
+    cluster: SmallCluster, tmp_path: Path
+) -> None:
     misspelt = write(tmp_path / "lookup.yaml", redis_ulr="redis://h", workers=2)
     contradictory = write(tmp_path / "broker.yaml", host="0.0.0.0")
     (tmp_path / "service-token").write_text("a-token-0123456789")
@@ -96,10 +114,23 @@ def test_settings_files_are_read_as_their_services_do(cluster: SmallCluster, tmp
         service_token_file=str(tmp_path / "service-token"),
         auth_tokens_file="/nowhere/tokens.yaml",
     )
-    storage = write(tmp_path / "storage.yaml", memory_gb=60000, disk_path=str(tmp_path / "disk"), disk_gb=1000000)
+    storage = write(
+        tmp_path / "storage.yaml",
+        memory_gb=60000,
+        disk_path=str(tmp_path / "disk"),
+        disk_gb=1000000,
+    )
     engine = write(tmp_path / "engine.yaml", chunk_size=256, local_cpu=True)
-    kinds = {"lookup": misspelt, "broker": contradictory, "sidecar": sidecar, "storage": storage, "engine": engine}
-    options = [part for kind, path in kinds.items() for part in ("--check-config", f"{kind}={path}")]
+    kinds = {
+        "lookup": misspelt,
+        "broker": contradictory,
+        "sidecar": sidecar,
+        "storage": storage,
+        "engine": engine,
+    }
+    options = [
+        part for kind, path in kinds.items() for part in ("--check-config", f"{kind}={path}")
+    ]
     found = Ctl().json("doctor", *options, code=1)
     configuration = {where.split()[0]: what for _, where, what in wrong(found, "configuration")}
     assert configuration["lookup"].startswith("redis_ulr: unknown option")
@@ -107,7 +138,11 @@ def test_settings_files_are_read_as_their_services_do(cluster: SmallCluster, tmp
     assert "auth_tokens_file is not set" in configuration["broker"]
     assert "engine" not in configuration
     assert any("can be read by everybody (0644)" in what for _, _, what in wrong(found, "files"))
-    assert any("auth_tokens_file /nowhere/tokens.yaml" in what for level, _, what in wrong(found, "files") if level == "error")
+    assert any(
+        "auth_tokens_file /nowhere/tokens.yaml" in what
+        for level, _, what in wrong(found, "files")
+        if level == "error"
+    )
     assert any("arena_gb wants 58.6 TiB" in what for _, _, what in wrong(found, "shared memory"))
     assert "socket_path has 121 bytes" in wrong(found, "socket")[0][2]
     assert "disk_gb wants" in wrong(found, "disk")[0][2]
@@ -120,12 +155,26 @@ def test_addresses_that_a_service_refuses(tmp_path: Path) -> None:
     """The doctor's sentence is the service's own."""
     mistakes = {
         "ports": ({"port": 18999, "lm_port": 18999}, "lm_port=18999 is the value of port too"),
-        "lookup": ({"lookup_url": "localhost:8081"}, "lookup_url='localhost:8081' (lookup.yaml): its URL: it needs the form"),
-        "remote": ({"remote_url": "s3://b"}, "remote_url='s3://b' (remote.yaml): remote url 's3://b': its scheme must be one of lm,"),
+        "lookup": (
+            {"lookup_url": "localhost:8081"},
+            "lookup_url='localhost:8081' (lookup.yaml): its URL: it needs the form",
+        ),
+        "remote": (
+            {"remote_url": "s3://b"},
+            "remote_url='s3://b' (remote.yaml): remote url 's3://b': its scheme must be one of lm,",
+        ),
     }
-    files = {name: write(tmp_path / f"{name}.yaml", **settings) for name, (settings, _) in mistakes.items()}
-    found = Ctl().json("doctor", *(f"--check-config=sidecar={file}" for file in files.values()), code=1)
-    told = {Path(where.split()[1]).stem: (level, what.replace(f"{tmp_path}/", "")) for level, where, what in wrong(found, "configuration")}
+    files = {
+        name: write(tmp_path / f"{name}.yaml", **settings)
+        for name, (settings, _) in mistakes.items()
+    }
+    found = Ctl().json(
+        "doctor", *(f"--check-config=sidecar={file}" for file in files.values()), code=1
+    )
+    told = {
+        Path(where.split()[1]).stem: (level, what.replace(f"{tmp_path}/", ""))
+        for level, where, what in wrong(found, "configuration")
+    }
     for name, (_, expected) in mistakes.items():
         level, what = told[name]
         assert level == "error"
@@ -136,7 +185,9 @@ def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Pat
     authority = Authority(tmp_path)
     good, other, ended = authority.sign("good"), authority.sign("other"), ended_pair(authority)
     soon = authority.sign("soon")
-    signed = authority._ca.issue_cert("127.0.0.1", not_after=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3))
+    signed = authority._ca.issue_cert(
+        "127.0.0.1", not_after=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
+    )
     replace(soon.cert, signed.cert_chain_pems[0].bytes())
     replace(soon.key, signed.private_key_pem.bytes())
     pairs = {
@@ -147,7 +198,9 @@ def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Pat
     }
     options = []
     for name, (cert, key) in pairs.items():
-        file = write(tmp_path / f"{name}.yaml", tls_cert_file=str(cert), tls_key_file=str(key), port=0)
+        file = write(
+            tmp_path / f"{name}.yaml", tls_cert_file=str(cert), tls_key_file=str(key), port=0
+        )
         options.append(f"--check-config=lookup={file}")
     client = write(
         tmp_path / "client.yaml",
@@ -158,8 +211,17 @@ def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Pat
     )
     remote = {"remote_tls_cert_file": str(ended.cert), "remote_tls_key_file": str(ended.key)}
     engine = write(tmp_path / "engine.yaml", remote_url="lm+tls://h:1", **remote)
-    found = Ctl().json("doctor", *options, f"--check-config=sidecar={client}", f"--check-config=engine={engine}", code=1)
-    told = {Path(where.split()[1]).stem: (level, what) for level, where, what in wrong(found, "certificate")}
+    found = Ctl().json(
+        "doctor",
+        *options,
+        f"--check-config=sidecar={client}",
+        f"--check-config=engine={engine}",
+        code=1,
+    )
+    told = {
+        Path(where.split()[1]).stem: (level, what)
+        for level, where, what in wrong(found, "certificate")
+    }
     assert set(told) == {"foreign", "ended", "soon", "client", "engine"}
     assert told["foreign"][0] == "error"
     assert "key values mismatch; both must be PEM and belong together" in told["foreign"][1]
@@ -174,23 +236,38 @@ def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Pat
     assert refused.stderr.count("\n") == 1
 
 
-def test_addresses_that_settings_name_and_nobody_answers(cluster: SmallCluster, tmp_path: Path) -> None:
+def test_addresses_that_settings_name_and_nobody_answers(
+    cluster: SmallCluster, tmp_path: Path
+) -> None:
     sidecar = write(
         tmp_path / "sidecar.yaml",
         arena_path=str(tmp_path / "arena"),
         arena_gb=0.01,
         lookup_url=cluster.services["lookup"].url,
         broker_url="http://127.0.0.1:9",
-        remote_url=f"lm://127.0.0.1:{cluster.services['storage-0'].ports['lm_port']},no-such-host.invalid",
+        remote_url=(
+            f"lm://127.0.0.1:{cluster.services['storage-0'].ports['lm_port']},no-such-host.invalid"
+        ),
     )
-    shared = write(tmp_path / "other.yaml", arena_path=str(tmp_path / "other"), arena_gb=0.01, remote_url=f"file://{tmp_path}/nowhere")
-    found = Ctl().json("doctor", "--check-config", f"sidecar={sidecar}", "--check-config", f"sidecar={shared}")
+    shared = write(
+        tmp_path / "other.yaml",
+        arena_path=str(tmp_path / "other"),
+        arena_gb=0.01,
+        remote_url=f"file://{tmp_path}/nowhere",
+    )
+    found = Ctl().json(
+        "doctor", "--check-config", f"sidecar={sidecar}", "--check-config", f"sidecar={shared}"
+    )
     told = [what for level, _, what in wrong(found, "addresses") if level == "warning"]
     assert len(told) == 3
     assert told[0] == f"remote_url {tmp_path}/nowhere is no directory"
     assert any(what.startswith("broker_url 127.0.0.1:9: Connect call failed") for what in told)
     assert any(what.startswith("remote_url no-such-host.invalid:65432: ") for what in told)
-    well = [one["what"] for one in found["findings"] if one["check"] == "addresses" and one["level"] == "ok"]
+    well = [
+        one["what"]
+        for one in found["findings"]
+        if one["check"] == "addresses" and one["level"] == "ok"
+    ]
     assert [what.split()[0] for what in well] == ["lookup_url", "remote_url"]
 
 
@@ -199,11 +276,19 @@ def test_addresses_of_an_engine(cluster: SmallCluster, tmp_path: Path) -> None:
     peers = {"lookup_url": cluster.services["lookup"].url, "broker_url": "http://127.0.0.1:9"}
     files = {
         "silent": {"remote_url": "redis://127.0.0.1:1", **peers},
-        "wrong": {"local_cpu": True, "lookup_url": "localhost:8081", "broker_url": "http://me:s3cret@h:x", "otlp_endpoint": "h:4318"},
+        "wrong": {
+            "local_cpu": True,
+            "lookup_url": "localhost:8081",
+            "broker_url": "http://me:s3cret@h:x",
+            "otlp_endpoint": "h:4318",
+        },
         "sidecar": {"sidecar_socket": str(cluster.directory / "s.sock")},
         "alone": {"sidecar_socket": str(tmp_path / "nothing.sock")},
     }
-    options = [f"--check-config=engine={write(tmp_path / f'{name}.yaml', **settings)}" for name, settings in files.items()]
+    options = [
+        f"--check-config=engine={write(tmp_path / f'{name}.yaml', **settings)}"
+        for name, settings in files.items()
+    ]
     text = Ctl().text("doctor", *options, code=1)
     found = Ctl().json("doctor", *options, code=1)
     told: dict[str, list[tuple[str, str]]] = {name: [] for name in files}
@@ -216,18 +301,32 @@ def test_addresses_of_an_engine(cluster: SmallCluster, tmp_path: Path) -> None:
         ("warning", "remote_url 127.0.0.1"),
     ]
     assert [level for level, _ in told["wrong"]] == ["error"] * 3
-    assert any(what.startswith("lookup_url='localhost:8081': it needs the form http://host:port") for _, what in told["wrong"])
+    assert any(
+        what.startswith("lookup_url='localhost:8081': it needs the form http://host:port")
+        for _, what in told["wrong"]
+    )
     assert "s3cret" not in text
     assert told["sidecar"] == [("ok", f"sidecar_socket {cluster.directory / 's.sock'}")]
     [(level, what)] = told["alone"]
-    assert (level, what) == ("warning", f"sidecar_socket {tmp_path / 'nothing.sock'}: No such file or directory")
-    assert not [one for one in found["findings"] if one["check"] == "limits"], "that is what a service needs of its machine"
+    assert (level, what) == (
+        "warning",
+        f"sidecar_socket {tmp_path / 'nothing.sock'}: No such file or directory",
+    )
+    assert not [one for one in found["findings"] if one["check"] == "limits"], (
+        "that is what a service needs of its machine"
+    )
 
 
 def test_a_service_whose_clock_is_off(cluster: SmallCluster) -> None:
     """Between it and the doctor its header `Date` is set back, as a clock that is off sets it."""
     with clock_behind(cluster.services["storage-1"].url, 90) as url:
-        ctl = Ctl([f"--lookup-url={cluster.services['lookup'].url}", f"--storage-url={url}", f"--token-file={cluster.directory / 'token'}"])
+        ctl = Ctl(
+            [
+                f"--lookup-url={cluster.services['lookup'].url}",
+                f"--storage-url={url}",
+                f"--token-file={cluster.directory / 'token'}",
+            ]
+        )
         found = ctl.json("doctor")
         [(level, _, what)] = wrong(found, "clock")
         text = ctl.text("doctor", "--strict", code=1)
@@ -244,7 +343,11 @@ def clock_behind(url: str, seconds: float) -> Iterator[str]:
 
     class Behind(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            answer = httpx.get(url + self.path, headers={"authorization": self.headers["authorization"]}, trust_env=False)
+            answer = httpx.get(
+                url + self.path,
+                headers={"authorization": self.headers["authorization"]},
+                trust_env=False,
+            )
             self.send_response_only(answer.status_code)
             self.send_header("Date", formatdate(time.time() - seconds, usegmt=True))
             self.send_header("Content-Length", str(len(answer.content)))
@@ -269,51 +372,107 @@ def test_places_that_a_service_cannot_or_must_not_use(tmp_path: Path) -> None:
     (tmp_path / "arena").chmod(0o777)
     (tmp_path / "file").write_text("")
     sidecar = write(
-        tmp_path / "sidecar.yaml", arena_path=str(tmp_path / "arena"), arena_gb=0.01, socket_path=str(tmp_path / "file" / "s.sock")
+        tmp_path / "sidecar.yaml",
+        arena_path=str(tmp_path / "arena"),
+        arena_gb=0.01,
+        socket_path=str(tmp_path / "file" / "s.sock"),
     )
-    storage = write(tmp_path / "storage.yaml", memory_gb=0.01, disk_path=str(tmp_path / "file"), disk_gb=0.01)
-    found = Ctl().json("doctor", "--check-config", f"sidecar={sidecar}", "--check-config", f"storage={storage}", code=1)
-    assert any(what.startswith("everybody may write to arena_path") for level, _, what in wrong(found, "shared memory") if level == "error")
+    storage = write(
+        tmp_path / "storage.yaml", memory_gb=0.01, disk_path=str(tmp_path / "file"), disk_gb=0.01
+    )
+    found = Ctl().json(
+        "doctor",
+        "--check-config",
+        f"sidecar={sidecar}",
+        "--check-config",
+        f"storage={storage}",
+        code=1,
+    )
+    assert any(
+        what.startswith("everybody may write to arena_path")
+        for level, _, what in wrong(found, "shared memory")
+        if level == "error"
+    )
     assert wrong(found, "socket")[0][2].endswith(f"{tmp_path / 'file'} is no directory")
     assert wrong(found, "disk")[0][2].endswith(f"{tmp_path / 'file'} is no directory")
-    assert all(one["fix"] for one in found["findings"] if one["level"] in ("error", "warning")), "each says what to do"
+    assert all(one["fix"] for one in found["findings"] if one["level"] in ("error", "warning")), (
+        "each says what to do"
+    )
 
 
 def test_paths_that_no_file_can_have(tmp_path: Path) -> None:
-    """Asking the file system for them is an error of its own, which is neither "there" nor "not there"."""
+    """Asking the file system for them is an error of its own, which is neither "there" nor "not
+    there".
+    """
     long = str(tmp_path / ("x" * 300))
     files = {
         "lookup": {"port": 0, "tls_cert_file": long, "tls_key_file": long},
-        "engine": {"remote_url": "lm+tls://127.0.0.1:9", "remote_tls_cert_file": long, "remote_token_file": long},
-        "sidecar": {"arena_path": long, "arena_gb": 0.01, "socket_path": f"{long}/s", "remote_url": f"file://{long}"},
+        "engine": {
+            "remote_url": "lm+tls://127.0.0.1:9",
+            "remote_tls_cert_file": long,
+            "remote_token_file": long,
+        },
+        "sidecar": {
+            "arena_path": long,
+            "arena_gb": 0.01,
+            "socket_path": f"{long}/s",
+            "remote_url": f"file://{long}",
+        },
         "storage": {"memory_gb": 0.01, "disk_path": long, "disk_gb": 0.01},
     }
-    options = [f"--check-config={kind}={write(tmp_path / f'{kind}.yaml', **settings)}" for kind, settings in files.items()]
+    options = [
+        f"--check-config={kind}={write(tmp_path / f'{kind}.yaml', **settings)}"
+        for kind, settings in files.items()
+    ]
     found = Ctl().json("doctor", *options, code=1)
     assert len([what for _, _, what in wrong(found, "files") if "File name too long" in what]) == 4
     [(level, _, what)] = wrong(found, "disk")
     assert (level, what) == ("error", f"disk_path {long}: File name too long")
-    assert ("error", f"arena_path {long}: File name too long") in [(level, what) for level, _, what in wrong(found, "shared memory")]
-    assert f"remote_url {long} is no directory" in [what for _, _, what in wrong(found, "addresses")]
+    assert ("error", f"arena_path {long}: File name too long") in [
+        (level, what) for level, _, what in wrong(found, "shared memory")
+    ]
+    assert f"remote_url {long} is no directory" in [
+        what for _, _, what in wrong(found, "addresses")
+    ]
     told = Ctl().text("codec", "inspect", long, code=1)
     assert "File name too long" in told
 
 
-def test_the_packages_of_the_services_are_on_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packages_of_the_services_are_on_no_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = Path(__file__).parents[3]
     for kind, (module, _, _) in MODELS.items():
         monkeypatch.setitem(sys.modules, module, None)
-        [finding] = [one for one in check_files([ConfigFile(kind, tmp_path / "a.yaml")])[0] if one.check == "configuration"]
+        [finding] = [
+            one
+            for one in check_files([ConfigFile(kind, tmp_path / "a.yaml")])[0]
+            if one.check == "configuration"
+        ]
         assert finding.level == "warning"
-        told = re.fullmatch(r"install it from a checkout \(pip install (.*)\), or check it in its image", finding.fix)
+        told = re.fullmatch(
+            r"install it from a checkout \(pip install (.*)\), or check it in its image",
+            finding.fix,
+        )
         assert told is not None, finding.fix
         assert all((root / directory / "pyproject.toml").is_file() for directory in told[1].split())
 
 
 def test_a_redis_that_would_lose_the_index(tmp_path: Path) -> None:
-    arguments = ("--requirepass", "a-pass-0123", "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru", "--appendonly", "yes")
+    arguments = (
+        "--requirepass",
+        "a-pass-0123",
+        "--maxmemory",
+        "100mb",
+        "--maxmemory-policy",
+        "allkeys-lru",
+        "--appendonly",
+        "yes",
+    )
     with running_redis_with_password(tmp_path, *arguments) as port:
-        config = write(tmp_path / "lookup.yaml", redis_url=f"redis://:a-pass-0123@127.0.0.1:{port}/0")
+        config = write(
+            tmp_path / "lookup.yaml", redis_url=f"redis://:a-pass-0123@127.0.0.1:{port}/0"
+        )
         text = Ctl().text("doctor", "--check-config", f"lookup={config}", code=1)
     assert "maxmemory-policy is allkeys-lru" in text
     assert "CONFIG SET maxmemory-policy noeviction" in text
@@ -332,7 +491,18 @@ def test_a_redis_that_would_lose_the_index(tmp_path: Path) -> None:
 def running_redis_with_password(directory: Path, *arguments: str) -> Iterator[int]:
     """In a directory of its own, since it writes one; its port."""
     port = free_port()
-    command = [redis_executable(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", "", *arguments]
+    command = [
+        redis_executable(),
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--dir",
+        str(directory),
+        "--save",
+        "",
+        *arguments,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with redis.Redis(port=port, password="a-pass-0123", socket_timeout=5) as client:
@@ -353,13 +523,21 @@ def test_a_certificate_that_ends_soon(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair = authority.sign("server")
     environ = {"PORT": "0", "TLS_CERT_FILE": str(pair.cert), "TLS_KEY_FILE": str(pair.key)}
-    with running_service("lmcache_lookup", tmp_path, {f"LMCACHE_LOOKUP_{name}": value for name, value in environ.items()}) as service:
+    with running_service(
+        "lmcache_lookup",
+        tmp_path,
+        {f"LMCACHE_LOOKUP_{name}": value for name, value in environ.items()},
+    ) as service:
         url = service.url.replace("http:", "https:")
         ctl = Ctl([f"--lookup-url={url}", f"--tls={authority.file}"])
-        [certificate] = [one for one in ctl.json("doctor")["findings"] if one["check"] == "certificate"]
+        [certificate] = [
+            one for one in ctl.json("doctor")["findings"] if one["check"] == "certificate"
+        ]
         assert certificate["level"] == "ok"
         assert certificate["what"].startswith("good for ")
-        soon = authority._ca.issue_cert("127.0.0.1", not_after=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3))
+        soon = authority._ca.issue_cert(
+            "127.0.0.1", not_after=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
+        )
         replace(pair.key, soon.private_key_pem.bytes())
         replace(pair.cert, soon.cert_chain_pems[0].bytes())
         time.sleep(1.1)  # the service looks at its files once a second
@@ -371,7 +549,10 @@ def test_a_certificate_that_ends_soon(tmp_path: Path) -> None:
 
 def test_objects_of_a_release(tmp_path: Path) -> None:
     with pods_api() as api:
-        well, waiting = pod("demo-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081), pod("demo-lmcache-storage-0", "storage", 8080)
+        well, waiting = (
+            pod("demo-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081),
+            pod("demo-lmcache-storage-0", "storage", 8080),
+        )
         waiting["status"] = {
             "phase": "Pending",
             "containerStatuses": [
@@ -381,7 +562,9 @@ def test_objects_of_a_release(tmp_path: Path) -> None:
                     "restartCount": 7,
                     "image": "x",
                     "imageID": "",
-                    "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}},
+                    "state": {
+                        "waiting": {"reason": "ImagePullBackOff", "message": "no such image"}
+                    },
                     "lastState": {"terminated": {"reason": "OOMKilled", "exitCode": 137}},
                 }
             ],
@@ -389,21 +572,40 @@ def test_objects_of_a_release(tmp_path: Path) -> None:
         del waiting["spec"]["containers"][0]["resources"]
         api.pods = [well, waiting]
         labels = well["metadata"]["labels"]
-        owner = {"metadata": {"name": "demo-lmcache-lookup", "labels": labels}, "status": {"readyReplicas": 1}}
-        owner["spec"] = {"replicas": 2, "selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}}}
+        owner = {
+            "metadata": {"name": "demo-lmcache-lookup", "labels": labels},
+            "status": {"readyReplicas": 1},
+        }
+        owner["spec"] = {
+            "replicas": 2,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}},
+        }
         claim = {
-            "metadata": {"name": "data-demo-lmcache-storage-0", "labels": waiting["metadata"]["labels"]},
+            "metadata": {
+                "name": "data-demo-lmcache-storage-0",
+                "labels": waiting["metadata"]["labels"],
+            },
             "status": {"phase": "Pending"},
         }
         api.objects = {"deployments": [owner], "persistentvolumeclaims": [claim]}
-        ctl = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "--timeout=2"], {"HOME": str(tmp_path)})
+        ctl = Ctl(
+            [f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "--timeout=2"],
+            {"HOME": str(tmp_path)},
+        )
         found = ctl.json("doctor", code=1)
         told = {(where, what) for _, where, what in wrong(found, "kubernetes")}
         api.token = "changed"
         refused = ctl.json("doctor", code=1)
     assert told == {
-        ("pod demo-lmcache-storage-0", "not ready: container main waits: ImagePullBackOff, no such image"),
-        ("pod demo-lmcache-storage-0", "container main has restarted 7 times (the last time: OOMKilled, code 137)"),
+        (
+            "pod demo-lmcache-storage-0",
+            "not ready: container main waits: ImagePullBackOff, no such image",
+        ),
+        (
+            "pod demo-lmcache-storage-0",
+            "container main has restarted 7 times (the last time: OOMKilled, code 137)",
+        ),
         ("pod demo-lmcache-storage-0", "container main has no CPU request"),
         ("deployment demo-lmcache-lookup", "1 of 2 replicas are ready"),
         ("persistentvolumeclaim data-demo-lmcache-storage-0", "its phase is Pending"),

@@ -36,17 +36,25 @@ def cluster(tmp_path: Path) -> Iterator[SmallCluster]:
 
 
 def documented(kind: str) -> list[str]:
-    return [body for found, body in BLOCK.findall(DOCUMENT.read_text(encoding="utf-8")) if found == kind]
+    return [
+        body for found, body in BLOCK.findall(DOCUMENT.read_text(encoding="utf-8")) if found == kind
+    ]
 
 
 def commands() -> list[list[str]]:
     lines = [line for block in documented("sh") for line in block.splitlines()]
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("lmcachectl ")]
+    return [
+        shlex.split(line, comments=True)[1:] for line in lines if line.startswith("lmcachectl ")
+    ]
 
 
 def get(cluster: SmallCluster, name: str, path: str) -> Any:
     headers = {"authorization": f"Bearer {ADMIN_TOKEN}"}
-    return httpx.get(cluster.services[name].url + path, headers=headers, trust_env=False).raise_for_status().json()
+    return (
+        httpx.get(cluster.services[name].url + path, headers=headers, trust_env=False)
+        .raise_for_status()
+        .json()
+    )
 
 
 def filled(cluster: SmallCluster) -> dict[str, str]:
@@ -56,7 +64,10 @@ def filled(cluster: SmallCluster) -> dict[str, str]:
         engine.store(tokens, kvcaches=random_kv(len(tokens)))
     (cluster.directory / "ids.txt").write_text(" ".join(str(token) for token in tokens.tolist()))
     deadline = time.monotonic() + TIMEOUT_S
-    while not get(cluster, "sidecar", "/v1/status")["settled"] or not get(cluster, "storage-0", "/v1/chunks")["chunks"]:
+    while (
+        not get(cluster, "sidecar", "/v1/status")["settled"]
+        or not get(cluster, "storage-0", "/v1/chunks")["chunks"]
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     key = get(cluster, "storage-0", "/v1/chunks")["chunks"][0]["key"]
@@ -81,16 +92,22 @@ def settings_beside(cluster: SmallCluster) -> None:
         kind: [one.url for name, one in cluster.services.items() if name.startswith(kind)]
         for kind in ("lookup", "broker", "storage", "sidecar")
     }
-    settings = {f"{kind}_urls": of_kind for kind, of_kind in urls.items()} | {"token_file": str(cluster.directory / "token")}
+    settings = {f"{kind}_urls": of_kind for kind, of_kind in urls.items()} | {
+        "token_file": str(cluster.directory / "token")
+    }
     [example] = [body for body in documented("yaml") if body.startswith("# ctl.yaml")]
     assert set(yaml.safe_load(example)) <= {*settings, "tls"}
     (cluster.directory / "ctl.yaml").write_text(yaml.safe_dump(settings))
-    (cluster.directory / "sidecar.yaml").write_text(yaml.safe_dump({"arena_path": str(cluster.directory / "other"), "arena_gb": 0.01}))
+    (cluster.directory / "sidecar.yaml").write_text(
+        yaml.safe_dump({"arena_path": str(cluster.directory / "other"), "arena_gb": 0.01})
+    )
     (cluster.directory / "lookup.yaml").write_text("workers: 1\n")
     (cluster.directory / "records").mkdir()
 
 
-def test_every_command_does_what_is_written(cluster: SmallCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_does_what_is_written(
+    cluster: SmallCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = filled(cluster)
     settings_beside(cluster)
     directory = cluster.directory
@@ -103,8 +120,12 @@ def test_every_command_does_what_is_written(cluster: SmallCluster, monkeypatch: 
             ("demo-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081),
             ("demo-lmcache-vllm-m-5f6d7-qwert", "vllm", 8083),
         ):
-            api.pods.append(pod(name, component, None if component == "vllm" else port, ("sidecar",)))
-            api.ports[name, port] = cluster.services["sidecar" if component == "vllm" else component].ports["port"]
+            api.pods.append(
+                pod(name, component, None if component == "vllm" else port, ("sidecar",))
+            )
+            api.ports[name, port] = cluster.services[
+                "sidecar" if component == "vllm" else component
+            ].ports["port"]
         (directory / ".kube").mkdir()
         api.kubeconfig(directory / ".kube" / "config")
         ctl = Ctl([], {"HOME": str(directory)})
@@ -123,6 +144,15 @@ def test_every_command_does_what_is_written(cluster: SmallCluster, monkeypatch: 
 
 def test_the_role_is_what_is_asked_for() -> None:
     [role] = [yaml.safe_load(body) for body in documented("yaml") if "kind: Role" in body]
-    allowed = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
-    assert {("pods", "list"), ("pods/portforward", "get"), ("pods/portforward", "create")} <= allowed
+    allowed = {
+        (resource, verb)
+        for rule in role["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert {
+        ("pods", "list"),
+        ("pods/portforward", "get"),
+        ("pods/portforward", "create"),
+    } <= allowed
     assert all(verb in ("list", "get", "create") for _, verb in allowed)

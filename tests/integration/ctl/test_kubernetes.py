@@ -30,52 +30,79 @@ def api(cluster: SmallCluster) -> Iterator[PodsApi]:
     with pods_api() as running:
         for name, (service, component, port) in PODS.items():
             containers = ("vllm", "sidecar") if component == "vllm" else ("main",)
-            running.pods.append(pod(name, component, None if component == "vllm" else port, containers))
+            running.pods.append(
+                pod(name, component, None if component == "vllm" else port, containers)
+            )
             running.ports[name, port] = cluster.services[service].ports["port"]
         running.pods.append(pod("demo-lmcache-redis-0", "redis", 6379))
         yield running
 
 
-def ctl(api: PodsApi, cluster: SmallCluster, directory: Path, *more: str, token: str | None = None) -> Ctl:
+def ctl(
+    api: PodsApi, cluster: SmallCluster, directory: Path, *more: str, token: str | None = None
+) -> Ctl:
     kubeconfig = api.kubeconfig(directory / "kubeconfig", token)
-    return Ctl([f"--kubeconfig={kubeconfig}", f"--token-file={cluster.directory / 'token'}", *more], {"HOME": str(directory)})
+    return Ctl(
+        [f"--kubeconfig={kubeconfig}", f"--token-file={cluster.directory / 'token'}", *more],
+        {"HOME": str(directory)},
+    )
 
 
-def test_every_pod_is_asked_through_the_api(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
+def test_every_pod_is_asked_through_the_api(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path
+) -> None:
     found = ctl(api, cluster, tmp_path).json("status")["services"]
     assert [(one["kind"], one["state"]) for one in found] == [
         ("lookup", "ok"), ("broker", "ok"), ("storage", "ok"), ("storage", "ok"), ("sidecar", "ok"),
     ]  # fmt: skip
     assert found[0]["name"] == "demo-lmcache-lookup-7d9f8b6c5-x2x4z"
     assert found[0]["url"] == "http://demo-lmcache-lookup-7d9f8b6c5-x2x4z.ns:8081"
-    assert found[2]["url"] == "http://demo-lmcache-storage-0.ns:9090", "the port that the pod declares"
+    assert found[2]["url"] == "http://demo-lmcache-storage-0.ns:9090", (
+        "the port that the pod declares"
+    )
     assert set(api.forwards) == set(PODS)
     assert [path.name for path in tmp_path.iterdir()] == ["kubeconfig"]
 
 
-def test_the_token_of_the_release_is_read_from_its_secret(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
-    """As the chart mounts it: each service has `tokens.yaml` of the Secret that holds the operator's token too."""
+def test_the_token_of_the_release_is_read_from_its_secret(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path
+) -> None:
+    """As the chart mounts it: each service has `tokens.yaml` of the Secret that holds the
+    operator's token too.
+    """
     token = (cluster.directory / "token").read_text().strip()
     own = {"name": "demo-lmcache-auth", "items": [{"key": "tokens.yaml", "path": "tokens.yaml"}]}
     for one in api.pods:
-        one["spec"]["volumes"] = [{"name": "credentials", "projected": {"sources": [{"secret": own}]}}]
+        one["spec"]["volumes"] = [
+            {"name": "credentials", "projected": {"sources": [{"secret": own}]}}
+        ]
     bare = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}"], {"HOME": str(tmp_path)})
-    api.secrets = {"demo-lmcache-auth": {"operator-token": token + "\n", "tokens.yaml": "tokens: []"}}
+    api.secrets = {
+        "demo-lmcache-auth": {"operator-token": token + "\n", "tokens.yaml": "tokens: []"}
+    }
     found = bare.json("status")
     assert not any(one["needs_token"] for one in found["services"])
     assert token not in bare.text("status")
     assert "index" in bare.text("lookup", "status")
-    for secrets in ({"demo-lmcache-auth": None}, {}, {"demo-lmcache-auth": {"tokens.yaml": "tokens: []"}}):
+    for secrets in (
+        {"demo-lmcache-auth": None},
+        {},
+        {"demo-lmcache-auth": {"tokens.yaml": "tokens: []"}},
+    ):
         api.secrets = dict(secrets)
         assert {one["state"] for one in bare.json("status")["services"]} == {"ok"}
         table = " ".join(bare.text("status").split())
         assert "5 of 5 services want a token" in table
         assert "operator-token of the Secret demo-lmcache-auth" in table
     api.secrets = {"demo-lmcache-auth": {"operator-token": "nobody-knows-0123456789"}}
-    assert not any(one["needs_token"] for one in ctl(api, cluster, tmp_path).json("status")["services"]), "an option stands before it"
+    assert not any(
+        one["needs_token"] for one in ctl(api, cluster, tmp_path).json("status")["services"]
+    ), "an option stands before it"
 
 
-def test_only_a_release_and_only_a_kind(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
+def test_only_a_release_and_only_a_kind(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path
+) -> None:
     api.pods.append(pod("other-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081))
     found = ctl(api, cluster, tmp_path, "--release=demo", "-n", "ns").json("lookup", "status")
     assert found["stats"]["index"] == "embedded"
@@ -84,19 +111,37 @@ def test_only_a_release_and_only_a_kind(api: PodsApi, cluster: SmallCluster, tmp
     assert "no service is named: no running pod of the release matches" in told
 
 
-def test_pods_that_cannot_be_asked_are_told(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
-    api.pods = [pod("demo-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081), pod("demo-lmcache-storage-0", "storage", 8080)]
+def test_pods_that_cannot_be_asked_are_told(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path
+) -> None:
+    api.pods = [
+        pod("demo-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081),
+        pod("demo-lmcache-storage-0", "storage", 8080),
+    ]
     api.pods.append(pod("demo-lmcache-storage-1", "storage", 8080, phase="Pending"))
     api.pods.append(pod("demo-lmcache-storage-2", "storage", 8080, phase="Succeeded"))
-    found = json.loads(ctl(api, cluster, tmp_path).run("status", "-o", "json", code=1).stdout)["services"]
+    found = json.loads(ctl(api, cluster, tmp_path).run("status", "-o", "json", code=1).stdout)[
+        "services"
+    ]
     problems = {one["name"]: one["problem"] for one in found}
-    assert list(problems) == ["demo-lmcache-lookup-7d9f8b6c5-x2x4z", "demo-lmcache-storage-0", "demo-lmcache-storage-1"]
-    assert "nothing listens at port 8080 of pod demo-lmcache-storage-0" in problems["demo-lmcache-storage-0"]
+    assert list(problems) == [
+        "demo-lmcache-lookup-7d9f8b6c5-x2x4z",
+        "demo-lmcache-storage-0",
+        "demo-lmcache-storage-1",
+    ]
+    assert (
+        "nothing listens at port 8080 of pod demo-lmcache-storage-0"
+        in problems["demo-lmcache-storage-0"]
+    )
     assert "connection refused" in problems["demo-lmcache-storage-0"]
-    assert problems["demo-lmcache-storage-1"].startswith("its pod is Pending: kubectl describe pod demo-lmcache-storage-1")
+    assert problems["demo-lmcache-storage-1"].startswith(
+        "its pod is Pending: kubectl describe pod demo-lmcache-storage-1"
+    )
 
 
-def test_streams_that_break_are_told_and_leave_nothing_open(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
+def test_streams_that_break_are_told_and_leave_nothing_open(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path
+) -> None:
     api.resets = True
     found = ctl(api, cluster, tmp_path).json("status", code=1)["services"]
     assert {one["state"] for one in found} == {"no answer"}
@@ -109,12 +154,19 @@ def test_streams_that_break_are_told_and_leave_nothing_open(api: PodsApi, cluste
         time.sleep(0.01)
 
 
-def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
+def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path
+) -> None:
     told = ctl(api, cluster, tmp_path, token="another").text("status", code=1)
     assert "the Kubernetes API refuses pods in namespace ns (Unauthorized)" in told
     assert "another" not in told
     api.hangs = True
-    assert ctl(api, cluster, tmp_path, "--timeout=1").text("lookup", "status", code=1).count("no answer within 1 s") == 1
+    assert (
+        ctl(api, cluster, tmp_path, "--timeout=1")
+        .text("lookup", "status", code=1)
+        .count("no answer within 1 s")
+        == 1
+    )
     api.pods += [pod(f"demo-lmcache-storage-{number}", "storage", 8080) for number in range(2, 8)]
     started = time.monotonic()
     found = ctl(api, cluster, tmp_path, "--timeout=1").json("status", code=1)
@@ -122,24 +174,43 @@ def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(api: PodsApi, clus
     assert time.monotonic() - started < 15, "nobody waits for one stream after the other"
     kubeconfig = api.kubeconfig(tmp_path / "kubeconfig")
     kubeconfig.write_text(kubeconfig.read_text().replace(api.url, "http://127.0.0.1:9"))
-    told = Ctl([f"--kubeconfig={kubeconfig}", "--timeout=5"], {"HOME": str(tmp_path)}).text("status", code=1)
-    assert "the Kubernetes API at http://127.0.0.1:9 cannot be reached" in told
-    assert "context 'there' is not in the kubeconfig: it has here" in Ctl([f"--kubeconfig={kubeconfig}"]).text(
-        "status", "--context", "there", code=2
+    told = Ctl([f"--kubeconfig={kubeconfig}", "--timeout=5"], {"HOME": str(tmp_path)}).text(
+        "status", code=1
     )
+    assert "the Kubernetes API at http://127.0.0.1:9 cannot be reached" in told
+    assert "context 'there' is not in the kubeconfig: it has here" in Ctl(
+        [f"--kubeconfig={kubeconfig}"]
+    ).text("status", "--context", "there", code=2)
 
 
 def test_pods_that_encrypt(tmp_path: Path) -> None:
-    """As the chart's certificates do, these name localhost, which a forwarded connection ends at."""
+    """As the chart's certificates do, these name localhost, which a forwarded connection ends
+    at.
+    """
     authority = Authority(tmp_path)
     pair = authority.sign("pod", "localhost", "demo-lmcache-lookup.ns.svc")
-    environ = {"LMCACHE_LOOKUP_PORT": "0", "LMCACHE_LOOKUP_TLS_CERT_FILE": str(pair.cert), "LMCACHE_LOOKUP_TLS_KEY_FILE": str(pair.key)}
+    environ = {
+        "LMCACHE_LOOKUP_PORT": "0",
+        "LMCACHE_LOOKUP_TLS_CERT_FILE": str(pair.cert),
+        "LMCACHE_LOOKUP_TLS_KEY_FILE": str(pair.key),
+    }
     with running_service("lmcache_lookup", tmp_path, environ) as service, pods_api() as api:
         api.pods.append(pod("demo-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081))
         api.ports["demo-lmcache-lookup-7d9f8b6c5-x2x4z", 8081] = service.ports["port"]
-        secure = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", f"--tls={authority.file}"], {"HOME": str(tmp_path)})
-        assert secure.json("status")["services"][0]["url"] == "https://demo-lmcache-lookup-7d9f8b6c5-x2x4z.ns:8081"
-        assert {one["check"] for one in secure.json("doctor")["findings"]} >= {"certificate", "kubernetes"}
-        assert "certificate is not trusted" in secure.text("status", "--tls-name", "elsewhere", code=1)
+        secure = Ctl(
+            [f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", f"--tls={authority.file}"],
+            {"HOME": str(tmp_path)},
+        )
+        assert (
+            secure.json("status")["services"][0]["url"]
+            == "https://demo-lmcache-lookup-7d9f8b6c5-x2x4z.ns:8081"
+        )
+        assert {one["check"] for one in secure.json("doctor")["findings"]} >= {
+            "certificate",
+            "kubernetes",
+        }
+        assert "certificate is not trusted" in secure.text(
+            "status", "--tls-name", "elsewhere", code=1
+        )
         plain = Ctl(secure.options[:1], secure.environ)
         assert "perhaps it wants https (--tls)" in " ".join(plain.text("status", code=1).split())

@@ -44,8 +44,12 @@ async def fill(url: str) -> None:
     await client.close()
 
 
-def ctl(service: ServiceProcess, directory: Path, *arguments: str, code: int = 0, token: str = "token") -> str:
-    return Ctl([f"--url={service.url}", f"--token-file={directory / token}"]).text("lookup", *arguments, code=code)
+def ctl(
+    service: ServiceProcess, directory: Path, *arguments: str, code: int = 0, token: str = "token"
+) -> str:
+    return Ctl([f"--url={service.url}", f"--token-file={directory / token}"]).text(
+        "lookup", *arguments, code=code
+    )
 
 
 def test_who_holds_what_is_told(service: ServiceProcess, directory: Path) -> None:
@@ -53,9 +57,15 @@ def test_who_holds_what_is_told(service: ServiceProcess, directory: Path) -> Non
     assert "pod-1" in table
     assert "pod-2" in table
     assert "3.0 MiB" in table
-    assert json.loads(ctl(service, directory, "locations", C.hex(), "-o", "json", code=1)) == {"holders": [], "degraded": False}
+    assert json.loads(ctl(service, directory, "locations", C.hex(), "-o", "json", code=1)) == {
+        "holders": [],
+        "degraded": False,
+    }
     routes = json.loads(ctl(service, directory, "route", A.hex(), B.hex(), C.hex(), "-o", "json"))
-    assert routes["instances"] == [{"instance": "pod-1", "num_prefix": 2}, {"instance": "pod-2", "num_prefix": 1}]
+    assert routes["instances"] == [
+        {"instance": "pod-1", "num_prefix": 2},
+        {"instance": "pod-2", "num_prefix": 1},
+    ]
     assert "2 of 3" in ctl(service, directory, "route", A.hex(), B.hex(), C.hex())
     ctl(service, directory, "route", C.hex(), code=1)
     assert "is no chunk id" in ctl(service, directory, "locations", "xyz", code=2)
@@ -65,6 +75,13 @@ def test_status_and_tenants(service: ServiceProcess, directory: Path) -> None:
     table = ctl(service, directory, "status")
     assert "embedded" in table
     assert "pod-2" in table
-    assert json.loads(ctl(service, directory, "status", "--tenant", "rival", "-o", "json"))["stats"]["num_chunks"] == 1
+    assert (
+        json.loads(ctl(service, directory, "status", "--tenant", "rival", "-o", "json"))["stats"][
+            "num_chunks"
+        ]
+        == 1
+    )
     assert ctl(service, directory, "tenants").split() == ["acme", "rival"]
-    assert "needs a token with the role admin" in ctl(service, directory, "tenants", code=1, token="client-token")
+    assert "needs a token with the role admin" in ctl(
+        service, directory, "tenants", code=1, token="client-token"
+    )

@@ -32,7 +32,11 @@ def sidecar(directory: Path) -> Iterator[ServiceProcess]:
         "SOCKET_PATH": str(directory / "s.sock"),
         "INSTANCE_ID": "sidecar-0",
     }
-    with running_service("lmcache_sidecar", directory, {f"LMCACHE_SIDECAR_{name}": value for name, value in settings.items()}) as service:
+    with running_service(
+        "lmcache_sidecar",
+        directory,
+        {f"LMCACHE_SIDECAR_{name}": value for name, value in settings.items()},
+    ) as service:
         yield service
 
 
@@ -40,18 +44,26 @@ def ctl(service: ServiceProcess, *arguments: str | Path, code: int = 0, stdin: s
     return Ctl([f"--url={service.url}"]).text("sidecar", *arguments, code=code, stdin=stdin)
 
 
-def test_why_a_prompt_misses_is_told_after_its_engine_has_gone(sidecar: ServiceProcess, directory: Path) -> None:
+def test_why_a_prompt_misses_is_told_after_its_engine_has_gone(
+    sidecar: ServiceProcess, directory: Path
+) -> None:
     """First: no engine has been there before."""
     ids = " ".join(str(token) for token in tokens_of((NUM_CHUNKS + 1) * CHUNK_SIZE).tolist())
     (directory / "tokens").write_text(ids)
-    assert "an engine must have connected to this sidecar once" in ctl(sidecar, "explain", "--tokens", directory / "tokens", code=1)
+    assert "an engine must have connected to this sidecar once" in ctl(
+        sidecar, "explain", "--tokens", directory / "tokens", code=1
+    )
     tokens = tokens_of((NUM_CHUNKS + 1) * CHUNK_SIZE)[: NUM_CHUNKS * CHUNK_SIZE]
     with engine_at(directory / "s.sock") as engine:
         engine.store(tokens, kvcaches=random_kv(len(tokens)))
-    told: dict[str, Any] = json.loads(ctl(sidecar, "explain", "--tokens", directory / "tokens", "-o", "json", code=1))
+    told: dict[str, Any] = json.loads(
+        ctl(sidecar, "explain", "--tokens", directory / "tokens", "-o", "json", code=1)
+    )
     [explanation] = told["explanations"]
     assert (explanation["model_name"], explanation["num_prefix"]) == ("org/model", NUM_CHUNKS)
-    assert [chunk["states"][0]["missing"] for chunk in explanation["chunks"]] == [None] * NUM_CHUNKS + ["never_stored"]
+    assert [chunk["states"][0]["missing"] for chunk in explanation["chunks"]] == [
+        None
+    ] * NUM_CHUNKS + ["never_stored"]
     table = " ".join(ctl(sidecar, "explain", "--tokens", "-", code=1, stdin=ids).split())
     assert "the first 3 are complete" in table
     assert "MISSING: never_stored" in table
@@ -65,7 +77,9 @@ def test_a_rest_that_fills_no_chunk_is_not_missed(sidecar: ServiceProcess, direc
     with engine_at(directory / "s.sock") as engine:
         engine.store(tokens[: NUM_CHUNKS * CHUNK_SIZE], kvcaches=random_kv(NUM_CHUNKS * CHUNK_SIZE))
     ids = " ".join(str(token) for token in tokens.tolist())
-    assert "MISSING: never_stored (a rest: vLLM stores whole chunks)" in ctl(sidecar, "explain", "--tokens", "-", stdin=ids)
+    assert "MISSING: never_stored (a rest: vLLM stores whole chunks)" in ctl(
+        sidecar, "explain", "--tokens", "-", stdin=ids
+    )
     assert "body.chunk_hashes.0: " in ctl(sidecar, "explain", "no-hash", code=1)
 
 

@@ -1,4 +1,6 @@
-"""`lmcachectl status` of a whole cluster of real services, also when one of them hangs, lies, or wants another token."""
+"""`lmcachectl status` of a whole cluster of real services, also when one of them hangs, lies, or
+wants another token.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,10 @@ def test_a_replica_that_hangs_holds_nobody_up(cluster: SmallCluster) -> None:
     assert states["storage-0"][0] == "ok"
     hung = [one for one in found["services"] if one["state"] != "ok"]
     assert [one["kind"] for one in hung] == ["storage"]
-    assert hung[0]["problem"] == "no answer within 2 s: it hangs, or the network drops what is sent to it"
+    assert (
+        hung[0]["problem"]
+        == "no answer within 2 s: it hangs, or the network drops what is sent to it"
+    )
     assert took_s < 15
 
 
@@ -78,28 +83,40 @@ def test_a_wrong_token_is_told_and_not_shown(cluster: SmallCluster) -> None:
     assert "services   5 of 5 are well" in told, "a token of ours says nothing about their health"
     assert "nobody-knows" not in told
     found = cluster.ctl("wrong-token").json("status", code=1)
-    assert {one["state"] for one in found["services"]} == {"ok"}, "whether it is well needs no token"
+    assert {one["state"] for one in found["services"]} == {"ok"}, (
+        "whether it is well needs no token"
+    )
 
 
 def without_token(cluster: SmallCluster, **environ: str) -> Ctl:
     ctl = cluster.ctl(environ=environ)
-    return Ctl([option for option in ctl.options if not option.startswith("--token-file")], ctl.environ)
+    return Ctl(
+        [option for option in ctl.options if not option.startswith("--token-file")], ctl.environ
+    )
 
 
 def test_health_needs_no_token_and_what_needs_one_is_said(cluster: SmallCluster) -> None:
     ctl = without_token(cluster)
     found = ctl.json("status")
-    assert [(one["state"], one["problem"], one["needs_token"]) for one in found["services"]] == [("ok", "", True)] * len(NAMES)
+    assert [(one["state"], one["problem"], one["needs_token"]) for one in found["services"]] == [
+        ("ok", "", True)
+    ] * len(NAMES)
     assert found["totals"]["num_well"] == len(NAMES)
     table = " ".join(ctl.text("status").split())
     assert "services 5 of 5 are well" in table
     assert "5 of 5 services want a token" in table
     assert "--token-file FILE or LMCACHE_CTL_TOKEN" in table
     assert "refuses" not in table
-    assert "5 of 5 services want a token" in " ".join(ctl.text("top", "--once", "--interval", "0.2").split())
+    assert "5 of 5 services want a token" in " ".join(
+        ctl.text("top", "--once", "--interval", "0.2").split()
+    )
     diagnosis = ctl.json("doctor")
     [told] = [one for one in diagnosis["findings"] if one["check"] == "token"]
-    assert (diagnosis["num_errors"], told["level"], told["where"]) == (0, "warning", "5 of 5 services")
+    assert (diagnosis["num_errors"], told["level"], told["where"]) == (
+        0,
+        "warning",
+        "5 of 5 services",
+    )
 
 
 def test_versions_of_all_and_of_none(cluster: SmallCluster) -> None:
@@ -119,29 +136,50 @@ def test_a_variable_may_hold_the_token_itself(cluster: SmallCluster, tmp_path: P
     found = without_token(cluster, LMCACHE_CTL_TOKEN=token).json("status")
     assert not any(one["needs_token"] for one in found["services"])
     (tmp_path / "ctl.yaml").write_text("token_file: /nowhere/token\n")
-    ctl = without_token(cluster, LMCACHE_CTL_TOKEN=token, LMCACHE_CTL_CONFIG=str(tmp_path / "ctl.yaml"))
-    assert ctl.json("status")["totals"]["num_well"] == len(NAMES), "a variable stands before the file"
+    ctl = without_token(
+        cluster, LMCACHE_CTL_TOKEN=token, LMCACHE_CTL_CONFIG=str(tmp_path / "ctl.yaml")
+    )
+    assert ctl.json("status")["totals"]["num_well"] == len(NAMES), (
+        "a variable stands before the file"
+    )
     wrong = cluster.ctl(environ={"LMCACHE_CTL_TOKEN": "nobody-knows-0123456789"})
-    assert wrong.json("status")["totals"]["num_well"] == len(NAMES), "an option stands before a variable"
-    both = without_token(cluster, LMCACHE_CTL_TOKEN=token, LMCACHE_CTL_TOKEN_FILE="/nowhere/token").text("status", code=2)
+    assert wrong.json("status")["totals"]["num_well"] == len(NAMES), (
+        "an option stands before a variable"
+    )
+    both = without_token(
+        cluster, LMCACHE_CTL_TOKEN=token, LMCACHE_CTL_TOKEN_FILE="/nowhere/token"
+    ).text("status", code=2)
     assert "token and token_file" in both
     bad = without_token(cluster, LMCACHE_CTL_TOKEN="nobody knows").text("status", code=2)
     assert "nobody knows" not in bad
 
 
-def test_where_services_are_is_said_by_file_and_environment(cluster: SmallCluster, tmp_path: Path) -> None:
+def test_where_services_are_is_said_by_file_and_environment(
+    cluster: SmallCluster, tmp_path: Path
+) -> None:
     lookup, broker = cluster.services["lookup"].url, cluster.services["broker"].url
-    config = {"lookup_urls": [lookup], "broker_urls": ["http://127.0.0.1:9"], "token_file": str(cluster.directory / "token")}
+    config = {
+        "lookup_urls": [lookup],
+        "broker_urls": ["http://127.0.0.1:9"],
+        "token_file": str(cluster.directory / "token"),
+    }
     (tmp_path / "ctl.yaml").write_text(yaml.safe_dump(config))
     environ = {"LMCACHE_CTL_CONFIG": str(tmp_path / "ctl.yaml"), "LMCACHE_CTL_BROKER_URLS": broker}
     assert [one["url"] for one in Ctl([], environ).json("status")["services"]] == [lookup, broker]
     wrong = {"LMCACHE_CTL_LOOKUP_URL": lookup}
-    assert "LMCACHE_CTL_LOOKUP_URL sets nothing; did you mean 'LMCACHE_CTL_LOOKUP_URLS'?" in Ctl([], wrong).text("status", code=2)
+    assert "LMCACHE_CTL_LOOKUP_URL sets nothing; did you mean 'LMCACHE_CTL_LOOKUP_URLS'?" in Ctl(
+        [], wrong
+    ).text("status", code=2)
 
 
 def test_a_service_of_another_kind_is_not_taken_for_one(cluster: SmallCluster) -> None:
-    [found] = Ctl([f"--storage-url={cluster.services['lookup'].url}"]).json("status", code=1)["services"]
-    assert (found["state"], found["problem"]) == ("not ours", "it is lmcache-lookup: ask for a storage elsewhere")
+    [found] = Ctl([f"--storage-url={cluster.services['lookup'].url}"]).json("status", code=1)[
+        "services"
+    ]
+    assert (found["state"], found["problem"]) == (
+        "not ours",
+        "it is lmcache-lookup: ask for a storage elsewhere",
+    )
 
 
 class Elsewhere(BaseHTTPRequestHandler):
@@ -171,7 +209,10 @@ def test_another_http_server_is_not_ours() -> None:
     with served(Elsewhere) as url:
         [found] = Ctl([f"--storage-url={url}"]).json("status", code=1)["services"]
     assert found["state"] == "not ours"
-    assert found["problem"] == "something else listens there: it does not know /readyz; correct the address"
+    assert (
+        found["problem"]
+        == "something else listens there: it does not know /readyz; correct the address"
+    )
 
 
 def storage_that_answers(status: int) -> type[BaseHTTPRequestHandler]:
@@ -195,18 +236,28 @@ def storage_that_answers(status: int) -> type[BaseHTTPRequestHandler]:
     return Answers
 
 
-@pytest.mark.parametrize("environ", [{}, {"LMCACHE_CTL_TOKEN": "a-token-0123456789"}], ids=["no token", "a token"])
+@pytest.mark.parametrize(
+    "environ", [{}, {"LMCACHE_CTL_TOKEN": "a-token-0123456789"}], ids=["no token", "a token"]
+)
 @pytest.mark.parametrize("status", [500, 404])
-def test_a_service_that_fails_is_not_taken_for_one_that_wants_a_token(status: int, environ: dict[str, str]) -> None:
+def test_a_service_that_fails_is_not_taken_for_one_that_wants_a_token(
+    status: int, environ: dict[str, str]
+) -> None:
     with served(storage_that_answers(status)) as url:
         ctl = Ctl([f"--storage-url={url}"], environ)
         told = ctl.text("status", code=1)
         [found] = ctl.json("status", code=1)["services"]
         diagnosis = ctl.json("doctor", code=1)
-    assert (found["state"], found["problem"], found["needs_token"]) == ("degraded", "internal error", False)
+    assert (found["state"], found["problem"], found["needs_token"]) == (
+        "degraded",
+        "internal error",
+        False,
+    )
     assert "0 of 1 are well" in told
     assert "token" not in told
-    errors = [(one["check"], one["what"]) for one in diagnosis["findings"] if one["level"] == "error"]
+    errors = [
+        (one["check"], one["what"]) for one in diagnosis["findings"] if one["level"] == "error"
+    ]
     assert errors == [("ready", "internal error")]
 
 

@@ -65,11 +65,16 @@ def test_a_terminal_sees_it_refreshed(cluster: SmallCluster) -> None:
     ctl = cluster.ctl()
     command = [sys.executable, "-m", "lmcache_ctl", "top", "--interval", "0.3", *ctl.options]
     near, far = pty.openpty()
-    process = subprocess.Popen(command, stdout=far, stderr=far, env={"COLUMNS": "160", "LINES": "40", "TERM": "xterm"})
+    process = subprocess.Popen(
+        command, stdout=far, stderr=far, env={"COLUMNS": "160", "LINES": "40", "TERM": "xterm"}
+    )
     os.close(far)
     seen, deadline = "", time.monotonic() + 40
     try:
-        while len(set(re.findall(r"5 services, over \d+\.\d s", seen))) < 1 or seen.count("5 services") < 3:
+        while (
+            len(set(re.findall(r"5 services, over \d+\.\d s", seen))) < 1
+            or seen.count("5 services") < 3
+        ):
             assert time.monotonic() < deadline, seen
             if select.select([near], [], [], 0.2)[0]:
                 seen += os.read(near, 1 << 16).decode(errors="replace")
@@ -123,6 +128,12 @@ def test_a_pod_that_comes_later_is_seen_and_one_that_goes_is_not(
     assert [[one.kind for one in found.services] for found in seen] == [
         ["lookup"], ["lookup", "storage"], ["lookup", "storage"], ["storage"], ["storage"],
     ]  # fmt: skip
-    assert [found.services[-1].requests_per_s is None for found in seen] == [False, True, False, False, True]
+    assert [found.services[-1].requests_per_s is None for found in seen] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
     assert [bool(found.problem) for found in seen] == [False] * 4 + [True]
     assert "refuses pods in namespace ns (Unauthorized)" in seen[-1].problem

@@ -36,22 +36,47 @@ def test_every_step_is_as_said(tmp_path: Path) -> None:
     """With Redis, as found on PATH."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "redis-server").symlink_to(redis_executable())
-    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "TMPDIR": str(tmp_path), "COLUMNS": "80"}
+    environment = os.environ | {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "TMPDIR": str(tmp_path),
+        "COLUMNS": "80",
+    }
     done = subprocess.run(
-        [*COMMAND, "--logs", str(tmp_path / "logs")], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [*COMMAND, "--logs", str(tmp_path / "logs")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "index in: Redis" in done.stdout
-    rows = [re.split(r"\s{2,}", line.strip()) for line in done.stdout.splitlines() if re.match(r" [A-F], ", line)]
+    rows = [
+        re.split(r"\s{2,}", line.strip())
+        for line in done.stdout.splitlines()
+        if re.match(r" [A-F], ", line)
+    ]
     steps, compressed = rows[:8], rows[8:]
     assert [row[0][0] for row in steps] == ["A", "A", "B", "C", "D", "E", "F", "F"], done.stdout
-    places = ["computed", "own sidecar", "sidecar A", "cache_storage", "computed", "cache_storage", "D's disk", "computed"]
+    places = [
+        "computed",
+        "own sidecar",
+        "sidecar A",
+        "cache_storage",
+        "computed",
+        "cache_storage",
+        "D's disk",
+        "computed",
+    ]
     assert [row[3] for row in steps] == places
     assert all(int(row[1]) >= 2000 for row in steps)
     assert [int(row[2]) > 0 for row in steps] == [place != "computed" for place in places]
     assert [row[-1] for row in steps if row[0] != "E, cachegen"] == ["yes"] * 7
     assert [row[0] for row in compressed] == ["E, cachegen", "F, lossless"]
-    assert [float(row[3].removesuffix("x")) > least for row, least in zip(compressed, (4, 1), strict=True)] == [True, True]
+    assert [
+        float(row[3].removesuffix("x")) > least
+        for row, least in zip(compressed, (4, 1), strict=True)
+    ] == [True, True]
     assert compressed[1][5:] == ["0", "0", "all equal"]
     assert steps[5][-1] == ("yes" if compressed[0][-1] == "all equal" else "no")
     assert re.fullmatch(r"all equal|differ at token \d+", compressed[0][-1])
@@ -61,27 +86,41 @@ def test_every_step_is_as_said(tmp_path: Path) -> None:
 
 
 def check_blended(output: str) -> None:
-    """Documents as they are fail their certificate, so that prompts are computed in full; blended ones pass, and are reused."""
+    """Documents as they are fail their certificate, so that prompts are computed in full;
+    blended ones pass, and are reused.
+    """
     assert "…" not in output
-    ways = [re.split(r"\s{2,}", line.strip()) for line in output.splitlines() if re.match(r" (none|deviation) ", line)]
+    ways = [
+        re.split(r"\s{2,}", line.strip())
+        for line in output.splitlines()
+        if re.match(r" (none|deviation) ", line)
+    ]
     assert [way[0] for way in ways] == ["deviation", "none"], output
     (blended, as_is), others = ways, [way[5:] for way in ways]
     assert [as_is[1], as_is[4], as_is[6]] == ["0%", "failed", "0"]
     assert [blended[1], blended[4]] == ["25%", "passed"]
     assert float(as_is[2]) > 0.05 > float(blended[2]) >= 0
-    # The documents, not the questions of two tokens: more would have been found as a prefix, and not been blended.
+    # The documents, not the questions of two tokens: more would have been found as a prefix, and
+    # not been blended.
     assert int(blended[6]) == int(blended[5]) - 24 * 2 > 1000
     for way in others:
         num_equal, num_answers = map(int, way[2].split(" of "))
         assert num_answers == 24
         assert num_equal >= 22
         assert int(way[3]) >= 22
-    assert "failed its certificate for blending (none, 0 % computed anew" in " ".join(output.split())
+    assert "failed its certificate for blending (none, 0 % computed anew" in " ".join(
+        output.split()
+    )
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path), "COLUMNS": "80"}
-    demo = subprocess.Popen([*COMMAND, "--logs", str(tmp_path / "logs"), "--no-redis"], env=environment, stdout=subprocess.PIPE, text=True)
+    demo = subprocess.Popen(
+        [*COMMAND, "--logs", str(tmp_path / "logs"), "--no-redis"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "logs" / "cache_storage.ports").exists():

@@ -1,4 +1,6 @@
-"""Replicas of `lmcache-lookup` as real processes over a real Redis Cluster, one of whose masters stands still."""
+"""Replicas of `lmcache-lookup` as real processes over a real Redis Cluster, one of whose masters
+stands still.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +61,26 @@ async def nothing_is_held(client: LookupClient) -> bool:
 async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -> None:
     with ExitStack() as stack:
         cluster = stack.enter_context(running_cluster(node_timeout_ms=1000))
-        environ = {"LMCACHE_LOOKUP_PORT": "0", "LMCACHE_LOOKUP_REDIS_URL": cluster.url, "LMCACHE_LOOKUP_MIN_TTL_MS": "50"}
+        environ = {
+            "LMCACHE_LOOKUP_PORT": "0",
+            "LMCACHE_LOOKUP_REDIS_URL": cluster.url,
+            "LMCACHE_LOOKUP_MIN_TTL_MS": "50",
+        }
         services = []
         for name in ("told", "asked"):
             (tmp_path / name).mkdir()
-            services.append(stack.enter_context(running_service("lmcache_lookup", tmp_path / name, environ)))
+            services.append(
+                stack.enter_context(running_service("lmcache_lookup", tmp_path / name, environ))
+            )
         told, asked = services
         async with client_of(told) as teller, client_of(asked) as asker:
-            reporter = InstanceReporter(teller, "one", "sidecar", lambda: [Holding(chunk_id, "hot", 7) for chunk_id in CHUNKS], TIMING)
+            reporter = InstanceReporter(
+                teller,
+                "one",
+                "sidecar",
+                lambda: [Holding(chunk_id, "hot", 7) for chunk_id in CHUNKS],
+                TIMING,
+            )
             await reporter.open()
             try:
                 await eventually(lambda: all_are_held(asker))
@@ -83,7 +97,8 @@ async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -
                 await eventually(lambda: is_ready(asked))
                 await eventually(lambda: is_ready(told))
                 cluster.servers[place].resume()
-                # It comes back with what it knew; meanwhile the instance may be announcing everything again.
+                # It comes back with what it knew; meanwhile the instance may be announcing
+                # everything again.
                 await asyncio.sleep(1)
                 await eventually(lambda: all_are_held(asker))
             finally:

@@ -18,7 +18,11 @@ from tests.fixtures.service_process import ServiceProcess, running_service
 
 A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
 TIMING = ReporterTiming(ttl_ms=2_000, gather_s=0.0, retry_s=0.02, max_retry_s=0.2)
-SETTINGS = {"LMCACHE_LOOKUP_PORT": "0", "LMCACHE_LOOKUP_MIN_TTL_MS": "50", "LMCACHE_LOOKUP_REDIS_TIMEOUT_MS": "500"}
+SETTINGS = {
+    "LMCACHE_LOOKUP_PORT": "0",
+    "LMCACHE_LOOKUP_MIN_TTL_MS": "50",
+    "LMCACHE_LOOKUP_REDIS_TIMEOUT_MS": "500",
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,9 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceP
 
 
 @asynccontextmanager
-async def client_of(service: ServiceProcess, token: str | None = None) -> AsyncIterator[LookupClient]:
+async def client_of(
+    service: ServiceProcess, token: str | None = None
+) -> AsyncIterator[LookupClient]:
     client = LookupClient(service.url, token, timeout_s=5)
     await client.open()
     try:
@@ -80,7 +86,9 @@ async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float 
             await asyncio.sleep(0.02)
 
 
-async def prefix(client: LookupClient, *chunk_ids: bytes, exclude: Sequence[str] = ()) -> list[list[str]]:
+async def prefix(
+    client: LookupClient, *chunk_ids: bytes, exclude: Sequence[str] = ()
+) -> list[list[str]]:
     answer = await client.lookup(chunk_ids, exclude)
     return [sorted(holder.instance for holder in holders) for holders in answer.holders]
 
@@ -91,17 +99,26 @@ def get(service: ServiceProcess, path: str) -> httpx.Response:
 
 
 async def test_two_instances_are_found_by_prefix_and_route(service: ServiceProcess) -> None:
-    async with client_of(service) as client, reporting(client, "one", A, B), reporting(client, "two", A):
+    async with (
+        client_of(service) as client,
+        reporting(client, "one", A, B),
+        reporting(client, "two", A),
+    ):
         assert await prefix(client, A, B, C) == [["one", "two"], ["one"]]
         assert await prefix(client, C, A) == []
         assert await prefix(client, A, B, exclude=["one"]) == [["two"]]
         route = await client.route([A, B, C])
-        assert [(entry.instance, entry.num_prefix) for entry in route.instances] == [("one", 2), ("two", 1)]
+        assert [(entry.instance, entry.num_prefix) for entry in route.instances] == [
+            ("one", 2),
+            ("two", 1),
+        ]
         stats = get(service, "/v1/stats").json()
         assert (stats["num_chunks"], stats["num_instances"], stats["degraded"]) == (2, 2, False)
 
 
-async def test_a_graceful_end_of_an_instance_takes_its_holdings_along(service: ServiceProcess) -> None:
+async def test_a_graceful_end_of_an_instance_takes_its_holdings_along(
+    service: ServiceProcess,
+) -> None:
     async with client_of(service) as client:
         async with reporting(client, "one", A):
             assert await prefix(client, A) == [["one"]]
@@ -112,7 +129,12 @@ async def test_a_dead_instance_vanishes_with_its_lease(service: ServiceProcess) 
     async with client_of(service) as client:
         lease = await client.renew_instance("mute", incarnation=1, kind="storage", ttl_ms=1000)
         assert (lease.ttl_ms, lease.resync) == (1000, False)
-        await client.send_events("mute", incarnation=1, first_sequence=0, events=[StoreEvent("store", A.hex(), "disk", 3)])
+        await client.send_events(
+            "mute",
+            incarnation=1,
+            first_sequence=0,
+            events=[StoreEvent("store", A.hex(), "disk", 3)],
+        )
         assert await prefix(client, A) == [["mute"]]
         await asyncio.sleep(1.1)
         assert await prefix(client, A) == []
@@ -121,10 +143,20 @@ async def test_a_dead_instance_vanishes_with_its_lease(service: ServiceProcess) 
 async def test_a_gap_leads_to_a_resync_that_heals(service: ServiceProcess) -> None:
     async with client_of(service) as client, reporting(client, "one", A) as instance:
         incarnation = instance.reporter.stats["incarnation"]
-        ack = await client.send_events("one", incarnation=incarnation, first_sequence=5, events=[StoreEvent("store", B.hex(), "hot", 1)])
+        ack = await client.send_events(
+            "one",
+            incarnation=incarnation,
+            first_sequence=5,
+            events=[StoreEvent("store", B.hex(), "hot", 1)],
+        )
         assert (ack.next_sequence, ack.resync) == (1, True)
         # A number that the reporter did not send: as if one of its events had been lost on the way.
-        await client.send_events("one", incarnation=incarnation, first_sequence=1, events=[StoreEvent("store", B.hex(), "hot", 1)])
+        await client.send_events(
+            "one",
+            incarnation=incarnation,
+            first_sequence=1,
+            events=[StoreEvent("store", B.hex(), "hot", 1)],
+        )
         instance.held[C] = 9
         instance.reporter.stored(B, "hot", 1)
         instance.reporter.stored(C, "hot", 9)
@@ -132,7 +164,9 @@ async def test_a_gap_leads_to_a_resync_that_heals(service: ServiceProcess) -> No
         assert await prefix(client, A, C) == [["one"], ["one"]]
 
 
-async def test_after_a_restart_of_the_service_everything_is_known_again(service: ServiceProcess) -> None:
+async def test_after_a_restart_of_the_service_everything_is_known_again(
+    service: ServiceProcess,
+) -> None:
     async with client_of(service) as client, reporting(client, "one", A, B):
         port = service.ports["port"]
         assert service.stop() == 0
@@ -167,7 +201,9 @@ async def test_a_redis_that_refuses_writes_is_still_read(tmp_path: Path, kind: s
         environ = SETTINGS | {"LMCACHE_LOOKUP_REDIS_URL": server.url}
         with running_service("lmcache_lookup", tmp_path, environ) as service:
             async with client_of(service) as client:
-                await client.renew_instance("one", incarnation=1, kind="sidecar", ttl_ms=2_000 if kind == "full" else 60_000)
+                await client.renew_instance(
+                    "one", incarnation=1, kind="sidecar", ttl_ms=2_000 if kind == "full" else 60_000
+                )
                 first = [StoreEvent("store", A.hex(), "hot", 1)]
                 await client.send_events("one", incarnation=1, first_sequence=0, events=first)
                 assert await prefix(client, A) == [["one"]]
@@ -179,9 +215,13 @@ async def test_a_redis_that_refuses_writes_is_still_read(tmp_path: Path, kind: s
                 events = [StoreEvent("store", B.hex(), "hot", 1)]
                 for _ in range(12):
                     with pytest.raises(UnavailableError, match="status 503"):
-                        await client.send_events("one", incarnation=1, first_sequence=1, events=events)
+                        await client.send_events(
+                            "one", incarnation=1, first_sequence=1, events=events
+                        )
                     if kind == "full":
-                        await client.renew_instance("one", incarnation=1, kind="sidecar", ttl_ms=2_000)
+                        await client.renew_instance(
+                            "one", incarnation=1, kind="sidecar", ttl_ms=2_000
+                        )
                     assert not (await client.lookup([A])).degraded
                     assert await prefix(client, A) == [["one"]]
                     await asyncio.sleep(0.25 if kind == "full" else 0)
@@ -189,11 +229,15 @@ async def test_a_redis_that_refuses_writes_is_still_read(tmp_path: Path, kind: s
                 for _ in range(3):
                     await asyncio.sleep(1.5)
                     if kind == "full":
-                        await client.renew_instance("one", incarnation=1, kind="sidecar", ttl_ms=2_000)
+                        await client.renew_instance(
+                            "one", incarnation=1, kind="sidecar", ttl_ms=2_000
+                        )
                     assert not (await client.lookup([A])).degraded
                 ready = get(service, "/readyz")
                 assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
-                assert ("is full" if kind == "full" else "is read-only") in ready.json()["checks"]["index"]["detail"]
+                assert ("is full" if kind == "full" else "is read-only") in ready.json()["checks"][
+                    "index"
+                ]["detail"]
                 raw.config_set("maxmemory", "0")
                 raw.replicaof("NO", "ONE")
                 await client.send_events("one", incarnation=1, first_sequence=1, events=events)
@@ -202,7 +246,9 @@ async def test_a_redis_that_refuses_writes_is_still_read(tmp_path: Path, kind: s
 
 
 async def test_redis_killed_and_back(tmp_path: Path) -> None:
-    """Answers keep coming, `/readyz` says what is wrong, events wait; when Redis is back, empty, the instance announces itself again."""
+    """Answers keep coming, `/readyz` says what is wrong, events wait; when Redis is back, empty,
+    the instance announces itself again.
+    """
     with running_redis() as server:
         environ = SETTINGS | {"LMCACHE_LOOKUP_REDIS_URL": server.url}
         with running_service("lmcache_lookup", tmp_path, environ) as service:
@@ -214,10 +260,18 @@ async def test_redis_killed_and_back(tmp_path: Path) -> None:
                     assert (answer.num_prefix, answer.degraded) == (0, True)
                 assert (await client.route([A])).degraded
                 ready = get(service, "/readyz")
-                assert (ready.status_code, ready.json()["status"]) == (200, "degraded"), "the answers above are quick"
+                assert (ready.status_code, ready.json()["status"]) == (
+                    200,
+                    "degraded",
+                ), "the answers above are quick"
                 assert f"127.0.0.1:{server.port}" in ready.json()["checks"]["index"]["detail"]
                 assert get(service, "/healthz").status_code == 200
-                assert get(service, "/v1/stats").json() == {"index": "redis", "degraded": True, "num_chunks": None, "num_instances": None}
+                assert get(service, "/v1/stats").json() == {
+                    "index": "redis",
+                    "degraded": True,
+                    "num_chunks": None,
+                    "num_instances": None,
+                }
                 with pytest.raises(UnavailableError, match="status 503"):
                     await client.send_events("one", incarnation=1, first_sequence=0, events=[])
                 instance.held[B] = 7
@@ -230,7 +284,10 @@ async def test_redis_killed_and_back(tmp_path: Path) -> None:
 
 async def test_redis_that_hangs_does_not_hold_lookups_up(tmp_path: Path) -> None:
     with running_redis() as server:
-        environ = SETTINGS | {"LMCACHE_LOOKUP_REDIS_URL": server.url, "LMCACHE_LOOKUP_REDIS_TIMEOUT_MS": "200"}
+        environ = SETTINGS | {
+            "LMCACHE_LOOKUP_REDIS_URL": server.url,
+            "LMCACHE_LOOKUP_REDIS_TIMEOUT_MS": "200",
+        }
         with running_service("lmcache_lookup", tmp_path, environ) as service:
             async with client_of(service) as client, reporting(client, "one", A):
                 server.pause()
@@ -259,8 +316,18 @@ async def test_two_replicas_share_redis(tmp_path: Path, server: RedisServer) -> 
         async with client_of(first) as near, client_of(second) as far:
             lease = await near.renew_instance("one", incarnation=1, kind="sidecar", ttl_ms=60_000)
             assert lease.next_sequence == 0
-            await far.send_events("one", incarnation=1, first_sequence=0, events=[StoreEvent("store", A.hex(), "hot", 1)])
-            await near.send_events("one", incarnation=1, first_sequence=1, events=[StoreEvent("store", B.hex(), "hot", 1)])
+            await far.send_events(
+                "one",
+                incarnation=1,
+                first_sequence=0,
+                events=[StoreEvent("store", A.hex(), "hot", 1)],
+            )
+            await near.send_events(
+                "one",
+                incarnation=1,
+                first_sequence=1,
+                events=[StoreEvent("store", B.hex(), "hot", 1)],
+            )
             assert await prefix(far, A, B) == [["one"], ["one"]]
             await near.end_instance("one")
             assert await prefix(far, A, B) == []
@@ -268,8 +335,13 @@ async def test_two_replicas_share_redis(tmp_path: Path, server: RedisServer) -> 
 
 async def test_it_starts_without_redis_and_waits_for_it(tmp_path: Path) -> None:
     server = RedisServer()
-    with running_service("lmcache_lookup", tmp_path, SETTINGS | {"LMCACHE_LOOKUP_REDIS_URL": server.url}) as service:
-        away = f"dependency unavailable: check=index error=redis at 127.0.0.1:{server.port} cannot be reached"
+    with running_service(
+        "lmcache_lookup", tmp_path, SETTINGS | {"LMCACHE_LOOKUP_REDIS_URL": server.url}
+    ) as service:
+        away = (
+            f"dependency unavailable: check=index error=redis at 127.0.0.1:{server.port} cannot be"
+            " reached"
+        )
         await eventually(lambda: _says(service, away))
         assert get(service, "/readyz").json()["status"] == "degraded"
         server.start()
@@ -289,7 +361,9 @@ async def test_tokens_keep_tenants_and_roles_apart(tmp_path: Path) -> None:
         "  - {name: rival, tenant: rival, role: client, token: rival-client-0123456789}\n"
         "  - {name: storage, tenant: ops, role: admin, token: ops-admin-0123456789}\n"
     )
-    with running_service("lmcache_lookup", tmp_path, SETTINGS | {"LMCACHE_LOOKUP_AUTH_TOKENS_FILE": str(tokens)}) as service:
+    with running_service(
+        "lmcache_lookup", tmp_path, SETTINGS | {"LMCACHE_LOOKUP_AUTH_TOKENS_FILE": str(tokens)}
+    ) as service:
         async with (
             client_of(service, "acme-client-0123456789") as acme,
             client_of(service, "rival-client-0123456789") as rival,
@@ -297,7 +371,10 @@ async def test_tokens_keep_tenants_and_roles_apart(tmp_path: Path) -> None:
             client_of(service) as nobody,
         ):
             await ops.renew_instance("s-0", incarnation=1, kind="storage", ttl_ms=60_000)
-            events = [StoreEvent("store", A.hex(), "disk", 1, "acme"), StoreEvent("store", B.hex(), "disk", 1)]
+            events = [
+                StoreEvent("store", A.hex(), "disk", 1, "acme"),
+                StoreEvent("store", B.hex(), "disk", 1),
+            ]
             await ops.send_events("s-0", incarnation=1, first_sequence=0, events=events)
             assert await prefix(acme, A) == [["s-0"]]
             assert await prefix(rival, A) == []
@@ -308,7 +385,11 @@ async def test_tokens_keep_tenants_and_roles_apart(tmp_path: Path) -> None:
                 await rival.send_events("s-0", incarnation=9, first_sequence=0, events=events)
             with pytest.raises(UnavailableError, match="status 401"):
                 await nobody.lookup([A])
-        with httpx.Client(base_url=service.url, headers={"authorization": "Bearer acme-client-0123456789"}, trust_env=False) as plain:
+        with httpx.Client(
+            base_url=service.url,
+            headers={"authorization": "Bearer acme-client-0123456789"},
+            trust_env=False,
+        ) as plain:
             assert plain.post("/v1/admin/clear").status_code == 403
             assert plain.get("/v1/instances").json() == {"instances": []}
         assert "0123456789" not in service.output

@@ -29,7 +29,15 @@ async def node() -> AsyncIterator[RedisNode]:
 
 
 async def test_refusals_stand_between_answers(node: RedisNode) -> None:
-    words = [("SET", "a", "1"), ("HGET", "a", "field"), ("GET", "a"), ("GET", "b"), ("INCR", "a"), ("NOSUCH",), ("MGET", "a", "b")]
+    words = [
+        ("SET", "a", "1"),
+        ("HGET", "a", "field"),
+        ("GET", "a"),
+        ("GET", "b"),
+        ("INCR", "a"),
+        ("NOSUCH",),
+        ("MGET", "a", "b"),
+    ]
     answers = await node.exchange([Command("a", one) for one in words])
     assert isinstance(answers[1], ResponseError)
     assert isinstance(answers[5], ResponseError)
@@ -45,7 +53,9 @@ async def test_refusals_stand_between_answers(node: RedisNode) -> None:
         ("refuses a command", ("CONFIG", "SET", "min-replicas-to-write", "1")),
     ],
 )
-async def test_a_refused_write_does_not_cost_the_answers_sent_with_it(node: RedisNode, wanted: str, settings: tuple[str, ...]) -> None:
+async def test_a_refused_write_does_not_cost_the_answers_sent_with_it(
+    node: RedisNode, wanted: str, settings: tuple[str, ...]
+) -> None:
     await node.exchange([Command("a", ("SET", "a", "1")), Command("a", settings)])
     words = [("GET", "a"), ("SET", "a", "2"), ("GET", "a"), ("SET", "a", "3")]
     first, refused, second, refused_too = await node.exchange([Command("a", one) for one in words])
@@ -69,5 +79,10 @@ async def test_a_server_that_sentinels_no_longer_call_master_is_left() -> None:
 
 async def test_answers_that_come_in_many_pieces_are_whole_and_in_order(node: RedisNode) -> None:
     values = [b"%07d" % number * (LARGE_BYTES // 7) + b"!" for number in range(NUM_LARGE)]
-    await node.exchange([Command("k", ("SET", f"k{number}", value)) for number, value in enumerate(values)])
-    assert await node.exchange([Command("k", ("GET", f"k{number}")) for number in range(NUM_LARGE)]) == values
+    await node.exchange(
+        [Command("k", ("SET", f"k{number}", value)) for number, value in enumerate(values)]
+    )
+    assert (
+        await node.exchange([Command("k", ("GET", f"k{number}")) for number in range(NUM_LARGE)])
+        == values
+    )

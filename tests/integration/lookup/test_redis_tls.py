@@ -54,7 +54,9 @@ async def is_refused(index: LookupIndex) -> None:
 
 
 @pytest.mark.parametrize("kind", ["server", "sentinel", "cluster"])
-async def test_both_sides_show_certificates_and_the_password_is_needed(kind: str, tmp_path: Path) -> None:
+async def test_both_sides_show_certificates_and_the_password_is_needed(
+    kind: str, tmp_path: Path
+) -> None:
     authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
     mine = authority.sign("lookup", "lookup.example")
     context = server_tls(authority.sign("redis"), clients=authority)
@@ -62,13 +64,17 @@ async def test_both_sides_show_certificates_and_the_password_is_needed(kind: str
         await use(index_of(f"rediss{rest}", authority, mine))
         await is_refused(index_of(f"rediss{rest}", stranger, mine))
         await is_refused(index_of(f"rediss{rest}", authority))
-        await is_refused(create_index(LookupSettings(redis_url=SecretStr(f"redis{rest}"), redis_timeout_ms=500)))
+        await is_refused(
+            create_index(LookupSettings(redis_url=SecretStr(f"redis{rest}"), redis_timeout_ms=500))
+        )
         await is_refused(index_of(f"rediss{rest}".replace(QUOTED, "wrong-sesame"), authority, mine))
 
 
 async def test_a_certificate_for_another_name_is_refused(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    async with redis_over_tls("server", server_tls(authority.sign("redis", "elsewhere.example")), tmp_path) as rest:
+    async with redis_over_tls(
+        "server", server_tls(authority.sign("redis", "elsewhere.example")), tmp_path
+    ) as rest:
         await is_refused(index_of(f"rediss{rest}", authority))
 
 
@@ -78,7 +84,9 @@ async def test_new_connections_read_replaced_files(tmp_path: Path) -> None:
     stranger = Authority(tmp_path, "stranger")
     replace(trusted, stranger.file.read_bytes())
     async with redis_over_tls("server", server_tls(later.sign("redis")), tmp_path) as rest:
-        settings = LookupSettings(redis_url=SecretStr(f"rediss{rest}"), redis_tls_ca_file=trusted, redis_timeout_ms=10_000)
+        settings = LookupSettings(
+            redis_url=SecretStr(f"rediss{rest}"), redis_tls_ca_file=trusted, redis_timeout_ms=10_000
+        )
         index = create_index(settings)
         with pytest.raises(UnavailableError):
             await index.ping()
@@ -104,7 +112,9 @@ def test_files_that_cannot_be_read_fail_the_start(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=path.name):
             create_index(LookupSettings(redis_url=SecretStr("rediss://h"), redis_tls_ca_file=path))
     with pytest.raises(ConfigError, match=r"missing\.pem"):
-        create_index(LookupSettings(redis_url=SecretStr("rediss-cluster://h"), redis_tls_cert_file=missing))
+        create_index(
+            LookupSettings(redis_url=SecretStr("rediss-cluster://h"), redis_tls_cert_file=missing)
+        )
 
 
 def test_files_without_tls_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The index finds its Redis by sentinels that answer only those who show name and password, over TLS or not."""
+"""The index finds its Redis by sentinels that answer only those who show name and password, over
+TLS or not.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.fixtures.tls import Authority, replace, server_tls
 PASSWORD = "tell-me-where"
 
 
-def index_of(url: str, password_file: Path | None, username: str | None = None, ca_file: Path | None = None) -> LookupIndex:
+def index_of(
+    url: str, password_file: Path | None, username: str | None = None, ca_file: Path | None = None
+) -> LookupIndex:
     return create_index(
         LookupSettings(
             redis_url=SecretStr(url),
@@ -53,13 +57,17 @@ async def test_sentinels_answer_who_shows_the_password(name: str, tmp_path: Path
         await check_over_tls(watched, right, username, tmp_path)
 
 
-async def check_over_tls(watched: WatchedRedis, password_file: Path, username: str | None, directory: Path) -> None:
+async def check_over_tls(
+    watched: WatchedRedis, password_file: Path, username: str | None, directory: Path
+) -> None:
     authority = Authority(directory)
     context = server_tls(authority.sign("redis"))
     async with AsyncExitStack() as stack:
         master = await stack.enter_async_context(behind_tls(watched.master.port, context))
         renamed = (watched.master.port, master)
-        sentinel = await stack.enter_async_context(behind_tls(watched.sentinel_ports[0], context, renamed=renamed))
+        sentinel = await stack.enter_async_context(
+            behind_tls(watched.sentinel_ports[0], context, renamed=renamed)
+        )
         url = f"rediss-sentinel://127.0.0.1:{sentinel}/{SERVICE}"
         assert await answers(index_of(url, password_file, username, authority.file))
         assert not await answers(index_of(url, None, None, authority.file))

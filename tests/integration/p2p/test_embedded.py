@@ -1,4 +1,6 @@
-"""Engines without sidecars among peers: `enable_p2p`, `lookup_url`, `broker_url`, `distributed_url`."""
+"""Engines without sidecars among peers: `enable_p2p`, `lookup_url`, `broker_url`,
+`distributed_url`.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,11 @@ def test_engines_pull_from_one_another(neighbourhood: Neighbourhood, start: Star
     retrieve(b)
     assert b.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
     retrieve(b)
-    assert b.counters.value(RETRIEVED_TOKENS_TOTAL, "LocalCPUBackend") + b.counters.value(RETRIEVED_TOKENS_TOTAL, "Hot") == NUM_TOKENS
+    assert (
+        b.counters.value(RETRIEVED_TOKENS_TOTAL, "LocalCPUBackend")
+        + b.counters.value(RETRIEVED_TOKENS_TOTAL, "Hot")
+        == NUM_TOKENS
+    )
 
 
 def test_engine_and_sidecar_are_peers(neighbourhood: Neighbourhood, start: Start) -> None:
@@ -91,7 +97,9 @@ def test_engine_and_sidecar_are_peers(neighbourhood: Neighbourhood, start: Start
         assert beside.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
 
 
-def test_what_is_on_disk_is_found_again_and_what_was_evicted_is_not(start: Start, tmp_path: Path) -> None:
+def test_what_is_on_disk_is_found_again_and_what_was_evicted_is_not(
+    start: Start, tmp_path: Path
+) -> None:
     (tmp_path / "disk").mkdir()
     a = start(local_disk=f"file://{tmp_path / 'disk'}/", max_local_disk_size=0.01)
     b = start()
@@ -104,7 +112,9 @@ def test_what_is_on_disk_is_found_again_and_what_was_evicted_is_not(start: Start
     retrieve(b)
 
 
-def test_an_address_that_is_taken_costs_only_being_served(neighbourhood: Neighbourhood, start: Start) -> None:
+def test_an_address_that_is_taken_costs_only_being_served(
+    neighbourhood: Neighbourhood, start: Start
+) -> None:
     port = free_port()
     a = start(port)
     a.store(TOKENS, kvcaches=random_kv(NUM_TOKENS, 1))
@@ -119,6 +129,11 @@ def test_an_address_that_is_taken_costs_only_being_served(neighbourhood: Neighbo
 
 def test_without_lookup_and_broker_the_engine_goes_on() -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
-    with embedded_engine(enable_p2p=True, lookup_url=nowhere, broker_url=nowhere, distributed_url=f"lm://127.0.0.1:{free_port()}") as made:
+    with embedded_engine(
+        enable_p2p=True,
+        lookup_url=nowhere,
+        broker_url=nowhere,
+        distributed_url=f"lm://127.0.0.1:{free_port()}",
+    ) as made:
         made.engine.store(TOKENS, kvcaches=random_kv(NUM_TOKENS, 1))
         retrieve(made.engine)

@@ -1,4 +1,6 @@
-"""An engine without a sidecar finds chunks in the remote tier where lookup says that they are, beyond the servers that it would ask."""
+"""An engine without a sidecar finds chunks in the remote tier where lookup says that they are,
+beyond the servers that it would ask.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,12 @@ async def announce(lookup_url: str, holder: str) -> None:
     await client.open()
     await client.renew_instance(holder, incarnation=1, kind="storage")
     chunk_ids = [KEY.key.chunk_id()]
-    await client.send_events(holder, incarnation=1, first_sequence=0, events=[StoreEvent("store", KEY.key.chunk_id().hex(), "Hot", 100)])
+    await client.send_events(
+        holder,
+        incarnation=1,
+        first_sequence=0,
+        events=[StoreEvent("store", KEY.key.chunk_id().hex(), "Hot", 100)],
+    )
     async with asyncio.timeout(5):
         while not (await client.lookup(chunk_ids)).holders:
             await asyncio.sleep(0.02)
@@ -82,4 +89,6 @@ async def test_lookup_tells_where_a_chunk_is(tmp_path: Path, is_announced: bool)
             exits.push_async_callback(around.close)
             await around.open(stack)
             [got] = await remote.batched_get([KEY], hot.allocate, 10.0)
-            assert payload_of(got) == (make_payload("a") if is_announced else MissReason.NEVER_STORED)
+            assert payload_of(got) == (
+                make_payload("a") if is_announced else MissReason.NEVER_STORED
+            )

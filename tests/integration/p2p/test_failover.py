@@ -84,11 +84,16 @@ def retrieve_while_it_dies(victim: Sidecar, proxy: Proxy, reader: Sidecar) -> di
         return retrieve_by(engine, victim, proxy)
 
 
-def retrieve_by(engine: LMCacheEngine, victim: Sidecar, proxy: Proxy, after_bytes: int = 6_000) -> dict[str, int]:
+def retrieve_by(
+    engine: LMCacheEngine, victim: Sidecar, proxy: Proxy, after_bytes: int = 6_000
+) -> dict[str, int]:
     kv, target = random_kv(NUM_TOKENS, 1), empty_kv(NUM_TOKENS)
     killer = kill_in_the_middle(victim, proxy, after_bytes)
     assert engine.retrieve(tokens_of(NUM_TOKENS, 1), kvcaches=target).all()
-    tiers = {tier: engine.counters.value(RETRIEVED_TOKENS_TOTAL, tier) for tier in ("P2PBackend", "RemoteBackend")}
+    tiers = {
+        tier: engine.counters.value(RETRIEVED_TOKENS_TOTAL, tier)
+        for tier in ("P2PBackend", "RemoteBackend")
+    }
     killer.join()
     assert_equal_prefix(target, kv, NUM_TOKENS)
     return tiers
@@ -100,7 +105,10 @@ def test_the_rest_comes_from_another_holder(neighbourhood: Neighbourhood) -> Non
         reader = neighbourhood.sidecar("reader", node="here", tier_timeout_s=8.0)
         store_at(a)
         store_at(b)
-        assert retrieve_while_it_dies(a, proxy, reader) == {"P2PBackend": NUM_TOKENS, "RemoteBackend": 0}
+        assert retrieve_while_it_dies(a, proxy, reader) == {
+            "P2PBackend": NUM_TOKENS,
+            "RemoteBackend": 0,
+        }
         figures = reader.get("/v1/tiers")["tiers"]["P2PBackend"]
         assert figures["failed_over_chunks"] + figures["won_hedges"] > 0
 
@@ -119,7 +127,9 @@ def test_the_rest_comes_from_storage(neighbourhood: Neighbourhood, tmp_path: Pat
         assert sum(tiers.values()) == NUM_TOKENS
 
 
-def test_an_engine_that_pulls_over_tls_gets_the_rest_from_storage(neighbourhood: Neighbourhood, tmp_path: Path) -> None:
+def test_an_engine_that_pulls_over_tls_gets_the_rest_from_storage(
+    neighbourhood: Neighbourhood, tmp_path: Path
+) -> None:
     (tmp_path / "shared").mkdir()
     url = f"file://{tmp_path / 'shared'}"
     writer = neighbourhood.sidecar("writer", remote_url=url)
@@ -138,7 +148,9 @@ def test_an_engine_that_pulls_over_tls_gets_the_rest_from_storage(neighbourhood:
     assert sum(tiers.values()) == NUM_TOKENS
 
 
-def test_an_engine_without_a_sidecar_gets_the_rest_from_storage(neighbourhood: Neighbourhood, tmp_path: Path) -> None:
+def test_an_engine_without_a_sidecar_gets_the_rest_from_storage(
+    neighbourhood: Neighbourhood, tmp_path: Path
+) -> None:
     (tmp_path / "shared").mkdir()
     url = f"file://{tmp_path / 'shared'}"
     writer = neighbourhood.sidecar("writer", remote_url=url)
@@ -153,8 +165,12 @@ def test_an_engine_without_a_sidecar_gets_the_rest_from_storage(neighbourhood: N
     }
     with slow_sidecar(neighbourhood, "a") as (a, proxy):
         store_at(a)
-        with embedded_engine(remote_url=url, tier_timeout_s=9.0, prefill_tokens_per_s=1.0, **peers) as made:
-            eventually(lambda: made.engine.lookup(tokens_of(NUM_TOKENS, 1), ["P2PBackend"]) == NUM_TOKENS)
+        with embedded_engine(
+            remote_url=url, tier_timeout_s=9.0, prefill_tokens_per_s=1.0, **peers
+        ) as made:
+            eventually(
+                lambda: made.engine.lookup(tokens_of(NUM_TOKENS, 1), ["P2PBackend"]) == NUM_TOKENS
+            )
             tiers = retrieve_by(made.engine, a, proxy)
         assert tiers["P2PBackend"] > 0
         assert tiers["RemoteBackend"] > 0

@@ -1,4 +1,6 @@
-"""A pod is marked for deletion and its preStop hook does not run: the broker's watch of the cluster begins its drain. Real processes."""
+"""A pod is marked for deletion and its preStop hook does not run: the broker's watch of the
+cluster begins its drain. Real processes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ class Cluster:
         self.tell()
 
     def tell(self, *marked: str, gone: str = "") -> None:
-        pods = [endpoint(name, "127.0.0.1", ready=name not in marked, terminating=name in marked) for name in "ab" if name != gone]
+        pods = [
+            endpoint(name, "127.0.0.1", ready=name not in marked, terminating=name in marked)
+            for name in "ab"
+            if name != gone
+        ]
         self._loop.run(self.api.put(endpoint_slice("s1", *pods)), CALL_S)
 
     def close(self) -> None:
@@ -55,16 +61,36 @@ class Site:
     """A broker that follows the cluster, and the sidecars of both pods."""
 
     def __init__(self, processes: Processes, directory: Path, cluster: Cluster) -> None:
-        where = {"discovery": "kubernetes", "kubernetes_service": "sidecars", "kubernetes_namespace": "ns"}
+        where = {
+            "discovery": "kubernetes",
+            "kubernetes_service": "sidecars",
+            "kubernetes_namespace": "ns",
+        }
         self.house = Neighbourhood(
-            processes, directory, default_lease_ttl_ms=1500, kubernetes_api_url=cluster.api.url, discovery_tenant="default", **where
+            processes,
+            directory,
+            default_lease_ttl_ms=1500,
+            kubernetes_api_url=cluster.api.url,
+            discovery_tenant="default",
+            **where,
         )
         tokens, token = directory / "tokens.yaml", directory / "token"
         digest = hashlib.sha256(TOKEN.encode()).hexdigest()
-        tokens.write_text(f"tokens:\n  - {{name: sidecar, tenant: default, role: admin, token_sha256: {digest}}}\n")
+        tokens.write_text(
+            "tokens:\n  - {name: sidecar, tenant: default, role: admin, token_sha256:"
+            f" {digest}}}\n"
+        )
         token.write_text(TOKEN)
-        self.a, self.b = (self.house.guarded_sidecar(name, auth_tokens_file=tokens, service_token_file=token) for name in "ab")
-        eventually(lambda: all(peer["incarnation"] for peer in self.peers().values()) and sorted(self.peers()) == ["a", "b"])
+        self.a, self.b = (
+            self.house.guarded_sidecar(name, auth_tokens_file=tokens, service_token_file=token)
+            for name in "ab"
+        )
+        eventually(
+            lambda: (
+                all(peer["incarnation"] for peer in self.peers().values())
+                and sorted(self.peers()) == ["a", "b"]
+            )
+        )
 
     def peers(self) -> dict[str, dict[str, Any]]:
         return {peer["id"]: peer for peer in get_json(f"{self.house.broker_url}/v1/peers")["peers"]}
@@ -91,11 +117,20 @@ def test_its_chunks_are_handed_over_while_it_still_serves(site: Site, cluster: C
     cluster.tell("a")
     eventually(lambda: site.is_drained("a"), 20.0)
     drain = site.peers()["a"]["drain"]
-    assert drain == {"state": "done", "total": NUM_CHUNKS, "handed_over": NUM_CHUNKS, "already_elsewhere": 0, "failed": 0, "left": 0}
+    assert drain == {
+        "state": "done",
+        "total": NUM_CHUNKS,
+        "handed_over": NUM_CHUNKS,
+        "already_elsewhere": 0,
+        "failed": 0,
+        "left": 0,
+    }
     assert site.peers()["b"]["draining"] is False
     target = empty_kv(NUM_TOKENS)
     with engine_at(site.a.socket) as engine:
-        assert engine.lookup(tokens_of(NUM_TOKENS), ["Hot"]) == NUM_TOKENS, "its own engine still has it"
+        assert engine.lookup(tokens_of(NUM_TOKENS), ["Hot"]) == NUM_TOKENS, (
+            "its own engine still has it"
+        )
     site.a.process.process.send_signal(signal.SIGKILL)
     cluster.tell(gone="a")
     eventually(lambda: sorted(site.peers()) == ["b"])
@@ -118,6 +153,10 @@ def test_where_the_hook_came_first_nothing_is_done_twice(site: Site, cluster: Cl
     eventually(lambda: sorted(site.peers()) == ["b"])
     assert site.b.process.is_alive
     assert first["handed_over"] == NUM_CHUNKS
-    received = [line for line in site.b.text("/metrics").splitlines() if line.startswith("lmcache_sidecar_received_chunks_total")]
+    received = [
+        line
+        for line in site.b.text("/metrics").splitlines()
+        if line.startswith("lmcache_sidecar_received_chunks_total")
+    ]
     assert [float(line.rsplit(" ", 1)[1]) for line in received] == [NUM_CHUNKS]
     assert len(cluster.api.watches) == requests, "one watch has told it all"

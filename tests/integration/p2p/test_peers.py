@@ -21,7 +21,17 @@ from lmcache_core.wire import ClientOptions, LmClient
 from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
-from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_HEADS, NUM_LAYERS, KVCaches, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.kv import (
+    CHUNK_SIZE,
+    HIDDEN,
+    NUM_HEADS,
+    NUM_LAYERS,
+    KVCaches,
+    assert_equal_prefix,
+    empty_kv,
+    random_kv,
+    tokens_of,
+)
 from tests.fixtures.neighbourhood import Neighbourhood, Sidecar, eventually
 from tests.fixtures.sidecar import engine_at
 
@@ -57,7 +67,10 @@ def test_a_chunk_comes_from_a_peer_and_is_hot_afterwards(neighbourhood: Neighbou
 
 def smooth_kv() -> KVCaches:
     """Values that a codec finds something in."""
-    base = torch.sin(torch.arange(NUM_TOKENS) * 0.3)[:, None, None] + torch.arange(HIDDEN).view(1, NUM_HEADS, -1) * 0.1
+    base = (
+        torch.sin(torch.arange(NUM_TOKENS) * 0.3)[:, None, None]
+        + torch.arange(HIDDEN).view(1, NUM_HEADS, -1) * 0.1
+    )
     return tuple((base * (layer + 1), base * -(layer + 1)) for layer in range(NUM_LAYERS))
 
 
@@ -74,7 +87,10 @@ def smooth_kv() -> KVCaches:
 def test_peers_encode_for_those_who_can_take_it(
     neighbourhood: Neighbourhood, serving: str, pulling: str, is_encoded: bool, is_exact: bool
 ) -> None:
-    a, b = neighbourhood.sidecar("a", peer_serde=serving), neighbourhood.sidecar("b", peer_serde=pulling)
+    a, b = (
+        neighbourhood.sidecar("a", peer_serde=serving),
+        neighbourhood.sidecar("b", peer_serde=pulling),
+    )
     tokens, kv = tokens_of(NUM_TOKENS), smooth_kv()
     with engine_at(a.socket) as engine:
         engine.store(tokens, kvcaches=kv)
@@ -85,7 +101,9 @@ def test_peers_encode_for_those_who_can_take_it(
         assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
         assert engine.retrieve(tokens, kvcaches=again).all(), "from shared memory, with its digest"
     assert_equal_prefix(again, target, NUM_TOKENS)
-    pairs = [(g, w) for got, want in zip(target, kv, strict=True) for g, w in zip(got, want, strict=True)]
+    pairs = [
+        (g, w) for got, want in zip(target, kv, strict=True) for g, w in zip(got, want, strict=True)
+    ]
     assert all(torch.equal(g, w) for g, w in pairs) is is_exact
     assert all(float((g - w).abs().max()) < 1 for g, w in pairs)
     figures = b.get("/v1/tiers")["tiers"]["P2PBackend"]
@@ -95,8 +113,13 @@ def test_peers_encode_for_those_who_can_take_it(
         assert "lmcache_codec_encoded_chunks_total" in a.text("/metrics")
 
 
-def test_what_a_sidecar_holds_with_loss_goes_to_no_peer_that_takes_none(neighbourhood: Neighbourhood) -> None:
-    a, b = neighbourhood.sidecar("a", peer_serde="cachegen"), neighbourhood.sidecar("b", peer_serde="cachegen")
+def test_what_a_sidecar_holds_with_loss_goes_to_no_peer_that_takes_none(
+    neighbourhood: Neighbourhood,
+) -> None:
+    a, b = (
+        neighbourhood.sidecar("a", peer_serde="cachegen"),
+        neighbourhood.sidecar("b", peer_serde="cachegen"),
+    )
     c = neighbourhood.sidecar("c")
     tokens = tokens_of(NUM_TOKENS)
     with engine_at(a.socket) as engine:
@@ -138,7 +161,9 @@ def test_without_lookup_or_broker_memory_goes_on(neighbourhood: Neighbourhood, v
     assert_equal_prefix(target, kv, NUM_TOKENS)
 
 
-def test_a_restarted_peer_is_not_believed_to_hold_what_it_lost(neighbourhood: Neighbourhood) -> None:
+def test_a_restarted_peer_is_not_believed_to_hold_what_it_lost(
+    neighbourhood: Neighbourhood,
+) -> None:
     a, b = neighbourhood.sidecar("a"), neighbourhood.sidecar("b")
     store_at(a)
     a.process.kill()
@@ -153,29 +178,53 @@ def test_a_restarted_peer_serves_what_it_has_found_again(neighbourhood: Neighbou
     store_at(a)
     a.process.kill()
     a = neighbourhood.sidecar("a")
-    eventually(lambda: a.get("/v1/status")["arena"]["recovery"]["is_over"] and a.get("/v1/status")["settled"])
+    eventually(
+        lambda: (
+            a.get("/v1/status")["arena"]["recovery"]["is_over"] and a.get("/v1/status")["settled"]
+        )
+    )
     target = empty_kv(NUM_TOKENS)
     with engine_at(b.socket) as engine:
-        assert engine.retrieve(tokens_of(NUM_TOKENS), kvcaches=target).all(), "lookup has heard of the chunks"
+        assert engine.retrieve(tokens_of(NUM_TOKENS), kvcaches=target).all(), (
+            "lookup has heard of the chunks"
+        )
         assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
     assert_equal_prefix(target, random_kv(NUM_TOKENS, 1), NUM_TOKENS)
 
 
-def test_a_peer_that_shares_no_ticket_key_is_not_served(neighbourhood: Neighbourhood, tmp_path: Path) -> None:
+def test_a_peer_that_shares_no_ticket_key_is_not_served(
+    neighbourhood: Neighbourhood, tmp_path: Path
+) -> None:
     """With tokens configured, only a broker's ticket opens the lm port to a peer without one."""
     tokens_file = tmp_path / "tokens.yaml"
-    tokens_file.write_text("tokens:\n  - {name: nobody-here, tenant: default, role: client, token: correct-horse-battery-staple}\n")
+    tokens_file.write_text(
+        "tokens:\n  - {name: nobody-here, tenant: default, role: client, token:"
+        " correct-horse-battery-staple}\n"
+    )
     other_keys = tmp_path / "other-keys"
     other_keys.write_text(f"k1:{base64.b64encode(secrets.token_bytes(32)).decode()}\n")
     good = neighbourhood.guarded_sidecar("good", auth_tokens_file=tokens_file)
-    bad = neighbourhood.guarded_sidecar("bad", auth_tokens_file=tokens_file, ticket_keys_file=other_keys)
+    bad = neighbourhood.guarded_sidecar(
+        "bad", auth_tokens_file=tokens_file, ticket_keys_file=other_keys
+    )
     reader = neighbourhood.sidecar("reader")
     for sidecar, seed, expected in ((good, 5, NUM_TOKENS), (bad, 6, 0)):
         with engine_at(sidecar.socket) as engine:
             engine.store(tokens_of(NUM_TOKENS, seed), kvcaches=random_kv(NUM_TOKENS, seed))
         with engine_at(reader.socket) as engine:
-            eventually(lambda engine=engine, seed=seed: engine.lookup(tokens_of(NUM_TOKENS, seed), ["P2PBackend"]) == NUM_TOKENS)
-            assert int(engine.retrieve(tokens_of(NUM_TOKENS, seed), kvcaches=empty_kv(NUM_TOKENS)).sum()) == expected
+            eventually(
+                lambda engine=engine, seed=seed: (
+                    engine.lookup(tokens_of(NUM_TOKENS, seed), ["P2PBackend"]) == NUM_TOKENS
+                )
+            )
+            assert (
+                int(
+                    engine.retrieve(
+                        tokens_of(NUM_TOKENS, seed), kvcaches=empty_kv(NUM_TOKENS)
+                    ).sum()
+                )
+                == expected
+            )
 
 
 async def test_without_tokens_a_ticket_is_the_only_way_in(neighbourhood: Neighbourhood) -> None:
@@ -190,7 +239,9 @@ async def test_without_tokens_a_ticket_is_the_only_way_in(neighbourhood: Neighbo
         with pytest.raises(AuthenticationError):
             await stranger.remove([ChunkKey("default", key)])
         with contextlib.suppress(LMCacheError):
-            (result,) = await stranger.get([ChunkKey("default", key)], lambda n: BytesBufferMemoryObj(bytearray(n)))
+            (result,) = await stranger.get(
+                [ChunkKey("default", key)], lambda n: BytesBufferMemoryObj(bytearray(n))
+            )
             assert not isinstance(result, Chunk)
     finally:
         await stranger.close()

@@ -30,7 +30,9 @@ def taken(results: Sequence[Result], names: Sequence[str] = NAMES) -> list[MissR
             continue
         assert isinstance(result, Chunk)
         assert result.key == make_key(name)
-        assert bytes(result.memory.byte_array) == make_payload(name), f"{name} is not what it must be"
+        assert bytes(result.memory.byte_array) == make_payload(name), (
+            f"{name} is not what it must be"
+        )
         result.release()
         found.append(None)
     return found
@@ -43,7 +45,12 @@ async def test_one_peer_brings_everything(world: Town) -> None:
     await world.add("a", NAMES)
     assert taken(await world.pull(NAMES, ["a"])) == ALL
     figures = world.parts.figures
-    assert (figures.pulls, figures.failed_pulls, figures.hedged_pulls, figures.pulled_chunks) == (1, 0, 0, len(NAMES))
+    assert (figures.pulls, figures.failed_pulls, figures.hedged_pulls, figures.pulled_chunks) == (
+        1,
+        0,
+        0,
+        len(NAMES),
+    )
 
 
 async def test_a_peer_that_is_late_is_overtaken_by_a_second_holder(world: Town) -> None:
@@ -53,7 +60,9 @@ async def test_a_peer_that_is_late_is_overtaken_by_a_second_holder(world: Town) 
     world.proxies["a"].flows.clear()
     began = asyncio.get_running_loop().time()
     assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=2.0)) == ALL
-    assert asyncio.get_running_loop().time() - began < 1.7, "it did not wait for the one that stands still"
+    assert asyncio.get_running_loop().time() - began < 1.7, (
+        "it did not wait for the one that stands still"
+    )
     figures = world.parts.figures
     assert (figures.pulls, figures.hedged_pulls, figures.won_hedges) == (3, 1, len(NAMES))
 
@@ -89,7 +98,9 @@ async def test_a_late_peer_is_hedged_past_the_p95(world: Town) -> None:
     world.proxies["a"].flows.clear()
     began = asyncio.get_running_loop().time()
     assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=60.0)) == ALL
-    assert asyncio.get_running_loop().time() - began < 3.0, "a share of the time would be 15 seconds"
+    assert asyncio.get_running_loop().time() - began < 3.0, (
+        "a share of the time would be 15 seconds"
+    )
 
 
 async def test_what_comes_second_is_given_back(world: Town) -> None:
@@ -113,7 +124,9 @@ async def test_what_a_cut_peer_has_not_brought_comes_from_another(world: Town) -
     assert taken(await pulling) == ALL
     figures = world.parts.figures
     assert figures.failed_pulls == 1
-    assert 0 < figures.failed_over_chunks < len(NAMES), "what had come whole was not asked for again"
+    assert 0 < figures.failed_over_chunks < len(NAMES), (
+        "what had come whole was not asked for again"
+    )
 
 
 async def test_without_another_holder_the_rest_is_a_miss(world: Town) -> None:
@@ -137,7 +150,9 @@ async def test_a_peer_at_a_standstill_leaves_time_for_the_next_tier(world: Town)
     assert set(found) == {MissReason.UNAVAILABLE}
     assert asyncio.get_running_loop().time() - began < 1.7
     world.proxies["a"].flows.set()
-    assert None not in taken(await world.pull(NAMES, ["a"], timeout_s=1.0)), "it is left alone for a while"
+    assert None not in taken(await world.pull(NAMES, ["a"], timeout_s=1.0)), (
+        "it is left alone for a while"
+    )
 
 
 async def test_a_chunk_that_one_holder_has_lost_comes_from_the_next(world: Town) -> None:

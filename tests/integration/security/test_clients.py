@@ -1,4 +1,6 @@
-"""The clients of the core against services that encrypt and want a certificate: remote tiers, peers, lookup and broker."""
+"""The clients of the core against services that encrypt and want a certificate: remote tiers,
+peers, lookup and broker.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ async def there_and_back(tier: StorageBackend, name: str) -> list[Result]:
     arena = ArenaAllocator.anonymous(1 << 20)
     assert await tier.batched_put([make_chunk(name, tenant="acme")]) == [True]
     results = await tier.batched_get([make_key(name, "acme")], lambda n: arena.allocate((n,), None))
-    assert [bytes(result.memory.byte_array) for result in results if isinstance(result, Chunk)] == [make_payload(name)]
+    assert [bytes(result.memory.byte_array) for result in results if isinstance(result, Chunk)] == [
+        make_payload(name)
+    ]
     for result in results:
         if isinstance(result, Chunk):
             result.release()
@@ -45,7 +49,9 @@ async def there_and_back(tier: StorageBackend, name: str) -> list[Result]:
 async def test_remote_tiers(guarded: Guarded, tmp_path: Path, scheme: str) -> None:
     token = tmp_path / "token"
     token.write_text(TOKENS["acme"])
-    tier = create_remote_backend(storage_url(guarded, scheme), TokenFile(token, "token"), 10.0, tls=guarded.tls)
+    tier = create_remote_backend(
+        storage_url(guarded, scheme), TokenFile(token, "token"), 10.0, tls=guarded.tls
+    )
     await tier.open()
     await there_and_back(tier, f"remote-{scheme}")
     await tier.close()
@@ -72,16 +78,25 @@ async def test_the_remote_tier_of_an_embedded_engine(guarded: Guarded, tmp_path:
     await there_and_back(tier, "embedded")
     await tier.close()
     with pytest.raises(ConfigError, match="absent"):
-        create_lower_tiers(LMCacheEngineConfig.from_defaults(**options | {"remote_tls_ca_file": str(tmp_path / "absent")}))
+        create_lower_tiers(
+            LMCacheEngineConfig.from_defaults(
+                **options | {"remote_tls_ca_file": str(tmp_path / "absent")}
+            )
+        )
 
 
 async def test_a_host_that_is_a_name_is_what_the_certificate_has_to_name(tmp_path: Path) -> None:
-    """Also where the name leads to several addresses, each of which is connected to by its number."""
+    """Also where the name leads to several addresses, each of which is connected to by its
+    number.
+    """
     authority = Authority(tmp_path)
     server = LmServer(MemoryStore(), anyone, name="storage-0")
     await server.open(server_tls(authority.sign("server", "localhost")))
     try:
-        for url, is_trusted in ((f"lm+tls://localhost:{server.port}", True), (f"lm+tls://127.0.0.1:{server.port}", False)):
+        for url, is_trusted in (
+            (f"lm+tls://localhost:{server.port}", True),
+            (f"lm+tls://127.0.0.1:{server.port}", False),
+        ):
             tier = create_remote_backend(url, None, 5.0, tls=client_tls(authority))
             await tier.open()
             if is_trusted:
@@ -122,8 +137,12 @@ async def test_peers_are_spoken_to_as_their_urls_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("only_encrypted", [False, True])
-async def test_a_peer_that_does_not_encrypt_is_shown_no_token_where_others_do(tmp_path: Path, only_encrypted: bool) -> None:
-    """Whoever may announce a peer could otherwise collect the tokens of sidecars that hand over their chunks."""
+async def test_a_peer_that_does_not_encrypt_is_shown_no_token_where_others_do(
+    tmp_path: Path, only_encrypted: bool
+) -> None:
+    """Whoever may announce a peer could otherwise collect the tokens of sidecars that hand over
+    their chunks.
+    """
     authority = Authority(tmp_path)
     shown: dict[str, str | None] = {}
 
@@ -133,20 +152,29 @@ async def test_a_peer_that_does_not_encrypt_is_shown_no_token_where_others_do(tm
 
     context = client_tls(authority).context
     options = ClientOptions(tls=ClientTls(context, "peer.example", only_encrypted))
-    for scheme, tls in (("lm", None), ("lm+tls", server_tls(authority.sign("server", "peer.example")))):
+    for scheme, tls in (
+        ("lm", None),
+        ("lm+tls", server_tls(authority.sign("server", "peer.example"))),
+    ):
         server = LmServer(MemoryStore(), lambda token, scheme=scheme: remember(scheme, token))  # type: ignore[misc]
         await server.open(tls)
         client = peer_client(f"{scheme}://127.0.0.1:{server.port}", "the-service-token", options)
         await client.ping()
         await client.close()
         await server.close()
-    assert shown == {"lm": None if only_encrypted else "the-service-token", "lm+tls": "the-service-token"}
+    assert shown == {
+        "lm": None if only_encrypted else "the-service-token",
+        "lm+tls": "the-service-token",
+    }
 
 
 async def test_lookup_and_broker(guarded: Guarded, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(TOKENS["acme"])
-    for tls, is_trusted in ((guarded.tls, True), (client_tls(guarded.stranger, guarded.pod), False)):
+    for tls, is_trusted in (
+        (guarded.tls, True),
+        (client_tls(guarded.stranger, guarded.pod), False),
+    ):
         await ask(guarded, TokenFile(token, "token"), tls, is_trusted)
 
 

@@ -27,10 +27,29 @@ def token_file(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "command"), [("sidecar", ["sidecar", "status"]), ("lookup", ["lookup", "status"]), ("sidecar", ["codec", "stats"])]
+    ("name", "command"),
+    [
+        ("sidecar", ["sidecar", "status"]),
+        ("lookup", ["lookup", "status"]),
+        ("sidecar", ["codec", "stats"]),
+    ],
 )
-def test_it_speaks_to_them(guarded: Guarded, capsys: pytest.CaptureFixture[str], token_file: str, name: str, command: list[str]) -> None:
-    asked = [*command, "--url", secure(guarded.services[name]), "--token-file", token_file, "-o", "json"]
+def test_it_speaks_to_them(
+    guarded: Guarded,
+    capsys: pytest.CaptureFixture[str],
+    token_file: str,
+    name: str,
+    command: list[str],
+) -> None:
+    asked = [
+        *command,
+        "--url",
+        secure(guarded.services[name]),
+        "--token-file",
+        token_file,
+        "-o",
+        "json",
+    ]
     files = (guarded.authority.file, guarded.pod.cert, guarded.pod.key)
     assert run(*asked, "--tls", ",".join(map(str, files))) == 0
     assert json.loads(capsys.readouterr().out)
@@ -40,7 +59,9 @@ def test_it_speaks_to_them(guarded: Guarded, capsys: pytest.CaptureFixture[str],
         assert told.out == ""
         assert "no answer from https://" in told.err
         assert "Traceback" not in told.err
-    assert run(*asked, "--tls", "/nowhere") == 2, "called wrongly, which is another code than one that fails"
+    assert run(*asked, "--tls", "/nowhere") == 2, (
+        "called wrongly, which is another code than one that fails"
+    )
     assert "/nowhere" in capsys.readouterr().err
 
 
@@ -60,7 +81,11 @@ def test_all_of_them_and_a_bench(guarded: Guarded, tmp_path: Path) -> None:
         assert (measured["phases"][-2]["num_chunks"], measured["num_left"]) == (16, 0)
     assert ctl.json("bench", "lookup", *size, secured)["phases"][-1]["num_chunks"] > 0
     for kind in ("storage", "lookup"):
-        assert "cannot be used" in ctl.text("bench", kind, f"--tls={guarded.authority.file}", code=1), "without a certificate"
-    untrusted = ctl.text("status", f"--tls={guarded.stranger.file},{guarded.pod.cert},{guarded.pod.key}", code=1)
+        assert "cannot be used" in ctl.text(
+            "bench", kind, f"--tls={guarded.authority.file}", code=1
+        ), "without a certificate"
+    untrusted = ctl.text(
+        "status", f"--tls={guarded.stranger.file},{guarded.pod.cert},{guarded.pod.key}", code=1
+    )
     assert "certificate is not trusted" in untrusted
     assert "no answer" in ctl.text("status", f"--tls={guarded.authority.file}", code=1)

@@ -1,4 +1,6 @@
-"""Engines without sidecars as peers over lm+tls://, mutual: who is served, who is not, and files that are replaced."""
+"""Engines without sidecars as peers over lm+tls://, mutual: who is served, who is not, and files
+that are replaced.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,15 @@ from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
 from tests.fixtures.redis_server import free_port
 from tests.fixtures.sidecar import engine_at
 from tests.fixtures.tls import Authority, Pair, client_tls, replace
-from tests.fixtures.tls_engines import NUM_TOKENS, TlsEngines, num_retrieved, retrieve, store, tls_engines, until_found
+from tests.fixtures.tls_engines import (
+    NUM_TOKENS,
+    TlsEngines,
+    num_retrieved,
+    retrieve,
+    store,
+    tls_engines,
+    until_found,
+)
 
 PEER = "P2PBackend"
 
@@ -48,13 +58,19 @@ def engines(town: Neighbourhood, tmp_path: Path) -> Iterator[TlsEngines]:
 @pytest.fixture
 def beside_sidecars(tmp_path: Path) -> Iterator[TlsEngines]:
     """In a town of their own, which ends with them."""
-    with Processes(tmp_path, quiet_environment()) as processes, tls_engines(Neighbourhood(processes, tmp_path), tmp_path) as started:
+    with (
+        Processes(tmp_path, quiet_environment()) as processes,
+        tls_engines(Neighbourhood(processes, tmp_path), tmp_path) as started,
+    ):
         yield started
     assert processes.num_alive == 0
 
 
 def announced(engines: TlsEngines) -> list[str]:
-    return [peer["distributed_url"] for peer in get_json(f"{engines.neighbourhood.broker_url}/v1/peers")["peers"]]
+    return [
+        peer["distributed_url"]
+        for peer in get_json(f"{engines.neighbourhood.broker_url}/v1/peers")["peers"]
+    ]
 
 
 def port_of(engines: TlsEngines) -> int:
@@ -84,13 +100,17 @@ def test_engine_and_sidecar_pull_from_one_another(beside_sidecars: TlsEngines) -
     eventually(lambda: len(announced(beside_sidecars)) == 2)
     until_found(reader)
     retrieve(reader)
-    assert reader.counters.value(RETRIEVED_TOKENS_TOTAL, PEER) == NUM_TOKENS, "from the sidecar, which alone is left"
+    assert reader.counters.value(RETRIEVED_TOKENS_TOTAL, PEER) == NUM_TOKENS, (
+        "from the sidecar, which alone is left"
+    )
 
 
 WHAT_TO_DO = {
     "trust in the peer": "certificate verify failed",
     "a certificate": "if it wants a certificate of its callers, set peer_tls_cert_file",
-    "a certificate that the peer trusts": "one of its authorities must have signed that in peer_tls_cert_file",
+    "a certificate that the peer trusts": (
+        "one of its authorities must have signed that in peer_tls_cert_file"
+    ),
 }
 
 
@@ -103,7 +123,10 @@ def test_who_is_not_of_the_house_is_served_nothing_and_waits_for_nothing(
     if lacks == "trust in the peer":
         reader = engines.start(peer_tls_ca_file=str(engines.stranger.file))
     elif lacks == "a certificate":
-        plain: dict[str, Any] = {"distributed_url": "lm://127.0.0.1:1", "peer_tls_client_ca_file": None}
+        plain: dict[str, Any] = {
+            "distributed_url": "lm://127.0.0.1:1",
+            "peer_tls_client_ca_file": None,
+        }
         reader = engines.start(**plain, peer_tls_cert_file=None, peer_tls_key_file=None)
     else:
         reader = engines.start(engines.pair(engines.stranger))
@@ -111,7 +134,9 @@ def test_who_is_not_of_the_house_is_served_nothing_and_waits_for_nothing(
     begin = time.monotonic()
     assert num_retrieved(reader) == 0
     assert time.monotonic() - begin < 2.0
-    assert caplog.text.count(" failed: lm+tls://127.0.0.1:") == 1, "one line, however often they ask"
+    assert caplog.text.count(" failed: lm+tls://127.0.0.1:") == 1, (
+        "one line, however often they ask"
+    )
     assert WHAT_TO_DO[lacks] in caplog.text
     store(reader)
     retrieve(reader)
@@ -125,8 +150,12 @@ def test_without_a_client_ca_no_certificate_is_asked_for(engines: TlsEngines) ->
     retrieve(reader)
 
 
-@pytest.mark.parametrize(("wanted", "expected"), [("pod.example", NUM_TOKENS), ("other.example", 0), (None, 0)])
-def test_a_certificate_may_name_something_else_than_the_host(engines: TlsEngines, wanted: str | None, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "expected"), [("pod.example", NUM_TOKENS), ("other.example", 0), (None, 0)]
+)
+def test_a_certificate_may_name_something_else_than_the_host(
+    engines: TlsEngines, wanted: str | None, expected: int
+) -> None:
     store(engines.start(engines.pair(None, "pod.example")))
     reader = engines.start(peer_tls_name=wanted)
     until_found(reader)
@@ -145,20 +174,34 @@ async def test_a_certificate_is_needed_and_is_no_ticket(engines: TlsEngines) -> 
         client = LmClient("127.0.0.1", port, None, ClientOptions(tls=tls, name="stranger"))
         try:
             with pytest.raises(refusal):
-                await client.get([make_key("a")], lambda n: BytesBufferMemoryObj(bytearray(n)), ticket="none")
+                await client.get(
+                    [make_key("a")], lambda n: BytesBufferMemoryObj(bytearray(n)), ticket="none"
+                )
         finally:
             await client.close()
 
 
-def test_lookup_and_broker_that_want_a_certificate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lookup_and_broker_that_want_a_certificate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     house = Authority(tmp_path, "services")
     pair, own = house.sign("services"), house.sign("engine")
     files = {"tls_cert_file": pair.cert, "tls_key_file": pair.key, "tls_client_ca_file": house.file}
-    with Processes(tmp_path, quiet_environment()) as processes, tls_engines(Neighbourhood(processes, tmp_path, files), tmp_path) as started:
-        plain: dict[str, Any] = {"distributed_url": f"lm://127.0.0.1:{free_port()}", "peer_tls_client_ca_file": None}
+    with (
+        Processes(tmp_path, quiet_environment()) as processes,
+        tls_engines(Neighbourhood(processes, tmp_path, files), tmp_path) as started,
+    ):
+        plain: dict[str, Any] = {
+            "distributed_url": f"lm://127.0.0.1:{free_port()}",
+            "peer_tls_client_ca_file": None,
+        }
         started.start(None, house, **plain, peer_tls_cert_file=None, peer_tls_key_file=None)
         hint = "if it wants a certificate of its callers, set peer_tls_cert_file"
-        eventually(lambda: all(re.search(f"{name} https://.*{hint}", caplog.text) for name in ("lookup", "broker")))
+        eventually(
+            lambda: all(
+                re.search(f"{name} https://.*{hint}", caplog.text) for name in ("lookup", "broker")
+            )
+        )
         a, b = started.start(own, house), started.start(own, house)
         store(a)
         until_found(b)
@@ -167,7 +210,9 @@ def test_lookup_and_broker_that_want_a_certificate(tmp_path: Path, caplog: pytes
 
 
 def test_certificates_and_authorities_are_read_again(engines: TlsEngines) -> None:
-    """The serving engine goes over to another authority while it runs; a reader that knows only that one is let in from then on."""
+    """The serving engine goes over to another authority while it runs; a reader that knows only
+    that one is let in from then on.
+    """
     pair = engines.pair()
     ca = engines.authority.file
     store(engines.start(pair))
@@ -185,8 +230,13 @@ def renew(pair: Pair, other: Pair) -> None:
     replace(pair.key, other.key.read_bytes())
 
 
-@pytest.mark.parametrize("name", ["peer_tls_cert_file", "peer_tls_key_file", "peer_tls_ca_file", "peer_tls_client_ca_file"])
-def test_a_file_that_is_not_there_is_named_at_once(engines: TlsEngines, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["peer_tls_cert_file", "peer_tls_key_file", "peer_tls_ca_file", "peer_tls_client_ca_file"],
+)
+def test_a_file_that_is_not_there_is_named_at_once(
+    engines: TlsEngines, tmp_path: Path, name: str
+) -> None:
     with pytest.raises(ConfigError, match="absent"):
         engines.start(None, None, **{name: str(tmp_path / "absent")})
 
@@ -199,8 +249,18 @@ def test_an_address_that_nobody_can_reach_is_named_at_once(engines: TlsEngines, 
 
 def test_an_address_of_this_machine_for_others_is_refused_unencrypted(engines: TlsEngines) -> None:
     """By the process that would listen there, before it does."""
-    plain: dict[str, Any] = {"distributed_url": "lm://192.0.2.1:65433", "peer_tls_cert_file": None, "peer_tls_key_file": None}
+    plain: dict[str, Any] = {
+        "distributed_url": "lm://192.0.2.1:65433",
+        "peer_tls_cert_file": None,
+        "peer_tls_key_file": None,
+    }
     options = engines.options(**plain, peer_tls_client_ca_file=None)
-    with pytest.raises(ConfigError, match="peer_allow_plaintext=False: other machines reach it, and chunks and tickets could be read"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "peer_allow_plaintext=False: other machines reach it, and chunks and tickets could be"
+            " read"
+        ),
+    ):
         LMCacheEngineConfig.from_defaults(**options)
     LMCacheEngineConfig.from_defaults(**options, peer_allow_plaintext=True)

@@ -1,4 +1,6 @@
-"""Every route of every service, as its OpenAPI document lists them: nothing of a request is read before its caller is known."""
+"""Every route of every service, as its OpenAPI document lists them: nothing of a request is read
+before its caller is known.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,14 @@ OPEN = {"/healthz", "/readyz", "/metrics"}
 ADMINS = {
     "lookup": {"/v1/admin/evict", "/v1/admin/clear", "/v1/log-level"},
     "broker": {"/v1/peers/%21%21:drain", "/v1/log-level"},
-    "storage": {f"/v1/admin/{action}" for action in ("evict", "clear", "drain", "pin", "unpin")} | {"/v1/log-level"},
-    "sidecar": {f"/v1/{action}" for action in ("evict", "clear", "drain", "pin", "unpin", "explain", "log-level")},
+    "storage": (
+        {f"/v1/admin/{action}" for action in ("evict", "clear", "drain", "pin", "unpin")}
+        | {"/v1/log-level"}
+    ),
+    "sidecar": {
+        f"/v1/{action}"
+        for action in ("evict", "clear", "drain", "pin", "unpin", "explain", "log-level")
+    },
 }
 BODIES = {
     "application/json": b'{"chunk_ids": [',
@@ -35,7 +43,9 @@ def operations(guarded: Guarded, name: str) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", REST_NAMES)
 @pytest.mark.parametrize("token", [None, "a-token-of-nobody-0123456789"])
-def test_a_stranger_learns_nothing_of_what_a_good_request_would_be(guarded: Guarded, name: str, token: str | None) -> None:
+def test_a_stranger_learns_nothing_of_what_a_good_request_would_be(
+    guarded: Guarded, name: str, token: str | None
+) -> None:
     found = list(operations(guarded, name))
     assert len(found) > len(OPEN) + 4
     assert {path for _, path in found} >= OPEN
@@ -45,7 +55,10 @@ def test_a_stranger_learns_nothing_of_what_a_good_request_would_be(guarded: Guar
                 continue
             for media_type, body in BODIES.items():
                 answer = client.request(
-                    method, f"{path}?limit=many&ttl_ms=-1&incarnation=no", content=body, headers={"content-type": media_type}
+                    method,
+                    f"{path}?limit=many&ttl_ms=-1&incarnation=no",
+                    content=body,
+                    headers={"content-type": media_type},
                 )
                 assert answer.status_code == 401, (method, path, media_type, answer.text)
                 assert answer.headers["www-authenticate"] == "Bearer"
@@ -57,7 +70,12 @@ def test_a_lesser_role_learns_nothing_of_what_an_admin_may_say(guarded: Guarded,
         refused = set()
         for method, path in operations(guarded, name):
             if method in {"POST", "PUT"}:
-                answer = client.request(method, path, content=BODIES["application/json"], headers={"content-type": "application/json"})
+                answer = client.request(
+                    method,
+                    path,
+                    content=BODIES["application/json"],
+                    headers={"content-type": "application/json"},
+                )
                 assert 400 <= answer.status_code < 500, (method, path, answer.text)
                 if answer.status_code == 403:
                     refused.add(path)

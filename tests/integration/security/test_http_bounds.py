@@ -1,4 +1,6 @@
-"""What one caller without credentials can make a REST port do: raw connections to a real process."""
+"""What one caller without credentials can make a REST port do: raw connections to a real
+process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ TIMEOUT_S = 10.0
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    with running_service("tests.fixtures.impatient_broker", tmp_path_factory.mktemp("broker"), {"LMCACHE_BROKER_PORT": "0"}) as service:
+    with running_service(
+        "tests.fixtures.impatient_broker",
+        tmp_path_factory.mktemp("broker"),
+        {"LMCACHE_BROKER_PORT": "0"},
+    ) as service:
         yield service
 
 
@@ -32,7 +38,9 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]
 def connection(broker: ServiceProcess) -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", broker.ports["port"]), timeout=TIMEOUT_S) as made:
         yield made
-    assert httpx.get(f"{broker.url}/healthz", trust_env=False).status_code == 200, "others are served as before"
+    assert httpx.get(f"{broker.url}/healthz", trust_env=False).status_code == 200, (
+        "others are served as before"
+    )
 
 
 def answer_of(connection: socket.socket) -> bytes:
@@ -56,7 +64,9 @@ def is_sent(connection: socket.socket, *parts: bytes) -> bool:
     return True
 
 
-@pytest.mark.parametrize("part", [b"x: " + b"y" * 8000 + b"\r\n", b"y" * 8000], ids=["many headers", "one header"])
+@pytest.mark.parametrize(
+    "part", [b"x: " + b"y" * 8000 + b"\r\n", b"y" * 8000], ids=["many headers", "one header"]
+)
 def test_endless_headers_end_the_connection(connection: socket.socket, part: bytes) -> None:
     connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: ")
     assert not is_sent(connection, *[part] * 10_000)
@@ -69,7 +79,9 @@ def test_an_endless_url_ends_the_connection(connection: socket.socket) -> None:
 
 def test_too_many_headers_are_told_so(connection: socket.socket) -> None:
     connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n")
-    for _ in range(6 * MAX_HEAD_BYTES // 8000):  # what comes with the first byte of the request is not counted
+    for _ in range(
+        6 * MAX_HEAD_BYTES // 8000
+    ):  # what comes with the first byte of the request is not counted
         connection.sendall(b"x: " + b"y" * 8000 + b"\r\n")
         if select.select([connection], [], [], 0.01)[0]:
             break
@@ -77,12 +89,17 @@ def test_too_many_headers_are_told_so(connection: socket.socket) -> None:
 
 
 def test_headers_within_the_bound_are_fine(connection: socket.socket) -> None:
-    connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + b"x: y\r\n" * 2000 + b"\r\n")
+    connection.sendall(
+        b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + b"x: y\r\n" * 2000 + b"\r\n"
+    )
     assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
 
 
 def test_endless_trailers_end_the_connection(connection: socket.socket) -> None:
-    connection.sendall(b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
+    connection.sendall(
+        b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ntransfer-encoding:"
+        b" chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    )
     assert not is_sent(connection, *[b"x: " + b"y" * 8000 + b"\r\n"] * 10_000)
 
 
@@ -90,11 +107,19 @@ def test_who_does_not_say_what_it_wants_is_let_go(broker: ServiceProcess) -> Non
     """Neither at first nor later, when one request has been answered."""
     head = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
     parts = [b"", b"GET /he", head, head + b"\r\n" + head[:20]]
-    connections = [socket.create_connection(("127.0.0.1", broker.ports["port"]), timeout=TIMEOUT_S) for _ in parts]
+    connections = [
+        socket.create_connection(("127.0.0.1", broker.ports["port"]), timeout=TIMEOUT_S)
+        for _ in parts
+    ]
     for connection, part in zip(connections, parts, strict=True):
         connection.sendall(part)
     begin = time.monotonic()
-    assert [answer_of(connection).count(b"HTTP/1.1 200 ") for connection in connections] == [0, 0, 0, 1]
+    assert [answer_of(connection).count(b"HTTP/1.1 200 ") for connection in connections] == [
+        0,
+        0,
+        0,
+        1,
+    ]
     assert time.monotonic() - begin < TIMEOUT_S
     for connection in connections:
         connection.close()
@@ -102,15 +127,23 @@ def test_who_does_not_say_what_it_wants_is_let_go(broker: ServiceProcess) -> Non
 
 def test_a_body_that_does_not_come_is_told_so(connection: socket.socket) -> None:
     connection.sendall(
-        b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n" + b'{"requester'
+        b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ncontent-type:"
+        b" application/json\r\ncontent-length: 1000\r\n\r\n" + b'{"requester'
     )
     assert b"HTTP/1.1 408 " in answer_of(connection)
 
 
 def test_many_small_pieces_of_a_body_are_fine(connection: socket.socket) -> None:
     body = b'{"requester": "a", "chunks": []' + b" " * 3000 + b"}"
-    connection.sendall(b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n")
-    connection.sendall(b"transfer-encoding: chunked\r\n\r\n" + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+    connection.sendall(
+        b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type:"
+        b" application/json\r\n"
+    )
+    connection.sendall(
+        b"transfer-encoding: chunked\r\n\r\n"
+        + b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+        + b"0\r\n\r\n"
+    )
     assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
 
 
@@ -126,7 +159,9 @@ def rss_mib(service: ServiceProcess) -> float:
 
 
 def test_endless_pipelined_requests_neither_deafen_nor_fatten(broker: ServiceProcess) -> None:
-    """Sixteen callers without a token send the shortest request as fast as they can and read nothing."""
+    """Sixteen callers without a token send the shortest request as fast as they can and read
+    nothing.
+    """
     before = rss_mib(broker)
     requests = memoryview(b"GET /v1/x HTTP/1.1\r\n\r\n" * 20_000)
     with contextlib.ExitStack() as open_ones:
@@ -139,14 +174,21 @@ def test_endless_pipelined_requests_neither_deafen_nor_fatten(broker: ServicePro
         while time.monotonic() < deadline and min(sent.values()) < 5 * len(requests):
             for connection in select.select([], made, [], 0.1)[1]:
                 with contextlib.suppress(BlockingIOError):
-                    sent[connection] += connection.send(requests[sent[connection] % len(requests) :])
-        assert httpx.get(f"{broker.url}/healthz", trust_env=False, timeout=TIMEOUT_S).status_code == 200
+                    sent[connection] += connection.send(
+                        requests[sent[connection] % len(requests) :]
+                    )
+        assert (
+            httpx.get(f"{broker.url}/healthz", trust_env=False, timeout=TIMEOUT_S).status_code
+            == 200
+        )
         assert rss_mib(broker) < before + 64
 
 
 def ends_a_dribble(service: ServiceProcess, head: bytes, status: bytes) -> bool:
     """Whether the service answers `status` and ends a connection whose body never ends."""
-    with socket.create_connection(("127.0.0.1", service.ports["port"]), timeout=TIMEOUT_S) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", service.ports["port"]), timeout=TIMEOUT_S
+    ) as connection:
         connection.sendall(head + b" HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n")
         answer = connection.recv(65536)
         assert answer.startswith(b"HTTP/1.1 " + status), answer
@@ -163,13 +205,17 @@ def ends_a_dribble(service: ServiceProcess, head: bytes, status: bytes) -> bool:
     [(b"POST /nope", b"404"), (b"PUT /healthz", b"405"), (b"GET /healthz", b"200")],
     ids=["no such path", "no such method", "a GET"],
 )
-def test_a_body_that_dribbles_behind_its_answer_ends(broker: ServiceProcess, head: bytes, status: bytes) -> None:
+def test_a_body_that_dribbles_behind_its_answer_ends(
+    broker: ServiceProcess, head: bytes, status: bytes
+) -> None:
     assert ends_a_dribble(broker, head, status)
 
 
 def test_a_body_that_dribbles_behind_its_401_ends(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.yaml"
-    tokens.write_text("tokens: [{name: a, tenant: acme, role: client, token: sixteen-characters}]\n")
+    tokens.write_text(
+        "tokens: [{name: a, tenant: acme, role: client, token: sixteen-characters}]\n"
+    )
     environ = {"LMCACHE_BROKER_PORT": "0", "LMCACHE_BROKER_AUTH_TOKENS_FILE": str(tokens)}
     with running_service("tests.fixtures.impatient_broker", tmp_path, environ) as service:
         assert ends_a_dribble(service, b"PUT /v1/peers/a", b"401")
@@ -178,7 +224,9 @@ def test_a_body_that_dribbles_behind_its_401_ends(tmp_path: Path) -> None:
 def test_garbage_is_told_in_the_log_once(broker: ServiceProcess) -> None:
     before = broker.output.count("Invalid HTTP request")
     for _ in range(20):
-        with socket.create_connection(("127.0.0.1", broker.ports["port"]), timeout=TIMEOUT_S) as made:
+        with socket.create_connection(
+            ("127.0.0.1", broker.ports["port"]), timeout=TIMEOUT_S
+        ) as made:
             made.sendall(b"garbage\r\n" * 100)
             answer_of(made)
     assert (before, broker.output.count("Invalid HTTP request")) in ((0, 1), (1, 1))
@@ -190,7 +238,9 @@ def test_the_bounds_of_a_service_that_nobody_has_made_impatient() -> None:
 
 
 def test_tls_handshakes_above_the_bound_end_at_once(guarded: Guarded) -> None:
-    """Whoever connects and says nothing keeps others out only as long as its connections last, and from one listener alone."""
+    """Whoever connects and says nothing keeps others out only as long as its connections last,
+    and from one listener alone.
+    """
     address = ("127.0.0.1", guarded.services["storage"].ports["port"])
     with contextlib.ExitStack() as open_ones:
         for _ in range(MAX_HANDSHAKES + 8):
@@ -198,7 +248,9 @@ def test_tls_handshakes_above_the_bound_end_at_once(guarded: Guarded) -> None:
         with contextlib.suppress(ConnectionResetError):
             assert last.recv(1) == b""
         lm = ("127.0.0.1", guarded.services["storage"].ports["lm_port"])
-        with guarded.tls.context.wrap_socket(socket.create_connection(lm, timeout=10), server_hostname="127.0.0.1") as other:
+        with guarded.tls.context.wrap_socket(
+            socket.create_connection(lm, timeout=10), server_hostname="127.0.0.1"
+        ) as other:
             assert other.version() == "TLSv1.3"
     deadline = time.monotonic() + 10
     while True:

@@ -1,4 +1,6 @@
-"""No secret in logs, metrics, answers or printed settings, whatever is sent; and what admins did is written down."""
+"""No secret in logs, metrics, answers or printed settings, whatever is sent; and what admins did
+is written down.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,24 @@ def answers_to_everything(guarded: Guarded) -> Iterator[httpx.Response]:
                     if path.endswith(("drain", "clear")) and token == TOKENS["operator"]:
                         continue
                     yield client.request(method, path, json=body)
-                    yield client.request(method, path, content=f"not JSON but {WRONG}", headers={"content-type": "application/json"})
-                    yield client.request(method, f"{path}?token={WRONG}", json={"token": WRONG, "chunk_ids": WRONG, "keys": [WRONG]})
-                for path in ("/metrics", "/readyz", "/healthz", "/openapi.json", "/nothing/" + WRONG):
+                    yield client.request(
+                        method,
+                        path,
+                        content=f"not JSON but {WRONG}",
+                        headers={"content-type": "application/json"},
+                    )
+                    yield client.request(
+                        method,
+                        f"{path}?token={WRONG}",
+                        json={"token": WRONG, "chunk_ids": WRONG, "keys": [WRONG]},
+                    )
+                for path in (
+                    "/metrics",
+                    "/readyz",
+                    "/healthz",
+                    "/openapi.json",
+                    "/nothing/" + WRONG,
+                ):
                     yield client.get(path)
         with guarded.rest(name, TOKENS["operator"]) as client:
             yield client.request("GET", "/v1/stats")
@@ -61,7 +78,9 @@ async def test_no_secret_gets_out(guarded: Guarded) -> None:
             for shown in (None, ticket(), ticket(ttl_ms=-10_000)):
                 client = guarded.lm(name, token)
                 try:
-                    for result in await client.get([make_key("leak", "acme")], allocate, ticket=shown):
+                    for result in await client.get(
+                        [make_key("leak", "acme")], allocate, ticket=shown
+                    ):
                         assert not hasattr(result, "memory")
                 except LMCacheError as exc:
                     refusals.append(str(exc))
@@ -73,7 +92,9 @@ async def test_no_secret_gets_out(guarded: Guarded) -> None:
     for answer in answers_to_everything(guarded):
         num_answers += 1
         said = answer.text + repr(answer.headers)
-        assert [secret for secret in wanted if secret in said] == [], f"{answer.request.method} {answer.request.url}"
+        assert [secret for secret in wanted if secret in said] == [], (
+            f"{answer.request.method} {answer.request.url}"
+        )
     assert num_answers > 150
     output = guarded.output
     assert "refused" in output, "the log was written at all"
@@ -89,7 +110,11 @@ def test_printed_settings_show_no_secret(guarded: Guarded, name: str) -> None:
 
 def test_what_admins_do_is_written_down(guarded: Guarded) -> None:
     def written(name: str) -> list[dict[str, object]]:
-        return [json.loads(line) for line in guarded.services[name].output.splitlines() if line.startswith('{"time"')]
+        return [
+            json.loads(line)
+            for line in guarded.services[name].output.splitlines()
+            if line.startswith('{"time"')
+        ]
 
     def later(name: str, before: int) -> list[dict[str, object]]:
         """The next three lines, which are written when the answer has been sent."""
@@ -99,17 +124,49 @@ def test_what_admins_do_is_written_down(guarded: Guarded) -> None:
     before = len(written("storage"))
     with guarded.rest("storage") as client:
         for token in (TOKENS["operator"], TOKENS["acme"], WRONG):
-            client.post("/v1/admin/clear", headers={"authorization": f"Bearer {token}"}, json={"tenant": "nobody"})
-        client.get(f"/v1/chunks/{CHUNK.key.to_url()}", headers={"authorization": f"Bearer {TOKENS['acme']}"})
+            client.post(
+                "/v1/admin/clear",
+                headers={"authorization": f"Bearer {token}"},
+                json={"tenant": "nobody"},
+            )
+        client.get(
+            f"/v1/chunks/{CHUNK.key.to_url()}",
+            headers={"authorization": f"Bearer {TOKENS['acme']}"},
+        )
     done, refused, unknown = later("storage", before)
     assert done["what"] == refused["what"] == unknown["what"] == "POST /v1/admin/clear"
-    assert (done["who"], done["tenant"], done["role"], done["result"], done["status"]) == ("operator", "ops", "admin", "done", 200)
-    assert (done["details"], done["service"], done["instance"]) == ({"tenant": "nobody"}, "lmcache-storage", "storage-0")
-    assert (refused["who"], refused["tenant"], refused["result"], refused["status"]) == ("acme", "acme", "refused", 403)
-    assert (unknown["who"], unknown["tenant"], unknown["result"], unknown["status"]) == (None, None, "refused", 401)
+    assert (done["who"], done["tenant"], done["role"], done["result"], done["status"]) == (
+        "operator",
+        "ops",
+        "admin",
+        "done",
+        200,
+    )
+    assert (done["details"], done["service"], done["instance"]) == (
+        {"tenant": "nobody"},
+        "lmcache-storage",
+        "storage-0",
+    )
+    assert (refused["who"], refused["tenant"], refused["result"], refused["status"]) == (
+        "acme",
+        "acme",
+        "refused",
+        403,
+    )
+    assert (unknown["who"], unknown["tenant"], unknown["result"], unknown["status"]) == (
+        None,
+        None,
+        "refused",
+        401,
+    )
     with guarded.rest("sidecar", TOKENS["operator"]) as client:
         before = len(written("sidecar"))
-        assert client.put("/v1/log-level", json={"level": "error", "logger": "lmcache.audit"}).status_code == 403
+        assert (
+            client.put(
+                "/v1/log-level", json={"level": "error", "logger": "lmcache.audit"}
+            ).status_code
+            == 403
+        )
         assert client.put("/v1/log-level", json={"level": "error"}).status_code == 200
         client.put("/v1/log-level", json={"level": "debug"})
         said = [(line["result"], line["details"]) for line in later("sidecar", before)]

@@ -1,4 +1,6 @@
-"""lm:// under TLS over real sockets: what goes through, who is not let in, files that are replaced while connections stand."""
+"""lm:// under TLS over real sockets: what goes through, who is not let in, files that are
+replaced while connections stand.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SIZES = (0, 1, 4096, 70_000, (1 << 20) + 1, 9_000_000)
 
 
 @asynccontextmanager
-async def serving(tls: ssl.SSLContext | None, store: MemoryStore | None = None, **limits: object) -> AsyncIterator[LmServer]:
+async def serving(
+    tls: ssl.SSLContext | None, store: MemoryStore | None = None, **limits: object
+) -> AsyncIterator[LmServer]:
     kept = store or MemoryStore()
     server = LmServer(kept, lambda token: Tenant("default"), limits=ServerLimits(**limits))  # type: ignore[arg-type]
     await server.open(tls)
@@ -36,8 +40,15 @@ async def serving(tls: ssl.SSLContext | None, store: MemoryStore | None = None, 
 
 
 @asynccontextmanager
-async def client(port: int, tls: ClientTls | None, host: str = "127.0.0.1") -> AsyncIterator[LmClient]:
-    made = LmClient(host, port, None, ClientOptions(tls=tls, timeout_s=20.0, backoff_initial_s=0.001, backoff_cap_s=0.002))
+async def client(
+    port: int, tls: ClientTls | None, host: str = "127.0.0.1"
+) -> AsyncIterator[LmClient]:
+    made = LmClient(
+        host,
+        port,
+        None,
+        ClientOptions(tls=tls, timeout_s=20.0, backoff_initial_s=0.001, backoff_cap_s=0.002),
+    )
     try:
         yield made
     finally:
@@ -81,8 +92,12 @@ async def test_nothing_of_it_can_be_read_on_the_way(tmp_path: Path) -> None:
         seen.clear()
         async with serving(tls) as server:
             port = server.port
-            listener = await asyncio.start_server(lambda r, w, port=port: relay(r, w, port), "127.0.0.1", 0)
-            options = ClientOptions(tls=None if tls is None else client_tls(authority), timeout_s=10.0)
+            listener = await asyncio.start_server(
+                lambda r, w, port=port: relay(r, w, port), "127.0.0.1", 0
+            )
+            options = ClientOptions(
+                tls=None if tls is None else client_tls(authority), timeout_s=10.0
+            )
             lm = LmClient("127.0.0.1", listener.sockets[0].getsockname()[1], token, options)
             try:
                 assert await lm.put([make_chunk("a", payload=payload)]) == [True]
@@ -102,7 +117,9 @@ async def test_who_is_not_what_it_says_is_not_spoken_to(tmp_path: Path) -> None:
             with pytest.raises(UnavailableError, match="certificate verify failed"):
                 await lm.ping()
         async with client(server.port, client_tls(ours)) as lm:
-            with pytest.raises(UnavailableError, match=r"certificate is not valid for '127\.0\.0\.1'"):
+            with pytest.raises(
+                UnavailableError, match=r"certificate is not valid for '127\.0\.0\.1'"
+            ):
                 await lm.ping()
         async with client(server.port, client_tls(ours, name="storage.example")) as lm:
             await lm.ping()
@@ -127,7 +144,9 @@ async def test_where_it_is_asked_for_callers_show_a_certificate(tmp_path: Path) 
         assert server.num_connections == 0
 
 
-async def test_replaced_certificates_hold_for_new_connections_and_standing_ones_go_on(tmp_path: Path) -> None:
+async def test_replaced_certificates_hold_for_new_connections_and_standing_ones_go_on(
+    tmp_path: Path,
+) -> None:
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     pair, mine = old.sign("server"), old.sign("mine", "pod.example")
     asked, trusted = server_tls(pair, clients=old), client_tls(old, mine)
@@ -138,14 +157,17 @@ async def test_replaced_certificates_hold_for_new_connections_and_standing_ones_
         await asyncio.sleep(LOOK_INTERVAL_S + 0.1)
         async with client(server.port, trusted) as fresh:
             with pytest.raises(UnavailableError):
-                await fresh.ping()  # both read the new files, and this client shows a certificate of the old authority
+                # both read the new files, and this client shows a certificate of the old authority
+                await fresh.ping()
             new.renew(mine, "pod.example")
             await asyncio.sleep(LOOK_INTERVAL_S + 0.1)
             await fresh.ping()
         await standing.ping()
 
 
-async def test_half_a_replacement_leaves_the_old_pair_in_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_half_a_replacement_leaves_the_old_pair_in_force(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     authority = Authority(tmp_path)
     pair, other = authority.sign("server"), authority.sign("other")
     tls, trusted = server_tls(pair), client_tls(authority)
@@ -180,7 +202,9 @@ async def test_handshakes_above_the_bound_end_at_once_and_others_are_served(tmp_
     authority = Authority(tmp_path)
     trusted = client_tls(authority)
     async with (
-        serving(server_tls(authority.sign("server")), hello_timeout_s=20.0, max_handshakes=4) as server,
+        serving(
+            server_tls(authority.sign("server")), hello_timeout_s=20.0, max_handshakes=4
+        ) as server,
         client(server.port, trusted) as standing,
         client(server.port, trusted) as newcomer,
     ):
@@ -211,12 +235,19 @@ async def test_a_standing_connection_ends_with_its_token() -> None:
 
     server = LmServer(MemoryStore(), authenticate, limits=ServerLimits(reauthenticate_s=0.1))
     await server.open()
-    lm = LmClient("127.0.0.1", server.port, "good", ClientOptions(backoff_initial_s=0.001, backoff_cap_s=0.002))
+    lm = LmClient(
+        "127.0.0.1",
+        server.port,
+        "good",
+        ClientOptions(backoff_initial_s=0.001, backoff_cap_s=0.002),
+    )
     try:
         await lm.ping()
         await asyncio.sleep(0.15)
         await lm.ping()
-        assert lm.is_connected, "a token that is still good is asked about again, and nothing happens"
+        assert lm.is_connected, (
+            "a token that is still good is asked about again, and nothing happens"
+        )
         del owners["good"]
         await asyncio.sleep(0.15)
         with pytest.raises((AuthenticationError, UnavailableError)):
@@ -244,7 +275,9 @@ async def test_a_tenant_that_asks_too_often_is_told_busy() -> None:
             raise CapacityError("this tenant asks too often")
 
     async with serving(None, admit=admit) as server, client(server.port, None) as lm:
-        assert await asyncio.gather(*(lm.contains([make_key("a")]) for _ in range(5))) == [[False]] * 5
+        assert (
+            await asyncio.gather(*(lm.contains([make_key("a")]) for _ in range(5))) == [[False]] * 5
+        )
         with pytest.raises(UnavailableError, match="busy: this tenant asks too often"):
             await lm.contains([make_key("a")])
         assert lm.is_connected
@@ -252,8 +285,12 @@ async def test_a_tenant_that_asks_too_often_is_told_busy() -> None:
         assert await lm.contains([make_key("a")]) == [False]
 
 
-async def test_close_does_not_wait_for_a_client_that_never_begins_its_handshake(tmp_path: Path) -> None:
-    server = LmServer(MemoryStore(), lambda token: Tenant("default"), limits=ServerLimits(hello_timeout_s=3600))
+async def test_close_does_not_wait_for_a_client_that_never_begins_its_handshake(
+    tmp_path: Path,
+) -> None:
+    server = LmServer(
+        MemoryStore(), lambda token: Tenant("default"), limits=ServerLimits(hello_timeout_s=3600)
+    )
     await server.open(server_tls(Authority(tmp_path).sign("server")))
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:

@@ -1,4 +1,6 @@
-"""Every port of every service: without credentials, with another tenant's, with an expired ticket, with no or the wrong certificate."""
+"""Every port of every service: without credentials, with another tenant's, with an expired
+ticket, with no or the wrong certificate.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ LM_NAMES = ("storage", "sidecar")
 CHUNK = make_key("guarded", "acme")
 CHUNK_ID = CHUNK.key.chunk_id().hex()
 CALLS: dict[str, list[tuple[str, str, object]]] = {
-    "lookup": [("POST", "/v1/lookup", {"chunk_ids": [CHUNK_ID]}), ("GET", "/v1/instances", None), ("POST", "/v1/admin/clear", None)],
+    "lookup": [
+        ("POST", "/v1/lookup", {"chunk_ids": [CHUNK_ID]}),
+        ("GET", "/v1/instances", None),
+        ("POST", "/v1/admin/clear", None),
+    ],
     "broker": [
         ("GET", "/v1/peers", None),
         ("POST", "/v1/transfers", {"requester": "a", "chunks": []}),
@@ -55,9 +61,18 @@ def allocate(num_bytes: int) -> BytesBufferMemoryObj:
     return BytesBufferMemoryObj(bytearray(num_bytes))
 
 
-def ticket(*, instance: str = "sidecar-0", requester: str = "test", tenant: str = "acme", ttl_ms: int = 60_000, keys: object = None) -> str:
+def ticket(
+    *,
+    instance: str = "sidecar-0",
+    requester: str = "test",
+    tenant: str = "acme",
+    ttl_ms: int = 60_000,
+    keys: object = None,
+) -> str:
     signer = TicketSigner(keys or TICKET_KEYS, "k1")  # type: ignore[arg-type]
-    return signer.sign(instance=instance, requester=requester, tenant=tenant, expires_unix_ms=unix_ms() + ttl_ms)
+    return signer.sign(
+        instance=instance, requester=requester, tenant=tenant, expires_unix_ms=unix_ms() + ttl_ms
+    )
 
 
 @pytest.mark.parametrize("name", REST_NAMES)
@@ -66,34 +81,51 @@ def test_rest_without_credentials(guarded: Guarded, name: str, token: str | None
     shown = [] if token is None else [(b"authorization", b"Bearer " + token.encode())]
     with guarded.rest(name) as client:
         for method, path, body in CALLS[name]:
-            answer = client.request(method, path, headers=shown, **({} if body is None else {"json": body}))
+            answer = client.request(
+                method, path, headers=shown, **({} if body is None else {"json": body})
+            )
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
             assert answer.headers["content-type"] == "application/problem+json"
         assert client.get("/healthz").status_code == 200, "a probe has no token"
 
 
 def test_the_brokers_page_is_for_everybody_and_tells_nothing(guarded: Guarded) -> None:
-    """A browser shows no token when it asks for a page: the page is the same for all, and asks for one itself."""
+    """A browser shows no token when it asks for a page: the page is the same for all, and asks
+    for one itself.
+    """
     with guarded.rest("broker", TOKENS["operator"]) as operator, guarded.rest("broker") as nobody:
         for path in ("/", "/page/app.js"):
             shown = nobody.get(path)
             assert shown.status_code == 200
             assert shown.content == operator.get(path).content
             assert b"sidecar-0" not in shown.content
-        assert {nobody.request(method, "/").status_code for method in ("POST", "PUT", "DELETE")} == {405}
+        assert {
+            nobody.request(method, "/").status_code for method in ("POST", "PUT", "DELETE")
+        } == {405}
     health = f"http://127.0.0.1:{guarded.services['broker'].ports['health_port']}"
-    assert [httpx.get(health + path, trust_env=False).status_code for path in ("/", "/page/app.js")] == [404, 404]
+    assert [
+        httpx.get(health + path, trust_env=False).status_code for path in ("/", "/page/app.js")
+    ] == [404, 404]
 
 
 @pytest.mark.parametrize("name", REST_NAMES)
 def test_rest_without_encryption_or_certificate(guarded: Guarded, name: str) -> None:
-    nameless, foreign = client_tls(guarded.authority), client_tls(guarded.authority, guarded.stranger.sign("foreign", "pod.example"))
+    nameless, foreign = (
+        client_tls(guarded.authority),
+        client_tls(guarded.authority, guarded.stranger.sign("foreign", "pod.example")),
+    )
     for tls in (nameless, foreign):
-        with guarded.rest(name, TOKENS["operator"], tls) as client, pytest.raises((httpx.TransportError, ssl.SSLError)):
+        with (
+            guarded.rest(name, TOKENS["operator"], tls) as client,
+            pytest.raises((httpx.TransportError, ssl.SSLError)),
+        ):
             client.get("/healthz")
     with guarded.rest(name, scheme="http") as client, pytest.raises(httpx.TransportError):
         client.get("/healthz")
-    with guarded.rest(name, tls=client_tls(guarded.stranger, guarded.pod)) as client, pytest.raises(httpx.ConnectError):
+    with (
+        guarded.rest(name, tls=client_tls(guarded.stranger, guarded.pod)) as client,
+        pytest.raises(httpx.ConnectError),
+    ):
         client.get("/healthz")
     with guarded.rest(name) as client:
         assert client.get("/healthz").status_code == 200
@@ -106,47 +138,86 @@ def test_rest_with_the_role_client_does_nothing_of_an_admins(guarded: Guarded, n
         for method, path, body in CALLS[name]:
             if path in admins:
                 answer = client.request(method, path, json=body)
-                assert (answer.status_code, answer.json()["type"]) == (403, "urn:lmcache:problem:forbidden"), path
+                assert (answer.status_code, answer.json()["type"]) == (
+                    403,
+                    "urn:lmcache:problem:forbidden",
+                ), path
 
 
 @pytest.mark.parametrize("name", REST_NAMES)
 def test_a_kubelet_needs_no_certificate(guarded: Guarded, name: str) -> None:
     url = f"http://127.0.0.1:{guarded.services[name].ports['health_port']}"
-    assert [httpx.get(url + path, trust_env=False).status_code for path in ("/healthz", "/readyz", "/metrics")] == [200, 200, 200]
-    assert [httpx.get(url + path, trust_env=False).status_code for _, path, _ in CALLS[name]] == [404] * len(CALLS[name])
+    assert [
+        httpx.get(url + path, trust_env=False).status_code
+        for path in ("/healthz", "/readyz", "/metrics")
+    ] == [200, 200, 200]
+    assert [httpx.get(url + path, trust_env=False).status_code for _, path, _ in CALLS[name]] == [
+        404
+    ] * len(CALLS[name])
 
 
 def test_the_house_works_behind_its_doors(guarded: Guarded) -> None:
-    """What a sidecar and a storage say to lookup and broker, and the sidecar to the storage, is encrypted and shown a token."""
+    """What a sidecar and a storage say to lookup and broker, and the sidecar to the storage, is
+    encrypted and shown a token.
+    """
     with guarded.rest("sidecar", TOKENS["acme"]) as client:
-        eventually(lambda: client.get("/readyz").json()["checks"]["lookup-and-broker"]["detail"] == "registered")
+        eventually(
+            lambda: (
+                client.get("/readyz").json()["checks"]["lookup-and-broker"]["detail"]
+                == "registered"
+            )
+        )
     with guarded.rest("broker", TOKENS["operator"]) as client:
         eventually(lambda: len(client.get("/v1/peers").json()["peers"]) == 2)
-        assert all(peer["distributed_url"].startswith("lm+tls://127.0.0.1:") for peer in client.get("/v1/peers").json()["peers"])
+        assert all(
+            peer["distributed_url"].startswith("lm+tls://127.0.0.1:")
+            for peer in client.get("/v1/peers").json()["peers"]
+        )
 
 
 def test_a_tenants_entries_are_its_own(guarded: Guarded) -> None:
-    """The token says whose namespace it is, at lookup, broker and storage; nothing in a request does."""
+    """The token says whose namespace it is, at lookup, broker and storage; nothing in a request
+    does.
+    """
     path = f"/v1/chunks/{CHUNK.key.to_url()}"
-    with guarded.rest("storage", TOKENS["acme"]) as acme, guarded.rest("storage", TOKENS["rival"]) as rival:
+    with (
+        guarded.rest("storage", TOKENS["acme"]) as acme,
+        guarded.rest("storage", TOKENS["rival"]) as rival,
+    ):
         assert acme.put(path, content=make_record("guarded")).status_code in (201, 204)
         assert rival.get(path).status_code == 404
         assert rival.head(path).status_code == 404
         assert rival.delete(path).status_code == 404
-        assert rival.post("/v1/chunks:contains", json={"keys": [CHUNK.key.to_url()]}).json() == {"present": [False]}
+        assert rival.post("/v1/chunks:contains", json={"keys": [CHUNK.key.to_url()]}).json() == {
+            "present": [False]
+        }
         assert rival.get("/v1/chunks").json()["chunks"] == []
         assert acme.get(path).content == make_record("guarded")
-    with guarded.rest("lookup", TOKENS["acme"]) as acme, guarded.rest("lookup", TOKENS["rival"]) as rival:
+    with (
+        guarded.rest("lookup", TOKENS["acme"]) as acme,
+        guarded.rest("lookup", TOKENS["rival"]) as rival,
+    ):
         question = {"chunk_ids": [CHUNK_ID]}
         eventually(lambda: acme.post("/v1/lookup", json=question).json()["num_prefix"] == 1)
         assert rival.post("/v1/lookup", json=question).json()["num_prefix"] == 0
         assert "storage-0" not in rival.get("/v1/instances").text
         assert rival.delete("/v1/instances/storage-0").status_code == 204
-        assert acme.post("/v1/lookup", json=question).json()["num_prefix"] == 1, "the lease that ended was none of acme's"
+        assert acme.post("/v1/lookup", json=question).json()["num_prefix"] == 1, (
+            "the lease that ended was none of acme's"
+        )
         lease = rival.put("/v1/instances/rival-0", json={"incarnation": 1, "kind": "storage"})
         assert lease.status_code == 200
-        event = {"op": "store", "chunk_id": CHUNK_ID, "tier": "Hot", "size_bytes": 1, "tenant": "acme"}
-        told = rival.post("/v1/events", json={"instance": "rival-0", "incarnation": 1, "first_sequence": 0, "events": [event]})
+        event = {
+            "op": "store",
+            "chunk_id": CHUNK_ID,
+            "tier": "Hot",
+            "size_bytes": 1,
+            "tenant": "acme",
+        }
+        told = rival.post(
+            "/v1/events",
+            json={"instance": "rival-0", "incarnation": 1, "first_sequence": 0, "events": [event]},
+        )
         assert told.status_code == 403
     with guarded.rest("broker", TOKENS["rival"]) as rival:
         announce = {
@@ -175,7 +246,11 @@ def test_a_sidecar_is_its_own_tenants(guarded: Guarded) -> None:
 async def test_lm_without_credentials(guarded: Guarded, name: str) -> None:
     for token in (None, "a-token-of-nobody-0123456789"):
         client = guarded.lm(name, token)
-        for call in (client.contains([CHUNK]), client.remove([CHUNK]), client.put([make_chunk("guarded")])):
+        for call in (
+            client.contains([CHUNK]),
+            client.remove([CHUNK]),
+            client.put([make_chunk("guarded")]),
+        ):
             with pytest.raises((AuthenticationError, UnavailableError)):
                 await call
         await is_not_given(client, None)
@@ -185,7 +260,11 @@ async def test_lm_without_credentials(guarded: Guarded, name: str) -> None:
 @pytest.mark.parametrize("name", LM_NAMES)
 async def test_lm_without_encryption_or_certificate(guarded: Guarded, name: str) -> None:
     foreign = guarded.stranger.sign("foreign-lm", "pod.example")
-    for tls in (client_tls(guarded.authority), client_tls(guarded.authority, foreign), client_tls(guarded.stranger, guarded.pod)):
+    for tls in (
+        client_tls(guarded.authority),
+        client_tls(guarded.authority, foreign),
+        client_tls(guarded.stranger, guarded.pod),
+    ):
         client = guarded.lm(name, TOKENS["acme"], tls)
         with pytest.raises(UnavailableError):
             await client.ping()
@@ -204,14 +283,18 @@ async def test_lm_with_another_tenants_token(guarded: Guarded) -> None:
     await is_not_given(rival, None)
     assert await acme.contains([CHUNK]) == [True]
     intruder = guarded.lm("sidecar", TOKENS["rival"])
-    assert await intruder.put([make_chunk("guarded")]) == [False], "a sidecar takes chunks of its own tenant only"
+    assert await intruder.put([make_chunk("guarded")]) == [False], (
+        "a sidecar takes chunks of its own tenant only"
+    )
     assert await intruder.contains([CHUNK]) == [False]
     for client in (acme, rival, intruder):
         await client.close()
 
 
 async def test_lm_with_tickets(guarded: Guarded) -> None:
-    """The sidecar holds a chunk of acme's; a peer without a token gets it by a good ticket, and by no other."""
+    """The sidecar holds a chunk of acme's; a peer without a token gets it by a good ticket, and
+    by no other.
+    """
     handing_over = guarded.lm("sidecar", TOKENS["acme-service"])
     assert await handing_over.put([make_chunk("guarded", tenant="acme")]) == [True]
     await handing_over.close()

@@ -17,14 +17,27 @@ from tests.fixtures.tls import replace
 from tests.integration.security.test_ports import eventually
 
 KEY = make_key("rotated", "acme")
-STATUS = {"lookup": "/v1/stats", "broker": "/v1/stats", "storage": "/v1/stats", "sidecar": "/v1/status"}
+STATUS = {
+    "lookup": "/v1/stats",
+    "broker": "/v1/stats",
+    "storage": "/v1/stats",
+    "sidecar": "/v1/status",
+}
 END_OF_AN_OLD_TOKEN_S = 2 * TOKEN_RELOAD_INTERVAL_S + 3.0
-"""On lm://: until the file is read, until the connection asks again, and a margin for a machine under load."""
+"""On lm://: until the file is read, until the connection asks again, and a margin for a machine
+under load.
+"""
 
 
 @pytest.fixture
 def restored(guarded: Guarded) -> Iterator[Guarded]:
-    files = [guarded.server.cert, guarded.server.key, guarded.pod.cert, guarded.pod.key, guarded.authority.file]
+    files = [
+        guarded.server.cert,
+        guarded.server.key,
+        guarded.pod.cert,
+        guarded.pod.key,
+        guarded.authority.file,
+    ]
     before = {path: path.read_bytes() for path in files}
     yield guarded
     for path, data in before.items():
@@ -36,13 +49,19 @@ def restored(guarded: Guarded) -> Iterator[Guarded]:
 
 async def test_an_old_token_ends_on_every_port_and_a_new_one_begins(restored: Guarded) -> None:
     old, new = TOKENS["acme"], "acme-client-that-came-later"
-    kept, gone = restored.rest("lookup", TOKENS["rival"]), {name: restored.rest(name, old) for name in REST_NAMES}
+    kept, gone = (
+        restored.rest("lookup", TOKENS["rival"]),
+        {name: restored.rest(name, old) for name in REST_NAMES},
+    )
     standing = {name: restored.lm(name, old) for name in ("storage", "sidecar")}
     for client in standing.values():
         assert await client.contains([KEY]) == [False]
     for name, client in gone.items():
         assert client.get(STATUS[name]).status_code == 200
-    write_tokens(restored.tokens_file, {**TOKENS, "acme": new, "acme-service": "acme-service-that-came-later"})
+    write_tokens(
+        restored.tokens_file,
+        {**TOKENS, "acme": new, "acme-service": "acme-service-that-came-later"},
+    )
     replace(restored.directory / "service-token", b"acme-service-that-came-later\n")
     begin = time.monotonic()
     ended: dict[str, float] = {}
@@ -66,15 +85,24 @@ async def test_an_old_token_ends_on_every_port_and_a_new_one_begins(restored: Gu
         client = restored.lm(name, new)
         assert await client.contains([KEY]) == [False]
         await client.close()
-    with restored.rest("sidecar", new) as client:  # it shows the new token to lookup and broker by now
-        eventually(lambda: client.get("/readyz").json()["checks"]["lookup-and-broker"]["detail"] == "registered")
+    with restored.rest(
+        "sidecar", new
+    ) as client:  # it shows the new token to lookup and broker by now
+        eventually(
+            lambda: (
+                client.get("/readyz").json()["checks"]["lookup-and-broker"]["detail"]
+                == "registered"
+            )
+        )
     for client in (*gone.values(), kept):
         client.close()
     for lm in standing.values():
         await lm.close()
 
 
-async def test_a_token_file_that_is_spoilt_leaves_the_last_good_one_in_force(restored: Guarded) -> None:
+async def test_a_token_file_that_is_spoilt_leaves_the_last_good_one_in_force(
+    restored: Guarded,
+) -> None:
     replace(restored.tokens_file, b"tokens: [{name: x, token: acme-client-0123456789-spoilt")
     await asyncio.sleep(TOKEN_RELOAD_INTERVAL_S + 0.5)
     for name in REST_NAMES:
@@ -83,9 +111,14 @@ async def test_a_token_file_that_is_spoilt_leaves_the_last_good_one_in_force(res
     assert "line 1 is not YAML" in restored.output
 
 
-async def test_new_connections_use_new_certificates_and_standing_ones_go_on(restored: Guarded) -> None:
+async def test_new_connections_use_new_certificates_and_standing_ones_go_on(
+    restored: Guarded,
+) -> None:
     before = restored.tls
-    standing, lm = {name: restored.rest(name, TOKENS["acme"], before) for name in REST_NAMES}, restored.lm("storage", TOKENS["acme"])
+    standing, lm = (
+        {name: restored.rest(name, TOKENS["acme"], before) for name in REST_NAMES},
+        restored.lm("storage", TOKENS["acme"]),
+    )
     for name, client in standing.items():
         assert client.get(STATUS[name]).status_code == 200
     await lm.ping()
@@ -104,4 +137,8 @@ async def test_new_connections_use_new_certificates_and_standing_ones_go_on(rest
     for client in (lm, fresh_lm):
         await client.close()
     with restored.rest("sidecar", TOKENS["acme"]) as rest:
-        eventually(lambda: rest.get("/readyz").json()["checks"]["lookup-and-broker"]["detail"] == "registered")
+        eventually(
+            lambda: (
+                rest.get("/readyz").json()["checks"]["lookup-and-broker"]["detail"] == "registered"
+            )
+        )

@@ -1,4 +1,6 @@
-"""Who is taken for a storage server: one that the broker has from a token that may say so, and nobody else."""
+"""Who is taken for a storage server: one that the broker has from a token that may say so, and
+nobody else.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ TOKENS = {
     "servers": "servers-token-0123456789",
 }
 LOOKS = 4
-"""Times that a storage asks the broker for its peers before the test believes that nothing comes."""
+"""Times that a storage asks the broker for its peers before the test believes that nothing
+comes.
+"""
 
 
 @pytest.fixture
@@ -78,17 +82,24 @@ async def listening() -> AsyncIterator[tuple[Listener, int]]:
         server.close()
 
 
-async def announce(broker: ServiceProcess, token: str, peer_id: str, kind: str, port: int) -> httpx.Response:
+async def announce(
+    broker: ServiceProcess, token: str, peer_id: str, kind: str, port: int
+) -> httpx.Response:
     async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as rest:
         body = {"incarnation": 1, "kind": kind, "distributed_url": f"lm://127.0.0.1:{port}"}
         headers = {"authorization": f"Bearer {TOKENS[token]}"}
         return await rest.put(f"/v1/peers/{peer_id}", json=body, headers=headers)
 
 
-async def test_a_client_is_no_storage_server(tmp_path: Path, options: dict[str, Path], broker: ServiceProcess) -> None:
+async def test_a_client_is_no_storage_server(
+    tmp_path: Path, options: dict[str, Path], broker: ServiceProcess
+) -> None:
     """Neither the token of the servers nor a chunk leaves for an address that a client names."""
     shown = {"service_token_file": tmp_path / "token", "tenant": "servers"}
-    async with listening() as (listener, port), replicas(tmp_path, 1, broker_url=broker.url, **options, **shown) as (made, _):
+    async with (
+        listening() as (listener, port),
+        replicas(tmp_path, 1, broker_url=broker.url, **options, **shown) as (made, _),
+    ):
         made.replicas_url = None
         await made.start(0)
         for tenant in ("acme", "rival"):

@@ -37,14 +37,18 @@ def num_retrieved(engine: LMCacheEngine) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_an_engine_finds_again_what_it_stored_before_a_restart(processes: Processes, tmp_path: Path, number: int) -> None:
+def test_an_engine_finds_again_what_it_stored_before_a_restart(
+    processes: Processes, tmp_path: Path, number: int
+) -> None:
     sidecar = RestartedSidecar(processes, tmp_path)
     with engine_at(sidecar.socket) as engine:
         engine.store(TOKENS, kvcaches=KV)
         before = sidecar.ask("/v1/status")
         inode = (sidecar.arena / "kv.arena").stat().st_ino
         sidecar.restart(number)  # at once: what was answered is written down
-        until(lambda: engine.lookup(TOKENS) == NUM_TOKENS, "the engine does not come back by itself")
+        until(
+            lambda: engine.lookup(TOKENS) == NUM_TOKENS, "the engine does not come back by itself"
+        )
         assert num_retrieved(engine) == NUM_TOKENS
     after = sidecar.ask("/v1/status")
     assert after["generation"] != before["generation"]
@@ -60,7 +64,9 @@ def test_an_engine_finds_again_what_it_stored_before_a_restart(processes: Proces
             "dropped_chunks": 0,
         },
     }
-    assert (sidecar.arena / "kv.arena").stat().st_ino == inode, "engines need not give up memory first"
+    assert (sidecar.arena / "kv.arena").stat().st_ino == inode, (
+        "engines need not give up memory first"
+    )
     lines = sidecar.ask("/metrics").splitlines()
     assert f'lmcache_sidecar_loaded_chunks_total{{tier="Hot"}} {NUM_CHUNKS}.0' in lines
     assert f"lmcache_sidecar_recovered_chunks_total {NUM_CHUNKS}.0" in lines
@@ -78,8 +84,12 @@ def test_restarts_in_a_row_lose_nothing(processes: Processes, tmp_path: Path) ->
         assert num_retrieved(engine) == NUM_TOKENS
 
 
-@pytest.mark.parametrize("options", [{"arena_gb": 2 * ARENA_BYTES / (1 << 30)}, {"arena_recover": False}])
-def test_it_starts_empty_where_the_arena_does_not_fit(processes: Processes, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"arena_gb": 2 * ARENA_BYTES / (1 << 30)}, {"arena_recover": False}]
+)
+def test_it_starts_empty_where_the_arena_does_not_fit(
+    processes: Processes, tmp_path: Path, options: dict[str, Any]
+) -> None:
     sidecar = RestartedSidecar(processes, tmp_path)
     with engine_at(sidecar.socket) as engine:
         engine.store(TOKENS, kvcaches=KV)
@@ -94,7 +104,9 @@ def test_it_starts_empty_where_the_arena_does_not_fit(processes: Processes, tmp_
         assert num_retrieved(engine) == NUM_TOKENS
 
 
-def test_a_bit_that_flips_while_it_is_down_is_not_served(processes: Processes, tmp_path: Path) -> None:
+def test_a_bit_that_flips_while_it_is_down_is_not_served(
+    processes: Processes, tmp_path: Path
+) -> None:
     sidecar = RestartedSidecar(processes, tmp_path, verify_hot="never")
     with engine_at(sidecar.socket) as engine:
         engine.store(TOKENS, kvcaches=KV)
@@ -113,14 +125,21 @@ def test_a_bit_that_flips_while_it_is_down_is_not_served(processes: Processes, t
         assert num_retrieved(engine) == 12 * CHUNK_SIZE
         engine.store(TOKENS, kvcaches=KV)
         assert num_retrieved(engine) == NUM_TOKENS
-    assert 'lmcache_sidecar_unrecovered_chunks_total{reason="damaged"} 1.0' in sidecar.ask("/metrics").splitlines()
+    assert (
+        'lmcache_sidecar_unrecovered_chunks_total{reason="damaged"} 1.0'
+        in sidecar.ask("/metrics").splitlines()
+    )
 
 
-def test_a_journal_that_cannot_be_written_costs_recovery_and_nothing_else(processes: Processes, tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_written_costs_recovery_and_nothing_else(
+    processes: Processes, tmp_path: Path
+) -> None:
     sidecar = RestartedSidecar(processes, tmp_path)
     with engine_at(sidecar.socket) as engine:
         inode = (sidecar.arena / "kv.arena").stat().st_ino
-        no_limit = resource.prlimit(sidecar.process.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        no_limit = resource.prlimit(
+            sidecar.process.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)
+        )
         engine.store(TOKENS, kvcaches=KV)
         assert num_retrieved(engine) == NUM_TOKENS
         assert not sidecar.ask("/v1/status")["arena"]["is_recorded"]
@@ -128,7 +147,10 @@ def test_a_journal_that_cannot_be_written_costs_recovery_and_nothing_else(proces
         sidecar.restart()
         assert (sidecar.recovery["found_chunks"], sidecar.lent_bytes) == (0, 0)
         assert (sidecar.arena / "kv.arena").stat().st_ino != inode
-        until(lambda: sidecar.ask("/v1/status")["arena"]["is_recorded"], "the new one is not written down")
+        until(
+            lambda: sidecar.ask("/v1/status")["arena"]["is_recorded"],
+            "the new one is not written down",
+        )
 
 
 def test_two_sidecars_refuse_one_arena(processes: Processes, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A sidecar ends, and what only it had is served by others: real processes, real services, real signals."""
+"""A sidecar ends, and what only it had is served by others: real processes, real services, real
+signals.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Sidecar:
         return self._answer(urllib.request.Request(f"http://127.0.0.1:{self.port}{path}"))
 
     def post(self, path: str) -> dict[str, Any]:
-        return self._answer(urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method="POST"))
+        return self._answer(
+            urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method="POST")
+        )
 
     def _answer(self, request: urllib.request.Request) -> dict[str, Any]:
         request.add_header("Authorization", f"Bearer {TOKEN}")
@@ -62,7 +66,9 @@ class Site:
         self._directory = directory
         self.options: dict[str, Any] = {}
         (directory / "token").write_text(TOKEN)
-        (directory / "tokens.yaml").write_text(f"tokens:\n  - {{name: sidecars, tenant: default, role: admin, token: {TOKEN}}}\n")
+        (directory / "tokens.yaml").write_text(
+            f"tokens:\n  - {{name: sidecars, tenant: default, role: admin, token: {TOKEN}}}\n"
+        )
 
     def start(self, name: str, module: str, settings: dict[str, Any]) -> dict[str, int]:
         _, ports = self._processes.start_service(name, module, settings)
@@ -79,7 +85,9 @@ class Site:
             "auth_tokens_file": self._directory / "tokens.yaml",
             "service_token_file": self._directory / "token",
         }
-        process, ports = self._processes.start_service(name, "lmcache_sidecar", settings | self.options | options)
+        process, ports = self._processes.start_service(
+            name, "lmcache_sidecar", settings | self.options | options
+        )
         return Sidecar(process, self._directory / f"{name}.sock", ports["port"])
 
     def with_neighbours(self) -> None:
@@ -94,7 +102,11 @@ class Site:
 
     def storage(self, lm_port: int) -> None:
         """Storage with that lm:// port."""
-        self.start("storage", "lmcache_storage", {"port": 0, "lm_port": lm_port, "memory_gb": 0.01, "instance_id": "storage-0"})
+        self.start(
+            "storage",
+            "lmcache_storage",
+            {"port": 0, "lm_port": lm_port, "memory_gb": 0.01, "instance_id": "storage-0"},
+        )
 
 
 @pytest.fixture
@@ -154,10 +166,19 @@ def test_a_drain_sends_nothing_twice(site: Site) -> None:
     store_at(sidecar, 1)
     answer = sidecar.post("/v1/drain")
     assert answer["settled"]
-    expected = {"state": "done", "total": NUM_CHUNKS, "handed_over": 0, "already_elsewhere": NUM_CHUNKS, "failed": 0, "left": 0}
+    expected = {
+        "state": "done",
+        "total": NUM_CHUNKS,
+        "handed_over": 0,
+        "already_elsewhere": NUM_CHUNKS,
+        "failed": 0,
+        "left": 0,
+    }
     assert answer["drain"] == sidecar.get("/v1/status")["drain"] == expected
     with engine_at(sidecar.socket) as engine:
-        assert engine.lookup(tokens_of(NUM_TOKENS, 1)) == NUM_TOKENS, "a draining sidecar goes on serving"
+        assert engine.lookup(tokens_of(NUM_TOKENS, 1)) == NUM_TOKENS, (
+            "a draining sidecar goes on serving"
+        )
         engine.store(tokens_of(NUM_TOKENS, 2), kvcaches=random_kv(NUM_TOKENS, 2))
         assert engine.lookup(tokens_of(NUM_TOKENS, 2)) == 0, "and takes nothing new"
     sidecar.terminate()
@@ -192,7 +213,10 @@ def test_peers_that_refuse_or_drain_are_left_alone(site: Site) -> None:
     store_at(leaving)
     leaving.terminate()
     assert leaving.wait() == 0
-    assert "drained: 4 chunks, 0 of them handed over, 0 elsewhere already, 4 refused, 0 left" in leaving.process.tail()
+    assert (
+        "drained: 4 chunks, 0 of them handed over, 0 elsewhere already, 4 refused, 0 left"
+        in leaving.process.tail()
+    )
     assert [heir.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] for heir in heirs] == [0, 0]
 
 
@@ -228,19 +252,28 @@ def hanging() -> Iterator[HangingServer]:
 
 
 def hanging_sidecar(site: Site, hanging: HangingServer, drain_timeout_s: float) -> Sidecar:
-    sidecar = site.sidecar("stuck", remote_url=f"lm://127.0.0.1:{hanging.port}", drain_timeout_s=drain_timeout_s, tier_timeout_s=60)
+    sidecar = site.sidecar(
+        "stuck",
+        remote_url=f"lm://127.0.0.1:{hanging.port}",
+        drain_timeout_s=drain_timeout_s,
+        tier_timeout_s=60,
+    )
     with engine_at(sidecar.socket) as engine:
         engine.store(tokens_of(NUM_TOKENS), kvcaches=random_kv(NUM_TOKENS))
         assert engine.lookup(tokens_of(NUM_TOKENS), ["Hot"]) == NUM_TOKENS
     return sidecar
 
 
-def test_a_target_that_hangs_does_not_keep_it_beyond_its_time(site: Site, hanging: HangingServer) -> None:
+def test_a_target_that_hangs_does_not_keep_it_beyond_its_time(
+    site: Site, hanging: HangingServer
+) -> None:
     sidecar = hanging_sidecar(site, hanging, 2.0)
     begin = time.monotonic()
     sidecar.terminate()
     eventually(lambda: sidecar.get("/v1/status")["drain"]["state"] == "handing_over", 2.0)
-    assert sidecar.get("/v1/status")["drain"]["left"] == NUM_CHUNKS, "it tells how far it is while it ends"
+    assert sidecar.get("/v1/status")["drain"]["left"] == NUM_CHUNKS, (
+        "it tells how far it is while it ends"
+    )
     assert sidecar.wait() == 0
     assert 1.5 < time.monotonic() - begin < 6.0
     assert f"0 refused, {NUM_CHUNKS} left" in sidecar.process.tail()

@@ -1,4 +1,6 @@
-"""`kubectl scale` of models while their engines work: a pod comes, another one ends by its hook and SIGTERM. Real processes."""
+"""`kubectl scale` of models while their engines work: a pod comes, another one ends by its hook
+and SIGTERM. Real processes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ MIN_ROUNDS = 5
 
 
 class Requests:
-    """What a vLLM does for as long as it runs: it finds and loads what it has stored, and stores more.
+    """What a vLLM does for as long as it runs: it finds and loads what it has stored, and stores
+    more.
 
     Attributes:
         stores: Whether it stores more; a sidecar that drains keeps nothing new.
@@ -61,13 +64,21 @@ class Requests:
     def _run(self) -> None:
         try:
             with engine_at(self._sidecar.socket) as engine:
-                engine.store(tokens_of(NUM_TOKENS, self._seed), kvcaches=random_kv(NUM_TOKENS, self._seed))
+                engine.store(
+                    tokens_of(NUM_TOKENS, self._seed), kvcaches=random_kv(NUM_TOKENS, self._seed)
+                )
                 while not self._ends.wait(0.005):
                     self.wrong += read(self._sidecar, self._seed, engine)
                     if self.stores:
                         more = self._seed + 100 + self.num_rounds
-                        engine.store(tokens_of(CHUNK_SIZE, more), kvcaches=random_kv(CHUNK_SIZE, more))
-                        self.wrong += [] if engine.lookup(tokens_of(CHUNK_SIZE, more)) == CHUNK_SIZE else [f"{more} was not kept"]
+                        engine.store(
+                            tokens_of(CHUNK_SIZE, more), kvcaches=random_kv(CHUNK_SIZE, more)
+                        )
+                        self.wrong += (
+                            []
+                            if engine.lookup(tokens_of(CHUNK_SIZE, more)) == CHUNK_SIZE
+                            else [f"{more} was not kept"]
+                        )
                     self.num_rounds += 1
         except BaseException as exc:
             self.wrong.append(repr(exc))
@@ -77,7 +88,9 @@ class Requests:
 def read(sidecar: Sidecar, seed: int, engine: object = None) -> list[str]:
     """Find and load tokens at a sidecar; what was wrong with it."""
     tokens, target = tokens_of(NUM_TOKENS, seed), empty_kv(NUM_TOKENS)
-    with contextlib.nullcontext(engine) if engine is not None else engine_at(sidecar.socket) as reading:
+    with (
+        contextlib.nullcontext(engine) if engine is not None else engine_at(sidecar.socket)
+    ) as reading:
         found = reading.lookup(tokens)
         loaded = int(reading.retrieve(tokens, kvcaches=target).sum())
     if (found, loaded) != (NUM_TOKENS, NUM_TOKENS):
@@ -100,14 +113,23 @@ class Deployment:
         self._house = Neighbourhood(processes, directory, default_lease_ttl_ms=1500)
         self._tokens, self._token = directory / "tokens.yaml", directory / "token"
         digest = hashlib.sha256(TOKEN.encode()).hexdigest()
-        self._tokens.write_text(f"tokens:\n  - {{name: sidecar, tenant: default, role: admin, token_sha256: {digest}}}\n")
+        self._tokens.write_text(
+            "tokens:\n  - {name: sidecar, tenant: default, role: admin, token_sha256:"
+            f" {digest}}}\n"
+        )
         self._token.write_text(TOKEN)
 
     def pod(self, name: str) -> Sidecar:
-        return self._house.guarded_sidecar(name, auth_tokens_file=self._tokens, service_token_file=self._token)
+        return self._house.guarded_sidecar(
+            name, auth_tokens_file=self._tokens, service_token_file=self._token
+        )
 
     def peers(self) -> list[str]:
-        return sorted(peer["id"] for peer in get_json(f"{self._house.broker_url}/v1/peers")["peers"] if peer["incarnation"])
+        return sorted(
+            peer["id"]
+            for peer in get_json(f"{self._house.broker_url}/v1/peers")["peers"]
+            if peer["incarnation"]
+        )
 
 
 def test_a_model_is_scaled_while_it_is_asked(processes: Processes, tmp_path: Path) -> None:
@@ -121,7 +143,8 @@ def test_a_model_is_scaled_while_it_is_asked(processes: Processes, tmp_path: Pat
         comes = deployment.pod("comes")
         eventually(lambda: "comes" in deployment.peers())
         here.go_on()
-        # What Kubernetes does: the sidecar's hook, while vLLM answers what it has; the end of vLLM; SIGTERM.
+        # What Kubernetes does: the sidecar's hook, while vLLM answers what it has; the end of vLLM;
+        # SIGTERM.
         there.stores = False
         hook = [sys.executable, "-m", "lmcache_sidecar.begin_drain", str(leaves.socket)]
         subprocess.run(hook, timeout=JOIN_S, check=True)
@@ -135,11 +158,15 @@ def test_a_model_is_scaled_while_it_is_asked(processes: Processes, tmp_path: Pat
         here.stop()
         there.stop()
     assert here.wrong == there.wrong == []
-    assert read(stays, 2) == read(comes, 2) == [], "what the one that has left had alone is still reached"
+    assert read(stays, 2) == read(comes, 2) == [], (
+        "what the one that has left had alone is still reached"
+    )
     assert read(comes, 1) == [], "and what the others have is reached by the new one"
 
 
-def test_a_vllm_that_is_started_again_finds_its_cache_and_a_sidecar_that_keeps(processes: Processes, tmp_path: Path) -> None:
+def test_a_vllm_that_is_started_again_finds_its_cache_and_a_sidecar_that_keeps(
+    processes: Processes, tmp_path: Path
+) -> None:
     """Kubernetes runs vLLM's hook then, too, which is why that does not begin the drain."""
     pod = Deployment(processes, tmp_path).pod("pod")
     for life in (1, 2):

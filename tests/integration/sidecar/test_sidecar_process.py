@@ -33,7 +33,9 @@ class RunningSidecar:
     health_port: int
 
     def get(self, path: str, port: int | None = None) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port or self.port}{path}", timeout=5) as response:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port or self.port}{path}", timeout=5
+        ) as response:
             body: dict[str, Any] = json.loads(response.read())
             return body
 
@@ -45,7 +47,9 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     assert owner.num_alive == 0
 
 
-def start(processes: Processes, tmp_path: Path, name: str = "sidecar", **options: Any) -> RunningSidecar:
+def start(
+    processes: Processes, tmp_path: Path, name: str = "sidecar", **options: Any
+) -> RunningSidecar:
     settings = {
         "port": 0,
         "lm_port": 0,
@@ -83,13 +87,17 @@ def test_status_tells_what_the_sidecar_holds(processes: Processes, tmp_path: Pat
     assert sidecar.get("/readyz", sidecar.health_port)["status"] == "ok"
 
 
-def test_metrics_tell_where_chunks_came_from_and_why_not(processes: Processes, tmp_path: Path) -> None:
+def test_metrics_tell_where_chunks_came_from_and_why_not(
+    processes: Processes, tmp_path: Path
+) -> None:
     sidecar = start(processes, tmp_path)
     tokens = tokens_of(5 * CHUNK_SIZE)
     with engine_at(sidecar.socket) as engine:
         engine.store(tokens[: 3 * CHUNK_SIZE], kvcaches=random_kv(3 * CHUNK_SIZE))
         assert int(engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).sum()) == 3 * CHUNK_SIZE
-    with urllib.request.urlopen(f"http://127.0.0.1:{sidecar.health_port}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{sidecar.health_port}/metrics", timeout=5
+    ) as response:
         lines = response.read().decode().splitlines()
     assert "lmcache_sidecar_requested_chunks_total 5.0" in lines
     assert 'lmcache_sidecar_loaded_chunks_total{tier="Hot"} 3.0' in lines
@@ -103,7 +111,11 @@ def test_sigterm_ends_it_cleanly(processes: Processes, tmp_path: Path) -> None:
     sidecar.process.process.send_signal(signal.SIGTERM)
     assert sidecar.process.process.wait(15) == 0
     assert not sidecar.socket.exists()
-    assert {path.suffix for path in (tmp_path / "arena").iterdir()} == {".arena", ".journal", ".generation"}, "for the next start"
+    assert {path.suffix for path in (tmp_path / "arena").iterdir()} == {
+        ".arena",
+        ".journal",
+        ".generation",
+    }, "for the next start"
 
 
 def begin_drain(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -117,7 +129,9 @@ def test_the_hook_begins_the_drain_and_ends_nothing(processes: Processes, tmp_pa
     tokens = tokens_of(2 * CHUNK_SIZE)
     with engine_at(sidecar.socket) as engine:
         engine.store(tokens[:CHUNK_SIZE], kvcaches=random_kv(CHUNK_SIZE))
-        assert sidecar.process.process.pid != 1, "nor is it in a pod whose containers share their process ids"
+        assert sidecar.process.process.pid != 1, (
+            "nor is it in a pod whose containers share their process ids"
+        )
         done = begin_drain(sidecar.socket)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         eventually(lambda: sidecar.get("/v1/status")["drain"]["state"] == "done")
@@ -133,8 +147,13 @@ def test_the_hook_begins_the_drain_and_ends_nothing(processes: Processes, tmp_pa
 
 
 def test_the_hook_needs_little() -> None:
-    code = "import sys, lmcache_sidecar.begin_drain; print(*{name.partition('.')[0] for name in sys.modules})"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    code = (
+        "import sys, lmcache_sidecar.begin_drain; print(*{name.partition('.')[0] for name in"
+        " sys.modules})"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True
+    ).stdout.split()
     assert not {"torch", "numpy", "pydantic", "msgspec", "fastapi", "lmcache_core"} & set(loaded)
 
 
@@ -147,7 +166,9 @@ def test_without_recovery_nothing_is_left_in_memory(processes: Processes, tmp_pa
     assert not list((tmp_path / "arena").iterdir())
 
 
-def test_an_engine_outlives_its_sidecar_and_finds_the_next(processes: Processes, tmp_path: Path) -> None:
+def test_an_engine_outlives_its_sidecar_and_finds_the_next(
+    processes: Processes, tmp_path: Path
+) -> None:
     tokens, kv = tokens_of(3 * CHUNK_SIZE), random_kv(3 * CHUNK_SIZE)
     first = start(processes, tmp_path, "first")
     with engine_at(first.socket) as engine:
@@ -170,7 +191,11 @@ def test_an_engine_outlives_its_sidecar_and_finds_the_next(processes: Processes,
 
 def test_a_restarted_sidecar_serves_its_disk(processes: Processes, tmp_path: Path) -> None:
     disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.05}
-    tokens, kv, target = tokens_of(4 * CHUNK_SIZE), random_kv(4 * CHUNK_SIZE), empty_kv(4 * CHUNK_SIZE)
+    tokens, kv, target = (
+        tokens_of(4 * CHUNK_SIZE),
+        random_kv(4 * CHUNK_SIZE),
+        empty_kv(4 * CHUNK_SIZE),
+    )
     first = start(processes, tmp_path, "first", **disk)
     with engine_at(first.socket) as engine:
         engine.store(tokens, kvcaches=kv)
@@ -200,11 +225,16 @@ STORE_AND_HANG = """
 
 def test_a_killed_engine_leaves_nothing_behind(processes: Processes, tmp_path: Path) -> None:
     sidecar = start(processes, tmp_path)
-    doomed = subprocess.Popen([sys.executable, "-c", textwrap.dedent(STORE_AND_HANG), str(sidecar.socket)], stdout=subprocess.PIPE)
+    doomed = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(STORE_AND_HANG), str(sidecar.socket)],
+        stdout=subprocess.PIPE,
+    )
     try:
         assert doomed.stdout is not None
         assert doomed.stdout.readline() == b"ready\n"
-        assert sidecar.get("/v1/clients")["clients"][0]["reserved_bytes"] == 2_000_896, "as the arena cuts it"
+        assert sidecar.get("/v1/clients")["clients"][0]["reserved_bytes"] == 2_000_896, (
+            "as the arena cuts it"
+        )
     finally:
         doomed.kill()
         doomed.wait()
@@ -251,7 +281,13 @@ def test_the_default_directory_is_refused_when_others_may_enter_it(tmp_path: Pat
     (tmp_path / f"lmcache-{os.getuid()}").mkdir()
     (tmp_path / f"lmcache-{os.getuid()}").chmod(0o755)
     with Processes(tmp_path, quiet_environment(TMPDIR=str(tmp_path))) as owner:
-        settings = {"port": 0, "lm_port": 0, "arena_gb": 0.01, "instance_id": "x", "arena_path": tmp_path / "arena"}
+        settings = {
+            "port": 0,
+            "lm_port": 0,
+            "arena_gb": 0.01,
+            "instance_id": "x",
+            "arena_path": tmp_path / "arena",
+        }
         with pytest.raises(DemoError, match="nobody else may enter"):
             owner.start_service("x", "lmcache_sidecar", settings)
         (tmp_path / f"lmcache-{os.getuid()}").rmdir()

@@ -1,4 +1,6 @@
-"""Tickets at a real sidecar process: several ranks, a disk, a remote tier that hangs, a full arena, and clients that are killed."""
+"""Tickets at a real sidecar process: several ranks, a disk, a remote tier that hangs, a full
+arena, and clients that are killed.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class Sidecar:
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data=data, headers={"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self._url + path, data=data, headers={"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=5) as response:
             text = response.read().decode()
             return text if path == "/metrics" else json.loads(text)
@@ -77,7 +81,17 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 @contextlib.contextmanager
 def client_of(sidecar: Sidecar, rank: int = 0, world_size: int = 1) -> Iterator[SidecarChunkStore]:
-    hello = m.Hello(m.VERSION, m.VERSION, "test", os.getpid(), rank, "org/model", "layout", m.CAPABILITIES, world_size)
+    hello = m.Hello(
+        m.VERSION,
+        m.VERSION,
+        "test",
+        os.getpid(),
+        rank,
+        "org/model",
+        "layout",
+        m.CAPABILITIES,
+        world_size,
+    )
     store = SidecarChunkStore(sidecar.socket, hello, TIER_TIMEOUT_S, Counters())
     store.open(lambda salt: None)
     try:
@@ -99,10 +113,16 @@ def settled(store: SidecarChunkStore, ticket: str, *chains: Any) -> Staged:
     return found[-1]
 
 
-def test_a_scheduler_has_the_chunks_of_all_ranks_lifted_from_disk(tmp_path: Path, processes: Processes) -> None:
+def test_a_scheduler_has_the_chunks_of_all_ranks_lifted_from_disk(
+    tmp_path: Path, processes: Processes
+) -> None:
     sidecar = Sidecar(tmp_path, processes, disk_path=tmp_path / "disk", disk_gb=0.01)
     chain = chain_of(range(10), world_size=2)
-    with client_of(sidecar, 0, 2) as first, client_of(sidecar, 1, 2) as second, client_of(sidecar, 0, 2) as scheduler:
+    with (
+        client_of(sidecar, 0, 2) as first,
+        client_of(sidecar, 1, 2) as second,
+        client_of(sidecar, 0, 2) as scheduler,
+    ):
         assert store_chunks(first, chain.keys_of_rank(0)) == 10
         assert settled(scheduler, "one rank", chain).tiers == (bytes(10),)
         assert store_chunks(second, chain.keys_of_rank(1)[:7]) == 7
@@ -115,12 +135,18 @@ def test_a_scheduler_has_the_chunks_of_all_ranks_lifted_from_disk(tmp_path: Path
         assert not first_answer.is_ready
         assert settled(scheduler, "t", chain).tiers == (b"\2" * 7 + bytes(3),)
         assert sidecar.evict() == 14
-        assert num_loaded(first, chain.keys_of_rank(0)[:7]) == num_loaded(second, chain.keys_of_rank(1)[:7]) == 7
+        assert (
+            num_loaded(first, chain.keys_of_rank(0)[:7])
+            == num_loaded(second, chain.keys_of_rank(1)[:7])
+            == 7
+        )
         scheduler.unstage(["t"])
         assert sidecar.evict() == 0
 
 
-def test_what_was_promised_can_be_loaded_from_an_arena_that_others_have_filled(tmp_path: Path, processes: Processes) -> None:
+def test_what_was_promised_can_be_loaded_from_an_arena_that_others_have_filled(
+    tmp_path: Path, processes: Processes
+) -> None:
     sidecar = Sidecar(tmp_path, processes)
     chain = chain_of(range(400))
     with client_of(sidecar) as store, client_of(sidecar) as other:
@@ -149,8 +175,12 @@ def test_a_client_that_is_killed_holds_nothing(tmp_path: Path, processes: Proces
         print(sum(store.stage("t", [chain]).tiers[0]), flush=True)
         time.sleep(60)
     """)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as client:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    ) as client:
         assert client.stdout is not None
         assert client.stdout.readline() == "20\n"
         assert sidecar.evict() == 20
@@ -159,14 +189,21 @@ def test_a_client_that_is_killed_holds_nothing(tmp_path: Path, processes: Proces
     until(lambda: sidecar.evict() == 0, "chunks are held for a client that is dead")
 
 
-def test_a_remote_tier_that_hangs_costs_a_lift_its_deadline_and_nobody_else_anything(tmp_path: Path, processes: Processes) -> None:
+def test_a_remote_tier_that_hangs_costs_a_lift_its_deadline_and_nobody_else_anything(
+    tmp_path: Path, processes: Processes
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and says nothing
         url = f"lm://127.0.0.1:{mute.getsockname()[1]}"
-        sidecar = Sidecar(tmp_path, processes, disk_path=tmp_path / "disk", disk_gb=0.01, remote_url=url)
+        sidecar = Sidecar(
+            tmp_path, processes, disk_path=tmp_path / "disk", disk_gb=0.01, remote_url=url
+        )
         chain = chain_of(range(6))
         with client_of(sidecar) as store, client_of(sidecar) as other:
             store_chunks(store, chain.keys_of_rank(0)[:4])
-            until(lambda: sidecar.ask("/v1/tiers")["tiers"]["LocalDiskBackend"]["num_chunks"] == 4, "not written to disk")
+            until(
+                lambda: sidecar.ask("/v1/tiers")["tiers"]["LocalDiskBackend"]["num_chunks"] == 4,
+                "not written to disk",
+            )
             assert settled(store, "hot", chain).tiers == (b"\1" * 4 + bytes(2),)
             begin = time.monotonic()
             lasted = []
@@ -184,7 +221,9 @@ def test_a_remote_tier_that_hangs_costs_a_lift_its_deadline_and_nobody_else_anyt
             assert sorted(lasted)[len(lasted) // 2] < 0.1
 
 
-def test_bytes_that_change_in_the_arena_are_missed_forgotten_and_stored_anew(tmp_path: Path, processes: Processes) -> None:
+def test_bytes_that_change_in_the_arena_are_missed_forgotten_and_stored_anew(
+    tmp_path: Path, processes: Processes
+) -> None:
     sidecar = Sidecar(tmp_path, processes, verify_hot="always")
     tokens, kv = tokens_of(3 * CHUNK_SIZE), random_kv(3 * CHUNK_SIZE)
     with engine_at(sidecar.socket) as engine:

@@ -1,4 +1,6 @@
-"""The listener for LMCache clients in a real cache_storage: beside its other doors, on its tiers, over restarts."""
+"""The listener for LMCache clients in a real cache_storage: beside its other doors, on its
+tiers, over restarts.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def environ(directory: Path, **options: Any) -> dict[str, str]:
         "lmcache_compat_tenant": "acme",
         "auth_tokens_file": write_tokens(directory / "tokens.yaml"),
     }
-    return {f"LMCACHE_STORAGE_{name.upper()}": str(value) for name, value in (settings | options).items()}
+    return {
+        f"LMCACHE_STORAGE_{name.upper()}": str(value)
+        for name, value in (settings | options).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Iterator[ServiceProcess]:
-    with running_service("lmcache_storage", tmp_path, environ(tmp_path, disk_path=tmp_path / "disk", disk_gb=0.1)) as service:
+    with running_service(
+        "lmcache_storage", tmp_path, environ(tmp_path, disk_path=tmp_path / "disk", disk_gb=0.1)
+    ) as service:
         yield service
 
 
@@ -69,22 +76,35 @@ def chunk_key(name: str, tenant: str = "acme") -> ChunkKey:
 
 
 async def settle(service: ServiceProcess) -> None:
-    async with httpx.AsyncClient(base_url=service.url, headers=bearer("operator"), trust_env=False) as rest, asyncio.timeout(20):
+    async with (
+        httpx.AsyncClient(
+            base_url=service.url, headers=bearer("operator"), trust_env=False
+        ) as rest,
+        asyncio.timeout(20),
+    ):
         while not (await rest.get("/v1/stats")).json()["settled"]:
             await asyncio.sleep(0.02)
 
 
 async def metric(service: ServiceProcess, name: str) -> dict[str, float]:
     """The samples of a counter that has counted something, by their labels."""
-    async with httpx.AsyncClient(base_url=service.url, headers=bearer("operator"), trust_env=False) as rest:
+    async with httpx.AsyncClient(
+        base_url=service.url, headers=bearer("operator"), trust_env=False
+    ) as rest:
         answer = await rest.get("/metrics")
     assert answer.status_code == 200, answer.text
-    samples = (line.removeprefix(name).rsplit(" ", 1) for line in answer.text.splitlines() if line.startswith(f"{name}{{"))
+    samples = (
+        line.removeprefix(name).rsplit(" ", 1)
+        for line in answer.text.splitlines()
+        if line.startswith(f"{name}{{")
+    )
     return {labels: float(value) for labels, value in samples if float(value)}
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-async def test_values_outlive_a_restart_on_the_disk(storage: ServiceProcess, end: signal.Signals) -> None:
+async def test_values_outlive_a_restart_on_the_disk(
+    storage: ServiceProcess, end: signal.Signals
+) -> None:
     async with compat_client(port_of(storage)) as client:
         for i in range(10):
             await client.put(f"k{i}", value_of(i), (*ABOUT[:5], i))
@@ -99,7 +119,9 @@ async def test_values_outlive_a_restart_on_the_disk(storage: ServiceProcess, end
             assert await client.get(f"k{i}") == ((*ABOUT[:5], i), value_of(i))
 
 
-async def test_a_value_damaged_on_the_disk_is_missing(storage: ServiceProcess, tmp_path: Path) -> None:
+async def test_a_value_damaged_on_the_disk_is_missing(
+    storage: ServiceProcess, tmp_path: Path
+) -> None:
     async with compat_client(port_of(storage)) as client:
         await client.put("k", value_of("k"))
         assert await client.exists("k")
@@ -135,7 +157,9 @@ async def test_our_own_engines_never_load_such_a_value(shared: ServiceProcess) -
 
 
 async def test_many_clients_at_once_and_bad_ones_among_them(shared: ServiceProcess) -> None:
-    """More is written than memory holds; whatever comes back is right, and every connection is served to its end."""
+    """More is written than memory holds; whatever comes back is right, and every connection is
+    served to its end.
+    """
 
     async def work(number: int) -> None:
         dice = random.Random(number)
@@ -157,24 +181,45 @@ async def test_many_clients_at_once_and_bad_ones_among_them(shared: ServiceProce
                     await raw.send(request_bytes("v0.3+", PUT, "k", 2 * MIB))
                     assert await raw.is_closed()
                 case 2:
-                    await raw.send(request_bytes("v0.3+", PUT, "k1", VALUE_BYTES), bytes(VALUE_BYTES // 2))
+                    await raw.send(
+                        request_bytes("v0.3+", PUT, "k1", VALUE_BYTES), bytes(VALUE_BYTES // 2)
+                    )
                 case _:
                     await raw.send(request_bytes("v0.3+", GET, "k")[:50])
 
     before = await metric(shared, "lmcache_storage_compat_requests_total")
-    clients = [asyncio.create_task(do(i), name=f"{do.__name__} {i}") for do in (work, misbehave) for i in range(NUM_CLIENTS)]
+    clients = [
+        asyncio.create_task(do(i), name=f"{do.__name__} {i}")
+        for do in (work, misbehave)
+        for i in range(NUM_CLIENTS)
+    ]
     closed: dict[str, float] = {}
     try:
         async with asyncio.timeout(60):
             await asyncio.gather(*clients)
-            while sum((closed := await metric(shared, "lmcache_storage_compat_closed_total")).values()) < NUM_CLIENTS:
+            while (
+                sum(
+                    (closed := await metric(shared, "lmcache_storage_compat_closed_total")).values()
+                )
+                < NUM_CLIENTS
+            ):
                 await asyncio.sleep(0.1)
     except TimeoutError:
         stuck = [client.get_name() for client in clients if client.cancelled()]
-        pytest.fail(f"not served to their end: {stuck}; closed: {closed}; the service says: {shared.output[-2000:]}")
+        pytest.fail(
+            f"not served to their end: {stuck}; closed: {closed}; the service says:"
+            f" {shared.output[-2000:]}"
+        )
     each = NUM_CLIENTS / 4
-    assert closed == {'{reason="command"}': each, '{reason="length"}': each, '{reason="short"}': 2 * each}
+    assert closed == {
+        '{reason="command"}': each,
+        '{reason="length"}': each,
+        '{reason="short"}': 2 * each,
+    }
     requests = await metric(shared, "lmcache_storage_compat_requests_total")
-    num_requests = sum(requests.get(label, 0) - before.get(label, 0) for label in ('{command="put"}', '{command="get"}'))
+    num_requests = sum(
+        requests.get(label, 0) - before.get(label, 0)
+        for label in ('{command="put"}', '{command="get"}')
+    )
     assert num_requests == 12 * NUM_CLIENTS + each
     assert not await metric(shared, "lmcache_storage_compat_unservable_values_total")

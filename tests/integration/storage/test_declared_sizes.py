@@ -1,4 +1,6 @@
-"""A size whose bytes never come costs only who declares it: over REST, lm:// and the port for LMCache clients."""
+"""A size whose bytes never come costs only who declares it: over REST, lm:// and the port for
+LMCache clients.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ BLOCK_BYTES = 4096
 
 
 @asynccontextmanager
-async def full_storage(directory: Path, **options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, StorageParts, dict[str, int]]]:
+async def full_storage(
+    directory: Path, **options: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, StorageParts, dict[str, int]]]:
     """A storage whose memory `acme` has filled: REST, its parts, its ports."""
     settings = StorageSettings(
         **{
@@ -48,7 +52,10 @@ async def full_storage(directory: Path, **options: Any) -> AsyncIterator[tuple[h
     )
     app = create_app(settings)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://storage") as rest:
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://storage") as rest,
+    ):
         parts: StorageParts = app.state.storage
         for i in range(NUM_CHUNKS):
             assert (await put(rest, "acme", i, CHUNK_BYTES)).status_code == 201
@@ -71,10 +78,14 @@ def head_of(name: object, num_bytes: int) -> bytes:
     return make_chunk(name, payload=bytes(num_bytes)).head
 
 
-async def put(rest: httpx.AsyncClient, tenant: str, name: object, num_bytes: int, declared: int | None = None) -> httpx.Response:
+async def put(
+    rest: httpx.AsyncClient, tenant: str, name: object, num_bytes: int, declared: int | None = None
+) -> httpx.Response:
     """PUT a record whose head declares `declared` bytes, and that has `num_bytes`."""
     body = head_of(name, num_bytes if declared is None else declared) + bytes(num_bytes)
-    return await rest.put(f"/v1/chunks/{make_key(name).key.to_url()}", content=body, headers=bearer(tenant))
+    return await rest.put(
+        f"/v1/chunks/{make_key(name).key.to_url()}", content=body, headers=bearer(tenant)
+    )
 
 
 QUOTA = {"tenant_quotas": {"rival": {"memory_gb": QUOTA_BYTES / (1 << 30)}}}
@@ -82,20 +93,26 @@ QUOTA = {"tenant_quotas": {"rival": {"memory_gb": QUOTA_BYTES / (1 << 30)}}}
 
 @pytest.mark.parametrize("options", [QUOTA, {}], ids=["with a quota", "without"])
 @pytest.mark.parametrize("declared", [3 << 20, MAX_RECORD_BYTES - 8192])
-async def test_a_head_that_declares_more_than_its_body_has(tmp_path: Path, options: dict[str, Any], declared: int) -> None:
+async def test_a_head_that_declares_more_than_its_body_has(
+    tmp_path: Path, options: dict[str, Any], declared: int
+) -> None:
     async with full_storage(tmp_path, **options) as (rest, parts, _):
         assert_problem(await put(rest, "rival", "x", 0, declared), 422, "bad-record")
         assert held(parts, "acme") == NUM_CHUNKS
 
 
 async def test_a_head_that_declares_more_than_any_record_may_have(tmp_path: Path) -> None:
-    """Without `Content-Length` the body may be as long as it likes, so that its bound is that of all records."""
+    """Without `Content-Length` the body may be as long as it likes, so that its bound is that of
+    all records.
+    """
 
     async def pieces() -> AsyncIterator[bytes]:
         yield head_of("x", 3 << 20)
 
     async with full_storage(tmp_path) as (rest, parts, _):
-        answer = await rest.put(f"/v1/chunks/{make_key('x').key.to_url()}", content=pieces(), headers=bearer("rival"))
+        answer = await rest.put(
+            f"/v1/chunks/{make_key('x').key.to_url()}", content=pieces(), headers=bearer("rival")
+        )
         assert_problem(answer, 413, "too-large")
         assert held(parts, "acme") == NUM_CHUNKS
 
@@ -124,7 +141,9 @@ async def stalled_lm(exits: AsyncExitStack, ports: dict[str, int], i: int, num_b
     await raw.send(build_frame(2, Put(), len(head) + num_bytes) + head + bytes(1024))
 
 
-async def stalled_compat(exits: AsyncExitStack, ports: dict[str, int], i: int, num_bytes: int) -> None:
+async def stalled_compat(
+    exits: AsyncExitStack, ports: dict[str, int], i: int, num_bytes: int
+) -> None:
     raw = await exits.enter_async_context(connected(ports["lmcache_compat_port"]))
     await raw.send(request_bytes("v0.3+", COMPAT_PUT, f"key-{i}", num_bytes) + bytes(1024))
 
@@ -134,30 +153,43 @@ Stall = Callable[[AsyncExitStack, dict[str, int], int, int], Any]
 
 @pytest.mark.parametrize("stall", [stalled_lm, stalled_compat])
 @pytest.mark.parametrize("num_bytes", [MAX_RECORD_BYTES - 8192, CHUNK_BYTES])
-async def test_with_a_quota_what_never_comes_takes_no_more_than_that(tmp_path: Path, stall: Stall, num_bytes: int) -> None:
+async def test_with_a_quota_what_never_comes_takes_no_more_than_that(
+    tmp_path: Path, stall: Stall, num_bytes: int
+) -> None:
     async with full_storage(tmp_path, **QUOTA) as (_, parts, ports), AsyncExitStack() as exits:
         for i in range(20):
             await stall(exits, ports, i, num_bytes)
         await asyncio.sleep(0.3)
         assert incoming_bytes(parts) <= QUOTA_BYTES
-        assert held(parts, "acme") >= NUM_CHUNKS - (QUOTA_BYTES // CHUNK_BYTES if num_bytes < QUOTA_BYTES else 0)
+        assert held(parts, "acme") >= NUM_CHUNKS - (
+            QUOTA_BYTES // CHUNK_BYTES if num_bytes < QUOTA_BYTES else 0
+        )
 
 
 @pytest.mark.parametrize("stall", [stalled_lm, stalled_compat])
-async def test_without_quotas_what_never_comes_takes_no_more_than_half(tmp_path: Path, stall: Stall) -> None:
+async def test_without_quotas_what_never_comes_takes_no_more_than_half(
+    tmp_path: Path, stall: Stall
+) -> None:
     async with full_storage(tmp_path) as (rest, parts, ports), AsyncExitStack() as exits:
         for i in range(20):
             await stall(exits, ports, i, MAX_RECORD_BYTES - 8192)
         await asyncio.sleep(0.3)
         assert 0 < incoming_bytes(parts) <= MEMORY_BYTES // 2
         assert held(parts, "acme") >= NUM_CHUNKS // 3
-        assert (await put(rest, "acme", "more", CHUNK_BYTES)).status_code == 201, "another tenant is not kept out"
+        assert (await put(rest, "acme", "more", CHUNK_BYTES)).status_code == 201, (
+            "another tenant is not kept out"
+        )
 
 
 async def test_a_refused_lm_record_is_answered_and_the_connection_goes_on(tmp_path: Path) -> None:
-    async with full_storage(tmp_path, **QUOTA) as (_, parts, ports), connected(ports["lm_port"]) as raw:
+    async with (
+        full_storage(tmp_path, **QUOTA) as (_, parts, ports),
+        connected(ports["lm_port"]) as raw,
+    ):
         await raw.hello(TOKENS["rival"])
-        for number, (num_bytes, reason) in enumerate([(QUOTA_BYTES + BLOCK_BYTES, "no_memory"), (CHUNK_BYTES, "")], 2):
+        for number, (num_bytes, reason) in enumerate(
+            [(QUOTA_BYTES + BLOCK_BYTES, "no_memory"), (CHUNK_BYTES, "")], 2
+        ):
             chunk = make_chunk(number, payload=bytes(num_bytes))
             await raw.say(number, Put(), chunk.head + bytes(num_bytes))
             _, answer, _ = await raw.read()
@@ -168,6 +200,8 @@ async def test_a_refused_lm_record_is_answered_and_the_connection_goes_on(tmp_pa
 async def test_a_frame_above_the_bound_ends_its_connection(tmp_path: Path) -> None:
     async with full_storage(tmp_path) as (_, parts, ports), connected(ports["lm_port"]) as raw:
         await raw.hello(TOKENS["rival"])
-        await raw.send(build_header(FrameHeader(FrameType.PUT, 2, 1, MAX_RECORD_BYTES + 1)) + b"\x90")
+        await raw.send(
+            build_header(FrameHeader(FrameType.PUT, 2, 1, MAX_RECORD_BYTES + 1)) + b"\x90"
+        )
         assert await raw.is_closed()
         assert held(parts, "acme") == NUM_CHUNKS

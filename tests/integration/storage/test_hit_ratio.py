@@ -1,4 +1,6 @@
-"""What quotas, pins and a time to live do to the hits of tenants that share a server, over REST, as its own counters tell."""
+"""What quotas, pins and a time to live do to the hits of tenants that share a server, over REST,
+as its own counters tell.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,20 @@ class Tenant:
         assert self._arena.used_bytes == 0
 
     async def store(self, names: Sequence[int]) -> None:
-        for name in names:  # one after the other: a batch arrives in any order, and which are the newest is compared
-            assert await self._tier.batched_put([make_chunk(name, payload=make_payload(name, CHUNK_BYTES))]) == [True]
+        # one after the other: a batch arrives in any order, and which are the newest is compared
+        for name in names:
+            assert await self._tier.batched_put(
+                [make_chunk(name, payload=make_payload(name, CHUNK_BYTES))]
+            ) == [True]
 
     async def hits(self, names: Sequence[int]) -> list[int]:
         found = []
         keys = [make_key(name) for name in names]
-        for name, result in zip(names, await self._tier.batched_get(keys, lambda size: self._arena.allocate((size,), None)), strict=True):
+        for name, result in zip(
+            names,
+            await self._tier.batched_get(keys, lambda size: self._arena.allocate((size,), None)),
+            strict=True,
+        ):
             if isinstance(result, Chunk):
                 assert bytes(result.memory.byte_array) == make_payload(name, CHUNK_BYTES)
                 result.release()
@@ -57,13 +66,26 @@ class Tenant:
 
 
 @asynccontextmanager
-async def tenants(tmp_path: Path, **options: str) -> AsyncIterator[tuple[httpx.AsyncClient, Tenant, Tenant]]:
+async def tenants(
+    tmp_path: Path, **options: str
+) -> AsyncIterator[tuple[httpx.AsyncClient, Tenant, Tenant]]:
     """An operator, and two tenants of a running server."""
-    environ = {"PORT": "0", "LM_PORT": "0", "MEMORY_GB": str(MEMORY_GB), "EVICTION_POLICY": "lru"} | options
+    environ = {
+        "PORT": "0",
+        "LM_PORT": "0",
+        "MEMORY_GB": str(MEMORY_GB),
+        "EVICTION_POLICY": "lru",
+    } | options
     environ["AUTH_TOKENS_FILE"] = str(write_tokens(tmp_path / "tokens.yaml"))
-    with running_service("lmcache_storage", tmp_path, {f"LMCACHE_STORAGE_{name}": value for name, value in environ.items()}) as service:
+    with running_service(
+        "lmcache_storage",
+        tmp_path,
+        {f"LMCACHE_STORAGE_{name}": value for name, value in environ.items()},
+    ) as service:
         acme, rival = Tenant(service, "acme"), Tenant(service, "rival")
-        async with httpx.AsyncClient(base_url=service.url, trust_env=False, headers=bearer("operator"), timeout=30) as operator:
+        async with httpx.AsyncClient(
+            base_url=service.url, trust_env=False, headers=bearer("operator"), timeout=30
+        ) as operator:
             for tenant in (acme, rival):
                 await tenant.open()
             yield operator, acme, rival
@@ -75,8 +97,12 @@ async def counted(operator: httpx.AsyncClient) -> tuple[int, dict[str, int]]:
     """Hits, and misses by their reasons, so far."""
     text = (await operator.get("/metrics")).text
     served = re.findall(r"^lmcache_storage_served_chunks_total\{.*\} (\S+)$", text, re.MULTILINE)
-    missed = re.findall(r'^lmcache_storage_missed_chunks_total\{reason="(\w+)"\} (\S+)$', text, re.MULTILINE)
-    return sum(int(float(value)) for value in served), {reason: int(float(value)) for reason, value in missed if float(value)}
+    missed = re.findall(
+        r'^lmcache_storage_missed_chunks_total\{reason="(\w+)"\} (\S+)$', text, re.MULTILINE
+    )
+    return sum(int(float(value)) for value in served), {
+        reason: int(float(value)) for reason, value in missed if float(value)
+    }
 
 
 async def test_a_quota_protects_the_others_and_a_pin_what_is_pinned(tmp_path: Path) -> None:
@@ -94,7 +120,9 @@ async def test_a_quota_protects_the_others_and_a_pin_what_is_pinned(tmp_path: Pa
         assert misses == {"evicted": MANY - len(theirs)}
 
         keys = [make_key(name).key.to_url() for name in prompt]
-        assert (await operator.post("/v1/admin/pin", json={"keys": keys, "tenant": "acme"})).json()["num_pinned"] == len(prompt)
+        assert (await operator.post("/v1/admin/pin", json={"keys": keys, "tenant": "acme"})).json()[
+            "num_pinned"
+        ] == len(prompt)
         await acme.store(range(1000, 1000 + MANY))
         assert await acme.hits(ours) == prompt, "of the old ones, what is pinned"
         hits_later, misses_later = await counted(operator)
@@ -107,7 +135,9 @@ async def test_a_time_to_live_ends_hits_of_pinned_chunks_too(tmp_path: Path) -> 
         names = list(range(20))
         await acme.store(names)
         keys = [make_key(name).key.to_url() for name in names[:5]]
-        assert (await operator.post("/v1/admin/pin", json={"keys": keys, "tenant": "acme"})).json()["num_pinned"] == 5
+        assert (await operator.post("/v1/admin/pin", json={"keys": keys, "tenant": "acme"})).json()[
+            "num_pinned"
+        ] == 5
         assert await acme.hits(names) == names
         await asyncio.sleep(3.1)
         assert await acme.hits(names) == []

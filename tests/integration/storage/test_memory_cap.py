@@ -1,4 +1,6 @@
-"""The memory of cache_storage is bounded, whatever is sent at once: 64 writers with 32 MiB each, at both doors."""
+"""The memory of cache_storage is bounded, whatever is sent at once: 64 writers with 32 MiB each,
+at both doors.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def peak_bytes(pid: int) -> int:
 
 
 def head_of(name: object, digest: bytes) -> bytes:
-    return encode_head(raw_header(make_key(name).key, (PAYLOAD_BYTES,), "uint8", digest), PAYLOAD_BYTES)
+    return encode_head(
+        raw_header(make_key(name).key, (PAYLOAD_BYTES,), "uint8", digest), PAYLOAD_BYTES
+    )
 
 
 def exactly(connection: socket.socket, num_bytes: int) -> bytes:
@@ -55,7 +59,9 @@ def answer(connection: socket.socket) -> Message:
 
 def put_by_lm(service: ServiceProcess, name: object, digest: bytes) -> bool:
     """Whether the store took it."""
-    with socket.create_connection(("127.0.0.1", service.ports["lm_port"]), SOCKET_TIMEOUT_S) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", service.ports["lm_port"]), SOCKET_TIMEOUT_S
+    ) as connection:
         connection.sendall(build_frame(1, Hello(1, 1, [], None, "test")))
         answer(connection)
         head = head_of(name, digest)
@@ -70,8 +76,13 @@ def put_by_lm(service: ServiceProcess, name: object, digest: bytes) -> bool:
 def put_by_rest(service: ServiceProcess, name: object, digest: bytes) -> bool:
     """The same."""
     head = head_of(name, digest)
-    with socket.create_connection(("127.0.0.1", service.ports["port"]), SOCKET_TIMEOUT_S) as connection:
-        request = f"PUT /v1/chunks/{make_key(name).key.to_url()} HTTP/1.1\r\nHost: storage\r\nContent-Length: {len(head) + PAYLOAD_BYTES}"
+    with socket.create_connection(
+        ("127.0.0.1", service.ports["port"]), SOCKET_TIMEOUT_S
+    ) as connection:
+        request = (
+            f"PUT /v1/chunks/{make_key(name).key.to_url()} HTTP/1.1\r\nHost:"
+            f" storage\r\nContent-Length: {len(head) + PAYLOAD_BYTES}"
+        )
         connection.sendall(request.encode() + b"\r\n\r\n" + head)
         connection.sendall(PAYLOAD)
         status = int(connection.recv(1 << 16).split()[1])
@@ -80,18 +91,28 @@ def put_by_rest(service: ServiceProcess, name: object, digest: bytes) -> bool:
 
 
 @pytest.mark.parametrize("put", [put_by_lm, put_by_rest])
-def test_the_cap_holds_under_64_writers_of_32_mib(tmp_path: Path, put: Callable[[ServiceProcess, object, bytes], bool]) -> None:
+def test_the_cap_holds_under_64_writers_of_32_mib(
+    tmp_path: Path, put: Callable[[ServiceProcess, object, bytes], bool]
+) -> None:
     digest = payload_digest(PAYLOAD)
     environ = {"PORT": "0", "LM_PORT": "0", "MEMORY_GB": str(MEMORY_BYTES / (1 << 30))}
-    with running_service("lmcache_storage", tmp_path, {f"LMCACHE_STORAGE_{name}": value for name, value in environ.items()}) as service:
+    with running_service(
+        "lmcache_storage",
+        tmp_path,
+        {f"LMCACHE_STORAGE_{name}": value for name, value in environ.items()},
+    ) as service:
         at_start = peak_bytes(service.pid)
         assert at_start > MEMORY_BYTES
         with ThreadPoolExecutor(NUM_WRITERS) as writers:
             stored = list(writers.map(lambda i: put(service, i, digest), range(NUM_WRITERS)))
-        assert sum(stored) >= MEMORY_BYTES // RECEIVING_SHARE // PAYLOAD_BYTES, "as many as one tenant may have on their way in at once"
+        assert sum(stored) >= MEMORY_BYTES // RECEIVING_SHARE // PAYLOAD_BYTES, (
+            "as many as one tenant may have on their way in at once"
+        )
         grown = peak_bytes(service.pid) - at_start
         assert grown < MAX_EXTRA_BYTES, f"{grown >> 20} MiB beside the arena"
         stats = httpx.get(f"{service.url}/v1/stats", trust_env=False).json()
         hot = stats["tiers"]["Hot"]
-        assert hot["arena_used_bytes"] == hot["used_bytes"] <= MEMORY_BYTES, "nothing of what was refused is left"
+        assert hot["arena_used_bytes"] == hot["used_bytes"] <= MEMORY_BYTES, (
+            "nothing of what was refused is left"
+        )
         assert put(service, "one more", digest), "it still takes chunks"

@@ -77,7 +77,9 @@ async def test_frozen_and_thawed(server: RedisServer) -> None:
 
 async def test_a_breaker_bypasses_a_frozen_server_and_finds_it_again(server: RedisServer) -> None:
     inner = create_remote_backend(server.url, timeout_s=0.1)
-    backend = BreakerBackend(inner, options=BreakerOptions(num_failures=2, cool_down_s=0.05, cool_down_cap_s=0.1))
+    backend = BreakerBackend(
+        inner, options=BreakerOptions(num_failures=2, cool_down_s=0.05, cool_down_cap_s=0.1)
+    )
     await works(backend)
     server.pause()
     for _ in range(2):
@@ -97,7 +99,9 @@ async def test_a_breaker_bypasses_a_frozen_server_and_finds_it_again(server: Red
 async def test_a_full_server_refuses_and_goes_on() -> None:
     with running_redis("--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as server:
         backend = create_remote_backend(server.url, timeout_s=5)
-        stored = await backend.batched_put([make_chunk(i, payload=make_payload(i, 500_000)) for i in range(8)])
+        stored = await backend.batched_put(
+            [make_chunk(i, payload=make_payload(i, 500_000)) for i in range(8)]
+        )
         assert not all(stored)
         assert await backend.batched_contains([make_key(i) for i in range(8)]) == stored
         await backend.close()
@@ -123,7 +127,9 @@ async def test_a_value_of_another_type_is_one_miss_and_deleted(server: RedisServ
     await backend.close()
 
 
-async def test_clearing_takes_as_long_as_it_takes_step_by_step(monkeypatch: pytest.MonkeyPatch, server: RedisServer) -> None:
+async def test_clearing_takes_as_long_as_it_takes_step_by_step(
+    monkeypatch: pytest.MonkeyPatch, server: RedisServer
+) -> None:
     """The deadline is that of a step, so that what Redis holds is cleared however much it is."""
     backend = create_remote_backend(server.url, timeout_s=TIMEOUT_S)
     assert isinstance(backend, RedisBackend)
@@ -157,7 +163,9 @@ async def test_more_than_a_batch_comes_whole(server: RedisServer) -> None:
     num_bytes = AHEAD_BYTES // 5
     arena = Arena(7 * (num_bytes + 4096))
     backend = create_remote_backend(server.url, timeout_s=30)
-    assert all(await backend.batched_put([make_chunk(i, payload=bytes([i]) * num_bytes) for i in range(7)]))
+    assert all(
+        await backend.batched_put([make_chunk(i, payload=bytes([i]) * num_bytes) for i in range(7)])
+    )
     results = await backend.batched_get([make_key(i) for i in range(7)], arena)
     for i, result in enumerate(results):
         assert isinstance(result, Chunk)
@@ -172,9 +180,14 @@ def running_sentinel(watched: RedisServer, directory: Path) -> Iterator[int]:
     """A sentinel that knows `watched` as "kv"; yields its port."""
     port = RedisServer().port
     config = directory / "sentinel.conf"
-    config.write_text(f"port {port}\nbind 127.0.0.1\ndir {directory}\nsentinel monitor kv 127.0.0.1 {watched.port} 1\n")
+    config.write_text(
+        f"port {port}\nbind 127.0.0.1\ndir {directory}\nsentinel monitor kv 127.0.0.1"
+        f" {watched.port} 1\n"
+    )
     command = [redis_executable(), str(config), "--sentinel"]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         deadline = time.monotonic() + 20
         with redis.Redis(port=port, socket_timeout=5) as plain:
@@ -191,10 +204,14 @@ def running_sentinel(watched: RedisServer, directory: Path) -> Iterator[int]:
         process.wait()
 
 
-async def test_found_through_a_sentinel_though_the_first_is_away(server: RedisServer, tmp_path: Path) -> None:
+async def test_found_through_a_sentinel_though_the_first_is_away(
+    server: RedisServer, tmp_path: Path
+) -> None:
     with running_sentinel(server, tmp_path) as port:
         away = RedisServer().port
-        backend = create_remote_backend(f"redis-sentinel://127.0.0.1:{away},127.0.0.1:{port}/kv", timeout_s=5)
+        backend = create_remote_backend(
+            f"redis-sentinel://127.0.0.1:{away},127.0.0.1:{port}/kv", timeout_s=5
+        )
         await works(backend)
         with server.client() as plain:
             assert plain.dbsize() == 1

@@ -23,7 +23,11 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
     directory = tmp_path_factory.mktemp("storage")
     options = {"PORT": "0", "LM_PORT": "0", "MEMORY_GB": "0.05", "INSTANCE_ID": "storage-0"}
     options["AUTH_TOKENS_FILE"] = str(write_tokens(directory / "tokens.yaml"))
-    with running_service("lmcache_storage", directory, {f"LMCACHE_STORAGE_{name}": value for name, value in options.items()}) as service:
+    with running_service(
+        "lmcache_storage",
+        directory,
+        {f"LMCACHE_STORAGE_{name}": value for name, value in options.items()},
+    ) as service:
         yield service
 
 
@@ -45,7 +49,11 @@ async def test_there_and_back(url: str) -> None:
     assert missing == Miss(MissReason.NEVER_STORED)
     for chunk, result in zip(chunks, results, strict=True):
         assert isinstance(result, Chunk)
-        assert (result.key, result.head, bytes(result.memory.byte_array)) == (chunk.key, chunk.head, bytes(chunk.memory.byte_array))
+        assert (result.key, result.head, bytes(result.memory.byte_array)) == (
+            chunk.key,
+            chunk.head,
+            bytes(chunk.memory.byte_array),
+        )
         result.release()
     assert await backend.batched_remove([*keys, make_key("no")]) == len(keys)
     await backend.close()
@@ -59,7 +67,9 @@ async def test_more_keys_than_one_request_takes(url: str) -> None:
     names = [(url, i) for i in range(NUM_CHUNKS)]
     assert all(await backend.batched_put([make_chunk(name) for name in names]))
     assert all(await backend.batched_contains([make_key(name) for name in names]))
-    for name, result in zip(names, await backend.batched_get([make_key(name) for name in names], arena), strict=True):
+    for name, result in zip(
+        names, await backend.batched_get([make_key(name) for name in names], arena), strict=True
+    ):
         assert isinstance(result, Chunk)
         assert bytes(result.memory.byte_array) == make_payload(name)
         result.release()
@@ -75,7 +85,9 @@ async def test_tenants_do_not_see_one_another(url: str) -> None:
     await mine.batched_put([make_chunk((url, "secret"))])
     assert await mine.batched_contains([make_key((url, "secret"))]) == [True]
     assert await yours.batched_contains([make_key((url, "secret"))]) == [False]
-    assert await yours.batched_get([make_key((url, "secret"))], Arena()) == [Miss(MissReason.NEVER_STORED)]
+    assert await yours.batched_get([make_key((url, "secret"))], Arena()) == [
+        Miss(MissReason.NEVER_STORED)
+    ]
     for backend in (mine, yours):
         await backend.close()
 

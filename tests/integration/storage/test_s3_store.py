@@ -1,4 +1,6 @@
-"""cache_storage as a process with a bucket behind its disk: a real S3-compatible server, also killed, paused, slow and read-only."""
+"""cache_storage as a process with a bucket behind its disk: a real S3-compatible server, also
+killed, paused, slow and read-only.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def environ(directory: Path, server: S3Server, **options: Any) -> dict[str, str]
         "s3_timeout_s": 2,
         **server.options,
     }
-    return {f"LMCACHE_STORAGE_{name.upper()}": str(value) for name, value in (settings | options).items()}
+    return {
+        f"LMCACHE_STORAGE_{name.upper()}": str(value)
+        for name, value in (settings | options).items()
+    }
 
 
 @pytest.fixture
@@ -62,10 +67,14 @@ def storage(tmp_path: Path, server: S3Server) -> Iterator[ServiceProcess]:
 
 
 @asynccontextmanager
-async def doors(service: ServiceProcess, token: str | None = None) -> AsyncIterator[tuple[httpx.AsyncClient, LmClient]]:
+async def doors(
+    service: ServiceProcess, token: str | None = None
+) -> AsyncIterator[tuple[httpx.AsyncClient, LmClient]]:
     lm = LmClient("127.0.0.1", service.ports["lm_port"], token)
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
-    async with httpx.AsyncClient(base_url=service.url, headers=headers, trust_env=False, timeout=20) as rest:
+    async with httpx.AsyncClient(
+        base_url=service.url, headers=headers, trust_env=False, timeout=20
+    ) as rest:
         yield rest, lm
     await lm.close()
 
@@ -121,15 +130,25 @@ async def test_what_memory_and_disk_have_lost_is_found_at_both_doors(
     assert len(server.names()) == 3
     start_empty(storage, end, tmp_path)
     async with doors(storage) as (rest, lm):
-        assert await lm.contains([make_key(name) for name in ("a", "b", "never", "c")]) == [True, True, False, True]
+        assert await lm.contains([make_key(name) for name in ("a", "b", "never", "c")]) == [
+            True,
+            True,
+            False,
+            True,
+        ]
         assert (await rest.get(url_of("a"))).content == record_of("a")
         results = await lm.get([make_key("b"), make_key("never")], allocator())
-        assert [payload_of(result) for result in results] == [make_payload("b", CHUNK_BYTES), MissReason.NEVER_STORED]
+        assert [payload_of(result) for result in results] == [
+            make_payload("b", CHUNK_BYTES),
+            MissReason.NEVER_STORED,
+        ]
         served = await figures(rest)
         assert (served["served_chunks"], served["get_calls"] > 0) == (2, True)
         metrics = (await rest.get("/metrics")).text
         label = '{operation="get",tier="S3Backend"} '
-        assert float(metrics.partition("lmcache_tier_seconds_total" + label)[2].partition("\n")[0]) > 0
+        assert (
+            float(metrics.partition("lmcache_tier_seconds_total" + label)[2].partition("\n")[0]) > 0
+        )
         assert f"lmcache_tier_bytes_total{label}{float(2 * len(record_of('a')))}" in metrics
         assert SECRET_KEY not in metrics
         assert (await rest.get(url_of("a"))).content == record_of("a")
@@ -142,7 +161,9 @@ async def test_what_memory_and_disk_have_lost_is_found_at_both_doors(
 
 async def test_tenants_are_kept_apart_and_cleared_apart(server: S3Server, tmp_path: Path) -> None:
     tokens = write_tokens(tmp_path / "tokens.yaml")
-    with running_service("lmcache_storage", tmp_path, environ(tmp_path, server, auth_tokens_file=tokens)) as storage:
+    with running_service(
+        "lmcache_storage", tmp_path, environ(tmp_path, server, auth_tokens_file=tokens)
+    ) as storage:
         async with doors(storage, TOKENS["acme"]) as (rest, _):
             await store(rest, "a", "b")
             await rest.put(url_of("b"), content=record_of("b"), headers=bearer("rival"))
@@ -160,21 +181,33 @@ async def test_a_server_that_shares_the_bucket_finds_what_another_has_stored(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
     (tmp_path / "second").mkdir()
-    with running_service("lmcache_storage", tmp_path / "second", environ(tmp_path / "second", server, instance_id="storage-1")) as second:
+    with running_service(
+        "lmcache_storage",
+        tmp_path / "second",
+        environ(tmp_path / "second", server, instance_id="storage-1"),
+    ) as second:
         async with doors(storage) as (rest, _), doors(second) as (other, _):
             await store(rest, "a")
             assert (await other.get(url_of("a"))).content == record_of("a")
             await store(other, "a")
-            assert (await figures(other))["stored_chunks"] == 0, "what is there is not uploaded again"
+            assert (await figures(other))["stored_chunks"] == 0, (
+                "what is there is not uploaded again"
+            )
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "foreign"])
-async def test_a_damaged_object_is_a_miss_and_is_counted(storage: ServiceProcess, server: S3Server, tmp_path: Path, damage: str) -> None:
+async def test_a_damaged_object_is_a_miss_and_is_counted(
+    storage: ServiceProcess, server: S3Server, tmp_path: Path, damage: str
+) -> None:
     async with doors(storage) as (rest, _):
         await store(rest, "a")
     (name,) = server.names()
     record = record_of("a")
-    broken = {"flipped": record[:-1] + bytes([record[-1] ^ 1]), "cut": record[: CHUNK_BYTES // 2], "foreign": record_of("b")}
+    broken = {
+        "flipped": record[:-1] + bytes([record[-1] ^ 1]),
+        "cut": record[: CHUNK_BYTES // 2],
+        "foreign": record_of("b"),
+    }
     server.write(name, broken[damage])
     start_empty(storage, signal.SIGKILL, tmp_path)
     async with doors(storage) as (rest, _):
@@ -185,7 +218,9 @@ async def test_a_damaged_object_is_a_miss_and_is_counted(storage: ServiceProcess
         assert server.read(name) == record
 
 
-async def test_a_server_killed_in_the_middle_is_bypassed_and_found_again(storage: ServiceProcess, server: S3Server, tmp_path: Path) -> None:
+async def test_a_server_killed_in_the_middle_is_bypassed_and_found_again(
+    storage: ServiceProcess, server: S3Server, tmp_path: Path
+) -> None:
     async with doors(storage) as (rest, _):
         await store(rest, "a", "b")
     start_empty(storage, signal.SIGKILL, tmp_path)
@@ -222,7 +257,9 @@ async def test_a_server_killed_in_the_middle_is_bypassed_and_found_again(storage
         assert (await figures(rest))["stored_chunks"] >= 1
 
 
-async def test_a_slow_server_costs_its_deadline_and_no_store_waits_for_it(server: S3Server, tmp_path: Path) -> None:
+async def test_a_slow_server_costs_its_deadline_and_no_store_waits_for_it(
+    server: S3Server, tmp_path: Path
+) -> None:
     link = Link(0)
     await link.open()
     link.set_target("s3", int(server.url.rpartition(":")[2]))
@@ -242,18 +279,26 @@ async def test_a_slow_server_costs_its_deadline_and_no_store_waits_for_it(server
                 waits_s = []
                 for i in range(80):  # twice what may wait
                     began = time.monotonic()
-                    assert (await rest.put(url_of(f"{i}"), content=record_of(f"{i}"))).status_code == 201
+                    assert (
+                        await rest.put(url_of(f"{i}"), content=record_of(f"{i}"))
+                    ).status_code == 201
                     waits_s.append(time.monotonic() - began)
                     if i % 20 == 0:
                         assert (await figures(rest))["pending_write_bytes"] <= num_bytes // 8
                 assert min(waits_s[:3]) < TIER_TIMEOUT_S / 2
-                assert (await figures(rest))["dropped_writes"] == 0, "what finds no room waits by name, and is still in memory"
-            await asyncio.to_thread(storage.stop, signal.SIGKILL)  # an orderly end would wait for the writes
+                assert (await figures(rest))["dropped_writes"] == 0, (
+                    "what finds no room waits by name, and is still in memory"
+                )
+            await asyncio.to_thread(
+                storage.stop, signal.SIGKILL
+            )  # an orderly end would wait for the writes
     finally:
         await link.close()
 
 
-async def test_a_bucket_that_takes_no_writes_is_read(storage: ServiceProcess, server: S3Server, tmp_path: Path) -> None:
+async def test_a_bucket_that_takes_no_writes_is_read(
+    storage: ServiceProcess, server: S3Server, tmp_path: Path
+) -> None:
     async with doors(storage) as (rest, _):
         await store(rest, "a")
     start_empty(storage, signal.SIGKILL, tmp_path)
@@ -265,7 +310,11 @@ async def test_a_bucket_that_takes_no_writes_is_read(storage: ServiceProcess, se
             await store(rest, f"{i}")
         refused = await figures(rest)
         assert refused["failed_writes"] + refused["rejected_writes"] == 8
-        assert (refused["failed_writes"] > 0, refused["is_failing"], refused["breaker_open"]) == (True, 1, 0)
+        assert (refused["failed_writes"] > 0, refused["is_failing"], refused["breaker_open"]) == (
+            True,
+            1,
+            0,
+        )
         assert (await rest.get(url_of("a"))).content == record_of("a")
         assert not (await rest.get("/readyz")).json()["checks"]["s3"]["ok"]
         server.kill()

@@ -1,4 +1,6 @@
-"""cache_storage scaled from two processes to four and back: what fits stays reachable, at every moment."""
+"""cache_storage scaled from two processes to four and back: what fits stays reachable, at every
+moment.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ async def put(tier: StorageBackend, first: int = 0, last: int = len(KEYS)) -> No
     assert all(await tier.batched_put(chunks))
 
 
-async def read(made: Replicas, tier: StorageBackend, keys: list[ChunkKey]) -> list[bytes | MissReason]:
+async def read(
+    made: Replicas, tier: StorageBackend, keys: list[ChunkKey]
+) -> list[bytes | MissReason]:
     return [payload_of(result) for result in await tier.batched_get(keys, made.allocate)]
 
 
@@ -51,7 +55,9 @@ class Reader:
         while True:
             for i, got in enumerate(await read(self._made, self._tier, KEYS)):
                 if not is_right(KEYS[i], got):
-                    self.missed.append((self.num_rounds, i, got if isinstance(got, MissReason) else b"wrong"))
+                    self.missed.append(
+                        (self.num_rounds, i, got if isinstance(got, MissReason) else b"wrong")
+                    )
             self.num_rounds += 1
             await asyncio.sleep(0.01)
 
@@ -60,14 +66,18 @@ async def started(made: Replicas, tier: StorageBackend, *numbers: int) -> None:
     await made.start(*numbers)
     await made.until_known()
     async with asyncio.timeout(10):
-        while tier.stats()["num_replicas"] < len(made.services) or tier.stats()["num_replicas_away"]:
+        while (
+            tier.stats()["num_replicas"] < len(made.services) or tier.stats()["num_replicas_away"]
+        ):
             await asyncio.sleep(0.05)
 
 
 async def at_home(made: Replicas) -> bool:
     names = [f"storage-{number}" for number in made.services]
     for number in made.services:
-        ours = url_keys([key for key in KEYS if home(names, key.key.chunk_id()) == f"storage-{number}"])
+        ours = url_keys(
+            [key for key in KEYS if home(names, key.key.chunk_id()) == f"storage-{number}"]
+        )
         if await made.held(number) != ours:
             return False
     return True
@@ -83,7 +93,9 @@ async def test_two_four_two_while_clients_read(tmp_path: Path) -> None:
         try:
             await started(made, tier, 2, 3)
             async with asyncio.timeout(30):
-                while not await at_home(made):  # chunks have moved to the new servers, each to its home
+                while not await at_home(
+                    made
+                ):  # chunks have moved to the new servers, each to its home
                     await asyncio.sleep(0.1)
             rounds_before = reader.num_rounds
             assert not reader.missed
@@ -98,13 +110,17 @@ async def test_two_four_two_while_clients_read(tmp_path: Path) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await reading
         assert reader.num_rounds > rounds_before
-        # The moment a server's socket closes, a read that was underway there is a miss; the round behind it is whole again.
+        # The moment a server's socket closes, a read that was underway there is a miss; the round
+        # behind it is whole again.
         assert len({at for at, _, _ in reader.missed}) <= 2, reader.missed
         assert {why for _, _, why in reader.missed} <= {MissReason.UNAVAILABLE}, reader.missed
 
 
 async def test_what_does_not_fit_goes_coldest_first_and_is_counted(tmp_path: Path) -> None:
-    async with replicas(tmp_path, 2, memory_gb=0.0025) as (made, tier):  # 2.6 MB: room for 50 chunks each
+    async with replicas(tmp_path, 2, memory_gb=0.0025) as (
+        made,
+        tier,
+    ):  # 2.6 MB: room for 50 chunks each
         await started(made, tier, 0, 1)
         names = ["storage-0", "storage-1"]
         ours = [key for key in KEYS if home(names, key.key.chunk_id()) == "storage-1"][:30]
@@ -126,11 +142,16 @@ async def test_what_does_not_fit_goes_coldest_first_and_is_counted(tmp_path: Pat
         num_evicted = (await made.stats(0))["tiers"]["Hot"]["evicted_chunks"]
         num_refused = int(re.findall(r"(\d+) refused", leaving.output)[-1])
         assert num_evicted + num_refused == 60 - len(kept)
-        assert [is_right(key, got) for key, got in zip(hot_ours, await read(made, tier, hot_ours), strict=True)] == [True] * 10
+        assert [
+            is_right(key, got)
+            for key, got in zip(hot_ours, await read(made, tier, hot_ours), strict=True)
+        ] == [True] * 10
 
 
 @pytest.mark.parametrize("with_disk", [False, True])
-async def test_a_drain_on_request_tells_how_far_it_is_and_reads_go_on(tmp_path: Path, with_disk: bool) -> None:
+async def test_a_drain_on_request_tells_how_far_it_is_and_reads_go_on(
+    tmp_path: Path, with_disk: bool
+) -> None:
     options = {"disk_gb": 0.05} if with_disk else {}
     async with replicas(tmp_path, 2, **options) as (made, tier):
         if with_disk:
@@ -142,7 +163,9 @@ async def test_a_drain_on_request_tells_how_far_it_is_and_reads_go_on(tmp_path: 
             await started(made, tier, 0, 1)
         await put(tier)
         held = await made.held(1)
-        async with httpx.AsyncClient(base_url=made.services[1].url, trust_env=False, timeout=30) as rest:
+        async with httpx.AsyncClient(
+            base_url=made.services[1].url, trust_env=False, timeout=30
+        ) as rest:
             answer = (await rest.post("/v1/admin/drain")).json()
             assert answer["settled"]
             assert answer["drain"] == {
@@ -155,17 +178,26 @@ async def test_a_drain_on_request_tells_how_far_it_is_and_reads_go_on(tmp_path: 
             }
             assert (await rest.get("/readyz")).status_code == 503
             metrics = (await rest.get("/metrics")).text
-            assert f'lmcache_storage_moved_chunks_total{{outcome="handed_over"}} {float(len(held))}' in metrics
+            assert (
+                f'lmcache_storage_moved_chunks_total{{outcome="handed_over"}} {float(len(held))}'
+                in metrics
+            )
         assert await made.held(1) == held, "reads go on"
         assert len(await made.held(0)) == len(KEYS)
         more = [make_chunk("more", payload=make_payload("more", CHUNK_BYTES))]
         assert await tier.batched_put(more) == [True]
         assert make_key("more").key.to_url() in await made.held(0)
         assert await made.stop(1) == [0]
-        assert [is_right(key, got) for key, got in zip(KEYS, await read(made, tier, KEYS), strict=True)] == [True] * len(KEYS)
+        assert [
+            is_right(key, got) for key, got in zip(KEYS, await read(made, tier, KEYS), strict=True)
+        ] == [True] * len(KEYS)
 
 
-TOKENS = {"acme": "acme-token-0123456789", "rival": "rival-token-0123456789", "servers": "servers-token-0123456789"}
+TOKENS = {
+    "acme": "acme-token-0123456789",
+    "rival": "rival-token-0123456789",
+    "servers": "servers-token-0123456789",
+}
 
 
 def secure(directory: Path, role: str) -> dict[str, Path]:
@@ -177,14 +209,25 @@ def secure(directory: Path, role: str) -> dict[str, Path]:
     ]
     (directory / "tokens.yaml").write_text("tokens:\n" + "\n".join(entries))
     (directory / "token").write_text(TOKENS["servers"])
-    return {"auth_tokens_file": directory / "tokens.yaml", "service_token_file": directory / "token"}
+    return {
+        "auth_tokens_file": directory / "tokens.yaml",
+        "service_token_file": directory / "token",
+    }
 
 
 @pytest.mark.parametrize("role", ["admin", "client"])
-async def test_chunks_of_all_tenants_move_if_the_servers_are_admins(tmp_path: Path, role: str) -> None:
-    async with replicas(tmp_path, 2, tenant="servers", hand_over_on_stop=True, **secure(tmp_path, role)) as (made, _):
+async def test_chunks_of_all_tenants_move_if_the_servers_are_admins(
+    tmp_path: Path, role: str
+) -> None:
+    async with replicas(
+        tmp_path, 2, tenant="servers", hand_over_on_stop=True, **secure(tmp_path, role)
+    ) as (made, _):
         await made.start(0, 1)
-        expected = {"acme": b"of acme" * 100, "rival": b"of rival" * 100, "servers": b"of the servers" * 100}
+        expected = {
+            "acme": b"of acme" * 100,
+            "rival": b"of rival" * 100,
+            "servers": b"of the servers" * 100,
+        }
         for name, payload in expected.items():
             client = LmClient("127.0.0.1", made.lm_ports[1], TOKENS[name])
             assert await client.put([make_chunk("x", payload=payload)]) == [True]
@@ -205,10 +248,15 @@ async def test_chunks_of_all_tenants_move_if_the_servers_are_admins(tmp_path: Pa
 
 async def test_servers_find_one_another_through_the_broker(tmp_path: Path) -> None:
     (tmp_path / "broker").mkdir()
-    with running_service("lmcache_broker", tmp_path / "broker", {"LMCACHE_BROKER_PORT": "0"}) as broker:
+    with running_service(
+        "lmcache_broker", tmp_path / "broker", {"LMCACHE_BROKER_PORT": "0"}
+    ) as broker:
         async with replicas(tmp_path, 2, broker_url=broker.url) as (made, tier):
             made.replicas_url = None
             await started(made, tier, 0, 1)
             await put(tier)
             assert await made.stop(1) == [0]
-            assert [is_right(key, got) for key, got in zip(KEYS, await read(made, tier, KEYS), strict=True)] == [True] * len(KEYS)
+            assert [
+                is_right(key, got)
+                for key, got in zip(KEYS, await read(made, tier, KEYS), strict=True)
+            ] == [True] * len(KEYS)

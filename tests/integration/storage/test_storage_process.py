@@ -1,4 +1,6 @@
-"""cache_storage as a process: both doors, restarts, SIGKILL, clients that vanish, neighbours that are away."""
+"""cache_storage as a process: both doors, restarts, SIGKILL, clients that vanish, neighbours
+that are away.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def environ(directory: Path, **options: Any) -> dict[str, str]:
         "disk_gb": 0.05,
         "instance_id": "storage-0",
     }
-    return {f"LMCACHE_STORAGE_{name.upper()}": str(value) for name, value in (settings | options).items()}
+    return {
+        f"LMCACHE_STORAGE_{name.upper()}": str(value)
+        for name, value in (settings | options).items()
+    }
 
 
 @pytest.fixture
@@ -48,7 +53,9 @@ def storage(tmp_path: Path) -> Iterator[ServiceProcess]:
 
 
 @asynccontextmanager
-async def doors(service: ServiceProcess, token: str | None = None) -> AsyncIterator[tuple[httpx.AsyncClient, LmClient]]:
+async def doors(
+    service: ServiceProcess, token: str | None = None
+) -> AsyncIterator[tuple[httpx.AsyncClient, LmClient]]:
     lm = LmClient("127.0.0.1", service.ports["lm_port"], token)
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     async with httpx.AsyncClient(base_url=service.url, headers=headers, trust_env=False) as rest:
@@ -78,9 +85,15 @@ def allocator() -> Callable[[int], MemoryObj | None]:
 async def test_both_doors_lead_to_the_same_bytes(storage: ServiceProcess, num_bytes: int) -> None:
     payload = make_payload("x", num_bytes)
     async with doors(storage) as (rest, lm):
-        assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a", payload))).status_code == 201
+        assert (
+            await rest.put(f"/v1/chunks/{A}", content=make_record("a", payload))
+        ).status_code == 201
         assert await lm.put([make_chunk("b", payload=payload)]) == [True]
-        assert await lm.contains([make_key("a"), make_key("b"), make_key("c")]) == [True, True, False]
+        assert await lm.contains([make_key("a"), make_key("b"), make_key("c")]) == [
+            True,
+            True,
+            False,
+        ]
         results = await lm.get([make_key("a"), make_key("b")], allocator())
         assert [payload_of(result) for result in results] == [payload, payload]
         assert (await rest.get(f"/v1/chunks/{B}")).content == make_record("b", payload)
@@ -92,7 +105,10 @@ async def test_both_doors_lead_to_the_same_bytes(storage: ServiceProcess, num_by
 async def test_a_restart_serves_from_the_disk(storage: ServiceProcess, end: signal.Signals) -> None:
     async with doors(storage) as (rest, _):
         for name in ("a", "b"):
-            await rest.put(f"/v1/chunks/{make_key(name).key.to_url()}", content=make_record(name, make_payload(name, 100_000)))
+            await rest.put(
+                f"/v1/chunks/{make_key(name).key.to_url()}",
+                content=make_record(name, make_payload(name, 100_000)),
+            )
         if end is signal.SIGKILL:
             await settled(rest)
     assert storage.stop(end) == (0 if end is signal.SIGTERM else -signal.SIGKILL)
@@ -109,7 +125,9 @@ async def test_a_restart_serves_from_the_disk(storage: ServiceProcess, end: sign
 def send_part(port: int, key: str, record: bytes, num_bytes: int) -> socket.socket:
     """Begin a PUT of a record and stop in the middle of it."""
     connection = socket.create_connection(("127.0.0.1", port))
-    connection.sendall(f"PUT /v1/chunks/{key} HTTP/1.1\r\nHost: storage\r\nContent-Length: {len(record)}\r\n\r\n".encode())
+    connection.sendall(
+        f"PUT /v1/chunks/{key} HTTP/1.1\r\nHost: storage\r\nContent-Length: {len(record)}\r\n\r\n".encode()  # noqa: E501
+    )
     connection.sendall(record[:num_bytes])
     return connection
 
@@ -148,9 +166,15 @@ async def test_clients_that_vanish_leave_no_trace(storage: ServiceProcess) -> No
         await until(lambda: is_free(rest))
         assert (await rest.get(f"/v1/chunks/{A}")).status_code == 404
         await rest.put(f"/v1/chunks/{A}", content=record)
-        for path, method, body in (("/v1/chunks/" + A, "GET", ""), ("/v1/chunks:get", "POST", f'{{"keys": ["{A}", "{A}"]}}')):
+        for path, method, body in (
+            ("/v1/chunks/" + A, "GET", ""),
+            ("/v1/chunks:get", "POST", f'{{"keys": ["{A}", "{A}"]}}'),
+        ):
             with socket.create_connection(("127.0.0.1", storage.ports["port"])) as reader:
-                head = f"{method} {path} HTTP/1.1\r\nHost: storage\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+                head = (
+                    f"{method} {path} HTTP/1.1\r\nHost: storage\r\nContent-Type:"
+                    f" application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+                )
                 reader.sendall((head + body).encode())
                 assert reader.recv(1000).startswith(b"HTTP/1.1 200")
             await until(lambda: is_evictable(rest))
@@ -166,15 +190,24 @@ async def is_evictable(rest: httpx.AsyncClient) -> bool:
 
 async def test_tokens_guard_both_doors(tmp_path: Path) -> None:
     tokens = write_tokens(tmp_path / "tokens.yaml")
-    with running_service("lmcache_storage", tmp_path, environ(tmp_path, auth_tokens_file=tokens)) as storage:
-        async with doors(storage, TOKENS["acme"]) as (rest, acme), doors(storage, TOKENS["rival"]) as (_, rival):
+    with running_service(
+        "lmcache_storage", tmp_path, environ(tmp_path, auth_tokens_file=tokens)
+    ) as storage:
+        async with (
+            doors(storage, TOKENS["acme"]) as (rest, acme),
+            doors(storage, TOKENS["rival"]) as (_, rival),
+        ):
             await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
             assert await acme.contains([make_key("a")]) == [True]
             assert await rival.contains([make_key("a")]) == [False]
             assert await rival.remove([make_key("a")]) == 0
-            assert [payload_of(result) for result in await rival.get([make_key("a")], allocator())] == [MissReason.NEVER_STORED]
+            assert [
+                payload_of(result) for result in await rival.get([make_key("a")], allocator())
+            ] == [MissReason.NEVER_STORED]
             assert (await rest.get("/v1/chunks", headers=bearer("rival"))).json()["chunks"] == []
-            assert (await rest.get(f"/v1/chunks/{A}", headers={"authorization": ""})).status_code == 401
+            assert (
+                await rest.get(f"/v1/chunks/{A}", headers={"authorization": ""})
+            ).status_code == 401
             nobody = LmClient("127.0.0.1", storage.ports["lm_port"], None)
             with pytest.raises(AuthenticationError):
                 await nobody.contains([make_key("a")])
@@ -185,17 +218,30 @@ async def test_draining_refuses_puts_at_both_doors_and_serves_on(storage: Servic
     async with doors(storage) as (rest, lm):
         await lm.put([make_chunk("a")])
         answer = (await rest.post("/v1/admin/drain")).json()
-        assert (answer["draining"], answer["settled"], answer["drain"]["state"]) == (True, True, "done")
+        assert (answer["draining"], answer["settled"], answer["drain"]["state"]) == (
+            True,
+            True,
+            "done",
+        )
         assert (await rest.get("/readyz")).status_code == 503
         assert (await rest.put(f"/v1/chunks/{B}", content=make_record("b"))).status_code == 503
         assert await lm.put([make_chunk("b")]) == [False]
-        assert [payload_of(result) for result in await lm.get([make_key("a")], allocator())] == [make_payload("a")]
+        assert [payload_of(result) for result in await lm.get([make_key("a")], allocator())] == [
+            make_payload("a")
+        ]
         assert (await rest.get(f"/v1/chunks/{A}")).content == make_record("a")
 
 
-def test_a_second_process_on_the_same_disk_does_not_start(storage: ServiceProcess, tmp_path: Path) -> None:
+def test_a_second_process_on_the_same_disk_does_not_start(
+    storage: ServiceProcess, tmp_path: Path
+) -> None:
     second = subprocess.run(
-        [sys.executable, "-m", "lmcache_storage"], env=storage.environ, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "lmcache_storage"],
+        env=storage.environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert second.returncode != 0
     assert "in use by another process" in second.stderr
@@ -203,7 +249,14 @@ def test_a_second_process_on_the_same_disk_does_not_start(storage: ServiceProces
 
 def test_bad_settings_end_with_code_2_and_a_remedy(tmp_path: Path) -> None:
     env = environ(tmp_path) | {"LMCACHE_STORAGE_MEMORY_GIG": "4"}
-    ended = subprocess.run([sys.executable, "-m", "lmcache_storage"], env=env, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-m", "lmcache_storage"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert ended.returncode == 2
     assert "LMCACHE_STORAGE_MEMORY_GIG" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -225,13 +278,24 @@ async def test_neighbours_know_what_is_held_also_after_a_restart(tmp_path: Path)
     with (
         running_service("lmcache_lookup", tmp_path, {"LMCACHE_LOOKUP_PORT": "0"}) as lookup,
         running_service("lmcache_broker", tmp_path, {"LMCACHE_BROKER_PORT": "0"}) as broker,
-        running_service("lmcache_storage", tmp_path, environ(tmp_path, lookup_url=lookup.url, broker_url=broker.url)) as storage,
+        running_service(
+            "lmcache_storage",
+            tmp_path,
+            environ(tmp_path, lookup_url=lookup.url, broker_url=broker.url),
+        ) as storage,
         httpx.Client(trust_env=False) as http,
     ):
 
         async def is_known() -> bool:
-            answer = http.post(f"{lookup.url}/v1/lookup", json={"chunk_ids": [chunk_id], "exclude": []}).json()
-            tiers = {holder["tier"] for holders in answer["holders"] for holder in holders if holder["instance"] == "storage-0"}
+            answer = http.post(
+                f"{lookup.url}/v1/lookup", json={"chunk_ids": [chunk_id], "exclude": []}
+            ).json()
+            tiers = {
+                holder["tier"]
+                for holders in answer["holders"]
+                for holder in holders
+                if holder["instance"] == "storage-0"
+            }
             return "LocalDiskBackend" in tiers
 
         async def is_unknown() -> bool:

@@ -22,7 +22,16 @@ from tests.fixtures.wire import MemoryStore, serving
 
 ARENA_BYTES = 4 << 20
 KV_SHAPE = (3, 2, 16, 2, 8)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 
 
 @pytest.fixture
@@ -51,7 +60,9 @@ def key(name: object):
     return make_key(name).key
 
 
-def make_tensor(seed: int = 0, shape: tuple[int, ...] = KV_SHAPE, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def make_tensor(
+    seed: int = 0, shape: tuple[int, ...] = KV_SHAPE, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -59,12 +70,18 @@ def same(got: torch.Tensor | None, want: torch.Tensor) -> bool:
     """Equal bit for bit, in shape and in dtype."""
     if got is None or got.shape != want.shape or got.dtype != want.dtype:
         return False
-    return torch.equal(got.contiguous().view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        got.contiguous().view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [KV_SHAPE, (2, 3, 16, 24), (5, 7, 576), (1,), (), (2, 0, 3)], ids=str)
-def test_any_shape_and_dtype_comes_back(backend: StackTensorBackend, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "shape", [KV_SHAPE, (2, 3, 16, 24), (5, 7, 576), (1,), (), (2, 0, 3)], ids=str
+)
+def test_any_shape_and_dtype_comes_back(
+    backend: StackTensorBackend, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     stored = make_tensor(shape=shape, dtype=dtype)
     backend.put(key("a"), stored)
     assert backend.contains(key("a"))
@@ -73,13 +90,19 @@ def test_any_shape_and_dtype_comes_back(backend: StackTensorBackend, shape: tupl
 
 def test_a_view_is_stored_as_it_looks(backend: StackTensorBackend) -> None:
     whole = make_tensor(shape=(16, 3, 8, 2)).requires_grad_()
-    for name, view in (("permuted", whole.permute(1, 3, 0, 2)), ("strided", whole[::2, 1:]), ("expanded", whole[:1].expand(4, 3, 8, 2))):
+    for name, view in (
+        ("permuted", whole.permute(1, 3, 0, 2)),
+        ("strided", whole[::2, 1:]),
+        ("expanded", whole[:1].expand(4, 3, 8, 2)),
+    ):
         backend.put(key(name), view)
         assert same(backend.get(key(name)), view.detach())
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_the_tensor_may_change_as_soon_as_it_is_put(backend: StackTensorBackend, blocking: bool) -> None:
+def test_the_tensor_may_change_as_soon_as_it_is_put(
+    backend: StackTensorBackend, blocking: bool
+) -> None:
     stored = make_tensor()
     given = stored.clone()
     backend.put(key("a"), given, blocking)
@@ -109,7 +132,9 @@ def test_what_was_got_is_never_reused(backend: StackTensorBackend) -> None:
     assert same(got, stored)
 
 
-def test_batches_stand_in_the_order_of_their_keys_and_misses_are_none(backend: StackTensorBackend) -> None:
+def test_batches_stand_in_the_order_of_their_keys_and_misses_are_none(
+    backend: StackTensorBackend,
+) -> None:
     num = 3 * module.BATCH_CHUNKS + 5
     stored = {i: make_tensor(i) for i in range(num) if i % 5 != 2}
     assert backend.batched_put((key(i), tensor) for i, tensor in stored.items()) == len(stored)
@@ -160,7 +185,9 @@ def test_what_no_record_can_hold_is_refused_and_leaks_nothing(backend: StackTens
     assert not backend.contains(key("bad"))
 
 
-def test_tensors_come_back_from_the_disk_and_from_the_server(allocator: HostMemoryAllocator, tmp_path: Path) -> None:
+def test_tensors_come_back_from_the_disk_and_from_the_server(
+    allocator: HostMemoryAllocator, tmp_path: Path
+) -> None:
     served = MemoryStore()
     loop = LoopThread("test-server")
     loop.open()
@@ -173,13 +200,19 @@ def test_tensors_come_back_from_the_disk_and_from_the_server(allocator: HostMemo
         assert writer.batched_put((key(i), tensor) for i, tensor in enumerate(tensors)) == 40
         writer.close()
         assert len(served.chunks) == len(list(tmp_path.rglob("*.kvr"))) == 40
-        for options in (disk | {"remote_url": None}, {"remote_url": url}, disk | {"remote_url": url}):
+        for options in (
+            disk | {"remote_url": None},
+            {"remote_url": url},
+            disk | {"remote_url": url},
+        ):
             reader = make_backend(allocator, **options)
             assert reader.contains(key(7))
             assert not reader.contains(key("never"))
             got = list(reader.batched_get([key("never"), *(key(i) for i in range(40))]))
             assert got[0] is None
-            assert all(same(tensor, stored) for tensor, stored in zip(got[1:], tensors, strict=True))
+            assert all(
+                same(tensor, stored) for tensor, stored in zip(got[1:], tensors, strict=True)
+            )
             assert reader.get(key("never")) is None
             reader.close()
     finally:

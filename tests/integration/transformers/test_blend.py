@@ -14,7 +14,11 @@ from lmcache_core.blend.retriever import split_behind
 from lmcache_core.blend.selection import create_policy
 from lmcache_core.integrations.transformers import metadata_of
 from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
-from lmcache_core.integrations.transformers.blended import BlendingModel, blending_model_of, rope_parameters_of
+from lmcache_core.integrations.transformers.blended import (
+    BlendingModel,
+    blending_model_of,
+    rope_parameters_of,
+)
 from transformers import LlamaForCausalLM
 
 from tests.fixtures.blend_model import SEPARATOR, cached, document, full, small_llama, store, text
@@ -25,14 +29,20 @@ def model() -> LlamaForCausalLM:
     return small_llama()
 
 
-def blending(model: LlamaForCausalLM, retriever: SPTBlendRetriever, ratio: float, policy: str = "deviation") -> BlendingModel:
+def blending(
+    model: LlamaForCausalLM, retriever: SPTBlendRetriever, ratio: float, policy: str = "deviation"
+) -> BlendingModel:
     executor = CacheBlendImpl(ratio, create_policy(policy, ratio))
     executor.set_mover(RotaryEmbedding(rope_parameters_of(model.config)).mover)
     return BlendingModel(model, retriever, executor)
 
 
-def assert_equals_full(model: LlamaForCausalLM, prompts: list[torch.Tensor], blended: BlendingModel) -> None:
-    starts = torch.tensor([0, *torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).tolist()])
+def assert_equals_full(
+    model: LlamaForCausalLM, prompts: list[torch.Tensor], blended: BlendingModel
+) -> None:
+    starts = torch.tensor(
+        [0, *torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).tolist()]
+    )
     before = starts.clone()
     got = blended.prefill(torch.cat(prompts), starts)
     assert torch.equal(starts, before)
@@ -46,7 +56,9 @@ def assert_equals_full(model: LlamaForCausalLM, prompts: list[torch.Tensor], ble
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[list[tuple[int, int, bool]]]:
-    """Of each prompt its documents: length, seed, and whether it is stored; and at last a question."""
+    """Of each prompt its documents: length, seed, and whether it is stored; and at last a
+    question.
+    """
     part = st.tuples(st.integers(0, 20), st.integers(0, 5), st.booleans())
     return draw(st.lists(st.lists(part, max_size=4), min_size=1, max_size=3))
 
@@ -60,15 +72,27 @@ def test_a_ratio_of_one_is_full_recompute(model, batch, saves_unfull):
             for num_tokens, seed, is_stored in parts:
                 if is_stored:
                     store(model, engine, document(num_tokens, seed))
-            prompts.append(torch.cat([*(document(num_tokens, seed) for num_tokens, seed, _ in parts), text(3, 50 + i)]))
+            prompts.append(
+                torch.cat(
+                    [
+                        *(document(num_tokens, seed) for num_tokens, seed, _ in parts),
+                        text(3, 50 + i),
+                    ]
+                )
+            )
         assert_equals_full(model, prompts, blending(model, retriever, 1.0))
 
 
 @settings(max_examples=6, deadline=None)
-@given(batches(), st.sampled_from(["deviation", "first_of_chunk", "none"]), st.sampled_from([0.0, 0.3]))
+@given(
+    batches(), st.sampled_from(["deviation", "first_of_chunk", "none"]), st.sampled_from([0.0, 0.3])
+)
 def test_nothing_found_is_a_plain_prefill(model, batch, policy, ratio):
     with cached(model) as (_, retriever):
-        prompts = [torch.cat([*(document(n, seed) for n, seed, _ in parts), text(3, 50)]) for parts in batch]
+        prompts = [
+            torch.cat([*(document(n, seed) for n, seed, _ in parts), text(3, 50)])
+            for parts in batch
+        ]
         assert_equals_full(model, prompts, blending(model, retriever, ratio, policy))
 
 
@@ -76,7 +100,11 @@ def test_nothing_found_is_a_plain_prefill(model, batch, policy, ratio):
 def test_one_document_in_front_is_exact_at_any_ratio(model, policy):
     with cached(model) as (engine, retriever):
         store(model, engine, document(30, 1))
-        assert_equals_full(model, [torch.cat([document(30, 1), text(5, 2)])], blending(model, retriever, 0.0, policy))
+        assert_equals_full(
+            model,
+            [torch.cat([document(30, 1), text(5, 2)])],
+            blending(model, retriever, 0.0, policy),
+        )
 
 
 def test_documents_are_found_in_another_order_and_only_some_tokens_computed(model):
@@ -89,12 +117,19 @@ def test_documents_are_found_in_another_order_and_only_some_tokens_computed(mode
         assert blended.num_retrieved == len(first) + len(second)
         assert blended.num_computed == len(question) + (len(first) + len(second)) // 4
         _, layers = full(model, prompt)
-        # On the check layer and before it everything is computed; behind it what was not is near, and at its new position
+        # On the check layer and before it everything is computed; behind it what was not is near,
+        # and at its new position
         for layer_id in (0, 1):
-            torch.testing.assert_close(blended.caches[0].layers[layer_id].keys, layers[layer_id][0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                blended.caches[0].layers[layer_id].keys, layers[layer_id][0], rtol=1e-4, atol=1e-4
+            )
         deviations = []
         for ratio in (0.0, 0.25, 0.6, 1.0):
-            cache = blending(model, retriever, ratio).prefill(prompt, torch.tensor([0, len(prompt)])).caches[0]
+            cache = (
+                blending(model, retriever, ratio)
+                .prefill(prompt, torch.tensor([0, len(prompt)]))
+                .caches[0]
+            )
             deviations.append(float((cache.layers[3].values - layers[3][1]).square().mean()))
         assert deviations[0] > deviations[1] > deviations[2] > deviations[3]
         assert deviations[3] < 1e-9
@@ -107,13 +142,17 @@ def test_attention_in_blocks_is_attention_at_once(model, monkeypatch, num_rows):
         text(9, 4),
         torch.cat([document(30, 1), document(14, 5), text(2, 6)]),
     ]
-    starts = torch.tensor([0, *torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).tolist()])
+    starts = torch.tensor(
+        [0, *torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).tolist()]
+    )
     with cached(model) as (engine, retriever):
         for one in (document(22, 2), document(30, 1)):
             store(model, engine, one)
         monkeypatch.setattr("lmcache_core.integrations.transformers.blended.ROWS_OF_A_BLOCK", 1000)
         at_once = blending(model, retriever, 0.4).prefill(torch.cat(prompts), starts)
-        monkeypatch.setattr("lmcache_core.integrations.transformers.blended.ROWS_OF_A_BLOCK", num_rows)
+        monkeypatch.setattr(
+            "lmcache_core.integrations.transformers.blended.ROWS_OF_A_BLOCK", num_rows
+        )
         in_blocks = blending(model, retriever, 0.4).prefill(torch.cat(prompts), starts)
         assert at_once.num_computed < len(torch.cat(prompts))
         torch.testing.assert_close(in_blocks.logits, at_once.logits, rtol=1e-4, atol=1e-4)
@@ -136,7 +175,11 @@ def test_documents_that_are_a_prefix_here_are_taken_as_one(model):
         store(model, engine, torch.cat([first, second]))
         prompt = torch.cat([first, second, question])
         assert_equals_full(model, [prompt], blending(model, retriever, 0.0, "none"))
-        positions = retriever.new_request(prompt, torch.tensor([0, len(prompt)])).result(0).original_positions
+        positions = (
+            retriever.new_request(prompt, torch.tensor([0, len(prompt)]))
+            .result(0)
+            .original_positions
+        )
         assert positions.tolist() == [*range(len(first) + len(second)), 0, 0, 0, 0, 0]
 
 
@@ -145,7 +188,11 @@ def test_bad_input_is_refused(model):
         with pytest.raises(ValueError, match="rise"):
             retriever.new_request(torch.arange(5), torch.tensor([0, 4]))
         with pytest.raises(ValueError, match="special token sequence"):
-            SPTBlendRetriever(torch.tensor([], dtype=torch.int64), engine, metadata_of(model, "test", engine.config))
+            SPTBlendRetriever(
+                torch.tensor([], dtype=torch.int64),
+                engine,
+                metadata_of(model, "test", engine.config),
+            )
         store(model, engine, document(30, 1))
         with pytest.raises(ValueError, match="layer 9"):
             retriever.new_request(document(30, 1), torch.tensor([0, 32])).result(9)
@@ -181,12 +228,20 @@ def test_threads_take_turns(model):
 
 
 def test_quality_of_full_recompute_is_perfect_and_of_none_is_not(model):
-    prompts = [SplitPrompt([document(20, seed), document(24, seed + 1)], text(12, seed + 2)) for seed in (1, 5, 9)]
+    prompts = [
+        SplitPrompt([document(20, seed), document(24, seed + 1)], text(12, seed + 2))
+        for seed in (1, 5, 9)
+    ]
     done: list[int] = []
 
     def quality(policy: str, ratio: float) -> Quality:
         profile = BlendProfile(policy, ratio, tuple(SEPARATOR.tolist()))
-        return measure(model, prompts, lambda retriever: blending_model_of(model, retriever, profile), done.append)
+        return measure(
+            model,
+            prompts,
+            lambda retriever: blending_model_of(model, retriever, profile),
+            done.append,
+        )
 
     perfect, none, half = quality("deviation", 1.0), quality("none", 0.0), quality("deviation", 0.5)
     assert abs(perfect.kl_nats) < 1e-5

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lmcache_core.blend.certificate import BlendProfile
-from lmcache_core.integrations.transformers.architectures import BLENDED_ARCHITECTURES, reason_against_layers, reason_against_rotation
+from lmcache_core.integrations.transformers.architectures import (
+    BLENDED_ARCHITECTURES,
+    reason_against_layers,
+    reason_against_rotation,
+)
 from lmcache_core.integrations.transformers.blend_quality import DocumentRetriever, SplitPrompt
 from lmcache_core.integrations.transformers.blended import blending_model_of
 from torch import nn
@@ -19,11 +23,19 @@ ROPES: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
 }
 KNOWN = [
     ("llama", {}),
-    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "tie_word_embeddings": True}),
+    (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "tie_word_embeddings": True},
+    ),
     ("llama", {"attn_implementation": "eager", "num_key_value_heads": 4}),
     ("mistral", {"sliding_window": None}),
     ("qwen2", {}),
@@ -32,9 +44,17 @@ KNOWN = [
 
 
 def made(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = AutoConfig.for_model(kind, **small | special | {"vocab_size": VOCAB, "max_position_embeddings": 256} | options)
+    config = AutoConfig.for_model(
+        kind, **small | special | {"vocab_size": VOCAB, "max_position_embeddings": 256} | options
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     for name, parameter in model.named_parameters():
@@ -47,7 +67,9 @@ def made(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTr
 
 def prompt_of(num_endings: int = 6) -> SplitPrompt:
     generator = torch.Generator().manual_seed(1)
-    first, second, ending = (torch.randint(0, VOCAB, (n,), generator=generator) for n in (21, 34, num_endings))
+    first, second, ending = (
+        torch.randint(0, VOCAB, (n,), generator=generator) for n in (21, 34, num_endings)
+    )
     return SplitPrompt([first, second], ending)
 
 
@@ -74,8 +96,12 @@ def test_a_ratio_of_one_is_full_recompute(kind: str, options: dict[str, Any]) ->
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize(("kind", "options"), KNOWN)
 def test_keys_are_moved_as_the_model_rotates(kind: str, options: dict[str, Any], rope: str) -> None:
-    """Where no layer but the last lets tokens see one another, KV depends on the position alone, and nothing need be computed anew."""
-    model = made(kind, **options, rope_parameters={"rope_type": rope, "rope_theta": 1e4} | ROPES[rope])
+    """Where no layer but the last lets tokens see one another, KV depends on the position alone,
+    and nothing need be computed anew.
+    """
+    model = made(
+        kind, **options, rope_parameters={"rope_type": rope, "rope_theta": 1e4} | ROPES[rope]
+    )
     for layer in model.model.layers[:-1]:
         for parameter in layer.self_attn.o_proj.parameters():
             nn.init.zeros_(parameter)
@@ -83,7 +109,9 @@ def test_keys_are_moved_as_the_model_rotates(kind: str, options: dict[str, Any],
 
 
 def test_every_architecture_is_proved() -> None:
-    assert {type(made(kind, **options)).__name__ for kind, options in KNOWN} == {f"{kind}ForCausalLM" for kind in BLENDED_ARCHITECTURES}
+    assert {type(made(kind, **options)).__name__ for kind, options in KNOWN} == {
+        f"{kind}ForCausalLM" for kind in BLENDED_ARCHITECTURES
+    }
 
 
 def test_bfloat16_is_equal_to_its_own_rounding() -> None:
@@ -105,7 +133,10 @@ def patched() -> PreTrainedModel:
 
 
 UNKNOWN = {
-    "scaled residuals and logits": (lambda: made("granite", residual_multiplier=0.2, logits_scaling=8.0), "GraniteForCausalLM"),
+    "scaled residuals and logits": (
+        lambda: made("granite", residual_multiplier=0.2, logits_scaling=8.0),
+        "GraniteForCausalLM",
+    ),
     "capped attention": (lambda: made("gemma2", head_dim=8), "Gemma2ForCausalLM"),
     "pairs of neighbours": (lambda: made("helium", head_dim=8), "HeliumForCausalLM"),
     "rotates a part": (lambda: made("stablelm"), "StableLmForCausalLM"),
@@ -113,9 +144,14 @@ UNKNOWN = {
     "a class of a user": (lambda: OtherLlama(made("llama").config), "OtherLlama"),
     "a changed layer": (patched, "patched.<locals>.Attention"),
     "a window": (lambda: made("mistral", sliding_window=16), "sliding window"),
-    "windows on some layers": (lambda: made("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1), "sliding window"),
+    "windows on some layers": (
+        lambda: made("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1),
+        "sliding window",
+    ),
     "rotates by the prompt's length": (
-        lambda: made("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        lambda: made(
+            "llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        ),
         "length of each prompt",
     ),
     "other frequencies for long prompts": (
@@ -133,10 +169,20 @@ UNKNOWN = {
         "longrope",
     ),
     "says that it rotates a part, and rotates all": (
-        lambda: made("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        lambda: made(
+            "llama",
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        ),
         "other frequencies",
     ),
-    "frequencies rounded by a cast": (lambda: made("llama").to(torch.bfloat16), "give the dtype where it is loaded"),
+    "frequencies rounded by a cast": (
+        lambda: made("llama").to(torch.bfloat16),
+        "give the dtype where it is loaded",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Everything that docs/blend.md shows is run as it is written there, on the demonstration's model."""
+"""Everything that docs/blend.md shows is run as it is written there, on the demonstration's
+model.
+"""
 
 from __future__ import annotations
 

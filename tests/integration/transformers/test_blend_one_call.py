@@ -1,4 +1,6 @@
-"""One call blends, if the engine's options and a certificate allow it; else it computes, and says why."""
+"""One call blends, if the engine's options and a certificate allow it; else it computes, and
+says why.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from lmcache_core.blend.certificate import BlendCertificate, BlendProfile, CertificateFolder, Quality, QualityBounds
+from lmcache_core.blend.certificate import (
+    BlendCertificate,
+    BlendProfile,
+    CertificateFolder,
+    Quality,
+    QualityBounds,
+)
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.errors import ConfigError
 from lmcache_core.integrations.transformers import CachedCausalLM
@@ -25,15 +33,24 @@ def model() -> LlamaForCausalLM:
 
 def certify(folder, engine, **figures):
     quality = {"kl_nats": 0.0, "top1_agreement": 1.0, "delta_loss_nats": 0.0} | figures
-    profile = BlendProfile(engine.config.blend_policy, engine.config.blend_recompute_ratio, tuple(SEPARATOR.tolist()))
+    profile = BlendProfile(
+        engine.config.blend_policy, engine.config.blend_recompute_ratio, tuple(SEPARATOR.tolist())
+    )
     found = Quality(num_prompts=2, num_tokens=20, delta_loss_error=0.0, reused_share=0.9, **quality)
-    made = BlendCertificate(1, "test", engine.metadata.revision, profile, QualityBounds(), found, "0.1.0")
+    made = BlendCertificate(
+        1, "test", engine.metadata.revision, profile, QualityBounds(), found, "0.1.0"
+    )
     CertificateFolder(folder).save(made)
 
 
 @pytest.fixture
 def options(tmp_path):
-    return {"enable_blending": True, "blend_certificates": str(tmp_path), "blend_min_tokens": 40, "blend_recompute_ratio": 0.25}
+    return {
+        "enable_blending": True,
+        "blend_certificates": str(tmp_path),
+        "blend_min_tokens": 40,
+        "blend_recompute_ratio": 0.25,
+    }
 
 
 @pytest.mark.parametrize("keeps_answers", [False, True])
@@ -47,15 +64,21 @@ def test_one_call_blends(model, options, tmp_path, keeps_answers):
             assert not blending_model.generate(prompt, 1).is_blended, "nothing is cached yet"
             for one in (first, second):
                 blending_model.keep_document(one)
-            assert not blending_model.generate(prompt, 3).is_blended, "the prompt itself is cached, which is exact"
+            assert not blending_model.generate(prompt, 3).is_blended, (
+                "the prompt itself is cached, which is exact"
+            )
             other = torch.cat([first, second, question])
             answer = blending_model.generate(other, 4)
             assert answer.is_blended
             assert answer.num_reused_tokens == len(first) + len(second)
             assert len(answer.tokens) == 4
             everything = torch.cat([other, torch.tensor(answer.tokens)])
-            assert engine.lookup(everything) == len(first), "the first document alone: what was blended is not stored"
-            assert not blending_model.generate(other[:39], 1).is_blended, "shorter than blend_min_tokens"
+            assert engine.lookup(everything) == len(first), (
+                "the first document alone: what was blended is not stored"
+            )
+            assert not blending_model.generate(other[:39], 1).is_blended, (
+                "shorter than blend_min_tokens"
+            )
 
 
 def test_a_ratio_of_one_answers_as_a_full_prefill(model, options, tmp_path):
@@ -79,7 +102,9 @@ def make_it_of_another_separator(folder: Path, engine: LMCacheEngine) -> None:
     [path] = folder.iterdir()
     made = msgspec.json.decode(path.read_bytes(), type=BlendCertificate)
     path.unlink()
-    CertificateFolder(folder).save(msgspec.structs.replace(made, profile=msgspec.structs.replace(made.profile, separator=(1,))))
+    CertificateFolder(folder).save(
+        msgspec.structs.replace(made, profile=msgspec.structs.replace(made.profile, separator=(1,)))
+    )
 
 
 def put_a_folder_in_its_place(folder: Path, _: LMCacheEngine) -> None:
@@ -98,7 +123,9 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("spoiled", SPOILED)
-def test_without_a_certificate_prompts_are_computed_and_it_is_said(model, options, tmp_path, spoiled, caplog):
+def test_without_a_certificate_prompts_are_computed_and_it_is_said(
+    model, options, tmp_path, spoiled, caplog
+):
     prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
     with cached(model, **options) as (engine, _):
         certify(tmp_path, engine)
@@ -113,19 +140,36 @@ def test_without_a_certificate_prompts_are_computed_and_it_is_said(model, option
 
 
 @pytest.mark.parametrize(
-    "changed", [{"blend_policy": "first_of_chunk"}, {"blend_recompute_ratio": 0.26}, {"blend_certificates": None}], ids=str
+    "changed",
+    [
+        {"blend_policy": "first_of_chunk"},
+        {"blend_recompute_ratio": 0.26},
+        {"blend_certificates": None},
+    ],
+    ids=str,
 )
 def test_a_certificate_holds_for_nothing_else(model, options, tmp_path, changed):
     with cached(model, **options) as (engine, _):
         certify(tmp_path, engine)
-    with cached(model, **options | changed) as (engine, _), contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as plain:
+    with (
+        cached(model, **options | changed) as (engine, _),
+        contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as plain,
+    ):
         assert "lmcachectl certify blend" in plain.reason_against_blending
 
 
 def test_a_model_that_is_not_known_is_computed_and_it_is_said(options, tmp_path):
     torch.manual_seed(0)
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = GraniteForCausalLM(GraniteConfig(**small, vocab_size=VOCAB + 2, residual_multiplier=0.2)).eval()
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = GraniteForCausalLM(
+        GraniteConfig(**small, vocab_size=VOCAB + 2, residual_multiplier=0.2)
+    ).eval()
     prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
     with cached(model, **options) as (engine, _):
         certify(tmp_path, engine)
@@ -186,7 +230,9 @@ def test_documents_that_were_evicted_are_computed(model, options, tmp_path):
     documents = [document(30 + 2 * i, i) for i in range(6)]
     prompt = torch.cat([*reversed(documents), text(5, 9)])
     one_chunk = 4 * 2 * CHUNK * 2 * 8 * 4  # layers, sides, tokens, heads, their size, bytes
-    with cached(model, **options | {"blend_recompute_ratio": 1.0}, capacity_bytes=16 * one_chunk) as (engine, _):
+    with cached(
+        model, **options | {"blend_recompute_ratio": 1.0}, capacity_bytes=16 * one_chunk
+    ) as (engine, _):
         certify(tmp_path, engine)
         with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
             for one in documents:

@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from lmcache_core.engine import LMCacheEngine
-from lmcache_core.integrations.transformers import CachedCausalLM, connector_of, metadata_of, weights_fingerprint
+from lmcache_core.integrations.transformers import (
+    CachedCausalLM,
+    connector_of,
+    metadata_of,
+    weights_fingerprint,
+)
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.token_database import ChunkedTokenDatabase
 from lmcache_demo.model import MODEL_DIR
@@ -52,7 +57,9 @@ def engine_for(model: LlamaForCausalLM, **options: object) -> Iterator[LMCacheEn
     config = make_config(chunk_size=CHUNK, **options)
     metadata = metadata_of(model, "test", config)
     allocator = HostMemoryAllocator(16 << 20)
-    made = LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector_of(model))
+    made = LMCacheEngine(
+        config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector_of(model)
+    )
     made.open()
     yield made
     made.close()
@@ -71,16 +78,22 @@ def prompt(num_tokens: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_tokens", [1, CHUNK, CHUNK + 1, 5 * CHUNK, 5 * CHUNK + 7])
-def test_tokens_equal_those_without_a_cache(model: LlamaForCausalLM, engine: LMCacheEngine, num_tokens: int) -> None:
+def test_tokens_equal_those_without_a_cache(
+    model: LlamaForCausalLM, engine: LMCacheEngine, num_tokens: int
+) -> None:
     plain, cached = CachedCausalLM(model, None), CachedCausalLM(model, engine)
     want = plain.generate(prompt(num_tokens), 12)
     first, second = cached.generate(prompt(num_tokens), 12), cached.generate(prompt(num_tokens), 12)
     assert want.tokens == first.tokens == second.tokens
     assert first.num_reused_tokens == 0
-    assert second.num_reused_tokens == num_tokens - 1, "one token is always computed: its logits are not cached"
+    assert second.num_reused_tokens == num_tokens - 1, (
+        "one token is always computed: its logits are not cached"
+    )
 
 
-def test_another_question_reuses_the_document(model: LlamaForCausalLM, engine: LMCacheEngine) -> None:
+def test_another_question_reuses_the_document(
+    model: LlamaForCausalLM, engine: LMCacheEngine
+) -> None:
     document = prompt(10 * CHUNK + 5)
     questions = [torch.cat([document, prompt(20, seed)]) for seed in (1, 2)]
     cached, plain = CachedCausalLM(model, engine), CachedCausalLM(model, None)
@@ -92,7 +105,9 @@ def test_another_question_reuses_the_document(model: LlamaForCausalLM, engine: L
 
 @pytest.mark.parametrize("num_tokens", [3 * CHUNK - 1, 3 * CHUNK, 3 * CHUNK + 7])
 @pytest.mark.parametrize("num_new", [1, 2, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
-def test_the_next_turn_reuses_the_answer_where_it_is_kept(model: LlamaForCausalLM, num_tokens: int, num_new: int) -> None:
+def test_the_next_turn_reuses_the_answer_where_it_is_kept(
+    model: LlamaForCausalLM, num_tokens: int, num_new: int
+) -> None:
     first = prompt(num_tokens)
     plain = CachedCausalLM(model, None)
     answer = plain.generate(first, num_new).tokens
@@ -114,7 +129,9 @@ def test_the_next_turn_reuses_the_answer_where_it_is_kept(model: LlamaForCausalL
 
 
 def test_the_kept_answer_is_that_of_the_model(model: LlamaForCausalLM) -> None:
-    """The KV that decoding left is, within rounding, the KV that a prefill of prompt and answer computes."""
+    """The KV that decoding left is, within rounding, the KV that a prefill of prompt and answer
+    computes.
+    """
     first = prompt(2 * CHUNK + 3)
     with engine_for(model, save_decode_cache=True) as engine:
         cached = CachedCausalLM(model, engine)
@@ -123,12 +140,18 @@ def test_the_kept_answer_is_that_of_the_model(model: LlamaForCausalLM) -> None:
         cache, num_loaded = cached.load(torch.cat([everything, prompt(1)]))
         assert num_loaded == len(everything) // CHUNK * CHUNK
         assert engine.lookup(everything) == len(everything), "its last partial chunk too"
-        assert engine.lookup(torch.cat([first, torch.tensor(answer)])) == num_loaded, "the last token has no KV yet"
+        assert engine.lookup(torch.cat([first, torch.tensor(answer)])) == num_loaded, (
+            "the last token has no KV yet"
+        )
         with torch.inference_mode():
             fresh = model(input_ids=everything[None], use_cache=True).past_key_values
         for got, wanted in zip(cache.layers, fresh.layers, strict=True):
-            torch.testing.assert_close(got.keys[0], wanted.keys[0][:, :num_loaded], atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(got.values[0], wanted.values[0][:, :num_loaded], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                got.keys[0], wanted.keys[0][:, :num_loaded], atol=1e-4, rtol=1e-4
+            )
+            torch.testing.assert_close(
+                got.values[0], wanted.values[0][:, :num_loaded], atol=1e-4, rtol=1e-4
+            )
 
 
 def test_the_comparison_can_fail(model: LlamaForCausalLM, engine: LMCacheEngine) -> None:
@@ -160,13 +183,22 @@ def test_other_weights_never_share(model: LlamaForCausalLM) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"rope_theta": 500000.0}, {"rms_norm_eps": 1e-5}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"hidden_act": "gelu"}],
+    [
+        {"rope_theta": 500000.0},
+        {"rms_norm_eps": 1e-5},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"hidden_act": "gelu"},
+    ],
 )
 @pytest.mark.parametrize("revision", [None, "main"])
-def test_the_same_weights_with_other_options_never_share(model: LlamaForCausalLM, options: dict[str, object], revision: str | None) -> None:
+def test_the_same_weights_with_other_options_never_share(
+    model: LlamaForCausalLM, options: dict[str, object], revision: str | None
+) -> None:
     """The position encoding is no weight; KV under another one is other KV."""
     config = make_config(chunk_size=CHUNK)
-    other = LlamaForCausalLM(LlamaConfig.from_dict(model.config.to_dict() | _as_rope(model, options))).eval()
+    other = LlamaForCausalLM(
+        LlamaConfig.from_dict(model.config.to_dict() | _as_rope(model, options))
+    ).eval()
     other.load_state_dict(model.state_dict())
     assert weights_fingerprint(model) == weights_fingerprint(other)
     mine, theirs = (metadata_of(m, "test", config, revision) for m in (model, other))
@@ -194,34 +226,54 @@ def test_where_a_model_lies_is_no_part_of_its_identity(model: LlamaForCausalLM) 
 
 
 @pytest.mark.parametrize("revision", [None, "main"])
-def test_a_model_that_was_cast_never_shares_with_one_that_was_loaded_so(revision: str | None, tmp_path: Path) -> None:
-    """The cast rounds the frequencies of the rotation too, which are no weights; loading does not."""
+def test_a_model_that_was_cast_never_shares_with_one_that_was_loaded_so(
+    revision: str | None, tmp_path: Path
+) -> None:
+    """The cast rounds the frequencies of the rotation too, which are no weights; loading does
+    not.
+    """
     config = make_config(chunk_size=CHUNK)
     cast = make_model(0).to(torch.bfloat16)
     cast.config.dtype = torch.bfloat16
     cast.save_pretrained(tmp_path)
-    loaded = [LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval() for _ in range(2)]
+    loaded = [
+        LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval() for _ in range(2)
+    ]
     assert weights_fingerprint(cast) == weights_fingerprint(loaded[0])
-    assert metadata_of(loaded[0], "test", config, revision) == metadata_of(loaded[1], "test", config, revision)
-    assert metadata_of(cast, "test", config, revision).revision != metadata_of(loaded[0], "test", config, revision).revision
+    assert metadata_of(loaded[0], "test", config, revision) == metadata_of(
+        loaded[1], "test", config, revision
+    )
+    assert (
+        metadata_of(cast, "test", config, revision).revision
+        != metadata_of(loaded[0], "test", config, revision).revision
+    )
 
 
 def test_a_model_that_forgets_tokens_is_refused() -> None:
     config = MistralConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
     )
     config.sliding_window = 8
     with pytest.raises(ValueError, match="full attention"):
         metadata_of(MistralForCausalLM(config).eval(), "test", make_config(chunk_size=CHUNK))
 
 
-@pytest.mark.parametrize("ids", [torch.empty(0, dtype=torch.int64), torch.zeros((2, 5), dtype=torch.int64)])
+@pytest.mark.parametrize(
+    "ids", [torch.empty(0, dtype=torch.int64), torch.zeros((2, 5), dtype=torch.int64)]
+)
 def test_a_prompt_is_one_sequence(model: LlamaForCausalLM, ids: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="input_ids"):
         CachedCausalLM(model, None).generate(ids, 1)
 
 
-def test_a_prompt_may_have_the_shape_that_tokenizers_return(model: LlamaForCausalLM, engine: LMCacheEngine) -> None:
+def test_a_prompt_may_have_the_shape_that_tokenizers_return(
+    model: LlamaForCausalLM, engine: LMCacheEngine
+) -> None:
     prompt = torch.arange(1, 40)
     cached = CachedCausalLM(model, engine)
     assert cached.generate(prompt[None], 4).tokens == cached.generate(prompt, 4).tokens
@@ -235,8 +287,12 @@ def test_the_readme_runs_as_it_is_pasted(tmp_path: Path) -> None:
     [program] = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     changed = re.sub(r'^name = ".*?"', f'name = "{MODEL_DIR}"', program, flags=re.MULTILINE)
     assert changed != program
-    done = subprocess.run([sys.executable, "-c", changed], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", changed], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
-    first, second = (line.split(" of ")[0] for line in done.stdout.splitlines() if "tokens reused" in line)
+    first, second = (
+        line.split(" of ")[0] for line in done.stdout.splitlines() if "tokens reused" in line
+    )
     assert int(first) == 0
     assert int(second) >= 256

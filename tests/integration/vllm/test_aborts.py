@@ -1,4 +1,6 @@
-"""Requests that end before their time, in every state; and blocks that a load may still write to."""
+"""Requests that end before their time, in every state; and blocks that a load may still write
+to.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.fixtures.vllm_engine.stores import WrappedStore
 from tests.fixtures.vllm_engine.worlds import embedded, prompt
 
 PATIENCE_S, IDLE_S = 10.0, 0.0005
-SHAPES = pytest.mark.parametrize("shape", [Shape(num_blocks=40), Shape((FULL, window(6)), num_blocks=60)], ids=["full", "hybrid"])
+SHAPES = pytest.mark.parametrize(
+    "shape", [Shape(num_blocks=40), Shape((FULL, window(6)), num_blocks=60)], ids=["full", "hybrid"]
+)
 
 
 class GatedStore(WrappedStore):
@@ -40,7 +44,9 @@ class World:
     def __init__(self, module: ModuleType, model: Path, shape: Shape, **options: Any) -> None:
         self.gates: list[GatedStore] = []
         extra = embedded(load="async", save_decode_cache=True)
-        self.opened = running(module, model, extra, shape=shape, wrap_store=self.wrap, limits=Limits(16), **options)
+        self.opened = running(
+            module, model, extra, shape=shape, wrap_store=self.wrap, limits=Limits(16), **options
+        )
 
     def wrap(self, store: ChunkStore) -> GatedStore:
         self.gates.append(GatedStore(store))
@@ -74,15 +80,21 @@ class World:
 def steps_until(engine: Engine, request: Request, status: Status, num_computed: int = 0) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while request.status is not status or request.num_computed_tokens < num_computed:
-        assert time.monotonic() < deadline, f"it is {request.status.value} at {request.num_computed_tokens}"
+        assert time.monotonic() < deadline, (
+            f"it is {request.status.value} at {request.num_computed_tokens}"
+        )
         if not engine.step():
             time.sleep(IDLE_S)
 
 
 @SHAPES
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_blocks_that_are_being_loaded_into_are_nobody_elses(module: ModuleType, model: Path, shape: Shape, policy: str) -> None:
-    """The client has gone, the load has not: its blocks come back when it has ended, and not before."""
+def test_blocks_that_are_being_loaded_into_are_nobody_elses(
+    module: ModuleType, model: Path, shape: Shape, policy: str
+) -> None:
+    """The client has gone, the load has not: its blocks come back when it has ended, and not
+    before.
+    """
     world = World(module, model, shape, policy=policy)
     with world as engine:
         world.shut(True)
@@ -110,7 +122,9 @@ def test_blocks_that_are_being_loaded_into_are_nobody_elses(module: ModuleType, 
     ],
     ids=["waiting", "loading", "in the middle of its prompt", "generating"],
 )
-def test_every_state(module: ModuleType, model: Path, shape: Shape, status: Status, num_computed: int) -> None:
+def test_every_state(
+    module: ModuleType, model: Path, shape: Shape, status: Status, num_computed: int
+) -> None:
     world = World(module, model, shape)
     with world as engine:
         world.shut(status is Status.WAITING_FOR_REMOTE_KVS)

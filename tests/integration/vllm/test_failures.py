@@ -18,7 +18,9 @@ from tests.fixtures.vllm_engine.worlds import embedded, prompt
 
 EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
 SHAPES = pytest.mark.parametrize(
-    "shape", [Shape(), Shape((window(6),)), Shape((FULL, window(6)), num_blocks=96)], ids=["full", "windowed", "hybrid"]
+    "shape",
+    [Shape(), Shape((window(6),)), Shape((FULL, window(6)), num_blocks=96)],
+    ids=["full", "windowed", "hybrid"],
 )
 MAX_STEPS = 300
 """A connector that offered a failed load again would need thousands: vLLM asks in every step."""
@@ -57,18 +59,26 @@ class Wrapped:
 @pytest.mark.parametrize("num_kept", [0, 1, 3])
 def test_recompute(module: ModuleType, model: Path, load: str, shape: Shape, num_kept: int) -> None:
     stores = Wrapped(LosingStore)
-    with running(module, model, embedded(load=load), shape=shape, wrap_store=stores, limits=Limits(16)) as engine:
+    with running(
+        module, model, embedded(load=load), shape=shape, wrap_store=stores, limits=Limits(16)
+    ) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
         stores.set("num_kept", num_kept)
-        failed, branch, other = engine.add(prompt(1, 43), 4), engine.add(prompt(1, 20) + prompt(2, 9), 4), engine.add(prompt(3, 20), 4)
+        failed, branch, other = (
+            engine.add(prompt(1, 43), 4),
+            engine.add(prompt(1, 20) + prompt(2, 9), 4),
+            engine.add(prompt(3, 20), 4),
+        )
         engine.run(MAX_STEPS)
         assert engine.tally(failed).num_loads == 1, "what failed was offered again"
         assert engine.tally(branch).num_loads <= 1
         assert engine.tally(other).num_loads == 0
         stores.set("num_kept", None)
         engine.forget()
-        assert engine.tally(engine.ask(prompt(1, 43))).num_external == 40, "what was computed instead was not stored again"
+        assert engine.tally(engine.ask(prompt(1, 43))).num_external == 40, (
+            "what was computed instead was not stored again"
+        )
 
 
 @EITHER_LOAD
@@ -88,7 +98,9 @@ def test_recompute_before_030(any_module: ModuleType, model: Path, load: str) ->
 def test_fail(module: ModuleType, model: Path, load: str, shape: Shape) -> None:
     """vLLM then ends the request, and only that."""
     stores = Wrapped(LosingStore)
-    with running(module, model, embedded(load=load), shape=shape, wrap_store=stores, policy="fail") as engine:
+    with running(
+        module, model, embedded(load=load), shape=shape, wrap_store=stores, policy="fail"
+    ) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
         stores.set("num_kept", 0)
@@ -102,9 +114,13 @@ def test_fail(module: ModuleType, model: Path, load: str, shape: Shape) -> None:
 
 
 def test_requests_that_share_blocks_of_a_failed_load(module: ModuleType, model: Path) -> None:
-    """In a synchronous load the blocks are found by others in the same step; what they compute behind wrong KV must not be stored."""
+    """In a synchronous load the blocks are found by others in the same step; what they compute
+    behind wrong KV must not be stored.
+    """
     stores = Wrapped(LosingStore)
-    with running(module, model, embedded(load="sync"), wrap_store=stores, limits=Limits(64)) as engine:
+    with running(
+        module, model, embedded(load="sync"), wrap_store=stores, limits=Limits(64)
+    ) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
         stores.set("num_kept", 1)
@@ -119,10 +135,16 @@ def test_requests_that_share_blocks_of_a_failed_load(module: ModuleType, model: 
 
 @EITHER_LOAD
 @SHAPES
-@pytest.mark.parametrize("methods", [METHODS, *((name,) for name in METHODS)], ids=["all", *METHODS])
-def test_the_connector_never_raises(module: ModuleType, model: Path, load: str, shape: Shape, methods: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "methods", [METHODS, *((name,) for name in METHODS)], ids=["all", *METHODS]
+)
+def test_the_connector_never_raises(
+    module: ModuleType, model: Path, load: str, shape: Shape, methods: tuple[str, ...]
+) -> None:
     stores = Wrapped(RaisingStore, methods)
-    engine = Engine(module, model, embedded(load=load), shape=shape, wrap_store=stores, limits=Limits(16))
+    engine = Engine(
+        module, model, embedded(load=load), shape=shape, wrap_store=stores, limits=Limits(16)
+    )
     try:
         engine.ask(prompt(1, 40))
         engine.forget()
@@ -154,15 +176,25 @@ def test_a_store_that_raises_when_vllm_starts(module: ModuleType, model: Path) -
 
 @EITHER_LOAD
 @pytest.mark.parametrize(
-    "shape", [Shape(), Shape((window(10),)), Shape((FULL, window(10)), num_blocks=96)], ids=["full", "windowed", "hybrid"]
+    "shape",
+    [Shape(), Shape((window(10),)), Shape((FULL, window(10)), num_blocks=96)],
+    ids=["full", "windowed", "hybrid"],
 )
 @pytest.mark.parametrize("place", [0.0, 0.5, 0.999])
-def test_the_engine_notices_forged_kv(module: ModuleType, model: Path, load: str, shape: Shape, place: float) -> None:
-    """The negative control: one number of a chunk is another, and the digest fits. Without this, nothing here would prove anything."""
+def test_the_engine_notices_forged_kv(
+    module: ModuleType, model: Path, load: str, shape: Shape, place: float
+) -> None:
+    """The negative control: one number of a chunk is another, and the digest fits. Without this,
+    nothing here would prove anything.
+    """
 
     def forge(payload: bytes) -> bytes:
         at = int(place * len(payload)) // 4 * 4
-        return payload[:at] + struct.pack("<f", struct.unpack_from("<f", payload, at)[0] + 1.0) + payload[at + 4 :]
+        return (
+            payload[:at]
+            + struct.pack("<f", struct.unpack_from("<f", payload, at)[0] + 1.0)
+            + payload[at + 4 :]
+        )
 
     stores = Wrapped(ForgingStore, forge)
     engine = Engine(module, model, embedded(load=load), shape=shape, wrap_store=stores)
@@ -179,7 +211,9 @@ def test_the_engine_notices_forged_kv(module: ModuleType, model: Path, load: str
 
 @EITHER_LOAD
 def test_damage_in_memory_is_a_failed_load(module: ModuleType, model: Path, load: str) -> None:
-    """`verify_hot: always`: bytes that have changed in memory do not have their digest, and the load fails as if they were lost."""
+    """`verify_hot: always`: bytes that have changed in memory do not have their digest, and the
+    load fails as if they were lost.
+    """
     with running(module, model, embedded(load=load, verify_hot="always")) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()

@@ -8,7 +8,15 @@ from types import ModuleType
 import pytest
 
 from tests.fixtures.vllm_engine import FULL, MLA, GroupShape, Limits, Shape, running, window
-from tests.fixtures.vllm_engine.shapes import BLOCK_FIRST, HND, KV_FIRST, LATENT_3D, LATENT_4D, NHD, PACKED
+from tests.fixtures.vllm_engine.shapes import (
+    BLOCK_FIRST,
+    HND,
+    KV_FIRST,
+    LATENT_3D,
+    LATENT_4D,
+    NHD,
+    PACKED,
+)
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, embedded, prompt
 
 EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
@@ -37,8 +45,12 @@ def test_a_prompt_that_vllm_has_forgotten(any_module: ModuleType, model: Path, l
 
 
 @EITHER_LOAD
-def test_logprobs_of_the_prompt_are_computed(any_module: ModuleType, model: Path, load: str) -> None:
-    """Before 0.31 vLLM leaves that to the connector: logprobs of tokens that are loaded would be uninitialised memory."""
+def test_logprobs_of_the_prompt_are_computed(
+    any_module: ModuleType, model: Path, load: str
+) -> None:
+    """Before 0.31 vLLM leaves that to the connector: logprobs of tokens that are loaded would be
+    uninitialised memory.
+    """
     with running(any_module, model, embedded(load=load)) as engine:
         engine.ask(prompt(1, 43), prompt_logprobs=True)
         engine.forget()
@@ -50,15 +62,21 @@ def test_logprobs_of_the_prompt_are_computed(any_module: ModuleType, model: Path
 
 
 @pytest.mark.parametrize(("layout", "tensors", "group"), LAYOUTS)
-def test_every_layout(module: ModuleType, model: Path, layout: str, tensors: str, group: GroupShape) -> None:
-    with running(module, model, embedded(layout=layout), shape=Shape((group,), layout=tensors)) as engine:
+def test_every_layout(
+    module: ModuleType, model: Path, layout: str, tensors: str, group: GroupShape
+) -> None:
+    with running(
+        module, model, embedded(layout=layout), shape=Shape((group,), layout=tensors)
+    ) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
         hit = engine.ask(prompt(1, 40) + prompt(2, 5))
     assert engine.tally(hit).num_external == 40
 
 
-def test_chunks_of_tokens_are_read_by_an_engine_with_another_layout(module: ModuleType, model: Path) -> None:
+def test_chunks_of_tokens_are_read_by_an_engine_with_another_layout(
+    module: ModuleType, model: Path
+) -> None:
     """The store is that of the first engine, which is still open."""
     extra = embedded(layout="tokens")
     with (
@@ -70,7 +88,9 @@ def test_chunks_of_tokens_are_read_by_an_engine_with_another_layout(module: Modu
     assert other.tally(hit).num_external == 40
 
 
-def test_chunks_of_blocks_are_not_read_by_an_engine_with_other_blocks(module: ModuleType, model: Path) -> None:
+def test_chunks_of_blocks_are_not_read_by_an_engine_with_other_blocks(
+    module: ModuleType, model: Path
+) -> None:
     with (
         running(module, model, embedded(), engine_id="shared") as engine,
         running(module, model, embedded(), shape=Shape(block_size=8), engine_id="shared") as other,
@@ -80,7 +100,9 @@ def test_chunks_of_blocks_are_not_read_by_an_engine_with_other_blocks(module: Mo
 
 
 @EITHER_LOAD
-@pytest.mark.parametrize("shape", [Shape(), Shape((window(10),)), HYBRID], ids=["full", "windowed", "hybrid"])
+@pytest.mark.parametrize(
+    "shape", [Shape(), Shape((window(10),)), HYBRID], ids=["full", "windowed", "hybrid"]
+)
 @pytest.mark.parametrize("num_tokens", [39, 40, 41])
 def test_a_prompt_of_whole_chunks_leaves_a_token_to_compute(
     module: ModuleType, model: Path, load: str, shape: Shape, num_tokens: int
@@ -94,8 +116,12 @@ def test_a_prompt_of_whole_chunks_leaves_a_token_to_compute(
 
 @pytest.mark.parametrize("reach", range(2, 14))
 def test_windows_of_every_size(module: ModuleType, model: Path, reach: int) -> None:
-    """In an asynchronous load of a whole prompt the last token is computed again; its window must not have lost a block by then."""
-    with running(module, model, embedded(), shape=Shape((FULL, window(reach)), num_blocks=96)) as engine:
+    """In an asynchronous load of a whole prompt the last token is computed again; its window
+    must not have lost a block by then.
+    """
+    with running(
+        module, model, embedded(), shape=Shape((FULL, window(reach)), num_blocks=96)
+    ) as engine:
         for num_tokens in (16, 24, 27):
             engine.ask(prompt(1, num_tokens))
             engine.forget()
@@ -106,7 +132,9 @@ def test_windows_of_every_size(module: ModuleType, model: Path, reach: int) -> N
 
 @EITHER_LOAD
 @pytest.mark.parametrize("shape", [Shape(), HYBRID], ids=["full", "hybrid"])
-def test_what_vllm_has_itself_is_not_loaded(module: ModuleType, model: Path, load: str, shape: Shape) -> None:
+def test_what_vllm_has_itself_is_not_loaded(
+    module: ModuleType, model: Path, load: str, shape: Shape
+) -> None:
     with running(module, model, embedded(load=load), shape=shape) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
@@ -128,7 +156,11 @@ def test_a_shared_prefix_with_another_end(module: ModuleType, model: Path, load:
 
 
 @EITHER_LOAD
-@pytest.mark.parametrize("shape", [Shape(num_blocks=128), Shape((FULL, window(6)), num_blocks=160)], ids=["full", "hybrid"])
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(num_blocks=128), Shape((FULL, window(6)), num_blocks=160)],
+    ids=["full", "hybrid"],
+)
 def test_many_at_once(module: ModuleType, model: Path, load: str, shape: Shape) -> None:
     prompts = [prompt(1, 24) + prompt(number, 20) for number in range(2, 8)]
     with running(module, model, embedded(load=load), shape=shape, limits=Limits(16)) as engine:
@@ -138,7 +170,9 @@ def test_many_at_once(module: ModuleType, model: Path, load: str, shape: Shape) 
         hot = [engine.add(tokens, max_tokens=4) for tokens in prompts]
         engine.run()
     assert [request.output for request in hot] == [request.output for request in cold]
-    assert all(engine.tally(request).num_loads == 1 for request in hot), "those behind the first share its blocks, and load their own rest"
+    assert all(engine.tally(request).num_loads == 1 for request in hot), (
+        "those behind the first share its blocks, and load their own rest"
+    )
 
 
 @pytest.mark.parametrize("token_budget", [3, 8, 11, 64])
@@ -156,9 +190,13 @@ def test_prompts_in_pieces(module: ModuleType, model: Path, token_budget: int) -
 def test_chunks_that_a_window_has_left_before_they_were_whole(
     module: ModuleType, model: Path, token_budget: int, num_windowed: int
 ) -> None:
-    """Their first blocks are somebody else's by then, and what lies in those is not stored as if it were theirs."""
+    """Their first blocks are somebody else's by then, and what lies in those is not stored as if
+    it were theirs.
+    """
     shape = Shape((FULL, window(6)), num_blocks=40)
-    with running(module, model, embedded(chunk_size=16), shape=shape, limits=Limits(token_budget)) as engine:
+    with running(
+        module, model, embedded(chunk_size=16), shape=shape, limits=Limits(token_budget)
+    ) as engine:
         engine.ask(prompt(1, 36))
         engine.forget()
         groups = [key.key.group for key in list(engine.connector._open_store.store._hot.keys())]
@@ -176,11 +214,19 @@ def test_the_answer_is_there_in_the_next_turn(module: ModuleType, model: Path, s
 
 
 @EITHER_LOAD
-@pytest.mark.parametrize("shape", [Shape(num_blocks=20), Shape((FULL, window(6)), num_blocks=24)], ids=["full", "hybrid"])
-def test_preempted_requests_load_again(module: ModuleType, model: Path, load: str, shape: Shape) -> None:
-    """The answers need more room than there is: whoever came last is thrown out, and what it had is loaded when it resumes."""
+@pytest.mark.parametrize(
+    "shape", [Shape(num_blocks=20), Shape((FULL, window(6)), num_blocks=24)], ids=["full", "hybrid"]
+)
+def test_preempted_requests_load_again(
+    module: ModuleType, model: Path, load: str, shape: Shape
+) -> None:
+    """The answers need more room than there is: whoever came last is thrown out, and what it had
+    is loaded when it resumes.
+    """
     extra = embedded(load=load, save_decode_cache=True)
-    with running(module, model, extra, shape=shape, limits=Limits(16, reserves_whole_prompt=False)) as engine:
+    with running(
+        module, model, extra, shape=shape, limits=Limits(16, reserves_whole_prompt=False)
+    ) as engine:
         requests = [engine.add(prompt(number, 24), max_tokens=24) for number in (1, 2)]
         engine.run()
         resumed = next(request for request in requests if request.num_preemptions)
@@ -191,14 +237,18 @@ def test_preempted_requests_load_again(module: ModuleType, model: Path, load: st
 
 
 def test_a_second_engine_beside_the_same_store(module: ModuleType, model: Path) -> None:
-    """Two engines of one id share the tiers of their process: what one has stored the other loads, and closing one leaves them open."""
+    """Two engines of one id share the tiers of their process: what one has stored the other
+    loads, and closing one leaves them open.
+    """
     with running(module, model, embedded(), engine_id="shared") as engine:
         with running(module, model, embedded(), engine_id="shared") as other:
             other.ask(prompt(1, 40))
         assert engine.tally(engine.ask(prompt(1, 43))).num_external == 40
 
 
-def test_blocks_that_vllm_spreads_are_served_without_the_cache(module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_that_vllm_spreads_are_served_without_the_cache(
+    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As opaque bytes a block must lie in one piece."""
     with running(module, model, embedded(layout="blocks"), shape=Shape(layout=NHD)) as engine:
         for _ in range(2):
@@ -212,7 +262,9 @@ def test_blocks_that_vllm_spreads_are_served_without_the_cache(module: ModuleTyp
 def test_windows_alone_are_served_without_the_cache_before_030(
     any_module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A failed load could only be told by blocks there, and vLLM would compute on behind blocks that it never had."""
+    """A failed load could only be told by blocks there, and vLLM would compute on behind blocks
+    that it never had.
+    """
     with running(any_module, model, embedded(), shape=Shape((window(6),))) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()

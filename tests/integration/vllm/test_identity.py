@@ -1,6 +1,7 @@
 """Equal tokens are not enough: adapters, contents, salts and weights keep KV apart.
 
-The engine would notice KV of another adapter, of another content or of other weights; what belongs to another salt it can only miss.
+The engine would notice KV of another adapter, of another content or of other weights; what belongs
+to another salt it can only miss.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def test_adapters(module: ModuleType, model: Path, tmp_path: Path) -> None:
         assert loaded(engine, engine.ask(LONGER, adapter=first)) == 40
 
 
-def test_an_adapter_that_was_trained_again_under_its_name(module: ModuleType, model: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_was_trained_again_under_its_name(
+    module: ModuleType, model: Path, tmp_path: Path
+) -> None:
     adapter = Adapter("first", str(make_adapter(tmp_path, "one")))
     with running(module, model, embedded()) as engine:
         engine.ask(TOKENS, adapter=adapter)
@@ -58,7 +61,9 @@ def test_contents_behind_equal_placeholders(module: ModuleType, model: Path) -> 
     with running(module, model, embedded()) as engine:
         engine.ask(TOKENS, features=[cat])
         engine.forget()
-        assert loaded(engine, engine.ask(LONGER, features=[dog])) == 8, "only what lies in front of the content is shared"
+        assert loaded(engine, engine.ask(LONGER, features=[dog])) == 8, (
+            "only what lies in front of the content is shared"
+        )
         assert loaded(engine, engine.ask(LONGER, features=[Feature("cat", 11, 6)])) == 8
         assert loaded(engine, engine.ask(LONGER, features=[cat])) == 40
 
@@ -71,7 +76,9 @@ def test_a_content_without_a_name(module: ModuleType, model: Path) -> None:
         assert loaded(engine, engine.ask(LONGER)) == 0
 
 
-def test_prompts_of_embeddings_are_neither_loaded_nor_stored(module: ModuleType, model: Path) -> None:
+def test_prompts_of_embeddings_are_neither_loaded_nor_stored(
+    module: ModuleType, model: Path
+) -> None:
     with running(module, model, embedded()) as engine:
         engine.ask(TOKENS, embeds=object())
         engine.forget()
@@ -82,14 +89,20 @@ def test_prompts_of_embeddings_are_neither_loaded_nor_stored(module: ModuleType,
 def test_models(module: ModuleType, model: Path, tmp_path: Path, name: str) -> None:
     """Another model, of the same name or not, finds nothing of this one."""
     other = make_model(tmp_path / "elsewhere", "other weights", name)
-    with running(module, model, embedded(), **SHARED) as engine, running(module, other, embedded(), **SHARED) as stranger:
+    with (
+        running(module, model, embedded(), **SHARED) as engine,
+        running(module, other, embedded(), **SHARED) as stranger,
+    ):
         engine.ask(TOKENS)
         assert stranger.tally(stranger.ask(LONGER)).num_loads == 0
 
 
 def test_the_same_weights_at_another_place(module: ModuleType, model: Path, tmp_path: Path) -> None:
     copy = make_model(tmp_path / "elsewhere")
-    with running(module, model, embedded(), **SHARED) as engine, running(module, copy, embedded(), **SHARED) as replica:
+    with (
+        running(module, model, embedded(), **SHARED) as engine,
+        running(module, copy, embedded(), **SHARED) as replica,
+    ):
         engine.ask(TOKENS)
         assert replica.tally(replica.ask(LONGER)).num_external == 40
 

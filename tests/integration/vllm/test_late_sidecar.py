@@ -46,23 +46,34 @@ def eventually(condition: Callable[[], object], complaint: str) -> None:
 def asked(engine: Engine, relay: LateSocket, tokens: list[int]) -> tuple[list[str], int]:
     """The questions that one request waits for, sorted, and how many tokens were loaded for it.
 
-    A ticket is given back once at most; while the machine is too busy for quick answers, with the next question.
+    A ticket is given back once at most; while the machine is too busy for quick answers, with the
+    next question.
     """
     begin = len(relay.requests)
     request = engine.ask(tokens, 2)
     time.sleep(0.05)
-    given_back = [ticket for said in relay.requests if isinstance(said, m.Unstage) for ticket in said.tickets]
+    given_back = [
+        ticket for said in relay.requests if isinstance(said, m.Unstage) for ticket in said.tickets
+    ]
     assert len(given_back) == len(set(given_back))
     assert {ticket.removesuffix(WINDOW_TICKET) for ticket in given_back} <= {
         said.ticket for said in relay.requests if isinstance(said, m.Stage)
     }
-    names = [type(said).__name__ for said in relay.requests[begin:] if not isinstance(said, m.Unstage) and said != m.Release(())]
+    names = [
+        type(said).__name__
+        for said in relay.requests[begin:]
+        if not isinstance(said, m.Unstage) and said != m.Release(())
+    ]
     return sorted(names), engine.tally(request).num_external
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_no_question_is_asked_in_vain(
-    any_module: ModuleType, model: Path, relay: LateSocket, load: str, monkeypatch: pytest.MonkeyPatch
+    any_module: ModuleType,
+    model: Path,
+    relay: LateSocket,
+    load: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Otherwise a busy machine delays an answer for so long that it is not waited for.
     monkeypatch.setattr(pace, "QUICK_S", PATIENCE_S)
@@ -76,7 +87,9 @@ def test_no_question_is_asked_in_vain(
         engine.forget()
 
 
-def test_a_hybrid_gives_its_tickets_back_once(module: ModuleType, model: Path, relay: LateSocket) -> None:
+def test_a_hybrid_gives_its_tickets_back_once(
+    module: ModuleType, model: Path, relay: LateSocket
+) -> None:
     shape = Shape((FULL, window(6)), num_blocks=96)
     with running(module, model, beside(relay.path), shape=shape, limits=Limits(64)) as engine:
         asked(engine, relay, prompt(1, 43))
@@ -88,9 +101,13 @@ def test_a_hybrid_gives_its_tickets_back_once(module: ModuleType, model: Path, r
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(any_module: ModuleType, model: Path, relay: LateSocket, load: str) -> None:
+def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(
+    any_module: ModuleType, model: Path, relay: LateSocket, load: str
+) -> None:
     """Every answer comes, so no connection is lost; but no step may wait for one."""
-    with running(any_module, model, beside(relay.path, load=load, **HASTY), limits=Limits(64)) as engine:
+    with running(
+        any_module, model, beside(relay.path, load=load, **HASTY), limits=Limits(64)
+    ) as engine:
         eventually(lambda: found(engine, 1), "nothing is found while the sidecar is quick")
         num_connections = relay.num_accepted
         relay.late_s = LATE_S
@@ -99,7 +116,9 @@ def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(any_module: ModuleT
         for number in range(3, 23):
             engine.ask(prompt(number, 43), 2)
             engine.forget()
-        assert set(relay.names()) <= {"Unstage"}, "the engine's loop waits for a sidecar that is late"
+        assert set(relay.names()) <= {"Unstage"}, (
+            "the engine's loop waits for a sidecar that is late"
+        )
         relay.late_s = 0.0
         eventually(lambda: found(engine, 1), "the sidecar is quick again, and is not used")
         eventually(lambda: found(engine, 30), "the sidecar is quick again, and nothing is stored")
@@ -109,7 +128,9 @@ def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(any_module: ModuleT
 def test_the_first_request_of_a_new_engine_finds_what_others_have_stored(
     any_module: ModuleType, model: Path, sidecar: RunningSocket, tmp_path: Path
 ) -> None:
-    """It connects while it starts, or as soon as there is a sidecar: no request is needed for that."""
+    """It connects while it starts, or as soon as there is a sidecar: no request is needed for
+    that.
+    """
     with running(any_module, model, beside(sidecar.path), limits=Limits(64)) as engine:
         engine.ask(prompt(1, 43), 2)
         engine.forget()
@@ -119,7 +140,10 @@ def test_the_first_request_of_a_new_engine_finds_what_others_have_stored(
             early = None if comes_late else stack.enter_context(late_socket(path, sidecar.path))
             with running(any_module, model, beside(path), limits=Limits(64)) as engine:
                 relay = early or stack.enter_context(late_socket(path, sidecar.path))
-                eventually(lambda: relay.num_accepted == 3, "nothing connects before the first request")  # noqa: B023 (called at once)
+                eventually(
+                    lambda: relay.num_accepted == 3,  # noqa: B023 (called at once)
+                    "nothing connects before the first request",
+                )
                 eventually(lambda: relay.names().count("Hello") == 3, "they say nothing")  # noqa: B023 (called at once)
                 time.sleep(0.1)
                 assert engine.tally(engine.ask(prompt(1, 43), 2)).num_external == 40

@@ -1,4 +1,6 @@
-"""The connector at a real sidecar process: what it finds, and what becomes of it when the sidecar hangs, dies, or comes late."""
+"""The connector at a real sidecar process: what it finds, and what becomes of it when the
+sidecar hangs, dies, or comes late.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,17 @@ from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_demo.processes import Process, Processes
 from lmcache_demo.settings import quiet_environment
 
-from tests.fixtures.vllm_engine import FULL, MLA, Engine, GroupShape, Limits, Shape, Status, running, window
+from tests.fixtures.vllm_engine import (
+    FULL,
+    MLA,
+    Engine,
+    GroupShape,
+    Limits,
+    Shape,
+    Status,
+    running,
+    window,
+)
 from tests.fixtures.vllm_engine.stores import WrappedStore
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, beside, prompt
 
@@ -105,7 +117,9 @@ def hits(engine: Engine, number: int) -> int:
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_a_second_engine_finds_what_the_first_has_stored(any_module: ModuleType, own_model: Path, shared: Sidecar, load: str) -> None:
+def test_a_second_engine_finds_what_the_first_has_stored(
+    any_module: ModuleType, own_model: Path, shared: Sidecar, load: str
+) -> None:
     extra = beside(shared.socket, load=load)
     with running(any_module, own_model, extra, limits=Limits(16)) as engine:
         assert hits(engine, 1) == 0
@@ -122,9 +136,17 @@ def test_a_second_engine_finds_what_the_first_has_stored(any_module: ModuleType,
     ids=["split by heads", "hybrid", "the same latent on both"],
 )
 def test_two_ranks(
-    module: ModuleType, own_model: Path, shared: Sidecar, load: str, groups: tuple[GroupShape, ...], replicas: int, copies: int
+    module: ModuleType,
+    own_model: Path,
+    shared: Sidecar,
+    load: str,
+    groups: tuple[GroupShape, ...],
+    replicas: int,
+    copies: int,
 ) -> None:
-    """A chunk is there when all ranks have stored it; what is the same on both ranks is stored once."""
+    """A chunk is there when all ranks have stored it; what is the same on both ranks is stored
+    once.
+    """
     shape = Shape(groups, num_blocks=96, num_ranks=2, replicas=replicas)
     with running(module, own_model, beside(shared.socket, load=load), shape=shape) as engine:
         before = shared.num_chunks()
@@ -134,7 +156,9 @@ def test_two_ranks(
         shared.check_nothing_held()
 
 
-def test_chunks_that_one_rank_lacks_are_not_offered(module: ModuleType, own_model: Path, shared: Sidecar) -> None:
+def test_chunks_that_one_rank_lacks_are_not_offered(
+    module: ModuleType, own_model: Path, shared: Sidecar
+) -> None:
     class Deaf(WrappedStore):
         """Has no room for the last chunks of this rank."""
 
@@ -147,13 +171,19 @@ def test_chunks_that_one_rank_lacks_are_not_offered(module: ModuleType, own_mode
         stores.append(Deaf(store) if len(stores) == 1 else store)
         return stores[-1]
 
-    with running(module, own_model, beside(shared.socket), shape=Shape(num_ranks=2), wrap_store=wrap) as engine:
+    with running(
+        module, own_model, beside(shared.socket), shape=Shape(num_ranks=2), wrap_store=wrap
+    ) as engine:
         assert hits(engine, 1) == 0
         assert hits(engine, 1) == 2 * CHUNK_SIZE
 
 
-def test_a_load_that_fails_on_one_rank_alone(module: ModuleType, own_model: Path, shared: Sidecar) -> None:
-    """The other one does not know, and what it computes in that step comes of KV that was wrong: it must not store it."""
+def test_a_load_that_fails_on_one_rank_alone(
+    module: ModuleType, own_model: Path, shared: Sidecar
+) -> None:
+    """The other one does not know, and what it computes in that step comes of KV that was wrong:
+    it must not store it.
+    """
 
     class Losing(WrappedStore):
         is_armed = False
@@ -182,7 +212,9 @@ def test_a_load_that_fails_on_one_rank_alone(module: ModuleType, own_model: Path
 def test_a_worker_that_cannot_use_its_memory_puts_the_engine_out(
     module: ModuleType, own_model: Path, shared: Sidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its canary comes back with other bytes: from then on nothing is offered, not even what the other rank could load."""
+    """Its canary comes back with other bytes: from then on nothing is offered, not even what the
+    other rank could load.
+    """
 
     class Bending(WrappedStore):
         def __init__(self, inner: ChunkStore) -> None:
@@ -193,7 +225,9 @@ def test_a_worker_that_cannot_use_its_memory_puts_the_engine_out(
             chunks = self.inner.get(*args, **kwargs)
             for chunk in chunks:
                 held = chunk.memory
-                chunk.memory = BytesBufferMemoryObj(bytearray(byte ^ 1 for byte in held.byte_array), held.metadata)
+                chunk.memory = BytesBufferMemoryObj(
+                    bytearray(byte ^ 1 for byte in held.byte_array), held.metadata
+                )
                 self.held[id(chunk)] = held
             return chunks
 
@@ -218,14 +252,18 @@ def test_a_worker_that_cannot_use_its_memory_puts_the_engine_out(
         assert all(tally.num_loads == 0 for tally in engine.scheduler.tallies.values())
 
 
-def test_replaced_weights_begin_a_new_epoch(module: ModuleType, own_model: Path, shared: Sidecar) -> None:
+def test_replaced_weights_begin_a_new_epoch(
+    module: ModuleType, own_model: Path, shared: Sidecar
+) -> None:
     with running(module, own_model, beside(shared.socket)) as engine:
         hits(engine, 1)
         engine.replace_weights("new")
         assert [hits(engine, 1), hits(engine, 1)] == [0, 40]
 
 
-def test_a_sidecar_that_hangs_costs_a_bounded_time(module: ModuleType, model: Path, processes: Processes, tmp_path: Path) -> None:
+def test_a_sidecar_that_hangs_costs_a_bounded_time(
+    module: ModuleType, model: Path, processes: Processes, tmp_path: Path
+) -> None:
     sidecar = start(processes, tmp_path)
     extra = beside(sidecar.socket, tier_timeout_s=TIMEOUT_S)
     with running(module, model, extra, limits=Limits(16)) as engine:
@@ -244,7 +282,9 @@ def test_a_sidecar_that_hangs_costs_a_bounded_time(module: ModuleType, model: Pa
         eventually(lambda: hits(engine, 1) == 40, "the sidecar goes on, and is not used again")
 
 
-def test_a_sidecar_that_is_killed_and_one_that_follows(module: ModuleType, model: Path, processes: Processes, tmp_path: Path) -> None:
+def test_a_sidecar_that_is_killed_and_one_that_follows(
+    module: ModuleType, model: Path, processes: Processes, tmp_path: Path
+) -> None:
     sidecar = start(processes, tmp_path)
     with running(module, model, beside(sidecar.socket, load="async"), limits=Limits(16)) as engine:
         assert [hits(engine, 1), hits(engine, 1)] == [0, 40]
@@ -259,8 +299,12 @@ def test_a_sidecar_that_is_killed_and_one_that_follows(module: ModuleType, model
         eventually(lambda: hits(engine, 3) == 40, "the second sidecar is not found")
 
 
-def test_a_sidecar_that_comes_late(module: ModuleType, model: Path, processes: Processes, tmp_path: Path) -> None:
-    """vLLM starts and serves without one, and joins it when it is there; a salt that was not known before is no trouble."""
+def test_a_sidecar_that_comes_late(
+    module: ModuleType, model: Path, processes: Processes, tmp_path: Path
+) -> None:
+    """vLLM starts and serves without one, and joins it when it is there; a salt that was not
+    known before is no trouble.
+    """
     with running(module, model, beside(tmp_path / "s.sock")) as engine:
         assert [hits(engine, 1), hits(engine, 1)] == [0, 0]
         waiting = engine.add(prompt(2, 43), 30)

@@ -1,4 +1,6 @@
-"""A stand-in for the part of the Kubernetes API that `lmcache-webhook certificate` uses: one Secret, one webhook configuration."""
+"""A stand-in for the part of the Kubernetes API that `lmcache-webhook certificate` uses: one
+Secret, one webhook configuration.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,21 @@ class AdmissionApi:
         webhooks = [
             {
                 "name": name,
-                "clientConfig": {"service": {"name": "hook", "namespace": "lmcache", "path": "/mutate"}},
+                "clientConfig": {
+                    "service": {"name": "hook", "namespace": "lmcache", "path": "/mutate"}
+                },
                 "sideEffects": "None",
                 "admissionReviewVersions": ["v1"],
             }
             for name in names
         ]
-        kind = {"apiVersion": "admissionregistration.k8s.io/v1", "kind": "MutatingWebhookConfiguration"}
-        return self.put(f"{CONFIGURATIONS}/hooks", {**kind, "metadata": {"name": "hooks"}, "webhooks": webhooks})
+        kind = {
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "MutatingWebhookConfiguration",
+        }
+        return self.put(
+            f"{CONFIGURATIONS}/hooks", {**kind, "metadata": {"name": "hooks"}, "webhooks": webhooks}
+        )
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, dict[str, Any]]:
         self.calls.append(f"{method} {path}")
@@ -61,12 +70,16 @@ class AdmissionApi:
             self.put(f"{SECRETS}/hook-tls", self.race.pop())
         if method == "POST":
             path = f"{path}/{body['metadata']['name']}"
-            return (409, {"kind": "Status"}) if path in self.objects else (201, self.put(path, body))
+            return (
+                (409, {"kind": "Status"}) if path in self.objects else (201, self.put(path, body))
+            )
         there = self.objects.get(path)
         if there is None:
             return 404, {"kind": "Status"}
         if method == "PUT":
-            is_same = body["metadata"].get("resourceVersion") == there["metadata"]["resourceVersion"]
+            is_same = (
+                body["metadata"].get("resourceVersion") == there["metadata"]["resourceVersion"]
+            )
             return (200, self.put(path, body)) if is_same else (409, {"kind": "Status"})
         if method == "PATCH":
             try:

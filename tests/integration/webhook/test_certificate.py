@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 
 SECRET = "/api/v1/namespaces/lmcache/secrets/hook-tls"
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/hooks"
-WHERE = ["--namespace", "lmcache", "--secret", "hook-tls", "--service", "hook", "--configuration", "hooks"]
+WHERE = [
+    "--namespace",
+    "lmcache",
+    "--secret",
+    "hook-tls",
+    "--service",
+    "hook",
+    "--configuration",
+    "hooks",
+]
 
 
 def run(api: AdmissionApi, *more: str) -> int:
@@ -23,10 +32,15 @@ def run(api: AdmissionApi, *more: str) -> int:
 
 
 def bundles(api: AdmissionApi) -> list[Any]:
-    return [webhook["clientConfig"].get("caBundle") for webhook in api.objects[CONFIGURATION]["webhooks"]]
+    return [
+        webhook["clientConfig"].get("caBundle")
+        for webhook in api.objects[CONFIGURATION]["webhooks"]
+    ]
 
 
-def test_before_and_after_an_installation(api: AdmissionApi, capsys: pytest.CaptureFixture[str]) -> None:
+def test_before_and_after_an_installation(
+    api: AdmissionApi, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(api) == 0
     said = capsys.readouterr().out
     assert "a new certificate for hook.lmcache.svc: there is none" in said
@@ -79,7 +93,9 @@ def test_of_two_who_write_at_once_both_use_the_first_ones(api: AdmissionApi) -> 
     assert bundles(api) == [theirs["data"]["ca.crt"]]
 
 
-def test_who_is_always_too_late_gives_up(api: AdmissionApi, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_is_always_too_late_gives_up(
+    api: AdmissionApi, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(api) == 0
     useless = copy.deepcopy(api.objects[SECRET])
     useless["data"].pop("tls.key")
@@ -90,7 +106,9 @@ def test_who_is_always_too_late_gives_up(api: AdmissionApi, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("status", [401, 403, 500])
-def test_an_api_server_that_refuses_is_told(api: AdmissionApi, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_api_server_that_refuses_is_told(
+    api: AdmissionApi, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     api.refuse = status
     assert run(api) == 1
     assert f"the API server answers {status}" in capsys.readouterr().out

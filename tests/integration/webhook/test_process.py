@@ -30,7 +30,11 @@ LIFETIME = Lifetime(datetime.timedelta(days=90), datetime.timedelta(days=30))
 
 
 def publish(material: Material, directory: Path) -> None:
-    for name, data in (("tls.key", material.key), ("tls.crt", material.certificate), ("ca.crt", material.authorities)):
+    for name, data in (
+        ("tls.key", material.key),
+        ("tls.crt", material.certificate),
+        ("ca.crt", material.authorities),
+    ):
         beside = directory / f"{name}.new"
         beside.write_bytes(data)
         beside.rename(directory / name)
@@ -64,7 +68,12 @@ def service(directory: Path) -> Iterator[ServiceProcess]:
 
 def client_for(service: ServiceProcess, directory: Path) -> httpx.Client:
     context = ssl.create_default_context(cafile=str(directory / "ca.crt"))
-    return httpx.Client(base_url=f"https://localhost:{service.ports['port']}", verify=context, trust_env=False, timeout=10)
+    return httpx.Client(
+        base_url=f"https://localhost:{service.ports['port']}",
+        verify=context,
+        trust_env=False,
+        timeout=10,
+    )
 
 
 @pytest.fixture
@@ -123,8 +132,12 @@ def test_a_pod_that_cannot_is_warned_of(client: httpx.Client) -> None:
     document = plain()
     document["spec"]["hostNetwork"] = True
     response = ask(client, document)
-    assert response["warnings"][0].startswith("lmcache: not injected: the pod uses its node's network")
-    assert patched(document, response)["metadata"]["annotations"]["lmcache.io/inject-status"].startswith("not injected: ")
+    assert response["warnings"][0].startswith(
+        "lmcache: not injected: the pod uses its node's network"
+    )
+    assert patched(document, response)["metadata"]["annotations"][
+        "lmcache.io/inject-status"
+    ].startswith("not injected: ")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +165,9 @@ def test_everything_is_allowed(more: dict[str, Any], client: httpx.Client) -> No
         (b" " * ((1 << 20) + 1), 413),
     ],
 )
-def test_what_is_no_review_is_refused_as_such(content: bytes, status: int, client: httpx.Client) -> None:
+def test_what_is_no_review_is_refused_as_such(
+    content: bytes, status: int, client: httpx.Client
+) -> None:
     """The API server then lets the pod through, by failurePolicy."""
     answer = client.post("/mutate", content=content, headers={"content-type": "application/json"})
     assert answer.status_code in (status, 400) if status == 422 else answer.status_code == status
@@ -160,21 +175,39 @@ def test_what_is_no_review_is_refused_as_such(content: bytes, status: int, clien
     ask(client, plain())
 
 
-def test_a_hostile_pod_takes_the_webhook_from_nobody(client: httpx.Client, service: ServiceProcess) -> None:
-    """A script, an image and a nesting that once kept the process busy for good, or were an error of it."""
+def test_a_hostile_pod_takes_the_webhook_from_nobody(
+    client: httpx.Client, service: ServiceProcess
+) -> None:
+    """A script, an image and a nesting that once kept the process busy for good, or were an
+    error of it.
+    """
     nested: dict[str, Any] = {}
     for _ in range(900):
         nested = {"a": nested}
-    hostile = [pod(container(command=["sh", "-c", 'vllm serve "' + piece * 40])) for piece in ("${a}", "$(a)")]
+    hostile = [
+        pod(container(command=["sh", "-c", 'vllm serve "' + piece * 40]))
+        for piece in ("${a}", "$(a)")
+    ]
     hostile += [pod(container(image="vllm" * 30_000 + "!")), plain()]
     hostile[-1]["spec"]["affinity"] = nested
     names = [f"LMCACHE_{name.upper()}" for name in list(FOREIGN_NAMES)[:8]]
     deep = "[" + ("[" * 90 + "]" * 90 + ",") * 600 + "]"
-    hostile += [pod(container(command=["vllm", "serve"], env=[{"name": name, "value": deep} for name in names]))] * 4
+    hostile += [
+        pod(
+            container(
+                command=["vllm", "serve"], env=[{"name": name, "value": deep} for name in names]
+            )
+        )
+    ] * 4
     for document in hostile:
         ask(client, document)
         assert client.get("/healthz").status_code == 200
-        assert httpx.get(f"http://127.0.0.1:{service.ports['health_port']}/healthz", trust_env=False).status_code == 200
+        assert (
+            httpx.get(
+                f"http://127.0.0.1:{service.ports['health_port']}/healthz", trust_env=False
+            ).status_code
+            == 200
+        )
     assert "patch" in ask(client, plain())
 
 
@@ -189,9 +222,14 @@ def test_it_can_be_looked_at(client: httpx.Client, service: ServiceProcess) -> N
     assert httpx.get(f"{probes}/mutate", trust_env=False).status_code == 404
 
 
-def test_who_trusts_another_authority_is_not_served(service: ServiceProcess, tmp_path: Path) -> None:
+def test_who_trusts_another_authority_is_not_served(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
     publish(renew(None, NAMES, LIFETIME, datetime.datetime.now(datetime.UTC)), tmp_path)
-    with client_for(service, tmp_path) as stranger, pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+    with (
+        client_for(service, tmp_path) as stranger,
+        pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),
+    ):
         stranger.get("/healthz")
 
 
@@ -214,12 +252,16 @@ def test_a_renewed_certificate_is_served_without_a_restart(tmp_path: Path) -> No
 
 def test_beyond_its_rate_pods_are_let_through(directory: Path, tmp_path: Path) -> None:
     with (
-        running_service("lmcache_webhook", tmp_path, environment(directory, MAX_REVIEWS_PER_S="1")) as service,
+        running_service(
+            "lmcache_webhook", tmp_path, environment(directory, MAX_REVIEWS_PER_S="1")
+        ) as service,
         client_for(service, directory) as client,
     ):
         responses = [ask(client, plain()) for _ in range(4)]
     assert "patch" in responses[0]
-    assert any("max_reviews_per_s" in response.get("warnings", [""])[0] for response in responses[1:])
+    assert any(
+        "max_reviews_per_s" in response.get("warnings", [""])[0] for response in responses[1:]
+    )
 
 
 def test_many_at_once(service: ServiceProcess, directory: Path) -> None:
@@ -231,17 +273,26 @@ def test_many_at_once(service: ServiceProcess, directory: Path) -> None:
 def test_bad_settings_end_it_with_two(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lmcache_webhook", "--print-config"]
     environ = {"LMCACHE_WEBHOOK_SIDECAR_IMAGE": "s:1", "PATH": ""}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "payload_image: required" in done.stderr
     done = subprocess.run(
-        command, env={**environ, "LMCACHE_WEBHOOK_PAYLOAD_IMAGE": "p:1"}, capture_output=True, text=True, timeout=60, check=True
+        command,
+        env={**environ, "LMCACHE_WEBHOOK_PAYLOAD_IMAGE": "p:1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert yaml.safe_load(done.stdout)["payload_image"] == "p:1"
 
 
 def test_serving_needs_neither_torch_nor_keys_nor_the_clusters_client() -> None:
     code = "import sys, lmcache_webhook.__main__; print(*sorted(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
     assert "lmcache_webhook.app" in loaded
     assert not {"torch", "numpy", "kubernetes", "cryptography"} & set(loaded)

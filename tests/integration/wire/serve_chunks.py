@@ -1,4 +1,6 @@
-"""A server in a process of its own, to be killed: `serve_chunks.py <port> <num_chunks> <payload_bytes>`. Prints its port."""
+"""A server in a process of its own, to be killed: `serve_chunks.py <port> <num_chunks>
+<payload_bytes>`. Prints its port.
+"""
 
 from __future__ import annotations
 

@@ -37,8 +37,15 @@ async def test_chunks_of_any_size_go_there_and_back() -> None:
         assert results[0] == Miss(MissReason.NEVER_STORED)
         for chunk, got in zip(chunks, results[1:], strict=True):
             assert isinstance(got, Chunk)
-            assert (got.key, got.header, got.head, got.tier) == (chunk.key, chunk.header, chunk.head, "RemoteBackend")
-        assert [take(result) for result in results[1:]] == [make_payload(size, size) for size in SIZES]
+            assert (got.key, got.header, got.head, got.tier) == (
+                chunk.key,
+                chunk.header,
+                chunk.head,
+                "RemoteBackend",
+            )
+        assert [take(result) for result in results[1:]] == [
+            make_payload(size, size) for size in SIZES
+        ]
         assert await client.remove([keys[0], make_key("other"), keys[3]]) == 2
         assert (await client.contains(keys)).count(True) == len(keys) - 2
         await client.ping()
@@ -47,25 +54,43 @@ async def test_chunks_of_any_size_go_there_and_back() -> None:
 
 async def test_prefix_only_stops_at_the_first_that_is_missing() -> None:
     store, arena = MemoryStore(), Arena()
-    async with serving(store, ServerLimits(get_batch=2)) as server, client_of(server.port) as client:
+    async with (
+        serving(store, ServerLimits(get_batch=2)) as server,
+        client_of(server.port) as client,
+    ):
         await client.put([make_chunk(i) for i in (0, 1, 2, 4, 5, 6)])
         results = await client.get(keys_of(*range(7)), arena, prefix_only=True)
-        assert [take(r) for r in results] == [make_payload(i) for i in range(3)] + [MissReason.NEVER_STORED] * 4
+        assert [take(r) for r in results] == [make_payload(i) for i in range(3)] + [
+            MissReason.NEVER_STORED
+        ] * 4
         results = await client.get(keys_of(*range(7)), arena)
-        assert [isinstance(take(r), bytes) for r in results] == [True, True, True, False, True, True, True]
+        assert [isinstance(take(r), bytes) for r in results] == [
+            True,
+            True,
+            True,
+            False,
+            True,
+            True,
+            True,
+        ]
     arena.check_empty()
 
 
 async def test_the_server_references_few_chunks_at_once_and_the_client_cuts_batches() -> None:
     store, arena = MemoryStore(), Arena()
-    async with serving(store, ServerLimits(get_batch=3, max_batch=16)) as server, client_of(server.port) as client:
+    async with (
+        serving(store, ServerLimits(get_batch=3, max_batch=16)) as server,
+        client_of(server.port) as client,
+    ):
         names = range(40)
         assert all(await client.put([make_chunk(i) for i in names]))
         assert await client.contains(keys_of(*names, "no")) == [True] * 40 + [False]
         results = await client.get(keys_of(*names), arena)
         assert [take(r) for r in results] == [make_payload(i) for i in names]
         assert store.max_keys_in_get == 3
-        prefix = await client.get(keys_of(*range(20), "no", *range(20, 40)), arena, prefix_only=True)
+        prefix = await client.get(
+            keys_of(*range(20), "no", *range(20, 40)), arena, prefix_only=True
+        )
         assert [isinstance(take(r), bytes) for r in prefix] == [True] * 20 + [False] * 21
         assert await client.remove(keys_of(*names, "no")) == 40
     arena.check_empty()
@@ -79,12 +104,19 @@ async def test_concurrent_requests_get_their_own_answers() -> None:
     async def check(client_number: int) -> None:
         names = random.Random(client_number).sample(range(24), 6)
         results = await client.get(keys_of(*names, f"no {client_number}"), arena)
-        assert [take(r) for r in results] == [payloads[i] for i in names] + [MissReason.NEVER_STORED]
+        assert [take(r) for r in results] == [payloads[i] for i in names] + [
+            MissReason.NEVER_STORED
+        ]
         assert await client.contains(keys_of(names[0], "no")) == [True, False]
         await client.ping()
 
-    async with serving(store, ServerLimits(max_in_flight=8)) as server, client_of(server.port) as client:
-        puts = await asyncio.gather(*(client.put([make_chunk(i, payload=data)]) for i, data in payloads.items()))
+    async with (
+        serving(store, ServerLimits(max_in_flight=8)) as server,
+        client_of(server.port) as client,
+    ):
+        puts = await asyncio.gather(
+            *(client.put([make_chunk(i, payload=data)]) for i, data in payloads.items())
+        )
         assert puts == [[True]] * 24
         await asyncio.gather(*(check(n) for n in range(50)))
         assert server.num_connections == 1
@@ -109,7 +141,11 @@ async def test_no_memory_is_a_miss_and_the_connection_goes_on() -> None:
     async with serving(store) as server, client_of(server.port) as client:
         await client.put([make_chunk(1), large, make_chunk(2)])
         results = await client.get([make_key(1), large.key, make_key(2)], arena)
-        assert [take(r) for r in results] == [make_payload(1), MissReason.NO_MEMORY, make_payload(2)]
+        assert [take(r) for r in results] == [
+            make_payload(1),
+            MissReason.NO_MEMORY,
+            make_payload(2),
+        ]
         assert server.num_connections == 1
         assert arena.num_refused == 1
     arena.check_empty()
@@ -129,7 +165,9 @@ async def test_a_deadline_is_kept_and_gives_everything_back() -> None:
         await client.put([make_chunk(1)])
         store.gate = asyncio.Event()
         began = asyncio.get_running_loop().time()
-        assert await client.get(keys_of(1, 2), arena, timeout_s=0.1) == [Miss(MissReason.DEADLINE)] * 2
+        assert (
+            await client.get(keys_of(1, 2), arena, timeout_s=0.1) == [Miss(MissReason.DEADLINE)] * 2
+        )
         with pytest.raises(UnavailableError):
             await client.contains(keys_of(1), timeout_s=0.1)
         with pytest.raises(UnavailableError):
@@ -157,7 +195,9 @@ async def test_a_late_answer_is_drained_and_the_connection_lives() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [*range(12), 20, 40, 80])
-async def test_a_cancelled_get_gives_its_memory_back_and_the_connection_lives(num_steps: int) -> None:
+async def test_a_cancelled_get_gives_its_memory_back_and_the_connection_lives(
+    num_steps: int,
+) -> None:
     store, arena = MemoryStore(16 << 20), Arena(16 << 20)
     async with serving(store) as server, client_of(server.port) as client:
         await client.put([make_chunk(i, payload=make_payload(i, 400_000)) for i in range(4)])
@@ -180,7 +220,10 @@ async def test_cancelled_puts_leave_nothing_behind() -> None:
     store, arena = MemoryStore(32 << 20), Arena(32 << 20)
     async with serving(store) as server, client_of(server.port) as client:
         for num_steps in range(0, 30, 3):
-            chunks = [make_chunk((num_steps, i), payload=make_payload(i, 300_000), allocate=arena) for i in range(4)]
+            chunks = [
+                make_chunk((num_steps, i), payload=make_payload(i, 300_000), allocate=arena)
+                for i in range(4)
+            ]
             task = asyncio.create_task(client.put(chunks))
             for _ in range(num_steps):
                 await asyncio.sleep(0)
@@ -194,7 +237,11 @@ async def test_cancelled_puts_leave_nothing_behind() -> None:
 
 async def test_tenants_are_those_of_their_tokens() -> None:
     store, arena = MemoryStore(), Arena()
-    async with serving(store, authenticate=by_token) as server, client_of(server.port, "a") as mine, client_of(server.port, "b") as yours:
+    async with (
+        serving(store, authenticate=by_token) as server,
+        client_of(server.port, "a") as mine,
+        client_of(server.port, "b") as yours,
+    ):
         await mine.put([make_chunk(1)])
         assert await mine.contains(keys_of(1)) == [True]
         assert await yours.contains(keys_of(1)) == [False]
@@ -221,15 +268,26 @@ def verify(ticket: str) -> FakeTicket:
 
 async def test_a_ticket_opens_get_and_nothing_else() -> None:
     store, arena = MemoryStore(), Arena()
-    async with serving(store, authenticate=by_token, verify_ticket=verify) as server, client_of(server.port, "prod") as owner:
+    async with (
+        serving(store, authenticate=by_token, verify_ticket=verify) as server,
+        client_of(server.port, "prod") as owner,
+    ):
         await owner.put([make_chunk(1)])
         async with client_of(server.port, name="pod-1") as peer:
-            assert [take(r) for r in await peer.get(keys_of(1), arena, ticket="prod/pod-1")] == [make_payload(1)]
-            assert [take(r) for r in await peer.get(keys_of(1), arena, ticket="test/pod-1")] == [MissReason.NEVER_STORED]
+            assert [take(r) for r in await peer.get(keys_of(1), arena, ticket="prod/pod-1")] == [
+                make_payload(1)
+            ]
+            assert [take(r) for r in await peer.get(keys_of(1), arena, ticket="test/pod-1")] == [
+                MissReason.NEVER_STORED
+            ]
             for ticket in ("forged/pod-1", "prod/pod-2", None):
                 with pytest.raises(AuthenticationError):
                     await peer.get(keys_of(1), arena, ticket=ticket)
-            for refused in (peer.contains(keys_of(1)), peer.put([make_chunk(2)]), peer.remove(keys_of(1))):
+            for refused in (
+                peer.contains(keys_of(1)),
+                peer.put([make_chunk(2)]),
+                peer.remove(keys_of(1)),
+            ):
                 with pytest.raises(AuthenticationError):
                     await refused
             await peer.ping()
@@ -293,7 +351,9 @@ async def test_a_failing_store_fails_the_request_alone() -> None:
         assert server.num_connections == 1
 
 
-async def test_a_bug_in_the_store_ends_the_connection_and_not_the_server(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_in_the_store_ends_the_connection_and_not_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Buggy(MemoryStore):
         async def contains(self, keys: object) -> list[bool]:
             raise KeyError("a bug")
@@ -316,7 +376,9 @@ async def test_a_closed_client_stays_closed() -> None:
 
 
 async def test_a_caller_that_has_to_leave_does_not_end_the_connecting() -> None:
-    """A short deadline says something about the caller, nothing about the server: the attempt goes on, and no backoff begins."""
+    """A short deadline says something about the caller, nothing about the server: the attempt
+    goes on, and no backoff begins.
+    """
     store, arena = MemoryStore(), Arena()
     relays: list[asyncio.Task[None]] = []
     async with serving(store) as server:
@@ -327,10 +389,14 @@ async def test_a_caller_that_has_to_leave_does_not_end_the_connecting() -> None:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", server.port)
             await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
 
-        slow = await asyncio.start_server(lambda *ends: relays.append(asyncio.create_task(relay(*ends))), "127.0.0.1", 0)
+        slow = await asyncio.start_server(
+            lambda *ends: relays.append(asyncio.create_task(relay(*ends))), "127.0.0.1", 0
+        )
         async with slow, client_of(slow.sockets[0].getsockname()[1]) as client:
             for _ in range(4):
-                assert await client.get([make_key(1)], arena, timeout_s=0.02) == [Miss(MissReason.DEADLINE)]
+                assert await client.get([make_key(1)], arena, timeout_s=0.02) == [
+                    Miss(MissReason.DEADLINE)
+                ]
             [result] = await client.get([make_key(1)], arena, timeout_s=5.0)
             assert take(result) == make_payload(1)
             assert len(relays) == 1
@@ -347,7 +413,9 @@ async def test_a_client_that_is_closed_while_it_connects() -> None:
         writer.close()
         await writer.wait_closed()
 
-    silent = await asyncio.start_server(lambda *ends: answers.append(asyncio.create_task(hang_up_after_you(*ends))), "127.0.0.1", 0)
+    silent = await asyncio.start_server(
+        lambda *ends: answers.append(asyncio.create_task(hang_up_after_you(*ends))), "127.0.0.1", 0
+    )
     async with silent, client_of(silent.sockets[0].getsockname()[1]) as client:
         getting = asyncio.create_task(client.get([make_key(1)], Arena(), timeout_s=5.0))
         await asyncio.sleep(0.05)

@@ -1,4 +1,6 @@
-"""Bytes of a conversation flipped on their way, in either direction: only frame headers and records have checksums, and that suffices."""
+"""Bytes of a conversation flipped on their way, in either direction: only frame headers and
+records have checksums, and that suffices.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,16 @@ class Flipper:
         there, back = await asyncio.open_connection("127.0.0.1", self.port)
         await asyncio.gather(self._pass(reader, back, True), self._pass(there, writer, False))
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, upwards: bool) -> None:
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, upwards: bool
+    ) -> None:
         with contextlib.suppress(ConnectionError):
             while data := bytearray(await reader.read(1 << 16)):
-                place = -1 if self.at is None or upwards is not self.upwards else self.at - self.num_passed[upwards]
+                place = (
+                    -1
+                    if self.at is None or upwards is not self.upwards
+                    else self.at - self.num_passed[upwards]
+                )
                 if 0 <= place < len(data):
                     data[place] ^= 1 << (place % 8)
                 self.num_passed[upwards] += len(data)
@@ -69,13 +77,19 @@ async def flipping(flipper: Flipper) -> AsyncIterator[LmClient]:
 
 
 async def converse(client: LmClient, arena: Arena) -> None:
-    """Everything that a chunk goes through. What fails is a miss to whoever asked; what comes must be right."""
+    """Everything that a chunk goes through. What fails is a miss to whoever asked; what comes
+    must be right.
+    """
     with contextlib.suppress(LMCacheError):
-        await client.put([make_chunk(name, payload=make_payload(name, NUM_PAYLOAD_BYTES)) for name in NAMES])
+        await client.put(
+            [make_chunk(name, payload=make_payload(name, NUM_PAYLOAD_BYTES)) for name in NAMES]
+        )
     with contextlib.suppress(LMCacheError):
         await client.contains([make_key(name) for name in NAMES])
     with contextlib.suppress(LMCacheError):
-        for name, result in zip(NAMES, await client.get([make_key(name) for name in NAMES], arena), strict=True):
+        for name, result in zip(
+            NAMES, await client.get([make_key(name) for name in NAMES], arena), strict=True
+        ):
             if isinstance(result, Chunk):
                 assert result.key == make_key(name)
                 assert bytes(result.memory.byte_array) == make_payload(name, NUM_PAYLOAD_BYTES)

@@ -1,4 +1,6 @@
-"""HANDOVER over real sockets: of any tenant's chunks, from servers and admins alone, with their age, and only where there is room."""
+"""HANDOVER over real sockets: of any tenant's chunks, from servers and admins alone, with their
+age, and only where there is room.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def no_ticket(ticket: str) -> NoReturn:
 
 
 @asynccontextmanager
-async def serving(store: MemoryStore, limits: ServerLimits | None = None) -> AsyncIterator[LmServer]:
+async def serving(
+    store: MemoryStore, limits: ServerLimits | None = None
+) -> AsyncIterator[LmServer]:
     server = LmServer(store, by_token, limits=limits, verify_ticket=no_ticket)
     await server.open()
     try:
@@ -78,7 +82,9 @@ async def test_chunks_of_all_tenants_arrive_as_old_as_they_are(token: str) -> No
     async with serving(store) as server, giver(server, token) as client:
         await client.ping()
         assert client.takes_handovers
-        assert await client.hand_over([chunk_of("a", "acme", 3600), chunk_of("b", "rival")], may_evict=True) == [True, True]
+        assert await client.hand_over(
+            [chunk_of("a", "acme", 3600), chunk_of("b", "rival")], may_evict=True
+        ) == [True, True]
         held = store.chunks[make_key("a", "acme")]
         assert bytes(held.memory.byte_array) == make_payload("a")
         assert held.stored_at is not None
@@ -92,7 +98,10 @@ async def test_without_room_nothing_is_given_up_unless_so_told() -> None:
     store = TakingStore()
     store.room = False
     async with serving(store) as server, giver(server) as client:
-        assert await client.hand_over([chunk_of(i, "acme") for i in range(3)], may_evict=False) == [False] * 3
+        assert (
+            await client.hand_over([chunk_of(i, "acme") for i in range(3)], may_evict=False)
+            == [False] * 3
+        )
         assert not store.chunks
         assert await client.hand_over([chunk_of("a", "acme")], may_evict=True) == [True]
 
@@ -100,10 +109,19 @@ async def test_without_room_nothing_is_given_up_unless_so_told() -> None:
 async def test_who_ends_too_has_nothing_for_servers_that_end() -> None:
     """Clients still read it; but what two servers that end have of each other would be lost."""
     store, keys = TakingStore(), [make_key("a", "home")]
-    async with serving(store) as server, giver(server) as ending, giver(server, "client") as of_one_tenant:
+    async with (
+        serving(store) as server,
+        giver(server) as ending,
+        giver(server, "client") as of_one_tenant,
+    ):
         reader = LmClient("127.0.0.1", server.port, "client")
         assert await ending.put([chunk_of("a", "home")]) == [True]
-        assert await ending.contains(keys) == await of_one_tenant.contains(keys) == await reader.contains(keys) == [True]
+        assert (
+            await ending.contains(keys)
+            == await of_one_tenant.contains(keys)
+            == await reader.contains(keys)
+            == [True]
+        )
         store.is_staying = False
         assert await ending.contains(keys) == await of_one_tenant.contains(keys) == [False]
         assert await reader.contains(keys) == [True]
@@ -113,7 +131,9 @@ async def test_who_ends_too_has_nothing_for_servers_that_end() -> None:
 async def test_a_server_is_told_which_chunks_of_any_tenant_are_there_to_stay() -> None:
     store, keys = TakingStore(), [make_key("a", "acme"), make_key("b", "acme")]
     async with serving(store) as server, giver(server, "storage") as client:
-        assert await client.hand_over([chunk_of("a", "acme"), chunk_of("b", "rival")], may_evict=True) == [True, True]
+        assert await client.hand_over(
+            [chunk_of("a", "acme"), chunk_of("b", "rival")], may_evict=True
+        ) == [True, True]
         assert client.answers_held
         assert await client.holds("acme", keys) == [True, False]
         assert await client.holds("rival", keys) == [False, True]
@@ -133,7 +153,9 @@ async def test_clients_cannot_ask_for_the_chunks_of_others() -> None:
 
 
 @pytest.mark.parametrize(("store", "token"), [(TakingStore, "client"), (MemoryStore, "admin")])
-async def test_clients_and_stores_that_take_none_are_not_offered_it(store: type[MemoryStore], token: str) -> None:
+async def test_clients_and_stores_that_take_none_are_not_offered_it(
+    store: type[MemoryStore], token: str
+) -> None:
     async with serving(store()) as server, giver(server, token) as client:
         await client.ping()
         assert not client.takes_handovers
@@ -166,22 +188,33 @@ async def test_a_damaged_one_is_refused_and_the_connection_goes_on() -> None:
         record = bytearray(make_chunk("a").head + make_payload("a"))
         assert await say(raw, 2, Handover("acme", 0, True), bytes(record)) == PutOk(True, "")
         record[-1] ^= 1
-        assert await say(raw, 3, Handover("rival", 0, True), bytes(record)) == PutOk(False, "corrupt")
+        assert await say(raw, 3, Handover("rival", 0, True), bytes(record)) == PutOk(
+            False, "corrupt"
+        )
         assert await say(raw, 4, Put(), bytes(record)) == PutOk(False, "corrupt")
         assert set(store.chunks) == {make_key("a", "acme")}
 
 
 @pytest.mark.parametrize("role", ["admin", "storage"])
 @pytest.mark.parametrize("message", ["handover", "held", "ping"])
-async def test_who_has_lost_the_role_since_hello_is_refused(role: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_has_lost_the_role_since_hello_is_refused(
+    role: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, roles = TakingStore(), [role]
-    monkeypatch.setattr(sys.modules[__name__], "by_token", lambda token: Principal("home", roles[0], "test"))
-    async with serving(store, ServerLimits(reauthenticate_s=0.0)) as server, connected(server.port) as raw:
+    monkeypatch.setattr(
+        sys.modules[__name__], "by_token", lambda token: Principal("home", roles[0], "test")
+    )
+    async with (
+        serving(store, ServerLimits(reauthenticate_s=0.0)) as server,
+        connected(server.port) as raw,
+    ):
         await raw.hello("any", capabilities=["handover", "held"])
         record = make_chunk("a").head + make_payload("a")
         assert await say(raw, 2, Handover("acme", 0, True), record) == PutOk(True, "")
         roles[0] = "client"
-        asked = {"handover": Handover("rival", 0, True), "held": Held("acme", []), "ping": Ping()}[message]
+        asked = {"handover": Handover("rival", 0, True), "held": Held("acme", []), "ping": Ping()}[
+            message
+        ]
         await raw.say(3, asked, record if message == "handover" else b"")
         _, answer, _ = await raw.read()
         assert isinstance(answer, ErrorMessage)
@@ -206,8 +239,13 @@ class Bucket:
 
 async def test_handovers_count_as_requests_of_who_hands_over_and_wait_their_turn() -> None:
     store, bucket = TakingStore(), Bucket(1)
-    async with serving(store, ServerLimits(admit=bucket.admit, pace_s=0.3)) as server, giver(server) as client:
-        assert await client.hand_over([chunk_of("a", "acme"), chunk_of("b", "acme")], may_evict=True) == [True, False]
+    async with (
+        serving(store, ServerLimits(admit=bucket.admit, pace_s=0.3)) as server,
+        giver(server) as client,
+    ):
+        assert await client.hand_over(
+            [chunk_of("a", "acme"), chunk_of("b", "acme")], may_evict=True
+        ) == [True, False]
         assert bucket.asked == {"home"}
         assert set(store.chunks) == {make_key("a", "acme")}
         begin = time.monotonic()
@@ -231,16 +269,28 @@ async def test_what_is_handed_over_and_what_is_refused_is_told() -> None:
         await until(lambda: len(notes) == 2)
         assert "127.0.0.1" in (address := notes[0].client)
         assert notes[0] == HandoverNote(caller, address, ("acme",), 1, size, 0)
-        assert notes[1] == HandoverNote(caller, address, ("acme", "rival"), 2, len(make_payload("b")) + len(make_payload("c")), 0)
+        assert notes[1] == HandoverNote(
+            caller,
+            address,
+            ("acme", "rival"),
+            2,
+            len(make_payload("b")) + len(make_payload("c")),
+            0,
+        )
         for token in ("client", None):
             async with connected(server.port) as raw:
                 await raw.hello(token, capabilities=["handover"])
-                await raw.say(2, Handover("acme", 0, True), make_chunk("d").head + make_payload("d"))
+                await raw.say(
+                    2, Handover("acme", 0, True), make_chunk("d").head + make_payload("d")
+                )
                 _, message, _ = await raw.read()
                 assert isinstance(message, ErrorMessage)
             await until(lambda: notes[-1].num_refused == 1)
             note = notes.pop()
-            assert (note.caller, note.tenants) == (None if token is None else by_token(token), ("acme",))
+            assert (note.caller, note.tenants) == (
+                None if token is None else by_token(token),
+                ("acme",),
+            )
             assert (note.num_chunks, note.num_bytes, note.num_refused) == (0, 0, 1)
         assert len(notes) == 2
 

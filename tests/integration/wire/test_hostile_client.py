@@ -1,4 +1,6 @@
-"""What a client that breaks the protocol does to a server: it loses its connection, and nobody else notices."""
+"""What a client that breaks the protocol does to a server: it loses its connection, and nobody
+else notices.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,19 @@ from lmcache_core.wire import ServerLimits, messages
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 from lmcache_core.wire.messages import build_frame
 
-from tests.fixtures.wire import Arena, MemoryStore, RawConnection, client_of, connected, keys_of, serving
+from tests.fixtures.wire import (
+    Arena,
+    MemoryStore,
+    RawConnection,
+    client_of,
+    connected,
+    keys_of,
+    serving,
+)
 
-QUICK = ServerLimits(hello_timeout_s=0.2, idle_timeout_s=0.3, transfer_timeout_s=0.3, min_bytes_per_s=100 << 20)
+QUICK = ServerLimits(
+    hello_timeout_s=0.2, idle_timeout_s=0.3, transfer_timeout_s=0.3, min_bytes_per_s=100 << 20
+)
 
 Attack = Callable[[RawConnection], Awaitable[object]]
 
@@ -215,7 +227,9 @@ async def test_the_connection_ends_and_others_go_on(attack: Attack) -> None:
         ("corrupt", lambda record: bytes(len(record))),
     ],
 )
-async def test_a_damaged_put_is_refused_and_the_connection_goes_on(name: str, damage: Callable[[bytes], bytes]) -> None:
+async def test_a_damaged_put_is_refused_and_the_connection_goes_on(
+    name: str, damage: Callable[[bytes], bytes]
+) -> None:
     store = MemoryStore()
     async with serving(store) as server, connected(server.port) as raw:
         await raw.hello()
@@ -228,7 +242,10 @@ async def test_a_damaged_put_is_refused_and_the_connection_goes_on(name: str, da
 
 
 async def test_a_put_larger_than_the_limit_ends_the_connection() -> None:
-    async with serving(MemoryStore(), ServerLimits(max_blob_bytes=10_000)) as server, connected(server.port) as raw:
+    async with (
+        serving(MemoryStore(), ServerLimits(max_blob_bytes=10_000)) as server,
+        connected(server.port) as raw,
+    ):
         await raw.hello()
         await raw.send(build_frame(2, messages.Put(), 10_001))
         assert await raw.is_closed()
@@ -251,7 +268,12 @@ async def test_keys_that_are_none_fail_their_request_alone() -> None:
     async with serving(MemoryStore()) as server, connected(server.port) as raw:
         await raw.hello()
         for correlation_id, message in enumerate(
-            (messages.Contains([b"x"]), messages.Get([b""], False, None), messages.Remove([b"LMK1"])), 2
+            (
+                messages.Contains([b"x"]),
+                messages.Get([b""], False, None),
+                messages.Remove([b"LMK1"]),
+            ),
+            2,
         ):
             await raw.say(correlation_id, message)
             header, answer, _ = await raw.read()
@@ -270,7 +292,9 @@ async def test_a_client_that_does_not_read_is_let_go_and_its_chunks_with_it() ->
             await raw.hello()
             raw.reader._transport.pause_reading()  # type: ignore[attr-defined]
             for correlation_id in range(2, 10):
-                await raw.say(correlation_id, messages.Get([make_key(1).key.canonical()], False, None))
+                await raw.say(
+                    correlation_id, messages.Get([make_key(1).key.canonical()], False, None)
+                )
             chunk = next(iter(store.chunks.values()))
             async with asyncio.timeout(5):
                 while chunk.memory.get_ref_count() > 1:
@@ -283,7 +307,10 @@ async def test_a_client_that_does_not_read_is_let_go_and_its_chunks_with_it() ->
 async def test_a_flood_of_requests_is_held_back() -> None:
     store = MemoryStore()
     store.gate = asyncio.Event()
-    async with serving(store, ServerLimits(max_in_flight=4)) as server, connected(server.port) as raw:
+    async with (
+        serving(store, ServerLimits(max_in_flight=4)) as server,
+        connected(server.port) as raw,
+    ):
         await raw.hello()
         request = messages.Contains([make_key(i).key.canonical() for i in range(100)])
         running = 0

@@ -196,7 +196,9 @@ async def test_what_arrived_whole_before_the_lie_is_kept() -> None:
         await answer_hello(raw)
         header, _, _ = await raw.read()
         await raw.say(header.correlation_id, messages.ChunkHead(1), RECORD)
-        await raw.send(build_frame(header.correlation_id, messages.ChunkHead(0), len(RECORD)), RECORD[:-3])
+        await raw.send(
+            build_frame(header.correlation_id, messages.ChunkHead(0), len(RECORD)), RECORD[:-3]
+        )
 
     async with hostile_server(behave) as port, client_of(port) as client:
         first, second = await client.get(keys_of("x", "a"), arena, timeout_s=TIMEOUT_S)
@@ -207,7 +209,9 @@ async def test_what_arrived_whole_before_the_lie_is_kept() -> None:
 
 
 async def test_a_chunk_that_comes_twice_ends_the_connection() -> None:
-    """The first is a chunk; a second one for the same key would take its place, and its memory with it."""
+    """The first is a chunk; a second one for the same key would take its place, and its memory
+    with it.
+    """
     arena = Arena()
 
     async def behave(raw: RawConnection) -> None:
@@ -220,7 +224,9 @@ async def test_a_chunk_that_comes_twice_ends_the_connection() -> None:
 
     async with hostile_server(behave) as port, client_of(port) as client:
         first, second = await client.get(keys_of("a", "b"), arena, timeout_s=TIMEOUT_S)
-        assert second == Miss(MissReason.UNAVAILABLE), "what comes behind the second one is not believed"
+        assert second == Miss(MissReason.UNAVAILABLE), (
+            "what comes behind the second one is not believed"
+        )
         assert not client.is_connected
         assert isinstance(first, Chunk)
         first.release()
@@ -308,7 +314,9 @@ async def test_a_cancelled_call_whose_frame_stands_still_gives_its_memory_back_a
     async def behave(raw: RawConnection) -> None:
         await answer_hello(raw)
         header, _, _ = await raw.read()
-        await raw.send(build_frame(header.correlation_id, messages.ChunkHead(0), len(RECORD)), RECORD[:15_000])
+        await raw.send(
+            build_frame(header.correlation_id, messages.ChunkHead(0), len(RECORD)), RECORD[:15_000]
+        )
         half.set()
         await forever(raw)
 
@@ -338,10 +346,18 @@ async def test_requests_on_the_wire_are_what_the_specification_says() -> None:
             if header.type is FrameType.HELLO:
                 await raw.say(header.correlation_id, messages.HelloOk(1, [], "", 128))
             else:
-                await raw.say(header.correlation_id, messages.Pong() if header.type is FrameType.PING else messages.RemoveOk(0))
+                await raw.say(
+                    header.correlation_id,
+                    messages.Pong() if header.type is FrameType.PING else messages.RemoveOk(0),
+                )
 
     async with hostile_server(behave) as port, client_of(port) as client:
         await client.ping()
         await client.remove(keys_of(1))
         await client.ping()
-    assert seen == [(FrameType.HELLO, 1), (FrameType.PING, 2), (FrameType.REMOVE, 3), (FrameType.PING, 4)]
+    assert seen == [
+        (FrameType.HELLO, 1),
+        (FrameType.PING, 2),
+        (FrameType.REMOVE, 3),
+        (FrameType.PING, 4),
+    ]

@@ -19,8 +19,16 @@ PAYLOAD_BYTES = 4 << 20
 
 
 async def start(port: int) -> tuple[asyncio.subprocess.Process, int]:
-    arguments = ["-m", "tests.integration.wire.serve_chunks", str(port), str(NUM_CHUNKS), str(PAYLOAD_BYTES)]
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    arguments = [
+        "-m",
+        "tests.integration.wire.serve_chunks",
+        str(port),
+        str(NUM_CHUNKS),
+        str(PAYLOAD_BYTES),
+    ]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
     assert process.stdout is not None
     async with asyncio.timeout(30):
         return process, int(await process.stdout.readline())
@@ -50,7 +58,11 @@ async def test_misses_no_lost_memory_and_a_new_connection(num_whole: int) -> Non
             assert num_whole <= len(chunks) < NUM_CHUNKS
             assert {r.reason for r in results if isinstance(r, Miss)} == {MissReason.UNAVAILABLE}
             for chunk in chunks:
-                assert chunk.memory.byte_array[0] == chunk.memory.byte_array[-1] == results.index(chunk)
+                assert (
+                    chunk.memory.byte_array[0]
+                    == chunk.memory.byte_array[-1]
+                    == results.index(chunk)
+                )
                 chunk.release()
             arena.check_empty()
             with pytest.raises(UnavailableError):

@@ -10,7 +10,16 @@ from lmcache_core.record import Miss, MissReason
 from lmcache_core.security import Ticket
 from lmcache_core.wire import ServerLimits
 
-from tests.fixtures.wire import Arena, MemoryStore, Tenant, by_token, client_of, connected, keys_of, serving
+from tests.fixtures.wire import (
+    Arena,
+    MemoryStore,
+    Tenant,
+    by_token,
+    client_of,
+    connected,
+    keys_of,
+    serving,
+)
 
 
 def one_ticket(ticket: str) -> Ticket:
@@ -20,7 +29,10 @@ def one_ticket(ticket: str) -> Ticket:
 
 
 async def test_too_many_connections_are_turned_away() -> None:
-    async with serving(MemoryStore(), ServerLimits(max_connections=1)) as server, client_of(server.port) as first:
+    async with (
+        serving(MemoryStore(), ServerLimits(max_connections=1)) as server,
+        client_of(server.port) as first,
+    ):
         await first.ping()
         async with client_of(server.port) as second:
             with pytest.raises(UnavailableError, match="busy"):
@@ -28,7 +40,9 @@ async def test_too_many_connections_are_turned_away() -> None:
         await first.ping()
 
 
-async def test_clients_that_are_not_let_in_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_clients_that_are_not_let_in_do_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def refuse(token: str | None) -> Tenant:
         raise AuthenticationError("no")
 
@@ -38,7 +52,10 @@ async def test_clients_that_are_not_let_in_do_not_fill_the_log(caplog: pytest.Lo
             async with client_of(server.port) as client:
                 with pytest.raises(AuthenticationError):
                     await client.ping()
-    async with serving(MemoryStore(), ServerLimits(max_connections=1)) as server, client_of(server.port) as first:
+    async with (
+        serving(MemoryStore(), ServerLimits(max_connections=1)) as server,
+        client_of(server.port) as first,
+    ):
         await first.ping()
         for _ in range(5):
             async with client_of(server.port) as client:
@@ -54,7 +71,10 @@ async def test_the_authenticator_sees_the_token() -> None:
         seen.append(token)
         return Tenant("t")
 
-    async with serving(MemoryStore(), authenticate=remember) as server, client_of(server.port, "secret") as one:
+    async with (
+        serving(MemoryStore(), authenticate=remember) as server,
+        client_of(server.port, "secret") as one,
+    ):
         await one.ping()
         async with client_of(server.port) as other:
             await other.ping()
@@ -62,7 +82,9 @@ async def test_the_authenticator_sees_the_token() -> None:
 
 
 async def test_silent_connections_take_no_places() -> None:
-    """Neither from who comes later nor from who is served; the oldest of them give place to those that come."""
+    """Neither from who comes later nor from who is served; the oldest of them give place to
+    those that come.
+    """
     limits = ServerLimits(max_connections=2, max_strangers=4, hello_timeout_s=60)
     async with serving(MemoryStore(), limits, by_token) as server, AsyncExitStack() as exits:
         first = await exits.enter_async_context(client_of(server.port, "acme"))
@@ -81,7 +103,10 @@ async def test_silent_connections_take_no_places() -> None:
 async def test_who_shows_neither_token_nor_ticket_takes_no_place() -> None:
     """Where peers are served by ticket, HELLO alone proves nothing."""
     limits = ServerLimits(max_connections=1, max_strangers=2)
-    async with serving(MemoryStore(), limits, by_token, one_ticket) as server, AsyncExitStack() as exits:
+    async with (
+        serving(MemoryStore(), limits, by_token, one_ticket) as server,
+        AsyncExitStack() as exits,
+    ):
         for _ in range(6):
             raw = await exits.enter_async_context(connected(server.port))
             await raw.hello()
@@ -90,5 +115,7 @@ async def test_who_shows_neither_token_nor_ticket_takes_no_place() -> None:
         assert isinstance(result, Miss)
         assert result.reason is MissReason.NEVER_STORED
         async with client_of(server.port, name="me") as other:
-            assert await other.get(keys_of("a"), Arena(), ticket="good") == [Miss(MissReason.UNAVAILABLE)]
+            assert await other.get(keys_of("a"), Arena(), ticket="good") == [
+                Miss(MissReason.UNAVAILABLE)
+            ]
         await client.ping()

@@ -1,4 +1,6 @@
-"""Payloads go from the socket into the arena and from the arena into the socket, with nothing in between."""
+"""Payloads go from the socket into the arena and from the arena into the socket, with nothing in
+between.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,19 @@ from tests.fixtures.wire import MemoryStore, client_of, serving
 NUM_CHUNKS = 4
 PAYLOAD_BYTES = 32 << 20
 MAX_EXTRA_BYTES = 512 << 10
-"""Heads, frames, the staging buffers and tasks of both sides: the payloads are 256 times as large."""
+"""Heads, frames, the staging buffers and tasks of both sides: the payloads are 256 times as
+large.
+"""
 ASYNCIO_SLICE_BYTES = 1 << 20
-"""What asyncio before Python 3.12 copies of a write that the kernel does not take at once: one slice of ours."""
+"""What asyncio before Python 3.12 copies of a write that the kernel does not take at once: one
+slice of ours.
+"""
 
 
 async def move(arena: ArenaAllocator) -> int:
-    """Put and get everything, server and client in one process; the most memory that Python has had for it meanwhile."""
+    """Put and get everything, server and client in one process; the most memory that Python has
+    had for it meanwhile.
+    """
 
     def allocate(num_bytes: int) -> MemoryObj | None:
         return arena.allocate((num_bytes,), None)
@@ -50,12 +58,19 @@ async def move(arena: ArenaAllocator) -> int:
 
 @pytest.mark.parametrize(
     ("new_loop", "max_extra_bytes"),
-    [(uvloop.new_event_loop, MAX_EXTRA_BYTES), (asyncio.new_event_loop, MAX_EXTRA_BYTES + 2 * ASYNCIO_SLICE_BYTES)],
+    [
+        (uvloop.new_event_loop, MAX_EXTRA_BYTES),
+        (asyncio.new_event_loop, MAX_EXTRA_BYTES + 2 * ASYNCIO_SLICE_BYTES),
+    ],
     ids=["uvloop", "asyncio"],
 )
-def test_no_payload_is_copied(new_loop: Callable[[], asyncio.AbstractEventLoop], max_extra_bytes: int) -> None:
+def test_no_payload_is_copied(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], max_extra_bytes: int
+) -> None:
     arena = ArenaAllocator.anonymous(NUM_CHUNKS * (PAYLOAD_BYTES + 4096))
     with asyncio.Runner(loop_factory=new_loop) as runner:
         extra = runner.run(move(arena))
-    assert extra < max_extra_bytes, f"{extra >> 10} KiB for {NUM_CHUNKS * PAYLOAD_BYTES >> 10} KiB of payload"
+    assert extra < max_extra_bytes, (
+        f"{extra >> 10} KiB for {NUM_CHUNKS * PAYLOAD_BYTES >> 10} KiB of payload"
+    )
     assert arena.used_bytes == 0

@@ -1,4 +1,6 @@
-"""Memory for what was announced and does not come is given back when the bytes are overdue, not when all of them would be."""
+"""Memory for what was announced and does not come is given back when the bytes are overdue, not
+when all of them would be.
+"""
 
 from __future__ import annotations
 

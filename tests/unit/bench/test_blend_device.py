@@ -1,4 +1,6 @@
-"""The bench of blending's kernels, on a CPU and small: what runs, and that nothing wrong is reported."""
+"""The bench of blending's kernels, on a CPU and small: what runs, and that nothing wrong is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,13 @@ def prompt():
 def test_figures_of_a_prompt(prompt):
     waits = []
     limit, *figures = blend_device.prompt_figures(prompt, lambda: waits.append(1))
-    assert [figure.name.split(",")[0] for figure in figures] == ["GPU: rope_rotate"] * 2 + ["GPU: blend_deviation"] * 2
-    assert all(figure.limit is limit and figure.num_bytes == limit.num_bytes == 2 * 640 * 2 * 8 * 2 for figure in figures)
+    assert [figure.name.split(",")[0] for figure in figures] == ["GPU: rope_rotate"] * 2 + [
+        "GPU: blend_deviation"
+    ] * 2
+    assert all(
+        figure.limit is limit and figure.num_bytes == limit.num_bytes == 2 * 640 * 2 * 8 * 2
+        for figure in figures
+    )
     assert len(waits) == 5 * (ROUNDS + 1)
     for k, target in zip(prompt.layers, prompt.targets, strict=True):
         assert torch.equal(k[:512], target[:512]), "the first document stands where it stood"

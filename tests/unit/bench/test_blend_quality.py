@@ -11,9 +11,24 @@ from lmcache_demo.model import load_two_document_model
 
 from tests.bench import blend_plot
 from tests.bench.blend_part import quality_section
-from tests.bench.blend_quality import BOTH_SIDES, NAIVE, POLICIES, RATIOS, UNMOVED, Arm, QualityBench, closed_share, share_of_total
+from tests.bench.blend_quality import (
+    BOTH_SIDES,
+    NAIVE,
+    POLICIES,
+    RATIOS,
+    UNMOVED,
+    Arm,
+    QualityBench,
+    closed_share,
+    share_of_total,
+)
 from tests.bench.codec_quality import NORMAL_95
-from tests.bench.two_document_prompts import FIVE_DOCUMENTS, NUM_QUESTIONS, TWO_DOCUMENTS, PromptSource
+from tests.bench.two_document_prompts import (
+    FIVE_DOCUMENTS,
+    NUM_QUESTIONS,
+    TWO_DOCUMENTS,
+    PromptSource,
+)
 
 FILLING = ["a file is a sequence of bytes that has a name, and a path leads to it. " * 8]
 
@@ -37,7 +52,10 @@ def found(loaded, source):
 
 
 def test_a_share_of_sums_has_the_interval_of_a_ratio():
-    part, whole = torch.tensor([1.0, 2.0, 3.0, 2.0]).double(), torch.tensor([4.0, 4.0, 4.0, 4.0]).double()
+    part, whole = (
+        torch.tensor([1.0, 2.0, 3.0, 2.0]).double(),
+        torch.tensor([4.0, 4.0, 4.0, 4.0]).double(),
+    )
     got = share_of_total(part, whole)
     assert got.value == 0.5
     # With equal denominators it is the mean of quarters, whose standard error is the textbook's.
@@ -53,7 +71,9 @@ def test_nothing_left_is_a_closed_gap_and_everything_left_an_open_one():
 
 
 @pytest.mark.parametrize(("shape", "num_documents"), [(TWO_DOCUMENTS, 2), (FIVE_DOCUMENTS, 5)])
-def test_prompts_are_the_same_at_every_call_and_judge_their_answers(loaded, source, shape, num_documents):
+def test_prompts_are_the_same_at_every_call_and_judge_their_answers(
+    loaded, source, shape, num_documents
+):
     first, again = list(source.draw(3, shape)), list(source.draw(3, shape))
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one.tokens(), other.tokens())
@@ -75,7 +95,11 @@ def test_all_arms_are_measured_and_computing_all_anew_is_full_recompute(found):
     assert whole.loss_nats == pytest.approx(full.loss_nats, abs=1e-4)
     assert whole.divergence_nats == pytest.approx(0, abs=1e-4)
     assert rows[Arm(NAIVE, 0.0)].closed.value == 0
-    assert rows[Arm(NAIVE, 0.0)].computed_share < rows[Arm("deviation", 0.05)].computed_share < rows[Arm("deviation", 0.5)].computed_share
+    assert (
+        rows[Arm(NAIVE, 0.0)].computed_share
+        < rows[Arm("deviation", 0.05)].computed_share
+        < rows[Arm("deviation", 0.5)].computed_share
+    )
     assert rows[Arm(UNMOVED, 0.0)].loss_nats != rows[Arm(NAIVE, 0.0)].loss_nats
 
 

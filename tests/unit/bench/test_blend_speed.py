@@ -1,4 +1,6 @@
-"""What the bench says of blended prefills: operations as torch counts them, arms that really blend, and the table."""
+"""What the bench says of blended prefills: operations as torch counts them, arms that really
+blend, and the table.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,17 @@ def prompt():
 
 def test_operations_of_a_full_prefill_are_those_that_torch_counts(model, prompt):
     whole_attention = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-            q, (*q[:2], *k[2:]), (*q[:2], *v[2:])
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+            lambda q, k, v, *_, **__: sdpa_flop_count(q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
         )
     }
     arm = blend_speed.full_arm(model, prompt)
     with FlopCounterMode(display=False, custom_mapping=whole_attention) as counter:
         arm.first_token()
     # torch counts all pairs of a causal attention
-    pairs = blend_flops.pairs(NUM_TOKENS, NUM_TOKENS, False) - blend_flops.pairs(NUM_TOKENS, NUM_TOKENS, True)
+    pairs = blend_flops.pairs(NUM_TOKENS, NUM_TOKENS, False) - blend_flops.pairs(
+        NUM_TOKENS, NUM_TOKENS, True
+    )
     masked = 4 * pairs * model.config.hidden_size * model.config.num_hidden_layers
     assert counter.get_total_flops() == arm.flops.total + masked
     assert blend_flops.counted(arm.first_token)[0] == arm.flops
@@ -53,7 +57,10 @@ def test_operations_of_a_full_prefill_are_those_that_torch_counts(model, prompt)
 @pytest.mark.parametrize("ratio", [0.0, RATIO, 1.0])
 def test_operations_of_a_blended_prefill_are_counted(model, prompt, ratio):
     num_computed = QUESTION_TOKENS + int(prompt.num_in_documents * ratio)
-    most = blend_flops.prefill_flops(model.config, blend_flops.layers_blended(model.config, NUM_TOKENS, num_computed, check_layer=1))
+    most = blend_flops.prefill_flops(
+        model.config,
+        blend_flops.layers_blended(model.config, NUM_TOKENS, num_computed, check_layer=1),
+    )
     full = blend_speed.full_arm(model, prompt).flops
     with blending_models(model, prompt, [ratio]) as (blending,):
         flops = blend_speed.blended_arm(blending, prompt, ratio).flops
@@ -72,7 +79,9 @@ def test_a_prompt_that_is_not_blended_is_not_measured(model, prompt):
 
 def test_all_arms_of_a_prompt_are_measured_in_turn(model, prompt):
     names = []
-    measured = blend_speed.measure_prompt(lambda name, work: names.append(name) or work(), "tiny", model, prompt, (0.0, RATIO))
+    measured = blend_speed.measure_prompt(
+        lambda name, work: names.append(name) or work(), "tiny", model, prompt, (0.0, RATIO)
+    )
     assert [arm.name for arm in measured.arms] == [FULL, "0%", "25%"]
     assert all(len(arm.seconds) == blend_speed.NUM_ROUNDS for arm in measured.arms)
     shares = [arm.flops.total for arm in measured.arms]
@@ -86,7 +95,11 @@ def test_the_table_holds_arms_against_the_full_prefill_of_their_round():
         return blend_speed.Took(name, Flops(int(flops), 0), seconds)
 
     found = [
-        blend_speed.Measured("tiny", num_tokens, [took(FULL, [6.0, 9.0, 12.0], 4e12), took("15%", [3.0, 3.0, 3.0], 1e12)])
+        blend_speed.Measured(
+            "tiny",
+            num_tokens,
+            [took(FULL, [6.0, 9.0, 12.0], 4e12), took("15%", [3.0, 3.0, 3.0], 1e12)],
+        )
         for num_tokens in (2_048, 4_096)
     ]
     rows = blend_speed.first_tokens(found).rows
@@ -112,7 +125,9 @@ def other_threads():
     torch.set_num_threads(before)
 
 
-def test_everything_is_measured_with_its_threads_and_the_others_are_given_back(monkeypatch, other_threads):
+def test_everything_is_measured_with_its_threads_and_the_others_are_given_back(
+    monkeypatch, other_threads
+):
     threads = set()
 
     def run(name, work):
@@ -125,7 +140,9 @@ def test_everything_is_measured_with_its_threads_and_the_others_are_given_back(m
         monkeypatch.setattr(blend_speed, name, blend_speed.Shape(name, OPTIONS, {512: (0.15,)}))
     found = blend_speed.measure(run)
     tokens, dtypes = found.sections
-    assert [row[:3] for row in tokens.rows] == [(name, "512", share) for name in ("SMALL", "LARGE") for share in (FULL, "15%")]
+    assert [row[:3] for row in tokens.rows] == [
+        (name, "512", share) for name in ("SMALL", "LARGE") for share in (FULL, "15%")
+    ]
     assert [row[0] for row in dtypes.rows] == ["float32", "bfloat16"]
     (chosen,) = [row[0] for row in dtypes.rows if row[-1]]
     assert found.remark.startswith(f"{chosen}, 1 torch thread")

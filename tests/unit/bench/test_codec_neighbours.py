@@ -12,7 +12,10 @@ from tests.bench.codec_neighbours import Neighbours, busy_ticks
 
 
 def test_idle_and_waiting_are_not_busy():
-    assert busy_ticks("cpu  1 2 4 1000 2000 8 16 32 64 128\ncpu0 9 9 9 9 9 9 9 9 9 9\n") == 1 + 2 + 4 + 8 + 16 + 32
+    assert (
+        busy_ticks("cpu  1 2 4 1000 2000 8 16 32 64 128\ncpu0 9 9 9 9 9 9 9 9 9 9\n")
+        == 1 + 2 + 4 + 8 + 16 + 32
+    )
 
 
 def test_another_process_is_counted():

@@ -26,8 +26,13 @@ def reader():
 
 @pytest.fixture(scope="module")
 def windows(reader, pool):
-    texts = ["".join(f"def {name}_{i}(path):\n    return open(path).read({i})\n\n" for i in range(250)) for name in ("load", "parse")]
-    return reader.windows(pool, [Document(f"made up {i}", "library", text) for i, text in enumerate(texts)])
+    texts = [
+        "".join(f"def {name}_{i}(path):\n    return open(path).read({i})\n\n" for i in range(250))
+        for name in ("load", "parse")
+    ]
+    return reader.windows(
+        pool, [Document(f"made up {i}", "library", text) for i, text in enumerate(texts)]
+    )
 
 
 def test_windows_do_not_overlap_and_are_few_a_document(windows):
@@ -59,7 +64,13 @@ def test_reading_from_kv_is_reading_the_text(reader, windows):
 def test_what_is_kept_costs_nothing_and_what_is_lost_costs(reader, windows, pool):
     bench = QualityBench(reader, windows, pool)
     kept = bench.measure(Scheme("kept", keep))
-    assert (kept.bits, kept.change.value, kept.change.half_width, kept.divergence, kept.agreement) == (16.0, 0.0, 0.0, 0.0, 1.0)
+    assert (
+        kept.bits,
+        kept.change.value,
+        kept.change.half_width,
+        kept.divergence,
+        kept.agreement,
+    ) == (16.0, 0.0, 0.0, 0.0, 1.0)
     lost = bench.measure(Scheme("lost", lambda kv: (torch.zeros_like(kv), 2.0 * kv.numel())))
     assert lost.bits == 2.0
     assert lost.change.value > 0.1
@@ -89,4 +100,6 @@ def test_the_interval_is_that_of_the_ratio_estimator():
 
 def test_one_document_has_no_interval():
     with pytest.raises(ValueError, match="two documents"):
-        relative_change(torch.ones(3).double(), torch.ones(3).double(), torch.zeros(3, dtype=torch.int64))
+        relative_change(
+            torch.ones(3).double(), torch.ones(3).double(), torch.zeros(3, dtype=torch.int64)
+        )

@@ -37,7 +37,14 @@ def test_a_pace_is_a_median_and_its_shares_are_of_pairs():
 def test_subjects_are_timed_in_turn_and_the_first_round_does_not_count():
     calls = []
     subjects = [
-        Subject("a", threads, 1000, 250, lambda threads=threads: calls.append(("encode", threads)), lambda: calls.append(("decode", 0)))
+        Subject(
+            "a",
+            threads,
+            1000,
+            250,
+            lambda threads=threads: calls.append(("encode", threads)),
+            lambda: calls.append(("decode", 0)),
+        )
         for threads in (1, 2)
     ]
     rows = measure(subjects, rounds=2)
@@ -82,7 +89,11 @@ def test_the_plot_is_svg_with_two_curves_a_row_and_a_dot_at_each_break_even():
 
 def test_tables_have_a_cell_for_each_heading():
     yardstick = row("yardstick", encode=0.05, decode=0.1)
-    speeds = [row(), SpeedRow("coder", 2, 4.0, pace(0.9, pace(0.5)), pace(3.0, pace(2.0))), yardstick]
+    speeds = [
+        row(),
+        SpeedRow("coder", 2, 4.0, pace(0.9, pace(0.5)), pace(3.0, pace(2.0))),
+        yardstick,
+    ]
     quality = QualityRow("coder", 2.5, 1.09, Change(0.0123, 0.001), 0.004, 0.97)
     sections = [
         codec_report.quality([quality], {"coder": "payload"}),
@@ -92,18 +103,35 @@ def test_tables_have_a_cell_for_each_heading():
     ]
     for section in sections:
         assert all(len(cells) == len(section.headings) for cells in section.rows)
-    assert sections[0].rows[0] == ("coder", "2.500", "1.0900", "+1.230 % ± 0.100", "0.00400", "97.00%", "payload")
+    assert sections[0].rows[0] == (
+        "coder",
+        "2.500",
+        "1.0900",
+        "+1.230 % ± 0.100",
+        "0.00400",
+        "97.00%",
+        "payload",
+    )
     assert sections[1].rows[0] == ("7", "1,000", "0.250", "5.000", "made up")
-    assert [cells[-2:] for cells in sections[2].rows] == [("10.0 / 20.0", ""), ("18.0 / 30.0", "1.80 / 1.50"), ("", "")]
+    assert [cells[-2:] for cells in sections[2].rows] == [
+        ("10.0 / 20.0", ""),
+        ("18.0 / 30.0", "1.80 / 1.50"),
+        ("", ""),
+    ]
     assert sections[3].rows[0][2:4] == ("12.00", "16.00")
 
 
 def test_only_the_named_section_is_rewritten(tmp_path):
     document = tmp_path / "figures.md"
-    document.write_text("a\n<!-- one: begin -->\nold\n<!-- one: end -->\nb\n<!-- two: begin -->\nkept\n<!-- two: end -->\nc\n")
+    document.write_text(
+        "a\n<!-- one: begin -->\nold\n<!-- one: end -->\nb\n<!-- two: begin -->\nkept\n<!-- two:"
+        " end -->\nc\n"
+    )
     report.rewrite(document, "one", "machine", ["table"])
-    assert document.read_text() == (
-        "a\n<!-- one: begin -->\nmachine\n\ntable\n<!-- one: end -->\nb\n<!-- two: begin -->\nkept\n<!-- two: end -->\nc\n"
+    assert (
+        document.read_text()
+        == "a\n<!-- one: begin -->\nmachine\n\ntable\n<!-- one: end -->\nb\n<!-- two: begin"
+        " -->\nkept\n<!-- two: end -->\nc\n"
     )
     with pytest.raises(ValueError, match="three"):
         report.rewrite(document, "three", "machine", [])

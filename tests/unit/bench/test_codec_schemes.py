@@ -26,8 +26,12 @@ class Deflate:
         if len(payload) < 1000:
             return None
         packed = memoryview(zlib.compress(payload))
-        spec = tensors[0].__class__(tensors[0].group, tensors[0].dtype, tensors[0].shape, 0, len(packed))
-        return EncodedPayload(packed, (spec,), "deflate", "", False, EncodingReport(8.0, len(payload), len(packed)))
+        spec = tensors[0].__class__(
+            tensors[0].group, tensors[0].dtype, tensors[0].shape, 0, len(packed)
+        )
+        return EncodedPayload(
+            packed, (spec,), "deflate", "", False, EncodingReport(8.0, len(payload), len(packed))
+        )
 
     def decode(self, header, payload, out):
         assert header.serde == "deflate"
@@ -42,10 +46,14 @@ def test_whole_numbers_in_groups_count_their_scales(kv):
     for bits, expected in ((8, 8.5), (4, 4.5)):
         decoded, counted = codec_schemes.grouped(bits)(kv)
         assert counted / kv.numel() == expected
-        steps = kv.float().unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+        steps = kv.float().unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / (
+            2 ** (bits - 1) - 1
+        )
         error = (decoded.float() - kv.float()).unflatten(-1, (-1, 32)).abs()
         # Half a step, the scale's rounding over all steps, and the result's to bfloat16.
-        assert bool((error <= steps * 0.51 + kv.float().unflatten(-1, (-1, 32)).abs() * 2**-7).all())
+        assert bool(
+            (error <= steps * 0.51 + kv.float().unflatten(-1, (-1, 32)).abs() * 2**-7).all()
+        )
 
 
 def test_a_group_of_zeros_decodes_to_zeros():
@@ -76,7 +84,8 @@ def test_what_a_codec_keeps_raw_costs_what_raw_costs():
 
 
 def test_quantisation_rounds_ties_to_even():
-    # Twelve layers: layer 0 has 32 bins in keys, layer 10 has 16. m = 15 makes x C / m whole in layer 0; m = 14 halves in layer 10.
+    # Twelve layers: layer 0 has 32 bins in keys, layer 10 has 16. m = 15 makes x C / m whole in
+    # layer 0; m = 14 halves in layer 10.
     kv = torch.zeros(2, 12, 1, 5, dtype=torch.bfloat16)
     kv[0, 0, 0] = torch.tensor([15.0, -15.0, 0.5, 1.5, -0.5])
     kv[0, 10, 0] = torch.tensor([14.0, -14.0, 1.0, 3.0, -1.0])
@@ -88,7 +97,11 @@ def test_quantisation_rounds_ties_to_even():
 
 
 def test_layers_have_the_documented_bins():
-    centres = codec_documented.quantise(torch.ones(2, 12, 1, 2, dtype=torch.bfloat16)).centres.flatten(1).tolist()
+    centres = (
+        codec_documented.quantise(torch.ones(2, 12, 1, 2, dtype=torch.bfloat16))
+        .centres.flatten(1)
+        .tolist()
+    )
     assert centres == [[15.0] * 10 + [7.0] * 2, [15.0] * 2 + [7.0] * 10]
     few = codec_documented.quantise(torch.ones(2, 9, 1, 2, dtype=torch.bfloat16)).centres
     assert set(few.flatten().tolist()) == {15.0}
@@ -103,7 +116,9 @@ def test_tables_and_bits_are_those_of_a_plain_loop(kv):
         expected = [65503 * count // 7 + i for i, count in enumerate(below)]
         assert cdf[side, layer, channel].tolist() == [*expected[:-1], 65536]
     assert bool((cdf.diff(dim=-1) > 0).all())
-    for side, layer, token, channel in torch.cartesian_prod(*map(torch.arange, part.symbols.shape)).tolist():
+    for side, layer, token, channel in torch.cartesian_prod(
+        *map(torch.arange, part.symbols.shape)
+    ).tolist():
         symbol = int(part.symbols[side, layer, token, channel])
         table = cdf[side, layer, channel]
         bits -= math.log2(int(table[symbol + 1] - table[symbol]) / 65536)
@@ -125,7 +140,10 @@ def test_torchac_is_given_channels_one_behind_the_other_and_tables_as_uint16(kv)
 
 def test_sizes_are_shares_of_raw(kv):
     chunk = synthetic_kv(num_tokens=256, num_layers=2, hidden=32)
-    schemes = [codec_schemes.Scheme("raw", codec_schemes.keep), codec_schemes.Scheme("half", lambda part: (part, 8.0 * part.numel()))]
+    schemes = [
+        codec_schemes.Scheme("raw", codec_schemes.keep),
+        codec_schemes.Scheme("half", lambda part: (part, 8.0 * part.numel())),
+    ]
     rows = size_rows("made up", [chunk, chunk], schemes)
     assert [row.num_tokens for row in rows] == list(LENGTHS)
     assert all(row.shares == {"raw": 1.0, "half": 0.5} for row in rows)

@@ -30,7 +30,10 @@ def test_first_tokens_are_held_against_those_of_the_same_round() -> None:
 def test_what_a_store_costs_is_a_share_of_the_cold_request() -> None:
     found = {
         rounds.COLD: [took(10.0), took(12.0), took(9.0)],
-        rounds.STORED: [took(seconds, store_seconds=0.05, store_cpu_seconds=0.1, scheduler_seconds=0.02) for seconds in (10.2, 12.1, 9.4)],
+        rounds.STORED: [
+            took(seconds, store_seconds=0.05, store_cpu_seconds=0.1, scheduler_seconds=0.02)
+            for seconds in (10.2, 12.1, 9.4)
+        ],
     }
     sidecar_cpu = {rounds.COLD: [0.1, 0.1, 0.1], rounds.STORED: [0.2, 0.2, 0.5]}
     rows = {row[0]: row[1:3] for row in vllm_part.overhead(found, sidecar_cpu).rows}

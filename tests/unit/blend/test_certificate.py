@@ -10,7 +10,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from lmcache_core.blend.certificate import BlendCertificate, BlendProfile, CertificateFolder, Quality, QualityBounds
+from lmcache_core.blend.certificate import (
+    BlendCertificate,
+    BlendProfile,
+    CertificateFolder,
+    Quality,
+    QualityBounds,
+)
 
 PROFILE = BlendProfile("deviation", 0.15, (5, 6))
 GOOD = Quality(20, 400, 0.01, 0.99, 0.001, 0.002, 0.9)
@@ -41,7 +47,11 @@ def test_who_passed_may_blend_and_nobody_else(folder):
     assert reason(folder) is None
     assert "no certificate" in reason(folder, identity="weights-2")
     assert "no certificate" in reason(folder, model="another")
-    for other in (BlendProfile("deviation", 0.1, (5, 6)), BlendProfile("none", 0.15, (5, 6)), BlendProfile("deviation", 0.15, (5,))):
+    for other in (
+        BlendProfile("deviation", 0.1, (5, 6)),
+        BlendProfile("none", 0.15, (5, 6)),
+        BlendProfile("deviation", 0.15, (5,)),
+    ):
         assert "no certificate" in reason(folder, profile=other)
 
 
@@ -112,9 +122,13 @@ def test_one_that_cannot_be_opened_counts_as_none(folder, tmp_path):
 def test_it_is_said_what_does_not_fit(folder):
     folder.save(certificate())
     assert "other weights, another dtype or other options" in reason(folder, identity="weights-2")
-    assert "only for deviation, 15 % computed anew, separator 5 6;" in reason(folder, profile=BlendProfile("deviation", 0.15, (5,)))
+    assert "only for deviation, 15 % computed anew, separator 5 6;" in reason(
+        folder, profile=BlendProfile("deviation", 0.15, (5,))
+    )
     assert "only" not in reason(folder, model="another")
-    assert "only" not in reason(folder, identity="weights-2", profile=BlendProfile("none", 0.0, (5,)))
+    assert "only" not in reason(
+        folder, identity="weights-2", profile=BlendProfile("none", 0.0, (5,))
+    )
     folder.path_of("a/model", "weights-3", PROFILE).write_bytes(b"{")
     assert "other weights" in reason(folder, identity="weights-2"), "a damaged one says nothing"
 
@@ -138,7 +152,13 @@ while True:
 
 def test_writers_that_are_killed_leave_it_whole(folder):
     path = folder.save(certificate())
-    arguments = [sys.executable, "-c", SAVE_FOR_EVER, str(path.parent), msgspec.json.encode(certificate()).decode()]
+    arguments = [
+        sys.executable,
+        "-c",
+        SAVE_FOR_EVER,
+        str(path.parent),
+        msgspec.json.encode(certificate()).decode(),
+    ]
     for _ in range(3):
         writers = [subprocess.Popen(arguments, stdout=subprocess.PIPE) for _ in range(2)]
         try:

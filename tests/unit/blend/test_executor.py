@@ -31,18 +31,33 @@ class Batch:
         self.starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
         self.positions = torch.cat([torch.arange(length) for length in lengths])
         self.originals = torch.randint(0, 50, (num_tokens,), generator=generator) * self.valid
-        self.q, self.k, self.v, self.fresh_v = (torch.randn(num_tokens, WIDTH, generator=generator) for _ in range(4))
+        self.q, self.k, self.v, self.fresh_v = (
+            torch.randn(num_tokens, WIDTH, generator=generator) for _ in range(4)
+        )
         self.cached_k = EMBEDDING.encode(self.originals, self.k, self.k)[1]
         self.fresh_k = EMBEDDING.encode(self.positions, self.k, self.k)[1]
 
     def layer(self, made, layer_id, rows=None, **changed):
         """Blend a layer of which only these rows are fresh."""
         rows = torch.arange(len(self.valid)) if rows is None else rows
-        sides = {"fresh_q": self.q[rows], "fresh_k": self.fresh_k[rows], "fresh_v": self.fresh_v[rows]}
+        sides = {
+            "fresh_q": self.q[rows],
+            "fresh_k": self.fresh_k[rows],
+            "fresh_v": self.fresh_v[rows],
+        }
         sides |= {"retrieved_k": self.cached_k, "retrieved_v": self.v}
-        arguments = {name: side.movedim(0, self.token_dim).contiguous() for name, side in sides.items()}
-        arguments |= {"valid_mask": self.valid, "original_positions": self.originals, "positions": self.positions[rows]}
-        return made.blend(layer_id, **arguments | {"query_start_loc": self.starts, "token_dim": self.token_dim} | changed)
+        arguments = {
+            name: side.movedim(0, self.token_dim).contiguous() for name, side in sides.items()
+        }
+        arguments |= {
+            "valid_mask": self.valid,
+            "original_positions": self.originals,
+            "positions": self.positions[rows],
+        }
+        return made.blend(
+            layer_id,
+            **arguments | {"query_start_loc": self.starts, "token_dim": self.token_dim} | changed,
+        )
 
 
 @st.composite
@@ -53,10 +68,17 @@ def batches(draw):
 
 
 @settings(deadline=None, max_examples=60)
-@given(batches(), st.sampled_from([0.0, 0.15, 0.5, 1.0]), st.sampled_from(["deviation", "first_of_chunk", "none"]))
+@given(
+    batches(),
+    st.sampled_from([0.0, 0.15, 0.5, 1.0]),
+    st.sampled_from(["deviation", "first_of_chunk", "none"]),
+)
 def test_what_layers_get(batch, ratio, policy):
     made = executor(ratio, policy)
-    before = [tensor.clone() for tensor in (batch.starts, batch.valid, batch.originals, batch.cached_k, batch.v)]
+    before = [
+        tensor.clone()
+        for tensor in (batch.starts, batch.valid, batch.originals, batch.cached_k, batch.v)
+    ]
     dim, check_layer = batch.token_dim, made.policy.check_layer
     for layer_id in range(check_layer):
         out = batch.layer(made, layer_id)
@@ -69,7 +91,9 @@ def test_what_layers_get(batch, ratio, policy):
         assert len(out.local_indices) == len(batch.valid)
         return
     rows, starts = out.local_indices, out.query_start_loc.tolist()
-    for request, (start, end) in enumerate(zip(batch.starts.tolist(), batch.starts.tolist()[1:], strict=False)):
+    for request, (start, end) in enumerate(
+        zip(batch.starts.tolist(), batch.starts.tolist()[1:], strict=False)
+    ):
         own = rows[starts[request] : starts[request + 1]]
         assert ((own >= start) & (own < end)).all()
         assert end == start or end - 1 in own, "the last token of a request is always computed"
@@ -88,10 +112,19 @@ def test_what_layers_get(batch, ratio, policy):
     assert later.local_indices.tolist() == list(range(len(rows)))
     assert torch.equal(later.positions, batch.positions[rows])
     assert torch.equal(later.q.movedim(dim, 0), batch.q[rows])
-    assert torch.equal(later.v.movedim(dim, 0), torch.where(selected[:, None], batch.fresh_v, batch.v))
-    # K is the same wherever it comes from, once it is at its new position: the retrieved and the fresh were made of the same values
+    assert torch.equal(
+        later.v.movedim(dim, 0), torch.where(selected[:, None], batch.fresh_v, batch.v)
+    )
+    # K is the same wherever it comes from, once it is at its new position: the retrieved and the
+    # fresh were made of the same values
     torch.testing.assert_close(later.k.movedim(dim, 0), batch.fresh_k, rtol=0, atol=1e-5)
-    assert all(map(torch.equal, before, (batch.starts, batch.valid, batch.originals, batch.cached_k, batch.v)))
+    assert all(
+        map(
+            torch.equal,
+            before,
+            (batch.starts, batch.valid, batch.originals, batch.cached_k, batch.v),
+        )
+    )
 
 
 def test_a_later_layer_has_the_fresh_keys_of_what_is_computed():
@@ -128,7 +161,15 @@ def test_the_first_of_each_chunk_are_computed():
     batch = Batch([12], [True] * 9 + [False] * 3)
     batch.originals = torch.tensor([0, 1, 0, 1, 2, 3, 0, 1, 2, 0, 0, 0])
     out = batch.layer(executor(0.5, "first_of_chunk"), 0)
-    assert out.local_indices.tolist() == [2, 3, 6, 7, 9, 10, 11], "but for a prefix, which is as it was"
+    assert out.local_indices.tolist() == [
+        2,
+        3,
+        6,
+        7,
+        9,
+        10,
+        11,
+    ], "but for a prefix, which is as it was"
 
 
 def test_what_a_policy_forgets_is_computed_all_the_same():
@@ -138,7 +179,10 @@ def test_what_a_policy_forgets_is_computed_all_the_same():
         def choose(self, candidates):
             return candidates.original_positions < 0
 
-    batch, made = Batch([3, 0, 4], [True, False, True] + [True] * 4), CacheBlendImpl(0.0, Forgetful())
+    batch, made = (
+        Batch([3, 0, 4], [True, False, True] + [True] * 4),
+        CacheBlendImpl(0.0, Forgetful()),
+    )
     made.set_mover(EMBEDDING.mover)
     out = batch.layer(made, 0)
     assert (out.local_indices.tolist(), out.query_start_loc.tolist()) == ([1, 2, 6], [0, 2, 2, 3])
@@ -170,11 +214,17 @@ def test_a_layer_without_the_kv_of_reused_tokens_is_refused():
         batch.layer(made, 2, rows, valid_mask=lost)
     with pytest.raises(ValueError, match="no retrieved KV of 9 tokens"):
         batch.layer(made, 2, rows, valid_mask=torch.zeros(10, dtype=torch.bool))
-    longer = {name: torch.cat([value, value[:1]]) for name, value in (("valid_mask", batch.valid), ("original_positions", batch.originals))}
+    longer = {
+        name: torch.cat([value, value[:1]])
+        for name, value in (("valid_mask", batch.valid), ("original_positions", batch.originals))
+    }
     longer |= {name: torch.zeros(11, WIDTH) for name in ("retrieved_k", "retrieved_v")}
     with pytest.raises(ValueError, match="11 tokens, that at which they were selected 10"):
         batch.layer(made, 2, rows, **longer, query_start_loc=torch.tensor([0, 6, 11]))
-    assert torch.equal(batch.layer(made, 2, rows, valid_mask=torch.ones(10, dtype=torch.bool)).k, batch.layer(made, 3, rows).k)
+    assert torch.equal(
+        batch.layer(made, 2, rows, valid_mask=torch.ones(10, dtype=torch.bool)).k,
+        batch.layer(made, 3, rows).k,
+    )
 
 
 def test_what_is_refused_leaves_the_batch_as_it_was():
@@ -210,7 +260,10 @@ def test_nothing_valid_on_the_check_layer_computes_everything():
     batch, made = Batch([6], [True] * 6), executor(0.0)
     batch.layer(made, 0)
     none = torch.zeros(6, dtype=torch.bool)
-    assert batch.layer(made, 1, valid_mask=none, retrieved_k=None, retrieved_v=None).query_start_loc is None
+    assert (
+        batch.layer(made, 1, valid_mask=none, retrieved_k=None, retrieved_v=None).query_start_loc
+        is None
+    )
     late = batch.layer(made, 2)
     assert late.query_start_loc is None
     assert torch.equal(late.k, batch.fresh_k)
@@ -260,7 +313,10 @@ def test_a_batch_may_begin_at_the_check_layer():
         ({"retrieved_k": None}, "retrieved_k is None"),
         ({"retrieved_v": torch.zeros(6, WIDTH + 1)}, "retrieved_v"),
         ({"token_dim": 2}, "token_dim is 2"),
-        ({name: torch.zeros(6) for name in ("fresh_q", "fresh_k", "fresh_v")}, r"fresh_k is \(6,\)"),
+        (
+            {name: torch.zeros(6) for name in ("fresh_q", "fresh_k", "fresh_v")},
+            r"fresh_k is \(6,\)",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changed, words):

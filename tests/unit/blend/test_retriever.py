@@ -10,7 +10,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from lmcache_core.blend import SPTBlendRetriever, SPTBlendRetrieverTask
 
-from tests.fixtures.documents import SEPARATOR, Watched, document, request, retrieving, starts_of, store
+from tests.fixtures.documents import (
+    SEPARATOR,
+    Watched,
+    document,
+    request,
+    retrieving,
+    starts_of,
+    store,
+)
 from tests.fixtures.embedded import PATIENT, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, make_metadata
 from tests.fixtures.prompts import kv_of, wanted_pieces
@@ -44,7 +52,9 @@ def segments_of(tokens, kept):
         joined += parts.pop(0)
     if len(parts_of(joined)) < 2:
         joined, parts = [], parts_of(tokens)
-    return [(joined, len(joined))] * bool(joined) + [(part, num_found(part, kept)) for part in parts]
+    return [(joined, len(joined))] * bool(joined) + [
+        (part, num_found(part, kept)) for part in parts
+    ]
 
 
 TEXTS = st.lists(st.sampled_from([1, 2, 7]), max_size=3).map(lambda few: few * 9)
@@ -53,46 +63,81 @@ PROMPTS = st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=4)
 
 @st.composite
 def batches(draw):
-    """Texts, some stored alone and some together, and prompts of them in any order, with separators or without."""
-    texts = draw(st.lists(st.one_of(TEXTS, st.integers(0, 40).map(lambda n: [*range(100, 100 + n)])), min_size=4, max_size=4))
+    """Texts, some stored alone and some together, and prompts of them in any order, with
+    separators or without.
+    """
+    texts = draw(
+        st.lists(
+            st.one_of(TEXTS, st.integers(0, 40).map(lambda n: [*range(100, 100 + n)])),
+            min_size=4,
+            max_size=4,
+        )
+    )
 
     def whole(parts):
-        return [token for number, has_end in parts for token in [*texts[number], *SEPARATOR * has_end]]
+        return [
+            token for number, has_end in parts for token in [*texts[number], *SEPARATOR * has_end]
+        ]
 
     stored = [whole(parts) for parts in draw(st.lists(PROMPTS, max_size=5))]
     alone = [[*texts[number], *SEPARATOR] for number in draw(st.sets(st.integers(0, 3)))]
-    return [*alone, *stored], [whole(parts) for parts in draw(st.lists(PROMPTS, min_size=1, max_size=3))]
+    return [*alone, *stored], [
+        whole(parts) for parts in draw(st.lists(PROMPTS, min_size=1, max_size=3))
+    ]
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(batches(), st.booleans())
 @example(([], [[]]), True)
 @example(([[7, 7]], [[7, 7, 7, 7], [], [7], [7, 7, 1]]), True)
-@example(([[*range(20), 7, 7, *range(50, 60), 7, 7, 1, 2, 3]], [[*range(20), 7, 7, *range(50, 60), 7, 7, 9]]), False)
+@example(
+    (
+        [[*range(20), 7, 7, *range(50, 60), 7, 7, 1, 2, 3]],
+        [[*range(20), 7, 7, *range(50, 60), 7, 7, 9]],
+    ),
+    False,
+)
 def test_what_is_found(batch, saves_unfull):
     stored, prompts = batch
-    with embedded_engine(num_chunks=512, save_unfull_chunk=saves_unfull) as cache, retrieving(cache.engine) as made:
+    with (
+        embedded_engine(num_chunks=512, save_unfull_chunk=saves_unfull) as cache,
+        retrieving(cache.engine) as made,
+    ):
         kept = set()
         for tokens in stored:
             store(cache.engine, torch.tensor(tokens, dtype=torch.int64))
-            kept |= {piece for piece in wanted_pieces(torch.tensor(tokens)) if saves_unfull or len(piece) % CHUNK_SIZE == 0}
+            kept |= {
+                piece
+                for piece in wanted_pieces(torch.tensor(tokens))
+                if saves_unfull or len(piece) % CHUNK_SIZE == 0
+            }
         starts = starts_of(*prompts)
         before = starts.clone()
         whole = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int32)
         task = made.new_request(whole, starts)
         segments = [segment for prompt in prompts for segment in segments_of(prompt, kept)]
-        valid = torch.tensor([i < num for tokens, num in segments for i in range(len(tokens))], dtype=torch.bool)
+        valid = torch.tensor(
+            [i < num for tokens, num in segments for i in range(len(tokens))], dtype=torch.bool
+        )
         for layer_id in range(NUM_LAYERS):
             found = task.result(layer_id)
             assert torch.equal(found.valid_mask, valid)
             assert found.original_positions.dtype == torch.int64
-            assert found.original_positions.tolist() == [i * (i < num) for tokens, num in segments for i in range(len(tokens))]
+            assert found.original_positions.tolist() == [
+                i * (i < num) for tokens, num in segments for i in range(len(tokens))
+            ]
             if not valid.any():
                 assert found.k is None
                 assert found.v is None
                 continue
             for side, got in enumerate((found.k, found.v)):
-                want = torch.cat([kv_of(torch.tensor(tokens))[layer_id][side] for tokens, _ in segments if tokens]).flatten(1)
+                want = torch.cat(
+                    [
+                        kv_of(torch.tensor(tokens))[layer_id][side]
+                        for tokens, _ in segments
+                        if tokens
+                    ]
+                ).flatten(1)
                 assert got.shape == (len(whole), HIDDEN)
                 assert torch.equal(got[valid], want[valid])
         assert torch.equal(starts, before)
@@ -104,8 +149,12 @@ def test_documents_cached_together_are_found_to_their_last_token():
     first, second = document(1, 21), document(2, 12)
     with embedded_engine() as cache, retrieving(cache.engine) as made:
         store(cache.engine, torch.cat([first, second, torch.arange(20)]))
-        found = request(made, torch.cat([first, second, torch.arange(11), torch.tensor([5])])).result(0)
-        assert found.valid_mask.tolist() == [True] * 37 + [False] * 12, "their last chunk goes on behind them"
+        found = request(
+            made, torch.cat([first, second, torch.arange(11), torch.tensor([5])])
+        ).result(0)
+        assert found.valid_mask.tolist() == [True] * 37 + [False] * 12, (
+            "their last chunk goes on behind them"
+        )
         assert found.original_positions.tolist() == [*range(37), *[0] * 12]
 
 
@@ -125,12 +174,20 @@ def test_segments_come_from_an_encoded_tier_too(tmp_path, serde):
             assert found.valid_mask.all()
             for side, got in enumerate((found.k, found.v)):
                 want = torch.cat([kv_of(tokens)[layer_id][side] for tokens in segments]).flatten(1)
-                torch.testing.assert_close(got, want, rtol=0, atol=0 if serde == "lossless" else float(want.abs().max()) * 0.1)
+                torch.testing.assert_close(
+                    got,
+                    want,
+                    rtol=0,
+                    atol=0 if serde == "lossless" else float(want.abs().max()) * 0.1,
+                )
 
 
 def test_a_text_too_short_to_be_kept_is_not_asked_for():
     asked = []
-    with embedded_engine(save_unfull_chunk=False) as cache, retrieving(Watched(cache.engine, asked.append)) as made:
+    with (
+        embedded_engine(save_unfull_chunk=False) as cache,
+        retrieving(Watched(cache.engine, asked.append)) as made,
+    ):
         assert request(made, document(1, 5), document(2, 14)).result(0).k is None
     assert [len(tokens) for tokens in asked] == [CHUNK_SIZE]
 
@@ -139,13 +196,18 @@ def test_a_text_too_short_to_be_kept_is_not_asked_for():
 def test_kv_comes_where_it_is_wanted(device):
     with (
         embedded_engine() as cache,
-        contextlib.closing(SPTBlendRetriever(torch.tensor(SEPARATOR), cache.engine, make_metadata(), device)) as made,
+        contextlib.closing(
+            SPTBlendRetriever(torch.tensor(SEPARATOR), cache.engine, make_metadata(), device)
+        ) as made,
     ):
         store(cache.engine, document(1, 14))
         found = request(made, document(1, 14)).result(0)
         assert (found.k.device, found.k.dtype) == (torch.device("cpu"), torch.float32)
         assert found.original_positions.device == found.k.device
-        assert (found.valid_mask.device, found.valid_mask.dtype) == (torch.device("cpu"), torch.bool)
+        assert (found.valid_mask.device, found.valid_mask.dtype) == (
+            torch.device("cpu"),
+            torch.bool,
+        )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +230,15 @@ def test_bad_batches_are_refused_before_anything_is_asked_for(tokens, starts, wo
     assert not watched.lookups
 
 
-@pytest.mark.parametrize("separator", [torch.tensor([], dtype=torch.int64), torch.tensor(7), torch.tensor([[7]]), torch.tensor([7.0])])
+@pytest.mark.parametrize(
+    "separator",
+    [
+        torch.tensor([], dtype=torch.int64),
+        torch.tensor(7),
+        torch.tensor([[7]]),
+        torch.tensor([7.0]),
+    ],
+)
 def test_a_separator_is_a_row_of_token_ids(separator):
     with pytest.raises(ValueError, match="special token sequence"):
         SPTBlendRetriever(separator, None, make_metadata())
@@ -192,5 +262,9 @@ def test_requests_of_a_batch_are_cut_apart():
     with embedded_engine(save_unfull_chunk=False) as cache, retrieving(cache.engine) as made:
         store(cache.engine, text)
         for cut in (0, 10, 16, 28):
-            found = made.new_request(torch.cat([text[:cut], text]), torch.tensor([0, cut, cut, cut + 28])).result(0)
-            assert found.valid_mask.tolist() == [i < cut - cut % CHUNK_SIZE for i in range(cut)] + [i < CHUNK_SIZE for i in range(28)]
+            found = made.new_request(
+                torch.cat([text[:cut], text]), torch.tensor([0, cut, cut, cut + 28])
+            ).result(0)
+            assert found.valid_mask.tolist() == [i < cut - cut % CHUNK_SIZE for i in range(cut)] + [
+                i < CHUNK_SIZE for i in range(28)
+            ]

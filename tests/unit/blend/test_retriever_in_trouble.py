@@ -84,9 +84,15 @@ def test_with_error_handling_a_segment_that_fails_is_not_found():
                 raise OSError("the device is gone")
             super().to_gpu(memory_obj, start, end, **kwargs)
 
-    with embedded_engine(connector=Failing(HIDDEN, NUM_LAYERS), error_handling=True) as cache, retrieving(cache.engine) as made:
+    with (
+        embedded_engine(connector=Failing(HIDDEN, NUM_LAYERS), error_handling=True) as cache,
+        retrieving(cache.engine) as made,
+    ):
         store(cache.engine, first, second)
-        assert request(made, torch.cat([second, first])).result(0).valid_mask.tolist() == [False] * 48 + [True] * 32
+        assert (
+            request(made, torch.cat([second, first])).result(0).valid_mask.tolist()
+            == [False] * 48 + [True] * 32
+        )
         cache.check_nothing_held()
 
 
@@ -116,8 +122,13 @@ def test_whoever_closes_waits_for_what_is_under_way_and_for_nothing_else():
             assert int(task.result(0).valid_mask.sum()) == MAX_SEGMENTS_AT_ONCE * CHUNK_SIZE
             num_lookups = len(watched.lookups)
             assert request(made, torch.cat(documents)).result(0).k is None
-            assert (len(asked), len(watched.lookups)) == (MAX_SEGMENTS_AT_ONCE, num_lookups), "a closed one asks nobody"
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("lmcache-blend")]
+            assert (len(asked), len(watched.lookups)) == (
+                MAX_SEGMENTS_AT_ONCE,
+                num_lookups,
+            ), "a closed one asks nobody"
+        assert not [
+            thread for thread in threading.enumerate() if thread.name.startswith("lmcache-blend")
+        ]
 
 
 def test_all_segments_together_have_one_deadline(monkeypatch):

@@ -15,11 +15,35 @@ SCALINGS = (
     {"rope_type": "default", "rope_theta": 1e4},
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128},
-    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.3},
-    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 0.7, "mscale_all_dim": 1.0}
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "attention_factor": 1.3,
+    },
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    }
     | {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0},
-    {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     | {"original_max_position_embeddings": 128},
 )
 IDS = [f"{scaling['rope_type']}{i}" for i, scaling in enumerate(SCALINGS)]
@@ -43,7 +67,9 @@ def theirs(config, k, positions):
 
 
 def some_k(num_tokens, dtype=torch.float32, head_size=HEAD_SIZE):
-    return torch.randn(num_tokens, 3, head_size, generator=torch.Generator().manual_seed(num_tokens)).to(dtype)
+    return torch.randn(
+        num_tokens, 3, head_size, generator=torch.Generator().manual_seed(num_tokens)
+    ).to(dtype)
 
 
 @pytest.mark.parametrize("num_tokens", [200, 900])
@@ -62,15 +88,25 @@ def test_rotates_as_transformers_do(scaling, num_tokens):
 def test_there_and_back_and_there(scaling):
     embedding = RotaryEmbedding(rope_parameters_of(config_of(scaling)), 900, 300)
     k = some_k(300)
-    originals, positions = torch.arange(300), torch.randperm(900, generator=torch.Generator().manual_seed(1))[:300]
+    originals, positions = (
+        torch.arange(300),
+        torch.randperm(900, generator=torch.Generator().manual_seed(1))[:300],
+    )
     cached = RotaryEmbedding(rope_parameters_of(config_of(scaling)), 300).encode(originals, k, k)[1]
     torch.testing.assert_close(embedding.decode(originals, cached, cached)[1], k, rtol=0, atol=1e-5)
-    torch.testing.assert_close(embedding.mover(originals, positions)(cached), embedding.encode(positions, k, k)[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        embedding.mover(originals, positions)(cached),
+        embedding.encode(positions, k, k)[1],
+        rtol=0,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_some_dimensions_stay_as_they_are(is_interleaved):
-    embedding = RotaryEmbedding(RopeParameters(HEAD_SIZE, rotary_dims=24, is_interleaved=is_interleaved))
+    embedding = RotaryEmbedding(
+        RopeParameters(HEAD_SIZE, rotary_dims=24, is_interleaved=is_interleaved)
+    )
     k = some_k(40)
     moved = embedding.mover(torch.zeros(40, dtype=torch.int64), torch.arange(40))(k)
     assert torch.equal(moved[..., 24:], k[..., 24:])
@@ -80,10 +116,15 @@ def test_some_dimensions_stay_as_they_are(is_interleaved):
 
 
 def test_interleaved_pairs_are_the_halves_in_another_order():
-    halves, pairs = (RotaryEmbedding(RopeParameters(8, is_interleaved=flag)) for flag in (False, True))
+    halves, pairs = (
+        RotaryEmbedding(RopeParameters(8, is_interleaved=flag)) for flag in (False, True)
+    )
     k, positions = some_k(9, head_size=8), torch.arange(9)
     order = torch.arange(8).view(2, 4).T.flatten()  # of each pair both, side by side
-    torch.testing.assert_close(pairs.encode(positions, k[..., order], k[..., order])[1], halves.encode(positions, k, k)[1][..., order])
+    torch.testing.assert_close(
+        pairs.encode(positions, k[..., order], k[..., order])[1],
+        halves.encode(positions, k, k)[1][..., order],
+    )
 
 
 def test_positions_far_apart_lose_no_digits():
@@ -118,4 +159,6 @@ def test_unknown_parameters_are_refused(options, words):
 
 def test_a_tensor_of_other_heads_is_refused():
     with pytest.raises(ValueError, match="64"):
-        RotaryEmbedding(RopeParameters(HEAD_SIZE)).encode(torch.arange(3), torch.zeros(3, 40), torch.zeros(3, 40))
+        RotaryEmbedding(RopeParameters(HEAD_SIZE)).encode(
+            torch.arange(3), torch.zeros(3, 40), torch.zeros(3, 40)
+        )

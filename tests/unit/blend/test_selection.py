@@ -15,7 +15,9 @@ from lmcache_core.blend.selection import POLICY_NAMES, Candidates, create_policy
 def candidates(valid, originals, positions, starts, deviation):
     is_valid = torch.tensor(valid, dtype=torch.bool)
     counted = (torch.tensor(numbers, dtype=torch.int64) for numbers in (originals, positions))
-    return Candidates(is_valid, is_valid.clone(), *counted, starts, torch.tensor(deviation, dtype=torch.float32))
+    return Candidates(
+        is_valid, is_valid.clone(), *counted, starts, torch.tensor(deviation, dtype=torch.float32)
+    )
 
 
 def wanted(policy, ratio, valid, originals, positions, starts, deviation):
@@ -25,7 +27,9 @@ def wanted(policy, ratio, valid, originals, positions, starts, deviation):
     for start, end in pairwise(starts):
         own = [token for token in range(start, end) if valid[token]]
         if policy == "deviation":
-            rest = sorted((token for token in own if token != end - 1), key=lambda token: -deviation[token])
+            rest = sorted(
+                (token for token in own if token != end - 1), key=lambda token: -deviation[token]
+            )
             chosen.update(rest[: math.floor(len(own) * ratio + 1e-9)])
         elif policy == "first_of_chunk":
             for chunk in chunks_of(own, originals):
@@ -46,10 +50,18 @@ def chunks_of(tokens, originals):
 
 @st.composite
 def batches(draw):
-    """Requests of chunks whose first tokens were found, as a retriever yields them; now and then one that lacks its beginning."""
+    """Requests of chunks whose first tokens were found, as a retriever yields them; now and then
+    one that lacks its beginning.
+    """
     valid, originals, positions, starts = [], [], [], [0]
     for chunks in draw(
-        st.lists(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7), st.sampled_from([0, 0, 0, 2])), max_size=4), max_size=4)
+        st.lists(
+            st.lists(
+                st.tuples(st.integers(0, 7), st.integers(0, 7), st.sampled_from([0, 0, 0, 2])),
+                max_size=4,
+            ),
+            max_size=4,
+        )
     ):
         for num_found, num_missing, lacking in chunks:
             valid += [True] * num_found + [False] * num_missing
@@ -57,8 +69,18 @@ def batches(draw):
         first = draw(st.sampled_from([0, 0, 5]))
         positions += range(first, first + len(valid) - starts[-1])
         starts.append(len(valid))
-    deviation = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0]), min_size=len(valid), max_size=len(valid)))
-    return valid, originals, positions, starts, [number * has_kv for number, has_kv in zip(deviation, valid, strict=True)]
+    deviation = draw(
+        st.lists(
+            st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0]), min_size=len(valid), max_size=len(valid)
+        )
+    )
+    return (
+        valid,
+        originals,
+        positions,
+        starts,
+        [number * has_kv for number, has_kv in zip(deviation, valid, strict=True)],
+    )
 
 
 RATIOS = st.one_of(st.sampled_from([0.0, 0.05, 0.15, 0.29, 0.57, 1.0]), st.floats(0, 1))
@@ -66,7 +88,11 @@ RATIOS = st.one_of(st.sampled_from([0.0, 0.05, 0.15, 0.29, 0.57, 1.0]), st.float
 
 @settings(deadline=None, max_examples=150)
 @given(batches(), st.sampled_from(POLICY_NAMES), RATIOS)
-@example(([True] * 6, [0, 1, 2, 1, 2, 3], [0, 1, 2, 0, 1, 2], [0, 3, 6], [0.0] * 6), "first_of_chunk", 1.0)
+@example(
+    ([True] * 6, [0, 1, 2, 1, 2, 3], [0, 1, 2, 0, 1, 2], [0, 3, 6], [0.0] * 6),
+    "first_of_chunk",
+    1.0,
+)
 @example(([True] * 4, [0, 1, 2, 3], [5, 6, 7, 8], [0, 4], [0.0] * 4), "first_of_chunk", 0.5)
 def test_what_is_chosen(batch, policy, ratio):
     chosen = create_policy(policy, ratio).choose(candidates(*batch))
@@ -74,22 +100,34 @@ def test_what_is_chosen(batch, policy, ratio):
 
 
 @pytest.mark.parametrize(
-    ("count", "ratio", "share"), [(100, 0.29, 29), (100, 0.57, 57), (20, 0.15, 3), (7, 0.5, 3), (7, 1.0, 7), (7, 0.0, 0)]
+    ("count", "ratio", "share"),
+    [(100, 0.29, 29), (100, 0.57, 57), (20, 0.15, 3), (7, 0.5, 3), (7, 1.0, 7), (7, 0.0, 0)],
 )
 def test_a_share_is_rounded_down_and_not_cheated(count, ratio, share):
     assert share_of(count, ratio) == share
 
 
-@pytest.mark.parametrize(("length", "ratio", "count"), [(10, 0.7, 7), (100, 0.07, 7), (10, 0.71, 8), (10, 0.0, 0), (10, 1.0, 10)])
+@pytest.mark.parametrize(
+    ("length", "ratio", "count"),
+    [(10, 0.7, 7), (100, 0.07, 7), (10, 0.71, 8), (10, 0.0, 0), (10, 1.0, 10)],
+)
 def test_of_a_chunk_a_share_is_rounded_up_and_not_exceeded(length, ratio, count):
-    batch = candidates([True] * (length + 1), [0, *range(length)], range(length + 1), [0, length + 1], [0.0] * (length + 1))
+    batch = candidates(
+        [True] * (length + 1),
+        [0, *range(length)],
+        range(length + 1),
+        [0, length + 1],
+        [0.0] * (length + 1),
+    )
     chosen = create_policy("first_of_chunk", ratio).choose(batch)[1:-1]
     assert int(chosen.sum()) == min(count, length - 1)
 
 
 def test_only_deviation_looks_at_values_and_behind_the_first_layer():
     known = {name: create_policy(name, 0.5) for name in POLICY_NAMES}
-    assert {name: (policy.check_layer, policy.needs_deviation) for name, policy in known.items()} == {
+    assert {
+        name: (policy.check_layer, policy.needs_deviation) for name, policy in known.items()
+    } == {
         "deviation": (1, True),
         "first_of_chunk": (0, False),
         "none": (0, False),

@@ -28,12 +28,20 @@ class Office:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.directory = PeerDirectory(PeerLimits(100, 100, 3_600_000), self.clock)
-        self.service = transfer_service(self.directory, self.clock, max_pulls=MAX_PULLS, ticket_ttl_ms=TTL_MS)
+        self.service = transfer_service(
+            self.directory, self.clock, max_pulls=MAX_PULLS, ticket_ttl_ms=TTL_MS
+        )
         self.desk = TransferDesk(self.service)
         self.directory.announce(OPERATOR, peer("a"), load=0.0, ttl_ms=600_000, draining=False)
         self.served: list[str] = []
 
-    async def ask(self, requester: str, who: Principal = ACME, wait_ms: int = WAIT_MS, holders: tuple[str, ...] = ("a",)) -> TransferPlan:
+    async def ask(
+        self,
+        requester: str,
+        who: Principal = ACME,
+        wait_ms: int = WAIT_MS,
+        holders: tuple[str, ...] = ("a",),
+    ) -> TransferPlan:
         plan = await self.desk.ask(who, requester, {"c": WantedFrom(holders)}, wait_ms)
         if plan.assignments:
             self.served.append(requester)
@@ -70,7 +78,9 @@ async def test_who_does_not_wait_is_told_that_holders_are_busy(office: Office) -
         await office.ask(name)
     plan = await office.ask("r3", wait_ms=0)
     assert (plan.assignments, plan.unassigned, plan.busy) == ([], ["c"], ["c"])
-    assert (await office.ask("r4", wait_ms=WAIT_MS, holders=("nobody",))).busy == [], "that is not worth a wait"
+    assert (await office.ask("r4", wait_ms=WAIT_MS, holders=("nobody",))).busy == [], (
+        "that is not worth a wait"
+    )
 
 
 async def test_a_place_that_is_free_again_goes_to_who_waits(office: Office) -> None:
@@ -93,7 +103,12 @@ async def test_the_end_of_a_ticket_frees_a_place_too(office: Office) -> None:
 async def test_the_tenant_with_the_fewest_pulls_is_next_then_its_requester(office: Office) -> None:
     """One that asks for a hundred pulls does not keep another one waiting for all of them."""
     held = [await office.ask("greedy"), await office.ask("greedy")]
-    tasks = [await office.queue("greedy"), await office.queue("greedy"), await office.queue("modest"), await office.queue("other", RIVAL)]
+    tasks = [
+        await office.queue("greedy"),
+        await office.queue("greedy"),
+        await office.queue("modest"),
+        await office.queue("other", RIVAL),
+    ]
     await office.end(held[0], "greedy")
     await office.until_served("other")
     await office.end(await tasks[3], "other", RIVAL)
@@ -170,7 +185,9 @@ async def test_who_is_served_when_its_time_is_just_over_has_its_place(office: Of
             await asyncio.sleep(0)
     (waiter,) = office.desk._waiting
     served = TransferPlan([], ["c"], [])
-    time.sleep(0.03)  # its time is over when the loop looks next, and right before that it is served
+    time.sleep(
+        0.03
+    )  # its time is over when the loop looks next, and right before that it is served
     loop.call_soon(waiter.answer.set_result, served)
     assert (await waiting) is served
 
@@ -184,24 +201,32 @@ async def test_a_pull_goes_on_for_its_requester_alone(office: Office) -> None:
         assert await office.desk.renew(RIVAL, "r1", [pull.pull]) == []
         (renewed,) = await office.desk.renew(ACME, "r1", [pull.pull, "unheard-of"])
         assert (renewed.pull, renewed.ttl_ms) == (pull.pull, TTL_MS)
-        assert TicketVerifier(KEYS, "a", office.clock.unix_ms).verify(renewed.ticket).requester == "r1"
+        assert (
+            TicketVerifier(KEYS, "a", office.clock.unix_ms).verify(renewed.ticket).requester == "r1"
+        )
     assert office.directory.get(ACME, "a").num_pulls == 1
     office.clock.now_s += TTL_MS / 1000
     assert await office.desk.renew(ACME, "r1", [pull.pull]) == [], "it has ended"
     assert office.directory.get(ACME, "a").num_pulls == 0
 
 
-async def test_a_pull_does_not_go_on_for_ever_or_at_another_life_of_its_peer(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pull_does_not_go_on_for_ever_or_at_another_life_of_its_peer(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (old,) = (await office.ask("r1")).assignments
     monkeypatch.setattr(pulls, "MAX_PULL_S", 4.0)
     office.clock.now_s += 4.5
     assert await office.desk.renew(ACME, "r1", [old.pull]) == []
     (pull,) = (await office.ask("r2")).assignments
-    office.directory.announce(OPERATOR, peer("a", incarnation=2), load=0.0, ttl_ms=600_000, draining=False)
+    office.directory.announce(
+        OPERATOR, peer("a", incarnation=2), load=0.0, ttl_ms=600_000, draining=False
+    )
     assert await office.desk.renew(ACME, "r2", [pull.pull]) == []
 
 
-async def test_the_queue_is_bounded_for_each_tenant_and_for_all(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_queue_is_bounded_for_each_tenant_and_for_all(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 3)
     monkeypatch.setattr(module, "MAX_WAITING_PER_TENANT", 2)
     for name in ("r1", "r2"):
@@ -212,14 +237,18 @@ async def test_the_queue_is_bounded_for_each_tenant_and_for_all(office: Office, 
     assert (await office.ask("r7", OPERATOR)).busy == ["c"], "all of it is full"
     assert office.desk.num_turned_away == 2
     await office.desk.close()
-    assert all(plan.busy == ["c"] for plan in await asyncio.gather(*tasks)), "the end answers who waits"
+    assert all(plan.busy == ["c"] for plan in await asyncio.gather(*tasks)), (
+        "the end answers who waits"
+    )
 
 
 async def test_memory_before_disk_but_near_before_far() -> None:
     office = Office()
     office.directory.announce(ACME, peer("me", node="n1"), load=0.0, ttl_ms=600_000, draining=False)
     for name, node, load in (("disk", "n2", 0.0), ("memory", "n3", 0.4), ("here", "n1", 0.9)):
-        office.directory.announce(ACME, peer(name, node=node), load=load, ttl_ms=600_000, draining=False)
+        office.directory.announce(
+            ACME, peer(name, node=node), load=load, ttl_ms=600_000, draining=False
+        )
 
     async def chosen(*holders: tuple[str, str]) -> str:
         names, tiers = zip(*holders, strict=True)

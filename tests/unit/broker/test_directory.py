@@ -16,10 +16,18 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def directory(clock: FakeClock) -> PeerDirectory:
-    return PeerDirectory(PeerLimits(max_peers=4, max_peers_per_owner=2, max_lease_ttl_ms=10_000), clock)
+    return PeerDirectory(
+        PeerLimits(max_peers=4, max_peers_per_owner=2, max_lease_ttl_ms=10_000), clock
+    )
 
 
-def announce(directory: PeerDirectory, who: Peer, principal: Principal = ACME, ttl_ms: int = 5_000, draining: bool = False) -> Lease:
+def announce(
+    directory: PeerDirectory,
+    who: Peer,
+    principal: Principal = ACME,
+    ttl_ms: int = 5_000,
+    draining: bool = False,
+) -> Lease:
     return directory.announce(principal, who, load=0.0, ttl_ms=ttl_ms, draining=draining)
 
 
@@ -54,10 +62,17 @@ def test_a_renewal_takes_new_facts(directory: PeerDirectory) -> None:
     announce(directory, peer("a", zone="z1"))
     directory.announce(ACME, peer("a", zone="z2", port=7), load=0.5, ttl_ms=1_000, draining=False)
     status = directory.get(ACME, "a")
-    assert (status.zone, status.distributed_url, status.load, status.expires_in_ms) == ("z2", "lm://a.example:7", 0.5, 1_000)
+    assert (status.zone, status.distributed_url, status.load, status.expires_in_ms) == (
+        "z2",
+        "lm://a.example:7",
+        0.5,
+        1_000,
+    )
 
 
-def test_an_older_incarnation_is_refused_while_the_newer_one_lives(directory: PeerDirectory, clock: FakeClock) -> None:
+def test_an_older_incarnation_is_refused_while_the_newer_one_lives(
+    directory: PeerDirectory, clock: FakeClock
+) -> None:
     announce(directory, peer("a", incarnation=2))
     with pytest.raises(ConflictError, match="incarnation 2 is registered"):
         announce(directory, peer("a", incarnation=1))
@@ -156,7 +171,9 @@ def storage(peer_id: str, port: int = 65432) -> Peer:
         (OPERATOR, storage("a"), True),
     ],
 )
-def test_roles_register_their_own_kind(directory: PeerDirectory, principal: Principal, who: Peer, may: bool) -> None:
+def test_roles_register_their_own_kind(
+    directory: PeerDirectory, principal: Principal, who: Peer, may: bool
+) -> None:
     if may:
         announce(directory, who, principal)
     else:
@@ -165,7 +182,9 @@ def test_roles_register_their_own_kind(directory: PeerDirectory, principal: Prin
     assert bool(directory.records()) == may
 
 
-def test_storage_servers_serve_every_tenant_and_no_client_takes_their_place(directory: PeerDirectory) -> None:
+def test_storage_servers_serve_every_tenant_and_no_client_takes_their_place(
+    directory: PeerDirectory,
+) -> None:
     announce(directory, storage("s"), SERVERS)
     announce(directory, peer("s", incarnation=9), ACME)
     directory.remove(ACME, "s")
@@ -174,7 +193,9 @@ def test_storage_servers_serve_every_tenant_and_no_client_takes_their_place(dire
 
 
 @pytest.mark.parametrize("owner", ["*", "default"])
-def test_a_registered_sidecar_does_not_hide_a_listed_storage_server(directory: PeerDirectory, owner: str) -> None:
+def test_a_registered_sidecar_does_not_hide_a_listed_storage_server(
+    directory: PeerDirectory, owner: str
+) -> None:
     listed = Peer("s", 0, "lm://s.example:65432", "storage")
     directory.sight(owner, listed, 60.0)
     announce(directory, peer("s"), ACME)
@@ -182,6 +203,13 @@ def test_a_registered_sidecar_does_not_hide_a_listed_storage_server(directory: P
     assert [seen.kind for seen in directory.visible(SERVERS)] == ["storage"]
 
 
-def test_what_an_older_broker_took_from_a_client_is_no_storage_server(directory: PeerDirectory) -> None:
-    directory.adopt([SharedPeer("acme", storage("rogue"), 0.0, False, 5_000), SharedPeer("*", storage("s"), 0.0, False, 5_000)])
+def test_what_an_older_broker_took_from_a_client_is_no_storage_server(
+    directory: PeerDirectory,
+) -> None:
+    directory.adopt(
+        [
+            SharedPeer("acme", storage("rogue"), 0.0, False, 5_000),
+            SharedPeer("*", storage("s"), 0.0, False, 5_000),
+        ]
+    )
     assert [seen.id for seen in directory.visible(ACME)] == ["s"]

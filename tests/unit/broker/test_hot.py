@@ -15,15 +15,34 @@ class World:
     def __init__(self, num_pulls: int = 3, num_copies: int = 2) -> None:
         self.clock = FakeClock()
         self.directory = PeerDirectory(PeerLimits(100, 100, 3_600_000), self.clock)
-        self.service = transfer_service(self.directory, self.clock, max_pulls=100, ticket_ttl_ms=1_000)
+        self.service = transfer_service(
+            self.directory, self.clock, max_pulls=100, ticket_ttl_ms=1_000
+        )
         self.hot = HotChunks(self.directory, HotLimits(num_pulls, num_copies))
 
-    def add(self, name: str, zone: str = "", load: float = 0.0, draining: bool = False, who: Principal = ACME) -> None:
-        self.directory.announce(who, peer(name, zone=zone), load=load, ttl_ms=600_000, draining=draining)
+    def add(
+        self,
+        name: str,
+        zone: str = "",
+        load: float = 0.0,
+        draining: bool = False,
+        who: Principal = ACME,
+    ) -> None:
+        self.directory.announce(
+            who, peer(name, zone=zone), load=load, ttl_ms=600_000, draining=draining
+        )
 
-    def pull(self, *holders: str, requester: str = "me", who: Principal = ACME, chunk_id: str = CHUNK) -> None:
+    def pull(
+        self, *holders: str, requester: str = "me", who: Principal = ACME, chunk_id: str = CHUNK
+    ) -> None:
         wanted = {chunk_id: WantedFrom(holders)}
-        self.hot.note(who, requester, wanted, at_once(self.service.assign(who, requester, wanted)), self.clock())
+        self.hot.note(
+            who,
+            requester,
+            wanted,
+            at_once(self.service.assign(who, requester, wanted)),
+            self.clock(),
+        )
 
     def orders(self, name: str = "a", who: Principal = ACME) -> list[str]:
         return [order.instance for order in self.hot.orders_for(who, name, self.clock())]
@@ -41,7 +60,9 @@ def test_a_chunk_is_hot_after_so_many_pulls_within_a_minute() -> None:
     world.pull("a")
     assert world.orders() == [], "those of the minute before do not count"
     world.pull("a")
-    assert world.hot.orders_for(ACME, "a", world.clock()) == [CopyOrder(CHUNK, "b", "lm://b.example:65433")]
+    assert world.hot.orders_for(ACME, "a", world.clock()) == [
+        CopyOrder(CHUNK, "b", "lm://b.example:65433")
+    ]
     assert world.orders() == [], "it is told once"
 
 
@@ -92,7 +113,9 @@ def test_tenants_do_not_heat_one_anothers_chunks() -> None:
     assert (world.orders(who=ACME), world.orders(who=RIVAL)) == ([], ["b"])
 
 
-def test_nothing_is_hot_where_it_is_off_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_hot_where_it_is_off_and_memory_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "MAX_COUNTED_CHUNKS", 2)
     monkeypatch.setattr(module, "MAX_ORDERS", 1)
     off, on = World(num_pulls=0), World(num_pulls=2)

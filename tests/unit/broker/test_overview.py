@@ -13,15 +13,31 @@ from fastapi import FastAPI
 from lmcache_broker import lifespan
 from lmcache_broker.app import create_app
 from lmcache_broker.overview import service as overview_service
-from lmcache_broker.overview.history import MAX_LABELS, MAX_SAMPLED_OWNERS, MAX_SAMPLES, OTHER_LABEL, History, Work
+from lmcache_broker.overview.history import (
+    MAX_LABELS,
+    MAX_SAMPLED_OWNERS,
+    MAX_SAMPLES,
+    OTHER_LABEL,
+    History,
+    Work,
+)
 from lmcache_broker.overview.schemas import OverviewView
-from lmcache_broker.overview.service import MAX_KEPT_VIEWS, MAX_SHOWN_CHUNKS, MAX_SHOWN_LINKS, MAX_SHOWN_PEERS
+from lmcache_broker.overview.service import (
+    MAX_KEPT_VIEWS,
+    MAX_SHOWN_CHUNKS,
+    MAX_SHOWN_LINKS,
+    MAX_SHOWN_PEERS,
+)
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.settings import BrokerSettings
 from lmcache_core.errors import ConfigError
 from lmcache_core.p2p import Peer, PeerFigures
 
-TOKENS = {"acme": "acme-token-0123456789", "rival": "rival-token-0123456789", "operator": "operator-token-0123456789"}
+TOKENS = {
+    "acme": "acme-token-0123456789",
+    "rival": "rival-token-0123456789",
+    "operator": "operator-token-0123456789",
+}
 BODY = {"incarnation": 1, "distributed_url": "lm://10.0.0.1:65433"}
 FIGURES: dict[str, Any] = {
     "requested_chunks": 12,
@@ -31,7 +47,9 @@ FIGURES: dict[str, Any] = {
     "stored_chunks": 5,
     "stored_bytes": 5000,
     "pulled_bytes": {"b": 2000},
-    "tiers": [{"name": "LocalCPUBackend", "num_chunks": 5, "used_bytes": 5000, "capacity_bytes": 9000}],
+    "tiers": [
+        {"name": "LocalCPUBackend", "num_chunks": 5, "used_bytes": 5000, "capacity_bytes": 9000}
+    ],
     "sole_bytes": 4000,
 }
 
@@ -46,7 +64,14 @@ async def app(tmp_path: Path) -> AsyncIterator[FastAPI]:
     ]
     path.write_text("tokens:\n" + "\n".join(entries))
     key = base64.b64encode(b"k" * 32).decode()
-    app = create_app(BrokerSettings(ticket_keys=f"k1:{key}", auth_tokens_file=path, hot_chunk_pulls=1000, instance_id="broker-0"))  # type: ignore[arg-type]
+    app = create_app(
+        BrokerSettings(
+            ticket_keys=f"k1:{key}",
+            auth_tokens_file=path,
+            hot_chunk_pulls=1000,
+            instance_id="broker-0",
+        )
+    )  # type: ignore[arg-type]
     async with app.router.lifespan_context(app):
         yield app
 
@@ -56,7 +81,9 @@ class Caller:
         self._http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://broker")
         self._headers = {"authorization": f"Bearer {TOKENS[name]}"}
 
-    async def beat(self, peer: str, figures: Mapping[str, Any] | None = None, **more: Any) -> httpx.Response:
+    async def beat(
+        self, peer: str, figures: Mapping[str, Any] | None = None, **more: Any
+    ) -> httpx.Response:
         body = BODY | ({} if figures is None else {"figures": figures}) | more
         return await self._http.put(f"/v1/peers/{peer}", json=body, headers=self._headers)
 
@@ -67,8 +94,13 @@ class Caller:
         return body
 
     async def pull(self, requester: str, chunks: list[str], holder: str) -> None:
-        body = {"requester": requester, "chunks": [{"chunk_id": chunk, "holders": [holder]} for chunk in chunks]}
-        assert (await self._http.post("/v1/transfers", json=body, headers=self._headers)).json()["assignments"]
+        body = {
+            "requester": requester,
+            "chunks": [{"chunk_id": chunk, "holders": [holder]} for chunk in chunks],
+        }
+        assert (await self._http.post("/v1/transfers", json=body, headers=self._headers)).json()[
+            "assignments"
+        ]
 
 
 async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
@@ -76,12 +108,26 @@ async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
     await acme.beat("a", FIGURES)
     await acme.beat("b", {"requested_chunks": 1, "missed_chunks": {"never_stored": 1}})
     await acme.beat("old")
-    drain = {"state": "handing_over", "total": 4, "handed_over": 1, "already_elsewhere": 1, "failed": 0, "left": 2}
+    drain = {
+        "state": "handing_over",
+        "total": 4,
+        "handed_over": 1,
+        "already_elsewhere": 1,
+        "failed": 0,
+        "left": 2,
+    }
     await acme.beat("z", draining=True, drain=drain)
     seen = await acme.overview()
-    assert [peer["id"] for peer in seen["peers"]] == ["z", "a", "b", "old"], "those that drain first"
+    assert [peer["id"] for peer in seen["peers"]] == [
+        "z",
+        "a",
+        "b",
+        "old",
+    ], "those that drain first"
     by_id = {peer["id"]: peer for peer in seen["peers"]}
-    assert by_id["a"]["figures"] == {name: value for name, value in FIGURES.items() if name != "pulled_bytes"}, "links tell of pulls"
+    assert by_id["a"]["figures"] == {
+        name: value for name, value in FIGURES.items() if name != "pulled_bytes"
+    }, "links tell of pulls"
     assert by_id["old"]["figures"] is None, "a peer that is too old to tell is a peer"
     assert by_id["z"]["drain"] == drain
     assert seen["links"] == [{"requester": "a", "server": "b", "num_bytes": 2000}]
@@ -94,7 +140,9 @@ async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
     }
     assert (seen["num_peers"], seen["interval_s"]) == (4, 10.0)
     assert (seen["broker"], seen["shares"], seen["is_shared"]) == ("broker-0", False, False)
-    assert OverviewView.model_validate(seen).model_dump(mode="json") == seen, "what it is documented to be"
+    assert OverviewView.model_validate(seen).model_dump(mode="json") == seen, (
+        "what it is documented to be"
+    )
 
 
 async def test_a_tenant_sees_its_own_peers_and_the_shared_ones(app: FastAPI) -> None:
@@ -126,11 +174,23 @@ async def test_time_goes_by(app: FastAPI) -> None:
     acme, overview = Caller(app, "acme"), app.state.broker.overview
     await acme.beat("a", FIGURES)
     await overview.sample()
-    await acme.beat("a", FIGURES | {"requested_chunks": 15, "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2500}})
+    await acme.beat(
+        "a",
+        FIGURES
+        | {
+            "requested_chunks": 15,
+            "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2500},
+        },
+    )
     await overview.sample()
     first, second = (await acme.overview(max_samples=2))["samples"]
-    assert first["work"]["requested_chunks"] == 0, "what was counted before this broker looked belongs to no interval"
-    assert (second["work"]["requested_chunks"], second["work"]["loaded_bytes"]) == (3, {"P2PBackend": 500})
+    assert first["work"]["requested_chunks"] == 0, (
+        "what was counted before this broker looked belongs to no interval"
+    )
+    assert (second["work"]["requested_chunks"], second["work"]["loaded_bytes"]) == (
+        3,
+        {"P2PBackend": 500},
+    )
     assert first["ended_ms"] <= second["ended_ms"]
     assert (await acme.overview(max_samples=0))["samples"] == []
 
@@ -158,7 +218,9 @@ async def test_it_is_bounded(app: FastAPI) -> None:
     assert seen["links"][0]["num_bytes"] == 64
 
 
-async def test_however_many_look_it_is_made_anew_now_and_then_only(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_however_many_look_it_is_made_anew_now_and_then_only(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     acme, rival = Caller(app, "acme"), Caller(app, "rival")
     await acme.beat("a", FIGURES)
     monkeypatch.setattr(overview_service, "MIN_KEPT_COST_S", 0.0)
@@ -166,7 +228,9 @@ async def test_however_many_look_it_is_made_anew_now_and_then_only(app: FastAPI,
     first = await acme.overview()
     await acme.beat("b")
     assert await acme.overview() == first
-    assert (await rival.overview())["peers"] == [], "who looks sees what is kept for its own tenant only"
+    assert (await rival.overview())["peers"] == [], (
+        "who looks sees what is kept for its own tenant only"
+    )
     for num in range(MAX_KEPT_VIEWS):
         await rival.overview(max_samples=num)
     assert len((await acme.overview())["peers"]) == 2, "so many are kept at most"
@@ -192,11 +256,16 @@ async def test_figures_without_bounds_are_refused(app: FastAPI, figures: dict[st
 
 
 async def test_figures_of_a_newer_peer_are_passed_over(app: FastAPI) -> None:
-    newer = {"watts": 3, "tiers": [{"name": "t", "num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0, "wear": 1}]}
+    newer = {
+        "watts": 3,
+        "tiers": [{"name": "t", "num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0, "wear": 1}],
+    }
     assert (await Caller(app, "acme").beat("a", newer)).status_code == 200
 
 
-def record(name: str, figures: PeerFigures | None, incarnation: int = 1, owner: str = "acme") -> PeerRecord:
+def record(
+    name: str, figures: PeerFigures | None, incarnation: int = 1, owner: str = "acme"
+) -> PeerRecord:
     return PeerRecord(Peer(name, incarnation, "lm://h:1"), owner, 0.0, False, 1.0, figures=figures)
 
 
@@ -216,7 +285,9 @@ def test_history_is_bounded() -> None:
     assert len(history.of(["acme"])) == MAX_SAMPLES
     owners = [f"t{i}" for i in range(MAX_SAMPLED_OWNERS + 9)]
     for count in (0, 1):
-        history.sample([record("a", PeerFigures(requested_chunks=count), owner=owner) for owner in owners])
+        history.sample(
+            [record("a", PeerFigures(requested_chunks=count), owner=owner) for owner in owners]
+        )
     (last,) = history.of(owners, 1)
     assert last.work.requested_chunks == MAX_SAMPLED_OWNERS
 

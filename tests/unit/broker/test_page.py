@@ -19,14 +19,21 @@ SCRIPTS = [name for name in FILES if name.endswith(".js")]
 @pytest.fixture
 async def rest(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     tokens = tmp_path / "tokens.yaml"
-    tokens.write_text("tokens:\n  - {name: one, tenant: one, role: client, token: one-token-0123456789abcdef}\n")
+    tokens.write_text(
+        "tokens:\n  - {name: one, tenant: one, role: client, token: one-token-0123456789abcdef}\n"
+    )
     app = create_app(BrokerSettings(auth_tokens_file=tokens))
     transport: Any = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://broker") as client:
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://broker") as client,
+    ):
         yield client
 
 
-async def test_its_files_are_the_same_for_everybody_and_its_figures_are_not(rest: httpx.AsyncClient) -> None:
+async def test_its_files_are_the_same_for_everybody_and_its_figures_are_not(
+    rest: httpx.AsyncClient,
+) -> None:
     shell = await rest.get("/")
     assert (shell.status_code, shell.content) == (200, (FOLDER / "index.html").read_bytes())
     for name in FILES:
@@ -36,11 +43,17 @@ async def test_its_files_are_the_same_for_everybody_and_its_figures_are_not(rest
 
 
 @pytest.mark.parametrize("path", ["/", "/page/app.js", "/page/page.css", "/page/icon.svg"])
-async def test_a_browser_is_to_load_nothing_else_and_to_run_nothing_inline(rest: httpx.AsyncClient, path: str) -> None:
+async def test_a_browser_is_to_load_nothing_else_and_to_run_nothing_inline(
+    rest: httpx.AsyncClient, path: str
+) -> None:
     headers = (await rest.get(path)).headers
-    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    policy = dict(
+        part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";")
+    )
     assert policy["default-src"] == "'none'"
-    assert {policy[kind] for kind in ("script-src", "style-src", "img-src", "connect-src")} == {"'self'"}
+    assert {policy[kind] for kind in ("script-src", "style-src", "img-src", "connect-src")} == {
+        "'self'"
+    }
     assert "unsafe" not in headers["content-security-policy"]
     assert headers["x-content-type-options"] == "nosniff"
 
@@ -59,7 +72,16 @@ def test_it_names_no_other_place() -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_no_text_is_read_as_markup_or_code(name: str) -> None:
     text = (FOLDER / name).read_text()
-    for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "localStorage", ".style"):
+    for sink in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "new Function",
+        "localStorage",
+        ".style",
+    ):
         assert sink not in text
 
 

@@ -13,7 +13,11 @@ from lmcache_broker.settings import BrokerSettings
 from lmcache_core.security import TicketVerifier
 from pydantic import SecretStr
 
-TOKENS = {"acme": "acme-token-0123456789", "rival": "rival-token-0123456789", "operator": "operator-token-0123456789"}
+TOKENS = {
+    "acme": "acme-token-0123456789",
+    "rival": "rival-token-0123456789",
+    "operator": "operator-token-0123456789",
+}
 KEY = base64.b64encode(b"k" * 32).decode()
 CHUNK = "0123456789abcdef" * 2
 BODY = {"incarnation": 1, "distributed_url": "lm://10.0.0.1:65433"}
@@ -32,10 +36,14 @@ def token_file(tmp_path: Path) -> Path:
 
 
 async def serve(**options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(BrokerSettings(ticket_keys=SecretStr(f"k1:{KEY}"), max_peers_per_tenant=3, **options))
+    app = create_app(
+        BrokerSettings(ticket_keys=SecretStr(f"k1:{KEY}"), max_peers_per_tenant=3, **options)
+    )
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://broker") as client,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://broker"
+        ) as client,
     ):
         yield client
 
@@ -66,7 +74,10 @@ def assert_problem(response: httpx.Response, status: int) -> dict[str, Any]:
 
 async def test_the_life_of_a_peer(rest: httpx.AsyncClient) -> None:
     first = await rest.put("/v1/peers/a", json=BODY)
-    assert (first.status_code, first.json()) == (200, {"ttl_ms": 15_000, "draining": False, "copies": []})
+    assert (first.status_code, first.json()) == (
+        200,
+        {"ttl_ms": 15_000, "draining": False, "copies": []},
+    )
     shown = (await rest.get("/v1/peers/a")).json()
     assert 14_000 < shown.pop("expires_in_ms") <= 15_000
     assert shown == BODY | {
@@ -82,7 +93,11 @@ async def test_the_life_of_a_peer(rest: httpx.AsyncClient) -> None:
     assert [peer["id"] for peer in (await rest.get("/v1/peers")).json()["peers"]] == ["a"]
     drained = await rest.post("/v1/peers/a:drain")
     assert (drained.status_code, drained.json()["draining"]) == (200, True)
-    assert (await rest.put("/v1/peers/a", json=BODY | {"ttl_ms": 3_600_000})).json() == {"ttl_ms": 60_000, "draining": True, "copies": []}
+    assert (await rest.put("/v1/peers/a", json=BODY | {"ttl_ms": 3_600_000})).json() == {
+        "ttl_ms": 60_000,
+        "draining": True,
+        "copies": [],
+    }
     assert (await rest.delete("/v1/peers/a")).status_code == 204
     assert (await rest.delete("/v1/peers/a")).status_code == 204
     assert_problem(await rest.get("/v1/peers/a"), 404)
@@ -92,13 +107,27 @@ async def test_the_life_of_a_peer(rest: httpx.AsyncClient) -> None:
 async def test_transfers(rest: httpx.AsyncClient) -> None:
     await rest.put("/v1/peers/a", json=BODY)
     other = "f" * 32
-    asked = {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a", "gone"]}, {"chunk_id": other, "holders": ["me"]}]}
+    asked = {
+        "requester": "me",
+        "chunks": [
+            {"chunk_id": CHUNK, "holders": ["a", "gone"]},
+            {"chunk_id": other, "holders": ["me"]},
+        ],
+    }
     answer = (await rest.post("/v1/transfers", json=asked)).json()
     assert answer["unassigned"] == [other]
     (pull,) = answer["assignments"]
-    assert (pull["instance"], pull["distributed_url"], pull["chunk_ids"]) == ("a", "lm://10.0.0.1:65433", [CHUNK])
+    assert (pull["instance"], pull["distributed_url"], pull["chunk_ids"]) == (
+        "a",
+        "lm://10.0.0.1:65433",
+        [CHUNK],
+    )
     ticket = TicketVerifier({"k1": b"k" * 32}, "a").verify(pull["ticket"])
-    assert (ticket.requester, ticket.tenant, ticket.expires_unix_ms) == ("me", "default", pull["expires_ms"])
+    assert (ticket.requester, ticket.tenant, ticket.expires_unix_ms) == (
+        "me",
+        "default",
+        pull["expires_ms"],
+    )
     assert (await rest.get("/v1/stats")).json() == {
         "num_peers": 1,
         "num_draining": 0,
@@ -108,7 +137,13 @@ async def test_transfers(rest: httpx.AsyncClient) -> None:
         "is_shared": False,
     }
     metrics = (await rest.get("/metrics")).text
-    for line in ("peers 1.0", "pulls_in_flight 1.0", "pulls_total 1.0", "assigned_chunks_total 1.0", "unassigned_chunks_total 1.0"):
+    for line in (
+        "peers 1.0",
+        "pulls_in_flight 1.0",
+        "pulls_total 1.0",
+        "assigned_chunks_total 1.0",
+        "unassigned_chunks_total 1.0",
+    ):
         assert f"\nlmcache_broker_{line}\n" in metrics
 
 
@@ -152,18 +187,32 @@ async def test_bad_peer_ids(rest: httpx.AsyncClient, name: str) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b'{"incarnation": NaN}'])
 async def test_bodies_that_are_no_announcement(rest: httpx.AsyncClient, content: bytes) -> None:
-    response = await rest.put("/v1/peers/a", content=content, headers={"content-type": "application/json"})
+    response = await rest.put(
+        "/v1/peers/a", content=content, headers={"content-type": "application/json"}
+    )
     assert_problem(response, 422)
 
 
-@pytest.mark.parametrize(("content", "status"), [(b"{", 400), (b"\xff", 400), (b"[" * 60_000, 400), (b" " * 70_000, 413)])
-async def test_bodies_that_are_not_even_json(rest: httpx.AsyncClient, content: bytes, status: int) -> None:
-    assert_problem(await rest.put("/v1/peers/a", content=content, headers={"content-type": "application/json"}), status)
+@pytest.mark.parametrize(
+    ("content", "status"), [(b"{", 400), (b"\xff", 400), (b"[" * 60_000, 400), (b" " * 70_000, 413)]
+)
+async def test_bodies_that_are_not_even_json(
+    rest: httpx.AsyncClient, content: bytes, status: int
+) -> None:
+    assert_problem(
+        await rest.put(
+            "/v1/peers/a", content=content, headers={"content-type": "application/json"}
+        ),
+        status,
+    )
 
 
 async def test_the_longest_request_of_the_protocol_fits(rest: httpx.AsyncClient) -> None:
     holders = [f"{'h' * 126}{i:02d}" for i in range(16)]
-    body = {"requester": "me", "chunks": [{"chunk_id": f"{i:032x}", "holders": holders} for i in range(4096)]}
+    body = {
+        "requester": "me",
+        "chunks": [{"chunk_id": f"{i:032x}", "holders": holders} for i in range(4096)],
+    }
     answer = await rest.post("/v1/transfers", json=body)
     assert (answer.status_code, len(answer.json()["unassigned"])) == (200, 4096)
 
@@ -178,36 +227,70 @@ async def test_the_longest_request_of_the_protocol_fits(rest: httpx.AsyncClient)
         {"requester": "me", "chunks": [{"chunk_id": CHUNK + "\n", "holders": []}]},
         {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a b"]}]},
         {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a"] * 17}]},
-        {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a", "b"], "tiers": ["Hot"]}]},
-        {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a"], "tiers": ["no tier"]}]},
+        {
+            "requester": "me",
+            "chunks": [{"chunk_id": CHUNK, "holders": ["a", "b"], "tiers": ["Hot"]}],
+        },
+        {
+            "requester": "me",
+            "chunks": [{"chunk_id": CHUNK, "holders": ["a"], "tiers": ["no tier"]}],
+        },
         {"requester": "me", "chunks": [], "wait_ms": -1},
         {"requester": "me", "chunks": [], "wait_ms": 10_001},
         {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": []}] * 2},
-        {"requester": "me", "chunks": [{"chunk_id": f"{i:032x}", "holders": []} for i in range(4097)]},
+        {
+            "requester": "me",
+            "chunks": [{"chunk_id": f"{i:032x}", "holders": []} for i in range(4097)],
+        },
     ],
 )
 async def test_bad_transfers(rest: httpx.AsyncClient, body: dict[str, Any]) -> None:
     assert_problem(await rest.post("/v1/transfers", json=body), 422)
 
 
-async def test_a_pull_that_is_over_makes_room_and_nobody_else_can_end_it(guarded: httpx.AsyncClient) -> None:
+async def test_a_pull_that_is_over_makes_room_and_nobody_else_can_end_it(
+    guarded: httpx.AsyncClient,
+) -> None:
     await guarded.put("/v1/peers/all", json=BODY, headers=bearer("operator"))
-    asked = {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["all"], "tiers": ["Hot"]}], "wait_ms": 10}
-    (pull,) = (await guarded.post("/v1/transfers", json=asked, headers=bearer("acme"))).json()["assignments"]
-    for name, requester, num_ended in (("rival", "me", 0), ("acme", "you", 0), ("acme", "me", 1), ("acme", "me", 0)):
+    asked = {
+        "requester": "me",
+        "chunks": [{"chunk_id": CHUNK, "holders": ["all"], "tiers": ["Hot"]}],
+        "wait_ms": 10,
+    }
+    (pull,) = (await guarded.post("/v1/transfers", json=asked, headers=bearer("acme"))).json()[
+        "assignments"
+    ]
+    for name, requester, num_ended in (
+        ("rival", "me", 0),
+        ("acme", "you", 0),
+        ("acme", "me", 1),
+        ("acme", "me", 0),
+    ):
         done = {"requester": requester, "pulls": [pull["pull"]]}
-        assert (await guarded.post("/v1/transfers:done", json=done, headers=bearer(name))).json() == {"num_ended": num_ended}
+        assert (
+            await guarded.post("/v1/transfers:done", json=done, headers=bearer(name))
+        ).json() == {"num_ended": num_ended}
     assert (await guarded.get("/v1/stats", headers=bearer("acme"))).json()["num_pulls"] == 0
 
 
-@pytest.mark.parametrize("body", [{}, {"requester": "me"}, {"requester": "../x", "pulls": []}, {"requester": "me", "pulls": ["a b"]}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"requester": "me"},
+        {"requester": "../x", "pulls": []},
+        {"requester": "me", "pulls": ["a b"]},
+    ],
+)
 async def test_bad_ends_of_pulls(rest: httpx.AsyncClient, body: dict[str, Any]) -> None:
     assert_problem(await rest.post("/v1/transfers:done", json=body), 422)
 
 
 async def test_conflict_and_capacity(rest: httpx.AsyncClient) -> None:
     for name in ("a", "b", "c"):
-        assert (await rest.put(f"/v1/peers/{name}", json=BODY | {"incarnation": 5})).status_code == 200
+        assert (
+            await rest.put(f"/v1/peers/{name}", json=BODY | {"incarnation": 5})
+        ).status_code == 200
     assert_problem(await rest.put("/v1/peers/a", json=BODY), 409)
     assert_problem(await rest.put("/v1/peers/d", json=BODY), 507)
 
@@ -226,7 +309,9 @@ async def test_conflict_and_capacity(rest: httpx.AsyncClient) -> None:
         ("GET", "/v1/overview"),
     ],
 )
-async def test_every_call_needs_a_known_token(guarded: httpx.AsyncClient, method: str, path: str) -> None:
+async def test_every_call_needs_a_known_token(
+    guarded: httpx.AsyncClient, method: str, path: str
+) -> None:
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic eDp5"}):
         assert_problem(await guarded.request(method, path, headers=headers), 401)
 
@@ -237,8 +322,16 @@ async def test_roles_and_tenants(guarded: httpx.AsyncClient) -> None:
     assert_problem(await guarded.post("/v1/peers/a:drain", headers=bearer("acme")), 403)
     assert_problem(await guarded.post("/v1/peers/a:drain", headers=bearer("operator")), 404)
     assert_problem(await guarded.get("/v1/peers/a", headers=bearer("rival")), 404)
-    assert (await guarded.post("/v1/peers/all:drain", headers=bearer("operator"))).status_code == 200
-    listed = {name: [peer["id"] for peer in (await guarded.get("/v1/peers", headers=bearer(name))).json()["peers"]] for name in TOKENS}
+    assert (
+        await guarded.post("/v1/peers/all:drain", headers=bearer("operator"))
+    ).status_code == 200
+    listed = {
+        name: [
+            peer["id"]
+            for peer in (await guarded.get("/v1/peers", headers=bearer(name))).json()["peers"]
+        ]
+        for name in TOKENS
+    }
     assert listed == {"acme": ["a", "all"], "rival": ["all"], "operator": ["all"]}
 
 
@@ -273,9 +366,16 @@ async def test_the_documented_surface_is_there(rest: httpx.AsyncClient) -> None:
         ("::1", "localhost", 200),
     ],
 )
-async def test_a_peer_elsewhere_is_not_at_the_loopback_address(caller: str, host: str, status: int) -> None:
+async def test_a_peer_elsewhere_is_not_at_the_loopback_address(
+    caller: str, host: str, status: int
+) -> None:
     app = create_app(BrokerSettings(ticket_keys=SecretStr(f"k1:{KEY}")))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(caller, 1234))
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://broker") as rest:
-        answer = await rest.put("/v1/peers/a", json={"incarnation": 1, "distributed_url": f"lm://{host}:65433"})
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://broker") as rest,
+    ):
+        answer = await rest.put(
+            "/v1/peers/a", json={"incarnation": 1, "distributed_url": f"lm://{host}:65433"}
+        )
         assert answer.status_code == status, answer.text

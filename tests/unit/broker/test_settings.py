@@ -14,7 +14,9 @@ OTHER = base64.b64encode(b"o" * 32).decode()
 
 
 def load(**environ: str) -> BrokerSettings:
-    return load_settings(BrokerSettings, environ={f"LMCACHE_BROKER_{name}": value for name, value in environ.items()})
+    return load_settings(
+        BrokerSettings, environ={f"LMCACHE_BROKER_{name}": value for name, value in environ.items()}
+    )
 
 
 def test_options_and_defaults() -> None:
@@ -83,13 +85,18 @@ def test_without_keys_each_start_makes_its_own() -> None:
         ({"TICKET_KEYS": f"k1:{SECRET}", "TICKET_KEYS_FILE": "x"}, "set one of them"),
         ({"TICKET_KEYS": SECRET}, "id:base64"),
         ({"TICKET_KEYS": f"k1:{SECRET[:8]}"}, "has 6 bytes"),
-        ({"HOST": "10.0.0.1", "AUTH_TOKENS_FILE": "x", "TLS_CERT_FILE": "x"}, "neither ticket_keys nor ticket_keys_file"),
+        (
+            {"HOST": "10.0.0.1", "AUTH_TOKENS_FILE": "x", "TLS_CERT_FILE": "x"},
+            "neither ticket_keys nor ticket_keys_file",
+        ),
         ({"DEFAULT_LEASE_TTL_MS": "70000"}, "above max_lease_ttl_ms"),
         ({"MAX_PULLS_PER_PEER": "0"}, "max_pulls_per_peer"),
         ({"MAX_PEER": "1"}, "did you mean LMCACHE_BROKER_MAX_PEERS"),
     ],
 )
-def test_bad_settings_are_refused_without_showing_secrets(environ: dict[str, str], complaint: str) -> None:
+def test_bad_settings_are_refused_without_showing_secrets(
+    environ: dict[str, str], complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint) as error:
         load(**environ)
     assert SECRET[:8] not in str(error.value)
@@ -98,7 +105,11 @@ def test_bad_settings_are_refused_without_showing_secrets(environ: dict[str, str
 def test_other_machines_may_reach_it_when_told_so() -> None:
     assert load(HOST="10.0.0.1", ALLOW_ANONYMOUS="true").allow_anonymous
     guarded = {"HOST": "10.0.0.1", "AUTH_TOKENS_FILE": "x", "TICKET_KEYS": f"k1:{SECRET}"}
-    assert load(**guarded, TLS_CERT_FILE="x").host == load(**guarded, ALLOW_PLAINTEXT="true").host == "10.0.0.1"
+    assert (
+        load(**guarded, TLS_CERT_FILE="x").host
+        == load(**guarded, ALLOW_PLAINTEXT="true").host
+        == "10.0.0.1"
+    )
 
 
 def test_discovery_needs_what_it_follows() -> None:
@@ -108,7 +119,12 @@ def test_discovery_needs_what_it_follows() -> None:
         load(STATIC_PEERS='[{"id": "a", "distributed_url": "lm://a:1"}]')
     with pytest.raises(ConfigError, match="lm://host:port"):
         load(DISCOVERY="static", STATIC_PEERS='[{"id": "a", "distributed_url": "http://a"}]')
-    assert load(DISCOVERY="static", STATIC_PEERS='[{"id": "a", "distributed_url": "lm://a:1"}]').static_peers[0].id == "a"
+    assert (
+        load(DISCOVERY="static", STATIC_PEERS='[{"id": "a", "distributed_url": "lm://a:1"}]')
+        .static_peers[0]
+        .id
+        == "a"
+    )
 
 
 def test_a_redis_url_is_masked_and_its_password_in_no_error() -> None:

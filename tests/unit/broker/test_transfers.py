@@ -4,7 +4,17 @@ from lmcache_broker.transfers.service import TransferPlan
 from lmcache_core.p2p import Peer
 from lmcache_core.security import Principal, Ticket, TicketVerifier
 
-from tests.fixtures.broker import ACME, KEYS, OPERATOR, RIVAL, FakeClock, at_once, peer, transfer_service, wanted
+from tests.fixtures.broker import (
+    ACME,
+    KEYS,
+    OPERATOR,
+    RIVAL,
+    FakeClock,
+    at_once,
+    peer,
+    transfer_service,
+    wanted,
+)
 
 TTL_MS = 5_000
 
@@ -15,18 +25,29 @@ class World:
     def __init__(self, max_pulls: int = 2) -> None:
         self.clock = FakeClock()
         self.directory = PeerDirectory(PeerLimits(1000, 1000, 3_600_000), self.clock)
-        self.service = transfer_service(self.directory, self.clock, max_pulls=max_pulls, ticket_ttl_ms=TTL_MS)
+        self.service = transfer_service(
+            self.directory, self.clock, max_pulls=max_pulls, ticket_ttl_ms=TTL_MS
+        )
 
-    def add(self, *peers: Peer, load: float = 0.0, principal: Principal = ACME, draining: bool = False) -> None:
+    def add(
+        self, *peers: Peer, load: float = 0.0, principal: Principal = ACME, draining: bool = False
+    ) -> None:
         for each in peers:
             self.directory.announce(principal, each, load=load, ttl_ms=600_000, draining=draining)
 
-    def ask(self, holders_by_chunk: dict[str, list[str]], requester: str = "me", principal: Principal = ACME) -> TransferPlan:
+    def ask(
+        self,
+        holders_by_chunk: dict[str, list[str]],
+        requester: str = "me",
+        principal: Principal = ACME,
+    ) -> TransferPlan:
         plan = at_once(self.service.assign(principal, requester, wanted(holders_by_chunk)))
         self.service.count(plan)
         return plan
 
-    def chosen(self, *holders: str, requester: str = "me", principal: Principal = ACME) -> str | None:
+    def chosen(
+        self, *holders: str, requester: str = "me", principal: Principal = ACME
+    ) -> str | None:
         plan = self.ask({"c": list(holders)}, requester, principal)
         return plan.assignments[0].instance if plan.assignments else None
 
@@ -37,7 +58,11 @@ def world() -> World:
 
 
 def test_same_node_then_zone_then_anyone(world: World) -> None:
-    world.add(peer("me", node="n1", zone="z1"), peer("far", node="n9", zone="z9"), peer("zonal", node="n2", zone="z1"))
+    world.add(
+        peer("me", node="n1", zone="z1"),
+        peer("far", node="n9", zone="z9"),
+        peer("zonal", node="n2", zone="z1"),
+    )
     world.add(peer("near", node="n1", zone="z1"), load=1.0)
     assert world.chosen("far", "zonal", "near") == "near"
     assert world.chosen("far", "zonal") == "zonal"
@@ -91,7 +116,17 @@ def test_equals_are_spread_over_requesters_and_stable_for_each(world: World) -> 
 
 def test_chunks_gather_at_few_peers_and_count_as_one_pull_each(world: World) -> None:
     world.add(peer("a"), peer("b"))
-    plan = world.ask({"c1": ["a", "b"], "c2": ["b", "a"], "c3": ["a"], "c4": ["b"], "c5": ["a", "b"], "c6": ["nobody"], "c7": []})
+    plan = world.ask(
+        {
+            "c1": ["a", "b"],
+            "c2": ["b", "a"],
+            "c3": ["a"],
+            "c4": ["b"],
+            "c5": ["a", "b"],
+            "c6": ["nobody"],
+            "c7": [],
+        }
+    )
     gathered = {pull.instance: list(pull.chunk_ids) for pull in plan.assignments}
     both, only = ("a", "b") if len(gathered["a"]) > len(gathered["b"]) else ("b", "a")
     alone = {"a": "c3", "b": "c4"}
@@ -99,7 +134,11 @@ def test_chunks_gather_at_few_peers_and_count_as_one_pull_each(world: World) -> 
     assert gathered[only] == [alone[only]]
     assert plan.unassigned == ["c6", "c7"]
     assert [world.directory.get(ACME, name).num_pulls for name in ("a", "b")] == [1, 1]
-    assert (world.service.figures.num_pulls, world.service.figures.num_assigned, world.service.figures.num_unassigned) == (2, 5, 2)
+    assert (
+        world.service.figures.num_pulls,
+        world.service.figures.num_assigned,
+        world.service.figures.num_unassigned,
+    ) == (2, 5, 2)
 
 
 def test_the_requester_the_dead_and_the_draining_are_not_chosen(world: World) -> None:
@@ -108,7 +147,9 @@ def test_the_requester_the_dead_and_the_draining_are_not_chosen(world: World) ->
     world.add(peer("leaving"), draining=True)
     world.directory.announce(ACME, peer("dead"), load=0.0, ttl_ms=1_000, draining=False)
     world.clock.now_s += 1
-    assert world.ask({"c": ["me", "drained", "leaving", "dead", "unheard-of"]}) == TransferPlan([], ["c"], [])
+    assert world.ask({"c": ["me", "drained", "leaving", "dead", "unheard-of"]}) == TransferPlan(
+        [], ["c"], []
+    )
 
 
 def test_a_ticket_names_peer_requester_and_the_callers_tenant(world: World) -> None:

@@ -20,9 +20,13 @@ LOSSLESS = {"LMCache-Accept": "lossless"}
 LOSSY, PLAIN = make_chunk("lossy", lossy=True), make_chunk("plain")
 
 
-async def put(client: httpx.AsyncClient, chunk: Chunk, headers: dict[str, str] | None = None) -> int:
+async def put(
+    client: httpx.AsyncClient, chunk: Chunk, headers: dict[str, str] | None = None
+) -> int:
     body = chunk.head + bytes(chunk.memory.byte_array)
-    return (await client.put(f"/v1/chunks/{chunk.key.key.to_url()}", content=body, headers=headers)).status_code
+    return (
+        await client.put(f"/v1/chunks/{chunk.key.key.to_url()}", content=body, headers=headers)
+    ).status_code
 
 
 async def read(client: httpx.AsyncClient, headers: dict[str, str] | None = None) -> bytes:
@@ -32,17 +36,23 @@ async def read(client: httpx.AsyncClient, headers: dict[str, str] | None = None)
 
 async def present(client: httpx.AsyncClient, headers: dict[str, str] | None = None) -> list[bool]:
     keys = {"keys": [chunk.key.key.to_url() for chunk in (LOSSY, PLAIN)]}
-    found: list[bool] = (await client.post("/v1/chunks:contains", json=keys, headers=headers)).json()["present"]
+    found: list[bool] = (
+        await client.post("/v1/chunks:contains", json=keys, headers=headers)
+    ).json()["present"]
     return found
 
 
-@pytest.mark.parametrize("header", [None, {"LMCache-Accept": ""}, {"LMCache-Accept": "everything, later-word"}])
+@pytest.mark.parametrize(
+    "header", [None, {"LMCache-Accept": ""}, {"LMCache-Accept": "everything, later-word"}]
+)
 async def test_by_default_everything_is_served(header: dict[str, str] | None) -> None:
     async with serving() as (client, _):
         for chunk in (LOSSY, PLAIN):
             await put(client, chunk)
         lossy = LOSSY.head + bytes(LOSSY.memory.byte_array)
-        assert (await client.get(f"/v1/chunks/{LOSSY.key.key.to_url()}", headers=header)).content == lossy
+        assert (
+            await client.get(f"/v1/chunks/{LOSSY.key.key.to_url()}", headers=header)
+        ).content == lossy
         assert await read(client, header) == lossy + PLAIN.head + make_payload("plain")
 
 
@@ -61,7 +71,9 @@ async def test_who_takes_no_loss_gets_none_and_says_so_in_a_header(word: str) ->
 
 async def test_an_endless_header_is_refused() -> None:
     async with serving() as (client, _):
-        response = await client.get(f"/v1/chunks/{PLAIN.key.key.to_url()}", headers={"LMCache-Accept": "x" * 300})
+        response = await client.get(
+            f"/v1/chunks/{PLAIN.key.key.to_url()}", headers={"LMCache-Accept": "x" * 300}
+        )
         assert response.status_code == 422
 
 
@@ -84,7 +96,9 @@ async def test_both_doors_know_what_is_in_the_way() -> None:
     async with serving() as (client, parts):
         await put(client, LOSSY)
         picky = LmClient("127.0.0.1", parts.lm_server.port, None)
-        easy = LmClient("127.0.0.1", parts.lm_server.port, None, ClientOptions(accepts=Accepts(lossy=True)))
+        easy = LmClient(
+            "127.0.0.1", parts.lm_server.port, None, ClientOptions(accepts=Accepts(lossy=True))
+        )
         arena = Arena()
         try:
             for lm, served in ((picky, False), (easy, True)):
@@ -104,7 +118,11 @@ async def test_our_own_client_says_what_its_tier_takes(lossy: bool) -> None:
     async with serving() as (client, _):
         for chunk in (LOSSY, PLAIN):
             await put(client, chunk)
-        tier = HttpBackend("http://storage", RemoteOptions(accepts=Accepts(lossy=lossy)), transport=client._transport)
+        tier = HttpBackend(
+            "http://storage",
+            RemoteOptions(accepts=Accepts(lossy=lossy)),
+            transport=client._transport,
+        )
         await tier.open()
         arena = Arena()
         results = await tier.batched_get([make_key("lossy"), make_key("plain")], arena)

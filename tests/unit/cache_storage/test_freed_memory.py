@@ -32,7 +32,13 @@ assert resident() - at_rest < KEPT_BYTES + (2 << 20)
 
 @pytest.mark.parametrize("told", [False, True])
 def test_pieces_of_bodies_use_memory_again(told: bool) -> None:
-    done = subprocess.run([sys.executable, "-c", FAULTS.format(told=told)], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS.format(told=told)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     num_faults = int(done.stdout)
     pages = 200 * 4 * 500_000 // 4096
     assert (num_faults < pages / 20) is told, f"{num_faults} of {pages} pages"

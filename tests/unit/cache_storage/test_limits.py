@@ -19,12 +19,18 @@ def url(name: object) -> str:
 
 async def put(client: httpx.AsyncClient, tenant: str, *names: object) -> None:
     for name in names:
-        assert (await client.put(url(name), content=make_record(name), headers=bearer(tenant))).status_code == 201
+        assert (
+            await client.put(url(name), content=make_record(name), headers=bearer(tenant))
+        ).status_code == 201
 
 
 async def num_present(client: httpx.AsyncClient, tenant: str, num: int) -> int:
     keys = [make_key(name).key.to_url() for name in range(num)]
-    return sum((await client.post("/v1/chunks:contains", json={"keys": keys}, headers=bearer(tenant))).json()["present"])
+    return sum(
+        (
+            await client.post("/v1/chunks:contains", json={"keys": keys}, headers=bearer(tenant))
+        ).json()["present"]
+    )
 
 
 async def test_a_tenant_has_its_quota_in_memory_and_on_disk(tmp_path: Path) -> None:
@@ -40,14 +46,19 @@ async def test_a_tenant_has_its_quota_in_memory_and_on_disk(tmp_path: Path) -> N
         await put(client, "rival", *range(10))
         for name in range(10):
             await put(client, "acme", name)
-            assert await parts.stack.drain(5)  # what waits for the disk is in use, and a tenant gives up no chunk that is
+            assert await parts.stack.drain(
+                5
+            )  # what waits for the disk is in use, and a tenant gives up no chunk that is
         assert await num_present(client, "acme", 10) == 4
         assert await num_present(client, "rival", 10) == 10
         assert [parts.stack.hot.clear_now(tenant) for tenant in ("acme", "rival")] == [2, 10]
 
 
 async def test_a_chunk_ends_everywhere_and_the_reason_is_told(tmp_path: Path) -> None:
-    async with serving(disk_path=tmp_path / "disk", disk_gb=0.01, chunk_ttl_s=0.5) as (client, parts):
+    async with serving(disk_path=tmp_path / "disk", disk_gb=0.01, chunk_ttl_s=0.5) as (
+        client,
+        parts,
+    ):
         assert (await client.put(url("a"), content=make_record("a"))).status_code == 201
         assert (await client.get(url("a"))).status_code == 200
         assert await parts.stack.drain(5)
@@ -58,6 +69,10 @@ async def test_a_chunk_ends_everywhere_and_the_reason_is_told(tmp_path: Path) ->
         async with asyncio.timeout(5):
             while list((tmp_path / "disk").rglob("*.kvr")):
                 await asyncio.sleep(0.01)
-        events = {line for line in (await client.get("/metrics")).text.splitlines() if "expired_chunks" in line}
+        events = {
+            line
+            for line in (await client.get("/metrics")).text.splitlines()
+            if "expired_chunks" in line
+        }
         assert any('tier="Hot"' in line and line.endswith(" 1.0") for line in events)
         assert any('tier="LocalDiskBackend"' in line and line.endswith(" 1.0") for line in events)

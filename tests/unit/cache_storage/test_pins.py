@@ -16,7 +16,9 @@ CHUNK_BYTES = 500_000  # of the 4 MiB of `serving`, half of which may be pinned
 
 async def put(rest: httpx.AsyncClient, name: object, headers: dict[str, str] | None = None) -> None:
     record = make_record(name, make_payload(name, CHUNK_BYTES))
-    answer = await rest.put(f"/v1/chunks/{make_key(name).key.to_url()}", content=record, headers=headers)
+    answer = await rest.put(
+        f"/v1/chunks/{make_key(name).key.to_url()}", content=record, headers=headers
+    )
     assert answer.status_code == 201
 
 
@@ -24,17 +26,31 @@ async def test_what_is_pinned_stays_when_memory_is_full() -> None:
     async with serving(eviction_policy="lru") as (rest, _):
         for name in NAMES:
             await put(rest, name)
-        answer = (await rest.post("/v1/admin/pin", json={"keys": [*URLS[:2], make_key("never").key.to_url()]})).json()
+        answer = (
+            await rest.post(
+                "/v1/admin/pin", json={"keys": [*URLS[:2], make_key("never").key.to_url()]}
+            )
+        ).json()
         assert answer["num_pinned"] == 2
-        assert answer["not_pinned"] == [{"key": make_key("never").key.to_url(), "reason": "never_stored"}]
+        assert answer["not_pinned"] == [
+            {"key": make_key("never").key.to_url(), "reason": "never_stored"}
+        ]
         assert 2 * CHUNK_BYTES <= answer["pinned_bytes"] <= answer["max_pinned_bytes"]
         for i in range(20):
             await put(rest, i)
-        assert [(await rest.head(f"/v1/chunks/{url}")).status_code for url in URLS] == [200, 200, 404]
+        assert [(await rest.head(f"/v1/chunks/{url}")).status_code for url in URLS] == [
+            200,
+            200,
+            404,
+        ]
         pins = (await rest.get("/v1/admin/pins")).json()
         assert [pin["key"] for pin in pins["pins"]] == URLS[:2]
-        assert all(590 < pin["expires_in_s"] <= 600 and pin["tenant"] == "default" for pin in pins["pins"])
-        assert (await rest.post("/v1/admin/unpin", json={"keys": URLS})).json() == {"num_unpinned": 2}
+        assert all(
+            590 < pin["expires_in_s"] <= 600 and pin["tenant"] == "default" for pin in pins["pins"]
+        )
+        assert (await rest.post("/v1/admin/unpin", json={"keys": URLS})).json() == {
+            "num_unpinned": 2
+        }
         for i in range(20, 40):
             await put(rest, i)
         assert [(await rest.head(f"/v1/chunks/{url}")).status_code for url in URLS] == [404] * 3
@@ -45,7 +61,9 @@ async def test_a_pin_lifts_from_the_disk_and_there_is_a_bound(tmp_path: Path) ->
         for i in range(6):
             await put(rest, i)
             await parts.stack.drain(10)
-        assert (await rest.post("/v1/admin/evict", json={"num_bytes": 1 << 30})).json()["freed_bytes"] > 0
+        assert (await rest.post("/v1/admin/evict", json={"num_bytes": 1 << 30})).json()[
+            "freed_bytes"
+        ] > 0
         keys = [make_key(i).key.to_url() for i in range(6)]
         answer = (await rest.post("/v1/admin/pin", json={"keys": keys, "ttl_s": 60})).json()
         assert answer["num_pinned"] == 4
@@ -58,13 +76,23 @@ async def test_pins_belong_to_admins_and_name_the_tenant(tmp_path: Path) -> None
         await put(rest, "a", bearer("acme"))
         body = {"keys": URLS[:1], "tenant": "acme"}
         for path in ("pin", "unpin"):
-            assert_problem(await rest.post(f"/v1/admin/{path}", json=body, headers=bearer("acme")), 403, "forbidden")
+            assert_problem(
+                await rest.post(f"/v1/admin/{path}", json=body, headers=bearer("acme")),
+                403,
+                "forbidden",
+            )
         assert_problem(await rest.get("/v1/admin/pins", headers=bearer("acme")), 403, "forbidden")
         operator = bearer("operator")
-        assert (await rest.post("/v1/admin/pin", json={"keys": URLS[:1]}, headers=operator)).json()["num_pinned"] == 0
-        assert (await rest.post("/v1/admin/pin", json=body, headers=operator)).json()["num_pinned"] == 1
+        assert (await rest.post("/v1/admin/pin", json={"keys": URLS[:1]}, headers=operator)).json()[
+            "num_pinned"
+        ] == 0
+        assert (await rest.post("/v1/admin/pin", json=body, headers=operator)).json()[
+            "num_pinned"
+        ] == 1
         assert (await rest.post("/v1/admin/unpin", headers=operator)).json() == {"num_unpinned": 0}
-        assert (await rest.post("/v1/admin/unpin", json={"tenant": "acme"}, headers=operator)).json() == {"num_unpinned": 1}
+        assert (
+            await rest.post("/v1/admin/unpin", json={"tenant": "acme"}, headers=operator)
+        ).json() == {"num_unpinned": 1}
         assert TOKENS["operator"] not in (await rest.get("/v1/admin/pins", headers=operator)).text
 
 

@@ -57,7 +57,11 @@ async def stack() -> AsyncIterator[TierStack]:
     arena = ArenaAllocator.anonymous(8 << 20)
     made = TierStack(LocalCPUBackend(arena, create_policy()))
     await made.open()
-    assert all(await made.batched_put([make_chunk(i, payload=make_payload(i, PAYLOAD_BYTES)) for i in range(NUM_CHUNKS)]))
+    assert all(
+        await made.batched_put(
+            [make_chunk(i, payload=make_payload(i, PAYLOAD_BYTES)) for i in range(NUM_CHUNKS)]
+        )
+    )
     yield made
     await made.close()
     assert arena.used_bytes == 0, "a reference was not given back"
@@ -70,7 +74,9 @@ async def one(stack: TierStack) -> Response:
 
 
 async def many(stack: TierStack) -> Response:
-    return RecordsResponse(LocalStore(stack, lambda: True), [make_key(i) for i in range(NUM_CHUNKS)], LIMITS)
+    return RecordsResponse(
+        LocalStore(stack, lambda: True), [make_key(i) for i in range(NUM_CHUNKS)], LIMITS
+    )
 
 
 async def receive() -> MutableMapping[str, Any]:
@@ -78,7 +84,9 @@ async def receive() -> MutableMapping[str, Any]:
 
 
 @pytest.mark.parametrize("make", [one, many])
-async def test_a_patient_client_gets_everything(stack: TierStack, make: Callable[[TierStack], Awaitable[Response]]) -> None:
+async def test_a_patient_client_gets_everything(
+    stack: TierStack, make: Callable[[TierStack], Awaitable[Response]]
+) -> None:
     client = Client(0)
     await (await make(stack))({"type": "http"}, receive, client)
     names = range(1 if make is one else NUM_CHUNKS)
@@ -106,7 +114,9 @@ async def test_a_client_that_vanishes_is_not_the_chunks_problem(
         await (await make(stack))({"type": "http"}, receive, Client(patience, vanish))
 
 
-async def test_what_was_sent_does_not_change_when_the_memory_is_used_again(stack: TierStack) -> None:
+async def test_what_was_sent_does_not_change_when_the_memory_is_used_again(
+    stack: TierStack,
+) -> None:
     client = Client(0)
     await (await one(stack))({"type": "http"}, receive, client)
     stack.hot.clear_now()
@@ -117,10 +127,17 @@ async def test_what_was_sent_does_not_change_when_the_memory_is_used_again(stack
     assert client.body.endswith(make_payload(0, PAYLOAD_BYTES))
 
 
-@pytest.mark.parametrize(("names", "num_found"), [([], 0), (["absent"], 0), ([0, "absent"], 1), ([0, 1], 2), ([0, 1, 2], None)])
-async def test_the_length_of_an_answer_that_was_read_at_once_is_told(stack: TierStack, names: list[object], num_found: int | None) -> None:
+@pytest.mark.parametrize(
+    ("names", "num_found"),
+    [([], 0), (["absent"], 0), ([0, "absent"], 1), ([0, 1], 2), ([0, 1, 2], None)],
+)
+async def test_the_length_of_an_answer_that_was_read_at_once_is_told(
+    stack: TierStack, names: list[object], num_found: int | None
+) -> None:
     client = Client(0)
-    answer = RecordsResponse(LocalStore(stack, lambda: True), [make_key(name) for name in names], LIMITS)
+    answer = RecordsResponse(
+        LocalStore(stack, lambda: True), [make_key(name) for name in names], LIMITS
+    )
     await answer({"type": "http"}, receive, client)
     lengths = [value for name, value in client.messages[0]["headers"] if name == b"content-length"]
     record_bytes = make_chunk(0, payload=make_payload(0, PAYLOAD_BYTES)).num_bytes

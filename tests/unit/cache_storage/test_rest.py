@@ -54,7 +54,9 @@ async def test_the_life_of_a_chunk(rest: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, SLICE_BYTES - 600, SLICE_BYTES - 512])
-async def test_records_of_any_size_in_pieces_of_any_size(rest: httpx.AsyncClient, num_bytes: int) -> None:
+async def test_records_of_any_size_in_pieces_of_any_size(
+    rest: httpx.AsyncClient, num_bytes: int
+) -> None:
     record = make_record("a", make_payload("a", num_bytes))
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -69,7 +71,9 @@ async def test_records_of_any_size_in_pieces_of_any_size(rest: httpx.AsyncClient
 
 async def test_a_miss_says_why(rest: httpx.AsyncClient, parts: StorageParts) -> None:
     await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
-    assert (await rest.post("/v1/admin/evict", json={"num_bytes": 1})).json() == {"freed_bytes": 1024}
+    assert (await rest.post("/v1/admin/evict", json={"num_bytes": 1})).json() == {
+        "freed_bytes": 1024
+    }
     assert "evicted" in assert_problem(await rest.get(f"/v1/chunks/{A}"), 404, "not-found")
     assert "never_stored" in assert_problem(await rest.get(f"/v1/chunks/{B}"), 404, "not-found")
 
@@ -97,7 +101,9 @@ async def test_the_list_is_paged_and_ordered(rest: httpx.AsyncClient) -> None:
         offset = page["next_offset"]
     assert {chunk["key"] for chunk in seen} == {make_key(i).key.to_url() for i in range(5)}
     assert len(seen) == 5
-    assert all(chunk["size_bytes"] == len(make_record(0)) and chunk["tiers"] == ["Hot"] for chunk in seen)
+    assert all(
+        chunk["size_bytes"] == len(make_record(0)) and chunk["tiers"] == ["Hot"] for chunk in seen
+    )
     assert_problem(await rest.get("/v1/chunks", params={"limit": 0}), 422, "invalid")
 
 
@@ -117,12 +123,16 @@ BAD_BODIES = {
 async def test_a_body_that_is_no_record_of_that_key_is_refused(
     rest: httpx.AsyncClient, parts: StorageParts, body: bytes, reason: str
 ) -> None:
-    assert reason in assert_problem(await rest.put(f"/v1/chunks/{A}", content=body), 422, "bad-record")
+    assert reason in assert_problem(
+        await rest.put(f"/v1/chunks/{A}", content=body), 422, "bad-record"
+    )
     assert parts.stack.hot.keys() == []
     assert parts.stack.hot.stats()["arena_used_bytes"] == 0
 
 
-async def test_every_flipped_byte_is_refused_and_nothing_is_stored(rest: httpx.AsyncClient, parts: StorageParts) -> None:
+async def test_every_flipped_byte_is_refused_and_nothing_is_stored(
+    rest: httpx.AsyncClient, parts: StorageParts
+) -> None:
     record = make_record("a", make_payload("a", 300))
     assert len(record) <= 1024
     for at in range(len(record)):
@@ -133,7 +143,9 @@ async def test_every_flipped_byte_is_refused_and_nothing_is_stored(rest: httpx.A
     assert (await rest.put(f"/v1/chunks/{A}", content=record)).status_code == 201
 
 
-async def test_a_body_above_the_bound_is_refused(rest: httpx.AsyncClient, parts: StorageParts) -> None:
+async def test_a_body_above_the_bound_is_refused(
+    rest: httpx.AsyncClient, parts: StorageParts
+) -> None:
     record = make_record("a", bytes(1 << 20))
     response = await rest.put(f"/v1/chunks/{A}", content=record)
     assert response.status_code == 413
@@ -147,7 +159,9 @@ async def test_a_body_above_the_bound_is_refused(rest: httpx.AsyncClient, parts:
     assert parts.stack.hot.stats()["arena_used_bytes"] == 0
 
 
-async def test_a_head_that_promises_too_much_takes_no_memory(rest: httpx.AsyncClient, parts: StorageParts) -> None:
+async def test_a_head_that_promises_too_much_takes_no_memory(
+    rest: httpx.AsyncClient, parts: StorageParts
+) -> None:
     chunk = make_chunk("a", payload=b"")
     header = make_chunk("a", payload=bytes(100 << 20)).header
     head = encode_head(header, 100 << 20)
@@ -161,7 +175,9 @@ async def test_a_head_that_promises_too_much_takes_no_memory(rest: httpx.AsyncCl
     assert parts.stack.hot.stats()["arena_used_bytes"] == 0
 
 
-async def test_no_room_while_everything_is_referenced(rest: httpx.AsyncClient, parts: StorageParts) -> None:
+async def test_no_room_while_everything_is_referenced(
+    rest: httpx.AsyncClient, parts: StorageParts
+) -> None:
     held = parts.stack.allocate(parts.stack.hot.stats()["capacity_bytes"])
     assert held is not None
     try:
@@ -171,7 +187,9 @@ async def test_no_room_while_everything_is_referenced(rest: httpx.AsyncClient, p
     assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a"))).status_code == 201
 
 
-async def test_a_client_that_stalls_gives_its_memory_back(rest: httpx.AsyncClient, parts: StorageParts) -> None:
+async def test_a_client_that_stalls_gives_its_memory_back(
+    rest: httpx.AsyncClient, parts: StorageParts
+) -> None:
     record = make_record("a")
 
     async def stalls() -> AsyncIterator[bytes]:
@@ -188,15 +206,25 @@ async def test_a_client_that_stalls_gives_its_memory_back(rest: httpx.AsyncClien
 
 @pytest.mark.parametrize("key", ["zzz", "a" * 300, A + "A", A[:-1], "%00"])
 async def test_what_is_no_key_is_refused(rest: httpx.AsyncClient, key: str) -> None:
-    for call in (rest.get(f"/v1/chunks/{key}"), rest.put(f"/v1/chunks/{key}", content=make_record("a")), rest.delete(f"/v1/chunks/{key}")):
+    for call in (
+        rest.get(f"/v1/chunks/{key}"),
+        rest.put(f"/v1/chunks/{key}", content=make_record("a")),
+        rest.delete(f"/v1/chunks/{key}"),
+    ):
         assert_problem(await call, 400, "bad-key")
     if key != "%00":
-        assert_problem(await rest.post("/v1/chunks:contains", json={"keys": [A, key]}), 400, "bad-key")
+        assert_problem(
+            await rest.post("/v1/chunks:contains", json={"keys": [A, key]}), 400, "bad-key"
+        )
         assert_problem(await rest.post("/v1/chunks:get", json={"keys": [A, key]}), 400, "bad-key")
 
 
-@pytest.mark.parametrize("body", [{}, {"keys": A}, {"keys": [""]}, {"keys": [A], "more": 1}, {"keys": [A] * 5000}])
-async def test_bodies_that_are_not_valid_are_problems(rest: httpx.AsyncClient, body: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "body", [{}, {"keys": A}, {"keys": [""]}, {"keys": [A], "more": 1}, {"keys": [A] * 5000}]
+)
+async def test_bodies_that_are_not_valid_are_problems(
+    rest: httpx.AsyncClient, body: dict[str, object]
+) -> None:
     response = await rest.post("/v1/chunks:contains", json=body)
     assert_problem(response, 422, "invalid")
     assert A not in response.text, "the input is not repeated"
@@ -204,7 +232,12 @@ async def test_bodies_that_are_not_valid_are_problems(rest: httpx.AsyncClient, b
 
 async def test_the_document_names_every_route(rest: httpx.AsyncClient) -> None:
     paths = (await rest.get("/openapi.json")).json()["paths"]
-    assert {(method, path) for path, methods in paths.items() for method in methods if path.startswith("/v1")} == {
+    assert {
+        (method, path)
+        for path, methods in paths.items()
+        for method in methods
+        if path.startswith("/v1")
+    } == {
         ("get", "/v1/log-level"),
         ("put", "/v1/log-level"),
         ("put", "/v1/chunks/{key}"),
@@ -238,20 +271,33 @@ async def test_figures_and_metrics(rest: httpx.AsyncClient) -> None:
     assert 'lmcache_tier_chunks{tier="Hot"} 1.0' in text
 
 
-NOTHING_MOVED = {"state": "done", "total": 0, "handed_over": 0, "already_elsewhere": 0, "failed": 0, "left": 0}
+NOTHING_MOVED = {
+    "state": "done",
+    "total": 0,
+    "handed_over": 0,
+    "already_elsewhere": 0,
+    "failed": 0,
+    "left": 0,
+}
 
 
 async def test_a_draining_storage_serves_and_takes_nothing(tmp_path: Path) -> None:
     async with serving(disk_path=tmp_path, disk_gb=0.01) as (rest, parts):
         assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a"))).status_code == 201
         assert (await rest.get("/readyz")).status_code == 200
-        assert (await rest.post("/v1/admin/drain")).json() == {"draining": True, "settled": True, "drain": NOTHING_MOVED}
+        assert (await rest.post("/v1/admin/drain")).json() == {
+            "draining": True,
+            "settled": True,
+            "drain": NOTHING_MOVED,
+        }
         assert_problem(await rest.put(f"/v1/chunks/{B}", content=make_record("b")), 503, "draining")
         assert (await rest.get(f"/v1/chunks/{A}")).content == make_record("a")
         ready = await rest.get("/readyz")
         assert (ready.status_code, ready.json()["checks"]["stores"]["ok"]) == (503, False)
         assert (await rest.get("/v1/stats")).json()["draining"] is True
-        assert [(key.key.to_url(), tiers) for key, _, tiers in parts.holdings("default")] == [(A, ["Hot", "LocalDiskBackend"])]
+        assert [(key.key.to_url(), tiers) for key, _, tiers in parts.holdings("default")] == [
+            (A, ["Hot", "LocalDiskBackend"])
+        ]
 
 
 async def test_listing_chunks_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,17 +320,23 @@ async def test_listing_chunks_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -
         assert {(await page).json()["chunks"][0]["key"] for page in asked} == {A}
 
 
-async def test_a_disk_that_fails_degrades_and_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_fails_degrades_and_heals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(disk_path=tmp_path, disk_gb=0.01) as (rest, parts):
         disk = parts.tiers[1]
-        monkeypatch.setattr(type(disk), "stats", lambda self: {"is_failing": 1, "is_loading": 0, "num_chunks": 0})
+        monkeypatch.setattr(
+            type(disk), "stats", lambda self: {"is_failing": 1, "is_loading": 0, "num_chunks": 0}
+        )
         ready = await rest.get("/readyz")
         assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
         monkeypatch.undo()
         assert (await rest.get("/readyz")).json()["status"] == "ok"
 
 
-async def test_a_disk_that_comes_later_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_comes_later_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     volume = tmp_path / "volume"
     async with serving(disk_path=volume / "disk", disk_gb=0.01) as (rest, parts):
         assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a"))).status_code == 201
@@ -293,10 +345,14 @@ async def test_a_disk_that_comes_later_is_announced(tmp_path: Path, monkeypatch:
     volume.write_text("what is mounted there is away")
     monkeypatch.setattr("lmcache_core.storage.absent.FIRST_RETRY_S", 0.02)
     num_announced: list[int] = []
-    async with serving(disk_path=volume / "disk", disk_gb=0.01, lookup_url="http://127.0.0.1:1") as (_, parts):
+    async with serving(
+        disk_path=volume / "disk", disk_gb=0.01, lookup_url="http://127.0.0.1:1"
+    ) as (_, parts):
         disk = parts.tiers[1]
         assert isinstance(disk, LocalDiskBackend)
-        monkeypatch.setattr(InstanceReporter, "announce_again", lambda _: num_announced.append(len(disk.held())))
+        monkeypatch.setattr(
+            InstanceReporter, "announce_again", lambda _: num_announced.append(len(disk.held()))
+        )
         volume.unlink()
         (tmp_path / "elsewhere").rename(volume)
         async with asyncio.timeout(10):

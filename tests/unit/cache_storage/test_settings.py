@@ -11,7 +11,10 @@ from lmcache_storage.settings import StorageSettings
 
 
 def load(**environ: str) -> StorageSettings:
-    return load_settings(StorageSettings, environ={f"LMCACHE_STORAGE_{name}": value for name, value in environ.items()})
+    return load_settings(
+        StorageSettings,
+        environ={f"LMCACHE_STORAGE_{name}": value for name, value in environ.items()},
+    )
 
 
 def test_options_and_defaults() -> None:
@@ -90,16 +93,25 @@ def test_options_and_defaults() -> None:
         ({"DISK_PATH": "/data"}, "disk_path='/data', but disk_gb is not set: set both or none"),
         ({"DISK_GB": "5"}, "disk_gb=5.0, but disk_path is not set: set both or none"),
         ({"LM_HOST": "192.0.2.1"}, "auth_tokens_file"),
-        ({"LM_HOST": "192.0.2.1", "AUTH_TOKENS_FILE": "/t"}, "lm_host='192.0.2.1'.*allow_plaintext=true"),
+        (
+            {"LM_HOST": "192.0.2.1", "AUTH_TOKENS_FILE": "/t"},
+            "lm_host='192.0.2.1'.*allow_plaintext=true",
+        ),
         ({"TLS_KEY_FILE": "/key"}, "tls_cert_file is not"),
         ({"TLS_CLIENT_KEY_FILE": "/key"}, "tls_client_cert_file is not"),
         ({"TLS_CERT_FILE": "/cert", "ADVERTISE_URL": "lm://storage:65432"}, r"write lm\+tls://"),
-        ({"LM_HOST": "::", "ALLOW_ANONYMOUS": "true", "BROKER_URL": "http://broker:8082"}, "advertise_url"),
+        (
+            {"LM_HOST": "::", "ALLOW_ANONYMOUS": "true", "BROKER_URL": "http://broker:8082"},
+            "advertise_url",
+        ),
         ({"ADVERTISE_URL": "http://storage:8080"}, "lm://host:port"),
         ({"ADVERTISE_URL": "lm://[::]:65432"}, "unspecified"),
         ({"TENANT": "../other"}, "tenant"),
         ({"LMCACHE_COMPAT_PORT": "65431"}, "set lmcache_compat_tenant"),
-        ({"LMCACHE_COMPAT_PORT": "65431", "LMCACHE_COMPAT_TENANT": "../other"}, "lmcache_compat_tenant"),
+        (
+            {"LMCACHE_COMPAT_PORT": "65431", "LMCACHE_COMPAT_TENANT": "../other"},
+            "lmcache_compat_tenant",
+        ),
         ({"LMCACHE_COMPAT_DIALECT": "v0.4"}, "lmcache_compat_dialect='v0.4'.*'v0.2' or 'v0.3\\+'"),
         (
             {
@@ -128,7 +140,11 @@ def test_impossible_options_are_refused(options: dict[str, str], text: str) -> N
 
 def test_sizes_are_binary() -> None:
     settings = load(MEMORY_GB="0.5", DISK_PATH="/data", DISK_GB="2", MAX_RECORD_MB="3")
-    assert (settings.memory_bytes, settings.disk_bytes, settings.max_record_bytes) == (1 << 29, 2 << 30, 3 << 20)
+    assert (settings.memory_bytes, settings.disk_bytes, settings.max_record_bytes) == (
+        1 << 29,
+        2 << 30,
+        3 << 20,
+    )
     assert settings.disk_path == Path("/data")
 
 
@@ -144,7 +160,9 @@ def test_limits_name_what_each_tier_does_not_keep() -> None:
     )
     assert settings.memory_limits == TierLimits(60, TenantQuotas(1 << 29, {"team-a": 1 << 30}))
     assert settings.disk_limits == TierLimits(60, TenantQuotas(2 << 30, {"team-b": 4 << 30}))
-    assert load(TENANT_QUOTAS="{team-a: {memory_gb: 1}}").memory_limits.quotas == TenantQuotas(None, {"team-a": 1 << 30})
+    assert load(TENANT_QUOTAS="{team-a: {memory_gb: 1}}").memory_limits.quotas == TenantQuotas(
+        None, {"team-a": 1 << 30}
+    )
 
 
 def test_the_policies_are_those_there_are() -> None:
@@ -153,7 +171,13 @@ def test_the_policies_are_those_there_are() -> None:
 
 
 def test_the_settings_can_be_shown_and_read_again(tmp_path: Path) -> None:
-    settings = load(DISK_PATH="/data", DISK_GB="2", INSTANCE_ID="storage-0", CHUNK_TTL_S="60", TENANT_QUOTAS="{team-a: {memory_gb: 0.5}}")
+    settings = load(
+        DISK_PATH="/data",
+        DISK_GB="2",
+        INSTANCE_ID="storage-0",
+        CHUNK_TTL_S="60",
+        TENANT_QUOTAS="{team-a: {memory_gb: 0.5}}",
+    )
     path = tmp_path / "config.yaml"
     path.write_text(render_settings(settings))
     assert load_settings(StorageSettings, path, environ={}) == settings
@@ -163,7 +187,10 @@ def test_the_settings_can_be_shown_and_read_again(tmp_path: Path) -> None:
     ("options", "told"),
     [
         ({"port": 18999, "lm_port": 18999}, r"lm_port=18999 is the value of port too"),
-        ({"lm_port": 1234, "lmcache_compat_port": 1234, "lmcache_compat_tenant": "a"}, r"lmcache_compat_port=1234 .*lm_port"),
+        (
+            {"lm_port": 1234, "lmcache_compat_port": 1234, "lmcache_compat_tenant": "a"},
+            r"lmcache_compat_port=1234 .*lm_port",
+        ),
         ({"health_port": 8080}, r"health_port=8080 is the value of port too"),
         ({"health_port": 8080, "health_host": "0.0.0.0"}, r"health_port=8080"),
         ({"lookup_url": "localhost:8081"}, r"lookup_url=.*http://host:port"),
@@ -178,11 +205,15 @@ def test_what_could_not_start_is_told_by_its_option(options: dict[str, Any], tol
 
 def test_a_password_in_a_url_is_not_told() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_settings(StorageSettings, None, {"LMCACHE_STORAGE_LOOKUP_URL": "http://me:hunter2@lookup:8081"})
+        load_settings(
+            StorageSettings, None, {"LMCACHE_STORAGE_LOOKUP_URL": "http://me:hunter2@lookup:8081"}
+        )
     assert "lookup_url=" in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{"port": 0, "lm_port": 0}, {"port": 1234, "lm_port": 1234, "lm_host": "127.0.0.2"}])
+@pytest.mark.parametrize(
+    "options", [{"port": 0, "lm_port": 0}, {"port": 1234, "lm_port": 1234, "lm_host": "127.0.0.2"}]
+)
 def test_free_ports_and_other_addresses_may_be_the_same(options: dict[str, Any]) -> None:
     StorageSettings(**options)

@@ -17,7 +17,10 @@ A = make_key("a").key.to_url()
 @pytest.fixture
 async def rest(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     tokens = write_tokens(tmp_path / "tokens.yaml")
-    async with serving(auth_tokens_file=tokens, disk_path=tmp_path / "disk", disk_gb=0.01) as (client, _):
+    async with serving(auth_tokens_file=tokens, disk_path=tmp_path / "disk", disk_gb=0.01) as (
+        client,
+        _,
+    ):
         yield client
 
 
@@ -37,8 +40,13 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("method", "path"), CALLS)
-@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong-token-0123456789"}, {"authorization": "Basic YTpi"}])
-async def test_nothing_without_a_token(rest: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"authorization": "Bearer wrong-token-0123456789"}, {"authorization": "Basic YTpi"}],
+)
+async def test_nothing_without_a_token(
+    rest: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]
+) -> None:
     response = await rest.request(method, path, headers=headers)
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
@@ -47,18 +55,28 @@ async def test_nothing_without_a_token(rest: httpx.AsyncClient, method: str, pat
 @pytest.mark.parametrize("call", ["evict", "clear", "drain"])
 async def test_administration_needs_an_admin(rest: httpx.AsyncClient, call: str) -> None:
     body = {"num_bytes": 1} if call == "evict" else {}
-    assert_problem(await rest.post(f"/v1/admin/{call}", json=body, headers=bearer("acme")), 403, "forbidden")
+    assert_problem(
+        await rest.post(f"/v1/admin/{call}", json=body, headers=bearer("acme")), 403, "forbidden"
+    )
 
 
 async def test_tenants_neither_see_nor_harm_one_another(rest: httpx.AsyncClient) -> None:
     acme, rival = make_record("a"), make_record("a", make_payload("another", 900))
-    assert (await rest.put(f"/v1/chunks/{A}", content=acme, headers=bearer("acme"))).status_code == 201
+    assert (
+        await rest.put(f"/v1/chunks/{A}", content=acme, headers=bearer("acme"))
+    ).status_code == 201
     assert_problem(await rest.get(f"/v1/chunks/{A}", headers=bearer("rival")), 404, "not-found")
     assert_problem(await rest.delete(f"/v1/chunks/{A}", headers=bearer("rival")), 404, "not-found")
-    assert (await rest.post("/v1/chunks:contains", json={"keys": [A]}, headers=bearer("rival"))).json() == {"present": [False]}
-    assert (await rest.post("/v1/chunks:get", json={"keys": [A]}, headers=bearer("rival"))).content == b""
+    assert (
+        await rest.post("/v1/chunks:contains", json={"keys": [A]}, headers=bearer("rival"))
+    ).json() == {"present": [False]}
+    assert (
+        await rest.post("/v1/chunks:get", json={"keys": [A]}, headers=bearer("rival"))
+    ).content == b""
     assert (await rest.get("/v1/chunks", headers=bearer("rival"))).json()["chunks"] == []
-    assert (await rest.put(f"/v1/chunks/{A}", content=rival, headers=bearer("rival"))).status_code == 201
+    assert (
+        await rest.put(f"/v1/chunks/{A}", content=rival, headers=bearer("rival"))
+    ).status_code == 201
     assert (await rest.get(f"/v1/chunks/{A}", headers=bearer("acme"))).content == acme
     assert (await rest.get(f"/v1/chunks/{A}", headers=bearer("rival"))).content == rival
 
@@ -84,5 +102,7 @@ async def test_clear_forgets_what_it_was_told_to(rest: httpx.AsyncClient) -> Non
     assert await stored() == {"acme", "rival", "operator"}
     await clear({"all_tenants": True})
     assert [await holds(name) for name in ("acme", "rival", "operator")] == [False, False, False]
-    both = await rest.post("/v1/admin/clear", json={"tenant": "acme", "all_tenants": True}, headers=bearer("operator"))
+    both = await rest.post(
+        "/v1/admin/clear", json={"tenant": "acme", "all_tenants": True}, headers=bearer("operator")
+    )
     assert_problem(both, 422, "invalid")

@@ -31,7 +31,12 @@ def test_a_tier_and_its_process_count_the_same() -> None:
     assert counters.value(CODEC_ENCODED_BYTES_TOTAL) == 330
     assert counters.value(CODEC_ENCODE_MICROSECONDS_TOTAL, "lossless") == 500_000
     assert counters.value(CODEC_DECODED_BYTES_TOTAL, "cachegen") == 250
-    assert first.stats() == {"encoded_chunks": 1, "encoded_raw_bytes": 1000, "encoded_bytes": 250, "encode_microseconds": 500_000}
+    assert first.stats() == {
+        "encoded_chunks": 1,
+        "encoded_raw_bytes": 1000,
+        "encoded_bytes": 250,
+        "encode_microseconds": 500_000,
+    }
     assert whole.stats()["encoded_chunks"] == 2
     assert whole.stats()["unencoded_chunks"] == 1
     assert "stored_chunks" not in whole.stats()
@@ -48,7 +53,10 @@ def test_errors_are_kept_by_profile_the_last_and_the_worst() -> None:
     assert tier.stats() == {"worst_max_error_ppm": 300_000, "worst_rms_error_ppm": 50_000}
 
 
-@pytest.mark.parametrize(("said", "kept"), [(math.inf, MAX_ERROR), (math.nan, MAX_ERROR), (-1.0, 0.0), (1e300, MAX_ERROR)])
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [(math.inf, MAX_ERROR), (math.nan, MAX_ERROR), (-1.0, 0.0), (1e300, MAX_ERROR)],
+)
 def test_what_a_record_says_is_bounded(said: float, kept: float) -> None:
     figures = CodecFigures()
     figures.measured("p", MeasuredError(said, said))

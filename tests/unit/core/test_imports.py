@@ -1,4 +1,6 @@
-"""What importing costs: no torch in the base, and in a serving process nothing that it does not bring itself."""
+"""What importing costs: no torch in the base, and in a serving process nothing that it does not
+bring itself.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,25 @@ TORCH_FREE = (
     *("errors", "config", "keys", "record", "wire", "lookup", "p2p", "security", "telemetry"),
     *("concurrency", "memory", "sidecar", "storage", "blend", "blend.certificate"),
 )
-NOT_IN_A_SERVING_PROCESS = {"sortedcontainers", "httpx", "redis", "pydantic", "fastapi", "uvicorn", "typer", "rich", "lmcache_kernels"}
+NOT_IN_A_SERVING_PROCESS = {
+    "sortedcontainers",
+    "httpx",
+    "redis",
+    "pydantic",
+    "fastapi",
+    "uvicorn",
+    "typer",
+    "rich",
+    "lmcache_kernels",
+}
 
 
 def modules_after(statement: str) -> set[str]:
     """Top-level modules that a fresh interpreter has loaded after the statement."""
-    return words_of(f"{statement}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))")
+    return words_of(
+        f"{statement}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in"
+        " sys.modules}))"
+    )
 
 
 def words_of(code: str) -> set[str]:
@@ -36,7 +51,10 @@ def test_the_base_imports_no_torch(package: str) -> None:
 
 
 def test_storage_parts_of_a_service_import_no_torch() -> None:
-    statement = "import lmcache_core.storage.stack, lmcache_core.storage.disk, lmcache_core.storage.remote.lm, lmcache_core.storage.peer"
+    statement = (
+        "import lmcache_core.storage.stack, lmcache_core.storage.disk,"
+        " lmcache_core.storage.remote.lm, lmcache_core.storage.peer"
+    )
     assert "torch" not in modules_after(statement)
 
 
@@ -60,20 +78,35 @@ with imported_connector() as module:
         loaded |= set(sys.modules)
 print(*sorted({{name.partition(".")[0] for name in loaded - bare}}))
 """
-IN_A_VLLM_PROCESS = {"torch", "numpy", "msgspec", "xxhash", "lmcache_core", "lmcache_kernels", "vllm", "prometheus_client", "tests"}
+IN_A_VLLM_PROCESS = {
+    "torch",
+    "numpy",
+    "msgspec",
+    "xxhash",
+    "lmcache_core",
+    "lmcache_kernels",
+    "vllm",
+    "prometheus_client",
+    "tests",
+}
 WHAT_THESE_BRING = "import torch, numpy, msgspec, xxhash, prometheus_client"
 
 
 def test_a_connector_at_a_sidecar_imports_only_what_vllm_brings(tmp_path: Path) -> None:
     """Loads and stores included: what is imported late counts as well."""
     with running_socket(tmp_path) as sidecar:
-        loaded = words_of(RUN_IN_VLLM.format(root=str(ROOT), directory=str(tmp_path), socket=str(sidecar.path)))
+        loaded = words_of(
+            RUN_IN_VLLM.format(root=str(ROOT), directory=str(tmp_path), socket=str(sidecar.path))
+        )
     assert loaded >= {"torch", "msgspec", "lmcache_core", "vllm"}
     ours = loaded - set(sys.stdlib_module_names) - IN_A_VLLM_PROCESS
     assert ours - modules_after(WHAT_THESE_BRING) == set()
 
 
 def test_an_engine_at_a_sidecar_imports_only_what_a_serving_process_brings() -> None:
-    loaded = modules_after("import lmcache_core.engine, lmcache_core.sidecar, lmcache_core.gpu_connectors, lmcache_core.token_database")
+    loaded = modules_after(
+        "import lmcache_core.engine, lmcache_core.sidecar, lmcache_core.gpu_connectors,"
+        " lmcache_core.token_database"
+    )
     assert loaded >= {"torch", "msgspec"}
     assert loaded & NOT_IN_A_SERVING_PROCESS == set()

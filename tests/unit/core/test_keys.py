@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_core.errors import IdentityError
-from lmcache_core.keys import CHUNK_ID_BYTES, MAX_CANONICAL_KEY_BYTES, MAX_KEY_FIELD_BYTES, CacheEngineKey, ChunkChain, ChunkKey
+from lmcache_core.keys import (
+    CHUNK_ID_BYTES,
+    MAX_CANONICAL_KEY_BYTES,
+    MAX_KEY_FIELD_BYTES,
+    CacheEngineKey,
+    ChunkChain,
+    ChunkKey,
+)
 
 HASH = hashlib.sha256(b"chunk").hexdigest()
 KEY = CacheEngineKey("vllm", "meta-llama/Llama-3.1-8B", 4, 1, HASH)
@@ -56,19 +63,32 @@ def test_different_keys_never_share_a_spelling(one, other):
 @given(keys)
 def test_spellings_are_fit_for_lines_and_urls(key):
     assert key.to_string().isprintable()
-    assert set(key.to_url()) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_")
+    assert set(key.to_url()) <= set(
+        "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+    )
     assert len(key.chunk_id()) == CHUNK_ID_BYTES
 
 
 def test_the_readable_form_is_the_documented_one():
     assert KEY.to_string() == f"vllm@meta-llama/Llama-3.1-8B@4@1@{HASH}"
-    assert CacheEngineKey("vllm", "a@b", 1, 0, HASH, "window").to_string() == f"vllm@a%40b@1@0@{HASH}@window"
+    assert (
+        CacheEngineKey("vllm", "a@b", 1, 0, HASH, "window").to_string()
+        == f"vllm@a%40b@1@0@{HASH}@window"
+    )
 
 
 def test_the_canonical_bytes_are_those_of_the_protocol():
     fields = [b"vllm", KEY.model_name.encode(), HASH.encode(), b""]
     prefixed = [struct.pack("<H", len(f)) + f for f in fields]
-    assert KEY.canonical() == b"LMK1" + prefixed[0] + prefixed[1] + struct.pack("<II", 4, 1) + prefixed[2] + prefixed[3]
+    assert (
+        KEY.canonical()
+        == b"LMK1"
+        + prefixed[0]
+        + prefixed[1]
+        + struct.pack("<II", 4, 1)
+        + prefixed[2]
+        + prefixed[3]
+    )
     assert KEY.chunk_id() == hashlib.sha256(b"lmcache/chunk-id/1\0" + KEY.canonical()).digest()[:16]
 
 
@@ -171,9 +191,17 @@ def test_a_url_form_has_one_spelling_only():
     assert readable == [url]
 
 
-@pytest.mark.parametrize("change", [{"world_size": -1}, {"worker_id": 2**32}, {"world_size": 1.5}, {"worker_id": "0"}])
+@pytest.mark.parametrize(
+    "change", [{"world_size": -1}, {"worker_id": 2**32}, {"world_size": 1.5}, {"worker_id": "0"}]
+)
 def test_numbers_that_do_not_fit_are_refused(change):
-    fields = {"fmt": "vllm", "model_name": "m", "world_size": 1, "worker_id": 0, "chunk_hash": HASH} | change
+    fields = {
+        "fmt": "vllm",
+        "model_name": "m",
+        "world_size": 1,
+        "worker_id": 0,
+        "chunk_hash": HASH,
+    } | change
     with pytest.raises(IdentityError, match="world_size"):
         CacheEngineKey(**fields).canonical()
 
@@ -187,13 +215,17 @@ def test_fields_are_bounded(name):
 
 
 def test_a_key_that_could_not_be_read_back_is_not_written():
-    longest = CacheEngineKey(*["x" * MAX_KEY_FIELD_BYTES] * 2, 1, 0, *["x" * MAX_KEY_FIELD_BYTES] * 2)
+    longest = CacheEngineKey(
+        *["x" * MAX_KEY_FIELD_BYTES] * 2, 1, 0, *["x" * MAX_KEY_FIELD_BYTES] * 2
+    )
     with pytest.raises(IdentityError, match=str(MAX_CANONICAL_KEY_BYTES)):
         longest.canonical()
 
 
 def test_the_longest_key_can_be_read_back():
-    longest = CacheEngineKey("vllm", "x" * MAX_KEY_FIELD_BYTES, 2**32 - 1, 2**32 - 1, HASH, "g" * MAX_KEY_FIELD_BYTES)
+    longest = CacheEngineKey(
+        "vllm", "x" * MAX_KEY_FIELD_BYTES, 2**32 - 1, 2**32 - 1, HASH, "g" * MAX_KEY_FIELD_BYTES
+    )
     assert CacheEngineKey.from_canonical(longest.canonical()) == longest
 
 
@@ -228,7 +260,14 @@ def test_equal_keys_are_one_key_in_sets_and_dicts(key):
 
 @pytest.mark.parametrize(
     "change",
-    [{"fmt": "x"}, {"model_name": "x"}, {"world_size": 9}, {"worker_id": 9}, {"chunk_hash": "x"}, {"group": "x"}],
+    [
+        {"fmt": "x"},
+        {"model_name": "x"},
+        {"world_size": 9},
+        {"worker_id": 9},
+        {"chunk_hash": "x"},
+        {"group": "x"},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_every_field_tells_keys_apart(change):
@@ -239,9 +278,15 @@ def test_every_field_tells_keys_apart(change):
 
 
 def test_fields_come_by_position_or_by_name_and_show_in_repr():
-    named = CacheEngineKey(fmt="vllm", model_name="m", world_size=4, worker_id=1, chunk_hash="h", group="g")
+    named = CacheEngineKey(
+        fmt="vllm", model_name="m", world_size=4, worker_id=1, chunk_hash="h", group="g"
+    )
     assert CacheEngineKey("vllm", "m", 4, 1, "h", "g") == named
-    assert repr(named) == "CacheEngineKey(fmt='vllm', model_name='m', world_size=4, worker_id=1, chunk_hash='h', group='g')"
+    assert (
+        repr(named)
+        == "CacheEngineKey(fmt='vllm', model_name='m', world_size=4, worker_id=1, chunk_hash='h',"
+        " group='g')"
+    )
     assert repr(ChunkKey("a", named)) == f"ChunkKey(tenant='a', key={named!r})"
 
 
@@ -259,7 +304,10 @@ def hashes_of(*numbers: int) -> bytes:
 
 def test_a_chain_names_the_chunks_of_all_ranks() -> None:
     chain = ChunkChain("vllm", "m", 2, "window", hashes_of(1, 2, 3))
-    by_rank = [[CacheEngineKey("vllm", "m", 2, rank, f"{number:064x}", "window") for number in (1, 2, 3)] for rank in (0, 1)]
+    by_rank = [
+        [CacheEngineKey("vllm", "m", 2, rank, f"{number:064x}", "window") for number in (1, 2, 3)]
+        for rank in (0, 1)
+    ]
     assert chain.num_chunks == 3
     assert [chain.keys_of_rank(rank) for rank in (0, 1)] == by_rank
     assert chain.keys_by_chunk() == [key for pair in zip(*by_rank, strict=True) for key in pair]
@@ -267,7 +315,9 @@ def test_a_chain_names_the_chunks_of_all_ranks() -> None:
     assert chain.part(0, 0).keys_by_chunk() == []
 
 
-@pytest.mark.parametrize(("world_size", "hashes"), [(0, b""), (-1, b""), (1, bytes(31)), (1, bytes(33))])
+@pytest.mark.parametrize(
+    ("world_size", "hashes"), [(0, b""), (-1, b""), (1, bytes(31)), (1, bytes(33))]
+)
 def test_a_chain_that_is_none_is_refused(world_size: int, hashes: bytes) -> None:
     with pytest.raises(ValueError, match="must be"):
         ChunkChain("vllm", "m", world_size, "", hashes)

@@ -10,7 +10,9 @@ from lmcache_core.telemetry.sparse_log import SparseLog
 logger = logging.getLogger("lmcache_core.test")
 
 
-def test_a_kind_of_line_comes_once_in_a_while_and_says_what_was_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kind_of_line_comes_once_in_a_while_and_says_what_was_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     now = 0.0
     log = SparseLog(logger, 10.0, lambda: now)

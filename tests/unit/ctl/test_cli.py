@@ -34,7 +34,9 @@ def run(*arguments: str) -> int:
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
 @pytest.mark.parametrize("command", [[], *[[group] for group in GROUPS], *COMMANDS])
-def test_every_command_tells_how_it_is_used(command: list[str], option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_tells_how_it_is_used(
+    command: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*command, option) == 0
     told = capsys.readouterr()
     assert "Usage: lmcachectl " + " ".join(command) in told.out
@@ -75,8 +77,14 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     [
         (["codec", "stats", "--url", "localhost:8083"], "an address begins with http://"),
         (["codec", "measure", "--profile", "cachegen:hihg"], "is none of cachegen, cachegen:high"),
-        (["codec", "measure", "--synthetic", "--kv", "kv.safetensors"], "--synthetic and --kv exclude"),
-        (["codec", "measure", "--model", "m", "--kv", "kv.safetensors"], "--kv and --model exclude"),
+        (
+            ["codec", "measure", "--synthetic", "--kv", "kv.safetensors"],
+            "--synthetic and --kv exclude",
+        ),
+        (
+            ["codec", "measure", "--model", "m", "--kv", "kv.safetensors"],
+            "--kv and --model exclude",
+        ),
         (["codec", "measure", "--tokens", "0"], "--tokens"),
         (["codec", "inspect"], "FILE"),
         (["codec", "inspect", "x", "-o", "xml"], "xml"),
@@ -84,10 +92,16 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["sidecar", "status", "--url", "localhost:8083"], "an address begins with http://"),
         (["status", "--lookup-url", "http://h:1", "--timeout", "0"], "timeout_s=0.0"),
         (["status", "--tls", "/nowhere/ca.pem"], "/nowhere/ca.pem"),
-        (["status", "--config", "/nowhere/ctl.yaml"], "cannot read the settings file /nowhere/ctl.yaml"),
+        (
+            ["status", "--config", "/nowhere/ctl.yaml"],
+            "cannot read the settings file /nowhere/ctl.yaml",
+        ),
         (["status", "-n", "x", "--kubeconfig", "/nowhere/kubeconfig"], "no usable kubeconfig"),
         (["codec", "stats", "--token-file", "/nowhere/token"], "'/nowhere/token' cannot be read"),
-        (["explain", "ab" * 32, "--token-file", "/nowhere/token"], "'/nowhere/token' cannot be read"),
+        (
+            ["explain", "ab" * 32, "--token-file", "/nowhere/token"],
+            "'/nowhere/token' cannot be read",
+        ),
         (["sidecar", "explain"], "give chunk hashes or --tokens"),
         (["sidecar", "explain", "ab" * 32, "--tokens", "-"], "give chunk hashes or --tokens"),
         (["sidecar", "explain", "--tokens", "/nowhere/tokens"], "cannot read /nowhere/tokens"),
@@ -96,7 +110,12 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["unknown"], "unknown"),
     ],
 )
-def test_called_wrongly(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_called_wrongly(
+    arguments: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert run(*arguments) == 2
     output = capsys.readouterr()
@@ -110,11 +129,19 @@ def test_called_wrongly(arguments: list[str], told: str, capsys: pytest.CaptureF
         (["codec", "stats", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
         (["codec", "inspect", "/nowhere/x.kvr"], "there is no file /nowhere/x.kvr"),
         (["sidecar", "status", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
-        (["codec", "measure", "--kv", "/nowhere/kv.safetensors"], "cannot read /nowhere/kv.safetensors"),
-        (["codec", "measure", "--model", "/nowhere/model"], "cannot load a model and its tokenizer from /nowhere/model"),
+        (
+            ["codec", "measure", "--kv", "/nowhere/kv.safetensors"],
+            "cannot read /nowhere/kv.safetensors",
+        ),
+        (
+            ["codec", "measure", "--model", "/nowhere/model"],
+            "cannot load a model and its tokenizer from /nowhere/model",
+        ),
     ],
 )
-def test_a_failure_is_one_line_and_exit_code_1(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_one_line_and_exit_code_1(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*arguments) == 1
     output = capsys.readouterr()
     assert output.err.startswith("lmcachectl: ")
@@ -126,15 +153,23 @@ def test_a_failure_is_one_line_and_exit_code_1(arguments: list[str], told: str, 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     """It is what people wait for first."""
     program = (
-        "import sys\nfrom lmcache_ctl.cli import main\ntry:\n    main(['codec', 'measure', '--help'])\nexcept SystemExit:\n    pass\n"
-        "print('HEAVY', sorted({'numpy', 'numba', 'torch', 'transformers', 'httpx'} & set(sys.modules)))"
+        "import sys\nfrom lmcache_ctl.cli import main\ntry:\n    main(['codec', 'measure',"
+        " '--help'])\nexcept SystemExit:\n    pass\nprint('HEAVY', sorted({'numpy', 'numba',"
+        " 'torch', 'transformers', 'httpx'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
 def test_the_command_is_installed() -> None:
-    done = subprocess.run([Path(sys.executable).with_name("lmcachectl"), "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lmcachectl"), "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.startswith("lmcachectl 0.")
 
 
@@ -147,7 +182,11 @@ def test_the_command_is_installed() -> None:
     ],
 )
 def test_a_shell_completes_commands_and_options(words: str, expected: set[str]) -> None:
-    environ = {"_LMCACHECTL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    environ = {
+        "_LMCACHECTL_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
     command = [Path(sys.executable).with_name("lmcachectl")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     assert set(done.stdout.split()) == expected
@@ -156,12 +195,21 @@ def test_a_shell_completes_commands_and_options(words: str, expected: set[str]) 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_is_given_its_script(shell: str) -> None:
     environ = {"_LMCACHECTL_COMPLETE": f"source_{shell}"}
-    done = subprocess.run([Path(sys.executable).with_name("lmcachectl")], capture_output=True, text=True, check=False, env=environ)
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lmcachectl")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environ,
+    )
     assert done.returncode == 0
     assert "_LMCACHECTL_COMPLETE" in done.stdout
 
 
-CONTEXT = "current-context: c\ncontexts: [{name: c, context: {cluster: c, user: u}}]\nclusters: [{name: c, cluster: {server: 'http://127.0.0.1:9'}}]\n"
+CONTEXT = (
+    "current-context: c\ncontexts: [{name: c, context: {cluster: c, user: u}}]\nclusters: [{name:"
+    " c, cluster: {server: 'http://127.0.0.1:9'}}]\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -172,14 +220,23 @@ CONTEXT = "current-context: c\ncontexts: [{name: c, context: {cluster: c, user: 
         (bytes(range(128, 256)), "no usable kubeconfig (it is damaged)"),
         (b"", "file is empty"),
         (b"kind: Config\ncontexts: 7\n", "no usable kubeconfig"),
-        (CONTEXT.replace("clusters: [{name: c", "clusters: [{name: d").encode(), "Expected object with name c"),
         (
-            (CONTEXT + "users: [{name: u, user: {exec: {apiVersion: client.authentication.k8s.io/v1, command: /nowhere/login}}}]").encode(),
+            CONTEXT.replace("clusters: [{name: c", "clusters: [{name: d").encode(),
+            "Expected object with name c",
+        ),
+        (
+            (
+                CONTEXT
+                + "users: [{name: u, user: {exec: {apiVersion: client.authentication.k8s.io/v1,"
+                " command: /nowhere/login}}}]"
+            ).encode(),
             "no usable kubeconfig (no credentials: ",
         ),
     ],
 )
-def test_a_damaged_kubeconfig_is_told(content: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_kubeconfig_is_told(
+    content: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "kubeconfig").write_bytes(content)
     assert run("status", "--kubeconfig", str(tmp_path / "kubeconfig")) == 2
     output = capsys.readouterr()
@@ -191,7 +248,11 @@ def test_a_damaged_kubeconfig_is_told(content: bytes, told: str, tmp_path: Path,
 def test_a_full_disk_is_told(arguments: list[str]) -> None:
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "lmcache_ctl", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-m", "lmcache_ctl", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
     assert done.returncode == 1
     assert done.stderr == "lmcachectl: cannot print: No space left on device\n"
@@ -201,12 +262,22 @@ def test_a_reader_that_has_gone_is_nobodys_fault() -> None:
     near, far = os.pipe()
     os.close(near)
     with os.fdopen(far, "w") as pipe:
-        done = subprocess.run([sys.executable, "-m", "lmcache_ctl", "status"], stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "lmcache_ctl", "status"],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
     assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_ctrl_c_ends_it_without_a_word_while_it_still_imports() -> None:
-    process = subprocess.Popen([sys.executable, "-X", "importtime", "-m", "lmcache_ctl", "top"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "lmcache_ctl", "top"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stderr is not None
     deadline = time.monotonic() + 30
     while "typer" not in (line := process.stderr.readline()):

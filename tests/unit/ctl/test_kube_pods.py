@@ -26,7 +26,11 @@ class Namespace:
 
     def list(self, method: Callable[..., Any], what: str, selector: str) -> list[Any]:
         wanted = dict(part.split("=") for part in selector.split(","))
-        fitting = [one["metadata"] for one in self._pods if wanted.items() <= one["metadata"].get("labels", {}).items()]
+        fitting = [
+            one["metadata"]
+            for one in self._pods
+            if wanted.items() <= one["metadata"].get("labels", {}).items()
+        ]
         return [SimpleNamespace(metadata=SimpleNamespace(name=found["name"])) for found in fitting]
 
 
@@ -34,7 +38,11 @@ def injected(by: str) -> Pod:
     """A pod as the webhook leaves it, that has asked by its label or by its annotation."""
     document = pod(container(args=["m"]))
     document["metadata"] = {"name": f"by-{by}", f"{by}s": {"lmcache.io/inject": "true"}}
-    outcome = review_pod(injection_options(WebhookSettings(sidecar_image="s:1", payload_image="p:1")), document, "team-a")
+    outcome = review_pod(
+        injection_options(WebhookSettings(sidecar_image="s:1", payload_image="p:1")),
+        document,
+        "team-a",
+    )
     assert outcome.verdict == "injected", outcome.reason
     changed: Pod = jsonpatch.apply_patch(document, outcome.operations)
     return changed

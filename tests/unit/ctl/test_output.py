@@ -39,11 +39,22 @@ TIERS = [Tier("Hot", 12_345, 3 << 30, 4 << 30), Tier("LocalDiskBackend", 90, 3 <
 def busy(growth: int) -> ServiceState:
     """A sidecar of a pod as the chart names it."""
     found = 600 + 9 * growth
-    traffic = Traffic(100 + 98_765 * growth, 1000 + 10 * growth, found, growth << 27, growth << 30, {"Hot": found})
+    traffic = Traffic(
+        100 + 98_765 * growth, 1000 + 10 * growth, found, growth << 27, growth << 30, {"Hot": found}
+    )
     drain = Drain("handing_over", 40_000, 20_000, 5, 1, 19_994)
     facts = {"engines": "1", "registered": "yes", "models": "meta-llama/Llama-3.1-8B-Instruct"}
     return ServiceState(
-        Kind.SIDECAR, POD, "http://h", State.DRAINING, "0.1.0", 12.5, tiers=TIERS, traffic=traffic, drain=drain, facts=facts
+        Kind.SIDECAR,
+        POD,
+        "http://h",
+        State.DRAINING,
+        "0.1.0",
+        12.5,
+        tiers=TIERS,
+        traffic=traffic,
+        drain=drain,
+        facts=facts,
     )
 
 
@@ -62,9 +73,14 @@ def show_drain() -> None:
 @pytest.mark.parametrize("show", [show_status, show_top, show_drain])
 @pytest.mark.parametrize("columns", [20, 40, 80, 120, 200])
 def test_no_name_and_no_number_is_cut_at_any_width(
-    show: Callable[[], None], columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    show: Callable[[], None],
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Columns are left out instead; each line that a wide terminal has, less some cells, is there."""
+    """Columns are left out instead; each line that a wide terminal has, less some cells, is
+    there.
+    """
 
     def words_at(width: int) -> list[str]:
         monkeypatch.setenv("COLUMNS", str(width))
@@ -73,7 +89,9 @@ def test_no_name_and_no_number_is_cut_at_any_width(
 
     narrow, wide = words_at(columns), words_at(300)
     assert POD in narrow
-    assert set(narrow) - {word for word in narrow if set(word) == {"\u2500"}} <= set(wide), "no word is new, so none is cut"
+    assert set(narrow) - {word for word in narrow if set(word) == {"\u2500"}} <= set(wide), (
+        "no word is new, so none is cut"
+    )
     assert "\u2026" not in "".join(narrow)
 
 
@@ -91,13 +109,17 @@ def test_a_table_of_80_columns_holds_a_pod_as_the_chart_names_it(
 def test_a_pipe_has_no_end_of_a_line(tmp_path: Path) -> None:
     program = "from tests.unit.ctl.test_output import show_status; show_status()"
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environ)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environ
+    )
     [line] = [line for line in done.stdout.splitlines() if "Instruct" in line]
     assert {"sidecar", POD, "draining", "0.1.0", "20006"} <= set(line.replace(",", "").split())
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_colours_only_where_they_are_wanted(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_colours_only_where_they_are_wanted(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -20,7 +20,13 @@ ANSWERS = {
     "/fine": (200, b'{"a": 1}'),
     "/problem": (409, b'{"title": "No", "detail": "an engine must have connected"}'),
     "/bare": (403, b'{"title": "Not you"}'),
-    "/invalid": (422, b'{"title": "No", "errors": [{"at": "body.a.0", "message": "not so"}, {"at": "body.b", "message": "nor so"}]}'),
+    "/invalid": (
+        422,
+        (
+            b'{"title": "No", "errors": [{"at": "body.a.0", "message": "not so"}, {"at": "body.b",'
+            b' "message": "nor so"}]}'
+        ),
+    ),
     "/strange": (422, b'{"title": "No", "errors": [7]}'),
     "/html": (200, b"<html>"),
     "/list": (200, b"[1]"),
@@ -72,7 +78,10 @@ def ask(url: str, path: str, body: Any = None, **settings: Any) -> dict[str, Any
 def test_the_question_and_the_token_get_there(url: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret\n")
     asked: dict[str, Any] = {"token_ids": [1, 2]}
-    assert ask(url + "/", "/echo", asked, token_file=tmp_path / "token") == {"token": "Bearer s3cret", "body": asked}
+    assert ask(url + "/", "/echo", asked, token_file=tmp_path / "token") == {
+        "token": "Bearer s3cret",
+        "body": asked,
+    }
     assert ask(url, "/fine", {}) == {"a": 1}
 
 
@@ -88,7 +97,9 @@ def test_the_question_and_the_token_get_there(url: str, tmp_path: Path) -> None:
         ("/long", "more than 50000 bytes"),
     ],
 )
-def test_other_answers_are_told(url: str, path: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_answers_are_told(
+    url: str, path: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(asking, "MAX_ANSWER_BYTES", 50_000)
     with pytest.raises(CtlError, match=told):
         ask(url, path, {})

@@ -36,30 +36,102 @@ DRAIN = Drain("handing_over", 40, 20, 5, 1, 14)
 TIERS = [Tier("Hot", 40, GIB, 4 * GIB), Tier("LocalDiskBackend", 90, 3 * GIB, 10 * GIB)]
 
 
-def state(kind: Kind, name: str, host: int, how: State, version: str = "0.1.0", latency_ms: float = 1.5, **more: Any) -> ServiceState:
-    return ServiceState(kind, name, f"http://10.0.0.{host}:8080", how, version, latency_ms, 0.2, **more)
+def state(
+    kind: Kind,
+    name: str,
+    host: int,
+    how: State,
+    version: str = "0.1.0",
+    latency_ms: float = 1.5,
+    **more: Any,
+) -> ServiceState:
+    return ServiceState(
+        kind, name, f"http://10.0.0.{host}:8080", how, version, latency_ms, 0.2, **more
+    )
 
 
 def states(growth: int) -> list[ServiceState]:
     found = 600 + 9 * growth
-    loads = Traffic(100 + growth, 1000 + 10 * growth, found, growth << 20, growth << 24, {"Hot": found}, {"evicted": 400})
+    loads = Traffic(
+        100 + growth,
+        1000 + 10 * growth,
+        found,
+        growth << 20,
+        growth << 24,
+        {"Hot": found},
+        {"evicted": 400},
+    )
     link = Link("pod-a", "sidecar", "lm://10.0.0.7:65433", "z1", "n1", 0.25, True, 3, DRAIN)
     slow = [Check("index", False, "no answer within 1 s")]
-    hung = ServiceState(Kind.STORAGE, "10.0.0.4:8080", "http://10.0.0.4:8080", State.SILENT, problem="no answer within 5 s: it hangs")
+    hung = ServiceState(
+        Kind.STORAGE,
+        "10.0.0.4:8080",
+        "http://10.0.0.4:8080",
+        State.SILENT,
+        problem="no answer within 5 s: it hangs",
+    )
     return [
-        state(Kind.LOOKUP, "lookup-0", 1, State.UNREADY, latency_ms=1000.1, problem="index: no answer within 1 s", checks=slow),
-        state(Kind.BROKER, "broker-0", 2, State.OK, facts={"peers": "1", "pulls": "3", "waiting": "0"}, links=[link]),
-        state(Kind.STORAGE, "storage-0", 3, State.OK, "0.0.9", tiers=TIERS, traffic=loads, facts={"connections": "2"}),
+        state(
+            Kind.LOOKUP,
+            "lookup-0",
+            1,
+            State.UNREADY,
+            latency_ms=1000.1,
+            problem="index: no answer within 1 s",
+            checks=slow,
+        ),
+        state(
+            Kind.BROKER,
+            "broker-0",
+            2,
+            State.OK,
+            facts={"peers": "1", "pulls": "3", "waiting": "0"},
+            links=[link],
+        ),
+        state(
+            Kind.STORAGE,
+            "storage-0",
+            3,
+            State.OK,
+            "0.0.9",
+            tiers=TIERS,
+            traffic=loads,
+            facts={"connections": "2"},
+        ),
         hung,
-        state(Kind.SIDECAR, "pod-a", 7, State.DRAINING, tiers=TIERS[:1], traffic=loads, drain=DRAIN),
+        state(
+            Kind.SIDECAR, "pod-a", 7, State.DRAINING, tiers=TIERS[:1], traffic=loads, drain=DRAIN
+        ),
     ]
 
 
 def report() -> Report:
     load = Load("storage", "lm://10.0.0.3:65432", 10.0, 64, 4 << 20, 4, 4)
     way = Phase("round trip", 200, 0, 0, 0.08, 2500.0, 0.0, Latency(0.4, 0.45, 0.5, 0.9), {}, {})
-    store = Phase("store", 15, 60, 60 << 22, 1.5, 10.0, 167772160.0, Latency(60.0, 90.5, 120.25, 130.0), {"not kept": 4}, {})
-    fetch = Phase("fetch", 100, 400, 400 << 22, 8.5, 11.8, 197379012.0, Latency(80.0, 99.5, 120.0, 125.0), {}, {"no answer in time": 1})
+    store = Phase(
+        "store",
+        15,
+        60,
+        60 << 22,
+        1.5,
+        10.0,
+        167772160.0,
+        Latency(60.0, 90.5, 120.25, 130.0),
+        {"not kept": 4},
+        {},
+    )
+    fetch = Phase(
+        "fetch",
+        100,
+        400,
+        400 << 22,
+        8.5,
+        11.8,
+        197379012.0,
+        Latency(80.0, 99.5, 120.0, 125.0),
+        {},
+        {"no answer in time": 1},
+    )
     return Report(load, [way, store, fetch], 59, 1)
 
 
@@ -68,7 +140,9 @@ def pins() -> list[Outcome]:
     missing = [{"chunk_hash": "ab" * 32, "rank": 0, "group": "", "reason": "never_stored"}]
     return [
         Outcome(Kind.SIDECAR, "pod-a", {"num_pinned": 2, "not_pinned": missing, **figures}),
-        Outcome(Kind.SIDECAR, "pod-b", problem="an engine must have connected to this sidecar once"),
+        Outcome(
+            Kind.SIDECAR, "pod-b", problem="an engine must have connected to this sidecar once"
+        ),
     ]
 
 
@@ -77,20 +151,45 @@ def findings() -> Any:
         [
             Finding(Level.OK, "reachable", "lookup lookup-0", "answers in 1.5 ms"),
             Finding(Level.OK, "clock", "all services", "within about a second of one another"),
-            Finding(Level.WARNING, "versions", "all services", "0.0.9: storage storage-0; 0.1.0: lookup lookup-0", "finish the upgrade"),
-            Finding(Level.ERROR, "reachable", "storage 10.0.0.4:8080", "no answer within 5 s", "start it"),
-            Finding(Level.NOTE, "redis", "lookup lookup.yaml, redis:6379", "it writes every change to a disk", "appendonly no"),
+            Finding(
+                Level.WARNING,
+                "versions",
+                "all services",
+                "0.0.9: storage storage-0; 0.1.0: lookup lookup-0",
+                "finish the upgrade",
+            ),
+            Finding(
+                Level.ERROR,
+                "reachable",
+                "storage 10.0.0.4:8080",
+                "no answer within 5 s",
+                "start it",
+            ),
+            Finding(
+                Level.NOTE,
+                "redis",
+                "lookup lookup.yaml, redis:6379",
+                "it writes every change to a disk",
+                "appendonly no",
+            ),
         ]
     )
 
 
 def drains() -> list[DrainOutcome]:
     done = DrainOutcome("sidecar", "pod-a", Drain("done", 40, 30, 10, 0, 0))
-    return [done, DrainOutcome("peer", "pod-b", DRAIN, "not done within 10 s"), DrainOutcome("storage", "storage-0", problem="it is away")]
+    return [
+        done,
+        DrainOutcome("peer", "pod-b", DRAIN, "not done within 10 s"),
+        DrainOutcome("storage", "storage-0", problem="it is away"),
+    ]
 
 
 def certificate() -> Certificate:
-    verdicts = [Verdict("lossless", True, [], None), Verdict("cachegen:low", False, ["error 18.8% is above 15.0%"], None)]
+    verdicts = [
+        Verdict("lossless", True, [], None),
+        Verdict("cachegen:low", False, ["error 18.8% is above 15.0%"], None),
+    ]
     return Certificate("KV of a file", 512, Bounds(0.15, 1.0), "0.1.0", "x86_64 Linux", verdicts)
 
 
@@ -123,7 +222,9 @@ def test_what_is_printed(name: str, output: OutputFormat, monkeypatch: pytest.Mo
 
 
 def test_no_snapshot_is_left_over() -> None:
-    assert {path.name for path in SNAPSHOTS.iterdir()} == {f"{name}.{output}" for name in CASES for output in OutputFormat}
+    assert {path.name for path in SNAPSHOTS.iterdir()} == {
+        f"{name}.{output}" for name in CASES for output in OutputFormat
+    }
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ SAMPLE_CHARS = 8_000
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every operator are slow where other tests share the cores."""
+    """Threads that wait for each other at every operator are slow where other tests share the
+    cores.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -47,7 +49,12 @@ def held_out_texts() -> list[str]:
 class TestAssets:
     def test_all_files_together_are_small(self) -> None:
         sizes = {path.name: path.stat().st_size for path in MODEL_DIR.iterdir() if path.is_file()}
-        assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= sizes.keys()
+        assert {
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        } <= sizes.keys()
         assert sum(sizes.values()) <= MAX_ASSET_BYTES
 
     def test_architecture(self) -> None:
@@ -65,7 +72,15 @@ class TestAssets:
         assert not model.training
 
     @pytest.mark.parametrize(
-        "text", ["def f(x):\n\treturn x  # ok\n", "  Zürich, 北京, 🐍\r\n\r\n", "\x00\x7f", "a  b   c", "1234567890", ""]
+        "text",
+        [
+            "def f(x):\n\treturn x  # ok\n",
+            "  Zürich, 北京, 🐍\r\n\r\n",
+            "\x00\x7f",
+            "a  b   c",
+            "1234567890",
+            "",
+        ],
     )
     def test_tokenizer_gives_every_text_back(self, text: str) -> None:
         _, tokenizer = load_model()
@@ -79,22 +94,32 @@ class TestQuality:
     def test_the_sample_is_held_out(self) -> None:
         assert all(is_held_out(f"library:{name}") for name in HELD_OUT_SOURCES)
 
-    def test_held_out_loss_is_below_two_bits_per_byte(self, meter: Meter, held_out_texts: list[str]) -> None:
+    def test_held_out_loss_is_below_two_bits_per_byte(
+        self, meter: Meter, held_out_texts: list[str]
+    ) -> None:
         assert meter.bits_per_byte([text[:SAMPLE_CHARS] for text in held_out_texts]) < 2.0
 
-    def test_far_positions_are_no_worse_than_near_ones(self, meter: Meter, held_out_texts: list[str]) -> None:
-        """The same tokens are compared at both, since a few texts differ more between their parts than a model by position."""
+    def test_far_positions_are_no_worse_than_near_ones(
+        self, meter: Meter, held_out_texts: list[str]
+    ) -> None:
+        """The same tokens are compared at both, since a few texts differ more between their
+        parts than a model by position.
+        """
         result = meter.far_context(held_out_texts)
         assert result.num_tokens == len(HELD_OUT_SOURCES) * (WINDOW_TOKENS - FAR_RANGE[0])
         assert result.with_ <= result.without
 
-    def test_positions_are_measured_on_whole_windows_only(self, meter: Meter, held_out_texts: list[str]) -> None:
+    def test_positions_are_measured_on_whole_windows_only(
+        self, meter: Meter, held_out_texts: list[str]
+    ) -> None:
         losses = meter.loss_by_position([held_out_texts[0][:16_000], "too short"])
         assert losses[FAR_RANGE] == pytest.approx((losses[2_000, 3_000] + losses[3_000, 4_000]) / 2)
         with pytest.raises(ValueError, match="4000 tokens"):
             meter.loss_by_position(["too short"])
 
-    def test_a_repeated_segment_is_recognised(self, meter: Meter, held_out_texts: list[str]) -> None:
+    def test_a_repeated_segment_is_recognised(
+        self, meter: Meter, held_out_texts: list[str]
+    ) -> None:
         result = meter.repeated_segment(held_out_texts)
         assert result.with_ < 0.95 * result.without
 
@@ -103,14 +128,20 @@ class TestQuality:
         assert meter.repeated_noise(num_sequences=4).gain > 2.0
 
     def test_answers_come_from_the_document(self, meter: Meter, held_out_texts: list[str]) -> None:
-        documents = [split_questions(document) for document in build_reference("dis.py", held_out_texts[0])]
+        documents = [
+            split_questions(document) for document in build_reference("dis.py", held_out_texts[0])
+        ]
         result = meter.answers((entries, questions[:3]) for entries, questions in documents)
         assert result.gain > 0.8
 
-    def test_greedy_generation_with_a_cache_matches_reading_it_all(self, meter: Meter, held_out_texts: list[str]) -> None:
+    def test_greedy_generation_with_a_cache_matches_reading_it_all(
+        self, meter: Meter, held_out_texts: list[str]
+    ) -> None:
         model, tokenizer = load_model()
         prompt = torch.tensor([meter.encode(held_out_texts[0])[:300]])
-        output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
+        output = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False
+        )
         with torch.inference_mode():
             reread = model(output).logits.argmax(-1)
         assert output[0, 300:].tolist() == reread[0, 299:-1].tolist()
@@ -127,21 +158,34 @@ class TestTraining:
         assert 60 <= len(held_out) <= 180
 
     def test_sources_leave_out_data_and_build_settings(self, tmp_path: Path) -> None:
-        for name in ("json/decoder.py", "test/test_json.py", "encodings/cp037.py", "_sysconfigdata__linux.py", "empty.py"):
+        for name in (
+            "json/decoder.py",
+            "test/test_json.py",
+            "encodings/cp037.py",
+            "_sysconfigdata__linux.py",
+            "empty.py",
+        ):
             path = tmp_path / name
             path.parent.mkdir(exist_ok=True)
             path.write_text("" if name == "empty.py" else "x = 1\n")
         (tmp_path / "bad.py").write_bytes(b"\xff\xfe")
-        assert [doc.name for doc in iter_sources(tmp_path)] == ["library:json/decoder.py", "test:test/test_json.py"]
+        assert [doc.name for doc in iter_sources(tmp_path)] == [
+            "library:json/decoder.py",
+            "test:test/test_json.py",
+        ]
 
     def test_reference_asks_only_what_it_has_told(self) -> None:
-        source = "".join(f'def f{i}():\n    """Does thing {i}.\n\n    At length.\n    """\n' for i in range(9))
+        source = "".join(
+            f'def f{i}():\n    """Does thing {i}.\n\n    At length.\n    """\n' for i in range(9)
+        )
         documents = list(build_reference("pkg/things.py", source))
         assert documents == list(build_reference("pkg/things.py", source))
         for document in documents:
             entries, questions = split_questions(document)
             assert questions
-            assert all(f"\n\n{name}: {summary}\n\nAt length." in entries for name, summary in questions)
+            assert all(
+                f"\n\n{name}: {summary}\n\nAt length." in entries for name, summary in questions
+            )
 
     def test_entries_of_invalid_source_are_none(self) -> None:
         assert extract_entries("def f(:\n") == []
@@ -149,13 +193,17 @@ class TestTraining:
     def test_a_killed_run_goes_on_as_if_it_had_not_been(self, tmp_path: Path) -> None:
         documents = [Document("library:a.py", "library", "value = 1\n" * 200)]
         encoded = encode_documents(train_tokenizer([documents[0].text], 300), [documents[0].text])
-        recipe = Recipe(num_steps=3, tokens_per_step=256, short_length=128, long_length=256, long_ratio=0.3)
+        recipe = Recipe(
+            num_steps=3, tokens_per_step=256, short_length=128, long_length=256, long_ratio=0.3
+        )
 
         def new_trainer() -> Trainer:
             return Trainer(recipe, BatchSampler(documents, encoded, seed=1), rank=0)
 
         straight, killed, resumed = new_trainer(), new_trainer(), new_trainer()
-        num_values = sum(parameter.numel() for parameter in straight.model.parameters()) + NUM_EXTRA_VALUES
+        num_values = (
+            sum(parameter.numel() for parameter in straight.model.parameters()) + NUM_EXTRA_VALUES
+        )
         exchange = MeanExchange(1, num_values)
         for _ in range(3):
             assert not straight.train_step(exchange, stop=False)
@@ -170,7 +218,9 @@ class TestTraining:
         assert all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
 
     def test_batches_depend_on_seed_and_step_alone(self) -> None:
-        documents = [Document(f"library:{i}.py", "library", f"value_{i} = {i}\n" * 50) for i in range(4)]
+        documents = [
+            Document(f"library:{i}.py", "library", f"value_{i} = {i}\n" * 50) for i in range(4)
+        ]
         tokenizer = train_tokenizer([doc.text for doc in documents], 300)
         encoded = encode_documents(tokenizer, [doc.text for doc in documents])
         assert tokenizer.token_to_id(END_OF_TEXT) == encoded[0][0] == 0

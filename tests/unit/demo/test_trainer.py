@@ -32,7 +32,9 @@ class SameRows:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every operator are slow where other tests share the cores."""
+    """Threads that wait for each other at every operator are slow where other tests share the
+    cores.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -46,7 +48,9 @@ def tokens() -> np.ndarray:
 
 def trained_one_step(rows: TrainingRows) -> Trainer:
     trainer = Trainer(RECIPE, SameRows(rows), 0, MODEL_DIR)
-    num_values = sum(parameter.numel() for parameter in trainer.model.parameters()) + NUM_EXTRA_VALUES
+    num_values = (
+        sum(parameter.numel() for parameter in trainer.model.parameters()) + NUM_EXTRA_VALUES
+    )
     assert not trainer.train_step(MeanExchange(1, num_values), stop=False)
     return trainer
 
@@ -92,7 +96,9 @@ def test_the_model_reads_a_block_as_if_it_stood_alone(tokens: np.ndarray) -> Non
 
 
 def test_the_trainer_applies_the_mask(tokens: np.ndarray) -> None:
-    """A target within a block that stands alone is foretold from the block, whatever stands before it."""
+    """A target within a block that stands alone is foretold from the block, whatever stands
+    before it.
+    """
     weights = np.zeros((2, 16), dtype=np.float32)
     weights[:, 8:11] = 1
     blocks = np.zeros((2, 16), dtype=np.int16)
@@ -106,9 +112,13 @@ def test_the_loss_is_the_weighted_mean(tokens: np.ndarray) -> None:
     weights = np.zeros((2, 16), dtype=np.float32)
     weights[0, 4], weights[1, 14:] = 1.0, 0.25
     expected = (losses_of(tokens) * weights).sum() / weights.sum()
-    assert trained_one_step(TrainingRows(tokens, weights)).progressed.loss == pytest.approx(expected, rel=0.02)
+    assert trained_one_step(TrainingRows(tokens, weights)).progressed.loss == pytest.approx(
+        expected, rel=0.02
+    )
     assert expected != pytest.approx(losses_of(tokens).mean(), rel=0.1)
-    assert trained_one_step(TrainingRows(tokens)).progressed.loss == pytest.approx(losses_of(tokens).mean(), rel=0.02)
+    assert trained_one_step(TrainingRows(tokens)).progressed.loss == pytest.approx(
+        losses_of(tokens).mean(), rel=0.02
+    )
 
 
 def test_rows_without_weights_leave_the_model_whole(tokens: np.ndarray) -> None:

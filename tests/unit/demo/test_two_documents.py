@@ -31,7 +31,9 @@ LATE_STEP = TWO_DOCUMENT_RECIPE.num_steps - 1
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every operator are slow where other tests share the cores."""
+    """Threads that wait for each other at every operator are slow where other tests share the
+    cores.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -70,20 +72,29 @@ def marks_of(prompt: TwoDocumentPrompt) -> dict[str, str]:
 
 
 class TestPrompts:
-    def test_lists_have_no_word_in_common_and_each_word_is_one_token(self, words: Vocabulary, encode: Callable[[str], list[int]]) -> None:
+    def test_lists_have_no_word_in_common_and_each_word_is_one_token(
+        self, words: Vocabulary, encode: Callable[[str], list[int]]
+    ) -> None:
         everything = [*words.things, *words.marks, *words.owners]
         assert len(set(everything)) == len(everything) == 3 * len(words) == 399
         assert all(len(encode(f" {word}")) == 1 for word in everything)
         assert all(word.isascii() and word.islower() and len(word) >= 3 for word in everything)
 
-    @pytest.mark.parametrize(("num_owners", "num_things", "num_documents"), [(10, 20, 1), (5, 7, 3), (2, 2, 2), (1, 1, 1), (4, 1, 1)])
-    def test_each_answer_needs_both_documents(self, words: Vocabulary, num_owners: int, num_things: int, num_documents: int) -> None:
+    @pytest.mark.parametrize(
+        ("num_owners", "num_things", "num_documents"),
+        [(10, 20, 1), (5, 7, 3), (2, 2, 2), (1, 1, 1), (4, 1, 1)],
+    )
+    def test_each_answer_needs_both_documents(
+        self, words: Vocabulary, num_owners: int, num_things: int, num_documents: int
+    ) -> None:
         prompt = draw_prompt(rng_of(3), words, num_owners, num_things, num_documents=num_documents)
         marks, owned = marks_of(prompt), pairs_of(list(prompt.owners))
         assert len(prompt.marks) == num_documents
         assert all(prompt.marks)
         assert (len(marks), len(owned)) == (num_things, num_owners)
-        answers = {question.removeprefix("? "): answer.strip() for question, answer in prompt.questions}
+        answers = {
+            question.removeprefix("? "): answer.strip() for question, answer in prompt.questions
+        }
         assert answers == {owner: marks[thing] for owner, thing in owned.items()}
         # Neither document has both the name and the mark, and two things never bear the same one.
         assert len(set(marks.values())) == num_things
@@ -94,13 +105,19 @@ class TestPrompts:
     def test_notes_say_the_mark_of_their_line(self, words: Vocabulary) -> None:
         prompt = draw_prompt(rng_of(4), words, 12, 12, noted_ratio=0.5)
         marks = marks_of(prompt)
-        noted = [(line.split()[1], note) for line, note in zip(prompt.owners, prompt.noted, strict=True) if note]
+        noted = [
+            (line.split()[1], note)
+            for line, note in zip(prompt.owners, prompt.noted, strict=True)
+            if note
+        ]
         assert 0 < len(noted) < 12
         assert all(note == f" {marks[thing]}" for thing, note in noted)
 
     def test_a_pool_is_all_that_is_drawn_from(self, words: Vocabulary) -> None:
         drawn = [draw_prompt(rng_of(seed), words, 4, 5, pool=5) for seed in range(20)]
-        assert {name for prompt in drawn for name in pairs_of(list(prompt.owners))} == set(words.owners[:5])
+        assert {name for prompt in drawn for name in pairs_of(list(prompt.owners))} == set(
+            words.owners[:5]
+        )
         assert {thing for prompt in drawn for thing in marks_of(prompt)} == set(words.things[:5])
 
     def test_draws_depend_on_the_generator_alone(self, words: Vocabulary) -> None:
@@ -119,23 +136,38 @@ class TestPrompts:
         ],
     )
     def test_what_there_are_no_words_for_is_refused(
-        self, words: Vocabulary, num_owners: int, num_things: int, num_documents: int, pool: int | None, reason: str
+        self,
+        words: Vocabulary,
+        num_owners: int,
+        num_things: int,
+        num_documents: int,
+        pool: int | None,
+        reason: str,
     ) -> None:
         with pytest.raises(ValueError, match=reason):
-            draw_prompt(rng_of(1), words, num_owners, num_things, num_documents=num_documents, pool=pool)
+            draw_prompt(
+                rng_of(1), words, num_owners, num_things, num_documents=num_documents, pool=pool
+            )
 
     def test_pieces_have_the_tokens_of_the_whole(
-        self, tokenizer: PreTrainedTokenizerFast, words: Vocabulary, encode: Callable[[str], list[int]]
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        words: Vocabulary,
+        encode: Callable[[str], list[int]],
     ) -> None:
         """So that a document that is encoded alone is what stands in the prompt."""
         for seed in range(20):
             prompt = draw_prompt(rng_of(seed), words, NUM_OWNERS, NUM_THINGS, num_documents=3)
             documents = [*prompt.marks, "\n".join(prompt.owners)]
             ending, places = encode_questions(tokenizer, prompt.questions)
-            pieces = [token for document in documents for token in encode(document) + encode(SEPARATOR)] + ending
+            pieces = [
+                token for document in documents for token in encode(document) + encode(SEPARATOR)
+            ] + ending
             asked = "".join(f"{question}{answer}\n" for question, answer in prompt.questions)
             assert pieces == encode("".join(document + SEPARATOR for document in documents) + asked)
-            assert [[ending[place]] for place in places] == [encode(answer) for _, answer in prompt.questions]
+            assert [[ending[place]] for place in places] == [
+                encode(answer) for _, answer in prompt.questions
+            ]
             assert len(places) == NUM_OWNERS
 
 
@@ -147,7 +179,9 @@ def sampler_of(tokenizer: PreTrainedTokenizerFast) -> Callable[[int], TwoDocumen
 
 
 class TestSampler:
-    def test_draws_depend_on_seed_and_step_alone(self, sampler_of: Callable[[int], TwoDocumentSampler]) -> None:
+    def test_draws_depend_on_seed_and_step_alone(
+        self, sampler_of: Callable[[int], TwoDocumentSampler]
+    ) -> None:
         one, other = sampler_of(1), sampler_of(1)
         other.draw(3, 2, 256)
         first, again = one.draw(200, 4, 256), other.draw(200, 4, 256)
@@ -159,7 +193,9 @@ class TestSampler:
     def test_every_learned_token_of_a_prompt_can_be_foretold(
         self, sampler_of: Callable[[int], TwoDocumentSampler], tokenizer: PreTrainedTokenizerFast
     ) -> None:
-        """A target counts fully where an owner's mark stands behind a question, half where it stands behind its line."""
+        """A target counts fully where an owner's mark stands behind a question, half where it
+        stands behind its line.
+        """
         rows = sampler_of(1).draw(LATE_STEP, 24, 512)
         assert rows.tokens.shape == (24, 513)
         assert rows.weights is not None
@@ -206,11 +242,20 @@ class TestSampler:
         assert mask is not None
         assert mask.shape == (24, 512, 512)
 
-    def test_prompts_grow_harder_and_fit(self, sampler_of: Callable[[int], TwoDocumentSampler]) -> None:
-        early, late = (len(np.unique(sampler_of(1).draw(step, 16, 256).tokens)) for step in (0, LATE_STEP))
+    def test_prompts_grow_harder_and_fit(
+        self, sampler_of: Callable[[int], TwoDocumentSampler]
+    ) -> None:
+        early, late = (
+            len(np.unique(sampler_of(1).draw(step, 16, 256).tokens)) for step in (0, LATE_STEP)
+        )
         assert early < late <= VOCAB_SIZE
         curriculum = Curriculum()
-        assert [curriculum.max_owners_at(step) for step in (0, 179, 180, LATE_STEP)] == [4, 4, 5, 14]
+        assert [curriculum.max_owners_at(step) for step in (0, 179, 180, LATE_STEP)] == [
+            4,
+            4,
+            5,
+            14,
+        ]
         assert [curriculum.num_words_at(step) for step in (0, 120)] == [24, 24]
         assert curriculum.num_words_at(LATE_STEP) > 133
 
@@ -218,8 +263,12 @@ class TestSampler:
 def learned_facts(prompt: str) -> tuple[dict[str, str], dict[str, str]]:
     """Marks by thing and things by owner, read from a prompt of a training row."""
     *documents, owners, _ = prompt.split(SEPARATOR) if SEPARATOR in prompt else ("", "", "")
-    lines = [line.split() for document in documents for line in document.split("\n") if ";" not in line]
-    return {line[0]: line[1] for line in lines if line}, {line[0]: line[1] for line in map(str.split, owners.split("\n")) if line}
+    lines = [
+        line.split() for document in documents for line in document.split("\n") if ";" not in line
+    ]
+    return {line[0]: line[1] for line in lines if line}, {
+        line[0]: line[1] for line in map(str.split, owners.split("\n")) if line
+    }
 
 
 class TestModel:
@@ -233,7 +282,10 @@ class TestModel:
         assert len(tokenizer) == model.config.vocab_size == VOCAB_SIZE
 
     def test_it_answers_in_full_and_naive_reuse_makes_it_clearly_worse(
-        self, words: Vocabulary, tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]
+        self,
+        words: Vocabulary,
+        tokenizer: PreTrainedTokenizerFast,
+        encode: Callable[[str], list[int]],
     ) -> None:
         """The owners' document, computed alone, lacks the notes on the marks before it."""
         model, _ = load_two_document_model()
@@ -241,12 +293,17 @@ class TestModel:
         for seed in range(16):
             drawn = draw_prompt(rng_of(seed), words, NUM_OWNERS, NUM_THINGS)
             ending, places = encode_questions(tokenizer, drawn.questions)
-            documents = [torch.tensor(encode(text) + encode(SEPARATOR)) for text in (*drawn.marks, "\n".join(drawn.owners))]
+            documents = [
+                torch.tensor(encode(text) + encode(SEPARATOR))
+                for text in (*drawn.marks, "\n".join(drawn.owners))
+            ]
             prompts.append(SplitPrompt(documents, torch.tensor(ending), torch.tensor(places)))
             tokens = prompts[-1].tokens()
             before = len(tokens) - len(ending)
             with torch.inference_mode():
-                logits = model(input_ids=tokens[None]).logits[0, [before + place - 1 for place in places]]
+                logits = model(input_ids=tokens[None]).logits[
+                    0, [before + place - 1 for place in places]
+                ]
             answers = tokens[[before + place for place in places]]
             num_right += int((logits.argmax(-1) == answers).sum())
             loss += float(torch.nn.functional.cross_entropy(logits, answers, reduction="sum"))
@@ -257,7 +314,9 @@ class TestModel:
 
         def quality(policy: str, ratio: float) -> Quality:
             profile = BlendProfile(policy, ratio, tuple(encode(SEPARATOR)))
-            return measure(model, prompts, lambda retriever: blending_model_of(model, retriever, profile))
+            return measure(
+                model, prompts, lambda retriever: blending_model_of(model, retriever, profile)
+            )
 
         naive, blended = quality("none", 0.0), quality("deviation", 0.25)
         assert naive.num_tokens == 160

@@ -26,7 +26,9 @@ SERVICES: Mapping[str, Callable[[], FastAPI]] = {
     "lookup": lambda: create_lookup(LookupSettings()),
     "p2p_broker": lambda: create_broker(BrokerSettings()),
     "sidecar": lambda: create_sidecar(SidecarSettings()),
-    "webhook": lambda: create_webhook(WebhookSettings(sidecar_image="lmcache-sidecar", payload_image="lmcache-payload")),
+    "webhook": lambda: create_webhook(
+        WebhookSettings(sidecar_image="lmcache-sidecar", payload_image="lmcache-payload")
+    ),
 }
 Json = Mapping[str, Any]
 BOUNDS = {
@@ -45,13 +47,21 @@ def pages() -> dict[str, str]:
     index = [
         "# API",
         "",
-        "Every call of every service, from the OpenAPI document that it serves at `/openapi.json`. `make api-docs` writes these pages;",
+        (
+            "Every call of every service, from the OpenAPI document that it serves at"
+            " `/openapi.json`. `make api-docs` writes these pages;"
+        ),
         "a test compares.",
-        "What calls mean together is in [protocols.md](../protocols.md); errors are `application/problem+json`.",
+        (
+            "What calls mean together is in [protocols.md](../protocols.md); errors are"
+            " `application/problem+json`."
+        ),
         "",
         *(f"- [{name}]({name}.md)" for name in SERVICES),
     ]
-    return {"README.md": "\n".join(index) + "\n"} | {f"{name}.md": page(name, create().openapi()) for name, create in SERVICES.items()}
+    return {"README.md": "\n".join(index) + "\n"} | {
+        f"{name}.md": page(name, create().openapi()) for name, create in SERVICES.items()
+    }
 
 
 def page(name: str, document: Json) -> str:
@@ -98,7 +108,10 @@ def _schema(schema: Json) -> Iterator[str]:
     yield from ("| field | type | needed | meaning |", "|---|---|---|---|")
     needed = schema.get("required", ())
     for name, field in properties.items():
-        yield f"| `{name}` | {_type(field)} | {'yes' if name in needed else 'no'} | {_cell(field.get('description', ''))} |"
+        yield (
+            f"| `{name}` | {_type(field)} | {'yes' if name in needed else 'no'} |"
+            f" {_cell(field.get('description', ''))} |"
+        )
     yield ""
 
 
@@ -120,7 +133,16 @@ def _type(schema: Json) -> str:
         kind = f"map to {_type(schema['additionalProperties'])}"
     if "format" in schema:
         kind += f" ({schema['format']})"
-    return ", ".join([kind, *(text.format(_number(schema[bound])) for bound, text in BOUNDS.items() if bound in schema)])
+    return ", ".join(
+        [
+            kind,
+            *(
+                text.format(_number(schema[bound]))
+                for bound, text in BOUNDS.items()
+                if bound in schema
+            ),
+        ]
+    )
 
 
 def _number(bound: float) -> float:
@@ -128,7 +150,9 @@ def _number(bound: float) -> float:
 
 
 def _line(text: str) -> str:
-    return re.sub(r"\s+", " ", text.partition("\n\nAttributes:")[0].partition("\n\nArgs:")[0]).strip()
+    return re.sub(
+        r"\s+", " ", text.partition("\n\nAttributes:")[0].partition("\n\nArgs:")[0]
+    ).strip()
 
 
 def _cell(text: str) -> str:

@@ -10,7 +10,14 @@ ROOT = Path(__file__).resolve().parents[3]
 GENERATED = ("docs/api", "docs/benchmarks.md")
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "helm/*/*.md", "services/*/*.md", "libs/*/*.md", "kernels/*.md")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "helm/*/*.md",
+        "services/*/*.md",
+        "libs/*/*.md",
+        "kernels/*.md",
+    )
     for path in ROOT.glob(pattern)
     if not path.relative_to(ROOT).as_posix().startswith(GENERATED)
 )

@@ -17,7 +17,9 @@ from tests.unit.docs.pages import PAGES, ROOT, commands, name_of
 
 CTL = typer.main.get_command(app)
 ENDS = re.compile(r"\s(?:\||&|>|2>|&&)(?:\s|$)|[…]| or |;")
-SERVICE = re.compile(r"(?:^|\s)(lmcache-(?:storage|lookup|broker|sidecar|webhook))((?: --?[\w-]+(?: [\w./$]+)?)*)$")
+SERVICE = re.compile(
+    r"(?:^|\s)(lmcache-(?:storage|lookup|broker|sidecar|webhook))((?: --?[\w-]+(?: [\w./$]+)?)*)$"
+)
 SERVICE_OPTIONS = {"--help", "--version", "--config", "--print-config", "--port-file"}
 MAKE = re.compile(r"(?:^|\s)make ((?:[A-Z]+=\S+ )*)([a-z][a-z-]*)\b")
 MODULE = re.compile(r"python3? -m ([\w.]+)")
@@ -32,8 +34,15 @@ def called(page: Path, program: str) -> Iterator[list[str]]:
 
 
 def complaint(command: Any, arguments: list[str]) -> str | None:
-    """What is wrong with a command line: a command or an option that there is not, a value too few or too many."""
-    options = {name: each for each in command.params for name in (*each.opts, *each.secondary_opts) if name.startswith("-")}
+    """What is wrong with a command line: a command or an option that there is not, a value too
+    few or too many.
+    """
+    options = {
+        name: each
+        for each in command.params
+        for name in (*each.opts, *each.secondary_opts)
+        if name.startswith("-")
+    }
     positional = [each for each in command.params if each.param_type_name == "argument"]
     rest = list(arguments)
     num_given = 0
@@ -48,7 +57,11 @@ def complaint(command: Any, arguments: list[str]) -> str | None:
                 return f"{word} wants a value"
             rest = rest if options[word].is_flag else rest[1:]
         elif hasattr(command, "commands"):
-            return complaint(command.commands[word], rest) if word in command.commands else f"no command {word}"
+            return (
+                complaint(command.commands[word], rest)
+                if word in command.commands
+                else f"no command {word}"
+            )
         else:
             num_given += 1
     if num_given > len(positional) and not any(each.nargs < 0 for each in positional):
@@ -63,7 +76,13 @@ def test_lmcachectl_knows_every_command_and_option(page: Path) -> None:
 
 
 def test_commands_that_do_not_exist_are_found() -> None:
-    for wrong in (["--namespace", "a", "status"], ["stat"], ["status", "--namspace", "a"], ["status", "here"], ["codec", "stat"]):
+    for wrong in (
+        ["--namespace", "a", "status"],
+        ["stat"],
+        ["status", "--namspace", "a"],
+        ["status", "here"],
+        ["codec", "stat"],
+    ):
         assert complaint(CTL, wrong) is not None, wrong
     assert sum(len(list(called(page, "lmcachectl"))) for page in PAGES) > 50
 
@@ -71,14 +90,18 @@ def test_commands_that_do_not_exist_are_found() -> None:
 def test_every_target_of_make_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
-    variables = set(re.findall(r"^([A-Z_]+) \?=", makefile, re.MULTILINE)) | set(re.findall(r"\$\(([A-Z]+)\)", makefile))
+    variables = set(re.findall(r"^([A-Z_]+) \?=", makefile, re.MULTILINE)) | set(
+        re.findall(r"\$\(([A-Z]+)\)", makefile)
+    )
     found = set()
     for page in PAGES:
         for line in commands(page):
             for given, target in MAKE.findall(line):
                 found.add(target)
                 assert target in targets, f"{name_of(page)}: make {target}"
-                assert {each.partition("=")[0] for each in given.split()} <= variables, f"{name_of(page)}: make {given}"
+                assert {each.partition("=")[0] for each in given.split()} <= variables, (
+                    f"{name_of(page)}: make {given}"
+                )
     assert {"demo", "test", "check"} <= found
 
 
@@ -97,7 +120,9 @@ def test_services_have_the_options_that_they_are_called_with() -> None:
         for line in commands(page):
             for _, options in SERVICE.findall(line):
                 num_calls += 1
-                assert set(re.findall(r"--[\w-]+", options)) <= SERVICE_OPTIONS, f"{name_of(page)}: {line}"
+                assert set(re.findall(r"--[\w-]+", options)) <= SERVICE_OPTIONS, (
+                    f"{name_of(page)}: {line}"
+                )
     assert num_calls > 10
 
 

@@ -13,7 +13,9 @@ from tests.unit.docs.pages import FENCE, PAGES, ROOT
 EVERY_PAGE = sorted({*PAGES, *(ROOT / "docs").rglob("*.md")})
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-METRIC = re.compile(r"\b(?:vllm:)?lmcache_[a-z0-9_]+_(?:total|bytes|seconds|info|chunks|up|shared|requests|peers|flight|error)\b")
+METRIC = re.compile(
+    r"\b(?:vllm:)?lmcache_[a-z0-9_]+_(?:total|bytes|seconds|info|chunks|up|shared|requests|peers|flight|error)\b"
+)
 
 
 def anchors(text: str) -> set[str]:
@@ -34,7 +36,9 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{path} is not there"
         if anchor:
-            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{path}#{anchor} is not there"
+            assert anchor in anchors(target.read_text(encoding="utf-8")), (
+                f"{path}#{anchor} is not there"
+            )
 
 
 def test_runbooks_name_metrics_that_exist() -> None:

@@ -18,7 +18,9 @@ NUM_DOCUMENTED = 15
 def rows(title: str) -> list[list[str]]:
     """The first cells of a section's tables, without their headings."""
     section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    lines = [
+        line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")
+    ]
     return [line for line in lines if line[0] not in ("LMCache", "option")]
 
 
@@ -32,7 +34,11 @@ def test_the_documented_options_are_all_there() -> None:
 
 
 def test_every_other_name_is_on_the_page_of_the_configuration() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").partition("## LMCache's names")[2]
+    text = (
+        (ROOT / "docs" / "configuration.md")
+        .read_text(encoding="utf-8")
+        .partition("## LMCache's names")[2]
+    )
     assert [name for name in FOREIGN_NAMES if f"`{name}`" not in text] == []
 
 

@@ -1,4 +1,6 @@
-"""What the documents name is there: variables, files, metrics, calls, values of the chart, sections."""
+"""What the documents name is there: variables, files, metrics, calls, values of the chart,
+sections.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,22 @@ from tests.unit.docs.pages import FENCE, PAGES, ROOT, commands, name_of, spans
 SETTINGS = (BrokerSettings, LookupSettings, SidecarSettings, StorageSettings, WebhookSettings)
 SCHEMA = json.loads((ROOT / "helm/lmcache/values.schema.json").read_text(encoding="utf-8"))
 VARIABLE = re.compile(r"\bLMCACHE_[A-Z0-9_]*[A-Z0-9]\b")
-FOLDERS = ("docs/", "helm/", "services/", "libs/", "tests/", "docker/", "kernels/", "lmcache_core/", "ci/")
+FOLDERS = (
+    "docs/",
+    "helm/",
+    "services/",
+    "libs/",
+    "tests/",
+    "docker/",
+    "kernels/",
+    "lmcache_core/",
+    "ci/",
+)
 BASES = (ROOT, ROOT / "libs/lmcache_core/src", ROOT / "helm/lmcache")
 METRIC = re.compile(r"\blmcache_[a-z0-9_]+_(?:total|bytes|seconds|info|chunks|up)\b")
-CALL = re.compile(r"((?:GET|PUT|POST|DELETE|HEAD)(?:[ ,]+(?:GET|PUT|POST|DELETE|HEAD))*) (/v1/[^\s?]+)")
+CALL = re.compile(
+    r"((?:GET|PUT|POST|DELETE|HEAD)(?:[ ,]+(?:GET|PUT|POST|DELETE|HEAD))*) (/v1/[^\s?]+)"
+)
 VALUE = re.compile(r"([a-zA-Z]+(?:\.[A-Za-z_]+)+)(?:(?:=|: )\S+)?")
 QUOTED = re.compile(r'(\w+)\.md[`)]*(?:\([^)]*\))?,? \(?"([^"]+)"')
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -36,22 +50,40 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 def alternatives(text: str) -> list[str]:
     """`a/{b,c}` and `a/b|c` written out; `a[/b]` without and with its end."""
     if match := re.search(r"\{([^{}]*[,|][^{}]*)\}|(\w+(?:\|\w+)+)|\[([^\[\]]*)\]", text):
-        choices = ("", match[3]) if match[3] is not None else re.split(r"[,|]", match[1] or match[2])
-        return [each for choice in choices for each in alternatives(text[: match.start()] + choice + text[match.end() :])]
+        choices = (
+            ("", match[3]) if match[3] is not None else re.split(r"[,|]", match[1] or match[2])
+        )
+        return [
+            each
+            for choice in choices
+            for each in alternatives(text[: match.start()] + choice + text[match.end() :])
+        ]
     return [text]
 
 
 def known_variables() -> set[str]:
-    services = {f"{each.model_config['env_prefix']}{name}".upper() for each in SETTINGS for name in (*each.model_fields, "config")}
+    services = {
+        f"{each.model_config['env_prefix']}{name}".upper()
+        for each in SETTINGS
+        for name in (*each.model_fields, "config")
+    }
     ctl = {f"{PREFIX}{name}".upper() for name in (*CtlSettings.__struct_fields__, CONFIG_NAME)}
-    engine = set(re.findall(r"^\| `\w+`°? \| `(\w+)`", (ROOT / "docs/configuration.md").read_text(encoding="utf-8"), re.MULTILINE))
+    engine = set(
+        re.findall(
+            r"^\| `\w+`°? \| `(\w+)`",
+            (ROOT / "docs/configuration.md").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+    )
     return {CONFIG_FILE_ENV, *IGNORED_ENV_NAMES} | services | ctl | engine
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_variable_is_an_option(page: Path) -> None:
     text = re.sub(r"LMCACHE_\w*(?:<|_…|…)", "", page.read_text(encoding="utf-8"))
-    assert set(VARIABLE.findall(text)) - {"LMCACHE"} <= known_variables() | {each.model_config["env_prefix"][:-1] for each in SETTINGS}
+    assert set(VARIABLE.findall(text)) - {"LMCACHE"} <= known_variables() | {
+        each.model_config["env_prefix"][:-1] for each in SETTINGS
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -71,8 +103,13 @@ def test_every_metric_is_one_that_is_documented(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_call_is_one_of_a_service(page: Path) -> None:
-    written = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs/api").glob("*.md"))
-    known = {(method, re.sub(r"\{\w+\}", "{}", path)) for method, path in re.findall(r"^## (\w+) (\S+)$", written, re.MULTILINE)}
+    written = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "docs/api").glob("*.md")
+    )
+    known = {
+        (method, re.sub(r"\{\w+\}", "{}", path))
+        for method, path in re.findall(r"^## (\w+) (\S+)$", written, re.MULTILINE)
+    }
     for span in spans(page):
         for methods, path in CALL.findall(re.sub(r"\[\?.*?\]", "", span)):
             for each in alternatives(path):
@@ -98,7 +135,11 @@ def has_value(schema: dict[str, Any], parts: list[str]) -> bool:
 def values_named(page: Path) -> Iterator[str]:
     for span in spans(page):
         match = VALUE.fullmatch(span)
-        if match and match[1].partition(".")[0] in SCHEMA["properties"] and not re.search(r"\.(?:crt|key|py|md|json|yaml)$", match[1]):
+        if (
+            match
+            and match[1].partition(".")[0] in SCHEMA["properties"]
+            and not re.search(r"\.(?:crt|key|py|md|json|yaml)$", match[1])
+        ):
             yield match[1]
     for line in commands(page):
         yield from re.findall(r"--set(?:-\w+)? ([\w.]+)", line)
@@ -120,9 +161,17 @@ def test_a_value_that_there_is_not_is_found() -> None:
 def test_every_section_that_is_quoted_is_there(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     for document, title in QUOTED.findall(text):
-        places = [path for path in PAGES if path.name == f"{document}.md"] or [ROOT / "docs" / f"{document}.md"]
-        titles = {heading for path in places for heading in HEADING.findall(path.read_text(encoding="utf-8"))}
-        assert any(heading == title or heading.startswith(f"{title}: ") for heading in titles), f"{document}.md has no section {title}"
+        places = [path for path in PAGES if path.name == f"{document}.md"] or [
+            ROOT / "docs" / f"{document}.md"
+        ]
+        titles = {
+            heading
+            for path in places
+            for heading in HEADING.findall(path.read_text(encoding="utf-8"))
+        }
+        assert any(heading == title or heading.startswith(f"{title}: ") for heading in titles), (
+            f"{document}.md has no section {title}"
+        )
     own = " ".join(HEADING.findall(text))
     for title in re.findall(r'(?<!md` )\("([A-Z][^"\n]+)"\)', text):
         assert title in own, f"no section {title} on this page"
@@ -144,4 +193,6 @@ def test_every_block_of_values_is_what_the_schema_lets_in() -> None:
     found = list(chart_blocks())
     assert len(found) > 3
     for page, text in found:
-        assert [f"{page}: {error.message}" for error in validator.iter_errors(yaml.safe_load(text))] == []
+        assert [
+            f"{page}: {error.message}" for error in validator.iter_errors(yaml.safe_load(text))
+        ] == []

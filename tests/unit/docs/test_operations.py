@@ -18,7 +18,11 @@ CODEC_METRIC = re.compile(r"lmcache_codec_\w+")
 
 
 def test_every_metric_of_codecs_is_listed_and_none_that_is_not() -> None:
-    known = {value for value in vars(telemetry).values() if isinstance(value, str) and CODEC_METRIC.fullmatch(value)}
+    known = {
+        value
+        for value in vars(telemetry).values()
+        if isinstance(value, str) and CODEC_METRIC.fullmatch(value)
+    }
     assert set(CODEC_METRIC.findall((DOCS / "operations.md").read_text(encoding="utf-8"))) == known
     shown = {name for name in DESCRIBED if CODEC_METRIC.fullmatch(name)}
     shown |= {family.name for family in CodecErrorCollector(dict).collect()}
@@ -27,7 +31,11 @@ def test_every_metric_of_codecs_is_listed_and_none_that_is_not() -> None:
 
 def test_every_setting_and_serde_is_explained() -> None:
     text = (DOCS / "operations.md").read_text(encoding="utf-8")
-    for name in (*(name for name in SidecarSettings.model_fields if name.endswith("_serde")), "local_disk_serde", *DISK_SERDES):
+    for name in (
+        *(name for name in SidecarSettings.model_fields if name.endswith("_serde")),
+        "local_disk_serde",
+        *DISK_SERDES,
+    ):
         assert f"`{name}`" in text, name
     protocols = (DOCS / "protocols.md").read_text(encoding="utf-8")
     for serde in {serde.partition(":")[0] for serde in REMOTE_SERDES}:

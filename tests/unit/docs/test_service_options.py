@@ -13,19 +13,33 @@ from pydantic_core import PydanticUndefined
 
 from tests.unit.docs.pages import ROOT
 
-SERVICES: dict[str, type[ServiceSettings]] = {"cache_storage": StorageSettings, "lookup": LookupSettings, "p2p_broker": BrokerSettings}
+SERVICES: dict[str, type[ServiceSettings]] = {
+    "cache_storage": StorageSettings,
+    "lookup": LookupSettings,
+    "p2p_broker": BrokerSettings,
+}
 ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (.*?) ?\|.*\|$", re.MULTILINE)
 
 
 def listed(service: str) -> dict[str, str]:
     """Options and defaults as the page has them; several may share a line."""
-    section = (ROOT / "services" / service / "README.md").read_text(encoding="utf-8").partition("\n## Options\n")[2]
+    section = (
+        (ROOT / "services" / service / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Options\n")[2]
+    )
     found = {}
     for names, defaults in ROW.findall(section):
         options = re.findall(r"`(\w+)`", names)
         values = [each.strip() for each in defaults.split(",")] if defaults else [""]
         assert len(values) in (1, len(options)), names
-        found |= dict(zip(options, values if len(values) == len(options) else values * len(options), strict=True))
+        found |= dict(
+            zip(
+                options,
+                values if len(values) == len(options) else values * len(options),
+                strict=True,
+            )
+        )
     return found
 
 

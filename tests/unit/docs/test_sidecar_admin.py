@@ -1,4 +1,6 @@
-"""docs/operations.md and docs/protocols.md say of the sidecar's REST and of its end what the code does."""
+"""docs/operations.md and docs/protocols.md say of the sidecar's REST and of its end what the
+code does.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 OPERATIONS = (DOCS / "operations.md").read_text(encoding="utf-8")
 VLLM = (DOCS / "vllm.md").read_text(encoding="utf-8")
 PROTOCOLS = (DOCS / "protocols.md").read_text(encoding="utf-8")
-VLLM_FIGURES = (FAILED_CALLS_TOTAL, MISSED_CHUNKS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL, UNSTORED_CHUNKS_TOTAL)
+VLLM_FIGURES = (
+    FAILED_CALLS_TOTAL,
+    MISSED_CHUNKS_TOTAL,
+    RETRIEVED_TOKENS_TOTAL,
+    STORED_CHUNKS_TOTAL,
+    UNSTORED_CHUNKS_TOTAL,
+)
 
 
 def test_every_route_is_in_the_protocols() -> None:
@@ -42,7 +50,11 @@ def test_every_route_is_in_the_protocols() -> None:
 
 def test_every_counter_is_told() -> None:
     assert [name for name in metrics.DESCRIBED if f"`{name}`" not in OPERATIONS] == []
-    assert [name for name in VLLM_FIGURES if f"`{name.removeprefix('lmcache_').removesuffix('_total')}`" not in VLLM] == []
+    assert [
+        name
+        for name in VLLM_FIGURES
+        if f"`{name.removeprefix('lmcache_').removesuffix('_total')}`" not in VLLM
+    ] == []
 
 
 def test_the_socket_is_told_where_a_new_user_looks_for_it() -> None:
@@ -50,13 +62,20 @@ def test_the_socket_is_told_where_a_new_user_looks_for_it() -> None:
     assert "/lmcache-<uid>/sidecar.sock" in VLLM
     in_the_chart = "/run/lmcache/socket/sidecar.sock"
     assert in_the_chart in VLLM
-    assert in_the_chart in (DOCS.parent / "helm/lmcache/templates/_config.tpl").read_text(encoding="utf-8")
+    assert in_the_chart in (DOCS.parent / "helm/lmcache/templates/_config.tpl").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_drain_is_explained() -> None:
     for word in (*DrainState, "accept_handover", "drain_timeout_s", str(EXIT_BY_SIGNAL + 15)):
         assert word in OPERATIONS, word
-    names = [metrics.DRAINED_CHUNKS_TOTAL, metrics.HANDED_OVER_BYTES_TOTAL, metrics.RECEIVED_CHUNKS_TOTAL, metrics.RECEIVED_BYTES_TOTAL]
+    names = [
+        metrics.DRAINED_CHUNKS_TOTAL,
+        metrics.HANDED_OVER_BYTES_TOTAL,
+        metrics.RECEIVED_CHUNKS_TOTAL,
+        metrics.RECEIVED_BYTES_TOTAL,
+    ]
     assert all(f"`{name}`" in OPERATIONS for name in names)
     assert all(name in metrics.DESCRIBED for name in names)
     assert (MAX_TRIES, MAX_TAKERS) == (3, 4), "told in words"

@@ -33,7 +33,11 @@ def token_bytes(model: str) -> float:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_takes_what_the_table_says(model: str) -> None:
-    row = re.search(rf"^\| {re.escape(model)}: .* \| ([\d.]+) KiB \| ([\d.]+) MiB \| ([\d,]+) \|$", SECTION, re.MULTILINE)
+    row = re.search(
+        rf"^\| {re.escape(model)}: .* \| ([\d.]+) KiB \| ([\d.]+) MiB \| ([\d,]+) \|$",
+        SECTION,
+        re.MULTILINE,
+    )
     assert row is not None
     of_a_token = token_bytes(model)
     assert float(row[1]) == pytest.approx(of_a_token / KIB, rel=1e-3)
@@ -48,12 +52,21 @@ def test_the_example_is_right() -> None:
     assert f"{num_tokens:,} tokens, {working_set_gib:.0f} GiB" in SECTION
     storage_gib = 3 * 125 * 0.9
     assert working_set_gib * 4 / 3 < storage_gib
-    assert f"are {working_set_gib * 4 / 3:.0f} GiB. Three replicas with `sizeGi: 125` have {int(storage_gib)}" in SECTION
+    assert (
+        f"are {working_set_gib * 4 / 3:.0f} GiB. Three replicas with `sizeGi: 125` have"
+        f" {int(storage_gib)}" in SECTION
+    )
     assert f"asks for {32 * 1024 + VALUES['sidecar']['memoryOverheadMi']:,} MiB" in SECTION
     pays_from = of_a_token * 8_000
     assert f"{pays_from / 1e9:.2f} GB/s, or {pays_from * 8 / 1e9:.1f} Gbit/s" in SECTION
     link = 25e9 / 8
     loaded = 6_000 * of_a_token
-    assert f"({loaded / 1e6:.0f} MB) come in {loaded / link:.2f} s instead of {6_000 / 8_000:.2f} s" in SECTION
+    assert (
+        f"({loaded / 1e6:.0f} MB) come in {loaded / link:.2f} s instead of {6_000 / 8_000:.2f} s"
+        in SECTION
+    )
     drain_s = VALUES["sidecar"]["config"]["drain_timeout_s"]
-    assert f"take {32 * GIB / link:.0f} s, within the chart's `drain_timeout_s` of {drain_s}" in SECTION
+    assert (
+        f"take {32 * GIB / link:.0f} s, within the chart's `drain_timeout_s` of {drain_s}"
+        in SECTION
+    )

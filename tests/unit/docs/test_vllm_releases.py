@@ -1,4 +1,6 @@
-"""Which releases of vLLM are promised: those that the connector ran with, wherever a page names them."""
+"""Which releases of vLLM are promised: those that the connector ran with, wherever a page names
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import pytest
 
 from tests.unit.docs.pages import PAGES, ROOT, name_of
 
-RAN = re.search(r"Run with ([\d., and]+\d) on a CPU", (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8"))
+RAN = re.search(
+    r"Run with ([\d., and]+\d) on a CPU", (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+)
 RELEASES = re.findall(r"\d+\.\d+\.\d+", RAN[1] if RAN else "")
 PROMISE = re.compile(r"vLLM[^|\n.]{0,40}?\b(0\.\d+(?:\.\d+)?) (?:and|or) later")
 PLACES = [*PAGES, ROOT / "libs/lmcache_core/src/lmcache_core/integrations/vllm/__init__.py"]

@@ -1,4 +1,6 @@
-"""Compiles the kernels of blending for a GPU that need not be here. Run by `test_compiled.py`, as a process of its own."""
+"""Compiles the kernels of blending for a GPU that need not be here. Run by `test_compiled.py`,
+as a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ KERNELS_OF_TOKENS = {"rope_rotate_kernel", "deviation_kernel"}
 
 def launch_all(dtype: torch.dtype) -> None:
     """Every launch for one dtype; Triton compiles anew where a number is 1, or divisible by 16."""
-    for num_heads, head_size, num_rotated, is_interleaved in ((4, 64, 64, False), (4, 80, 20, True), (1, 192, 192, False)):
+    for num_heads, head_size, num_rotated, is_interleaved in (
+        (4, 64, 64, False),
+        (4, 80, 20, True),
+        (1, 192, 192, False),
+    ):
         k, table, positions = (
             torch.zeros(3, num_heads, head_size, dtype=dtype),
             torch.zeros(5, num_rotated),
@@ -25,7 +31,9 @@ def launch_all(dtype: torch.dtype) -> None:
         rotate_kernels.launch(k, Rotation(positions, positions, table, table, is_interleaved), k)
     for channels in (1, 100):
         rows = torch.zeros(4, channels, dtype=dtype)
-        select_kernels.launch_deviation(rows, rows, torch.zeros(4, dtype=torch.bool), torch.zeros(4))
+        select_kernels.launch_deviation(
+            rows, rows, torch.zeros(4, dtype=torch.bool), torch.zeros(4)
+        )
 
 
 def check(name: str, kernel) -> None:
@@ -38,9 +46,15 @@ def check(name: str, kernel) -> None:
     if name in KERNELS_OF_TOKENS:
         program = kernel.asm["ttir"]
         token = re.search(r"(%\w+) = tt.get_program_id x", program)[1]
-        uses = [line for line in program.splitlines() if re.search(rf"{token}\b", line) and "get_program_id" not in line]
+        uses = [
+            line
+            for line in program.splitlines()
+            if re.search(rf"{token}\b", line) and "get_program_id" not in line
+        ]
         assert uses, name
-        assert all("arith.extsi" in use for use in uses), f"{name} multiplies a token's number in 32 bits: {uses}"
+        assert all("arith.extsi" in use for use in uses), (
+            f"{name} multiplies a token's number in 32 bits: {uses}"
+        )
 
 
 def main() -> None:
@@ -49,7 +63,9 @@ def main() -> None:
         launch_all(dtype)
     for num_tokens, num_tail_tokens in ((4000, 1), (4, 0), (100, 2)):
         mask = torch.zeros(num_tokens, dtype=torch.bool)
-        select_kernels.launch_select(torch.zeros(num_tokens), mask, [0, num_tokens], [3], num_tail_tokens, mask)
+        select_kernels.launch_select(
+            torch.zeros(num_tokens), mask, [0, num_tokens], [3], num_tail_tokens, mask
+        )
     assert {name for name, _ in made} == {*KERNELS_OF_TOKENS, "select_kernel"}
     for name, kernel in made:
         check(name, kernel)

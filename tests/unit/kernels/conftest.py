@@ -1,4 +1,6 @@
-"""Paged caches of random bytes, cut out of one poisoned pool, so that a test can see every byte that an op changed."""
+"""Paged caches of random bytes, cut out of one poisoned pool, so that a test can see every byte
+that an op changed.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,16 @@ SHAPES = (
 
 
 FORMS = ("NHD", "HND", "NHD packed", "HND packed", "latent")
-"""Order of the axes in memory; "packed": K and V of a head side by side; "latent": one side only."""
+"""Order of the axes in memory; "packed": K and V of a head side by side; "latent": one side
+only.
+"""
 
 
 @dataclass
 class Case:
-    """A paged cache, a chunk and a slot mapping; `pool` is all the memory of both, guards included."""
+    """A paged cache, a chunk and a slot mapping; `pool` is all the memory of both, guards
+    included.
+    """
 
     pool: torch.Tensor
     keys: list[torch.Tensor]
@@ -49,7 +55,11 @@ class Case:
     blob: torch.Tensor
 
     def args(self) -> tuple[Pages, torch.Tensor, torch.Tensor]:
-        return Pages.of(self.keys, self.values) if self.values else Pages.of(self.keys), self.slots, self.blob
+        return (
+            Pages.of(self.keys, self.values) if self.values else Pages.of(self.keys),
+            self.slots,
+            self.blob,
+        )
 
     def _rows(self):
         """Pairs of byte views, page row and chunk row, one for each side, layer and token."""
@@ -57,7 +67,10 @@ class Case:
         for page, chunk in zip((*self.keys, *self.values), self.blob.flatten(0, 1), strict=True):
             by_byte = page.view(torch.uint8)
             for token, slot in enumerate(self.slots.tolist()):
-                yield by_byte[slot // block_size, slot % block_size], chunk[token].view(torch.uint8).view(by_byte.shape[2:])
+                yield (
+                    by_byte[slot // block_size, slot % block_size],
+                    chunk[token].view(torch.uint8).view(by_byte.shape[2:]),
+                )
 
     def gather_slowly(self) -> None:
         for page_row, chunk_row in self._rows():
@@ -77,7 +90,8 @@ def strides_of(form, shape) -> tuple[int, int, int, int]:
 
 
 def build_case(dtype, shape, seed=0, slots=None, device="cpu", aligned=False, form="NHD") -> Case:
-    """The same case for the same arguments; pages hold random bytes, the chunk and everything between them the poison.
+    """The same case for the same arguments; pages hold random bytes, the chunk and everything
+    between them the poison.
 
     Args:
         dtype: Of pages and chunk.
@@ -85,7 +99,8 @@ def build_case(dtype, shape, seed=0, slots=None, device="cpu", aligned=False, fo
         seed: Of contents and slots.
         slots: Slot mapping, by default distinct slots in random order.
         device: Of everything.
-        aligned: Begin every piece at a multiple of 8 bytes, instead of at every alignment that the dtype allows.
+        aligned: Begin every piece at a multiple of 8 bytes, instead of at every alignment that the
+            dtype allows.
         form: One of `FORMS`.
     """
     layers, blocks, block_size, heads, head_size, tokens, _ = shape
@@ -98,19 +113,32 @@ def build_case(dtype, shape, seed=0, slots=None, device="cpu", aligned=False, fo
     num_pieces = layers * (1 if "packed" in form else sides)
     blob_bytes = sides * layers * len(slots) * row * size
     step = -(-(piece_bytes + GUARD_BYTES) // 8) * 8 + (0 if aligned else size)
-    pool = torch.full((GUARD_BYTES + num_pieces * step + blob_bytes + GUARD_BYTES,), POISON, dtype=torch.uint8)
+    pool = torch.full(
+        (GUARD_BYTES + num_pieces * step + blob_bytes + GUARD_BYTES,), POISON, dtype=torch.uint8
+    )
     begins = [GUARD_BYTES + i * step for i in range(num_pieces)]
     for begin in begins:
-        pool[begin : begin + piece_bytes] = torch.randint(0, 256, (piece_bytes,), dtype=torch.uint8, generator=random)
+        pool[begin : begin + piece_bytes] = torch.randint(
+            0, 256, (piece_bytes,), dtype=torch.uint8, generator=random
+        )
     pool = pool.to(device)
     usable = pool[: pool.numel() // size * size].view(dtype)
     starts = [begin // size for begin in begins]
     if "packed" in form:
         starts += [start + head_size for start in starts]
-    cut = [usable.as_strided((blocks, block_size, heads, head_size), strides, start) for start in starts]
+    cut = [
+        usable.as_strided((blocks, block_size, heads, head_size), strides, start)
+        for start in starts
+    ]
     blob_begin = (GUARD_BYTES + num_pieces * step) // size
     blob = usable[blob_begin : blob_begin + blob_bytes // size].view(sides, layers, len(slots), row)
-    return Case(pool, cut[:layers], cut[layers:], torch.tensor(slots, dtype=torch.int64, device=device), blob)
+    return Case(
+        pool,
+        cut[:layers],
+        cut[layers:],
+        torch.tensor(slots, dtype=torch.int64, device=device),
+        blob,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,9 @@ K = torch.ones(3, 2, 4)
 def chosen(deviation, counts, starts=None, is_valid=None, tail=0):
     is_valid = [True] * len(deviation) if is_valid is None else is_valid
     starts = [0, len(deviation)] if starts is None else starts
-    made = blend_select(torch.tensor(deviation), torch.tensor(is_valid, dtype=torch.bool), starts, counts, tail)
+    made = blend_select(
+        torch.tensor(deviation), torch.tensor(is_valid, dtype=torch.bool), starts, counts, tail
+    )
     return made.nonzero().flatten().tolist()
 
 
@@ -32,7 +34,14 @@ def chosen_slowly(deviation, is_valid, starts, counts, tail):
     found = set()
     for (start, end), count in zip(pairwise(starts), counts, strict=True):
         candidates = [t for t in range(start, end) if is_valid[t] and t < end - tail]
-        by_rank = sorted(candidates, key=lambda t: (not math.isnan(deviation[t]), -deviation[t] if deviation[t] == deviation[t] else 0, t))
+        by_rank = sorted(
+            candidates,
+            key=lambda t: (
+                not math.isnan(deviation[t]),
+                -deviation[t] if deviation[t] == deviation[t] else 0,
+                t,
+            ),
+        )
         found |= set(range(start, end)) - set(candidates) | set(by_rank[:count])
         found |= {t for t in candidates if not math.isfinite(deviation[t])}
     return sorted(found)
@@ -46,8 +55,13 @@ def test_choice_is_that_of_the_readme(data):
     values = st.sampled_from([0.0, -0.0, 1e-45, 0.5, 1.0, 3e38, INF, NAN, -NAN])
     deviation = data.draw(st.lists(values, min_size=sum(lengths), max_size=sum(lengths)))
     is_valid = data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths)))
-    counts, tail = [data.draw(st.integers(0, length)) for length in lengths], data.draw(st.integers(0, 3))
-    assert chosen(deviation, counts, starts, is_valid, tail) == chosen_slowly(deviation, is_valid, starts, counts, tail)
+    counts, tail = (
+        [data.draw(st.integers(0, length)) for length in lengths],
+        data.draw(st.integers(0, 3)),
+    )
+    assert chosen(deviation, counts, starts, is_valid, tail) == chosen_slowly(
+        deviation, is_valid, starts, counts, tail
+    )
 
 
 @pytest.mark.parametrize("bad", [INF, NAN, -NAN])
@@ -61,15 +75,32 @@ def test_what_is_not_finite_is_never_kept(bad):
 def test_damaged_rows_are_chosen(dtype):
     fresh = torch.zeros(6, 4, dtype=dtype)
     retrieved = fresh.clone()
-    fresh[1, 0] = retrieved[1, 0] = INF  # their difference is no number, and negative on many processors
+    fresh[1, 0] = retrieved[1, 0] = (
+        INF  # their difference is no number, and negative on many processors
+    )
     retrieved[3, 2], retrieved[4] = -NAN, 1.0
     deviation = blend_deviation(fresh, retrieved, TRUE)
-    assert blend_select(deviation, TRUE, [0, 6], [0], 0).tolist() == [False, True, False, True, False, False]
+    assert blend_select(deviation, TRUE, [0, 6], [0], 0).tolist() == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_computed_tokens_take_no_place():
-    assert chosen([1.0, 2.0, 3.0, 9.0], [1], tail=1) == [2, 3], "the last is computed without being chosen"
-    assert chosen([1.0, 2.0, 3.0, 9.0], [2], is_valid=[True, False, True, True], tail=1) == [0, 1, 2, 3]
+    assert chosen([1.0, 2.0, 3.0, 9.0], [1], tail=1) == [
+        2,
+        3,
+    ], "the last is computed without being chosen"
+    assert chosen([1.0, 2.0, 3.0, 9.0], [2], is_valid=[True, False, True, True], tail=1) == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert chosen([1.0, 2.0], [2], tail=9) == [0, 1]
     assert chosen([5.0, 5.0, 5.0], [2]) == [0, 1], "of those that deviate alike, the first"
 
@@ -128,7 +159,13 @@ def test_rows_that_do_not_fit_are_refused(changed, words):
     ],
 )
 def test_choices_that_do_not_fit_are_refused(changed, words):
-    given = {"deviation": torch.zeros(6), "is_valid": TRUE, "starts": [0, 3, 6], "counts": [1, 1], "num_tail_tokens": 1} | changed
+    given = {
+        "deviation": torch.zeros(6),
+        "is_valid": TRUE,
+        "starts": [0, 3, 6],
+        "counts": [1, 1],
+        "num_tail_tokens": 1,
+    } | changed
     with pytest.raises(KernelInputError, match=words):
         blend_select(**given)
 
@@ -152,7 +189,12 @@ def test_choices_that_do_not_fit_are_refused(changed, words):
     ],
 )
 def test_rotations_that_do_not_fit_are_refused(changed, words):
-    given = {"source": POSITIONS, "target": POSITIONS, "source_table": TABLE, "target_table": TABLE} | changed
+    given = {
+        "source": POSITIONS,
+        "target": POSITIONS,
+        "source_table": TABLE,
+        "target_table": TABLE,
+    } | changed
     with pytest.raises(KernelInputError, match=words):
         Rotation(**given)
 
@@ -197,7 +239,9 @@ def test_k_is_turned_by_the_distance(far, is_interleaved):
     num_tokens, num_pairs = 5, 3
     generator = torch.Generator().manual_seed(far)
     k = torch.randn(num_tokens, 2, 8, generator=generator)
-    source, target = (far * i + torch.randint(0, 40, (num_tokens,), generator=generator) for i in range(2))
+    source, target = (
+        far * i + torch.randint(0, 40, (num_tokens,), generator=generator) for i in range(2)
+    )
     frequencies = 1e4 ** -(torch.arange(num_pairs, dtype=torch.float64) / num_pairs)
     tables, rows = [], []
     for positions in (source, target):
@@ -206,9 +250,16 @@ def test_k_is_turned_by_the_distance(far, is_interleaved):
         tables.append(torch.cat([angles.cos(), angles.sin()], 1).float())
         rows.append(row)
     made = rope_rotate(k, Rotation(*rows, *tables, is_interleaved))
-    turn = torch.polar(torch.ones(num_tokens, 1, num_pairs, dtype=torch.float64), ((target - source)[:, None] * frequencies)[:, None])
+    turn = torch.polar(
+        torch.ones(num_tokens, 1, num_pairs, dtype=torch.float64),
+        ((target - source)[:, None] * frequencies)[:, None],
+    )
     rotated = k[..., :6].double()
-    pairs = rotated.unflatten(-1, (num_pairs, 2)) if is_interleaved else rotated.unflatten(-1, (2, num_pairs)).transpose(-1, -2)
+    pairs = (
+        rotated.unflatten(-1, (num_pairs, 2))
+        if is_interleaved
+        else rotated.unflatten(-1, (2, num_pairs)).transpose(-1, -2)
+    )
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
     expected = turned.flatten(-2) if is_interleaved else turned.transpose(-1, -2).flatten(-2)
     torch.testing.assert_close(made[..., :6].double(), expected, rtol=0, atol=2e-6)

@@ -11,7 +11,13 @@ from lmcache_kernels import KernelInputError
 from lmcache_kernels.cachegen_decode import cachegen_decode
 from lmcache_kernels.cachegen_encode import cachegen_encode
 from lmcache_kernels.cachegen_quantize import cachegen_quantize_by_plane, cachegen_quantize_by_token
-from lmcache_kernels.codec_shape import MAX_CHANNELS, MAX_TOKENS, PRECISION_BITS, CodecShape, EncodedPlanes
+from lmcache_kernels.codec_shape import (
+    MAX_CHANNELS,
+    MAX_TOKENS,
+    PRECISION_BITS,
+    CodecShape,
+    EncodedPlanes,
+)
 from lmcache_kernels.codec_tables import CodecTables
 
 CPU = torch.device("cpu")
@@ -43,18 +49,35 @@ def test_entries_say_what_the_frequencies_say(levels):
         start = 0
         for symbol, frequency in enumerate(row):
             entry, at = entries[first + table * stride + symbol] % (1 << 64), table * TOTAL + start
-            assert pairs[first + table * stride + symbol] == (start << 16 | frequency if frequency else 0)
+            assert pairs[first + table * stride + symbol] == (
+                start << 16 | frequency if frequency else 0
+            )
             assert tables.slot_symbol[1, at : at + frequency].tolist() == [symbol] * frequency
             if frequency:
                 assert (entry & 0x1FFF, entry >> 13 & 0xFFF) == (frequency, start)
-                for state in (0, 1, frequency - 1, frequency, (1 << 31) - 1, (1 << 31) // frequency * frequency - 1):
-                    assert (state * (entry >> 32)) >> (31 + (entry >> 25 & 0x7F)) == state // frequency
+                for state in (
+                    0,
+                    1,
+                    frequency - 1,
+                    frequency,
+                    (1 << 31) - 1,
+                    (1 << 31) // frequency * frequency - 1,
+                ):
+                    assert (state * (entry >> 32)) >> (
+                        31 + (entry >> 25 & 0x7F)
+                    ) == state // frequency
             start += frequency
 
 
 def test_planes_are_told_where_their_tables_are(tables):
-    assert tables.of_planes([7, 1, 127]).tolist() == [[7, 1, 16, 16], [1, 0, 0, 4], [127, 2, 80, 256]]
-    with pytest.raises(KernelInputError, match="no tables for 5 levels; there are tables for 1, 7, 127"):
+    assert tables.of_planes([7, 1, 127]).tolist() == [
+        [7, 1, 16, 16],
+        [1, 0, 0, 4],
+        [127, 2, 80, 256],
+    ]
+    with pytest.raises(
+        KernelInputError, match="no tables for 5 levels; there are tables for 1, 7, 127"
+    ):
         tables.of_planes([7, 5])
 
 
@@ -100,7 +123,12 @@ def test_shapes_that_cannot_be_are_refused(sizes):
 
 def test_numbers_of_a_shape():
     shape = CodecShape(2, 5, 100, 16, 64)
-    assert (shape.groups, shape.sections, shape.max_words, shape.sizes) == (7, 2, 5 * 64 + 64, (2, 5, 100))
+    assert (shape.groups, shape.sections, shape.max_words, shape.sizes) == (
+        7,
+        2,
+        5 * 64 + 64,
+        (2, 5, 100),
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +178,9 @@ def decode(tables, shape, levels=(7,), out_dtype=torch.float32, **changed):
     }
     scales = changed.pop("scales", torch.zeros(shape.planes, shape.tokens, dtype=torch.int32))
     out = torch.zeros(shape.sizes, dtype=out_dtype)
-    return cachegen_decode(EncodedPlanes(**(parts | changed)), scales, levels, shape, tables, out, by_token=True)
+    return cachegen_decode(
+        EncodedPlanes(**(parts | changed)), scales, levels, shape, tables, out, by_token=True
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Compile every kernel for GPUs that need not be here: the interpreter accepts programs that the compiler refuses."""
+"""Compile every kernel for GPUs that need not be here: the interpreter accepts programs that the
+compiler refuses.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,30 @@ for kernel in (paged_gather_kernel, paged_scatter_kernel):
                 done = compile(ASTSource(kernel, signature, fixed), target=target).asm
                 assert "cubin" in done
                 assert ("ld.global.v2.b64" in done["ptx"]) == (alignment_bytes == 16)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile(capability, tmp_path):
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(capability)], env=env, capture_output=True, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(tmp_path)
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(capability)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("program", ["compiled_blend.py", "compiled_codec.py"])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_other_kernels_compile(capability, program, tmp_path):
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(tmp_path)
+    }
     command = [sys.executable, str(Path(__file__).with_name(program)), str(capability)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

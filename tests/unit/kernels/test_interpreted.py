@@ -1,4 +1,6 @@
-"""Run the kernel checks in a process of their own: Triton decides when it is imported whether it interprets or compiles."""
+"""Run the kernel checks in a process of their own: Triton decides when it is imported whether it
+interprets or compiles.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 CHECKS = sorted((Path(__file__).parent / "interpreted").glob("check_*.py"))
-COMPILED = pytest.param(False, id="compiled", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+COMPILED = pytest.param(
+    False,
+    id="compiled",
+    marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+)
 
 
 SIDE_BY_SIDE = 2
@@ -24,7 +30,16 @@ def run(check: Path, interpret: bool) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | (
         {"TRITON_INTERPRET": "1"} if interpret else {}
     )
-    options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "--timeout", "600"]
+    options = [
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(ROOT),
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "--timeout",
+        "600",
+    ]
     command = [sys.executable, "-m", "pytest", *options, str(check)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
@@ -32,9 +47,17 @@ def run(check: Path, interpret: bool) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def interpreted(request):
     """The runs of the checks that were selected, all under way."""
-    selected = [item.callspec.params for item in request.session.items if getattr(item, "function", None) is test_kernels]
+    selected = [
+        item.callspec.params
+        for item in request.session.items
+        if getattr(item, "function", None) is test_kernels
+    ]
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        yield {params["check"]: pool.submit(run, params["check"], True) for params in selected if params["interpret"]}
+        yield {
+            params["check"]: pool.submit(run, params["check"], True)
+            for params in selected
+            if params["interpret"]
+        }
 
 
 @pytest.mark.timeout(900)

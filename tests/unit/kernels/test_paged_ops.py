@@ -23,7 +23,11 @@ OPS = (paged_gather, paged_scatter)
 def fill_chunk(case):
     """Give the chunk bytes of its own, which a scatter can bring into the pages."""
     random = torch.Generator().manual_seed(99)
-    case.blob.view(torch.uint8).copy_(torch.randint(0, 256, case.blob.view(torch.uint8).shape, dtype=torch.uint8, generator=random))
+    case.blob.view(torch.uint8).copy_(
+        torch.randint(
+            0, 256, case.blob.view(torch.uint8).shape, dtype=torch.uint8, generator=random
+        )
+    )
     return case
 
 
@@ -47,7 +51,9 @@ def test_gather_fills_the_chunk_and_nothing_else(make_case, dtype, shape, form, 
 @pytest.mark.parametrize("scatter", [paged_scatter, scatter_by_reference])
 @pytest.mark.parametrize("aligned", [False, True])
 def test_scatter_fills_the_slots_and_nothing_else(make_case, dtype, shape, form, aligned, scatter):
-    case, expected = (fill_chunk(make_case(dtype, shape, aligned=aligned, form=form)) for _ in range(2))
+    case, expected = (
+        fill_chunk(make_case(dtype, shape, aligned=aligned, form=form)) for _ in range(2)
+    )
     scatter(*case.args())
     expected.scatter_slowly()
     assert torch.equal(case.pool, expected.pool)
@@ -55,7 +61,9 @@ def test_scatter_fills_the_slots_and_nothing_else(make_case, dtype, shape, form,
 
 @st.composite
 def engine_slots(draw, num_blocks=9, block_size=6):
-    """Slots as engines give them: whole blocks in any order, cut at both ends; with now and then a token out of order."""
+    """Slots as engines give them: whole blocks in any order, cut at both ends; with now and then
+    a token out of order.
+    """
     blocks = draw(st.permutations(range(num_blocks)))[: draw(st.integers(1, num_blocks))]
     slots = [block * block_size + i for block in blocks for i in range(block_size)]
     begin = draw(st.integers(0, block_size))
@@ -67,10 +75,17 @@ def engine_slots(draw, num_blocks=9, block_size=6):
 
 
 @settings(deadline=None, max_examples=150)
-@given(slots=engine_slots(), form=st.sampled_from(FORMS), padding=st.integers(0, 25), seed=st.integers(0, 1000))
+@given(
+    slots=engine_slots(),
+    form=st.sampled_from(FORMS),
+    padding=st.integers(0, 25),
+    seed=st.integers(0, 1000),
+)
 def test_blocks_cut_anywhere_go_both_ways(make_case, slots, form, padding, seed):
     shape = (2, 9, 6, 2, 3, 0, padding)
-    case, expected = (fill_chunk(make_case(torch.float16, shape, seed, slots, form=form)) for _ in range(2))
+    case, expected = (
+        fill_chunk(make_case(torch.float16, shape, seed, slots, form=form)) for _ in range(2)
+    )
     paged_scatter(*case.args())
     expected.scatter_slowly()
     assert torch.equal(case.pool, expected.pool)
@@ -112,8 +127,15 @@ def test_what_is_scattered_is_gathered_again(make_case, slots, seed):
         ((2, 3, 16, 1, 7, 5, 0), True, 2),
     ],
 )
-def test_words_are_as_wide_as_addresses_rows_and_strides_allow(make_case, shape, aligned, word_bytes):
-    assert checked_copy(*make_case(torch.float16, shape, aligned=aligned).args(), writes_pages=False).word_bytes == word_bytes
+def test_words_are_as_wide_as_addresses_rows_and_strides_allow(
+    make_case, shape, aligned, word_bytes
+):
+    assert (
+        checked_copy(
+            *make_case(torch.float16, shape, aligned=aligned).args(), writes_pages=False
+        ).word_bytes
+        == word_bytes
+    )
 
 
 def test_signalling_nans_keep_their_payload(make_case):
@@ -125,7 +147,10 @@ def test_signalling_nans_keep_their_payload(make_case):
 
 @pytest.mark.parametrize("op", OPS)
 def test_slots_may_be_a_strided_slice(make_case, op):
-    case, expected = fill_chunk(make_case(torch.float16, SHAPE)), fill_chunk(make_case(torch.float16, SHAPE))
+    case, expected = (
+        fill_chunk(make_case(torch.float16, SHAPE)),
+        fill_chunk(make_case(torch.float16, SHAPE)),
+    )
     spread = torch.stack([case.slots, torch.full_like(case.slots, -1)], dim=1).flatten()[::2]
     assert not spread.is_contiguous()
     op(case.args()[0], spread, case.blob)
@@ -157,19 +182,47 @@ BOTH = [
     wrong("one side too few", lambda c: replace(c, values=[])),
     wrong("fewer values than keys", lambda c: replace(c, values=c.values[:-1])),
     wrong("a page of three dimensions", lambda c: replace(c, keys=[k.flatten(2) for k in c.keys])),
-    wrong("a page of another shape", lambda c: replace(c, values=[*c.values[:-1], c.values[-1][:-1]])),
-    wrong("a page of another dtype", lambda c: replace(c, values=[*c.values[:-1], c.values[-1].view(torch.bfloat16)])),
-    wrong("a page on another device", lambda c: replace(c, values=[*c.values[:-1], c.values[-1].to("meta")])),
     wrong(
-        "heads that are not contiguous", lambda c: replace(c, keys=[k[..., ::2] for k in c.keys], values=[v[..., ::2] for v in c.values])
+        "a page of another shape", lambda c: replace(c, values=[*c.values[:-1], c.values[-1][:-1]])
     ),
-    wrong("heads that overlap", lambda c: replace(c, keys=[c.keys[0][:, :, :1].expand(-1, -1, 2, -1), *c.keys[1:]])),
-    wrong("tokens that overlap", lambda c: replace(c, keys=[c.keys[0][:, :1].expand(-1, 3, -1, -1), *c.keys[1:]])),
-    wrong("blocks that overlap", lambda c: replace(c, keys=[c.keys[0][:1].expand(5, -1, -1, -1), *c.keys[1:]])),
-    wrong("empty rows", lambda c: replace(c, keys=[k[..., :0] for k in c.keys], values=[v[..., :0] for v in c.values])),
+    wrong(
+        "a page of another dtype",
+        lambda c: replace(c, values=[*c.values[:-1], c.values[-1].view(torch.bfloat16)]),
+    ),
+    wrong(
+        "a page on another device",
+        lambda c: replace(c, values=[*c.values[:-1], c.values[-1].to("meta")]),
+    ),
+    wrong(
+        "heads that are not contiguous",
+        lambda c: replace(
+            c, keys=[k[..., ::2] for k in c.keys], values=[v[..., ::2] for v in c.values]
+        ),
+    ),
+    wrong(
+        "heads that overlap",
+        lambda c: replace(c, keys=[c.keys[0][:, :, :1].expand(-1, -1, 2, -1), *c.keys[1:]]),
+    ),
+    wrong(
+        "tokens that overlap",
+        lambda c: replace(c, keys=[c.keys[0][:, :1].expand(-1, 3, -1, -1), *c.keys[1:]]),
+    ),
+    wrong(
+        "blocks that overlap",
+        lambda c: replace(c, keys=[c.keys[0][:1].expand(5, -1, -1, -1), *c.keys[1:]]),
+    ),
+    wrong(
+        "empty rows",
+        lambda c: replace(
+            c, keys=[k[..., :0] for k in c.keys], values=[v[..., :0] for v in c.values]
+        ),
+    ),
     wrong("a chunk with too many tokens", lambda c: replace(c, slots=c.slots[:-1])),
     wrong("a chunk with too few layers", lambda c: replace(c, blob=c.blob[:, :-1])),
-    wrong("a chunk that is not contiguous", lambda c: replace(c, blob=c.blob.transpose(0, 1).contiguous().transpose(0, 1))),
+    wrong(
+        "a chunk that is not contiguous",
+        lambda c: replace(c, blob=c.blob.transpose(0, 1).contiguous().transpose(0, 1)),
+    ),
     wrong("a chunk of another dtype", lambda c: replace(c, blob=c.blob.view(torch.bfloat16))),
     wrong("a chunk on another device", lambda c: replace(c, blob=c.blob.to("meta"))),
     wrong("int32 slots", lambda c: replace(c, slots=c.slots.int())),
@@ -187,7 +240,9 @@ SCATTER_ONLY = [
 
 
 @pytest.mark.parametrize(
-    ("op", "changes"), [(op, c.values[0]) for op in OPS for c in BOTH] + [(paged_scatter, c.values[0]) for c in SCATTER_ONLY]
+    ("op", "changes"),
+    [(op, c.values[0]) for op in OPS for c in BOTH]
+    + [(paged_scatter, c.values[0]) for c in SCATTER_ONLY],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(make_case, op, changes):
     case = fill_chunk(make_case(torch.float16, SHAPE))

@@ -1,4 +1,5 @@
-"""Lets kernels compile for a GPU that need not be here. For the programs that `test_compiled.py` runs, each as a process of its own.
+"""Lets kernels compile for a GPU that need not be here. For the programs that `test_compiled.py`
+runs, each as a process of its own.
 
 Triton is told that there is a GPU; a launch ends where the compiled kernel would be sent there.
 """
@@ -24,7 +25,11 @@ def compile_instead_of_launching(capability: int, modules: tuple[ModuleType, ...
         modules: That launch them, within `launching` of a device.
     """
     target = GPUTarget("cuda", capability, 32)
-    there = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _device: 0)
+    there = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+    )
     driver.set_active(there)
     run, made = JITFunction.run, []
 

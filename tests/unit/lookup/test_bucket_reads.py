@@ -19,8 +19,16 @@ def test_commands_are_as_the_client_library_encodes_them() -> None:
         keys = sorted({bucket_key(tenant, bucket_of(chunk_id)) for chunk_id in chunk_ids})
         assert [command.key for command in commands] == keys
         for command in commands if number in (0, MAX_TENANTS_KEPT + 1) else ():
-            inside = [chunk_id for chunk_id in chunk_ids if bucket_key(tenant, bucket_of(chunk_id)) == command.key]
-            assert command.short() == command.full() == hiredis.pack_command(("HMGET", command.key, *inside))  # type: ignore[arg-type]
+            inside = [
+                chunk_id
+                for chunk_id in chunk_ids
+                if bucket_key(tenant, bucket_of(chunk_id)) == command.key
+            ]
+            assert (
+                command.short()
+                == command.full()
+                == hiredis.pack_command(("HMGET", command.key, *inside))
+            )  # type: ignore[arg-type]
     assert reads.of("tenant-0", split_by_bucket([])) == []
 
 

@@ -1,4 +1,6 @@
-"""Who has which slot of a Redis Cluster, as its servers say, and when they do not agree or do not answer."""
+"""Who has which slot of a Redis Cluster, as its servers say, and when they do not agree or do
+not answer.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from lmcache_lookup.index.cluster_map import MAX_SERVERS_ASKED, NUM_SLOTS, ClusterMap, SlotsUnknownError, slot_of
+from lmcache_lookup.index.cluster_map import (
+    MAX_SERVERS_ASKED,
+    NUM_SLOTS,
+    ClusterMap,
+    SlotsUnknownError,
+    slot_of,
+)
 from lmcache_lookup.index.redis_node import CLIENT_ERRORS, Command
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import ResponseError
@@ -39,8 +47,13 @@ class Server:
 
 
 def slots(*parts: tuple[int, int, bytes, int]) -> list[Any]:
-    """As Redis 7 answers: with an id and more behind each address, and replicas behind the master."""
-    return [[first, last, [host, port, b"id", [b"hostname", b"h"]], [b"replica", 9, b"id", []]] for first, last, host, port in parts]
+    """As Redis 7 answers: with an id and more behind each address, and replicas behind the
+    master.
+    """
+    return [
+        [first, last, [host, port, b"id", [b"hostname", b"h"]], [b"replica", 9, b"id", []]]
+        for first, last, host, port in parts
+    ]
 
 
 class World:
@@ -72,7 +85,9 @@ async def test_slots_are_found_by_their_ranges() -> None:
 
 
 @pytest.mark.parametrize("name", [b"", b"?", None])
-async def test_a_server_that_does_not_know_its_name_is_the_one_that_was_asked(name: bytes | None) -> None:
+async def test_a_server_that_does_not_know_its_name_is_the_one_that_was_asked(
+    name: bytes | None,
+) -> None:
     world = World(a=slots((0, LAST, name, 1)))
     known = world.map_of("a")
     await known.refresh()
@@ -81,7 +96,11 @@ async def test_a_server_that_does_not_know_its_name_is_the_one_that_was_asked(na
 
 async def test_who_knows_all_slots_is_believed_first() -> None:
     world = World(
-        a=slots((0, 5, b"a", 1)), b=slots((0, LAST, b"b", 1)), c=LostConnectionError("away"), d=ResponseError("no cluster"), e=None
+        a=slots((0, 5, b"a", 1)),
+        b=slots((0, LAST, b"b", 1)),
+        c=LostConnectionError("away"),
+        d=ResponseError("no cluster"),
+        e=None,
     )
     known = world.map_of("a", "b", "c", "d", "e")
     async with asyncio.timeout(5):
@@ -117,7 +136,9 @@ async def test_callers_at_once_ask_once() -> None:
 
 
 async def test_a_few_of_many_are_asked() -> None:
-    world = World(**{f"s{number}": LostConnectionError("away") for number in range(3 * MAX_SERVERS_ASKED)})
+    world = World(
+        **{f"s{number}": LostConnectionError("away") for number in range(3 * MAX_SERVERS_ASKED)}
+    )
     known = world.map_of(*(f"s{number}" for number in range(3 * MAX_SERVERS_ASKED)))
     with pytest.raises(SlotsUnknownError):
         await known.refresh()

@@ -36,7 +36,9 @@ class Server:
         self.asked += [command.words for command in commands]
         if isinstance(self.answer, LostConnectionError):
             raise self.answer
-        return [self.answer(command) if callable(self.answer) else self.answer for command in commands]
+        return [
+            self.answer(command) if callable(self.answer) else self.answer for command in commands
+        ]
 
     async def ask(self, command: Command) -> Any:
         self.asked.append(("ASKING", *command.words))
@@ -69,7 +71,9 @@ async def test_each_is_asked_for_its_own() -> None:
 
 
 @pytest.mark.parametrize("is_low_refused", [True, False])
-async def test_an_answer_that_is_lost_says_more_than_one_that_is_refused(is_low_refused: bool) -> None:
+async def test_an_answer_that_is_lost_says_more_than_one_that_is_refused(
+    is_low_refused: bool,
+) -> None:
     lost, refused = LostConnectionError("gone"), ResponseError("OOM")
     world = World(*((refused, lost) if is_low_refused else (lost, refused)))
     with pytest.raises(LostConnectionError):
@@ -109,14 +113,18 @@ async def test_a_slot_on_its_way_is_asked_for_where_it_goes() -> None:
     assert ("ASKING", *LOW.words) in world.b.asked
 
 
-def about(role: str, run_id: str, epoch: int, mark: bytes | None = None) -> Callable[[Command], Any]:
+def about(
+    role: str, run_id: str, epoch: int, mark: bytes | None = None
+) -> Callable[[Command], Any]:
     """A server that tells of itself, and of the marks of its buckets, else it refuses."""
     texts = {
         ("INFO", "server"): f"# Server\r\nrun_id:{run_id}\r\n",
         ("INFO", "replication"): f"role:{role}\r\n",
         ("CLUSTER", "INFO"): f"cluster_state:ok\r\ncluster_current_epoch:{epoch}\r\n",
     }
-    return lambda command: texts[command.words].encode() if command.words in texts else mark or ResponseError("OOM")
+    return lambda command: (
+        texts[command.words].encode() if command.words in texts else mark or ResponseError("OOM")
+    )
 
 
 async def test_masters_are_seen_anew_after_a_while() -> None:
@@ -130,20 +138,26 @@ async def test_masters_are_seen_anew_after_a_while() -> None:
 
 async def test_marks_of_buckets_are_seen_where_they_are_told() -> None:
     world = World(about("master", "bb", 7, b"1"), about("master", "aa", 8, b"2"))
-    assert await world.shards.masters_seen() == MastersSeen(8, "aa,bb", ",".join("1" * 32 + "2" * 32))
+    assert await world.shards.masters_seen() == MastersSeen(
+        8, "aa,bb", ",".join("1" * 32 + "2" * 32)
+    )
     world.b.answer = about("master", "aa", 8)
     world.clock.now_s += MASTERS_FRESH_S
     assert await world.shards.masters_seen() == MastersSeen(8, "aa,bb")
 
 
-@pytest.mark.parametrize("second", [about("slave", "aa", 8), LostConnectionError("gone"), ResponseError("NOPERM")])
+@pytest.mark.parametrize(
+    "second", [about("slave", "aa", 8), LostConnectionError("gone"), ResponseError("NOPERM")]
+)
 async def test_masters_are_not_seen_when_one_is_none_or_does_not_answer(second: Any) -> None:
     world = World(about("master", "bb", 7), second)
     assert await world.shards.masters_seen() == MastersSeen()
     assert world.map.is_stale
 
 
-async def test_a_user_that_may_not_ask_who_is_there_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_user_that_may_not_ask_who_is_there_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     world = World(about("master", "bb", 7), ResponseError("NOPERM this user has no permissions"))
     for _ in range(3):
         world.clock.now_s += MASTERS_FRESH_S

@@ -1,4 +1,6 @@
-"""Bodies in both formats: the same questions get the same answers, and what cannot be read is refused without being repeated."""
+"""Bodies in both formats: the same questions get the same answers, and what cannot be read is
+refused without being repeated.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,12 @@ IDS = [bytes([number]) * 16 for number in range(1, 6)]
 PACKED = {"content-type": MSGPACK, "accept": MSGPACK}
 
 
-async def post(client: httpx.AsyncClient, path: str, body: object, **headers: str) -> httpx.Response:
-    return await client.post(path, content=msgspec.msgpack.encode(body), headers={**PACKED, **headers})
+async def post(
+    client: httpx.AsyncClient, path: str, body: object, **headers: str
+) -> httpx.Response:
+    return await client.post(
+        path, content=msgspec.msgpack.encode(body), headers={**PACKED, **headers}
+    )
 
 
 async def fill(client: httpx.AsyncClient) -> None:
@@ -37,10 +43,19 @@ async def test_both_formats_of_every_question_say_the_same() -> None:
     plain = {"chunk_ids": [chunk_id.hex() for chunk_id in IDS]}
     async with serving() as client:
         await fill(client)
-        first = msgspec.msgpack.decode((await post(client, "/v1/lookup", asked)).content, type=PackedLookupAnswer)
-        second = msgspec.json.decode((await client.post("/v1/lookup", json=plain)).content, type=LookupAnswer)
+        first = msgspec.msgpack.decode(
+            (await post(client, "/v1/lookup", asked)).content, type=PackedLookupAnswer
+        )
+        second = msgspec.json.decode(
+            (await client.post("/v1/lookup", json=plain)).content, type=LookupAnswer
+        )
         assert first.unpack() == second
-        assert [[holder.instance for holder in holders] for holders in second.holders] == [["a", "b"], ["a", "b"], ["b"], ["a"]]
+        assert [[holder.instance for holder in holders] for holders in second.holders] == [
+            ["a", "b"],
+            ["a", "b"],
+            ["b"],
+            ["a"],
+        ]
         assert [run.num_chunks for run in first.runs] == [2, 1, 1]
         for path, kind, expected in (
             ("/v1/contains", ContainsAnswer, ContainsAnswer([True, True, True, True, False])),
@@ -55,26 +70,48 @@ async def test_both_formats_of_every_question_say_the_same() -> None:
         assert msgspec.msgpack.decode(reply.content, type=LocationsAnswer) == msgspec.json.decode(
             (await client.get(location)).content, type=LocationsAnswer
         )
-        assert (await client.get(f"/v1/chunks/{IDS[4].hex()}/locations")).json() == {"holders": [], "degraded": False}
+        assert (await client.get(f"/v1/chunks/{IDS[4].hex()}/locations")).json() == {
+            "holders": [],
+            "degraded": False,
+        }
 
 
 async def test_whoever_is_excluded_counts_nowhere() -> None:
     asked = {"chunk_ids": b"".join(IDS), "exclude": ["a"]}
     async with serving() as client:
         await fill(client)
-        answer = msgspec.msgpack.decode((await post(client, "/v1/lookup", asked)).content, type=PackedLookupAnswer)
-        assert (answer.num_prefix, {one.instance for run in answer.runs for one in run.holders}) == (3, {"b"})
-        assert msgspec.msgpack.decode((await post(client, "/v1/contains", asked)).content)["present"] == [True, True, True, False, False]
-        assert msgspec.msgpack.decode((await post(client, "/v1/route", asked)).content)["instances"] == [{"instance": "b", "num_prefix": 3}]
+        answer = msgspec.msgpack.decode(
+            (await post(client, "/v1/lookup", asked)).content, type=PackedLookupAnswer
+        )
+        assert (
+            answer.num_prefix,
+            {one.instance for run in answer.runs for one in run.holders},
+        ) == (3, {"b"})
+        assert msgspec.msgpack.decode((await post(client, "/v1/contains", asked)).content)[
+            "present"
+        ] == [True, True, True, False, False]
+        assert msgspec.msgpack.decode((await post(client, "/v1/route", asked)).content)[
+            "instances"
+        ] == [{"instance": "b", "num_prefix": 3}]
 
 
 async def test_events_as_messagepack() -> None:
-    body = {"instance": "a", "incarnation": 1, "first_sequence": 0, "events": [["store", IDS[0], "hot", 7], ["remove", IDS[1], "disk"]]}
+    body = {
+        "instance": "a",
+        "incarnation": 1,
+        "first_sequence": 0,
+        "events": [["store", IDS[0], "hot", 7], ["remove", IDS[1], "disk"]],
+    }
     async with serving() as client:
         await lease(client)
-        assert msgspec.msgpack.decode((await post(client, "/v1/events", body)).content) == {"next_sequence": 2, "resync": False}
+        assert msgspec.msgpack.decode((await post(client, "/v1/events", body)).content) == {
+            "next_sequence": 2,
+            "resync": False,
+        }
         found = (await client.get(f"/v1/chunks/{IDS[0].hex()}/locations")).json()
-        assert found["holders"] == [{"instance": "a", "kind": "sidecar", "tier": "hot", "size_bytes": 7}]
+        assert found["holders"] == [
+            {"instance": "a", "kind": "sidecar", "tier": "hot", "size_bytes": 7}
+        ]
 
 
 @pytest.mark.parametrize(
@@ -106,12 +143,26 @@ async def test_the_answer_has_the_format_that_is_wanted(accept: str | None, kind
 
 async def test_formats_that_are_not_known_are_refused() -> None:
     async with serving() as client:
-        reply = await client.post("/v1/lookup", json={"chunk_ids": []}, headers={"accept": "text/html"})
-        assert (reply.status_code, reply.headers["content-type"]) == (406, "application/problem+json")
+        reply = await client.post(
+            "/v1/lookup", json={"chunk_ids": []}, headers={"accept": "text/html"}
+        )
+        assert (reply.status_code, reply.headers["content-type"]) == (
+            406,
+            "application/problem+json",
+        )
         for kind in ("text/plain", "", "application/x-www-form-urlencoded"):
-            reply = await client.post("/v1/lookup", content=b'{"chunk_ids": []}', headers={"content-type": kind})
-            assert (reply.status_code, reply.headers["content-type"]) == (415, "application/problem+json")
-        reply = await client.post("/v1/lookup", content=b'{"chunk_ids": []}', headers={"content-type": f"{JSON}; charset=utf-8"})
+            reply = await client.post(
+                "/v1/lookup", content=b'{"chunk_ids": []}', headers={"content-type": kind}
+            )
+            assert (reply.status_code, reply.headers["content-type"]) == (
+                415,
+                "application/problem+json",
+            )
+        reply = await client.post(
+            "/v1/lookup",
+            content=b'{"chunk_ids": []}',
+            headers={"content-type": f"{JSON}; charset=utf-8"},
+        )
         assert reply.status_code == 200
 
 
@@ -127,9 +178,21 @@ async def test_formats_that_are_not_known_are_refused() -> None:
         ("/v1/lookup", msgspec.msgpack.encode({"chunk_ids": b"", "exclude": ["a\n"]})),
         (
             "/v1/events",
-            msgspec.msgpack.encode({"instance": "a", "incarnation": 1, "first_sequence": 0, "events": [["store", b"x", "hot"]]}),
+            msgspec.msgpack.encode(
+                {
+                    "instance": "a",
+                    "incarnation": 1,
+                    "first_sequence": 0,
+                    "events": [["store", b"x", "hot"]],
+                }
+            ),
         ),
-        ("/v1/events", msgspec.msgpack.encode({"instance": "a\n", "incarnation": 1, "first_sequence": 0, "events": []})),
+        (
+            "/v1/events",
+            msgspec.msgpack.encode(
+                {"instance": "a\n", "incarnation": 1, "first_sequence": 0, "events": []}
+            ),
+        ),
         ("/v1/admin/evict", msgspec.msgpack.encode({"chunk_ids": b"", "tenant": "No"})),
     ],
 )
@@ -137,10 +200,20 @@ async def test_malformed_bodies_are_refused(path: str, body: bytes) -> None:
     async with serving() as client:
         reply = await client.post(path, content=body, headers=PACKED)
     status = 400 if body in (b"", b"\xc1") else 422  # the former are no msgpack at all
-    assert (reply.status_code, reply.headers["content-type"]) == (status, "application/problem+json")
+    assert (reply.status_code, reply.headers["content-type"]) == (
+        status,
+        "application/problem+json",
+    )
 
 
-@pytest.mark.parametrize("text", [b'{"incarnation": 1, "kind": "hunter2"}', b'{"incarnation": "hunter2", "kind": "sidecar"}', b"hunter2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"incarnation": 1, "kind": "hunter2"}',
+        b'{"incarnation": "hunter2", "kind": "sidecar"}',
+        b"hunter2",
+    ],
+)
 async def test_a_refusal_names_the_place_and_repeats_nothing(text: bytes) -> None:
     async with serving() as client:
         reply = await client.put("/v1/instances/a", content=text, headers={"content-type": JSON})
@@ -153,11 +226,17 @@ async def test_a_refusal_names_the_place_and_repeats_nothing(text: bytes) -> Non
 async def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
     async with serving() as client:
         headers = {"content-type": JSON}
-        reply = await client.put("/v1/instances/a", content=b'{"incarnation": 3.0, "kind": "sidecar", "ttl_ms": 2e3}', headers=headers)
+        reply = await client.put(
+            "/v1/instances/a",
+            content=b'{"incarnation": 3.0, "kind": "sidecar", "ttl_ms": 2e3}',
+            headers=headers,
+        )
         assert (reply.status_code, reply.json()["ttl_ms"]) == (200, 2000)
         for wrong in (b"3.5", b'"3"', b"1e300", b"-1.0", b"true"):
             body = b'{"incarnation": ' + wrong + b', "kind": "sidecar"}'
-            assert (await client.put("/v1/instances/a", content=body, headers=headers)).status_code == 422
+            assert (
+                await client.put("/v1/instances/a", content=body, headers=headers)
+            ).status_code == 422
 
 
 async def test_admins_look_after_other_tenants(tmp_path: Any) -> None:
@@ -165,13 +244,32 @@ async def test_admins_look_after_other_tenants(tmp_path: Any) -> None:
     evicted = PackedEvictRequest(pack_ids(IDS[:1]), "rival")
     async with serving(token=ADMIN_TOKEN, auth_tokens_file=tokens) as client:
         await lease(client)
-        events = [["store", IDS[0], "hot", 7, "rival"], ["store", IDS[0], "hot", 7, "zulu"], ["store", IDS[0], "hot"]]
-        await post(client, "/v1/events", {"instance": "a", "incarnation": 1, "first_sequence": 0, "events": events})
-        assert (await client.get("/v1/tenants")).json() == {"tenants": ["acme", "rival", "zulu"], "next_after": None}
-        assert (await client.get("/v1/tenants?limit=2")).json() == {"tenants": ["acme", "rival"], "next_after": "rival"}
-        assert (await client.get("/v1/tenants?limit=2&after=rival")).json() == {"tenants": ["zulu"], "next_after": None}
+        events = [
+            ["store", IDS[0], "hot", 7, "rival"],
+            ["store", IDS[0], "hot", 7, "zulu"],
+            ["store", IDS[0], "hot"],
+        ]
+        await post(
+            client,
+            "/v1/events",
+            {"instance": "a", "incarnation": 1, "first_sequence": 0, "events": events},
+        )
+        assert (await client.get("/v1/tenants")).json() == {
+            "tenants": ["acme", "rival", "zulu"],
+            "next_after": None,
+        }
+        assert (await client.get("/v1/tenants?limit=2")).json() == {
+            "tenants": ["acme", "rival"],
+            "next_after": "rival",
+        }
+        assert (await client.get("/v1/tenants?limit=2&after=rival")).json() == {
+            "tenants": ["zulu"],
+            "next_after": None,
+        }
         assert (await client.get("/v1/stats?tenant=rival")).json()["num_chunks"] == 1
-        assert (await post(client, "/v1/admin/evict", evicted, accept=JSON)).json() == {"num_evicted": 1}
+        assert (await post(client, "/v1/admin/evict", evicted, accept=JSON)).json() == {
+            "num_evicted": 1
+        }
         assert (await client.get("/v1/stats?tenant=rival")).json()["num_chunks"] == 0
         assert (await client.post("/v1/admin/clear?tenant=zulu")).status_code == 204
         assert (await client.get("/v1/tenants")).json()["tenants"] == ["acme"]
@@ -183,8 +281,18 @@ async def test_admins_look_after_other_tenants(tmp_path: Any) -> None:
 
 async def test_without_the_index_nothing_is_known_in_either_format() -> None:
     async with serving(AwayIndex()) as client:
-        assert (await client.post("/v1/contains", json={"chunk_ids": ["0a" * 16]})).json() == {"present": [False], "degraded": True}
-        assert (await client.get(f"/v1/chunks/{IDS[0].hex()}/locations")).json() == {"holders": [], "degraded": True}
+        assert (await client.post("/v1/contains", json={"chunk_ids": ["0a" * 16]})).json() == {
+            "present": [False],
+            "degraded": True,
+        }
+        assert (await client.get(f"/v1/chunks/{IDS[0].hex()}/locations")).json() == {
+            "holders": [],
+            "degraded": True,
+        }
         reply = await post(client, "/v1/lookup", {"chunk_ids": IDS[0]})
-        assert msgspec.msgpack.decode(reply.content) == {"num_prefix": 0, "runs": [], "degraded": True}
+        assert msgspec.msgpack.decode(reply.content) == {
+            "num_prefix": 0,
+            "runs": [],
+            "degraded": True,
+        }
         assert (await client.get("/v1/tenants")).status_code == 503

@@ -8,7 +8,14 @@ from collections import Counter
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.wire.backoff import Backoff
-from lmcache_lookup.index import ClaimedElsewhereError, EventBatch, IndexEvent, LeaseClaim, LookupIndex, create_index
+from lmcache_lookup.index import (
+    ClaimedElsewhereError,
+    EventBatch,
+    IndexEvent,
+    LeaseClaim,
+    LookupIndex,
+    create_index,
+)
 from lmcache_lookup.index.base import RefusedError
 from lmcache_lookup.index.embedded import DROPS_PER_LOOK, SWEEP_CHUNKS, EmbeddedIndex
 from lmcache_lookup.index.guarded import FAILURES_BEFORE_PAUSE, GuardedIndex
@@ -58,7 +65,12 @@ def test_a_wrong_redis_url_is_refused_without_being_shown(url: str) -> None:
     [
         *("redis://u:hunter2@h:port", "rediss://u:hunter2@h:port", "redis://[::1"),
         *("redis-sentinel://,:1/s", "redis-sentinel://h:x/s"),
-        *("redis-cluster://", "redis-cluster://u:hunter2@,b", "rediss-cluster://u:hunter2@h:99999", "redis-cluster://h:1/2"),
+        *(
+            "redis-cluster://",
+            "redis-cluster://u:hunter2@,b",
+            "rediss-cluster://u:hunter2@h:99999",
+            "redis-cluster://h:1/2",
+        ),
     ],
 )
 def test_an_unreadable_redis_url_is_refused_without_being_shown(url: str) -> None:
@@ -80,9 +92,17 @@ def test_redis_urls(url: str) -> None:
 
 
 def test_addresses_in_redis_urls() -> None:
-    assert read_redis_url("redis-cluster://u:p@a:1,[::1]:2,b").addresses == (("a", 1), ("::1", 2), ("b", 6379))
+    assert read_redis_url("redis-cluster://u:p@a:1,[::1]:2,b").addresses == (
+        ("a", 1),
+        ("::1", 2),
+        ("b", 6379),
+    )
     sentinels = read_redis_url("rediss-sentinel://a,b:3/main")
-    assert (sentinels.addresses, sentinels.service, sentinels.is_cluster) == ((("a", 26379), ("b", 3)), "main", False)
+    assert (sentinels.addresses, sentinels.service, sentinels.is_cluster) == (
+        (("a", 26379), ("b", 3)),
+        "main",
+        False,
+    )
     assert "hunter2" not in repr(read_redis_url("redis://:hunter2@h"))
 
 
@@ -123,14 +143,26 @@ async def test_the_embedded_index_forgets_the_chunk_stored_longest_ago() -> None
 async def test_a_full_embedded_index_forgets_chunks_of_the_tenant_with_the_most() -> None:
     index = EmbeddedIndex(max_chunks=1000, max_instances=4)
     ids = [number.to_bytes(16, "big") for number in range(3000)]
-    for tenant, mine in (("small", ids[:100]), ("large", ids), ("late", ids[:500]), ("later", ids[:300])):
+    for tenant, mine in (
+        ("small", ids[:100]),
+        ("large", ids),
+        ("late", ids[:500]),
+        ("later", ids[:300]),
+    ):
         await index.renew(tenant, LeaseClaim("a", 1, "sidecar", 100_000))
-        await index.apply(tenant, EventBatch("a", 1, 0, [IndexEvent("store", tenant, chunk_id, "hot", 1) for chunk_id in mine]))
+        await index.apply(
+            tenant,
+            EventBatch(
+                "a", 1, 0, [IndexEvent("store", tenant, chunk_id, "hot", 1) for chunk_id in mine]
+            ),
+        )
         await index.sweep()
     known = {tenant: (await index.stats(tenant)).num_chunks for tenant in await index.tenants()}
     assert (known["small"], sum(known.values())) == (100, 1000)
     assert min(known["large"], known["late"], known["later"]) >= 1000 // len(known)
-    assert [len(found) for found in await index.holders("large", ids)].index(1) == 3000 - known["large"]
+    assert [len(found) for found in await index.holders("large", ids)].index(1) == 3000 - known[
+        "large"
+    ]
 
 
 class Tenants:
@@ -140,10 +172,15 @@ class Tenants:
         self._index = index
         self._num_stored: Counter[tuple[str, str]] = Counter()
 
-    async def store(self, tenant: str, count: int, instance: str = "i", ttl_ms: int = 10**9) -> None:
+    async def store(
+        self, tenant: str, count: int, instance: str = "i", ttl_ms: int = 10**9
+    ) -> None:
         first = self._num_stored[tenant, instance]
         await self._index.renew(tenant, LeaseClaim(instance, 1, "sidecar", ttl_ms))
-        ids = [instance.encode() * 8 + number.to_bytes(8, "big") for number in range(first, first + count)]
+        ids = [
+            instance.encode() * 8 + number.to_bytes(8, "big")
+            for number in range(first, first + count)
+        ]
         events = [IndexEvent("store", tenant, chunk_id, "hot", 1) for chunk_id in ids]
         assert not (await self._index.apply(tenant, EventBatch(instance, 1, first, events))).resync
         self._num_stored[tenant, instance] += count
@@ -193,13 +230,29 @@ async def test_sweeping_keeps_the_order_and_looks_at_a_bounded_number() -> None:
     index = EmbeddedIndex(max_chunks=3 * SWEEP_CHUNKS, max_instances=4)
     ids = [number.to_bytes(16, "big") for number in range(3 * SWEEP_CHUNKS + 2)]
     await index.renew("t", LeaseClaim("a", 1, "sidecar", 100_000))
-    await index.apply("t", EventBatch("a", 1, 0, [IndexEvent("store", "t", chunk_id, "hot", 1) for chunk_id in ids[:-2]]))
+    await index.apply(
+        "t",
+        EventBatch(
+            "a", 1, 0, [IndexEvent("store", "t", chunk_id, "hot", 1) for chunk_id in ids[:-2]]
+        ),
+    )
     for _ in range(3):
         assert await index.sweep() == 0
     for number, chunk_id in enumerate(ids[-2:]):
-        await index.apply("t", EventBatch("a", 1, len(ids) - 2 + number, [IndexEvent("store", "t", chunk_id, "hot", 1)]))
+        await index.apply(
+            "t",
+            EventBatch(
+                "a", 1, len(ids) - 2 + number, [IndexEvent("store", "t", chunk_id, "hot", 1)]
+            ),
+        )
         await index.sweep()
-    assert [len(holders) for holders in await index.holders("t", [*ids[:3], *ids[-2:]])] == [0, 0, 1, 1, 1]
+    assert [len(holders) for holders in await index.holders("t", [*ids[:3], *ids[-2:]])] == [
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
     await index.end("t", "a")
     swept = [await index.sweep() for _ in range(8)]
     assert (sum(swept), max(swept)) == (3 * SWEEP_CHUNKS, SWEEP_CHUNKS)
@@ -269,5 +322,9 @@ async def test_a_refusal_holds_nothing_back_and_is_told() -> None:
 
 
 def test_the_breaker_guards_every_method() -> None:
-    methods = [name for name, _ in inspect.getmembers(LookupIndex, inspect.isfunction) if not name.startswith("_")]
+    methods = [
+        name
+        for name, _ in inspect.getmembers(LookupIndex, inspect.isfunction)
+        if not name.startswith("_")
+    ]
     assert set(methods) <= set(vars(GuardedIndex))

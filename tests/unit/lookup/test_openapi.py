@@ -41,7 +41,9 @@ def test_every_type_is_described_with_its_own_fields(document: dict[str, Any]) -
         fields = msgspec.structs.fields(kind)
         assert schema["description"] == inspect.getdoc(kind)
         assert set(schema["properties"]) == {field.encode_name for field in fields}
-        assert set(schema.get("required", [])) == {field.encode_name for field in fields if field.required}
+        assert set(schema.get("required", [])) == {
+            field.encode_name for field in fields if field.required
+        }
 
 
 def test_every_body_under_v1_is_there_in_both_formats(document: dict[str, Any]) -> None:
@@ -49,7 +51,10 @@ def test_every_body_under_v1_is_there_in_both_formats(document: dict[str, Any]) 
     num_bodies = 0
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            contents = [operation.get("requestBody", {}).get("content"), operation["responses"].get("200", {}).get("content")]
+            contents = [
+                operation.get("requestBody", {}).get("content"),
+                operation["responses"].get("200", {}).get("content"),
+            ]
             for content in contents if path.startswith("/v1") and path != "/v1/log-level" else []:
                 assert content is None or set(content) == {JSON, MSGPACK}
                 num_bodies += content is not None
@@ -58,8 +63,12 @@ def test_every_body_under_v1_is_there_in_both_formats(document: dict[str, Any]) 
 
 def test_lookups_are_described_by_the_types_that_are_used(document: dict[str, Any]) -> None:
     lookup = document["paths"]["/v1/lookup"]["post"]
-    assert lookup["requestBody"]["content"][JSON]["schema"] == {"$ref": f"#/components/schemas/{ChunksRequest.__name__}"}
-    assert lookup["responses"]["200"]["content"][MSGPACK]["schema"] == {"$ref": f"#/components/schemas/{PackedLookupAnswer.__name__}"}
+    assert lookup["requestBody"]["content"][JSON]["schema"] == {
+        "$ref": f"#/components/schemas/{ChunksRequest.__name__}"
+    }
+    assert lookup["responses"]["200"]["content"][MSGPACK]["schema"] == {
+        "$ref": f"#/components/schemas/{PackedLookupAnswer.__name__}"
+    }
 
 
 def test_patterns_and_bytes_are_those_of_the_formats(document: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""The REST surface over the embedded index: bounds, refusals, and what an index that is away does to each call."""
+"""The REST surface over the embedded index: bounds, refusals, and what an index that is away
+does to each call.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,27 @@ ID = "0a" * 16
 
 
 @asynccontextmanager
-async def serving(index: LookupIndex | None = None, token: str | None = None, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(
+    index: LookupIndex | None = None, token: str | None = None, **options: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     async with asgi_client(create_app(LookupSettings(**options), index), token) as client:
         yield client
 
 
 async def lease(client: httpx.AsyncClient, instance: str = "a", **fields: Any) -> httpx.Response:
-    return await client.put(f"/v1/instances/{instance}", json={"incarnation": 1, "kind": "sidecar", **fields})
+    return await client.put(
+        f"/v1/instances/{instance}", json={"incarnation": 1, "kind": "sidecar", **fields}
+    )
 
 
-async def store(client: httpx.AsyncClient, *ids: str, first: int = 0, instance: str = "a") -> httpx.Response:
+async def store(
+    client: httpx.AsyncClient, *ids: str, first: int = 0, instance: str = "a"
+) -> httpx.Response:
     events = [{"op": "store", "chunk_id": text, "tier": "hot", "size_bytes": 1} for text in ids]
-    return await client.post("/v1/events", json={"instance": instance, "incarnation": 1, "first_sequence": first, "events": events})
+    return await client.post(
+        "/v1/events",
+        json={"instance": instance, "incarnation": 1, "first_sequence": first, "events": events},
+    )
 
 
 def test_the_surface_is_the_documented_one() -> None:
@@ -62,7 +73,11 @@ def test_the_surface_is_the_documented_one() -> None:
 
 async def test_a_lookup_is_answered_as_documented() -> None:
     async with serving() as client:
-        assert (await lease(client)).json() == {"ttl_ms": 15_000, "next_sequence": 0, "resync": False}
+        assert (await lease(client)).json() == {
+            "ttl_ms": 15_000,
+            "next_sequence": 0,
+            "resync": False,
+        }
         assert (await store(client, ID)).json() == {"next_sequence": 1, "resync": False}
         answer = await client.post("/v1/lookup", json={"chunk_ids": [ID, "0b" * 16]})
         assert answer.json() == {
@@ -85,11 +100,20 @@ async def test_route_counts_only_unbroken_prefixes() -> None:
         await store(client, ids[0], ids[2], instance="broken")
         await store(client, ids[1], ids[2], instance="late")
         answer = (await client.post("/v1/route", json={"chunk_ids": ids})).json()
-    assert answer["instances"] == [{"instance": "whole", "num_prefix": 3}, {"instance": "broken", "num_prefix": 1}]
+    assert answer["instances"] == [
+        {"instance": "whole", "num_prefix": 3},
+        {"instance": "broken", "num_prefix": 1},
+    ]
 
 
 @pytest.mark.parametrize(
-    ("asked", "granted"), [({}, 15_000), ({"ttl_ms": 1}, 1_000), ({"ttl_ms": 20_000}, 20_000), ({"ttl_ms": 1 << 40}, 300_000)]
+    ("asked", "granted"),
+    [
+        ({}, 15_000),
+        ({"ttl_ms": 1}, 1_000),
+        ({"ttl_ms": 20_000}, 20_000),
+        ({"ttl_ms": 1 << 40}, 300_000),
+    ],
 )
 async def test_leases_are_bounded(asked: dict[str, int], granted: int) -> None:
     async with serving() as client:
@@ -100,8 +124,15 @@ async def test_instances_are_listed_and_ended() -> None:
     async with serving() as client:
         await lease(client)
         [entry] = (await client.get("/v1/instances")).json()["instances"]
-        assert (entry["instance"], entry["kind"], entry["incarnation"], entry["next_sequence"]) == ("a", "sidecar", 1, 0)
-        assert (await client.delete("/v1/instances/a", params={"incarnation": 2})).status_code == 204
+        assert (entry["instance"], entry["kind"], entry["incarnation"], entry["next_sequence"]) == (
+            "a",
+            "sidecar",
+            1,
+            0,
+        )
+        assert (
+            await client.delete("/v1/instances/a", params={"incarnation": 2})
+        ).status_code == 204
         assert len((await client.get("/v1/instances")).json()["instances"]) == 1
         assert (await client.delete("/v1/instances/a")).status_code == 204
         assert (await client.delete("/v1/instances/a")).status_code == 204
@@ -119,18 +150,39 @@ async def test_instances_are_listed_and_ended() -> None:
         ("/v1/lookup", {}),
         ("/v1/route", {"chunk_ids": [1]}),
         ("/v1/events", {"instance": "a", "incarnation": -1, "first_sequence": 0, "events": []}),
-        ("/v1/events", {"instance": "a", "incarnation": 1 << 63, "first_sequence": 0, "events": []}),
+        (
+            "/v1/events",
+            {"instance": "a", "incarnation": 1 << 63, "first_sequence": 0, "events": []},
+        ),
         ("/v1/events", {"instance": "a", "incarnation": 1, "first_sequence": -1, "events": []}),
         ("/v1/events", {"instance": "a|b", "incarnation": 1, "first_sequence": 0, "events": []}),
-        ("/v1/events", {"instance": "a", "incarnation": 1, "first_sequence": 0, "events": [{"op": "copy", "chunk_id": ID, "tier": "hot"}]}),
-        ("/v1/events", {"instance": "a", "incarnation": 1, "first_sequence": 0, "events": [{"op": "store", "chunk_id": ID, "tier": ""}]}),
         (
             "/v1/events",
             {
                 "instance": "a",
                 "incarnation": 1,
                 "first_sequence": 0,
-                "events": [{"op": "remove", "chunk_id": ID, "tier": "hot"}] * (MAX_EVENTS_PER_BATCH + 1),
+                "events": [{"op": "copy", "chunk_id": ID, "tier": "hot"}],
+            },
+        ),
+        (
+            "/v1/events",
+            {
+                "instance": "a",
+                "incarnation": 1,
+                "first_sequence": 0,
+                "events": [{"op": "store", "chunk_id": ID, "tier": ""}],
+            },
+        ),
+        (
+            "/v1/events",
+            {
+                "instance": "a",
+                "incarnation": 1,
+                "first_sequence": 0,
+                "events": (
+                    [{"op": "remove", "chunk_id": ID, "tier": "hot"}] * (MAX_EVENTS_PER_BATCH + 1)
+                ),
             },
         ),
         ("/v1/admin/evict", {"chunk_ids": ["x"]}),
@@ -139,7 +191,10 @@ async def test_instances_are_listed_and_ended() -> None:
 async def test_malformed_questions_are_refused(path: str, body: dict[str, Any]) -> None:
     async with serving() as client:
         response = await client.post(path, json=body)
-    assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")
+    assert (response.status_code, response.headers["content-type"]) == (
+        422,
+        "application/problem+json",
+    )
 
 
 @pytest.mark.parametrize("instance", ["..", "a b", "x" * 129, "%00"])
@@ -150,7 +205,9 @@ async def test_malformed_instances_are_refused(instance: str) -> None:
 
 async def test_a_field_of_a_newer_client_is_ignored() -> None:
     async with serving() as client:
-        assert (await client.post("/v1/lookup", json={"chunk_ids": [], "new": True})).status_code == 200
+        assert (
+            await client.post("/v1/lookup", json={"chunk_ids": [], "new": True})
+        ).status_code == 200
 
 
 async def test_the_largest_requests_fit() -> None:
@@ -158,8 +215,12 @@ async def test_the_largest_requests_fit() -> None:
         await lease(client)
         ids = [f"{number:032x}" for number in range(MAX_CHUNKS_PER_LOOKUP)]
         for first in range(0, MAX_CHUNKS_PER_LOOKUP, MAX_EVENTS_PER_BATCH):
-            assert (await store(client, *ids[first : first + MAX_EVENTS_PER_BATCH], first=first)).json()["resync"] is False
-        answer = (await client.post("/v1/lookup", json={"chunk_ids": ids, "exclude": ["b"] * 1024})).json()
+            assert (
+                await store(client, *ids[first : first + MAX_EVENTS_PER_BATCH], first=first)
+            ).json()["resync"] is False
+        answer = (
+            await client.post("/v1/lookup", json={"chunk_ids": ids, "exclude": ["b"] * 1024})
+        ).json()
         assert answer["num_prefix"] == MAX_CHUNKS_PER_LOOKUP
 
 
@@ -178,7 +239,9 @@ async def test_upkeep_needs_an_admin(tmp_path: Path) -> None:
     async with serving(token=ADMIN_TOKEN, auth_tokens_file=tokens) as client:
         await lease(client)
         await store(client, ID)
-        assert (await client.post("/v1/admin/evict", json={"chunk_ids": [ID]})).json() == {"num_evicted": 1}
+        assert (await client.post("/v1/admin/evict", json={"chunk_ids": [ID]})).json() == {
+            "num_evicted": 1
+        }
         assert (await client.post("/v1/admin/clear")).status_code == 204
         assert (await lease(client)).json()["resync"] is True
 
@@ -186,17 +249,28 @@ async def test_upkeep_needs_an_admin(tmp_path: Path) -> None:
 async def test_without_the_index_questions_are_answered_and_writes_refused() -> None:
     async with serving(AwayIndex()) as client:
         answer = await client.post("/v1/lookup", json={"chunk_ids": [ID]})
-        assert (answer.status_code, answer.json()) == (200, {"num_prefix": 0, "holders": [], "degraded": True})
+        assert (answer.status_code, answer.json()) == (
+            200,
+            {"num_prefix": 0, "holders": [], "degraded": True},
+        )
         answer = await client.post("/v1/route", json={"chunk_ids": [ID]})
         assert (answer.status_code, answer.json()) == (200, {"instances": [], "degraded": True})
-        assert (await client.get("/v1/stats")).json() == {"index": "away", "degraded": True, "num_chunks": None, "num_instances": None}
+        assert (await client.get("/v1/stats")).json() == {
+            "index": "away",
+            "degraded": True,
+            "num_chunks": None,
+            "num_instances": None,
+        }
         for response in (
             await lease(client),
             await store(client, ID),
             await client.get("/v1/instances"),
             await client.post("/v1/admin/clear"),
         ):
-            assert (response.status_code, response.json()["type"]) == (503, "urn:lmcache:problem:unavailable")
+            assert (response.status_code, response.json()["type"]) == (
+                503,
+                "urn:lmcache:problem:unavailable",
+            )
             assert "away" not in response.text
         ready = await client.get("/readyz")
         assert (ready.status_code, ready.json()["checks"]["index"]["ok"]) == (200, False)
@@ -214,7 +288,12 @@ async def test_hits_and_events_are_counted() -> None:
         await store(client, ID, first=7)
         await client.post("/v1/lookup", json={"chunk_ids": [ID, "0b" * 16]})
         metrics = (await client.get("/metrics")).text
-    for line in ("found_chunks_total 1.0", "requested_chunks_total 2.0", "events_total 1.0", "resyncs_total 1.0"):
+    for line in (
+        "found_chunks_total 1.0",
+        "requested_chunks_total 2.0",
+        "events_total 1.0",
+        "resyncs_total 1.0",
+    ):
         assert f"lmcache_lookup_{line}" in metrics
 
 
@@ -230,14 +309,22 @@ def test_a_direct_route_refuses_what_it_would_not_run() -> None:
     async def plain(request: Request, caller: ClientPrincipal, service: Lookup) -> Response:
         return Response()
 
-    async def more(request: Request, caller: ClientPrincipal, service: Lookup, parts: Parts) -> Response:
+    async def more(
+        request: Request, caller: ClientPrincipal, service: Lookup, parts: Parts
+    ) -> Response:
         return Response()
 
-    async def queried(request: Request, caller: ClientPrincipal, service: Lookup, limit: int = 1) -> Response:
+    async def queried(
+        request: Request, caller: ClientPrincipal, service: Lookup, limit: int = 1
+    ) -> Response:
         return Response()
 
     router.get("/plain")(plain)
-    for endpoint, options in ((plain, {"dependencies": [Depends(check)]}), (more, {}), (queried, {})):
+    for endpoint, options in (
+        (plain, {"dependencies": [Depends(check)]}),
+        (more, {}),
+        (queried, {}),
+    ):
         with pytest.raises(TypeError, match="make it a GuardedRoute"):
             router.get("/other", **options)(endpoint)
     with pytest.raises(TypeError, match="make it a GuardedRoute"):

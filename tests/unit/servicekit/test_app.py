@@ -12,17 +12,34 @@ from lmcache_servicekit import metrics
 from lmcache_servicekit.secret_file import read_secret_file
 from lmcache_servicekit.state import service_state
 
-from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, Failures, SampleSettings, asgi_client, create_app, write_tokens
+from tests.fixtures.sample_service import (
+    ADMIN_TOKEN,
+    CLIENT_TOKEN,
+    Failures,
+    SampleSettings,
+    asgi_client,
+    create_app,
+    write_tokens,
+)
 
 
 async def test_without_tokens_everybody_is_the_default_tenants_admin() -> None:
     async with asgi_client(create_app(SampleSettings()), "whatever") as client:
-        assert (await client.get("/v1/things/1")).json() == {"tenant": "default", "role": "admin", "name": "anonymous"}
+        assert (await client.get("/v1/things/1")).json() == {
+            "tenant": "default",
+            "role": "admin",
+            "name": "anonymous",
+        }
 
 
 @pytest.mark.parametrize(
     ("token", "things", "admin"),
-    [(CLIENT_TOKEN, 200, 403), (ADMIN_TOKEN, 200, 200), (None, 401, 401), ("wrong-0123456789ab", 401, 401)],
+    [
+        (CLIENT_TOKEN, 200, 403),
+        (ADMIN_TOKEN, 200, 200),
+        (None, 401, 401),
+        ("wrong-0123456789ab", 401, 401),
+    ],
 )
 async def test_roles(tmp_path: Path, token: str | None, things: int, admin: int) -> None:
     settings = SampleSettings(auth_tokens_file=write_tokens(tmp_path / "tokens.yaml"))
@@ -41,7 +58,9 @@ async def test_other_schemes_are_no_credentials(tmp_path: Path, header: str) -> 
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
 
 
-async def test_a_changed_token_file_is_taken_while_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_changed_token_file_is_taken_while_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_tokens(tmp_path / "tokens.yaml")
     app = create_app(SampleSettings(auth_tokens_file=path))
     async with asgi_client(app, CLIENT_TOKEN) as client:
@@ -69,7 +88,9 @@ async def test_a_body_that_is_too_large_is_refused_whether_or_not_it_says_so() -
             assert (response.status_code, response.json()["title"]) == (413, "Content Too Large")
             assert response.headers["content-type"] == "application/problem+json"
         for length in ("-1", "1e3", "9" * 40):
-            response = await client.post("/v1/things", content=b"{}", headers=headers | {"content-length": length})
+            response = await client.post(
+                "/v1/things", content=b"{}", headers=headers | {"content-length": length}
+            )
             assert response.status_code == 413
         assert (await client.post("/v1/large/x", content=b"x" * 4000)).status_code == 404
 
@@ -100,7 +121,12 @@ async def test_requests_are_counted_by_route_template() -> None:
     assert counted['{method="GET",route="unmatched",status="404"}'] == 1
     assert any('method="other"' in labels for labels in counted)
     assert "passwd" not in text
-    assert samples(text, f"{metrics.HTTP_REQUEST_DURATION_SECONDS}_count")['{method="GET",route="/v1/things/{number}"}'] == 4
+    assert (
+        samples(text, f"{metrics.HTTP_REQUEST_DURATION_SECONDS}_count")[
+            '{method="GET",route="/v1/things/{number}"}'
+        ]
+        == 4
+    )
     assert metrics.BUILD_INFO in text
 
 
@@ -123,11 +149,16 @@ def test_secret_files(tmp_path: Path) -> None:
 
 
 async def test_probes_have_a_listener_of_their_own_that_asks_for_nothing(tmp_path: Path) -> None:
-    settings = SampleSettings(auth_tokens_file=write_tokens(tmp_path / "tokens.yaml"), health_port=0)
+    settings = SampleSettings(
+        auth_tokens_file=write_tokens(tmp_path / "tokens.yaml"), health_port=0
+    )
     app = create_app(settings)
     async with app.router.lifespan_context(app), httpx.AsyncClient(trust_env=False) as client:
         url = f"http://127.0.0.1:{service_state(app).ports['health_port']}"
-        assert [(await client.get(url + path)).status_code for path in ("/healthz", "/readyz", "/metrics")] == [200, 200, 200]
+        assert [
+            (await client.get(url + path)).status_code
+            for path in ("/healthz", "/readyz", "/metrics")
+        ] == [200, 200, 200]
         assert (await client.get(f"{url}/v1/things/1")).status_code == 404
     taken = create_app(SampleSettings(health_port=1, health_host="192.0.2.1"))
     with pytest.raises(ConfigError, match=r"health_host='192\.0\.2\.1', health_port=1"):

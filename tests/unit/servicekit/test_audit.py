@@ -14,14 +14,25 @@ from lmcache_servicekit.audit import AUDIT_LOGGER, MAX_AUDITED_CHARS, handover_a
 from lmcache_servicekit.logs import configure_logging
 from lmcache_servicekit.state import service_state
 
-from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, SampleSettings, asgi_client, create_app, write_tokens
+from tests.fixtures.sample_service import (
+    ADMIN_TOKEN,
+    CLIENT_TOKEN,
+    SampleSettings,
+    asgi_client,
+    create_app,
+    write_tokens,
+)
 
 CALLER = Principal("acme", "admin", "storage-1")
 
 
 @pytest.fixture
 def app(tmp_path: Path) -> FastAPI:
-    return create_app(SampleSettings(auth_tokens_file=write_tokens(tmp_path / "tokens.yaml", ["acme"]), instance_id="kit-0"))
+    return create_app(
+        SampleSettings(
+            auth_tokens_file=write_tokens(tmp_path / "tokens.yaml", ["acme"]), instance_id="kit-0"
+        )
+    )
 
 
 @pytest.fixture
@@ -31,13 +42,24 @@ def audit(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def lines(audit: pytest.LogCaptureFixture) -> list[dict[str, object]]:
-    return [json.loads(record.getMessage()) for record in audit.records if record.name == AUDIT_LOGGER]
+    return [
+        json.loads(record.getMessage()) for record in audit.records if record.name == AUDIT_LOGGER
+    ]
 
 
-async def test_an_action_is_one_line_with_who_what_and_how_it_ended(app: FastAPI, audit: pytest.LogCaptureFixture) -> None:
+async def test_an_action_is_one_line_with_who_what_and_how_it_ended(
+    app: FastAPI, audit: pytest.LogCaptureFixture
+) -> None:
     async with asgi_client(app, ADMIN_TOKEN) as client:
         await client.post(
-            "/v1/admin/clear", json={"tenant": "x", "all_tenants": False, "chunk_hashes": ["secret"], "token_ids": [1], "password": "p"}
+            "/v1/admin/clear",
+            json={
+                "tenant": "x",
+                "all_tenants": False,
+                "chunk_hashes": ["secret"],
+                "token_ids": [1],
+                "password": "p",
+            },
         )
     (line,) = lines(audit)
     assert str(line.pop("time")).endswith("Z")
@@ -56,7 +78,8 @@ async def test_an_action_is_one_line_with_who_what_and_how_it_ended(app: FastAPI
 
 
 @pytest.mark.parametrize(
-    ("token", "who", "status"), [(CLIENT_TOKEN, "c-acme", 403), ("nobody-0123456789abcdef", None, 401), (None, None, 401)]
+    ("token", "who", "status"),
+    [(CLIENT_TOKEN, "c-acme", 403), ("nobody-0123456789abcdef", None, 401), (None, None, 401)],
 )
 async def test_what_was_refused_is_a_line_too(
     app: FastAPI, audit: pytest.LogCaptureFixture, token: str | None, who: str | None, status: int
@@ -64,10 +87,17 @@ async def test_what_was_refused_is_a_line_too(
     async with asgi_client(app, token) as client:
         assert (await client.post("/v1/admin/clear", json={"tenant": "x"})).status_code == status
     (line,) = lines(audit)
-    assert (line["who"], line["status"], line["result"], line["details"]) == (who, status, "refused", {})
+    assert (line["who"], line["status"], line["result"], line["details"]) == (
+        who,
+        status,
+        "refused",
+        {},
+    )
 
 
-async def test_what_clients_do_and_what_only_reads_is_none(app: FastAPI, audit: pytest.LogCaptureFixture) -> None:
+async def test_what_clients_do_and_what_only_reads_is_none(
+    app: FastAPI, audit: pytest.LogCaptureFixture
+) -> None:
     async with asgi_client(app, ADMIN_TOKEN) as client:
         assert (await client.post("/v1/things", json={"text": "x"})).status_code == 200
         assert (await client.get("/v1/things/1")).status_code == 200
@@ -75,15 +105,29 @@ async def test_what_clients_do_and_what_only_reads_is_none(app: FastAPI, audit: 
     assert lines(audit) == []
 
 
-@pytest.mark.parametrize("body", [b"", b"not JSON", b"[1, 2]", b"\xff\xfe", b"[" * 900, json.dumps({"tenant": "n" * 900}).encode()])
-async def test_no_body_keeps_the_line_from_being_written(app: FastAPI, audit: pytest.LogCaptureFixture, body: bytes) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"not JSON",
+        b"[1, 2]",
+        b"\xff\xfe",
+        b"[" * 900,
+        json.dumps({"tenant": "n" * 900}).encode(),
+    ],
+)
+async def test_no_body_keeps_the_line_from_being_written(
+    app: FastAPI, audit: pytest.LogCaptureFixture, body: bytes
+) -> None:
     async with asgi_client(app, ADMIN_TOKEN) as client:
         assert (await client.post("/v1/admin/clear", content=body)).status_code == 200
     (line,) = lines(audit)
     assert line["details"] in ({}, {"tenant": "n" * MAX_AUDITED_CHARS})
 
 
-async def test_nobody_writes_lines_of_his_own_into_it(app: FastAPI, audit: pytest.LogCaptureFixture) -> None:
+async def test_nobody_writes_lines_of_his_own_into_it(
+    app: FastAPI, audit: pytest.LogCaptureFixture
+) -> None:
     async with asgi_client(app, ADMIN_TOKEN) as client:
         await client.post("/v1/admin/clear", json={"tenant": 'x"}\n{"who": "somebody else"'})
     (record,) = [record for record in audit.records if record.name == AUDIT_LOGGER]
@@ -92,7 +136,9 @@ async def test_nobody_writes_lines_of_his_own_into_it(app: FastAPI, audit: pytes
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_it_is_written_as_it_is_whatever_the_format_and_the_level(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_written_as_it_is_whatever_the_format_and_the_level(
+    log_format: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     root, audit = logging.getLogger(), logging.getLogger(AUDIT_LOGGER)
     before = (root.handlers[:], root.level, audit.handlers[:], audit.level, audit.propagate)
     try:
@@ -113,11 +159,24 @@ async def test_a_tenant_that_asks_too_often_is_told_when_to_come_again(tmp_path:
     service_state(app).limiter = RateLimiter(0.5, lambda: now)
     async with asgi_client(app, CLIENT_TOKEN) as client:
         assert (await client.get("/v1/things/1")).status_code == 200
-        answer = await client.get("/v1/things/1", headers={"authorization": f"Bearer {ADMIN_TOKEN}"})
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "2"), "its tokens share what it has"
+        answer = await client.get(
+            "/v1/things/1", headers={"authorization": f"Bearer {ADMIN_TOKEN}"}
+        )
+        assert (answer.status_code, answer.headers["retry-after"]) == (
+            429,
+            "2",
+        ), "its tokens share what it has"
         assert answer.json()["type"] == "urn:lmcache:problem:throttled"
-        assert (await client.get("/healthz")).status_code == (await client.get("/metrics")).status_code == 200
-        assert (await client.get("/v1/things/1", headers={"authorization": "Bearer nobody-0123456789abcdef"})).status_code == 401
+        assert (
+            (await client.get("/healthz")).status_code
+            == (await client.get("/metrics")).status_code
+            == 200
+        )
+        assert (
+            await client.get(
+                "/v1/things/1", headers={"authorization": "Bearer nobody-0123456789abcdef"}
+            )
+        ).status_code == 401
         now += 2.0
         assert (await client.get("/v1/things/1")).status_code == 200
 
@@ -137,11 +196,22 @@ def test_the_setting_reaches_the_limiter() -> None:
         (HandoverNote(None, "10.0.0.1", ("acme",), 0, 0, 1), None, "refused"),
     ],
 )
-def test_what_servers_hand_over_is_a_line(audit: pytest.LogCaptureFixture, note: HandoverNote, who: str | None, result: str) -> None:
+def test_what_servers_hand_over_is_a_line(
+    audit: pytest.LogCaptureFixture, note: HandoverNote, who: str | None, result: str
+) -> None:
     handover_audit("lmcache-storage", "storage-0")(note)
     (line,) = lines(audit)
-    assert (line["service"], line["instance"], line["what"]) == ("lmcache-storage", "storage-0", "lm:// HANDOVER")
-    assert (line["who"], line["client"], line["status"], line["result"]) == (who, "10.0.0.1", None, result)
+    assert (line["service"], line["instance"], line["what"]) == (
+        "lmcache-storage",
+        "storage-0",
+        "lm:// HANDOVER",
+    )
+    assert (line["who"], line["client"], line["status"], line["result"]) == (
+        who,
+        "10.0.0.1",
+        None,
+        result,
+    )
     assert line["details"] == {
         "tenants": list(note.tenants),
         "num_chunks": note.num_chunks,

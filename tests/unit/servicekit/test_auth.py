@@ -1,4 +1,6 @@
-"""Callers are let in before anything of their requests is read, and no route can be made that forgets it."""
+"""Callers are let in before anything of their requests is read, and no route can be made that
+forgets it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from lmcache_servicekit.audit import AUDIT_LOGGER
 from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute, require_role
 from pydantic import BaseModel
 
-from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, SampleSettings, asgi_client, no_parts, write_tokens
+from tests.fixtures.sample_service import (
+    ADMIN_TOKEN,
+    CLIENT_TOKEN,
+    SampleSettings,
+    asgi_client,
+    no_parts,
+    write_tokens,
+)
 
 JSON = {"content-type": "application/json"}
 
@@ -26,7 +35,9 @@ class Quota(BaseModel):
 
 
 def settings(tmp_path: Path) -> SampleSettings:
-    return SampleSettings(auth_tokens_file=write_tokens(tmp_path / "tokens.yaml"), rate_limit_per_tenant=1)
+    return SampleSettings(
+        auth_tokens_file=write_tokens(tmp_path / "tokens.yaml"), rate_limit_per_tenant=1
+    )
 
 
 def routes() -> APIRouter:
@@ -45,29 +56,52 @@ def routes() -> APIRouter:
 
 @pytest.mark.parametrize("body", [b'{"tenant": ', b"[]", b"", b"\xff", b"[" * 900])
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v1/read/none"), ("PUT", "/v1/quota")])
-async def test_who_is_not_let_in_does_not_learn_what_is_wrong_with_the_request(tmp_path: Path, method: str, path: str, body: bytes) -> None:
-    app = create_service_app(settings(tmp_path), "lmcache-servicekit", lifespan=no_parts, routers=[routes()])
+async def test_who_is_not_let_in_does_not_learn_what_is_wrong_with_the_request(
+    tmp_path: Path, method: str, path: str, body: bytes
+) -> None:
+    app = create_service_app(
+        settings(tmp_path), "lmcache-servicekit", lifespan=no_parts, routers=[routes()]
+    )
     async with asgi_client(app) as client:
         answer = await client.request(method, path, content=body, headers=JSON)
         assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
     async with asgi_client(app, CLIENT_TOKEN) as client:
         assert (await client.put("/v1/quota", content=body, headers=JSON)).status_code == 403
-        assert (await client.post(path, content=body, headers=JSON)).status_code in (405, 429), "what was refused has counted"
+        assert (await client.post(path, content=body, headers=JSON)).status_code in (
+            405,
+            429,
+        ), "what was refused has counted"
 
 
-async def test_an_action_whose_body_is_not_valid_is_audited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_action_whose_body_is_not_valid_is_audited(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, AUDIT_LOGGER)
-    app = create_service_app(settings(tmp_path), "lmcache-servicekit", lifespan=no_parts, routers=[routes()])
+    app = create_service_app(
+        settings(tmp_path), "lmcache-servicekit", lifespan=no_parts, routers=[routes()]
+    )
     async with asgi_client(app, ADMIN_TOKEN) as client:
-        assert (await client.put("/v1/quota", json={"tenant": "x", "num_bytes": "many"})).status_code == 422
-    [line] = [json.loads(record.getMessage()) for record in caplog.records if record.name == AUDIT_LOGGER]
-    assert (line["who"], line["status"], line["details"]) == ("a-acme", 422, {"tenant": "x", "num_bytes": "many"})
+        assert (
+            await client.put("/v1/quota", json={"tenant": "x", "num_bytes": "many"})
+        ).status_code == 422
+    [line] = [
+        json.loads(record.getMessage()) for record in caplog.records if record.name == AUDIT_LOGGER
+    ]
+    assert (line["who"], line["status"], line["details"]) == (
+        "a-acme",
+        422,
+        {"tenant": "x", "num_bytes": "many"},
+    )
 
 
 async def test_the_strictest_role_counts_and_the_call_counts_once(tmp_path: Path) -> None:
-    app = create_service_app(settings(tmp_path), "lmcache-servicekit", lifespan=no_parts, routers=[routes()])
+    app = create_service_app(
+        settings(tmp_path), "lmcache-servicekit", lifespan=no_parts, routers=[routes()]
+    )
     async with asgi_client(app, ADMIN_TOKEN) as client:
-        answers = [await client.put("/v1/quota", json={"tenant": "x", "num_bytes": 1}) for _ in range(2)]
+        answers = [
+            await client.put("/v1/quota", json={"tenant": "x", "num_bytes": 1}) for _ in range(2)
+        ]
     assert [answer.status_code for answer in answers] == [200, 429]
     assert answers[0].json() == "a-acme"
 
@@ -85,4 +119,6 @@ def test_a_service_takes_no_other_routes() -> None:
     router = APIRouter(prefix="/v1")
     router.get("/open")(anybody)
     with pytest.raises(TypeError, match="lets in whoever comes"):
-        create_service_app(SampleSettings(), "lmcache-servicekit", lifespan=no_parts, routers=[router])
+        create_service_app(
+            SampleSettings(), "lmcache-servicekit", lifespan=no_parts, routers=[router]
+        )

@@ -1,4 +1,6 @@
-"""What routes depend on runs on the event loop: FastAPI sends plain functions to the thread pool, which costs each request."""
+"""What routes depend on runs on the event loop: FastAPI sends plain functions to the thread
+pool, which costs each request.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,16 @@ def is_async(call: Callable[..., Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", APPS)
-def test_nothing_that_a_request_needs_waits_for_a_thread(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_a_request_needs_waits_for_a_thread(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     routes = list(routes_of(APPS[name]().routes))
     assert len(routes) > 3
-    plain = {f"{route.path}: {call.__qualname__}" for route in routes for call in calls_of(route.dependant) if not is_async(call)}
+    plain = {
+        f"{route.path}: {call.__qualname__}"
+        for route in routes
+        for call in calls_of(route.dependant)
+        if not is_async(call)
+    }
     assert plain == set()

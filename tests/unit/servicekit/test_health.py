@@ -69,13 +69,17 @@ async def test_only_our_own_errors_are_quoted() -> None:
     assert (checks["ours"].detail, checks["theirs"].detail) == ("redis: no answer", "OSError")
 
 
-async def test_what_does_not_answer_is_named_and_changes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_does_not_answer_is_named_and_changes_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
     registry = HealthRegistry()
     registry.add("index", slow, timeout_s=0.01, where="redis at h:1")
     registry.add("fine", fine)
     for _ in range(2):
-        assert (await registry.run()).checks["index"].detail == "redis at h:1: no answer within 0.01 s"
+        assert (await registry.run()).checks[
+            "index"
+        ].detail == "redis at h:1: no answer within 0.01 s"
     registry.add("index", fine)
     for _ in range(2):
         await registry.run()
@@ -106,7 +110,9 @@ async def test_what_the_service_closes_at_its_end_is_not_reported_as_away(
         await asyncio.sleep(0.1)
 
     is_closing = False
-    app = create_service_app(SampleSettings(), "lmcache-servicekit", lifespan=closing_slowly, routers=[])
+    app = create_service_app(
+        SampleSettings(), "lmcache-servicekit", lifespan=closing_slowly, routers=[]
+    )
     async with asyncio.timeout(30), app.router.lifespan_context(app):
         await asked.wait()
     assert [line for line in caplog.messages if "unavailable" in line] == []
@@ -120,5 +126,8 @@ async def test_routes() -> None:
         assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
         service_state(app).health.add("gone", broken)
         ready = await client.get("/readyz")
-        assert (ready.status_code, set(ready.json()["checks"]["gone"])) == (503, {"ok", "detail", "latency_ms"})
+        assert (ready.status_code, set(ready.json()["checks"]["gone"])) == (
+            503,
+            {"ok", "detail", "latency_ms"},
+        )
         assert (await client.get("/healthz")).json() == {"status": "ok"}

@@ -1,4 +1,6 @@
-"""HTTP connections of a real server on loopback: what one caller may leave waiting, and until when."""
+"""HTTP connections of a real server on loopback: what one caller may leave waiting, and until
+when.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,15 @@ class Server:
 
 @asynccontextmanager
 async def serving(app: App) -> AsyncIterator[Server]:
-    config = uvicorn.Config(app, port=0, http=BoundedHttpProtocol, lifespan="off", ws="none", log_config=None, access_log=False)
+    config = uvicorn.Config(
+        app,
+        port=0,
+        http=BoundedHttpProtocol,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+    )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
     task = asyncio.create_task(server.serve())
@@ -74,13 +84,21 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(b"content-length", b"%d" % len(body))],
+        }
+    )
     await send({"type": "http.response.body", "body": body})
 
 
 async def deny(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer without reading the body."""
-    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+    await send(
+        {"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]}
+    )
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -143,11 +161,24 @@ async def test_pipelined_requests_are_all_answered_in_order(size: int) -> None:
         body = b"%d." % number * (number % 5) * (200 if number % 50 == 7 else 1)
         path = b"/n/%d" % number
         if number % 3 == 0:
-            chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:3], body[3:]) if part)
-            requests += b"POST %b HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n%b0\r\n\r\n" % (path, chunks)
+            chunks = b"".join(
+                b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:3], body[3:]) if part
+            )
+            requests += b"POST %b HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n%b0\r\n\r\n" % (
+                path,
+                chunks,
+            )
         else:
-            requests += b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (path, len(body), body)
-        wanted += b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b:%b" % (len(path) + 1 + len(body), path, body)
+            requests += b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (
+                path,
+                len(body),
+                body,
+            )
+        wanted += b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b:%b" % (
+            len(path) + 1 + len(body),
+            path,
+            body,
+        )
     requests += b"GET /end HTTP/1.1\r\nconnection: close\r\n\r\n"
 
     async with serving(echo) as server:
@@ -163,7 +194,9 @@ async def test_pipelined_requests_are_all_answered_in_order(size: int) -> None:
         async with asyncio.timeout(PATIENCE_S):
             _, answers = await asyncio.gather(send(), reader.read())
         writer.close()
-    lines = b"\r\n".join(line for line in answers.split(b"\r\n") if not line.startswith((b"date:", b"server:")))
+    lines = b"\r\n".join(
+        line for line in answers.split(b"\r\n") if not line.startswith((b"date:", b"server:"))
+    )
     assert lines.startswith(bytes(wanted))
 
 
@@ -177,7 +210,9 @@ async def test_pipelined_requests_are_all_answered_in_order(size: int) -> None:
     ],
     ids=["declared", "GET", "chunked", "empty lines between requests"],
 )
-async def test_bytes_behind_an_answer_do_not_keep_a_connection(monkeypatch: pytest.MonkeyPatch, message: bytes) -> None:
+async def test_bytes_behind_an_answer_do_not_keep_a_connection(
+    monkeypatch: pytest.MonkeyPatch, message: bytes
+) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.5)
     async with serving(deny) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -211,7 +246,9 @@ async def test_a_body_that_comes_in_time_behind_its_answer_leaves_the_connection
         writer.close()
 
 
-async def test_a_caller_that_does_not_read_its_answers_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_that_does_not_read_its_answers_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http_protocol, "WRITE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(http_protocol, "SLOWEST_READER_BYTES_PER_S", 1 << 30)
     size = 16 << 20
@@ -222,7 +259,13 @@ async def test_a_caller_that_does_not_read_its_answers_is_let_go(monkeypatch: py
         headers = [(b"content-length", b"%d" % size)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for sent in range(0, size, 1 << 20):
-            await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": sent + (1 << 20) < size})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": b"x" * (1 << 20),
+                    "more_body": sent + (1 << 20) < size,
+                }
+            )
         num_ended += 1
 
     async with serving(large) as server:
@@ -260,12 +303,22 @@ def _blocking_caller(port: int) -> socket.socket:
 
 @contextmanager
 def serving_on(loop: str, app: App) -> Iterator[Server]:
-    """A server in a thread of its own, on a loop of this kind, with little room for what waits to be sent."""
+    """A server in a thread of its own, on a loop of this kind, with little room for what waits
+    to be sent.
+    """
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     listener.bind(("127.0.0.1", 0))
     listener.listen()
-    config = uvicorn.Config(app, http=BoundedHttpProtocol, loop=loop, lifespan="off", ws="none", log_config=None, access_log=False)
+    config = uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        loop=loop,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+    )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -288,8 +341,20 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 def _of_size(size: int) -> App:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
-        await send({"type": "http.response.body", "body": b"x" * size, "more_body": scope["path"] == "/fails"})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", b"%d" % size)],
+            }
+        )
+        await send(
+            {
+                "type": "http.response.body",
+                "body": b"x" * size,
+                "more_body": scope["path"] == "/fails",
+            }
+        )
         if scope["path"] == "/fails":
             raise OSError("nothing more to read")
 
@@ -297,8 +362,12 @@ def _of_size(size: int) -> App:
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_a_caller_that_reads_a_little_of_its_last_answer_is_let_go(monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
-    """Reading below the mark at which writing resumes does not lift the time limit from a closing connection."""
+def test_a_caller_that_reads_a_little_of_its_last_answer_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, loop: str
+) -> None:
+    """Reading below the mark at which writing resumes does not lift the time limit from a
+    closing connection.
+    """
     monkeypatch.setattr(http_protocol, "WRITE_TIMEOUT_S", 1.0)
     monkeypatch.setattr(http_protocol, "SLOWEST_READER_BYTES_PER_S", 1 << 30)
     with serving_on(loop, _of_size(200_000)) as server, _blocking_caller(server.port) as caller:
@@ -312,9 +381,13 @@ def test_a_caller_that_reads_a_little_of_its_last_answer_is_let_go(monkeypatch: 
         _wait_for(lambda: server.num_connections == 0)
 
 
-@pytest.mark.parametrize("end", ["a request that cannot be parsed", "a handler that fails", "a caller's end of file"])
+@pytest.mark.parametrize(
+    "end", ["a request that cannot be parsed", "a handler that fails", "a caller's end of file"]
+)
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_a_connection_closed_in_the_middle_does_not_wait_for_its_caller(monkeypatch: pytest.MonkeyPatch, loop: str, end: str) -> None:
+def test_a_connection_closed_in_the_middle_does_not_wait_for_its_caller(
+    monkeypatch: pytest.MonkeyPatch, loop: str, end: str
+) -> None:
     """Too few bytes wait to pause writing, which is where the limit usually begins."""
     monkeypatch.setattr(http_protocol, "WRITE_TIMEOUT_S", 1.0)
     monkeypatch.setattr(http_protocol, "SLOWEST_READER_BYTES_PER_S", 1 << 30)
@@ -332,7 +405,9 @@ def test_a_connection_closed_in_the_middle_does_not_wait_for_its_caller(monkeypa
         _wait_for(lambda: server.num_connections == 0)
 
 
-async def test_connections_without_a_request_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_without_a_request_make_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http_protocol, "MAX_CONNECTIONS", 4)
     go_on = asyncio.Event()
 
@@ -357,7 +432,9 @@ async def test_connections_without_a_request_make_room_for_others(monkeypatch: p
             writer.close()
 
 
-async def test_an_answered_connection_ends_when_nothing_more_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answered_connection_ends_when_nothing_more_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also where the rest of a body has come behind its answer."""
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.5)
     async with serving(deny) as server:

@@ -11,7 +11,14 @@ from fastapi import FastAPI
 from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.log_level import create_log_router
 
-from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, SampleSettings, asgi_client, no_parts, write_tokens
+from tests.fixtures.sample_service import (
+    ADMIN_TOKEN,
+    CLIENT_TOKEN,
+    SampleSettings,
+    asgi_client,
+    no_parts,
+    write_tokens,
+)
 
 OWN = "tests.of_log_levels.inner"
 
@@ -30,7 +37,12 @@ def _logging_as_before() -> Iterator[None]:
 
 
 def app(**options: object) -> FastAPI:
-    return create_service_app(SampleSettings(**options), "lmcache-servicekit", lifespan=no_parts, routers=[create_log_router()])
+    return create_service_app(
+        SampleSettings(**options),
+        "lmcache-servicekit",
+        lifespan=no_parts,
+        routers=[create_log_router()],
+    )
 
 
 async def test_a_process_logs_more_and_less() -> None:
@@ -39,7 +51,9 @@ async def test_a_process_logs_more_and_less() -> None:
         answer = (await client.put("/v1/log-level", json={"level": "debug"})).json()
         assert answer["level"] == "debug"
         assert logging.getLogger(OWN).isEnabledFor(logging.DEBUG)
-        assert not logging.getLogger("httpx").isEnabledFor(logging.INFO), "libraries that log URLs stay quiet"
+        assert not logging.getLogger("httpx").isEnabledFor(logging.INFO), (
+            "libraries that log URLs stay quiet"
+        )
         await client.put("/v1/log-level", json={"level": "error"})
         assert not logging.getLogger(OWN).isEnabledFor(logging.WARNING)
 
@@ -47,7 +61,11 @@ async def test_a_process_logs_more_and_less() -> None:
 async def test_one_logger_has_a_level_of_its_own() -> None:
     logging.getLogger(OWN)
     async with asgi_client(app()) as client:
-        answer = (await client.put("/v1/log-level", json={"level": "debug", "logger": "tests.of_log_levels"})).json()
+        answer = (
+            await client.put(
+                "/v1/log-level", json={"level": "debug", "logger": "tests.of_log_levels"}
+            )
+        ).json()
         assert (answer["level"], answer["loggers"]["tests.of_log_levels"]) == ("info", "debug")
         assert (await client.get("/v1/log-level")).json() == answer
     assert logging.getLogger(OWN).isEnabledFor(logging.DEBUG), "it holds for what is below it"
@@ -65,16 +83,26 @@ async def test_one_logger_has_a_level_of_its_own() -> None:
         ({"level": "debug", "logger": "nobody.logs.here"}, 404),
     ],
 )
-async def test_what_is_not_a_level_or_a_logger_is_refused(body: dict[str, object], status: int) -> None:
+async def test_what_is_not_a_level_or_a_logger_is_refused(
+    body: dict[str, object], status: int
+) -> None:
     async with asgi_client(app()) as client:
         response = await client.put("/v1/log-level", json=body)
-        assert (response.status_code, response.headers["content-type"]) == (status, "application/problem+json")
+        assert (response.status_code, response.headers["content-type"]) == (
+            status,
+            "application/problem+json",
+        )
     assert logging.getLogger().level == logging.INFO
     assert "nobody.logs.here" not in logging.root.manager.loggerDict, "asking makes no logger"
 
 
-@pytest.mark.parametrize(("token", "shown", "changed"), [(CLIENT_TOKEN, 200, 403), (ADMIN_TOKEN, 200, 200), (None, 401, 401)])
+@pytest.mark.parametrize(
+    ("token", "shown", "changed"),
+    [(CLIENT_TOKEN, 200, 403), (ADMIN_TOKEN, 200, 200), (None, 401, 401)],
+)
 async def test_roles(tmp_path: Path, token: str | None, shown: int, changed: int) -> None:
-    async with asgi_client(app(auth_tokens_file=write_tokens(tmp_path / "tokens.yaml")), token) as client:
+    async with asgi_client(
+        app(auth_tokens_file=write_tokens(tmp_path / "tokens.yaml")), token
+    ) as client:
         assert (await client.get("/v1/log-level")).status_code == shown
         assert (await client.put("/v1/log-level", json={"level": "info"})).status_code == changed

@@ -1,4 +1,6 @@
-"""Errors leave as RFC 9457 problems: every one of ours has an entry, and none tells more than it should."""
+"""Errors leave as RFC 9457 problems: every one of ours has an entry, and none tells more than it
+should.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,28 @@ from lmcache_core.errors import (
 )
 from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
-from lmcache_servicekit.errors import ConflictError, NotFoundError, PermissionDeniedError, ThrottledError
-from lmcache_servicekit.problems import MAX_SHOWN_ERRORS, PROBLEMS, ProblemType, install_problem_handlers, problem_of
+from lmcache_servicekit.errors import (
+    ConflictError,
+    NotFoundError,
+    PermissionDeniedError,
+    ThrottledError,
+)
+from lmcache_servicekit.problems import (
+    MAX_SHOWN_ERRORS,
+    PROBLEMS,
+    ProblemType,
+    install_problem_handlers,
+    problem_of,
+)
 from starlette.types import Message
 
-from tests.fixtures.sample_service import Failures, SampleSettings, asgi_client, create_app, no_parts
+from tests.fixtures.sample_service import (
+    Failures,
+    SampleSettings,
+    asgi_client,
+    create_app,
+    no_parts,
+)
 
 
 def errors_below(root: type[LMCacheError]) -> Iterator[type[LMCacheError]]:
@@ -34,7 +53,11 @@ def errors_below(root: type[LMCacheError]) -> Iterator[type[LMCacheError]]:
 
 
 def test_every_error_of_the_core_has_an_entry_of_its_own() -> None:
-    ours = [kind for kind in errors_below(LMCacheError) if kind.__module__ in ("lmcache_core.errors", "lmcache_servicekit.errors")]
+    ours = [
+        kind
+        for kind in errors_below(LMCacheError)
+        if kind.__module__ in ("lmcache_core.errors", "lmcache_servicekit.errors")
+    ]
     assert len(ours) >= 15
     assert not [kind.__name__ for kind in ours if kind not in PROBLEMS]
 
@@ -48,7 +71,9 @@ def test_every_other_error_is_mapped_by_its_base() -> None:
     unmapped = [
         kind.__qualname__
         for kind in errors_below(LMCacheError)
-        if kind.__module__.startswith(("lmcache_core.", "lmcache_servicekit."))  # a service maps its own, see `create_service_app`
+        if kind.__module__.startswith(
+            ("lmcache_core.", "lmcache_servicekit.")
+        )  # a service maps its own, see `create_service_app`
         and kind is not LMCacheError
         and not any(base in PROBLEMS for base in kind.__mro__[: kind.__mro__.index(LMCacheError)])
     ]
@@ -98,9 +123,15 @@ async def test_a_domain_error_tells_its_text(error: Exception, status: int, kind
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(UnavailableError("secret host"), 503), (lmcache_core.errors.IntegrityError("secret"), 500), (LMCacheError("secret"), 500)],
+    [
+        (UnavailableError("secret host"), 503),
+        (lmcache_core.errors.IntegrityError("secret"), 500),
+        (LMCacheError("secret"), 500),
+    ],
 )
-async def test_a_failure_of_ours_tells_nothing(error: Exception, status: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_of_ours_tells_nothing(
+    error: Exception, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
     found, body, _ = await answer_to(error)
     assert found == status
     assert "secret" not in str(body)
@@ -114,28 +145,50 @@ async def test_headers_that_clients_act_on() -> None:
 
 async def test_a_bug_is_a_problem_without_detail() -> None:
     status, body, _ = await answer_to(RuntimeError("secret"))
-    assert (status, body) == (500, {"type": "urn:lmcache:problem:internal", "title": "The service failed", "status": 500})
+    assert (status, body) == (
+        500,
+        {"type": "urn:lmcache:problem:internal", "title": "The service failed", "status": 500},
+    )
 
 
 async def test_http_exceptions_keep_status_detail_and_headers() -> None:
     status, body, headers = await answer_to(HTTPException(418, "short and stout", {"x-pot": "tea"}))
-    assert (status, body["detail"], body["type"], headers["x-pot"]) == (418, "short and stout", "about:blank", "tea")
+    assert (status, body["detail"], body["type"], headers["x-pot"]) == (
+        418,
+        "short and stout",
+        "about:blank",
+        "tea",
+    )
 
 
 async def test_an_unknown_path_and_a_wrong_method_are_problems() -> None:
     async with asgi_client(create_app(SampleSettings())) as client:
-        for response, status in ((await client.get("/nope"), 404), (await client.put("/v1/things/1"), 405)):
-            assert (response.status_code, response.headers["content-type"]) == (status, "application/problem+json")
+        for response, status in (
+            (await client.get("/nope"), 404),
+            (await client.put("/v1/things/1"), 405),
+        ):
+            assert (response.status_code, response.headers["content-type"]) == (
+                status,
+                "application/problem+json",
+            )
 
 
 async def test_a_validation_error_names_the_place_and_not_the_input() -> None:
     async with asgi_client(create_app(SampleSettings())) as client:
         response = await client.post("/v1/things", json={"text": ["hunter2"] * 20})
         assert response.status_code == 422
-        assert response.json()["errors"] == [{"at": "body.text", "message": "Input should be a valid string"}]
+        assert response.json()["errors"] == [
+            {"at": "body.text", "message": "Input should be a valid string"}
+        ]
         assert "hunter2" not in response.text
-        broken = await client.post("/v1/things", content=b"{hunter2", headers={"content-type": "application/json"})
-        assert (broken.status_code, broken.json()["type"], "hunter2" in broken.text) == (400, "urn:lmcache:problem:malformed", False)
+        broken = await client.post(
+            "/v1/things", content=b"{hunter2", headers={"content-type": "application/json"}
+        )
+        assert (broken.status_code, broken.json()["type"], "hunter2" in broken.text) == (
+            400,
+            "urn:lmcache:problem:malformed",
+            False,
+        )
         many = await client.get("/v1/things/x", params={"a": "1"})
         assert len(many.json()["errors"]) <= MAX_SHOWN_ERRORS
 
@@ -143,7 +196,11 @@ async def test_a_validation_error_names_the_place_and_not_the_input() -> None:
 async def test_json_without_a_content_type_is_refused() -> None:
     """A page in a browser can send that to loopback without asking."""
     async with asgi_client(create_app(SampleSettings())) as client:
-        assert (await client.post("/v1/things", content=b'{"text": "x"}', headers={"content-type": "text/plain"})).status_code == 415
+        assert (
+            await client.post(
+                "/v1/things", content=b'{"text": "x"}', headers={"content-type": "text/plain"}
+            )
+        ).status_code == 415
         assert (await client.post("/v1/things", content=b'{"text": "x"}')).status_code == 415
         assert (await client.post("/v1/things")).status_code == 422, "nothing came, of no type"
 
@@ -157,7 +214,11 @@ async def test_a_wrong_method_is_told_all_that_the_path_has() -> None:
 
     for method in ("GET", "PUT", "DELETE"):
         router.add_api_route("/others/{number}", answer, methods=[method])
-    async with asgi_client(create_service_app(SampleSettings(), "lmcache-servicekit", lifespan=no_parts, routers=[router])) as client:
+    async with asgi_client(
+        create_service_app(
+            SampleSettings(), "lmcache-servicekit", lifespan=no_parts, routers=[router]
+        )
+    ) as client:
         response = await client.post("/v1/others/1")
         assert (response.status_code, response.headers["allow"]) == (405, "DELETE, GET, PUT")
         assert (await client.post("/healthz")).headers["allow"] == "GET"
@@ -205,7 +266,10 @@ async def test_a_client_that_leaves_within_its_body_is_no_bug() -> None:
     async def take(request: Request) -> int:
         return len(await request.body())
 
-    coming: list[Message] = [{"type": "http.request", "body": b"half of", "more_body": True}, {"type": "http.disconnect"}]
+    coming: list[Message] = [
+        {"type": "http.request", "body": b"half of", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -214,6 +278,13 @@ async def test_a_client_that_leaves_within_its_body_is_no_bug() -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/bodies", "headers": [], "query_string": b"", "http_version": "1.1"}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/bodies",
+        "headers": [],
+        "query_string": b"",
+        "http_version": "1.1",
+    }
     await app(scope, receive, send)
     assert sent[0]["status"] == 400

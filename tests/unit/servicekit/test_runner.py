@@ -1,4 +1,6 @@
-"""The command: its arguments, exit codes, port file and log lines. Run as a process where signals matter."""
+"""The command: its arguments, exit codes, port file and log lines. Run as a process where
+signals matter.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_print_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert "hunter2" not in printed
 
 
-def test_a_bad_setting_is_exit_code_2_and_one_line_each(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_setting_is_exit_code_2_and_one_line_each(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LMCACHE_SAMPLE_PORT", "x")
     monkeypatch.setenv("LMCACHE_SAMPLE_RATIO", "0")
     assert run() == 2
@@ -66,14 +70,19 @@ def test_a_bad_token_file_is_exit_code_2(tmp_path: Path, monkeypatch: pytest.Mon
     assert run() == 2
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["--help"], 0), (["--nonsense"], 2), (["--conf", "x"], 2)])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--version"], 0), (["--help"], 0), (["--nonsense"], 2), (["--conf", "x"], 2)],
+)
 def test_arguments(arguments: Sequence[str], code: int) -> None:
     with pytest.raises(SystemExit) as caught:
         run(*arguments)
     assert caught.value.code == code
 
 
-def test_a_taken_port_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_port_is_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -83,9 +92,15 @@ def test_a_taken_port_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_listens_and_ends_cleanly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_process_listens_and_ends_cleanly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     monkeypatch.chdir(ROOT)
-    service = ServiceProcess("tests.fixtures.sample_service", tmp_path, {"LMCACHE_SAMPLE_PORT": "0", "LMCACHE_SAMPLE_LOG_FORMAT": "json"})
+    service = ServiceProcess(
+        "tests.fixtures.sample_service",
+        tmp_path,
+        {"LMCACHE_SAMPLE_PORT": "0", "LMCACHE_SAMPLE_LOG_FORMAT": "json"},
+    )
     service.start()
     with httpx.Client(base_url=service.url, trust_env=False) as client:
         response = client.get("/v1/things/1", headers={"authorization": "Bearer hunter2"})
@@ -113,10 +128,12 @@ async def fail(app):
     yield
 
 run_service("lmcache-servicekit", SampleSettings, lambda s: create_service_app(s, "x", lifespan=fail, routers=[]), sys.argv[1:])
-"""
+"""  # noqa: E501
     command = [sys.executable, "-c", script, "--port-file", str(tmp_path / "port")]
     environ = os.environ | {"LMCACHE_SAMPLE_PORT": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 3
     assert "no disk" in done.stderr
     assert not (tmp_path / "port").exists()
@@ -147,8 +164,16 @@ sys.exit(run_service("lmcache-servicekit", SampleSettings, create, sys.argv[1:])
 def stopping_slowly(tmp_path: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
     """A process that has got SIGTERM and is busy with what comes before its end."""
     environ = os.environ | {"LMCACHE_SAMPLE_PORT": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", STOP_SLOWLY.format(seconds=seconds), "--port-file", str(tmp_path / "port")]
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    command = [
+        sys.executable,
+        "-c",
+        STOP_SLOWLY.format(seconds=seconds),
+        "--port-file",
+        str(tmp_path / "port"),
+    ]
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
         try:
             deadline = time.monotonic() + 30
             while not (tmp_path / "port").exists():
@@ -180,7 +205,12 @@ def test_json_lines() -> None:
     record = logging.LogRecord("x", logging.WARNING, "f", 1, "a %s", ("b\n",), None)
     line = JsonFormatter().format(record)
     assert "\n" not in line
-    assert json.loads(line) == {"time": json.loads(line)["time"], "level": "warning", "logger": "x", "message": "a b\n"}
+    assert json.loads(line) == {
+        "time": json.loads(line)["time"],
+        "level": "warning",
+        "logger": "x",
+        "message": "a b\n",
+    }
 
 
 def test_logging_quietens_libraries_that_log_urls() -> None:

@@ -1,4 +1,6 @@
-"""One file, then variables; whatever is misspelt or impossible is refused with its name, its value and what to do."""
+"""One file, then variables; whatever is misspelt or impossible is refused with its name, its
+value and what to do.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def load(text: str | None = None, path: Path | None = None, **variables: str) ->
     if text is not None:
         assert path is not None
         path.write_text(text)
-    return load_settings(SampleSettings, path, {f"LMCACHE_SAMPLE_{name}": value for name, value in variables.items()})
+    return load_settings(
+        SampleSettings, path, {f"LMCACHE_SAMPLE_{name}": value for name, value in variables.items()}
+    )
 
 
 def refusal(text: str | None = None, path: Path | None = None, **variables: str) -> str:
@@ -55,13 +59,33 @@ def test_defaults_listen_on_loopback() -> None:
 
 
 def test_variables_win_over_the_file_leaf_by_leaf(tmp_path: Path) -> None:
-    settings = load("port: 1\nlog_level: debug\nquota: {max_bytes: 1, tenants: [a]}\n", tmp_path / "c", PORT="2", QUOTA__MAX_BYTES="3")
-    assert (settings.port, settings.log_level, settings.quota.max_bytes, settings.quota.tenants) == (2, "debug", 3, ["a"])
+    settings = load(
+        "port: 1\nlog_level: debug\nquota: {max_bytes: 1, tenants: [a]}\n",
+        tmp_path / "c",
+        PORT="2",
+        QUOTA__MAX_BYTES="3",
+    )
+    assert (
+        settings.port,
+        settings.log_level,
+        settings.quota.max_bytes,
+        settings.quota.tenants,
+    ) == (2, "debug", 3, ["a"])
 
 
 def test_structured_variables_are_yaml() -> None:
-    settings = load(QUOTA="{max_bytes: 5}", QUOTA__TENANTS="[x, y]", LABELS='{"a": "b"}', RATIO="0.5", ALLOW_ANONYMOUS="true")
-    assert (settings.quota.max_bytes, settings.quota.tenants, settings.labels) == (5, ["x", "y"], {"a": "b"})
+    settings = load(
+        QUOTA="{max_bytes: 5}",
+        QUOTA__TENANTS="[x, y]",
+        LABELS='{"a": "b"}',
+        RATIO="0.5",
+        ALLOW_ANONYMOUS="true",
+    )
+    assert (settings.quota.max_bytes, settings.quota.tenants, settings.labels) == (
+        5,
+        ["x", "y"],
+        {"a": "b"},
+    )
     assert (settings.ratio, settings.allow_anonymous) == (0.5, True)
     assert "LMCACHE_SAMPLE_LABELS: its text is not YAML" in refusal(LABELS="{")
 
@@ -71,7 +95,14 @@ def test_an_empty_variable_counts_as_unset() -> None:
 
 
 def test_other_prefixes_are_nobodys_business() -> None:
-    assert load_settings(SampleSettings, None, {"LMCACHE_CHUNK_SIZE": "x", "LMCACHE_LOOKUP_PORTT": "1", "PATH": "/"}).port == 8099
+    assert (
+        load_settings(
+            SampleSettings,
+            None,
+            {"LMCACHE_CHUNK_SIZE": "x", "LMCACHE_LOOKUP_PORTT": "1", "PATH": "/"},
+        ).port
+        == 8099
+    )
 
 
 def test_the_config_variable_names_the_file_and_the_argument_wins(tmp_path: Path) -> None:
@@ -81,14 +112,21 @@ def test_the_config_variable_names_the_file_and_the_argument_wins(tmp_path: Path
     assert load(None, tmp_path / "b", CONFIG=str(tmp_path / "a")).port == 2
 
 
-@pytest.mark.parametrize("name", ["PORTT", "port", "Port", "POR", "QUOTA__MAX_BITES", "QUOTA_MAX_BYTES"])
+@pytest.mark.parametrize(
+    "name", ["PORTT", "port", "Port", "POR", "QUOTA__MAX_BITES", "QUOTA_MAX_BYTES"]
+)
 def test_a_misspelt_variable_is_refused_with_the_nearest_name(name: str) -> None:
     text = refusal(**{name: "7"})
     assert f"LMCACHE_SAMPLE_{name}='7' sets nothing; did you mean LMCACHE_SAMPLE_" in text
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("API_SECRETT", "hunter2"), ("DB_PASSWORD", "hunter2"), ("REDIS_UR", "redis://user:hunter2@host")]
+    ("name", "value"),
+    [
+        ("API_SECRETT", "hunter2"),
+        ("DB_PASSWORD", "hunter2"),
+        ("REDIS_UR", "redis://user:hunter2@host"),
+    ],
 )
 def test_a_misspelt_secret_is_not_shown(name: str, value: str) -> None:
     text = refusal(**{name: value})
@@ -140,7 +178,10 @@ def test_the_nearest_name_is_offered(tmp_path: Path) -> None:
     assert "did you mean 'port'?" in refusal("prot: 1", tmp_path / "c")
 
 
-@pytest.mark.parametrize(("text", "part"), [("port: [", "line 1"), ("- 1", "name: value"), ("1: 2", "name: value"), ("a: &a [*a", "YAML")])
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("port: [", "line 1"), ("- 1", "name: value"), ("1: 2", "name: value"), ("a: &a [*a", "YAML")],
+)
 def test_a_broken_file_is_refused(tmp_path: Path, text: str, part: str) -> None:
     assert part in refusal(text, tmp_path / "c")
 
@@ -148,7 +189,10 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, part: str) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("port: 1\nhost: localhost\nport: 2\n", "line 3: the name 'port' is there twice; keep one of them"),
+        (
+            "port: 1\nhost: localhost\nport: 2\n",
+            "line 3: the name 'port' is there twice; keep one of them",
+        ),
         ("labels:\n  a: b\n  a: c\n", "line 3: the name 'a' is there twice"),
     ],
 )
@@ -180,7 +224,9 @@ def test_an_open_door_needs_a_decision(host: str, tmp_path: Path) -> None:
     assert load(HOST=host, ALLOW_ANONYMOUS="true").host == host
     tokens = {"HOST": host, "AUTH_TOKENS_FILE": str(tmp_path / "t")}
     assert "allow_plaintext=true" in refusal(**tokens)
-    assert "allow_plaintext=true" in refusal(**tokens, ALLOW_ANONYMOUS="true"), "tokens are worth hiding whoever else is let in"
+    assert "allow_plaintext=true" in refusal(**tokens, ALLOW_ANONYMOUS="true"), (
+        "tokens are worth hiding whoever else is let in"
+    )
     assert load(**tokens, ALLOW_PLAINTEXT="true").host == host
     assert load(**tokens, TLS_CERT_FILE=str(tmp_path / "c")).host == host
 
@@ -215,7 +261,9 @@ def test_settings_are_frozen() -> None:
 
 def test_the_reader_lists_its_names() -> None:
     names = EnvironmentReader(SampleSettings, "LMCACHE_SAMPLE_").names
-    assert {"LMCACHE_SAMPLE_PORT", "LMCACHE_SAMPLE_QUOTA", "LMCACHE_SAMPLE_QUOTA__TENANTS"} <= set(names)
+    assert {"LMCACHE_SAMPLE_PORT", "LMCACHE_SAMPLE_QUOTA", "LMCACHE_SAMPLE_QUOTA__TENANTS"} <= set(
+        names
+    )
 
 
 def test_merge_leaves_both_sides_alone() -> None:

@@ -1,4 +1,6 @@
-"""How a pool of workers ends: each case in a process of its own, since a pool belongs to one that has no threads."""
+"""How a pool of workers ends: each case in a process of its own, since a pool belongs to one
+that has no threads.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ def serve(seat, ready):
         time.sleep(60)
 
 print(WorkerPool(2, serve, lambda: print("ready", flush=True), 0.0).run(), flush=True)
-"""
+"""  # noqa: E501
 
 
 def started(serve: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", SCRIPT.format(serve=serve)], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(serve=serve)], stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_a_worker_that_cannot_start_ends_them_all_with_its_code() -> None:

@@ -44,7 +44,9 @@ def test_of_those_that_have_gone_a_part_is_remembered() -> None:
     assert names_of(descriptions)[:3] == ["here", "7-31", "7-30"]
     assert "4-16" in names_of(descriptions, "4-16")
     assert descriptions.said_by(7) == ()
-    with pytest.raises(ConflictError, match="no engine of the model '3-31' has connected; known: 'here', '7-31'"):
+    with pytest.raises(
+        ConflictError, match="no engine of the model '3-31' has connected; known: 'here', '7-31'"
+    ):
         descriptions.of("3-31")
 
 

@@ -47,16 +47,24 @@ def kv_chunk(name: object) -> Chunk:
     return Chunk.unsealed(chunk.key, header, chunk.memory, "test").sealed()
 
 
-async def stored_and_read(tmp_path: Path, **options: object) -> tuple[list[bytes | MissReason], dict[str, dict[str, int]], str]:
+async def stored_and_read(
+    tmp_path: Path, **options: object
+) -> tuple[list[bytes | MissReason], dict[str, dict[str, int]], str]:
     """Two chunks through the slower tiers: what comes back, the tiers' figures, and /metrics."""
     app = create_app(make_settings(tmp_path, **options))
     transport = httpx.ASGITransport(app)
-    async with opening.lifespan(app), httpx.AsyncClient(transport=transport, base_url="http://sidecar") as client:
+    async with (
+        opening.lifespan(app),
+        httpx.AsyncClient(transport=transport, base_url="http://sidecar") as client,
+    ):
         stack = app.state.sidecar.stack
         assert all(await stack.batched_put([kv_chunk("a"), kv_chunk("b")]))
         assert await stack.drain(20)
         stack.hot.clear_now()
-        got = [content(result) for result in await stack.batched_get([make_key("a"), make_key("b")], timeout_s=20)]
+        got = [
+            content(result)
+            for result in await stack.batched_get([make_key("a"), make_key("b")], timeout_s=20)
+        ]
         return got, stack.stats(), (await client.get("/metrics")).text
 
 
@@ -79,13 +87,21 @@ async def test_each_tier_encodes_as_it_is_set(tmp_path: Path, tier: str, serde: 
     assert all(isinstance(data, bytes) and len(data) == len(raw) for data in got)
     assert (got == [raw, raw]) is not is_lossy
     figures = stats["LocalDiskBackend" if tier == "disk" else "RemoteBackend"]
-    assert (figures["encoded_chunks"], figures["decoded_chunks"], figures["decoded_raw_bytes"]) == (2, 2, 2 * len(raw))
+    assert (figures["encoded_chunks"], figures["decoded_chunks"], figures["decoded_raw_bytes"]) == (
+        2,
+        2,
+        2 * len(raw),
+    )
     assert figures["encoded_bytes"] < figures["encoded_raw_bytes"] * (0.6 if is_lossy else 0.95)
     family = serde.partition(":")[0]
     assert value_of(metrics, "lmcache_codec_encoded_raw_bytes_total", family) == 2 * len(raw)
-    assert value_of(metrics, "lmcache_codec_decoded_bytes_total", family) == figures["decoded_bytes"]
+    assert (
+        value_of(metrics, "lmcache_codec_decoded_bytes_total", family) == figures["decoded_bytes"]
+    )
     assert value_of(metrics, "lmcache_codec_decode_microseconds_total", family) > 0
-    errors = re.findall(r'^lmcache_codec_worst_rms_relative_error{profile="(\S+)"} (\S+)$', metrics, re.MULTILINE)
+    errors = re.findall(
+        r'^lmcache_codec_worst_rms_relative_error{profile="(\S+)"} (\S+)$', metrics, re.MULTILINE
+    )
     assert len(errors) == is_lossy
     if is_lossy:
         assert errors[0][0].startswith("cachegen/")
@@ -103,9 +119,9 @@ async def test_what_was_stored_with_loss_is_a_miss_where_it_is_not_asked(tmp_pat
         assert await stack.batched_put([kv_chunk("a")]) == [True]
         assert await stack.drain(20)
         stack.hot.clear_now()
-        assert [content(result) for result in await stack.batched_get([make_key("a")], timeout_s=20)] == [
-            bytes(kv_chunk("a").memory.byte_array)
-        ]
+        assert [
+            content(result) for result in await stack.batched_get([make_key("a")], timeout_s=20)
+        ] == [bytes(kv_chunk("a").memory.byte_array)]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +133,9 @@ async def test_what_was_stored_with_loss_is_a_miss_where_it_is_not_asked(tmp_pat
         ({"disk_serde": "lossless"}, "set disk_path"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
+def test_settings_that_cannot_be_are_refused(
+    tmp_path: Path, options: dict[str, object], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         make_settings(tmp_path, **options)
 
@@ -131,7 +149,9 @@ def test_without_numba_it_says_what_to_install(serde: str) -> None:
         f"try: asyncio.run(create_codecs(['naive', {serde!r}]).open())\n"
         "except ConfigError as exc: print(exc)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert f"serde '{serde}'" in done.stdout
     assert "install lmcache-core[codec], or run the image lmcache-sidecar-codec" in done.stdout
 
@@ -151,7 +171,11 @@ def test_errors_are_gauges() -> None:
     figures = CodecFigures()
     figures.measured("cachegen/low", MeasuredError(0.5, 0.25))
     figures.measured("cachegen/low", MeasuredError(0.25, 0.125))
-    samples = {sample.name: sample.value for family in CodecErrorCollector(figures.errors).collect() for sample in family.samples}
+    samples = {
+        sample.name: sample.value
+        for family in CodecErrorCollector(figures.errors).collect()
+        for sample in family.samples
+    }
     assert samples == {
         "lmcache_codec_last_max_relative_error": 0.25,
         "lmcache_codec_last_rms_relative_error": 0.125,

@@ -96,7 +96,9 @@ async def test_with_nothing_held_nothing_is_asked() -> None:
 
 @pytest.mark.parametrize("away", ["lookup", "remote"])
 async def test_who_cannot_be_asked_leaves_it_unknown(away: str) -> None:
-    estimate = sole(hot_with(NUM_CHUNKS), Lookup(is_away=away == "lookup"), Remote(is_away=away == "remote"))
+    estimate = sole(
+        hot_with(NUM_CHUNKS), Lookup(is_away=away == "lookup"), Remote(is_away=away == "remote")
+    )
     await estimate.measure()
     assert estimate.num_bytes is None
 
@@ -118,7 +120,9 @@ async def test_engines_do_not_wait_while_chunks_are_listed() -> None:
             assert others_had_their_turn.wait(5.0), "nothing else runs on the loop"
             return super().hottest_first()
 
-    estimate = SoleBytes(Slow("default", hot_with(NUM_CHUNKS), None, None), None, Holders(Lookup(), "a"), 1.0)  # type: ignore[arg-type]
+    estimate = SoleBytes(
+        Slow("default", hot_with(NUM_CHUNKS), None, None), None, Holders(Lookup(), "a"), 1.0
+    )  # type: ignore[arg-type]
     asyncio.get_running_loop().call_soon(others_had_their_turn.set)
     await estimate.measure()
     assert estimate.num_bytes

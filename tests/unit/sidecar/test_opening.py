@@ -48,26 +48,39 @@ class Volume:
         return open_arena(file, recovers)
 
 
-async def test_it_waits_for_room_with_its_probes_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_waits_for_room_with_its_probes_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     volume = Volume()
     app = create_app(make_settings(tmp_path, arena_wait_s=30))
     state = service_state(app)
     seen: list[tuple[int, int]] = []
 
     async def look(seconds: float) -> None:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{state.ports['health_port']}") as client:
-            seen.append(((await client.get("/healthz")).status_code, (await client.get("/readyz")).status_code))
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{state.ports['health_port']}"
+        ) as client:
+            seen.append(
+                (
+                    (await client.get("/healthz")).status_code,
+                    (await client.get("/readyz")).status_code,
+                )
+            )
 
     monkeypatch.setattr(opening, "open_arena", volume.open)
     monkeypatch.setattr(opening, "wait_before_retry", look)
     async with app.router.lifespan_context(app):
         assert volume.attempts == 3
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{state.ports['health_port']}") as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{state.ports['health_port']}"
+        ) as client:
             assert (await client.get("/readyz")).status_code == 200
     assert seen == [(200, 503), (200, 503)], "alive, but not ready"
 
 
-async def test_without_a_wait_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_wait_it_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(opening, "open_arena", Volume().open)
     app = create_app(make_settings(tmp_path))
     with pytest.raises(CapacityError, match="no room"):
@@ -93,7 +106,9 @@ async def test_it_waits_as_long_as_it_is_told_and_says_so_once(
     assert caplog.text.count("no room") == 1
 
 
-async def test_a_tier_that_is_refused_leaves_nothing_of_those_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tier_that_is_refused_leaves_nothing_of_those_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuse(tier: FileBackend) -> None:
         raise ConfigError("refused")
 
@@ -102,9 +117,13 @@ async def test_a_tier_that_is_refused_leaves_nothing_of_those_before_it(tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(FileBackend, "open", refuse)
         with pytest.raises(ConfigError, match="refused"):
-            async with opening.lifespan(create_app(make_settings(tmp_path, **disk, remote_url=f"file://{tmp_path}/shared"))):
+            async with opening.lifespan(
+                create_app(make_settings(tmp_path, **disk, remote_url=f"file://{tmp_path}/shared"))
+            ):
                 pass
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lmcache-disk")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("lmcache-disk")
+    ]
     async with opening.lifespan(create_app(make_settings(tmp_path, **disk))):
         """The directory is free again."""
 
@@ -115,7 +134,10 @@ async def test_a_tier_that_is_refused_leaves_nothing_of_those_before_it(tmp_path
         ({"disk_path": "/x"}, "disk_gb is not set: set both or none"),
         ({"lookup_url": "http://localhost:1"}, "go together"),
         ({"lm_host": "10.0.0.1"}, "allow_anonymous"),
-        ({"lm_host": "10.0.0.1", "ticket_keys_file": "/k"}, "lm_host='10.0.0.1'.*allow_plaintext=true"),
+        (
+            {"lm_host": "10.0.0.1", "ticket_keys_file": "/k"},
+            "lm_host='10.0.0.1'.*allow_plaintext=true",
+        ),
         ({"tls_cert_file": "/c", "distributed_url": "lm://pod:65433"}, r"write lm\+tls://"),
         ({"tenant": "Not A Tenant"}, "tenant"),
         ({"distributed_url": "http://x"}, "lm://host:port"),
@@ -133,8 +155,17 @@ def test_contradictions_are_refused(tmp_path: Path, options: dict[str, object], 
 
 
 async def test_the_limits_of_its_settings_reach_its_tiers(tmp_path: Path) -> None:
-    options = {"disk_path": tmp_path / "disk", "disk_gb": 0.01, "eviction_policy": "lru", "tenant": "mine"}
-    quotas = {"tenant_quota_gb": 2048 / 2**30, "tenant_disk_quota_gb": 3 * 4096 / 2**30, "chunk_ttl_s": 3600}
+    options = {
+        "disk_path": tmp_path / "disk",
+        "disk_gb": 0.01,
+        "eviction_policy": "lru",
+        "tenant": "mine",
+    }
+    quotas = {
+        "tenant_quota_gb": 2048 / 2**30,
+        "tenant_disk_quota_gb": 3 * 4096 / 2**30,
+        "chunk_ttl_s": 3600,
+    }
     app = create_app(make_settings(tmp_path, **options, **quotas))
     async with opening.lifespan(app):
         hot, disk = app.state.sidecar.local_tiers
@@ -158,12 +189,16 @@ async def test_the_limits_of_its_settings_reach_its_tiers(tmp_path: Path) -> Non
         ({"auth_tokens_file": "/x", "accept_handover": False}, False),
     ],
 )
-def test_chunks_of_peers_are_taken_where_it_is_known_who_puts(tmp_path: Path, options: dict[str, object], expected: bool) -> None:
+def test_chunks_of_peers_are_taken_where_it_is_known_who_puts(
+    tmp_path: Path, options: dict[str, object], expected: bool
+) -> None:
     assert make_settings(tmp_path, **options).accept_handover is expected
 
 
 @pytest.mark.parametrize("options", [{}, {"accept_handover": True}])
-async def test_nobody_stores_under_an_engines_names_unless_told_so(tmp_path: Path, options: dict[str, object]) -> None:
+async def test_nobody_stores_under_an_engines_names_unless_told_so(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
     app = create_app(make_settings(tmp_path, **options))
     async with opening.lifespan(app):
         client = LmClient("127.0.0.1", service_state(app).ports["lm_port"])
@@ -185,7 +220,9 @@ def test_a_wrong_option_is_one_line_although_a_default_follows_from_it(tmp_path:
 
 
 async def test_the_arena_is_as_its_settings_say(tmp_path: Path) -> None:
-    app = create_app(make_settings(tmp_path, arena_mode="600", arena_huge_pages="advise", arena_recover=False))
+    app = create_app(
+        make_settings(tmp_path, arena_mode="600", arena_huge_pages="advise", arena_recover=False)
+    )
     async with opening.lifespan(app):
         arena = app.state.sidecar.arena
         assert arena.path.stat().st_mode & 0o777 == 0o600

@@ -1,4 +1,6 @@
-"""The default directory lies where other users can write: what they have put there first is refused."""
+"""The default directory lies where other users can write: what they have put there first is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +55,18 @@ def test_one_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("has_memory", [True, False])
-def test_the_arena_is_in_memory_where_there_is_a_place_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool) -> None:
+def test_the_arena_is_in_memory_where_there_is_a_place_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
+) -> None:
     monkeypatch.setattr(settings, "SHARED_MEMORY", tmp_path if has_memory else tmp_path / "absent")
     arena = settings.default_arena_directory()
     assert arena.is_relative_to(tmp_path if has_memory else settings.default_run_directory())
     assert settings.SidecarSettings(port=0).arena_path == arena
 
 
-def test_a_root_that_cannot_be_written_matters_only_to_who_uses_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_that_cannot_be_written_matters_only_to_who_uses_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_place() -> str:
         raise FileNotFoundError("No usable temporary directory found")
 

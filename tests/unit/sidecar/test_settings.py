@@ -21,16 +21,26 @@ BOTH = {"LOOKUP_URL": "http://lookup:8081", "BROKER_URL": "https://broker:8082"}
 )
 def test_what_could_not_start_is_told_by_its_option(options: dict[str, str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        load_settings(SidecarSettings, None, {f"LMCACHE_SIDECAR_{name}": value for name, value in options.items()})
+        load_settings(
+            SidecarSettings,
+            None,
+            {f"LMCACHE_SIDECAR_{name}": value for name, value in options.items()},
+        )
 
 
 def test_what_can_start_is_taken() -> None:
     environ = BOTH | {"REMOTE_URL": "redis://user:secret@redis:6379/0"}
-    load_settings(SidecarSettings, None, {f"LMCACHE_SIDECAR_{name}": value for name, value in environ.items()})
+    load_settings(
+        SidecarSettings, None, {f"LMCACHE_SIDECAR_{name}": value for name, value in environ.items()}
+    )
 
 
 @pytest.mark.parametrize("password", ["hunter2", "hun/ter2", "hun'ter2", "hun@ter2"])
 def test_a_url_that_is_refused_is_shown_without_its_password(password: str) -> None:
     with pytest.raises(ConfigError, match=r"://\*+@redis:6379") as caught:
-        load_settings(SidecarSettings, None, {"LMCACHE_SIDECAR_REMOTE_URL": f"reddis://user:{password}@redis:6379/0"})
+        load_settings(
+            SidecarSettings,
+            None,
+            {"LMCACHE_SIDECAR_REMOTE_URL": f"reddis://user:{password}@redis:6379/0"},
+        )
     assert "ter2" not in str(caught.value)

@@ -42,7 +42,9 @@ def key_of(number: int) -> CacheEngineKey:
 
 
 def head_of(number: int, payload: bytes) -> bytes:
-    return encode_head(raw_header(key_of(number), (len(payload),), "uint8", payload_digest(payload)), len(payload))
+    return encode_head(
+        raw_header(key_of(number), (len(payload),), "uint8", payload_digest(payload)), len(payload)
+    )
 
 
 def put(client: SidecarConnection, number: int, payload: bytes) -> bool:
@@ -56,7 +58,9 @@ def put(client: SidecarConnection, number: int, payload: bytes) -> bool:
 
 def pinned_bytes(client: SidecarConnection, *numbers: int) -> tuple[list[bytes], m.PinOk]:
     answer = client.call(m.Pin(tuple(key_of(n).canonical() for n in numbers), 1000), m.PinOk)
-    return [bytes(client.arena.load_view[c.offset : c.offset + c.length]) for c in answer.chunks], answer
+    return [
+        bytes(client.arena.load_view[c.offset : c.offset + c.length]) for c in answer.chunks
+    ], answer
 
 
 def wait_for(condition: object, seconds: float = 3.0) -> None:
@@ -67,7 +71,11 @@ def wait_for(condition: object, seconds: float = 3.0) -> None:
 
 
 def test_an_engine_stores_and_another_retrieves(sidecar: RunningSocket) -> None:
-    tokens, kv, target = tokens_of(5 * CHUNK_SIZE + 3), random_kv(5 * CHUNK_SIZE + 3), empty_kv(5 * CHUNK_SIZE + 3)
+    tokens, kv, target = (
+        tokens_of(5 * CHUNK_SIZE + 3),
+        random_kv(5 * CHUNK_SIZE + 3),
+        empty_kv(5 * CHUNK_SIZE + 3),
+    )
     with engine_at(sidecar.path) as first:
         first.store(tokens, kvcaches=kv)
         assert first.lookup(tokens) == len(tokens)
@@ -76,17 +84,23 @@ def test_an_engine_stores_and_another_retrieves(sidecar: RunningSocket) -> None:
     assert_equal_prefix(target, kv, len(tokens))
 
 
-def test_a_longest_prefix_is_pinned_and_the_reason_of_its_end_told(client: SidecarConnection) -> None:
+def test_a_longest_prefix_is_pinned_and_the_reason_of_its_end_told(
+    client: SidecarConnection,
+) -> None:
     assert put(client, 1, b"one")
     assert put(client, 2, b"two!")
     assert put(client, 4, b"four")
     found, answer = pinned_bytes(client, 1, 2, 3, 4)
     assert found == [b"one", b"two!"]
     assert answer.miss_reason == "never_stored"
-    assert client.call(m.Lookup(tuple(key_of(n).canonical() for n in (1, 2, 3, 4)), (), 1000), m.LookupOk) == m.LookupOk(2, ("Hot", "Hot"))
+    assert client.call(
+        m.Lookup(tuple(key_of(n).canonical() for n in (1, 2, 3, 4)), (), 1000), m.LookupOk
+    ) == m.LookupOk(2, ("Hot", "Hot"))
 
 
-def test_nothing_is_visible_before_its_commit(sidecar: RunningSocket, client: SidecarConnection) -> None:
+def test_nothing_is_visible_before_its_commit(
+    sidecar: RunningSocket, client: SidecarConnection
+) -> None:
     client.call(m.Reserve((100,)), m.ReserveOk)
     assert pinned_bytes(client, 1)[0] == []
     assert sidecar.hot.keys() == []
@@ -105,7 +119,9 @@ def test_a_client_that_goes_gives_everything_back(sidecar: RunningSocket) -> Non
 
 
 @pytest.mark.parametrize("damage", ["flip", "short", "size", "empty"])
-def test_a_commit_with_a_bad_head_is_refused_and_its_memory_freed(sidecar: RunningSocket, client: SidecarConnection, damage: str) -> None:
+def test_a_commit_with_a_bad_head_is_refused_and_its_memory_freed(
+    sidecar: RunningSocket, client: SidecarConnection, damage: str
+) -> None:
     reserved = client.call(m.Reserve((64,)), m.ReserveOk).reservations[0]
     assert reserved is not None
     head = bytearray(head_of(1, b"x" * (65 if damage == "size" else 64)))
@@ -117,7 +133,9 @@ def test_a_commit_with_a_bad_head_is_refused_and_its_memory_freed(sidecar: Runni
     assert pinned_bytes(client, 1)[0] == []
 
 
-def test_a_reservation_is_committed_once_and_by_its_owner(sidecar: RunningSocket, client: SidecarConnection) -> None:
+def test_a_reservation_is_committed_once_and_by_its_owner(
+    sidecar: RunningSocket, client: SidecarConnection
+) -> None:
     other = SidecarConnection(sidecar.path, HELLO, 5.0)
     other.open()
     reserved = client.call(m.Reserve((3,)), m.ReserveOk).reservations[0]
@@ -136,11 +154,17 @@ def test_pinned_chunks_survive_memory_pressure(client: SidecarConnection) -> Non
     for number in range(2, 30):
         put(client, number, bytes([number]) * 100_000)
     chunk = answer.chunks[0]
-    assert bytes(client.arena.load_view[chunk.offset : chunk.offset + chunk.length]) == payload == found[0]
+    assert (
+        bytes(client.arena.load_view[chunk.offset : chunk.offset + chunk.length])
+        == payload
+        == found[0]
+    )
     client.call(m.Release((chunk.pin,)), m.ReleaseOk)
 
 
-def test_pins_of_all_clients_leave_some_of_the_arena(sidecar: RunningSocket, client: SidecarConnection) -> None:
+def test_pins_of_all_clients_leave_some_of_the_arena(
+    sidecar: RunningSocket, client: SidecarConnection
+) -> None:
     numbers = range(9)
     for number in numbers:
         assert put(client, number, bytes([number]) * 100_000)
@@ -149,9 +173,15 @@ def test_pins_of_all_clients_leave_some_of_the_arena(sidecar: RunningSocket, cli
         other.open()
     _, first = pinned_bytes(client, 0, 1, 2, 3)
     _, same = pinned_bytes(others[0], 0, 1, 2, 3)
-    assert (len(first.chunks), len(same.chunks)) == (4, 4), "a chunk that two have pinned counts once"
+    assert (len(first.chunks), len(same.chunks)) == (
+        4,
+        4,
+    ), "a chunk that two have pinned counts once"
     _, more = pinned_bytes(others[1], 4, 5, 6, 7, 8)
-    assert (len(more.chunks), more.miss_reason) == (3, "no_memory"), "three quarters of a MiB hold seven"
+    assert (len(more.chunks), more.miss_reason) == (
+        3,
+        "no_memory",
+    ), "three quarters of a MiB hold seven"
     client.call(m.Release(tuple(chunk.pin for chunk in first.chunks)), m.ReleaseOk)
     assert pinned_bytes(client, 8)[1].miss_reason == "no_memory", "the other still has them"
     others[0].close()
@@ -161,7 +191,9 @@ def test_pins_of_all_clients_leave_some_of_the_arena(sidecar: RunningSocket, cli
     assert put(client, 20, bytes(100_000)), "the rest is for stores"
 
 
-def test_no_client_can_reserve_everything(sidecar: RunningSocket, client: SidecarConnection) -> None:
+def test_no_client_can_reserve_everything(
+    sidecar: RunningSocket, client: SidecarConnection
+) -> None:
     answer = client.call(m.Reserve((100_000,) * 12), m.ReserveOk)
     granted = [r for r in answer.reservations if r is not None]
     assert 0 < len(granted) * 100_000 <= sidecar.arena.size // 2
@@ -169,7 +201,9 @@ def test_no_client_can_reserve_everything(sidecar: RunningSocket, client: Sideca
     assert sidecar.allocator.used_bytes == 0
 
 
-def test_a_draining_sidecar_takes_nothing_and_still_serves(sidecar: RunningSocket, client: SidecarConnection) -> None:
+def test_a_draining_sidecar_takes_nothing_and_still_serves(
+    sidecar: RunningSocket, client: SidecarConnection
+) -> None:
     assert put(client, 1, b"kept")
     sidecar.server.refuse_stores()
     assert not put(client, 2, b"late")
@@ -177,7 +211,9 @@ def test_a_draining_sidecar_takes_nothing_and_still_serves(sidecar: RunningSocke
 
 
 def test_versions_must_meet(sidecar: RunningSocket) -> None:
-    connection = SidecarConnection(sidecar.path, m.Hello(m.VERSION + 1, m.VERSION + 5, "new", 1, 0, "", ""), 5.0)
+    connection = SidecarConnection(
+        sidecar.path, m.Hello(m.VERSION + 1, m.VERSION + 5, "new", 1, 0, "", ""), 5.0
+    )
     with pytest.raises(VersionError, match="speaks version"):
         connection.open()
 
@@ -189,9 +225,13 @@ def test_the_first_message_is_hello_and_it_comes_once(client: SidecarConnection)
         client.call(m.Stats(), m.StatsOk)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.binary(max_size=64), st.booleans())
-def test_garbage_closes_its_own_connection_only(sidecar: RunningSocket, garbage: bytes, framed: bool) -> None:
+def test_garbage_closes_its_own_connection_only(
+    sidecar: RunningSocket, garbage: bytes, framed: bool
+) -> None:
     raw = socket.socket(socket.AF_UNIX)
     raw.settimeout(5.0)
     raw.connect(str(sidecar.path))
@@ -202,9 +242,16 @@ def test_garbage_closes_its_own_connection_only(sidecar: RunningSocket, garbage:
     raw.close()
 
 
-def test_after_garbage_others_are_still_served(sidecar: RunningSocket, client: SidecarConnection) -> None:
+def test_after_garbage_others_are_still_served(
+    sidecar: RunningSocket, client: SidecarConnection
+) -> None:
     assert put(client, 1, b"kept")
-    for junk in (b"\xff\xff\xff\xff", b"\0\0\0\0", m.LENGTH.pack(5) + b"hello", m.LENGTH.pack(m.MAX_MESSAGE_BYTES + 1)):
+    for junk in (
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\0",
+        m.LENGTH.pack(5) + b"hello",
+        m.LENGTH.pack(m.MAX_MESSAGE_BYTES + 1),
+    ):
         with socket.socket(socket.AF_UNIX) as raw:
             raw.connect(str(sidecar.path))
             raw.sendall(junk)
@@ -229,7 +276,11 @@ def test_a_dead_sidecars_socket_is_replaced(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_a_sidecar_computes_and_finds_it_later(tmp_path: Path) -> None:
-    tokens, kv, target = tokens_of(2 * CHUNK_SIZE), random_kv(2 * CHUNK_SIZE), empty_kv(2 * CHUNK_SIZE)
+    tokens, kv, target = (
+        tokens_of(2 * CHUNK_SIZE),
+        random_kv(2 * CHUNK_SIZE),
+        empty_kv(2 * CHUNK_SIZE),
+    )
     with engine_at(tmp_path / "s.sock") as engine:
         engine.store(tokens, kvcaches=kv)
         assert engine.lookup(tokens) == 0
@@ -243,7 +294,9 @@ def test_an_engine_without_a_sidecar_computes_and_finds_it_later(tmp_path: Path)
 
             wait_for(stored, 8.0)
             assert engine.retrieve(tokens, kvcaches=target).all()
-        assert not engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any(), "gone again, and no error"
+        assert not engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any(), (
+            "gone again, and no error"
+        )
     assert_equal_prefix(target, kv, len(tokens))
 
 
@@ -260,10 +313,18 @@ def test_engines_with_another_salt_share_nothing(tmp_path: Path) -> None:
 
 
 def test_damage_in_the_arena_is_a_miss(sidecar: RunningSocket) -> None:
-    tokens, kv, target = tokens_of(3 * CHUNK_SIZE), random_kv(3 * CHUNK_SIZE), empty_kv(3 * CHUNK_SIZE)
+    tokens, kv, target = (
+        tokens_of(3 * CHUNK_SIZE),
+        random_kv(3 * CHUNK_SIZE),
+        empty_kv(3 * CHUNK_SIZE),
+    )
     with engine_at(sidecar.path) as engine:
         engine.store(tokens, kvcaches=kv)
-        second = next(k for k, _ in sidecar.hot.held() if k.key == list(engine._token_database.process_tokens(tokens))[1][2])
+        second = next(
+            k
+            for k, _ in sidecar.hot.held()
+            if k.key == list(engine._token_database.process_tokens(tokens))[1][2]
+        )
         (chunk,) = sidecar.hot.get_many([second])
         assert chunk is not None
         chunk.memory.byte_array[5] ^= 1

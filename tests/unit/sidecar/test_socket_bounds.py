@@ -59,14 +59,22 @@ def test_large_requests_of_many_clients_take_bounded_memory(tmp_path: Path) -> N
     with running_socket(tmp_path) as running, contextlib.ExitStack() as opened:
         clients = [opened.enter_context(greeted(running)) for _ in range(24)]
         taken = [taken_bytes(raw, half) for raw in clients]
-        assert sum(num == len(half) for num in taken) == requests.MAX_LARGE_REQUEST_BYTES // m.MAX_MESSAGE_BYTES == 8
-        assert max(num for num in taken if num < len(half)) < 1 << 20, "the others keep what they have to say"
+        assert (
+            sum(num == len(half) for num in taken)
+            == requests.MAX_LARGE_REQUEST_BYTES // m.MAX_MESSAGE_BYTES
+            == 8
+        )
+        assert max(num for num in taken if num < len(half)) < 1 << 20, (
+            "the others keep what they have to say"
+        )
         with greeted(running) as small:
             small.sendall(m.encode(m.Reserve((100,) * 100)))
             assert isinstance(answer_of(small), m.ReserveOk), "small ones go past"
 
 
-def test_a_large_request_gets_its_turn_when_another_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_request_gets_its_turn_when_another_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(requests, "MAX_LARGE_REQUEST_BYTES", len(LARGE))
     with running_socket(tmp_path) as running, greeted(running) as first, greeted(running) as second:
         first.sendall(LARGE[:-1])
@@ -88,8 +96,12 @@ def test_waiting_in_turn_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert answer_of(second) == m.CommitOk((False,) * 10)
 
 
-@pytest.mark.parametrize(("max_bytes", "reason"), [(len(LARGE), metrics.NO_ROOM), (2 * len(LARGE), metrics.TOO_SLOW)])
-def test_a_large_request_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("max_bytes", "reason"), [(len(LARGE), metrics.NO_ROOM), (2 * len(LARGE), metrics.TOO_SLOW)]
+)
+def test_a_large_request_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, reason: str
+) -> None:
     monkeypatch.setattr(requests, "MAX_LARGE_REQUEST_BYTES", max_bytes)
     with running_socket(tmp_path) as running, greeted(running) as first, greeted(running) as second:
         first.sendall(LARGE[:-1])
@@ -120,7 +132,9 @@ def test_reservations_of_all_clients_leave_some_of_the_arena(tmp_path: Path) -> 
         assert running.counters.value(metrics.REFUSED_CHUNKS_TOTAL) == 4 * 16 - 12
         clients[0].close()
         wait_for(lambda: len(running.server.sessions) == 3)
-        assert len(reserved_by(clients[2], (64 << 10,) * 16)) == 8, "what a client leaves others may have"
+        assert len(reserved_by(clients[2], (64 << 10,) * 16)) == 8, (
+            "what a client leaves others may have"
+        )
 
 
 def test_what_is_given_back_or_refused_is_not_counted(tmp_path: Path) -> None:
@@ -148,7 +162,9 @@ def test_one_client_more_than_there_may_be_is_turned_away_and_counted(
         assert caplog.text.count("turned away: 2 are connected") == 1, "not a line for each"
 
 
-def test_clients_that_talk_nonsense_do_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_clients_that_talk_nonsense_do_not_fill_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with running_socket(tmp_path) as running:
         for _ in range(5):
             with greeted(running) as raw:

@@ -15,7 +15,9 @@ from tests.fixtures.sidecar import running_socket
 
 @pytest.mark.parametrize("num_turns", range(6))
 def test_who_connects_while_it_closes_is_hung_up_on(tmp_path: Path, num_turns: int) -> None:
-    """After so many turns of the loop the connection is still in the backlog, accepted, or its session about to begin."""
+    """After so many turns of the loop the connection is still in the backlog, accepted, or its
+    session about to begin.
+    """
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(5.0)
         with running_socket(tmp_path) as running:

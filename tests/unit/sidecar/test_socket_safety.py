@@ -1,4 +1,6 @@
-"""What the sidecar's socket does to files, to memory that a client may still touch, and at its end."""
+"""What the sidecar's socket does to files, to memory that a client may still touch, and at its
+end.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,10 @@ def test_what_is_no_socket_is_not_replaced(tmp_path: Path, kind: str) -> None:
         path.mkdir()
     else:
         path.symlink_to(precious)
-    with pytest.raises(ConfigError, match="something else than a socket"), running_socket(tmp_path, path=path):
+    with (
+        pytest.raises(ConfigError, match="something else than a socket"),
+        running_socket(tmp_path, path=path),
+    ):
         pass
     assert precious.read_text() == "keep me"
 
@@ -92,7 +97,9 @@ def test_the_socket_of_a_successor_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_refused_client_keeps_its_memory_until_it_has_gone(tmp_path: Path) -> None:
-    """It may not know yet, and still be writing to its reservation: nobody else may get that memory."""
+    """It may not know yet, and still be writing to its reservation: nobody else may get that
+    memory.
+    """
     with running_socket(tmp_path) as running:
         raw = greeted(running)
         say(raw, m.Reserve((1000,)))
@@ -143,16 +150,24 @@ def test_a_session_that_ignores_its_cancellation_does_not_hold_up_the_end(
         finally:
             may_end.set()
         wait_for(lambda: not running.server.sessions)
-    assert ["ignored their cancellation" in record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [True]
+    assert [
+        "ignored their cancellation" in record.getMessage()
+        for record in caplog.records
+        if record.levelname == "ERROR"
+    ] == [True]
 
 
-def test_the_log_names_the_socket_that_engines_are_to_be_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_socket_that_engines_are_to_be_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     with running_socket(tmp_path) as running:
         assert any(str(running.path) in record.getMessage() for record in caplog.records)
 
 
-def test_the_end_is_quiet_with_clients_connected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_is_quiet_with_clients_connected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with running_socket(tmp_path) as running:
         client = SidecarConnection(running.path, HELLO, 5.0)
         client.open()
@@ -162,14 +177,18 @@ def test_the_end_is_quiet_with_clients_connected(tmp_path: Path, caplog: pytest.
 
 
 def test_more_heads_than_one_answer_holds_are_misses(tmp_path: Path) -> None:
-    """Extensions of later versions can make heads large; a prompt that has many of them must not end the connection."""
+    """Extensions of later versions can make heads large; a prompt that has many of them must not
+    end the connection.
+    """
     names = [CacheEngineKey("vllm", "org/model", 1, 0, f"{number:064x}") for number in range(200)]
     with running_socket(tmp_path) as running:
         client = SidecarConnection(running.path, HELLO, 5.0)
         client.open()
         for name in names:
             plain = raw_header(name, (4,), "uint8", payload_digest(b"data"))
-            head = encode_head(msgspec.structs.replace(plain, extensions=(Extension(7, False, bytes(60_000)),)), 4)
+            head = encode_head(
+                msgspec.structs.replace(plain, extensions=(Extension(7, False, bytes(60_000)),)), 4
+            )
             (reserved,) = client.call(m.Reserve((4,)), m.ReserveOk).reservations
             assert reserved is not None
             handle, offset = reserved
@@ -179,11 +198,15 @@ def test_more_heads_than_one_answer_holds_are_misses(tmp_path: Path) -> None:
         assert 50 < len(answer.chunks) < 200
         assert answer.miss_reason == "no_memory"
         client.call(m.Release(tuple(chunk.pin for chunk in answer.chunks)), m.ReleaseOk)
-        assert running.hot.evict_bytes(1 << 20) == 200 * 512, "what was not named is not pinned either"
+        assert running.hot.evict_bytes(1 << 20) == 200 * 512, (
+            "what was not named is not pinned either"
+        )
         client.close()
 
 
-def test_a_client_that_says_nothing_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_says_nothing_is_sent_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lmcache_sidecar.socket.server.HELLO_TIMEOUT_S", 0.1)
     with running_socket(tmp_path) as running, socket.socket(socket.AF_UNIX) as raw:
         raw.settimeout(5.0)
@@ -195,7 +218,10 @@ def test_a_client_that_says_nothing_is_sent_away(tmp_path: Path, monkeypatch: py
 def test_a_lookup_ends_at_its_callers_deadline(tmp_path: Path) -> None:
     """A slow tier behind the sidecar is a miss; it does not cost the client its connection."""
     disk = SlowDisk(tmp_path / "disk", 1 << 20)
-    with running_socket(tmp_path, lower=[disk]) as running, engine_at(running.path, tier_timeout_s=0.2) as engine:
+    with (
+        running_socket(tmp_path, lower=[disk]) as running,
+        engine_at(running.path, tier_timeout_s=0.2) as engine,
+    ):
         tokens = tokens_of(2 * CHUNK_SIZE)
         engine.store(tokens[:CHUNK_SIZE], kvcaches=random_kv(CHUNK_SIZE))
         for _ in range(2):
@@ -234,7 +260,9 @@ class UsedAgain(UnrecordedExtents):
     needs_locks = True
 
 
-@pytest.mark.parametrize(("extents", "is_lent"), [(UsedAgain(), False), (UnrecordedExtents(), True)])
+@pytest.mark.parametrize(
+    ("extents", "is_lent"), [(UsedAgain(), False), (UnrecordedExtents(), True)]
+)
 def test_who_takes_no_lock_is_lent_no_memory_that_the_next_start_uses(
     tmp_path: Path, extents: UnrecordedExtents, is_lent: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

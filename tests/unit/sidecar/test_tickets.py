@@ -1,4 +1,6 @@
-"""Tickets, rejects, descriptions and layouts at the sidecar's socket, with a real client on the other end."""
+"""Tickets, rejects, descriptions and layouts at the sidecar's socket, with a real client on the
+other end.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def sidecar(tmp_path: Path) -> Iterator[RunningSocket]:
 
 @contextlib.contextmanager
 def client_of(
-    sidecar: RunningSocket, hello: m.Hello = HELLO, describe: Callable[[str], m.Describe] | None = None
+    sidecar: RunningSocket,
+    hello: m.Hello = HELLO,
+    describe: Callable[[str], m.Describe] | None = None,
 ) -> Iterator[SidecarChunkStore]:
     store = SidecarChunkStore(sidecar.path, hello, 5.0, Counters(), None, describe)
     store.open(lambda salt: None)
@@ -60,13 +64,17 @@ def test_the_end_of_a_connection_gives_back_what_it_was_promised(sidecar: Runnin
             other.unstage(["t"])
             assert not evictable(sidecar, CHAIN), "tickets belong to their client"
             assert sidecar.server.staged_bytes == 4 * TAKEN_BYTES
-            (session,) = [session for session in sidecar.server.sessions if session.describe()["num_tickets"]]
+            (session,) = [
+                session for session in sidecar.server.sessions if session.describe()["num_tickets"]
+            ]
             assert session.describe()["world_size"] == 1
         until(lambda: evictable(sidecar, CHAIN), "a client that has gone holds chunks")
         assert sidecar.server.staged_bytes == 0
 
 
-def test_a_ticket_ends_with_its_lease_while_the_client_lives_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ticket_ends_with_its_lease_while_the_client_lives_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(staging_module, "STAGE_LEASE_S", 0.5)
     monkeypatch.setattr(server_module, "SWEEP_INTERVAL_S", 0.02)
     with running_socket(tmp_path, ARENA_BYTES) as sidecar, client_of(sidecar) as store:
@@ -86,12 +94,17 @@ def test_all_clients_together_are_promised_half_of_the_arena(sidecar: RunningSoc
         store_chunks(first, chain.keys_of_rank(0)[:25])
         store_chunks(second, chain.keys_of_rank(0)[25:])
         assert first.stage("t", [chain.part(0, 20)]) == Staged(True, (b"\1" * 20,))
-        assert second.stage("t", [chain.part(10, 40)]) == Staged(True, (b"\1" * 22 + bytes(8),)), "ten of them are shared"
+        assert second.stage("t", [chain.part(10, 40)]) == Staged(True, (b"\1" * 22 + bytes(8),)), (
+            "ten of them are shared"
+        )
 
 
 def test_a_draining_sidecar_stages_what_is_hot(tmp_path: Path) -> None:
     shelf = Shelf()
-    with running_socket(tmp_path, ARENA_BYTES, lower=[shelf]) as sidecar, client_of(sidecar) as store:
+    with (
+        running_socket(tmp_path, ARENA_BYTES, lower=[shelf]) as sidecar,
+        client_of(sidecar) as store,
+    ):
         store_chunks(store, CHAIN.keys_of_rank(0)[:2])
         shelf.held.update(names_of(CHAIN.keys_of_rank(0)))
         sidecar.server.refuse_stores()
@@ -100,9 +113,14 @@ def test_a_draining_sidecar_stages_what_is_hot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "chain",
-    [ChunkChain("\N{SNOWMAN}" * 1000, "m", 1, "", bytes(32)), ChunkChain("vllm", "m", 1, "\N{SNOWMAN}" * 1000, bytes(32))],
+    [
+        ChunkChain("\N{SNOWMAN}" * 1000, "m", 1, "", bytes(32)),
+        ChunkChain("vllm", "m", 1, "\N{SNOWMAN}" * 1000, bytes(32)),
+    ],
 )
-def test_names_that_no_tier_could_spell_end_their_own_connection_only(sidecar: RunningSocket, chain: ChunkChain) -> None:
+def test_names_that_no_tier_could_spell_end_their_own_connection_only(
+    sidecar: RunningSocket, chain: ChunkChain
+) -> None:
     with client_of(sidecar) as other, client_of(sidecar) as store:
         store_chunks(other, CHAIN.keys_of_rank(0))
         assert store.stage("t", [chain]) is None
@@ -110,7 +128,15 @@ def test_names_that_no_tier_could_spell_end_their_own_connection_only(sidecar: R
 
 
 def connected(sidecar: RunningSocket, **fields: object) -> SidecarConnection:
-    values = {"version_min": m.VERSION, "version_max": m.VERSION, "client": "test", "pid": 1, "rank": 0, "model": "m", "layout": "a"}
+    values = {
+        "version_min": m.VERSION,
+        "version_max": m.VERSION,
+        "client": "test",
+        "pid": 1,
+        "rank": 0,
+        "model": "m",
+        "layout": "a",
+    }
     connection = SidecarConnection(sidecar.path, m.Hello(**(values | fields)), 5.0)  # type: ignore[arg-type]
     connection.open()
     return connection
@@ -128,7 +154,10 @@ def test_two_layouts_in_one_engine_are_refused(sidecar: RunningSocket) -> None:
             {"layout": ""},
         ):
             stack.callback(connected(sidecar, **fields).close)
-        with pytest.raises(ProtocolError, match=r"layout: client 'test', model 'm': layout 'b', but the client with pid 1"):
+        with pytest.raises(
+            ProtocolError,
+            match=r"layout: client 'test', model 'm': layout 'b', but the client with pid 1",
+        ):
             connected(sidecar, rank=1, layout="b")
         assert first.call(m.Stats(), m.StatsOk), "the others are not disturbed"
     until(lambda: not sidecar.server.sessions, "the clients do not go")
@@ -137,7 +166,11 @@ def test_two_layouts_in_one_engine_are_refused(sidecar: RunningSocket) -> None:
 
 def test_loads_are_checked_by_sample_only_where_a_gpu_computes(tmp_path: Path) -> None:
     with running_socket(tmp_path, verify_hot="auto") as sidecar:
-        for capabilities, expected in (((), "always"), (m.CAPABILITIES, "always"), ((m.ON_DEVICE,), "sampled")):
+        for capabilities, expected in (
+            ((), "always"),
+            (m.CAPABILITIES, "always"),
+            ((m.ON_DEVICE,), "sampled"),
+        ):
             connection = connected(sidecar, capabilities=capabilities)
             assert (connection.welcome.verify_hot, connection.verifier.mode) == (expected, expected)
             connection.close()
@@ -148,7 +181,12 @@ def test_an_engine_says_how_it_names_kv(sidecar: RunningSocket) -> None:
         (session,) = sidecar.server.sessions
         (described,) = session.descriptions
         metadata = make_metadata()
-        assert (described.fmt, described.model_name, described.world_size, described.groups) == ("vllm", metadata.model_name, 1, ("",))
+        assert (described.fmt, described.model_name, described.world_size, described.groups) == (
+            "vllm",
+            metadata.model_name,
+            1,
+            ("",),
+        )
         assert described.chunk_size == make_config().chunk_size == CHUNK_SIZE
         assert described.root == engine._token_database._root  # type: ignore[attr-defined]
 
@@ -160,7 +198,10 @@ def test_a_description_is_made_with_the_sidecars_salt_at_each_connection(tmp_pat
         salts.append(salt)
         return m.Describe("vllm", "m", 1, 16, bytes(32), ("",))
 
-    with running_socket(tmp_path, salt="s1") as sidecar, client_of(sidecar, describe=describe) as store:
+    with (
+        running_socket(tmp_path, salt="s1") as sidecar,
+        client_of(sidecar, describe=describe) as store,
+    ):
         assert salts == ["s1"]
         connection = store._link.connection
         assert connection is not None
@@ -189,11 +230,16 @@ def test_the_last_descriptions_of_a_client_are_remembered(sidecar: RunningSocket
     ("description", "text"),
     [
         (m.Describe("vllm", "m", m.MAX_RANKS + 1, 16, bytes(32), ("",)), "<= 1024"),
-        (m.Describe("vllm", "m", m.MAX_RANKS, 16, bytes(32), tuple(map(str, range(9)))), "9216 keys"),
+        (
+            m.Describe("vllm", "m", m.MAX_RANKS, 16, bytes(32), tuple(map(str, range(9)))),
+            "9216 keys",
+        ),
         (m.Describe("vllm", "é" * 1024, 1, 16, bytes(32), ("",)), "model_name"),
     ],
 )
-def test_what_could_name_no_chunk_is_refused(sidecar: RunningSocket, description: m.Describe, text: str) -> None:
+def test_what_could_name_no_chunk_is_refused(
+    sidecar: RunningSocket, description: m.Describe, text: str
+) -> None:
     connection = connected(sidecar)
     with pytest.raises(ProtocolError, match=text):
         connection.call(description, m.DescribeOk)
@@ -201,7 +247,9 @@ def test_what_could_name_no_chunk_is_refused(sidecar: RunningSocket, description
 
 
 def pinned(connection: SidecarConnection) -> tuple[m.PinnedChunk, ...]:
-    return connection.call(m.Pin(tuple(key.canonical() for key in CHAIN.keys_of_rank(0)), 1000), m.PinOk).chunks
+    return connection.call(
+        m.Pin(tuple(key.canonical() for key in CHAIN.keys_of_rank(0)), 1000), m.PinOk
+    ).chunks
 
 
 def test_a_damaged_chunk_is_not_served_again_and_a_good_one_stays(sidecar: RunningSocket) -> None:
@@ -212,11 +260,18 @@ def test_a_damaged_chunk_is_not_served_again_and_a_good_one_stays(sidecar: Runni
         good, bad, *_ = pinned(connection)
         connection.arena.store_view[bad.offset + 7] ^= 1
         connection.call(m.Reject((good.pin, bad.pin, 1 << 40)), m.RejectOk)
-        assert sidecar.hot.contains_many(names_of(CHAIN.keys_of_rank(0))) == [True, False, True, True]
+        assert sidecar.hot.contains_many(names_of(CHAIN.keys_of_rank(0))) == [
+            True,
+            False,
+            True,
+            True,
+        ]
         assert sidecar.counters.value(metrics.CORRUPT_CHUNKS_TOTAL) == 1
         assert store_chunks(store, CHAIN.keys_of_rank(0)[1:2]) == 1
         connection.call(m.Reject((bad.pin,)), m.RejectOk)
-        assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4, "what has come in its place is not thrown away"
+        assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4, (
+            "what has come in its place is not thrown away"
+        )
 
 
 @pytest.mark.parametrize("when", ["with the copy", "before it"])
@@ -233,7 +288,12 @@ def test_who_loads_tells_the_sidecar_of_damage(sidecar: RunningSocket, when: str
         else:
             assert len(found) == 2
         store.release(found)
-        assert sidecar.hot.contains_many(names_of(CHAIN.keys_of_rank(0))) == [True, True, False, True]
+        assert sidecar.hot.contains_many(names_of(CHAIN.keys_of_rank(0))) == [
+            True,
+            True,
+            False,
+            True,
+        ]
         assert store_chunks(store, CHAIN.keys_of_rank(0)[2:3]) == 1
         assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4
 

@@ -22,8 +22,19 @@ def webhook_settings() -> WebhookSettings:
             "drain_timeout_s": 15,
         },
         tenants=[
-            {"name": "a", "namespaces": ["team-a"], "credentials_secret": "cred", "keys_secret": "keys", "tls_secret": "tls"},
-            {"name": "b", "namespaces": ["team-a", "team-b"], "credentials_secret": "cred-b", "keys_secret": "keys-b"},
+            {
+                "name": "a",
+                "namespaces": ["team-a"],
+                "credentials_secret": "cred",
+                "keys_secret": "keys",
+                "tls_secret": "tls",
+            },
+            {
+                "name": "b",
+                "namespaces": ["team-a", "team-b"],
+                "credentials_secret": "cred-b",
+                "keys_secret": "keys-b",
+            },
             {"name": "open", "namespaces": ["lab"]},
         ],
         arena_gb=4,

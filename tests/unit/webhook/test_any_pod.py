@@ -12,15 +12,33 @@ from lmcache_webhook.injection.injector import review_pod
 from lmcache_webhook.injection.options import InjectionOptions
 
 USERS = st.integers(0, 9)
-ASKED = [f"lmcache.io/{name}" for name in ("inject", "arena-gb", "tenant", "container", "inject-status")]
-NAMES = st.sampled_from(["vllm", "engine", "lmcache-sidecar", "lmcache-payload", "lmcache-arena", "x~/y"])
+ASKED = [
+    f"lmcache.io/{name}" for name in ("inject", "arena-gb", "tenant", "container", "inject-status")
+]
+NAMES = st.sampled_from(
+    ["vllm", "engine", "lmcache-sidecar", "lmcache-payload", "lmcache-arena", "x~/y"]
+)
 TEXTS = st.one_of(
-    st.sampled_from(["vllm", "serve", "m", "sh", "-c", "-m", "vllm.entrypoints.openai.api_server", "vllm serve m", "--kv-transfer-config"]),
+    st.sampled_from(
+        [
+            "vllm",
+            "serve",
+            "m",
+            "sh",
+            "-c",
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "vllm serve m",
+            "--kv-transfer-config",
+        ]
+    ),
     st.text(max_size=8),
 )
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -35,7 +53,10 @@ def lists(strategy: st.SearchStrategy[Any], most: int = 3) -> st.SearchStrategy[
 
 VARIABLES = st.fixed_dictionaries(
     {"name": st.sampled_from(["PYTHONPATH", "HOME", "LMCACHE_CHUNK_SIZE", "LMCACHE_NO_SUCH"])},
-    optional={"value": maybe(TEXTS), "valueFrom": maybe(st.just({"fieldRef": {"fieldPath": "metadata.name"}}))},
+    optional={
+        "value": maybe(TEXTS),
+        "valueFrom": maybe(st.just({"fieldRef": {"fieldPath": "metadata.name"}})),
+    },
 )
 CONTAINERS = st.fixed_dictionaries(
     {"name": NAMES},
@@ -45,9 +66,19 @@ CONTAINERS = st.fixed_dictionaries(
         "args": lists(TEXTS, 5),
         "env": lists(VARIABLES),
         "ports": lists(st.just({"containerPort": 8000}) | st.just({"containerPort": 8083})),
-        "volumeMounts": lists(st.fixed_dictionaries({"name": NAMES, "mountPath": st.sampled_from(["/a", "/opt/lmcache", "/"])})),
-        "securityContext": maybe(st.fixed_dictionaries({}, optional={"runAsUser": maybe(USERS), "runAsGroup": USERS})),
-        "resources": maybe(st.fixed_dictionaries({}, optional={"limits": maybe(st.just({"cpu": "1", "memory": "1Gi"}))})),
+        "volumeMounts": lists(
+            st.fixed_dictionaries(
+                {"name": NAMES, "mountPath": st.sampled_from(["/a", "/opt/lmcache", "/"])}
+            )
+        ),
+        "securityContext": maybe(
+            st.fixed_dictionaries({}, optional={"runAsUser": maybe(USERS), "runAsGroup": USERS})
+        ),
+        "resources": maybe(
+            st.fixed_dictionaries(
+                {}, optional={"limits": maybe(st.just({"cpu": "1", "memory": "1Gi"}))}
+            )
+        ),
         "else": ANYTHING,
     },
 )
@@ -59,7 +90,8 @@ ANNOTATIONS = st.dictionaries(
 PODS = st.fixed_dictionaries(
     {
         "metadata": st.fixed_dictionaries(
-            {"labels": st.just({"lmcache.io/inject": "true"})}, optional={"annotations": maybe(ANNOTATIONS), "name": TEXTS}
+            {"labels": st.just({"lmcache.io/inject": "true"})},
+            optional={"annotations": maybe(ANNOTATIONS), "name": TEXTS},
         ),
         "spec": st.fixed_dictionaries(
             {"containers": st.lists(CONTAINERS, min_size=1, max_size=3)},
@@ -74,23 +106,37 @@ PODS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(PODS)
-def test_the_patch_fits_and_is_the_last(options: InjectionOptions, document: dict[str, Any]) -> None:
+def test_the_patch_fits_and_is_the_last(
+    options: InjectionOptions, document: dict[str, Any]
+) -> None:
     before = copy.deepcopy(document)
     outcome = review_pod(options, document, "team-a")
     assert document == before
     changed = jsonpatch.apply_patch(document, outcome.operations)
     assert review_pod(options, changed, "team-a").operations == []
     if outcome.verdict == "injected":
-        assert [one["name"] for one in changed["spec"]["initContainers"]][-2:] == ["lmcache-payload", "lmcache-sidecar"]
+        assert [one["name"] for one in changed["spec"]["initContainers"]][-2:] == [
+            "lmcache-payload",
+            "lmcache-sidecar",
+        ]
         names = [volume["name"] for volume in changed["spec"]["volumes"]]
-        assert len([name for name in names if name.startswith("lmcache-")]) == len({name for name in names if name.startswith("lmcache-")})
+        assert len([name for name in names if name.startswith("lmcache-")]) == len(
+            {name for name in names if name.startswith("lmcache-")}
+        )
     else:
-        assert {one["path"] for one in outcome.operations} <= {"/metadata/annotations", "/metadata/annotations/lmcache.io~1inject-status"}
+        assert {one["path"] for one in outcome.operations} <= {
+            "/metadata/annotations",
+            "/metadata/annotations/lmcache.io~1inject-status",
+        }
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.dictionaries(st.sampled_from(["metadata", "spec", "kind"]), ANYTHING, max_size=3))
 def test_anything_else_is_let_through(options: InjectionOptions, document: dict[str, Any]) -> None:
     assert review_pod(options, document, "team-a").operations == []

@@ -27,7 +27,15 @@ def container(**members: Any) -> Container:
         {"command": ["/opt/venv/bin/vllm"], "args": ["serve", "m"]},
         {"command": ["tini", "--", "vllm", "serve", "m"]},
         {"command": ["sh", "-c", 'ulimit -l unlimited; exec "$@"', "--", "vllm", "serve", "m"]},
-        {"command": ["/usr/bin/env", "python3.12", "-u", "-m", "vllm.entrypoints.openai.api_server"]},
+        {
+            "command": [
+                "/usr/bin/env",
+                "python3.12",
+                "-u",
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+            ]
+        },
         {"command": ["python", "-m", "vllm.entrypoints.cli.main", "serve", "m"]},
         {"image": "vllm/vllm-openai:v0.32.0"},
         {"image": "docker.io/rocm/vllm@sha256:ab", "args": ["--model", "m"]},
@@ -50,7 +58,14 @@ def test_who_runs_vllm_gets_the_argument(members: dict[str, Any]) -> None:
         {"command": ["/bin/bash", "-c"], "args": [SCRIPT]},
         {"command": ["/bin/bash"], "args": ["-lc", f"cd /tmp && exec {SCRIPT} --port 8000"]},
         {"command": ["bash", "-o", "pipefail", "-e", "-c", "vllm \\\n  serve m", "name"]},
-        {"command": ["tini", "--", "entrypoint.sh", "ray start; python3 -m vllm.entrypoints.openai.api_server"]},
+        {
+            "command": [
+                "tini",
+                "--",
+                "entrypoint.sh",
+                "ray start; python3 -m vllm.entrypoints.openai.api_server",
+            ]
+        },
         {"image": "vllm/vllm-openai", "args": ["sh", "-c", SCRIPT]},
         {"command": ["bash", "-c", SCRIPT_OF_KSERVE]},
         {"command": ["bash", "-c", SCRIPT_OF_A_RAY_LEADER]},
@@ -59,7 +74,13 @@ def test_who_runs_vllm_gets_the_argument(members: dict[str, Any]) -> None:
 def test_a_shell_script_is_never_edited(members: dict[str, Any]) -> None:
     one = container(**members)
     assert runs_vllm(one)
-    with pytest.raises(DeclinedError, match=r"the container c starts vLLM in a shell script, which is never edited: write `command: \["):
+    with pytest.raises(
+        DeclinedError,
+        match=(
+            r"the container c starts vLLM in a shell script, which is never edited: write"
+            r" `command: \["
+        ),
+    ):
         plan_arguments(one, transfer_config())
 
 
@@ -97,11 +118,20 @@ def test_who_does_not(members: dict[str, Any]) -> None:
 def test_what_is_named_and_is_not_the_server_keeps_its_command_line() -> None:
     assert plan_arguments(container(command=["ray", "start", "--block"]), transfer_config()) == ()
     assert plan_arguments(container(command=["sh", "-c", "ray start"]), transfer_config()) == ()
-    assert plan_arguments(container(), transfer_config()) != (), "the image's own entry point, which was named, is taken for it"
+    assert plan_arguments(container(), transfer_config()) != (), (
+        "the image's own entry point, which was named, is taken for it"
+    )
 
 
-@pytest.mark.parametrize("word", ["--kv-transfer-config", "--kv-transfer-config.kv_role=kv_both", "--kv_offloading_backend"])
+@pytest.mark.parametrize(
+    "word",
+    ["--kv-transfer-config", "--kv-transfer-config.kv_role=kv_both", "--kv_offloading_backend"],
+)
 def test_another_connector_is_left_alone(word: str) -> None:
-    for members in ({"command": ["vllm", "serve", "m", word]}, {"args": [word]}, {"env": [{"name": "ARGS", "value": f"-x {word}"}]}):
+    for members in (
+        {"command": ["vllm", "serve", "m", word]},
+        {"args": [word]},
+        {"env": [{"name": "ARGS", "value": f"-x {word}"}]},
+    ):
         with pytest.raises(DeclinedError, match="one vLLM has one connector"):
             plan_arguments(container(**members), transfer_config())

@@ -28,4 +28,6 @@ def test_the_words_for_scripts_are_the_argument() -> None:
     text = PAGE.read_text()
     words = re.findall(rf"{OPTION}\.\S+=\S+", text)
     assert words == list(leaves(transfer_config(), OPTION)) == CONNECTOR_IN_A_SCRIPT.split()
-    assert all(word.isascii() and not set(word) & set(" '\"$\\`{}[]*?;&|()<>#~!") for word in words), "plain in any quotes"
+    assert all(
+        word.isascii() and not set(word) & set(" '\"$\\`{}[]*?;&|()<>#~!") for word in words
+    ), "plain in any quotes"

@@ -21,13 +21,31 @@ from tests.fixtures.pods import Pod, container, plain, pod
 from tests.fixtures.time_bound import cpu_bound
 
 PIECES = [
-    "vllm serve ", "${a}", "$(a)", '"', "'", "\\", "`", "\\\n", "#", "-m ", "vllm.entrypoints.cli.main ", "vllm", "/", ".", ":", "@", "-c",
-    "--kv", "--kv-transfer-config", "--kv_offloading_", "_SERVICE_PORT", "_PORT_1_TCP", "lmcache_core.integrations.", "://", "!", " ", "\n",
+    "vllm serve ", "${a}", "$(a)", '"', "'", "\\", "`", "\\\n", "#", "-m ", "vllm.entrypoints.cli.main ", "vllm", "/", ".", ":", "@", "-c",  # noqa: E501
+    "--kv", "--kv-transfer-config", "--kv_offloading_", "_SERVICE_PORT", "_PORT_1_TCP", "lmcache_core.integrations.", "://", "!", " ", "\n",  # noqa: E501
     "[", "]", "{", "}", ",", "&a ", "*a", "- ", "? ", "/..", "_PORT_",
 ]  # fmt: skip
-MEMBERS = ("script", "image", "value", "values", "variable", "annotation", "mount", "quantity", "name")
+MEMBERS = (
+    "script",
+    "image",
+    "value",
+    "values",
+    "variable",
+    "annotation",
+    "mount",
+    "quantity",
+    "name",
+)
 MAX_BODY_BYTES = 1 << 20
-LAUGHS = ",".join(["[&a [x,x,x,x,x,x,x,x]", *(f"&{name} [{','.join([f'*{of}'] * 8)}]" for of, name in pairwise("abcdefghijkl"))]) + "]"
+LAUGHS = (
+    ",".join(
+        [
+            "[&a [x,x,x,x,x,x,x,x]",
+            *(f"&{name} [{','.join([f'*{of}'] * 8)}]" for of, name in pairwise("abcdefghijkl")),
+        ]
+    )
+    + "]"
+)
 """Each alias stands for eight of the one before: 69 billion texts when it is expanded."""
 
 
@@ -39,15 +57,29 @@ def with_text(member: str, text: str) -> Pod:
         case "image":
             return pod(container(image=text))
         case "value":
-            return pod(container(env=[{"name": "LMCACHE_LOCAL_DEVICE", "value": text}, {"name": "A", "value": text}]))
+            return pod(
+                container(
+                    env=[
+                        {"name": "LMCACHE_LOCAL_DEVICE", "value": text},
+                        {"name": "A", "value": text},
+                    ]
+                )
+            )
         case "values":
             names = [f"LMCACHE_{name.upper()}" for name in FOREIGN_NAMES]
             share = text[: MAX_BODY_BYTES // len(names)]
-            return pod(container(command=["vllm", "serve"], env=[{"name": name, "value": share} for name in names]))
+            return pod(
+                container(
+                    command=["vllm", "serve"],
+                    env=[{"name": name, "value": share} for name in names],
+                )
+            )
         case "variable":
             return pod(container(env=[{"name": f"LMCACHE_{text}", "value": "1"}]))
         case "annotation":
-            return pod(container(), annotations={f"lmcache.io/{text}": text, "lmcache.io/arena-gb": text})
+            return pod(
+                container(), annotations={f"lmcache.io/{text}": text, "lmcache.io/arena-gb": text}
+            )
         case "mount":
             return pod(container(volumeMounts=[{"name": "x", "mountPath": text}]))
         case "quantity":
@@ -80,10 +112,15 @@ def with_text(member: str, text: str) -> Pod:
 def test_no_text_keeps_the_webhook_busy(member: str, text: str, options: InjectionOptions) -> None:
     assert len(text) <= MAX_TEXT_CHARS
     with cpu_bound(REVIEW_TIMEOUT_S):
-        assert review_pod(options, with_text(member, text), "team-a").verdict in ("injected", "declined")
+        assert review_pod(options, with_text(member, text), "team-a").verdict in (
+            "injected",
+            "declined",
+        )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.sampled_from(MEMBERS),
     st.lists(st.sampled_from(PIECES), max_size=3),
@@ -93,7 +130,9 @@ def test_no_text_keeps_the_webhook_busy(member: str, text: str, options: Injecti
 def test_repetitions_of_anything_take_little_time(
     options: InjectionOptions, member: str, head: list[str], middle: list[str], tail: list[str]
 ) -> None:
-    """Of the form that makes regular expressions slow: a beginning, many repetitions, an end that does not match."""
+    """Of the form that makes regular expressions slow: a beginning, many repetitions, an end
+    that does not match.
+    """
     repeated = "".join(middle)
     text = "".join(head) + repeated * (100_000 // len(repeated)) + "".join(tail)
     with cpu_bound(REVIEW_TIMEOUT_S):
@@ -126,14 +165,31 @@ def filled(item: Any) -> list[Any]:
         {"containers": filled({"name": "", "image": "vllm"})},
         {"volumeMounts": filled({"name": "", "mountPath": ""})},
         {"volumeMounts": [{"name": "", "mountPath": "/a" * (MAX_BODY_BYTES // 2)}]},
-        {"volumeMounts": [{"name": "", "mountPath": "/a" * (MAX_BODY_BYTES // 5) + "/.." * (MAX_BODY_BYTES // 5)}]},
+        {
+            "volumeMounts": [
+                {
+                    "name": "",
+                    "mountPath": "/a" * (MAX_BODY_BYTES // 5) + "/.." * (MAX_BODY_BYTES // 5),
+                }
+            ]
+        },
         {"ports": filled({})},
         {"args": filled("")},
         {"env": filled({"name": ""})},
         {"env": filled({"name": "LMCACHE_STORAGE_"})},
         {"env": filled({"name": "PYTHONPATH", "valueFrom": {}})},
-        {"env": [{"name": f"LMCACHE_{'_SERVICE_PORT_' * 9000}{i}!", "value": "tcp://"} for i in range(8)]},
-        {"env": [{"name": f"LMCACHE_{name.upper()}", "value": "a: 1\n" * 26} for name in FOREIGN_NAMES]},
+        {
+            "env": [
+                {"name": f"LMCACHE_{'_SERVICE_PORT_' * 9000}{i}!", "value": "tcp://"}
+                for i in range(8)
+            ]
+        },
+        {
+            "env": [
+                {"name": f"LMCACHE_{name.upper()}", "value": "a: 1\n" * 26}
+                for name in FOREIGN_NAMES
+            ]
+        },
         {"affinity": [[]] * (MAX_BODY_BYTES // 3)},
         {"annotations": {f"lmcache.io/{'arena-gb' * (MAX_BODY_BYTES // 8)}": "1"}},
         {"annotations": {"lmcache.io/arena-gb": "1" * MAX_BODY_BYTES}},
@@ -141,7 +197,9 @@ def filled(item: Any) -> list[Any]:
     ],
     ids=lambda members: next(iter(members)),
 )
-def test_a_whole_body_of_anything_takes_little_time(members: dict[str, Any], options: InjectionOptions) -> None:
+def test_a_whole_body_of_anything_takes_little_time(
+    members: dict[str, Any], options: InjectionOptions
+) -> None:
     document = pod(container(command=["vllm", "serve"]))
     spec, metadata = document["spec"], document["metadata"]
     for name, value in members.items():
@@ -160,10 +218,18 @@ def test_a_whole_body_of_anything_takes_little_time(members: dict[str, Any], opt
 
 
 def test_the_options_of_a_container_have_a_bound(options: InjectionOptions) -> None:
-    variables = [{"name": f"LMCACHE_{name.upper()}", "value": "x" * MAX_FOREIGN_CHARS} for name in FOREIGN_NAMES]
-    outcome = review_pod(options, pod(container(command=["vllm", "serve"], env=variables)), "team-a")
+    variables = [
+        {"name": f"LMCACHE_{name.upper()}", "value": "x" * MAX_FOREIGN_CHARS}
+        for name in FOREIGN_NAMES
+    ]
+    outcome = review_pod(
+        options, pod(container(command=["vllm", "serve"], env=variables)), "team-a"
+    )
     assert outcome.verdict == "declined"
-    assert f"the variables LMCACHE_… of the container vllm have {len(FOREIGN_NAMES) * MAX_FOREIGN_CHARS} characters" in outcome.reason
+    assert (
+        "the variables LMCACHE_… of the container vllm have"
+        f" {len(FOREIGN_NAMES) * MAX_FOREIGN_CHARS} characters" in outcome.reason
+    )
 
 
 def nested(depth: int) -> Any:
@@ -175,22 +241,38 @@ def nested(depth: int) -> Any:
 
 @pytest.mark.parametrize("depth", [10, 300, 450, 900, 980, 5000, 50_000])
 @pytest.mark.parametrize("place", ["elsewhere", "annotated", "valueFrom"])
-async def test_a_nested_pod_is_reviewed_or_left_alone(depth: int, place: str, options: InjectionOptions) -> None:
+async def test_a_nested_pod_is_reviewed_or_left_alone(
+    depth: int, place: str, options: InjectionOptions
+) -> None:
     document = plain()
     if place == "valueFrom":
-        document["spec"]["containers"][0]["env"] = [{"name": "PYTHONPATH", "valueFrom": nested(depth)}]
+        document["spec"]["containers"][0]["env"] = [
+            {"name": "PYTHONPATH", "valueFrom": nested(depth)}
+        ]
     else:
         document["spec"]["affinity"] = nested(depth)
     request = AdmissionRequest.model_construct(
-        uid="u", kind=GroupVersionKind(version="v1", kind="Pod"), namespace="team-a", object=document
+        uid="u",
+        kind=GroupVersionKind(version="v1", kind="Pod"),
+        namespace="team-a",
+        object=document,
     )
     if place == "annotated":
         document["spec"]["hostNetwork"] = True
     reviewer = Reviewer(options, 1000)
     answer = (await reviewer.answer(request)).response
     [verdict] = reviewer.counts
-    assert verdict in {"elsewhere": ("injected",), "annotated": ("declined",), "valueFrom": ("injected", "unreadable")}[place]
+    assert (
+        verdict
+        in {
+            "elsewhere": ("injected",),
+            "annotated": ("declined",),
+            "valueFrom": ("injected", "unreadable"),
+        }[place]
+    )
     assert (answer.patch is None) == (verdict == "unreadable")
     if verdict == "unreadable":
-        assert answer.warnings == ["this is no pod that the webhook can read: it is nested too deeply"]
+        assert answer.warnings == [
+            "this is no pod that the webhook can read: it is nested too deeply"
+        ]
     json.dumps(answer.model_dump())

@@ -26,13 +26,25 @@ STATUS = "lmcache.io/inject-status"
 every_shape = pytest.mark.parametrize("shape", sorted(SHAPES))
 # Of the pod `several_containers` the second container is vLLM's.
 ENGINES = {"several_containers": 1}
-VOLUMES_OF_RESTRICTED = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+VOLUMES_OF_RESTRICTED = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def schemas_are_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kubernetes_validate.utils.schema_contents", functools.cache(kubernetes_validate.utils.schema_contents))
+        patch.setattr(
+            "kubernetes_validate.utils.schema_contents",
+            functools.cache(kubernetes_validate.utils.schema_contents),
+        )
         yield
 
 
@@ -60,7 +72,9 @@ def declined(options: InjectionOptions, document: Pod, namespace: str = "team-a"
     expected["metadata"].setdefault("annotations", {})
     assert changed == expected
     assert reason == outcome.reason
-    assert review_pod(options, after(document, outcome), namespace).operations == [], "asked again, it is the same"
+    assert review_pod(options, after(document, outcome), namespace).operations == [], (
+        "asked again, it is the same"
+    )
     return reason
 
 
@@ -81,7 +95,11 @@ def text_of(containers: Pod) -> str:
 @every_shape
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 def test_kubernetes_takes_the_pod(shape: str, version: str, options: InjectionOptions) -> None:
-    document = {name: value for name, value in injected(options, SHAPES[shape]()).items() if value is not None}
+    document = {
+        name: value
+        for name, value in injected(options, SHAPES[shape]()).items()
+        if value is not None
+    }
     kubernetes_validate.validate(without_nulls(document), version, strict=True)
 
 
@@ -102,33 +120,51 @@ def test_a_second_time_changes_nothing(shape: str, options: InjectionOptions) ->
 def test_what_was_there_is_still_there(shape: str, options: InjectionOptions) -> None:
     before = SHAPES[shape]()
     changed = injected(options, copy.deepcopy(before))
-    for index, (old, new) in enumerate(zip(before["spec"]["containers"], changed["spec"]["containers"], strict=True)):
+    for index, (old, new) in enumerate(
+        zip(before["spec"]["containers"], changed["spec"]["containers"], strict=True)
+    ):
         if index != ENGINES.get(shape, 0):
             assert new == old
             continue
         same = set(old) - {"command", "args", "env", "volumeMounts"}
         assert {name: new[name] for name in same} == {name: old[name] for name in same}
-        assert new["volumeMounts"][: len(old.get("volumeMounts") or [])] == (old.get("volumeMounts") or [])
+        assert new["volumeMounts"][: len(old.get("volumeMounts") or [])] == (
+            old.get("volumeMounts") or []
+        )
         ours = {"PYTHONPATH", "INJECTED_PYTHONPATH"}
-        assert [one for one in new["env"] if one["name"] not in ours] == [one for one in old.get("env") or [] if one["name"] not in ours]
+        assert [one for one in new["env"] if one["name"] not in ours] == [
+            one for one in old.get("env") or [] if one["name"] not in ours
+        ]
     assert changed["spec"]["initContainers"][:-2] == (before["spec"].get("initContainers") or [])
-    assert changed["spec"]["volumes"][: len(before["spec"].get("volumes") or [])] == (before["spec"].get("volumes") or [])
-    assert changed["metadata"]["labels"] == {**before["metadata"]["labels"], "lmcache.io/injected": "true"}
+    assert changed["spec"]["volumes"][: len(before["spec"].get("volumes") or [])] == (
+        before["spec"].get("volumes") or []
+    )
+    assert changed["metadata"]["labels"] == {
+        **before["metadata"]["labels"],
+        "lmcache.io/injected": "true",
+    }
 
 
 @every_shape
-def test_the_engine_finds_the_connector_and_its_sidecar(shape: str, options: InjectionOptions) -> None:
+def test_the_engine_finds_the_connector_and_its_sidecar(
+    shape: str, options: InjectionOptions
+) -> None:
     changed = injected(options, SHAPES[shape]())
     engine = engine_of(changed, shape)
     sidecar = named(changed["spec"]["initContainers"], SIDECAR)
     assert [one["name"] for one in changed["spec"]["initContainers"]][-2:] == [PAYLOAD, SIDECAR]
     assert sidecar["restartPolicy"] == "Always"
     values = {one["name"]: one.get("value") for one in sidecar["env"]}
-    theirs, ours = ({mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]} for one in (engine, sidecar))
+    theirs, ours = (
+        {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
+        for one in (engine, sidecar)
+    )
     for path in ("/run/lmcache/arena", "/run/lmcache/socket"):
         assert theirs[path] == ours[path]
     assert "lmcache-credentials" in ours.values()
-    assert not {"lmcache-credentials", "lmcache-tls"} & set(theirs.values()), "no secret of the sidecar is vLLM's"
+    assert not {"lmcache-credentials", "lmcache-tls"} & set(theirs.values()), (
+        "no secret of the sidecar is vLLM's"
+    )
     [path] = [one["value"] for one in engine["env"] if one["name"] == "PYTHONPATH"]
     payload = named(changed["spec"]["initContainers"], PAYLOAD)
     assert path.split(":")[-1] == f"{payload['command'][1]}/python"
@@ -141,24 +177,33 @@ def test_the_engine_finds_the_connector_and_its_sidecar(shape: str, options: Inj
     assert ("it names the connector already" in status) == has_it_already
     if not is_worker:
         assert values["LMCACHE_SIDECAR_SOCKET_PATH"] in text_of(engine)
-    assert {mount["name"] for one in (engine, sidecar, payload) for mount in one["volumeMounts"]} <= {
-        volume["name"] for volume in changed["spec"]["volumes"]
-    }
+    assert {
+        mount["name"] for one in (engine, sidecar, payload) for mount in one["volumeMounts"]
+    } <= {volume["name"] for volume in changed["spec"]["volumes"]}
 
 
 TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
 def admitted(document: Pod) -> Pod:
-    """What the API server's ServiceAccount admission makes of a pod, before the webhooks and after them."""
+    """What the API server's ServiceAccount admission makes of a pod, before the webhooks and
+    after them.
+    """
     changed = copy.deepcopy(document)
     volumes = changed["spec"]["volumes"] = changed["spec"].get("volumes") or []
     if not any(volume["name"].startswith("kube-api-access-") for volume in volumes):
-        volumes.append({"name": "kube-api-access-x7k2p", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}})
+        volumes.append(
+            {
+                "name": "kube-api-access-x7k2p",
+                "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]},
+            }
+        )
     for one in [*(changed["spec"].get("initContainers") or []), *changed["spec"]["containers"]]:
         mounts = one["volumeMounts"] = one.get("volumeMounts") or []
         if not any(mount["mountPath"] == TOKEN_PATH for mount in mounts):
-            mounts.append({"name": "kube-api-access-x7k2p", "readOnly": True, "mountPath": TOKEN_PATH})
+            mounts.append(
+                {"name": "kube-api-access-x7k2p", "readOnly": True, "mountPath": TOKEN_PATH}
+            )
     return changed
 
 
@@ -169,9 +214,14 @@ def test_no_container_of_ours_gets_the_pods_token(shape: str, options: Injection
     for ours in changed["spec"]["initContainers"][-2:]:
         [mount] = [mount for mount in ours["volumeMounts"] if mount["mountPath"] == TOKEN_PATH]
         assert mount == {"name": "lmcache-no-token", "mountPath": TOKEN_PATH, "readOnly": True}
-    assert named(changed["spec"]["volumes"], "lmcache-no-token") == {"name": "lmcache-no-token", "emptyDir": {"sizeLimit": "1Mi"}}
+    assert named(changed["spec"]["volumes"], "lmcache-no-token") == {
+        "name": "lmcache-no-token",
+        "emptyDir": {"sizeLimit": "1Mi"},
+    }
     for old, new in zip(before["spec"]["containers"], changed["spec"]["containers"], strict=True):
-        assert named(new["volumeMounts"], "kube-api-access-x7k2p") in old["volumeMounts"], "the pod's own keep theirs"
+        assert named(new["volumeMounts"], "kube-api-access-x7k2p") in old["volumeMounts"], (
+            "the pod's own keep theirs"
+        )
 
 
 def test_the_payload_has_the_resources_of_the_settings(options: InjectionOptions) -> None:
@@ -179,7 +229,9 @@ def test_the_payload_has_the_resources_of_the_settings(options: InjectionOptions
     options = dataclasses.replace(options, payload_resources=given)
     payload = named(injected(options, plain())["spec"]["initContainers"], PAYLOAD)
     assert payload["resources"] == given
-    guaranteed = named(injected(options, SHAPES["guaranteed"]())["spec"]["initContainers"], PAYLOAD)["resources"]
+    guaranteed = named(
+        injected(options, SHAPES["guaranteed"]())["spec"]["initContainers"], PAYLOAD
+    )["resources"]
     assert guaranteed["requests"] == guaranteed["limits"] == {"cpu": "20m", "memory": "96Mi"}
 
 
@@ -194,15 +246,21 @@ def test_our_containers_are_restricted(shape: str, options: InjectionOptions) ->
         assert context["readOnlyRootFilesystem"] is True
         assert context["capabilities"] == {"drop": ["ALL"]}
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert {"cpu", "memory"} <= set(ours["resources"]["requests"]), "else an HPA or a quota gets stuck"
+        assert {"cpu", "memory"} <= set(ours["resources"]["requests"]), (
+            "else an HPA or a quota gets stuck"
+        )
         assert "memory" in ours["resources"]["limits"]
         assert not any("hostPort" in port for port in ours.get("ports", []))
-    added = [volume for volume in changed["spec"]["volumes"] if volume["name"].startswith("lmcache-")]
+    added = [
+        volume for volume in changed["spec"]["volumes"] if volume["name"].startswith("lmcache-")
+    ]
     assert {kind for volume in added for kind in volume if kind != "name"} <= VOLUMES_OF_RESTRICTED
 
 
 @every_shape
-def test_the_sidecars_own_settings_take_its_variables(shape: str, options: InjectionOptions) -> None:
+def test_the_sidecars_own_settings_take_its_variables(
+    shape: str, options: InjectionOptions
+) -> None:
     changed = injected(options, SHAPES[shape](), "team-a")
     settings = settings_of(changed)
     assert settings.instance_id == "team-a.model-7d9f-x"
@@ -215,7 +273,12 @@ def test_the_sidecars_own_settings_take_its_variables(shape: str, options: Injec
 
 def settings_of(changed: Pod) -> SidecarSettings:
     """What the sidecar makes of its variables, once Kubernetes has filled them in."""
-    fields = {"POD_NAME": "model-7d9f-x", "POD_NAMESPACE": "team-a", "POD_UID": "0" * 32, "POD_IP": "10.1.2.3"}
+    fields = {
+        "POD_NAME": "model-7d9f-x",
+        "POD_NAMESPACE": "team-a",
+        "POD_UID": "0" * 32,
+        "POD_IP": "10.1.2.3",
+    }
     environ = dict(fields)
     for one in named(changed["spec"]["initContainers"], SIDECAR)["env"]:
         value = one.get("value", fields.get(one["name"], "node-1"))
@@ -226,15 +289,26 @@ def settings_of(changed: Pod) -> SidecarSettings:
 
 
 def test_one_value_sizes_arena_volume_and_memory(options: InjectionOptions) -> None:
-    asked = pod(container(args=["m"]), annotations={"lmcache.io/arena-gb": "16.5", "lmcache.io/disk-gb": "50"})
+    asked = pod(
+        container(args=["m"]),
+        annotations={"lmcache.io/arena-gb": "16.5", "lmcache.io/disk-gb": "50"},
+    )
     changed = injected(options, asked)
     sidecar = named(changed["spec"]["initContainers"], SIDECAR)
     arena = named(changed["spec"]["volumes"], "lmcache-arena")["emptyDir"]
     assert arena == {"medium": "Memory", "sizeLimit": f"{int(16.5 * 1024) + 64}Mi"}
-    assert sidecar["resources"]["limits"]["memory"] == sidecar["resources"]["requests"]["memory"] == f"{int(16.5 * 1024) + 512}Mi"
+    assert (
+        sidecar["resources"]["limits"]["memory"]
+        == sidecar["resources"]["requests"]["memory"]
+        == f"{int(16.5 * 1024) + 512}Mi"
+    )
     assert named(changed["spec"]["volumes"], "lmcache-disk")["emptyDir"] == {"sizeLimit": "56Gi"}
     settings = settings_of(changed)
-    assert (settings.arena_gb, settings.disk_gb, str(settings.disk_path)) == (16.5, 50, "/var/lib/lmcache/chunks")
+    assert (settings.arena_gb, settings.disk_gb, str(settings.disk_path)) == (
+        16.5,
+        50,
+        "/var/lib/lmcache/chunks",
+    )
 
 
 def test_a_pod_stays_guaranteed(options: InjectionOptions) -> None:
@@ -254,16 +328,22 @@ def test_a_pod_stays_guaranteed(options: InjectionOptions) -> None:
         ({"cpu": "8", "memory": "64Gi"}, {"memory": "64Gi"}, False),
     ],
 )
-@pytest.mark.parametrize("over", [{}, {"requests": {"cpu": "2"}}, {"requests": {"cpu": "1"}, "limits": {"cpu": "3"}}])
+@pytest.mark.parametrize(
+    "over", [{}, {"requests": {"cpu": "2"}}, {"requests": {"cpu": "1"}, "limits": {"cpu": "3"}}]
+)
 def test_a_pod_stays_guaranteed_however_its_amounts_and_ours_are_given(
     requests: Pod, limits: Pod, is_guaranteed: bool, over: Pod, options: InjectionOptions
 ) -> None:
     document = pod(container(args=["m"], resources={"requests": requests, "limits": limits}))
-    changed = injected(dataclasses.replace(options, sidecar_template={"resources": over} if over else {}), document)
+    changed = injected(
+        dataclasses.replace(options, sidecar_template={"resources": over} if over else {}), document
+    )
     for ours in changed["spec"]["initContainers"]:
         asked, most = ours["resources"]["requests"], ours["resources"]["limits"]
         assert (asked == most) == is_guaranteed
-        assert "cpu" not in most or amount_of(asked["cpu"]) <= amount_of(most["cpu"]), "such a pod would be refused"
+        assert "cpu" not in most or amount_of(asked["cpu"]) <= amount_of(most["cpu"]), (
+            "such a pod would be refused"
+        )
 
 
 @pytest.mark.parametrize(
@@ -276,7 +356,9 @@ def test_a_pod_stays_guaranteed_however_its_amounts_and_ours_are_given(
         (pod(container(args=["m"]), annotations={"lmcache.io/run-as-user": "1000"}), 1000),
     ],
 )
-def test_sidecar_and_engine_are_one_user(document: Pod, user: int, options: InjectionOptions) -> None:
+def test_sidecar_and_engine_are_one_user(
+    document: Pod, user: int, options: InjectionOptions
+) -> None:
     for ours in injected(options, document)["spec"]["initContainers"][-2:]:
         assert ours["securityContext"]["runAsUser"] == user
 
@@ -284,10 +366,15 @@ def test_sidecar_and_engine_are_one_user(document: Pod, user: int, options: Inje
 def test_python_paths_are_kept(options: InjectionOptions) -> None:
     plain_path = injected(options, SHAPES["existing_python_path"]())["spec"]["containers"][0]["env"]
     assert plain_path == [{"name": "PYTHONPATH", "value": "/plugins:/opt/lmcache/python"}]
-    variables = injected(options, SHAPES["python_path_from_elsewhere"]())["spec"]["containers"][0]["env"]
+    variables = injected(options, SHAPES["python_path_from_elsewhere"]())["spec"]["containers"][0][
+        "env"
+    ]
     assert [one["name"] for one in variables] == ["A", "INJECTED_PYTHONPATH", "PYTHONPATH"]
     assert variables[1]["valueFrom"] == {"configMapKeyRef": {"name": "c", "key": "path"}}
-    assert variables[2] == {"name": "PYTHONPATH", "value": "$(INJECTED_PYTHONPATH):/opt/lmcache/python"}
+    assert variables[2] == {
+        "name": "PYTHONPATH",
+        "value": "$(INJECTED_PYTHONPATH):/opt/lmcache/python",
+    }
 
 
 def test_the_argument_is_what_the_documents_say(options: InjectionOptions) -> None:
@@ -297,15 +384,23 @@ def test_the_argument_is_what_the_documents_say(options: InjectionOptions) -> No
         assert json.loads(engine["args"][-1]) == transfer_config()
         assert engine.get("command") == engine_of(SHAPES[shape](), shape).get("command")
     for shape in ("kserve", "leader_worker_set"):
-        engine, before = engine_of(injected(options, SHAPES[shape]()), shape), engine_of(SHAPES[shape](), shape)
+        engine, before = (
+            engine_of(injected(options, SHAPES[shape]()), shape),
+            engine_of(SHAPES[shape](), shape),
+        )
         assert (engine["command"], engine.get("args")) == (before["command"], before.get("args"))
 
 
-@pytest.mark.parametrize(("namespace", "annotation", "tenant", "secret"), [("team-a", None, "a", "cred"), ("team-a", "b", "b", "cred-b")])
+@pytest.mark.parametrize(
+    ("namespace", "annotation", "tenant", "secret"),
+    [("team-a", None, "a", "cred"), ("team-a", "b", "b", "cred-b")],
+)
 def test_pods_have_their_namespaces_tenants(
     namespace: str, annotation: str | None, tenant: str, secret: str, options: InjectionOptions
 ) -> None:
-    document = pod(container(args=["m"]), annotations={"lmcache.io/tenant": annotation} if annotation else None)
+    document = pod(
+        container(args=["m"]), annotations={"lmcache.io/tenant": annotation} if annotation else None
+    )
     changed = injected(options, document, namespace)
     sources = named(changed["spec"]["volumes"], "lmcache-credentials")["projected"]["sources"]
     assert sources[0]["secret"]["name"] == secret
@@ -320,17 +415,29 @@ def test_without_tokens_there_are_no_secrets(options: InjectionOptions) -> None:
 
 @pytest.mark.parametrize(
     ("namespace", "annotations", "is_found"),
-    [("team-a", None, True), ("team-a", {"lmcache.io/tenant": "b"}, False), ("team-b", None, False)],
+    [
+        ("team-a", None, True),
+        ("team-a", {"lmcache.io/tenant": "b"}, False),
+        ("team-b", None, False),
+    ],
 )
 def test_the_broker_finds_pods_of_its_namespace(
     namespace: str, annotations: dict[str, str] | None, is_found: bool, options: InjectionOptions
 ) -> None:
-    """By the label that its Service selects and by the pod's name. Of another tenant it would think that they are the first's."""
-    options = dataclasses.replace(options, kubernetes_service="cache-sidecars", kubernetes_namespace="team-a")
+    """By the label that its Service selects and by the pod's name. Of another tenant it would
+    think that they are the first's.
+    """
+    options = dataclasses.replace(
+        options, kubernetes_service="cache-sidecars", kubernetes_namespace="team-a"
+    )
     document = pod(container(args=["m"]), annotations=annotations)
     changed = after(document, review_pod(options, document, namespace))
-    assert changed["metadata"]["labels"].get("lmcache.io/sidecars") == ("cache-sidecars" if is_found else None)
-    instance = named(named(changed["spec"]["initContainers"], SIDECAR)["env"], "LMCACHE_SIDECAR_INSTANCE_ID")["value"]
+    assert changed["metadata"]["labels"].get("lmcache.io/sidecars") == (
+        "cache-sidecars" if is_found else None
+    )
+    instance = named(
+        named(changed["spec"]["initContainers"], SIDECAR)["env"], "LMCACHE_SIDECAR_INSTANCE_ID"
+    )["value"]
     assert instance == ("$(POD_NAME)" if is_found else "$(POD_NAMESPACE).$(POD_NAME)")
 
 
@@ -338,47 +445,111 @@ def test_an_instance_id_that_would_be_too_long_is_the_pods_uid(options: Injectio
     document = plain()
     document["metadata"]["generateName"] = "m" * 115
     changed = injected(options, document)
-    assert named(named(changed["spec"]["initContainers"], SIDECAR)["env"], "LMCACHE_SIDECAR_INSTANCE_ID")["value"] == "$(POD_UID)"
+    assert (
+        named(
+            named(changed["spec"]["initContainers"], SIDECAR)["env"], "LMCACHE_SIDECAR_INSTANCE_ID"
+        )["value"]
+        == "$(POD_UID)"
+    )
 
 
 @pytest.mark.parametrize(
     ("document", "text"),
     [
-        (pod(container(image="nginx:1")), "looks as if it ran vLLM: name the one that does in lmcache.io/container"),
+        (
+            pod(container(image="nginx:1")),
+            "looks as if it ran vLLM: name the one that does in lmcache.io/container",
+        ),
         (pod(container("a"), container("b")), "the containers a and b look as if they ran vLLM"),
-        (pod(container(), annotations={"lmcache.io/container": "x"}), "no container 'x', which lmcache.io/container names: it has vllm"),
-        (pod(container(args=["--kv-transfer-config", "{}"])), "is given --kv-transfer-config already"),
+        (
+            pod(container(), annotations={"lmcache.io/container": "x"}),
+            "no container 'x', which lmcache.io/container names: it has vllm",
+        ),
+        (
+            pod(container(args=["--kv-transfer-config", "{}"])),
+            "is given --kv-transfer-config already",
+        ),
         (pod(container(args=["--kv_transfer_config={}"])), "is given --kv_transfer_config already"),
-        (pod(container(command=["sh", "-c", "vllm serve m --kv-transfer-config '{}'"])), "is given --kv-transfer-config already"),
-        (pod(container(command=["sh", "-c", "vllm serve m"])), "starts vLLM in a shell script, which is never edited"),
-        (pod(container(args=["--kv-offloading-size", "10"])), "is given --kv-offloading-size already"),
+        (
+            pod(container(command=["sh", "-c", "vllm serve m --kv-transfer-config '{}'"])),
+            "is given --kv-transfer-config already",
+        ),
+        (
+            pod(container(command=["sh", "-c", "vllm serve m"])),
+            "starts vLLM in a shell script, which is never edited",
+        ),
+        (
+            pod(container(args=["--kv-offloading-size", "10"])),
+            "is given --kv-offloading-size already",
+        ),
         (
             pod(container(env=[{"name": "MORE_ARGS", "value": "--kv-transfer-config x"}])),
             "is given --kv-transfer-config already",
         ),
-        (pod(container(env=[{"name": "LMCACHE_CHUNK_SIZ", "value": "256"}])), "a variable that the connector cannot read"),
+        (
+            pod(container(env=[{"name": "LMCACHE_CHUNK_SIZ", "value": "256"}])),
+            "a variable that the connector cannot read",
+        ),
         (pod(container(), hostNetwork=True), "leave hostNetwork out"),
         (pod(container(), os={"name": "windows"}), "the sidecar runs on Linux"),
         (pod(container(), resources={"limits": {"memory": "64Gi"}}), "spec.resources"),
-        (pod(container(), volumes=[{"name": "lmcache-arena", "emptyDir": {}}]), "a volume lmcache-arena already"),
-        (pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt/lmcache/"}])), "a mount /opt/lmcache/ already"),
-        (pod(container(volumeMounts=[{"name": "x", "mountPath": "//run//lmcache/./arena"}])), "a mount //run//lmcache/./arena already"),
-        (pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt/lmcache/python"}])), "a mount /opt/lmcache/python already"),
-        (pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt", "readOnly": True}])), "a read-only mount /opt, below which"),
-        (pod(container(), {"name": "x", "image": "x", "ports": [{"containerPort": 8084}]}), "a port 8084 already"),
-        (pod(container(), {"name": "lmcache-payload", "image": "x"}), "a container lmcache-payload already"),
-        (pod(container(), annotations={"lmcache.io/arena-gb": "lots"}), "lmcache.io/arena-gb='lots': write a number from"),
+        (
+            pod(container(), volumes=[{"name": "lmcache-arena", "emptyDir": {}}]),
+            "a volume lmcache-arena already",
+        ),
+        (
+            pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt/lmcache/"}])),
+            "a mount /opt/lmcache/ already",
+        ),
+        (
+            pod(container(volumeMounts=[{"name": "x", "mountPath": "//run//lmcache/./arena"}])),
+            "a mount //run//lmcache/./arena already",
+        ),
+        (
+            pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt/lmcache/python"}])),
+            "a mount /opt/lmcache/python already",
+        ),
+        (
+            pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt", "readOnly": True}])),
+            "a read-only mount /opt, below which",
+        ),
+        (
+            pod(container(), {"name": "x", "image": "x", "ports": [{"containerPort": 8084}]}),
+            "a port 8084 already",
+        ),
+        (
+            pod(container(), {"name": "lmcache-payload", "image": "x"}),
+            "a container lmcache-payload already",
+        ),
+        (
+            pod(container(), annotations={"lmcache.io/arena-gb": "lots"}),
+            "lmcache.io/arena-gb='lots': write a number from",
+        ),
         (pod(container(), annotations={"lmcache.io/arena-gb": "nan"}), "write a number from"),
-        (pod(container(), annotations={"lmcache.io/arena-gb": "65"}), "above the 64 that the webhook gives a pod"),
+        (
+            pod(container(), annotations={"lmcache.io/arena-gb": "65"}),
+            "above the 64 that the webhook gives a pod",
+        ),
         (pod(container(), annotations={"lmcache.io/disk-gb": "-1"}), "write a number from 0"),
         (pod(container(), annotations={"lmcache.io/run-as-user": "0"}), "write a number from 1"),
         (pod(container(), annotations={"lmcache.io/run-as-user": "1.5"}), "write a whole number"),
-        (pod(container(), annotations={"lmcache.io/arena_gb": "4"}), "did you mean lmcache.io/arena-gb?"),
-        (pod(container(), annotations={"lmcache.io/tenant": "No Tenant"}), "lmcache.io/tenant='No Tenant'"),
-        (pod(container(), annotations={"lmcache.io/tenant": "open"}), "is no tenant of the namespace team-a: its tenants are a, b"),
+        (
+            pod(container(), annotations={"lmcache.io/arena_gb": "4"}),
+            "did you mean lmcache.io/arena-gb?",
+        ),
+        (
+            pod(container(), annotations={"lmcache.io/tenant": "No Tenant"}),
+            "lmcache.io/tenant='No Tenant'",
+        ),
+        (
+            pod(container(), annotations={"lmcache.io/tenant": "open"}),
+            "is no tenant of the namespace team-a: its tenants are a, b",
+        ),
     ],
 )
-def test_pods_that_cannot_have_it_are_told_why(document: Pod, text: str, options: InjectionOptions) -> None:
+def test_pods_that_cannot_have_it_are_told_why(
+    document: Pod, text: str, options: InjectionOptions
+) -> None:
     reason = declined(options, document)
     assert reason.startswith("not injected: ")
     assert text in reason
@@ -389,9 +560,12 @@ def test_a_namespace_without_a_tenant_is_told_so(options: InjectionOptions) -> N
 
 
 @pytest.mark.parametrize(
-    ("label", "annotation", "asks"), [(None, "true", True), ("true", "false", False), (None, None, False), ("yes", None, False)]
+    ("label", "annotation", "asks"),
+    [(None, "true", True), ("true", "false", False), (None, None, False), ("yes", None, False)],
 )
-def test_who_does_not_ask_is_left_alone(label: str | None, annotation: str | None, asks: bool, options: InjectionOptions) -> None:
+def test_who_does_not_ask_is_left_alone(
+    label: str | None, annotation: str | None, asks: bool, options: InjectionOptions
+) -> None:
     document = plain()
     document["metadata"]["labels"] = {"lmcache.io/inject": label} if label else {}
     document["metadata"]["annotations"] = {"lmcache.io/inject": annotation} if annotation else {}
@@ -401,7 +575,14 @@ def test_who_does_not_ask_is_left_alone(label: str | None, annotation: str | Non
 
 
 @pytest.mark.parametrize(
-    "document", [{}, {"spec": None}, {"spec": {"containers": "x"}}, {"spec": {"containers": [{}]}}, {"metadata": 1, "spec": {}}]
+    "document",
+    [
+        {},
+        {"spec": None},
+        {"spec": {"containers": "x"}},
+        {"spec": {"containers": [{}]}},
+        {"metadata": 1, "spec": {}},
+    ],
 )
 def test_what_is_no_pod_is_let_through(document: Pod, options: InjectionOptions) -> None:
     outcome = review_pod(options, document, "team-a")

@@ -34,7 +34,10 @@ def test_read(text: Any, amount: str) -> None:
     assert amount_of(text) == Decimal(amount)
 
 
-@pytest.mark.parametrize("text", ["", "m", "1 ", "1mi", "1ki", "1e", "1e999", "one", "NaN", "0x1", True, None, [], "1" * 200])
+@pytest.mark.parametrize(
+    "text",
+    ["", "m", "1 ", "1mi", "1ki", "1e", "1e999", "one", "NaN", "0x1", True, None, [], "1" * 200],
+)
 def test_what_is_no_quantity(text: Any) -> None:
     assert amount_of(text) is None
     assert not is_same(text, text)

@@ -44,7 +44,12 @@ def reviews() -> list[threading.Thread]:
 
 
 def request(namespace: str) -> AdmissionRequest:
-    return AdmissionRequest(uid="u", kind=GroupVersionKind(version="v1", kind="Pod"), namespace=namespace, object=plain())
+    return AdmissionRequest(
+        uid="u",
+        kind=GroupVersionKind(version="v1", kind="Pod"),
+        namespace=namespace,
+        object=plain(),
+    )
 
 
 def refusal(answer: AdmissionAnswer) -> str:
@@ -53,7 +58,9 @@ def refusal(answer: AdmissionAnswer) -> str:
     return warning
 
 
-async def test_a_review_out_of_time_is_answered_and_others_go_on(hang: threading.Event, options: InjectionOptions) -> None:
+async def test_a_review_out_of_time_is_answered_and_others_go_on(
+    hang: threading.Event, options: InjectionOptions
+) -> None:
     reviewer = Reviewer(options, 1000)
     waits: list[float] = []
 
@@ -64,14 +71,19 @@ async def test_a_review_out_of_time_is_answered_and_others_go_on(hang: threading
             waits.append(time.monotonic() - began)
 
     beating = asyncio.create_task(heartbeat())
-    assert refusal(await reviewer.answer(request(HUNG))) == "lmcache: not injected: the review could not be finished within 0.3 s"
+    assert (
+        refusal(await reviewer.answer(request(HUNG)))
+        == "lmcache: not injected: the review could not be finished within 0.3 s"
+    )
     beating.cancel()
     assert len(waits) >= 3, "the loop stood still"
     assert (await reviewer.answer(request("team-a"))).response.patch
     assert reviewer.counts == {"unfinished": 1, "injected": 1}
 
 
-async def test_threads_that_do_not_end_are_bounded(hang: threading.Event, options: InjectionOptions) -> None:
+async def test_threads_that_do_not_end_are_bounded(
+    hang: threading.Event, options: InjectionOptions
+) -> None:
     reviewer = Reviewer(options, 1000)
     for _ in range(MAX_UNFINISHED + 3):
         assert "could not be finished" in refusal(await reviewer.answer(request(HUNG)))
@@ -80,15 +92,25 @@ async def test_threads_that_do_not_end_are_bounded(hang: threading.Event, option
     hang.set()
     for thread in reviews():
         thread.join(10)
-    assert (await reviewer.answer(request("team-a"))).response.patch, "once they have ended, there is room"
+    assert (await reviewer.answer(request("team-a"))).response.patch, (
+        "once they have ended, there is room"
+    )
 
 
-async def test_large_reviews_that_wait_are_bounded(hang: threading.Event, options: InjectionOptions) -> None:
+async def test_large_reviews_that_wait_are_bounded(
+    hang: threading.Event, options: InjectionOptions
+) -> None:
     reviewer = Reviewer(options, 1000)
     held = asyncio.create_task(reviewer.answer(request(HUNG), MAX_BODY_BYTES))
-    waiting = [asyncio.create_task(reviewer.answer(request(HUNG), MAX_BODY_BYTES)) for _ in range(3)]
+    waiting = [
+        asyncio.create_task(reviewer.answer(request(HUNG), MAX_BODY_BYTES)) for _ in range(3)
+    ]
     await asyncio.sleep(0.05)
-    assert "too many large reviews" in refusal(await reviewer.answer(request("team-a"), MAX_BODY_BYTES))
+    assert "too many large reviews" in refusal(
+        await reviewer.answer(request("team-a"), MAX_BODY_BYTES)
+    )
     hang.set()
     await asyncio.gather(held, *waiting)
-    assert (await reviewer.answer(request("team-a"), MAX_BODY_BYTES)).response.patch, "there is room again"
+    assert (await reviewer.answer(request("team-a"), MAX_BODY_BYTES)).response.patch, (
+        "there is room again"
+    )

@@ -35,7 +35,11 @@ def test_images_have_no_default() -> None:
     [
         ("SIDECAR_OPTIONS", "{arena_gb: 4}", "arena_gb is decided by the webhook"),
         ("SIDECAR_OPTIONS", "{tenant: a}", "tenant is decided by the webhook"),
-        ("SIDECAR_OPTIONS", "{service_token_file: /a}", "service_token_file is decided by the webhook"),
+        (
+            "SIDECAR_OPTIONS",
+            "{service_token_file: /a}",
+            "service_token_file is decided by the webhook",
+        ),
         ("SIDECAR_OPTIONS", "{Bad-Name: 4}", "sidecar_options"),
         ("ARENA_GB", "2000", "arena_gb=2000 is above max_arena_gb=1024"),
         ("TENANTS", "[{name: a, namespaces: ['Not A Name']}]", "tenants"),
@@ -44,7 +48,11 @@ def test_images_have_no_default() -> None:
         ("SIDECAR_IMAGE", "has space", "sidecar_image"),
         ("SIDECAR_CPU", "lots", "sidecar_cpu"),
         ("PAYLOAD_RESOURCES", "{requests: {cpu: lots}}", "cpu is no quantity: write 500m or 64Mi"),
-        ("PAYLOAD_RESOURCES", "{requests: {memory: 1Gi}, limits: {memory: 64Mi}}", "the request of memory is above its limit"),
+        (
+            "PAYLOAD_RESOURCES",
+            "{requests: {memory: 1Gi}, limits: {memory: 64Mi}}",
+            "the request of memory is above its limit",
+        ),
         ("PAYLOAD_RESOURCES", "{request: {cpu: 1}}", "payload_resources"),
         ("HOST", "0.0.0.0", "auth_tokens_file is not set"),
         ("ARENA_BG", "1", "did you mean LMCACHE_WEBHOOK_ARENA_GB"),
@@ -59,29 +67,48 @@ def sidecar_with(template: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """The sidecar's container of a plain pod."""
     path = tmp_path / "template.yaml"
     path.write_text(yaml.safe_dump(template))
-    options = injection_options(load_settings(WebhookSettings, None, {**IMAGES, "LMCACHE_WEBHOOK_SIDECAR_TEMPLATE_FILE": str(path)}))
+    options = injection_options(
+        load_settings(
+            WebhookSettings, None, {**IMAGES, "LMCACHE_WEBHOOK_SIDECAR_TEMPLATE_FILE": str(path)}
+        )
+    )
     outcome = review_pod(options, plain(), "team-a")
     assert outcome.verdict == "injected", outcome.reason
-    containers = [one["value"] for one in outcome.operations if one["path"].startswith("/spec/initContainers/")]
+    containers = [
+        one["value"]
+        for one in outcome.operations
+        if one["path"].startswith("/spec/initContainers/")
+    ]
     sidecar: dict[str, Any] = containers[-1]
     return sidecar
 
 
 def test_a_service_is_in_a_namespace() -> None:
-    with pytest.raises(ConfigError, match="kubernetes_service and kubernetes_namespace go together"):
-        load_settings(WebhookSettings, None, IMAGES | {"LMCACHE_WEBHOOK_KUBERNETES_SERVICE": "sidecars"})
+    with pytest.raises(
+        ConfigError, match="kubernetes_service and kubernetes_namespace go together"
+    ):
+        load_settings(
+            WebhookSettings, None, IMAGES | {"LMCACHE_WEBHOOK_KUBERNETES_SERVICE": "sidecars"}
+        )
 
 
 def test_a_template_lies_over_the_sidecar(tmp_path: Path) -> None:
     template = {
         "resources": {"requests": {"cpu": "2", "ephemeral-storage": "1Gi"}, "limits": {"cpu": "4"}},
-        "env": [{"name": "LMCACHE_SIDECAR_LOG_LEVEL", "value": "debug"}, {"name": "LMCACHE_SIDECAR_ARENA_WAIT_S", "value": "60"}],
+        "env": [
+            {"name": "LMCACHE_SIDECAR_LOG_LEVEL", "value": "debug"},
+            {"name": "LMCACHE_SIDECAR_ARENA_WAIT_S", "value": "60"},
+        ],
         "livenessProbe": {"tcpSocket": {"port": 8084}},
         "securityContext": {"runAsUser": 5},
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     plain_one, sidecar = sidecar_with({}, tmp_path), sidecar_with(template, tmp_path)
-    assert sidecar["resources"]["requests"] == {"cpu": "2", "ephemeral-storage": "1Gi", "memory": "8704Mi"}
+    assert sidecar["resources"]["requests"] == {
+        "cpu": "2",
+        "ephemeral-storage": "1Gi",
+        "memory": "8704Mi",
+    }
     assert sidecar["resources"]["limits"] == {"cpu": "4", "memory": "8704Mi"}
     assert sidecar["securityContext"] == {**plain_one["securityContext"], "runAsUser": 5}
     assert sidecar["livenessProbe"] == {"tcpSocket": {"port": 8084}}
@@ -93,7 +120,13 @@ def test_a_template_lies_over_the_sidecar(tmp_path: Path) -> None:
 
 
 def test_laying_over_changes_neither() -> None:
-    below, above = {"env": [{"name": "A"}], "resources": {"limits": {}}}, {"env": [{"name": "B"}], "resources": {"limits": {"cpu": 1}}}
+    below, above = (
+        {"env": [{"name": "A"}], "resources": {"limits": {}}},
+        {
+            "env": [{"name": "B"}],
+            "resources": {"limits": {"cpu": 1}},
+        },
+    )
     result = lay_over(below, above)
     result["resources"]["limits"]["cpu"] = 2
     assert below == {"env": [{"name": "A"}], "resources": {"limits": {}}}
@@ -128,13 +161,20 @@ def test_a_wrong_template_is_refused_at_the_start(text: str, error: str, tmp_pat
     ("resources", "error"),
     [
         ("{limits: {cpu: 200m}}", "requests 500m of a cpu, and its limit is 200m"),
-        ("{requests: {cpu: 2}, limits: {cpu: 1500m}}", "requests 2 of a cpu, and its limit is 1500m"),
+        (
+            "{requests: {cpu: 2}, limits: {cpu: 1500m}}",
+            "requests 2 of a cpu, and its limit is 1500m",
+        ),
         ("{requests: {cpu: lots}}", "cpu 'lots' is no quantity"),
         ("{limits: {cpu: [1]}}", "is no quantity"),
     ],
 )
-def test_a_sidecar_that_no_cluster_takes_is_refused_at_the_start(resources: str, error: str, tmp_path: Path) -> None:
+def test_a_sidecar_that_no_cluster_takes_is_refused_at_the_start(
+    resources: str, error: str, tmp_path: Path
+) -> None:
     path = tmp_path / "template.yaml"
     path.write_text(f"resources: {resources}")
     with pytest.raises(ConfigError, match=error):
-        injection_options(WebhookSettings(sidecar_image="s:1", payload_image="p:1", sidecar_template_file=path))
+        injection_options(
+            WebhookSettings(sidecar_image="s:1", payload_image="p:1", sidecar_template_file=path)
+        )

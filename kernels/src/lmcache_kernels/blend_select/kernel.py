@@ -20,7 +20,15 @@ _INFINITE = tl.constexpr(INFINITE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def deviation_kernel(fresh_ptr, retrieved_ptr, valid_ptr, deviation_ptr, channels, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def deviation_kernel(  # type: ignore[no-untyped-def]
+    fresh_ptr,
+    retrieved_ptr,
+    valid_ptr,
+    deviation_ptr,
+    channels,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The squared distance of one token's rows.
 
     Args:
@@ -39,21 +47,27 @@ def deviation_kernel(fresh_ptr, retrieved_ptr, valid_ptr, deviation_ptr, channel
         columns = first + tl.arange(0, BLOCK)
         mask = (columns < channels) & is_valid
         ours = widen(tl.load(fresh_ptr + token * channels + columns, mask=mask, other=0), KIND)
-        theirs = widen(tl.load(retrieved_ptr + token * channels + columns, mask=mask, other=0), KIND)
+        theirs = widen(
+            tl.load(retrieved_ptr + token * channels + columns, mask=mask, other=0), KIND
+        )
         sums += (ours - theirs) * (ours - theirs)
     tl.store(deviation_ptr + token, tl.sum(sums, 0))
 
 
 @triton.jit
 def load_ranks(bits_ptr, valid_ptr, tokens, end):  # type: ignore[no-untyped-def]
-    """Ranks of some tokens by their deviation, `reference.ranks_of`; -1 where not valid or behind that end."""
+    """Ranks of some tokens by their deviation, `reference.ranks_of`; -1 where not valid or
+    behind that end.
+    """
     is_candidate = (tl.load(valid_ptr + tokens, mask=tokens < end, other=0) != 0) & (tokens < end)
     bits = tl.load(bits_ptr + tokens, mask=is_candidate, other=0)
     return tl.where(is_candidate, tl.minimum(bits & 0x7FFFFFFF, _INFINITE + 1), -1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def select_kernel(bits_ptr, valid_ptr, starts_ptr, counts_ptr, selected_ptr, num_tail_tokens, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def select_kernel(  # type: ignore[no-untyped-def]
+    bits_ptr, valid_ptr, starts_ptr, counts_ptr, selected_ptr, num_tail_tokens, BLOCK: tl.constexpr
+):
     """Choose for one request.
 
     Args:
@@ -93,7 +107,9 @@ def select_kernel(bits_ptr, valid_ptr, starts_ptr, counts_ptr, selected_ptr, num
         left -= tl.sum(is_equal, 0)
 
 
-def launch_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, is_valid: torch.Tensor, deviation: torch.Tensor) -> None:
+def launch_deviation(
+    fresh: torch.Tensor, retrieved: torch.Tensor, is_valid: torch.Tensor, deviation: torch.Tensor
+) -> None:
     """Fill float32 `[num_tokens]` on the current stream. Everything is checked.
 
     Raises:
@@ -103,10 +119,19 @@ def launch_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, is_valid: tor
     if num_tokens == 0:
         return
     words = WORD_DTYPES[fresh.dtype]
-    fixed = {"KIND": KINDS[fresh.dtype], "BLOCK": min(MAX_BLOCK, int(triton.next_power_of_2(max(1, channels))))}
+    fixed = {
+        "KIND": KINDS[fresh.dtype],
+        "BLOCK": min(MAX_BLOCK, int(triton.next_power_of_2(max(1, channels)))),
+    }
     with launching(fresh.device):
         deviation_kernel[(num_tokens,)](
-            fresh.view(words), retrieved.view(words), is_valid.view(torch.uint8), deviation, channels, **fixed, **EXACT
+            fresh.view(words),
+            retrieved.view(words),
+            is_valid.view(torch.uint8),
+            deviation,
+            channels,
+            **fixed,
+            **EXACT,
         )
 
 

@@ -8,21 +8,31 @@ from itertools import pairwise
 import torch
 
 INFINITE = 0x7F800000
-"""Bits of the float32 infinity: of numbers that are not negative, those of finite ones are smaller."""
+"""Bits of the float32 infinity: of numbers that are not negative, those of finite ones are
+smaller.
+"""
 
 
-def blend_deviation_reference(fresh: torch.Tensor, retrieved: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
+def blend_deviation_reference(
+    fresh: torch.Tensor, retrieved: torch.Tensor, is_valid: torch.Tensor
+) -> torch.Tensor:
     """As `blend_deviation`, anywhere."""
     return (fresh.float() - retrieved.float()).square().sum(1).masked_fill(~is_valid, 0.0)
 
 
 def ranks_of(deviation: torch.Tensor) -> torch.Tensor:
-    """int32, ordered as the deviations are. What is not a number is the largest, and alike: its sign is the machine's choice."""
+    """int32, ordered as the deviations are. What is not a number is the largest, and alike: its
+    sign is the machine's choice.
+    """
     return (deviation.view(torch.int32) & 0x7FFFFFFF).clamp(max=INFINITE + 1)
 
 
 def blend_select_reference(
-    deviation: torch.Tensor, is_valid: torch.Tensor, starts: Sequence[int], counts: Sequence[int], num_tail_tokens: int
+    deviation: torch.Tensor,
+    is_valid: torch.Tensor,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    num_tail_tokens: int,
 ) -> torch.Tensor:
     """As `blend_select`, anywhere."""
     is_candidate = is_valid.clone()

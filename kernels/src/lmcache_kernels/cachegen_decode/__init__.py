@@ -23,9 +23,11 @@ def cachegen_decode(
     out: torch.Tensor,
     by_token: bool,
 ) -> torch.Tensor:
-    """Decode every section and write the values that its symbols stand for. Does not wait for the device.
+    """Decode every section and write the values that its symbols stand for. Does not wait for the
+    device.
 
-    Any contents of `encoded` lead to some values: no address outside the tensors is read or written.
+    Any contents of `encoded` lead to some values: no address outside the tensors is read or
+    written.
 
     Args:
         encoded: On the tables' device.
@@ -37,20 +39,27 @@ def cachegen_decode(
         by_token: Whether each token has a scale of its own, and symbols are divided by levels.
 
     Returns:
-        uint8 `[planes * sections]`: 0 where a section's stream was an encoder's; else 1, and its values mean nothing.
+        uint8 `[planes * sections]`: 0 where a section's stream was an encoder's; else 1, and its
+        values mean nothing.
 
     Raises:
-        KernelInputError: The arguments do not fit together, or there are no tables for some levels; nothing was written.
+        KernelInputError: The arguments do not fit together, or there are no tables for some levels;
+            nothing was written.
     """
     device = tables.device
     if out.dtype not in WORD_DTYPES or len(levels) != shape.planes or not len(encoded.words):
-        raise KernelInputError(f"{len(encoded.words)} words of {len(levels)} planes for {shape.planes} planes of {out.dtype}")
+        raise KernelInputError(
+            f"{len(encoded.words)} words of {len(levels)} planes for {shape.planes} planes of"
+            f" {out.dtype}"
+        )
     check_tensor("out", out, out.dtype, shape.sizes, device)
     check_tensor("shifts", encoded.shifts, torch.int16, (shape.planes, shape.groups), device)
     check_tensor("shapes", encoded.shapes, torch.uint8, (shape.planes, shape.groups), device)
     check_tensor("lengths", encoded.lengths, torch.int32, (shape.planes * shape.sections,), device)
     check_tensor("words", encoded.words, torch.int16, (len(encoded.words),), device)
-    check_tensor("scales", scales, torch.int32, (shape.planes, shape.tokens if by_token else 1), device)
+    check_tensor(
+        "scales", scales, torch.int32, (shape.planes, shape.tokens if by_token else 1), device
+    )
     from lmcache_kernels.cachegen_decode.kernel import launch
 
     return launch(encoded, scales, tables.of_planes(levels), shape, tables, out, by_token)

@@ -1,4 +1,6 @@
-"""The reference of `cachegen_decode`, for tests: one symbol after the other, then whole planes at once."""
+"""The reference of `cachegen_decode`, for tests: one symbol after the other, then whole planes
+at once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmcache_kernels.codec_shape import DELTA_FLAG, LANES, LOWEST_STATE, PRECISION_BITS, CodecShape, EncodedPlanes
+from lmcache_kernels.codec_shape import (
+    DELTA_FLAG,
+    LANES,
+    LOWEST_STATE,
+    PRECISION_BITS,
+    CodecShape,
+    EncodedPlanes,
+)
 from lmcache_kernels.codec_tables import Alphabet
 
 Integers = npt.NDArray[np.int64]
@@ -23,7 +32,9 @@ def cachegen_decode_reference(
     out: torch.Tensor,
     by_token: bool,
 ) -> torch.Tensor:
-    """As `cachegen_decode`, with the tables by their levels. For tensors on the CPU; no stream may be shorter than its states."""
+    """As `cachegen_decode`, with the tables by their levels. For tensors on the CPU; no stream
+    may be shorter than its states.
+    """
     words = encoded.words.numpy().view(np.uint16).tolist()
     ends = encoded.lengths.cumsum(0).tolist()
     status = []
@@ -36,16 +47,26 @@ def cachegen_decode_reference(
             columns = slice(first, min(first + shape.section, shape.channels))
             end = ends[plane * shape.sections + section]
             stream = words[end - int(encoded.lengths[plane * shape.sections + section]) : end]
-            is_right, symbols[:, columns] = _symbols(stream, shape.tokens, tables[columns], alphabet.frequencies)
+            is_right, symbols[:, columns] = _symbols(
+                stream, shape.tokens, tables[columns], alphabet.frequencies
+            )
             status.append(0 if is_right else 1)
-        shifts = np.repeat(encoded.shifts[plane].numpy(), shape.group)[: shape.channels].astype(np.int64)
+        shifts = np.repeat(encoded.shifts[plane].numpy(), shape.group)[: shape.channels].astype(
+            np.int64
+        )
         whole = _whole(symbols - levels[plane], levels[plane], of_channel >= DELTA_FLAG)
-        out[plane] = _restored(whole + shifts, levels[plane], scales[plane].view(torch.float32), by_token).to(out.dtype)
+        out[plane] = _restored(
+            whole + shifts, levels[plane], scales[plane].view(torch.float32), by_token
+        ).to(out.dtype)
     return torch.tensor(status, dtype=torch.uint8)
 
 
-def _symbols(stream: list[int], tokens: int, tables: Integers, frequencies: Integers) -> tuple[bool, Integers]:
-    """Symbols `[tokens, width]` of a stream, and whether it was an encoder's; behind its end, its last word comes again and again."""
+def _symbols(
+    stream: list[int], tokens: int, tables: Integers, frequencies: Integers
+) -> tuple[bool, Integers]:
+    """Symbols `[tokens, width]` of a stream, and whether it was an encoder's; behind its end,
+    its last word comes again and again.
+    """
     ends = np.cumsum(frequencies, 1)
     states = [stream[2 * lane] << 16 | stream[2 * lane + 1] for lane in range(LANES)]
     at = 2 * LANES
@@ -55,7 +76,9 @@ def _symbols(stream: list[int], tokens: int, tables: Integers, frequencies: Inte
         slot = state % (1 << PRECISION_BITS)
         symbol = int(np.searchsorted(ends[table], slot, side="right"))
         frequency = int(frequencies[table, symbol])
-        state = frequency * (state >> PRECISION_BITS) + slot - (int(ends[table, symbol]) - frequency)
+        state = (
+            frequency * (state >> PRECISION_BITS) + slot - (int(ends[table, symbol]) - frequency)
+        )
         if state < LOWEST_STATE:
             state = state << 16 | stream[min(at, len(stream) - 1)]
             at += 1

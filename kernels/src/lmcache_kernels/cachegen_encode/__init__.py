@@ -14,16 +14,20 @@ from lmcache_kernels.errors import KernelInputError
 __all__ = ["cachegen_encode", "cachegen_encode_reference"]
 
 
-def cachegen_encode(values: torch.Tensor, shape: CodecShape, levels: Sequence[int], tables: CodecTables, wraps: bool) -> EncodedPlanes:
-    """Choose shift, delta and table of each group of channels, and encode every section. Waits for the device.
+def cachegen_encode(
+    values: torch.Tensor, shape: CodecShape, levels: Sequence[int], tables: CodecTables, wraps: bool
+) -> EncodedPlanes:
+    """Choose shift, delta and table of each group of channels, and encode every section. Waits for
+    the device.
 
     Args:
-        values: int16 `shape.sizes`, contiguous, on a CUDA device. Where `wraps`, in `-levels … levels`; else those of a group span at most
-            `2 * levels`.
+        values: int16 `shape.sizes`, contiguous, on a CUDA device. Where `wraps`, in `-levels …
+            levels`; else those of a group span at most `2 * levels`.
         shape: Its shape.
         levels: Of each plane.
         tables: On the same device.
-        wraps: Whether values are modulo `2 * levels + 1`: those quantised by token are, those by plane are not.
+        wraps: Whether values are modulo `2 * levels + 1`: those quantised by token are, those by
+            plane are not.
 
     Raises:
         KernelInputError: The arguments do not fit together, or there are no tables for some levels.

@@ -31,16 +31,25 @@ def by_group(of_channel, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_tile(values_ptr, first, columns, sizes):  # type: ignore[no-untyped-def]
-    """Rows `first …` of some columns of a plane as int32, 0 where there are none; and where there are."""
+    """Rows `first …` of some columns of a plane as int32, 0 where there are none; and where
+    there are.
+    """
     tokens, channels = sizes
     rows = first + tl.arange(0, TILE_TOKENS)[:, None]
     mask = (rows >= 0) & (rows < tokens) & (columns < channels)
-    return tl.load(values_ptr + rows.to(tl.int64) * channels + columns, mask=mask, other=0).to(tl.int32), mask
+    return (
+        tl.load(values_ptr + rows.to(tl.int64) * channels + columns, mask=mask, other=0).to(
+            tl.int32
+        ),
+        mask,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def group_shift(values_ptr, columns, sizes, levels, WRAPS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The mean of each group, halves up; unless values wrap, moved until all of them are within `levels` of it. int32 `[groups]`."""
+    """The mean of each group, halves up; unless values wrap, moved until all of them are within
+    `levels` of it. int32 `[groups]`.
+    """
     tokens, channels = sizes
     total = tl.zeros([TILE_TOKENS, TILE_CHANNELS], tl.int32)
     low = tl.full([TILE_TOKENS, TILE_CHANNELS], 32767, tl.int32)
@@ -53,16 +62,23 @@ def group_shift(values_ptr, columns, sizes, levels, WRAPS: tl.constexpr, GROUP: 
     whole = tl.sum(by_group(tl.sum(total, 0).to(tl.int64), GROUP), 1)
     count = tl.maximum(tl.sum(by_group((columns < channels).to(tl.int64), GROUP), 1), 1) * tokens
     # Division rounds towards zero: what is divided is made positive before and put right after.
-    shift = ((2 * whole + count + 2 * count * _MEAN_OFFSET) // (2 * count) - _MEAN_OFFSET).to(tl.int32)
+    shift = ((2 * whole + count + 2 * count * _MEAN_OFFSET) // (2 * count) - _MEAN_OFFSET).to(
+        tl.int32
+    )
     if not WRAPS:
-        lowest, highest = tl.min(by_group(tl.min(low, 0), GROUP), 1), tl.max(by_group(tl.max(high, 0), GROUP), 1)
+        lowest, highest = (
+            tl.min(by_group(tl.min(low, 0), GROUP), 1),
+            tl.max(by_group(tl.max(high, 0), GROUP), 1),
+        )
         shift = tl.maximum(tl.minimum(shift, lowest + levels), highest - levels)
     return shift, count
 
 
 @triton.jit
 def measure(values_ptr, columns, sizes, levels, shift):  # type: ignore[no-untyped-def]
-    """Of each channel, int32: squares about its shift and of its deltas, and the largest magnitudes of both."""
+    """Of each channel, int32: squares about its shift and of its deltas, and the largest
+    magnitudes of both.
+    """
     tokens = sizes[0]
     squares = tl.zeros([TILE_TOKENS, TILE_CHANNELS], tl.int32)
     delta_squares = tl.zeros([TILE_TOKENS, TILE_CHANNELS], tl.int32)
@@ -78,11 +94,18 @@ def measure(values_ptr, columns, sizes, levels, shift):  # type: ignore[no-untyp
         delta_squares += delta * delta
         largest = tl.maximum(largest, tl.abs(centred))
         largest_delta = tl.maximum(largest_delta, tl.abs(delta))
-    return tl.sum(squares, 0), tl.sum(delta_squares, 0), tl.max(largest, 0), tl.max(largest_delta, 0)
+    return (
+        tl.sum(squares, 0),
+        tl.sum(delta_squares, 0),
+        tl.max(largest, 0),
+        tl.max(largest_delta, 0),
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def choose_kernel(values_ptr, planes_ptr, choice, outputs, sizes, WRAPS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def choose_kernel(  # type: ignore[no-untyped-def]
+    values_ptr, planes_ptr, choice, outputs, sizes, WRAPS: tl.constexpr, GROUP: tl.constexpr
+):
     """Choose shift, delta and table of the groups in `TILE_CHANNELS` channels of a plane.
 
     Args:
@@ -103,13 +126,19 @@ def choose_kernel(values_ptr, planes_ptr, choice, outputs, sizes, WRAPS: tl.cons
     levels = tl.load(planes_ptr + plane * 4)
     choice_ptr += tl.load(planes_ptr + plane * 4 + 1).to(tl.int64) * 2 * num_widths
     shift, count = group_shift(values_ptr, columns, (tokens, channels), levels, WRAPS, GROUP)
-    shift_of = tl.reshape(tl.broadcast_to(shift[:, None], [TILE_CHANNELS // GROUP, GROUP]), [TILE_CHANNELS])
-    squares, delta_squares, largest, largest_delta = measure(values_ptr, columns, (tokens, channels), levels, shift_of)
+    shift_of = tl.reshape(
+        tl.broadcast_to(shift[:, None], [TILE_CHANNELS // GROUP, GROUP]), [TILE_CHANNELS]
+    )
+    squares, delta_squares, largest, largest_delta = measure(
+        values_ptr, columns, (tokens, channels), levels, shift_of
+    )
     about_shift = tl.sum(by_group(squares.to(tl.int64), GROUP), 1)
     of_deltas = tl.sum(by_group(delta_squares.to(tl.int64), GROUP), 1)
     is_delta = of_deltas * 16 < about_shift * 15
     variance = tl.where(is_delta, of_deltas, about_shift) * _VARIANCE_UNIT // count
-    reach = tl.where(is_delta, tl.max(by_group(largest_delta, GROUP), 1), tl.max(by_group(largest, GROUP), 1))
+    reach = tl.where(
+        is_delta, tl.max(by_group(largest_delta, GROUP), 1), tl.max(by_group(largest, GROUP), 1)
+    )
     width = tl.zeros([TILE_CHANNELS // GROUP], tl.int32)
     for i in range(num_widths - 1):
         width += (variance > tl.load(choice_ptr + i)).to(tl.int32)
@@ -137,7 +166,9 @@ def load_symbols(values_ptr, model, token, column, channels, active, GROUP: tl.c
 
 @triton.jit
 def encode_step(states, at, packed, stream_ptr, active):  # type: ignore[no-untyped-def]
-    """Code one symbol in each active lane, the last lane first. Returns the states and where the stream begins now."""
+    """Code one symbol in each active lane, the last lane first. Returns the states and where the
+    stream begins now.
+    """
     frequency = (packed & 0x1FFF).to(tl.uint32)
     start = ((packed >> 13) & 0xFFF).to(tl.uint32)
     is_full = active & ((states >> _FULL_BITS) >= frequency)
@@ -145,20 +176,25 @@ def encode_step(states, at, packed, stream_ptr, active):  # type: ignore[no-unty
     at -= tl.sum(written, 0)
     tl.store(stream_ptr + at + tl.cumsum(written, 0) - written, states.to(tl.int16), mask=is_full)
     states = tl.where(is_full, states >> 16, states)
-    quotient = ((states.to(tl.uint64) * (packed >> 32)) >> (31 + ((packed >> 25) & 0x7F))).to(tl.uint32)
+    quotient = ((states.to(tl.uint64) * (packed >> 32)) >> (31 + ((packed >> 25) & 0x7F))).to(
+        tl.uint32
+    )
     coded = states + start + quotient * (_TOTAL - frequency)
     return tl.where(active, coded, states), at
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def encode_kernel(values_ptr, model, coder_ptr, outputs, sizes, SECTION: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def encode_kernel(  # type: ignore[no-untyped-def]
+    values_ptr, model, coder_ptr, outputs, sizes, SECTION: tl.constexpr, GROUP: tl.constexpr
+):
     """Encode one section, from its last symbol to its first, with one warp.
 
     Args:
         values_ptr: int16 `[planes, tokens, channels]`.
         model: `CodecTables.of_planes`, shifts and shapes `[planes, groups]`.
         coder_ptr: `CodecTables.coder`.
-        outputs: int16 `[planes * sections, stride]`: each stream, at the end of its row; int32 `[planes * sections]`: words of each stream.
+        outputs: int16 `[planes * sections, stride]`: each stream, at the end of its row; int32
+            `[planes * sections]`: words of each stream.
         sizes: tokens, channels, groups, stride of the streams.
         SECTION: Channels of a section.
         GROUP: Channels of a group.
@@ -172,7 +208,10 @@ def encode_kernel(values_ptr, model, coder_ptr, outputs, sizes, SECTION: tl.cons
     first = (section % sections).to(tl.int32) * SECTION
     width = tl.minimum(SECTION, channels - first)
     levels = tl.load(planes_ptr + plane * 4)
-    first_entry, table_stride = tl.load(planes_ptr + plane * 4 + 2), tl.load(planes_ptr + plane * 4 + 3)
+    first_entry, table_stride = (
+        tl.load(planes_ptr + plane * 4 + 2),
+        tl.load(planes_ptr + plane * 4 + 3),
+    )
     of_plane = shifts_ptr + plane * groups, shapes_ptr + plane * groups, levels
     values_ptr += plane * tokens * channels
     streams_ptr += section * stride
@@ -187,7 +226,9 @@ def encode_kernel(values_ptr, model, coder_ptr, outputs, sizes, SECTION: tl.cons
         token = index // width
         column = first + index - token * width
         symbol, shape = load_symbols(values_ptr, of_plane, token, column, channels, active, GROUP)
-        entry = first_entry + shape * table_stride + tl.minimum(tl.maximum(symbol, 0), table_stride - 1)
+        entry = (
+            first_entry + shape * table_stride + tl.minimum(tl.maximum(symbol, 0), table_stride - 1)
+        )
         packed = tl.load(coder_ptr + entry, mask=active, other=0).to(tl.uint64, bitcast=True)
         states, at = encode_step(states, at, packed, streams_ptr, active)
     at -= 2 * _LANES
@@ -205,7 +246,11 @@ def gather_streams_kernel(streams_ptr, lengths_ptr, ends_ptr, words_ptr, stride)
     target = words_ptr + tl.load(ends_ptr + section) - length
     for first in range(0, length, COPY_WORDS):
         words = first + tl.arange(0, COPY_WORDS)
-        tl.store(target + words, tl.load(source + words, mask=words < length, other=0), mask=words < length)
+        tl.store(
+            target + words,
+            tl.load(source + words, mask=words < length, other=0),
+            mask=words < length,
+        )
 
 
 def launch_choose(
@@ -222,14 +267,20 @@ def launch_choose(
     sizes = shape.tokens, shape.channels, shape.groups
     choice = tables.choice, tables.num_tables // 2
     with launching(values.device):
-        choose_kernel[grid](values, planes, choice, (shifts, shapes), sizes, WRAPS=wraps, GROUP=shape.group)
+        choose_kernel[grid](
+            values, planes, choice, (shifts, shapes), sizes, WRAPS=wraps, GROUP=shape.group
+        )
     return shifts, shapes
 
 
 def launch_encode(
-    values: torch.Tensor, model: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shape: CodecShape, tables: CodecTables
+    values: torch.Tensor,
+    model: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    shape: CodecShape,
+    tables: CodecTables,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Streams `[planes * sections, max_words]`, each at the end of its row, and their lengths, on the current stream.
+    """Streams `[planes * sections, max_words]`, each at the end of its row, and their lengths, on
+    the current stream.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.
@@ -240,7 +291,14 @@ def launch_encode(
     sizes = shape.tokens, shape.channels, shape.groups, shape.max_words
     with launching(values.device):
         encode_kernel[(num_streams,)](
-            values, model, tables.coder, (streams, lengths), sizes, SECTION=shape.section, GROUP=shape.group, num_warps=1
+            values,
+            model,
+            tables.coder,
+            (streams, lengths),
+            sizes,
+            SECTION=shape.section,
+            GROUP=shape.group,
+            num_warps=1,
         )
     return streams, lengths
 

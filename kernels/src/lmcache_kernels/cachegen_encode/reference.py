@@ -1,4 +1,6 @@
-"""The reference of `cachegen_encode`, for tests: whole planes at once for the model, one symbol after the other for the streams."""
+"""The reference of `cachegen_encode`, for tests: whole planes at once for the model, one symbol
+after the other for the streams.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmcache_kernels.codec_shape import DELTA_FLAG, LANES, LOWEST_STATE, PRECISION_BITS, CodecShape, EncodedPlanes
+from lmcache_kernels.codec_shape import (
+    DELTA_FLAG,
+    LANES,
+    LOWEST_STATE,
+    PRECISION_BITS,
+    CodecShape,
+    EncodedPlanes,
+)
 from lmcache_kernels.codec_tables import Alphabet
 
 Integers = npt.NDArray[np.int64]
 
 
 def cachegen_encode_reference(
-    values: torch.Tensor, shape: CodecShape, levels: Sequence[int], alphabets: Mapping[int, Alphabet], wraps: bool
+    values: torch.Tensor,
+    shape: CodecShape,
+    levels: Sequence[int],
+    alphabets: Mapping[int, Alphabet],
+    wraps: bool,
 ) -> EncodedPlanes:
     """As `cachegen_encode`, with the tables by their levels. For tensors on the CPU."""
     shifts = np.zeros((shape.planes, shape.groups), np.int16)
@@ -31,13 +44,19 @@ def cachegen_encode_reference(
         tables = np.repeat(shapes[plane] & (DELTA_FLAG - 1), shape.group)[: shape.channels]
         for first in range(0, shape.channels, shape.section):
             columns = slice(first, first + shape.section)
-            streams.append(_stream(symbols[:, columns] + top, tables[columns], alphabet.frequencies))
+            streams.append(
+                _stream(symbols[:, columns] + top, tables[columns], alphabet.frequencies)
+            )
     lengths = torch.tensor([len(stream) for stream in streams], dtype=torch.int32)
     words = np.array([word for stream in streams for word in stream], np.uint16).view(np.int16)
-    return EncodedPlanes(torch.from_numpy(shifts), torch.from_numpy(shapes), lengths, torch.from_numpy(words))
+    return EncodedPlanes(
+        torch.from_numpy(shifts), torch.from_numpy(shapes), lengths, torch.from_numpy(words)
+    )
 
 
-def _model(values: Integers, levels: int, alphabet: Alphabet, wraps: bool) -> tuple[int, int, Integers]:
+def _model(
+    values: Integers, levels: int, alphabet: Alphabet, wraps: bool
+) -> tuple[int, int, Integers]:
     """Shift and shape of a group's values, and the symbols that they leave."""
     count, size = values.size, 2 * levels + 1
     shift = (2 * int(values.sum()) + count) // (2 * count)
@@ -62,7 +81,10 @@ def _stream(symbols: Integers, tables: Integers, frequencies: Integers) -> list[
     states = [LOWEST_STATE] * LANES
     backwards = []
     for i in reversed(range(len(flat))):
-        frequency, start = int(frequencies[of_symbol[i], flat[i]]), int(starts[of_symbol[i], flat[i]])
+        frequency, start = (
+            int(frequencies[of_symbol[i], flat[i]]),
+            int(starts[of_symbol[i], flat[i]]),
+        )
         state = states[i % LANES]
         if state >= frequency << (31 - PRECISION_BITS):
             backwards.append(state & 0xFFFF)

@@ -6,7 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_kernels.codec_arithmetic import EXACT, launching, magnitude_bits, narrow, rounded, whole_root, widen
+from lmcache_kernels.codec_arithmetic import (
+    EXACT,
+    launching,
+    magnitude_bits,
+    narrow,
+    rounded,
+    whole_root,
+    widen,
+)
 from lmcache_kernels.codec_shape import KINDS, WORD_DTYPES
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -26,14 +34,20 @@ _ONE_BITS = tl.constexpr(127 << 23)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def usable_scale(bits, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether the largest magnitude of a row or plane, as bits, is 0 or can be divided by; and what to divide by: it, or else 1."""
+    """Whether the largest magnitude of a row or plane, as bits, is 0 or can be divided by; and
+    what to divide by: it, or else 1.
+    """
     is_usable = (bits >= _SMALLEST_BITS) & (bits <= LIMIT)
-    return is_usable | (bits == 0), tl.where(is_usable, bits, _ONE_BITS).to(tl.float32, bitcast=True)
+    return is_usable | (bits == 0), tl.where(is_usable, bits, _ONE_BITS).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def usable_plane(bits, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As `usable_scale`, by plane: what is restored may be half a step larger, and in float16 that is to be finite."""
+    """As `usable_scale`, by plane: what is restored may be half a step larger, and in float16
+    that is to be finite.
+    """
     return usable_scale(bits, _LARGEST_HALF_BITS if KIND == 1 else _LARGEST_BITS)
 
 
@@ -50,7 +64,9 @@ def largest_of_row(raw_ptr, channels, KIND: tl.constexpr, BLOCK: tl.constexpr): 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def count_errors(sums, x, restored, unit, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add to `(largest error, squared errors, squared values)` what a block of values and their restored ones make, in 1/unit."""
+    """Add to `(largest error, squared errors, squared values)` what a block of values and their
+    restored ones make, in 1/unit.
+    """
     largest, squares, power = sums
     ours = widen(narrow(restored, KIND), KIND)
     error = rounded(tl.abs(x - ours) * unit).to(tl.int32)
@@ -61,7 +77,9 @@ def count_errors(sums, x, restored, unit, KIND: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def add_errors(errors_ptr, sums):  # type: ignore[no-untyped-def]
-    """Raise and add to the three sums of a plane. They are of integers: the order in which rows come does not matter."""
+    """Raise and add to the three sums of a plane. They are of integers: the order in which rows
+    come does not matter.
+    """
     largest, squares, power = sums
     tl.atomic_max(errors_ptr, tl.max(largest, 0).to(tl.int64))
     tl.atomic_add(errors_ptr + 1, tl.sum(squares, 0))
@@ -75,7 +93,8 @@ def by_token_kernel(raw_ptr, levels_ptr, outputs, sizes, KIND: tl.constexpr, BLO
     Args:
         raw_ptr: Words `[planes, tokens, channels]`.
         levels_ptr: uint8 `[planes]`.
-        outputs: int16 `[planes, tokens, channels]`, int32 `[planes, tokens]`, int64 `[planes, 3]` of zeros, int32 `[planes]` of zeros.
+        outputs: int16 `[planes, tokens, channels]`, int32 `[planes, tokens]`, int64 `[planes, 3]`
+            of zeros, int32 `[planes]` of zeros.
         sizes: tokens, channels.
         KIND: Of the words: `codec_shape.KINDS`.
         BLOCK: Channels worked on at once.
@@ -95,30 +114,42 @@ def by_token_kernel(raw_ptr, levels_ptr, outputs, sizes, KIND: tl.constexpr, BLO
     sums = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for first in range(0, channels, BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        x = widen(tl.load(raw_ptr + start + columns, mask=(columns < channels) & is_usable, other=0), KIND)
+        x = widen(
+            tl.load(raw_ptr + start + columns, mask=(columns < channels) & is_usable, other=0), KIND
+        )
         whole = rounded(tl.div_rn(x * steps, scale) + steps)
-        tl.store(values_ptr + start + columns, (whole.to(tl.int32) - levels).to(tl.int16), mask=columns < channels)
+        tl.store(
+            values_ptr + start + columns,
+            (whole.to(tl.int32) - levels).to(tl.int16),
+            mask=columns < channels,
+        )
         sums = count_errors(sums, x, tl.div_rn(whole - steps, steps) * scale, unit, KIND)
     add_errors(errors_ptr + plane * 3, sums)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def plane_largest_kernel(raw_ptr, largest_ptr, sizes, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Raise int32 `[planes]`, zeros before, to the bits of each plane's largest magnitude. One row a program."""
+    """Raise int32 `[planes]`, zeros before, to the bits of each plane's largest magnitude. One
+    row a program.
+    """
     tokens, channels = sizes
     row = tl.program_id(0).to(tl.int64)
-    tl.atomic_max(largest_ptr + row // tokens, largest_of_row(raw_ptr + row * channels, channels, KIND, BLOCK))
+    tl.atomic_max(
+        largest_ptr + row // tokens, largest_of_row(raw_ptr + row * channels, channels, KIND, BLOCK)
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def plane_spread_kernel(raw_ptr, largest_ptr, spread_ptr, sizes, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Measure `TILE_CHANNELS` channels over all tokens, in 1/32767 of the plane's largest magnitude.
+    """Measure `TILE_CHANNELS` channels over all tokens, in 1/32767 of the plane's largest
+    magnitude.
 
     Args:
         raw_ptr: Words `[planes, tokens, channels]`.
         largest_ptr: int32 `[planes]`.
-        spread_ptr: int64 `[planes, 2]`, zeros before: the sum of the channels' variances is added to the first, the second is raised to the
-            largest distance between two values of a channel.
+        spread_ptr: int64 `[planes, 2]`, zeros before: the sum of the channels' variances is added
+            to the first, the second is raised to the largest distance between two values of a
+            channel.
         sizes: tokens, channels.
         KIND: Of the words.
     """
@@ -134,7 +165,10 @@ def plane_spread_kernel(raw_ptr, largest_ptr, spread_ptr, sizes, KIND: tl.conste
     for first in range(0, tokens, TILE_TOKENS):
         rows = first + tl.arange(0, TILE_TOKENS)[:, None]
         mask = (rows < tokens) & (columns < channels) & is_usable
-        x = widen(tl.load(raw_ptr + (plane * tokens + rows) * channels + columns, mask=mask, other=0), KIND)
+        x = widen(
+            tl.load(raw_ptr + (plane * tokens + rows) * channels + columns, mask=mask, other=0),
+            KIND,
+        )
         whole = rounded(x * unit).to(tl.int32)
         total += whole
         squares += whole.to(tl.int64) * whole
@@ -155,7 +189,8 @@ def by_plane_kernel(raw_ptr, facts, outputs, sizes, KIND: tl.constexpr, BLOCK: t
     Args:
         raw_ptr: Words `[planes, tokens, channels]`.
         facts: What `plane_largest_kernel` and `plane_spread_kernel` wrote.
-        outputs: int16 `[planes, tokens, channels]`, int32 `[planes, 1]`, int64 `[planes, 3]` of zeros, int32 `[planes]`.
+        outputs: int16 `[planes, tokens, channels]`, int32 `[planes, 1]`, int64 `[planes, 3]` of
+            zeros, int32 `[planes]`.
         sizes: tokens, channels, fineness.
         KIND: Of the words.
         BLOCK: Channels worked on at once.
@@ -171,7 +206,9 @@ def by_plane_kernel(raw_ptr, facts, outputs, sizes, KIND: tl.constexpr, BLOCK: t
     unit = tl.div_rn(_UNIT * 1.0, largest)
     square = (tl.load(spread_ptr + plane * 2) // channels) * fineness * fineness
     step_units = tl.maximum(whole_root(square) >> 8, 1)
-    step_units = tl.maximum(step_units, (tl.load(spread_ptr + plane * 2 + 1) + (_MAX_SPREAD - 1)) // _MAX_SPREAD)
+    step_units = tl.maximum(
+        step_units, (tl.load(spread_ptr + plane * 2 + 1) + (_MAX_SPREAD - 1)) // _MAX_SPREAD
+    )
     step = step_units.to(tl.float32) * tl.div_rn(largest, _UNIT * 1.0)
     if row == plane * tokens:
         tl.store(scales_ptr + plane, tl.where(bits == 0, 0, step.to(tl.int32, bitcast=True)))
@@ -179,15 +216,20 @@ def by_plane_kernel(raw_ptr, facts, outputs, sizes, KIND: tl.constexpr, BLOCK: t
     sums = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for first in range(0, channels, BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        x = widen(tl.load(raw_ptr + start + columns, mask=(columns < channels) & is_usable, other=0), KIND)
+        x = widen(
+            tl.load(raw_ptr + start + columns, mask=(columns < channels) & is_usable, other=0), KIND
+        )
         whole = rounded(tl.div_rn(x, step))
-        tl.store(values_ptr + start + columns, whole.to(tl.int32).to(tl.int16), mask=columns < channels)
+        tl.store(
+            values_ptr + start + columns, whole.to(tl.int32).to(tl.int16), mask=columns < channels
+        )
         sums = count_errors(sums, x, whole * step, unit, KIND)
     add_errors(errors_ptr + plane * 3, sums)
 
 
 def launch_by_token(x: torch.Tensor, levels: torch.Tensor, outputs: Outputs) -> None:
-    """Quantise by token on the current stream, in one launch. Everything is checked; errors and status are zeros.
+    """Quantise by token on the current stream, in one launch. Everything is checked; errors and
+    status are zeros.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.
@@ -195,11 +237,14 @@ def launch_by_token(x: torch.Tensor, levels: torch.Tensor, outputs: Outputs) -> 
     planes, tokens, channels = x.shape
     fixed = {"KIND": KINDS[x.dtype], "BLOCK": _block(channels)}
     with launching(x.device):
-        by_token_kernel[(planes * tokens,)](x.view(WORD_DTYPES[x.dtype]), levels, outputs, (tokens, channels), **fixed, **EXACT)
+        by_token_kernel[(planes * tokens,)](
+            x.view(WORD_DTYPES[x.dtype]), levels, outputs, (tokens, channels), **fixed, **EXACT
+        )
 
 
 def launch_by_plane(x: torch.Tensor, fineness: int, outputs: Outputs) -> None:
-    """Quantise by plane on the current stream, in three launches. Everything is checked; errors are zeros.
+    """Quantise by plane on the current stream, in three launches. Everything is checked; errors are
+    zeros.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.
@@ -210,10 +255,14 @@ def launch_by_plane(x: torch.Tensor, fineness: int, outputs: Outputs) -> None:
     spread = torch.zeros((planes, 2), dtype=torch.int64, device=x.device)
     fixed = {"KIND": KINDS[x.dtype]} | EXACT
     with launching(x.device):
-        plane_largest_kernel[(planes * tokens,)](raw, largest, (tokens, channels), BLOCK=block, **fixed)
+        plane_largest_kernel[(planes * tokens,)](
+            raw, largest, (tokens, channels), BLOCK=block, **fixed
+        )
         tiles = triton.cdiv(channels, int(TILE_CHANNELS.value))
         plane_spread_kernel[(planes, tiles)](raw, largest, spread, (tokens, channels), **fixed)
-        by_plane_kernel[(planes * tokens,)](raw, (largest, spread), outputs, (tokens, channels, fineness), BLOCK=block, **fixed)
+        by_plane_kernel[(planes * tokens,)](
+            raw, (largest, spread), outputs, (tokens, channels, fineness), BLOCK=block, **fixed
+        )
 
 
 def _block(channels: int) -> int:

@@ -1,4 +1,6 @@
-"""The torch reference of `cachegen_quantize`, for tests: whole tensors at once, one rounded float32 operation after the other."""
+"""The torch reference of `cachegen_quantize`, for tests: whole tensors at once, one rounded
+float32 operation after the other.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def cachegen_quantize_by_token_reference(x: torch.Tensor, levels: Sequence[int])
     values = torch.round(wide * steps / scale + steps) - steps
     errors = _errors(wide, (values / steps * scale).to(x.dtype).float(), scale)
     status = (~is_usable).any(1).any(1).int()
-    return QuantizedPlanes(values.to(torch.int16), largest.squeeze(2).view(torch.int32), errors, status)
+    return QuantizedPlanes(
+        values.to(torch.int16), largest.squeeze(2).view(torch.int32), errors, status
+    )
 
 
 def cachegen_quantize_by_plane_reference(x: torch.Tensor, fineness: int) -> QuantizedPlanes:
@@ -39,9 +43,13 @@ def cachegen_quantize_by_plane_reference(x: torch.Tensor, fineness: int) -> Quan
     spread = (whole.amax(1) - whole.amin(1)).amax(1)
     variances = (tokens * (whole * whole).sum(1) - whole.sum(1) ** 2) // tokens**2
     steps = []
-    for variance, distance in zip((variances.sum(1) // channels).tolist(), spread.tolist(), strict=True):
+    for variance, distance in zip(
+        (variances.sum(1) // channels).tolist(), spread.tolist(), strict=True
+    ):
         steps.append(max(math.isqrt(variance * fineness**2) // 256, 1, -(-distance // MAX_SPREAD)))
-    step = torch.tensor(steps, dtype=torch.float32).to(x.device)[:, None, None] * (top / float(UNIT))
+    step = torch.tensor(steps, dtype=torch.float32).to(x.device)[:, None, None] * (
+        top / float(UNIT)
+    )
     values = torch.round(wide / step)
     errors = _errors(wide, (values * step).to(x.dtype).float(), top)
     scales = torch.where(largest == 0, 0.0, step).reshape(-1, 1).view(torch.int32)
@@ -56,4 +64,6 @@ def _errors(wide: torch.Tensor, restored: torch.Tensor, scale: torch.Tensor) -> 
     unit = torch.tensor(float(UNIT), device=wide.device) / scale
     error = torch.round((wide - restored).abs() * unit).long()
     value = torch.round(wide.abs() * unit).long()
-    return torch.stack([error.amax((1, 2)), (error * error).sum((1, 2)), (value * value).sum((1, 2))], 1)
+    return torch.stack(
+        [error.amax((1, 2)), (error * error).sum((1, 2)), (value * value).sum((1, 2))], 1
+    )

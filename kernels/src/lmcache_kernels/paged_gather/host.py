@@ -1,4 +1,6 @@
-"""`paged_gather` on the CPU: the slots are cut into runs once, then each layer is one pass over blocks instead of tokens."""
+"""`paged_gather` on the CPU: the slots are cut into runs once, then each layer is one pass over
+blocks instead of tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,16 @@ def paged_gather_host(copy: PagedCopy) -> Iterator[int]:
         pages, blob = copy.page_words(), copy.blob_words()
         for run in runs.edges:
             for page, chunk in zip(pages, blob.numpy(), strict=True):
-                chunk[run.token : run.token + run.length] = page.numpy()[run.block, run.offset : run.offset + run.length]
+                chunk[run.token : run.token + run.length] = page.numpy()[
+                    run.block, run.offset : run.offset + run.length
+                ]
         if not len(runs.blocks):
             return
         cuts = copy.unit_views(runs.unit)
-        index = {apart: torch.from_numpy(runs.blocks * apart + runs.places) for apart in {cut[1] for cut in cuts if cut is not None}}
+        index = {
+            apart: torch.from_numpy(runs.blocks * apart + runs.places)
+            for apart in {cut[1] for cut in cuts if cut is not None}
+        }
         units = copy.blob_units(runs.begin, runs.end, runs.unit).unbind(0)
     for done, (page, cut, target) in enumerate(zip(pages, cuts, units, strict=True), 1):
         with torch.inference_mode():  # not around the yield: it would hold for the caller too

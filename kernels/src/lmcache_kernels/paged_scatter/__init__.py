@@ -16,25 +16,30 @@ __all__ = ["paged_scatter", "paged_scatter_reference", "paged_scatter_steps"]
 
 
 def paged_scatter(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor) -> None:
-    """Write `blob` into the named slots of the pages, bit for bit; no other slot changes. Does not wait for the device to finish.
+    """Write `blob` into the named slots of the pages, bit for bit; no other slot changes. Does not
+    wait for the device to finish.
 
     Args:
         pages: Written.
-        slot_mapping: int64 `[num_tokens]`, `slot = block * block_size + offset`, in any order, none twice, on the pages' device or the
-            CPU.
-        blob: Contiguous `[num_sides, num_layers, num_tokens, num_heads * head_size]`, of the pages' dtype and device.
+        slot_mapping: int64 `[num_tokens]`, `slot = block * block_size + offset`, in any order, none
+            twice, on the pages' device or the CPU.
+        blob: Contiguous `[num_sides, num_layers, num_tokens, num_heads * head_size]`, of the pages'
+            dtype and device.
 
     Raises:
-        KernelInputError: The tensors do not fit together, or a slot does not exist or occurs twice; the pages are untouched.
+        KernelInputError: The tensors do not fit together, or a slot does not exist or occurs twice;
+            the pages are untouched.
     """
     deque(paged_scatter_steps(checked_copy(pages, slot_mapping, blob, writes_pages=True)), maxlen=0)
 
 
 def paged_scatter_steps(copy: PagedCopy) -> Iterator[int]:
-    """`paged_scatter` of what has been checked, step by step: for callers who check several copies first, or follow the copy with more.
+    """`paged_scatter` of what has been checked, step by step: for callers who check several copies
+    first, or follow the copy with more.
 
     Yields:
-        How many of the pages, from the first, are filled from the chunk; on a device once, when all are on their way.
+        How many of the pages, from the first, are filled from the chunk; on a device once, when all
+        are on their way.
     """
     if copy.num_tokens == 0:
         return

@@ -1,4 +1,6 @@
-"""`paged_scatter` on the CPU: the slots are cut into runs once, then each layer is one pass over blocks instead of tokens."""
+"""`paged_scatter` on the CPU: the slots are cut into runs once, then each layer is one pass over
+blocks instead of tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from lmcache_kernels.slot_runs import find_runs
 def paged_scatter_host(copy: PagedCopy) -> Iterator[int]:
     """As `paged_scatter_reference`, one of the pages after the other; at least one token.
 
-    The assignment by index is numpy's, which copies a unit in one piece; torch's goes element by element and takes three times as long.
+    The assignment by index is numpy's, which copies a unit in one piece; torch's goes element by
+    element and takes three times as long.
 
     Yields:
         How many of the pages, from the first, have their part of the chunk.
@@ -20,7 +23,9 @@ def paged_scatter_host(copy: PagedCopy) -> Iterator[int]:
     pages = copy.host_words()
     for run in runs.edges:
         for page, chunk in zip(pages, copy.blob_words().numpy(), strict=True):
-            page[run.block, run.offset : run.offset + run.length] = chunk[run.token : run.token + run.length]
+            page[run.block, run.offset : run.offset + run.length] = chunk[
+                run.token : run.token + run.length
+            ]
     if not len(runs.blocks):
         return
     cuts = copy.host_units(runs.unit)

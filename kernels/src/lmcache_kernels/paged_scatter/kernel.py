@@ -21,7 +21,9 @@ def paged_scatter_kernel(  # type: ignore[no-untyped-def]
     ALIGNMENT_BYTES: tl.constexpr,
 ):
     """Copy one tile. Arguments as in `paged_addressing.tile_addresses`."""
-    page_ptrs, blob_ptrs, mask = tile_addresses(table_ptr, slots_ptr, blob_ptr, num_tokens, ROW_WORDS, RUN_WORDS, ALIGNMENT_BYTES)
+    page_ptrs, blob_ptrs, mask = tile_addresses(
+        table_ptr, slots_ptr, blob_ptr, num_tokens, ROW_WORDS, RUN_WORDS, ALIGNMENT_BYTES
+    )
     tl.store(page_ptrs, tl.load(blob_ptrs, mask=mask), mask=mask)
 
 
@@ -35,5 +37,9 @@ def launch(copy: PagedCopy) -> None:
         KernelInputError: The rows or layers are too large for one launch.
     """
     paged_scatter_kernel[launch_grid(copy)](
-        copy.pages.table, copy.slots, copy.blob.view(-1).view(torch.uint8), copy.num_tokens, **launch_arguments(copy)
+        copy.pages.table,
+        copy.slots,
+        copy.blob.view(-1).view(torch.uint8),
+        copy.num_tokens,
+        **launch_arguments(copy),
     )

@@ -20,7 +20,9 @@ MAX_BLOCK_HEADS = 8
 
 @triton.jit  # type: ignore[untyped-decorator]
 def narrow_any(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`narrow` of any float32 values. Rounding by bits makes -0 of the NaN that GPUs compute: its bits are all ones but for the sign."""
+    """`narrow` of any float32 values. Rounding by bits makes -0 of the NaN that GPUs compute:
+    its bits are all ones but for the sign.
+    """
     raw = narrow(values, KIND)
     if KIND == 0:
         raw = tl.where(values != values, 0x7FC0, raw).to(tl.int16)
@@ -28,7 +30,9 @@ def narrow_any(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def rope_rotate_kernel(words, positions, tables, sizes, KIND: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def rope_rotate_kernel(  # type: ignore[no-untyped-def]
+    words, positions, tables, sizes, KIND: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr
+):
     """Some heads of one token.
 
     Args:
@@ -38,7 +42,8 @@ def rope_rotate_kernel(words, positions, tables, sizes, KIND: tl.constexpr, PAIR
         sizes: num_heads, head_size.
         KIND: Of the words: `codec_shape.KINDS`.
         PAIRS: Number of pairs of dimensions; whether neighbours are a pair.
-        BLOCKS: Powers of two: heads worked on at once; at least the number of pairs; at least that of other dimensions, 0 for none.
+        BLOCKS: Powers of two: heads worked on at once; at least the number of pairs; at least that
+            of other dimensions, 0 for none.
     """
     HALF: tl.constexpr = PAIRS[0]
     IS_INTERLEAVED: tl.constexpr = PAIRS[1]
@@ -55,8 +60,14 @@ def rope_rotate_kernel(words, positions, tables, sizes, KIND: tl.constexpr, PAIR
     is_pair = pairs < HALF
     source = source_table_ptr + tl.load(source_ptr + token) * (2 * HALF) + pairs
     target = target_table_ptr + tl.load(target_ptr + token) * (2 * HALF) + pairs
-    cos_from, sin_from = tl.load(source, mask=is_pair, other=0.0), tl.load(source + HALF, mask=is_pair, other=0.0)
-    cos_to, sin_to = tl.load(target, mask=is_pair, other=0.0), tl.load(target + HALF, mask=is_pair, other=0.0)
+    cos_from, sin_from = (
+        tl.load(source, mask=is_pair, other=0.0),
+        tl.load(source + HALF, mask=is_pair, other=0.0),
+    )
+    cos_to, sin_to = (
+        tl.load(target, mask=is_pair, other=0.0),
+        tl.load(target + HALF, mask=is_pair, other=0.0),
+    )
     cos = (cos_to * cos_from + sin_to * sin_from)[None, :]
     sin = (sin_to * cos_from - cos_to * sin_from)[None, :]
     rows = (token * num_heads + heads)[:, None] * head_size
@@ -67,13 +78,20 @@ def rope_rotate_kernel(words, positions, tables, sizes, KIND: tl.constexpr, PAIR
         first = rows + pairs[None, :]
         second = first + HALF
     mask = (heads < num_heads)[:, None] & is_pair[None, :]
-    a, b = widen(tl.load(k_ptr + first, mask=mask, other=0), KIND), widen(tl.load(k_ptr + second, mask=mask, other=0), KIND)
+    a, b = (
+        widen(tl.load(k_ptr + first, mask=mask, other=0), KIND),
+        widen(tl.load(k_ptr + second, mask=mask, other=0), KIND),
+    )
     tl.store(out_ptr + first, narrow_any(a * cos - b * sin, KIND), mask=mask)
     tl.store(out_ptr + second, narrow_any(b * cos + a * sin, KIND), mask=mask)
     if BLOCK_REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
         rest_mask = (heads < num_heads)[:, None] & (rest < head_size)[None, :]
-        tl.store(out_ptr + rows + rest[None, :], tl.load(k_ptr + rows + rest[None, :], mask=rest_mask), mask=rest_mask)
+        tl.store(
+            out_ptr + rows + rest[None, :],
+            tl.load(k_ptr + rows + rest[None, :], mask=rest_mask),
+            mask=rest_mask,
+        )
 
 
 def launch(k: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> None:
@@ -88,7 +106,11 @@ def launch(k: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> None:
     half, num_rest = rotation.num_rotated // 2, head_size - rotation.num_rotated
     block_heads = min(MAX_BLOCK_HEADS, int(triton.next_power_of_2(num_heads)))
     words = WORD_DTYPES[k.dtype]
-    blocks = (block_heads, int(triton.next_power_of_2(half)), int(triton.next_power_of_2(num_rest)) if num_rest else 0)
+    blocks = (
+        block_heads,
+        int(triton.next_power_of_2(half)),
+        int(triton.next_power_of_2(num_rest)) if num_rest else 0,
+    )
     with launching(k.device):
         rope_rotate_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
             (k.view(words), out.view(words)),

@@ -20,7 +20,9 @@ def rope_rotate_reference(k: torch.Tensor, rotation: Rotation, out: torch.Tensor
     rotated = k[..., :num_rotated].float()
     if rotation.is_interleaved:
         first, second = rotated[..., 0::2], rotated[..., 1::2]
-        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
+        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(
+            -2
+        )
     else:
         first, second = rotated.chunk(2, -1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

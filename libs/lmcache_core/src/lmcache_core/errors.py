@@ -14,7 +14,7 @@ LMCacheError
 `-- LayoutError          engine memory does not look as declared (also a ValueError)
 
 A miss is not an exception: see `lmcache_core.storage.Miss`.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class LMCacheError(Exception):
 
 
 class ConfigError(LMCacheError, ValueError):
-    """An option is unknown, impossible or contradicts another one. The text names option, value and fix."""
+    """An option is unknown, impossible or contradicts another one. The text names option, value
+    and fix.
+    """
 
 
 class IdentityError(LMCacheError, ValueError):
@@ -34,7 +36,8 @@ class IdentityError(LMCacheError, ValueError):
 class RecordError(LMCacheError):
     """Bytes that claim to be a record are not one, or are damaged.
 
-    The text is the same when the same bytes are read again, and another one when they differ in what is wrong.
+    The text is the same when the same bytes are read again, and another one when they differ in
+    what is wrong.
 
     Attributes:
         reason: One of `RecordReason`'s values, fit for a metric label.
@@ -46,7 +49,9 @@ class RecordError(LMCacheError):
 
 
 class SerdeError(LMCacheError):
-    """Bytes that claim to be an encoded tensor are not one, are damaged, or name tables that are not here."""
+    """Bytes that claim to be an encoded tensor are not one, are damaged, or name tables that are
+    not here.
+    """
 
 
 class ProtocolError(LMCacheError):

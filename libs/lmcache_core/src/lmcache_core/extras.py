@@ -19,4 +19,6 @@ def needs_extra(extra: str, *packages: str) -> Iterator[None]:
         name = (exc.name or "").partition(".")[0]
         if name not in packages:
             raise
-        raise ModuleNotFoundError(f"the package {name!r} is missing: install lmcache-core[{extra}]", name=name) from exc
+        raise ModuleNotFoundError(
+            f"the package {name!r} is missing: install lmcache-core[{extra}]", name=name
+        ) from exc

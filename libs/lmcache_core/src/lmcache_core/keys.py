@@ -1,4 +1,5 @@
-"""Names of cached KV: the documented `CacheEngineKey`, the tenant's `ChunkKey`, and the anonymous chunk id.
+"""Names of cached KV: the documented `CacheEngineKey`, the tenant's `ChunkKey`, and the anonymous
+chunk id.
 
 Source: `docs/protocols.md`, "Identity". Golden vectors: `tests/contract/golden/identity.json`.
 """
@@ -39,7 +40,8 @@ _MAX_CACHED_PREFIXES = 64
 class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     """The documented key of one chunk of KV. Immutable and hashable.
 
-    A struct and not a dataclass, since every lookup makes one for each chunk: it is made in a tenth of the time, and hashed once.
+    A struct and not a dataclass, since every lookup makes one for each chunk: it is made in a tenth
+    of the time, and hashed once.
 
     Attributes:
         fmt: Serving engine's KV format, for example "vllm" or "huggingface".
@@ -61,13 +63,15 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         """Unambiguous bytes of this key: length-prefixed UTF-8 fields and two little-endian uint32.
 
         Raises:
-            IdentityError: A field is longer than `MAX_KEY_FIELD_BYTES` or no Unicode text, the key is longer than
-                `MAX_CANONICAL_KEY_BYTES`, or a number does not fit.
+            IdentityError: A field is longer than `MAX_KEY_FIELD_BYTES` or no Unicode text, the key
+                is longer than `MAX_CANONICAL_KEY_BYTES`, or a number does not fit.
         """
         prefix = _canonical_prefix(self.fmt, self.model_name, self.world_size, self.worker_id)
         data = prefix + _field("chunk_hash", self.chunk_hash) + _field("group", self.group)
         if len(data) > MAX_CANONICAL_KEY_BYTES:
-            raise IdentityError(f"key has {len(data)} bytes; the limit is {MAX_CANONICAL_KEY_BYTES}")
+            raise IdentityError(
+                f"key has {len(data)} bytes; the limit is {MAX_CANONICAL_KEY_BYTES}"
+            )
         return data
 
     @classmethod
@@ -82,8 +86,16 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         try:
             at = _end_of_prefix(data)
             fmt, model_name, world_size, worker_id = _read_prefix(data[:at])
-            if data[at : at + 2] == _HASH_LENGTH and data[at + _HASH_FIELD_BYTES :] == _NO_GROUP:  # nearly all keys; read in half the time
-                return cls(fmt, model_name, world_size, worker_id, data[at + 2 : at + _HASH_FIELD_BYTES].decode("utf-8"))
+            if (
+                data[at : at + 2] == _HASH_LENGTH and data[at + _HASH_FIELD_BYTES :] == _NO_GROUP
+            ):  # nearly all keys; read in half the time
+                return cls(
+                    fmt,
+                    model_name,
+                    world_size,
+                    worker_id,
+                    data[at + 2 : at + _HASH_FIELD_BYTES].decode("utf-8"),
+                )
             chunk_hash, at = _read_field(data, at)
             group, at = _read_field(data, at)
         except (struct.error, IndexError, UnicodeDecodeError) as exc:
@@ -93,12 +105,19 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         return cls(fmt, model_name, world_size, worker_id, chunk_hash, group)
 
     def to_string(self) -> str:
-        """Readable form `fmt@model@world_size@worker_id@chunk_hash[@group]`, with `@`, `%` and control characters escaped.
+        """Readable form `fmt@model@world_size@worker_id@chunk_hash[@group]`, with `@`, `%` and
+        control characters escaped.
 
         Raises:
             IdentityError: A field is no Unicode text.
         """
-        parts = [_escape(self.fmt), _escape(self.model_name), str(self.world_size), str(self.worker_id), _escape(self.chunk_hash)]
+        parts = [
+            _escape(self.fmt),
+            _escape(self.model_name),
+            str(self.world_size),
+            str(self.worker_id),
+            _escape(self.chunk_hash),
+        ]
         if self.group:
             parts.append(_escape(self.group))
         return "@".join(parts)
@@ -112,9 +131,16 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         """
         parts = text.split("@")
         if len(parts) not in (_NUM_TEXT_PARTS, _NUM_TEXT_PARTS + 1):
-            raise IdentityError(f"key {text[:80]!r}: expected fmt@model@world_size@worker_id@chunk_hash")
-        if not all(part.isascii() and part.isdigit() and len(part) <= _MAX_NUMBER_DIGITS for part in parts[2:4]):
-            raise IdentityError(f"key {text[:80]!r}: world_size and worker_id must be decimal numbers up to 2^32-1")
+            raise IdentityError(
+                f"key {text[:80]!r}: expected fmt@model@world_size@worker_id@chunk_hash"
+            )
+        if not all(
+            part.isascii() and part.isdigit() and len(part) <= _MAX_NUMBER_DIGITS
+            for part in parts[2:4]
+        ):
+            raise IdentityError(
+                f"key {text[:80]!r}: world_size and worker_id must be decimal numbers up to 2^32-1"
+            )
         try:
             names = [unquote(part, errors="strict") for part in (parts[0], parts[1], *parts[4:])]
         except UnicodeDecodeError as exc:
@@ -133,7 +159,9 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
             IdentityError: The text is not one that `to_url` writes.
         """
         try:
-            data = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+            data = base64.b64decode(
+                text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True
+            )
         except (UnicodeEncodeError, binascii.Error) as exc:
             raise IdentityError(f"key {text[:80]!r} in a URL is not base64url") from exc
         key = cls.from_canonical(data)
@@ -142,12 +170,16 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         return key
 
     def chunk_id(self) -> bytes:
-        """The anonymous name of this chunk for lookup and broker: 16 bytes that tell no model and no token."""
+        """The anonymous name of this chunk for lookup and broker: 16 bytes that tell no model
+        and no token.
+        """
         return hashlib.sha256(_CHUNK_ID_TAG + self.canonical()).digest()[:CHUNK_ID_BYTES]
 
 
 class ChunkKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
-    """A `CacheEngineKey` in the namespace of one authenticated tenant: what tiers are indexed by. Immutable and hashable."""
+    """A `CacheEngineKey` in the namespace of one authenticated tenant: what tiers are indexed
+    by. Immutable and hashable.
+    """
 
     tenant: str
     key: CacheEngineKey
@@ -159,7 +191,8 @@ _Text = Annotated[str, msgspec.Meta(max_length=MAX_KEY_FIELD_BYTES)]
 
 
 class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The keys of successive chunks of one layer group, for all ranks: what one worker's keys have in common is said once.
+    """The keys of successive chunks of one layer group, for all ranks: what one worker's keys have
+    in common is said once.
 
     Attributes:
         fmt: As in `CacheEngineKey`.
@@ -182,7 +215,9 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         if self.world_size < 1:
             raise ValueError(f"world_size={self.world_size}: must be at least 1")
         if len(self.hashes) % CHUNK_HASH_BYTES:
-            raise ValueError(f"hashes={len(self.hashes)} bytes: must be a multiple of {CHUNK_HASH_BYTES}")
+            raise ValueError(
+                f"hashes={len(self.hashes)} bytes: must be a multiple of {CHUNK_HASH_BYTES}"
+            )
 
     @property
     def num_chunks(self) -> int:
@@ -192,7 +227,10 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     def keys_of_rank(self, rank: int) -> list[CacheEngineKey]:
         """The keys of one worker, in order."""
         fmt, model_name, world_size, group = self.fmt, self.model_name, self.world_size, self.group
-        return [CacheEngineKey(fmt, model_name, world_size, rank, chunk_hash, group) for chunk_hash in self._hex_hashes()]
+        return [
+            CacheEngineKey(fmt, model_name, world_size, rank, chunk_hash, group)
+            for chunk_hash in self._hex_hashes()
+        ]
 
     def keys_by_chunk(self) -> list[CacheEngineKey]:
         """All keys: those of the first chunk by rank, then those of the second, and so on."""
@@ -205,20 +243,29 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     def part(self, start: int, end: int) -> ChunkChain:
         """The chain of the chunks from number `start` to the one in front of `end`."""
-        return msgspec.structs.replace(self, hashes=self.hashes[start * CHUNK_HASH_BYTES : end * CHUNK_HASH_BYTES])
+        return msgspec.structs.replace(
+            self, hashes=self.hashes[start * CHUNK_HASH_BYTES : end * CHUNK_HASH_BYTES]
+        )
 
     def _hex_hashes(self) -> list[str]:
         digits = self.hashes.hex()
-        return [digits[at : at + 2 * CHUNK_HASH_BYTES] for at in range(0, len(digits), 2 * CHUNK_HASH_BYTES)]
+        return [
+            digits[at : at + 2 * CHUNK_HASH_BYTES]
+            for at in range(0, len(digits), 2 * CHUNK_HASH_BYTES)
+        ]
 
 
 @lru_cache(maxsize=_MAX_CACHED_PREFIXES, typed=True)
 def _canonical_prefix(fmt: str, model_name: str, world_size: int, worker_id: int) -> bytes:
-    """What the canonical bytes of all chunks of one worker begin with; a pure function, remembered because lookups spell many keys."""
+    """What the canonical bytes of all chunks of one worker begin with; a pure function,
+    remembered because lookups spell many keys.
+    """
     try:
         numbers = _NUMBERS.pack(world_size, worker_id)
     except struct.error as exc:
-        raise IdentityError(f"world_size={world_size!r}, worker_id={worker_id!r}: need integers in 0 … 2^32-1") from exc
+        raise IdentityError(
+            f"world_size={world_size!r}, worker_id={worker_id!r}: need integers in 0 … 2^32-1"
+        ) from exc
     return _CANONICAL_MAGIC + _field("fmt", fmt) + _field("model_name", model_name) + numbers
 
 
@@ -242,9 +289,13 @@ def _field(name: str, text: str) -> bytes:
     try:
         data = text.encode("utf-8")
     except UnicodeEncodeError as exc:
-        raise IdentityError(f"key field {name}={text[:80]!r} is not Unicode text: {exc.reason}") from exc
+        raise IdentityError(
+            f"key field {name}={text[:80]!r} is not Unicode text: {exc.reason}"
+        ) from exc
     if len(data) > MAX_KEY_FIELD_BYTES:
-        raise IdentityError(f"key field {name} has {len(data)} bytes; the limit is {MAX_KEY_FIELD_BYTES}")
+        raise IdentityError(
+            f"key field {name} has {len(data)} bytes; the limit is {MAX_KEY_FIELD_BYTES}"
+        )
     return _LENGTH.pack(len(data)) + data
 
 

@@ -1,4 +1,6 @@
-"""YAML in which no name is written twice: PyYAML keeps the last and says nothing. And YAML of strangers, which can be hostile."""
+"""YAML in which no name is written twice: PyYAML keeps the last and says nothing. And YAML of
+strangers, which can be hostile.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def load_yaml(text: bytes | str) -> Any:
 
 
 class _ForeignLoader(_Loader):
-    """Refuses aliases, which make a short text large, and tags, whose constructors fail in other ways than YAMLError."""
+    """Refuses aliases, which make a short text large, and tags, whose constructors fail in other
+    ways than YAMLError.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -62,7 +66,8 @@ def load_foreign_yaml(text: str) -> Any:
     """Return what a stranger's text says. The caller bounds its length.
 
     Raises:
-        yaml.YAMLError: It is no YAML, has an alias or a tag, or more than `MAX_BRACKETS` opening brackets.
+        yaml.YAMLError: It is no YAML, has an alias or a tag, or more than `MAX_BRACKETS` opening
+            brackets.
         ValueError: A number or a date in it is impossible.
         RecursionError: It is nested too deeply.
     """

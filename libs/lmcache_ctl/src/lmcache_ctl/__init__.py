@@ -1,1 +1,3 @@
-"""`lmcachectl`: the command line of the cache, for people. One package for each group of commands."""
+"""`lmcachectl`: the command line of the cache, for people. One package for each group of
+commands.
+"""

@@ -35,7 +35,9 @@ EXTRAS: Final = {
 }
 """What brings packages that only some commands need."""
 CANNOT_PRINT: Final = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG})
-"""What writing to standard output may end in, other than a reader that has gone, which is nobody's fault."""
+"""What writing to standard output may end in, other than a reader that has gone, which is
+nobody's fault.
+"""
 
 app = typer.Typer(
     name="lmcachectl",
@@ -59,7 +61,12 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    _version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")] = False,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
 ) -> None:
     """The command line of the shared KV cache.
 
@@ -85,7 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         package = (exc.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
-        typer.echo(f"lmcachectl: this needs the package {package!r}: install lmcache-ctl[{EXTRAS[package]}]", err=True)
+        typer.echo(
+            f"lmcachectl: this needs the package {package!r}: install"
+            f" lmcache-ctl[{EXTRAS[package]}]",
+            err=True,
+        )
         sys.exit(EXIT_USAGE)
     except OSError as exc:
         if exc.errno not in CANNOT_PRINT:

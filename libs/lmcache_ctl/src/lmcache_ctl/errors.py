@@ -10,4 +10,6 @@ class CtlError(Exception):
 
 
 class UsageError(CtlError):
-    """An option, a variable or the settings file is wrong: one line on standard error, and exit code 2."""
+    """An option, a variable or the settings file is wrong: one line on standard error, and exit
+    code 2.
+    """

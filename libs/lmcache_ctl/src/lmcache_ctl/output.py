@@ -38,7 +38,10 @@ class OutputFormat(StrEnum):
     YAML = "yaml"
 
 
-Output = Annotated[OutputFormat, typer.Option("--output", "-o", help="A table for people; JSON or YAML for programs.")]
+Output = Annotated[
+    OutputFormat,
+    typer.Option("--output", "-o", help="A table for people; JSON or YAML for programs."),
+]
 
 
 def show(value: T, output: OutputFormat, as_table: Callable[[T], None]) -> None:
@@ -66,16 +69,28 @@ def print_yaml(value: Any) -> None:
     """Print structs, lists and dicts as YAML, in their own order."""
     import yaml
 
-    typer.echo(yaml.safe_dump(msgspec.to_builtins(value, str_keys=True), sort_keys=False, allow_unicode=True, width=1000), nl=False)
+    typer.echo(
+        yaml.safe_dump(
+            msgspec.to_builtins(value, str_keys=True),
+            sort_keys=False,
+            allow_unicode=True,
+            width=1000,
+        ),
+        nl=False,
+    )
 
 
 def plain(text: str) -> str:
-    """Text of a service, a file or a cluster that may be shown on a terminal: what would steer it is a question mark."""
+    """Text of a service, a file or a cluster that may be shown on a terminal: what would steer
+    it is a question mark.
+    """
     return _STEERING.sub("?", text)
 
 
 def console() -> Console:
-    """Return what prints on standard output, as wide as its terminal; a pipe or a file has no end of a line."""
+    """Return what prints on standard output, as wide as its terminal; a pipe or a file has no
+    end of a line.
+    """
     width = shutil.get_terminal_size((UNLIMITED_COLUMNS, 24)).columns
     return Console(highlight=False, markup=False, width=width)
 
@@ -87,9 +102,13 @@ def print_text(text: str) -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return text that may be shown, broken between words alone: rich would break a long name in two."""
+    """Return text that may be shown, broken between words alone: rich would break a long name in
+    two.
+    """
     lines = plain(text).split("\n")
-    return "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
+    return "\n".join(
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines
+    )
 
 
 def confirm(question: str) -> None:
@@ -114,7 +133,8 @@ class Columns(msgspec.Struct, frozen=True):
         headings: One for each.
         left: So many from the first on are flush left, the others, numbers, flush right.
         prose: Whether the last one holds sentences: flush left, and as many lines as they need.
-        spare: Headings of those that a narrow terminal does not get, the first one first. Cells are never cut.
+        spare: Headings of those that a narrow terminal does not get, the first one first. Cells are
+            never cut.
     """
 
     headings: Sequence[str]
@@ -124,9 +144,14 @@ class Columns(msgspec.Struct, frozen=True):
 
 
 def table_of(columns: Columns, rows: Sequence[Sequence[Cell]], width: int) -> Table:
-    """Return a table that fits into `width` if leaving out spare columns is enough, else a wider one."""
+    """Return a table that fits into `width` if leaving out spare columns is enough, else a wider
+    one.
+    """
     num_columns = len(columns.headings)
-    widths = [max(cell_len(heading), *(cell_len(str(row[number])) for row in rows), 0) for number, heading in enumerate(columns.headings)]
+    widths = [
+        max(cell_len(heading), *(cell_len(str(row[number])) for row in rows), 0)
+        for number, heading in enumerate(columns.headings)
+    ]
     if columns.prose:  # it is wrapped between words
         words = [cell_len(word) for row in rows for word in str(row[-1]).split()]
         widths[-1] = min(widths[-1], max(MIN_PROSE_COLUMNS, *words, 0))
@@ -146,7 +171,12 @@ def table_of(columns: Columns, rows: Sequence[Sequence[Cell]], width: int) -> Ta
             min_width=widths[number],
         )
     for row in rows:
-        table.add_row(*(Text(plain(cell)) if isinstance(cell, str) else cell for cell in (row[number] for number in kept)))
+        table.add_row(
+            *(
+                Text(plain(cell)) if isinstance(cell, str) else cell
+                for cell in (row[number] for number in kept)
+            )
+        )
     needed = _table_width(widths[number] for number in kept)
     table.width = needed if needed > width else None  # or rich would cut every cell to make it fit
     return table

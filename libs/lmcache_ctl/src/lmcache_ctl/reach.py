@@ -1,4 +1,6 @@
-"""What a command reaches: the services that its options, the environment and the settings file name."""
+"""What a command reaches: the services that its options, the environment and the settings file
+name.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ class Reach:
         """What to tell where nothing answers and no place was named; "" where one was."""
         if self.settings.names_urls or self.settings.names_cluster:
             return ""
-        return "nothing answers at the default ports of this machine: name services by --…-url, or those of a cluster by -n NAMESPACE"
+        return (
+            "nothing answers at the default ports of this machine: name services by --…-url, or"
+            " those of a cluster by -n NAMESPACE"
+        )
 
     @contextlib.contextmanager
     def services(self, *kinds: Kind) -> Iterator[list[Service]]:
@@ -58,7 +63,9 @@ class Reach:
 
     @contextlib.contextmanager
     def finding(self, *kinds: Kind) -> Iterator[Callable[[], list[Service]]]:
-        """What finds these services anew whenever it is called: pods come and go, and so do the addresses of a name. It raises as above."""
+        """What finds these services anew whenever it is called: pods come and go, and so do the
+        addresses of a name. It raises as above.
+        """
         settings = self.settings
         wanted = kinds or tuple(Kind)
         with contextlib.ExitStack() as open_ways:
@@ -74,7 +81,9 @@ class Reach:
                 found = [service for service in found if service.kind in wanted]
                 if not found:
                     raise CtlError(f"{_none_of(kinds)}: {_how_to_name(settings, kinds)}")
-                return sorted(found, key=lambda service: (list(Kind).index(service.kind), service.name))
+                return sorted(
+                    found, key=lambda service: (list(Kind).index(service.kind), service.name)
+                )
 
             yield find
 
@@ -86,18 +95,26 @@ class Reach:
         with PodWays(self.settings, (Kind.STORAGE,), LM_PORT_NAME) as ways:
             found = ways.find()
             if not found:
-                raise CtlError(f"{_none_of((Kind.STORAGE,))}: {_how_to_name(self.settings, (Kind.STORAGE,))}")
+                raise CtlError(
+                    f"{_none_of((Kind.STORAGE,))}: {_how_to_name(self.settings, (Kind.STORAGE,))}"
+                )
             yield found
 
     def ask(self, kind: Kind, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """The JSON of the first service of that kind that answers. Raises as `ask_one`."""
         answer = self.ask_one(kind, lambda caller: caller.ask(method, path, body))
         if not isinstance(answer, dict):
-            raise CtlError(f"a {kind} answered something else than an object to {path}: is it of another version?")
+            raise CtlError(
+                f"a {kind} answered something else than an object to {path}: is it of another"
+                " version?"
+            )
         return answer
 
-    def ask_one(self, kind: Kind, question: Callable[[Caller], Awaitable[T]], name: str | None = None) -> T:
-        """Put a question to one service of that kind: the one of that name, else the first that answers.
+    def ask_one(
+        self, kind: Kind, question: Callable[[Caller], Awaitable[T]], name: str | None = None
+    ) -> T:
+        """Put a question to one service of that kind: the one of that name, else the first that
+        answers.
 
         Args:
             kind: Of what kind.
@@ -112,7 +129,11 @@ class Reach:
 
         asker = Asker(self.settings)
         with self.services(kind) as services:
-            chosen = services if name is None else asyncio.run(named(asker, services, [Target(kind, name)]))
+            chosen = (
+                services
+                if name is None
+                else asyncio.run(named(asker, services, [Target(kind, name)]))
+            )
             for last, service in enumerate(chosen, 1):
                 try:
                     return asyncio.run(asker.one(service, question))
@@ -132,5 +153,8 @@ def _none_of(kinds: tuple[Kind, ...]) -> str:
 def _how_to_name(settings: CtlSettings, kinds: tuple[Kind, ...]) -> str:
     options = " or ".join(f"--{kind}-url" for kind in kinds or Kind)
     if settings.names_cluster:
-        return f"no running pod of the release matches; is --namespace {settings.namespace or '(the context own)'} right? Or give {options}"
+        return (
+            "no running pod of the release matches; is --namespace"
+            f" {settings.namespace or '(the context own)'} right? Or give {options}"
+        )
     return f"give {options}, or --namespace for a cluster"

@@ -16,7 +16,8 @@ MAX_TLS_FILES: Final = 3
 
 
 def tls_context(tls: str | None) -> ssl.SSLContext:
-    """What `CA[,CERT[,KEY]]` says (PEM files: whom to trust, and what to show); None: whom this machine trusts.
+    """What `CA[,CERT[,KEY]]` says (PEM files: whom to trust, and what to show); None: whom this
+    machine trusts.
 
     Raises:
         UsageError: More than three names, or one cannot be read, or they do not fit.
@@ -45,5 +46,11 @@ def tls_files(tls: str) -> TlsFiles:
 def problem_text(problem: dict[str, Any]) -> str:
     """What a problem (RFC 9457) says: of a question that is not valid, what is wrong where."""
     errors = problem.get("errors")
-    wrong = [f"{one.get('at')}: {one.get('message')}" for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
-    return "; ".join(wrong[:MAX_ERRORS_TOLD]) or str(problem.get("detail") or problem.get("title") or "")
+    wrong = (
+        [f"{one.get('at')}: {one.get('message')}" for one in errors if isinstance(one, dict)]
+        if isinstance(errors, list)
+        else []
+    )
+    return "; ".join(wrong[:MAX_ERRORS_TOLD]) or str(
+        problem.get("detail") or problem.get("title") or ""
+    )

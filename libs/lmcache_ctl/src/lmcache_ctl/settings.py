@@ -1,4 +1,6 @@
-"""Where services are and how they are asked: the settings file, then variables `LMCACHE_CTL_…`, then options."""
+"""Where services are and how they are asked: the settings file, then variables `LMCACHE_CTL_…`,
+then options.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +21,31 @@ MAX_URLS: Final = 1024
 MAX_TIMEOUT_S: Final = 600.0
 DEFAULT_TIMEOUT_S: Final = 5.0
 
-Urls = Annotated[tuple[Annotated[str, msgspec.Meta(pattern="^https?://")], ...], msgspec.Meta(max_length=MAX_URLS)]
+Urls = Annotated[
+    tuple[Annotated[str, msgspec.Meta(pattern="^https?://")], ...],
+    msgspec.Meta(max_length=MAX_URLS),
+]
 
 
 class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What every command is told.
 
     Attributes:
-        lookup_urls: REST addresses of lookup services; a name that leads to several addresses stands for all of them, as below.
+        lookup_urls: REST addresses of lookup services; a name that leads to several addresses
+            stands for all of them, as below.
         broker_urls: The same of brokers.
         storage_urls: The same of cache_storage.
         sidecar_urls: The same of sidecars.
         token_file: Holds the token to show; None for none.
         token: The token itself, in the place of `token_file`; None for none.
-        tls: `CA[,CERT[,KEY]]`, PEM files: whom to trust, and what to show; None: whom this machine trusts.
+        tls: `CA[,CERT[,KEY]]`, PEM files: whom to trust, and what to show; None: whom this machine
+            trusts.
         tls_name: What certificates name where that is not the host of the URL; None: the host.
         timeout_s: Longest wait for one service, all questions to it together, seconds.
         kubeconfig: Where the cluster is; None: as kubectl finds it, or the pod's own account.
         context: Of the kubeconfig; None: the current one.
-        namespace: Where the release is; with it, or one of the other three, services are found through the Kubernetes API.
+        namespace: Where the release is; with it, or one of the other three, services are found
+            through the Kubernetes API.
         release: Only this Helm release's pods.
     """
 
@@ -63,11 +71,16 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def names_cluster(self) -> bool:
         """Whether services are to be found through the Kubernetes API."""
-        return any(value is not None for value in (self.kubeconfig, self.context, self.namespace, self.release))
+        return any(
+            value is not None
+            for value in (self.kubeconfig, self.context, self.namespace, self.release)
+        )
 
 
 def load_settings(
-    given: Mapping[str, Any] | None = None, config_file: Path | None = None, environ: Mapping[str, str] | None = None
+    given: Mapping[str, Any] | None = None,
+    config_file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> CtlSettings:
     """Read the file, put variables over it, then options.
 
@@ -113,8 +126,14 @@ def _check(origin: str, name: str, value: Any) -> None:
         msgspec.convert({name: value}, CtlSettings, strict=False, dec_hook=_as_path)
     except msgspec.ValidationError as exc:
         if name == "token":  # its value is a secret
-            raise UsageError(f"token ({origin}): must be visible ASCII characters without blanks") from None
-        told = "an address begins with http:// or https://" if name.endswith("_urls") else str(exc).partition(" - at")[0]
+            raise UsageError(
+                f"token ({origin}): must be visible ASCII characters without blanks"
+            ) from None
+        told = (
+            "an address begins with http:// or https://"
+            if name.endswith("_urls")
+            else str(exc).partition(" - at")[0]
+        )
         raise UsageError(f"{name}={value!r} ({origin}): {told}") from exc
 
 
@@ -135,11 +154,15 @@ def _read_file(path: Path) -> dict[str, Any]:
     except OSError as exc:
         raise UsageError(f"cannot read the settings file {path}: {exc.strerror or exc}") from exc
     if len(data) > MAX_CONFIG_FILE_BYTES:
-        raise UsageError(f"{path} has more than {MAX_CONFIG_FILE_BYTES} bytes: it is no settings file")
+        raise UsageError(
+            f"{path} has more than {MAX_CONFIG_FILE_BYTES} bytes: it is no settings file"
+        )
     try:
         values = load_yaml(data)
     except DuplicateNameError as exc:
-        raise UsageError(f"{path}: line {exc.line}: the name {exc.name!r} is there twice; keep one of them") from None
+        raise UsageError(
+            f"{path}: line {exc.line}: the name {exc.name!r} is there twice; keep one of them"
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as exc:
         raise UsageError(f"{path} is not YAML: write one `name: value` a line") from exc
     if values is None:
@@ -158,5 +181,9 @@ def _from_environ(source: Mapping[str, str]) -> dict[str, Any]:
         if variable not in known:
             raise UsageError(f"{variable} sets nothing{did_you_mean(variable, known)}")
         name = known[variable]
-        values[name] = [part.strip() for part in text.split(",") if part.strip()] if name.endswith("_urls") else text
+        values[name] = (
+            [part.strip() for part in text.split(",") if part.strip()]
+            if name.endswith("_urls")
+            else text
+        )
     return values

@@ -18,6 +18,13 @@ def parse_size(text: str) -> int:
         UsageError: It is no such number, or less than one byte.
     """
     found = _SIZE.fullmatch(text.strip())
-    if found is None or found[2] not in UNITS or not (size := int(float(found[1]) * UNITS[found[2]])):
-        raise UsageError(f"{text!r} is no size: write a number and one of {', '.join(unit for unit in UNITS if unit)}, such as 512MiB")
+    if (
+        found is None
+        or found[2] not in UNITS
+        or not (size := int(float(found[1]) * UNITS[found[2]]))
+    ):
+        raise UsageError(
+            f"{text!r} is no size: write a number and one of"
+            f" {', '.join(unit for unit in UNITS if unit)}, such as 512MiB"
+        )
     return size

@@ -12,7 +12,8 @@ from lmcache_demo.engines import Engine
 from lmcache_demo.processes import Processes
 
 POLICY, RECOMPUTE_RATIO = "deviation", 0.25
-# At the default of 15 % this small model does not keep to the bounds of a certificate; docs/benchmarks.md has the curve.
+# At the default of 15 % this small model does not keep to the bounds of a certificate;
+# docs/benchmarks.md has the curve.
 MIN_REUSED_SHARE, MIN_EQUAL_SHARE, MIN_RIGHT_SHARE = 0.8, 0.9, 0.9
 
 
@@ -24,7 +25,8 @@ class Way:
         policy: Which tokens were to be computed anew.
         recompute_ratio: Share of them.
         answers: What came of it.
-        is_good: Whether it has to pass its certificate; the other has to fail, so that prompts are computed in full.
+        is_good: Whether it has to pass its certificate; the other has to fail, so that prompts are
+            computed in full.
     """
 
     policy: str
@@ -37,20 +39,34 @@ class Way:
         """What is not as said; empty when all is well."""
         answers, found = self.answers, []
         if (answers.reason_against is None) != self.is_good:
-            found.append("passed its certificate, and should not have" if not self.is_good else f"not blended: {answers.reason_against}")
+            found.append(
+                "passed its certificate, and should not have"
+                if not self.is_good
+                else f"not blended: {answers.reason_against}"
+            )
         elif answers.num_blended != (answers.num_answers if self.is_good else 0):
             found.append(f"{answers.num_blended} of {answers.num_answers} prompts were blended")
-        if self.is_good and answers.num_reused_tokens < answers.num_prompt_tokens * MIN_REUSED_SHARE:
-            found.append(f"only {answers.num_reused_tokens} of {answers.num_prompt_tokens} tokens were reused")
+        if (
+            self.is_good
+            and answers.num_reused_tokens < answers.num_prompt_tokens * MIN_REUSED_SHARE
+        ):
+            found.append(
+                f"only {answers.num_reused_tokens} of {answers.num_prompt_tokens} tokens were"
+                " reused"
+            )
         least = answers.num_answers * (MIN_EQUAL_SHARE if self.is_good else 1)
         if answers.num_equal < least:
-            found.append(f"{answers.num_equal} of {answers.num_answers} answers are those of full recompute")
+            found.append(
+                f"{answers.num_equal} of {answers.num_answers} answers are those of full recompute"
+            )
         if answers.num_right < answers.num_answers * MIN_RIGHT_SHARE:
             found.append(f"{answers.num_right} of {answers.num_answers} answers are right")
         return [f"blend, {self.policy}: {fault}" for fault in found]
 
 
-def run_blended(processes: Processes, cluster: Cluster, directory: Path, say: Callable[[str], None]) -> list[Way]:
+def run_blended(
+    processes: Processes, cluster: Cluster, directory: Path, say: Callable[[str], None]
+) -> list[Way]:
     """Run the step; its engine and sidecars are ended.
 
     Args:
@@ -68,7 +84,8 @@ def run_blended(processes: Processes, cluster: Cluster, directory: Path, say: Ca
     reader = cluster.start_sidecar("sidecar-h")
     folder = str(directory / "certificates")
     ways = []
-    # In this order: prompts that are computed in full are stored, and would be found whole; blended ones are not.
+    # In this order: prompts that are computed in full are stored, and would be found whole; blended
+    # ones are not.
     for policy, ratio in ((POLICY, RECOMPUTE_RATIO), ("none", 0.0)):
         answers = engine.ask_blended(AskBlended(str(reader.socket), folder, policy, ratio))
         ways.append(Way(policy, ratio, answers, is_good=policy != "none"))

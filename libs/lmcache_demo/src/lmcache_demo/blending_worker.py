@@ -1,4 +1,6 @@
-"""Blended prompts, in an engine process: the documents of several prompts are kept, and read in another order."""
+"""Blended prompts, in an engine process: the documents of several prompts are kept, and read in
+another order.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lmcache_core.blend.certificate import FORMAT_VERSION, BlendCertificate, BlendProfile, CertificateFolder, Quality, QualityBounds
+from lmcache_core.blend.certificate import (
+    FORMAT_VERSION,
+    BlendCertificate,
+    BlendProfile,
+    CertificateFolder,
+    Quality,
+    QualityBounds,
+)
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache_core.integrations.transformers import CachedCausalLM, connector_of, metadata_of
@@ -18,7 +27,13 @@ from lmcache_core.integrations.transformers.blended import blending_model_of
 
 from lmcache_demo.engine_messages import AskBlended, BlendedAnswers, KeepDocuments
 from lmcache_demo.model import load_two_document_model
-from lmcache_demo.model.two_documents import SEPARATOR, TwoDocumentPrompt, Vocabulary, draw_prompt, encode_questions
+from lmcache_demo.model.two_documents import (
+    SEPARATOR,
+    TwoDocumentPrompt,
+    Vocabulary,
+    draw_prompt,
+    encode_questions,
+)
 
 INSTANCE = "demo-blend"
 MODEL_NAME = "lmcache-demo-two-documents"
@@ -29,22 +44,33 @@ SEED = 7
 
 
 class BlendingWorker:
-    """The model that answers from two documents, and the prompts; its process computes with one thread from now on."""
+    """The model that answers from two documents, and the prompts; its process computes with one
+    thread from now on.
+    """
 
     def __init__(self) -> None:
-        # Prompts of a hundred tokens gain nothing from a second thread, and where cores are shared threads wait for each other
-        # at every operator: 30 seconds instead of 2 were measured.
+        # Prompts of a hundred tokens gain nothing from a second thread, and where cores are shared
+        # threads wait for each other at every operator: 30 seconds instead of 2 were measured.
         torch.set_num_threads(1)
         self._model, self._tokenizer = load_two_document_model()
         self._separator = self._encode(SEPARATOR)
         words, rng = Vocabulary(self._tokenizer), np.random.default_rng(SEED)
-        drawn = [draw_prompt(rng, words, NUM_OWNERS, NUM_THINGS) for _ in range(NUM_PROMPTS + NUM_CERTIFIED_PROMPTS)]
+        drawn = [
+            draw_prompt(rng, words, NUM_OWNERS, NUM_THINGS)
+            for _ in range(NUM_PROMPTS + NUM_CERTIFIED_PROMPTS)
+        ]
         self._prompts, self._certified_prompts = drawn[:NUM_PROMPTS], drawn[NUM_PROMPTS:]
 
     def keep(self, message: KeepDocuments) -> int:
-        """Store the documents of all prompts, in the order that nobody will ask for; returns their tokens."""
+        """Store the documents of all prompts, in the order that nobody will ask for; returns
+        their tokens.
+        """
         num_tokens = 0
-        with self._cached(LMCacheEngineConfig.from_defaults(remote_url=None, sidecar_socket=message.socket, tier_timeout_s=5.0)) as cached:
+        with self._cached(
+            LMCacheEngineConfig.from_defaults(
+                remote_url=None, sidecar_socket=message.socket, tier_timeout_s=5.0
+            )
+        ) as cached:
             for prompt in self._prompts:
                 for document in reversed(self._documents(prompt)):
                     cached.keep_document(document)
@@ -83,13 +109,25 @@ class BlendingWorker:
 
     def _certify(self, config: LMCacheEngineConfig, folder: Path) -> Quality:
         """Measure on prompts that are not asked later, and keep the certificate."""
-        profile = BlendProfile(config.blend_policy, config.blend_recompute_ratio, tuple(self._separator.tolist()))
+        profile = BlendProfile(
+            config.blend_policy, config.blend_recompute_ratio, tuple(self._separator.tolist())
+        )
         prompts = [self._split(prompt) for prompt in self._certified_prompts]
-        quality = measure(self._model, prompts, lambda retriever: blending_model_of(self._model, retriever, profile))
+        quality = measure(
+            self._model,
+            prompts,
+            lambda retriever: blending_model_of(self._model, retriever, profile),
+        )
         metadata = metadata_of(self._model, MODEL_NAME, config)
         CertificateFolder(folder).save(
             BlendCertificate(
-                FORMAT_VERSION, metadata.model_name, metadata.revision, profile, QualityBounds(), quality, version("lmcache-core")
+                FORMAT_VERSION,
+                metadata.model_name,
+                metadata.revision,
+                profile,
+                QualityBounds(),
+                quality,
+                version("lmcache-core"),
             )
         )
         return quality
@@ -97,7 +135,9 @@ class BlendingWorker:
     @contextmanager
     def _cached(self, config: LMCacheEngineConfig) -> Iterator[CachedCausalLM]:
         metadata = metadata_of(self._model, MODEL_NAME, config)
-        engine: LMCacheEngine = LMCacheEngineBuilder.get_or_create(INSTANCE, config, metadata, connector_of(self._model))
+        engine: LMCacheEngine = LMCacheEngineBuilder.get_or_create(
+            INSTANCE, config, metadata, connector_of(self._model)
+        )
         try:
             cached = CachedCausalLM(self._model, engine, self._separator)
             try:
@@ -116,4 +156,6 @@ class BlendingWorker:
         return SplitPrompt(self._documents(prompt), torch.tensor(ending), torch.tensor(places))
 
     def _encode(self, text: str) -> torch.Tensor:
-        return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+        return torch.tensor(
+            self._tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64
+        )

@@ -27,12 +27,18 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def demo(
-    logs: Annotated[Path | None, typer.Option(help="Keep the logs of every process in this directory.")] = None,
-    redis: Annotated[bool, typer.Option(help="Let lookup use Redis where a redis-server is found.")] = True,
+    logs: Annotated[
+        Path | None, typer.Option(help="Keep the logs of every process in this directory.")
+    ] = None,
+    redis: Annotated[
+        bool, typer.Option(help="Let lookup use Redis where a redis-server is found.")
+    ] = True,
 ) -> None:
-    """Start the whole cache on this machine, run engines against it, and show where each prompt's KV came from.
+    """Start the whole cache on this machine, run engines against it, and show where each prompt's
+    KV came from.
 
-    Exits with 1 when any step is not as it should be. Every process ends with the demo, also on Ctrl-C.
+    Exits with 1 when any step is not as it should be. Every process ends with the demo, also on
+    Ctrl-C.
     """
     console = Console()
     signal.signal(signal.SIGTERM, _interrupt)
@@ -51,8 +57,13 @@ def demo(
         raise typer.Exit(EXIT_FAULT)
 
 
-def _run(directory: Path, scratch: Path, redis: bool, console: Console) -> tuple[list[Step], list[Way]]:
-    with Processes(directory, quiet_environment()) as processes, console.status("starting") as status:
+def _run(
+    directory: Path, scratch: Path, redis: bool, console: Console
+) -> tuple[list[Step], list[Way]]:
+    with (
+        Processes(directory, quiet_environment()) as processes,
+        console.status("starting") as status,
+    ):
         cluster = Cluster(processes, scratch, redis)
         status.update("starting lookup, broker and cache_storage")
         cluster.start_services()

@@ -40,7 +40,8 @@ class CodecFigures:
         raw_bytes: Of the chunks that it encoded, before.
         encoded_bytes: The same after.
         num_decoded_chunks: Chunks that it decoded.
-        max_error: Largest error that its encoder measured, relative to the largest value of a token or channel; 0 for none.
+        max_error: Largest error that its encoder measured, relative to the largest value of a token
+            or channel; 0 for none.
         rms_error: Largest root mean square error of a group of layers, relative; 0 for none.
     """
 
@@ -66,7 +67,9 @@ class Cluster:
         self._use_redis = use_redis
         self._services: list[Process] = []
         self._ticket_keys = directory / "ticket-keys"
-        self._ticket_keys.write_text(f"demo:{base64.b64encode(secrets.token_bytes(32)).decode()}\n", encoding="utf-8")
+        self._ticket_keys.write_text(
+            f"demo:{base64.b64encode(secrets.token_bytes(32)).decode()}\n", encoding="utf-8"
+        )
         self._ticket_keys.chmod(0o600)
         self.index = "embedded"
         self._storage: dict[str, int] = {}
@@ -80,9 +83,13 @@ class Cluster:
         if redis_server is not None:
             lookup["redis_url"] = self._start_redis(redis_server)
             self.index = "Redis"
-        self._lookup_url = f"http://{LOOPBACK}:{self._service('lookup', 'lmcache_lookup', lookup)['port']}"
+        self._lookup_url = (
+            f"http://{LOOPBACK}:{self._service('lookup', 'lmcache_lookup', lookup)['port']}"
+        )
         broker = {"port": 0, "ticket_keys_file": self._ticket_keys}
-        self._broker_url = f"http://{LOOPBACK}:{self._service('broker', 'lmcache_broker', broker)['port']}"
+        self._broker_url = (
+            f"http://{LOOPBACK}:{self._service('broker', 'lmcache_broker', broker)['port']}"
+        )
         storage = {
             "port": 0,
             "lm_port": 0,
@@ -117,16 +124,23 @@ class Cluster:
         }
         process, ports = self._processes.start_service(name, "lmcache_sidecar", settings | options)
         sidecar = Sidecar(name, process, path, ports["port"])
-        self._wait(f"{name} to be registered", lambda: bool(_get(sidecar.port, "/v1/status")["registered"]))
+        self._wait(
+            f"{name} to be registered", lambda: bool(_get(sidecar.port, "/v1/status")["registered"])
+        )
         return sidecar
 
     def wait_until_settled(self, sidecar: Sidecar) -> None:
         """Wait until what was stored has reached cache_storage and lookup."""
-        self._wait(f"{sidecar.name} to settle", lambda: bool(_get(sidecar.port, "/v1/status")["settled"]))
+        self._wait(
+            f"{sidecar.name} to settle", lambda: bool(_get(sidecar.port, "/v1/status")["settled"])
+        )
 
     def wait_until_loaded(self, sidecar: Sidecar) -> None:
         """Wait until a sidecar knows what lies on its disk."""
-        self._wait(f"{sidecar.name} to read its disk", lambda: _get(sidecar.port, "/v1/tiers")["tiers"][DISK_TIER]["is_loading"] == 0)
+        self._wait(
+            f"{sidecar.name} to read its disk",
+            lambda: _get(sidecar.port, "/v1/tiers")["tiers"][DISK_TIER]["is_loading"] == 0,
+        )
 
     def codec_figures(self, sidecar: Sidecar, tier: str) -> CodecFigures:
         """What the codec of a tier did since the sidecar started."""
@@ -153,7 +167,18 @@ class Cluster:
         with socket.socket() as probe:
             probe.bind((LOOPBACK, 0))
             port = probe.getsockname()[1]
-        arguments = ["--port", str(port), "--bind", LOOPBACK, "--save", "", "--appendonly", "no", "--dir", str(self._directory)]
+        arguments = [
+            "--port",
+            str(port),
+            "--bind",
+            LOOPBACK,
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            str(self._directory),
+        ]
         process = self._processes.start_command("redis", [server, *arguments])
         self._services.append(process)
         self._wait("redis to listen", lambda: _accepts(port))

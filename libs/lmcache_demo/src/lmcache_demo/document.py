@@ -1,11 +1,15 @@
-"""The long document of the demo and the questions about it: documentation that ships with every Python."""
+"""The long document of the demo and the questions about it: documentation that ships with every
+Python.
+"""
 
 from __future__ import annotations
 
 from pydoc_data import topics
 
 DOCUMENT_TOPIC = "import"
-"""A chapter of the language reference that the demo's model has not been trained on; nearly 3,000 of its tokens."""
+"""A chapter of the language reference that the demo's model has not been trained on; nearly
+3,000 of its tokens.
+"""
 QUESTIONS = (
     "\n\nQuestion: What is the import statement?\nAnswer: The import statement",
     "\n\nQuestion: What is a future statement?\nAnswer: A future statement",

@@ -1,4 +1,6 @@
-"""One engine of the demo, in a process of its own: is told its sidecar and prompts, and answers, all as JSON lines."""
+"""One engine of the demo, in a process of its own: is told its sidecar and prompts, and answers,
+all as JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from lmcache_core.telemetry import (
 )
 
 from lmcache_demo.blending_worker import BlendingWorker
-from lmcache_demo.engine_messages import Answer, AskBlended, Attach, BlendedAnswers, KeepDocuments, Prompt
+from lmcache_demo.engine_messages import (
+    Answer,
+    AskBlended,
+    Attach,
+    BlendedAnswers,
+    KeepDocuments,
+    Prompt,
+)
 from lmcache_demo.model import load_model
 
 INSTANCE = "demo"
@@ -38,7 +47,11 @@ class Worker:
         """Keep the documents of blended prompts, or answer them."""
         if self._blending is None:
             self._blending = BlendingWorker()
-        return self._blending.keep(message) if isinstance(message, KeepDocuments) else self._blending.ask(message)
+        return (
+            self._blending.keep(message)
+            if isinstance(message, KeepDocuments)
+            else self._blending.ask(message)
+        )
 
     def attach(self, socket: str | None) -> None:
         """Put the model behind a cache engine at that sidecar; None: behind none."""
@@ -48,8 +61,12 @@ class Worker:
         self._cached = CachedCausalLM(model, None)
         if socket is None:
             return
-        config = LMCacheEngineConfig.from_defaults(remote_url=None, sidecar_socket=socket, tier_timeout_s=5.0)
-        self._engine = LMCacheEngineBuilder.get_or_create(INSTANCE, config, metadata_of(model, MODEL_NAME, config), connector_of(model))
+        config = LMCacheEngineConfig.from_defaults(
+            remote_url=None, sidecar_socket=socket, tier_timeout_s=5.0
+        )
+        self._engine = LMCacheEngineBuilder.get_or_create(
+            INSTANCE, config, metadata_of(model, MODEL_NAME, config), connector_of(model)
+        )
         self._cached = CachedCausalLM(model, self._engine)
 
     def answer(self, prompt: Prompt) -> Answer:
@@ -58,7 +75,9 @@ class Worker:
         before = self._counters()
         generation = self._cached.generate(ids, prompt.max_new_tokens)
         moved = {name: value - before.get(name, 0) for name, value in self._counters().items()}
-        by_tier = {tier: n for (name, tier), n in moved.items() if name == RETRIEVED_TOKENS_TOTAL and n}
+        by_tier = {
+            tier: n for (name, tier), n in moved.items() if name == RETRIEVED_TOKENS_TOTAL and n
+        }
         return Answer(
             generation.tokens,
             self._tokenizer.decode(generation.tokens),
@@ -90,7 +109,9 @@ def main() -> None:
             worker.attach(message.socket)
             sys.stdout.write("ready\n")
         else:
-            answer = worker.answer(message) if isinstance(message, Prompt) else worker.blend(message)
+            answer = (
+                worker.answer(message) if isinstance(message, Prompt) else worker.blend(message)
+            )
             sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
         sys.stdout.flush()
     LMCacheEngineBuilder.destroy(INSTANCE)

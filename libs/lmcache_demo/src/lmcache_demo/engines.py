@@ -8,7 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from lmcache_demo.engine_messages import Answer, AskBlended, Attach, BlendedAnswers, KeepDocuments, Prompt
+from lmcache_demo.engine_messages import (
+    Answer,
+    AskBlended,
+    Attach,
+    BlendedAnswers,
+    KeepDocuments,
+    Prompt,
+)
 from lmcache_demo.processes import DemoError, Process, Processes
 
 READY_TIMEOUT_S = 120.0
@@ -16,7 +23,8 @@ ANSWER_TIMEOUT_S = 120.0
 
 
 class Engine:
-    """An engine in a process of its own, which begins to load its model at once; `attach` comes before the first `ask`.
+    """An engine in a process of its own, which begins to load its model at once; `attach` comes
+    before the first `ask`.
 
     Args:
         processes: Owner of the process.
@@ -24,7 +32,9 @@ class Engine:
     """
 
     def __init__(self, processes: Processes, name: str) -> None:
-        self._process: Process = processes.start(name, "lmcache_demo.engine_worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process: Process = processes.start(
+            name, "lmcache_demo.engine_worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def attach(self, socket: Path | None) -> None:
         """Tell it its sidecar, and wait until it is ready. It may be told another one later.
@@ -84,5 +94,8 @@ class Engine:
         ready, _, _ = select.select([stdout], [], [], timeout_s)
         line: bytes = stdout.readline() if ready else b""
         if not line:
-            raise DemoError(f"{self._process.name} gave no answer within {timeout_s:.0f} s:\n{self._process.tail()}")
+            raise DemoError(
+                f"{self._process.name} gave no answer within {timeout_s:.0f}"
+                f" s:\n{self._process.tail()}"
+            )
         return line

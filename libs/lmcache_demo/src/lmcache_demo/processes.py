@@ -14,7 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 START_TIMEOUT_S = 180.0
-"""A sidecar compiles its codecs first, where the installation has not: half a minute of two busy processors."""
+"""A sidecar compiles its codecs first, where the installation has not: half a minute of two busy
+processors.
+"""
 END_TIMEOUT_S = 10.0
 POLL_S = 0.05
 PR_SET_PDEATHSIG = 1
@@ -81,7 +83,12 @@ class Processes:
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.end_all()
 
     @property
@@ -117,7 +124,9 @@ class Processes:
         self._all.append(process)
         return process
 
-    def start_service(self, name: str, module: str, settings: Mapping[str, object]) -> tuple[Process, dict[str, int]]:
+    def start_service(
+        self, name: str, module: str, settings: Mapping[str, object]
+    ) -> tuple[Process, dict[str, int]]:
         """Start a service and wait until it listens.
 
         Args:
@@ -139,9 +148,13 @@ class Processes:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not port_file.exists():
             if not process.is_alive:
-                raise DemoError(f"{name} ended with code {process.process.returncode}:\n{process.tail()}")
+                raise DemoError(
+                    f"{name} ended with code {process.process.returncode}:\n{process.tail()}"
+                )
             if time.monotonic() > deadline:
-                raise DemoError(f"{name} did not listen within {START_TIMEOUT_S:.0f} s:\n{process.tail()}")
+                raise DemoError(
+                    f"{name} did not listen within {START_TIMEOUT_S:.0f} s:\n{process.tail()}"
+                )
             time.sleep(POLL_S)
         ports: dict[str, int] = json.loads(port_file.read_text(encoding="utf-8"))
         return process, ports
@@ -156,6 +169,8 @@ class Processes:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel to kill this child when its parent dies, even by SIGKILL (Linux; elsewhere nothing happens)."""
+    """Ask the kernel to kill this child when its parent dies, even by SIGKILL (Linux; elsewhere
+    nothing happens).
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -23,24 +23,45 @@ def print_steps(steps: list[Step], blended: list[Way], console: Console) -> bool
         console.print(f"[red]NOT AS SAID[/] {escape(fault)}", highlight=False)
     if faults:
         return False
-    console.print("[dim]prompt, reused: tokens · MiB: + into the engine, - out of it · TTFT: ms to the first token[/]")
+    console.print(
+        "[dim]prompt, reused: tokens · MiB: + into the engine, - out of it · TTFT: ms to the first"
+        " token[/]"
+    )
     console.print(_compression_table(steps))
-    console.print("[dim]MiB: raw · stored: MiB · bits: of an element · err: relative errors, the largest and root mean square[/]")
+    console.print(
+        "[dim]MiB: raw · stored: MiB · bits: of an element · err: relative errors, the largest and"
+        " root mean square[/]"
+    )
     for step in steps:
         if step.first_difference is not None:
             for who, answer in ((step.title, step.answer), ("without a cache", step.reference)):
-                console.print(f"[dim]{escape(who)} said:[/] {escape(repr(answer.text))}", highlight=False)
+                console.print(
+                    f"[dim]{escape(who)} said:[/] {escape(repr(answer.text))}", highlight=False
+                )
     console.print(_blended_table(blended))
-    console.print("[dim]anew: share computed anew · KL (nats), agree: of its certificate · as full, right: answers[/]")
+    console.print(
+        "[dim]anew: share computed anew · KL (nats), agree: of its certificate · as full, right:"
+        " answers[/]"
+    )
     for way in blended:
         if way.answers.reason_against is not None:
-            console.print(f"[dim]{escape(way.policy)}, computed in full:[/] {escape(way.answers.reason_against)}", highlight=False)
+            console.print(
+                f"[dim]{escape(way.policy)}, computed in full:[/]"
+                f" {escape(way.answers.reason_against)}",
+                highlight=False,
+            )
     console.print(_verdict(steps, blended), highlight=False)
     return True
 
 
 def _table(steps: list[Step]) -> Table:
-    table = Table(title="A prompt's KV, computed once", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title="A prompt's KV, computed once",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     table.add_column("engine, step", no_wrap=True)
     for heading in ("prompt", "reused", "from", "MiB", "TTFT", "no cache", "equal"):
         table.add_column(heading, justify="left" if heading == "from" else "right", no_wrap=True)
@@ -62,13 +83,27 @@ def _table(steps: list[Step]) -> Table:
 def _compression_table(steps: list[Step]) -> Table:
     bits = steps[0].answer.kv_bits
     title = f"The same KV, stored smaller (as it is: {bits} bits an element)"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     table.add_column("engine, serde", no_wrap=True)
-    for heading in ("MiB", "stored", "ratio", "bits", "max err", "rms err", f"{MAX_NEW_TOKENS} new tokens"):
+    for heading in (
+        "MiB",
+        "stored",
+        "ratio",
+        "bits",
+        "max err",
+        "rms err",
+        f"{MAX_NEW_TOKENS} new tokens",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for step in steps:
         if step.compression is not None:
-            table.add_row(step.title, *_compression_cells(step.compression, step.answer.kv_bits), _equality(step))
+            table.add_row(
+                step.title,
+                *_compression_cells(step.compression, step.answer.kv_bits),
+                _equality(step),
+            )
     return table
 
 
@@ -81,7 +116,9 @@ def _compression_cells(compression: Compression, bits: int) -> list[str]:
 
 def _blended_table(blended: list[Way]) -> Table:
     title = "Documents stored one by one, read in another order"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     table.add_column("policy", no_wrap=True)
     for heading in ("anew", "KL", "agree", "gate", "prompts", "reused", "as full", "right"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -102,14 +139,23 @@ def _blended_table(blended: list[Way]) -> Table:
 
 
 def _equality(step: Step) -> str:
-    return "all equal" if step.first_difference is None else f"differ at token {step.first_difference}"
+    return (
+        "all equal" if step.first_difference is None else f"differ at token {step.first_difference}"
+    )
 
 
 def _verdict(steps: list[Step], blended: list[Way]) -> str:
-    exceptions = [f"that of {step.title}: its KV was stored with loss" for step in steps if step.first_difference is not None]
+    exceptions = [
+        f"that of {step.title}: its KV was stored with loss"
+        for step in steps
+        if step.first_difference is not None
+    ]
     num_other = sum(way.answers.num_answers - way.answers.num_equal for way in blended)
     if num_other:
-        exceptions.append(f"{num_other} of {sum(way.answers.num_answers for way in blended)} about documents in another order")
+        exceptions.append(
+            f"{num_other} of {sum(way.answers.num_answers for way in blended)} about documents in"
+            " another order"
+        )
     verdict = "Every answer equals the one without a cache, token for token"
     if exceptions:
         verdict += f", but {'; and '.join(exceptions)}"

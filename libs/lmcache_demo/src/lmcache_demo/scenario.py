@@ -19,7 +19,13 @@ MIN_PROMPT_TOKENS = 2000
 DISK_GB = 1.0
 LOSSY_SERDE, LOSSLESS_SERDE = "cachegen", "lossless"
 HOT, PEER, REMOTE, DISK, NOWHERE = "Hot", "P2PBackend", REMOTE_TIER, DISK_TIER, ""
-PLACES = {HOT: "own sidecar", PEER: "sidecar A", REMOTE: "cache_storage", DISK: "D's disk", NOWHERE: "computed"}
+PLACES = {
+    HOT: "own sidecar",
+    PEER: "sidecar A",
+    REMOTE: "cache_storage",
+    DISK: "D's disk",
+    NOWHERE: "computed",
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,10 @@ class Compression:
         """What is not as said; empty when all is well."""
         found = []
         if self.ratio <= 1:
-            found.append(f"{self.written.raw_bytes} bytes of KV were stored in {self.written.encoded_bytes}, which is not smaller")
+            found.append(
+                f"{self.written.raw_bytes} bytes of KV were stored in {self.written.encoded_bytes},"
+                " which is not smaller"
+            )
         if not self.read.num_decoded_chunks:
             found.append("nothing was decoded")
         if self.lossy != (self.written.rms_error > 0):
@@ -75,15 +84,24 @@ class Step:
     @property
     def place(self) -> str:
         """Where the KV came from."""
-        return ", ".join(PLACES.get(tier, tier) for tier in self.answer.reused_by_tier) or PLACES[NOWHERE]
+        return (
+            ", ".join(PLACES.get(tier, tier) for tier in self.answer.reused_by_tier)
+            or PLACES[NOWHERE]
+        )
 
     @property
     def first_difference(self) -> int | None:
-        """Which generated token, counted from 1, is the first that is not the one without a cache; None when all are."""
+        """Which generated token, counted from 1, is the first that is not the one without a
+        cache; None when all are.
+        """
         got, want = self.answer.tokens, self.reference.tokens
         if got == want:
             return None
-        different = (number for number, pair in enumerate(zip(got, want, strict=False), 1) if pair[0] != pair[1])
+        different = (
+            number
+            for number, pair in enumerate(zip(got, want, strict=False), 1)
+            if pair[0] != pair[1]
+        )
         return next(different, min(len(got), len(want)) + 1)
 
     @property
@@ -104,7 +122,10 @@ class Step:
         if not self.expected and self.answer.num_reused_tokens:
             found.append(f"{self.answer.num_reused_tokens} tokens were reused, expected none")
         if self.answer.num_prompt_tokens < MIN_PROMPT_TOKENS:
-            found.append(f"the prompt has {self.answer.num_prompt_tokens} tokens, fewer than {MIN_PROMPT_TOKENS}")
+            found.append(
+                f"the prompt has {self.answer.num_prompt_tokens} tokens, fewer than"
+                f" {MIN_PROMPT_TOKENS}"
+            )
         return found
 
 
@@ -118,7 +139,9 @@ class Scenario:
         say: Told what happens now.
     """
 
-    def __init__(self, processes: Processes, cluster: Cluster, directory: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, processes: Processes, cluster: Cluster, directory: Path, say: Callable[[str], None]
+    ) -> None:
         self._processes = processes
         self._cluster = cluster
         self._directory = directory
@@ -136,7 +159,9 @@ class Scenario:
         yield from self._as_it_is(engine, *references)
         yield from self._compressed(*references)
 
-    def _as_it_is(self, engine: Engine, plain_first: Answer, plain_second: Answer) -> Iterator[Step]:
+    def _as_it_is(
+        self, engine: Engine, plain_first: Answer, plain_second: Answer
+    ) -> Iterator[Step]:
         """Takes over the engine, which has no cache yet."""
         cluster = self._cluster
         self._say("the same engine, A, now at sidecar A, reads the document with question 1")
@@ -163,13 +188,24 @@ class Scenario:
         sidecar_c.process.kill()
 
     def _compressed(self, plain_first: Answer, plain_second: Answer) -> Iterator[Step]:
-        """Under a salt of its own, that is under other keys: what was stored as it is has no part in it. Kills everything in the end."""
+        """Under a salt of its own, that is under other keys: what was stored as it is has no
+        part in it. Kills everything in the end.
+        """
         cluster = self._cluster
         remote = {"salt_file": self._salt(), "remote_serde": LOSSY_SERDE}
-        disk = {"disk_path": self._directory / "disk-d", "disk_gb": DISK_GB, "disk_serde": LOSSLESS_SERDE}
+        disk = {
+            "disk_path": self._directory / "disk-d",
+            "disk_gb": DISK_GB,
+            "disk_serde": LOSSLESS_SERDE,
+        }
 
-        self._say(f"engine D, of another salt, stores: {LOSSY_SERDE} in cache_storage, {LOSSLESS_SERDE} on a disk")
-        engine, writer = self._engine("d", lambda: cluster.start_sidecar("sidecar-d", **(remote | disk)))
+        self._say(
+            f"engine D, of another salt, stores: {LOSSY_SERDE} in cache_storage, {LOSSLESS_SERDE}"
+            " on a disk"
+        )
+        engine, writer = self._engine(
+            "d", lambda: cluster.start_sidecar("sidecar-d", **(remote | disk))
+        )
         answer = engine.ask(self._first)
         engine.end()
         cluster.wait_until_settled(writer)
@@ -177,7 +213,10 @@ class Scenario:
         written = {tier: cluster.codec_figures(writer, tier) for tier in (REMOTE, DISK)}
         writer.process.kill()
 
-        self._say(f"sidecar D is killed; engine E, at a fresh sidecar, reads the {LOSSY_SERDE} chunks in cache_storage")
+        self._say(
+            f"sidecar D is killed; engine E, at a fresh sidecar, reads the {LOSSY_SERDE} chunks in"
+            " cache_storage"
+        )
         engine, reader = self._engine("e", lambda: cluster.start_sidecar("sidecar-e", **remote))
         answer = engine.ask(self._first)
         engine.end()
@@ -185,8 +224,14 @@ class Scenario:
         yield Step(f"E, {LOSSY_SERDE}", REMOTE, answer, plain_first, compression)
         reader.process.kill()
 
-        self._say(f"sidecar E is killed; engine F, at a fresh sidecar, reads the {LOSSLESS_SERDE} chunks on D's disk")
-        engine, reader = self._engine("f", lambda: self._sidecar_of_disk("sidecar-f", disk | {"salt_file": remote["salt_file"]}))
+        self._say(
+            f"sidecar E is killed; engine F, at a fresh sidecar, reads the {LOSSLESS_SERDE} chunks"
+            " on D's disk"
+        )
+        engine, reader = self._engine(
+            "f",
+            lambda: self._sidecar_of_disk("sidecar-f", disk | {"salt_file": remote["salt_file"]}),
+        )
         answer = engine.ask(self._first)
         compression = Compression(False, written[DISK], cluster.codec_figures(reader, DISK))
         yield Step(f"F, {LOSSLESS_SERDE}", DISK, answer, plain_first, compression)

@@ -7,9 +7,19 @@ import shutil
 
 
 def quiet_environment(**extra: str) -> dict[str, str]:
-    """The environment for children: this process's, without options of a cache that may be installed here, offline."""
+    """The environment for children: this process's, without options of a cache that may be
+    installed here, offline.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
-    return kept | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"} | extra
+    return (
+        kept
+        | {
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+        | extra
+    )
 
 
 def find_redis_server() -> str | None:

@@ -28,8 +28,11 @@ AcceptHeader = Annotated[
     Header(
         alias="LMCache-Accept",
         max_length=MAX_ACCEPT_CHARS,
-        description="`lossless`: records that were encoded with loss are not served, and give place to what is stored without. "
-        "By default everything is served. A list with commas; words of later versions are passed over.",
+        description=(
+            "`lossless`: records that were encoded with loss are not served, and give place to what"
+            " is stored without. By default everything is served. A list with commas; words of"
+            " later versions are passed over."
+        ),
     ),
 ]
 

@@ -15,8 +15,9 @@ LARGEST_KEPT_BYTES: Final = 1 << 20
 def keep_freed_memory() -> bool:
     """Let this process keep a little of the memory that it frees, to use it again.
 
-    Bodies come and go in pieces of some 100 KiB. By default the C library gives each back to the system, which then clears a page at a
-    time for the next: more than half of the processor time of storing 32 MiB over REST.
+    Bodies come and go in pieces of some 100 KiB. By default the C library gives each back to the
+    system, which then clears a page at a time for the next: more than half of the processor time of
+    storing 32 MiB over REST.
 
     Returns:
         Whether the C library can be told.
@@ -24,4 +25,6 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # not glibc
         return False
-    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)) and bool(
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+    )

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def add_health_checks(health: HealthRegistry, parts: StorageParts) -> None:
-    """Register the checks. Without disk, bucket, lookup or broker the storage still serves from memory: they only degrade it."""
+    """Register the checks. Without disk, bucket, lookup or broker the storage still serves from
+    memory: they only degrade it.
+    """
 
     async def stores() -> str:
         if not parts.chunks.gate.is_open():
@@ -54,8 +56,14 @@ def _add_disk_check(health: HealthRegistry, disk: LocalDiskBackend) -> None:
     async def takes_writes() -> str:
         figures = disk.stats()
         if figures["is_failing"]:
-            raise UnavailableError("the disk does not take writes; new chunks are kept in memory only")
-        return "its directory is being read" if figures["is_loading"] else f"{figures['num_chunks']} chunks"
+            raise UnavailableError(
+                "the disk does not take writes; new chunks are kept in memory only"
+            )
+        return (
+            "its directory is being read"
+            if figures["is_loading"]
+            else f"{figures['num_chunks']} chunks"
+        )
 
     health.add("disk", takes_writes, required=False)
 
@@ -64,7 +72,9 @@ def _add_bucket_check(health: HealthRegistry, bucket: S3Backend) -> None:
     async def answers() -> str:
         await bucket.probe()
         if bucket.refuses_writes:
-            raise UnavailableError("the bucket does not take writes; new chunks are kept in memory and on disk only")
+            raise UnavailableError(
+                "the bucket does not take writes; new chunks are kept in memory and on disk only"
+            )
         return "answers"
 
     health.add("s3", answers, required=False, where=bucket.where)

@@ -22,7 +22,13 @@ from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.served_door import ServedDoor
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions, LoggedBackend, MeteredBackend, TracedBackend
+from lmcache_core.storage.wrappers import (
+    BreakerBackend,
+    BreakerOptions,
+    LoggedBackend,
+    MeteredBackend,
+    TracedBackend,
+)
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import LmServer, ServedStore, ServerLimits
 from lmcache_servicekit.audit import handover_audit
@@ -50,9 +56,13 @@ from lmcache_storage.settings import StorageSettings
 CLIENT_TIMEOUT_S = 1.0
 PIN_CHECK_S = 1.0
 BUCKET_CALLS = 6
-"""Requests, one after the other, that a call of the bucket's tier may take; each has `s3_timeout_s`."""
+"""Requests, one after the other, that a call of the bucket's tier may take; each has
+`s3_timeout_s`.
+"""
 PENDING_S3_SHARE = 8
-"""What waits to be written to the bucket may hold one part in this many of the memory: less than handovers wait for."""
+"""What waits to be written to the bucket may hold one part in this many of the memory: less than
+handovers wait for.
+"""
 
 
 @asynccontextmanager
@@ -87,7 +97,8 @@ class _Opening:
             None
             if bucket is None
             else BreakerBackend(
-                TracedBackend(LoggedBackend(MeteredBackend(bucket))), options=BreakerOptions(timeout_s=BUCKET_CALLS * settings.s3_timeout_s)
+                TracedBackend(LoggedBackend(MeteredBackend(bucket))),
+                options=BreakerOptions(timeout_s=BUCKET_CALLS * settings.s3_timeout_s),
             )
         )
         slower = [tier for tier in (below, further) if tier is not None]
@@ -99,8 +110,14 @@ class _Opening:
         limits = self._limits()
         held = HeldChunks(hot, disk, below, settings.tier_timeout_s)
         leaving = Leaving()
-        served = ServedDoor(StayingStore(LocalStore(stack, gate.is_open, settings.tier_timeout_s, tiers=None), leaving))
-        near = ServedDoor(StayingStore(LocalStore(stack, gate.is_open, settings.tier_timeout_s), leaving))
+        served = ServedDoor(
+            StayingStore(
+                LocalStore(stack, gate.is_open, settings.tier_timeout_s, tiers=None), leaving
+            )
+        )
+        near = ServedDoor(
+            StayingStore(LocalStore(stack, gate.is_open, settings.tier_timeout_s), leaving)
+        )
         store = HandoverDoor(served, counters, held, stack, leaving, gate.is_open)
         self._state.registry.register(CounterCollector(counters, DESCRIBED))
         self._state.registry.register(TierCollector(stack.stats))
@@ -117,7 +134,9 @@ class _Opening:
         self._exits.push_async_callback(lm_server.close, float(settings.shutdown_grace_s))
         self._state.ports["lm_port"] = lm_server.port
         await self._open_compat(store, counters)
-        url = settings.advertise_url or distributed_url_of(settings.lm_host, lm_server.port, settings.tls_cert_file is not None)
+        url = settings.advertise_url or distributed_url_of(
+            settings.lm_host, lm_server.port, settings.tls_cert_file is not None
+        )
         registration = await self._join_broker(url, [hot] if disk is None else [hot, disk])
         pins = PinBoard(stack, settings.memory_bytes, settings.tier_timeout_s)
         self._tasks.repeat("pins", pins.expire, PIN_CHECK_S)
@@ -141,7 +160,9 @@ class _Opening:
         if registration is not None:
             drain.when_it_begins(registration.drain)
         if settings.hand_over_on_stop:
-            self._state.before_stop.append(drain.run)  # while REST tells how far it is, and both doors still serve
+            self._state.before_stop.append(
+                drain.run
+            )  # while REST tells how far it is, and both doors still serve
         add_health_checks(self._state.health, parts)
         return parts
 
@@ -156,9 +177,17 @@ class _Opening:
         )
 
     async def _know_the_others(
-        self, stack: TierStack, held: HeldChunks, door: HandoverDoor, pins: PinBoard, counters: Counters, gate: Gate
+        self,
+        stack: TierStack,
+        held: HeldChunks,
+        door: HandoverDoor,
+        pins: PinBoard,
+        counters: Counters,
+        gate: Gate,
     ) -> tuple[Neighbours | None, Drain]:
-        """Find the other servers of this tier, give them what belongs there, and be ready to give them the rest."""
+        """Find the other servers of this tier, give them what belongs there, and be ready to
+        give them the rest.
+        """
         settings = self._settings
         members = create_members(settings, self._broker, self._token, self._tls)
         neighbours = mover = None
@@ -169,7 +198,11 @@ class _Opening:
             mover = Mover(held, neighbours, counters)
         if neighbours is not None and mover is not None and settings.rebalance:
             tasks = TaskSupervisor("rebalance")
-            tasks.repeat("look", Rebalancer(held, stack, neighbours, mover, door, pins, gate.is_open).look, LOOK_S)
+            tasks.repeat(
+                "look",
+                Rebalancer(held, stack, neighbours, mover, door, pins, gate.is_open).look,
+                LOOK_S,
+            )
             self._exits.push_async_callback(tasks.close)
         drain = Drain(settings.drain_timeout_s, stack, held, neighbours, mover)
         drain.when_it_begins(gate.close)
@@ -191,9 +224,17 @@ class _Opening:
         try:
             arena = await asyncio.to_thread(ArenaAllocator.anonymous, settings.memory_bytes)
         except OSError as exc:
-            raise ConfigError(f"memory_gb={settings.memory_gb}: {exc.strerror}; lower it or give the container more memory") from exc
+            raise ConfigError(
+                f"memory_gb={settings.memory_gb}: {exc.strerror}; lower it or give the container"
+                " more memory"
+            ) from exc
         policy = create_policy(settings.eviction_policy)
-        hot = LocalCPUBackend(arena, policy, self._announcer.removed_from(LocalCPUBackend.name), limits=settings.memory_limits)
+        hot = LocalCPUBackend(
+            arena,
+            policy,
+            self._announcer.removed_from(LocalCPUBackend.name),
+            limits=settings.memory_limits,
+        )
         if settings.disk_path is None:
             return hot, None
         return hot, LocalDiskBackend(
@@ -205,15 +246,21 @@ class _Opening:
             limits=settings.disk_limits,
         )
 
-    async def _join_lookup(self, hot: LocalCPUBackend, disk: LocalDiskBackend | None) -> InstanceReporter | None:
+    async def _join_lookup(
+        self, hot: LocalCPUBackend, disk: LocalDiskBackend | None
+    ) -> InstanceReporter | None:
         """Tell lookup what is held, in the background: it is not waited for."""
         settings = self._settings
         if settings.lookup_url is None:
             return None
-        client = LookupClient(settings.lookup_url, self._token, CLIENT_TIMEOUT_S, tls=self._tls.context)
+        client = LookupClient(
+            settings.lookup_url, self._token, CLIENT_TIMEOUT_S, tls=self._tls.context
+        )
         await client.open()
         self._exits.push_async_callback(client.close)
-        reporter = InstanceReporter(client, settings.instance_id, "storage", self._announcer.snapshot)
+        reporter = InstanceReporter(
+            client, settings.instance_id, "storage", self._announcer.snapshot
+        )
         self._announcer.connect(reporter, [hot] if disk is None else [hot, disk])
         await reporter.open()
         self._exits.push_async_callback(reporter.close)
@@ -223,16 +270,27 @@ class _Opening:
             self._exits.push_async_callback(tasks.close)
         return reporter
 
-    async def _join_broker(self, advertise_url: str, tiers: Sequence[StorageBackend]) -> PeerRegistration | None:
+    async def _join_broker(
+        self, advertise_url: str, tiers: Sequence[StorageBackend]
+    ) -> PeerRegistration | None:
         """Become known to the broker, in the background: it is not waited for."""
         settings = self._settings
         if settings.broker_url is None:
             return None
-        client = BrokerClient(settings.broker_url, self._token, CLIENT_TIMEOUT_S, tls=self._tls.context)
+        client = BrokerClient(
+            settings.broker_url, self._token, CLIENT_TIMEOUT_S, tls=self._tls.context
+        )
         await client.open()
         self._exits.push_async_callback(client.close)
         self._broker = client
-        peer = Peer(settings.instance_id, time.time_ns(), advertise_url, "storage", settings.zone, settings.node)
+        peer = Peer(
+            settings.instance_id,
+            time.time_ns(),
+            advertise_url,
+            "storage",
+            settings.zone,
+            settings.node,
+        )
 
         def figures() -> PeerFigures:
             """What engines asked for, their sidecars tell."""

@@ -34,24 +34,36 @@ COMPAT_CLOSE_REASONS: Final = ("too_many", "command", "key", "length", "short", 
 DESCRIBED: Final = MappingProxyType(
     {
         SERVED_CHUNKS_TOTAL: Described("Chunks sent, by the tier that had them.", LABEL_TIER),
-        SERVED_BYTES_TOTAL: Described("Bytes of records sent, by the tier that had them.", LABEL_TIER),
-        MISSED_CHUNKS_TOTAL: Described("Chunks asked for and not sent, by the reason.", LABEL_REASON, tuple(MissReason)),
+        SERVED_BYTES_TOTAL: Described(
+            "Bytes of records sent, by the tier that had them.", LABEL_TIER
+        ),
+        MISSED_CHUNKS_TOTAL: Described(
+            "Chunks asked for and not sent, by the reason.", LABEL_REASON, tuple(MissReason)
+        ),
         STORED_CHUNKS_TOTAL: Described("Chunks taken."),
         STORED_BYTES_TOTAL: Described("Bytes of records taken."),
         REFUSED_CHUNKS_TOTAL: Described("Chunks not taken, for want of room or while draining."),
         REMOVED_CHUNKS_TOTAL: Described("Chunks removed on request."),
         MOVED_CHUNKS_TOTAL: Described(
-            "Chunks that were to go to other servers, at drains and when servers had come or gone.", LABEL_OUTCOME, OUTCOMES
+            "Chunks that were to go to other servers, at drains and when servers had come or gone.",
+            LABEL_OUTCOME,
+            OUTCOMES,
         ),
         HANDED_OVER_BYTES_TOTAL: Described("Bytes of records sent to other servers."),
         RECEIVED_CHUNKS_TOTAL: Described("Chunks taken over from other servers."),
         RECEIVED_BYTES_TOTAL: Described("Bytes of records taken over from other servers."),
-        COMPAT_REQUESTS_TOTAL: Described("Requests of LMCache clients.", LABEL_COMMAND, COMPAT_COMMANDS),
+        COMPAT_REQUESTS_TOTAL: Described(
+            "Requests of LMCache clients.", LABEL_COMMAND, COMPAT_COMMANDS
+        ),
         COMPAT_CLOSED_TOTAL: Described(
-            "Connections of LMCache clients that were closed, by the reason.", LABEL_REASON, COMPAT_CLOSE_REASONS
+            "Connections of LMCache clients that were closed, by the reason.",
+            LABEL_REASON,
+            COMPAT_CLOSE_REASONS,
         ),
         UNSERVABLE_VALUES_TOTAL: Described(
-            "Values that LMCache clients asked for and that were not served although held.", LABEL_REASON, (CORRUPT, ENCODING)
+            "Values that LMCache clients asked for and that were not served although held.",
+            LABEL_REASON,
+            (CORRUPT, ENCODING),
         ),
     }
 )

@@ -60,7 +60,9 @@ class StorageParts:
         """Whether everything stored has been written below and reported to lookup."""
         return not self.stack.is_writing and (self.reporter is None or self.reporter.synced)
 
-    async def page(self, tenant: str, begin: int, end: int) -> tuple[list[tuple[ChunkKey, int, list[str]]], int]:
+    async def page(
+        self, tenant: str, begin: int, end: int
+    ) -> tuple[list[tuple[ChunkKey, int, list[str]]], int]:
         """Part of what `holdings` returns, and how many there are.
 
         Listing takes as long as there are chunks, so it is done in a thread, and by one at a time:

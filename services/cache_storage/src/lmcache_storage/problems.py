@@ -30,7 +30,9 @@ class SlowClientError(LMCacheError):
 
 PROBLEMS: Final[Mapping[type[Exception], ProblemType]] = MappingProxyType(
     {
-        DrainingError: ProblemType("draining", 503, "This instance takes no new chunks", headers={"Retry-After": "30"}),
+        DrainingError: ProblemType(
+            "draining", 503, "This instance takes no new chunks", headers={"Retry-After": "30"}
+        ),
         RecordTooLargeError: ProblemType("too-large", 413, "Content Too Large"),
         SlowClientError: ProblemType("slow-client", 408, "The body did not arrive in time"),
     }

@@ -21,7 +21,8 @@ BYTES_PER_MB = 1 << 20
 
 
 class StorageSettings(S3Settings):
-    """Options of the storage beside those of every tier and of the further store; sizes are in GB (2^30 bytes) and MB (2^20 bytes).
+    """Options of the storage beside those of every tier and of the further store; sizes are in GB
+    (2^30 bytes) and MB (2^20 bytes).
 
     Attributes:
         port: REST.
@@ -30,21 +31,27 @@ class StorageSettings(S3Settings):
         memory_gb: Host memory for chunks, taken at the start.
         max_record_mb: Largest record that is taken.
         max_connections: lm:// connections at once.
-        lmcache_compat_port: Port for unmodified LMCache clients; 0 takes a free one, unset: there is none.
-        lmcache_compat_host: Where to serve them. They show no credentials: whoever reaches this is served.
+        lmcache_compat_port: Port for unmodified LMCache clients; 0 takes a free one, unset: there
+            is none.
+        lmcache_compat_host: Where to serve them. They show no credentials: whoever reaches this is
+            served.
         lmcache_compat_dialect: What they speak: `v0.2` to release 0.3.2, `v0.3+` from 0.3.3 on.
-        lmcache_compat_tenant: Whose namespace, quota and tiers they use; needed with lmcache_compat_port.
+        lmcache_compat_tenant: Whose namespace, quota and tiers they use; needed with
+            lmcache_compat_port.
         lmcache_compat_max_connections: Their connections at once.
         lookup_url: The lookup service, which is told what this instance holds; or none.
         broker_url: The broker, which is told that this instance serves; or none.
         advertise_url: Where others reach lm:// of this instance; by default lm_host and lm_port.
-        replicas_url: All servers of this tier, `lm://host:port,host:port` or a name that leads to all of them, this one included: it gives
-            them the chunks that belong there, all of them when it ends. By default those that the broker knows.
+        replicas_url: All servers of this tier, `lm://host:port,host:port` or a name that leads to
+            all of them, this one included: it gives them the chunks that belong there, all of them
+            when it ends. By default those that the broker knows.
         rebalance: Move chunks to their homes when other servers have come or gone.
-        hand_over_on_stop: Hand all chunks to the others also on SIGTERM; without it only `POST /v1/admin/drain` does.
-        service_token_file: Token that this service shows to lookup, broker and the other servers of its tier, which take chunks of all
-            tenants only from the role `storage` (or `admin`).
-        tenant: Tenant of that token; chunks of other tenants are announced under their names, which needs that role.
+        hand_over_on_stop: Hand all chunks to the others also on SIGTERM; without it only `POST
+            /v1/admin/drain` does.
+        service_token_file: Token that this service shows to lookup, broker and the other servers of
+            its tier, which take chunks of all tenants only from the role `storage` (or `admin`).
+        tenant: Tenant of that token; chunks of other tenants are announced under their names, which
+            needs that role.
         zone: Failure domain of this instance.
         node: Machine of this instance.
         tier_timeout_s: Longest wait on the disk and the bucket for one request, seconds.
@@ -118,22 +125,34 @@ class StorageSettings(S3Settings):
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> StorageSettings:
-        if not is_loopback(self.lm_host) and self.auth_tokens_file is None and not self.allow_anonymous:
+        if (
+            not is_loopback(self.lm_host)
+            and self.auth_tokens_file is None
+            and not self.allow_anonymous
+        ):
             raise ValueError(
-                f"lm_host={self.lm_host!r} is reachable from other machines, but auth_tokens_file is not set: "
-                "set it, or set allow_anonymous=true if a NetworkPolicy is all the protection you want"
+                f"lm_host={self.lm_host!r} is reachable from other machines, but auth_tokens_file"
+                " is not set: set it, or set allow_anonymous=true if a NetworkPolicy is all the"
+                " protection you want"
             )
         self.refuse_plaintext("lm_host", self.lm_host)
         self.check_scheme("advertise_url", self.advertise_url)
-        if self.broker_url is not None and self.advertise_url is None and _is_unspecified(self.lm_host):
+        if (
+            self.broker_url is not None
+            and self.advertise_url is None
+            and _is_unspecified(self.lm_host)
+        ):
             raise ValueError(
-                f"broker_url is set and lm_host={self.lm_host!r} is no address that others can reach: set advertise_url=lm://host:port"
+                f"broker_url is set and lm_host={self.lm_host!r} is no address that others can"
+                " reach: set advertise_url=lm://host:port"
             )
         return self
 
     def listeners(self) -> dict[str, tuple[str, int]]:
         """See `ServiceSettings.listeners`."""
-        compat = self._optional("lmcache_compat_port", self.lmcache_compat_host, self.lmcache_compat_port)
+        compat = self._optional(
+            "lmcache_compat_port", self.lmcache_compat_host, self.lmcache_compat_port
+        )
         return super().listeners() | {"lm_port": (self.lm_host, self.lm_port)} | compat
 
     @model_validator(mode="after")
@@ -142,13 +161,14 @@ class StorageSettings(S3Settings):
             return self
         if self.lmcache_compat_tenant is None:
             raise ValueError(
-                f"lmcache_compat_port={self.lmcache_compat_port}: LMCache clients show no credentials; "
-                "set lmcache_compat_tenant to the tenant that they are to be"
+                f"lmcache_compat_port={self.lmcache_compat_port}: LMCache clients show no"
+                " credentials; set lmcache_compat_tenant to the tenant that they are to be"
             )
         if not is_loopback(self.lmcache_compat_host) and not self.allow_anonymous:
             raise ValueError(
-                f"lmcache_compat_host={self.lmcache_compat_host!r} is reachable from other machines, and LMCache clients show no "
-                "credentials: set allow_anonymous=true if a NetworkPolicy is all the protection you want"
+                f"lmcache_compat_host={self.lmcache_compat_host!r} is reachable from other"
+                " machines, and LMCache clients show no credentials: set allow_anonymous=true if a"
+                " NetworkPolicy is all the protection you want"
             )
         return self
 

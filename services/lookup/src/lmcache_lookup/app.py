@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 from fastapi import FastAPI
-from lmcache_core.lookup import ContainsAnswer, EventsAck, InstanceLease, LocationsAnswer, LookupAnswer, RouteAnswer
+from lmcache_core.lookup import (
+    ContainsAnswer,
+    EventsAck,
+    InstanceLease,
+    LocationsAnswer,
+    LookupAnswer,
+    RouteAnswer,
+)
 from lmcache_core.lookup.runs import PackedLookupAnswer
 from lmcache_servicekit.app import BodyBounds, create_service_app
 from lmcache_servicekit.log_level import create_log_router
@@ -30,7 +37,9 @@ NAME = "lmcache-lookup"
 # 8192 chunk ids, or 2048 events, with room to spare.
 MAX_BODY_BYTES: Final = 1 << 20
 
-_QUESTIONS: Final = tuple(kind for body in (CHUNKS, LEASE, EVENTS, EVICT) for kind in (body.plain, body.packed))
+_QUESTIONS: Final = tuple(
+    kind for body in (CHUNKS, LEASE, EVENTS, EVICT) for kind in (body.plain, body.packed)
+)
 _ANSWERS: Final = (
     *(LookupAnswer, PackedLookupAnswer, RouteAnswer, ContainsAnswer, LocationsAnswer),
     *(InstanceLease, InstancesAnswer, EventsAck, StatsAnswer, TenantsAnswer, EvictedAnswer),
@@ -53,7 +62,14 @@ def create_app(settings: LookupSettings, index: LookupIndex | None = None) -> Fa
         settings,
         NAME,
         lifespan=lifespan_of(settings, index or create_index(settings)),
-        routers=[questions, lookup_router, instances_router, events_router, admin_router, create_log_router()],
+        routers=[
+            questions,
+            lookup_router,
+            instances_router,
+            events_router,
+            admin_router,
+            create_log_router(),
+        ],
         bodies=BodyBounds(MAX_BODY_BYTES),
     )
     app.describe(schemas_of(*BODIES))

@@ -1,6 +1,7 @@
 """What routes ask for: the parts that the lifespan has put into the app.
 
-All of these are coroutines: FastAPI runs plain functions in a thread, which costs more than all the rest of a call.
+All of these are coroutines: FastAPI runs plain functions in a thread, which costs more than all the
+rest of a call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Bodies in two formats, JSON for people and MessagePack for programs: `Content-Type` says which it is, `Accept` which is wanted."""
+"""Bodies in two formats, JSON for people and MessagePack for programs: `Content-Type` says which
+it is, `Accept` which is wanted.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Body(Generic[J, P]):
         self._read_packed = msgspec.msgpack.Decoder(packed).decode
 
     async def read(self, request: Request) -> J | P:
-        """Read and check a request's body. Fields that a newer client adds are ignored: the two may be one version apart.
+        """Read and check a request's body. Fields that a newer client adds are ignored: the two may
+        be one version apart.
 
         Raises:
             HTTPException: 415: it has neither format.
@@ -43,7 +46,9 @@ class Body(Generic[J, P]):
         """
         kind = _bare(request.headers.get("content-type", ""))
         if kind not in FORMATS:
-            raise HTTPException(415, f"a body here is {JSON} or {MSGPACK}: say which in Content-Type")
+            raise HTTPException(
+                415, f"a body here is {JSON} or {MSGPACK}: say which in Content-Type"
+            )
         data = await request.body()
         try:
             return self._read_packed(data) if kind == MSGPACK else self._read_json(data)
@@ -51,7 +56,9 @@ class Body(Generic[J, P]):
             raise RequestValidationError([_told(exc)]) from None
 
     def _read_json(self, data: bytes) -> J:
-        """JSON knows one kind of number: 1.0 is an integer too, which is looked at only where something is wrong."""
+        """JSON knows one kind of number: 1.0 is an integer too, which is looked at only where
+        something is wrong.
+        """
         try:
             return self._read_plain(data)
         except msgspec.ValidationError:
@@ -70,7 +77,9 @@ def wants_packed(request: Request) -> bool:
     weights = _weights(accept)
     plain, packed = (_weight(weights, kind) for kind in FORMATS)
     if plain <= 0 and packed <= 0:
-        raise HTTPException(406, f"answers here are {JSON} or {MSGPACK}: name one of them in Accept")
+        raise HTTPException(
+            406, f"answers here are {JSON} or {MSGPACK}: name one of them in Accept"
+        )
     return packed > plain
 
 
@@ -80,7 +89,11 @@ def answered(request: Request, answer: msgspec.Struct) -> Response:
     Raises:
         HTTPException: 406: the caller takes neither.
     """
-    return packed_answer(answer) if wants_packed(request) else Response(msgspec.json.encode(answer), media_type=JSON)
+    return (
+        packed_answer(answer)
+        if wants_packed(request)
+        else Response(msgspec.json.encode(answer), media_type=JSON)
+    )
 
 
 def packed_answer(answer: msgspec.Struct) -> Response:
@@ -89,7 +102,9 @@ def packed_answer(answer: msgspec.Struct) -> Response:
 
 
 def _with_integers(value: Any) -> Any:
-    """The same with integers in the place of floats that are whole; depth is bounded by what read it."""
+    """The same with integers in the place of floats that are whole; depth is bounded by what
+    read it.
+    """
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -120,8 +135,16 @@ def _weight(weights: dict[str, float], kind: str) -> float:
 
 def _told(error: Exception) -> dict[str, object]:
     """An error as the handler of validation errors wants it."""
-    text = _REPEATED.sub(r"\1\2", str(error)) if isinstance(error, msgspec.DecodeError) else "it is not readable"
+    text = (
+        _REPEATED.sub(r"\1\2", str(error))
+        if isinstance(error, msgspec.DecodeError)
+        else "it is not readable"
+    )
     placed = _PLACE.match(text)
     message, at = (placed[1], placed[2]) if placed else (text, "")
     is_well_formed = isinstance(error, msgspec.ValidationError)
-    return {"type": "value_error" if is_well_formed else "json_invalid", "loc": ("body", at) if at else ("body",), "msg": message}
+    return {
+        "type": "value_error" if is_well_formed else "json_invalid",
+        "loc": ("body", at) if at else ("body",),
+        "msg": message,
+    }

@@ -18,26 +18,42 @@ from lmcache_lookup.settings import LookupSettings
 from lmcache_lookup.upkeep import sweep_once
 
 
-def lifespan_of(settings: LookupSettings, index: LookupIndex) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """The lifespan of an app over `index`, which it opens and closes. An index that is away does not stop the service from starting."""
+def lifespan_of(
+    settings: LookupSettings, index: LookupIndex
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """The lifespan of an app over `index`, which it opens and closes. An index that is away does
+    not stop the service from starting.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state = service_state(app)
         metrics = LookupMetrics(state.registry)
-        set_parts(app, LookupParts(settings, index, metrics, LookupService(index, metrics), EventService(index, metrics)))
+        set_parts(
+            app,
+            LookupParts(
+                settings,
+                index,
+                metrics,
+                LookupService(index, metrics),
+                EventService(index, metrics),
+            ),
+        )
 
         async def probe() -> str:
             await index.ping()
             return index.name
 
-        # Without the index the answers are `degraded`, which is quicker for callers than no service at all.
+        # Without the index the answers are `degraded`, which is quicker for callers than no service
+        # at all.
         timeout_s = settings.redis_write_timeout_ms / 1000
         state.health.add("index", probe, timeout_s=timeout_s, required=False, where=index.where)
         supervisor = TaskSupervisor("lookup")
         await index.open()
         try:
-            supervisor.repeat("sweep", lambda: sweep_once(index, metrics), settings.sweep_interval_s)
+            supervisor.repeat(
+                "sweep", lambda: sweep_once(index, metrics), settings.sweep_interval_s
+            )
             yield
         finally:
             await supervisor.close()

@@ -27,9 +27,19 @@ class LookupMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requested_chunks = Counter(REQUESTED_CHUNKS_TOTAL, "Chunks asked about.", registry=registry)
-        self.found_chunks = Counter(FOUND_CHUNKS_TOTAL, "Chunks of the prefixes that were answered.", registry=registry)
-        self.degraded_answers = Counter(DEGRADED_ANSWERS_TOTAL, "Answers given without the index.", registry=registry)
+        self.requested_chunks = Counter(
+            REQUESTED_CHUNKS_TOTAL, "Chunks asked about.", registry=registry
+        )
+        self.found_chunks = Counter(
+            FOUND_CHUNKS_TOTAL, "Chunks of the prefixes that were answered.", registry=registry
+        )
+        self.degraded_answers = Counter(
+            DEGRADED_ANSWERS_TOTAL, "Answers given without the index.", registry=registry
+        )
         self.events = Counter(EVENTS_TOTAL, "Stores and removals taken.", registry=registry)
-        self.resyncs = Counter(RESYNCS_TOTAL, "Instances asked to announce everything again.", registry=registry)
-        self.swept_entries = Counter(SWEPT_ENTRIES_TOTAL, "Entries of ended leases that were cleared.", registry=registry)
+        self.resyncs = Counter(
+            RESYNCS_TOTAL, "Instances asked to announce everything again.", registry=registry
+        )
+        self.swept_entries = Counter(
+            SWEPT_ENTRIES_TOTAL, "Entries of ended leases that were cleared.", registry=registry
+        )

@@ -15,7 +15,9 @@ from lmcache_lookup.formats import Body
 _COMPONENT: Final = "#/components/schemas/{name}"
 
 
-def documented(body: Body[Any, Any] | None = None, answer: type | None = None, packed: type | None = None) -> dict[str, Any]:
+def documented(
+    body: Body[Any, Any] | None = None, answer: type | None = None, packed: type | None = None
+) -> dict[str, Any]:
     """Arguments of a route's decorator that say what it reads and writes.
 
     Args:
@@ -25,9 +27,13 @@ def documented(body: Body[Any, Any] | None = None, answer: type | None = None, p
     """
     route: dict[str, Any] = {"response_class": Response}
     if answer is not None:
-        route["responses"] = {200: {"description": _sentence(answer), "content": _contents(answer, packed or answer)}}
+        route["responses"] = {
+            200: {"description": _sentence(answer), "content": _contents(answer, packed or answer)}
+        }
     if body is not None:
-        route["openapi_extra"] = {"requestBody": {"required": True, "content": _contents(body.plain, body.packed)}}
+        route["openapi_extra"] = {
+            "requestBody": {"required": True, "content": _contents(body.plain, body.packed)}
+        }
     return route
 
 
@@ -38,7 +44,10 @@ def schemas_of(*types: type) -> dict[str, Any]:
 
 
 def _contents(plain: type, packed: type) -> dict[str, Any]:
-    return {kind: {"schema": {"$ref": _COMPONENT.format(name=one.__name__)}} for kind, one in ((JSON, plain), (MSGPACK, packed))}
+    return {
+        kind: {"schema": {"$ref": _COMPONENT.format(name=one.__name__)}}
+        for kind, one in ((JSON, plain), (MSGPACK, packed))
+    }
 
 
 def _sentence(kind: type) -> str:
@@ -46,7 +55,9 @@ def _sentence(kind: type) -> str:
 
 
 def _cleaned(schema: Any) -> Any:
-    """Without what only Python's regular expressions need, and with bytes as they are in MessagePack instead of as JSON would hold them."""
+    """Without what only Python's regular expressions need, and with bytes as they are in
+    MessagePack instead of as JSON would hold them.
+    """
     if isinstance(schema, list):
         return [_cleaned(item) for item in schema]
     if not isinstance(schema, dict):

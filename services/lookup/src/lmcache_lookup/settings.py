@@ -9,14 +9,18 @@ from pydantic_settings import SettingsConfigDict
 
 
 class LookupSettings(RedisSettings):
-    """Options of `lmcache-lookup`, beside those that say where Redis is; variables are `LMCACHE_LOOKUP_…`. The index lies in Redis.
+    """Options of `lmcache-lookup`, beside those that say where Redis is; variables are
+    `LMCACHE_LOOKUP_…`. The index lies in Redis.
 
     Attributes:
         workers: Processes that serve the port; more than one needs `redis_url`.
-        redis_timeout_ms: Limit on the index's part of a lookup; after it the answer is "nothing known".
+        redis_timeout_ms: Limit on the index's part of a lookup; after it the answer is "nothing
+            known".
         redis_write_timeout_ms: Limit on the index's part of leases and events.
-        max_chunks: Bound on chunks of the index in this process; the tenant with the most gives up its own.
-        max_chunks_per_tenant: Bound on chunks of one tenant; beyond it others of its own are forgotten.
+        max_chunks: Bound on chunks of the index in this process; the tenant with the most gives up
+            its own.
+        max_chunks_per_tenant: Bound on chunks of one tenant; beyond it others of its own are
+            forgotten.
         max_instances: Bound on instances that hold a lease.
         max_instances_per_tenant: Bound on instances of one tenant that hold a lease.
         default_ttl_ms: Lease of an instance that asks for none.
@@ -43,14 +47,20 @@ class LookupSettings(RedisSettings):
     @model_validator(mode="after")
     def _check_ttls(self) -> LookupSettings:
         if not self.min_ttl_ms <= self.default_ttl_ms <= self.max_ttl_ms:
-            given = f"min_ttl_ms={self.min_ttl_ms}, default_ttl_ms={self.default_ttl_ms}, max_ttl_ms={self.max_ttl_ms}"
+            given = (
+                f"min_ttl_ms={self.min_ttl_ms}, default_ttl_ms={self.default_ttl_ms},"
+                f" max_ttl_ms={self.max_ttl_ms}"
+            )
             raise ValueError(f"{given}: put them in ascending order")
         return self
 
     @model_validator(mode="after")
     def _check_workers(self) -> LookupSettings:
         if self.workers > 1 and self.redis_url is None:
-            raise ValueError(f"workers={self.workers}: an index in the process cannot be shared; set redis_url, or workers=1")
+            raise ValueError(
+                f"workers={self.workers}: an index in the process cannot be shared; set redis_url,"
+                " or workers=1"
+            )
         return self
 
     def granted_ttl_ms(self, asked_ttl_ms: int | None) -> int:

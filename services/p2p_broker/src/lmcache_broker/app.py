@@ -27,6 +27,10 @@ def create_app(settings: BrokerSettings) -> FastAPI:
     """
     lifespan = create_lifespan(settings, load_ticket_keys(settings))
     routers = [peers_router, transfers_router, overview_router, create_log_router()]
-    app = create_service_app(settings, "lmcache-broker", lifespan=lifespan, routers=routers, bodies=_BODIES)
-    app.include_router(create_page_router())  # not among those that have to let callers in: its files are the same for everybody
+    app = create_service_app(
+        settings, "lmcache-broker", lifespan=lifespan, routers=routers, bodies=_BODIES
+    )
+    app.include_router(
+        create_page_router()
+    )  # not among those that have to let callers in: its files are the same for everybody
     return app

@@ -29,7 +29,9 @@ class BrokerParts:
     overview: Overview
 
     async def copies_for(self, principal: Principal, peer_id: str) -> list[CopyView]:
-        """What a peer is to copy to others, as this broker and the others want it; it is told once."""
+        """What a peer is to copy to others, as this broker and the others want it; it is told
+        once.
+        """
         orders = self.hot.orders_for(principal, peer_id, time.monotonic())
         orders += await self.registry.take_orders(principal.tenant, peer_id)
         return [CopyView.model_validate(order) for order in orders[:MAX_COPIES_PER_LEASE]]

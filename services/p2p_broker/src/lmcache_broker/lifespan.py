@@ -28,21 +28,33 @@ from lmcache_broker.transfers.service import TransferLimits, TransferService
 logger = logging.getLogger(__name__)
 
 
-def create_lifespan(settings: BrokerSettings, ticket_keys: TicketKeys) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def create_lifespan(
+    settings: BrokerSettings, ticket_keys: TicketKeys
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     """The lifespan of a broker that signs with the first of `ticket_keys`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if settings.ticket_keys is None and settings.ticket_keys_file is None:
-            logger.warning("no ticket keys are set: peers that check tickets will refuse those of this broker")
+            logger.warning(
+                "no ticket keys are set: peers that check tickets will refuse those of this broker"
+            )
         shared = create_shared_peers(settings)
         registry = PeerRegistry(
-            PeerDirectory(PeerLimits(settings.max_peers, settings.max_peers_per_tenant, settings.max_lease_ttl_ms)),
+            PeerDirectory(
+                PeerLimits(
+                    settings.max_peers, settings.max_peers_per_tenant, settings.max_lease_ttl_ms
+                )
+            ),
             shared,
         )
         signer = TicketSigner(ticket_keys)
-        transfers = TransferService(registry, signer, TransferLimits(settings.max_pulls_per_peer, settings.ticket_ttl_ms))
-        hot = HotChunks(registry.directory, HotLimits(settings.hot_chunk_pulls, settings.hot_chunk_copies))
+        transfers = TransferService(
+            registry, signer, TransferLimits(settings.max_pulls_per_peer, settings.ticket_ttl_ms)
+        )
+        hot = HotChunks(
+            registry.directory, HotLimits(settings.hot_chunk_pulls, settings.hot_chunk_copies)
+        )
         desk = TransferDesk(transfers, hot)
         state = service_state(app)
         state.registry.register(BrokerCollector(registry, desk, transfers.figures, hot))
@@ -52,7 +64,9 @@ def create_lifespan(settings: BrokerSettings, ticket_keys: TicketKeys) -> Callab
         if settings.redis_url is not None:
             assert shared is not None
             timeout_s = settings.redis_timeout_ms / 1000
-            state.health.add("redis", registry.ping, timeout_s=timeout_s, required=False, where=shared.where)
+            state.health.add(
+                "redis", registry.ping, timeout_s=timeout_s, required=False, where=shared.where
+            )
         discovering = await create_discovery(settings, registry)
         state.registry.register(DiscoveryCollector(discovering))
         await desk.open()
@@ -83,5 +97,7 @@ def create_shared_peers(settings: BrokerSettings) -> RedisPeers | None:
     """
     if settings.redis_url is None:
         return None
-    target = RedisTarget.read(settings.redis_url.get_secret_value(), settings.redis_tls, sentinel_login(settings))
+    target = RedisTarget.read(
+        settings.redis_url.get_secret_value(), settings.redis_tls, sentinel_login(settings)
+    )
     return RedisPeers(target, settings.redis_timeout_ms / 1000)

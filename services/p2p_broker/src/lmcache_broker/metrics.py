@@ -44,20 +44,40 @@ class DiscoveryCollector(Collector):
         """Yield every metric of discovery."""
         if self._discovering is None:
             return
-        yield GaugeMetricFamily(SEEN_PEERS, "Peers that a list or the cluster tells of.", self._discovering.discovery.num_seen)
+        yield GaugeMetricFamily(
+            SEEN_PEERS,
+            "Peers that a list or the cluster tells of.",
+            self._discovering.discovery.num_seen,
+        )
         if self._discovering.watch is not None:
-            yield CounterMetricFamily(RESYNCS_TOTAL, "Lists of all endpoints: the first, and resyncs.", self._discovering.watch.num_lists)
-            yield CounterMetricFamily(WATCHES_TOTAL, "Watches of endpoints that were begun.", self._discovering.watch.num_watches)
+            yield CounterMetricFamily(
+                RESYNCS_TOTAL,
+                "Lists of all endpoints: the first, and resyncs.",
+                self._discovering.watch.num_lists,
+            )
+            yield CounterMetricFamily(
+                WATCHES_TOTAL,
+                "Watches of endpoints that were begun.",
+                self._discovering.watch.num_watches,
+            )
         costs = self._discovering.costs
         if costs is not None:
-            yield CounterMetricFamily(DELETION_COSTS_SET_TOTAL, "Pods whose deletion cost was set.", costs.num_patches)
-            yield CounterMetricFamily(DELETION_COST_FAILURES_TOTAL, "Rounds of setting deletion costs that failed.", costs.num_failures)
+            yield CounterMetricFamily(
+                DELETION_COSTS_SET_TOTAL, "Pods whose deletion cost was set.", costs.num_patches
+            )
+            yield CounterMetricFamily(
+                DELETION_COST_FAILURES_TOTAL,
+                "Rounds of setting deletion costs that failed.",
+                costs.num_failures,
+            )
 
 
 class BrokerCollector(Collector):
     """Reads the figures when Prometheus asks."""
 
-    def __init__(self, registry: PeerRegistry, desk: TransferDesk, figures: TransferFigures, hot: HotChunks) -> None:
+    def __init__(
+        self, registry: PeerRegistry, desk: TransferDesk, figures: TransferFigures, hot: HotChunks
+    ) -> None:
         self._registry = registry
         self._desk = desk
         self._figures = figures
@@ -68,15 +88,51 @@ class BrokerCollector(Collector):
         census = self._registry.census()
         figures = self._figures
         yield GaugeMetricFamily(PEERS, "Peers with a live lease.", census.num_peers)
-        yield GaugeMetricFamily(DRAINING_PEERS, "Live peers that get no new pulls.", census.num_draining)
-        yield GaugeMetricFamily(PULLS_IN_FLIGHT, "Pulls that have neither ended nor outlived their tickets.", census.num_pulls)
-        yield CounterMetricFamily(EXPIRED_LEASES_TOTAL, "Leases that ran out without a goodbye.", self._registry.directory.num_expired)
+        yield GaugeMetricFamily(
+            DRAINING_PEERS, "Live peers that get no new pulls.", census.num_draining
+        )
+        yield GaugeMetricFamily(
+            PULLS_IN_FLIGHT,
+            "Pulls that have neither ended nor outlived their tickets.",
+            census.num_pulls,
+        )
+        yield CounterMetricFamily(
+            EXPIRED_LEASES_TOTAL,
+            "Leases that ran out without a goodbye.",
+            self._registry.directory.num_expired,
+        )
         yield CounterMetricFamily(PULLS_TOTAL, "Tickets signed.", figures.num_pulls)
-        yield CounterMetricFamily(ASSIGNED_CHUNKS_TOTAL, "Chunks that were assigned to a peer.", figures.num_assigned)
-        yield CounterMetricFamily(UNASSIGNED_CHUNKS_TOTAL, "Chunks that no live peer could serve.", figures.num_unassigned)
-        yield GaugeMetricFamily(WAITING_REQUESTS, "Requests that wait for a busy peer.", self._desk.num_waiting)
-        yield CounterMetricFamily(QUEUED_REQUESTS_TOTAL, "Requests that had to wait for a busy peer.", self._desk.num_queued)
-        yield CounterMetricFamily(TURNED_AWAY_REQUESTS_TOTAL, "Requests for which the queue had no room.", self._desk.num_turned_away)
-        yield CounterMetricFamily(ORDERED_COPIES_TOTAL, "Copies of hot chunks that holders were asked to make.", self._hot.num_ordered)
-        yield GaugeMetricFamily(IS_SHARED, "Whether this broker knows now what the others know.", self._registry.is_shared)
-        yield CounterMetricFamily(SHARING_FAILURES_TOTAL, "Calls to the shared memory that failed.", self._registry.num_failures)
+        yield CounterMetricFamily(
+            ASSIGNED_CHUNKS_TOTAL, "Chunks that were assigned to a peer.", figures.num_assigned
+        )
+        yield CounterMetricFamily(
+            UNASSIGNED_CHUNKS_TOTAL, "Chunks that no live peer could serve.", figures.num_unassigned
+        )
+        yield GaugeMetricFamily(
+            WAITING_REQUESTS, "Requests that wait for a busy peer.", self._desk.num_waiting
+        )
+        yield CounterMetricFamily(
+            QUEUED_REQUESTS_TOTAL,
+            "Requests that had to wait for a busy peer.",
+            self._desk.num_queued,
+        )
+        yield CounterMetricFamily(
+            TURNED_AWAY_REQUESTS_TOTAL,
+            "Requests for which the queue had no room.",
+            self._desk.num_turned_away,
+        )
+        yield CounterMetricFamily(
+            ORDERED_COPIES_TOTAL,
+            "Copies of hot chunks that holders were asked to make.",
+            self._hot.num_ordered,
+        )
+        yield GaugeMetricFamily(
+            IS_SHARED,
+            "Whether this broker knows now what the others know.",
+            self._registry.is_shared,
+        )
+        yield CounterMetricFamily(
+            SHARING_FAILURES_TOTAL,
+            "Calls to the shared memory that failed.",
+            self._registry.num_failures,
+        )

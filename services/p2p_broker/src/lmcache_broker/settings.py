@@ -18,12 +18,14 @@ _EPHEMERAL_KEY_ID: Final = "ephemeral"
 
 
 class BrokerSettings(DiscoverySettings, RedisSettings):
-    """Options of the broker, beside those of discovery and those that say where Redis is, in which several brokers share leases and pulls.
+    """Options of the broker, beside those of discovery and those that say where Redis is, in which
+    several brokers share leases and pulls.
 
     Attributes:
         port: REST and the web page.
-        ticket_keys: Keys that tickets are signed with, `id:base64`, several separated by commas; the first one signs. Without any, a key
-            is made at each start, which no peer knows: for trying on one machine.
+        ticket_keys: Keys that tickets are signed with, `id:base64`, several separated by commas;
+            the first one signs. Without any, a key is made at each start, which no peer knows: for
+            trying on one machine.
         ticket_keys_file: The same, one a line.
         ticket_ttl_ms: How long a ticket is good, and so how long a pull counts against its peer.
         default_lease_ttl_ms: Lease of a peer that asks for none in particular.
@@ -31,10 +33,12 @@ class BrokerSettings(DiscoverySettings, RedisSettings):
         max_peers: Live peers, all tenants together.
         max_peers_per_tenant: Live peers of one tenant.
         max_pulls_per_peer: Pulls that one peer serves at once.
-        hot_chunk_pulls: Pulls of a chunk within a minute after which it should have further holders; 0: never.
+        hot_chunk_pulls: Pulls of a chunk within a minute after which it should have further
+            holders; 0: never.
         hot_chunk_copies: How many it should have then.
         history_interval_s: Length of the intervals that the web page shows; the last 360 of them.
-        redis_timeout_ms: Limit on each call to Redis; after it this broker answers from its own memory.
+        redis_timeout_ms: Limit on each call to Redis; after it this broker answers from its own
+            memory.
     """
 
     model_config = SettingsConfigDict(env_prefix="LMCACHE_BROKER_")
@@ -64,15 +68,21 @@ class BrokerSettings(DiscoverySettings, RedisSettings):
     def _check_contradictions(self) -> Self:
         if self.ticket_keys is not None and self.ticket_keys_file is not None:
             raise ValueError("ticket_keys and ticket_keys_file are both set: set one of them")
-        if self.ticket_keys is None and self.ticket_keys_file is None and not is_loopback(self.host) and not self.allow_anonymous:
+        if (
+            self.ticket_keys is None
+            and self.ticket_keys_file is None
+            and not is_loopback(self.host)
+            and not self.allow_anonymous
+        ):
             raise ValueError(
-                f"host={self.host!r} is reachable from other machines, but neither ticket_keys nor ticket_keys_file is set: "
-                "set one, or set allow_anonymous=true if peers take pulls without tickets"
+                f"host={self.host!r} is reachable from other machines, but neither ticket_keys nor"
+                " ticket_keys_file is set: set one, or set allow_anonymous=true if peers take"
+                " pulls without tickets"
             )
         if self.default_lease_ttl_ms > self.max_lease_ttl_ms:
             raise ValueError(
-                f"default_lease_ttl_ms={self.default_lease_ttl_ms} is above max_lease_ttl_ms={self.max_lease_ttl_ms}: "
-                "lower the one or raise the other"
+                f"default_lease_ttl_ms={self.default_lease_ttl_ms} is above"
+                f" max_lease_ttl_ms={self.max_lease_ttl_ms}: lower the one or raise the other"
             )
         return self
 

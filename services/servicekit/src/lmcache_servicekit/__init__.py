@@ -1,4 +1,6 @@
-"""What every service shares, written once: settings, entry point, problems, health, metrics, authentication.
+"""What every service shares, written once: settings, entry point, problems, health, metrics,
+authentication.
 
-Import from the modules below. Services depend on this package and on `lmcache_core`, never on one another.
+Import from the modules below. Services depend on this package and on `lmcache_core`, never on one
+another.
 """

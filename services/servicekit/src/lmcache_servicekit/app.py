@@ -62,7 +62,9 @@ class BodyBounds:
 
 
 class ServiceApp(FastAPI):
-    """A FastAPI app whose OpenAPI document tells the truth about errors, and about bodies that pydantic does not read."""
+    """A FastAPI app whose OpenAPI document tells the truth about errors, and about bodies that
+    pydantic does not read.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -73,7 +75,9 @@ class ServiceApp(FastAPI):
         self._more_schemas.update(schemas)
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document; every operation under `/v1`, and every one that reads a body, may answer with a problem."""
+        """The OpenAPI document; every operation under `/v1`, and every one that reads a body,
+        may answer with a problem.
+        """
         schema = super().openapi()
         schemas = schema.setdefault("components", {}).setdefault("schemas", {})
         for replaced in ("HTTPValidationError", "ValidationError"):
@@ -102,10 +106,13 @@ def create_service_app(
 
     Args:
         settings: The service's settings.
-        distribution: Name of the installed distribution, which is also the command, for example `lmcache-lookup`.
-        lifespan: Opens and closes the service's own parts; `service_state(app)` is there when it is entered.
-        routers: The service's routes, each a `GuardedRoute`, with full paths: `APIRouter(prefix="/v1", route_class=GuardedRoute)`,
-            since a prefix that is given to `include_router` does not reach the metrics' route label.
+        distribution: Name of the installed distribution, which is also the command, for example
+            `lmcache-lookup`.
+        lifespan: Opens and closes the service's own parts; `service_state(app)` is there when it is
+            entered.
+        routers: The service's routes, each a `GuardedRoute`, with full paths:
+            `APIRouter(prefix="/v1", route_class=GuardedRoute)`, since a prefix that is given to
+            `include_router` does not reach the metrics' route label.
         bodies: Bounds of request bodies; None means 4 MiB everywhere.
         problems: Entries for the service's own errors.
         only_tenant: Whose service this is; None: everybody's.
@@ -117,24 +124,41 @@ def create_service_app(
     _refuse_unguarded(routers)
     version = version_of(distribution)
     app = ServiceApp(
-        title=distribution, version=version, lifespan=_with_own_parts(lifespan), docs_url=None, redoc_url=None, redirect_slashes=False
+        title=distribution,
+        version=version,
+        lifespan=_with_own_parts(lifespan),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
     )
-    tokens = TokenTable.anonymous() if settings.auth_tokens_file is None else TokenTable.from_file(settings.auth_tokens_file)
+    tokens = (
+        TokenTable.anonymous()
+        if settings.auth_tokens_file is None
+        else TokenTable.from_file(settings.auth_tokens_file)
+    )
     state = ServiceState(settings, tokens, HealthRegistry(), create_registry(distribution, version))
     state.only_tenant = only_tenant
     if settings.tls_cert_file is not None:
-        state.tls = server_context(TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file))
+        state.tls = server_context(
+            TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
+        )
     if settings.rate_limit_per_tenant is not None:
         state.limiter = RateLimiter(settings.rate_limit_per_tenant)
     app.state.service = state
     bounds = bodies or BodyBounds()
     # The one added last is the outermost: refused bodies are counted too.
-    app.add_middleware(BodyLimitMiddleware, max_body_bytes=bounds.max_body_bytes, overrides=bounds.overrides)
+    app.add_middleware(
+        BodyLimitMiddleware, max_body_bytes=bounds.max_body_bytes, overrides=bounds.overrides
+    )
     app.add_middleware(AuditMiddleware, service=distribution, instance=settings.instance_id)
     app.add_middleware(MetricsMiddleware, registry=state.registry)
     app.add_middleware(RequestMiddleware, state=state)
     install_problem_handlers(app, problems)
-    for router in (*routers, create_health_router(state.health), create_metrics_router(state.registry, lambda: state.siblings)):
+    for router in (
+        *routers,
+        create_health_router(state.health),
+        create_metrics_router(state.registry, lambda: state.siblings),
+    ):
         app.include_router(router)
     return app
 
@@ -142,7 +166,9 @@ def create_service_app(
 def _refuse_unguarded(routers: Sequence[APIRouter]) -> None:
     for route in (route for router in routers for route in router.routes):
         if not isinstance(route, GuardedRoute):
-            raise TypeError(f"{route} lets in whoever comes: make it by APIRouter(route_class=GuardedRoute)")
+            raise TypeError(
+                f"{route} lets in whoever comes: make it by APIRouter(route_class=GuardedRoute)"
+            )
 
 
 @asynccontextmanager
@@ -164,7 +190,9 @@ async def _probes_of(state: ServiceState) -> AsyncIterator[None]:
 @asynccontextmanager
 async def _traced(state: ServiceState, distribution: str) -> AsyncIterator[None]:
     settings = state.settings
-    state.tracer = open_tracer(settings.otlp_endpoint, distribution, settings.instance_id, settings.trace_sample_ratio)
+    state.tracer = open_tracer(
+        settings.otlp_endpoint, distribution, settings.instance_id, settings.trace_sample_ratio
+    )
     try:
         yield
     finally:
@@ -191,7 +219,12 @@ def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncCont
         if not tokens.is_anonymous:
             supervisor.repeat("token-reload", reload, TOKEN_RELOAD_INTERVAL_S)
         try:
-            async with _probes_of(state), _traced(state, app.title), lifespan(app), contextlib.AsyncExitStack() as more:
+            async with (
+                _probes_of(state),
+                _traced(state, app.title),
+                lifespan(app),
+                contextlib.AsyncExitStack() as more,
+            ):
                 if state.siblings is not None:
                     await state.siblings.open()
                     more.push_async_callback(state.siblings.close)

@@ -1,8 +1,8 @@
 """The audit log: one JSON line for each admin action, done or refused, on a logger of its own.
 
-What is written is decided by the layer that checks the role, so that no route can forget it; chunks that servers hand over by lm:// are
-counted into lines, too. Of a request's body only the fields of `AUDITED_FIELDS` are written: neither chunk hashes nor token ids, and
-no secret.
+What is written is decided by the layer that checks the role, so that no route can forget it; chunks
+that servers hand over by lm:// are counted into lines, too. Of a request's body only the fields of
+`AUDITED_FIELDS` are written: neither chunk hashes nor token ids, and no secret.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 AUDIT_LOGGER: Final = "lmcache.audit"
 MAX_AUDITED_BODY_BYTES: Final = 64 << 10
 MAX_AUDITED_CHARS: Final = 256
-AUDITED_FIELDS: Final = frozenset({"tenant", "all_tenants", "num_bytes", "tiers", "ttl_s", "level", "logger"})
+AUDITED_FIELDS: Final = frozenset(
+    {"tenant", "all_tenants", "num_bytes", "tiers", "ttl_s", "level", "logger"}
+)
 
 _SCOPE_KEY: Final = "lmcache.audit"
 _READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -66,7 +68,9 @@ async def note_body(request: Request, entry: AuditEntry) -> None:
     except (ValueError, RecursionError):  # refused as not valid by the route
         return
     if isinstance(values, dict):
-        entry.details = {name: _short(value) for name, value in values.items() if name in AUDITED_FIELDS}
+        entry.details = {
+            name: _short(value) for name, value in values.items() if name in AUDITED_FIELDS
+        }
 
 
 class AuditMiddleware:
@@ -113,7 +117,10 @@ def handover_audit(service: str, instance: str) -> NoteHandovers:
     """
 
     def write(note: HandoverNote) -> None:
-        details = {name: getattr(note, name) for name in ("tenants", "num_chunks", "num_bytes", "num_refused")}
+        details = {
+            name: getattr(note, name)
+            for name in ("tenants", "num_chunks", "num_bytes", "num_refused")
+        }
         principal = note.caller if isinstance(note.caller, Principal) else None
         entry = AuditEntry("lm:// HANDOVER", note.client, principal, details)
         _write(service, instance, entry, None, "done" if note.num_chunks else "refused")

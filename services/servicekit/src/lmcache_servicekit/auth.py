@@ -1,4 +1,6 @@
-"""Who is calling, whether it may, and how often: the dependencies that routes under `/v1` take, and the routes that ask them first."""
+"""Who is calling, whether it may, and how often: the dependencies that routes under `/v1` take,
+and the routes that ask them first.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from lmcache_servicekit.audit import begin_audit, note_body
 from lmcache_servicekit.errors import PermissionDeniedError
 from lmcache_servicekit.state import service_state
 
-_bearer = HTTPBearer(auto_error=False, description="A token of the service's token file; none is needed where none is configured.")
+_bearer = HTTPBearer(
+    auto_error=False,
+    description="A token of the service's token file; none is needed where none is configured.",
+)
 _SCOPE_KEY: Final = "lmcache.principal"
 
 
 class RoleRequired:
-    """A dependency that lets in callers with a role, or with `admin`, and returns who they are. See `require_role`.
+    """A dependency that lets in callers with a role, or with `admin`, and returns who they are. See
+    `require_role`.
 
     Attributes:
         role: The role.
@@ -29,17 +35,25 @@ class RoleRequired:
     def __init__(self, role: Role) -> None:
         self.role = role
 
-    async def __call__(self, request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> Principal:
+    async def __call__(
+        self,
+        request: Request,
+        credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+    ) -> Principal:
         """Who `GuardedRoute` has let in."""
         principal: Principal = request.scope[_SCOPE_KEY]
         return principal
 
     async def admit(self, request: Request) -> Principal:
-        """Find out who calls, and let it in. Once for each request. Raises as `require_role` says."""
+        """Find out who calls, and let it in. Once for each request. Raises as `require_role`
+        says.
+        """
         credentials = await _bearer(request)
         state = service_state(request.app)
         entry = begin_audit(request) if self.role == "admin" else None
-        principal = state.tokens.authenticate(None if credentials is None else credentials.credentials)
+        principal = state.tokens.authenticate(
+            None if credentials is None else credentials.credentials
+        )
         if entry is not None:
             entry.principal = principal
         state.admit(principal.tenant)
@@ -55,10 +69,12 @@ class RoleRequired:
 
 
 class GuardedRoute(APIRoute):
-    """A route whose caller is let in before anything of its request is read: who is not, does not learn what a good request would be.
+    """A route whose caller is let in before anything of its request is read: who is not, does not
+    learn what a good request would be.
 
-    FastAPI parses a body before it asks the dependencies. A route whose endpoint and router ask for no role is refused when it is
-    made, so that none can forget it; `create_service_app` takes no other routes.
+    FastAPI parses a body before it asks the dependencies. A route whose endpoint and router ask for
+    no role is refused when it is made, so that none can forget it; `create_service_app` takes no
+    other routes.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -76,7 +92,10 @@ class GuardedRoute(APIRoute):
         """What lets callers in: the strictest of what endpoint and router ask for."""
         asked = {required.role: required for required in _required(self.dependant)}
         if not asked:
-            raise TypeError(f"{self.path}: its endpoint takes no ClientPrincipal and no AdminPrincipal, so that anybody could call it")
+            raise TypeError(
+                f"{self.path}: its endpoint takes no ClientPrincipal and no AdminPrincipal, so that"
+                " anybody could call it"
+            )
         return asked.get("admin") or asked["client"]
 
 
@@ -88,11 +107,13 @@ def _required(dependant: Dependant) -> Iterator[RoleRequired]:
 
 
 def require_role(role: Role) -> RoleRequired:
-    """A dependency of a `GuardedRoute` that lets in callers with `role`, or with `admin`, and returns who they are.
+    """A dependency of a `GuardedRoute` that lets in callers with `role`, or with `admin`, and
+    returns who they are.
 
-    The route then raises `AuthenticationError` for a missing or unknown token, `PermissionDeniedError` for a lesser role or
-    another tenant's, and `ThrottledError` where the tenant asks too often. What needs `admin` and changes something is written to the
-    audit log, whatever becomes of it.
+    The route then raises `AuthenticationError` for a missing or unknown token,
+    `PermissionDeniedError` for a lesser role or another tenant's, and `ThrottledError` where the
+    tenant asks too often. What needs `admin` and changes something is written to the audit log,
+    whatever becomes of it.
     """
     return RoleRequired(role)
 

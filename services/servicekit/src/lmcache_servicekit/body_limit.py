@@ -15,15 +15,19 @@ from lmcache_servicekit.problems import problem_response
 DEFAULT_MAX_BODY_BYTES: Final = 4 << 20
 BODY_TIMEOUT_S: Final = 10.0
 MIN_BYTES_PER_S: Final = 1 << 20
-"""A body may take `BODY_TIMEOUT_S`, and as long again as the largest there would take at this speed."""
+"""A body may take `BODY_TIMEOUT_S`, and as long again as the largest there would take at this
+speed.
+"""
 
 _CLOSE: Final = {"Connection": "close"}
 
 
 class BodyLimitMiddleware:
-    """Answers 413 to a request whose body is, or grows, larger than its bound, and 408 to one whose body does not come.
+    """Answers 413 to a request whose body is, or grows, larger than its bound, and 408 to one whose
+    body does not come.
 
-    FastAPI's own `max_body_size` answers plain text where the length is declared; ours is a problem in every case.
+    FastAPI's own `max_body_size` answers plain text where the length is declared; ours is a problem
+    in every case.
 
     Args:
         app: The next application.
@@ -44,7 +48,9 @@ class BodyLimitMiddleware:
         bound = self._bound_of(scope["path"])
         declared = Headers(scope=scope).get("content-length", "0")
         if not declared.isdecimal() or int(declared[:19]) > bound:
-            response = problem_response(413, "Content Too Large", detail=_detail(bound), headers=_CLOSE)
+            response = problem_response(
+                413, "Content Too Large", detail=_detail(bound), headers=_CLOSE
+            )
             await response(scope, receive, send)
             return
         num_bytes = 0
@@ -57,7 +63,9 @@ class BodyLimitMiddleware:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"a body here arrives within {timeout_s:.0f} s", _CLOSE) from None
+                raise HTTPException(
+                    408, f"a body here arrives within {timeout_s:.0f} s", _CLOSE
+                ) from None
             if not message.get("more_body", False):
                 deadline = None  # what comes now is that the caller leaves
             num_bytes += len(message.get("body", b""))
@@ -68,7 +76,10 @@ class BodyLimitMiddleware:
         await self._app(scope, count, send)
 
     def _bound_of(self, path: str) -> int:
-        return next((bound for prefix, bound in self._overrides if path.startswith(prefix)), self._max_body_bytes)
+        return next(
+            (bound for prefix, bound in self._overrides if path.startswith(prefix)),
+            self._max_body_bytes,
+        )
 
 
 def _detail(bound: int) -> str:

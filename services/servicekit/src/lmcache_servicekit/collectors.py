@@ -71,7 +71,8 @@ class Described(NamedTuple):
     Attributes:
         text: For people.
         label: Name of its label, "" for none.
-        values: Values of the label that are shown from the start, at 0: what Prometheus first sees at 1 has not grown for it.
+        values: Values of the label that are shown from the start, at 0: what Prometheus first sees
+            at 1 has not grown for it.
     """
 
     text: str
@@ -92,7 +93,9 @@ class CounterCollector(Collector):
         self._described = described
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a family for each counter; one without a label is there from the start, as are the values of a label that are known."""
+        """Yield a family for each counter; one without a label is there from the start, as are
+        the values of a label that are known.
+        """
         counted = self._counters.snapshot()
         for name, (text, label_name, known) in self._described.items():
             family = CounterMetricFamily(name, text, labels=[label_name] if label_name else [])
@@ -123,7 +126,9 @@ class TierCollector(Collector):
                 if figure in figures:
                     gauge.add_metric([tier], figures[figure])
             yield gauge
-        events = CounterMetricFamily(TIER_EVENTS_TOTAL, "What happened in a tier.", labels=[LABEL_TIER, LABEL_EVENT])
+        events = CounterMetricFamily(
+            TIER_EVENTS_TOTAL, "What happened in a tier.", labels=[LABEL_TIER, LABEL_EVENT]
+        )
         for tier, figures in tiers.items():
             for event in TIER_EVENTS:
                 if event in figures:
@@ -133,10 +138,20 @@ class TierCollector(Collector):
 
 
 def _work(tiers: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
-    """What tiers were asked for, how long that took and what it brought, for those that are metered."""
-    calls = CounterMetricFamily(TIER_CALLS_TOTAL, "Calls of a tier.", labels=[LABEL_TIER, LABEL_OPERATION])
-    num_bytes = CounterMetricFamily(TIER_BYTES_TOTAL, "Bytes of records that a tier gave or took.", labels=[LABEL_TIER, LABEL_OPERATION])
-    seconds = CounterMetricFamily(TIER_SECONDS_TOTAL, "Time that calls of a tier took.", labels=[LABEL_TIER, LABEL_OPERATION])
+    """What tiers were asked for, how long that took and what it brought, for those that are
+    metered.
+    """
+    calls = CounterMetricFamily(
+        TIER_CALLS_TOTAL, "Calls of a tier.", labels=[LABEL_TIER, LABEL_OPERATION]
+    )
+    num_bytes = CounterMetricFamily(
+        TIER_BYTES_TOTAL,
+        "Bytes of records that a tier gave or took.",
+        labels=[LABEL_TIER, LABEL_OPERATION],
+    )
+    seconds = CounterMetricFamily(
+        TIER_SECONDS_TOTAL, "Time that calls of a tier took.", labels=[LABEL_TIER, LABEL_OPERATION]
+    )
     for tier, figures in tiers.items():
         for operation in _OPERATIONS:
             labels = [tier, operation]
@@ -154,15 +169,33 @@ class CodecErrorCollector(Collector):
         errors: Gives the last and the worst errors, by profile.
     """
 
-    def __init__(self, errors: Callable[[], Mapping[str, tuple[MeasuredError, MeasuredError]]]) -> None:
+    def __init__(
+        self, errors: Callable[[], Mapping[str, tuple[MeasuredError, MeasuredError]]]
+    ) -> None:
         self._errors = errors
 
     def collect(self) -> Iterator[Metric]:
         """Yield a gauge for the last and the worst of each error."""
-        last_max = GaugeMetricFamily(CODEC_LAST_MAX_RELATIVE_ERROR, "Largest error in the last chunk.", labels=[LABEL_PROFILE])
-        last_rms = GaugeMetricFamily(CODEC_LAST_RMS_RELATIVE_ERROR, "Root mean square error in the last chunk.", labels=[LABEL_PROFILE])
-        worst_max = GaugeMetricFamily(CODEC_WORST_MAX_RELATIVE_ERROR, "Largest error in any chunk so far.", labels=[LABEL_PROFILE])
-        worst_rms = GaugeMetricFamily(CODEC_WORST_RMS_RELATIVE_ERROR, "Largest root mean square error so far.", labels=[LABEL_PROFILE])
+        last_max = GaugeMetricFamily(
+            CODEC_LAST_MAX_RELATIVE_ERROR,
+            "Largest error in the last chunk.",
+            labels=[LABEL_PROFILE],
+        )
+        last_rms = GaugeMetricFamily(
+            CODEC_LAST_RMS_RELATIVE_ERROR,
+            "Root mean square error in the last chunk.",
+            labels=[LABEL_PROFILE],
+        )
+        worst_max = GaugeMetricFamily(
+            CODEC_WORST_MAX_RELATIVE_ERROR,
+            "Largest error in any chunk so far.",
+            labels=[LABEL_PROFILE],
+        )
+        worst_rms = GaugeMetricFamily(
+            CODEC_WORST_RMS_RELATIVE_ERROR,
+            "Largest root mean square error so far.",
+            labels=[LABEL_PROFILE],
+        )
         for profile, (last, worst) in self._errors().items():
             last_max.add_metric([profile], last.max_relative)
             last_rms.add_metric([profile], last.rms_relative)

@@ -1,4 +1,6 @@
-"""Reads settings from environment variables, and refuses the misspelt ones that pydantic-settings would ignore."""
+"""Reads settings from environment variables, and refuses the misspelt ones that
+pydantic-settings would ignore.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,12 @@ MASK: Final = "**********"
 
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASS|KEY|CREDENTIAL", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
-# What Kubernetes adds for a service `lmcache-lookup`, or one whose name begins so: LMCACHE_LOOKUP_SERVICE_HOST, LMCACHE_LOOKUP_PORT=tcp://...
-# Names of ports have at most 63 characters: bounded, the pattern is linear in the length of a name.
-_LINK_NAME = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w{1,63})?|PORT_\d{1,5}_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+# What Kubernetes adds for a service `lmcache-lookup`, or one whose name begins so:
+# LMCACHE_LOOKUP_SERVICE_HOST, LMCACHE_LOOKUP_PORT=tcp://... Names of ports have at most 63
+# characters: bounded, the pattern is linear in the length of a name.
+_LINK_NAME = re.compile(
+    r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w{1,63})?|PORT_\d{1,5}_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
 _LINK_PORT_NAME = re.compile(r"(.*_)?PORT")
 _LINK_PORT_VALUE = re.compile(r"(tcp|udp|sctp)://\S+")
 
@@ -30,19 +35,26 @@ _LINK_PORT_VALUE = re.compile(r"(tcp|udp|sctp)://\S+")
 class EnvironmentReader:
     """Maps the variables of one prefix to fields of a settings model.
 
-    A field `quota.max_bytes` is the variable `<prefix>QUOTA__MAX_BYTES`. Scalars are taken as text, everything else is read as YAML
-    (of which JSON is a subset). An empty value counts as unset. Variables that Kubernetes adds for services are ignored.
+    A field `quota.max_bytes` is the variable `<prefix>QUOTA__MAX_BYTES`. Scalars are taken as text,
+    everything else is read as YAML (of which JSON is a subset). An empty value counts as unset.
+    Variables that Kubernetes adds for services are ignored.
 
     Args:
         model: The settings model.
         prefix: For example `LMCACHE_LOOKUP_`.
-        reserved: Names (without the prefix) that are no settings but belong to the service, for example `CONFIG`.
+        reserved: Names (without the prefix) that are no settings but belong to the service, for
+            example `CONFIG`.
     """
 
-    def __init__(self, model: type[BaseModel], prefix: str, reserved: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, model: type[BaseModel], prefix: str, reserved: frozenset[str] = frozenset()
+    ) -> None:
         self._prefix = prefix
         self._reserved = reserved
-        self._annotations = {f"{prefix}{NESTING.join(path).upper()}": (path, annotation) for path, annotation in _fields(model)}
+        self._annotations = {
+            f"{prefix}{NESTING.join(path).upper()}": (path, annotation)
+            for path, annotation in _fields(model)
+        }
 
     @property
     def names(self) -> list[str]:
@@ -57,17 +69,23 @@ class EnvironmentReader:
         """Collect the values that `environ` sets.
 
         Returns:
-            Nested values, fit to be merged over those of a file, and the variable that each path came from.
+            Nested values, fit to be merged over those of a file, and the variable that each path
+            came from.
 
         Raises:
-            ConfigError: A variable with our prefix sets nothing, or its text is not YAML where it has to be.
+            ConfigError: A variable with our prefix sets nothing, or its text is not YAML where it
+                has to be.
         """
         values: dict[str, Any] = {}
         origins: dict[FieldPath, str] = {}
         # Sorted, so that a whole model comes before its single fields, which then override it.
         for name in sorted(environ):
             text = environ[name]
-            if not name.upper().startswith(self._prefix) or text == "" or _is_service_link(name.removeprefix(self._prefix), text):
+            if (
+                not name.upper().startswith(self._prefix)
+                or text == ""
+                or _is_service_link(name.removeprefix(self._prefix), text)
+            ):
                 continue
             if name.removeprefix(self._prefix) in self._reserved:
                 continue
@@ -80,7 +98,13 @@ class EnvironmentReader:
 
     def _unknown(self, name: str, text: str) -> str:
         near = difflib.get_close_matches(name.upper(), self.names, n=1)
-        shown = MASK if _SECRET_NAME.search(name) or _URL_WITH_PASSWORD.search(text) or (near and self._is_secret(near[0])) else text
+        shown = (
+            MASK
+            if _SECRET_NAME.search(name)
+            or _URL_WITH_PASSWORD.search(text)
+            or (near and self._is_secret(near[0]))
+            else text
+        )
         fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(self.names)}"
         return f"{name}={shown!r} sets nothing; {fix}"
 
@@ -98,14 +122,20 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for name, value in over.items():
         below = result.get(name)
-        result[name] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        result[name] = (
+            merge(below, value)
+            if isinstance(below, Mapping) and isinstance(value, Mapping)
+            else value
+        )
     return result
 
 
 def _is_service_link(name: str, text: str) -> bool:
     if _LINK_NAME.fullmatch(name):
         return True
-    return _LINK_PORT_NAME.fullmatch(name) is not None and _LINK_PORT_VALUE.fullmatch(text) is not None
+    return (
+        _LINK_PORT_NAME.fullmatch(name) is not None and _LINK_PORT_VALUE.fullmatch(text) is not None
+    )
 
 
 def _fields(model: type[BaseModel], above: FieldPath = ()) -> Iterator[tuple[FieldPath, Any]]:
@@ -118,7 +148,9 @@ def _fields(model: type[BaseModel], above: FieldPath = ()) -> Iterator[tuple[Fie
 
 
 def _alternatives(annotation: Any) -> Iterator[Any]:
-    """The members of a union, without `Annotated` wrappers; anything else is its own only alternative."""
+    """The members of a union, without `Annotated` wrappers; anything else is its own only
+    alternative.
+    """
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _alternatives(get_args(annotation)[0])
@@ -142,9 +174,13 @@ def _parse_yaml(name: str, text: str) -> Any:
     try:
         return load_yaml(text)
     except DuplicateNameError as exc:
-        raise ConfigError(f"{name}: the name {exc.name!r} is there twice; keep one of them") from None
+        raise ConfigError(
+            f"{name}: the name {exc.name!r} is there twice; keep one of them"
+        ) from None
     except yaml.YAMLError:
-        raise ConfigError(f"{name}: its text is not YAML; write for example [a, b] or {{name: value}}") from None
+        raise ConfigError(
+            f"{name}: its text is not YAML; write for example [a, b] or {{name: value}}"
+        ) from None
 
 
 def _put(values: dict[str, Any], path: FieldPath, value: Any) -> None:

@@ -1,4 +1,6 @@
-"""Liveness and readiness: `/healthz` says that the process lives, `/readyz` asks every registered dependency."""
+"""Liveness and readiness: `/healthz` says that the process lives, `/readyz` asks every
+registered dependency.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class HealthCheck:
         name: Key in the answer.
         probe: Asks the dependency; is cancelled at its time limit.
         timeout_s: The time limit.
-        required: Whether the service cannot do its work without it. A failed optional check only marks the answer `degraded`.
+        required: Whether the service cannot do its work without it. A failed optional check only
+            marks the answer `degraded`.
         where: What does not answer when the time is over, with its host; never credentials.
     """
 
@@ -68,7 +71,15 @@ class HealthRegistry:
     _checks: dict[str, HealthCheck] = field(default_factory=dict)
     _failing: set[str] = field(default_factory=set)
 
-    def add(self, name: str, probe: Probe, *, timeout_s: float = 1.0, required: bool = True, where: str | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        probe: Probe,
+        *,
+        timeout_s: float = 1.0,
+        required: bool = True,
+        where: str | None = None,
+    ) -> None:
         """Register a dependency; a second one of the same name replaces the first."""
         assert name in self._checks or len(self._checks) < MAX_CHECKS, "too many health checks"
         self._checks[name] = HealthCheck(name, probe, timeout_s, required, where)
@@ -83,7 +94,10 @@ class HealthRegistry:
         status: Literal["ok", "degraded", "unready"] = "ok"
         if failed:
             status = "unready" if any(check.required for check in failed) else "degraded"
-        return HealthReport(status=status, checks={check.name: report for check, report in zip(checks, reports, strict=True)})
+        return HealthReport(
+            status=status,
+            checks={check.name: report for check, report in zip(checks, reports, strict=True)},
+        )
 
     def _log_change(self, name: str, report: CheckReport) -> None:
         if report.ok and name in self._failing:
@@ -102,7 +116,11 @@ def create_health_router(registry: HealthRegistry) -> APIRouter:
     async def healthz() -> Liveness:
         return Liveness()
 
-    @router.get("/readyz", summary="Every dependency answers in time", responses={503: {"model": HealthReport}})
+    @router.get(
+        "/readyz",
+        summary="Every dependency answers in time",
+        responses={503: {"model": HealthReport}},
+    )
     async def readyz(request: Request, response: Response) -> HealthReport:
         report = await registry.run()
         if report.status == "unready":
@@ -127,8 +145,14 @@ async def _probe_in_time(check: HealthCheck) -> str:
 
 
 def _describe(error: BaseException, check: HealthCheck) -> str:
-    """Our own errors' texts are fit to be shown; a library's may hold an address with credentials."""
+    """Our own errors' texts are fit to be shown; a library's may hold an address with
+    credentials.
+    """
     if isinstance(error, LMCacheError):
         return str(error)
-    text = f"no answer within {check.timeout_s:g} s" if isinstance(error, TimeoutError) else type(error).__name__
+    text = (
+        f"no answer within {check.timeout_s:g} s"
+        if isinstance(error, TimeoutError)
+        else type(error).__name__
+    )
     return f"{check.where}: {text}" if check.where else text

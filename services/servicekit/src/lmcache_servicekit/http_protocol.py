@@ -1,4 +1,6 @@
-"""HTTP connections with bounds that the HTTP library does not have: on what stands around bodies, on how long it takes, on their number."""
+"""HTTP connections with bounds that the HTTP library does not have: on what stands around
+bodies, on how long it takes, on their number.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
 
 MAX_HEAD_BYTES: Final = 64 << 10
-"""Request line and headers; also what a chunked body may take beside its bytes, or beside eight times as many."""
+"""Request line and headers; also what a chunked body may take beside its bytes, or beside eight
+times as many.
+"""
 MAX_CHUNK_OVERHEAD: Final = 8
 MAX_CONNECTIONS: Final = 8192
 HEAD_TIMEOUT_S: Final = 10.0
@@ -28,7 +32,7 @@ READ_BYTES: Final = 64 << 10
 PARSED_AT_ONCE: Final = 512
 """Bytes outside of bodies; so few that they hold no more than some 30 requests."""
 
-_TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"  # noqa: E501
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +160,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """See `asyncio.Protocol`."""
         self._stop_write_timer()
         super().resume_writing()
-        # Below the low-water mark is not empty, and a transport that is closing is never paused again.
+        # Below the low-water mark is not empty, and a transport that is closing is never paused
+        # again.
         self._bound_closing()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -167,7 +172,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _bounded(self, app: ASGI3Application) -> ASGI3Application:
         """Bound the closing of a connection whose handler ends before its answer does."""
 
-        async def bounded(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        async def bounded(
+            scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
+        ) -> None:
             try:
                 await app(scope, receive, send)
             finally:
@@ -182,7 +189,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._bound_writing()
 
     def _bound_writing(self) -> None:
-        """A transport that is closed, or a handler that sends, waits for the caller to read, for ever if need be."""
+        """A transport that is closed, or a handler that sends, waits for the caller to read, for
+        ever if need be.
+        """
         num_bytes = self.transport.get_write_buffer_size()
         if num_bytes and self._write_timer is None:
             timeout_s = WRITE_TIMEOUT_S + num_bytes / SLOWEST_READER_BYTES_PER_S
@@ -212,7 +221,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _check_overhead(self) -> None:
         beside = self._num_received - self._num_body
-        if beside <= MAX_HEAD_BYTES + MAX_CHUNK_OVERHEAD * self._num_body or self.transport.is_closing():
+        if (
+            beside <= MAX_HEAD_BYTES + MAX_CHUNK_OVERHEAD * self._num_body
+            or self.transport.is_closing()
+        ):
             return
         if self._in_head:
             self.transport.write(_TOO_LARGE)
@@ -221,7 +233,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _start_timer(self) -> None:
         """Headers that come with their first byte, as they usually do, cost no timer."""
         if self._timer is None and not self.transport.is_closing():
-            self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._end, f"no complete headers within {HEAD_TIMEOUT_S:g} s")
+            self._timer = self.loop.call_later(
+                HEAD_TIMEOUT_S, self._end, f"no complete headers within {HEAD_TIMEOUT_S:g} s"
+            )
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -229,7 +243,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _end(self, why: str) -> None:
-        logger.debug("HTTP connection of %s ended: %s", self.client[0] if self.client else "somebody", why)
+        logger.debug(
+            "HTTP connection of %s ended: %s", self.client[0] if self.client else "somebody", why
+        )
         self._stop_timer()
         self._idle.pop(self, None)
         self.transport.close()

@@ -14,10 +14,15 @@ class CannotListenError(ConfigError):
 
 @contextmanager
 def naming_listener(host_option: str, host: str, port_option: str, port: int) -> Iterator[None]:
-    """Let the failure to listen inside name the options that it is about, as `CannotListenError`."""
+    """Let the failure to listen inside name the options that it is about, as
+    `CannotListenError`.
+    """
     try:
         yield
     except UnavailableError as exc:
         cause = exc.__cause__
         why = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(exc)
-        raise CannotListenError(f"{port_option}={port}: cannot listen on {host}: {why}; change {host_option} or {port_option}") from exc
+        raise CannotListenError(
+            f"{port_option}={port}: cannot listen on {host}: {why}; change {host_option} or"
+            f" {port_option}"
+        ) from exc

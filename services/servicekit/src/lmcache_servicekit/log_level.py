@@ -21,7 +21,9 @@ class LogLevelRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     level: LogLevel
-    logger: LoggerName | None = Field(None, description="A module or package; without it, the whole process")
+    logger: LoggerName | None = Field(
+        None, description="A module or package; without it, the whole process"
+    )
 
 
 class LogLevels(BaseModel):
@@ -41,11 +43,16 @@ def create_log_router() -> APIRouter:
 
     @router.put("/log-level", summary="Log more, or less, from now on")
     async def change_level(request: LogLevelRequest, principal: AdminPrincipal) -> LogLevels:
-        """Of the whole process, or of one logger that it has: 404 for a name that nothing logs under."""
+        """Of the whole process, or of one logger that it has: 404 for a name that nothing logs
+        under.
+        """
         if request.logger == AUDIT_LOGGER:
             raise PermissionDeniedError("the audit log is written at any level")
         if request.logger is not None and not is_logger(request.logger):
-            raise NotFoundError(f"no logger {request.logger!r}: name a module or package of the process, for example lmcache_core")
+            raise NotFoundError(
+                f"no logger {request.logger!r}: name a module or package of the process, for"
+                " example lmcache_core"
+            )
         set_level(request.level, request.logger)
         return LogLevels(level=level_of_root(), loggers=own_levels())
 

@@ -1,4 +1,6 @@
-"""One log line format for all services. What is logged is the caller's duty: never token ids, never secrets, chunk ids only."""
+"""One log line format for all services. What is logged is the caller's duty: never token ids,
+never secrets, chunk ids only.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _HTTP_SERVER: Final = "uvicorn.error"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, with `time` in UTC, `level`, `logger`, `message`; `request_id` and `error` where there is one."""
+    """One JSON object a line, with `time` in UTC, `level`, `logger`, `message`; `request_id` and
+    `error` where there is one.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record."""
@@ -43,14 +47,18 @@ class JsonFormatter(logging.Formatter):
 
 
 class CallerFilter(logging.Filter):
-    """Lets through one warning a minute of each kind, on a logger of a library that writes one for each caller who breaks a protocol."""
+    """Lets through one warning a minute of each kind, on a logger of a library that writes one
+    for each caller who breaks a protocol.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._next: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter.filter`. Kinds are bounded: messages before their arguments are filled in."""
+        """See `logging.Filter.filter`. Kinds are bounded: messages before their arguments are
+        filled in.
+        """
         if record.levelno != logging.WARNING:
             return True
         if record.created < self._next.get(str(record.msg), 0.0):
@@ -62,14 +70,17 @@ class CallerFilter(logging.Filter):
 def configure_logging(level: str, log_format: str) -> None:
     """Send all loggers to standard error. Replaces the handlers of the root logger.
 
-    The audit log goes there too, in lines that are JSON whatever the format and are written whatever the level.
+    The audit log goes there too, in lines that are JSON whatever the format and are written
+    whatever the level.
 
     Args:
         level: `debug`, `info`, `warning` or `error`.
         log_format: `text` or `json`.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT_FORMAT))
+    handler.setFormatter(
+        JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT_FORMAT)
+    )
     logging.getLogger().handlers[:] = [handler]
     logging.getLogger(_HTTP_SERVER).filters[:] = [CallerFilter()]
     audit = logging.StreamHandler(sys.stderr)
@@ -86,7 +97,8 @@ def set_level(level: str, name: str | None = None) -> None:
 
     Args:
         level: `debug`, `info`, `warning` or `error`.
-        name: Only this logger and those below it; None: the whole process, but for libraries that log every request.
+        name: Only this logger and those below it; None: the whole process, but for libraries that
+            log every request.
     """
     logger = logging.getLogger(name)
     logger.setLevel(level.upper())
@@ -107,5 +119,11 @@ def level_of_root() -> str:
 
 def own_levels() -> dict[str, str]:
     """The level of each logger that has one of its own, by name."""
-    found = {name: logger.level for name, logger in logging.root.manager.loggerDict.items() if isinstance(logger, logging.Logger)}
-    return {name: logging.getLevelName(level).lower() for name, level in sorted(found.items()) if level}
+    found = {
+        name: logger.level
+        for name, logger in logging.root.manager.loggerDict.items()
+        if isinstance(logger, logging.Logger)
+    }
+    return {
+        name: logging.getLevelName(level).lower() for name, level in sorted(found.items()) if level
+    }

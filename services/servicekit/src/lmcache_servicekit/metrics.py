@@ -1,4 +1,6 @@
-"""The metrics that all services have. A service's own metric names are constants in its own `metrics.py`."""
+"""The metrics that all services have. A service's own metric names are constants in its own
+`metrics.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from fastapi import APIRouter, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmcache_servicekit.worker_metrics import WorkerMetrics
@@ -25,12 +35,19 @@ def create_registry(service: str, version: str) -> CollectorRegistry:
     """A registry of one app's own, with the process's figures and which build this is."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    build = Gauge(BUILD_INFO, "Constant 1, labelled with service and version.", ["service", "version"], registry=registry)
+    build = Gauge(
+        BUILD_INFO,
+        "Constant 1, labelled with service and version.",
+        ["service", "version"],
+        registry=registry,
+    )
     build.labels(service, version).set(1)
     return registry
 
 
-def create_metrics_router(registry: CollectorRegistry, siblings: Callable[[], WorkerMetrics | None] = lambda: None) -> APIRouter:
+def create_metrics_router(
+    registry: CollectorRegistry, siblings: Callable[[], WorkerMetrics | None] = lambda: None
+) -> APIRouter:
     """The route `/metrics`, in Prometheus' text format.
 
     Args:
@@ -42,20 +59,29 @@ def create_metrics_router(registry: CollectorRegistry, siblings: Callable[[], Wo
     @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
     async def metrics() -> Response:
         workers = siblings()
-        return Response(generate_latest(registry) if workers is None else await workers.gather(), media_type=CONTENT_TYPE_LATEST)
+        return Response(
+            generate_latest(registry) if workers is None else await workers.gather(),
+            media_type=CONTENT_TYPE_LATEST,
+        )
 
     return router
 
 
 class MetricsMiddleware:
-    """Counts requests and measures how long they take, until the last byte of the answer is handed over.
+    """Counts requests and measures how long they take, until the last byte of the answer is handed
+    over.
 
     Labels are bounded: a route's template instead of a path, known methods only.
     """
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
         self._app = app
-        self._requests = Counter(HTTP_REQUESTS_TOTAL, "HTTP requests answered.", ["method", "route", "status"], registry=registry)
+        self._requests = Counter(
+            HTTP_REQUESTS_TOTAL,
+            "HTTP requests answered.",
+            ["method", "route", "status"],
+            registry=registry,
+        )
         self._duration = Histogram(
             HTTP_REQUEST_DURATION_SECONDS,
             "Seconds from request to end of answer.",

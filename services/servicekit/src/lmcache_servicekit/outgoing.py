@@ -19,7 +19,8 @@ def shown_token(path: Path | None) -> TokenFile | None:
 
 
 def check_outgoing(settings: TierSettings, service_token_file: Path | None) -> None:
-    """Refuse files that cannot be used before the service begins to start, so that its log ends with that sentence.
+    """Refuse files that cannot be used before the service begins to start, so that its log ends
+    with that sentence.
 
     Raises:
         ConfigError: As `shown_token` and `client_tls`, which read them for good.
@@ -31,11 +32,16 @@ def check_outgoing(settings: TierSettings, service_token_file: Path | None) -> N
 def client_tls(settings: TierSettings) -> ClientTls:
     """For `https://` and `lm+tls://`, read again when the files change.
 
-    A service that encrypts, or is told whom to trust, shows its token to no peer that does not encrypt.
+    A service that encrypts, or is told whom to trust, shows its token to no peer that does not
+    encrypt.
 
     Raises:
         ConfigError: A file cannot be read or does not fit.
     """
-    files = TlsFiles(settings.tls_client_cert_file, settings.tls_client_key_file, settings.tls_ca_file)
+    files = TlsFiles(
+        settings.tls_client_cert_file, settings.tls_client_key_file, settings.tls_ca_file
+    )
     context = client_context(files, "tls_client_cert_file")
-    return ClientTls(context, settings.tls_peer_name, bool(settings.tls_cert_file or settings.tls_ca_file))
+    return ClientTls(
+        context, settings.tls_peer_name, bool(settings.tls_cert_file or settings.tls_ca_file)
+    )

@@ -1,7 +1,7 @@
 """A second listener for `/healthz`, `/readyz` and `/metrics` alone.
 
-A kubelet or Prometheus may not reach what a service listens on, or may have no certificate to show there; this listener may stand on the
-pod's address, is never encrypted, and asks for nothing.
+A kubelet or Prometheus may not reach what a service listens on, or may have no certificate to show
+there; this listener may stand on the pod's address, is never encrypted, and asks for nothing.
 """
 
 from __future__ import annotations
@@ -57,16 +57,23 @@ class ProbeServer:
         """
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         app.include_router(create_health_router(self._state.health))
-        app.include_router(create_metrics_router(self._state.registry, lambda: self._state.siblings))
+        app.include_router(
+            create_metrics_router(self._state.registry, lambda: self._state.siblings)
+        )
         listener = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if self._state.siblings is not None:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # any of the workers may answer
+            listener.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEPORT, 1
+            )  # any of the workers may answer
         try:
             listener.bind((self._host, self._wanted_port))
         except OSError as exc:
             listener.close()
-            raise ConfigError(f"health_host={self._host!r}, health_port={self._wanted_port}: {exc.strerror or exc}") from exc
+            raise ConfigError(
+                f"health_host={self._host!r}, health_port={self._wanted_port}:"
+                f" {exc.strerror or exc}"
+            ) from exc
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
             app,

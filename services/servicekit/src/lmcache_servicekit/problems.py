@@ -38,7 +38,8 @@ class ProblemType:
         slug: Last part of the `type` URN; stable, clients may compare it.
         status: HTTP status.
         title: One sentence for people, the same for all occurrences.
-        shows_detail: Whether the error's own text is sent. Not for failures of ours: it may name hosts or paths.
+        shows_detail: Whether the error's own text is sent. Not for failures of ours: it may name
+            hosts or paths.
         headers: Sent along.
     """
 
@@ -68,19 +69,31 @@ PROBLEMS: Final[Mapping[type[Exception], ProblemType]] = {
     core.SerdeError: ProblemType("bad-encoding", 422, "Bytes are not an intact encoding"),
     core.ProtocolError: ProblemType("protocol", 400, "The protocol was broken"),
     core.VersionError: ProblemType("version", 400, "No protocol version in common"),
-    core.UnavailableError: ProblemType("unavailable", 503, "A dependency did not answer in time", shows_detail=False, headers=_RETRY),
-    core.AuthenticationError: ProblemType("unauthenticated", 401, "Credentials are missing or unknown", headers=_BEARER),
+    core.UnavailableError: ProblemType(
+        "unavailable",
+        503,
+        "A dependency did not answer in time",
+        shows_detail=False,
+        headers=_RETRY,
+    ),
+    core.AuthenticationError: ProblemType(
+        "unauthenticated", 401, "Credentials are missing or unknown", headers=_BEARER
+    ),
     core.CapacityError: ProblemType("capacity", 507, "A capacity bound is reached"),
     core.IntegrityError: ProblemType("integrity", 500, "The service failed", shows_detail=False),
     core.LayoutError: ProblemType("bad-layout", 400, "The memory layout does not fit"),
     errors.NotFoundError: ProblemType("not-found", 404, "There is no such resource"),
     errors.ConflictError: ProblemType("conflict", 409, "The request contradicts the present state"),
-    errors.PermissionDeniedError: ProblemType("forbidden", 403, "The caller's role does not allow this"),
+    errors.PermissionDeniedError: ProblemType(
+        "forbidden", 403, "The caller's role does not allow this"
+    ),
     errors.ThrottledError: ProblemType("throttled", 429, "Too much at once", headers=_RETRY),
 }
 
 
-def problem_of(error: Exception, table: Mapping[type[Exception], ProblemType] = PROBLEMS) -> ProblemType:
+def problem_of(
+    error: Exception, table: Mapping[type[Exception], ProblemType] = PROBLEMS
+) -> ProblemType:
     """The entry for `error`'s class, or for the nearest class above it."""
     for kind in type(error).__mro__:
         if kind in table:
@@ -88,29 +101,41 @@ def problem_of(error: Exception, table: Mapping[type[Exception], ProblemType] = 
     return table[core.LMCacheError]
 
 
-def problem_response(status: int, title: str, kind: str = "about:blank", detail: str | None = None, **more: Any) -> JSONResponse:
+def problem_response(
+    status: int, title: str, kind: str = "about:blank", detail: str | None = None, **more: Any
+) -> JSONResponse:
     """Build the answer.
 
     Args:
         status: HTTP status, repeated in the body.
         title: The same for every occurrence of the problem.
         kind: The `type` URI.
-        detail: What is special about this occurrence; never a secret, never an internal failure's text.
+        detail: What is special about this occurrence; never a secret, never an internal failure's
+            text.
         more: Extension members; `headers` is taken as the response's headers.
     """
     headers = more.pop("headers", None)
     request_id = current_request_id()
-    body = {"type": kind, "title": title, "status": status, **({"detail": detail} if detail else {}), **more}
+    body = {
+        "type": kind,
+        "title": title,
+        "status": status,
+        **({"detail": detail} if detail else {}),
+        **more,
+    }
     if request_id:
         body["request_id"] = request_id
     return JSONResponse(body, status, headers=headers, media_type=MEDIA_TYPE)
 
 
-def install_problem_handlers(app: FastAPI, more: Mapping[type[Exception], ProblemType] | None = None) -> None:
+def install_problem_handlers(
+    app: FastAPI, more: Mapping[type[Exception], ProblemType] | None = None
+) -> None:
     """Answer every error of `app` with problem+json.
 
     Args:
-        app: Its handlers for our errors, validation errors, HTTP exceptions and everything else are set.
+        app: Its handlers for our errors, validation errors, HTTP exceptions and everything else are
+            set.
         more: Entries for a service's own errors, looked up before those of `PROBLEMS`.
     """
     table = {**PROBLEMS, **(more or {})}
@@ -120,7 +145,9 @@ def install_problem_handlers(app: FastAPI, more: Mapping[type[Exception], Proble
         if problem.status >= 500:
             logger.warning("%s answered %d: %s", _route_of(request), problem.status, error)
         detail = str(error) if problem.shows_detail else None
-        return problem_response(problem.status, problem.title, problem.type, detail, headers=_headers(problem, error))
+        return problem_response(
+            problem.status, problem.title, problem.type, detail, headers=_headers(problem, error)
+        )
 
     app.add_exception_handler(core.LMCacheError, on_domain_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -138,11 +165,22 @@ def _headers(problem: ProblemType, error: Exception) -> Mapping[str, str] | None
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     """Names places and rules, and never repeats the input: it may be large or secret."""
     assert isinstance(error, RequestValidationError)
-    found = [{"at": ".".join(str(part) for part in item["loc"]), "message": str(item["msg"])} for item in error.errors()[:MAX_SHOWN_ERRORS]]
+    found = [
+        {"at": ".".join(str(part) for part in item["loc"]), "message": str(item["msg"])}
+        for item in error.errors()[:MAX_SHOWN_ERRORS]
+    ]
     if any(item.get("type") == "json_invalid" for item in error.errors()):
-        return problem_response(400, "The body is not well-formed", f"{_TYPE_PREFIX}malformed", errors=found)
-    if error.body and not _is_json(request) and any(item["loc"] == ("body",) for item in error.errors()):
-        return problem_response(415, "Unsupported Media Type", detail="send JSON, with Content-Type: application/json")
+        return problem_response(
+            400, "The body is not well-formed", f"{_TYPE_PREFIX}malformed", errors=found
+        )
+    if (
+        error.body
+        and not _is_json(request)
+        and any(item["loc"] == ("body",) for item in error.errors())
+    ):
+        return problem_response(
+            415, "Unsupported Media Type", detail="send JSON, with Content-Type: application/json"
+        )
     return problem_response(422, "The request is not valid", f"{_TYPE_PREFIX}invalid", errors=found)
 
 
@@ -151,7 +189,9 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     title = _TITLES.get(error.status_code) or http.HTTPStatus(error.status_code).phrase
     detail = error.detail if error.detail and error.detail != title else None
     headers = error.headers
-    if error.status_code == 405:  # starlette names the methods of one route, and a path may have several
+    if (
+        error.status_code == 405
+    ):  # starlette names the methods of one route, and a path may have several
         headers = {**(headers or {}), "Allow": ", ".join(_methods_of_path(request))}
     return problem_response(error.status_code, title, detail=detail, headers=headers)
 
@@ -170,13 +210,21 @@ def _is_json(request: Request) -> bool:
 
 
 async def _on_lost_client(request: Request, error: Exception) -> JSONResponse:
-    """Nobody reads this; without it the server logs a traceback for each client that dies while it sends."""
-    return problem_response(400, http.HTTPStatus(400).phrase, detail="the client went away in the middle of its body")
+    """Nobody reads this; without it the server logs a traceback for each client that dies while
+    it sends.
+    """
+    return problem_response(
+        400, http.HTTPStatus(400).phrase, detail="the client went away in the middle of its body"
+    )
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    """The ASGI boundary. Starlette raises the error again after this answer, so that the server logs its traceback."""
-    return problem_response(500, PROBLEMS[core.LMCacheError].title, PROBLEMS[core.LMCacheError].type)
+    """The ASGI boundary. Starlette raises the error again after this answer, so that the server
+    logs its traceback.
+    """
+    return problem_response(
+        500, PROBLEMS[core.LMCacheError].title, PROBLEMS[core.LMCacheError].type
+    )
 
 
 def _route_of(request: Request) -> str:

@@ -12,7 +12,13 @@ from lmcache_servicekit.settings import ServiceSettings
 
 _TLS_SCHEMES: Final = ("rediss://", "rediss-sentinel://", "rediss-cluster://")
 _SENTINEL_SCHEMES: Final = ("redis-sentinel://", "rediss-sentinel://")
-_REDIS_SCHEMES: Final = ("redis://", "redis-sentinel://", "redis-cluster://", *_TLS_SCHEMES, "unix://")
+_REDIS_SCHEMES: Final = (
+    "redis://",
+    "redis-sentinel://",
+    "redis-cluster://",
+    *_TLS_SCHEMES,
+    "unix://",
+)
 
 
 def _check_redis_url(url: SecretStr) -> SecretStr:
@@ -26,16 +32,21 @@ class RedisSettings(ServiceSettings):
     """Where Redis is, and what it is shown.
 
     Attributes:
-        redis_url: Password included; None: what would lie there stays in this process, which then must be the only replica. One of
-            `redis://[user:password@]host:port[/database]`, `unix://[user:password@]/path`,
-            `redis-sentinel://[user:password@]host:port,host:port/service` and `redis-cluster://[user:password@]host:port,host:port`
-            (a few servers of the cluster to begin with); with `rediss` for `redis`, over TLS.
-        redis_tls_ca_file: Authorities (PEM), one of which must have signed the servers' certificates; None: those of the system.
+        redis_url: Password included; None: what would lie there stays in this process, which then
+            must be the only replica. One of `redis://[user:password@]host:port[/database]`,
+            `unix://[user:password@]/path`,
+            `redis-sentinel://[user:password@]host:port,host:port/service` and
+            `redis-cluster://[user:password@]host:port,host:port` (a few servers of the cluster to
+            begin with); with `rediss` for `redis`, over TLS.
+        redis_tls_ca_file: Authorities (PEM), one of which must have signed the servers'
+            certificates; None: those of the system.
         redis_tls_cert_file: Our certificate (PEM), where the servers want one.
-        redis_tls_key_file: The certificate's key (PEM, no passphrase), where it is not in the same file.
+        redis_tls_key_file: The certificate's key (PEM, no passphrase), where it is not in the same
+            file.
         redis_sentinel_username: Who asks the sentinels, where that is not their default user.
-        redis_sentinel_password_file: File with the password that sentinels want; None: they want none. Read again for each new connection.
-            User and password in `redis_url` are the server's.
+        redis_sentinel_password_file: File with the password that sentinels want; None: they want
+            none. Read again for each new connection. User and password in `redis_url` are the
+            server's.
     """
 
     redis_url: Annotated[SecretStr, AfterValidator(_check_redis_url)] | None = None
@@ -48,22 +59,29 @@ class RedisSettings(ServiceSettings):
     @model_validator(mode="after")
     def _check_redis_tls(self) -> Self:
         if self.redis_tls_key_file and not self.redis_tls_cert_file:
-            raise ValueError("redis_tls_key_file is set, but redis_tls_cert_file is not: set it, or leave the key out")
+            raise ValueError(
+                "redis_tls_key_file is set, but redis_tls_cert_file is not: set it, or leave the"
+                " key out"
+            )
         has_files = self.redis_tls_ca_file or self.redis_tls_cert_file
         if has_files and not self._redis_url_begins_with(_TLS_SCHEMES):
             raise ValueError(
-                f"redis_tls_… files are set, but redis_url is none of {', '.join(_TLS_SCHEMES)}: write it so, or leave them out"
+                f"redis_tls_… files are set, but redis_url is none of {', '.join(_TLS_SCHEMES)}:"
+                " write it so, or leave them out"
             )
         return self
 
     @model_validator(mode="after")
     def _check_sentinel_login(self) -> Self:
         if self.redis_sentinel_username and not self.redis_sentinel_password_file:
-            raise ValueError("redis_sentinel_username is set, but redis_sentinel_password_file is not: set it, or leave the name out")
+            raise ValueError(
+                "redis_sentinel_username is set, but redis_sentinel_password_file is not: set it,"
+                " or leave the name out"
+            )
         if self.redis_sentinel_password_file and not self._redis_url_begins_with(_SENTINEL_SCHEMES):
             raise ValueError(
-                f"redis_sentinel_password_file is set, but redis_url is neither of {', '.join(_SENTINEL_SCHEMES)}: "
-                "write it so, or leave it out"
+                "redis_sentinel_password_file is set, but redis_url is neither of"
+                f" {', '.join(_SENTINEL_SCHEMES)}: write it so, or leave it out"
             )
         return self
 

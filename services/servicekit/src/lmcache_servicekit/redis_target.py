@@ -1,4 +1,6 @@
-"""What a Redis URL means: one server, one behind sentinels, or a cluster, each with or without TLS."""
+"""What a Redis URL means: one server, one behind sentinels, or a cluster, each with or without
+TLS.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,14 @@ REDIS_SCHEMES: Final = (*SERVER_SCHEMES, *SENTINEL_SCHEMES, *CLUSTER_SCHEMES)
 TLS_SCHEMES: Final = ("rediss", "rediss-sentinel", "rediss-cluster")
 
 _CANNOT_BE_READ: Final = (
-    "redis_url cannot be read; write redis://[user:password@]host:port[/database], and for others see its documentation"
+    "redis_url cannot be read; write redis://[user:password@]host:port[/database], and for others"
+    " see its documentation"
 )
 
 
 class TlsConnection(SSLConnection):
-    """A connection over TLS that looks at its files again when it is made anew; redis-py's own does so once.
+    """A connection over TLS that looks at its files again when it is made anew; redis-py's own does
+    so once.
 
     Args:
         tls: What it connects with.
@@ -64,12 +68,15 @@ class _Given:
 
 @dataclass(frozen=True, slots=True)
 class RedisLimits:
-    """What connections may cost. Every call has a deadline of its own, which is its caller's to see to.
+    """What connections may cost. Every call has a deadline of its own, which is its caller's to see
+    to.
 
     Attributes:
         timeout_s: Limit on connecting, and on each question to a sentinel.
-        max_connections: To one server; one more is refused, so that callers wait for one another before.
-        num_retries: Of a command whose connection failed: pools hold some that a restarted server has dropped.
+        max_connections: To one server; one more is refused, so that callers wait for one another
+            before.
+        num_retries: Of a command whose connection failed: pools hold some that a restarted server
+            has dropped.
     """
 
     timeout_s: float
@@ -92,7 +99,8 @@ class RedisTarget:
 
     Attributes:
         url: As given.
-        tls: Whom to trust and what to show, where the scheme is one with TLS. Each new connection reads them.
+        tls: Whom to trust and what to show, where the scheme is one with TLS. Each new connection
+            reads them.
         scheme: One of `REDIS_SCHEMES`.
         addresses: Sentinels, or servers of the cluster to begin with; nothing for one server.
         service: What the sentinels call it.
@@ -111,8 +119,12 @@ class RedisTarget:
         """Which Redis it is, for people: hosts and ports, never credentials."""
         if self.scheme == "unix":
             return f"redis at {urlsplit(self.url).path}"
-        addresses = self.addresses or (_address_of(urlsplit(self.url).netloc.rpartition("@")[2], DEFAULT_PORT),)
-        hosts = ", ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in addresses)
+        addresses = self.addresses or (
+            _address_of(urlsplit(self.url).netloc.rpartition("@")[2], DEFAULT_PORT),
+        )
+        hosts = ", ".join(
+            f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in addresses
+        )
         if self.scheme in SENTINEL_SCHEMES:
             return f"redis {self.service} of the sentinels {hosts}"
         return f"redis {'cluster ' if self.is_cluster else ''}at {hosts}"
@@ -123,8 +135,11 @@ class RedisTarget:
         return self.scheme in CLUSTER_SCHEMES
 
     @classmethod
-    def read(cls, url: str, tls: TlsFiles | None = None, login: SentinelLogin | None = None) -> Self:
-        """Take a URL apart: `redis://`, `rediss://`, `unix://`; `redis[s]-sentinel://[user:password@]host:port,host:port/service`;
+    def read(
+        cls, url: str, tls: TlsFiles | None = None, login: SentinelLogin | None = None
+    ) -> Self:
+        """Take a URL apart: `redis://`, `rediss://`, `unix://`;
+        `redis[s]-sentinel://[user:password@]host:port,host:port/service`;
         `redis[s]-cluster://[user:password@]host:port,host:port`.
 
         Raises:
@@ -143,14 +158,21 @@ class RedisTarget:
         except ValueError:
             raise ConfigError(_CANNOT_BE_READ) from None
 
-    def client(self, limits: RedisLimits) -> tuple[redis_asyncio.Redis, Sequence[redis_asyncio.Redis]]:
-        """The one server, or the one behind the sentinels, and the sentinels. All are to be closed. Connects to nothing.
+    def client(
+        self, limits: RedisLimits
+    ) -> tuple[redis_asyncio.Redis, Sequence[redis_asyncio.Redis]]:
+        """The one server, or the one behind the sentinels, and the sentinels. All are to be closed.
+        Connects to nothing.
 
         Raises:
             ConfigError: The URL or a file for TLS cannot be read.
         """
         try:
-            return self._behind_sentinels(limits) if self.scheme in SENTINEL_SCHEMES else (self._direct(limits), ())
+            return (
+                self._behind_sentinels(limits)
+                if self.scheme in SENTINEL_SCHEMES
+                else (self._direct(limits), ())
+            )
         except ConfigError:
             raise
         except ValueError:
@@ -172,25 +194,44 @@ class RedisTarget:
             ConfigError: A file for TLS cannot be read.
         """
         nodes = [ClusterNode(host, port) for host, port in self.addresses]
-        cluster = redis_asyncio.RedisCluster(startup_nodes=nodes, **self._credentials(), **limits.options())
-        # It knows no connections but its own, and those that it makes for TLS never look at their files again.
+        cluster = redis_asyncio.RedisCluster(
+            startup_nodes=nodes, **self._credentials(), **limits.options()
+        )
+        # It knows no connections but its own, and those that it makes for TLS never look at their
+        # files again.
         tls = self._tls(TlsConnection)
         cluster.connection_kwargs.update(tls)
         for node in cluster.nodes_manager.startup_nodes.values():
             node.connection_class = tls.get("connection_class", node.connection_class)
-            node.connection_kwargs.update({name: value for name, value in tls.items() if name != "connection_class"})
+            node.connection_kwargs.update(
+                {name: value for name, value in tls.items() if name != "connection_class"}
+            )
         return cluster
 
     def _direct(self, limits: RedisLimits) -> redis_asyncio.Redis:
-        # TLS is ours to add: from the URL redis-py would make connections that never look at their files again.
-        plain = "redis" + self.url.removeprefix(self.scheme) if self.scheme in TLS_SCHEMES else self.url
-        pool = redis_asyncio.ConnectionPool.from_url(plain, **self._tls(TlsConnection), **limits.options())
+        # TLS is ours to add: from the URL redis-py would make connections that never look at their
+        # files again.
+        plain = (
+            "redis" + self.url.removeprefix(self.scheme) if self.scheme in TLS_SCHEMES else self.url
+        )
+        pool = redis_asyncio.ConnectionPool.from_url(
+            plain, **self._tls(TlsConnection), **limits.options()
+        )
         return redis_asyncio.Redis.from_pool(pool)
 
-    def _behind_sentinels(self, limits: RedisLimits) -> tuple[redis_asyncio.Redis, Sequence[redis_asyncio.Redis]]:
-        patience = {**limits.options(), "socket_timeout": limits.timeout_s, "credential_provider": self.login}
+    def _behind_sentinels(
+        self, limits: RedisLimits
+    ) -> tuple[redis_asyncio.Redis, Sequence[redis_asyncio.Redis]]:
+        patience = {
+            **limits.options(),
+            "socket_timeout": limits.timeout_s,
+            "credential_provider": self.login,
+        }
         sentinels = SteadySentinels([])  # type: ignore[no-untyped-call]
-        sentinels.sentinels = [_client_of(address, {**self._tls(TlsConnection), **patience}) for address in self.addresses]
+        sentinels.sentinels = [
+            _client_of(address, {**self._tls(TlsConnection), **patience})
+            for address in self.addresses
+        ]
         options = {**self._credentials(), **self._tls(SentinelTlsConnection), **limits.options()}
         client: redis_asyncio.Redis = sentinels.master_for(self.service, **options)
         return client, tuple(sentinels.sentinels)
@@ -201,7 +242,11 @@ class RedisTarget:
 
     def _tls(self, connection_class: type[TlsConnection]) -> dict[str, Any]:
         """Arguments for connections, where the scheme is one with TLS."""
-        return {"connection_class": connection_class, "tls": client_context(self.tls)} if self.scheme in TLS_SCHEMES else {}
+        return (
+            {"connection_class": connection_class, "tls": client_context(self.tls)}
+            if self.scheme in TLS_SCHEMES
+            else {}
+        )
 
 
 def describe_failure(where: str, error: BaseException, timeout_s: float) -> str:
@@ -239,4 +284,6 @@ def _credentials_of(url: str) -> tuple[str | None, str | None]:
 
 def _client_of(address: Address, options: dict[str, Any]) -> redis_asyncio.Redis:
     host, port = address
-    return redis_asyncio.Redis.from_pool(redis_asyncio.ConnectionPool(host=host, port=port, **options))
+    return redis_asyncio.Redis.from_pool(
+        redis_asyncio.ConnectionPool(host=host, port=port, **options)
+    )

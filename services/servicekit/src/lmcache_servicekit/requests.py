@@ -1,4 +1,6 @@
-"""Whose request it is: an id that callers give or get, in every log line and problem, and a span where requests are traced."""
+"""Whose request it is: an id that callers give or get, in every log line and problem, and a span
+where requests are traced.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ import logging
 import re
 from typing import Final
 
-from lmcache_core.telemetry.request_context import REQUEST_ID_HEADER, TRACEPARENT_HEADER, Carried, RequestIds, working_for
+from lmcache_core.telemetry.request_context import (
+    REQUEST_ID_HEADER,
+    TRACEPARENT_HEADER,
+    Carried,
+    RequestIds,
+    working_for,
+)
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmcache_servicekit.metrics import UNMATCHED
@@ -16,13 +24,16 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID: Final = REQUEST_ID_HEADER.encode()
 _TRACEPARENT: Final = TRACEPARENT_HEADER.encode()
-_BEGIN: Final = re.compile(r"/v1/(?:admin/)?[a-z-]{1,12}(?::[a-z]{1,12})?(?![^/])|/mutate$|/healthz$|/readyz$|/metrics$")
+_BEGIN: Final = re.compile(
+    r"/v1/(?:admin/)?[a-z-]{1,12}(?::[a-z]{1,12})?(?![^/])|/mutate$|/healthz$|/readyz$|/metrics$"
+)
 _UNTRACED: Final = frozenset({"/healthz", "/readyz", "/metrics"})
 """What is asked all the time, by nobody's request."""
 
 
 class RequestMiddleware:
-    """Takes `X-Request-Id` and `traceparent` from a request, or makes an id, and tells the id in the answer.
+    """Takes `X-Request-Id` and `traceparent` from a request, or makes an id, and tells the id in
+    the answer.
 
     Args:
         app: What answers.
@@ -54,12 +65,20 @@ class RequestMiddleware:
 
     def _came_with(self, scope: Scope) -> Carried:
         """What the caller sent, as far as it has the form; an id in any case."""
-        given = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (_REQUEST_ID, _TRACEPARENT)}
-        request_id, traceparent = Carried.checked(given.get(_REQUEST_ID, ""), given.get(_TRACEPARENT, ""))
+        given = {
+            name: value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name in (_REQUEST_ID, _TRACEPARENT)
+        }
+        request_id, traceparent = Carried.checked(
+            given.get(_REQUEST_ID, ""), given.get(_TRACEPARENT, "")
+        )
         return Carried(request_id or self._ids.next(), traceparent)
 
 
 def _name_of(scope: Scope) -> str:
-    """Method and the path's begin, as far as it can be one of ours: what else callers write there may be secret."""
+    """Method and the path's begin, as far as it can be one of ours: what else callers write
+    there may be secret.
+    """
     begin = _BEGIN.match(scope["path"])
     return f"{scope['method']} {begin[0] if begin else UNMATCHED}"

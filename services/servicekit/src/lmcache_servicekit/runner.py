@@ -52,12 +52,14 @@ def run_service(
         settings_cls: Its settings.
         create_app: Its app factory.
         argv: Arguments instead of the process's.
-        workers: How many processes are to serve the port; more than one only where none keeps anything to itself.
+        workers: How many processes are to serve the port; more than one only where none keeps
+            anything to itself.
 
     Returns:
-        The exit code: 0 after a graceful end, 1 when the port is taken, 2 for bad settings (also those that only the lifespan can
-        find wrong), 3 when the lifespan cannot start for another reason. A second signal ends the process at once, with 128 and the
-        signal's number: 143, 130.
+        The exit code: 0 after a graceful end, 1 when the port is taken, 2 for bad settings (also
+        those that only the lifespan can find wrong), 3 when the lifespan cannot start for another
+        reason. A second signal ends the process at once, with 128 and the signal's number: 143,
+        130.
     """
     options = _parse(name, settings_cls, argv)
     try:
@@ -73,12 +75,17 @@ def run_service(
     try:
         listener = _bind(settings.host, settings.port)
         if workers(settings) > 1:
-            # Only now the address is known not to be another service's; a socket that shares it would not have noticed.
+            # Only now the address is known not to be another service's; a socket that shares it
+            # would not have noticed.
             number = listener.getsockname()[1]
             listener.close()
             listener = _bind(settings.host, number, shared=True)
     except OSError as exc:
-        _complain(name, f"cannot listen on {settings.host} port {settings.port}: {exc.strerror or exc}; change host or port")
+        _complain(
+            name,
+            f"cannot listen on {settings.host} port {settings.port}: {exc.strerror or exc}; change"
+            " host or port",
+        )
         return EXIT_CANNOT_LISTEN
     with listener:
         address = Address(name, settings, listener, options.port_file)
@@ -101,7 +108,9 @@ class Address:
         port_file: Where its number is written; None for nowhere.
     """
 
-    def __init__(self, name: str, settings: ServiceSettings, listener: socket.socket, port_file: Path | None) -> None:
+    def __init__(
+        self, name: str, settings: ServiceSettings, listener: socket.socket, port_file: Path | None
+    ) -> None:
         self.settings = settings
         self.listener = listener
         self.name = name
@@ -110,7 +119,14 @@ class Address:
     def announce(self, more: Mapping[str, int], workers: str = "") -> None:
         """Tell that the service listens, and on which other ports."""
         number = self.listener.getsockname()[1]
-        logger.info("%s %s listens on %s port %d%s", self.name, version_of(self.name), self.settings.host, number, workers)
+        logger.info(
+            "%s %s listens on %s port %d%s",
+            self.name,
+            version_of(self.name),
+            self.settings.host,
+            number,
+            workers,
+        )
         if self._port_file is not None:
             _write_port_file(self._port_file, {"port": number, **more})
 
@@ -121,20 +137,33 @@ class Address:
 
 
 def _with_workers(num_workers: int, create_app: Callable[[], FastAPI], address: Address) -> int:
-    """Each worker has a socket of its own on the port, and the kernel spreads connections over them."""
+    """Each worker has a socket of its own on the port, and the kernel spreads connections over
+    them.
+    """
 
     def serve(seat: WorkerSeat, ready: Callable[[], None]) -> int:
         app = create_app()
         state = service_state(app)
         state.siblings = WorkerMetrics(state.registry, seat)
-        with _bind(address.settings.host, address.listener.getsockname()[1], shared=True) as listener:
-            return _serve(app, Address(f"worker {seat.number}", address.settings, listener, None), ready)
+        with _bind(
+            address.settings.host, address.listener.getsockname()[1], shared=True
+        ) as listener:
+            return _serve(
+                app, Address(f"worker {seat.number}", address.settings, listener, None), ready
+            )
 
-    return WorkerPool(num_workers, serve, lambda: address.announce({}, f", {num_workers} workers"), address.settings.shutdown_grace_s).run()
+    return WorkerPool(
+        num_workers,
+        serve,
+        lambda: address.announce({}, f", {num_workers} workers"),
+        address.settings.shutdown_grace_s,
+    ).run()
 
 
 class _Start:
-    """The app, whose failure to start for a reason that we foresaw is told in its own words instead of by a traceback."""
+    """The app, whose failure to start for a reason that we foresaw is told in its own words
+    instead of by a traceback.
+    """
 
     def __init__(self, app: FastAPI) -> None:
         self.app = app
@@ -145,7 +174,8 @@ class _Start:
             if message["type"] == "lifespan.startup.failed":
                 self.failure = sys.exc_info()[1]
                 if isinstance(self.failure, LMCacheError):
-                    # It is told as what is wrong with the settings is: uvicorn's own lines would only hide it.
+                    # It is told as what is wrong with the settings is: uvicorn's own lines would
+                    # only hide it.
                     logging.getLogger("uvicorn.error").disabled = True
                     message = {**message, "message": ""}
             await send(message)
@@ -154,9 +184,13 @@ class _Start:
 
 
 class _Server(uvicorn.Server):
-    """Tells when it listens, and on which port; does what is to be done before it stops; takes a second signal seriously."""
+    """Tells when it listens, and on which port; does what is to be done before it stops; takes a
+    second signal seriously.
+    """
 
-    def __init__(self, config: uvicorn.Config, announce: Callable[[], None], state: ServiceState) -> None:
+    def __init__(
+        self, config: uvicorn.Config, announce: Callable[[], None], state: ServiceState
+    ) -> None:
         super().__init__(config)
         self._announce = announce
         self._state = state
@@ -174,9 +208,13 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets=sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End gracefully at the first signal, at once at the second: whatever is underway may hang."""
+        """End gracefully at the first signal, at once at the second: whatever is underway may
+        hang.
+        """
         if self.should_exit:
-            os.write(2, b"a second signal: ending at once\n")  # logging is not safe inside a handler
+            os.write(
+                2, b"a second signal: ending at once\n"
+            )  # logging is not safe inside a handler
             os._exit(EXIT_BY_SIGNAL + sig)
         super().handle_exit(sig, frame)
 
@@ -197,7 +235,8 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
     config.load()
     tls = service_state(app).tls
     config.ssl = None if tls is None else BoundedContext(tls)
-    # uvicorn raises the signal again once it has shut down; taken as it is, that would turn a graceful end into "killed".
+    # uvicorn raises the signal again once it has shut down; taken as it is, that would turn a
+    # graceful end into "killed".
     for handled in (signal.SIGTERM, signal.SIGINT):
         signal.signal(handled, _end)
     try:
@@ -221,11 +260,14 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Reserve the address; connections are refused until the lifespan has started and the server listens.
+    """Reserve the address; connections are refused until the lifespan has started and the server
+    listens.
 
     With `shared`, other processes of the same user may have sockets on it too.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -245,14 +287,32 @@ def _write_port_file(path: Path, ports: Mapping[str, int]) -> None:
     temporary.replace(path)
 
 
-def _parse(name: str, settings_cls: type[ServiceSettings], argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(
+    name: str, settings_cls: type[ServiceSettings], argv: Sequence[str] | None
+) -> argparse.Namespace:
     prefix = env_prefix(settings_cls)
     parser = argparse.ArgumentParser(
-        prog=name, allow_abbrev=False, description=f"Settings come from a YAML file, then from {prefix}<OPTION> variables."
+        prog=name,
+        allow_abbrev=False,
+        description=f"Settings come from a YAML file, then from {prefix}<OPTION> variables.",
     )
-    parser.add_argument("--config", type=Path, metavar="PATH", help=f"settings file (default: the one that {prefix}CONFIG names)")
-    parser.add_argument("--print-config", action="store_true", help="print the effective settings, secrets masked, and exit")
-    parser.add_argument("--port-file", type=Path, metavar="PATH", help='write {"port": N} there once the service listens')
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="PATH",
+        help=f"settings file (default: the one that {prefix}CONFIG names)",
+    )
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the effective settings, secrets masked, and exit",
+    )
+    parser.add_argument(
+        "--port-file",
+        type=Path,
+        metavar="PATH",
+        help='write {"port": N} there once the service listens',
+    )
     parser.add_argument("--version", action="version", version=f"{name} {version_of(name)}")
     return parser.parse_args(argv)
 

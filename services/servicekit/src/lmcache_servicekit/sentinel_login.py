@@ -1,4 +1,6 @@
-"""What sentinels are told where they answer only those they know: a name, and a password from a file."""
+"""What sentinels are told where they answer only those they know: a name, and a password from a
+file.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from lmcache_servicekit.secret_file import read_secret_file
 
 
 class SentinelLogin(CredentialProvider):
-    """Reads the file for each new connection; one that cannot be read leaves the last password in force.
+    """Reads the file for each new connection; one that cannot be read leaves the last password in
+    force.
 
     Args:
         password_file: Holds the password.
@@ -53,4 +56,8 @@ def sentinel_login(settings: RedisSettings) -> SentinelLogin | None:
         ConfigError: The file cannot be read or is empty.
     """
     password_file = settings.redis_sentinel_password_file
-    return None if password_file is None else SentinelLogin(password_file, settings.redis_sentinel_username)
+    return (
+        None
+        if password_file is None
+        else SentinelLogin(password_file, settings.redis_sentinel_username)
+    )

@@ -1,4 +1,6 @@
-"""The settings that all services share, and how settings are loaded: one YAML file, then environment variables over it."""
+"""The settings that all services share, and how settings are loaded: one YAML file, then
+environment variables over it.
+"""
 
 from __future__ import annotations
 
@@ -30,38 +32,51 @@ MAX_RATE_PER_S: Final = 1e9
 CONFIG_NAME: Final = "CONFIG"
 
 _CONSEQUENCE: Final = "default_factory_not_called"
-"""What pydantic says of a default that follows from other options, when one of those is wrong: that one is reported."""
+"""What pydantic says of a default that follows from other options, when one of those is wrong:
+that one is reported.
+"""
 
 
 class ServiceSettings(BaseSettings):
-    """Base of a service's settings. A subclass sets `env_prefix` and a default for `port`, and adds its own fields.
+    """Base of a service's settings. A subclass sets `env_prefix` and a default for `port`, and adds
+    its own fields.
 
-    An instance made directly holds exactly the given values and defaults; only `load_settings` looks at files and environment.
+    An instance made directly holds exactly the given values and defaults; only `load_settings`
+    looks at files and environment.
 
     Attributes:
-        host: Address to listen on. Other pods reach the service only if this is not a loopback address.
+        host: Address to listen on. Other pods reach the service only if this is not a loopback
+            address.
         port: TCP port; 0 takes a free one.
         log_level: Least severe level that is logged.
         log_format: `text` for people, `json` for log collectors.
-        auth_tokens_file: YAML file of bearer tokens; without it every caller is tenant `default` with the role `admin`.
+        auth_tokens_file: YAML file of bearer tokens; without it every caller is tenant `default`
+            with the role `admin`.
         allow_anonymous: Allows a host that is not loopback together with no `auth_tokens_file`.
-        tls_cert_file: Certificate (PEM), with those between it and the root behind it. With it every port is encrypted that callers show
-            tokens at. Read again when it changes, as the next two.
+        tls_cert_file: Certificate (PEM), with those between it and the root behind it. With it
+            every port is encrypted that callers show tokens at. Read again when it changes, as the
+            next two.
         tls_key_file: The certificate's key (PEM, no passphrase), where it is not in the same file.
-        tls_client_ca_file: Authorities (PEM), one of which must have signed a certificate that callers show. None: they show none.
-        allow_plaintext: Allows a host that is not loopback together with tokens and no `tls_cert_file`.
-        rate_limit_per_tenant: Requests of one tenant that are served in a second, by this process, or by each of its workers; None: as many
-            as come.
+        tls_client_ca_file: Authorities (PEM), one of which must have signed a certificate that
+            callers show. None: they show none.
+        allow_plaintext: Allows a host that is not loopback together with tokens and no
+            `tls_cert_file`.
+        rate_limit_per_tenant: Requests of one tenant that are served in a second, by this process,
+            or by each of its workers; None: as many as come.
         instance_id: Name of this process among its peers.
         shutdown_grace_s: How long requests in flight may go on after SIGTERM, in seconds.
-        health_host: Address for `/healthz`, `/readyz` and `/metrics` alone, unencrypted: for a kubelet that cannot reach the other port, or
-            has no certificate to show there.
+        health_host: Address for `/healthz`, `/readyz` and `/metrics` alone, unencrypted: for a
+            kubelet that cannot reach the other port, or has no certificate to show there.
         health_port: Its port; none for no such listener.
-        otlp_endpoint: Collector of traces that takes OTLP over HTTP, `http://host:4318`; None: nothing is traced.
-        trace_sample_ratio: Share of the requests that begin here and are traced; those of traced callers always are.
+        otlp_endpoint: Collector of traces that takes OTLP over HTTP, `http://host:4318`; None:
+            nothing is traced.
+        trace_sample_ratio: Share of the requests that begin here and are traced; those of traced
+            callers always are.
     """
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True
+    )
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
     port: Port
@@ -74,7 +89,9 @@ class ServiceSettings(BaseSettings):
     tls_client_ca_file: Path | None = None
     allow_plaintext: bool = False
     rate_limit_per_tenant: float | None = Field(default=None, gt=0, le=MAX_RATE_PER_S)
-    instance_id: Annotated[str, AfterValidator(validate_instance_id)] = Field(default_factory=socket.gethostname)
+    instance_id: Annotated[str, AfterValidator(validate_instance_id)] = Field(
+        default_factory=socket.gethostname
+    )
     shutdown_grace_s: int = Field(default=20, ge=0, le=3600)
     health_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
     health_port: Port | None = None
@@ -90,15 +107,22 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take given values only: pydantic-settings' own environment source ignores misspelt names."""
+        """Take given values only: pydantic-settings' own environment source ignores misspelt
+        names.
+        """
         return (init_settings,)
 
     @model_validator(mode="after")
     def _refuse_open_door(self) -> ServiceSettings:
-        if self.auth_tokens_file is None and not self.allow_anonymous and not is_loopback(self.host):
+        if (
+            self.auth_tokens_file is None
+            and not self.allow_anonymous
+            and not is_loopback(self.host)
+        ):
             raise ValueError(
-                f"host={self.host!r} is reachable from other machines, but auth_tokens_file is not set: "
-                "set it, or set allow_anonymous=true if a NetworkPolicy is all the protection you want"
+                f"host={self.host!r} is reachable from other machines, but auth_tokens_file is not"
+                " set: set it, or set allow_anonymous=true if a NetworkPolicy is all the"
+                " protection you want"
             )
         self.refuse_plaintext("host", self.host)
         return self
@@ -106,7 +130,10 @@ class ServiceSettings(BaseSettings):
     @model_validator(mode="after")
     def _check_tls(self) -> ServiceSettings:
         if self.tls_cert_file is None and (self.tls_key_file or self.tls_client_ca_file):
-            raise ValueError("tls_key_file or tls_client_ca_file is set, but tls_cert_file is not: set it, or leave them out")
+            raise ValueError(
+                "tls_key_file or tls_client_ca_file is set, but tls_cert_file is not: set it, or"
+                " leave them out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -115,13 +142,17 @@ class ServiceSettings(BaseSettings):
         for option, (host, port) in self.listeners().items():
             for other, (other_host, other_port) in taken.items():
                 if port and port == other_port and _overlap(host, other_host):
-                    raise ValueError(f"{option}={port} is the value of {other} too: give each a port of its own")
+                    raise ValueError(
+                        f"{option}={port} is the value of {other} too: give each a port of its own"
+                    )
             taken[option] = (host, port)
         return self
 
     def listeners(self) -> dict[str, tuple[str, int]]:
         """Host and port of everything that is listened on, by the name of the port's option."""
-        return {"port": (self.host, self.port)} | self._optional("health_port", self.health_host, self.health_port)
+        return {"port": (self.host, self.port)} | self._optional(
+            "health_port", self.health_host, self.health_port
+        )
 
     def _optional(self, option: str, host: str, port: int | None) -> dict[str, tuple[str, int]]:
         return {} if port is None else {option: (host, port)}
@@ -136,16 +167,21 @@ class ServiceSettings(BaseSettings):
         Raises:
             ValueError: Tokens would cross the network for anybody to read.
         """
-        is_told_so = self.allow_plaintext or (self.allow_anonymous and self.auth_tokens_file is None)
+        is_told_so = self.allow_plaintext or (
+            self.allow_anonymous and self.auth_tokens_file is None
+        )
         if self.tls_cert_file is None and not is_told_so and not is_loopback(host):
             raise ValueError(
-                f"{option}={host!r} is reachable from other machines, but tls_cert_file is not set, so that tokens and chunks could be "
-                "read on their way: set it, or set allow_plaintext=true if the network is trusted or encrypts by itself"
+                f"{option}={host!r} is reachable from other machines, but tls_cert_file is not set,"
+                " so that tokens and chunks could be read on their way: set it, or set"
+                " allow_plaintext=true if the network is trusted or encrypts by itself"
             )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is certainly reachable from this machine only; a name other than `localhost` is not."""
+    """Whether `host` is certainly reachable from this machine only; a name other than
+    `localhost` is not.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -167,7 +203,9 @@ def _is_unspecified(host: str) -> bool:
         return host == ""
 
 
-def load_settings(settings_cls: type[S], config_file: Path | None = None, environ: Mapping[str, str] | None = None) -> S:
+def load_settings(
+    settings_cls: type[S], config_file: Path | None = None, environ: Mapping[str, str] | None = None
+) -> S:
     """Read the settings file, put environment variables over it, and validate.
 
     Args:
@@ -176,7 +214,8 @@ def load_settings(settings_cls: type[S], config_file: Path | None = None, enviro
         environ: Instead of the process's environment.
 
     Raises:
-        ConfigError: A name is unknown or a value is impossible. The text has one line for each, with name, value and fix.
+        ConfigError: A name is unknown or a value is impossible. The text has one line for each,
+            with name, value and fix.
     """
     source = os.environ if environ is None else environ
     prefix = env_prefix(settings_cls)
@@ -190,7 +229,11 @@ def load_settings(settings_cls: type[S], config_file: Path | None = None, enviro
         return settings_cls(**merge(from_file, from_environ))
     except ValidationError as exc:
         errors = exc.errors(include_url=False, include_context=False)
-        lines = [_explain(settings_cls, error, origins, path) for error in errors if error["type"] != _CONSEQUENCE]
+        lines = [
+            _explain(settings_cls, error, origins, path)
+            for error in errors
+            if error["type"] != _CONSEQUENCE
+        ]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -213,13 +256,21 @@ def _read_file(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG_FILE_BYTES + 1)
     except OSError as exc:
-        raise ConfigError(f"config file {path}: {exc.strerror or exc}; create it or correct the path") from exc
+        raise ConfigError(
+            f"config file {path}: {exc.strerror or exc}; create it or correct the path"
+        ) from exc
     if len(data) > MAX_CONFIG_FILE_BYTES:
-        raise ConfigError(f"config file {path}: larger than {MAX_CONFIG_FILE_BYTES} bytes; it is not a settings file")
+        raise ConfigError(
+            f"config file {path}: larger than {MAX_CONFIG_FILE_BYTES} bytes; it is not a settings"
+            " file"
+        )
     try:
         raw = load_yaml(data)
     except DuplicateNameError as exc:
-        raise ConfigError(f"config file {path}: line {exc.line}: the name {exc.name!r} is there twice; keep one of them") from None
+        raise ConfigError(
+            f"config file {path}: line {exc.line}: the name {exc.name!r} is there twice; keep one"
+            " of them"
+        ) from None
     except yaml.MarkedYAMLError as exc:
         line = exc.problem_mark.line + 1 if exc.problem_mark is not None else 1
         raise ConfigError(f"config file {path}: line {line} is not YAML; correct it") from None
@@ -232,10 +283,18 @@ def _read_file(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _refuse_unknown(settings_cls: type[ServiceSettings], values: Mapping[str, Any], path: Path | None) -> None:
-    """Top-level names, by hand: BaseSettings takes names with a leading underscore as its own arguments."""
+def _refuse_unknown(
+    settings_cls: type[ServiceSettings], values: Mapping[str, Any], path: Path | None
+) -> None:
+    """Top-level names, by hand: BaseSettings takes names with a leading underscore as its own
+    arguments.
+    """
     known = list(settings_cls.model_fields)
-    lines = [f"{name}: unknown option in {path}; {_nearest(name, known)}" for name in values if name not in known]
+    lines = [
+        f"{name}: unknown option in {path}; {_nearest(name, known)}"
+        for name in values
+        if name not in known
+    ]
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -251,7 +310,12 @@ def _nearest(name: str, known: list[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
-def _explain(settings_cls: type[ServiceSettings], error: ErrorDetails, origins: Mapping[FieldPath, str], path: Path | None) -> str:
+def _explain(
+    settings_cls: type[ServiceSettings],
+    error: ErrorDetails,
+    origins: Mapping[FieldPath, str],
+    path: Path | None,
+) -> str:
     message = error["msg"].removeprefix("Value error, ")
     location = tuple(str(part) for part in error["loc"])
     if not location:
@@ -261,5 +325,9 @@ def _explain(settings_cls: type[ServiceSettings], error: ErrorDetails, origins: 
     if error["type"] == "missing":
         return f"{'.'.join(location)}: required; set it in the config file or the environment"
     field = settings_cls.model_fields.get(location[0])
-    shown = MASK if field is None or is_secret(field.annotation) else _without_credentials(repr(error["input"]))[:MAX_SHOWN_CHARS]
+    shown = (
+        MASK
+        if field is None or is_secret(field.annotation)
+        else _without_credentials(repr(error["input"]))[:MAX_SHOWN_CHARS]
+    )
     return f"{'.'.join(location)}={shown} ({source}): {message}"

@@ -1,4 +1,6 @@
-"""The metrics of all workers of a port, whichever of them is asked: each sample has the label `worker`."""
+"""The metrics of all workers of a port, whichever of them is asked: each sample has the label
+`worker`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class WorkerMetrics:
 
     async def open(self) -> None:
         """Answer siblings."""
-        self._server = await asyncio.start_server(self._answer, sock=self._seat.listeners[self._seat.number].dup())
+        self._server = await asyncio.start_server(
+            self._answer, sock=self._seat.listeners[self._seat.number].dup()
+        )
 
     async def close(self) -> None:
         """Answer no more."""
@@ -46,11 +50,15 @@ class WorkerMetrics:
             server.close()
 
     async def gather(self) -> bytes:
-        """The metrics of all workers, in Prometheus' text format; one that does not answer in time is shown as not up."""
+        """The metrics of all workers, in Prometheus' text format; one that does not answer in
+        time is shown as not up.
+        """
         numbers = range(len(self._seat.listeners))
         texts = await asyncio.gather(*(self._text_of(number) for number in numbers))
         merged = CollectorRegistry()
-        merged.register(_Merged({str(number): text for number, text in zip(numbers, texts, strict=True)}))
+        merged.register(
+            _Merged({str(number): text for number, text in zip(numbers, texts, strict=True)})
+        )
         return generate_latest(merged)
 
     async def _text_of(self, number: int) -> str | None:
@@ -93,7 +101,9 @@ class _Merged(Collector):
         self._texts = texts
 
     def collect(self) -> Iterable[Metric]:
-        up = GaugeMetricFamily(WORKER_UP, "Whether a worker of this port tells its metrics.", labels=[LABEL_WORKER])
+        up = GaugeMetricFamily(
+            WORKER_UP, "Whether a worker of this port tells its metrics.", labels=[LABEL_WORKER]
+        )
         for worker, text in self._texts.items():
             up.add_metric([worker], text is not None)
         yield up
@@ -103,6 +113,11 @@ class _Merged(Collector):
         found: dict[str, Metric] = {}
         for worker, text in self._texts.items():
             for family in text_string_to_metric_families(text or ""):
-                merged = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                merged.samples += [sample._replace(labels={**sample.labels, LABEL_WORKER: worker}) for sample in family.samples]
+                merged = found.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                merged.samples += [
+                    sample._replace(labels={**sample.labels, LABEL_WORKER: worker})
+                    for sample in family.samples
+                ]
         yield from found.values()

@@ -34,7 +34,8 @@ class WorkerSeat:
 
     Attributes:
         number: From 0 on.
-        listeners: One for each worker, on loopback, for what they tell each other; the worker accepts on that of its own number.
+        listeners: One for each worker, on loopback, for what they tell each other; the worker
+            accepts on that of its own number.
     """
 
     number: int
@@ -46,9 +47,11 @@ Serve = Callable[[WorkerSeat, Callable[[], None]], int]
 
 
 class WorkerPool:
-    """Starts workers by fork, starts those again that end by themselves, and ends them all on SIGTERM or SIGINT.
+    """Starts workers by fork, starts those again that end by themselves, and ends them all on
+    SIGTERM or SIGINT.
 
-    It belongs to a process that has no thread and no event loop: a fork would take half of them along.
+    It belongs to a process that has no thread and no event loop: a fork would take half of them
+    along.
 
     Args:
         num_workers: How many.
@@ -57,7 +60,9 @@ class WorkerPool:
         grace_s: How long requests in flight may go on, in seconds.
     """
 
-    def __init__(self, num_workers: int, serve: Serve, announce: Callable[[], None], grace_s: float) -> None:
+    def __init__(
+        self, num_workers: int, serve: Serve, announce: Callable[[], None], grace_s: float
+    ) -> None:
         self._num_workers = num_workers
         self._serve = serve
         self._announce = announce
@@ -71,8 +76,8 @@ class WorkerPool:
         """Run until a signal, or until a worker cannot start.
 
         Returns:
-            0 after a graceful end, 1 when a worker had to be killed, what a worker ended with that could not start for the first time, 128
-            and the signal's number after a second signal.
+            0 after a graceful end, 1 when a worker had to be killed, what a worker ended with that
+            could not start for the first time, 128 and the signal's number after a second signal.
         """
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(self._num_workers)]
         with _signals() as signals:
@@ -89,7 +94,9 @@ class WorkerPool:
                         self._stop(signals)
                         return code
                     self._note_ready()
-                    for number in [number for number, at in self._due.items() if at <= time.monotonic()]:
+                    for number in [
+                        number for number, at in self._due.items() if at <= time.monotonic()
+                    ]:
                         del self._due[number]
                         self._start(WorkerSeat(number, listeners))
             finally:
@@ -100,7 +107,9 @@ class WorkerPool:
 
     def _start(self, seat: WorkerSeat) -> None:
         ready, tell = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_work, args=(self._serve, seat, tell), name=f"worker-{seat.number}")
+        process = _CONTEXT.Process(
+            target=_work, args=(self._serve, seat, tell), name=f"worker-{seat.number}"
+        )
         process.start()
         tell.close()
         self._processes[seat.number] = process
@@ -135,7 +144,9 @@ class WorkerPool:
                 ready.close()
                 if not self._announced:
                     return process.exitcode or 1
-            logger.error("worker %d ended with %s; another one takes its place", number, process.exitcode)
+            logger.error(
+                "worker %d ended with %s; another one takes its place", number, process.exitcode
+            )
             self._due[number] = time.monotonic() + RESTART_PAUSE_S
         return None
 
@@ -144,8 +155,11 @@ class WorkerPool:
             process.terminate()
         deadline = time.monotonic() + self._grace_s + STOP_MARGIN_S
         code = 0
-        # Asked once a round: one that ends in between must not be left out of the wait that it would have ended.
-        while sentinels := [process.sentinel for process in self._processes.values() if process.exitcode is None]:
+        # Asked once a round: one that ends in between must not be left out of the wait that it
+        # would have ended.
+        while sentinels := [
+            process.sentinel for process in self._processes.values() if process.exitcode is None
+        ]:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 logger.error("a worker does not end; it is killed")

@@ -25,4 +25,6 @@ def create_app(settings: SidecarSettings) -> FastAPI:
     if settings.ticket_keys_file is not None:
         TicketKeyFile(settings.ticket_keys_file)
     routers = [routes.router, pin_routes.router, explain_routes.router, create_log_router()]
-    return create_service_app(settings, "lmcache-sidecar", lifespan=lifespan, routers=routers, only_tenant=settings.tenant)
+    return create_service_app(
+        settings, "lmcache-sidecar", lifespan=lifespan, routers=routers, only_tenant=settings.tenant
+    )

@@ -1,7 +1,8 @@
 """`python -m lmcache_sidecar.begin_drain [SOCKET]`: the hook of a pod that is to end.
 
-It sends SIGUSR1 to whoever listens on the sidecar's socket, which needs no token. Its process id is asked of the kernel: 1 is the sidecar
-only where each container has process ids of its own. Needs the standard library alone, since a hook must be quick.
+It sends SIGUSR1 to whoever listens on the sidecar's socket, which needs no token. Its process id is
+asked of the kernel: 1 is the sidecar only where each container has process ids of its own. Needs
+the standard library alone, since a hook must be quick.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def listener_at(path: str) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(TIMEOUT_S)
         asking.connect(path)
-        process, _, _ = _CREDENTIALS.unpack(asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        process, _, _ = _CREDENTIALS.unpack(
+            asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
     return int(process)
 
 
@@ -38,7 +41,9 @@ def main() -> int:
     try:
         process = listener_at(path)
         if process <= 0:  # to kill(2) zero is our own process group
-            raise ProcessLookupError("the process that listens there is in a namespace that this one does not see")
+            raise ProcessLookupError(
+                "the process that listens there is in a namespace that this one does not see"
+            )
         os.kill(process, signal.SIGUSR1)
     except OSError as exc:
         print(f"the drain cannot begin: {path}: {exc.strerror or exc}")

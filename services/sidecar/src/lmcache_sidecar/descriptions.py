@@ -23,7 +23,9 @@ MAX_NAMED_MODELS = 8
 
 
 class Descriptions:
-    """What engines have said, the last ones of each, and some of what those have said that have gone. On the event loop only."""
+    """What engines have said, the last ones of each, and some of what those have said that have
+    gone. On the event loop only.
+    """
 
     def __init__(self) -> None:
         self._said: dict[Hashable, dict[Describe, None]] = {}
@@ -33,7 +35,9 @@ class Descriptions:
         return len({known for said in (self._left_behind, *self._said.values()) for known in said})
 
     def note(self, description: Describe, client: Hashable = "") -> None:
-        """A client says how it names KV; that pushes out its own oldest word, never another client's."""
+        """A client says how it names KV; that pushes out its own oldest word, never another
+        client's.
+        """
         said = self._said.pop(client, {})
         self._said[client] = said
         _add(said, description)
@@ -48,22 +52,38 @@ class Descriptions:
             _add(self._left_behind, description)
 
     def of(self, model_name: str | None = None) -> list[Describe]:
-        """Those of that model (of all, if none is named): the last one of each client, then the one before of each, and so on.
+        """Those of that model (of all, if none is named): the last one of each client, then the one
+        before of each, and so on.
 
-        Whoever spoke last comes first; those that have gone count as one who spoke before all others. At most `MAX_DESCRIPTIONS`.
+        Whoever spoke last comes first; those that have gone count as one who spoke before all
+        others. At most `MAX_DESCRIPTIONS`.
 
         Raises:
             ConflictError: There is none.
         """
         clients = (*reversed(self._said.values()), self._left_behind)
-        in_turn = [known for turn in zip_longest(*map(reversed, clients)) for known in turn if known is not None]
+        in_turn = [
+            known
+            for turn in zip_longest(*map(reversed, clients))
+            for known in turn
+            if known is not None
+        ]
         if not in_turn:
-            raise ConflictError("how KV is named here is not known yet: an engine must have connected to this sidecar once")
-        found = [known for known in dict.fromkeys(in_turn) if model_name is None or known.model_name == model_name]
+            raise ConflictError(
+                "how KV is named here is not known yet: an engine must have connected to this"
+                " sidecar once"
+            )
+        found = [
+            known
+            for known in dict.fromkeys(in_turn)
+            if model_name is None or known.model_name == model_name
+        ]
         if not found:
             models = dict.fromkeys(repr(known.model_name) for known in in_turn)
             named = ", ".join(list(models)[:MAX_NAMED_MODELS])
-            raise ConflictError(f"no engine of the model {model_name!r} has connected; known: {named}")
+            raise ConflictError(
+                f"no engine of the model {model_name!r} has connected; known: {named}"
+            )
         return found[:MAX_DESCRIPTIONS]
 
 
@@ -111,8 +131,11 @@ class Namer:
             ValueError: A token id is negative or above 2^32-1.
         """
         self.check_tokens(len(token_ids))
-        # Without numpy, which a sidecar needs for nothing else and which would be a third of its image.
-        chain = chain_hashes_of_bytes(self._description.root, tokens_as_bytes(token_ids), self._description.chunk_size)
+        # Without numpy, which a sidecar needs for nothing else and which would be a third of its
+        # image.
+        chain = chain_hashes_of_bytes(
+            self._description.root, tokens_as_bytes(token_ids), self._description.chunk_size
+        )
         return [self._named(digest.hex(), start, end) for start, end, digest in chain]
 
     def of_hashes(self, chunk_hashes: Sequence[str]) -> list[NamedChunk]:
@@ -138,21 +161,32 @@ class Namer:
         keys_per_chunk = known.world_size * len(known.groups)
         if num_chunks * keys_per_chunk > MAX_NAMED_KEYS:
             raise ConfigError(
-                f"{num_chunks} chunks of model {known.model_name!r} ({known.world_size} ranks, {len(known.groups)} groups of layers): "
-                f"at most {MAX_NAMED_KEYS} keys at once; ask for {MAX_NAMED_KEYS // keys_per_chunk} chunks or fewer"
+                f"{num_chunks} chunks of model {known.model_name!r} ({known.world_size} ranks,"
+                f" {len(known.groups)} groups of layers): at most {MAX_NAMED_KEYS} keys at once;"
+                f" ask for {MAX_NAMED_KEYS // keys_per_chunk} chunks or fewer"
             )
 
-    def _named(self, chunk_hash: str, start: int | None = None, end: int | None = None) -> NamedChunk:
+    def _named(
+        self, chunk_hash: str, start: int | None = None, end: int | None = None
+    ) -> NamedChunk:
         known = self._description
         keys = tuple(
-            ChunkKey(self._tenant, CacheEngineKey(known.fmt, known.model_name, known.world_size, rank, chunk_hash, group))
+            ChunkKey(
+                self._tenant,
+                CacheEngineKey(
+                    known.fmt, known.model_name, known.world_size, rank, chunk_hash, group
+                ),
+            )
             for rank, group in product(range(known.world_size), known.groups)
         )
         return NamedChunk(chunk_hash, keys, start, end)
 
 
-def namers(tenant: str, descriptions: Sequence[Describe], check: Callable[[Namer], None]) -> list[tuple[Describe, Namer]]:
-    """Those of the descriptions by which everything that is asked for can be named: one that cannot does not cost the others their answer.
+def namers(
+    tenant: str, descriptions: Sequence[Describe], check: Callable[[Namer], None]
+) -> list[tuple[Describe, Namer]]:
+    """Those of the descriptions by which everything that is asked for can be named: one that cannot
+    does not cost the others their answer.
 
     Args:
         tenant: Namespace of this pod.

@@ -33,7 +33,8 @@ class Place:
 
     Attributes:
         tier: Its name.
-        state: `refused`: it is there and is not served, because of its encoding. `unknown`: the tier did not answer in time.
+        state: `refused`: it is there and is not served, because of its encoding. `unknown`: the
+            tier did not answer in time.
         num_bytes: Of the record there.
         age_s: Since it was stored there, seconds.
         num_holders: References on it beside the tier's own.
@@ -76,9 +77,17 @@ class Explainer:
         clock: Seconds since the epoch.
     """
 
-    def __init__(self, tiers: SidecarTiers, holders: Holders | None, timeout_s: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        tiers: SidecarTiers,
+        holders: Holders | None,
+        timeout_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._hot = tiers.hot
-        self._listed = next((tier for tier in tiers.local if isinstance(tier, LocalDiskBackend)), None)
+        self._listed = next(
+            (tier for tier in tiers.local if isinstance(tier, LocalDiskBackend)), None
+        )
         self._disk = tiers.disk
         self._remote = tiers.remote
         self._holders = holders
@@ -93,9 +102,18 @@ class Explainer:
 
     def _in_memory(self, keys: Sequence[ChunkKey]) -> _Found:
         return [
-            held.reason
-            if isinstance(held, Miss)
-            else Place(self._hot.name, "present", held.num_bytes, self._age_s(held.stored_at), held.num_holders, held.lossy)
+            (
+                held.reason
+                if isinstance(held, Miss)
+                else Place(
+                    self._hot.name,
+                    "present",
+                    held.num_bytes,
+                    self._age_s(held.stored_at),
+                    held.num_holders,
+                    held.lossy,
+                )
+            )
             for held in self._hot.peek_many(keys)
         ]
 
@@ -108,8 +126,18 @@ class Explainer:
             if isinstance(entry, Miss):
                 found.append(entry.reason)
                 continue
-            state: PlaceState = "unknown" if served is None else "present" if served[i] else "refused"
-            found.append(Place(self._listed.name, state, entry.record_bytes, self._age_s(entry.stored_at), lossy=entry.lossy))
+            state: PlaceState = (
+                "unknown" if served is None else "present" if served[i] else "refused"
+            )
+            found.append(
+                Place(
+                    self._listed.name,
+                    state,
+                    entry.record_bytes,
+                    self._age_s(entry.stored_at),
+                    lossy=entry.lossy,
+                )
+            )
         return found
 
     async def _at_peers(self, keys: Sequence[ChunkKey]) -> _Found:
@@ -119,8 +147,12 @@ class Explainer:
         await self._bounded(self._ask_lookup(self._holders, keys, found))
         return found
 
-    async def _ask_lookup(self, holders: Holders, keys: Sequence[ChunkKey], found: list[Place | MissReason]) -> None:
-        """Fill in what is known of peers: of each rank and group by itself, as only in their order chunks make a prefix."""
+    async def _ask_lookup(
+        self, holders: Holders, keys: Sequence[ChunkKey], found: list[Place | MissReason]
+    ) -> None:
+        """Fill in what is known of peers: of each rank and group by itself, as only in their
+        order chunks make a prefix.
+        """
         chains: dict[tuple[int, str], list[int]] = {}
         for i, key in enumerate(keys):
             chains.setdefault((key.key.worker_id, key.key.group), []).append(i)
@@ -151,12 +183,18 @@ class Explainer:
 
 
 def _held_by(holders: Sequence[Holder]) -> Place | MissReason:
-    return Place(PEER_TIER, peers=tuple(holder.instance for holder in holders)) if holders else MissReason.NEVER_STORED
+    return (
+        Place(PEER_TIER, peers=tuple(holder.instance for holder in holders))
+        if holders
+        else MissReason.NEVER_STORED
+    )
 
 
 def _state(found: Sequence[Place | MissReason]) -> KeyState:
     places = tuple(place for place in found if isinstance(place, Place))
-    return KeyState(places, _why_missing(places, [reason for reason in found if isinstance(reason, MissReason)]))
+    return KeyState(
+        places, _why_missing(places, [reason for reason in found if isinstance(reason, MissReason)])
+    )
 
 
 def _why_missing(places: Sequence[Place], reasons: Sequence[MissReason]) -> str | None:

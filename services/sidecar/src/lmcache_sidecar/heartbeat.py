@@ -30,7 +30,13 @@ class HeartbeatFigures:
         values = self._counters.snapshot()
 
         def by_label(name: str) -> dict[str, int]:
-            return bounded({label: value for (counted, label), value in values.items() if counted == name and label})
+            return bounded(
+                {
+                    label: value
+                    for (counted, label), value in values.items()
+                    if counted == name and label
+                }
+            )
 
         return PeerFigures(
             requested_chunks=min(values.get((metrics.REQUESTED_CHUNKS_TOTAL, ""), 0), MAX_COUNT),
@@ -39,7 +45,11 @@ class HeartbeatFigures:
             missed_chunks=by_label(metrics.MISSED_CHUNKS_TOTAL),
             stored_chunks=min(values.get((metrics.STORED_CHUNKS_TOTAL, ""), 0), MAX_COUNT),
             stored_bytes=min(values.get((metrics.STORED_BYTES_TOTAL, ""), 0), MAX_COUNT),
-            pulled_bytes={} if self._tiers.pulled is None else bounded(self._tiers.pulled.snapshot(), MAX_COUNTED_PEERS),
+            pulled_bytes=(
+                {}
+                if self._tiers.pulled is None
+                else bounded(self._tiers.pulled.snapshot(), MAX_COUNTED_PEERS)
+            ),
             tiers=tier_figures({tier.name: tier.stats() for tier in self._tiers.local}),
             sole_bytes=None if self._sole is None else self._sole.num_bytes,
         )

@@ -19,11 +19,13 @@ class Holders:
         self._lookup = lookup
         self._instance = instance
 
-    async def of(self, chunk_ids: Sequence[bytes], max_questions: int) -> list[Sequence[Holder] | None]:
+    async def of(
+        self, chunk_ids: Sequence[bytes], max_questions: int
+    ) -> list[Sequence[Holder] | None]:
         """The holders of each chunk; None for those about which nothing is known.
 
-        Lookup answers with the longest prefix that somebody holds, so that every chunk that nobody holds costs a question: ask about
-        chunks in the order of their prompt.
+        Lookup answers with the longest prefix that somebody holds, so that every chunk that nobody
+        holds costs a question: ask about chunks in the order of their prompt.
 
         Args:
             chunk_ids: 16 bytes each.

@@ -38,7 +38,17 @@ from lmcache_servicekit.tier_settings import BYTES_PER_GB
 
 from lmcache_sidecar.arena import ArenaKeeper, open_arena
 from lmcache_sidecar.explainer import Explainer
-from lmcache_sidecar.handover import BrokerWishes, Copier, Drain, Handover, HandoverDoor, LocalChunks, PeerSource, RemoteSource, TakerSource
+from lmcache_sidecar.handover import (
+    BrokerWishes,
+    Copier,
+    Drain,
+    Handover,
+    HandoverDoor,
+    LocalChunks,
+    PeerSource,
+    RemoteSource,
+    TakerSource,
+)
 from lmcache_sidecar.heartbeat import HeartbeatFigures
 from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.load import machine_load
@@ -92,13 +102,17 @@ class _Opening:
             if directory in used:
                 make_private(directory)
         salt = read_secret_file(settings.salt_file, "salt_file") or ""
-        self._state.health.add("arena", _no_arena_yet)  # probes are answered while the arena is still waited for
+        self._state.health.add(
+            "arena", _no_arena_yet
+        )  # probes are answered while the arena is still waited for
         keeper = await self._open_arena()
         self._exits.callback(keeper.close)
         arena = keeper.arena
         await self._open_clients()
         counters = Counters()
-        codecs = create_codecs([settings.disk_serde, settings.remote_serde, settings.peer_serde], counters=counters)
+        codecs = create_codecs(
+            [settings.disk_serde, settings.remote_serde, settings.peer_serde], counters=counters
+        )
         stack, tiers = await self._open_tiers(keeper, codecs)
         self._exits.push_async_callback(self._tasks.close)
         self._exits.callback(keeper.seal)
@@ -131,13 +145,26 @@ class _Opening:
         _drain_at_signal(parts.drain, self._exits)
         return parts
 
-    def _make_parts(self, context: SessionContext, keeper: ArenaKeeper, tiers: SidecarTiers, socket_server: SocketServer) -> SidecarParts:
+    def _make_parts(
+        self,
+        context: SessionContext,
+        keeper: ArenaKeeper,
+        tiers: SidecarTiers,
+        socket_server: SocketServer,
+    ) -> SidecarParts:
         settings, stack, counters = self._settings, context.stack, context.counters
         holders = None if self._lookup is None else Holders(self._lookup, settings.instance_id)
         sources: list[TakerSource] = [] if tiers.remote is None else [RemoteSource(tiers.remote)]
         peers: PeerSource | None = None
         if holders is not None and self._broker is not None:
-            peers = PeerSource(settings.instance_id, self._broker, holders, self._token, settings.tier_timeout_s, self._tls)
+            peers = PeerSource(
+                settings.instance_id,
+                self._broker,
+                holders,
+                self._token,
+                settings.tier_timeout_s,
+                self._tls,
+            )
             sources.append(peers)
         listed = next((tier for tier in tiers.local if isinstance(tier, LocalDiskBackend)), None)
         chunks = LocalChunks(settings.tenant, tiers.hot, listed, tiers.disk)
@@ -147,16 +174,29 @@ class _Opening:
             self._tasks.repeat("sole-bytes", self._sole.measure, MEASURE_INTERVAL_S)
         drain = Drain(settings.drain_timeout_s, stack, handover, self._tasks, counters)
         if peers is not None:
-            self._wishes = BrokerWishes(drain, Copier(chunks, peers.connect, self._tasks, settings.tier_timeout_s, counters))
+            self._wishes = BrokerWishes(
+                drain, Copier(chunks, peers.connect, self._tasks, settings.tier_timeout_s, counters)
+            )
         pins = PinBoard(stack, context.arena.size, settings.tier_timeout_s)
         self._tasks.repeat("pins", pins.expire, PIN_CHECK_S)
         explainer = Explainer(tiers, holders, settings.tier_timeout_s)
-        parts = SidecarParts(settings, keeper, stack, tiers, socket_server, drain, pins, explainer, context.descriptions)
+        parts = SidecarParts(
+            settings,
+            keeper,
+            stack,
+            tiers,
+            socket_server,
+            drain,
+            pins,
+            explainer,
+            context.descriptions,
+        )
         drain.when_it_begins(parts.begin_drain)
         return parts
 
     async def _open_arena(self) -> ArenaKeeper:
-        """Open the arena; where it has to be a new one while engines still map that of an earlier start, its volume may be full: wait.
+        """Open the arena; where it has to be a new one while engines still map that of an earlier
+        start, its volume may be full: wait.
 
         Raises:
             CapacityError: It does not fit after `arena_wait_s`.
@@ -168,28 +208,43 @@ class _Opening:
         said = ""
         while True:
             try:
-                return ArenaKeeper(await asyncio.to_thread(open_arena, file, settings.arena_recover))
+                return ArenaKeeper(
+                    await asyncio.to_thread(open_arena, file, settings.arena_recover)
+                )
             except CapacityError as exc:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise
                 if str(exc) != said:
                     said = str(exc)
-                    logger.warning("%s; trying for %.1f s until engines let go of the memory of an earlier start", exc, left_s)
+                    logger.warning(
+                        "%s; trying for %.1f s until engines let go of the memory of an earlier"
+                        " start",
+                        exc,
+                        left_s,
+                    )
                 await wait_before_retry(min(ARENA_RETRY_S, left_s))
 
     async def _open_clients(self) -> None:
         settings = self._settings
         if settings.lookup_url is None or settings.broker_url is None:
             return
-        self._lookup = LookupClient(settings.lookup_url, self._token, CLIENT_TIMEOUT_S, tls=self._tls.context)
-        self._broker = BrokerClient(settings.broker_url, self._token, CLIENT_TIMEOUT_S, tls=self._tls.context)
+        self._lookup = LookupClient(
+            settings.lookup_url, self._token, CLIENT_TIMEOUT_S, tls=self._tls.context
+        )
+        self._broker = BrokerClient(
+            settings.broker_url, self._token, CLIENT_TIMEOUT_S, tls=self._tls.context
+        )
         for client in (self._lookup, self._broker):
             await client.open()
             self._exits.push_async_callback(client.close)
 
-    async def _open_tiers(self, keeper: ArenaKeeper, codecs: Codecs) -> tuple[TierStack, SidecarTiers]:
-        """Open the codecs, which may take a while, and then all tiers: nothing is compiled once something is served."""
+    async def _open_tiers(
+        self, keeper: ArenaKeeper, codecs: Codecs
+    ) -> tuple[TierStack, SidecarTiers]:
+        """Open the codecs, which may take a while, and then all tiers: nothing is compiled once
+        something is served.
+        """
         await codecs.open()
         self._exits.push_async_callback(codecs.close)
         maker = TierMaker(self._settings, self._announcer, codecs, self._token, self._tls)
@@ -199,12 +254,16 @@ class _Opening:
         await stack.open()
         return stack, tiers
 
-    async def _open_peer_server(self, parts: SidecarParts, codecs: Codecs, counters: Counters) -> None:
+    async def _open_peer_server(
+        self, parts: SidecarParts, codecs: Codecs, counters: Counters
+    ) -> None:
         settings = self._settings
         verifier = None
         authenticate: Authenticate = self._state.tokens.authenticate
         if settings.ticket_keys_file is not None:
-            verifier = TicketVerifier(TicketKeyFile(settings.ticket_keys_file), settings.instance_id).verify
+            verifier = TicketVerifier(
+                TicketKeyFile(settings.ticket_keys_file), settings.instance_id
+            ).verify
             if settings.auth_tokens_file is None:
                 authenticate = _refuse_without_ticket
         store = LocalStore(parts.stack, accepts_puts=parts.takes_handovers)
@@ -215,21 +274,33 @@ class _Opening:
             host=settings.lm_host,
             port=settings.lm_port,
             verify_ticket=verifier,
-            limits=ServerLimits(admit=self._state.admit, max_blob_bytes=parts.stack.hot.stats()["capacity_bytes"] // RECEIVING_SHARE),
+            limits=ServerLimits(
+                admit=self._state.admit,
+                max_blob_bytes=parts.stack.hot.stats()["capacity_bytes"] // RECEIVING_SHARE,
+            ),
         )
         with naming_listener("lm_host", settings.lm_host, "lm_port", settings.lm_port):
             await server.open(self._state.tls, self._state.tracer)
         self._exits.push_async_callback(server.close)
         self._state.ports["lm_port"] = server.port
-        parts.distributed_url = settings.distributed_url or distributed_url_of(settings.lm_host, server.port, self._state.tls is not None)
+        parts.distributed_url = settings.distributed_url or distributed_url_of(
+            settings.lm_host, server.port, self._state.tls is not None
+        )
 
     async def _join(self, parts: SidecarParts, counters: Counters) -> None:
         """Become known to lookup and broker, in the background: neither is waited for."""
         if self._lookup is None or self._broker is None:
             return
-        parts.reporter = InstanceReporter(self._lookup, parts.instance, "sidecar", self._announcer.snapshot)
+        parts.reporter = InstanceReporter(
+            self._lookup, parts.instance, "sidecar", self._announcer.snapshot
+        )
         self._announcer.connect(
-            parts.reporter, [tier for tier in parts.local_tiers if isinstance(tier, LocalCPUBackend | LocalDiskBackend)]
+            parts.reporter,
+            [
+                tier
+                for tier in parts.local_tiers
+                if isinstance(tier, LocalCPUBackend | LocalDiskBackend)
+            ],
         )
         settings = self._settings
         peer = Peer(
@@ -241,7 +312,9 @@ class _Opening:
             node=settings.node,
         )
         figures = HeartbeatFigures(parts.tiers, counters, self._sole)
-        parts.registration = PeerRegistration(self._broker, peer, machine_load, listener=self._wishes, figures=figures)
+        parts.registration = PeerRegistration(
+            self._broker, peer, machine_load, listener=self._wishes, figures=figures
+        )
         for part in (parts.reporter, parts.registration):
             await part.open()
             self._exits.push_async_callback(part.close)
@@ -256,7 +329,9 @@ class _Opening:
 
         async def neighbours() -> str:
             if not parts.is_registered:
-                raise ConfigError("not registered at lookup or broker; peers cannot find this sidecar")
+                raise ConfigError(
+                    "not registered at lookup or broker; peers cannot find this sidecar"
+                )
             return "registered" if parts.has_neighbours else "none configured"
 
         self._state.health.add("arena", arena_is_whole)
@@ -264,7 +339,9 @@ class _Opening:
 
 
 def _drain_at_signal(drain: Drain, exits: AsyncExitStack) -> None:
-    """SIGUSR1 begins the drain and ends nothing: for the hook of a pod that is to end, which needs no token for that."""
+    """SIGUSR1 begins the drain and ends nothing: for the hook of a pod that is to end, which
+    needs no token for that.
+    """
     if threading.current_thread() is threading.main_thread():  # others get no signals
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, drain.begin)
@@ -272,7 +349,9 @@ def _drain_at_signal(drain: Drain, exits: AsyncExitStack) -> None:
 
 
 def _refuse_without_ticket(token: str | None) -> Principal:
-    """With ticket keys and no tokens a ticket is the only way in: "no tokens" must not mean "anybody"."""
+    """With ticket keys and no tokens a ticket is the only way in: "no tokens" must not mean
+    "anybody".
+    """
     raise AuthenticationError("this sidecar serves peers with a broker's ticket only")
 
 

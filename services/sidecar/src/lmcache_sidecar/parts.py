@@ -115,7 +115,10 @@ class SidecarParts:
             PermissionDeniedError: REST listens on an address that others can reach.
         """
         if not is_loopback(self.settings.host):
-            raise PermissionDeniedError(f"this call is served on loopback only; this sidecar has host={self.settings.host!r}")
+            raise PermissionDeniedError(
+                "this call is served on loopback only; this sidecar has"
+                f" host={self.settings.host!r}"
+            )
 
     async def clear(self, tiers: Sequence[str] = LOCAL_TIERS) -> int:
         """Forget every chunk of these local tiers; the number in the one that held most."""
@@ -124,7 +127,9 @@ class SidecarParts:
         return num_chunks
 
     def begin_drain(self) -> None:
-        """Take nothing new from now on: what the parts do at once, before anything is waited for."""
+        """Take nothing new from now on: what the parts do at once, before anything is waited
+        for.
+        """
         self.socket_server.refuse_stores()
         self.pins.close()
         if self.registration is not None:

@@ -29,15 +29,22 @@ def default_run_directory() -> Path:
     """Where the socket is unless told otherwise; see `run_directory.make_private`."""
     try:
         temporary = tempfile.gettempdir()
-    except FileNotFoundError:  # nothing can be written, as in a container with a read-only root: that matters only to who uses this path
+    # nothing can be written, as in a container with a read-only root: that matters only to who uses
+    # this path
+    except FileNotFoundError:
         temporary = TEMPORARY
     return Path(temporary) / f"lmcache-{os.getuid()}"
 
 
 def default_arena_directory() -> Path:
-    """Where the arena is unless told otherwise: in memory where the system has a place for that, since a file that is mapped from a disk
-    is written back to it."""
-    return SHARED_MEMORY / f"lmcache-{os.getuid()}" if SHARED_MEMORY.is_dir() else default_run_directory() / "arena"
+    """Where the arena is unless told otherwise: in memory where the system has a place for that,
+    since a file that is mapped from a disk is written back to it.
+    """
+    return (
+        SHARED_MEMORY / f"lmcache-{os.getuid()}"
+        if SHARED_MEMORY.is_dir()
+        else default_run_directory() / "arena"
+    )
 
 
 def known_serde(value: str) -> str:
@@ -47,12 +54,16 @@ def known_serde(value: str) -> str:
         ValueError: It is not.
     """
     if value not in DISK_SERDES:
-        raise ValueError(f"{value!r} is no encoding that a sidecar has{did_you_mean(value, DISK_SERDES)}")
+        raise ValueError(
+            f"{value!r} is no encoding that a sidecar has{did_you_mean(value, DISK_SERDES)}"
+        )
     return value
 
 
 def _accepts_handover(values: dict[str, Any]) -> bool:
-    """Where it is known who puts. On loopback that is not: any user of the machine could store KV of his own under an engine's names."""
+    """Where it is known who puts. On loopback that is not: any user of the machine could store
+    KV of his own under an engine's names.
+    """
     return values.get("auth_tokens_file") is not None
 
 
@@ -65,18 +76,23 @@ class SidecarSettings(TierSettings):
     Attributes:
         port: REST for people and probes inside the pod.
         socket_path: Unix socket for the serving processes of the pod.
-        arena_path: Directory for the shared-memory file, on an in-memory volume that the serving container mounts too.
+        arena_path: Directory for the shared-memory file, on an in-memory volume that the serving
+            container mounts too.
         arena_gb: Size of the shared memory.
-        arena_wait_s: How long to wait for room while engines still map the memory of an earlier start, seconds.
+        arena_wait_s: How long to wait for room while engines still map the memory of an earlier
+            start, seconds.
         arena_mode: Permissions of the shared-memory file, octal.
         arena_huge_pages: Whether to ask for transparent huge pages: `off` or `advise`.
-        arena_recover: Whether what is in shared memory is written down, and served again after a restart once it has been checked.
+        arena_recover: Whether what is in shared memory is written down, and served again after a
+            restart once it has been checked.
         remote_url: Remote tier, for example `lm://cache-storage:65432`.
-        remote_serde: How chunks are encoded for the remote tier: `naive` (as they are), `lossless`, or, with loss, `cachegen`,
-            `cachegen:high`, `cachegen:low`; all but the first need `lmcache-core[codec]`. What others have stored with loss is a miss
-            unless one of the last three is chosen.
+        remote_serde: How chunks are encoded for the remote tier: `naive` (as they are), `lossless`,
+            or, with loss, `cachegen`, `cachegen:high`, `cachegen:low`; all but the first need
+            `lmcache-core[codec]`. What others have stored with loss is a miss unless one of the
+            last three is chosen.
         disk_serde: The same for the disk.
-        peer_serde: The same for chunks that are served to peers who can read it; also decides whether what peers send with loss is taken.
+        peer_serde: The same for chunks that are served to peers who can read it; also decides
+            whether what peers send with loss is taken.
         lookup_url: The lookup service.
         broker_url: The broker.
         lm_host: Where to serve chunks to peers.
@@ -88,12 +104,13 @@ class SidecarSettings(TierSettings):
         tenant: Namespace of this pod's chunks.
         zone: Failure domain of this pod, so that peers close by serve it.
         node: Machine of this pod.
-        verify_hot: What engines verify when they load from shared memory: every chunk, 1 in 16, or none; `auto`: 1 in 16 where their KV is
-            on a GPU, else every chunk.
+        verify_hot: What engines verify when they load from shared memory: every chunk, 1 in 16, or
+            none; `auto`: 1 in 16 where their KV is on a GPU, else every chunk.
         tier_timeout_s: Longest wait on lower tiers for one request, seconds.
-        drain_timeout_s: How long it may take at the end to finish pending writes and to hand on what only this sidecar holds, seconds.
-        accept_handover: Whether peers that end may hand over their chunks to this sidecar. By default, if peers show tokens: whoever may
-            put chunks decides what engines load.
+        drain_timeout_s: How long it may take at the end to finish pending writes and to hand on
+            what only this sidecar holds, seconds.
+        accept_handover: Whether peers that end may hand over their chunks to this sidecar. By
+            default, if peers show tokens: whoever may put chunks decides what engines load.
     """
 
     model_config = SettingsConfigDict(env_prefix="LMCACHE_SIDECAR_")
@@ -130,7 +147,10 @@ class SidecarSettings(TierSettings):
     @classmethod
     def _check_arena_mode(cls, value: object) -> object:
         if not isinstance(value, str) or ARENA_MODE.fullmatch(value) is None:
-            raise ValueError(f"{value!r}: three octal digits in quotes, of which the first lets the owner read and write, such as '0660'")
+            raise ValueError(
+                f"{value!r}: three octal digits in quotes, of which the first lets the owner read"
+                " and write, such as '0660'"
+            )
         return value
 
     @field_validator("tenant")
@@ -164,21 +184,39 @@ class SidecarSettings(TierSettings):
     @model_validator(mode="after")
     def _check_contradictions(self) -> SidecarSettings:
         if (self.lookup_url is None) != (self.broker_url is None):
-            raise ValueError("lookup_url and broker_url go together: peers are found through both; set both or none")
+            raise ValueError(
+                "lookup_url and broker_url go together: peers are found through both; set both or"
+                " none"
+            )
         if self.remote_serde != "naive" and self.remote_url is None:
             raise ValueError(
-                f"remote_serde={self.remote_serde!r}, but there is no remote tier to encode for: set remote_url or leave it out"
+                f"remote_serde={self.remote_serde!r}, but there is no remote tier to encode for:"
+                " set remote_url or leave it out"
             )
         if self.disk_serde != "naive" and self.disk_path is None:
-            raise ValueError(f"disk_serde={self.disk_serde!r}, but there is no disk to encode for: set disk_path or leave it out")
-        if self.accept_handover and self.ticket_keys_file is not None and self.auth_tokens_file is None:
             raise ValueError(
-                "accept_handover=true, but with ticket_keys_file alone nobody may put anything: set auth_tokens_file too, or leave it out"
+                f"disk_serde={self.disk_serde!r}, but there is no disk to encode for: set disk_path"
+                " or leave it out"
             )
-        if not is_loopback(self.lm_host) and self.auth_tokens_file is None and self.ticket_keys_file is None and not self.allow_anonymous:
+        if (
+            self.accept_handover
+            and self.ticket_keys_file is not None
+            and self.auth_tokens_file is None
+        ):
             raise ValueError(
-                f"lm_host={self.lm_host!r} is reachable from other machines, but neither ticket_keys_file nor auth_tokens_file is set: "
-                "set one, or set allow_anonymous=true if a NetworkPolicy is all the protection you want"
+                "accept_handover=true, but with ticket_keys_file alone nobody may put anything: set"
+                " auth_tokens_file too, or leave it out"
+            )
+        if (
+            not is_loopback(self.lm_host)
+            and self.auth_tokens_file is None
+            and self.ticket_keys_file is None
+            and not self.allow_anonymous
+        ):
+            raise ValueError(
+                f"lm_host={self.lm_host!r} is reachable from other machines, but neither"
+                " ticket_keys_file nor auth_tokens_file is set: set one, or set"
+                " allow_anonymous=true if a NetworkPolicy is all the protection you want"
             )
         self.refuse_plaintext("lm_host", self.lm_host)
         self.check_scheme("distributed_url", self.distributed_url)

@@ -1,4 +1,6 @@
-"""How much of what this sidecar holds would be lost with it: what nobody else holds, estimated from a sample."""
+"""How much of what this sidecar holds would be lost with it: what nobody else holds, estimated
+from a sample.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class SoleBytes:
         num_bytes: The last estimate; None while nobody could be asked.
     """
 
-    def __init__(self, chunks: LocalChunks, remote: StorageBackend | None, holders: Holders, timeout_s: float) -> None:
+    def __init__(
+        self, chunks: LocalChunks, remote: StorageBackend | None, holders: Holders, timeout_s: float
+    ) -> None:
         self._chunks = chunks
         self._remote = remote
         self._holders = holders
@@ -39,7 +43,9 @@ class SoleBytes:
         self.num_bytes: int | None = None
 
     async def measure(self) -> None:
-        """Estimate anew; to be repeated. Chunks are listed in a thread: a large disk has so many that engines would wait for it."""
+        """Estimate anew; to be repeated. Chunks are listed in a thread: a large disk has so many
+        that engines would wait for it.
+        """
         num_held, sample = await asyncio.to_thread(self._sampled)
         try:
             num_alone = await self._alone(sample)
@@ -52,7 +58,10 @@ class SoleBytes:
     def _sampled(self) -> tuple[int, list[tuple[ChunkKey, int]]]:
         """Bytes of all that is held, and some of it."""
         held = self._chunks.hottest_first()
-        return sum(num_bytes for _, num_bytes in held), held[:: max(1, math.ceil(len(held) / MAX_SAMPLED_CHUNKS))]
+        return (
+            sum(num_bytes for _, num_bytes in held),
+            held[:: max(1, math.ceil(len(held) / MAX_SAMPLED_CHUNKS))],
+        )
 
     async def _alone(self, sample: list[tuple[ChunkKey, int]]) -> int:
         """Bytes of those that nobody else has."""
@@ -62,7 +71,11 @@ class SoleBytes:
             sample = [chunk for chunk, is_there in zip(sample, there, strict=True) if not is_there]
         if not sample:
             return 0
-        found = await self._holders.of([key.key.chunk_id() for key, _ in sample], MAX_SAMPLED_CHUNKS)
+        found = await self._holders.of(
+            [key.key.chunk_id() for key, _ in sample], MAX_SAMPLED_CHUNKS
+        )
         if None in found:
             raise UnavailableError("lookup does not know who holds what")
-        return sum(num_bytes for (_, num_bytes), holders in zip(sample, found, strict=True) if not holders)
+        return sum(
+            num_bytes for (_, num_bytes), holders in zip(sample, found, strict=True) if not holders
+        )

@@ -19,7 +19,12 @@ from lmcache_core.storage.hot import LocalCPUBackend, OnKept
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.remote.locating import LookupLocator
-from lmcache_core.storage.wrappers import BreakerBackend, EncodedBackend, MeteredBackend, TracedBackend
+from lmcache_core.storage.wrappers import (
+    BreakerBackend,
+    EncodedBackend,
+    MeteredBackend,
+    TracedBackend,
+)
 from lmcache_core.storage.wrappers.priced import PricedBackend
 from lmcache_core.wire.capabilities import Accepts
 
@@ -50,7 +55,8 @@ class SidecarTiers:
 
 
 class TierMaker:
-    """Makes tiers. Each has a door, since others may have written what lies there: engines are handed nothing that was not asked for.
+    """Makes tiers. Each has a door, since others may have written what lies there: engines are
+    handed nothing that was not asked for.
 
     Args:
         settings: Which there are.
@@ -60,7 +66,14 @@ class TierMaker:
         tls: Whom to trust behind `lm+tls://` and `https://`, and what to show there.
     """
 
-    def __init__(self, settings: SidecarSettings, announcer: TierAnnouncer, codecs: Codecs, token: ShownToken, tls: ClientTls) -> None:
+    def __init__(
+        self,
+        settings: SidecarSettings,
+        announcer: TierAnnouncer,
+        codecs: Codecs,
+        token: ShownToken,
+        tls: ClientTls,
+    ) -> None:
         self._settings = settings
         self._announcer = announcer
         self._codecs = codecs
@@ -68,7 +81,11 @@ class TierMaker:
         self._tls = tls
 
     def make(
-        self, memory: ArenaAllocator, on_kept: OnKept | None, lookup: LookupClient | None, broker: BrokerClient | None
+        self,
+        memory: ArenaAllocator,
+        on_kept: OnKept | None,
+        lookup: LookupClient | None,
+        broker: BrokerClient | None,
     ) -> SidecarTiers:
         """All tiers; peers only where both lookup and broker are known.
 
@@ -87,7 +104,11 @@ class TierMaker:
             on_kept=on_kept,
         )
         disk = self._disk()
-        decoded = None if disk is None else EncodedBackend(disk, self._codecs, settings.disk_serde, seals=True)
+        decoded = (
+            None
+            if disk is None
+            else EncodedBackend(disk, self._codecs, settings.disk_serde, seals=True)
+        )
         remote = None if settings.remote_url is None else self._remote(settings.remote_url, lookup)
         on_disk = () if decoded is None else (self._guarded(decoded),)
         pulling = None if lookup is None or broker is None else self._peers(lookup, broker)
@@ -121,18 +142,32 @@ class TierMaker:
         """They encode as they are set; what is taken from them is what this sidecar would send."""
         settings = self._settings
         accepts = self._accepts(settings.peer_serde)
-        pool = PeerPool(settings.instance_id, PEER_TIER, settings.tier_timeout_s, accepts=accepts, tls=self._tls)
+        pool = PeerPool(
+            settings.instance_id, PEER_TIER, settings.tier_timeout_s, accepts=accepts, tls=self._tls
+        )
         return P2PBackend(settings.instance_id, lookup, broker, pool)
 
     def _decoded(self, peers: P2PBackend) -> StorageBackend:
-        return EncodedBackend(peers, self._codecs, accepts_lossy=self._accepts(self._settings.peer_serde).lossy, seals=True)
+        return EncodedBackend(
+            peers,
+            self._codecs,
+            accepts_lossy=self._accepts(self._settings.peer_serde).lossy,
+            seals=True,
+        )
 
     def _remote(self, url: str, lookup: LookupClient | None) -> StorageBackend:
         settings = self._settings
         locate = None if lookup is None else LookupLocator(lookup)
         accepts = self._accepts(settings.remote_serde)
         timeout_s = settings.tier_timeout_s
-        remote = create_remote_backend(url, token=self._token, timeout_s=timeout_s, accepts=accepts, locate=locate, tls=self._tls)
+        remote = create_remote_backend(
+            url,
+            token=self._token,
+            timeout_s=timeout_s,
+            accepts=accepts,
+            locate=locate,
+            tls=self._tls,
+        )
         return EncodedBackend(remote, self._codecs, settings.remote_serde, seals=True)
 
     def _accepts(self, serde: str) -> Accepts:

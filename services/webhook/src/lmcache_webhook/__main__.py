@@ -1,4 +1,6 @@
-"""The command `lmcache-webhook`: serves, or with `certificate` as its first argument makes the certificate to serve with."""
+"""The command `lmcache-webhook`: serves, or with `certificate` as its first argument makes the
+certificate to serve with.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ CERTIFICATE: Final = "certificate"
 def main() -> int:
     """Run the webhook until SIGTERM, or make a certificate."""
     if sys.argv[1:2] == [CERTIFICATE]:
-        from lmcache_webhook.certificate.command import main as make_certificate  # who serves needs neither the API's client nor keys
+        from lmcache_webhook.certificate.command import (
+            main as make_certificate,
+        )  # who serves needs neither the API's client nor keys
 
         return make_certificate(sys.argv[2:])
     return run_service("lmcache-webhook", WebhookSettings, create_app)

@@ -32,7 +32,13 @@ def create_app(settings: WebhookSettings) -> FastAPI:
         app.state.webhook = WebhookParts(reviewer)
         yield
 
-    return create_service_app(settings, "lmcache-webhook", lifespan=lifespan, routers=[router], bodies=BodyBounds(MAX_BODY_BYTES))
+    return create_service_app(
+        settings,
+        "lmcache-webhook",
+        lifespan=lifespan,
+        routers=[router],
+        bodies=BodyBounds(MAX_BODY_BYTES),
+    )
 
 
 def injection_options(settings: WebhookSettings) -> InjectionOptions:
@@ -60,7 +66,14 @@ def injection_options(settings: WebhookSettings) -> InjectionOptions:
         kubernetes_service=settings.kubernetes_service,
         kubernetes_namespace=settings.kubernetes_namespace,
         tenants=tuple(
-            Tenant(one.name, frozenset(one.namespaces), one.credentials_secret, one.keys_secret, one.tls_secret) for one in settings.tenants
+            Tenant(
+                one.name,
+                frozenset(one.namespaces),
+                one.credentials_secret,
+                one.keys_secret,
+                one.tls_secret,
+            )
+            for one in settings.tenants
         ),
     )
 

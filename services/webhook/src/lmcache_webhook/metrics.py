@@ -22,7 +22,11 @@ class WebhookCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the webhook."""
-        reviews = CounterMetricFamily(REVIEWS_TOTAL, "Pods that were reviewed, by what became of them.", labels=[LABEL_VERDICT])
+        reviews = CounterMetricFamily(
+            REVIEWS_TOTAL,
+            "Pods that were reviewed, by what became of them.",
+            labels=[LABEL_VERDICT],
+        )
         for verdict in VERDICTS:
             reviews.add_metric([verdict], self._reviewer.counts[verdict])
         yield reviews

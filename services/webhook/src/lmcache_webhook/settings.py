@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal, Self
 
 from lmcache_core.security import validate_tenant
 from lmcache_servicekit.settings import Port, ServiceSettings
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import SettingsConfigDict
 
 from lmcache_webhook.injection.quantity import amount_of
@@ -22,7 +30,9 @@ _ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-.a-z0-9]{0,
 _LabelValue = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 _NamespaceName = Annotated[str, StringConstraints(pattern=NAMESPACES_PATTERN)]
 _OptionName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
-_Image = Annotated[str, StringConstraints(pattern=r"^[\w.-][\w./:@-]*$", min_length=1, max_length=500)]
+_Image = Annotated[
+    str, StringConstraints(pattern=r"^[\w.-][\w./:@-]*$", min_length=1, max_length=500)
+]
 _Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]{1,3})?m?$")]
 
 _OWN_OPTIONS = re.compile(
@@ -31,14 +41,17 @@ _OWN_OPTIONS = re.compile(
 
 
 class TenantEntry(BaseModel):
-    """In which namespaces pods may be of a tenant, and what their sidecars show there. Secrets are those of the pod's namespace.
+    """In which namespaces pods may be of a tenant, and what their sidecars show there. Secrets are
+    those of the pod's namespace.
 
     Attributes:
         name: The tenant.
         namespaces: Where; `*` is every namespace.
-        credentials_secret: Secret with `tokens.yaml` and `sidecar-token`; None: the services ask for no tokens.
+        credentials_secret: Secret with `tokens.yaml` and `sidecar-token`; None: the services ask
+            for no tokens.
         keys_secret: Secret with `ticket-keys` and `salt`; None: pulls need no tickets.
-        tls_secret: Secret with `tls.crt`, `tls.key` and `ca.crt` for what sidecars serve and call; None: unencrypted.
+        tls_secret: Secret with `tls.crt`, `tls.key` and `ca.crt` for what sidecars serve and call;
+            None: unencrypted.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -58,21 +71,25 @@ class WebhookSettings(ServiceSettings):
         sidecar_image: Image of `lmcache-sidecar`.
         payload_image: Image with what goes into vLLM's process.
         image_pull_policy: Of both.
-        sidecar_template_file: YAML file with members of the sidecar's container that are laid over ours (docs/injection.md); None: ours
-            as they are. Read once.
-        sidecar_options: Options of `lmcache-sidecar` by name, for example `lookup_url`; those that the webhook decides are refused.
+        sidecar_template_file: YAML file with members of the sidecar's container that are laid over
+            ours (docs/injection.md); None: ours as they are. Read once.
+        sidecar_options: Options of `lmcache-sidecar` by name, for example `lookup_url`; those that
+            the webhook decides are refused.
         arena_gb: Shared memory of a pod that does not say.
         max_arena_gb: The most that a pod may ask for.
         disk_gb: Disk on the node of a pod that does not say; 0 for none.
         max_disk_gb: The most that a pod may ask for.
         memory_overhead_mb: Memory of the sidecar beside the arena, MiB.
-        payload_resources: Requests and limits of the container that copies the payload, as in a container.
+        payload_resources: Requests and limits of the container that copies the payload, as in a
+            container.
         sidecar_cpu: What the sidecar requests, as Kubernetes writes it.
-        run_as_user: Whom the sidecar runs as where neither pod nor annotation says whom vLLM runs as; None: as the cluster decides.
+        run_as_user: Whom the sidecar runs as where neither pod nor annotation says whom vLLM runs
+            as; None: as the cluster decides.
         tenants: The first entry whose namespaces fit, and whose name the pod names if it names one.
-        kubernetes_service: Name of the Service by whose endpoints the broker finds sidecars (its `kubernetes_service`): pods of
-            `kubernetes_namespace` get it as the label by which that Service selects, if they are of the first tenant there, which the
-            broker takes them for. None: sidecars are known by their registrations alone.
+        kubernetes_service: Name of the Service by whose endpoints the broker finds sidecars (its
+            `kubernetes_service`): pods of `kubernetes_namespace` get it as the label by which that
+            Service selects, if they are of the first tenant there, which the broker takes them for.
+            None: sidecars are known by their registrations alone.
         kubernetes_namespace: Namespace of that Service; a broker sees one alone.
         max_reviews_per_s: Reviews in a second; pods beyond are let through as they are.
     """
@@ -84,7 +101,9 @@ class WebhookSettings(ServiceSettings):
     payload_image: _Image
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     sidecar_template_file: Path | None = None
-    sidecar_options: dict[_OptionName, str | bool | int | float] = Field(default_factory=dict, max_length=MAX_OPTIONS)
+    sidecar_options: dict[_OptionName, str | bool | int | float] = Field(
+        default_factory=dict, max_length=MAX_OPTIONS
+    )
     arena_gb: float = Field(default=8.0, ge=0.0625, le=MAX_GB)
     max_arena_gb: float = Field(default=1024.0, ge=0.0625, le=MAX_GB)
     disk_gb: float = Field(default=0.0, ge=0, le=MAX_GB)
@@ -95,7 +114,9 @@ class WebhookSettings(ServiceSettings):
     )
     sidecar_cpu: _Quantity = "500m"
     run_as_user: int | None = Field(default=10001, ge=1, le=2**31 - 1)
-    tenants: list[TenantEntry] = Field(default=[TenantEntry()], min_length=1, max_length=MAX_TENANTS)
+    tenants: list[TenantEntry] = Field(
+        default=[TenantEntry()], min_length=1, max_length=MAX_TENANTS
+    )
     kubernetes_service: _LabelValue | None = None
     kubernetes_namespace: _LabelValue | None = None
     max_reviews_per_s: float = Field(default=200.0, gt=0, le=100_000)
@@ -117,13 +138,18 @@ class WebhookSettings(ServiceSettings):
             if asked is None or most is None:
                 raise ValueError(f"{name} is no quantity: write 500m or 64Mi")
             if asked > most:
-                raise ValueError(f"the request of {name} is above its limit: lower the one or raise the other")
+                raise ValueError(
+                    f"the request of {name} is above its limit: lower the one or raise the other"
+                )
         return resources
 
     @model_validator(mode="after")
     def _check_discovery(self) -> Self:
         if (self.kubernetes_service is None) != (self.kubernetes_namespace is None):
-            raise ValueError("kubernetes_service and kubernetes_namespace go together: set the other one too, or leave both out")
+            raise ValueError(
+                "kubernetes_service and kubernetes_namespace go together: set the other one too, or"
+                " leave both out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -131,6 +157,7 @@ class WebhookSettings(ServiceSettings):
         for default, most in (("arena_gb", "max_arena_gb"), ("disk_gb", "max_disk_gb")):
             if getattr(self, default) > getattr(self, most):
                 raise ValueError(
-                    f"{default}={getattr(self, default):g} is above {most}={getattr(self, most):g}: lower it or raise the other"
+                    f"{default}={getattr(self, default):g} is above {most}={getattr(self, most):g}:"
+                    " lower it or raise the other"
                 )
         return self

@@ -4,7 +4,17 @@ import pytest
 from lmcache_storage.compat.dialect import DIALECTS, Command
 from lmcache_storage.compat.refusals import CloseReason, RefusedError
 
-from tests.fixtures.compat import ABOUT, EXIST, GET, HEALTH, LIST, NO_VALUE, PUT, reply_bytes, request_bytes
+from tests.fixtures.compat import (
+    ABOUT,
+    EXIST,
+    GET,
+    HEALTH,
+    LIST,
+    NO_VALUE,
+    PUT,
+    reply_bytes,
+    request_bytes,
+)
 
 MAX = 1000
 both = pytest.mark.parametrize("dialect", DIALECTS)
@@ -14,7 +24,12 @@ both = pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("key", ["k", "vllm@model name@1@0@ab", "ключ", "k" * 150])
 def test_a_put_is_read(dialect: str, key: str) -> None:
     request = DIALECTS[dialect].parse(request_bytes(dialect, PUT, key, MAX, ABOUT), MAX)
-    assert (request.command, request.key, request.num_bytes, request.about) == (Command.PUT, key, MAX, ABOUT)
+    assert (request.command, request.key, request.num_bytes, request.about) == (
+        Command.PUT,
+        key,
+        MAX,
+        ABOUT,
+    )
 
 
 @both
@@ -27,7 +42,9 @@ def test_numbers_are_kept_whatever_they_are(dialect: str) -> None:
 @pytest.mark.parametrize("command", [GET, EXIST, HEALTH])
 @pytest.mark.parametrize("num_bytes", [-1, 0, 2**31 - 1])
 def test_only_a_put_brings_a_value(dialect: str, command: int, num_bytes: int) -> None:
-    assert DIALECTS[dialect].parse(request_bytes(dialect, command, "k", num_bytes), MAX).num_bytes == 0
+    assert (
+        DIALECTS[dialect].parse(request_bytes(dialect, command, "k", num_bytes), MAX).num_bytes == 0
+    )
 
 
 @both
@@ -54,7 +71,9 @@ def test_health_needs_no_key(dialect: str) -> None:
         (PUT, "k\n", 1, CloseReason.KEY),
     ],
 )
-def test_what_is_no_request_is_refused(dialect: str, command: int, key: str | bytes, num_bytes: int, reason: CloseReason) -> None:
+def test_what_is_no_request_is_refused(
+    dialect: str, command: int, key: str | bytes, num_bytes: int, reason: CloseReason
+) -> None:
     with pytest.raises(RefusedError) as refused:
         DIALECTS[dialect].parse(request_bytes(dialect, command, key, num_bytes), MAX)
     assert refused.value.reason is reason

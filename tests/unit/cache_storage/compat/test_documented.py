@@ -1,4 +1,6 @@
-"""docs/operations.md and docs/protocols.md say of the listener for LMCache clients what the code does."""
+"""docs/operations.md and docs/protocols.md say of the listener for LMCache clients what the code
+does.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def test_every_option_metric_and_reason_is_explained() -> None:
     text = (DOCS / "operations.md").read_text(encoding="utf-8").partition("## LMCache clients")[2]
     options = {name for name in StorageSettings.model_fields if name.startswith("lmcache_compat_")}
     assert set(re.findall(r"^\| `(lmcache_compat_\w+)`", text, re.MULTILINE)) == options
-    assert set(re.findall(r"lmcache_storage_compat_\w+", text)) == {name for name in DESCRIBED if "compat" in name}
+    assert set(re.findall(r"lmcache_storage_compat_\w+", text)) == {
+        name for name in DESCRIBED if "compat" in name
+    }
     for name in (*CloseReason, *(command.name.lower() for command in Command)):
         assert f"`{name}`" in text, name
 
@@ -28,5 +32,11 @@ def test_every_dialect_and_command_is_in_the_protocol() -> None:
     assert f"| {ABOUT_EXTENSION} foreign value | no |" in text
     section = text.partition("## LMCache compatibility")[2].partition("\n## ")[0]
     for dialect in DIALECTS.values():
-        assert re.search(rf"\| `{re.escape(dialect.name)}` \|.*{dialect.request.size} bytes.*{dialect.reply.size} bytes", section)
-    assert {int(number) for number in re.findall(r"^\| (\d) [A-Z]", section, re.MULTILINE)} == set(Command)
+        assert re.search(
+            rf"\| `{re.escape(dialect.name)}` \|.*{dialect.request.size}"
+            rf" bytes.*{dialect.reply.size} bytes",
+            section,
+        )
+    assert {int(number) for number in re.findall(r"^\| (\d) [A-Z]", section, re.MULTILINE)} == set(
+        Command
+    )

@@ -12,7 +12,17 @@ from lmcache_storage.compat.server import CompatServer
 from lmcache_storage.compat.session import CompatLimits
 from lmcache_storage.compat.values import ForeignValues
 
-from tests.fixtures.compat import GET, HEALTH, LIMITS, LIST, PUT, compat_client, listening, reply_bytes, request_bytes
+from tests.fixtures.compat import (
+    GET,
+    HEALTH,
+    LIMITS,
+    LIST,
+    PUT,
+    compat_client,
+    listening,
+    reply_bytes,
+    request_bytes,
+)
 from tests.fixtures.wire import MemoryStore, connected
 
 SHORT_S = 0.3
@@ -23,7 +33,10 @@ both = pytest.mark.parametrize("dialect", DIALECTS)
 
 @both
 async def test_there_and_back(dialect: str) -> None:
-    async with listening(dialect) as listener, compat_client(listener.server.port, dialect) as client:
+    async with (
+        listening(dialect) as listener,
+        compat_client(listener.server.port, dialect) as client,
+    ):
         assert await client.get("k") is None
         assert not await client.exists("k")
         await client.put("k", VALUE)
@@ -41,7 +54,9 @@ async def test_requests_sent_without_waiting_are_answered_in_order() -> None:
             await client.put(f"k{i}", bytes([i]) * 50_000)
         await client.raw.send(*(request_bytes("v0.3+", GET, f"k{i}") for i in range(20)))
         for i in range(20):
-            assert await client.raw.reader.readexactly(36) == reply_bytes("v0.3+", 200, 50_000, (1, 3, 2, 2, 4, 2))
+            assert await client.raw.reader.readexactly(36) == reply_bytes(
+                "v0.3+", 200, 50_000, (1, 3, 2, 2, 4, 2)
+            )
             assert await client.raw.reader.readexactly(50_000) == bytes([i]) * 50_000
 
 
@@ -58,7 +73,10 @@ async def test_requests_sent_without_waiting_are_answered_in_order() -> None:
 async def test_what_cannot_be_understood_closes_its_connection_alone(
     dialect: str, reason: str, command: int, key: bytes, num_bytes: int
 ) -> None:
-    async with listening(dialect) as listener, compat_client(listener.server.port, dialect) as other:
+    async with (
+        listening(dialect) as listener,
+        compat_client(listener.server.port, dialect) as other,
+    ):
         await other.put("k", b"value")
         async with connected(listener.server.port) as raw:
             await raw.send(request_bytes(dialect, command, key, num_bytes))
@@ -68,7 +86,9 @@ async def test_what_cannot_be_understood_closes_its_connection_alone(
 
 
 @pytest.mark.parametrize("num_sent", [1, 100, 185, 186 + 5, 186 + 100_000])
-async def test_a_request_that_ends_early_is_counted_and_gives_its_memory_back(num_sent: int) -> None:
+async def test_a_request_that_ends_early_is_counted_and_gives_its_memory_back(
+    num_sent: int,
+) -> None:
     async with listening() as listener:
         async with connected(listener.server.port) as raw:
             await raw.send((request_bytes("v0.3+", PUT, "k", len(VALUE)) + VALUE)[:num_sent])
@@ -92,7 +112,10 @@ async def test_a_client_that_just_goes_is_not_counted() -> None:
 
 @pytest.mark.parametrize("num_sent", [1, 185, 186, 186 + 100_000])
 async def test_a_slow_sender_is_cut_off_and_holds_no_memory(num_sent: int) -> None:
-    async with listening(transfer_timeout_s=SHORT_S, min_bytes_per_s=1 << 30) as listener, connected(listener.server.port) as raw:
+    async with (
+        listening(transfer_timeout_s=SHORT_S, min_bytes_per_s=1 << 30) as listener,
+        connected(listener.server.port) as raw,
+    ):
         await raw.send((request_bytes("v0.3+", PUT, "k", len(VALUE)) + VALUE)[:num_sent])
         assert await raw.is_closed()
         assert listener.closed("slow") == 1
@@ -101,7 +124,10 @@ async def test_a_slow_sender_is_cut_off_and_holds_no_memory(num_sent: int) -> No
 
 async def test_a_client_that_does_not_read_its_value_is_cut_off() -> None:
     value = bytes(LIMITS["max_value_bytes"])
-    async with listening(transfer_timeout_s=SHORT_S, min_bytes_per_s=1 << 30) as listener, compat_client(listener.server.port) as client:
+    async with (
+        listening(transfer_timeout_s=SHORT_S, min_bytes_per_s=1 << 30) as listener,
+        compat_client(listener.server.port) as client,
+    ):
         await client.put("k", value)
         assert await client.exists("k")
         with socket.socket() as deaf:
@@ -115,7 +141,10 @@ async def test_a_client_that_does_not_read_its_value_is_cut_off() -> None:
 
 
 async def test_silence_ends_a_connection_at_last() -> None:
-    async with listening(idle_timeout_s=SHORT_S) as listener, compat_client(listener.server.port) as client:
+    async with (
+        listening(idle_timeout_s=SHORT_S) as listener,
+        compat_client(listener.server.port) as client,
+    ):
         assert await client.ask(HEALTH) == reply_bytes("v0.3+", 200)
         assert await client.raw.is_closed()
         assert listener.closed("idle") == 1
@@ -123,7 +152,10 @@ async def test_silence_ends_a_connection_at_last() -> None:
 
 async def test_a_connection_too_many_is_closed_and_later_ones_are_served() -> None:
     async with listening(max_connections=2) as listener:
-        async with compat_client(listener.server.port) as first, compat_client(listener.server.port) as second:
+        async with (
+            compat_client(listener.server.port) as first,
+            compat_client(listener.server.port) as second,
+        ):
             for client in (first, second):
                 assert await client.ask(HEALTH) == reply_bytes("v0.3+", 200)
             async with connected(listener.server.port) as third:
@@ -138,7 +170,10 @@ async def test_a_connection_too_many_is_closed_and_later_ones_are_served() -> No
 
 
 async def test_a_value_without_room_is_read_to_its_end_and_not_kept() -> None:
-    async with listening(store=MemoryStore(1 << 20)) as listener, compat_client(listener.server.port) as client:
+    async with (
+        listening(store=MemoryStore(1 << 20)) as listener,
+        compat_client(listener.server.port) as client,
+    ):
         await client.put("large", bytes(2 << 20))
         await client.put("small", b"value")
         assert await client.get("large") is None
@@ -146,9 +181,15 @@ async def test_a_value_without_room_is_read_to_its_end_and_not_kept() -> None:
 
 
 async def test_values_on_their_way_in_hold_no_more_memory_than_they_may() -> None:
-    """The length alone takes memory; clients that announce much and send nothing must not take the arena."""
+    """The length alone takes memory; clients that announce much and send nothing must not take
+    the arena.
+    """
     async with listening(max_receiving_bytes=2 << 20, room_timeout_s=SHORT_S) as listener:
-        async with connected(listener.server.port) as one, connected(listener.server.port) as two, connected(listener.server.port) as three:
+        async with (
+            connected(listener.server.port) as one,
+            connected(listener.server.port) as two,
+            connected(listener.server.port) as three,
+        ):
             for greedy in (one, two, three):
                 await greedy.send(request_bytes("v0.3+", PUT, "greedy", 1 << 20))
             await asyncio.sleep(2 * SHORT_S)
@@ -159,7 +200,9 @@ async def test_values_on_their_way_in_hold_no_more_memory_than_they_may() -> Non
         await listener.store.arena.until_empty()
 
 
-async def test_who_breaks_the_protocol_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_breaks_the_protocol_is_logged_once_in_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with listening() as listener:
         with caplog.at_level(logging.INFO):
             for _ in range(5):
@@ -167,14 +210,20 @@ async def test_who_breaks_the_protocol_is_logged_once_in_a_while(caplog: pytest.
                     await raw.send(request_bytes("v0.3+", LIST, "secret-key"))
                     assert await raw.is_closed()
         assert listener.closed("command") == 5
-    lines = [record.getMessage() for record in caplog.records if "LMCache client" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "LMCache client" in record.getMessage()
+    ]
     assert len(lines) == 1
     assert "command 4" in lines[0]
     assert "secret-key" not in lines[0]
 
 
 async def test_close_lets_a_request_underway_end() -> None:
-    async with listening() as listener, compat_client(listener.server.port) as client, compat_client(listener.server.port) as idle:
+    async with (
+        listening() as listener,
+        compat_client(listener.server.port) as client,
+        compat_client(listener.server.port) as idle,
+    ):
         assert await idle.ask(HEALTH) == reply_bytes("v0.3+", 200)
         listener.store.gate = asyncio.Event()
         await client.raw.send(request_bytes("v0.3+", GET, "k"))
@@ -202,7 +251,9 @@ async def test_a_port_that_is_taken_is_named() -> None:
     async with listening() as listener:
         counters = Counters()
         values = ForeignValues(listener.store, "acme", "v0.2", counters)
-        second = CompatServer(values, DIALECTS["v0.2"], CompatLimits(**LIMITS), counters, port=listener.server.port)
+        second = CompatServer(
+            values, DIALECTS["v0.2"], CompatLimits(**LIMITS), counters, port=listener.server.port
+        )
         with pytest.raises(UnavailableError, match=f"127.0.0.1:{listener.server.port}"):
             await second.open()
         await second.close()

@@ -23,7 +23,9 @@ class World:
     counters: Counters
     values: ForeignValues
 
-    async def put(self, key: str, value: bytes, about: tuple[int, int, int, int, int, int] = ABOUT) -> bool:
+    async def put(
+        self, key: str, value: bytes, about: tuple[int, int, int, int, int, int] = ABOUT
+    ) -> bool:
         memory = self.values.allocate(len(value))
         assert memory is not None
         with memory:
@@ -72,7 +74,12 @@ async def test_the_record_says_what_it_is(world: World) -> None:
     await world.put(LONGEST_KEY, b"value", (-(2**31), 2**31 - 1, 1, 2, 3, 4))
     chunk = world.store.chunks[chunk_key(LONGEST_KEY)]
     header, payload_bytes = decode_head(chunk.head, chunk_key(LONGEST_KEY).key)
-    assert (header.serde, header.lossy, header.digest, payload_bytes) == ("lmcache-v0.3+", True, payload_digest(b"value"), 5)
+    assert (header.serde, header.lossy, header.digest, payload_bytes) == (
+        "lmcache-v0.3+",
+        True,
+        payload_digest(b"value"),
+        5,
+    )
     assert len(chunk.head) <= MAX_HEAD_BYTES
     world.check_no_references()
 
@@ -117,9 +124,13 @@ async def test_dialects_and_tenants_see_nothing_of_one_another(world: World) -> 
 
 @pytest.mark.parametrize("serde", ["naive", "lmcache-v0.3+"])
 async def test_what_others_put_under_such_a_name_is_not_served(world: World, serde: str) -> None:
-    """KV of our own engines under this name, or a record of the right serde that does not say what its value is."""
+    """KV of our own engines under this name, or a record of the right serde that does not say
+    what its value is.
+    """
     key = chunk_key("k")
-    header = msgspec.structs.replace(raw_header(key.key, (3,), "uint8", payload_digest(b"abc")), serde=serde)
+    header = msgspec.structs.replace(
+        raw_header(key.key, (3,), "uint8", payload_digest(b"abc")), serde=serde
+    )
     await world.store.put(Chunk(key, header, None, BytesBufferMemoryObj(b"abc"), "test"))
     assert await world.get("k") is None
     assert world.unservable("encoding") == 1

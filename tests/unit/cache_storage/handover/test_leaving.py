@@ -1,4 +1,6 @@
-"""Chunks that have been given away: other servers do not rely on them, and whoever stores one anew keeps it."""
+"""Chunks that have been given away: other servers do not rely on them, and whoever stores one
+anew keeps it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ async def asked_by(made: Here, *, hands_over: bool) -> AsyncIterator[LmClient]:
     """What `made` says to another server, or to a client."""
     server = LmServer(made.door, lambda token: ADMIN, name="s-0")
     await server.open()
-    client = LmClient("127.0.0.1", server.port, None, ClientOptions(timeout_s=2, hands_over=hands_over))
+    client = LmClient(
+        "127.0.0.1", server.port, None, ClientOptions(timeout_s=2, hands_over=hands_over)
+    )
     yield client
     await client.close()
     await server.close()
@@ -52,10 +56,16 @@ async def forgotten(made: Here) -> None:
 
 
 async def test_a_server_that_takes_chunks_and_ends_gives_them_back_to_stay() -> None:
-    async with here("s-1") as made, asked_by(made, hands_over=True) as ending, asked_by(made, hands_over=False) as reader:
+    async with (
+        here("s-1") as made,
+        asked_by(made, hands_over=True) as ending,
+        asked_by(made, hands_over=False) as reader,
+    ):
         await moved(made)
         assert await reader.contains(KEYS) == [True] * len(KEYS)
-        assert await ending.contains(KEYS) == [key not in STRANGERS for key in KEYS], "what is about to be forgotten is as good as gone"
+        assert await ending.contains(KEYS) == [key not in STRANGERS for key in KEYS], (
+            "what is about to be forgotten is as good as gone"
+        )
         back = [make_chunk(KEYS.index(key)) for key in STRANGERS[:3]]
         assert await ending.hand_over(back, may_evict=False) == [True] * 3
         assert await ending.contains(STRANGERS) == [True] * 3 + [False] * (len(STRANGERS) - 3)
@@ -112,7 +122,9 @@ async def test_what_a_dead_server_took_stays() -> None:
         assert await ending.contains(KEYS) == [True] * len(KEYS)
 
 
-async def test_storing_waits_until_the_old_copy_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_storing_waits_until_the_old_copy_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     leaving, key, go = Leaving(), KEYS[0], asyncio.Event()
     seen: list[str] = []
 

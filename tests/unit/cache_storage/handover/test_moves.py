@@ -87,8 +87,12 @@ class Here:
         self.pins = PinBoard(self.stack, arena.capacity_bytes, 1.0)
         self.leaving = Leaving()
         served = ServedDoor(StayingStore(LocalStore(self.stack, lambda: True), self.leaving))
-        self.door = HandoverDoor(served, self.counters, self.held, self.stack, self.leaving, lambda: True)
-        self.rebalancer = Rebalancer(self.held, self.stack, self.neighbours, self.mover, self.door, self.pins, lambda: True)
+        self.door = HandoverDoor(
+            served, self.counters, self.held, self.stack, self.leaving, lambda: True
+        )
+        self.rebalancer = Rebalancer(
+            self.held, self.stack, self.neighbours, self.mover, self.door, self.pins, lambda: True
+        )
 
     async def start(self, *names: str) -> None:
         for name in names:
@@ -116,7 +120,9 @@ class Here:
         return [Address("127.0.0.1", server.port, "") for server in self.servers.values()]
 
     def _client(self, address: Address) -> LmClient:
-        return LmClient(address.host, address.port, None, ClientOptions(timeout_s=2, hands_over=True))
+        return LmClient(
+            address.host, address.port, None, ClientOptions(timeout_s=2, hands_over=True)
+        )
 
 
 @asynccontextmanager
@@ -142,9 +148,13 @@ async def test_a_drain_gives_each_chunk_to_its_home_the_hottest_first() -> None:
         assert made.drain.moved == Moved(total=40, handed_over=40)
         assert made.drain.is_complete
         for key in KEYS:
-            assert [name for name, store in made.others.items() if key in store.chunks] == [home(["s-1", "s-2"], key.key.chunk_id())]
+            assert [name for name, store in made.others.items() if key in store.chunks] == [
+                home(["s-1", "s-2"], key.key.chunk_id())
+            ]
         for name, store in made.others.items():
-            hottest = {key for key in KEYS[5:10] if home(["s-1", "s-2"], key.key.chunk_id()) == name}
+            hottest = {
+                key for key in KEYS[5:10] if home(["s-1", "s-2"], key.key.chunk_id()) == name
+            }
             assert set(store.order[: len(hottest)]) == hottest
         assert made.counted("handed_over") == 40
 
@@ -153,8 +163,12 @@ async def test_what_is_there_is_not_sent_and_what_is_refused_goes_to_the_second_
     async with here("s-1", "s-2", "s-3") as made:
         await made.put(KEYS)
         made.others["s-2"].takes = False
-        there = next(key for key in KEYS if home(["s-1", "s-2", "s-3"], key.key.chunk_id()) == "s-1")
-        await made.others["s-1"].put(make_chunk(KEYS.index(there), allocate=made.others["s-1"].arena))
+        there = next(
+            key for key in KEYS if home(["s-1", "s-2", "s-3"], key.key.chunk_id()) == "s-1"
+        )
+        await made.others["s-1"].put(
+            make_chunk(KEYS.index(there), allocate=made.others["s-1"].arena)
+        )
         made.others["s-1"].chunks[there].release()
         await made.drain.run()
         assert made.drain.moved == Moved(total=40, handed_over=39, already_elsewhere=1)
@@ -204,7 +218,9 @@ async def test_a_drain_ends_in_time_whoever_hangs() -> None:
         made.others["s-1"].gate.set()
 
 
-async def test_chunks_move_home_when_it_is_quiet_and_are_forgotten_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunks_move_home_when_it_is_quiet_and_are_forgotten_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rebalancing, "FORGET_AFTER_S", 0.2)
     async with here("s-1") as made:
         await made.put(KEYS)
@@ -223,8 +239,12 @@ async def test_chunks_move_home_when_it_is_quiet_and_are_forgotten_later(monkeyp
 
 
 @pytest.mark.parametrize("tenant", ["default", "rival"])
-@pytest.mark.parametrize("why", ["says that it is gone", "is of an earlier version", "takes no questions of ours"])
-async def test_what_the_receiver_is_not_known_to_hold_is_not_forgotten(monkeypatch: pytest.MonkeyPatch, tenant: str, why: str) -> None:
+@pytest.mark.parametrize(
+    "why", ["says that it is gone", "is of an earlier version", "takes no questions of ours"]
+)
+async def test_what_the_receiver_is_not_known_to_hold_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch, tenant: str, why: str
+) -> None:
     """It said of each chunk that it had stored it. Only what it says afterwards counts."""
     monkeypatch.setattr(rebalancing, "FORGET_AFTER_S", 0.2)
     async with here("s-1") as made:

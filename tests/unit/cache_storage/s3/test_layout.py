@@ -26,6 +26,14 @@ def test_its_own_names_are_known_again(tenant: str, prefix: str) -> None:
     assert not is_record(name, "z" + prefix, None)
 
 
-@pytest.mark.parametrize("name", ["lmcache/a/readme", "lmcache/a/00/x.kvr", f"lmcache/a/0/{'0' * 64}.kvr", f"lmcache/00/{'0' * 64}.kvr"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lmcache/a/readme",
+        "lmcache/a/00/x.kvr",
+        f"lmcache/a/0/{'0' * 64}.kvr",
+        f"lmcache/00/{'0' * 64}.kvr",
+    ],
+)
 def test_other_names_are_nobodys(name: str) -> None:
     assert not is_record(name, "lmcache/", None)

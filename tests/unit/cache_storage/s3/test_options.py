@@ -33,7 +33,9 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], what: str) -> None
     assert "hush" not in str(refused.value)
 
 
-def test_without_a_bucket_there_is_none_and_its_library_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_bucket_there_is_none_and_its_library_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     assert create_s3_backend(StorageSettings()) is None
 
@@ -50,7 +52,9 @@ def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.Mon
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, option: str) -> None:
     present = tmp_path / "present"
     present.write_text("something")
-    files = {"s3_access_key_file": present, "s3_secret_key_file": present} | {option: tmp_path / "absent"}
+    files = {"s3_access_key_file": present, "s3_secret_key_file": present} | {
+        option: tmp_path / "absent"
+    }
     with pytest.raises(ConfigError, match=f"{option}=.*absent"):
         create_s3_backend(StorageSettings(s3_bucket="kv", **files))
 
@@ -58,7 +62,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, option: str) -> None:
 async def test_a_bucket_that_is_away_degrades_and_refuses_nothing(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("key-of-tests")
     keys = {"s3_access_key_file": tmp_path / "key", "s3_secret_key_file": tmp_path / "key"}
-    async with serving(s3_bucket="kv", s3_endpoint_url="http://127.0.0.1:1", s3_timeout_s=1, **keys) as (client, _):
+    async with serving(
+        s3_bucket="kv", s3_endpoint_url="http://127.0.0.1:1", s3_timeout_s=1, **keys
+    ) as (client, _):
         answer = await client.get("/readyz")
         assert answer.status_code == 200
         assert "key-of-tests" not in answer.text

@@ -1,4 +1,6 @@
-"""The bridge: results reach exactly one owner, waits end, and a closed loop is an error that callers know."""
+"""The bridge: results reach exactly one owner, waits end, and a closed loop is an error that
+callers know.
+"""
 
 from __future__ import annotations
 
@@ -81,12 +83,16 @@ def test_what_lasts_too_long_is_cancelled(loop: LoopThread) -> None:
 @pytest.mark.parametrize("lateness_s", [-0.02, -0.002, 0.0, 0.002, 0.05])
 def test_a_late_result_is_discarded_and_none_is_lost(loop: LoopThread, lateness_s: float) -> None:
     """Whatever the race, each result is either returned or discarded."""
-    begun: list[int] = []  # on a busy machine, one that is cancelled before its first step has no result
+    begun: list[
+        int
+    ] = []  # on a busy machine, one that is cancelled before its first step has no result
     discarded: list[int] = []
     returned: list[int] = []
     for number in range(30):
         with contextlib.suppress(UnavailableError):
-            returned.append(loop.run(_unstoppable(begun, number, 0.03 + lateness_s), 0.03, discarded.append))
+            returned.append(
+                loop.run(_unstoppable(begun, number, 0.03 + lateness_s), 0.03, discarded.append)
+            )
     assert begun
     deadline = time.monotonic() + 5.0
     while len(discarded) + len(returned) < len(begun):

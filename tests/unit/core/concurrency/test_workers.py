@@ -1,4 +1,6 @@
-"""Threads for digests: used while they are there, done without when they are not, and nothing is ever lost."""
+"""Threads for digests: used while they are there, done without when they are not, and nothing is
+ever lost.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,10 @@ def test_the_number_of_threads_is_bounded() -> None:
     workers = Workers("test-worker")
     workers.open()
     try:
-        names = {future.result() for future in [workers.submit(thread_name) for _ in range(50 * MAX_THREADS)]}
+        names = {
+            future.result()
+            for future in [workers.submit(thread_name) for _ in range(50 * MAX_THREADS)]
+        }
         assert 1 <= len(names) <= MAX_THREADS
     finally:
         workers.close()
@@ -132,7 +137,9 @@ def test_work_runs_once_where_no_more_threads_can_be_started(workers: Workers) -
     assert ran == [thread_name()]
 
 
-def test_work_that_ran_without_threads_is_let_go_and_threads_that_come_later_are_used(workers: Workers) -> None:
+def test_work_that_ran_without_threads_is_let_go_and_threads_that_come_later_are_used(
+    workers: Workers,
+) -> None:
     given = Something()
     with no_more_threads():
         assert workers.submit(id, given).result() == id(given)
@@ -142,7 +149,9 @@ def test_work_that_ran_without_threads_is_let_go_and_threads_that_come_later_are
     assert workers.submit(thread_name).result().startswith("test-worker")
 
 
-def test_work_that_a_thread_took_meanwhile_is_left_to_it(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_a_thread_took_meanwhile_is_left_to_it(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread that was busy becomes free while another one is being started in vain."""
     ran: list[str] = []
     may_end, has_begun, has_failed = threading.Event(), threading.Event(), threading.Event()
@@ -194,7 +203,11 @@ def test_close_between_submits_loses_nothing() -> None:
         results: list[Future[int]] = []
         start = threading.Barrier(NUM_SUBMITTERS + 1)
 
-        def submit(workers: Workers = workers, results: list[Future[int]] = results, start: threading.Barrier = start) -> None:
+        def submit(
+            workers: Workers = workers,
+            results: list[Future[int]] = results,
+            start: threading.Barrier = start,
+        ) -> None:
             start.wait()
             results.extend(workers.submit(abs, -number) for number in range(20))
 
@@ -205,4 +218,6 @@ def test_close_between_submits_loses_nothing() -> None:
         workers.close()
         for thread in threads:
             thread.join()
-        assert sorted(future.result(5.0) for future in results) == sorted(list(range(20)) * NUM_SUBMITTERS)
+        assert sorted(future.result(5.0) for future in results) == sorted(
+            list(range(20)) * NUM_SUBMITTERS
+        )

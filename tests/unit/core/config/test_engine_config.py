@@ -29,8 +29,16 @@ def from_yaml(tmp_path, text):
 
 
 def test_options_change_the_defaults_by_name_and_by_place():
-    config = LMCacheEngineConfig.from_defaults(128, False, remote_url="lm://h", verify_hot="never", tier_timeout_s=0.5)
-    assert (config.chunk_size, config.local_cpu, config.remote_url, config.verify_hot, config.tier_timeout_s) == (
+    config = LMCacheEngineConfig.from_defaults(
+        128, False, remote_url="lm://h", verify_hot="never", tier_timeout_s=0.5
+    )
+    assert (
+        config.chunk_size,
+        config.local_cpu,
+        config.remote_url,
+        config.verify_hot,
+        config.tier_timeout_s,
+    ) == (
         128,
         False,
         "lm://h",
@@ -44,7 +52,10 @@ def test_a_config_cannot_be_changed():
         LMCacheEngineConfig.from_defaults().chunk_size = 1
 
 
-@pytest.mark.parametrize(("wrong", "right"), [("chunk_sizes", "chunk_size"), ("local_cpus", "local_cpu"), ("remote_uri", "remote_url")])
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("chunk_sizes", "chunk_size"), ("local_cpus", "local_cpu"), ("remote_uri", "remote_url")],
+)
 def test_a_misspelt_option_is_refused_with_a_suggestion(tmp_path, wrong, right):
     for build in (
         lambda: LMCacheEngineConfig.from_defaults(**{wrong: "s3cret"}),
@@ -62,17 +73,52 @@ def test_an_option_like_none_of_ours_is_refused_with_the_list():
         LMCacheEngineConfig.from_defaults(zzz=1)
 
 
-PEERS = {"enable_p2p": True, "lookup_url": "http://l:8081", "broker_url": "http://b:8082", "distributed_url": "lm://127.0.0.1:65433"}
+PEERS = {
+    "enable_p2p": True,
+    "lookup_url": "http://l:8081",
+    "broker_url": "http://b:8082",
+    "distributed_url": "lm://127.0.0.1:65433",
+}
 OPEN = {"distributed_url": "lm://10.0.0.1:65433", "peer_ticket_keys_file": "/keys"}
 SECURE = {"distributed_url": "lm+tls://10.0.0.1:65433", "peer_tls_cert_file": "/cert"}
 IMPOSSIBLE = [
     *(("chunk_size", v) for v in (0, -1, 65537, 256.0, "256", True, None)),
     *(("max_local_cpu_size", v) for v in (-1, float("nan"), float("inf"), "5", True)),
     *(("max_local_disk_size", v) for v in (-0.1, "5", float("-inf"))),
-    *(("local_disk", v) for v in ("var/cache", "file://cache", "file:///", "file:////", "file:///a?b", "file:///a,/b", "s3://bucket/", 5)),
-    *(("remote_url", f"lm://{v}") for v in ("host:0", "host:65536", "host:port", "host:-1", ":65432", "user@:65432")),
-    *(("remote_url", f"redis-sentinel://{v}/service") for v in ("one:26379,two:port", "one:26379,:26379", "one:99999,two")),
-    *(("remote_url", v) for v in ("localhost:65432", "ftp://host", "", 5, "lm://[::1", "lm://", "redis://user@", "file://host/dir")),
+    *(
+        ("local_disk", v)
+        for v in (
+            "var/cache",
+            "file://cache",
+            "file:///",
+            "file:////",
+            "file:///a?b",
+            "file:///a,/b",
+            "s3://bucket/",
+            5,
+        )
+    ),
+    *(
+        ("remote_url", f"lm://{v}")
+        for v in ("host:0", "host:65536", "host:port", "host:-1", ":65432", "user@:65432")
+    ),
+    *(
+        ("remote_url", f"redis-sentinel://{v}/service")
+        for v in ("one:26379,two:port", "one:26379,:26379", "one:99999,two")
+    ),
+    *(
+        ("remote_url", v)
+        for v in (
+            "localhost:65432",
+            "ftp://host",
+            "",
+            5,
+            "lm://[::1",
+            "lm://",
+            "redis://user@",
+            "file://host/dir",
+        )
+    ),
     *(("remote_serde", v) for v in ("pickle", "", 1, "cachegen:", "Naive", "kivi")),
     *(("local_disk_serde", v) for v in ("pickle", "", 1, None, "torch", "safetensor", "fast")),
     *(("blend_recompute_ratio", v) for v in (-0.1, 1.1, "0.15", float("nan"))),
@@ -83,17 +129,37 @@ IMPOSSIBLE = [
     *(("chunk_ttl_s", v) for v in (0, -1, float("inf"), "60", True)),
     *(("prefill_tokens_per_s", v) for v in (0, -1, float("inf"), "fast")),
     *(("close_drain_s", v) for v in (-1, 3601, None, float("nan"))),
-    *((name, v) for name in ("local_cpu", "save_decode_cache", "enable_p2p", "error_handling") for v in ("false", 0, None)),
+    *(
+        (name, v)
+        for name in ("local_cpu", "save_decode_cache", "enable_p2p", "error_handling")
+        for v in ("false", 0, None)
+    ),
     *((name, v) for name in ("disk_fsync", "save_unfull_chunk") for v in ("false", 0, None)),
-    *((name, v) for name in ("lookup_url", "distributed_url", "sidecar_socket", "remote_token_file") for v in (5, False, "", " ")),
+    *(
+        (name, v)
+        for name in ("lookup_url", "distributed_url", "sidecar_socket", "remote_token_file")
+        for v in (5, False, "", " ")
+    ),
     ("enable_blending", "no"),
     *(("blend_policy", v) for v in ("best", None, 1)),
     *(("blend_certificates", v) for v in (5, "", " ")),
     *(("trace_sample_ratio", v) for v in (-0.1, 1.1, "half", None)),
-    *((name, v) for name in ("broker_url", "peer_token_file", "peer_ticket_keys_file", "otlp_endpoint") for v in (5, False, "", " ")),
-    *((f"peer_tls_{name}", v) for name in ("cert_file", "key_file", "ca_file", "client_ca_file", "name") for v in (5, False, "", " ")),
+    *(
+        (name, v)
+        for name in ("broker_url", "peer_token_file", "peer_ticket_keys_file", "otlp_endpoint")
+        for v in (5, False, "", " ")
+    ),
+    *(
+        (f"peer_tls_{name}", v)
+        for name in ("cert_file", "key_file", "ca_file", "client_ca_file", "name")
+        for v in (5, False, "", " ")
+    ),
     *(("peer_allow_plaintext", v) for v in ("false", 0, None)),
-    *((f"remote_tls_{name}_file", v) for name in ("ca", "cert", "key") for v in (5, False, "", " ")),
+    *(
+        (f"remote_tls_{name}_file", v)
+        for name in ("ca", "cert", "key")
+        for v in (5, False, "", " ")
+    ),
     ("enable_blending", None),
     *(("salt", v) for v in (None, 12345)),
 ]
@@ -106,10 +172,16 @@ def test_an_impossible_value_is_refused_by_name(name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "right"), [("remote_serde", "cachegn:high", "cachegen:high"), ("local_disk_serde", "losless", "lossless")]
+    ("name", "wrong", "right"),
+    [
+        ("remote_serde", "cachegn:high", "cachegen:high"),
+        ("local_disk_serde", "losless", "lossless"),
+    ],
 )
 def test_a_misspelt_choice_is_refused_with_a_suggestion(name, wrong, right):
-    with pytest.raises(ConfigError, match=f"^{name}='{wrong}': must be one of .*; did you mean '{right}'"):
+    with pytest.raises(
+        ConfigError, match=f"^{name}='{wrong}': must be one of .*; did you mean '{right}'"
+    ):
         LMCacheEngineConfig.from_defaults(**{name: wrong})
 
 
@@ -131,7 +203,10 @@ def test_every_option_refuses_something():
         {"remote_serde": None},
         {"remote_serde": "cachegen", "remote_url": None},
         *({"remote_serde": serde} for serde in REMOTE_SERDES),
-        *({"local_disk_serde": serde, "local_disk": "file:///d/", "max_local_disk_size": 1} for serde in DISK_SERDES),
+        *(
+            {"local_disk_serde": serde, "local_disk": "file:///d/", "max_local_disk_size": 1}
+            for serde in DISK_SERDES
+        ),
         {"blend_recompute_ratio": 0},
         {"blend_recompute_ratio": 1},
         {"close_drain_s": 0},
@@ -152,7 +227,12 @@ def test_every_option_refuses_something():
         PEERS | OPEN | SECURE | {"peer_tls_key_file": "/key", "peer_tls_client_ca_file": "/ca"},
         {"distributed_url": "lm://10.0.0.1:65433", "peer_tls_cert_file": "/pair"},
         {"local_disk": None, "max_local_disk_size": 5.0},
-        {"sidecar_socket": "/s", "max_local_cpu_size": 20, "lookup_url": "localhost:6379", "save_unfull_chunk": False},
+        {
+            "sidecar_socket": "/s",
+            "max_local_cpu_size": 20,
+            "lookup_url": "localhost:6379",
+            "save_unfull_chunk": False,
+        },
         {"sidecar_socket": "/s", "max_local_cpu_size": 0},
         *({"remote_url": f"{scheme}://host:1"} for scheme in REMOTE_SCHEMES if scheme != "file"),
         *({"verify_hot": mode} for mode in VERIFY_HOT_MODES),
@@ -166,19 +246,34 @@ def test_the_ends_of_the_ranges_are_possible(values):
 
 
 CONTRADICTORY = [
-    *(({**PEERS, name: None}, "set all three") for name in ("lookup_url", "broker_url", "distributed_url")),
+    *(
+        ({**PEERS, name: None}, "set all three")
+        for name in ("lookup_url", "broker_url", "distributed_url")
+    ),
     *(
         (PEERS | {"distributed_url": url}, "or lm://host:port")
         for url in ("localhost:8200", "lm://h", "lm+tls://h", "https://h:1", "lm://u:p@h:1")
     ),
-    *((PEERS | {"distributed_url": url}, "set peer_ticket_keys_file") for url in ("lm://10.0.0.1:65433", "lm://pod:65433")),
+    *(
+        (PEERS | {"distributed_url": url}, "set peer_ticket_keys_file")
+        for url in ("lm://10.0.0.1:65433", "lm://pod:65433")
+    ),
     (PEERS | SECURE, "set peer_ticket_keys_file"),
     (PEERS | OPEN, "set peer_tls_cert_file, or set peer_allow_plaintext"),
     (PEERS | OPEN | {"distributed_url": "lm://localhost.example:1"}, "could be read on their way"),
-    (PEERS | {"distributed_url": "lm+tls://127.0.0.1:1"}, "needs a certificate; set peer_tls_cert_file"),
-    (PEERS | OPEN | {"peer_tls_cert_file": "/cert", "peer_allow_plaintext": True}, "write a distributed_url with lm.tls"),
+    (
+        PEERS | {"distributed_url": "lm+tls://127.0.0.1:1"},
+        "needs a certificate; set peer_tls_cert_file",
+    ),
+    (
+        PEERS | OPEN | {"peer_tls_cert_file": "/cert", "peer_allow_plaintext": True},
+        "write a distributed_url with lm.tls",
+    ),
     (PEERS | {"peer_tls_client_ca_file": "/ca"}, "write a distributed_url with lm.tls"),
-    (PEERS | {"peer_tls_key_file": "/key"}, "set peer_tls_cert_file or leave peer_tls_key_file out"),
+    (
+        PEERS | {"peer_tls_key_file": "/key"},
+        "set peer_tls_cert_file or leave peer_tls_key_file out",
+    ),
     ({"local_disk": "file:///cache/"}, "set max_local_disk_size"),
     ({"max_local_cpu_size": 0}, "give it some GB"),
     ({"max_local_cpu_size": 0, "local_cpu": False}, "give it some GB"),
@@ -250,7 +345,9 @@ def test_the_sidecar_has_the_settings_that_errors_name():
     named = [word for word in said.replace(",", " ").split() if "_" in word]
     assert named
     assert set(named) <= set(settings)
-    assert set(BESIDE_SIDECAR) == {name for name, option in OPTIONS.items() if option.about.beside_sidecar}
+    assert set(BESIDE_SIDECAR) == {
+        name for name, option in OPTIONS.items() if option.about.beside_sidecar
+    }
 
 
 @pytest.mark.parametrize(
@@ -278,7 +375,9 @@ def test_an_error_shows_neither_password_nor_salt(name, value):
 
 def test_a_config_shows_neither_password_nor_salt():
     config = LMCacheEngineConfig.from_defaults(
-        remote_url="redis://user:s3c%3Fret@host:6379/1?password=s3cret", salt="s3cret", chunk_size=64
+        remote_url="redis://user:s3c%3Fret@host:6379/1?password=s3cret",
+        salt="s3cret",
+        chunk_size=64,
     )
     for text in (repr(config), str(config), f"{config}"):
         assert "s3c" not in text
@@ -302,13 +401,17 @@ def test_a_copy_with_a_change_is_checked_too():
 @pytest.mark.parametrize("path", ["/var/cache/kv", "/var/cache/kv/", "/odd #?name"])
 def test_a_disk_may_be_a_plain_path(path):
     config = LMCacheEngineConfig.from_defaults(local_disk=path, max_local_disk_size=1)
-    assert config == LMCacheEngineConfig.from_defaults(local_disk="file://" + quote(path), max_local_disk_size=1)
+    assert config == LMCacheEngineConfig.from_defaults(
+        local_disk="file://" + quote(path), max_local_disk_size=1
+    )
 
 
 def test_a_disk_may_be_a_path_that_is_not_utf8():
     """File names are bytes; Python shows those that are no text as surrogates."""
     path = os.fsdecode(b"/mnt/kv\xff")
-    config = LMCacheEngineConfig.from_env({"LMCACHE_LOCAL_DISK": path, "LMCACHE_MAX_LOCAL_DISK_SIZE": "1"})
+    config = LMCacheEngineConfig.from_env(
+        {"LMCACHE_LOCAL_DISK": path, "LMCACHE_MAX_LOCAL_DISK_SIZE": "1"}
+    )
     assert config.local_disk == "file:///mnt/kv%FF"
     assert directory_of_url(config.local_disk) == directory_of_url(f"file://{path}") == path
 
@@ -334,7 +437,13 @@ def test_a_disk_that_is_no_absolute_path_is_refused_with_the_form(path):
 def test_a_disk_beside_a_sidecar_is_refused_at_once_for_the_right_reason():
     with pytest.raises(ConfigError) as caught:
         LMCacheEngineConfig.from_defaults(sidecar_socket="/s", local_disk="/kv")
-    assert "the tiers are the sidecar's; set the sidecar's disk_path and disk_gb" in str(caught.value)
+    assert "the tiers are the sidecar's; set the sidecar's disk_path and disk_gb" in str(
+        caught.value
+    )
     with pytest.raises(ConfigError) as caught:
-        LMCacheEngineConfig.from_defaults(sidecar_socket="/s", local_disk="/kv", max_local_disk_size=1, remote_url="lm://h:1")
-    assert all(name in str(caught.value) for name in ("local_disk=", "max_local_disk_size=", "remote_url="))
+        LMCacheEngineConfig.from_defaults(
+            sidecar_socket="/s", local_disk="/kv", max_local_disk_size=1, remote_url="lm://h:1"
+        )
+    assert all(
+        name in str(caught.value) for name in ("local_disk=", "max_local_disk_size=", "remote_url=")
+    )

@@ -91,12 +91,18 @@ def test_a_present_file(tmp_path):
 @pytest.mark.parametrize(
     ("values", "meant"),
     [
-        ({"local_device": "file:///d/"}, {"local_cpu": False, "local_disk": "file:///d/", "max_local_disk_size": 5}),
+        (
+            {"local_device": "file:///d/"},
+            {"local_cpu": False, "local_disk": "file:///d/", "max_local_disk_size": 5},
+        ),
         (
             {"local_device": "file:///d/", "max_local_cache_size": 9},
             {"local_cpu": False, "local_disk": "file:///d/", "max_local_disk_size": 9},
         ),
-        ({"local_device": None, "remote_url": "lm://h"}, {"local_cpu": False, "remote_url": "lm://h"}),
+        (
+            {"local_device": None, "remote_url": "lm://h"},
+            {"local_cpu": False, "remote_url": "lm://h"},
+        ),
         ({"local_device": "cpu", "local_cpu": True}, {}),
         ({"local_disk": "/d/"}, {"local_disk": "file:///d/", "max_local_disk_size": 5}),
         ({"local_disk": "file:///d/"}, {"local_disk": "file:///d/", "max_local_disk_size": 5}),
@@ -120,22 +126,49 @@ def test_what_means_the_same_is_accepted(tmp_path, values, meant):
     ("values", "said"),
     [
         ({"local_device": "cuda"}, "local_device='cuda': chunks are kept in host memory"),
-        ({"cache_policy": "LFU"}, "cache_policy='LFU': set eviction_policy to s3lru, s3fifo or lru"),
+        (
+            {"cache_policy": "LFU"},
+            "cache_policy='LFU': set eviction_policy to s3lru, s3fifo or lru",
+        ),
         ({"use_layerwise": True}, "use_layerwise=True: .*set it to false"),
         ({"py_enable_gc": False}, "py_enable_gc=False: .*set it to true"),
         ({"enable_controller": True}, "enable_controller=True: .*lookup service and the broker"),
         ({"enable_pd": True}, "enable_pd=True: .*not in this release"),
         ({"pd_role": "sender", "enable_pd": True}, "pd_role='sender': it belongs to enable_pd"),
-        ({"enable_p2p": True, "p2p_host": "localhost"}, "p2p_host='localhost': leave it out; peers are found by lookup_url and broker_url"),
-        ({"enable_blending": True, "blend_special_str": " # # "}, "blend_special_str=' # # ': leave it out; .*CachedCausalLM"),
-        ({"enable_blending": True, "blend_separator": "[SEP]"}, r"leave it out; .* token ids, CachedCausalLM\(model, engine, separator\)$"),
-        ({"enable_blending": True, "blend_recompute_ratios": [0.15]}, "leave it out; set blend_recompute_ratio, one number"),
-        ({"enable_blending": True, "blend_check_layers": 1}, "leave it out; .* follows from blend_policy: 1 for deviation"),
-        ({"enable_blending": True, "blend_thresholds": [0.1]}, "leave it out; a share of the tokens .*, not what is above a bound"),
-        ({"enable_blending": True, "blend_add_special_in_precomp": False}, "leave it out; documents are encoded by the caller"),
+        (
+            {"enable_p2p": True, "p2p_host": "localhost"},
+            "p2p_host='localhost': leave it out; peers are found by lookup_url and broker_url",
+        ),
+        (
+            {"enable_blending": True, "blend_special_str": " # # "},
+            "blend_special_str=' # # ': leave it out; .*CachedCausalLM",
+        ),
+        (
+            {"enable_blending": True, "blend_separator": "[SEP]"},
+            r"leave it out; .* token ids, CachedCausalLM\(model, engine, separator\)$",
+        ),
+        (
+            {"enable_blending": True, "blend_recompute_ratios": [0.15]},
+            "leave it out; set blend_recompute_ratio, one number",
+        ),
+        (
+            {"enable_blending": True, "blend_check_layers": 1},
+            "leave it out; .* follows from blend_policy: 1 for deviation",
+        ),
+        (
+            {"enable_blending": True, "blend_thresholds": [0.1]},
+            "leave it out; a share of the tokens .*, not what is above a bound",
+        ),
+        (
+            {"enable_blending": True, "blend_add_special_in_precomp": False},
+            "leave it out; documents are encoded by the caller",
+        ),
         (
             {"enable_p2p": True},
-            "enable_p2p=True, lookup_url=None, broker_url=None, distributed_url=None: peers are found by lookup and broker",
+            (
+                "enable_p2p=True, lookup_url=None, broker_url=None, distributed_url=None: peers are"
+                " found by lookup and broker"
+            ),
         ),
         ({"numa_mode": "auto"}, "numa_mode='auto': bind the process"),
         ({"gds_path": "/mnt/gds"}, "gds_path='/mnt/gds': .*use local_disk"),
@@ -145,11 +178,20 @@ def test_what_means_the_same_is_accepted(tmp_path, values, meant):
         ({"min_retrieve_tokens": 256}, "prefill_tokens_per_s"),
         ({"lookup_timeout_ms": True}, "lookup_timeout_ms=True: set tier_timeout_s"),
         ({"extra_config": {"redis_password": "s3cret"}}, "extra_config={redis_password}: "),
-        ({"audit_actual_remote_url": "redis://u:s3cret@h"}, "audit_actual_remote_url='redis://…@h': "),
-        ({"cache_policy": "LRU", "eviction_policy": "s3fifo"}, "cache_policy='LRU' means eviction_policy='lru', but that is set too"),
+        (
+            {"audit_actual_remote_url": "redis://u:s3cret@h"},
+            "audit_actual_remote_url='redis://…@h': ",
+        ),
+        (
+            {"cache_policy": "LRU", "eviction_policy": "s3fifo"},
+            "cache_policy='LRU' means eviction_policy='lru', but that is set too",
+        ),
         ({"max_local_cache_size": 4, "max_local_cpu_size": 5}, "keep one of them"),
         ({"remote_serde": "kivi"}, "remote_serde='kivi': must be one of naive, "),
-        ({"remote_url": "mooncakestore://h:1"}, "remote_url='mooncakestore://h:1': must be a URL with one of the schemes lm, "),
+        (
+            {"remote_url": "mooncakestore://h:1"},
+            "remote_url='mooncakestore://h:1': must be a URL with one of the schemes lm, ",
+        ),
         ({"max_local_cache_size": "20"}, "max_local_cpu_size='20': must be a number"),
         ({"local_disk": "/a,/b"}, "^local_disk='/a,/b': must be a directory"),
     ],
@@ -162,7 +204,13 @@ def test_what_asks_for_more_is_refused_with_the_way_out(tmp_path, values, said):
 
 
 def test_all_that_is_refused_is_told_at_once(tmp_path):
-    asked = {"enable_async_loading": True, "use_layerwise": True, "extra_config": {"a": 1}, "chunk_sise": 4, "chunk_size": 0}
+    asked = {
+        "enable_async_loading": True,
+        "use_layerwise": True,
+        "extra_config": {"a": 1},
+        "chunk_sise": 4,
+        "chunk_size": 0,
+    }
     with pytest.raises(ConfigError) as caught:
         from_json(tmp_path, **asked)
     lines = str(caught.value).splitlines()
@@ -175,9 +223,16 @@ def test_all_that_is_refused_is_told_at_once(tmp_path):
 
 def test_a_file_is_tried_by_a_command(tmp_path):
     (tmp_path / "good.yaml").write_text("local_device: cpu\nchunk_size: 128\n")
-    (tmp_path / "bad.yaml").write_text("use_layerwise: true\nenable_pd: true\nextra_config: {a: 1}\n")
+    (tmp_path / "bad.yaml").write_text(
+        "use_layerwise: true\nenable_pd: true\nextra_config: {a: 1}\n"
+    )
     good, bad, none = (
-        subprocess.run([sys.executable, "-m", "lmcache_core.config", *names], capture_output=True, text=True, check=False)
+        subprocess.run(
+            [sys.executable, "-m", "lmcache_core.config", *names],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         for names in ([tmp_path / "good.yaml"], [tmp_path / "bad.yaml"], [])
     )
     assert good.returncode == 0
@@ -190,7 +245,9 @@ def test_a_file_is_tried_by_a_command(tmp_path):
 
 @pytest.mark.parametrize("name", FOREIGN_NAMES)
 def test_no_name_is_silently_taken_for_anything(tmp_path, name):
-    """A value that no release of LMCache gives a harmless meaning is refused, unless its feature is off."""
+    """A value that no release of LMCache gives a harmless meaning is refused, unless its feature
+    is off.
+    """
     known = FOREIGN_NAMES[name]
     values = {name: {"surely": "wrong"}}
     if known.part_of:
@@ -201,13 +258,20 @@ def test_no_name_is_silently_taken_for_anything(tmp_path, name):
 
 
 def test_null_asks_for_nothing_under_any_name(tmp_path):
-    assert from_json(tmp_path, **dict.fromkeys(set(FOREIGN_NAMES) - {"local_device", "max_local_cache_size"})) == defaults()
+    assert (
+        from_json(
+            tmp_path, **dict.fromkeys(set(FOREIGN_NAMES) - {"local_device", "max_local_cache_size"})
+        )
+        == defaults()
+    )
 
 
 def test_null_asks_for_nothing_beside_blending_too(tmp_path):
     names = [name for name, known in FOREIGN_NAMES.items() if known.part_of == "enable_blending"]
     assert len(names) == 6
-    assert from_json(tmp_path, enable_blending=True, **dict.fromkeys(names)) == defaults(enable_blending=True)
+    assert from_json(tmp_path, enable_blending=True, **dict.fromkeys(names)) == defaults(
+        enable_blending=True
+    )
 
 
 def test_who_is_told_to_leave_out_a_switch_too_could_not_have_it(tmp_path):
@@ -229,9 +293,25 @@ def test_no_name_is_also_ours():
         ({"LMCACHE_CACHE_POLICY": "LRU"}, {"eviction_policy": "lru"}),
         ({"LMCACHE_SAVE_UNFULL_CHUNK": "False"}, {"save_unfull_chunk": False}),
         ({"LMCACHE_MAX_LOCAL_CACHE_SIZE": "2.5"}, {"max_local_cpu_size": 2.5}),
-        ({"LMCACHE_EXTRA_CONFIG": "{}", "LMCACHE_NUMA_MODE": "null", "LMCACHE_USE_LAYERWISE": "False"}, {}),
-        ({"LMCACHE_LMCACHE_INSTANCE_ID": "instance-1", "LMCACHE_PD_PEER_INIT_PORT": "[8100, 8200]"}, {}),
-        ({"LMCACHE_LOCAL_DISK": "/d/", "LMCACHE_MAX_LOCAL_DISK_SIZE": "1"}, {"local_disk": "file:///d/", "max_local_disk_size": 1}),
+        (
+            {
+                "LMCACHE_EXTRA_CONFIG": "{}",
+                "LMCACHE_NUMA_MODE": "null",
+                "LMCACHE_USE_LAYERWISE": "False",
+            },
+            {},
+        ),
+        (
+            {
+                "LMCACHE_LMCACHE_INSTANCE_ID": "instance-1",
+                "LMCACHE_PD_PEER_INIT_PORT": "[8100, 8200]",
+            },
+            {},
+        ),
+        (
+            {"LMCACHE_LOCAL_DISK": "/d/", "LMCACHE_MAX_LOCAL_DISK_SIZE": "1"},
+            {"local_disk": "file:///d/", "max_local_disk_size": 1},
+        ),
         ({"LMCACHE_LMCACHE_INSTANCE_ID": "{not yaml"}, {}),
     ],
     ids=str,
@@ -242,25 +322,51 @@ def test_the_names_work_as_variables(environ, meant):
 
 @pytest.mark.parametrize(
     ("variable", "text"),
-    [("LMCACHE_ENABLE_PD", "true"), ("LMCACHE_EXTRA_CONFIG", '{"a": 1}'), ("LMCACHE_CACHE_POLICY", "LFU"), ("LMCACHE_NUMA_MODE", "{auto")],
+    [
+        ("LMCACHE_ENABLE_PD", "true"),
+        ("LMCACHE_EXTRA_CONFIG", '{"a": 1}'),
+        ("LMCACHE_CACHE_POLICY", "LFU"),
+        ("LMCACHE_NUMA_MODE", "{auto"),
+    ],
 )
 def test_variables_that_ask_for_more_are_refused(variable, text):
-    with pytest.raises(ConfigError, match=f"environment: {variable.removeprefix('LMCACHE_').lower()}="):
+    with pytest.raises(
+        ConfigError, match=f"environment: {variable.removeprefix('LMCACHE_').lower()}="
+    ):
         LMCacheEngineConfig.from_env({variable: text})
 
 
 def test_a_long_variable_is_refused_before_it_is_read():
     longest = "x" * MAX_FOREIGN_CHARS
     assert LMCacheEngineConfig.from_env({"LMCACHE_PD_ROLE": longest}) == defaults()
-    with pytest.raises(ConfigError, match="LMCACHE_PD_ROLE has 1025 characters: must have at most 1024; leave it out"):
+    with pytest.raises(
+        ConfigError,
+        match="LMCACHE_PD_ROLE has 1025 characters: must have at most 1024; leave it out",
+    ):
         LMCacheEngineConfig.from_env({"LMCACHE_PD_ROLE": longest + "x"})
 
 
-ALIASES = "[&a [x,x,x,x,x,x,x,x]" + "".join(f",&{b} [{','.join([f'*{a}'] * 8)}]" for a, b in pairwise("abcdefghijkl")) + "]"
+ALIASES = (
+    "[&a [x,x,x,x,x,x,x,x]"
+    + "".join(f",&{b} [{','.join([f'*{a}'] * 8)}]" for a, b in pairwise("abcdefghijkl"))
+    + "]"
+)
 
 
 @pytest.mark.parametrize(
-    "text", [ALIASES, "!!int ''", "!!bool x", "!!timestamp x", "!!float ''", "[" * 1000, "- " * 500, "? " * 500, "0x" + "f" * 1000, "<<"]
+    "text",
+    [
+        ALIASES,
+        "!!int ''",
+        "!!bool x",
+        "!!timestamp x",
+        "!!float ''",
+        "[" * 1000,
+        "- " * 500,
+        "? " * 500,
+        "0x" + "f" * 1000,
+        "<<",
+    ],
 )
 def test_a_hostile_variable_is_text(text):
     assert LMCacheEngineConfig.from_env({"LMCACHE_PD_ROLE": text}) == defaults()
@@ -275,4 +381,6 @@ def test_a_directory_becomes_one_that_the_disk_tier_reads_back(tmp_path):
     for path in ("/d/", "/with space/", "/per%cent/", "/ha#sh/", "/qu?estion/", "/ünï/"):
         url = from_json(tmp_path, local_disk=path).local_disk
         assert unquote(urlsplit(url).path) == path
-        assert dataclasses.replace(defaults(max_local_disk_size=1), local_disk=url).local_disk == url
+        assert (
+            dataclasses.replace(defaults(max_local_disk_size=1), local_disk=url).local_disk == url
+        )

@@ -16,17 +16,26 @@ DOCUMENT = Path(__file__).resolve().parents[4] / "docs" / "configuration.md"
 
 
 def test_the_document_is_up_to_date():
-    assert DOCUMENT.read_text(encoding="utf-8") == reference(), "make it anew: its first lines say how"
+    assert DOCUMENT.read_text(encoding="utf-8") == reference(), (
+        "make it anew: its first lines say how"
+    )
 
 
 def test_the_command_in_its_head_makes_it():
     command = [sys.executable, "-m", "lmcache_core.config.reference"]
-    assert subprocess.run(command, capture_output=True, check=True, timeout=60).stdout.decode() == reference()
+    assert (
+        subprocess.run(command, capture_output=True, check=True, timeout=60).stdout.decode()
+        == reference()
+    )
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_has_its_row(name):
-    (row,) = [line for line in reference().splitlines() if line.startswith((f"| `{name}` | `LMCACHE_", f"| `{name}`° | `LMCACHE_"))]
+    (row,) = [
+        line
+        for line in reference().splitlines()
+        if line.startswith((f"| `{name}` | `LMCACHE_", f"| `{name}`° | `LMCACHE_"))
+    ]
     cells = [cell.strip() for cell in row.strip("|").split(" | ")]
     assert len(cells) == 7
     assert cells[1] == f"`LMCACHE_{name.upper()}`"
@@ -48,4 +57,6 @@ def test_its_examples_are_right(tmp_path):
         LMCacheEngineConfig.from_file(str(path))
     variables = reference().split("\n```\nLMCACHE_", 1)[1].partition("```")[0]
     environ = dict(line.split("=", 1) for line in f"LMCACHE_{variables}".splitlines())
-    assert LMCacheEngineConfig.from_env(environ).sidecar_socket == "/run/lmcache/socket/sidecar.sock"
+    assert (
+        LMCacheEngineConfig.from_env(environ).sidecar_socket == "/run/lmcache/socket/sidecar.sock"
+    )

@@ -50,13 +50,19 @@ def test_an_empty_environment_gives_the_defaults_without_a_remote_tier():
     ],
 )
 def test_a_variable_sets_its_option_and_no_other(option, text, value):
-    config = LMCacheEngineConfig.from_env({f"LMCACHE_{option.upper()}": text, "PATH": "/bin", "lmcache_chunk_size": "1"})
-    assert config == dataclasses.replace(LMCacheEngineConfig.from_defaults(remote_url=None), **{option: value})
+    config = LMCacheEngineConfig.from_env(
+        {f"LMCACHE_{option.upper()}": text, "PATH": "/bin", "lmcache_chunk_size": "1"}
+    )
+    assert config == dataclasses.replace(
+        LMCacheEngineConfig.from_defaults(remote_url=None), **{option: value}
+    )
 
 
 @pytest.mark.parametrize("text", ["false", "0", "FALSE", " 0 "])
 def test_a_variable_switches_off(text):
-    assert not LMCacheEngineConfig.from_env({"LMCACHE_LOCAL_CPU": text, "LMCACHE_REMOTE_URL": "lm://h"}).local_cpu
+    assert not LMCacheEngineConfig.from_env(
+        {"LMCACHE_LOCAL_CPU": text, "LMCACHE_REMOTE_URL": "lm://h"}
+    ).local_cpu
 
 
 def test_the_environment_is_the_processes_own_by_default(monkeypatch):
@@ -111,29 +117,50 @@ def test_variables_of_kubernetes_and_of_the_services_are_no_options(name, value)
 
 
 def test_a_lookup_url_is_an_option_although_the_lookup_service_owns_the_prefix():
-    assert LMCacheEngineConfig.from_env({"LMCACHE_LOOKUP_URL": "http://lookup:8081"}).lookup_url == "http://lookup:8081"
+    assert (
+        LMCacheEngineConfig.from_env({"LMCACHE_LOOKUP_URL": "http://lookup:8081"}).lookup_url
+        == "http://lookup:8081"
+    )
 
 
-@pytest.mark.parametrize("name", ["LMCACHE_PORT", "LMCACHE_HOST", "LMCACHE_SERVICE_HOSTS", "LMCACHE_"])
+@pytest.mark.parametrize(
+    "name", ["LMCACHE_PORT", "LMCACHE_HOST", "LMCACHE_SERVICE_HOSTS", "LMCACHE_"]
+)
 def test_other_variables_with_our_prefix_are_refused(name):
     with pytest.raises(ConfigError, match=name):
         LMCacheEngineConfig.from_env({name: "80"})
 
 
 def test_a_file_sets_what_it_names(tmp_path):
-    config = from_yaml(tmp_path, "chunk_size: 128\nlocal_disk: file:///cache/\nremote_url: null\nsave_decode_cache: yes\n")
+    config = from_yaml(
+        tmp_path,
+        "chunk_size: 128\nlocal_disk: file:///cache/\nremote_url: null\nsave_decode_cache: yes\n",
+    )
     wanted = LMCacheEngineConfig.from_defaults(
-        chunk_size=128, local_disk="file:///cache/", max_local_disk_size=5.0, remote_url=None, save_decode_cache=True
+        chunk_size=128,
+        local_disk="file:///cache/",
+        max_local_disk_size=5.0,
+        remote_url=None,
+        save_decode_cache=True,
     )
     assert config == wanted
 
 
 def test_an_empty_file_gives_the_defaults_without_a_remote_tier(tmp_path):
-    assert from_yaml(tmp_path, "") == from_yaml(tmp_path, "# nothing\n") == LMCacheEngineConfig.from_defaults(remote_url=None)
+    assert (
+        from_yaml(tmp_path, "")
+        == from_yaml(tmp_path, "# nothing\n")
+        == LMCacheEngineConfig.from_defaults(remote_url=None)
+    )
 
 
 def test_a_size_in_the_file_wins_over_the_default_of_disks(tmp_path):
-    assert from_yaml(tmp_path, "local_disk: file:///cache/\nmax_local_disk_size: 0.5\n").max_local_disk_size == 0.5
+    assert (
+        from_yaml(
+            tmp_path, "local_disk: file:///cache/\nmax_local_disk_size: 0.5\n"
+        ).max_local_disk_size
+        == 0.5
+    )
 
 
 def test_nothing_is_none_in_a_file(tmp_path):
@@ -143,12 +170,24 @@ def test_nothing_is_none_in_a_file(tmp_path):
 
 @pytest.mark.parametrize("text", ["chunk_size: 1\nchunk_size: 2\n", "{salt: s3cret, salt: s3cret}"])
 def test_a_name_twice_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"lmcache.yaml, line \d: the name '\w+' is there twice; keep one of them") as caught:
+    with pytest.raises(
+        ConfigError, match=r"lmcache.yaml, line \d: the name '\w+' is there twice; keep one of them"
+    ) as caught:
         from_yaml(tmp_path, text)
     assert "s3cret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["salt: *s3cret", "salt: 's3cret", "salt: !s3cret x", "salt: s3cret: x", "salt: [s3cret", "? " * 5000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "salt: *s3cret",
+        "salt: 's3cret",
+        "salt: !s3cret x",
+        "salt: s3cret: x",
+        "salt: [s3cret",
+        "? " * 5000,
+    ],
+)
 def test_an_unreadable_file_shows_nothing_of_its_contents(tmp_path, text):
     with pytest.raises(ConfigError, match=r"lmcache\.yaml.*is not valid YAML") as caught:
         from_yaml(tmp_path, f"chunk_size: 1\n{text}\n")
@@ -168,7 +207,15 @@ def test_a_file_has_a_bound(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["- chunk_size", "chunk_size", "chunk_size: [", "!!python/object/apply:os.getcwd []", "1: 2", "local_cpu: 'false'"]
+    "text",
+    [
+        "- chunk_size",
+        "chunk_size",
+        "chunk_size: [",
+        "!!python/object/apply:os.getcwd []",
+        "1: 2",
+        "local_cpu: 'false'",
+    ],
 )
 def test_a_file_that_is_no_mapping_of_options_is_refused(tmp_path, text):
     with pytest.raises(ConfigError):
@@ -185,19 +232,33 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 def test_a_file_of_the_environment_is_overridden_by_its_variables(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text("chunk_size: 32\nlocal_disk: file:///cache/\nmax_local_cache_size: 7\nremote_url: lm://file")
-    environ = {"LMCACHE_CONFIG_FILE": str(path), "LMCACHE_REMOTE_URL": "lm://variable", "LMCACHE_MAX_LOCAL_CPU_SIZE": "3"}
+    path.write_text(
+        "chunk_size: 32\nlocal_disk: file:///cache/\nmax_local_cache_size: 7\nremote_url: lm://file"
+    )
+    environ = {
+        "LMCACHE_CONFIG_FILE": str(path),
+        "LMCACHE_REMOTE_URL": "lm://variable",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "3",
+    }
     config = LMCacheEngineConfig.from_env(environ)
-    assert (config.chunk_size, config.remote_url, config.max_local_cpu_size) == (32, "lm://variable", 3)
+    assert (config.chunk_size, config.remote_url, config.max_local_cpu_size) == (
+        32,
+        "lm://variable",
+        3,
+    )
     assert (config.local_disk, config.max_local_disk_size) == ("file:///cache/", 5)
     assert LMCacheEngineConfig.from_env(environ | {"LMCACHE_LOCAL_DISK": ""}).local_disk is None
-    assert LMCacheEngineConfig.from_env({"LMCACHE_CONFIG_FILE": ""}) == LMCacheEngineConfig.from_env({})
+    assert LMCacheEngineConfig.from_env(
+        {"LMCACHE_CONFIG_FILE": ""}
+    ) == LMCacheEngineConfig.from_env({})
 
 
 def test_a_mistake_in_the_file_of_the_environment_names_the_file(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("chunk_sizes: 32")
-    with pytest.raises(ConfigError, match=r"c\.yaml: unknown option 'chunk_sizes'; did you mean 'chunk_size'"):
+    with pytest.raises(
+        ConfigError, match=r"c\.yaml: unknown option 'chunk_sizes'; did you mean 'chunk_size'"
+    ):
         LMCacheEngineConfig.from_env({"LMCACHE_CONFIG_FILE": str(path)})
 
 

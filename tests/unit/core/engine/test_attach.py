@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from lmcache_core.engine import LMCacheEngine
-from lmcache_core.gpu_connectors import KVLayout, LayerGroup, LogicalMemory, PagedGPUConnector, VLLMNestedTupleGPUConnector
+from lmcache_core.gpu_connectors import (
+    KVLayout,
+    LayerGroup,
+    LogicalMemory,
+    PagedGPUConnector,
+    VLLMNestedTupleGPUConnector,
+)
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.token_database import ChunkedTokenDatabase
 
@@ -28,14 +34,21 @@ HYBRID = KVLayout(
 def pages_of(layout: KVLayout) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [
-        torch.rand((2, NUM_BLOCKS, BLOCK_SIZE, group.num_kv_heads, group.head_size), generator=generator)
+        torch.rand(
+            (2, NUM_BLOCKS, BLOCK_SIZE, group.num_kv_heads, group.head_size), generator=generator
+        )
         for group in layout.groups
         for _ in range(group.num_layers)
     ]
 
 
 def pages_and_slots() -> tuple[list[torch.Tensor], torch.Tensor]:
-    return pages_of(HYBRID), torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=torch.Generator().manual_seed(5))[: 2 * CHUNK_SIZE]
+    return (
+        pages_of(HYBRID),
+        torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=torch.Generator().manual_seed(5))[
+            : 2 * CHUNK_SIZE
+        ],
+    )
 
 
 @contextmanager
@@ -43,7 +56,13 @@ def engine_with(layout: KVLayout, socket: Path | None = None) -> Iterator[LMCach
     config = make_config() if socket is None else make_config(sidecar_socket=str(socket))
     allocator = HostMemoryAllocator(1 << 22) if socket is None else None
     metadata = make_metadata(layout=layout.fingerprint())
-    engine = LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), PagedGPUConnector(layout))
+    engine = LMCacheEngine(
+        config,
+        metadata,
+        allocator,
+        ChunkedTokenDatabase(config, metadata),
+        PagedGPUConnector(layout),
+    )
     engine.open()
     try:
         yield engine
@@ -69,7 +88,9 @@ def test_a_layout_that_is_as_declared_is_attached_and_left_as_it_was() -> None:
 
 
 def test_a_layout_that_is_declared_wrongly_is_refused() -> None:
-    """K and V of a layer are told apart by the first dimension, or by the second: shapes that are equal cannot tell."""
+    """K and V of a layer are told apart by the first dimension, or by the second: shapes that
+    are equal cannot tell.
+    """
     layout = KVLayout((LayerGroup("", 2, NUM_HEADS, HEAD_SIZE, "float32", packing="kv_first"),))
     wrong = KVLayout((LayerGroup("", 2, NUM_HEADS, HEAD_SIZE, "float32", packing="block_first"),))
     pages = [torch.rand(2, 2, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE) for _ in range(2)]
@@ -90,6 +111,12 @@ def test_behind_a_sidecar_and_without_it(tmp_path: Path) -> None:
 def test_a_connector_without_pages_has_nothing_to_check() -> None:
     config, metadata = make_config(), make_metadata()
     connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
-    engine = LMCacheEngine(config, metadata, HostMemoryAllocator(1 << 20), ChunkedTokenDatabase(config, metadata), connector)
+    engine = LMCacheEngine(
+        config,
+        metadata,
+        HostMemoryAllocator(1 << 20),
+        ChunkedTokenDatabase(config, metadata),
+        connector,
+    )
     with pytest.raises(TypeError, match="VLLMNestedTupleGPUConnector"):
         engine.attach([], LogicalMemory(HYBRID, pages_of(HYBRID)))

@@ -1,4 +1,6 @@
-"""Never slower than no cache: a retrieve ends, at the latest, about when the KV would have been computed."""
+"""Never slower than no cache: a retrieve ends, at the latest, about when the KV would have been
+computed.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Moody(WrapperBackend):
             await asyncio.Event().wait()
         return await super().batched_contains(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         self.num_reads += 1
         if self.hangs:
             await asyncio.Event().wait()
@@ -63,9 +67,15 @@ class Moody(WrapperBackend):
         return results
 
 
-def moody_engine(directory: Path, recompute_chunk_s: float | None, **options: object) -> AbstractContextManager[Embedded]:
+def moody_engine(
+    directory: Path, recompute_chunk_s: float | None, **options: object
+) -> AbstractContextManager[Embedded]:
     rate = None if recompute_chunk_s is None else CHUNK_SIZE / recompute_chunk_s
-    return embedded_engine(directory, wrap=Moody, **({"prefill_tokens_per_s": rate, "tier_timeout_s": LONG_S} | options))
+    return embedded_engine(
+        directory,
+        wrap=Moody,
+        **({"prefill_tokens_per_s": rate, "tier_timeout_s": LONG_S} | options),
+    )
 
 
 def moody_of(cache: Embedded) -> Moody:
@@ -146,7 +156,9 @@ def test_a_prefetch_is_not_hurried(tmp_path: Path) -> None:
 
 
 def test_what_comes_in_time_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One slow file: the prefix in front of it is reused, and what came from behind it is hot for the next request."""
+    """One slow file: the prefix in front of it is reused, and what came from behind it is hot
+    for the next request.
+    """
     may_open = threading.Event()
     opened = DiskFiles.open
     with moody_engine(tmp_path, 0.05) as cache:
@@ -171,7 +183,9 @@ def test_what_comes_in_time_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_tier_slower_than_computing_is_soon_not_waited_for(tmp_path: Path) -> None:
-    with embedded_engine(tmp_path, prefill_tokens_per_s=CHUNK_SIZE / 0.01, tier_timeout_s=LONG_S) as cache:
+    with embedded_engine(
+        tmp_path, prefill_tokens_per_s=CHUNK_SIZE / 0.01, tier_timeout_s=LONG_S
+    ) as cache:
         store_cold(cache)
         (priced,) = cache.stack.lower
         assert isinstance(priced, PricedBackend)
@@ -185,12 +199,16 @@ def test_a_tier_slower_than_computing_is_soon_not_waited_for(tmp_path: Path) -> 
         assert lasted[5] < 0.04, "no wait at all"
 
 
-def test_the_rate_is_learned_from_a_miss_and_the_store_that_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_is_learned_from_a_miss_and_the_store_that_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with moody_engine(tmp_path, None) as cache:
         limits: list[float | None] = []
         get = cache.manager.get
 
-        def noted(keys: Sequence[CacheEngineKey], recompute_s: float | None = None, **options: bool) -> list[Chunk]:
+        def noted(
+            keys: Sequence[CacheEngineKey], recompute_s: float | None = None, **options: bool
+        ) -> list[Chunk]:
             limits.append(recompute_s)
             return get(keys, recompute_s, **options)
 

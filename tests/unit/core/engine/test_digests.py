@@ -1,4 +1,6 @@
-"""Digests of what is being filled: right for any pace, also when it stalls, and nothing is read any more when it is abandoned."""
+"""Digests of what is being filled: right for any pace, also when it stalls, and nothing is read
+any more when it is abandoned.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
 
 
 def fill(workers: Workers, ends: list[int], pause_s: float) -> bytes:
-    """The digest of memory that is filled to these ends; what is not filled yet is something else."""
+    """The digest of memory that is filled to these ends; what is not filled yet is something
+    else.
+    """
     memory = bytearray(SIZE)
     digest = FillingDigest(memoryview(memory), workers)
     begin = 0
@@ -40,7 +44,9 @@ def fill(workers: Workers, ends: list[int], pause_s: float) -> bytes:
     return digest.finish().result(10.0)
 
 
-@pytest.mark.parametrize("step", [FILL_STEP_BYTES // 7, FILL_STEP_BYTES, FILL_STEP_BYTES + 1, 4 * FILL_STEP_BYTES, SIZE])
+@pytest.mark.parametrize(
+    "step", [FILL_STEP_BYTES // 7, FILL_STEP_BYTES, FILL_STEP_BYTES + 1, 4 * FILL_STEP_BYTES, SIZE]
+)
 @pytest.mark.parametrize("pause_s", [0.0, FILL_POLL_S, STALL_S])
 def test_the_digest_is_right_at_any_pace(workers: Workers, step: int, pause_s: float) -> None:
     assert fill(workers, list(range(step, SIZE, step)), pause_s) == payload_digest(PAYLOAD)
@@ -58,7 +64,9 @@ def test_several_at_once_share_the_threads(workers: Workers) -> None:
         for digest in digests:
             digest.filled(end)
     futures = [digest.finish() for digest in digests]
-    assert [future.result(10.0) for future in futures] == [payload_digest(payload) for payload in payloads]
+    assert [future.result(10.0) for future in futures] == [
+        payload_digest(payload) for payload in payloads
+    ]
 
 
 def test_what_is_abandoned_is_not_read_any_more(workers: Workers) -> None:

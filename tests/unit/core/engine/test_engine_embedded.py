@@ -31,10 +31,14 @@ from tests.fixtures.kv import (
 )
 
 
-def build(config: LMCacheEngineConfig, allocator: HostMemoryAllocator, **metadata: object) -> LMCacheEngine:
+def build(
+    config: LMCacheEngineConfig, allocator: HostMemoryAllocator, **metadata: object
+) -> LMCacheEngine:
     described = make_metadata(**metadata)
     database = ChunkedTokenDatabase(config, described)
-    return LMCacheEngine(config, described, allocator, database, VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS))
+    return LMCacheEngine(
+        config, described, allocator, database, VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
+    )
 
 
 @pytest.fixture
@@ -53,7 +57,9 @@ def engine(allocator: HostMemoryAllocator) -> Iterator[LMCacheEngine]:
     made.close()
 
 
-@pytest.mark.parametrize("num_tokens", [1, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 5 * CHUNK_SIZE + 3])
+@pytest.mark.parametrize(
+    "num_tokens", [1, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 5 * CHUNK_SIZE + 3]
+)
 def test_what_was_stored_comes_back_bit_for_bit(engine: LMCacheEngine, num_tokens: int) -> None:
     tokens, kv, target = tokens_of(num_tokens), random_kv(num_tokens), empty_kv(num_tokens)
     engine.store(tokens, kvcaches=kv)
@@ -87,7 +93,9 @@ def test_a_partial_chunk_is_stored_only_where_it_is_wanted(
     engine.close()
 
 
-def test_what_is_left_out_of_a_store_was_computed_all_the_same(allocator: HostMemoryAllocator) -> None:
+def test_what_is_left_out_of_a_store_was_computed_all_the_same(
+    allocator: HostMemoryAllocator,
+) -> None:
     engine = build(make_config(save_unfull_chunk=False), allocator)
     now_s = iter((10.0, 11.0))
     engine._prefill = PrefillRate(clock=lambda: next(now_s))
@@ -154,17 +162,26 @@ def test_empty_and_fully_masked_requests_do_nothing(engine: LMCacheEngine) -> No
     ],
 )
 def test_other_kv_is_never_served(allocator: HostMemoryAllocator, other: dict[str, object]) -> None:
-    """Two engines over one allocator and one set of tiers would share nothing either: their keys differ."""
+    """Two engines over one allocator and one set of tiers would share nothing either: their keys
+    differ.
+    """
     tokens = tokens_of(3 * CHUNK_SIZE)
     config = make_config()
-    keys = {key for _, _, key in ChunkedTokenDatabase(config, make_metadata()).process_tokens(tokens)}
-    others = {key for _, _, key in ChunkedTokenDatabase(config, make_metadata(**other)).process_tokens(tokens)}
+    keys = {
+        key for _, _, key in ChunkedTokenDatabase(config, make_metadata()).process_tokens(tokens)
+    }
+    others = {
+        key
+        for _, _, key in ChunkedTokenDatabase(config, make_metadata(**other)).process_tokens(tokens)
+    }
     assert not keys & others
     assert len(others) == 3
 
 
 def test_equal_placeholders_of_other_images_share_nothing(engine: LMCacheEngine) -> None:
-    """Turn 1 has an image in chunk 1; the same tokens with another image share chunk 0 alone, a new image in turn 2 keeps turn 1."""
+    """Turn 1 has an image in chunk 1; the same tokens with another image share chunk 0 alone, a
+    new image in turn 2 keeps turn 1.
+    """
     n = 4 * CHUNK_SIZE
     tokens, kv = tokens_of(n), random_kv(n)
     cat, dog = (MultimodalSpan(name, CHUNK_SIZE + 2, 5) for name in (b"cat", b"dog"))
@@ -179,9 +196,16 @@ def test_equal_placeholders_of_other_images_share_nothing(engine: LMCacheEngine)
 
 
 def test_damage_in_memory_is_a_miss(engine: LMCacheEngine) -> None:
-    tokens, kv, target = tokens_of(3 * CHUNK_SIZE), random_kv(3 * CHUNK_SIZE), empty_kv(3 * CHUNK_SIZE)
+    tokens, kv, target = (
+        tokens_of(3 * CHUNK_SIZE),
+        random_kv(3 * CHUNK_SIZE),
+        empty_kv(3 * CHUNK_SIZE),
+    )
     engine.store(tokens, kvcaches=kv)
-    keys = [key for _, _, key in ChunkedTokenDatabase(engine.config, engine.metadata).process_tokens(tokens)]
+    keys = [
+        key
+        for _, _, key in ChunkedTokenDatabase(engine.config, engine.metadata).process_tokens(tokens)
+    ]
     chunks = engine._store.get(keys)
     chunks[1].memory.byte_array[7] ^= 0x10
     engine._store.release(chunks)
@@ -207,7 +231,9 @@ def test_a_full_cache_evicts_and_stays_right(allocator: HostMemoryAllocator) -> 
     small = HostMemoryAllocator(20 * NUM_LAYERS * 2 * CHUNK_SIZE * HIDDEN * 4)
     engine = build(make_config(), small)
     engine.open()
-    prompts = [(tokens_of(6 * CHUNK_SIZE, seed), random_kv(6 * CHUNK_SIZE, seed)) for seed in range(8)]
+    prompts = [
+        (tokens_of(6 * CHUNK_SIZE, seed), random_kv(6 * CHUNK_SIZE, seed)) for seed in range(8)
+    ]
     for tokens, kv in prompts:
         engine.store(tokens, kvcaches=kv)
     for tokens, kv in prompts:
@@ -222,7 +248,9 @@ def test_a_full_cache_evicts_and_stays_right(allocator: HostMemoryAllocator) -> 
 
 
 @pytest.mark.parametrize("name", [b"kv", b"kv \xff"])
-def test_disk_serves_after_a_restart(allocator: HostMemoryAllocator, tmp_path: Path, name: bytes) -> None:
+def test_disk_serves_after_a_restart(
+    allocator: HostMemoryAllocator, tmp_path: Path, name: bytes
+) -> None:
     config = make_config(local_disk=str(tmp_path / os.fsdecode(name)), max_local_disk_size=0.01)
     tokens, kv = tokens_of(4 * CHUNK_SIZE + 5), random_kv(4 * CHUNK_SIZE + 5)
     first = build(config, allocator)
@@ -265,11 +293,18 @@ def test_threads_share_an_engine(engine: LMCacheEngine) -> None:
     faults: list[BaseException] = []
 
     def work(seed: int) -> None:
-        all_tokens, all_kv = tokens_of(4 * CHUNK_SIZE, seed % 3), random_kv(4 * CHUNK_SIZE, seed % 3)
+        all_tokens, all_kv = (
+            tokens_of(4 * CHUNK_SIZE, seed % 3),
+            random_kv(4 * CHUNK_SIZE, seed % 3),
+        )
         try:
             for turn in range(10):
                 n = (turn % 4 + 1) * CHUNK_SIZE
-                tokens, kv, target = all_tokens[:n], tuple((k[:n], v[:n]) for k, v in all_kv), empty_kv(n)
+                tokens, kv, target = (
+                    all_tokens[:n],
+                    tuple((k[:n], v[:n]) for k, v in all_kv),
+                    empty_kv(n),
+                )
                 engine.store(tokens, kvcaches=kv)
                 assert engine.retrieve(tokens, kvcaches=target).all()
                 assert_equal_prefix(target, kv, n)
@@ -284,10 +319,16 @@ def test_threads_share_an_engine(engine: LMCacheEngine) -> None:
     assert not faults
 
 
-def test_an_absent_remote_costs_nothing_but_a_miss(allocator: HostMemoryAllocator, unused_tcp_port: int) -> None:
+def test_an_absent_remote_costs_nothing_but_a_miss(
+    allocator: HostMemoryAllocator, unused_tcp_port: int
+) -> None:
     engine = build(make_config(remote_url=f"lm://127.0.0.1:{unused_tcp_port}"), allocator)
     engine.open()
-    tokens, kv, target = tokens_of(3 * CHUNK_SIZE), random_kv(3 * CHUNK_SIZE), empty_kv(3 * CHUNK_SIZE)
+    tokens, kv, target = (
+        tokens_of(3 * CHUNK_SIZE),
+        random_kv(3 * CHUNK_SIZE),
+        empty_kv(3 * CHUNK_SIZE),
+    )
     assert engine.lookup(tokens) == 0
     engine.store(tokens, kvcaches=kv)
     assert engine.retrieve(tokens, kvcaches=target).all()
@@ -299,10 +340,15 @@ def test_the_builder_keeps_one_engine_a_name() -> None:
     connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
     try:
         first = LMCacheEngineBuilder.get_or_create("one", make_config(), make_metadata(), connector)
-        assert LMCacheEngineBuilder.get_or_create("one", make_config(), make_metadata(), connector) is first
+        assert (
+            LMCacheEngineBuilder.get_or_create("one", make_config(), make_metadata(), connector)
+            is first
+        )
         assert LMCacheEngineBuilder.get("one") is first
         with pytest.raises(ValueError, match="another configuration"):
-            LMCacheEngineBuilder.get_or_create("one", make_config(chunk_size=32), make_metadata(), connector)
+            LMCacheEngineBuilder.get_or_create(
+                "one", make_config(chunk_size=32), make_metadata(), connector
+            )
     finally:
         LMCacheEngineBuilder.destroy("one")
     assert LMCacheEngineBuilder.get("one") is None
@@ -310,9 +356,18 @@ def test_the_builder_keeps_one_engine_a_name() -> None:
 
 
 def test_an_engine_with_a_disk_may_be_opened_again(tmp_path: Path) -> None:
-    config, metadata = make_config(local_disk=f"file://{tmp_path}/", max_local_disk_size=0.01), make_metadata()
+    config, metadata = (
+        make_config(local_disk=f"file://{tmp_path}/", max_local_disk_size=0.01),
+        make_metadata(),
+    )
     connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
-    engine = LMCacheEngine(config, metadata, HostMemoryAllocator(1 << 20), ChunkedTokenDatabase(config, metadata), connector)
+    engine = LMCacheEngine(
+        config,
+        metadata,
+        HostMemoryAllocator(1 << 20),
+        ChunkedTokenDatabase(config, metadata),
+        connector,
+    )
     tokens, kv = tokens_of(3 * CHUNK_SIZE), random_kv(3 * CHUNK_SIZE)
     for turn in range(3):
         engine.open()

@@ -1,4 +1,6 @@
-"""Engines whose slower tiers are encoded: through each of them, after a restart, the KV that was stored."""
+"""Engines whose slower tiers are encoded: through each of them, after a restart, the KV that was
+stored.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,17 @@ TIMEOUT_S = 10.0
 
 def smooth_kv(tokens: torch.Tensor) -> KVCaches:
     """Values that a codec finds something in, different for every token."""
-    base = torch.sin(torch.arange(len(tokens)) * 0.3)[:, None, None] + torch.arange(HIDDEN).view(1, NUM_HEADS, -1) * 0.1
+    base = (
+        torch.sin(torch.arange(len(tokens)) * 0.3)[:, None, None]
+        + torch.arange(HIDDEN).view(1, NUM_HEADS, -1) * 0.1
+    )
     return tuple((base * (layer + 1), base * -(layer + 1)) for layer in range(NUM_LAYERS))
 
 
 @contextlib.contextmanager
-def in_background(server: Callable[[], contextlib.AbstractAsyncContextManager[object]]) -> Iterator[object]:
+def in_background(
+    server: Callable[[], contextlib.AbstractAsyncContextManager[object]],
+) -> Iterator[object]:
     """An async server on a loop of its own, since engines block."""
     loop = LoopThread("test-server")
     loop.open()
@@ -82,7 +89,9 @@ def store(options: dict[str, object], kv: KVCaches) -> dict[str, int]:
         cache.engine.store(TOKENS, kvcaches=kv)
         cache.drain()
         stats = cache.engine.stats()
-        assert cache.engine.counters.value(CODEC_ENCODED_BYTES_TOTAL) == stats[list(stats)[-1]].get("encoded_bytes", 0)
+        assert cache.engine.counters.value(CODEC_ENCODED_BYTES_TOTAL) == stats[list(stats)[-1]].get(
+            "encoded_bytes", 0
+        )
         return stats[list(stats)[-1]]
 
 
@@ -113,11 +122,15 @@ def test_without_loss_every_tier_gives_back_every_bit(tier: dict[str, object]) -
     num_loaded, got, misses = retrieve(options)
     assert (num_loaded, misses) == (len(TOKENS), {})
     assert_same(got, smooth_kv(TOKENS))
-    assert retrieve(with_serde(tier, "naive"))[2] == {"encoding": 2 * NUM_CHUNKS}, "nothing is decoded that was not opened"
+    assert retrieve(with_serde(tier, "naive"))[2] == {"encoding": 2 * NUM_CHUNKS}, (
+        "nothing is decoded that was not opened"
+    )
 
 
 @pytest.mark.parametrize("tier", TIERS, indirect=True)
-def test_with_loss_every_tier_gives_back_values_close_by_and_only_to_who_asked(tier: dict[str, object]) -> None:
+def test_with_loss_every_tier_gives_back_values_close_by_and_only_to_who_asked(
+    tier: dict[str, object],
+) -> None:
     kv = smooth_kv(TOKENS)
     figures = store(with_serde(tier, "cachegen"), kv)
     assert figures["encoded_bytes"] < figures["encoded_raw_bytes"] / 2
@@ -130,11 +143,15 @@ def test_with_loss_every_tier_gives_back_values_close_by_and_only_to_who_asked(t
             assert float((g - w).abs().max()) < 0.1 * largest
     num_loaded, got, misses = retrieve(with_serde(tier, "lossless"))
     assert (num_loaded, list(misses)) == (0, ["encoding"])
-    assert all(side.isnan().all() for layer in got for side in layer), "the serving engine's memory is untouched"
+    assert all(side.isnan().all() for layer in got for side in layer), (
+        "the serving engine's memory is untouched"
+    )
 
 
 @pytest.mark.parametrize("tier", TIERS, indirect=True)
-def test_a_lossless_engine_puts_its_own_in_the_place_of_lossy_records(tier: dict[str, object]) -> None:
+def test_a_lossless_engine_puts_its_own_in_the_place_of_lossy_records(
+    tier: dict[str, object],
+) -> None:
     kv = smooth_kv(TOKENS)
     store(with_serde(tier, "cachegen"), kv)
     options = with_serde(tier, "lossless")
@@ -170,7 +187,9 @@ def test_every_serde_goes_from_end_to_end(tmp_path: Path, serde: str) -> None:
 def test_the_documented_formats_are_read_whatever_is_configured(tmp_path: Path, serde: str) -> None:
     kv = smooth_kv(TOKENS)
     store(PATIENT | {"remote_url": f"file://{tmp_path}/", "remote_serde": serde}, kv)
-    num_loaded, got, _ = retrieve(PATIENT | {"remote_url": f"file://{tmp_path}/", "remote_serde": None})
+    num_loaded, got, _ = retrieve(
+        PATIENT | {"remote_url": f"file://{tmp_path}/", "remote_serde": None}
+    )
     assert num_loaded == len(TOKENS)
     assert_same(got, kv)
 

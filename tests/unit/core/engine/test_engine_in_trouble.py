@@ -1,4 +1,6 @@
-"""Embedded tiers that hang, fail to open, or are gone: misses, never waits beyond the deadline, never errors, nothing leaked."""
+"""Embedded tiers that hang, fail to open, or are gone: misses, never waits beyond the deadline,
+never errors, nothing leaked.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,16 @@ from lmcache_core.storage.disk import LocalDiskBackend
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
 from lmcache_core.token_database import ChunkedTokenDatabase
 
-from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, empty_kv, make_config, make_metadata, random_kv, tokens_of
+from tests.fixtures.kv import (
+    CHUNK_SIZE,
+    HIDDEN,
+    NUM_LAYERS,
+    empty_kv,
+    make_config,
+    make_metadata,
+    random_kv,
+    tokens_of,
+)
 
 TOKENS = tokens_of(4 * CHUNK_SIZE)
 TIMEOUT_S = 0.15
@@ -39,7 +50,9 @@ def allocator() -> Iterator[HostMemoryAllocator]:
 def build(allocator: HostMemoryAllocator, **options: object) -> LMCacheEngine:
     config, metadata = make_config(**{"tier_timeout_s": TIMEOUT_S} | options), make_metadata()
     connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
-    return LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector)
+    return LMCacheEngine(
+        config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector
+    )
 
 
 def disk_options(directory: Path) -> dict[str, object]:
@@ -47,7 +60,9 @@ def disk_options(directory: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("opened_first", [True, False])
-def test_an_engine_that_is_not_open_is_an_empty_cache(allocator: HostMemoryAllocator, tmp_path: Path, opened_first: bool) -> None:
+def test_an_engine_that_is_not_open_is_an_empty_cache(
+    allocator: HostMemoryAllocator, tmp_path: Path, opened_first: bool
+) -> None:
     engine = build(allocator, **disk_options(tmp_path))
     if opened_first:
         engine.open()
@@ -65,14 +80,21 @@ def test_an_engine_that_is_not_open_is_an_empty_cache(allocator: HostMemoryAlloc
 def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
     allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tier that blocks the loop cannot be cancelled: its chunks come when nobody waits any more."""
+    """A tier that blocks the loop cannot be cancelled: its chunks come when nobody waits any
+    more.
+    """
     engine = build(allocator, **disk_options(tmp_path))
     engine.open()
     engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
     engine.close()
     read = LocalDiskBackend.batched_get
 
-    async def blocked(self: LocalDiskBackend, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def blocked(
+        self: LocalDiskBackend,
+        keys: Sequence[ChunkKey],
+        allocate: Allocate,
+        timeout_s: float | None = None,
+    ) -> list[Result]:
         results = await read(self, keys, allocate)
         time.sleep(1.0)
         return results
@@ -88,8 +110,15 @@ def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
     engine.close()
 
 
-def test_a_disk_that_hangs_is_soon_left_alone(allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def hang(self: LocalDiskBackend, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+def test_a_disk_that_hangs_is_soon_left_alone(
+    allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(
+        self: LocalDiskBackend,
+        keys: Sequence[ChunkKey],
+        allocate: Allocate,
+        timeout_s: float | None = None,
+    ) -> list[Result]:
         await asyncio.sleep(60)
         return []
 
@@ -107,11 +136,18 @@ def test_a_disk_that_hangs_is_soon_left_alone(allocator: HostMemoryAllocator, tm
     engine.close()
 
 
-def test_prefetches_are_bounded(allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetches_are_bounded(
+    allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     read = LocalDiskBackend.batched_get
 
-    async def counted(self: LocalDiskBackend, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def counted(
+        self: LocalDiskBackend,
+        keys: Sequence[ChunkKey],
+        allocate: Allocate,
+        timeout_s: float | None = None,
+    ) -> list[Result]:
         asked.append(len(keys))
         return await read(self, keys, allocate)
 
@@ -135,7 +171,9 @@ def test_prefetches_are_bounded(allocator: HostMemoryAllocator, tmp_path: Path, 
     engine.close()
 
 
-def test_a_store_waits_for_a_blocked_event_loop_only_a_part_of_a_tiers_deadline(allocator: HostMemoryAllocator, tmp_path: Path) -> None:
+def test_a_store_waits_for_a_blocked_event_loop_only_a_part_of_a_tiers_deadline(
+    allocator: HostMemoryAllocator, tmp_path: Path
+) -> None:
     engine = build(allocator, **disk_options(tmp_path) | {"tier_timeout_s": 8.0})
     engine.open()
     gate = threading.Event()
@@ -151,9 +189,13 @@ def test_a_store_waits_for_a_blocked_event_loop_only_a_part_of_a_tiers_deadline(
 
 
 def test_a_remote_where_nobody_listens_costs_a_refused_connection_and_a_log_line(
-    allocator: HostMemoryAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    allocator: HostMemoryAllocator,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As with the documented default, `lm://localhost:65432`, on a machine without a storage service."""
+    """As with the documented default, `lm://localhost:65432`, on a machine without a storage
+    service.
+    """
     num_attempts = 0
     connect = asyncio.BaseEventLoop.create_connection
 
@@ -173,7 +215,9 @@ def test_a_remote_where_nobody_listens_costs_a_refused_connection_and_a_log_line
             engine.store(tokens, kvcaches=random_kv(len(tokens)))
             assert engine.lookup(tokens) == len(tokens)
         engine.close()
-    assert 1 <= num_attempts <= 3, "not one for each call; a second and a third only on a machine that is very slow"
+    assert 1 <= num_attempts <= 3, (
+        "not one for each call; a second and a third only on a machine that is very slow"
+    )
     assert len(caplog.messages) == 1
     assert "RemoteBackend" in caplog.messages[0]
     assert engine.counters.value(MISSED_CHUNKS_TOTAL, "breaker_open") > 0

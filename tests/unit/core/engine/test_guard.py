@@ -1,4 +1,6 @@
-"""What fails inside the cache: a miss that is counted where `error_handling` says so, raised where not; never a leak."""
+"""What fails inside the cache: a miss that is counted where `error_handling` says so, raised
+where not; never a leak.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,25 @@ from lmcache_core.telemetry import FAILED_CALLS_TOTAL, Counters
 from lmcache_core.token_database import ChunkedTokenDatabase
 
 from tests.fixtures.embedded import Embedded, embedded_engine
-from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv, make_config, make_metadata
+from tests.fixtures.kv import (
+    CHUNK_SIZE,
+    HIDDEN,
+    NUM_LAYERS,
+    assert_equal_prefix,
+    empty_kv,
+    make_config,
+    make_metadata,
+)
 from tests.fixtures.prompts import kv_of, tokens_of
 
 TOKENS = tokens_of((0, 1, 0, 1))
 OTHER = tokens_of((1, 1, 1))
-FAILURES = [RuntimeError("CUDA error"), UnavailableError("gone"), KeyError("a bug"), TimeoutError("late")]
+FAILURES = [
+    RuntimeError("CUDA error"),
+    UnavailableError("gone"),
+    KeyError("a bug"),
+    TimeoutError("late"),
+]
 
 
 class BreakingConnector(VLLMNestedTupleGPUConnector):
@@ -62,7 +77,11 @@ class BreakingDatabase(ChunkedTokenDatabase):
 
 
 def failed(cache: Embedded) -> dict[str, int]:
-    return {name: num for (counter, name), num in cache.engine.counters.snapshot().items() if counter == FAILED_CALLS_TOTAL and num}
+    return {
+        name: num
+        for (counter, name), num in cache.engine.counters.snapshot().items()
+        if counter == FAILED_CALLS_TOTAL and num
+    }
 
 
 def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
@@ -75,7 +94,9 @@ def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
 @pytest.mark.parametrize("num_good", [0, 2])
-def test_a_copy_that_fails_is_a_miss_where_errors_are_handled(failure: Exception, num_good: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_that_fails_is_a_miss_where_errors_are_handled(
+    failure: Exception, num_good: int, caplog: pytest.LogCaptureFixture
+) -> None:
     connector = BreakingConnector()
     with embedded_engine(connector=connector, error_handling=True) as cache:
         cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
@@ -96,7 +117,10 @@ def test_a_copy_that_fails_is_raised_where_they_are_not(num_good: int) -> None:
     connector = BreakingConnector()
     with embedded_engine(connector=connector) as cache:
         cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
-        for call in (lambda: retrieve(cache), lambda: cache.engine.store(OTHER, kvcaches=kv_of(OTHER))):
+        for call in (
+            lambda: retrieve(cache),
+            lambda: cache.engine.store(OTHER, kvcaches=kv_of(OTHER)),
+        ):
             connector.failure, connector.num_good = RuntimeError("CUDA error"), num_good
             with pytest.raises(RuntimeError, match="CUDA error"):
                 call()
@@ -105,7 +129,11 @@ def test_a_copy_that_fails_is_raised_where_they_are_not(num_good: int) -> None:
 
 
 @pytest.mark.parametrize("error_handling", [True, False])
-@pytest.mark.parametrize("failure", [ValueError("wrong shape"), LayoutError("wrong layout")], ids=lambda failure: type(failure).__name__)
+@pytest.mark.parametrize(
+    "failure",
+    [ValueError("wrong shape"), LayoutError("wrong layout")],
+    ids=lambda failure: type(failure).__name__,
+)
 def test_wrong_arguments_are_raised_either_way(error_handling: bool, failure: Exception) -> None:
     connector = BreakingConnector()
     with embedded_engine(connector=connector, error_handling=error_handling) as cache:
@@ -118,7 +146,9 @@ def test_wrong_arguments_are_raised_either_way(error_handling: bool, failure: Ex
             cache.engine.store(OTHER, kvcaches=kv_of(OTHER))
         connector.failure = None
         with pytest.raises(ValueError, match="multiple of the chunk size"):
-            cache.engine.retrieve(TOKENS, torch.arange(len(TOKENS)) > 0, kvcaches=empty_kv(len(TOKENS)))
+            cache.engine.retrieve(
+                TOKENS, torch.arange(len(TOKENS)) > 0, kvcaches=empty_kv(len(TOKENS))
+            )
         with pytest.raises(ValueError, match="kvcaches is missing"):
             cache.engine.retrieve(TOKENS)
         with pytest.raises(ValueError, match="kvcaches is missing"):
@@ -180,7 +210,9 @@ def test_a_broken_store(method: str, error_handling: bool, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("error_handling", [True, False])
-def test_a_bug_of_a_tier_is_never_taken_for_a_wrong_argument(error_handling: bool, tmp_path: Path) -> None:
+def test_a_bug_of_a_tier_is_never_taken_for_a_wrong_argument(
+    error_handling: bool, tmp_path: Path
+) -> None:
     class Broken(WrapperBackend):
         async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
             return [bool(int("no number"))]
@@ -196,7 +228,9 @@ def test_a_bug_of_a_tier_is_never_taken_for_a_wrong_argument(error_handling: boo
 
 
 @pytest.mark.parametrize("error_handling", [True, False])
-def test_a_put_that_fails_half_way_leaves_the_chunks_that_it_has_kept(error_handling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_that_fails_half_way_leaves_the_chunks_that_it_has_kept(
+    error_handling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with embedded_engine(error_handling=error_handling) as cache:
         put = cache.manager.put
 

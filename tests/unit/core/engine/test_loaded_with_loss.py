@@ -20,12 +20,19 @@ NUM_HEADS = 2
 
 
 def smooth_kv() -> KVCaches:
-    base = torch.sin(torch.arange(len(TOKENS)) * 0.3)[:, None, None] + torch.arange(HIDDEN).view(1, NUM_HEADS, -1) * 0.1
+    base = (
+        torch.sin(torch.arange(len(TOKENS)) * 0.3)[:, None, None]
+        + torch.arange(HIDDEN).view(1, NUM_HEADS, -1) * 0.1
+    )
     return tuple((base * (layer + 1), base * -(layer + 1)) for layer in range(NUM_LAYERS))
 
 
 def is_same(one: KVCaches, other: KVCaches) -> bool:
-    return all(torch.equal(a, b) for pairs in zip(one, other, strict=True) for a, b in zip(*pairs, strict=True))
+    return all(
+        torch.equal(a, b)
+        for pairs in zip(one, other, strict=True)
+        for a, b in zip(*pairs, strict=True)
+    )
 
 
 def load(embedded: Embedded) -> KVCaches:
@@ -47,7 +54,9 @@ def test_loss_does_not_lose_its_mark_in_the_serving_engine(tmp_path: Path) -> No
         embedded.forget_hot()  # and then the engine stores its whole prompt
         embedded.engine.store(TOKENS, kvcaches=kv)
         embedded.drain()
-        assert embedded.lower(LocalDiskBackend).stats()["num_chunks"] == 0, "this disk has what has no loss"
+        assert embedded.lower(LocalDiskBackend).stats()["num_chunks"] == 0, (
+            "this disk has what has no loss"
+        )
     with embedded_engine(disk, **PATIENT) as embedded:
         assert not embedded.engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
         embedded.engine.store(TOKENS, kvcaches=smooth_kv())

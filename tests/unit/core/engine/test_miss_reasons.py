@@ -13,7 +13,18 @@ import torch
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.record import RAW_SERDE, Allocate, Chunk, Miss, MissReason, RecordHeader, Result, TensorSpec, encode_head, payload_digest
+from lmcache_core.record import (
+    RAW_SERDE,
+    Allocate,
+    Chunk,
+    Miss,
+    MissReason,
+    RecordHeader,
+    Result,
+    TensorSpec,
+    encode_head,
+    payload_digest,
+)
 from lmcache_core.storage.disk import LocalDiskBackend
 from lmcache_core.storage.eviction import TierLimits, create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -33,10 +44,16 @@ TTL_S = 0.15
 
 
 def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
-    """How many chunks come back; what they hold is right. Behind them may stand a part of one that turned out damaged."""
+    """How many chunks come back; what they hold is right. Behind them may stand a part of one
+    that turned out damaged.
+    """
     target = empty_kv(len(tokens))
     num = int(cache.engine.retrieve(tokens, kvcaches=target).sum())
-    assert_equal_prefix(tuple((k[:num], v[:num]) for k, v in target), tuple((k[:num], v[:num]) for k, v in kv_of(tokens)), num)
+    assert_equal_prefix(
+        tuple((k[:num], v[:num]) for k, v in target),
+        tuple((k[:num], v[:num]) for k, v in kv_of(tokens)),
+        num,
+    )
     return num // CHUNK_SIZE
 
 
@@ -55,8 +72,12 @@ def put_on_disk(cache: Embedded, key: CacheEngineKey, tensor: TensorSpec) -> Non
     memory = cache.hot.allocate(tensor.length)
     assert memory is not None
     memory.byte_array[:] = bytes(tensor.length)
-    header = RecordHeader(key.canonical(), RAW_SERDE, "", False, (tensor,), payload_digest(memory.byte_array))
-    chunk = Chunk(ChunkKey(DEFAULT_TENANT, key), header, encode_head(header, tensor.length), memory, "test")
+    header = RecordHeader(
+        key.canonical(), RAW_SERDE, "", False, (tensor,), payload_digest(memory.byte_array)
+    )
+    chunk = Chunk(
+        ChunkKey(DEFAULT_TENANT, key), header, encode_head(header, tensor.length), memory, "test"
+    )
     assert cache.manager._loop.run(cache.stack.lower[0].batched_put([chunk]), PATIENCE_S) == [True]
     chunk.release()
 
@@ -67,7 +88,9 @@ class Moody(WrapperBackend):
     is_away = False
     delay_s = 0.0
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         if self.is_away:
             raise UnavailableError("away")
         await asyncio.sleep(self.delay_s)
@@ -90,7 +113,9 @@ def test_never_stored(tmp_path: Path, has_disk: bool) -> None:
         assert cache.misses() == {"never_stored": NUM_CHUNKS}
         store(cache, TOKENS[: 2 * CHUNK_SIZE])
         assert retrieve(cache) == 2
-        assert cache.misses() == {"never_stored": NUM_CHUNKS + 2}, "chunks behind the first miss are missed with it"
+        assert cache.misses() == {"never_stored": NUM_CHUNKS + 2}, (
+            "chunks behind the first miss are missed with it"
+        )
         assert cache.engine.counters.value(RETRIEVED_CHUNKS_TOTAL, "Hot") == 2
 
 
@@ -126,9 +151,20 @@ SHAPE = (2, NUM_LAYERS, CHUNK_SIZE, HIDDEN)
 @pytest.mark.parametrize(
     "tensor",
     [
-        pytest.param(TensorSpec("", "float32", (NUM_LAYERS, 2, CHUNK_SIZE, HIDDEN), 0, CHUNK_BYTES), id="another shape"),
-        pytest.param(TensorSpec("", "float16", (2, NUM_LAYERS, CHUNK_SIZE, HIDDEN), 0, CHUNK_BYTES // 2), id="another type"),
-        pytest.param(TensorSpec("", "float32", (2, NUM_LAYERS, CHUNK_SIZE - 1, HIDDEN), 0, CHUNK_BYTES * 15 // 16), id="fewer tokens"),
+        pytest.param(
+            TensorSpec("", "float32", (NUM_LAYERS, 2, CHUNK_SIZE, HIDDEN), 0, CHUNK_BYTES),
+            id="another shape",
+        ),
+        pytest.param(
+            TensorSpec("", "float16", (2, NUM_LAYERS, CHUNK_SIZE, HIDDEN), 0, CHUNK_BYTES // 2),
+            id="another type",
+        ),
+        pytest.param(
+            TensorSpec(
+                "", "float32", (2, NUM_LAYERS, CHUNK_SIZE - 1, HIDDEN), 0, CHUNK_BYTES * 15 // 16
+            ),
+            id="fewer tokens",
+        ),
     ],
 )
 def test_layout(tmp_path: Path, tensor: TensorSpec) -> None:
@@ -151,7 +187,10 @@ def test_identity(tmp_path: Path) -> None:
         assert retrieve(cache) == 1
         assert cache.misses() == {"identity": NUM_CHUNKS - 1}
         assert retrieve(cache) == 1
-        assert cache.misses() == {"identity": NUM_CHUNKS - 1, "never_stored": NUM_CHUNKS - 1}, "it is gone"
+        assert cache.misses() == {
+            "identity": NUM_CHUNKS - 1,
+            "never_stored": NUM_CHUNKS - 1,
+        }, "it is gone"
 
 
 @pytest.mark.parametrize("at", [-1, -CHUNK_BYTES])
@@ -226,7 +265,9 @@ def test_unavailable_when_closed() -> None:
 
 def test_no_memory(tmp_path: Path) -> None:
     with embedded_engine(tmp_path, num_chunks=6) as cache:
-        for num in range(1, NUM_CHUNKS + 1):  # all at once they would be more than may wait to be written
+        for num in range(
+            1, NUM_CHUNKS + 1
+        ):  # all at once they would be more than may wait to be written
             store(cache, TOKENS[: num * CHUNK_SIZE])
             cache.drain()
         cache.forget_hot()
@@ -251,12 +292,16 @@ def test_expired(tmp_path: Path, has_disk: bool) -> None:
         assert cache.engine.lookup(TOKENS) == 0
         cache.check_nothing_held()
         store(cache, TOKENS[:CHUNK_SIZE])
-        assert retrieve(cache, TOKENS[:CHUNK_SIZE]) == 1 or time.monotonic() - stored > TTL_S, "what expired may be stored again"
+        assert retrieve(cache, TOKENS[:CHUNK_SIZE]) == 1 or time.monotonic() - stored > TTL_S, (
+            "what expired may be stored again"
+        )
 
 
 async def test_expired_through_the_stack_is_told_by_the_clock() -> None:
     now, arena = [1000.0], ArenaAllocator.anonymous(1 << 16)
-    hot = LocalCPUBackend(arena, create_policy(), limits=TierLimits(ttl_s=10.0), clock=lambda: now[0])
+    hot = LocalCPUBackend(
+        arena, create_policy(), limits=TierLimits(ttl_s=10.0), clock=lambda: now[0]
+    )
     stack = TierStack(hot)
     await stack.open()
     assert await stack.batched_put([make_chunk("a")]) == [True]
@@ -265,6 +310,9 @@ async def test_expired_through_the_stack_is_told_by_the_clock() -> None:
     assert isinstance(result, Chunk)
     result.release()
     now[0] += 2.0
-    assert await stack.batched_get([make_key("a"), make_key("b")]) == [Miss(MissReason.EXPIRED), Miss(MissReason.NEVER_STORED)]
+    assert await stack.batched_get([make_key("a"), make_key("b")]) == [
+        Miss(MissReason.EXPIRED),
+        Miss(MissReason.NEVER_STORED),
+    ]
     await stack.close()
     assert arena.used_bytes == 0

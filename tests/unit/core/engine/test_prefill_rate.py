@@ -5,7 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
-from lmcache_core.engine.prefill_rate import FALL, MAX_OPEN_PREFILLS, MAX_PREFILL_S, MIN_PREFILL_S, RISE, PrefillRate
+from lmcache_core.engine.prefill_rate import (
+    FALL,
+    MAX_OPEN_PREFILLS,
+    MAX_PREFILL_S,
+    MIN_PREFILL_S,
+    RISE,
+    PrefillRate,
+)
 
 
 class Clock:
@@ -31,7 +38,9 @@ def test_nothing_is_known_at_first(rate: PrefillRate) -> None:
     assert rate.recompute_s(256) is None
 
 
-def test_between_the_miss_and_the_store_the_engine_computes(rate: PrefillRate, clock: Clock) -> None:
+def test_between_the_miss_and_the_store_the_engine_computes(
+    rate: PrefillRate, clock: Clock
+) -> None:
     rate.missed("k")
     clock.now += 0.5
     rate.stored("k", 1000)
@@ -69,9 +78,19 @@ def test_what_was_configured_is_not_learned_over(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "elapsed_s"), [(0, 1.0), (-5, 1.0), (100, 0.0), (100, -1.0), (100, MIN_PREFILL_S / 2), (100, MAX_PREFILL_S + 1)]
+    ("num_tokens", "elapsed_s"),
+    [
+        (0, 1.0),
+        (-5, 1.0),
+        (100, 0.0),
+        (100, -1.0),
+        (100, MIN_PREFILL_S / 2),
+        (100, MAX_PREFILL_S + 1),
+    ],
 )
-def test_what_cannot_be_a_prefill_is_not_believed(rate: PrefillRate, num_tokens: int, elapsed_s: float) -> None:
+def test_what_cannot_be_a_prefill_is_not_believed(
+    rate: PrefillRate, num_tokens: int, elapsed_s: float
+) -> None:
     rate.note(num_tokens, elapsed_s)
     assert rate.tokens_per_s is None
 
@@ -85,7 +104,9 @@ def test_faster_is_believed_sooner_than_slower(rate: PrefillRate) -> None:
     assert rate.tokens_per_s == pytest.approx(before + FALL * (100 - before))
 
 
-def test_queueing_now_and_then_hardly_changes_it_and_a_slower_engine_is_believed_in_the_end(rate: PrefillRate) -> None:
+def test_queueing_now_and_then_hardly_changes_it_and_a_slower_engine_is_believed_in_the_end(
+    rate: PrefillRate,
+) -> None:
     for turn in range(100):
         rate.note(1000, 5.0 if turn % 5 == 4 else 1.0)
     assert rate.tokens_per_s is not None

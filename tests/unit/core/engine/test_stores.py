@@ -22,8 +22,13 @@ from tests.fixtures.kv import make_config, make_metadata
 
 def test_the_config_chooses_once() -> None:
     allocator = HostMemoryAllocator(1 << 16)
-    assert isinstance(create_chunk_store(make_config(), make_metadata(), allocator, Counters()), StorageManager)
-    assert isinstance(create_chunk_store(make_config(sidecar_socket="/s"), make_metadata(), None, Counters()), SidecarChunkStore)
+    assert isinstance(
+        create_chunk_store(make_config(), make_metadata(), allocator, Counters()), StorageManager
+    )
+    assert isinstance(
+        create_chunk_store(make_config(sidecar_socket="/s"), make_metadata(), None, Counters()),
+        SidecarChunkStore,
+    )
     with pytest.raises(ConfigError, match="memory_allocator"):
         create_chunk_store(make_config(), make_metadata(), None, Counters())
 
@@ -36,22 +41,40 @@ def layers_of(tier: StorageBackend) -> Iterator[StorageBackend]:
 
 
 def test_every_slower_tier_has_a_breaker(tmp_path: Path) -> None:
-    config = make_config(local_disk=f"file://{tmp_path}/", max_local_disk_size=0.01, remote_url="lm://localhost:1")
+    config = make_config(
+        local_disk=f"file://{tmp_path}/", max_local_disk_size=0.01, remote_url="lm://localhost:1"
+    )
     tiers = create_lower_tiers(config)
     assert [tier.name for tier in tiers] == ["LocalDiskBackend", "RemoteBackend"]
-    assert all(any(isinstance(layer, BreakerBackend) for layer in layers_of(tier)) for tier in tiers)
+    assert all(
+        any(isinstance(layer, BreakerBackend) for layer in layers_of(tier)) for tier in tiers
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"enable_p2p": True, "lookup_url": "http://l", "distributed_url": "lm://d:1"}, "set all three"),
-        ({"enable_p2p": True, "sidecar_socket": "/s", "lookup_url": "http://l", "distributed_url": "lm://d:1"}, "served by the sidecar"),
+        (
+            {"enable_p2p": True, "lookup_url": "http://l", "distributed_url": "lm://d:1"},
+            "set all three",
+        ),
+        (
+            {
+                "enable_p2p": True,
+                "sidecar_socket": "/s",
+                "lookup_url": "http://l",
+                "distributed_url": "lm://d:1",
+            },
+            "served by the sidecar",
+        ),
         ({"disk_fsync": True}, "set local_disk"),
         ({"local_disk_serde": "cachegen"}, "set local_disk"),
         ({"sidecar_socket": "/s", "remote_serde": "cachegen"}, "the sidecar's remote_serde"),
         ({"sidecar_socket": "/s", "local_disk_serde": "lossless"}, "the sidecar's disk_serde"),
-        ({"sidecar_socket": "/s", "local_disk": "file:///d/", "max_local_disk_size": 1}, "disk_path"),
+        (
+            {"sidecar_socket": "/s", "local_disk": "file:///d/", "max_local_disk_size": 1},
+            "disk_path",
+        ),
         ({"sidecar_socket": "/s", "max_local_disk_size": 1}, "disk_gb"),
         ({"sidecar_socket": "/s", "local_cpu": False}, "keeps chunks in its memory"),
     ],
@@ -62,7 +85,9 @@ def test_an_option_without_effect_is_refused(options: dict[str, Any], said: str)
 
 
 def test_a_salt_beside_a_sidecar_is_a_contradiction() -> None:
-    """The sidecar's would silently replace it, and chunks would be shared that were meant to be apart."""
+    """The sidecar's would silently replace it, and chunks would be shared that were meant to be
+    apart.
+    """
     with pytest.raises(ConfigError, match="salt_file") as caught:
         make_config(sidecar_socket="/s", salt="tenant-secret")
     assert "tenant-secret" not in str(caught.value)

@@ -32,17 +32,35 @@ NUM_TOKENS = 3 * CHUNK_SIZE + 5
 class WholeSequences(TokenDatabase):
     """Only the documented method: no spans, no salt, and chunks of another kind."""
 
-    def process_tokens(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> Iterator[tuple[int, int, CacheEngineKey]]:
+    def process_tokens(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> Iterator[tuple[int, int, CacheEngineKey]]:
         if len(tokens):
-            yield 0, len(tokens), CacheEngineKey("vllm", "m", 1, 0, hashlib.sha256(tokens.numpy().tobytes()).hexdigest())
+            yield (
+                0,
+                len(tokens),
+                CacheEngineKey(
+                    "vllm", "m", 1, 0, hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+                ),
+            )
 
 
 def build(database: TokenDatabase, **options: object) -> LMCacheEngine:
     allocator = HostMemoryAllocator(8 << 20)
-    return LMCacheEngine(make_config(**options), make_metadata(), allocator, database, VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS))
+    return LMCacheEngine(
+        make_config(**options),
+        make_metadata(),
+        allocator,
+        database,
+        VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS),
+    )
 
 
-@pytest.mark.parametrize("database", [WholeSequences(), RadixTokenDatabase(make_config(), make_metadata())], ids=["documented", "radix"])
+@pytest.mark.parametrize(
+    "database",
+    [WholeSequences(), RadixTokenDatabase(make_config(), make_metadata())],
+    ids=["documented", "radix"],
+)
 def test_what_was_stored_comes_back(database: TokenDatabase) -> None:
     engine = build(database)
     engine.open()

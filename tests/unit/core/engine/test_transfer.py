@@ -1,4 +1,6 @@
-"""Store, lookup and retrieve around the edges: what vanishes in between, what is cut short, what is slow, what is closed."""
+"""Store, lookup and retrieve around the edges: what vanishes in between, what is cut short, what
+is slow, what is closed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskFiles
 from lmcache_core.storage.manager import MARGIN_S
 from lmcache_core.storage.wrappers.base import WrapperBackend
-from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL, STORED_BYTES_TOTAL, STORED_CHUNKS_TOTAL, UNSTORED_CHUNKS_TOTAL
+from lmcache_core.telemetry import (
+    RETRIEVED_TOKENS_TOTAL,
+    STORED_BYTES_TOTAL,
+    STORED_CHUNKS_TOTAL,
+    UNSTORED_CHUNKS_TOTAL,
+)
 
 from tests.fixtures.embedded import Embedded, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
@@ -107,7 +114,9 @@ def test_chunks_that_are_being_copied_outlive_their_eviction() -> None:
         assert retrieve(cache) == 0
 
 
-@pytest.mark.parametrize("num_tokens", [1, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 3 * CHUNK_SIZE + 5])
+@pytest.mark.parametrize(
+    "num_tokens", [1, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 3 * CHUNK_SIZE + 5]
+)
 def test_the_last_chunk_may_be_short(cache: Embedded, num_tokens: int) -> None:
     tokens = TOKENS[:num_tokens]
     store(cache, tokens)
@@ -162,7 +171,12 @@ def test_lookup_can_be_confined_to_tiers(tmp_path: Path) -> None:
         cache.drain()
         cache.hot.remove_many([ChunkKey(DEFAULT_TENANT, key) for key in cache.keys(TOKENS)[2:]])
         found = {name: cache.engine.lookup(TOKENS, [name]) for name in TIERS}
-        assert found == {"Hot": 2 * CHUNK_SIZE, "LocalDiskBackend": len(TOKENS), "P2PBackend": 0, "RemoteBackend": 0}
+        assert found == {
+            "Hot": 2 * CHUNK_SIZE,
+            "LocalDiskBackend": len(TOKENS),
+            "P2PBackend": 0,
+            "RemoteBackend": 0,
+        }
         assert cache.engine.lookup(TOKENS, TIERS) == cache.engine.lookup(TOKENS) == len(TOKENS)
         assert cache.engine.lookup(TOKENS, []) == 0
         for unknown in (["Hot", "hot"], [""], ["LocalDisk"]):
@@ -192,7 +206,9 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> list[float]:
     return written
 
 
-def test_store_does_not_wait_for_slow_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_does_not_wait_for_slow_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with embedded_engine(tmp_path) as cache:
         written = slow_writes(monkeypatch, 0.5)
         begin = time.monotonic()
@@ -204,7 +220,9 @@ def test_store_does_not_wait_for_slow_tiers(tmp_path: Path, monkeypatch: pytest.
         assert len(written) == NUM_CHUNKS
 
 
-def test_close_finishes_what_is_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_finishes_what_is_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with embedded_engine(tmp_path, close_drain_s=10.0) as cache:
         written = slow_writes(monkeypatch, 0.1)
         store(cache)
@@ -214,7 +232,9 @@ def test_close_finishes_what_is_to_be_written(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("close_drain_s", [0.0, 0.2])
-def test_close_abandons_what_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close_drain_s: float) -> None:
+def test_close_abandons_what_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close_drain_s: float
+) -> None:
     with embedded_engine(tmp_path, close_drain_s=close_drain_s) as cache:
         slow_writes(monkeypatch, 1.6)
         store(cache)
@@ -234,7 +254,9 @@ class Lingering(WrapperBackend):
         self.num_reading = 0
         self._close_s = close_s
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         results = await super().batched_get(keys, allocate, timeout_s)
         self.num_reading += 1
         try:
@@ -253,8 +275,12 @@ class Lingering(WrapperBackend):
 
 
 @pytest.mark.parametrize("close_s", [0.0, 60.0])
-def test_a_read_that_a_close_overtakes_leaves_nothing_in_memory(tmp_path: Path, close_s: float) -> None:
-    with embedded_engine(tmp_path, wrap=lambda tier: Lingering(tier, close_s), tier_timeout_s=60.0, close_drain_s=0.1) as cache:
+def test_a_read_that_a_close_overtakes_leaves_nothing_in_memory(
+    tmp_path: Path, close_s: float
+) -> None:
+    with embedded_engine(
+        tmp_path, wrap=lambda tier: Lingering(tier, close_s), tier_timeout_s=60.0, close_drain_s=0.1
+    ) as cache:
         store(cache)
         cache.drain()
         cache.hot.remove_many([ChunkKey(DEFAULT_TENANT, key) for key in cache.keys(TOKENS)[1:]])
@@ -272,7 +298,9 @@ def test_a_read_that_a_close_overtakes_leaves_nothing_in_memory(tmp_path: Path, 
         assert cache.allocator.used_bytes == 0
 
 
-def test_a_store_that_a_close_overtakes_leaves_nothing_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_a_close_overtakes_leaves_nothing_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with embedded_engine() as cache:
         put_many = cache.hot.put_many
 

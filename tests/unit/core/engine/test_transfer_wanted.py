@@ -20,7 +20,8 @@ NUM_BLOCKS, BLOCK_SIZE, NUM_CHUNKS = 32, 4, 3
 NUM_TOKENS = NUM_CHUNKS * CHUNK_SIZE
 LAYOUT = KVLayout((LayerGroup("", 2, 2, 4, "float32"), LayerGroup("narrow", 1, 1, 4, "float16")))
 NAMED: list[NamedChunk] = [
-    (i * CHUNK_SIZE, (i + 1) * CHUNK_SIZE, CacheEngineKey("vllm", "m", 1, 0, f"{i:064x}")) for i in range(NUM_CHUNKS)
+    (i * CHUNK_SIZE, (i + 1) * CHUNK_SIZE, CacheEngineKey("vllm", "m", 1, 0, f"{i:064x}"))
+    for i in range(NUM_CHUNKS)
 ]
 SLOTS = torch.arange(NUM_TOKENS) + BLOCK_SIZE
 UNIT_TOKENS = 8
@@ -30,8 +31,13 @@ Pages = list[tuple[torch.Tensor, torch.Tensor]]
 
 def pages(fill: float | None = None) -> Pages:
     """K and V of each layer: random, or one number everywhere."""
-    shapes = [((NUM_BLOCKS, BLOCK_SIZE, 2, 4), torch.float32)] * 2 + [((NUM_BLOCKS, BLOCK_SIZE, 1, 4), torch.float16)]
-    sides = [torch.randn(shape).to(dtype) if fill is None else torch.full(shape, fill, dtype=dtype) for shape, dtype in shapes * 2]
+    shapes = [((NUM_BLOCKS, BLOCK_SIZE, 2, 4), torch.float32)] * 2 + [
+        ((NUM_BLOCKS, BLOCK_SIZE, 1, 4), torch.float16)
+    ]
+    sides = [
+        torch.randn(shape).to(dtype) if fill is None else torch.full(shape, fill, dtype=dtype)
+        for shape, dtype in shapes * 2
+    ]
     return list(zip(sides[:3], sides[3:], strict=True))
 
 
@@ -46,13 +52,26 @@ class Case:
         self.manager = manager
         self.counters = Counters()
         metadata = make_metadata(kv_dtype=LAYOUT.kv_dtype)
-        self.transfer = KVTransfer(manager, PagedGPUConnector(LAYOUT), metadata, self.counters, Workers("test"), UNIT_TOKENS)
+        self.transfer = KVTransfer(
+            manager,
+            PagedGPUConnector(LAYOUT),
+            metadata,
+            self.counters,
+            Workers("test"),
+            UNIT_TOKENS,
+        )
         self.stored = pages()
-        assert self.transfer.store(NAMED, {"kvcaches": self.stored, "slot_mapping": SLOTS}) == [True] * NUM_CHUNKS
+        assert (
+            self.transfer.store(NAMED, {"kvcaches": self.stored, "slot_mapping": SLOTS})
+            == [True] * NUM_CHUNKS
+        )
 
     def load(self, wanted: tuple[int, int]) -> tuple[int, Pages]:
         target = pages(fill=7.0)
-        return self.transfer.load(NAMED, None, {"kvcaches": target, "slot_mapping": SLOTS}, wanted), target
+        return (
+            self.transfer.load(NAMED, None, {"kvcaches": target, "slot_mapping": SLOTS}, wanted),
+            target,
+        )
 
 
 @pytest.fixture
@@ -64,7 +83,14 @@ def case() -> Iterator[Case]:
 
 @pytest.mark.parametrize(
     "wanted",
-    [(0, NUM_TOKENS), (CHUNK_SIZE, 2 * CHUNK_SIZE), (5, NUM_TOKENS), (0, NUM_TOKENS - 1), (CHUNK_SIZE + 3, CHUNK_SIZE + 9), (20, 20)],
+    [
+        (0, NUM_TOKENS),
+        (CHUNK_SIZE, 2 * CHUNK_SIZE),
+        (5, NUM_TOKENS),
+        (0, NUM_TOKENS - 1),
+        (CHUNK_SIZE + 3, CHUNK_SIZE + 9),
+        (20, 20),
+    ],
 )
 def test_only_what_is_wanted_is_written(case: Case, wanted: tuple[int, int]) -> None:
     num_loaded, target = case.load(wanted)
@@ -74,12 +100,20 @@ def test_only_what_is_wanted_is_written(case: Case, wanted: tuple[int, int]) -> 
         inside[wanted[0] : wanted[1]] = True
         assert torch.equal(got[inside], stored[inside])
         assert (got[~inside] == 7.0).all()
-    written = torch.cat([(side.flatten(0, 1) != 7.0).flatten(1).any(1).nonzero().flatten() for layer in target for side in layer]).unique()
+    written = torch.cat(
+        [
+            (side.flatten(0, 1) != 7.0).flatten(1).any(1).nonzero().flatten()
+            for layer in target
+            for side in layer
+        ]
+    ).unique()
     assert set(written.tolist()) <= set(SLOTS.tolist())
 
 
 @pytest.mark.parametrize("damaged_token", [0, 7, CHUNK_SIZE - 1])
-def test_a_damaged_chunk_is_not_loaded_though_the_damage_is_elsewhere(case: Case, damaged_token: int) -> None:
+def test_a_damaged_chunk_is_not_loaded_though_the_damage_is_elsewhere(
+    case: Case, damaged_token: int
+) -> None:
     """A chunk whose bytes are not what was stored is not to be trusted in any part."""
     chunks = case.manager.get([NAMED[1][2]])
     chunks[0].memory.byte_array[damaged_token * 16] ^= 1

@@ -35,7 +35,9 @@ def test_a_chunk_is_copied_as_with_slots_of_its_own(connector, start, end):
     memory = make_memory(connector.get_shape(end - start), connector.kv_dtype)
     memory.byte_array[:] = alone
     connector.to_gpu(memory, start, end, kvcaches=others[0], slot_mapping=SLOTS)
-    connector.to_gpu(memory, start, end, addresses=connector.addresses_of(others[1], SLOTS, BEGIN, END))
+    connector.to_gpu(
+        memory, start, end, addresses=connector.addresses_of(others[1], SLOTS, BEGIN, END)
+    )
     assert same(*map(snapshot, others))
 
 
@@ -46,7 +48,9 @@ def test_tokens_that_were_not_checked_are_refused(connector, start, end):
     addresses = connector.addresses_of(engine, SLOTS, BEGIN, END)
     memory = make_memory(connector.get_shape(end - start), connector.kv_dtype)
     for copy in (connector.from_gpu, connector.to_gpu):
-        with pytest.raises(LayoutError, match=rf"tokens \[{start}, {end}\) are not among those .* \[2, 8\)"):
+        with pytest.raises(
+            LayoutError, match=rf"tokens \[{start}, {end}\) are not among those .* \[2, 8\)"
+        ):
             copy(memory, start, end, addresses=addresses)
     assert same(snapshot(engine), before)
 
@@ -62,16 +66,22 @@ def test_tokens_that_were_not_checked_are_refused(connector, start, end):
     ],
 )
 def test_slots_are_refused_before_any_chunk_is_copied(connector, slots, message):
-    """A slot that two chunks of one transfer name is refused too: the second would overwrite the first."""
+    """A slot that two chunks of one transfer name is refused too: the second would overwrite the
+    first.
+    """
     with pytest.raises(LayoutError, match=message):
         connector.addresses_of(make_kv_caches(LAYOUT, 1), slots, BEGIN, END)
 
 
 def test_groups_that_share_a_block_in_different_chunks_are_refused():
-    layout = KVLayout(tuple(LayerGroup(name, 1, 1, 4, "uint8", sides=1) for name in ("full", "window")))
+    layout = KVLayout(
+        tuple(LayerGroup(name, 1, 1, 4, "uint8", sides=1) for name in ("full", "window"))
+    )
     tensor = torch.zeros(8, 4, 1, 4, dtype=torch.uint8)
     connector = PagedGPUConnector(layout)
     blocks = [torch.arange(8), torch.arange(8, 16)]
     assert connector.addresses_of([tensor, tensor], blocks, 0, 8)
-    with pytest.raises(LayoutError, match="'full' and 'window' are the same memory and both have block 1"):
+    with pytest.raises(
+        LayoutError, match="'full' and 'window' are the same memory and both have block 1"
+    ):
         connector.addresses_of([tensor, tensor], [blocks[0], blocks[1] - 4], 0, 8)

@@ -1,4 +1,6 @@
-"""The canary passes every layout that is declared as it is, and finds every one that is not; engine memory is as before."""
+"""The canary passes every layout that is declared as it is, and finds every one that is not;
+engine memory is as before.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +30,45 @@ def layout_of(**fields):
 
 
 RIGHT = {
-    **{f"{packing} {order}": layout_of(packing=packing, order=order) for packing in Packing for order in Order},
+    **{
+        f"{packing} {order}": layout_of(packing=packing, order=order)
+        for packing in Packing
+        for order in Order
+    },
     **{dtype: layout_of(dtype=dtype, packing=Packing.LAST_DIM) for dtype in DTYPES},
     "one head": layout_of(num_kv_heads=1, packing=Packing.BLOCK_FIRST),
     "latent": layout_of(num_kv_heads=1, sides=1),
-    "hybrid": KVLayout((LayerGroup("a", 2, 4, 5, "float16"), LayerGroup("b", 1, 1, 16, "float16"), LayerGroup("c", 3, 1, 9, "uint8", 1))),
+    "hybrid": KVLayout(
+        (
+            LayerGroup("a", 2, 4, 5, "float16"),
+            LayerGroup("b", 1, 1, 16, "float16"),
+            LayerGroup("c", 3, 1, 9, "uint8", 1),
+        )
+    ),
 }
 NHD, HND = {"order": Order.NHD}, {"order": Order.HND}
-# What the engine has, what the connector is told, and how many blocks there are: two blocks look like two sides.
+# What the engine has, what the connector is told, and how many blocks there are: two blocks look
+# like two sides.
 WRONG = {
     **{
         f"{p}: {a['order']} told as {b['order']}": (a | {"packing": p}, b | {"packing": p}, 9)
         for p in Packing
         for a, b in ((NHD, HND), (HND, NHD))
     },
-    "kv_first told as block_first": ({"packing": Packing.KV_FIRST}, {"packing": Packing.BLOCK_FIRST}, 2),
-    "block_first told as kv_first": ({"packing": Packing.BLOCK_FIRST}, {"packing": Packing.KV_FIRST}, 2),
-    **{f"latent: {a['order']} told as {b['order']}": (a | {"sides": 1}, b | {"sides": 1}, 9) for a, b in ((NHD, HND), (HND, NHD))},
+    "kv_first told as block_first": (
+        {"packing": Packing.KV_FIRST},
+        {"packing": Packing.BLOCK_FIRST},
+        2,
+    ),
+    "block_first told as kv_first": (
+        {"packing": Packing.BLOCK_FIRST},
+        {"packing": Packing.KV_FIRST},
+        2,
+    ),
+    **{
+        f"latent: {a['order']} told as {b['order']}": (a | {"sides": 1}, b | {"sides": 1}, 9)
+        for a, b in ((NHD, HND), (HND, NHD))
+    },
 }
 
 
@@ -62,7 +86,9 @@ def canary(connector, layout, kvcaches, transport=through_other_memory, **option
         assert same(snapshot(kvcaches), before)
 
 
-@pytest.mark.parametrize("sizes", [(20, SIDE), (3, SIDE), (2, 1), (1, 2), (40, 1), (13, 100)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(20, SIDE), (3, SIDE), (2, 1), (1, 2), (40, 1), (13, 100)], ids=str
+)
 @pytest.mark.parametrize("layout", RIGHT.values(), ids=RIGHT.keys())
 def test_what_is_declared_as_it_is_passes(layout, sizes):
     canary(PagedGPUConnector(layout), layout, make_kv_caches(layout, 3, sizes=sizes))
@@ -70,7 +96,9 @@ def test_what_is_declared_as_it_is_passes(layout, sizes):
 
 @pytest.mark.parametrize("name", ["kv_first NHD", "split HND", "last_dim NHD"])
 def test_the_order_of_memory_is_nobodys_business(name):
-    canary(PagedGPUConnector(RIGHT[name]), RIGHT[name], make_kv_caches(RIGHT[name], 3, is_strided=True))
+    canary(
+        PagedGPUConnector(RIGHT[name]), RIGHT[name], make_kv_caches(RIGHT[name], 3, is_strided=True)
+    )
 
 
 def test_the_documented_connector_has_its_canary_too():
@@ -91,37 +119,57 @@ def test_k_and_v_that_changed_places_are_found():
     layout = layout_of()
     kvcaches = make_kv_caches(layout, 3)
     with pytest.raises(LayoutError, match="layer 0, K"):
-        run_canary(PagedGPUConnector(layout), [(v, k) for k, v in kvcaches], LogicalMemory(layout, kvcaches), through_other_memory)
+        run_canary(
+            PagedGPUConnector(layout),
+            [(v, k) for k, v in kvcaches],
+            LogicalMemory(layout, kvcaches),
+            through_other_memory,
+        )
 
 
 def test_layers_in_another_order_are_found():
     layout = layout_of()
     kvcaches = make_kv_caches(layout, 3)
     with pytest.raises(LayoutError, match="layer 0, K"):
-        run_canary(PagedGPUConnector(layout), kvcaches[::-1], LogicalMemory(layout, kvcaches), through_other_memory)
+        run_canary(
+            PagedGPUConnector(layout),
+            kvcaches[::-1],
+            LogicalMemory(layout, kvcaches),
+            through_other_memory,
+        )
 
 
 def test_only_the_wrong_group_of_a_hybrid_model_is_blamed():
     right = LayerGroup("right", 1, 3, 5, "float16")
-    actual, declared = (KVLayout((right, LayerGroup("wrong", 1, SIDE, 6, "float16", order=order))) for order in Order)
+    actual, declared = (
+        KVLayout((right, LayerGroup("wrong", 1, SIDE, 6, "float16", order=order)))
+        for order in Order
+    )
     with pytest.raises(LayoutError, match="group 'wrong'"):
         canary(PagedGPUConnector(declared), actual, make_kv_caches(actual, 3, sizes=(9, SIDE)))
 
 
 def test_groups_may_be_the_same_memory():
     """Hybrid engines give all groups the same bytes; a block belongs to one group at a time."""
-    layout = KVLayout(tuple(LayerGroup(name, 2, 3, 5, "float16", packing=Packing.BLOCK_FIRST) for name in "abc"))
+    layout = KVLayout(
+        tuple(LayerGroup(name, 2, 3, 5, "float16", packing=Packing.BLOCK_FIRST) for name in "abc")
+    )
     tensors = make_kv_caches(KVLayout(layout.groups[:1]), 3, sizes=(12, 4))
     canary(PagedGPUConnector(layout), layout, tensors * 3)
 
 
-@pytest.mark.parametrize("other", [{"head_size": 12}, {"num_kv_heads": 2}, {"num_layers": 1}, {"dtype": "float16"}])
+@pytest.mark.parametrize(
+    "other", [{"head_size": 12}, {"num_kv_heads": 2}, {"num_layers": 1}, {"dtype": "float16"}]
+)
 def test_the_engine_must_have_what_the_connector_was_made_for(other):
     layout = layout_of()
     claimed = layout_of(**other)
     with pytest.raises(LayoutError, match="canary: the connector was made for"):
         run_canary(
-            PagedGPUConnector(layout), make_kv_caches(layout, 3), LogicalMemory(claimed, make_kv_caches(claimed, 3)), through_other_memory
+            PagedGPUConnector(layout),
+            make_kv_caches(layout, 3),
+            LogicalMemory(claimed, make_kv_caches(claimed, 3)),
+            through_other_memory,
         )
 
 
@@ -168,7 +216,9 @@ class Crooked(PagedGPUConnector):
             kwargs["kvcaches"][1][0, 0, 0, 0, 0] += 1
 
 
-@pytest.mark.parametrize(("fault", "said"), [("lost", "scattered to the wrong place"), ("beside", "beside those")])
+@pytest.mark.parametrize(
+    ("fault", "said"), [("lost", "scattered to the wrong place"), ("beside", "beside those")]
+)
 def test_a_scatter_that_misses_or_spills_is_found(fault, said):
     layout = layout_of(packing=Packing.KV_FIRST, dtype="int32")
     with pytest.raises(LayoutError, match=said):
@@ -193,7 +243,13 @@ def test_the_memory_object_comes_from_the_caller_and_goes_back():
         return loaded
 
     layout = RIGHT["hybrid"]
-    canary(PagedGPUConnector(layout), layout, make_kv_caches(layout, 3), transport, allocate=allocator.allocate)
+    canary(
+        PagedGPUConnector(layout),
+        layout,
+        make_kv_caches(layout, 3),
+        transport,
+        allocate=allocator.allocate,
+    )
     assert len({id(memory) for memory in given}) == 2
     assert allocator.used_bytes == 0
 

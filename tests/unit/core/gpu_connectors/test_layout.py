@@ -1,4 +1,6 @@
-"""Layouts: what is refused, what a memory object looks like, and how an engine's tensors are matched with one."""
+"""Layouts: what is refused, what a memory object looks like, and how an engine's tensors are
+matched with one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_core.errors import LayoutError
-from lmcache_core.gpu_connectors import KVLayout, LayerGroup, LogicalMemory, Order, Packing, PagedGPUConnector
+from lmcache_core.gpu_connectors import (
+    KVLayout,
+    LayerGroup,
+    LogicalMemory,
+    Order,
+    Packing,
+    PagedGPUConnector,
+)
 from lmcache_core.gpu_connectors.layout import gaps_between
 from lmcache_core.record import RecordHeader
 from lmcache_core.testing.connector_suite import make_memory
@@ -45,9 +54,9 @@ def test_a_layout_needs_groups_that_can_be_told_apart(groups):
 
 
 def test_dtypes_orders_and_packings_may_be_given_as_text():
-    assert LayerGroup("", 1, 1, 1, torch.float8_e5m2, order="HND", packing="last_dim") == LayerGroup(
-        "", 1, 1, 1, "float8_e5m2", order=Order.HND, packing=Packing.LAST_DIM
-    )
+    assert LayerGroup(
+        "", 1, 1, 1, torch.float8_e5m2, order="HND", packing="last_dim"
+    ) == LayerGroup("", 1, 1, 1, "float8_e5m2", order=Order.HND, packing=Packing.LAST_DIM)
 
 
 def test_one_group_is_a_kv_blob_and_several_are_flat():
@@ -71,7 +80,9 @@ def test_specs_are_what_a_record_takes(num_tokens):
 
     layout = KVLayout((A, B))
     key = CacheEngineKey("vllm", "model", 1, 0, "0" * 64)
-    header = RecordHeader(key.canonical(), "naive", "", False, layout.tensor_specs(num_tokens), bytes(16))
+    header = RecordHeader(
+        key.canonical(), "naive", "", False, layout.tensor_specs(num_tokens), bytes(16)
+    )
     header.check(layout.num_bytes(num_tokens))
 
 
@@ -80,7 +91,13 @@ def test_the_fingerprint_covers_what_a_memory_object_shows_and_no_more():
     assert KVLayout((A, B)).fingerprint() == "kv/1;'a':2x2x3x5:bfloat16;'b':1x1x1x7:bfloat16"
     for same_bytes in ({"order": "HND"}, {"packing": "last_dim"}, {"layers": ("x", "y")}):
         assert one_group(**same_bytes).fingerprint() == one_group().fingerprint()
-    others = [{"name": "x"}, {"num_layers": 3}, {"num_kv_heads": 5, "head_size": 3}, {"dtype": "float16"}, {"sides": 1}]
+    others = [
+        {"name": "x"},
+        {"num_layers": 3},
+        {"num_kv_heads": 5, "head_size": 3},
+        {"dtype": "float16"},
+        {"sides": 1},
+    ]
     assert len({one_group(**other).fingerprint() for other in [{}, *others]}) == len(others) + 1
     assert KVLayout((A, B)).fingerprint() != KVLayout((B, A)).fingerprint()
 
@@ -103,7 +120,9 @@ def test_tensors_by_name_are_in_order_where_the_layout_names_none():
     engine = make_kv_caches(layout, 1)
     connector = PagedGPUConnector(layout)
     binding = connector.binding_of(dict(zip("xy", engine, strict=True)))
-    assert [page.data_ptr() for page in binding.pages[0].tensors[:2]] == [k.data_ptr() for k, _ in engine]
+    assert [page.data_ptr() for page in binding.pages[0].tensors[:2]] == [
+        k.data_ptr() for k, _ in engine
+    ]
     with pytest.raises(LayoutError, match="3 layers"):
         connector.binding_of(dict(zip("xyz", [*engine, engine[0]], strict=True)))
 
@@ -119,18 +138,35 @@ def test_groups_may_have_slots_of_their_own():
         connector.from_gpu(memory, 1, 4, kvcaches=engine, slot_mapping=mapping)
         content = memory.tensor
         for i, slot in enumerate((20, 2, 0)):
-            assert torch.equal(content[256 + 7 * i :][:7].view(torch.uint8), oracle.read(1, 0, slot)[0, 0].view(torch.uint8))
-        assert torch.equal(content[30:45].view(torch.uint8), oracle.read(0, 0, 9)[0].flatten().view(torch.uint8))
+            assert torch.equal(
+                content[256 + 7 * i :][:7].view(torch.uint8),
+                oracle.read(1, 0, slot)[0, 0].view(torch.uint8),
+            )
+        assert torch.equal(
+            content[30:45].view(torch.uint8), oracle.read(0, 0, 9)[0].flatten().view(torch.uint8)
+        )
 
 
 @pytest.mark.parametrize(
-    "mapping", [[torch.arange(4)], [torch.arange(4)] * 3, {"a": torch.arange(4)}, {"a": torch.arange(4), "c": torch.arange(4)}]
+    "mapping",
+    [
+        [torch.arange(4)],
+        [torch.arange(4)] * 3,
+        {"a": torch.arange(4)},
+        {"a": torch.arange(4), "c": torch.arange(4)},
+    ],
 )
 def test_every_group_needs_slots(mapping):
     layout = KVLayout((A, B))
     connector, engine = PagedGPUConnector(layout), make_kv_caches(layout, 1)
     with pytest.raises(ValueError, match="slot_mapping"):
-        connector.from_gpu(make_memory(connector.get_shape(3), "bfloat16"), 0, 3, kvcaches=engine, slot_mapping=mapping)
+        connector.from_gpu(
+            make_memory(connector.get_shape(3), "bfloat16"),
+            0,
+            3,
+            kvcaches=engine,
+            slot_mapping=mapping,
+        )
 
 
 def test_wrong_slots_of_the_last_group_leave_the_first_untouched():
@@ -139,14 +175,22 @@ def test_wrong_slots_of_the_last_group_leave_the_first_untouched():
     before = snapshot(engine)
     for wrong in (torch.tensor([1, 1]), torch.tensor([0, 99]), torch.tensor([-1, 3])):
         with pytest.raises(LayoutError):
-            connector.to_gpu(make_memory(connector.get_shape(2), "bfloat16"), 0, 2, kvcaches=engine, slot_mapping=[torch.arange(2), wrong])
+            connector.to_gpu(
+                make_memory(connector.get_shape(2), "bfloat16"),
+                0,
+                2,
+                kvcaches=engine,
+                slot_mapping=[torch.arange(2), wrong],
+            )
     assert same(snapshot(engine), before)
 
 
 def test_opaque_blocks_move_whole():
     engine = torch.randint(0, 256, (7, 2 * 4 * 96), dtype=torch.uint8)
     wanted, blocks = engine[[5, 2]].clone(), torch.tensor([5, 2])
-    connector = PagedGPUConnector(one_group(num_layers=1, num_kv_heads=1, head_size=768, dtype="uint8", sides=1))
+    connector = PagedGPUConnector(
+        one_group(num_layers=1, num_kv_heads=1, head_size=768, dtype="uint8", sides=1)
+    )
     memory = make_memory(connector.get_shape(2), "uint8")
     connector.from_gpu(memory, 0, 2, kvcaches=[engine.view(7, 1, 768)], slot_mapping=blocks)
     engine.fill_(0)
@@ -166,7 +210,13 @@ groups = st.builds(
     packing=st.sampled_from(Packing),
 )
 latents = st.builds(
-    LayerGroup, st.just(""), st.integers(1, 3), st.just(1), st.integers(1, 9), st.sampled_from(["float16", "uint8"]), st.just(1)
+    LayerGroup,
+    st.just(""),
+    st.integers(1, 3),
+    st.just(1),
+    st.integers(1, 9),
+    st.sampled_from(["float16", "uint8"]),
+    st.just(1),
 )
 
 
@@ -175,22 +225,54 @@ def layouts(draw):
     found = draw(st.lists(st.one_of(groups, latents), min_size=1, max_size=3))
     names = [""] if len(found) == 1 else ["a", "b", "c"]
     fields = ("num_layers", "num_kv_heads", "head_size", "dtype", "sides", "order", "packing")
-    return KVLayout(tuple(LayerGroup(name, **{f: getattr(g, f) for f in fields}) for name, g in zip(names, found, strict=False)))
+    return KVLayout(
+        tuple(
+            LayerGroup(name, **{f: getattr(g, f) for f in fields})
+            for name, g in zip(names, found, strict=False)
+        )
+    )
 
 
 @settings(deadline=None, max_examples=80)
-@given(layout=layouts(), num_blocks=st.integers(1, 5), block_size=st.integers(1, 6), is_strided=st.booleans(), data=st.data())
-def test_any_layout_takes_any_slots_out_of_one_engine_into_another(layout, num_blocks, block_size, is_strided, data):
+@given(
+    layout=layouts(),
+    num_blocks=st.integers(1, 5),
+    block_size=st.integers(1, 6),
+    is_strided=st.booleans(),
+    data=st.data(),
+)
+def test_any_layout_takes_any_slots_out_of_one_engine_into_another(
+    layout, num_blocks, block_size, is_strided, data
+):
     every_slot = range(num_blocks * block_size)
     num_tokens = data.draw(st.integers(0, len(every_slot)))
     source, target = (
-        [data.draw(st.permutations(every_slot).map(lambda slots: slots[:num_tokens])) for _ in layout.groups] for _ in range(2)
+        [
+            data.draw(st.permutations(every_slot).map(lambda slots: slots[:num_tokens]))
+            for _ in layout.groups
+        ]
+        for _ in range(2)
     )
-    engine, other, expected = (make_kv_caches(layout, seed, is_strided, sizes=(num_blocks, block_size)) for seed in (1, 50, 50))
+    engine, other, expected = (
+        make_kv_caches(layout, seed, is_strided, sizes=(num_blocks, block_size))
+        for seed in (1, 50, 50)
+    )
     connector = PagedGPUConnector(layout)
     memory = make_memory(connector.get_shape(num_tokens), connector.kv_dtype)
-    connector.from_gpu(memory, 0, num_tokens, kvcaches=engine, slot_mapping=[torch.tensor(s, dtype=torch.int64) for s in source])
-    connector.to_gpu(memory, 0, num_tokens, kvcaches=other, slot_mapping=[torch.tensor(s, dtype=torch.int64) for s in target])
+    connector.from_gpu(
+        memory,
+        0,
+        num_tokens,
+        kvcaches=engine,
+        slot_mapping=[torch.tensor(s, dtype=torch.int64) for s in source],
+    )
+    connector.to_gpu(
+        memory,
+        0,
+        num_tokens,
+        kvcaches=other,
+        slot_mapping=[torch.tensor(s, dtype=torch.int64) for s in target],
+    )
     read, write = LogicalMemory(layout, engine), LogicalMemory(layout, expected)
     for i, group in enumerate(layout.groups):
         for layer in range(group.num_layers):

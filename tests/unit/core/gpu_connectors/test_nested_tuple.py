@@ -1,4 +1,6 @@
-"""What the connector for nested tuples has beyond its contract (`tests/contract/test_gpu_connectors.py`)."""
+"""What the connector for nested tuples has beyond its contract
+(`tests/contract/test_gpu_connectors.py`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ def allocator():
 def caches(dtype=torch.bfloat16, seed=0, shape=(TOKENS, HEADS, HEAD_SIZE)):
     random = torch.Generator().manual_seed(seed)
     size = (*shape[:-1], shape[-1] * dtype.itemsize)
-    return tuple(tuple(torch.randint(0, 256, size, dtype=torch.uint8, generator=random).view(dtype) for _ in "KV") for _ in range(LAYERS))
+    return tuple(
+        tuple(
+            torch.randint(0, 256, size, dtype=torch.uint8, generator=random).view(dtype)
+            for _ in "KV"
+        )
+        for _ in range(LAYERS)
+    )
 
 
 def snapshot(layers):
@@ -48,13 +56,17 @@ def test_the_split_into_heads_is_the_engines_business(connector, allocator):
 
 
 def test_strided_layers_are_read_and_written(connector, allocator):
-    wide = [torch.zeros(TOKENS, HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16) for _ in range(2 * LAYERS)]
+    wide = [
+        torch.zeros(TOKENS, HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16) for _ in range(2 * LAYERS)
+    ]
     target = [tuple(t[..., :HEAD_SIZE] for t in wide[2 * i : 2 * i + 2]) for i in range(LAYERS)]
     source = caches()
     with allocator.allocate(connector.get_shape(TOKENS), torch.bfloat16) as memory:
         connector.from_gpu(memory, 0, TOKENS, kvcaches=source)
         connector.to_gpu(memory, 0, TOKENS, kvcaches=target)
-    assert same([t.contiguous().view(torch.uint8) for layer in target for t in layer], snapshot(source))
+    assert same(
+        [t.contiguous().view(torch.uint8) for layer in target for t in layer], snapshot(source)
+    )
     assert not any(t[..., HEAD_SIZE:].any() for t in wide)
 
 
@@ -63,7 +75,10 @@ def test_strided_layers_are_read_and_written(connector, allocator):
 def test_tensors_of_any_mode_are_read_and_written(connector, allocator, mode, is_trained):
     with mode():
         engine, target = (
-            tuple(tuple(side.clone().requires_grad_(is_trained) for side in layer) for layer in caches(torch.float32, seed))
+            tuple(
+                tuple(side.clone().requires_grad_(is_trained) for side in layer)
+                for layer in caches(torch.float32, seed)
+            )
             for seed in (0, 1)
         )
     wanted = [side.detach().clone() for layer in engine for side in layer]
@@ -80,13 +95,19 @@ def test_tensors_of_any_mode_are_read_and_written(connector, allocator, mode, is
         pytest.param(lambda k, v: (k, k), id="K is V"),
         pytest.param(lambda k, v: (k, v[:1].expand_as(v)), id="all tokens are one"),
         pytest.param(lambda k, v: (k, v[:, :1].expand_as(v)), id="all heads are one"),
-        pytest.param(lambda k, v: (k, v.view(-1).as_strided(v.shape, (HIDDEN - 1, HEAD_SIZE, 1))), id="tokens overlap"),
+        pytest.param(
+            lambda k, v: (k, v.view(-1).as_strided(v.shape, (HIDDEN - 1, HEAD_SIZE, 1))),
+            id="tokens overlap",
+        ),
         pytest.param(lambda k, v: (k, v.view(torch.int16).numpy()), id="not a tensor"),
     ],
 )
 def test_memory_that_cannot_hold_what_is_to_be_written_is_untouched(connector, allocator, last):
     layers = caches()
     before = snapshot(layers)
-    with allocator.allocate(connector.get_shape(TOKENS), torch.bfloat16) as memory, pytest.raises(ValueError, match="kvcaches"):
+    with (
+        allocator.allocate(connector.get_shape(TOKENS), torch.bfloat16) as memory,
+        pytest.raises(ValueError, match="kvcaches"),
+    ):
         connector.to_gpu(memory, 0, TOKENS, kvcaches=[*layers[:-1], last(*layers[-1])])
     assert same(snapshot(layers), before)

@@ -1,4 +1,6 @@
-"""What the connectors for paged memory have beyond their contract (`tests/contract/test_gpu_connectors.py`)."""
+"""What the connectors for paged memory have beyond their contract
+(`tests/contract/test_gpu_connectors.py`).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ def test_a_missing_argument_is_named(connector, method, missing):
 def test_the_overlap_with_the_engines_prefix_is_explained(connector):
     with pytest.raises(LayoutError, match="prefix"):
         connector.from_gpu(
-            make_memory(connector.get_shape(2), "bfloat16"), 3, 5, kvcaches=make_kv_caches(LAYOUT, 1), slot_mapping=torch.tensor(SLOTS)
+            make_memory(connector.get_shape(2), "bfloat16"),
+            3,
+            5,
+            kvcaches=make_kv_caches(LAYOUT, 1),
+            slot_mapping=torch.tensor(SLOTS),
         )
 
 
@@ -57,10 +63,18 @@ def test_pages_interleaved_by_block_come_as_pairs_of_views(connector):
     layout = one_group(packing=Packing.BLOCK_FIRST)
     engine = make_kv_caches(layout, 1)
     memory = make_memory(connector.get_shape(11), "bfloat16")
-    connector.from_gpu(memory, 4, 15, kvcaches=[tensor.unbind(1) for tensor in engine], slot_mapping=torch.tensor(SLOTS))
+    connector.from_gpu(
+        memory,
+        4,
+        15,
+        kvcaches=[tensor.unbind(1) for tensor in engine],
+        slot_mapping=torch.tensor(SLOTS),
+    )
     for token in range(11):
         wanted = LogicalMemory(layout, engine).read(0, 1, SLOTS[4 + token])
-        assert torch.equal(memory.tensor[:, 1, token].view(torch.uint8), wanted.flatten(1).view(torch.uint8))
+        assert torch.equal(
+            memory.tensor[:, 1, token].view(torch.uint8), wanted.flatten(1).view(torch.uint8)
+        )
 
 
 def test_k_and_v_that_are_the_same_memory_are_read_but_not_written(connector):
@@ -100,19 +114,31 @@ def test_pages_on_a_gpu_go_through_host_memory(options, is_on_device):
     connector.from_gpu(memory, 4, 15, kvcaches=source, slot_mapping=slots)
     connector.to_gpu(memory, 4, 15, kvcaches=target, slot_mapping=slots)
     for slot in SLOTS[4:]:
-        got, wanted = (LogicalMemory(LAYOUT, engine).read(0, 1, slot).view(torch.uint8) for engine in (target, source))
+        got, wanted = (
+            LogicalMemory(LAYOUT, engine).read(0, 1, slot).view(torch.uint8)
+            for engine in (target, source)
+        )
         assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("method", ["from_gpu", "to_gpu"])
 def test_a_block_is_not_of_two_groups_that_lie_in_the_same_memory(method):
-    connector = PagedGPUConnector(KVLayout(tuple(LayerGroup(name, 1, 3, 5, "bfloat16", packing="kv_first") for name in ("full", "window"))))
+    connector = PagedGPUConnector(
+        KVLayout(
+            tuple(
+                LayerGroup(name, 1, 3, 5, "bfloat16", packing="kv_first")
+                for name in ("full", "window")
+            )
+        )
+    )
     page = make_kv_caches(LAYOUT, 1)[0]
     memory = make_memory(connector.get_shape(4), "bfloat16")
     before, content = snapshot([page]), bytes(memory.byte_array)
     for slots in ([0, 1, 2, 3], [12, 13, 14, 3]):
         mappings = [torch.tensor([0, 1, 2, 4]), torch.tensor(slots)]
-        with pytest.raises(LayoutError, match="'full' and 'window' are the same memory and both have block 0"):
+        with pytest.raises(
+            LayoutError, match="'full' and 'window' are the same memory and both have block 0"
+        ):
             getattr(connector, method)(memory, 0, 4, kvcaches=[page, page], slot_mapping=mappings)
     assert same(snapshot([page]), before)
     assert bytes(memory.byte_array) == content

@@ -1,4 +1,6 @@
-"""What `VLLMPagedMemGPUConnectorV2` has beyond the contract: its options, its staging buffer, and the binding that it keeps."""
+"""What `VLLMPagedMemGPUConnectorV2` has beyond the contract: its options, its staging buffer,
+and the binding that it keeps.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,11 @@ import threading
 import pytest
 import torch
 from lmcache_core.errors import LayoutError
-from lmcache_core.gpu_connectors import Packing, VLLMPagedMemGPUConnector, VLLMPagedMemGPUConnectorV2
+from lmcache_core.gpu_connectors import (
+    Packing,
+    VLLMPagedMemGPUConnector,
+    VLLMPagedMemGPUConnectorV2,
+)
 from lmcache_core.memory.base import MemoryFormat
 from lmcache_core.testing.connector_suite import SLOTS, make_memory
 from lmcache_core.testing.kv_caches import make_kv_caches, one_group, same, snapshot
@@ -45,9 +51,13 @@ def test_a_refused_from_gpu_leaves_the_format():
     assert memory.metadata.fmt is MemoryFormat.UNDEFINED
 
 
-@pytest.mark.parametrize("options", [{"chunksize": 8}, {"use_gpu": True, "chunk_size": 8, "buffer": 1, "devices": "cpu"}])
+@pytest.mark.parametrize(
+    "options", [{"chunksize": 8}, {"use_gpu": True, "chunk_size": 8, "buffer": 1, "devices": "cpu"}]
+)
 def test_unknown_options_are_named(options):
-    with pytest.raises(TypeError, match=", ".join(sorted(set(options) - {"use_gpu", "chunk_size"}))):
+    with pytest.raises(
+        TypeError, match=", ".join(sorted(set(options) - {"use_gpu", "chunk_size"}))
+    ):
         make_connector(**options)
 
 
@@ -62,7 +72,9 @@ def test_options_of_the_buffer_have_no_effect_without_it():
     assert gathered(connector, make_kv_caches(LAYOUT, 1))
 
 
-@pytest.mark.parametrize("other", [{"dtype": torch.float16}, {"device": "cuda"}, {"device": "meta"}])
+@pytest.mark.parametrize(
+    "other", [{"dtype": torch.float16}, {"device": "cuda"}, {"device": "meta"}]
+)
 def test_pages_must_be_what_the_buffer_was_asked_for(other):
     engine = make_kv_caches(LAYOUT, 1)
     before = snapshot(engine)
@@ -74,10 +86,16 @@ def test_pages_must_be_what_the_buffer_was_asked_for(other):
 def test_the_staging_buffer_is_one_and_as_large_as_asked_for(monkeypatch):
     allocated = []
     allocate = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: allocated.append(sizes) or allocate(*sizes, **options))
+    monkeypatch.setattr(
+        torch,
+        "empty",
+        lambda *sizes, **options: allocated.append(sizes) or allocate(*sizes, **options),
+    )
     connector, engine = make_connector(**STAGED), make_kv_caches(LAYOUT, 1)
     for start, end in ((5, 8), (4, 12), (5, 8)):
-        assert gathered(connector, engine, start, end) == gathered(VLLMPagedMemGPUConnector(HIDDEN, NUM_LAYERS), engine, start, end)
+        assert gathered(connector, engine, start, end) == gathered(
+            VLLMPagedMemGPUConnector(HIDDEN, NUM_LAYERS), engine, start, end
+        )
     assert allocated == [(LAYOUT.num_bytes(8),)]
     assert gathered(connector, engine, 4, 15) == gathered(make_connector(), engine, 4, 15)
     assert len(allocated) == 1
@@ -89,7 +107,11 @@ def test_threads_do_not_disturb_each_other_in_the_buffer():
     wrong = []
 
     def work(start):
-        wrong.extend(start for _ in range(50) if gathered(connector, engine, start, start + 4) != wanted[start])
+        wrong.extend(
+            start
+            for _ in range(50)
+            if gathered(connector, engine, start, start + 4) != wanted[start]
+        )
 
     threads = [threading.Thread(target=work, args=(start,)) for start in wanted]
     for thread in threads:
@@ -124,7 +146,10 @@ def test_the_same_tensors_are_bound_once():
     "change",
     [
         pytest.param(lambda t: t.set_(torch.full_like(t, 3)), id="other memory"),
-        pytest.param(lambda t: t.set_(t.untyped_storage(), 0, t.shape, (*t.stride()[:2], 5, 20, 1)), id="other strides"),
+        pytest.param(
+            lambda t: t.set_(t.untyped_storage(), 0, t.shape, (*t.stride()[:2], 5, 20, 1)),
+            id="other strides",
+        ),
         pytest.param(lambda t: t.data.copy_(torch.full_like(t, 3)), id="other content"),
     ],
 )

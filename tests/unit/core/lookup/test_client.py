@@ -32,7 +32,9 @@ async def ask(answer: Any, call: Callable[[LookupClient], Any]) -> tuple[Any, ht
         seen.append(request)
         return answer if isinstance(answer, httpx.Response) else httpx.Response(200, json=answer)
 
-    client = LookupClient("http://lookup:8081", "secret-token", transport=httpx.MockTransport(handle))
+    client = LookupClient(
+        "http://lookup:8081", "secret-token", transport=httpx.MockTransport(handle)
+    )
     await client.open()
     try:
         return await call(client), seen[-1]
@@ -41,12 +43,16 @@ async def ask(answer: Any, call: Callable[[LookupClient], Any]) -> tuple[Any, ht
 
 
 def packed(answer: Any) -> httpx.Response:
-    return httpx.Response(200, content=msgspec.msgpack.encode(answer), headers={"content-type": MSGPACK})
+    return httpx.Response(
+        200, content=msgspec.msgpack.encode(answer), headers={"content-type": MSGPACK}
+    )
 
 
 async def test_lookup_sends_bytes_and_returns_holders() -> None:
     runs = [[2, [["pod-1", "sidecar", "hot", 7]]]]
-    answer, request = await ask(packed({"num_prefix": 2, "runs": runs}), lambda c: c.lookup([A, B, C], ["me"]))
+    answer, request = await ask(
+        packed({"num_prefix": 2, "runs": runs}), lambda c: c.lookup([A, B, C], ["me"])
+    )
     assert answer == LookupAnswer(2, [[Holder("pod-1", "sidecar", "hot", 7)]] * 2)
     assert msgspec.msgpack.decode(request.content) == {"chunk_ids": A + B + C, "exclude": ["me"]}
     assert request.headers["authorization"] == "Bearer secret-token"
@@ -54,7 +60,9 @@ async def test_lookup_sends_bytes_and_returns_holders() -> None:
 
 
 async def test_an_answer_in_json_is_read_too() -> None:
-    answer, _ = await ask({"num_prefix": 1, "holders": [[HOLDER]]}, lambda c: c.lookup([A, B], ["me"]))
+    answer, _ = await ask(
+        {"num_prefix": 1, "holders": [[HOLDER]]}, lambda c: c.lookup([A, B], ["me"])
+    )
     assert answer == LookupAnswer(1, [[Holder("pod-1", "sidecar", "hot", 7)]])
 
 
@@ -114,7 +122,9 @@ async def test_an_answer_that_makes_no_sense_is_unavailability(answer: Any) -> N
 
 
 async def test_route() -> None:
-    answer, _ = await ask({"instances": [{"instance": "x", "num_prefix": 2}]}, lambda c: c.route([A, B]))
+    answer, _ = await ask(
+        {"instances": [{"instance": "x", "num_prefix": 2}]}, lambda c: c.route([A, B])
+    )
     assert answer.instances == [RouteEntry("x", 2)]
     with pytest.raises(UnavailableError):
         await ask({"instances": [{"instance": "x", "num_prefix": 3}]}, lambda c: c.route([A, B]))
@@ -129,18 +139,26 @@ async def test_an_older_service_routes_to_whom_it_likes_and_is_not_followed() ->
 
 async def test_lease_and_events() -> None:
     lease = {"ttl_ms": 5, "next_sequence": 0, "resync": False}
-    answer, request = await ask(lease, lambda c: c.renew_instance("pod-1", incarnation=3, kind="sidecar", ttl_ms=9))
+    answer, request = await ask(
+        lease, lambda c: c.renew_instance("pod-1", incarnation=3, kind="sidecar", ttl_ms=9)
+    )
     assert (answer.ttl_ms, request.method, request.url.path) == (5, "PUT", "/v1/instances/pod-1")
     event = StoreEvent("store", A.hex(), "hot", 5)
     _, request = await ask(
-        {"next_sequence": 1, "resync": False}, lambda c: c.send_events("pod-1", incarnation=3, first_sequence=0, events=[event])
+        {"next_sequence": 1, "resync": False},
+        lambda c: c.send_events("pod-1", incarnation=3, first_sequence=0, events=[event]),
     )
     assert msgspec.msgpack.decode(request.content)["events"] == [["store", A, "hot", 5, None]]
 
 
 async def test_ending_a_lease_that_is_gone_is_fine() -> None:
-    _, request = await ask(httpx.Response(404, json={}), lambda c: c.end_instance("pod-1", incarnation=3))
-    assert (request.method, str(request.url)) == ("DELETE", "http://lookup:8081/v1/instances/pod-1?incarnation=3")
+    _, request = await ask(
+        httpx.Response(404, json={}), lambda c: c.end_instance("pod-1", incarnation=3)
+    )
+    assert (request.method, str(request.url)) == (
+        "DELETE",
+        "http://lookup:8081/v1/instances/pod-1?incarnation=3",
+    )
 
 
 async def test_a_refusal_is_quoted_without_secrets() -> None:
@@ -159,7 +177,10 @@ async def test_a_closed_client_and_a_dead_server_are_unavailability() -> None:
     await client.close()
 
 
-@pytest.mark.parametrize("url", ["lookup:8081", "ftp://lookup", "http://user:pw@lookup:1", "http://lookup/?q=1", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    ["lookup:8081", "ftp://lookup", "http://user:pw@lookup:1", "http://lookup/?q=1", "http://"],
+)
 def test_a_wrong_url_is_a_config_error_that_shows_no_password(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         LookupClient(url)

@@ -1,4 +1,6 @@
-"""Client and service may be one version apart: an older service takes JSON only, and one that is replaced takes MessagePack again."""
+"""Client and service may be one version apart: an older service takes JSON only, and one that is
+replaced takes MessagePack again.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class OldService:
         if self.seen[-1] != JSON:
             return httpx.Response(self.status, json={"title": "The request is not valid"})
         if request.url.path == "/v1/events":
-            assert msgspec.json.decode(request.content)["events"] == [{"op": "store", "chunk_id": A.hex(), "tier": "hot", "size_bytes": 5}]
+            assert msgspec.json.decode(request.content)["events"] == [
+                {"op": "store", "chunk_id": A.hex(), "tier": "hot", "size_bytes": 5}
+            ]
             return httpx.Response(200, json={"next_sequence": 1, "resync": False})
         assert msgspec.json.decode(request.content) == {"chunk_ids": [A.hex()]}
         return httpx.Response(200, json={"num_prefix": 0, "holders": [], "degraded": False})
@@ -61,7 +65,9 @@ async def test_an_older_service_is_spoken_to_in_json(status: int) -> None:
     async with client_of(service) as client:
         assert await client.lookup([A]) == LookupAnswer(0, [])
         assert await client.lookup([A]) == LookupAnswer(0, [])
-        ack = await client.send_events("x", incarnation=1, first_sequence=0, events=[StoreEvent("store", A.hex(), "hot", 5)])
+        ack = await client.send_events(
+            "x", incarnation=1, first_sequence=0, events=[StoreEvent("store", A.hex(), "hot", 5)]
+        )
         assert ack.next_sequence == 1
     assert service.seen == [MSGPACK, JSON, JSON, JSON]
 
@@ -78,7 +84,9 @@ async def test_a_refusal_for_another_reason_is_not_asked_twice(status: int) -> N
 
 async def test_a_service_that_was_replaced_gets_messagepack_again() -> None:
     service, now = OldService(), [0.0]
-    http = JsonHttpClient("lookup", "http://lookup", None, 1.0, transport=httpx.MockTransport(service))
+    http = JsonHttpClient(
+        "lookup", "http://lookup", None, 1.0, transport=httpx.MockTransport(service)
+    )
     chooser = FormatChooser(http, lambda: now[0])
     packed = PackedChunksRequest(A)
     await http.open()
@@ -95,12 +103,16 @@ async def test_a_wrong_question_does_not_end_messagepack() -> None:
         seen.append(request.headers["content-type"])
         return httpx.Response(422, json={"detail": "nonsense"})
 
-    http = JsonHttpClient("lookup", "http://lookup", None, 1.0, transport=httpx.MockTransport(refuse))
+    http = JsonHttpClient(
+        "lookup", "http://lookup", None, 1.0, transport=httpx.MockTransport(refuse)
+    )
     chooser = FormatChooser(http)
     await http.open()
     for _ in range(2):
         with pytest.raises(UnavailableError, match="nonsense"):
-            await chooser.ask("POST", "/v1/lookup", PackedChunksRequest(A), lambda: ChunksRequest([A.hex()]))
+            await chooser.ask(
+                "POST", "/v1/lookup", PackedChunksRequest(A), lambda: ChunksRequest([A.hex()])
+            )
     await http.close()
     assert seen == [MSGPACK, JSON, MSGPACK, JSON]
 
@@ -108,8 +120,15 @@ async def test_a_wrong_question_does_not_end_messagepack() -> None:
 def test_both_forms_of_a_body_say_the_same() -> None:
     plain = ChunksRequest([A.hex(), B.hex()], ["x"])
     assert PackedChunksRequest(pack_ids([A, B]), ["x"]).ids == plain.ids == [A, B]
-    events = EventsRequest("x", 1, 0, [StoreEvent("store", A.hex(), "hot", 5, "acme"), StoreEvent("remove", B.hex(), "disk")])
-    packed = msgspec.msgpack.decode(msgspec.msgpack.encode(packed_events(events)), type=PackedEventsRequest)
+    events = EventsRequest(
+        "x",
+        1,
+        0,
+        [StoreEvent("store", A.hex(), "hot", 5, "acme"), StoreEvent("remove", B.hex(), "disk")],
+    )
+    packed = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(packed_events(events)), type=PackedEventsRequest
+    )
     assert packed.ids == events.ids == [A, B]
     assert [(one.op, one.tier, one.size_bytes, one.tenant) for one in packed.events] == [
         ("store", "hot", 5, "acme"),

@@ -52,7 +52,11 @@ class ModelService:
         if body["incarnation"] != self.incarnation:
             self.incarnation, self.next_sequence, self.held = body["incarnation"], 0, set()
         self.asked_ttl_ms = body["ttl_ms"]
-        return {"ttl_ms": body["ttl_ms"] or 300, "next_sequence": self.next_sequence, "resync": False}
+        return {
+            "ttl_ms": body["ttl_ms"] or 300,
+            "next_sequence": self.next_sequence,
+            "resync": False,
+        }
 
     def _events(self, request: httpx.Request) -> dict[str, object]:
         self.num_event_calls += 1
@@ -70,7 +74,9 @@ class Instance:
     """What the reporter reports about: a set of chunks."""
 
     def __init__(self, service: ModelService) -> None:
-        self.client = LookupClient("http://lookup", timeout_s=1.0, transport=httpx.MockTransport(service))
+        self.client = LookupClient(
+            "http://lookup", timeout_s=1.0, transport=httpx.MockTransport(service)
+        )
         self.held: dict[tuple[bytes, str], int] = {}
         self.reporter = InstanceReporter(self.client, "pod-1", "sidecar", self.snapshot, FAST)
 
@@ -88,7 +94,10 @@ class Instance:
         self.reporter.removed(chunk_id, "hot")
 
     def agrees_with(self, service: ModelService) -> bool:
-        return self.reporter.synced and {(chunk_id.hex(), tier) for chunk_id, tier in self.held} == service.held
+        return (
+            self.reporter.synced
+            and {(chunk_id.hex(), tier) for chunk_id, tier in self.held} == service.held
+        )
 
 
 @asynccontextmanager
@@ -119,7 +128,9 @@ async def test_without_a_wish_the_lease_is_the_services_default() -> None:
         await reporter.close()
 
 
-async def test_a_service_that_is_away_is_one_line_that_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_service_that_is_away_is_one_line_that_names_it_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "lmcache_core.lookup")
     service = ModelService()
     service.away = True

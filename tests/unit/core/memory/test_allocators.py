@@ -55,7 +55,13 @@ def test_every_allocator_is_one_and_takes_its_arguments_by_position(make):
     allocator.check_integrity()
 
 
-ARENAS = (TensorMemoryAllocator, HostMemoryAllocator, PinMemoryAllocator, GPUMemoryAllocator, MixedMemoryAllocator)
+ARENAS = (
+    TensorMemoryAllocator,
+    HostMemoryAllocator,
+    PinMemoryAllocator,
+    GPUMemoryAllocator,
+    MixedMemoryAllocator,
+)
 DEFAULT_FORMATS = {
     **dict.fromkeys(ARENAS, MemoryFormat.KV_BLOB),
     BufferAllocator: MemoryFormat.BINARY_BUFFER,
@@ -98,7 +104,9 @@ def test_an_arena_that_takes_part_in_autograd_is_plain_memory_nevertheless():
 
 
 @pytest.mark.parametrize(
-    ("tensor", "named"), [(torch.zeros(64, 64)[:, ::2], "contiguous"), (torch.zeros(64, device="meta"), "meta")], ids=["strides", "meta"]
+    ("tensor", "named"),
+    [(torch.zeros(64, 64)[:, ::2], "contiguous"), (torch.zeros(64, device="meta"), "meta")],
+    ids=["strides", "meta"],
 )
 def test_an_arena_of_scattered_or_no_memory_is_refused(tensor, named):
     with pytest.raises(ValueError, match=named):
@@ -116,7 +124,13 @@ def test_host_arenas_have_the_size_asked_for_and_begin_at_a_page(kind, size):
 
 
 @pytest.mark.parametrize(
-    "kind", [HostMemoryAllocator, PinMemoryAllocator, ArenaAllocator.anonymous, lambda n: GPUMemoryAllocator(n, "cpu")]
+    "kind",
+    [
+        HostMemoryAllocator,
+        PinMemoryAllocator,
+        ArenaAllocator.anonymous,
+        lambda n: GPUMemoryAllocator(n, "cpu"),
+    ],
 )
 def test_impossible_sizes_are_refused(kind):
     with pytest.raises(ValueError, match="-1"):
@@ -159,8 +173,15 @@ def test_a_device_that_is_not_there_is_named_with_the_fix(device):
 
 def test_memory_elsewhere_has_tensors_but_no_bytes():
     """The meta device stands for one whose memory this process cannot address."""
-    obj = TensorMemoryObj(torch.empty(64, dtype=torch.uint8, device="meta"), MemoryObjMetadata((2, 3), torch.int16, 0, 64, 1))
-    assert (obj.tensor.shape, obj.tensor.dtype, obj.tensor.device.type) == ((2, 3), torch.int16, "meta")
+    obj = TensorMemoryObj(
+        torch.empty(64, dtype=torch.uint8, device="meta"),
+        MemoryObjMetadata((2, 3), torch.int16, 0, 64, 1),
+    )
+    assert (obj.tensor.shape, obj.tensor.dtype, obj.tensor.device.type) == (
+        (2, 3),
+        torch.int16,
+        "meta",
+    )
     with pytest.raises(ValueError, match="meta"):
         _ = obj.byte_array
 
@@ -169,7 +190,9 @@ def test_mixed_memory_keeps_buffers_apart_and_bounded():
     allocator = MixedMemoryAllocator(CAPACITY)
     assert allocator.capacity_bytes == allocator.buffer_capacity_bytes == CAPACITY
     blob = allocator.allocate((CAPACITY,), "uint8")
-    assert allocator.allocate((1,), None, MemoryFormat.BINARY) is None, "encoded chunks are counted with the rest"
+    assert allocator.allocate((1,), None, MemoryFormat.BINARY) is None, (
+        "encoded chunks are counted with the rest"
+    )
     buffer = allocator.allocate((CAPACITY - 1,), None, MemoryFormat.BINARY_BUFFER)
     assert isinstance(blob, TensorMemoryObj)
     assert isinstance(buffer, BytesBufferMemoryObj)
@@ -185,7 +208,10 @@ def test_mixed_memory_keeps_buffers_apart_and_bounded():
 
 def test_mixed_memory_refuses_what_it_did_not_hand_out():
     allocator = MixedMemoryAllocator(CAPACITY)
-    with ArenaAllocator.anonymous(CAPACITY).allocate((1,), "uint8") as foreign, pytest.raises(IntegrityError, match="ArenaMemoryObj"):
+    with (
+        ArenaAllocator.anonymous(CAPACITY).allocate((1,), "uint8") as foreign,
+        pytest.raises(IntegrityError, match="ArenaMemoryObj"),
+    ):
         allocator.free(foreign)
     with pytest.raises(IntegrityError):
         allocator.free(BytesBufferMemoryObj(b"anybody's"))
@@ -193,7 +219,9 @@ def test_mixed_memory_refuses_what_it_did_not_hand_out():
 
 def test_a_tensor_object_without_an_allocator_belongs_to_python():
     raw = torch.arange(64, dtype=torch.uint8)
-    obj = TensorMemoryObj(raw, MemoryObjMetadata((2, 3), torch.int16, 0, 64, 1, MemoryFormat.KV_BLOB))
+    obj = TensorMemoryObj(
+        raw, MemoryObjMetadata((2, 3), torch.int16, 0, 64, 1, MemoryFormat.KV_BLOB)
+    )
     obj.ref_count_up()
     obj.ref_count_down()
     obj.ref_count_down()
@@ -206,7 +234,11 @@ def test_a_tensor_object_without_an_allocator_belongs_to_python():
 @pytest.mark.parametrize("raw", [b"abcdef", bytearray(b"abcdef"), memoryview(b"abcdef")])
 def test_bytes_are_shared_not_copied_and_never_freed(raw):
     obj = BytesBufferMemoryObj(raw)
-    assert (obj.get_memory_format(), obj.get_size(), bytes(obj.byte_array)) == (MemoryFormat.BINARY_BUFFER, 6, b"abcdef")
+    assert (obj.get_memory_format(), obj.get_size(), bytes(obj.byte_array)) == (
+        MemoryFormat.BINARY_BUFFER,
+        6,
+        b"abcdef",
+    )
     obj.ref_count_down()
     obj.ref_count_up()
     assert obj.get_ref_count() == 1
@@ -220,7 +252,11 @@ def test_bytes_may_be_described():
     metadata = MemoryObjMetadata(torch.Size((3,)), torch.int16, 0, 6, 1, MemoryFormat.BINARY)
     obj = BytesBufferMemoryObj(b"abcdef", metadata)
     assert obj.metadata is metadata
-    assert (obj.tensor.shape, obj.tensor.dtype, obj.get_memory_format()) == ((3,), torch.int16, MemoryFormat.BINARY)
+    assert (obj.tensor.shape, obj.tensor.dtype, obj.get_memory_format()) == (
+        (3,),
+        torch.int16,
+        MemoryFormat.BINARY,
+    )
 
 
 def test_byte_buffers_live_on_the_cpu_and_are_bounded():
@@ -257,9 +293,18 @@ def test_a_budget_that_is_not_kept_is_noticed():
 
 
 def test_metadata_takes_its_fields_in_the_documented_order():
-    metadata = MemoryObjMetadata(torch.Size((2, 3)), torch.float16, 512, 1024, 2, MemoryFormat.KV_BLOB)
-    assert (metadata.address, metadata.phy_size, metadata.ref_count, metadata.fmt) == (512, 1024, 2, MemoryFormat.KV_BLOB)
-    assert MemoryObjMetadata(torch.Size((2, 3)), torch.float16, 0, 12, 1).fmt is MemoryFormat.UNDEFINED
+    metadata = MemoryObjMetadata(
+        torch.Size((2, 3)), torch.float16, 512, 1024, 2, MemoryFormat.KV_BLOB
+    )
+    assert (metadata.address, metadata.phy_size, metadata.ref_count, metadata.fmt) == (
+        512,
+        1024,
+        2,
+        MemoryFormat.KV_BLOB,
+    )
+    assert (
+        MemoryObjMetadata(torch.Size((2, 3)), torch.float16, 0, 12, 1).fmt is MemoryFormat.UNDEFINED
+    )
     assert metadata.get_size() == 12
     assert FreeBlock(512, 1024) == FreeBlock(start=512, size=1024)
 
@@ -270,7 +315,12 @@ def test_metadata_keeps_what_users_of_torch_expect_of_a_shape():
 
 
 def test_formats_keep_their_documented_numbers():
-    assert {f.name: f.value for f in MemoryFormat} == {"UNDEFINED": 0, "KV_BLOB": 1, "BINARY": 2, "BINARY_BUFFER": 3}
+    assert {f.name: f.value for f in MemoryFormat} == {
+        "UNDEFINED": 0,
+        "KV_BLOB": 1,
+        "BINARY": 2,
+        "BINARY_BUFFER": 3,
+    }
     assert [f.token_dim() for f in MemoryFormat] == [0, 2, 0, 0]
 
 

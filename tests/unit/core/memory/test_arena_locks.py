@@ -81,7 +81,9 @@ sys.stdin.read()
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_client_that_is_stopped_holds_on_and_one_that_is_killed_does_not(tmp_path, number):
     begin_generation(tmp_path, 1, 0o660)
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as client:
         assert client.stdout.readline() == b"held\n"
         client.send_signal(signal.SIGSTOP)
         assert not is_over(tmp_path, 1)
@@ -113,7 +115,9 @@ for releases in (True, False):
 lock.release()
 assert is_over(where, 1), "a child keeps its parent's lock"
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], input=b"", check=False, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], input=b"", check=False, capture_output=True
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -16,7 +16,9 @@ def test_names_and_sizes_are_torchs(name):
     assert num_bytes((2, 3, 4), dtype) == torch.empty(2, 3, 4, dtype=dtype).nbytes
 
 
-@pytest.mark.parametrize("wrong", ["float", "Float32", "", "torch.", "float32 ", None, 4, torch.complex64, float])
+@pytest.mark.parametrize(
+    "wrong", ["float", "Float32", "", "torch.", "float32 ", None, 4, torch.complex64, float]
+)
 def test_what_is_no_dtype_of_ours_is_refused(wrong):
     with pytest.raises(ValueError, match="not supported"):
         dtype_name(wrong)

@@ -64,7 +64,9 @@ def test_room_in_pieces_is_no_room():
     assert free.allocate(3 * ALIGN_BYTES) == FreeBlock(0, 3 * ALIGN_BYTES)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+@pytest.mark.parametrize(
+    "order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+)
 def test_neighbours_are_joined_in_every_order(order):
     free = FreeList(3 * ALIGN_BYTES)
     taken = [free.allocate(1) for _ in range(3)]
@@ -138,7 +140,17 @@ def spoil_coalescing(free):
 
 
 @pytest.mark.parametrize(
-    "spoil", [spoil_used_bytes, spoil_overlap, spoil_leak, spoil_bins, spoil_sizes, spoil_ends, spoil_end, spoil_coalescing]
+    "spoil",
+    [
+        spoil_used_bytes,
+        spoil_overlap,
+        spoil_leak,
+        spoil_bins,
+        spoil_sizes,
+        spoil_ends,
+        spoil_end,
+        spoil_coalescing,
+    ],
 )
 def test_books_that_do_not_balance_are_noticed(spoil):
     free = FreeList(CAPACITY)
@@ -196,7 +208,9 @@ class FreeListMachine(RuleBasedStateMachine):
         self.free.check_integrity()
         assert self.free.used_bytes == sum(owner is not None for owner in self.owner) * ALIGN_BYTES
         assert self.free.num_used_blocks == len(self.taken)
-        assert sum(block.size for block in self.free.free_blocks()) + self.free.used_bytes == CAPACITY
+        assert (
+            sum(block.size for block in self.free.free_blocks()) + self.free.used_bytes == CAPACITY
+        )
 
 
 FreeListMachine.TestCase.settings = settings(deadline=None, max_examples=80, stateful_step_count=40)
@@ -256,7 +270,10 @@ def test_what_is_not_free_is_not_taken_and_nothing_else_is(extents):
     free.check_integrity()
 
 
-@given(st.lists(st.tuples(st.integers(1, 3 * ALIGN_BYTES), st.booleans()), max_size=20), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.tuples(st.integers(1, 3 * ALIGN_BYTES), st.booleans()), max_size=20),
+    st.randoms(use_true_random=False),
+)
 def test_books_that_are_rebuilt_are_the_same(sizes, dice):
     first = FreeList(CAPACITY)
     blocks = [(first.allocate(size), keeps) for size, keeps in sizes]

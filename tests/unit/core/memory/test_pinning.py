@@ -1,4 +1,6 @@
-"""Host memory registered with CUDA, by a runtime that is a fake: pieces, refusals, and what they leave behind."""
+"""Host memory registered with CUDA, by a runtime that is a fake: pieces, refusals, and what they
+leave behind.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ OUT_OF_MEMORY = 2
 
 
 class Runtime:
-    """As much of the CUDA runtime as pinning touches; an error stays pending until it is asked for."""
+    """As much of the CUDA runtime as pinning touches; an error stays pending until it is asked
+    for.
+    """
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.registered: dict[int, int] = {}
@@ -56,10 +60,14 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 @pytest.mark.parametrize("num_bytes", [1, PIECE, PIECE + 1, 5 * PIECE - 7])
-def test_an_arena_is_registered_in_pieces_and_given_back_with_its_owner(runtime: Runtime, num_bytes: int) -> None:
+def test_an_arena_is_registered_in_pieces_and_given_back_with_its_owner(
+    runtime: Runtime, num_bytes: int
+) -> None:
     arena, owner = torch.zeros(num_bytes, dtype=torch.uint8), Owner()
     assert module.pin(arena, owner)
-    assert sorted(runtime.registered) == [arena.data_ptr() + at for at in range(0, num_bytes, PIECE)]
+    assert sorted(runtime.registered) == [
+        arena.data_ptr() + at for at in range(0, num_bytes, PIECE)
+    ]
     assert sum(runtime.registered.values()) == num_bytes
     del owner
     gc.collect()
@@ -81,11 +89,15 @@ def test_a_refused_piece_undoes_the_others_and_leaves_no_error_pending(
     gc.collect()
 
 
-def test_without_a_loaded_runtime_there_is_no_error_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_loaded_runtime_there_is_no_error_to_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_loaded_runtimes", list)
     assert module._take_pending_error() is None
 
 
 def test_a_runtime_that_cannot_be_opened_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_loaded_runtimes", lambda: ["/nowhere/libcudart.so", ctypes.util.find_library("c")])
+    monkeypatch.setattr(
+        module, "_loaded_runtimes", lambda: ["/nowhere/libcudart.so", ctypes.util.find_library("c")]
+    )
     assert module._take_pending_error() is None

@@ -97,7 +97,9 @@ def test_bytes_of_nobody_may_be_pinned():
 
 
 def test_a_session_may_end_while_others_pin(arena):
-    """Whatever the order, every reference comes back once: an object freed twice or never would be noticed."""
+    """Whatever the order, every reference comes back once: an object freed twice or never would
+    be noticed.
+    """
     obj = arena.allocate((1,), "uint8")
     for _ in range(30):
         session, start = PinSession("a"), threading.Barrier(4)

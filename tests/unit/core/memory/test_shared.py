@@ -63,7 +63,9 @@ def test_sizes_are_rounded_up_to_pages(tmp_path):
 def test_only_owner_and_group_may_open_the_file(tmp_path):
     made = create_shared_arena(tmp_path, SIZE, mode=0o600)
     assert stat.S_IMODE(made.path.stat().st_mode) == 0o600
-    assert not stat.S_IMODE(create_shared_arena(tmp_path / "other", SIZE).path.stat().st_mode) & 0o007
+    assert (
+        not stat.S_IMODE(create_shared_arena(tmp_path / "other", SIZE).path.stat().st_mode) & 0o007
+    )
 
 
 def test_a_new_file_leaves_the_old_mapping_alone(tmp_path):
@@ -127,7 +129,9 @@ def spoil_kind(path):
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize("spoil", [spoil_size, spoil_holes, spoil_link, spoil_second_name, spoil_kind, os.unlink])
+@pytest.mark.parametrize(
+    "spoil", [spoil_size, spoil_holes, spoil_link, spoil_second_name, spoil_kind, os.unlink]
+)
 def test_a_file_that_is_not_as_it_was_made_is_not_used_again(tmp_path, spoil):
     made = create_shared_arena(tmp_path, SIZE)
     made.lock.release()
@@ -149,7 +153,9 @@ def test_another_size_is_not_used_again(tmp_path):
     create_shared_arena(tmp_path, SIZE).lock.release()
     lock = own_directory(tmp_path)
     assert ArenaFile(tmp_path, 2 * SIZE).reopen(lock) is None
-    assert ArenaFile(tmp_path, SIZE - 1).reopen(lock).size == SIZE, "sizes are compared in whole pages"
+    assert ArenaFile(tmp_path, SIZE - 1).reopen(lock).size == SIZE, (
+        "sizes are compared in whole pages"
+    )
 
 
 def test_one_sidecar_owns_a_directory_until_its_process_ends(tmp_path):
@@ -161,7 +167,9 @@ arena = create_shared_arena(Path({str(tmp_path)!r}), {SIZE})
 print(arena.path, flush=True)
 sys.stdin.read()
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         path = tmp_path / other.stdout.readline().strip()
         before = path.stat()
         with pytest.raises(ConfigError, match="another sidecar"):
@@ -269,5 +277,8 @@ def test_an_allocator_cuts_the_writable_view(tmp_path):
     allocator = ArenaAllocator(made.store_view)
     with allocator.allocate((2, 100), "float16") as obj:
         obj.byte_array[:] = b"\x01" * 400
-        assert bytes(made.load_view[obj.metadata.address : obj.metadata.address + 400]) == b"\x01" * 400
+        assert (
+            bytes(made.load_view[obj.metadata.address : obj.metadata.address + 400])
+            == b"\x01" * 400
+        )
     allocator.check_integrity()

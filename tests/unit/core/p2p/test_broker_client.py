@@ -17,7 +17,9 @@ ONE, TWO = b"\1" * 16, b"\2" * 16
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
-async def opened(handler: Handler, token: str | None = None, timeout_s: float = 2.0) -> BrokerClient:
+async def opened(
+    handler: Handler, token: str | None = None, timeout_s: float = 2.0
+) -> BrokerClient:
     client = BrokerClient(URL, token, timeout_s, transport=httpx.MockTransport(handler))
     await client.open()
     return client
@@ -33,7 +35,11 @@ def answer(body: Any, status: int = 200) -> Handler:
 
 
 def granted(*assignments: dict[str, Any]) -> Handler:
-    full = [{"distributed_url": "lm://10.0.0.2:1", "ticket": "v1.x.y", "expires_ms": 1_700_000_000_000} | a for a in assignments]
+    full = [
+        {"distributed_url": "lm://10.0.0.2:1", "ticket": "v1.x.y", "expires_ms": 1_700_000_000_000}
+        | a
+        for a in assignments
+    ]
     return answer({"assignments": full, "unassigned": []})
 
 
@@ -75,7 +81,10 @@ async def test_transfers() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         assert msgspec.json.decode(request.content) == {
             "requester": "me",
-            "chunks": [{"chunk_id": ONE.hex(), "holders": ["b", "c"]}, {"chunk_id": TWO.hex(), "holders": ["c"]}],
+            "chunks": [
+                {"chunk_id": ONE.hex(), "holders": ["b", "c"]},
+                {"chunk_id": TWO.hex(), "holders": ["c"]},
+            ],
         }
         return granted({"instance": "c", "chunk_ids": [TWO.hex(), ONE.hex()]})(request)
 
@@ -116,7 +125,9 @@ async def test_a_long_request_is_cut_to_its_bounds() -> None:
         [{"instance": "b", "chunk_ids": [ONE.hex()], "expires_ms": -1}],
     ],
 )
-async def test_assignments_that_nobody_asked_for_are_refused(assignments: list[dict[str, Any]]) -> None:
+async def test_assignments_that_nobody_asked_for_are_refused(
+    assignments: list[dict[str, Any]],
+) -> None:
     client = await opened(granted(*assignments))
     with pytest.raises(UnavailableError, match="unusable answer"):
         await client.transfers("me", [(ONE, ["b", "c", "me"])])
@@ -166,7 +177,9 @@ async def test_drain_names_the_peer() -> None:
     assert seen == ["POST /v1/peers/a:drain"]
 
 
-def all_request_errors(base: type[httpx.RequestError] = httpx.RequestError) -> list[type[httpx.RequestError]]:
+def all_request_errors(
+    base: type[httpx.RequestError] = httpx.RequestError,
+) -> list[type[httpx.RequestError]]:
     return [base] + [found for sub in base.__subclasses__() for found in all_request_errors(sub)]
 
 
@@ -205,7 +218,11 @@ async def test_a_body_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_a_compressed_body_is_not_inflated() -> None:
     packed = gzip.compress(b'{"peers": []}')
-    client = await opened(lambda request: httpx.Response(200, stream=httpx.ByteStream(packed), headers={"content-encoding": "gzip"}))
+    client = await opened(
+        lambda request: httpx.Response(
+            200, stream=httpx.ByteStream(packed), headers={"content-encoding": "gzip"}
+        )
+    )
     with pytest.raises(UnavailableError, match="unusable"):
         await client.peers()
 
@@ -217,7 +234,10 @@ async def test_a_client_that_is_not_open_is_unavailable() -> None:
     await client.close()
 
 
-@pytest.mark.parametrize("url", ["", "broker:8082", "ftp://broker", "http://", "http://me:secret@broker", "http://broker/?x=1"])
+@pytest.mark.parametrize(
+    "url",
+    ["", "broker:8082", "ftp://broker", "http://", "http://me:secret@broker", "http://broker/?x=1"],
+)
 def test_bad_base_urls(url: str) -> None:
     with pytest.raises(ConfigError, match="broker URL") as error:
         BrokerClient(url, None, 1.0)
@@ -231,7 +251,9 @@ def test_tokens_that_no_header_can_carry(token: str) -> None:
     assert "sec" not in str(error.value)
 
 
-@pytest.mark.parametrize("changed", [{"id": "../admin"}, {"distributed_url": "lm://u:p@a:1"}, {"incarnation": -1}])
+@pytest.mark.parametrize(
+    "changed", [{"id": "../admin"}, {"distributed_url": "lm://u:p@a:1"}, {"incarnation": -1}]
+)
 def test_bad_peers(changed: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"id": "a", "incarnation": 0, "distributed_url": "lm://a:1"}
     with pytest.raises(ValueError):
@@ -247,12 +269,24 @@ async def test_tiers_and_patience_are_sent_where_they_are_known() -> None:
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(msgspec.json.decode(request.content))
-        return raw(msgspec.json.encode({"assignments": [], "unassigned": [], "busy": ["from a newer version"]}))
+        return raw(
+            msgspec.json.encode(
+                {"assignments": [], "unassigned": [], "busy": ["from a newer version"]}
+            )
+        )
 
     client = await opened(handler)
-    await client.transfers("me", [(ONE, [HeldBy("a", "Hot"), HeldBy("b", "LocalDiskBackend")]), (TWO, ["a"])], wait_ms=250)
+    await client.transfers(
+        "me",
+        [(ONE, [HeldBy("a", "Hot"), HeldBy("b", "LocalDiskBackend")]), (TWO, ["a"])],
+        wait_ms=250,
+    )
     await client.transfers("me", [(ONE, ["a"])])
-    with_tiers = {"chunk_id": ONE.hex(), "holders": ["a", "b"], "tiers": ["Hot", "LocalDiskBackend"]}
+    with_tiers = {
+        "chunk_id": ONE.hex(),
+        "holders": ["a", "b"],
+        "tiers": ["Hot", "LocalDiskBackend"],
+    }
     without = {"chunk_id": TWO.hex(), "holders": ["a"]}
     assert seen == [
         {"requester": "me", "chunks": [with_tiers, without], "wait_ms": 250},
@@ -274,7 +308,10 @@ async def test_pulls_that_are_over_are_told_and_an_older_broker_is_not_an_error(
     await client.done("me", [""])
     status = 404
     await client.done("me", ["p3"])
-    told = [("/v1/transfers:done", {"requester": "me", "pulls": pulls}) for pulls in (["p1", "p2"], ["p3"])]
+    told = [
+        ("/v1/transfers:done", {"requester": "me", "pulls": pulls})
+        for pulls in (["p1", "p2"], ["p3"])
+    ]
     assert seen == told
     status = 500
     with pytest.raises(UnavailableError):
@@ -291,15 +328,28 @@ async def test_a_drain_is_reported_and_copies_are_read() -> None:
         return raw(msgspec.json.encode({"ttl_ms": 1, "draining": True, "copies": copies}))
 
     client = await opened(handler)
-    lease = await client.register(PEER, load=0.0, ttl_ms=1, drain=DrainReport("done", 3, 1, 1, 1, 0))
-    assert seen == [{"state": "done", "total": 3, "handed_over": 1, "already_elsewhere": 1, "failed": 1, "left": 0}]
+    lease = await client.register(
+        PEER, load=0.0, ttl_ms=1, drain=DrainReport("done", 3, 1, 1, 1, 0)
+    )
+    assert seen == [
+        {
+            "state": "done",
+            "total": 3,
+            "handed_over": 1,
+            "already_elsewhere": 1,
+            "failed": 1,
+            "left": 0,
+        }
+    ]
     assert lease.copies == (CopyOrder(ONE.hex(), "b", "lm://b:1"),)
     await client.close()
 
 
 async def test_a_copy_of_what_is_no_chunk_id_is_refused() -> None:
     copies = [{"chunk_id": ONE.hex() + "\n", "instance": "b", "distributed_url": "lm://b:1"}]
-    client = await opened(lambda _: raw(msgspec.json.encode({"ttl_ms": 1, "draining": True, "copies": copies})))
+    client = await opened(
+        lambda _: raw(msgspec.json.encode({"ttl_ms": 1, "draining": True, "copies": copies}))
+    )
     with pytest.raises(UnavailableError, match="unusable answer"):
         await client.register(PEER, load=0.0, ttl_ms=1)
     await client.close()

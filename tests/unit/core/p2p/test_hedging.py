@@ -1,4 +1,11 @@
-from lmcache_core.p2p.hedging import MAX_HEDGES_SAVED, MIN_HEDGE_S, MIN_SAMPLES, UNKNOWN_SHARE, HedgeBudget, PullTimes
+from lmcache_core.p2p.hedging import (
+    MAX_HEDGES_SAVED,
+    MIN_HEDGE_S,
+    MIN_SAMPLES,
+    UNKNOWN_SHARE,
+    HedgeBudget,
+    PullTimes,
+)
 
 
 def test_a_pull_is_late_past_the_p95_of_pulls_of_its_size() -> None:

@@ -5,7 +5,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from lmcache_core.errors import UnavailableError
-from lmcache_core.p2p import BrokerClient, CopyOrder, DrainReport, Lease, Peer, PeerFigures, PeerRegistration
+from lmcache_core.p2p import (
+    BrokerClient,
+    CopyOrder,
+    DrainReport,
+    Lease,
+    Peer,
+    PeerFigures,
+    PeerRegistration,
+)
 
 PEER = Peer(id="a", incarnation=1, distributed_url="lm://10.0.0.1:65433")
 
@@ -93,7 +101,9 @@ async def test_the_broker_decides_where_no_lease_in_particular_is_asked_for() ->
     await registration.close()
 
 
-async def test_a_broker_that_is_away_is_one_line_and_heals(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_broker_that_is_away_is_one_line_and_heals(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "lmcache_core.p2p")
     broker = FakeBroker()
     broker.away = True
@@ -108,7 +118,10 @@ async def test_a_broker_that_is_away_is_one_line_and_heals(caplog: pytest.LogCap
     await until(lambda: not registration.registered)
     await registration.close()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
-    assert [record.getMessage() for record in caplog.records][:2] == ["peer a: away", "peer a: the broker grants a lease of 300 ms"]
+    assert [record.getMessage() for record in caplog.records][:2] == [
+        "peer a: away",
+        "peer a: the broker grants a lease of 300 ms",
+    ]
 
 
 async def test_a_broker_that_forgot_is_told_again_of_the_drain_too() -> None:
@@ -126,7 +139,9 @@ async def test_a_broker_that_forgot_is_told_again_of_the_drain_too() -> None:
 async def test_figures_are_read_anew_for_each_renewal() -> None:
     broker = FakeBroker()
     counts = itertools.count()
-    registration = PeerRegistration(broker, PEER, ttl_ms=150, figures=lambda: PeerFigures(requested_chunks=next(counts)))
+    registration = PeerRegistration(
+        broker, PEER, ttl_ms=150, figures=lambda: PeerFigures(requested_chunks=next(counts))
+    )
     await registration.open()
     await until(lambda: len(broker.figures) >= 3)
     await registration.close()

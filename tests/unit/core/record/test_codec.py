@@ -24,7 +24,9 @@ from lmcache_core.testing.chunks import make_key, make_record
 
 
 def record_with(name: bytes, other: bytes) -> bytes:
-    """The head of a record in which one name is another of the same length, under a right checksum."""
+    """The head of a record in which one name is another of the same length, under a right
+    checksum.
+    """
     record = make_record("a")
     covered = record[: decode_prefix(record[:PREFIX_BYTES]).head_bytes - CHECKSUM_BYTES]
     assert covered.count(name) == 1
@@ -63,8 +65,18 @@ def covered_of(head: bytes) -> bytes:
     return head[:-CHECKSUM_BYTES]
 
 
-def encoded_header(tensors: tuple[TensorSpec, ...], extensions: tuple[Extension, ...] = ()) -> RecordHeader:
-    return RecordHeader(make_key("a").key.canonical(), "encoded", "", False, tensors, payload_digest(b""), extensions)
+def encoded_header(
+    tensors: tuple[TensorSpec, ...], extensions: tuple[Extension, ...] = ()
+) -> RecordHeader:
+    return RecordHeader(
+        make_key("a").key.canonical(),
+        "encoded",
+        "",
+        False,
+        tensors,
+        payload_digest(b""),
+        extensions,
+    )
 
 
 def test_padding_that_is_not_zero_is_refused() -> None:

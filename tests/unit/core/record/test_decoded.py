@@ -26,12 +26,16 @@ KEPT, REPORT = Extension(9, False, b"kept"), Extension(REPORT_EXTENSION, False, 
 
 
 def header_of(*specs: TensorSpec) -> RecordHeader:
-    return RecordHeader(KEY, "cachegen", "standard@0123", True, specs, bytes(range(16)), (KEPT, REPORT))
+    return RecordHeader(
+        KEY, "cachegen", "standard@0123", True, specs, bytes(range(16)), (KEPT, REPORT)
+    )
 
 
 def test_tensors_lie_one_behind_the_other() -> None:
     header = decoded_header(header_of(*SPECS))
-    assert [(spec.group, spec.dtype, spec.shape) for spec in header.tensors] == [(s.group, s.dtype, s.shape) for s in SPECS]
+    assert [(spec.group, spec.dtype, spec.shape) for spec in header.tensors] == [
+        (s.group, s.dtype, s.shape) for s in SPECS
+    ]
     assert [(spec.offset, spec.length) for spec in header.tensors] == [(0, 60), (60, 0), (60, 16)]
     assert decoded_bytes(header_of(*SPECS)) == 76
     header.check(76)
@@ -39,7 +43,12 @@ def test_tensors_lie_one_behind_the_other() -> None:
 
 def test_identity_and_loss_are_kept_and_the_measurement_is_not() -> None:
     header = decoded_header(header_of(*SPECS))
-    assert (header.key, header.serde, header.profile, header.lossy) == (KEY, "naive", "standard@0123", True)
+    assert (header.key, header.serde, header.profile, header.lossy) == (
+        KEY,
+        "naive",
+        "standard@0123",
+        True,
+    )
     assert (header.digest, header.extensions) == (UNSEALED_DIGEST, (KEPT,))
 
 

@@ -75,7 +75,9 @@ def test_never_looks_at_nothing(workers: Workers) -> None:
     assert memory.num_looks == 0
 
 
-def test_a_chunk_of_which_only_the_digest_is_to_come_is_not_sealed_for_nothing(workers: Workers) -> None:
+def test_a_chunk_of_which_only_the_digest_is_to_come_is_not_sealed_for_nothing(
+    workers: Workers,
+) -> None:
     made = make_chunk(0)
     chunk = Chunk.unsealed(made.key, made.header, made.memory, "Hot")
     assert HotVerifier("never").num_intact([chunk], workers) == 1
@@ -87,7 +89,9 @@ def test_sampled_checks_one_in_so_many_across_calls(workers: Workers) -> None:
     assert verifier.needs_digests
     memories = [Watched(make_payload(i)) for i in range(5 * SAMPLE_INTERVAL)]
     chunks = [chunk_in(i, memory) for i, memory in enumerate(memories)]
-    assert sum(verifier.num_intact(chunks[at : at + 10], workers) for at in range(0, len(chunks), 10)) == len(chunks)
+    assert sum(
+        verifier.num_intact(chunks[at : at + 10], workers) for at in range(0, len(chunks), 10)
+    ) == len(chunks)
     looked_at = [i for i, memory in enumerate(memories) if memory.num_looks]
     assert [i // SAMPLE_INTERVAL for i in looked_at] == list(range(5)), "one in each sixteen"
 
@@ -96,7 +100,12 @@ def test_sampled_checks_one_in_so_many_across_calls(workers: Workers) -> None:
 def test_sampled_finds_damage_of_any_chunk_sooner_or_later(num_chunks: int) -> None:
     """Also where each load asks for a multiple, or a divisor, of so many."""
     verifier = HotVerifier("sampled", random.Random(7))
-    chosen = {i for _ in range(200 * SAMPLE_INTERVAL // num_chunks) for i in range(num_chunks) if verifier.chooses()}
+    chosen = {
+        i
+        for _ in range(200 * SAMPLE_INTERVAL // num_chunks)
+        for i in range(num_chunks)
+        if verifier.chooses()
+    }
     assert chosen == set(range(num_chunks))
 
 
@@ -113,7 +122,11 @@ def test_all_checks_have_ended_when_the_verdict_is_there() -> None:
     gate = threading.Event()
     slow = Watched(make_payload(1), gate)
     verdicts: list[int] = []
-    asking = threading.Thread(target=lambda: verdicts.append(HotVerifier("always").num_intact([damaged(0), chunk_in(1, slow)], workers)))
+    asking = threading.Thread(
+        target=lambda: verdicts.append(
+            HotVerifier("always").num_intact([damaged(0), chunk_in(1, slow)], workers)
+        )
+    )
     asking.start()
     asking.join(0.1)
     assert asking.is_alive(), "the first is damaged, but the second is still being read"

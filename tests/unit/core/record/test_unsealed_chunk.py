@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
-from lmcache_core.record import UNSEALED_DIGEST, Chunk, RecordHeader, TensorSpec, decode_head, payload_digest, verify_payload
+from lmcache_core.record import (
+    UNSEALED_DIGEST,
+    Chunk,
+    RecordHeader,
+    TensorSpec,
+    decode_head,
+    payload_digest,
+    verify_payload,
+)
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 NUM_THREADS = 6
@@ -29,12 +37,21 @@ class Counting(BytesBufferMemoryObj):
 
 
 def header_of(key: ChunkKey, num_bytes: int) -> RecordHeader:
-    return RecordHeader(key.key.canonical(), "naive", "", False, (TensorSpec("", "uint8", (num_bytes,), 0, num_bytes),), UNSEALED_DIGEST)
+    return RecordHeader(
+        key.key.canonical(),
+        "naive",
+        "",
+        False,
+        (TensorSpec("", "uint8", (num_bytes,), 0, num_bytes),),
+        UNSEALED_DIGEST,
+    )
 
 
 def unsealed(name: object, num_bytes: int = 1000) -> Chunk:
     key = make_key(name)
-    return Chunk.unsealed(key, header_of(key, num_bytes), BytesBufferMemoryObj(make_payload(name, num_bytes)), "Hot")
+    return Chunk.unsealed(
+        key, header_of(key, num_bytes), BytesBufferMemoryObj(make_payload(name, num_bytes)), "Hot"
+    )
 
 
 def test_it_is_the_record_that_it_would_have_been() -> None:

@@ -30,7 +30,9 @@ class Ends:
         self.to_server, self.to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.server = bounded.wrap_bio(self.to_server, self.to_client, server_side=True)
         trusted = client_context(TlsFiles(None, None, authority.file))
-        self.client = trusted.wrap_bio(self.to_client, self.to_server, server_hostname="server.example")
+        self.client = trusted.wrap_bio(
+            self.to_client, self.to_server, server_hostname="server.example"
+        )
 
     def begin(self) -> None:
         with pytest.raises(ssl.SSLWantReadError):
@@ -67,7 +69,9 @@ def test_what_is_over_does_not_count(bounded: BoundedContext, authority: Authori
     assert bounded.num_underway == 0
 
 
-def test_what_nobody_has_any_more_does_not_count(bounded: BoundedContext, authority: Authority) -> None:
+def test_what_nobody_has_any_more_does_not_count(
+    bounded: BoundedContext, authority: Authority
+) -> None:
     ends = [Ends(bounded, authority) for _ in range(2)]
     for each in ends:
         each.begin()
@@ -76,7 +80,9 @@ def test_what_nobody_has_any_more_does_not_count(bounded: BoundedContext, author
     assert bounded.num_underway == 0
 
 
-def test_what_should_long_be_over_does_not_count(bounded: BoundedContext, authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_should_long_be_over_does_not_count(
+    bounded: BoundedContext, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     monkeypatch.setattr("lmcache_core.security.handshakes.time.monotonic", lambda: now)
     ends = [Ends(bounded, authority) for _ in range(3)]

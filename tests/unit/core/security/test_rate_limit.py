@@ -59,4 +59,7 @@ def test_no_span_of_time_has_more_than_its_share(pauses: list[float], per_second
             served.append(clock.now)
     for begin in range(len(served)):
         for end in range(begin, len(served)):
-            assert end - begin + 1 <= max(per_second, 1.0) + (served[end] - served[begin]) * per_second + 1e-6
+            assert (
+                end - begin + 1
+                <= max(per_second, 1.0) + (served[end] - served[begin]) * per_second + 1e-6
+            )

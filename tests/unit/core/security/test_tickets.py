@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_core.errors import AuthenticationError, ConfigError
-from lmcache_core.security import Ticket, TicketKeyFile, TicketSigner, TicketVerifier, parse_ticket_keys, read_ticket_keys
+from lmcache_core.security import (
+    Ticket,
+    TicketKeyFile,
+    TicketSigner,
+    TicketVerifier,
+    parse_ticket_keys,
+    read_ticket_keys,
+)
 from lmcache_core.security.watched_files import WatchedFiles
 
 KEYS = {"k1": b"1" * 32, "k2": b"2" * 32}
@@ -20,8 +27,12 @@ def clock_at(now_ms: int) -> Callable[[], int]:
     return lambda: now_ms
 
 
-def make(active: str = "k1", instance: str = "peer-a", tenant: str = "prod", expires: int = NOW + 10_000) -> str:
-    return TicketSigner(KEYS, active).sign(instance=instance, requester="peer-b", tenant=tenant, expires_unix_ms=expires)
+def make(
+    active: str = "k1", instance: str = "peer-a", tenant: str = "prod", expires: int = NOW + 10_000
+) -> str:
+    return TicketSigner(KEYS, active).sign(
+        instance=instance, requester="peer-b", tenant=tenant, expires_unix_ms=expires
+    )
 
 
 def verifier(now_ms: int = NOW, **options: int) -> TicketVerifier:
@@ -33,7 +44,10 @@ def test_what_was_signed_is_what_is_read() -> None:
 
 
 def test_golden_ticket() -> None:
-    assert make() == ("v1.laJrMaZwZWVyLWGmcGVlci1ipHByb2TPAAABi8_ljxA.qRou_emqshTEsaglpaXSFXREGGUqtnRmjHCI1dz0aeg")
+    assert (
+        make()
+        == "v1.laJrMaZwZWVyLWGmcGVlci1ipHByb2TPAAABi8_ljxA.qRou_emqshTEsaglpaXSFXREGGUqtnRmjHCI1dz0aeg"  # noqa: E501
+    )
 
 
 CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_+/=.~ \n\0é"
@@ -62,13 +76,29 @@ def test_every_spelling_of_every_character_is_refused() -> None:
                     check.verify(text[:at] + char + text[at + 1 :])
 
 
-@given(st.one_of(st.text(max_size=200), st.binary(max_size=100).map(lambda b: "v1." + base64.urlsafe_b64encode(b).decode() + ".x")))
+@given(
+    st.one_of(
+        st.text(max_size=200),
+        st.binary(max_size=100).map(lambda b: "v1." + base64.urlsafe_b64encode(b).decode() + ".x"),
+    )
+)
 def test_hostile_text_is_refused(text: str) -> None:
     with pytest.raises(AuthenticationError):
         verifier().verify(text)
 
 
-@pytest.mark.parametrize("text", ["", "v1", "v1..", "v2." + "A" * 10 + ".B", "v1." + "A" * 5000 + ".B", "v1.\ud800.B", "." * 4096])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "v1",
+        "v1..",
+        "v2." + "A" * 10 + ".B",
+        "v1." + "A" * 5000 + ".B",
+        "v1.\ud800.B",
+        "." * 4096,
+    ],
+)
 def test_malformed_text_is_refused(text: str) -> None:
     with pytest.raises(AuthenticationError, match="malformed"):
         verifier().verify(text)
@@ -117,15 +147,25 @@ def test_rotation() -> None:
         swapped.verify(make("k1"))
 
 
-@pytest.mark.parametrize(("field", "value"), [("instance", "a/b"), ("requester", ""), ("tenant", "Prod"), ("expires_unix_ms", 0)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("instance", "a/b"), ("requester", ""), ("tenant", "Prod"), ("expires_unix_ms", 0)],
+)
 def test_a_signer_refuses_bad_fields(field: str, value: str | int) -> None:
-    fields = {"instance": "a", "requester": "b", "tenant": "t", "expires_unix_ms": NOW} | {field: value}
+    fields = {"instance": "a", "requester": "b", "tenant": "t", "expires_unix_ms": NOW} | {
+        field: value
+    }
     with pytest.raises(ValueError):
         TicketSigner(KEYS, "k1").sign(**fields)  # type: ignore[arg-type]
 
 
 def test_bad_keys_are_refused() -> None:
-    for keys, active in [({}, "k1"), ({"k1": b"short"}, "k1"), ({"k 1": b"1" * 32}, "k 1"), (KEYS, "k3")]:
+    for keys, active in [
+        ({}, "k1"),
+        ({"k1": b"short"}, "k1"),
+        ({"k 1": b"1" * 32}, "k 1"),
+        (KEYS, "k3"),
+    ]:
         with pytest.raises(ConfigError):
             TicketSigner(keys, active)
     with pytest.raises(ConfigError):
@@ -176,7 +216,9 @@ def test_key_file(tmp_path: Path) -> None:
 
 
 def test_keys_rotate_without_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The order of things that operators are told: the new key everywhere, then in front at the broker, then the old one away."""
+    """The order of things that operators are told: the new key everywhere, then in front at the
+    broker, then the old one away.
+    """
     clock = [0.0]
     files = {name: tmp_path / name for name in ("broker", "peer")}
     for path in files.values():
@@ -184,11 +226,16 @@ def test_keys_rotate_without_a_restart(tmp_path: Path, caplog: pytest.LogCapture
     keys = {name: TicketKeyFile(path) for name, path in files.items()}
     for name, path in files.items():
         keys[name]._watch = WatchedFiles([path], 1.0, lambda: clock[0])
-    signer, verifier = TicketSigner(keys["broker"]), TicketVerifier(keys["peer"], "peer-a", clock_at(NOW))
+    signer, verifier = (
+        TicketSigner(keys["broker"]),
+        TicketVerifier(keys["peer"], "peer-a", clock_at(NOW)),
+    )
 
     def signed() -> str:
         clock[0] += 1.0
-        return signer.sign(instance="peer-a", requester="peer-b", tenant="acme", expires_unix_ms=NOW + 1000)
+        return signer.sign(
+            instance="peer-a", requester="peer-b", tenant="acme", expires_unix_ms=NOW + 1000
+        )
 
     old = signed()
     assert verifier.verify(old).key_id == "k1"

@@ -4,7 +4,12 @@ import ssl
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from lmcache_core.errors import ConfigError
 from lmcache_core.security import TlsFiles, client_context, no_context, server_context, why_silent
 from lmcache_core.security.tls import certificate_end
@@ -16,13 +21,21 @@ def test_servers_speak_1_3_and_resume_no_session(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair = authority.sign("server")
     context = server_context(TlsFiles(pair.cert, pair.key))._in_force
-    assert (context.minimum_version, context.num_tickets, context.verify_mode) == (ssl.TLSVersion.TLSv1_3, 0, ssl.CERT_NONE)
+    assert (context.minimum_version, context.num_tickets, context.verify_mode) == (
+        ssl.TLSVersion.TLSv1_3,
+        0,
+        ssl.CERT_NONE,
+    )
     mutual = server_context(TlsFiles(pair.cert, pair.key, authority.file))._in_force
     assert mutual.verify_mode == ssl.CERT_REQUIRED
 
 
 def test_clients_always_check_whom_they_speak_to(tmp_path: Path) -> None:
-    for context in (client_context()._in_force, client_context(TlsFiles(ca_file=Authority(tmp_path).file))._in_force, no_context()):
+    for context in (
+        client_context()._in_force,
+        client_context(TlsFiles(ca_file=Authority(tmp_path).file))._in_force,
+        no_context(),
+    ):
         assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
     assert no_context().get_ca_certs() == []
 
@@ -31,21 +44,31 @@ def test_clients_always_check_whom_they_speak_to(tmp_path: Path) -> None:
 def test_the_end_of_a_certificate_is_read(tmp_path: Path, year: int) -> None:
     """From 2050 on X.509 writes years with four digits."""
     end = datetime.datetime(year, 3, 4, 5, 6, 7, tzinfo=datetime.UTC)
-    signed = Authority(tmp_path)._ca.issue_cert("127.0.0.1", not_before=datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), not_after=end)
+    signed = Authority(tmp_path)._ca.issue_cert(
+        "127.0.0.1", not_before=datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), not_after=end
+    )
     file = tmp_path / "both.pem"
-    file.write_bytes(signed.private_key_pem.bytes() + b"".join(blob.bytes() for blob in signed.cert_chain_pems))
+    file.write_bytes(
+        signed.private_key_pem.bytes() + b"".join(blob.bytes() for blob in signed.cert_chain_pems)
+    )
     assert certificate_end(file) == end.timestamp()
 
 
-@pytest.mark.parametrize("content", [b"", b"no PEM", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"no PEM", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
+)
 def test_what_is_no_certificate_has_no_end(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.pem").write_bytes(content)
     with pytest.raises(ConfigError, match=r"x.pem: .* certificate"):
         certificate_end(tmp_path / "x.pem")
 
 
-def test_a_certificate_that_has_ended_is_told_and_does_not_stop_the_service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What it does for its own pod needs no certificate, and files are read again when they are replaced."""
+def test_a_certificate_that_has_ended_is_told_and_does_not_stop_the_service(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it does for its own pod needs no certificate, and files are read again when they are
+    replaced.
+    """
     pair = ended_pair(Authority(tmp_path))
     with caplog.at_level(logging.WARNING):
         server_context(TlsFiles(pair.cert, pair.key))
@@ -73,8 +96,12 @@ def test_one_file_may_hold_certificate_and_key(tmp_path: Path) -> None:
     server_context(TlsFiles(both))
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "no PEM", "another's key", "passphrase", "missing CA", "empty CA"])
-def test_what_does_not_fit_is_refused_by_name_and_without_content(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["missing", "empty", "no PEM", "another's key", "passphrase", "missing CA", "empty CA"]
+)
+def test_what_does_not_fit_is_refused_by_name_and_without_content(
+    tmp_path: Path, kind: str
+) -> None:
     authority = Authority(tmp_path)
     pair, other = authority.sign("server"), authority.sign("other")
     ca = authority.file
@@ -89,7 +116,11 @@ def test_what_does_not_fit_is_refused_by_name_and_without_content(tmp_path: Path
             pair.key.write_bytes(other.key.read_bytes())
         case "passphrase":
             key = load_pem_private_key(pair.key.read_bytes(), None)
-            pair.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"hunter2")))
+            pair.key.write_bytes(
+                key.private_bytes(
+                    Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"hunter2")
+                )
+            )
         case "missing CA":
             ca = tmp_path / "absent"
         case "empty CA":
@@ -112,6 +143,11 @@ def test_who_goes_round_it_gets_no_connection(tmp_path: Path) -> None:
 
 def test_who_hangs_up_without_a_word_may_miss_a_certificate(tmp_path: Path) -> None:
     pair = Authority(tmp_path).sign("client")
-    assert why_silent(client_context(cert_option="my_cert_file")) == "; if it wants a certificate of its callers, set my_cert_file"
-    assert "must have signed that in my_cert_file" in why_silent(client_context(TlsFiles(pair.cert, pair.key), "my_cert_file"))
+    assert (
+        why_silent(client_context(cert_option="my_cert_file"))
+        == "; if it wants a certificate of its callers, set my_cert_file"
+    )
+    assert "must have signed that in my_cert_file" in why_silent(
+        client_context(TlsFiles(pair.cert, pair.key), "my_cert_file")
+    )
     assert [why_silent(context) for context in (None, no_context(), client_context())] == [""] * 3

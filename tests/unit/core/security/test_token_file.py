@@ -32,9 +32,17 @@ def test_the_token_is_what_the_file_holds_without_what_is_around_it(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("data", "why"),
-    [(b"", "is empty"), (b" \n", "is empty"), (b"two words", "visible ASCII"), ("é".encode(), "visible ASCII"), (b"a\0b", "visible ASCII")],
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"two words", "visible ASCII"),
+        ("é".encode(), "visible ASCII"),
+        (b"a\0b", "visible ASCII"),
+    ],
 )
-def test_what_is_no_token_is_refused_without_being_shown(tmp_path: Path, data: bytes, why: str) -> None:
+def test_what_is_no_token_is_refused_without_being_shown(
+    tmp_path: Path, data: bytes, why: str
+) -> None:
     path = tmp_path / "token"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=why) as caught:
@@ -52,7 +60,9 @@ def test_a_missing_or_huge_file_is_refused(tmp_path: Path) -> None:
         TokenFile(path, "o")
 
 
-def test_a_replaced_file_is_seen_and_a_spoilt_one_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replaced_file_is_seen_and_a_spoilt_one_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, clock = tmp_path / "token", Clock()
     path.write_text("first-token")
     token = TokenFile(path, "o")

@@ -32,7 +32,10 @@ def test_tokens_name_their_principals(file: Path) -> None:
     assert not table.is_anonymous
 
 
-@pytest.mark.parametrize("token", [None, "", "x", CLIENT + "x", CLIENT[:-1], SHA_CLIENT, "é" * 20, "\ud800" * 20, "x" * 100_000])
+@pytest.mark.parametrize(
+    "token",
+    [None, "", "x", CLIENT + "x", CLIENT[:-1], SHA_CLIENT, "é" * 20, "\ud800" * 20, "x" * 100_000],
+)
 def test_other_tokens_are_refused(file: Path, token: str | None) -> None:
     with pytest.raises(AuthenticationError) as error:
         TokenTable.from_file(file).authenticate(token)
@@ -42,7 +45,11 @@ def test_other_tokens_are_refused(file: Path, token: str | None) -> None:
 def test_anonymous_takes_anyone() -> None:
     table = TokenTable.anonymous()
     assert table.is_anonymous
-    assert table.authenticate(None) == table.authenticate("whatever") == Principal("default", "admin", "anonymous")
+    assert (
+        table.authenticate(None)
+        == table.authenticate("whatever")
+        == Principal("default", "admin", "anonymous")
+    )
     assert table.reload_if_changed() is False
 
 
@@ -62,17 +69,44 @@ def test_no_secret_in_repr(file: Path) -> None:
         ("tokens: {}", r"\$.tokens"),
         ("tokens: [}", "line 1 is not YAML"),
         ("tokens: 2001-99-99", "not YAML"),
-        ("tokens: [{name: a, tenant: t, role: client, token: 0123456789abcdef}]\nextra: 1", "extra"),
-        ("tokens: [{name: a, tenant: t, role: client, token: 0123456789abcdef, scope: x}]", r"scope.*tokens\[0\]"),
-        ("tokens: [{name: a, tenant: t, role: root, token: 0123456789abcdef}]", r"root.*tokens\[0\].role"),
-        ("tokens: [{name: a, tenant: T, role: client, token: 0123456789abcdef}]", r"tokens\[0\] \(a\): tenant 'T'"),
+        (
+            "tokens: [{name: a, tenant: t, role: client, token: 0123456789abcdef}]\nextra: 1",
+            "extra",
+        ),
+        (
+            "tokens: [{name: a, tenant: t, role: client, token: 0123456789abcdef, scope: x}]",
+            r"scope.*tokens\[0\]",
+        ),
+        (
+            "tokens: [{name: a, tenant: t, role: root, token: 0123456789abcdef}]",
+            r"root.*tokens\[0\].role",
+        ),
+        (
+            "tokens: [{name: a, tenant: T, role: client, token: 0123456789abcdef}]",
+            r"tokens\[0\] \(a\): tenant 'T'",
+        ),
         ("tokens: [{name: a, tenant: ../x, role: client, token: 0123456789abcdef}]", "tenant"),
-        ("tokens: [{name: 'a b', tenant: t, role: client, token: 0123456789abcdef}]", r"tokens\[0\]: name"),
+        (
+            "tokens: [{name: 'a b', tenant: t, role: client, token: 0123456789abcdef}]",
+            r"tokens\[0\]: name",
+        ),
         ("tokens: [{name: a, tenant: t, role: client}]", "exactly one"),
-        (f"tokens: [{{name: a, tenant: t, role: client, token: 0123456789abcdef, token_sha256: {SHA_CLIENT}}}]", "exactly one"),
+        (
+            (
+                "tokens: [{name: a, tenant: t, role: client, token: 0123456789abcdef,"
+                f" token_sha256: {SHA_CLIENT}}}]"
+            ),
+            "exactly one",
+        ),
         ("tokens: [{name: a, tenant: t, role: client, token: short}]", "16 to 512"),
-        ("tokens: [{name: a, tenant: t, role: client, token: '0123456789abcdef '}]", "visible ASCII"),
-        ("tokens: [{name: a, tenant: t, role: client, token: 1234567890123456}]", r"\$.tokens\[0\].token"),
+        (
+            "tokens: [{name: a, tenant: t, role: client, token: '0123456789abcdef '}]",
+            "visible ASCII",
+        ),
+        (
+            "tokens: [{name: a, tenant: t, role: client, token: 1234567890123456}]",
+            r"\$.tokens\[0\].token",
+        ),
         ("tokens: [{name: a, tenant: t, role: client, token_sha256: abc}]", "64 hex digits"),
     ],
 )
@@ -88,7 +122,10 @@ def test_bad_files_name_file_entry_and_fix(tmp_path: Path, text: str, complaint:
 def test_doubles_are_refused(tmp_path: Path, double: set[str]) -> None:
     names = ["a", "a" if "name" in double else "b"]
     tokens = ["0123456789abcdef0", "0123456789abcdef" + ("0" if "token" in double else "1")]
-    entries = "".join(f"- {{name: {n}, tenant: t, role: client, token: {k}}}\n" for n, k in zip(names, tokens, strict=True))
+    entries = "".join(
+        f"- {{name: {n}, tenant: t, role: client, token: {k}}}\n"
+        for n, k in zip(names, tokens, strict=True)
+    )
     with pytest.raises(ConfigError, match=f"share a {next(iter(double))}"):
         TokenTable.from_file(write(tmp_path / "t.yaml", f"tokens:\n{entries}"))
 
@@ -103,7 +140,10 @@ def test_a_broken_line_is_not_quoted(tmp_path: Path) -> None:
 
 def test_a_name_twice_is_refused_and_not_quoted(tmp_path: Path) -> None:
     """Else the last role would count, or all tokens of the first list be gone."""
-    (tmp_path / "tokens.yaml").write_text("tokens:\n  - {name: a, tenant: t, role: client, role: admin, token: s3cret-s3cret-s3cret}\n")
+    (tmp_path / "tokens.yaml").write_text(
+        "tokens:\n  - {name: a, tenant: t, role: client, role: admin, token:"
+        " s3cret-s3cret-s3cret}\n"
+    )
     with pytest.raises(ConfigError, match="line 2 has a name twice; keep one of them") as caught:
         TokenTable.from_file(tmp_path / "tokens.yaml")
     assert "s3cret" not in str(caught.value)
@@ -112,7 +152,10 @@ def test_a_name_twice_is_refused_and_not_quoted(tmp_path: Path) -> None:
 def test_size_bounds(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="larger than"):
         TokenTable.from_file(write(tmp_path / "big", "#" * (MAX_TOKEN_FILE_BYTES + 1)))
-    many = "".join(f"- {{name: n{i}, tenant: t, role: client, token: token-of-sixteen-{i}}}\n" for i in range(MAX_TOKENS + 1))
+    many = "".join(
+        f"- {{name: n{i}, tenant: t, role: client, token: token-of-sixteen-{i}}}\n"
+        for i in range(MAX_TOKENS + 1)
+    )
     with pytest.raises(ConfigError, match="list 1 to"):
         TokenTable.from_file(write(tmp_path / "many", "tokens:\n" + many))
     with pytest.raises(ConfigError, match="No such file"):
@@ -122,7 +165,10 @@ def test_size_bounds(tmp_path: Path) -> None:
 def test_reload_follows_a_replaced_file(file: Path) -> None:
     table = TokenTable.from_file(file)
     assert table.reload_if_changed() is False
-    fresh = write(file.with_suffix(".new"), "tokens: [{name: n, tenant: other, role: client, token: fresh-token-0123456789}]")
+    fresh = write(
+        file.with_suffix(".new"),
+        "tokens: [{name: n, tenant: other, role: client, token: fresh-token-0123456789}]",
+    )
     fresh.replace(file)
     assert table.reload_if_changed() is True
     assert table.authenticate("fresh-token-0123456789").tenant == "other"

@@ -31,7 +31,9 @@ def test_documented_models(name: str, layers: int) -> None:
     assert config.bins_of_values() == (32,) * 2 + (16,) * (layers - 2)
 
 
-@pytest.mark.parametrize("name", ["/models/glm-4-9b-chat", "models/GLM-4-9B-chat/", "C:\\models\\glm-4-9b-chat"])
+@pytest.mark.parametrize(
+    "name", ["/models/glm-4-9b-chat", "models/GLM-4-9B-chat/", "C:\\models\\glm-4-9b-chat"]
+)
 def test_a_documented_model_is_known_by_its_last_part(name: str) -> None:
     assert CacheGenConfig.from_model_name(name).nlayers == 40
 
@@ -75,7 +77,9 @@ def test_a_directory_that_tells_nothing_has_the_default(tmp_path, text: bytes) -
     assert CacheGenConfig.from_model_name(str(tmp_path)) == CacheGenConfig.for_num_layers(32)
 
 
-@pytest.mark.parametrize("name", ["", "nobody/knows-this", "a\0b", "x" * 10_000, "/proc/self/mem", "..", "///"])
+@pytest.mark.parametrize(
+    "name", ["", "nobody/knows-this", "a\0b", "x" * 10_000, "/proc/self/mem", "..", "///"]
+)
 def test_no_name_is_refused(name: str) -> None:
     assert CacheGenConfig.from_model_name(name) == CacheGenConfig.for_num_layers(32)
 
@@ -107,7 +111,9 @@ def test_derived_bins(layers: int, keys: tuple[int, ...], values: tuple[int, ...
 
 
 def test_layers_beyond_have_the_bins_of_the_last() -> None:
-    config = CacheGenConfig(2, [QuantizationSpec(0, 1, 64), QuantizationSpec(1, 9, 8)], [QuantizationSpec(0, 2, 4)])
+    config = CacheGenConfig(
+        2, [QuantizationSpec(0, 1, 64), QuantizationSpec(1, 9, 8)], [QuantizationSpec(0, 2, 4)]
+    )
     assert config.bins_of_keys() == (64, 8)
     assert config.bins_of_keys(4) == (64, 8, 8, 8)
     assert config.bins_of_keys(1) == (64,)
@@ -128,7 +134,9 @@ def test_unusable_bins(bins) -> None:
         QuantizationSpec(0, 1, bins)
 
 
-@pytest.mark.parametrize(("start", "end"), [(-1, 1), (1, 1), (2, 1), (0, MAX_LAYERS + 1), (0.0, 1), (False, True)])
+@pytest.mark.parametrize(
+    ("start", "end"), [(-1, 1), (1, 1), (2, 1), (0, MAX_LAYERS + 1), (0.0, 1), (False, True)]
+)
 def test_unusable_layers(start, end) -> None:
     with pytest.raises(ConfigError, match="start_layer < end_layer"):
         QuantizationSpec(start, end, 32)
@@ -163,8 +171,13 @@ def test_unusable_numbers_of_layers(layers) -> None:
 
 
 def test_the_config_needs_neither_torch_nor_numba() -> None:
-    code = "from lmcache_core.serde.cachegen import CacheGenConfig; CacheGenConfig.from_model_name('x'); import sys; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        "from lmcache_core.serde.cachegen import CacheGenConfig;"
+        " CacheGenConfig.from_model_name('x'); import sys; print(*sys.modules)"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"torch", "numba", "numpy"} & set(loaded)
 
 

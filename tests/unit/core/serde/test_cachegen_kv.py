@@ -1,4 +1,6 @@
-"""KV in streams of channels comes back as it was quantised, and what cannot be encoded or decoded is refused in words."""
+"""KV in streams of channels comes back as it was quantised, and what cannot be encoded or
+decoded is refused in words.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,47 @@ from lmcache_core.serde.cachegen.quantization import bins_tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def kv_of(layers: int, tokens: int, heads: int, size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    drawn = torch.randn(layers, 2, tokens, heads, size, generator=torch.Generator().manual_seed(layers * 1000 + tokens))
+def kv_of(
+    layers: int, tokens: int, heads: int, size: int, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    drawn = torch.randn(
+        layers,
+        2,
+        tokens,
+        heads,
+        size,
+        generator=torch.Generator().manual_seed(layers * 1000 + tokens),
+    )
     return (drawn * 4).to(dtype).to(DEVICE)
 
 
-def encode(kv: torch.Tensor, chunk_size: int, config: CacheGenConfig | None = None) -> CacheGenGPUEncoderOutput:
+def encode(
+    kv: torch.Tensor, chunk_size: int, config: CacheGenConfig | None = None
+) -> CacheGenGPUEncoderOutput:
     config = config or CacheGenConfig.for_num_layers(kv.shape[0])
-    return encode_function(kv, config, bins_tensor(config.bins_of_keys()), bins_tensor(config.bins_of_values()), chunk_size)
+    return encode_function(
+        kv,
+        config,
+        bins_tensor(config.bins_of_keys()),
+        bins_tensor(config.bins_of_values()),
+        chunk_size,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    ("shape", "chunk_size"), [((1, 1, 1, 1), 1), ((12, 7, 3, 5), 256), ((2, 300, 1, 8), 256), ((11, 10, 2, 2), 3), ((2, 0, 1, 3), 4)]
+    ("shape", "chunk_size"),
+    [
+        ((1, 1, 1, 1), 1),
+        ((12, 7, 3, 5), 256),
+        ((2, 300, 1, 8), 256),
+        ((11, 10, 2, 2), 3),
+        ((2, 0, 1, 3), 4),
+    ],
 )
-def test_kv_comes_back_as_quantised(dtype: torch.dtype, shape: tuple[int, int, int, int], chunk_size: int) -> None:
+def test_kv_comes_back_as_quantised(
+    dtype: torch.dtype, shape: tuple[int, int, int, int], chunk_size: int
+) -> None:
     layers, tokens, heads, size = shape
     channels = heads * size
     kv = kv_of(*shape, dtype)
@@ -49,25 +77,43 @@ def test_kv_comes_back_as_quantised(dtype: torch.dtype, shape: tuple[int, int, i
     assert all(count == chunk_size for count in counts[:-1])
     assert (made.num_heads, made.head_size) == (heads, size)
     assert (made.cdf.dtype, made.cdf.shape) == (torch.int16, (2 * layers, channels, 33))
-    assert all((c.bytestream_lengths.dtype, c.bytestream_lengths.shape) == (torch.int32, (2 * layers, channels)) for c in made.data_chunks)
+    assert all(
+        (c.bytestream_lengths.dtype, c.bytestream_lengths.shape)
+        == (torch.int32, (2 * layers, channels))
+        for c in made.data_chunks
+    )
     read = CacheGenGPUEncoderOutput.from_bytes(made.to_bytes())
     output = torch.full((tokens, 2 * layers * channels), 0xA5, dtype=torch.uint8, device=DEVICE)
     sides = decode_function_gpu(read.cdf, read.data_chunks, layers, chunk_size, output)
     wanted = []
-    for side, bins, maxes in zip(range(2), (key_bins, value_bins), (read.max_tensors_key, read.max_tensors_value), strict=True):
-        quantised, direct_maxes = torch_quant_vectorized(bins, kv[:, side].reshape(layers, tokens, channels))
+    for side, bins, maxes in zip(
+        range(2),
+        (key_bins, value_bins),
+        (read.max_tensors_key, read.max_tensors_value),
+        strict=True,
+    ):
+        quantised, direct_maxes = torch_quant_vectorized(
+            bins, kv[:, side].reshape(layers, tokens, channels)
+        )
         wanted.append(quantised)
         assert (sides[side].dtype, sides[side].shape) == (torch.float32, (layers, tokens, channels))
         assert torch.equal(sides[side], quantised.float())
         assert maxes.dtype == dtype
         assert torch.equal(maxes.to(DEVICE), direct_maxes)
-        assert torch.equal(do_dequantize(sides[side], bins, maxes, dtype), do_dequantize(quantised, bins, direct_maxes, dtype))
+        assert torch.equal(
+            do_dequantize(sides[side], bins, maxes, dtype),
+            do_dequantize(quantised, bins, direct_maxes, dtype),
+        )
     by_token = torch.cat(wanted).permute(1, 0, 2).reshape(tokens, 2 * layers * channels)
-    assert torch.equal(output, by_token.view(torch.uint8)), "a row for each token: layers of the keys, then of the values"
+    assert torch.equal(output, by_token.view(torch.uint8)), (
+        "a row for each token: layers of the keys, then of the values"
+    )
 
 
 def test_the_table_has_the_largest_number_of_bins() -> None:
-    config = CacheGenConfig(2, [QuantizationSpec(0, 2, 8)], [QuantizationSpec(0, 1, 4), QuantizationSpec(1, 2, 256)])
+    config = CacheGenConfig(
+        2, [QuantizationSpec(0, 2, 8)], [QuantizationSpec(0, 1, 4), QuantizationSpec(1, 2, 256)]
+    )
     kv = kv_of(2, 20, 1, 3)
     made = encode(kv, 8, config)
     assert made.cdf.shape == (4, 3, 257)
@@ -132,13 +178,25 @@ def test_decoding_checks_what_it_is_given(change) -> None:
     }
     lists = {
         "fewer": chunks[:-1],
-        "negative": [*chunks, CacheGenGPUBytestream(chunks[0].bytestream, chunks[0].bytestream_lengths, -1)],
+        "negative": [
+            *chunks,
+            CacheGenGPUBytestream(chunks[0].bytestream, chunks[0].bytestream_lengths, -1),
+        ],
         "right": chunks,
     }
-    arguments = {"layers_in_key": 2, "chunk_size": 4, "output": "right", "data_chunks": "right"} | change
+    arguments = {
+        "layers_in_key": 2,
+        "chunk_size": 4,
+        "output": "right",
+        "data_chunks": "right",
+    } | change
     with pytest.raises((LayoutError, SerdeError), match=r"chunk|give"):
         decode_function_gpu(
-            made.cdf, lists[arguments["data_chunks"]], arguments["layers_in_key"], arguments["chunk_size"], outputs[arguments["output"]]
+            made.cdf,
+            lists[arguments["data_chunks"]],
+            arguments["layers_in_key"],
+            arguments["chunk_size"],
+            outputs[arguments["output"]],
         )
 
 

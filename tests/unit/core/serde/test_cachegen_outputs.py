@@ -19,7 +19,12 @@ from lmcache_core.serde.cachegen import (
     CacheGenGPUEncoderOutput,
     encode_function,
 )
-from lmcache_core.serde.cachegen.container import MAX_DATA_CHUNKS, MAX_EXTENT, MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES
+from lmcache_core.serde.cachegen.container import (
+    MAX_DATA_CHUNKS,
+    MAX_EXTENT,
+    MAX_HEAD_BYTES,
+    MAX_PAYLOAD_BYTES,
+)
 from lmcache_core.serde.cachegen.quantization import bins_tensor
 
 PREFIX = struct.Struct("<4sB3xI4xQ")
@@ -29,13 +34,17 @@ MEMORY_BOUND_BYTES = 4 << 20
 
 def gpu_output(tokens: int = 5, dtype: torch.dtype = torch.bfloat16) -> CacheGenGPUEncoderOutput:
     kv = torch.randn(2, 2, tokens, 1, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
-    return encode_function(kv, CacheGenConfig.for_num_layers(2), bins_tensor([32, 32]), bins_tensor([32, 32]), 2)
+    return encode_function(
+        kv, CacheGenConfig.for_num_layers(2), bins_tensor([32, 32]), bins_tensor([32, 32]), 2
+    )
 
 
 def older_output() -> CacheGenEncoderOutput:
     table = torch.arange(4 * 6 * 33, dtype=torch.int16).reshape(4, 6, 33)
     scales = torch.rand(2, 3, 1)
-    return CacheGenEncoderOutput(b"streams", torch.tensor([0, 3, 4]), table, scales, scales + 1, 2, 3)
+    return CacheGenEncoderOutput(
+        b"streams", torch.tensor([0, 3, 4]), table, scales, scales + 1, 2, 3
+    )
 
 
 def same(a: object, b: object) -> bool:
@@ -44,7 +53,9 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, list):
         return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
     if dataclasses.is_dataclass(a):
-        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+        return type(a) is type(b) and all(
+            same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)
+        )
     return type(a) is type(b) and a == b
 
 
@@ -68,7 +79,9 @@ def test_an_output_comes_back(tokens: int, dtype: torch.dtype) -> None:
 def test_an_older_output_comes_back() -> None:
     output = older_output()
     assert same(CacheGenEncoderOutput.from_bytes(output.to_bytes()), output)
-    empty = dataclasses.replace(output, bytestream=b"", start_indices=torch.tensor([], dtype=torch.int32))
+    empty = dataclasses.replace(
+        output, bytestream=b"", start_indices=torch.tensor([], dtype=torch.int32)
+    )
     assert same(CacheGenEncoderOutput.from_bytes(empty.to_bytes()), empty)
 
 
@@ -89,14 +102,24 @@ def test_tensors_with_gaps_are_written_as_their_copies() -> None:
 
 
 def test_the_container_is_pinned() -> None:
-    chunk = CacheGenGPUBytestream(torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], dtype=torch.uint8), torch.tensor([[4], [4]], dtype=torch.int32), 1)
+    chunk = CacheGenGPUBytestream(
+        torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], dtype=torch.uint8),
+        torch.tensor([[4], [4]], dtype=torch.int32),
+        1,
+    )
     table = torch.tensor([[[0, 7, -1]]] * 2, dtype=torch.int16)
     scale = torch.tensor([[[1.5]]], dtype=torch.bfloat16)
     written = CacheGenGPUEncoderOutput([chunk], table, scale, -scale, 1, 1).to_bytes()
     head = [
         "channel_streams",
         [1, 1, 1],
-        [["int16", [2, 1, 3]], ["bfloat16", [1, 1, 1]], ["bfloat16", [1, 1, 1]], ["uint8", [8]], ["int32", [2, 1]]],
+        [
+            ["int16", [2, 1, 3]],
+            ["bfloat16", [1, 1, 1]],
+            ["bfloat16", [1, 1, 1]],
+            ["uint8", [8]],
+            ["int32", [2, 1]],
+        ],
     ]
     payload = bytes.fromhex("00000700ffff 00000700ffff c03f c0bf 0102030405060708 0400000004000000")
     assert written == sealed(head, payload)
@@ -109,7 +132,9 @@ def test_devices_are_logged(caplog) -> None:
     assert all("cpu" in record.message for record in caplog.records)
 
 
-@pytest.mark.parametrize("output", [gpu_output(2), older_output()], ids=["streams of channels", "streams"])
+@pytest.mark.parametrize(
+    "output", [gpu_output(2), older_output()], ids=["streams of channels", "streams"]
+)
 def test_every_damage_is_noticed(output) -> None:
     written = output.to_bytes()
     read = type(output).from_bytes
@@ -164,12 +189,28 @@ HOSTILE_HEADS = {
     "too many dimensions": ["channel_streams", [1, 1], [["int16", [0, 1, 5, 1, 1]], *SCALES]],
     "too few dimensions": ["channel_streams", [1, 1], [["int16", [0, 1]], *SCALES]],
     "empty but endless": ["channel_streams", [1, 1], [["int16", [0, 1 << 40, 1 << 40]], *SCALES]],
-    "larger than the payload": ["channel_streams", [1, 1], [["int16", [2, 1, MAX_EXTENT // 2]], *SCALES]],
+    "larger than the payload": [
+        "channel_streams",
+        [1, 1],
+        [["int16", [2, 1, MAX_EXTENT // 2]], *SCALES],
+    ],
     "other channels": ["channel_streams", [1, 2], [EMPTY_TABLE, *SCALES]],
     "other layers": ["channel_streams", [1, 0], [["int16", [2, 0, 5]], *SCALES]],
-    "tokens without a chunk": ["channel_streams", [1, 1], [EMPTY_TABLE, *[["float32", [0, 7, 1]]] * 2]],
-    "scales that differ": ["channel_streams", [1, 1], [EMPTY_TABLE, ["float32", [0, 0, 1]], ["float16", [0, 0, 1]]]],
-    "scales of whole numbers": ["channel_streams", [1, 1], [EMPTY_TABLE, *[["int32", [0, 0, 1]]] * 2]],
+    "tokens without a chunk": [
+        "channel_streams",
+        [1, 1],
+        [EMPTY_TABLE, *[["float32", [0, 7, 1]]] * 2],
+    ],
+    "scales that differ": [
+        "channel_streams",
+        [1, 1],
+        [EMPTY_TABLE, ["float32", [0, 0, 1]], ["float16", [0, 0, 1]]],
+    ],
+    "scales of whole numbers": [
+        "channel_streams",
+        [1, 1],
+        [EMPTY_TABLE, *[["int32", [0, 0, 1]]] * 2],
+    ],
     "another kind": ["other", [1, 1], [EMPTY_TABLE, *SCALES]],
     "older": ["streams", [1, 1], [EMPTY_TABLE, *SCALES]],
 }
@@ -189,7 +230,9 @@ def test_a_hostile_head_under_a_right_digest(name: str) -> None:
 
 
 def test_what_the_hostile_heads_differ_from_is_read() -> None:
-    read = CacheGenGPUEncoderOutput.from_bytes(sealed(["channel_streams", [1, 1], [EMPTY_TABLE, *SCALES]]))
+    read = CacheGenGPUEncoderOutput.from_bytes(
+        sealed(["channel_streams", [1, 1], [EMPTY_TABLE, *SCALES]])
+    )
     assert (read.cdf.shape, read.data_chunks) == ((0, 1, 5), [])
 
 
@@ -214,7 +257,9 @@ def test_a_hostile_prefix(prefix: tuple[bytes, int, int, int]) -> None:
 def test_what_must_be_zero_is_zero(position: int) -> None:
     written = bytearray(gpu_output().to_bytes())
     written[position] = 1
-    written[PREFIX.size : BODY_AT] = xxhash.xxh3_128_digest(written[: PREFIX.size] + written[BODY_AT:])
+    written[PREFIX.size : BODY_AT] = xxhash.xxh3_128_digest(
+        written[: PREFIX.size] + written[BODY_AT:]
+    )
     with pytest.raises(SerdeError, match="zero"):
         CacheGenGPUEncoderOutput.from_bytes(written)
 
@@ -232,14 +277,33 @@ def test_what_could_not_be_read_is_not_written() -> None:
         {"data_chunks": output.data_chunks[:-1]},
         {"data_chunks": [dataclasses.replace(chunk, ntokens=-2), *output.data_chunks]},
         {"data_chunks": [dataclasses.replace(chunk, ntokens=2.0), *output.data_chunks[1:]]},
-        {"data_chunks": [dataclasses.replace(chunk, bytestream=chunk.bytestream.int()), *output.data_chunks[1:]]},
-        {"data_chunks": [dataclasses.replace(chunk, bytestream_lengths=chunk.bytestream_lengths[:1]), *output.data_chunks[1:]]},
-        {"data_chunks": [*output.data_chunks, *[dataclasses.replace(chunk, ntokens=0)] * MAX_DATA_CHUNKS]},
+        {
+            "data_chunks": [
+                dataclasses.replace(chunk, bytestream=chunk.bytestream.int()),
+                *output.data_chunks[1:],
+            ]
+        },
+        {
+            "data_chunks": [
+                dataclasses.replace(chunk, bytestream_lengths=chunk.bytestream_lengths[:1]),
+                *output.data_chunks[1:],
+            ]
+        },
+        {
+            "data_chunks": [
+                *output.data_chunks,
+                *[dataclasses.replace(chunk, ntokens=0)] * MAX_DATA_CHUNKS,
+            ]
+        },
     ]
     for change in wrong:
         with pytest.raises(SerdeError):
             dataclasses.replace(output, **change).to_bytes()
     older = older_output()
-    for change in ({"start_indices": torch.ones(1)}, {"start_indices": torch.ones([1] * 5, dtype=torch.int32)}, {"head_size": 4}):
+    for change in (
+        {"start_indices": torch.ones(1)},
+        {"start_indices": torch.ones([1] * 5, dtype=torch.int32)},
+        {"head_size": 4},
+    ):
         with pytest.raises(SerdeError):
             dataclasses.replace(older, **change).to_bytes()

@@ -1,4 +1,6 @@
-"""Quantising to the bit: the written order of fp32 operations, at ties and where another order gives another value."""
+"""Quantising to the bit: the written order of fp32 operations, at ties and where another order
+gives another value.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 from lmcache_core.errors import ConfigError, LayoutError
-from lmcache_core.serde.cachegen import CacheGenConfig, concat_max, do_dequantize, quant, torch_quant, torch_quant_vectorized
+from lmcache_core.serde.cachegen import (
+    CacheGenConfig,
+    concat_max,
+    do_dequantize,
+    quant,
+    torch_quant,
+    torch_quant_vectorized,
+)
 from lmcache_core.serde.cachegen.encoder_impl import CacheGenEncoderImpl
 from lmcache_core.serde.cachegen.quantization import bins_tensor
 
@@ -89,7 +98,9 @@ def test_dequantising_to_the_bit(bins: int, q: int, m: str, value: str) -> None:
 
 
 def reference(x: torch.Tensor, bins: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same, written down once more: values and largest magnitudes as numpy has them in fp32, and what comes back."""
+    """The same, written down once more: values and largest magnitudes as numpy has them in fp32,
+    and what comes back.
+    """
     wide = x.float().cpu().numpy()
     c = np.array([b // 2 - 1 for b in bins], dtype=np.float32)[:, None, None]
     m = np.abs(wide).max(axis=-1, keepdims=True)
@@ -124,7 +135,10 @@ def test_random_values_as_the_reference(dtype: torch.dtype, shape: tuple[int, in
 
 def test_a_view_is_quantised_as_its_copy() -> None:
     x = torch.randn(7, 5, 3, dtype=torch.bfloat16).permute(2, 1, 0)
-    viewed, copied = torch_quant_vectorized(bins_tensor([32] * 3), x), torch_quant_vectorized(bins_tensor([32] * 3), x.contiguous())
+    viewed, copied = (
+        torch_quant_vectorized(bins_tensor([32] * 3), x),
+        torch_quant_vectorized(bins_tensor([32] * 3), x.contiguous()),
+    )
     assert torch.equal(viewed[0], copied[0])
     assert torch.equal(viewed[1], copied[1])
 
@@ -251,9 +265,22 @@ def test_the_encoder_step_by_step_is_the_vectorised_one() -> None:
     [
         {},
         {"fp_k": torch.ones(2, 3, 4), "config": CacheGenConfig.for_num_layers(2)},
-        {"fp_k": torch.ones(2, 3, 4), "fp_v": torch.ones(3, 3, 4), "config": CacheGenConfig.for_num_layers(2)},
-        {"fp_k": torch.ones(2, 3), "fp_v": torch.ones(2, 3, 4), "config": CacheGenConfig.for_num_layers(2)},
-        {"fp_k": torch.ones(2, 3, 4), "fp_v": torch.ones(2, 3, 4), "config": CacheGenConfig.for_num_layers(2), "more": 1},
+        {
+            "fp_k": torch.ones(2, 3, 4),
+            "fp_v": torch.ones(3, 3, 4),
+            "config": CacheGenConfig.for_num_layers(2),
+        },
+        {
+            "fp_k": torch.ones(2, 3),
+            "fp_v": torch.ones(2, 3, 4),
+            "config": CacheGenConfig.for_num_layers(2),
+        },
+        {
+            "fp_k": torch.ones(2, 3, 4),
+            "fp_v": torch.ones(2, 3, 4),
+            "config": CacheGenConfig.for_num_layers(2),
+            "more": 1,
+        },
     ],
 )
 def test_fields_of_the_encoder(fields) -> None:

@@ -1,4 +1,6 @@
-"""Streams of channels: their bytes are pinned, they come back, and whatever is damaged is refused or decoded wrong, never more."""
+"""Streams of channels: their bytes are pinned, they come back, and whatever is damaged is
+refused or decoded wrong, never more.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def tables(*rows: list[int]) -> torch.Tensor:
 
 
 def reference_stream(cdf: list[int], symbols: list[int]) -> bytes:
-    """The coder written down once more, with unbounded numbers: bytes leave the state while the symbol would not fit otherwise."""
+    """The coder written down once more, with unbounded numbers: bytes leave the state while the
+    symbol would not fit otherwise.
+    """
     state, out = 2**23, []
     for symbol in reversed(symbols):
         low = cdf[symbol]
@@ -39,15 +43,24 @@ def reference_stream(cdf: list[int], symbols: list[int]) -> bytes:
     return state.to_bytes(4, "little") + bytes(reversed(out))
 
 
-def encoded(cdf: torch.Tensor, symbols: torch.Tensor, room: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def encoded(
+    cdf: torch.Tensor, symbols: torch.Tensor, room: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Streams and their lengths."""
     layers, tokens, channels = symbols.shape
-    buffer = torch.full((layers, channels, 2 * tokens + 4 if room is None else room), 0xA5, dtype=torch.uint8, device=DEVICE)
+    buffer = torch.full(
+        (layers, channels, 2 * tokens + 4 if room is None else room),
+        0xA5,
+        dtype=torch.uint8,
+        device=DEVICE,
+    )
     lengths = torch.full((layers, channels), -1, dtype=torch.int32, device=DEVICE)
     return encode_ntokens(cdf, symbols, buffer, lengths), lengths
 
 
-def example(layers: int = 3, tokens: int = 40, channels: int = 5, bins: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+def example(
+    layers: int = 3, tokens: int = 40, channels: int = 5, bins: int = 32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Symbols that look like quantised KV, and their distributions."""
     generator = torch.Generator().manual_seed(7)
     drawn = torch.randn(layers, tokens, channels, generator=generator) * bins / 8 + bins / 2 - 1
@@ -55,7 +68,9 @@ def example(layers: int = 3, tokens: int = 40, channels: int = 5, bins: int = 32
     return symbols, channel_distributions(symbols, bins)
 
 
-def decoded(cdf: torch.Tensor, stream: torch.Tensor, lengths: torch.Tensor, tokens: int) -> torch.Tensor:
+def decoded(
+    cdf: torch.Tensor, stream: torch.Tensor, lengths: torch.Tensor, tokens: int
+) -> torch.Tensor:
     target = torch.full((cdf.shape[0], tokens, cdf.shape[1]), -91, dtype=torch.int8, device=DEVICE)
     decode_chunk(cdf, CacheGenGPUBytestream(stream, lengths, tokens), target)
     return target
@@ -66,18 +81,22 @@ def decoded(cdf: torch.Tensor, stream: torch.Tensor, lengths: torch.Tensor, toke
     [
         # Nothing said is the state at the beginning.
         ([0, 0x8000, 0xFFFF], [], "00008000"),
-        # A half for each symbol adds one bit to the state each time: 2^23 becomes 2^24, plus where the symbol lies.
+        # A half for each symbol adds one bit to the state each time: 2^23 becomes 2^24, plus where
+        # the symbol lies.
         ([0, 0x8000, 0xFFFF], [0], "00000001"),
         ([0, 0x8000, 0xFFFF], [1], "00800001"),
         # All of the probability, and next to none of it.
         ([0, 0xFFFF], [0, 0, 0], "00008000"),
-        # 2^23 gives two bytes of zeros away, 2^7 is left; times 2^16, plus where the symbol lies: 0x80ffff.
+        # 2^23 gives two bytes of zeros away, 2^7 is left; times 2^16, plus where the symbol lies:
+        # 0x80ffff.
         ([0, 0xFFFF, 0xFFFF], [1], "ffff80000000"),
     ],
 )
 def test_streams_are_pinned(cdf: list[int], symbols: list[int], stream: str) -> None:
     assert reference_stream(cdf, symbols).hex() == stream
-    made, lengths = encoded(tables(cdf), torch.tensor(symbols, dtype=torch.int8, device=DEVICE).reshape(1, -1, 1))
+    made, lengths = encoded(
+        tables(cdf), torch.tensor(symbols, dtype=torch.int8, device=DEVICE).reshape(1, -1, 1)
+    )
     assert bytes(made.tolist()).hex() == stream
     assert lengths.tolist() == [[len(stream) // 2]]
     assert decoded(tables(cdf), made, lengths, len(symbols)).flatten().tolist() == symbols
@@ -89,7 +108,13 @@ def test_every_stream_is_the_references(bins: int) -> None:
     stream, lengths = encoded(cdf, symbols)
     numbers = (cdf.cpu().numpy().view(np.uint16)).tolist()
     values = symbols.view(torch.uint8).cpu()
-    wanted = [[reference_stream(numbers[layer][channel], values[layer, :, channel].tolist()) for channel in range(3)] for layer in range(2)]
+    wanted = [
+        [
+            reference_stream(numbers[layer][channel], values[layer, :, channel].tolist())
+            for channel in range(3)
+        ]
+        for layer in range(2)
+    ]
     assert bytes(stream.tolist()) == b"".join(streams for layer in wanted for streams in layer)
     assert lengths.tolist() == [[len(streams) for streams in layer] for layer in wanted]
     assert torch.equal(decoded(cdf, stream, lengths, 50), symbols)
@@ -100,13 +125,18 @@ def test_machine_code_and_its_source_agree() -> None:
     stream, lengths = encoded(cdf, symbols)
     table, values = cdf.cpu().numpy().view(np.uint16), symbols.view(torch.uint8).cpu().numpy()
     buffers, sizes = np.zeros((2, 2, 64), dtype=np.uint8), np.zeros((2, 2), dtype=np.int32)
-    assert channel_streams.encode_streams(table, values, buffers, sizes) == (channel_streams.NO_FAULT, 0)
+    assert channel_streams.encode_streams(table, values, buffers, sizes) == (
+        channel_streams.NO_FAULT,
+        0,
+    )
     assert sizes.tolist() == lengths.tolist()
     plain = b"".join(buffers[i, j, : sizes[i, j]].tobytes() for i in range(2) for j in range(2))
     assert plain == bytes(stream.tolist())
     offsets = np.concatenate(([0], np.cumsum(sizes.reshape(-1)))).astype(np.int64)
     back = np.zeros_like(values)
-    assert channel_streams.decode_streams(table, np.frombuffer(plain, dtype=np.uint8), offsets, back) == (channel_streams.NO_FAULT, 0)
+    assert channel_streams.decode_streams(
+        table, np.frombuffer(plain, dtype=np.uint8), offsets, back
+    ) == (channel_streams.NO_FAULT, 0)
     assert np.array_equal(back, values)
 
 
@@ -115,7 +145,9 @@ def test_worst_symbols_fit_two_bytes_each(tokens: int) -> None:
     cdf = tables([0, 1, 0xFFFF])
     symbols = torch.zeros(1, tokens, 1, dtype=torch.int8, device=DEVICE)
     stream, lengths = encoded(cdf, symbols)
-    assert lengths.item() == 2 * tokens + 4, "the smallest probability for each symbol: the bound is reached, and no more"
+    assert lengths.item() == 2 * tokens + 4, (
+        "the smallest probability for each symbol: the bound is reached, and no more"
+    )
     assert torch.equal(decoded(cdf, stream, lengths, tokens), symbols)
 
 
@@ -143,7 +175,9 @@ def test_nothing_is_written_outside_a_buffer() -> None:
 
 def test_a_symbol_without_a_probability() -> None:
     with pytest.raises(SerdeError, match=r"layer 0, channel 1.*beyond the last"):
-        encoded(tables([0, 1, 9], [0, 1, 9]), torch.tensor([[[1, 2]]], dtype=torch.int8, device=DEVICE))
+        encoded(
+            tables([0, 1, 9], [0, 1, 9]), torch.tensor([[[1, 2]]], dtype=torch.int8, device=DEVICE)
+        )
     with pytest.raises(SerdeError, match=r"layer 0, channel 0.*does not rise"):
         encoded(tables([0, 5, 5, 9]), torch.tensor([[[1]]], dtype=torch.int8, device=DEVICE))
 
@@ -154,10 +188,17 @@ def test_distributions_are_the_documented_ones() -> None:
     assert (cdf.dtype, cdf.shape) == (torch.int16, (1, 2, 33))
     numbers = cdf.cpu().numpy().view(np.uint16)
     scale = 0xFFFF - 32
-    assert numbers[0, 0].tolist() == [i + (0 if i <= 3 else 2 * scale // 3 if i <= 30 else scale) for i in range(33)]
-    assert numbers[0, 1].tolist() == [i + (0 if i < 1 else 2 * scale // 3 if i < 2 else scale) for i in range(33)]
+    assert numbers[0, 0].tolist() == [
+        i + (0 if i <= 3 else 2 * scale // 3 if i <= 30 else scale) for i in range(33)
+    ]
+    assert numbers[0, 1].tolist() == [
+        i + (0 if i < 1 else 2 * scale // 3 if i < 2 else scale) for i in range(33)
+    ]
     assert numbers[0, 0, -1] == 0xFFFF
-    assert channel_distributions(torch.zeros(2, 0, 3, dtype=torch.int8), 4).tolist() == [[[0, 1, 2, 3, 4]] * 3] * 2
+    assert (
+        channel_distributions(torch.zeros(2, 0, 3, dtype=torch.int8), 4).tolist()
+        == [[[0, 1, 2, 3, 4]] * 3] * 2
+    )
 
 
 @pytest.mark.parametrize("bins", [4, 256])
@@ -165,7 +206,12 @@ def test_distributions_are_the_documented_ones() -> None:
 def test_distributions_always_rise(bins: int, tokens: int) -> None:
     symbols = torch.full((1, tokens, 1), bins - 1, dtype=torch.uint8)
     for value in (0, bins // 2, bins - 1):
-        rises = np.diff(channel_distributions(symbols.fill_(value), bins).numpy().view(np.uint16).astype(np.int64))
+        rises = np.diff(
+            channel_distributions(symbols.fill_(value), bins)
+            .numpy()
+            .view(np.uint16)
+            .astype(np.int64)
+        )
         assert (rises >= 1).all()
 
 
@@ -187,15 +233,24 @@ def test_collecting_and_recombining() -> None:
 @pytest.mark.parametrize("lengths", [[[5, 0]], [[-1, 4]]])
 def test_lengths_that_no_buffer_has(lengths: list[list[int]]) -> None:
     with pytest.raises(SerdeError, match="buffers have 4 bytes"):
-        collect_bytes(torch.zeros(1, 2, 4, dtype=torch.uint8), torch.tensor(lengths, dtype=torch.int32))
+        collect_bytes(
+            torch.zeros(1, 2, 4, dtype=torch.uint8), torch.tensor(lengths, dtype=torch.int32)
+        )
 
 
-@pytest.mark.parametrize("lengths", [[[5, 0]], [[-1, 5]], [[1, 2]], [[2**31 - 1, 2**31 - 1]], [[-(2**31), 4]]])
+@pytest.mark.parametrize(
+    "lengths", [[[5, 0]], [[-1, 5]], [[1, 2]], [[2**31 - 1, 2**31 - 1]], [[-(2**31), 4]]]
+)
 def test_lengths_that_do_not_add_up(lengths: list[list[int]]) -> None:
     with pytest.raises(SerdeError, match="lengths of streams"):
         recombine_bytes(torch.zeros(4, dtype=torch.uint8), torch.tensor(lengths, dtype=torch.int32))
     with pytest.raises(SerdeError, match="lengths of streams"):
-        decoded(tables([0, 1, 9], [0, 1, 9]), torch.zeros(4, dtype=torch.uint8), torch.tensor(lengths, dtype=torch.int32), 1)
+        decoded(
+            tables([0, 1, 9], [0, 1, 9]),
+            torch.zeros(4, dtype=torch.uint8),
+            torch.tensor(lengths, dtype=torch.int32),
+            1,
+        )
 
 
 def test_recombining_is_bounded() -> None:
@@ -214,7 +269,9 @@ def test_damaged_streams_are_refused_or_decoded_wrong() -> None:
             damaged = stream.clone()
             damaged[position] ^= flip
             try:
-                assert not torch.equal(decoded(cdf, damaged, lengths, 40), symbols), "another stream is another text"
+                assert not torch.equal(decoded(cdf, damaged, lengths, 40), symbols), (
+                    "another stream is another text"
+                )
             except SerdeError:
                 refused += 1
     assert refused > len(stream), "most damage is noticed"
@@ -244,7 +301,10 @@ def test_tables_that_do_not_rise(row: list[int]) -> None:
 def test_targets_of_any_strides(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     symbols, cdf = example(layers=2, tokens=9, channels=3)
     stream, lengths = encoded(cdf, symbols)
-    for target in (torch.zeros(shape, dtype=dtype), torch.zeros((9, 3, 2), dtype=dtype).permute(2, 0, 1)):
+    for target in (
+        torch.zeros(shape, dtype=dtype),
+        torch.zeros((9, 3, 2), dtype=dtype).permute(2, 0, 1),
+    ):
         decode_chunk(cdf, CacheGenGPUBytestream(stream, lengths, 9), target)
         assert torch.equal(target.view(torch.int8), symbols.cpu())
 
@@ -253,7 +313,9 @@ def test_a_chunk_of_another_number_of_tokens() -> None:
     symbols, cdf = example(tokens=9)
     stream, lengths = encoded(cdf, symbols)
     with pytest.raises(SerdeError, match="9 tokens, a buffer for 8"):
-        decode_chunk(cdf, CacheGenGPUBytestream(stream, lengths, 9), torch.zeros(3, 8, 5, dtype=torch.uint8))
+        decode_chunk(
+            cdf, CacheGenGPUBytestream(stream, lengths, 9), torch.zeros(3, 8, 5, dtype=torch.uint8)
+        )
     with pytest.raises(SerdeError, match="damaged"):
         decoded(cdf, stream, lengths, 8)
 
@@ -261,7 +323,12 @@ def test_a_chunk_of_another_number_of_tokens() -> None:
 def test_tensors_of_other_shapes_or_dtypes() -> None:
     symbols, cdf = example(layers=2, tokens=4, channels=3)
     buffer, lengths = torch.zeros(2, 3, 12, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.int32)
-    right = {"cdf_int": cdf, "encode_input": symbols, "output_buffer": buffer, "output_lengths": lengths}
+    right = {
+        "cdf_int": cdf,
+        "encode_input": symbols,
+        "output_buffer": buffer,
+        "output_lengths": lengths,
+    }
     wrong = [
         {"cdf_int": cdf.int()},
         {"cdf_int": cdf[:1]},

@@ -10,14 +10,24 @@ from lmcache_core.errors import SerdeError
 from lmcache_core.serde.blob import HEAD, Head, Mode, Reader, next_power_of_two
 from lmcache_core.serde.cachegen.config import MAX_LAYERS
 from lmcache_core.serde.profiles import Profile, error_groups, quantiser_of
-from lmcache_core.serde.quantised.layout import MAX_CHANNELS, MAX_TOKENS, PlaneLayout, can_be_quantised
+from lmcache_core.serde.quantised.layout import (
+    MAX_CHANNELS,
+    MAX_TOKENS,
+    PlaneLayout,
+    can_be_quantised,
+)
 
 
 def test_a_head_is_these_bytes() -> None:
     data = Head(Mode.BY_PLANE, 1, 2, (3, 4, 5, 0xFFFFFFFF)).pack()
     assert data == b"KVB1" + bytes([3, 1, 2, 0]) + struct.pack("<4I", 3, 4, 5, 0xFFFFFFFF)
     head = Reader(memoryview(data)).head()
-    assert (head.mode, head.dtype, head.itemsize, head.sizes) == (Mode.BY_PLANE, 1, 2, (3, 4, 5, 0xFFFFFFFF))
+    assert (head.mode, head.dtype, head.itemsize, head.sizes) == (
+        Mode.BY_PLANE,
+        1,
+        2,
+        (3, 4, 5, 0xFFFFFFFF),
+    )
     assert len(data) == HEAD.size == 24
 
 
@@ -54,7 +64,9 @@ def test_arrays_are_aligned_and_views_where_they_can_be() -> None:
         assert array.tobytes() == bytes(data[shift : shift + 24])
 
 
-@pytest.mark.parametrize(("number", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (64, 64), (65, 128)])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (64, 64), (65, 128)]
+)
 def test_powers_of_two(number: int, expected: int) -> None:
     assert next_power_of_two(number) == expected
 
@@ -72,7 +84,9 @@ def test_powers_of_two(number: int, expected: int) -> None:
         (MAX_TOKENS, 1, 1, 1, [1]),
     ],
 )
-def test_planes_are_cut_by_their_shape_alone(tokens: int, channels: int, group: int, section: int, widths: list[int]) -> None:
+def test_planes_are_cut_by_their_shape_alone(
+    tokens: int, channels: int, group: int, section: int, widths: list[int]
+) -> None:
     layout = PlaneLayout(3, tokens, channels)
     assert (layout.group, layout.section, layout.widths) == (group, section, widths)
     assert layout.groups == -(-channels // group)
@@ -80,7 +94,15 @@ def test_planes_are_cut_by_their_shape_alone(tokens: int, channels: int, group: 
 
 
 @pytest.mark.parametrize(
-    "sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1, MAX_TOKENS + 1, 1), (1, 1, MAX_CHANNELS + 1), ((1 << 16) + 1, 1, 1)]
+    "sizes",
+    [
+        (0, 1, 1),
+        (1, 0, 1),
+        (1, 1, 0),
+        (1, MAX_TOKENS + 1, 1),
+        (1, 1, MAX_CHANNELS + 1),
+        ((1 << 16) + 1, 1, 1),
+    ],
 )
 def test_what_is_no_plane_is_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(SerdeError, match="cannot be quantised"):
@@ -110,12 +132,20 @@ def test_what_can_be_quantised(dtype: str, shape: tuple[int, ...], expected: boo
 
 
 def test_the_documented_bins() -> None:
-    shallow, deep = quantiser_of(Profile.STANDARD, (2, 9, 256, 8)), quantiser_of(Profile.STANDARD, (2, 12, 256, 8))
+    shallow, deep = (
+        quantiser_of(Profile.STANDARD, (2, 9, 256, 8)),
+        quantiser_of(Profile.STANDARD, (2, 12, 256, 8)),
+    )
     assert (shallow.mode, shallow.levels) == (Mode.BY_TOKEN, (15,) * 18)
-    assert (deep.mode, deep.levels) == (Mode.BY_TOKEN, (15,) * 10 + (7,) * 2 + (15,) * 2 + (7,) * 10)
+    assert (deep.mode, deep.levels) == (
+        Mode.BY_TOKEN,
+        (15,) * 10 + (7,) * 2 + (15,) * 2 + (7,) * 10,
+    )
     assert quantiser_of(Profile.STANDARD, (1, 12, 256, 8)).levels == (15,) * 10 + (7,) * 2
     for profile in (Profile.HIGH, Profile.LOW):
-        assert quantiser_of(profile, (2, 12, 63, 8)) == quantiser_of(Profile.STANDARD, (2, 12, 63, 8))
+        assert quantiser_of(profile, (2, 12, 63, 8)) == quantiser_of(
+            Profile.STANDARD, (2, 12, 63, 8)
+        )
         assert quantiser_of(profile, (2, 12, 64, 8)).mode is Mode.BY_PLANE
 
 
@@ -126,7 +156,10 @@ def test_errors_are_told_of_layers_that_are_quantised_alike() -> None:
         ("values 0-1", slice(12, 14)),
         ("values 2-11", slice(14, 24)),
     ]
-    assert error_groups(Profile.HIGH, (2, 12, 256, 8)) == [("keys 0-11", slice(0, 12)), ("values 0-11", slice(12, 24))]
+    assert error_groups(Profile.HIGH, (2, 12, 256, 8)) == [
+        ("keys 0-11", slice(0, 12)),
+        ("values 0-11", slice(12, 24)),
+    ]
     assert error_groups(Profile.LOW, (1, 3, 256, 8)) == [("kv 0-2", slice(0, 3))]
     names = [name for name, _ in error_groups(Profile.LOW, (4, 3, 256, 8))]
     assert len(set(names)) == 4

@@ -1,4 +1,6 @@
-"""Machine code: kept beside the source, read where nothing can be written, never old, never made for types that nobody named."""
+"""Machine code: kept beside the source, read where nothing can be written, never old, never made
+for types that nobody named.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from lmcache_core.serde.entropy import compiled as compiled_module
 from lmcache_core.serde.entropy.compiled import compiled
 from numba.core import caching
 
-SOURCE = "def add(numbers, amount):\n    for i in range(numbers.size):\n        numbers[i] += amount\n"
+SOURCE = (
+    "def add(numbers, amount):\n    for i in range(numbers.size):\n        numbers[i] += amount\n"
+)
 SIGNATURE = "void(int64[::1], int64)"
 
 
@@ -72,7 +76,9 @@ def test_it_is_compiled_once_and_read_from_then_on(path: Path) -> None:
     assert added(first, 5) == added(second, 5) == [5, 6, 7]
 
 
-def test_what_was_kept_is_read_where_nothing_can_be_written(path: Path, read_only: Callable[[], None]) -> None:
+def test_what_was_kept_is_read_where_nothing_can_be_written(
+    path: Path, read_only: Callable[[], None]
+) -> None:
     load(path)
     read_only()
     loop: Any = load(path)
@@ -81,7 +87,9 @@ def test_what_was_kept_is_read_where_nothing_can_be_written(path: Path, read_onl
     assert added(loop, 1) == [1, 2, 3]
 
 
-def test_it_is_compiled_where_nothing_was_kept_and_nothing_can_be_written(path: Path, read_only: Callable[[], None]) -> None:
+def test_it_is_compiled_where_nothing_was_kept_and_nothing_can_be_written(
+    path: Path, read_only: Callable[[], None]
+) -> None:
     read_only()
     loop: Any = load(path)
     assert hits_and_misses(loop) == (0, 1)
@@ -113,8 +121,12 @@ def test_code_of_another_source_is_not_taken(path: Path) -> None:
     assert added(loop, 1) == [-1, 0, 1]
 
 
-def test_code_with_numbers_of_other_tables_is_not_taken(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loops' own modules do not change with the numbers that they import, and the numbers are part of the code."""
+def test_code_with_numbers_of_other_tables_is_not_taken(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loops' own modules do not change with the numbers that they import, and the numbers
+    are part of the code.
+    """
     package = tmp_path / "package"
     package.mkdir()
     (package / "tables.py").write_text("PRECISION_BITS = 12\n")
@@ -127,7 +139,12 @@ def test_code_with_numbers_of_other_tables_is_not_taken(path: Path, tmp_path: Pa
 
 def test_other_types_are_refused_and_not_compiled_for(path: Path) -> None:
     loop: Any = load(path)
-    for arguments in ((np.arange(3, dtype=np.int32), 1), (np.arange(6)[::2], 1), (np.arange(3.0), 1), ([1, 2], 1)):
+    for arguments in (
+        (np.arange(3, dtype=np.int32), 1),
+        (np.arange(6)[::2], 1),
+        (np.arange(3.0), 1),
+        ([1, 2], 1),
+    ):
         with pytest.raises(TypeError):
             loop(*arguments)
     assert len(loop.signatures) == 1

@@ -1,4 +1,6 @@
-"""Losslessly encoded tensors: split and join, frequencies, blocks, and blobs that no encoder writes."""
+"""Losslessly encoded tensors: split and join, frequencies, blocks, and blobs that no encoder
+writes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def coder() -> Iterator[LosslessCoder]:
 
 
 def encoded(coder: LosslessCoder, raw: bytes, dtype: str, shape: tuple[int, ...]) -> bytes:
-    return b"".join(bytes(memoryview(piece).cast("B")) for piece in coder.encode(memoryview(raw), dtype, shape))
+    return b"".join(
+        bytes(memoryview(piece).cast("B")) for piece in coder.encode(memoryview(raw), dtype, shape)
+    )
 
 
 def decoded(coder: LosslessCoder, blob: bytes, size: int) -> bytes:
@@ -55,7 +59,9 @@ def words(count: int, itemsize: int, seed: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", DTYPE_ITEMSIZE)
-@pytest.mark.parametrize("count", [1, 2, 3, 31, 32, 33, 5000, RUN_ELEMENTS - 1, RUN_ELEMENTS, RUN_ELEMENTS + 1])
+@pytest.mark.parametrize(
+    "count", [1, 2, 3, 31, 32, 33, 5000, RUN_ELEMENTS - 1, RUN_ELEMENTS, RUN_ELEMENTS + 1]
+)
 def test_any_number_of_elements(coder: LosslessCoder, dtype: str, count: int) -> None:
     raw = words(count, DTYPE_ITEMSIZE[dtype])
     assert decoded(coder, encoded(coder, raw, dtype, (count,)), len(raw)) == raw
@@ -75,7 +81,11 @@ def test_several_blocks_and_runs(coder: LosslessCoder) -> None:
 @pytest.mark.parametrize("rotated", [0, 1])
 def test_elements_are_split_as_written(itemsize: int, rotated: int) -> None:
     raw = np.random.default_rng(itemsize).integers(0, 256, 257 * itemsize, np.uint8)
-    first, rest, back = np.zeros(257, np.uint8), np.zeros(257 * (itemsize - 1), np.uint8), np.zeros_like(raw)
+    first, rest, back = (
+        np.zeros(257, np.uint8),
+        np.zeros(257 * (itemsize - 1), np.uint8),
+        np.zeros_like(raw),
+    )
     loops = load_loops()
     loops.split(raw, (itemsize, rotated), first, rest)
     bits = 8 * itemsize
@@ -84,7 +94,10 @@ def test_elements_are_split_as_written(itemsize: int, rotated: int) -> None:
         if rotated and itemsize > 1:
             number = (number << 1 | number >> (bits - 1)) % (1 << bits)
         assert first[i] == number >> (bits - 8)
-        assert rest[i * (itemsize - 1) : (i + 1) * (itemsize - 1)].tobytes() == number.to_bytes(itemsize, "little")[:-1]
+        assert (
+            rest[i * (itemsize - 1) : (i + 1) * (itemsize - 1)].tobytes()
+            == number.to_bytes(itemsize, "little")[:-1]
+        )
     loops.join(first, rest, (itemsize, rotated), back)
     np.testing.assert_array_equal(back, raw)
 
@@ -105,8 +118,16 @@ def test_symbols_are_counted(size: int) -> None:
 
 def test_frequencies_sum_to_what_the_coder_needs() -> None:
     rng = np.random.default_rng(0)
-    cases = [np.eye(256, dtype=np.int64)[7], np.ones(256, np.int64), np.eye(256, dtype=np.int64)[0] * 10**9 + 1]
-    cases += [(rng.integers(0, 2, 256) * rng.geometric(0.001, 256) ** int(power)) + (rng.random(256) < 0.01) for power in (1, 2, 3) * 20]
+    cases = [
+        np.eye(256, dtype=np.int64)[7],
+        np.ones(256, np.int64),
+        np.eye(256, dtype=np.int64)[0] * 10**9 + 1,
+    ]
+    cases += [
+        (rng.integers(0, 2, 256) * rng.geometric(0.001, 256) ** int(power))
+        + (rng.random(256) < 0.01)
+        for power in (1, 2, 3) * 20
+    ]
     for counts in cases:
         frequencies = normalised(counts)
         assert frequencies.sum() == TOTAL
@@ -139,9 +160,21 @@ def altered(blob: bytes, at: int, layout: str, *numbers: int) -> bytes:
 
 @pytest.mark.parametrize(
     ("at", "layout", "number"),
-    [(0, "B", 0), (4, "B", 9), (5, "B", 2), (6, "B", 3), (6, "B", 4), (7, "B", 1), (8, "<I", 999), (12, "<I", 1), (20, "<I", 1)],
+    [
+        (0, "B", 0),
+        (4, "B", 9),
+        (5, "B", 2),
+        (6, "B", 3),
+        (6, "B", 4),
+        (7, "B", 1),
+        (8, "<I", 999),
+        (12, "<I", 1),
+        (20, "<I", 1),
+    ],
 )
-def test_a_head_that_says_otherwise_is_refused(coder: LosslessCoder, at: int, layout: str, number: int) -> None:
+def test_a_head_that_says_otherwise_is_refused(
+    coder: LosslessCoder, at: int, layout: str, number: int
+) -> None:
     raw = words(1000, 2)
     blob = encoded(coder, raw, "bfloat16", (1000,))
     assert decoded(coder, blob, len(raw)) == raw
@@ -149,8 +182,12 @@ def test_a_head_that_says_otherwise_is_refused(coder: LosslessCoder, at: int, la
         decoded(coder, altered(blob, at, layout, number), len(raw))
 
 
-@pytest.mark.parametrize("block", [0, 1, 1000, MIN_BLOCK_ELEMENTS - 1, MAX_BLOCK_ELEMENTS + 1, (1 << 32) - 1])
-def test_a_block_that_no_encoder_makes_is_refused_before_anything_is_held_for_it(coder: LosslessCoder, block: int) -> None:
+@pytest.mark.parametrize(
+    "block", [0, 1, 1000, MIN_BLOCK_ELEMENTS - 1, MAX_BLOCK_ELEMENTS + 1, (1 << 32) - 1]
+)
+def test_a_block_that_no_encoder_makes_is_refused_before_anything_is_held_for_it(
+    coder: LosslessCoder, block: int
+) -> None:
     """One element a block would be a table of 2 KB for each of them."""
     raw = words(1000, 2)
     blob = encoded(coder, raw, "bfloat16", (1000,))

@@ -1,4 +1,6 @@
-"""Quantising, bit by bit: against slow arithmetic of whole arrays, at ties, at zero, at the ends of each dtype."""
+"""Quantising, bit by bit: against slow arithmetic of whole arrays, at ties, at zero, at the ends
+of each dtype.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,13 @@ def quantise(words: Array, dtype: str, how: int, loop: str) -> tuple[int, Quanti
     errors, scratch = np.zeros(3, np.int64), np.full(2 * channels, 0xFFFFFFFF, np.uint32)
     raw = words.ravel().copy()
     raw.setflags(write=False)
-    status = getattr(load_loops(), loop)(raw, (tokens, channels, KINDS[dtype], how), whole, scales, errors, scratch)
+    status = getattr(load_loops(), loop)(
+        raw, (tokens, channels, KINDS[dtype], how), whole, scales, errors, scratch
+    )
     largest, squares, power = errors.tolist()
-    return status, Quantised(whole.reshape(words.shape), scales.tolist(), (largest, squares, power), words)
+    return status, Quantised(
+        whole.reshape(words.shape), scales.tolist(), (largest, squares, power), words
+    )
 
 
 def check(words: Array, dtype: str, how: int, loop: str) -> None:
@@ -54,7 +60,9 @@ def hex_row(*numbers: str) -> Array:
 def spread_out(dtype: str, seed: int, tokens: int = 9, channels: int = 37) -> Array:
     """Values of very different sizes, some of them zero, some rows of zeros."""
     rng = np.random.default_rng(seed)
-    numbers = rng.standard_normal((tokens, channels)) * 2.0 ** rng.integers(-12, 4, (tokens, channels))
+    numbers = rng.standard_normal((tokens, channels)) * 2.0 ** rng.integers(
+        -12, 4, (tokens, channels)
+    )
     numbers[rng.random((tokens, channels)) < 0.1] = 0.0
     numbers[1] = -0.0
     return words_of(numbers, dtype)
@@ -80,13 +88,29 @@ def test_by_plane_is_as_written(dtype: str, fineness: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_channels_than_are_summed_at_a_time(dtype: str) -> None:
     for channels in (255, 256, 257, 513):
-        check(words_of(np.random.default_rng(channels).standard_normal((5, channels)), dtype), dtype, 144, "quantise_by_plane")
+        check(
+            words_of(np.random.default_rng(channels).standard_normal((5, channels)), dtype),
+            dtype,
+            144,
+            "quantise_by_plane",
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ties_by_token_go_to_the_even_one_of_the_shifted_values(dtype: str) -> None:
     """((x * 7) / 7) + 7 is rounded, so that it is 7.5 that goes to 8, and 8.5 as well."""
-    row = hex_row("0x1.cp+2", "0x1p-1", "0x1.8p+0", "0x1.4p+1", "0x1.cp+1", "0x1.ap+2", "-0x1p-1", "-0x1.8p+0", "-0x1.ap+2", "0x0p+0")
+    row = hex_row(
+        "0x1.cp+2",
+        "0x1p-1",
+        "0x1.8p+0",
+        "0x1.4p+1",
+        "0x1.cp+1",
+        "0x1.ap+2",
+        "-0x1p-1",
+        "-0x1.8p+0",
+        "-0x1.ap+2",
+        "0x0p+0",
+    )
     status, found = quantise(words_of(row, dtype), dtype, 7, "quantise_by_token")
     assert status == OK
     assert found.whole.tolist() == [[7, 1, 1, 3, 3, 7, -1, -1, -7, 0]]
@@ -119,7 +143,9 @@ def test_nothing_but_zeros(dtype: str, loop: str) -> None:
 @pytest.mark.parametrize("loop", ["quantise_by_token", "quantise_by_plane"])
 def test_every_float16_but_the_largest(loop: str) -> None:
     words = np.arange(1 << 16, dtype=np.uint16)
-    finite = words[np.isfinite(words.view(np.float16)) & (np.abs(widened(words, "float16")) <= 2**15)]
+    finite = words[
+        np.isfinite(words.view(np.float16)) & (np.abs(widened(words, "float16")) <= 2**15)
+    ]
     rows = np.resize(np.random.default_rng(0).permutation(finite), (256, 240))
     check(rows, "float16", 15, loop)
 
@@ -127,7 +153,9 @@ def test_every_float16_but_the_largest(loop: str) -> None:
 @pytest.mark.parametrize("exponent", [-133, -126, -101, -100, -99, -14, 0, 15, 99, 100, 101, 127])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("loop", ["quantise_by_token", "quantise_by_plane"])
-def test_scales_up_to_the_ends_are_divided_by_and_no_others(exponent: int, dtype: str, loop: str) -> None:
+def test_scales_up_to_the_ends_are_divided_by_and_no_others(
+    exponent: int, dtype: str, loop: str
+) -> None:
     smaller = [1.0, -0.75, 0.4140625, 2.0**-7, -(2.0**-20), 2.0**-33]
     numbers = np.array([[math.ldexp(number, exponent) for number in smaller]] * 3, np.float64)
     with np.errstate(under="ignore"):
@@ -153,7 +181,11 @@ def test_what_is_not_finite_is_found_wherever_it_is(dtype: str, loop: str, numbe
     for place in range(12):
         numbers = np.ones((3, 4), np.float32)
         numbers[place // 4, place % 4] = number
-        bits = numbers.view(np.uint32) if dtype == "float32" else (numbers.view(np.uint32) >> 16).astype(np.uint16)
+        bits = (
+            numbers.view(np.uint32)
+            if dtype == "float32"
+            else (numbers.view(np.uint32) >> 16).astype(np.uint16)
+        )
         words = numbers.astype(np.float16).view(np.uint16) if dtype == "float16" else bits
         assert quantise(words, dtype, 15, loop)[0] == NOT_FINITE
 
@@ -183,5 +215,9 @@ def test_roots_next_to_squares_are_whole() -> None:
 
 
 def test_words_and_types_in_the_reference_are_those_of_the_loops() -> None:
-    assert {dtype: WORDS[dtype]().itemsize for dtype in DTYPES} == {"bfloat16": 2, "float16": 2, "float32": 4}
+    assert {dtype: WORDS[dtype]().itemsize for dtype in DTYPES} == {
+        "bfloat16": 2,
+        "float16": 2,
+        "float32": 4,
+    }
     assert tuple(KINDS.values()) == (values.BFLOAT16, values.FLOAT16, values.FLOAT32)

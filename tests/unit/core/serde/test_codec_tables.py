@@ -25,7 +25,9 @@ from lmcache_core.serde.entropy.tables import (
     reciprocals,
 )
 
-GOLDEN = json.loads((Path(__file__).parents[3] / "contract/golden/codec.json").read_text(encoding="utf-8"))["tables"]
+GOLDEN = json.loads(
+    (Path(__file__).parents[3] / "contract/golden/codec.json").read_text(encoding="utf-8")
+)["tables"]
 
 
 def test_their_id_is_the_one_that_records_carry() -> None:
@@ -35,7 +37,9 @@ def test_their_id_is_the_one_that_records_carry() -> None:
 
 @pytest.mark.parametrize("levels", LEVELS)
 def test_their_frequencies_are_pinned(levels: int) -> None:
-    digest = hashlib.sha256(bell_curves().of(levels).frequencies.astype("<u2").tobytes()).hexdigest()
+    digest = hashlib.sha256(
+        bell_curves().of(levels).frequencies.astype("<u2").tobytes()
+    ).hexdigest()
     assert digest == GOLDEN["frequencies"][str(levels)]
 
 
@@ -55,11 +59,15 @@ def test_the_id_is_of_what_they_hold() -> None:
 
 
 def test_more_digits_and_another_arithmetic_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's own decimal arithmetic, without the C library and with 40 digits: nothing lies so near a whole number that it matters."""
+    """Python's own decimal arithmetic, without the C library and with 40 digits: nothing lies so
+    near a whole number that it matters.
+    """
     expected = {levels: bell_curves().of(levels).frequencies for levels in (1, 7, 15)}
     monkeypatch.setattr(tables, "_CONTEXT", Context(prec=60))
     for levels in LEVELS:
-        np.testing.assert_array_equal(tables._bell_rows(levels), bell_curves().of(levels).frequencies)
+        np.testing.assert_array_equal(
+            tables._bell_rows(levels), bell_curves().of(levels).frequencies
+        )
     monkeypatch.setattr(tables, "Decimal", _pydecimal.Decimal)
     monkeypatch.setattr(tables, "_CONTEXT", _pydecimal.Context(prec=40))
     for name in ("_NARROWEST", "_WIDEST_SHARE", "_WIDEST"):
@@ -80,10 +88,15 @@ def test_they_are_bell_curves(levels: int) -> None:
         width = 0.2 * (widest / 0.2) ** (i / (NUM_WIDTHS - 1))
         for shape, support in ((2 * i, min(levels, int(4 * width) + 1)), (2 * i + 1, levels)):
             row = frequencies[shape].tolist()
-            density = {symbol: math.exp(-symbol * symbol / (2 * width * width)) for symbol in range(-support, support + 1)}
+            density = {
+                symbol: math.exp(-symbol * symbol / (2 * width * width))
+                for symbol in range(-support, support + 1)
+            }
             spare = TOTAL - (2 * support + 1)
             for symbol in range(-levels, levels + 1):
-                ideal = 1 + spare * density[symbol] / sum(density.values()) if symbol in density else 0
+                ideal = (
+                    1 + spare * density[symbol] / sum(density.values()) if symbol in density else 0
+                )
                 slack = 2 * support + 2 if symbol == 0 else 1
                 assert abs(row[symbol + levels] - ideal) <= slack, (shape, symbol)
 
@@ -116,20 +129,35 @@ def test_widths_are_told_apart_by_variance(levels: int) -> None:
     assert bounds == sorted(bounds)
     for i, row in enumerate(of_levels.frequencies[0::2].tolist()):
         assert reach[i] == max(symbol for symbol in range(levels + 1) if row[levels + symbol])
-        variance = sum(number * (symbol - levels) ** 2 for symbol, number in enumerate(row)) * VARIANCE_UNIT // TOTAL
+        variance = (
+            sum(number * (symbol - levels) ** 2 for symbol, number in enumerate(row))
+            * VARIANCE_UNIT
+            // TOTAL
+        )
         assert variance <= bounds[i]
         assert i == 0 or variance >= bounds[i - 1]
 
 
 def test_reciprocals_divide_every_state() -> None:
-    """Quotients change at multiples of the frequency: there, next to them, at both ends and anywhere."""
+    """Quotients change at multiples of the frequency: there, next to them, at both ends and
+    anywhere.
+    """
     rng = np.random.default_rng(0)
     frequencies = np.arange(TOTAL + 1)
     multipliers, shifts = reciprocals(frequencies)
     assert (multipliers[0], shifts[0]) == (0, 0)
     for frequency in range(1, TOTAL + 1):
         quotients = rng.integers(0, ((1 << 31) - 1) // frequency + 1, 200, np.uint64)
-        ends = np.array([0, 1, (1 << 31) - 1, (1 << 31) - 2, ((1 << 31) - 1) // frequency * frequency - 1 & (1 << 31) - 1], np.uint64)
+        ends = np.array(
+            [
+                0,
+                1,
+                (1 << 31) - 1,
+                (1 << 31) - 2,
+                ((1 << 31) - 1) // frequency * frequency - 1 & (1 << 31) - 1,
+            ],
+            np.uint64,
+        )
         multiples = quotients * np.uint64(frequency)
         states = np.concatenate([multiples, multiples + np.uint64(frequency - 1), ends])
         states = states[states < 1 << 31]

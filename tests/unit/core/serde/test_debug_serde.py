@@ -7,7 +7,14 @@ import logging
 import pytest
 import torch
 from lmcache_core.errors import SerdeError
-from lmcache_core.serde import Deserializer, DeserializerDebugWrapper, FastDeserializer, FastSerializer, Serializer, SerializerDebugWrapper
+from lmcache_core.serde import (
+    Deserializer,
+    DeserializerDebugWrapper,
+    FastDeserializer,
+    FastSerializer,
+    Serializer,
+    SerializerDebugWrapper,
+)
 
 LOGGER = "lmcache_core.serde.debug"
 
@@ -53,7 +60,9 @@ def test_argument_and_result_pass_through(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
-def test_failures_pass_through_and_values_are_not_logged(caplog: pytest.LogCaptureFixture, level: int) -> None:
+def test_failures_pass_through_and_values_are_not_logged(
+    caplog: pytest.LogCaptureFixture, level: int
+) -> None:
     caplog.set_level(level, LOGGER)
     with pytest.raises(SerdeError):
         DeserializerDebugWrapper(FastDeserializer(None)).from_bytes(b"damaged")

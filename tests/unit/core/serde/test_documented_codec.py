@@ -36,13 +36,22 @@ def payload_of(specs: tuple[TensorSpec, ...]) -> bytes:
     data = bytearray(make_payload("kv", sum(spec.length for spec in specs)))
     for spec in specs:
         if spec.dtype == "bool":
-            data[spec.offset : spec.offset + spec.length] = bytes(byte & 1 for byte in data[spec.offset : spec.offset + spec.length])
+            data[spec.offset : spec.offset + spec.length] = bytes(
+                byte & 1 for byte in data[spec.offset : spec.offset + spec.length]
+            )
     return bytes(data)
 
 
 def header_of(encoded: EncodedPayload) -> RecordHeader:
     digest = payload_digest(encoded.payload)
-    header = RecordHeader(make_key("a").key.canonical(), encoded.serde, encoded.profile, encoded.lossy, encoded.tensors, digest)
+    header = RecordHeader(
+        make_key("a").key.canonical(),
+        encoded.serde,
+        encoded.profile,
+        encoded.lossy,
+        encoded.tensors,
+        digest,
+    )
     encode_head(header, len(encoded.payload))
     return header
 
@@ -53,7 +62,11 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(codec: DocumentedCodec) ->
     encoded = codec.encode(specs, memoryview(data))
     assert encoded is not None
     assert (encoded.serde, encoded.profile, encoded.lossy) == (codec.serde, "", False)
-    assert (encoded.report.raw_bytes, encoded.report.encoded_bytes, encoded.report.groups) == (len(data), len(encoded.payload), ())
+    assert (encoded.report.raw_bytes, encoded.report.encoded_bytes, encoded.report.groups) == (
+        len(data),
+        len(encoded.payload),
+        (),
+    )
     header = header_of(encoded)
     assert codec.decodes(header)
     out = bytearray(len(data))
@@ -80,13 +93,19 @@ def test_damage_is_one_kind_of_error(codec: DocumentedCodec, at: int) -> None:
 
 
 @pytest.mark.parametrize("spec", [("float16", (4, 8)), ("bfloat16", (8, 4)), ("bfloat16", (32,))])
-def test_a_record_that_describes_another_tensor_is_refused(codec: DocumentedCodec, spec: tuple[str, tuple[int, ...]]) -> None:
+def test_a_record_that_describes_another_tensor_is_refused(
+    codec: DocumentedCodec, spec: tuple[str, tuple[int, ...]]
+) -> None:
     specs = specs_of(("bfloat16", (4, 8)))
     encoded = codec.encode(specs, memoryview(payload_of(specs)))
     assert encoded is not None
     other = TensorSpec("", spec[0], spec[1], 0, len(encoded.payload))
     with pytest.raises(SerdeError, match="the record says"):
-        codec.decode(msgspec.structs.replace(header_of(encoded), tensors=(other,)), encoded.payload, memoryview(bytearray(64)))
+        codec.decode(
+            msgspec.structs.replace(header_of(encoded), tensors=(other,)),
+            encoded.payload,
+            memoryview(bytearray(64)),
+        )
 
 
 def test_room_that_is_not_the_payloads_is_refused(codec: DocumentedCodec) -> None:
@@ -100,7 +119,11 @@ def test_room_that_is_not_the_payloads_is_refused(codec: DocumentedCodec) -> Non
 
 def test_only_its_own_records_are_decoded() -> None:
     header = header_of(EncodedPayload(memoryview(b""), (), "torch", "", False, msgspec.UNSET))  # type: ignore[arg-type]
-    assert [DocumentedCodec(serde).decodes(header) for serde in DOCUMENTED_SERDES] == [True, False, False]
+    assert [DocumentedCodec(serde).decodes(header) for serde in DOCUMENTED_SERDES] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_another_name_is_refused() -> None:
@@ -117,7 +140,9 @@ def test_without_its_package_it_says_what_to_install(serde: str, package: str) -
         "try: codec.open()\n"
         "except Exception as exc: print(type(exc).__name__, exc)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.startswith("ConfigError")
     assert package in done.stdout
     assert "lmcache-core[torch]" in done.stdout

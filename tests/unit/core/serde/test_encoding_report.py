@@ -9,7 +9,9 @@ from lmcache_core.serde.codec import EncodingReport, GroupError
 from lmcache_core.serde.encoding_report import MAX_REPORT_BYTES, encoding_report, report_extension
 from lmcache_core.testing.chunks import make_chunk
 
-REPORT = EncodingReport(3.5, 1000, 440, (GroupError("keys 0-9", 0.04, 0.01), GroupError("values 0-1", 0.05, 0.02)))
+REPORT = EncodingReport(
+    3.5, 1000, 440, (GroupError("keys 0-9", 0.04, 0.01), GroupError("values 0-1", 0.05, 0.02))
+)
 
 
 def header_with(*extensions: Extension) -> RecordHeader:
@@ -32,7 +34,9 @@ def test_it_comes_back_as_it_was() -> None:
         b"\xc1",
         msgspec.msgpack.encode([1, 2]),
         msgspec.msgpack.encode([1.0, 2, 3, [["a", "b", 1]]]),
-        msgspec.msgpack.encode([1.0, 2, 3, [["name", 1.0, 1.0]]]).replace(b"name", b"\xff\xfe\xfd\xfc"),
+        msgspec.msgpack.encode([1.0, 2, 3, [["name", 1.0, 1.0]]]).replace(
+            b"name", b"\xff\xfe\xfd\xfc"
+        ),
         b"\x94" + b"\x91" * 16_000,
     ],
 )
@@ -46,6 +50,13 @@ def test_no_report_and_one_of_another_id() -> None:
 
 
 def test_its_length_is_bounded_on_both_sides() -> None:
-    long = EncodingReport(1.0, 1, 1, tuple(GroupError("x" * 100, 1.0, 1.0) for _ in range(MAX_REPORT_BYTES // 100)))
+    long = EncodingReport(
+        1.0, 1, 1, tuple(GroupError("x" * 100, 1.0, 1.0) for _ in range(MAX_REPORT_BYTES // 100))
+    )
     assert report_extension(long) is None
-    assert encoding_report(header_with(Extension(REPORT_EXTENSION, False, msgspec.msgpack.encode(long)))) is None
+    assert (
+        encoding_report(
+            header_with(Extension(REPORT_EXTENSION, False, msgspec.msgpack.encode(long)))
+        )
+        is None
+    )

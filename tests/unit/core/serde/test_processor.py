@@ -1,4 +1,6 @@
-"""Machine code for a common kind of processor: who follows the mark, and that the code is then read on other machines."""
+"""Machine code for a common kind of processor: who follows the mark, and that the code is then
+read on other machines.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import pytest
 from lmcache_core.serde import warm_up
 from lmcache_core.serde.entropy import processor
 
-# What the codec that a service opens is compiled for; llvmlite says what this machine has, so it may be made to say less.
+# What the codec that a service opens is compiled for; llvmlite says what this machine has, so it
+# may be made to say less.
 OPENED = """
 from llvmlite import binding
 {lacking}
@@ -23,14 +26,19 @@ from numba.core.registry import cpu_target
 _, kind, features = cpu_target.target_context.codegen().magic_tuple()
 print(kind, len(features))
 """
-NO_AVX2 = "has = binding.get_host_cpu_features(); has['avx2'] = False; binding.get_host_cpu_features = lambda: has"
+NO_AVX2 = (
+    "has = binding.get_host_cpu_features(); has['avx2'] = False; binding.get_host_cpu_features ="
+    " lambda: has"
+)
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A copy of the core without machine code."""
     source = Path(lmcache_core.__file__).parent
-    return shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    return shutil.copytree(
+        source, tmp_path / source.name, ignore=shutil.ignore_patterns("__pycache__")
+    )
 
 
 def mark(package: Path, kind: str) -> None:
@@ -62,7 +70,9 @@ def test_a_mark_is_followed_where_the_machine_has_what_it_names(package: Path) -
     mark(package, processor.GENERIC)
     assert opened(package) == (processor.GENERIC, 0)
     assert opened(package, lacking=NO_AVX2) == (processor.GENERIC, 0)
-    assert opened(package, before="import numba")[1] > 0, "somebody else may have compiled for this machine already"
+    assert opened(package, before="import numba")[1] > 0, (
+        "somebody else may have compiled for this machine already"
+    )
     assert opened(package, NUMBA_CPU_NAME="core2")[0] == "core2", "chosen by hand"
 
 
@@ -70,7 +80,9 @@ def test_a_better_kind_needs_what_it_is_made_of(package: Path) -> None:
     mark(package, processor.AVX2)
     has_it = processor.has_processor(processor.AVX2)
     assert (opened(package) == (processor.AVX2, 0)) == has_it
-    assert opened(package, lacking=NO_AVX2)[0] != processor.AVX2, "it would end with an illegal instruction"
+    assert opened(package, lacking=NO_AVX2)[0] != processor.AVX2, (
+        "it would end with an illegal instruction"
+    )
 
 
 def test_a_mark_that_nobody_knows_is_none(package: Path) -> None:
@@ -78,10 +90,14 @@ def test_a_mark_that_nobody_knows_is_none(package: Path) -> None:
     assert opened(package)[1] > 0
 
 
-def test_the_best_kind_that_the_machine_has_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_kind_that_the_machine_has_is_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processor, "MARK", tmp_path / "new" / "mark")
     kind = processor.mark_common_processor()
-    assert kind == (processor.AVX2 if processor.has_processor(processor.AVX2) else processor.GENERIC)
+    assert kind == (
+        processor.AVX2 if processor.has_processor(processor.AVX2) else processor.GENERIC
+    )
     assert (tmp_path / "new" / "mark").read_text(encoding="ascii") == kind
     monkeypatch.setattr(processor.platform, "machine", lambda: "aarch64")
     assert processor.mark_common_processor() == processor.GENERIC

@@ -1,4 +1,6 @@
-"""The Safe serde: its file is read by safetensors alone, and what is no such file is refused under a right digest."""
+"""The Safe serde: its file is read by safetensors alone, and what is no such file is refused
+under a right digest.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ HEADER = b'{"tensor_bytes":{"dtype":"F32","shape":[1,3],"data_offsets":[0,12]}}'
 
 
 def file_of(header: object, data: bytes = DATA, header_bytes: int | None = None) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
+    text = (
+        header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
+    )
     return (len(text) if header_bytes is None else header_bytes).to_bytes(8, "little") + text + data
 
 
 def read(payload: bytes, dtype: int = FLOAT32, shape: tuple[int, ...] = (1, 3)) -> torch.Tensor:
-    return SafeDeserializer(None).from_bytes(sealed_by_hand(payload, serde=SAFETENSOR, dtype=dtype, shape=shape))
+    return SafeDeserializer(None).from_bytes(
+        sealed_by_hand(payload, serde=SAFETENSOR, dtype=dtype, shape=shape)
+    )
 
 
 def not_to_be_called(*_: object) -> None:
@@ -53,7 +59,9 @@ def test_a_file_made_by_hand_is_read(padding: bytes) -> None:
         (file_of(HEADER, DATA + b"1"), "does not hold 12 bytes"),
     ],
 )
-def test_lengths_that_do_not_fit_are_refused(payload: bytes, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_that_do_not_fit_are_refused(
+    payload: bytes, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(safetensors.torch, "load", not_to_be_called)
     with pytest.raises(SerdeError, match=match):
         read(payload)
@@ -84,7 +92,9 @@ def test_lengths_that_do_not_fit_are_refused(payload: bytes, match: str, monkeyp
     ],
     ids=repr,
 )
-def test_another_header_is_never_shown_to_the_library(header: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_header_is_never_shown_to_the_library(
+    header: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(safetensors.torch, "load", not_to_be_called)
     with pytest.raises(SerdeError, match=r"header is not that of one tensor of float32 \(1, 3\)"):
         read(file_of(header))
@@ -94,28 +104,45 @@ def test_another_header_is_never_shown_to_the_library(header: object, monkeypatc
     ("found", "match"),
     [
         ({}, "holds a NoneType, not a plain tensor"),
-        ({"tensor_bytes": GIVEN.double()}, r"holds torch.float64 \(1, 3\), its head says float32 \(1, 3\)"),
-        ({"tensor_bytes": GIVEN.view(3)}, r"holds torch.float32 \(3,\), its head says float32 \(1, 3\)"),
-        ({"tensor_bytes": torch.nn.Parameter(GIVEN, requires_grad=False)}, "holds a Parameter, not a plain tensor"),
+        (
+            {"tensor_bytes": GIVEN.double()},
+            r"holds torch.float64 \(1, 3\), its head says float32 \(1, 3\)",
+        ),
+        (
+            {"tensor_bytes": GIVEN.view(3)},
+            r"holds torch.float32 \(3,\), its head says float32 \(1, 3\)",
+        ),
+        (
+            {"tensor_bytes": torch.nn.Parameter(GIVEN, requires_grad=False)},
+            "holds a Parameter, not a plain tensor",
+        ),
         ({"tensor_bytes": GIVEN.clone().requires_grad_()}, "not a plain tensor"),
         ({"tensor_bytes": torch.zeros(1, 3, device="meta")}, "not a plain tensor"),
         ({"tensor_bytes": torch.zeros(1).expand(1, 3)}, "view of other memory"),
         ({"tensor_bytes": torch.zeros(2, 3)[:1]}, "view of other memory"),
     ],
 )
-def test_what_the_library_makes_of_it_is_checked(found: object, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_library_makes_of_it_is_checked(
+    found: object, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(safetensors.torch, "load", lambda data: found)
     with pytest.raises(SerdeError, match=match):
         read(file_of(HEADER))
 
 
-@pytest.mark.parametrize("error", [safetensors.SafetensorError("bad"), KeyError("bad"), RuntimeError("bad")], ids=repr)
-def test_what_the_library_raises_is_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [safetensors.SafetensorError("bad"), KeyError("bad"), RuntimeError("bad")], ids=repr
+)
+def test_what_the_library_raises_is_named(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(data: bytes) -> None:
         raise error
 
     monkeypatch.setattr(safetensors.torch, "load", fail)
-    with pytest.raises(SerdeError, match=f"safetensors refuses the payload: {type(error).__name__}: .*bad") as caught:
+    with pytest.raises(
+        SerdeError, match=f"safetensors refuses the payload: {type(error).__name__}: .*bad"
+    ) as caught:
         read(file_of(HEADER))
     assert caught.value.__cause__ is error
 
@@ -129,14 +156,24 @@ def test_too_little_memory_says_nothing_of_the_bytes(monkeypatch: pytest.MonkeyP
         read(file_of(HEADER))
 
 
-def test_a_library_that_writes_otherwise_is_found_out_when_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors.torch, "save", lambda tensors: file_of({"tensor_bytes": ENTRY | {"order": "C"}}))
-    with pytest.raises(SerdeError, match=r"safetensors \S+ writes files of another form; use the Fast serde"):
+def test_a_library_that_writes_otherwise_is_found_out_when_writing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        safetensors.torch, "save", lambda tensors: file_of({"tensor_bytes": ENTRY | {"order": "C"}})
+    )
+    with pytest.raises(
+        SerdeError, match=r"safetensors \S+ writes files of another form; use the Fast serde"
+    ):
         SafeSerializer().to_bytes(GIVEN)
 
 
 def test_a_bool_is_0_or_1() -> None:
     entry = {"dtype": "BOOL", "shape": [3], "data_offsets": [0, 3]}
-    assert read(file_of({"tensor_bytes": entry}, b"\0\1\1"), BOOL, (3,)).tolist() == [False, True, True]
+    assert read(file_of({"tensor_bytes": entry}, b"\0\1\1"), BOOL, (3,)).tolist() == [
+        False,
+        True,
+        True,
+    ]
     with pytest.raises(SerdeError, match="neither 0 nor 1"):
         read(file_of({"tensor_bytes": entry}, b"\0\1\2"), BOOL, (3,))

@@ -10,7 +10,10 @@ import pytest
 
 
 def test_the_package_and_its_torch_free_parts_import_no_torch() -> None:
-    code = "import lmcache_core.serde, lmcache_core.serde.codec, sys; print('torch' in sys.modules, 'safetensors' in sys.modules)"
+    code = (
+        "import lmcache_core.serde, lmcache_core.serde.codec, sys; print('torch' in sys.modules,"
+        " 'safetensors' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

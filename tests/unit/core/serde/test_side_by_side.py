@@ -65,7 +65,9 @@ class LateLoops:
         return int(is_first)
 
 
-def test_nothing_writes_any_more_when_a_payload_has_been_refused(codec: CacheGenCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_writes_any_more_when_a_payload_has_been_refused(
+    codec: CacheGenCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever is told that it is damaged gives the memory back, and it becomes another chunk's."""
     made, num_bytes = encoded(codec)
     tools = codec._tools
@@ -93,6 +95,8 @@ def test_a_failure_waits_for_the_others() -> None:
         with pytest.raises(ArithmeticError, match="the first"):
             side_by_side(pool, work, range(3))
         assert sorted(ended) == [1, 2]
-        assert side_by_side(pool, lambda part: 2 * part, range(50)) == [2 * part for part in range(50)]
+        assert side_by_side(pool, lambda part: 2 * part, range(50)) == [
+            2 * part for part in range(50)
+        ]
     with pytest.raises(RuntimeError):
         side_by_side(pool, work, range(3))

@@ -1,4 +1,6 @@
-"""The Torch serde: archives that `torch.load` would read, but that `torch.save` does not write for a plain tensor, are refused."""
+"""The Torch serde: archives that `torch.load` would read, but that `torch.save` does not write
+for a plain tensor, are refused.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,33 @@ def archived(members: dict[str, bytes]) -> bytes:
     local, directory = b"", b""
     for name, data in members.items():
         full = (PREFIX + name).encode() if not name.startswith("/") else name.encode()
-        entry = struct.pack("<4s5H3I2H", b"PK\3\4", 0, 0, 0, 0, 0, 0, len(data), len(data), len(full), 0)[4:]
-        directory += b"PK\1\2" + struct.pack("<H", 0) + entry + struct.pack("<3H2I", 0, 0, 0, 0, len(local)) + full
+        entry = struct.pack(
+            "<4s5H3I2H", b"PK\3\4", 0, 0, 0, 0, 0, 0, len(data), len(data), len(full), 0
+        )[4:]
+        directory += (
+            b"PK\1\2"
+            + struct.pack("<H", 0)
+            + entry
+            + struct.pack("<3H2I", 0, 0, 0, 0, len(local))
+            + full
+        )
         local += b"PK\3\4" + entry + full + data
     count, size, at = len(members), len(directory), len(local)
     end64 = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0, 0, 0, 0, count, count, size, at)
     locator = struct.pack("<4sIQI", b"PK\6\7", 0, at + size, 1)
-    return local + directory + end64 + locator + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, at, 0)
+    return (
+        local
+        + directory
+        + end64
+        + locator
+        + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, at, 0)
+    )
 
 
 def read(archive: bytes, dtype: int = FLOAT32, shape: tuple[int, ...] = (1, 3)) -> torch.Tensor:
-    return TorchDeserializer(None).from_bytes(sealed_by_hand(archive, serde=TORCH, dtype=dtype, shape=shape))
+    return TorchDeserializer(None).from_bytes(
+        sealed_by_hand(archive, serde=TORCH, dtype=dtype, shape=shape)
+    )
 
 
 def not_to_be_called(*_: object, **__: object) -> None:
@@ -59,7 +77,10 @@ PICKLE = MEMBERS["data.pkl"]
 
 
 def with_members(**changed: bytes) -> bytes:
-    return archived(MEMBERS | {name.replace("__", "/").replace("_pkl", ".pkl"): data for name, data in changed.items()})
+    return archived(
+        MEMBERS
+        | {name.replace("__", "/").replace("_pkl", ".pkl"): data for name, data in changed.items()}
+    )
 
 
 def test_the_payload_is_what_torch_saves() -> None:
@@ -71,7 +92,21 @@ def test_the_payload_is_what_torch_saves() -> None:
 @pytest.mark.parametrize("name", DTYPE_ITEMSIZE)
 @pytest.mark.parametrize(
     "shape",
-    [(), (0,), (1,), (255,), (256,), (2, 0, 3), (2, 3), (65535, 0), (65536, 0), (0, 1 << 31), (1 << 40, 0), (1, 2, 3, 4), (1,) * 64],
+    [
+        (),
+        (0,),
+        (1,),
+        (255,),
+        (256,),
+        (2, 0, 3),
+        (2, 3),
+        (65535, 0),
+        (65536, 0),
+        (0, 1 << 31),
+        (1 << 40, 0),
+        (1, 2, 3, 4),
+        (1,) * 64,
+    ],
 )
 def test_the_pickle_is_known_in_advance(name: str, shape: tuple[int, ...]) -> None:
     given = torch.zeros(shape, dtype=getattr(torch, name))
@@ -80,12 +115,21 @@ def test_the_pickle_is_known_in_advance(name: str, shape: tuple[int, ...]) -> No
 
 def test_an_archive_made_by_hand_is_read() -> None:
     assert torch.equal(read(archived(MEMBERS)), GIVEN)
-    assert torch.equal(read(archived({name: MEMBERS[name] for name in ("byteorder", "data/0", "version", "data.pkl")})), GIVEN)
+    assert torch.equal(
+        read(
+            archived(
+                {name: MEMBERS[name] for name in ("byteorder", "data/0", "version", "data.pkl")}
+            )
+        ),
+        GIVEN,
+    )
     assert torch.equal(read(archived(MEMBERS | {".later_field": b"of a later release"})), GIVEN)
 
 
 def test_a_storage_that_is_claimed_to_be_longer_than_its_bytes_is_refused() -> None:
-    """`torch.load` makes a tensor over memory that is not its own of it, which is why it may not see it; so this test does not either."""
+    """`torch.load` makes a tensor over memory that is not its own of it, which is why it may not
+    see it; so this test does not either.
+    """
     longer = PICKLE.replace(b"K\3tq\5Q", b"J\0\0\0\x10tq\5Q")
     assert longer != PICKLE
     with pytest.raises(SerdeError, match="pickle is not that of a plain tensor"):
@@ -112,7 +156,10 @@ def test_a_storage_that_is_claimed_to_be_longer_than_its_bytes_is_refused() -> N
     ids=lambda value: type(value).__name__,
 )
 def test_what_torch_saves_of_something_else_is_refused(value: object) -> None:
-    with pytest.raises(SerdeError, match=r"does not hold 12 bytes of tensor|pickle is not that of a plain tensor|twice"):
+    with pytest.raises(
+        SerdeError,
+        match=r"does not hold 12 bytes of tensor|pickle is not that of a plain tensor|twice",
+    ):
         read(saved(value))
 
 
@@ -146,14 +193,20 @@ def test_another_pickle_is_never_run(pickled: bytes, monkeypatch: pytest.MonkeyP
         (with_members(data__0=bytes(11)), "does not hold 12 bytes"),
         (with_members(data__0=bytes(13)), "does not hold 12 bytes"),
         (with_members(byteorder=b"big"), "little-endian"),
-        (archived({name: data for name, data in MEMBERS.items() if name != "byteorder"}), "little-endian"),
+        (
+            archived({name: data for name, data in MEMBERS.items() if name != "byteorder"}),
+            "little-endian",
+        ),
         (with_members(constants_pkl=b"\x80\2)."), "'constants.pkl' of 4 bytes|b'constants.pkl'"),
         (with_members(data__1=b""), "b'data/1' of 0 bytes"),
         (with_members(versions=b""), "b'versions' of 0 bytes"),
         (with_members(DATA__0=bytes(12)), "b'DATA/0' of 12 bytes"),
         (with_members(version=b"3" * 257), "b'version' of 257 bytes"),
         (archived(MEMBERS | {"/other/data": b""}), "directory is not as torch writes it"),
-        (archived(MEMBERS | {f".{'a' * i}": b"" for i in range(1, 20)}), "does not end as an archive"),
+        (
+            archived(MEMBERS | {f".{'a' * i}": b"" for i in range(1, 20)}),
+            "does not end as an archive",
+        ),
         (with_members(version=b"not a number"), "torch refuses the payload"),
     ],
 )
@@ -163,7 +216,9 @@ def test_an_archive_of_other_members_is_refused(archive: bytes, match: str) -> N
 
 
 def test_what_is_compressed_is_refused() -> None:
-    """A member that unfolds to a thousand times its length; `zipfile` gives the end records that torch gives only when it is told to."""
+    """A member that unfolds to a thousand times its length; `zipfile` gives the end records that
+    torch gives only when it is told to.
+    """
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in MEMBERS.items():
@@ -171,7 +226,9 @@ def test_what_is_compressed_is_refused() -> None:
     with pytest.raises(SerdeError, match="does not end as an archive"):
         read(file.getvalue())
     for at, value in ((10, 8), (8, 1)):
-        with pytest.raises(SerdeError, match=f"not stored as it is: method {value if at == 10 else 0}, flags"):
+        with pytest.raises(
+            SerdeError, match=f"not stored as it is: method {value if at == 10 else 0}, flags"
+        ):
             read(edited("PK\1\2", at, struct.pack("<H", value)))
 
 
@@ -206,11 +263,17 @@ EDITS = {
     "another length of its name where it lies": lambda: edited("PK\3\4", 26, short(3)),
     "another name where it lies": lambda: edited("PK\3\4", 30, b"A"),
     "an extra field that goes on into the directory": lambda: edited("PK\3\4", 28, short(60000)),
-    "more members than there are": lambda: edited("PK\5\6", 8, short(8) * 2, edited("PK\6\6", 24, struct.pack("<2Q", 8, 8))),
-    "fewer members than there are": lambda: edited("PK\5\6", 8, short(6) * 2, edited("PK\6\6", 24, struct.pack("<2Q", 6, 6))),
+    "more members than there are": lambda: edited(
+        "PK\5\6", 8, short(8) * 2, edited("PK\6\6", 24, struct.pack("<2Q", 8, 8))
+    ),
+    "fewer members than there are": lambda: edited(
+        "PK\5\6", 8, short(6) * 2, edited("PK\6\6", 24, struct.pack("<2Q", 6, 6))
+    ),
     "one number of members in each end": lambda: edited("PK\5\6", 8, short(6) * 2),
     "a directory elsewhere": lambda: edited("PK\6\6", 48, struct.pack("<Q", 0)),
-    "a directory of another length": lambda: edited("PK\5\6", 12, word(1), edited("PK\6\6", 40, struct.pack("<Q", 1))),
+    "a directory of another length": lambda: edited(
+        "PK\5\6", 12, word(1), edited("PK\6\6", 40, struct.pack("<Q", 1))
+    ),
     "the large end elsewhere": lambda: edited("PK\6\7", 8, struct.pack("<Q", 0)),
     "a large end of another length": lambda: edited("PK\6\6", 4, struct.pack("<Q", 45)),
     "two disks": lambda: edited("PK\6\7", 16, word(2)),
@@ -219,7 +282,9 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_what_two_readers_could_see_differently_is_refused(edit: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_two_readers_could_see_differently_is_refused(
+    edit: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert edit() != archived(MEMBERS)
     monkeypatch.setattr(torch, "load", not_to_be_called)
     with pytest.raises(SerdeError):
@@ -239,7 +304,14 @@ def test_a_bool_is_0_or_1() -> None:
         read(archived(members | {"data/0": b"\0\1\2"}), BOOL, (3,))
 
 
-def test_a_torch_that_writes_otherwise_is_found_out_when_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "save", lambda tensor, file: file.write(archived(MEMBERS | {"data.json": b"{}"})))
-    with pytest.raises(SerdeError, match=r"torch \S+ writes archives of another form; use the Safe or the Fast serde"):
+def test_a_torch_that_writes_otherwise_is_found_out_when_writing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        torch, "save", lambda tensor, file: file.write(archived(MEMBERS | {"data.json": b"{}"}))
+    )
+    with pytest.raises(
+        SerdeError,
+        match=r"torch \S+ writes archives of another form; use the Safe or the Fast serde",
+    ):
         TorchSerializer().to_bytes(GIVEN)

@@ -1,4 +1,6 @@
-"""Warming up: everything that codecs run is compiled by it, nothing later, and it says where it lies."""
+"""Warming up: everything that codecs run is compiled by it, nothing later, and it says where it
+lies.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from lmcache_core.serde import create_codec, warm_up
 from lmcache_core.serde.entropy.channel_streams import compile_channel_streams
 from lmcache_core.serde.loops import load_loops
 from lmcache_core.serde.registry import CODEC_NAMES
-from lmcache_core.testing.codec_payloads import CASES, decode_between_guards, header_of, kv_payload, specs_of
+from lmcache_core.testing.codec_payloads import (
+    CASES,
+    decode_between_guards,
+    header_of,
+    kv_payload,
+    specs_of,
+)
 from numba.core import compiler
 
 TIMEOUT_S = 110
@@ -35,7 +43,7 @@ print(warm_up.__file__)
 found = warm_up.warm_up()
 print(found.num_compiled, found.num_read, *found.not_kept)
 assert "torch" not in sys.modules
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +66,12 @@ def no_compiler(loops: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_makes_everything_ready(loops: list[Any]) -> None:
     found = warm_up.warm_up()
-    assert found.num_compiled + found.num_read == sum(len(loop.signatures) for loop in loops) >= len(loops) == 11
+    assert (
+        found.num_compiled + found.num_read
+        == sum(len(loop.signatures) for loop in loops)
+        >= len(loops)
+        == 11
+    )
     assert {folder.name for folder in found.folders} == {"__pycache__"}
     assert {folder.parent.name for folder in found.folders} == {"entropy", "quantised", "lossless"}
     assert found.seconds < TIMEOUT_S
@@ -89,7 +102,9 @@ def test_types_that_nobody_named_are_refused(loops: list[Any]) -> None:
 
 @pytest.mark.usefixtures("loops")
 def test_a_package_that_cannot_be_written_is_read(tmp_path: Path) -> None:
-    """Warmed up, taken elsewhere as from one stage of an image to the next, on a file system that lets nothing be written."""
+    """Warmed up, taken elsewhere as from one stage of an image to the next, on a file system
+    that lets nothing be written.
+    """
     package = Path(lmcache_core.__file__).parent
     shutil.copytree(package, tmp_path / package.name, copy_function=shutil.copyfile)
     done = subprocess.run(
@@ -107,7 +122,9 @@ def test_a_package_that_cannot_be_written_is_read(tmp_path: Path) -> None:
     assert int(num_read) == warm_up.warm_up().num_compiled + warm_up.warm_up().num_read
 
 
-def test_the_command_says_where_and_how_long(capsys: pytest.CaptureFixture[str], loops: list[Any]) -> None:
+def test_the_command_says_where_and_how_long(
+    capsys: pytest.CaptureFixture[str], loops: list[Any]
+) -> None:
     assert warm_up.main([]) == 0
     told = capsys.readouterr()
     assert f"{loops[0].stats.cache_path}\n" in told.out
@@ -115,7 +132,9 @@ def test_the_command_says_where_and_how_long(capsys: pytest.CaptureFixture[str],
     assert told.err == ""
 
 
-def test_help_needs_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_needs_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(warm_up, "load_loops", lambda: pytest.fail("--help compiles nothing"))
     with pytest.raises(SystemExit) as ended:
         warm_up.main(["--help"])
@@ -124,13 +143,17 @@ def test_help_needs_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("loops")
-def test_what_cannot_be_kept_is_an_error_of_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_kept_is_an_error_of_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(load_loops().choose, "is_kept", False)
     assert warm_up.main([]) == 1
     assert "choose could not be kept" in capsys.readouterr().err
 
 
-def test_without_numba_it_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_it_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing() -> None:
         raise ConfigError("this serde needs the package 'numba'; install lmcache-core[codec]")
 

@@ -40,7 +40,9 @@ def test_it_is_held_as_long_as_the_connection(sidecar: ScriptedSidecar, tmp_path
     assert is_over(tmp_path, GENERATION)
 
 
-def test_it_outlives_the_connection_while_memory_is_touched(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+def test_it_outlives_the_connection_while_memory_is_touched(
+    sidecar: ScriptedSidecar, tmp_path: Path
+) -> None:
     connection = connected(sidecar)
     connection.hold(2)
     connection.close()
@@ -50,7 +52,9 @@ def test_it_outlives_the_connection_while_memory_is_touched(sidecar: ScriptedSid
     assert is_over(tmp_path, GENERATION)
 
 
-def test_a_connection_that_times_out_keeps_it_until_nothing_is_held(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+def test_a_connection_that_times_out_keeps_it_until_nothing_is_held(
+    sidecar: ScriptedSidecar, tmp_path: Path
+) -> None:
     connection = connected(sidecar)
     connection.hold(1)
     with pytest.raises(UnavailableError):
@@ -62,12 +66,17 @@ def test_a_connection_that_times_out_keeps_it_until_nothing_is_held(sidecar: Scr
 
 
 @pytest.mark.parametrize("what", ["generation", "arena"])
-def test_without_it_there_is_no_sidecar(sidecar: ScriptedSidecar, tmp_path: Path, what: str) -> None:
+def test_without_it_there_is_no_sidecar(
+    sidecar: ScriptedSidecar, tmp_path: Path, what: str
+) -> None:
     if what == "generation":
         forget_generation(tmp_path, GENERATION)
     else:
         sidecar.arena.unlink()
-    with pytest.raises(UnavailableError, match="see the sidecar's arena_path" if what == "generation" else "No such file"):
+    with pytest.raises(
+        UnavailableError,
+        match="see the sidecar's arena_path" if what == "generation" else "No such file",
+    ):
         connected(sidecar)
     assert is_over(tmp_path, GENERATION) == (what == "arena"), "one that has failed holds nothing"
 

@@ -1,4 +1,6 @@
-"""A sidecar that answers nonsense, or never, is an empty cache: nothing is raised, nothing is believed, nobody waits twice."""
+"""A sidecar that answers nonsense, or never, is an empty cache: nothing is raised, nothing is
+believed, nobody waits twice.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tests.fixtures.sidecar import engine_at
 TOKENS = tokens_of(2 * CHUNK_SIZE)
 PAYLOAD_BYTES = 2 * NUM_LAYERS * CHUNK_SIZE * HIDDEN * 4
 BOUND_S = 1.5
-"""Far above what a call may last with these deadlines (0.2 + 0.5 seconds), far below what two would."""
+"""Far above what a call may last with these deadlines (0.2 + 0.5 seconds), far below what two
+would.
+"""
 
 
 def use(engine: LMCacheEngine) -> int:
@@ -38,12 +42,16 @@ def use(engine: LMCacheEngine) -> int:
 
 
 def script(**answers: Answer | Callable[[Any], Answer]) -> Callable[[m.Message], Answer]:
-    """Answers by the request's name; the others are what a sidecar with room and no chunks would say."""
+    """Answers by the request's name; the others are what a sidecar with room and no chunks would
+    say.
+    """
     usual: dict[str, Answer | Callable[[Any], Answer]] = {
         "Hello": None,
         "Lookup": m.LookupOk(0, ()),
         "Prefetch": m.PrefetchOk(True),
-        "Reserve": lambda r: m.ReserveOk(tuple((i + 1, ARENA_BYTES // 2 + i * 65536) for i in range(len(r.sizes)))),
+        "Reserve": lambda r: m.ReserveOk(
+            tuple((i + 1, ARENA_BYTES // 2 + i * 65536) for i in range(len(r.sizes)))
+        ),
         "Commit": lambda r: m.CommitOk((True,) * len(r.items)),
         "Abort": m.AbortOk(),
         "Pin": m.PinOk((), "never_stored"),
@@ -65,24 +73,36 @@ def pinned(request: m.Pin, **changes: Any) -> m.PinOk:
         from lmcache_core.keys import CacheEngineKey
 
         header = raw_header(
-            CacheEngineKey.from_canonical(name), (2, NUM_LAYERS, CHUNK_SIZE, HIDDEN), "float32", payload_digest(bytes(PAYLOAD_BYTES))
+            CacheEngineKey.from_canonical(name),
+            (2, NUM_LAYERS, CHUNK_SIZE, HIDDEN),
+            "float32",
+            payload_digest(bytes(PAYLOAD_BYTES)),
         )
-        chunk = m.PinnedChunk(i + 1, i * PAYLOAD_BYTES, PAYLOAD_BYTES, encode_head(header, PAYLOAD_BYTES), "Hot")
+        chunk = m.PinnedChunk(
+            i + 1, i * PAYLOAD_BYTES, PAYLOAD_BYTES, encode_head(header, PAYLOAD_BYTES), "Hot"
+        )
         chunks.append(msgspec.structs.replace(chunk, **changes))
     return m.PinOk(tuple(chunks), "")
 
 
-def test_no_socket_is_an_empty_cache_and_told_with_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_socket_is_an_empty_cache_and_told_with_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with engine_at(tmp_path / "absent.sock") as engine:
         assert use(engine) == 0
-    (told,) = [record.getMessage() for record in caplog.records if "no sidecar" in record.getMessage()]
+    (told,) = [
+        record.getMessage() for record in caplog.records if "no sidecar" in record.getMessage()
+    ]
     assert str(tmp_path / "absent.sock") in told
     assert "set sidecar_socket to the socket that it names in its log" in told
 
 
 def test_the_script_can_serve(tmp_path: Path) -> None:
     """Control: unchanged, the scripted answers are believed."""
-    with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar, engine_at(sidecar.path) as engine:
+    with (
+        scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar,
+        engine_at(sidecar.path) as engine,
+    ):
         assert use(engine) == len(TOKENS)
 
 
@@ -115,9 +135,18 @@ def test_the_script_can_serve(tmp_path: Path) -> None:
     ],
 )
 def test_nonsense_is_an_empty_cache(tmp_path: Path, answers: dict[str, Any]) -> None:
-    with scripted_sidecar(tmp_path, script(**answers)) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.2) as engine:
+    with (
+        scripted_sidecar(tmp_path, script(**answers)) as sidecar,
+        engine_at(sidecar.path, tier_timeout_s=0.2) as engine,
+    ):
         assert use(engine) == 0
-        assert {label for _, label in engine.counters.snapshot()} <= {"", "unavailable", "corrupt", "never_stored", "no_memory"}
+        assert {label for _, label in engine.counters.snapshot()} <= {
+            "",
+            "unavailable",
+            "corrupt",
+            "never_stored",
+            "no_memory",
+        }
 
 
 @pytest.mark.parametrize(
@@ -142,11 +171,15 @@ def test_an_impossible_welcome_is_no_sidecar(tmp_path: Path, changes: dict[str, 
 
 
 def test_a_later_welcome_is_understood(tmp_path: Path) -> None:
-    """Fields and modes that a newer sidecar adds are no reason to go without a cache; an unknown mode verifies everything."""
+    """Fields and modes that a newer sidecar adds are no reason to go without a cache; an unknown
+    mode verifies everything.
+    """
     with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar:
 
         def later(request: m.Message) -> bytes:
-            body = msgspec.msgpack.decode(m.encode(sidecar.welcome(verify_hot="now and then"))[m.LENGTH.size :])
+            body = msgspec.msgpack.decode(
+                m.encode(sidecar.welcome(verify_hot="now and then"))[m.LENGTH.size :]
+            )
             longer = msgspec.msgpack.encode([*body, {"more": 1}])
             return m.LENGTH.pack(len(longer)) + longer
 
@@ -161,25 +194,36 @@ def test_a_later_welcome_is_understood(tmp_path: Path) -> None:
             assert engine.counters.value(MISSED_CHUNKS_TOTAL, "corrupt") == 2
 
 
-def test_a_stranger_on_the_socket_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stranger_on_the_socket_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whatever it says: another length each time is no news."""
     noise = random.Random(1)
     with (
-        scripted_sidecar(tmp_path, lambda request: noise.randbytes(3) + b"\xffHTTP/1.1 400") as sidecar,
+        scripted_sidecar(
+            tmp_path, lambda request: noise.randbytes(3) + b"\xffHTTP/1.1 400"
+        ) as sidecar,
         engine_at(sidecar.path, tier_timeout_s=0.2),
     ):
         deadline = time.monotonic() + 5.0
         while sidecar.num_connections < 4:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-    (told,) = [record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()]
+    (told,) = [
+        record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()
+    ]
     assert "speaks another protocol; set sidecar_socket to a sidecar's socket" in told
 
 
 @pytest.mark.parametrize("mute", ["Hello", "Lookup", "Reserve", "Commit", "Pin", "Release"])
-def test_silence_costs_one_call_its_deadline_and_the_next_nothing(tmp_path: Path, mute: str) -> None:
+def test_silence_costs_one_call_its_deadline_and_the_next_nothing(
+    tmp_path: Path, mute: str
+) -> None:
     answers: dict[str, Any] = {"Pin": pinned} if mute == "Release" else {}
-    with scripted_sidecar(tmp_path, script(**answers, **{mute: b""})) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.2) as engine:
+    with (
+        scripted_sidecar(tmp_path, script(**answers, **{mute: b""})) as sidecar,
+        engine_at(sidecar.path, tier_timeout_s=0.2) as engine,
+    ):
         begin = time.monotonic()
         assert use(engine) == 0
         assert time.monotonic() - begin < BOUND_S
@@ -190,12 +234,17 @@ def test_silence_costs_one_call_its_deadline_and_the_next_nothing(tmp_path: Path
             time.sleep(0.05)
             slept += 0.05
         stalled = time.monotonic() - begin - slept
-        assert stalled < BOUND_S, f"{stalled:.2f} s of 2 were spent on a sidecar that does not answer"
+        assert stalled < BOUND_S, (
+            f"{stalled:.2f} s of 2 were spent on a sidecar that does not answer"
+        )
 
 
 def test_an_answer_by_drops_has_the_same_deadline(tmp_path: Path) -> None:
     """Each byte comes in time, the answer never does."""
-    with scripted_sidecar(tmp_path, script()) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.2) as engine:
+    with (
+        scripted_sidecar(tmp_path, script()) as sidecar,
+        engine_at(sidecar.path, tier_timeout_s=0.2) as engine,
+    ):
 
         def drip(request: m.Message) -> Answer:
             for _ in range(20):
@@ -210,7 +259,10 @@ def test_an_answer_by_drops_has_the_same_deadline(tmp_path: Path) -> None:
 
 
 def test_threads_behind_a_slow_request_do_not_wait_one_after_the_other(tmp_path: Path) -> None:
-    with scripted_sidecar(tmp_path, script(Pin=b"")) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.8) as engine:
+    with (
+        scripted_sidecar(tmp_path, script(Pin=b"")) as sidecar,
+        engine_at(sidecar.path, tier_timeout_s=0.8) as engine,
+    ):
         lasted: list[float] = []
 
         def retrieve() -> None:
@@ -226,26 +278,42 @@ def test_threads_behind_a_slow_request_do_not_wait_one_after_the_other(tmp_path:
         assert max(lasted) < 2.5, "0.5 for its turn, 0.8 + 0.5 for an answer"
 
 
-def test_memory_that_is_being_filled_stays_ours_when_another_thread_gives_up(tmp_path: Path) -> None:
-    """The sidecar takes reservations back at the end of the connection, and gives the memory to others: not while we write to it."""
-    with scripted_sidecar(tmp_path, script(Pin=b"")) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.2) as engine:
+def test_memory_that_is_being_filled_stays_ours_when_another_thread_gives_up(
+    tmp_path: Path,
+) -> None:
+    """The sidecar takes reservations back at the end of the connection, and gives the memory to
+    others: not while we write to it.
+    """
+    with (
+        scripted_sidecar(tmp_path, script(Pin=b"")) as sidecar,
+        engine_at(sidecar.path, tier_timeout_s=0.2) as engine,
+    ):
         store = engine._store
         (extent,) = store.reserve([(2, NUM_LAYERS, CHUNK_SIZE, HIDDEN)], "float32")
         assert extent is not None
         assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
         time.sleep(0.3)
-        assert sidecar.num_ended == 0, "the socket was closed under a thread that writes to its reservation"
+        assert sidecar.num_ended == 0, (
+            "the socket was closed under a thread that writes to its reservation"
+        )
         extent.byte_array[:] = bytes(extent.get_size())
         store.abort([extent])
         deadline = time.monotonic() + 3.0
         while sidecar.num_ended == 0:
-            assert time.monotonic() < deadline, "the socket stayed open although nothing is lent any more"
+            assert time.monotonic() < deadline, (
+                "the socket stayed open although nothing is lent any more"
+            )
             time.sleep(0.01)
 
 
 def test_pins_that_may_have_been_lost_are_a_miss(tmp_path: Path) -> None:
-    """The sidecar ends the connection while the KV is copied: what was copied may be another chunk's by now."""
-    with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.5) as engine:
+    """The sidecar ends the connection while the KV is copied: what was copied may be another
+    chunk's by now.
+    """
+    with (
+        scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar,
+        engine_at(sidecar.path, tier_timeout_s=0.5) as engine,
+    ):
         copy = engine._transfer._gpu_connector.to_gpu
 
         def to_gpu(*args: Any, **kwargs: Any) -> None:
@@ -258,7 +326,10 @@ def test_pins_that_may_have_been_lost_are_a_miss(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_leaves_its_parents_connection_alone(tmp_path: Path) -> None:
-    with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar, engine_at(sidecar.path) as engine:
+    with (
+        scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar,
+        engine_at(sidecar.path) as engine,
+    ):
         assert use(engine) == len(TOKENS)
         num_before = len(sidecar.requests)
         child = os.fork()
@@ -266,23 +337,32 @@ def test_a_forked_child_leaves_its_parents_connection_alone(tmp_path: Path) -> N
             connection = engine._store._link.connection  # type: ignore[attr-defined]
             engine.close()
             os._exit(0 if connection is None else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child used the connection of its parent"
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, (
+            "the child used the connection of its parent"
+        )
         assert len(sidecar.requests) == num_before
         assert sidecar.num_ended == 0
         assert use(engine) == len(TOKENS)
 
 
 def test_an_engine_can_be_closed_twice_and_used_afterwards(tmp_path: Path) -> None:
-    with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar, engine_at(sidecar.path) as engine:
+    with (
+        scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar,
+        engine_at(sidecar.path) as engine,
+    ):
         assert use(engine) == len(TOKENS)
         engine.close()
         engine.close()
         assert use(engine) == 0
         time.sleep(0.3)
-        assert sidecar.num_connections == sidecar.num_ended == 1, "a closed engine does not come back"
+        assert sidecar.num_connections == sidecar.num_ended == 1, (
+            "a closed engine does not come back"
+        )
 
 
-@pytest.mark.parametrize("answer", [m.Refused("protocol", "no"), m.ReleaseOk(), b"", b"\xff\xff\xff\xff"])
+@pytest.mark.parametrize(
+    "answer", [m.Refused("protocol", "no"), m.ReleaseOk(), b"", b"\xff\xff\xff\xff"]
+)
 def test_a_reject_without_an_answer_changes_nothing(tmp_path: Path, answer: Answer) -> None:
     """A chunk whose bytes are wrong is a miss whatever the sidecar says to it."""
     with scripted_sidecar(tmp_path, script()) as sidecar:

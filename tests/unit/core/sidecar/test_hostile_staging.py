@@ -1,4 +1,6 @@
-"""A sidecar that says nonsense about tickets, or nothing, or knows none: it is away, nothing is believed, and nobody waits long."""
+"""A sidecar that says nonsense about tickets, or nothing, or knows none: it is away, nothing is
+believed, and nobody waits long.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ GOOD = m.StageOk(True, (b"\1\1\0", b"\2\2"))
 
 @contextlib.contextmanager
 def store_at(
-    directory: Path, answer: Answer | Callable[[Any], Answer], capabilities: tuple[str, ...] = m.CAPABILITIES, **options: Any
+    directory: Path,
+    answer: Answer | Callable[[Any], Answer],
+    capabilities: tuple[str, ...] = m.CAPABILITIES,
+    **options: Any,
 ) -> Iterator[tuple[SidecarChunkStore, ScriptedSidecar]]:
     """A client of a sidecar that answers everything but HELLO so."""
     with scripted_sidecar(directory, lambda request: None) as sidecar:
@@ -50,8 +55,12 @@ def store_at(
 def test_the_script_can_stage(tmp_path: Path) -> None:
     """Control: a good answer is believed."""
     with store_at(tmp_path, GOOD) as (store, sidecar):
-        assert store.stage("t", CHAINS, is_prefix=False, recompute_s=0.5) == Staged(True, GOOD.tiers)
-        assert sidecar.requests[-1] == m.Stage("t", tuple(CHAINS), False, int(TIMEOUT_S * 1000), 500_000)
+        assert store.stage("t", CHAINS, is_prefix=False, recompute_s=0.5) == Staged(
+            True, GOOD.tiers
+        )
+        assert sidecar.requests[-1] == m.Stage(
+            "t", tuple(CHAINS), False, int(TIMEOUT_S * 1000), 500_000
+        )
 
 
 @pytest.mark.parametrize(
@@ -81,14 +90,18 @@ def test_a_tier_of_a_later_version_is_a_tier(tmp_path: Path) -> None:
 
 
 def test_a_sidecar_that_knows_no_tickets_is_not_asked(tmp_path: Path) -> None:
-    with store_at(tmp_path, GOOD, capabilities=("something else",), describe=lambda salt: 1 / 0) as (store, sidecar):  # type: ignore[arg-type, return-value]
+    with store_at(
+        tmp_path, GOOD, capabilities=("something else",), describe=lambda salt: 1 / 0
+    ) as (store, sidecar):  # type: ignore[arg-type, return-value]
         assert store.stage("t", CHAINS) is None
         store.unstage(["t"])
         assert store._link.connection is not None
         assert [type(request) for request in sidecar.requests] == [m.Hello]
 
 
-def test_silence_costs_one_question_a_quarter_of_a_second_and_the_next_nothing(tmp_path: Path) -> None:
+def test_silence_costs_one_question_a_quarter_of_a_second_and_the_next_nothing(
+    tmp_path: Path,
+) -> None:
     with store_at(tmp_path, b"") as (store, _):
         begin = time.monotonic()
         assert store.stage("t", CHAINS) is None
@@ -125,7 +138,13 @@ def test_a_long_question_is_cut_to_what_one_message_may_ask(tmp_path: Path) -> N
 
 def test_a_sidecar_that_takes_no_description_is_away(tmp_path: Path) -> None:
     described = m.Describe("vllm", "m", 1, 16, bytes(32), ("",))
-    with store_at(tmp_path, m.Refused("protocol", "no"), describe=lambda salt: described) as (store, sidecar):
+    with store_at(tmp_path, m.Refused("protocol", "no"), describe=lambda salt: described) as (
+        store,
+        sidecar,
+    ):
         assert store.stage("t", CHAINS) is None
         assert store._link.connection is None
-        assert sidecar.requests[:2] == [replace(HELLO, capabilities=(*m.CAPABILITIES, m.LOCKS)), described]
+        assert sidecar.requests[:2] == [
+            replace(HELLO, capabilities=(*m.CAPABILITIES, m.LOCKS)),
+            described,
+        ]

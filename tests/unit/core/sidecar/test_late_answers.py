@@ -1,4 +1,6 @@
-"""Answers that come late: they are not waited for beyond what they can save, and end no connection."""
+"""Answers that come late: they are not waited for beyond what they can save, and end no
+connection.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Held:
 
 
 @contextlib.contextmanager
-def held(directory: Path, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[SidecarChunkStore, ScriptedSidecar, threading.Event]]:
+def held(
+    directory: Path, timeout_s: float = TIMEOUT_S
+) -> Iterator[tuple[SidecarChunkStore, ScriptedSidecar, threading.Event]]:
     # On a busy machine even HELLO may be answered later than QUICK_S.
     unhurried = mock.patch.object(pace_module, "QUICK_S", UNHURRIED_S)
     with unhurried, scripted_sidecar(directory, lambda request: None) as sidecar:
@@ -81,7 +85,10 @@ def test_what_can_save_much_is_waited_for_and_asked_once(tmp_path: Path) -> None
         for _ in range(20):
             assert store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == Staged(False, ())
         go.set()
-        eventually(lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD, "the answer is lost")
+        eventually(
+            lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD,
+            "the answer is lost",
+        )
         assert asked(sidecar) == ["Hello", "Stage"]
         assert sidecar.num_connections == 1
 
@@ -98,7 +105,10 @@ def test_what_can_save_little_is_done_without_until_the_sidecar_is_quick(tmp_pat
         assert asked(sidecar).count("Stage") == 1
         go.set()
         eventually(lambda: store.is_worth(0.0), "nothing finds out that the sidecar is quick again")
-        eventually(lambda: store.stage("u", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD, "it is not asked again")
+        eventually(
+            lambda: store.stage("u", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD,
+            "it is not asked again",
+        )
         assert sidecar.num_connections == 1, "an answer that came late has cost a connection"
 
 
@@ -108,7 +118,10 @@ def test_a_sidecar_that_never_answers_is_given_up_in_the_background(tmp_path: Pa
         eventually(lambda: store.stage("t", CHAINS, wait_s=0.0) is None, "it waits without end")
         eventually(lambda: sidecar.num_connections > 1, "the connection is kept for ever")
         go.set()
-        eventually(lambda: store.stage("u", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD, "it is not asked again")
+        eventually(
+            lambda: store.stage("u", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD,
+            "it is not asked again",
+        )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +132,9 @@ def test_a_sidecar_that_never_answers_is_given_up_in_the_background(tmp_path: Pa
 def test_a_sidecar_that_hangs_is_given_up_although_nothing_more_can_be_sent(
     tmp_path: Path, num_chunks: int, num_before: int, num_after: int
 ) -> None:
-    """The socket's buffer is full, or too many answers are missing: the probe cannot be sent either."""
+    """The socket's buffer is full, or too many answers are missing: the probe cannot be sent
+    either.
+    """
     chains = [chain_of(range(num_chunks))]
     with held(tmp_path, timeout_s=0.2) as (store, sidecar, _):
         for number in range(num_before):
@@ -139,13 +154,20 @@ def test_a_full_socket_is_noticed_although_its_questions_were_dropped(tmp_path: 
     with held(tmp_path) as (store, sidecar, _):
         for number in range(MAX_UNANSWERED + 1):
             store.unstage([f"t{number}"])
-        eventually(lambda: not store.stage("t", CHAINS, wait_s=0.0) and not store.is_worth(0.0), "it counts as quick")
+        eventually(
+            lambda: not store.stage("t", CHAINS, wait_s=0.0) and not store.is_worth(0.0),
+            "it counts as quick",
+        )
         assert store.is_worth(MUCH_S), "an answer may only not have been read"
         assert "Stage" not in asked(sidecar)
 
 
-def test_a_probe_that_could_not_be_sent_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread has its turn just then. The sidecar is as late as before, and is probed again."""
+def test_a_probe_that_could_not_be_sent_tells_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread has its turn just then. The sidecar is as late as before, and is probed
+    again.
+    """
     with held(tmp_path) as (store, _, go):
         connection, probe = store._link.connection, store._pace._probe
         assert connection is not None
@@ -170,27 +192,42 @@ def test_a_ticket_is_given_back_before_it_is_asked_for_again(tmp_path: Path) -> 
     with held(tmp_path) as (store, sidecar, go):
         go.set()
         for _ in range(3):
-            eventually(lambda: store.stage("t", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD, "no answer")
+            eventually(
+                lambda: store.stage("t", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD,
+                "no answer",
+            )
             store.unstage(["t"])
         eventually(lambda: len(asked(sidecar)) == 7, "not all was said")
         assert asked(sidecar)[1:] == ["Stage", "Unstage"] * 3
 
 
-def test_a_ticket_that_was_given_back_to_a_late_sidecar_is_told_before_it_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_ticket_that_was_given_back_to_a_late_sidecar_is_told_before_it_is_asked_for_again(
+    tmp_path: Path,
+) -> None:
     """Nothing is sent to give it back while the sidecar is late; the order counts all the same."""
     with held(tmp_path) as (store, sidecar, go):
         assert store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())
-        eventually(lambda: store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) and not store.is_worth(0.0), "it is not late")
+        eventually(
+            lambda: (
+                store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) and not store.is_worth(0.0)
+            ),
+            "it is not late",
+        )
         store.unstage(["t"])
         assert store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())
         go.set()
-        eventually(lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD, "the answer is lost")
+        eventually(
+            lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD,
+            "the answer is lost",
+        )
         assert asked(sidecar) == ["Hello", "Stage", "Unstage", "Stage"]
 
 
 def test_other_chains_under_a_ticket_are_another_question(tmp_path: Path) -> None:
     with held(tmp_path) as (store, sidecar, go):
-        assert store.stage("t", [chain_of(range(2))], wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())
+        assert store.stage("t", [chain_of(range(2))], wait_s=0.0, saving_s=MUCH_S) == Staged(
+            False, ()
+        )
         assert store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())
         go.set()
         eventually(lambda: asked(sidecar).count("Stage") == 2, "it was not asked")
@@ -208,7 +245,12 @@ def test_requests_without_answers_are_bounded_and_nothing_waits_for_them(tmp_pat
 
         def is_said() -> bool:
             store.unstage(["last"])
-            said.update(ticket for request in list(sidecar.requests) if isinstance(request, m.Unstage) for ticket in request.tickets)
+            said.update(
+                ticket
+                for request in list(sidecar.requests)
+                if isinstance(request, m.Unstage)
+                for ticket in request.tickets
+            )
             return len(said) == 4 * MAX_UNANSWERED + 1
 
         eventually(is_said, "tickets that could not be given back at once are forgotten")
@@ -217,10 +259,16 @@ def test_requests_without_answers_are_bounded_and_nothing_waits_for_them(tmp_pat
 def test_a_sidecar_that_ends_while_many_answers_are_missing_is_noticed(tmp_path: Path) -> None:
     with held(tmp_path) as (store, sidecar, _):
         sidecar.script = lambda request: None  # it reads, and answers HELLO alone
-        eventually(lambda: store.unstage(["t"]) or len(sidecar.requests) > MAX_UNANSWERED, "it does not read")
+        eventually(
+            lambda: store.unstage(["t"]) or len(sidecar.requests) > MAX_UNANSWERED,
+            "it does not read",
+        )
         for connection in list(sidecar._connections):
             connection.shutdown(socket.SHUT_RDWR)
-        eventually(lambda: store.unstage(["t"]) or sidecar.num_connections > 1, "a connection that has ended is used for ever")
+        eventually(
+            lambda: store.unstage(["t"]) or sidecar.num_connections > 1,
+            "a connection that has ended is used for ever",
+        )
 
 
 def test_an_answer_may_come_in_pieces(tmp_path: Path) -> None:
@@ -236,12 +284,17 @@ def test_an_answer_may_come_in_pieces(tmp_path: Path) -> None:
             return pieces[-1:]
 
         sidecar.script = script
-        eventually(lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD, "pieces are lost")
+        eventually(
+            lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD,
+            "pieces are lost",
+        )
         assert asked(sidecar) == ["Hello", "Stage"]
 
 
 def test_a_wait_for_nothing_is_followed_by_a_rest() -> None:
-    """A sidecar that is quick when it is probed, and late when it matters, may not cost more than a few percent."""
+    """A sidecar that is quick when it is probed, and late when it matters, may not cost more
+    than a few percent.
+    """
     probes: list[float] = []
     pace = Pace(lambda: probes.append(time.monotonic()) or 0.0)  # type: ignore[func-returns-value]
     begin = time.monotonic()
@@ -250,13 +303,18 @@ def test_a_wait_for_nothing_is_followed_by_a_rest() -> None:
     eventually(lambda: pace.is_worth(0.0), "it rests for ever")
     assert probes[0] - begin >= 0.2
     pace.took(2 * QUICK_S)
-    eventually(lambda: len(probes) == 2 and pace.is_worth(0.0), "one answer that came late is held against it")
+    eventually(
+        lambda: len(probes) == 2 and pace.is_worth(0.0),
+        "one answer that came late is held against it",
+    )
     pace.close()
     pace.took(1.0)
     assert len(probes) == 2
 
 
-def test_an_answer_is_timed_when_it_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_timed_when_it_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another thread may read it along with its own; the probing thread looks later."""
     with held(tmp_path) as (store, _, go):
         go.set()
@@ -270,11 +328,15 @@ def test_an_answer_is_timed_when_it_arrives(tmp_path: Path, monkeypatch: pytest.
             return answer
 
         monkeypatch.setattr(connection, "await_answer", noticed_late)
-        assert store._links.seconds_to_answer(connection, m.Release(()), m.ReleaseOk, TIMEOUT_S) < 0.9
+        assert (
+            store._links.seconds_to_answer(connection, m.Release(()), m.ReleaseOk, TIMEOUT_S) < 0.9
+        )
 
 
 def test_a_connection_is_measured_when_it_is_made(tmp_path: Path) -> None:
-    """Also by a client that has nothing to describe; and a probe in its thread finds the connection."""
+    """Also by a client that has nothing to describe; and a probe in its thread finds the
+    connection.
+    """
     with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
 
         def script(request: m.Message) -> Answer:
@@ -289,7 +351,10 @@ def test_a_connection_is_measured_when_it_is_made(tmp_path: Path) -> None:
         store = SidecarChunkStore(sidecar.path, HELLO, TIMEOUT_S, Counters())
         store.open(lambda salt: None)
         try:
-            eventually(lambda: m.Release(()) in sidecar.requests, "nothing finds out whether it is still late")
+            eventually(
+                lambda: m.Release(()) in sidecar.requests,
+                "nothing finds out whether it is still late",
+            )
             assert not store.is_worth(0.0)
             assert store.is_worth(MUCH_S)
             may_answer.set()

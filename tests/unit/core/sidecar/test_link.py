@@ -46,14 +46,18 @@ def test_a_fault_that_nobody_foresaw_ends_one_attempt_and_not_the_link(
         with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
             eventually(lambda: link.connection, "the link has given up")
             assert sidecar.num_connections == 3
-            eventually(lambda: sidecar.num_ended == 2, "a connection that was not greeted stays open")
+            eventually(
+                lambda: sidecar.num_ended == 2, "a connection that was not greeted stays open"
+            )
             assert [fault.exc_type for fault in seen] == [KeyError, KeyError]
             assert caplog.text.count("connecting to the sidecar failed: KeyError('greeting')") == 2
     finally:
         link.close()
 
 
-def test_a_process_without_descriptors_to_spare_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_descriptors_to_spare_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No socket can be made just then: neither the start of the engine nor the link suffers."""
     made = socket.socket
     num_refused = 0
@@ -77,8 +81,12 @@ def test_a_process_without_descriptors_to_spare_tries_again(tmp_path: Path, monk
             link.close()
 
 
-def test_a_sidecar_that_answers_and_cannot_be_used_is_told_of_once_for_each_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its socket is found, and it looks healthy; but the lock of its generation has been removed, or its layout is another one."""
+def test_a_sidecar_that_answers_and_cannot_be_used_is_told_of_once_for_each_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its socket is found, and it looks healthy; but the lock of its generation has been
+    removed, or its layout is another one.
+    """
     generation = GENERATION + 1
     refused: m.Message | None = None
     is_ready = threading.Event()

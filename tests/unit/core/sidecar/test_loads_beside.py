@@ -1,4 +1,6 @@
-"""Loads that run beside the engine's steps have a connection of their own: a store in a step does not wait for them."""
+"""Loads that run beside the engine's steps have a connection of their own: a store in a step
+does not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def eventually(condition: Callable[[], object], complaint: str) -> None:
 
 
 def pinned(pin: int) -> m.PinOk:
-    head = encode_head(raw_header(KEY, (CHUNK_BYTES,), "uint8", payload_digest(bytes(CHUNK_BYTES))), CHUNK_BYTES)
+    head = encode_head(
+        raw_header(KEY, (CHUNK_BYTES,), "uint8", payload_digest(bytes(CHUNK_BYTES))), CHUNK_BYTES
+    )
     return m.PinOk((m.PinnedChunk(pin, 0, CHUNK_BYTES, head, "Hot"),), "")
 
 
@@ -75,7 +79,10 @@ def test_a_load_that_takes_long_keeps_no_store_waiting(tmp_path: Path) -> None:
         thread = threading.Thread(target=load)
         thread.start()
         try:
-            eventually(lambda: any(isinstance(request, m.Pin) for request in sidecar.requests), "nothing is loaded")
+            eventually(
+                lambda: any(isinstance(request, m.Pin) for request in sidecar.requests),
+                "nothing is loaded",
+            )
             begin = time.monotonic()
             assert store.lookup([KEY], ["Hot"]) == 0
             (memory,) = store.reserve([(CHUNK_BYTES,)], "uint8")
@@ -87,14 +94,18 @@ def test_a_load_that_takes_long_keeps_no_store_waiting(tmp_path: Path) -> None:
             thread.join()
         assert loaded == [True]
         # A busy machine makes the sidecar late: then it is probed by an empty `Release`.
-        given_back = [(thread_id, request) for thread_id, request in said if request != m.Release(())]
+        given_back = [
+            (thread_id, request) for thread_id, request in said if request != m.Release(())
+        ]
         (aborted_by, aborted), (released_by, released) = given_back
         assert (aborted, released) == (m.Abort((3,)), m.Release((7,)))
         assert aborted_by != released_by, "what a connection has lent goes back through that one"
 
 
 def test_a_sidecar_that_has_gone_is_gone_for_loads_too(tmp_path: Path) -> None:
-    """A store finds it out; the next load, maybe much later, finds a connection to the sidecar that has followed."""
+    """A store finds it out; the next load, maybe much later, finds a connection to the sidecar
+    that has followed.
+    """
     with scripted_sidecar(tmp_path, lambda request: None) as first, store_at(first) as store:
         ended = store._load_link.connection
         assert ended is not None

@@ -55,19 +55,31 @@ STAGE = Stage("ticket", (CHAIN,), True, 1000, 7)
 DESCRIBE = Describe("vllm", "model", 2, 256, bytes(32), ("", "window"))
 
 
-@pytest.mark.parametrize("message", [STAGE, Stage("t", (), False, 1), Unstage(("a", "b")), Reject((1, 2)), DESCRIBE])
+@pytest.mark.parametrize(
+    "message", [STAGE, Stage("t", (), False, 1), Unstage(("a", "b")), Reject((1, 2)), DESCRIBE]
+)
 def test_requests_come_out_as_they_went_in(message: messages.Request) -> None:
     assert decode_request(encode(message)[LENGTH_BYTES:]) == message
 
 
-@pytest.mark.parametrize("message", [StageOk(False, (b"\1\0", b"")), UnstageOk(), RejectOk(), DescribeOk()])
+@pytest.mark.parametrize(
+    "message", [StageOk(False, (b"\1\0", b"")), UnstageOk(), RejectOk(), DescribeOk()]
+)
 def test_answers_come_out_as_they_went_in(message: messages.Answer) -> None:
     assert decode_answer(encode(message)[LENGTH_BYTES:]) == message
 
 
 def test_greetings_of_a_side_that_has_no_capabilities_are_understood() -> None:
-    assert decode_request(msgspec.msgpack.encode(["Hello", 1, 1, "client", 7, 0, "model", "layout"])) == HELLO
-    assert decode_answer(msgspec.msgpack.encode(["HelloOk", 1, "server", "/arena", 1 << 20, 3, "always", "salt"])) == HELLO_OK
+    assert (
+        decode_request(msgspec.msgpack.encode(["Hello", 1, 1, "client", 7, 0, "model", "layout"]))
+        == HELLO
+    )
+    assert (
+        decode_answer(
+            msgspec.msgpack.encode(["HelloOk", 1, "server", "/arena", 1 << 20, 3, "always", "salt"])
+        )
+        == HELLO_OK
+    )
     assert (HELLO.capabilities, HELLO.world_size, HELLO_OK.capabilities) == ((), 1, ())
 
 
@@ -98,12 +110,17 @@ def body_of(message: messages.Message, at: int, value: object) -> bytes:
     ],
 )
 def test_a_question_out_of_bounds_is_refused(at: int, value: object) -> None:
-    assert decode_request(body_of(STAGE, at, msgspec.msgpack.decode(encode(STAGE)[LENGTH_BYTES:])[at])) == STAGE
+    assert (
+        decode_request(body_of(STAGE, at, msgspec.msgpack.decode(encode(STAGE)[LENGTH_BYTES:])[at]))
+        == STAGE
+    )
     with pytest.raises(ProtocolError, match="not a request"):
         decode_request(body_of(STAGE, at, value))
 
 
-@pytest.mark.parametrize(("at", "value"), [(3, 0), (4, 0), (5, bytes(31)), (5, bytes(33)), (6, []), (6, [""] * 17)])
+@pytest.mark.parametrize(
+    ("at", "value"), [(3, 0), (4, 0), (5, bytes(31)), (5, bytes(33)), (6, []), (6, [""] * 17)]
+)
 def test_a_description_out_of_bounds_is_refused(at: int, value: object) -> None:
     with pytest.raises(ProtocolError, match="not a request"):
         decode_request(body_of(DESCRIBE, at, value))

@@ -52,7 +52,9 @@ async def store(stack: TierStack, name: int) -> None:
     assert await stack.drain(5)
 
 
-async def test_a_disk_that_was_not_there_is_read_and_written_once_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_disk_that_was_not_there_is_read_and_written_once_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     volume = tmp_path / "volume"
     async with stack_on(volume / "disk") as (stack, _):
         await store(stack, 1)
@@ -66,7 +68,9 @@ async def test_a_disk_that_was_not_there_is_read_and_written_once_it_is(tmp_path
         await store(stack, 2)
         await asyncio.sleep(0.2)
         assert not announcing.done(), "there is nothing to announce yet"
-        assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 2, "not one line each time"
+        assert (
+            len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 2
+        ), "not one line each time"
         volume.unlink()
         (tmp_path / "elsewhere").rename(volume)
         await until(lambda: stack.lower)
@@ -92,7 +96,11 @@ async def test_tiers_keep_their_order_however_late_they_come(tmp_path: Path) -> 
             await super().open()
 
     tiers = [Late("late", 4), Late("there", 0), Late("soon", 1)]
-    stack = TierStack(LocalCPUBackend(ArenaAllocator.anonymous(1 << 20), create_policy()), tiers, written=tiers[:1])
+    stack = TierStack(
+        LocalCPUBackend(ArenaAllocator.anonymous(1 << 20), create_policy()),
+        tiers,
+        written=tiers[:1],
+    )
     await stack.open()
     assert [tier.name for tier in stack.lower] == ["there"]
     await until(lambda: len(stack.lower) == 3)
@@ -102,7 +110,9 @@ async def test_tiers_keep_their_order_however_late_they_come(tmp_path: Path) -> 
     await stack.close()
 
 
-async def test_a_directory_that_another_process_took_meanwhile_is_waited_for(tmp_path: Path) -> None:
+async def test_a_directory_that_another_process_took_meanwhile_is_waited_for(
+    tmp_path: Path,
+) -> None:
     volume = tmp_path / "volume"
     volume.write_text("away")
     async with stack_on(volume / "disk") as (stack, _):

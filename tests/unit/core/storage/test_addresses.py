@@ -17,7 +17,9 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str] | int]:
     """What the system's resolver answers: addresses of a name, or the number of its error."""
     known: dict[str, list[str] | int] = {}
 
-    async def answer(self: asyncio.AbstractEventLoop, host: str, port: int, **options: Any) -> Sequence[Any]:
+    async def answer(
+        self: asyncio.AbstractEventLoop, host: str, port: int, **options: Any
+    ) -> Sequence[Any]:
         found = known[host]
         if isinstance(found, int):
             raise socket.gaierror(found, "no")
@@ -41,7 +43,16 @@ def test_hosts(url: str, hosts: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["lm://a,,b", "lm://a,b/path", "lm://user:secret@a,b", "lm://a:0x1", "lm://a:70000,b", "lm://,", "lm://a?b"]
+    "url",
+    [
+        "lm://a,,b",
+        "lm://a,b/path",
+        "lm://user:secret@a,b",
+        "lm://a:0x1",
+        "lm://a:70000,b",
+        "lm://,",
+        "lm://a?b",
+    ],
 )
 def test_what_is_no_list_of_hosts(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -51,10 +62,16 @@ def test_what_is_no_list_of_hosts(url: str) -> None:
 
 async def test_every_address_of_a_name_counts_once(names: dict[str, list[str] | int]) -> None:
     names["s"] = ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
-    assert await Resolver(hosts_of("lm://s:5,10.9.9.9:6"))() == [("10.0.0.1", 5, "s"), ("10.0.0.2", 5, "s"), ("10.9.9.9", 6, "10.9.9.9")]
+    assert await Resolver(hosts_of("lm://s:5,10.9.9.9:6"))() == [
+        ("10.0.0.1", 5, "s"),
+        ("10.0.0.2", 5, "s"),
+        ("10.9.9.9", 6, "10.9.9.9"),
+    ]
 
 
-async def test_a_name_that_nobody_can_tell_now_stays_and_one_that_is_no_more_goes(names: dict[str, list[str] | int]) -> None:
+async def test_a_name_that_nobody_can_tell_now_stays_and_one_that_is_no_more_goes(
+    names: dict[str, list[str] | int],
+) -> None:
     names |= {"s-0": ["10.0.0.1"], "s-1": ["10.0.0.2"]}
     resolver = Resolver(hosts_of("lm://s-0:5,s-1:5"))
     assert len(await resolver()) == 2

@@ -51,7 +51,9 @@ class Moody(StorageBackend):
         await self._call()
         return [True] * len(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         await self._call()
         return list(self.results)
 
@@ -152,7 +154,9 @@ async def test_a_probe_closes_it(breaker: BreakerBackend, inner: Moody, clock: C
     assert not breaker.is_open
 
 
-async def test_cool_downs_grow_to_their_cap_and_begin_anew(breaker: BreakerBackend, inner: Moody, clock: Clock) -> None:
+async def test_cool_downs_grow_to_their_cap_and_begin_anew(
+    breaker: BreakerBackend, inner: Moody, clock: Clock
+) -> None:
     await trip(breaker, inner)
     for wait_s in (1.0, 2.0, 4.0, 4.0, 4.0):
         num_calls = inner.num_calls
@@ -187,7 +191,9 @@ async def test_one_probe_at_a_time(breaker: BreakerBackend, inner: Moody, clock:
 
 
 @pytest.mark.parametrize("reason", [MissReason.DEADLINE, MissReason.UNAVAILABLE])
-async def test_misses_for_want_of_the_tier_count(breaker: BreakerBackend, inner: Moody, reason: MissReason) -> None:
+async def test_misses_for_want_of_the_tier_count(
+    breaker: BreakerBackend, inner: Moody, reason: MissReason
+) -> None:
     inner.results = [Miss(MissReason.NEVER_STORED), Miss(reason)]
     for _ in range(OPTIONS.num_failures):
         assert await breaker.batched_get(KEYS, plain) == inner.results
@@ -222,7 +228,9 @@ async def test_a_call_given_up_counts_when_it_was_slow(
     assert breaker.is_open is opens
 
 
-async def test_a_probe_given_up_early_leaves_its_place(breaker: BreakerBackend, inner: Moody, clock: Clock) -> None:
+async def test_a_probe_given_up_early_leaves_its_place(
+    breaker: BreakerBackend, inner: Moody, clock: Clock
+) -> None:
     await trip(breaker, inner)
     inner.error, inner.gate = None, asyncio.Event()
     clock.now += 1.01
@@ -247,7 +255,9 @@ async def test_a_bug_is_not_hidden(breaker: BreakerBackend, inner: Moody, clock:
     assert await breaker.batched_contains(KEYS) == [True, True]
 
 
-async def test_one_line_per_change(breaker: BreakerBackend, inner: Moody, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_line_per_change(
+    breaker: BreakerBackend, inner: Moody, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     await trip(breaker, inner)
     for _ in range(20):
@@ -309,7 +319,9 @@ async def hang_a_put(clock: Clock) -> tuple[Knowing, BreakerBackend]:
 
 
 @pytest.mark.parametrize("names", [[], ["known"]], ids=["no chunks", "known chunks"])
-async def test_a_put_that_asks_no_device_does_not_end_the_bypass(clock: Clock, names: list[str]) -> None:
+async def test_a_put_that_asks_no_device_does_not_end_the_bypass(
+    clock: Clock, names: list[str]
+) -> None:
     inner, breaker = await hang_a_put(clock)
     assert await breaker.batched_put([make_chunk(name) for name in names]) == [True] * len(names)
     assert breaker.is_open
@@ -319,7 +331,9 @@ async def test_a_put_that_asks_no_device_does_not_end_the_bypass(clock: Clock, n
 
 
 @pytest.mark.parametrize("call", ["contains", "get", "put", "remove"])
-async def test_a_call_for_no_chunks_is_no_probe(breaker: BreakerBackend, inner: Moody, clock: Clock, call: str) -> None:
+async def test_a_call_for_no_chunks_is_no_probe(
+    breaker: BreakerBackend, inner: Moody, clock: Clock, call: str
+) -> None:
     await trip(breaker, inner)
     clock.now += 1.01
     inner.error, inner.results = None, []

@@ -16,7 +16,10 @@ async def test_who_fits_is_let_in_and_the_others_wait_their_turn() -> None:
             order.append(name)
             await releases[name].wait()
 
-    tasks = [asyncio.ensure_future(use(name, size)) for name, size in (("a", 4), ("b", 6), ("c", 7), ("d", 1))]
+    tasks = [
+        asyncio.ensure_future(use(name, size))
+        for name, size in (("a", 4), ("b", 6), ("c", 7), ("d", 1))
+    ]
     await asyncio.sleep(0.01)
     assert order == ["a", "b"]
     releases["a"].set()

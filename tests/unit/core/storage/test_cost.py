@@ -11,7 +11,9 @@ CHUNK = 1_000_000
 LATENCY_S, S_PER_CHUNK = 0.004, 0.001
 
 
-def observe(cost: ReadCost, *sizes: int, latency_s: float = LATENCY_S, s_per_chunk: float = S_PER_CHUNK) -> None:
+def observe(
+    cost: ReadCost, *sizes: int, latency_s: float = LATENCY_S, s_per_chunk: float = S_PER_CHUNK
+) -> None:
     for num in sizes:
         cost.observe(num, num * CHUNK, latency_s + num * s_per_chunk)
 

@@ -39,7 +39,9 @@ class Slow(StorageBackend):
         await self._wait()
         return [True] * len(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         chunks = [make_chunk(key, allocate=allocate) for key in keys]
         try:
             await self._wait()
@@ -104,7 +106,9 @@ def backend(inner: Slow, monkeypatch: pytest.MonkeyPatch) -> BreakerBackend:
 async def test_late_calls_are_misses_and_give_their_memory_back(backend: BreakerBackend) -> None:
     arena = Arena()
     assert await backend.batched_get(KEYS, arena) == [Miss(MissReason.UNAVAILABLE)] * 2
-    assert await backend.batched_get(KEYS, arena, timeout_s=0.01) == [Miss(MissReason.UNAVAILABLE)] * 2
+    assert (
+        await backend.batched_get(KEYS, arena, timeout_s=0.01) == [Miss(MissReason.UNAVAILABLE)] * 2
+    )
     arena.check_empty()
     assert await backend.batched_contains(KEYS) == [False, False]
     assert await backend.batched_remove(KEYS) == 0
@@ -136,7 +140,9 @@ async def test_a_cancelled_call_is_cancelled(backend: BreakerBackend) -> None:
         await task
 
 
-async def test_what_is_put_and_removed_adds_to_the_time_by_its_size(inner: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_put_and_removed_adds_to_the_time_by_its_size(
+    inner: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chunk = make_chunk(1)
     inner.wait_s = 0.2
     backend = BreakerBackend(inner, options=BreakerOptions(timeout_s=0.01))
@@ -154,7 +160,10 @@ async def test_one_put_that_does_not_end_is_enough_and_only_a_put_ends_it(inner:
     inner.wait_s = 0
     assert await backend.batched_put([make_chunk(1)]) == [False], "not asked"
     clock.now = 1.1
-    assert await backend.batched_contains(KEYS) == [True, True], "reads go on, and prove nothing for writes"
+    assert await backend.batched_contains(KEYS) == [
+        True,
+        True,
+    ], "reads go on, and prove nothing for writes"
     assert backend.is_open
     inner.wait_s = 10.0
     assert await backend.batched_put([make_chunk(1)]) == [False], "a probe that hangs again"
@@ -167,10 +176,14 @@ async def test_one_put_that_does_not_end_is_enough_and_only_a_put_ends_it(inner:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "unavailable", "bypassed"])
-async def test_a_probe_of_writes_that_tells_nothing_is_followed_by_another(inner: Slow, how: str) -> None:
+async def test_a_probe_of_writes_that_tells_nothing_is_followed_by_another(
+    inner: Slow, how: str
+) -> None:
     """Or writes would be bypassed for good."""
     clock = Clock()
-    backend = BreakerBackend(inner, clock, BreakerOptions(num_failures=2, cool_down_s=1.0, timeout_s=0.05))
+    backend = BreakerBackend(
+        inner, clock, BreakerOptions(num_failures=2, cool_down_s=1.0, timeout_s=0.05)
+    )
     assert await backend.batched_put([make_chunk(1)]) == [False]
     clock.now = 5.0
     if how == "cancelled":
@@ -199,8 +212,12 @@ async def test_what_a_tier_answers_from_memory_excuses_no_hung_read(tmp_path: Pa
     files.may_read.clear()
     for _ in range(3):
         assert await backend.batched_contains(KEYS) == [True, False]
-        assert await backend.batched_get([make_key("never stored")], Arena()) == [Miss(MissReason.NEVER_STORED)]
-        assert await backend.batched_get(KEYS[:1], Arena(), timeout_s=0.11) == [Miss(MissReason.DEADLINE)]
+        assert await backend.batched_get([make_key("never stored")], Arena()) == [
+            Miss(MissReason.NEVER_STORED)
+        ]
+        assert await backend.batched_get(KEYS[:1], Arena(), timeout_s=0.11) == [
+            Miss(MissReason.DEADLINE)
+        ]
     assert backend.is_open
     files.may_read.set()
     await backend.close()

@@ -24,7 +24,11 @@ def allocate(num_bytes):
 
 
 def taken_bytes(root: Path) -> int:
-    return sum(charged_bytes(path.stat().st_size) for path in root.rglob("*") if path.is_file() and path.name != ".lock")
+    return sum(
+        charged_bytes(path.stat().st_size)
+        for path in root.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    )
 
 
 @pytest.fixture
@@ -43,7 +47,10 @@ async def disk(tmp_path, removed):
 
 
 async def get(disk: LocalDiskBackend, *names: object) -> list[bytes | MissReason]:
-    return [payload_of(result) for result in await disk.batched_get([make_key(name) for name in names], allocate)]
+    return [
+        payload_of(result)
+        for result in await disk.batched_get([make_key(name) for name in names], allocate)
+    ]
 
 
 async def put(disk: LocalDiskBackend, *names: object) -> None:
@@ -57,7 +64,11 @@ async def test_the_least_recently_used_chunk_makes_room(disk, removed, tmp_path)
     await put(disk, "one more")
     await asyncio.sleep(0)
     assert removed == [make_key(1)]
-    assert await get(disk, 0, 1, "one more") == [make_payload(0), MissReason.EVICTED, make_payload("one more")]
+    assert await get(disk, 0, 1, "one more") == [
+        make_payload(0),
+        MissReason.EVICTED,
+        make_payload("one more"),
+    ]
     assert disk.stats()["evicted_chunks"] == 1
     assert taken_bytes(tmp_path) == disk.stats()["used_bytes"] == CAPACITY_BYTES
 
@@ -96,9 +107,16 @@ async def test_a_chunk_above_the_capacity_is_refused_and_evicts_nothing(disk):
     assert await get(disk, 0) == [make_payload(0)]
 
 
-async def test_a_lossless_chunk_takes_the_place_of_a_lossy_one_and_not_the_other_way(disk, tmp_path):
+async def test_a_lossless_chunk_takes_the_place_of_a_lossy_one_and_not_the_other_way(
+    disk, tmp_path
+):
     lossless, lossy = make_payload("lossless"), make_payload("lossy", 3000)
-    for payload, is_lossy, expected in ((lossy, True, lossy), (b"x", True, lossy), (lossless, False, lossless), (lossy, True, lossless)):
+    for payload, is_lossy, expected in (
+        (lossy, True, lossy),
+        (b"x", True, lossy),
+        (lossless, False, lossless),
+        (lossy, True, lossless),
+    ):
         assert await disk.batched_put([make_chunk("a", payload=payload, lossy=is_lossy)]) == [True]
         assert await get(disk, "a") == [expected]
     assert disk.stats()["used_bytes"] == taken_bytes(tmp_path) == CHARGE
@@ -125,14 +143,23 @@ async def test_a_directory_that_somebody_removed_is_made_again(disk, tmp_path):
     assert await get(disk, "b") == [make_payload("b")]
 
 
-async def test_a_damaged_file_is_set_aside_and_its_space_is_used_when_needed(disk, removed, tmp_path):
+async def test_a_damaged_file_is_set_aside_and_its_space_is_used_when_needed(
+    disk, removed, tmp_path
+):
     await put(disk, *range(NUM_SLOTS))
-    [path] = [path for path in tmp_path.rglob("*.kvr") if path.read_bytes()[512:] == make_payload(2)]
+    [path] = [
+        path for path in tmp_path.rglob("*.kvr") if path.read_bytes()[512:] == make_payload(2)
+    ]
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert await get(disk, 2) == [MissReason.CORRUPT]
     await asyncio.sleep(0)
     assert removed == [make_key(2)]
-    assert len(list((tmp_path / ".bad").iterdir())) == disk.stats()["quarantined_files"] == disk.stats()["corrupt_chunks"] == 1
+    assert (
+        len(list((tmp_path / ".bad").iterdir()))
+        == disk.stats()["quarantined_files"]
+        == disk.stats()["corrupt_chunks"]
+        == 1
+    )
     assert disk.stats()["used_bytes"] == CAPACITY_BYTES
     await put(disk, 2)
     assert list((tmp_path / ".bad").iterdir()) == []
@@ -152,7 +179,9 @@ async def test_no_more_than_a_few_damaged_files_are_kept(tmp_path):
 
 async def test_a_second_owner_is_refused_with_the_remedy(disk, tmp_path):
     other = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
-    with pytest.raises(ConfigError, match=r"in use by another process \(pid \d+\): give each process a directory"):
+    with pytest.raises(
+        ConfigError, match=r"in use by another process \(pid \d+\): give each process a directory"
+    ):
         await other.open()
     await put(disk, "a")
     await disk.close()
@@ -226,7 +255,13 @@ async def test_fsync_comes_before_the_name_and_again_behind_it(tmp_path):
     await disk.open()
     await put(disk, "a")
     shard = disk._layout.record(make_key("a")).parent
-    assert calls == ["sync", shard.parent, tmp_path, "rename", shard], "the names of new directories count too"
+    assert calls == [
+        "sync",
+        shard.parent,
+        tmp_path,
+        "rename",
+        shard,
+    ], "the names of new directories count too"
     calls.clear()
     await disk.batched_remove([make_key("a")])
     await put(disk, "a")
@@ -249,7 +284,9 @@ async def test_a_stalled_disk_stops_nobody_who_does_not_read_it(tmp_path):
         async with asyncio.timeout(0.05):
             await get(disk, *range(NUM_SLOTS))
     assert await disk.batched_contains([make_key(0)]) == [True]
-    assert ARENA.used_bytes == 2 * 1024, "reads that began hold their memory until they end, the others have given it back"
+    assert ARENA.used_bytes == 2 * 1024, (
+        "reads that began hold their memory until they end, the others have given it back"
+    )
     may_go_on.set()
     assert await get(disk, 0) == [make_payload(0)]
     await disk.close()

@@ -19,7 +19,9 @@ MUTATIONS = ("make_directory", "create", "write", "sync", "rename", "sync_direct
 
 
 class Failing(DiskFiles):
-    """Fails the named operations with an error number, as long as one is set; a failing write is a partial one."""
+    """Fails the named operations with an error number, as long as one is set; a failing write is
+    a partial one.
+    """
 
     def __init__(self) -> None:
         self.failing: dict[str, int] = {}
@@ -80,12 +82,19 @@ async def disk(tmp_path, files, clock):
 
 
 async def get(disk, *names):
-    return [payload_of(result) for result in await disk.batched_get([make_key(name) for name in names], Arena())]
+    return [
+        payload_of(result)
+        for result in await disk.batched_get([make_key(name) for name in names], Arena())
+    ]
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
-async def test_a_write_that_fails_leaves_nothing_and_heals(disk, files, clock, tmp_path, operation, code):
+@pytest.mark.parametrize(
+    "code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get
+)
+async def test_a_write_that_fails_leaves_nothing_and_heals(
+    disk, files, clock, tmp_path, operation, code
+):
     assert await disk.batched_put([make_chunk("before")]) == [True]
     files.failing = {operation: code}
     assert await disk.batched_put([make_chunk("a")]) == [False]
@@ -94,7 +103,11 @@ async def test_a_write_that_fails_leaves_nothing_and_heals(disk, files, clock, t
     files.failing.clear()
     assert await disk.batched_put([make_chunk("a")]) == [False], "it is left alone for a while"
     figures = disk.stats()
-    assert (figures["failed_writes"], figures["rejected_writes"], figures["is_failing"]) == (1, 1, 1)
+    assert (figures["failed_writes"], figures["rejected_writes"], figures["is_failing"]) == (
+        1,
+        1,
+        1,
+    )
     clock.now += MIN_PAUSE_S
     assert await disk.batched_put([make_chunk("a")]) == [True]
     assert await get(disk, "a") == [make_payload("a")]
@@ -103,11 +116,15 @@ async def test_a_write_that_fails_leaves_nothing_and_heals(disk, files, clock, t
 
 async def test_a_full_disk_is_told_once_and_once_that_it_has_healed(disk, files, clock, caplog):
     caplog.set_level("INFO")
-    for i in range(20):  # something is freed now and then: a write gets through, the next ones do not
+    for i in range(
+        20
+    ):  # something is freed now and then: a write gets through, the next ones do not
         files.failing = {} if i % 3 == 2 else {"write": errno.ENOSPC}
         await disk.batched_put([make_chunk(f"{i}-{j}") for j in range(4)])
         clock.now += MAX_PAUSE_S if i == 10 else 1.0
-    assert [record.getMessage().partition(str(disk._layout.root))[2] for record in caplog.records] == [
+    assert [
+        record.getMessage().partition(str(disk._layout.root))[2] for record in caplog.records
+    ] == [
         " does not take writes: No space left on device; it is tried again later",
         " takes writes again",
         " does not take writes: No space left on device; it is tried again later",
@@ -156,7 +173,9 @@ async def test_a_removed_chunk_whose_file_stayed_can_be_stored_again(disk, files
 
 
 @pytest.mark.parametrize("how", ["remove", "clear tenant"])
-async def test_a_removed_chunk_whose_file_stayed_is_removed_when_asked_again(disk, files, tmp_path, how):
+async def test_a_removed_chunk_whose_file_stayed_is_removed_when_asked_again(
+    disk, files, tmp_path, how
+):
     assert await disk.batched_put([make_chunk("a")]) == [True]
     files.failing = {"unlink": errno.EIO}
     assert await disk.batched_remove([make_key("a")]) == 1
@@ -168,7 +187,9 @@ async def test_a_removed_chunk_whose_file_stayed_is_removed_when_asked_again(dis
     assert list(tmp_path.rglob("*.kvr")) == []
 
 
-async def test_one_file_that_cannot_be_removed_does_not_stop_the_others(disk, files, clock, monkeypatch):
+async def test_one_file_that_cannot_be_removed_does_not_stop_the_others(
+    disk, files, clock, monkeypatch
+):
     for name in range(NUM_SLOTS):
         assert await disk.batched_put([make_chunk(name)]) == [True]
     stuck = disk._layout.record(make_key(0))

@@ -47,7 +47,9 @@ def removed():
 
 async def opened(root: Path, clock, removed, limits=None, **options) -> LocalDiskBackend:
     limits = limits or TierLimits(TTL_S, QUOTAS)
-    disk = LocalDiskBackend(root, CAPACITY_BYTES, on_removed=removed.append, limits=limits, clock=clock, **options)
+    disk = LocalDiskBackend(
+        root, CAPACITY_BYTES, on_removed=removed.append, limits=limits, clock=clock, **options
+    )
     await disk.open()
     return disk
 
@@ -70,7 +72,10 @@ async def put(disk, *names, tenant="default", is_kept=True):
 
 
 async def get(disk, *names, tenant="default"):
-    return [payload_of(result) for result in await disk.batched_get([make_key(name, tenant) for name in names], Arena())]
+    return [
+        payload_of(result)
+        for result in await disk.batched_get([make_key(name, tenant) for name in names], Arena())
+    ]
 
 
 def num_files(root: Path) -> int:
@@ -96,7 +101,11 @@ async def test_a_chunk_is_served_for_its_time_then_its_file_goes(disk, clock, re
     assert removed == [make_key("a")]
     assert await get(disk, "a", "never") == [MissReason.EXPIRED, MissReason.NEVER_STORED]
     figures = disk.stats()
-    assert (figures["expired_chunks"], figures["evicted_chunks"], figures["used_bytes"]) == (1, 0, 0)
+    assert (figures["expired_chunks"], figures["evicted_chunks"], figures["used_bytes"]) == (
+        1,
+        0,
+        0,
+    )
 
 
 async def test_the_time_goes_on_over_a_restart(disk, clock, removed, tmp_path):
@@ -142,7 +151,9 @@ async def test_a_file_whose_time_is_over_is_not_inserted(disk, clock, tmp_path):
     assert num_files(tmp_path) == 1, "the next write removes it"
 
 
-async def test_an_expired_file_that_cannot_be_removed_stays_charged_and_stops_nobody(clock, removed, tmp_path):
+async def test_an_expired_file_that_cannot_be_removed_stays_charged_and_stops_nobody(
+    clock, removed, tmp_path
+):
     class Stuck(DiskFiles):
         is_stuck = False
 
@@ -157,7 +168,11 @@ async def test_an_expired_file_that_cannot_be_removed_stays_charged_and_stops_no
     clock.now += TTL_S
     files.is_stuck = True
     await put(disk, "c")
-    assert await get(disk, "a", "b", "c") == [MissReason.EXPIRED, MissReason.EXPIRED, make_payload("c")]
+    assert await get(disk, "a", "b", "c") == [
+        MissReason.EXPIRED,
+        MissReason.EXPIRED,
+        make_payload("c"),
+    ]
     assert (disk.stats()["used_bytes"], disk.stats()["quarantined_files"]) == (3 * BLOCK_BYTES, 2)
     await disk.close()
     disk.check_integrity()
@@ -165,15 +180,21 @@ async def test_an_expired_file_that_cannot_be_removed_stays_charged_and_stops_no
 
 async def test_a_chunk_lifted_into_memory_keeps_its_age(clock, removed, tmp_path):
     disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, limits=TierLimits(TTL_S), clock=clock)
-    hot = LocalCPUBackend(ArenaAllocator.anonymous(1 << 16), create_policy(), limits=TierLimits(TTL_S), clock=clock)
+    hot = LocalCPUBackend(
+        ArenaAllocator.anonymous(1 << 16), create_policy(), limits=TierLimits(TTL_S), clock=clock
+    )
     stack = TierStack(hot, [disk])
     await stack.open()
     await put(disk, "a")
     clock.now += TTL_S - 10
-    assert [payload_of(result) for result in await stack.batched_get([make_key("a")])] == [make_payload("a")]
+    assert [payload_of(result) for result in await stack.batched_get([make_key("a")])] == [
+        make_payload("a")
+    ]
     assert hot.contains_many([make_key("a")]) == [True]
     clock.now += 10
-    assert [payload_of(result) for result in await stack.batched_get([make_key("a")])] == [MissReason.EXPIRED]
+    assert [payload_of(result) for result in await stack.batched_get([make_key("a")])] == [
+        MissReason.EXPIRED
+    ]
     await stack.close()
 
 
@@ -205,7 +226,14 @@ async def test_the_quota_also_bounds_what_is_being_written(clock, removed, tmp_p
             super().write(fd, buffers)
             with self.names:
                 self.peak = max(
-                    self.peak, len([path for path in tmp_path.rglob("*") if path.suffix in (".kvr", ".tmp") and path.is_file()])
+                    self.peak,
+                    len(
+                        [
+                            path
+                            for path in tmp_path.rglob("*")
+                            if path.suffix in (".kvr", ".tmp") and path.is_file()
+                        ]
+                    ),
                 )
 
         def rename(self, source, target):
@@ -230,7 +258,9 @@ async def test_a_smaller_quota_after_a_restart_holds_at_once(disk, clock, remove
     await put(disk, *range(QUOTA_SLOTS), tenant="mine")
     await disk.close()
     removed.clear()
-    again = await opened(tmp_path, clock, removed, TierLimits(None, TenantQuotas(None, {"mine": BLOCK_BYTES})))
+    again = await opened(
+        tmp_path, clock, removed, TierLimits(None, TenantQuotas(None, {"mine": BLOCK_BYTES}))
+    )
     assert num_files(tmp_path / "mine") == 1
     assert num_files(tmp_path / "default") == 5
     again.check_integrity()

@@ -37,7 +37,10 @@ async def fill(root, *names, tenant="default") -> dict[object, os.PathLike]:
 
 async def get(disk, *names, tenant="default"):
     arena = Arena()
-    return [payload_of(result) for result in await disk.batched_get([make_key(name, tenant) for name in names], arena)]
+    return [
+        payload_of(result)
+        for result in await disk.batched_get([make_key(name, tenant) for name in names], arena)
+    ]
 
 
 async def test_what_is_whole_is_served_again_for_its_tenant(tmp_path):
@@ -129,7 +132,11 @@ async def test_a_record_of_a_later_version_is_left_for_it_until_its_space_is_nee
         another_version(path)
     disk = await opened(tmp_path, 14 * BLOCK_BYTES)
     figures = disk.stats()
-    assert (figures["num_chunks"], figures["damaged_at_start"], figures["quarantined_files"]) == (0, 0, 0)
+    assert (figures["num_chunks"], figures["damaged_at_start"], figures["quarantined_files"]) == (
+        0,
+        0,
+        0,
+    )
     assert figures["used_bytes"] == 12 * BLOCK_BYTES
     assert await get(disk, *range(12)) == [MissReason.NEVER_STORED] * 12
     for name in ("x", "y"):
@@ -137,7 +144,10 @@ async def test_a_record_of_a_later_version_is_left_for_it_until_its_space_is_nee
     assert all(path.exists() for path in paths.values())
     assert await disk.batched_put([make_chunk("z"), make_chunk(0)]) == [True, True]
     assert await get(disk, "x", "y", "z", 0) == [make_payload(name) for name in ("x", "y", "z", 0)]
-    assert sum(path.exists() for path in paths.values()) in (10, 11), "one is replaced, others make room"
+    assert sum(path.exists() for path in paths.values()) in (
+        10,
+        11,
+    ), "one is replaced, others make room"
     disk.check_integrity()
     await disk.close()
 
@@ -169,7 +179,11 @@ async def test_what_is_removed_is_not_served_again_by_a_later_version(tmp_path, 
     await disk.close()
 
 
-@pytest.mark.parametrize("name", [b"\xff\xfe", "ü".encode() * 100, b"%zz", b"..."], ids=["no UTF-8", "too long", "no escape", "dots"])
+@pytest.mark.parametrize(
+    "name",
+    [b"\xff\xfe", "ü".encode() * 100, b"%zz", b"..."],
+    ids=["no UTF-8", "too long", "no escape", "dots"],
+)
 async def test_a_directory_that_no_tenant_can_have_is_passed_over(tmp_path, name):
     await fill(tmp_path, "a")
     (tmp_path / os.fsdecode(name)).mkdir()
@@ -195,13 +209,21 @@ async def test_a_thing_that_cannot_be_removed_does_not_stop_the_tier(tmp_path):
 async def test_half_written_files_go_and_strangers_stay(tmp_path):
     await fill(tmp_path, "a")
     (tmp_path / ".tmp" / "1234-0.tmp").write_bytes(b"half")
-    strangers = [tmp_path / "notes.txt", tmp_path / "default" / "notes.txt", tmp_path / "default" / "ab" / "notes.kvr"]
+    strangers = [
+        tmp_path / "notes.txt",
+        tmp_path / "default" / "notes.txt",
+        tmp_path / "default" / "ab" / "notes.kvr",
+    ]
     for path in strangers:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"mine")
     disk = await opened(tmp_path)
     figures = disk.stats()
-    assert (figures["leftovers_at_start"], figures["foreign_at_start"], figures["num_chunks"]) == (1, 3, 1)
+    assert (figures["leftovers_at_start"], figures["foreign_at_start"], figures["num_chunks"]) == (
+        1,
+        3,
+        1,
+    )
     assert list((tmp_path / ".tmp").iterdir()) == []
     await disk.clear()
     assert all(path.read_bytes() == b"mine" for path in strangers)

@@ -1,4 +1,6 @@
-"""An error of the environment (no descriptors, no memory, no rights, a device that hiccups) costs hits while it lasts, and no record."""
+"""An error of the environment (no descriptors, no memory, no rights, a device that hiccups)
+costs hits while it lasts, and no record.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 NUM_CHUNKS = 20
 CAPACITY_BYTES = 64 * BLOCK_BYTES
-ENVIRONMENT = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EIO, errno.ETIMEDOUT]
+ENVIRONMENT = [
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ESTALE,
+    errno.EIO,
+    errno.ETIMEDOUT,
+]
 
 
 class Trouble(DiskFiles):
@@ -79,7 +90,10 @@ async def fill(root, *names, tenant="default") -> dict[object, Path]:
 
 
 async def get(disk, *names, tenant="default"):
-    return [payload_of(result) for result in await disk.batched_get([make_key(name, tenant) for name in names], Arena())]
+    return [
+        payload_of(result)
+        for result in await disk.batched_get([make_key(name, tenant) for name in names], Arena())
+    ]
 
 
 def records(root: Path) -> int:
@@ -93,13 +107,19 @@ def used_blocks(disk) -> int:
 
 @pytest.mark.parametrize("code", ENVIRONMENT, ids=errno.errorcode.get)
 @pytest.mark.parametrize("operation", ["open", "read", "stat"])
-async def test_a_start_that_cannot_read_its_files_leaves_them_and_looks_again(tmp_path, files, operation, code):
+async def test_a_start_that_cannot_read_its_files_leaves_them_and_looks_again(
+    tmp_path, files, operation, code
+):
     await fill(tmp_path, *range(NUM_CHUNKS))
     files.failing = {operation: code}
     files.only = ".kvr"
     disk = await opened(tmp_path, files)
     figures = disk.stats()
-    assert (figures["num_chunks"], figures["damaged_at_start"], figures["quarantined_files"]) == (0, 0, 0)
+    assert (figures["num_chunks"], figures["damaged_at_start"], figures["quarantined_files"]) == (
+        0,
+        0,
+        0,
+    )
     assert figures["unread_files"] == NUM_CHUNKS
     assert records(tmp_path) == NUM_CHUNKS
     if operation != "stat":
@@ -142,7 +162,9 @@ async def test_it_looks_again_by_itself(tmp_path, files, monkeypatch):
     await disk.close()
 
 
-async def test_a_root_that_cannot_be_read_behind_a_slow_start_is_read_later(tmp_path, files, monkeypatch):
+async def test_a_root_that_cannot_be_read_behind_a_slow_start_is_read_later(
+    tmp_path, files, monkeypatch
+):
     """No writes meanwhile: what lies there is not counted yet."""
     await fill(tmp_path, "a")
     monkeypatch.setattr("lmcache_core.storage.disk.backend.LOAD_WAIT_S", 0.0)
@@ -173,14 +195,20 @@ async def test_what_could_not_be_read_is_never_removed_for_room(tmp_path, files)
     await disk.close()
 
 
-async def test_a_disk_full_of_unread_files_is_failing_until_they_can_be_read(tmp_path, files, caplog):
+async def test_a_disk_full_of_unread_files_is_failing_until_they_can_be_read(
+    tmp_path, files, caplog
+):
     await fill(tmp_path, *range(4))
     files.failing, files.only = {"open": errno.EACCES}, ".kvr"
     disk = await opened(tmp_path, files, 4 * BLOCK_BYTES)
     for i in range(10, 13):
         assert await disk.batched_put([make_chunk(i)]) == [False]
     figures = disk.stats()
-    assert (figures["is_failing"], figures["rejected_writes"], figures["failed_writes"]) == (1, 3, 0)
+    assert (figures["is_failing"], figures["rejected_writes"], figures["failed_writes"]) == (
+        1,
+        3,
+        0,
+    )
     assert records(tmp_path) == 4, "they are protected all the same"
     assert caplog.text.count("no room for writes") == 1
     files.failing = {}
@@ -215,7 +243,9 @@ async def test_a_write_for_which_unread_files_leave_no_room_costs_no_other_chunk
     files.failing = {}
     assert await disk.batched_put([make_chunk(10)]) == [True]
     assert disk.stats()["is_failing"] == 0
-    assert await disk.batched_put([make_chunk(11, payload=make_payload(11, BLOCK_BYTES))]) == [False]
+    assert await disk.batched_put([make_chunk(11, payload=make_payload(11, BLOCK_BYTES))]) == [
+        False
+    ]
     assert disk.stats()["is_failing"] == 1
     assert await get(disk, 10) == [make_payload(10)]
     await disk.close()
@@ -261,11 +291,15 @@ async def test_what_is_removed_while_it_cannot_be_read_does_not_come_back(tmp_pa
     if how == "remove":
         assert await disk.batched_remove([make_key("a")]) == 1
     else:
-        assert await disk.clear("default" if how == "clear tenant" else None) == (1 if how == "clear tenant" else 2)
+        assert await disk.clear("default" if how == "clear tenant" else None) == (
+            1 if how == "clear tenant" else 2
+        )
     files.failing.clear()
     await disk._pool.run(disk._store.look_again)
     assert await get(disk, "a") == [MissReason.NEVER_STORED]
-    assert await get(disk, "b", tenant="other") == [MissReason.NEVER_STORED if how == "clear" else make_payload("b")]
+    assert await get(disk, "b", tenant="other") == [
+        MissReason.NEVER_STORED if how == "clear" else make_payload("b")
+    ]
     await disk.close()
 
 
@@ -292,7 +326,9 @@ async def test_a_device_that_fails_altogether_costs_no_file(tmp_path, files):
     await disk.close()
 
 
-async def test_a_file_that_fails_where_others_can_be_read_is_set_aside_and_looked_at_again(tmp_path, files):
+async def test_a_file_that_fails_where_others_can_be_read_is_set_aside_and_looked_at_again(
+    tmp_path, files
+):
     paths = await fill(tmp_path, "a", "b")
     disk = await opened(tmp_path, files)
     files.failing, files.only = {"read": errno.EIO}, paths["a"].name
@@ -401,7 +437,9 @@ async def test_what_can_be_read_later_is_announced(tmp_path, files, monkeypatch,
     await disk.close()
 
 
-async def test_a_chunk_that_was_set_aside_is_announced_when_it_is_back(tmp_path, files, monkeypatch):
+async def test_a_chunk_that_was_set_aside_is_announced_when_it_is_back(
+    tmp_path, files, monkeypatch
+):
     monkeypatch.setattr("lmcache_core.storage.disk.backend.LOOK_AGAIN_S", 0.01)
     paths = await fill(tmp_path, "a", "b")
     disk = await opened(tmp_path, files)
@@ -465,7 +503,11 @@ CHILD = """
 def test_a_start_without_descriptors_costs_no_record(tmp_path):
     """The kernel's own EMFILE."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["without descriptors: 0", "with descriptors: 20"]

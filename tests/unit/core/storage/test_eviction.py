@@ -51,7 +51,11 @@ def test_reasons_are_remembered_for_the_last_ones_only():
     recent = RecentEvictions()
     recent.add(A, MissReason.EXPIRED)
     recent.add(B)
-    assert [recent.miss(key).reason for key in (A, B, C)] == [MissReason.EXPIRED, MissReason.EVICTED, MissReason.NEVER_STORED]
+    assert [recent.miss(key).reason for key in (A, B, C)] == [
+        MissReason.EXPIRED,
+        MissReason.EVICTED,
+        MissReason.NEVER_STORED,
+    ]
     recent.discard(A)
     for i in range(MAX_RECENT_EVICTIONS):
         recent.add(make_key(i))

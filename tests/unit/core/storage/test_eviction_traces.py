@@ -1,4 +1,6 @@
-"""What the policies are worth on the traces of the bench, shortened; and that the simulation itself is right."""
+"""What the policies are worth on the traces of the bench, shortened; and that the simulation
+itself is right.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,24 @@ A, B, C, D = (make_key(name) for name in "abcd")
 
 @pytest.fixture(scope="module")
 def traces():
-    return {"chat": eviction.chat_trace(num_conversations=250), "rag": eviction.rag_trace(num_requests=500, num_documents=250)}
+    return {
+        "chat": eviction.chat_trace(num_conversations=250),
+        "rag": eviction.rag_trace(num_requests=500, num_documents=250),
+    }
 
 
 def ratios(trace, share):
     num_slots = int(share * len({key for request in trace for key in request}))
-    by_policy = {label: eviction.hit_ratio(trace, make(), num_slots) for label, make in eviction.POLICIES.items()}
-    return by_policy["LRU"], by_policy["S3-LRU (default)"], eviction.optimal_hit_ratio(trace, num_slots), by_policy
+    by_policy = {
+        label: eviction.hit_ratio(trace, make(), num_slots)
+        for label, make in eviction.POLICIES.items()
+    }
+    return (
+        by_policy["LRU"],
+        by_policy["S3-LRU (default)"],
+        eviction.optimal_hit_ratio(trace, num_slots),
+        by_policy,
+    )
 
 
 @pytest.mark.parametrize("share", eviction.CAPACITY_SHARES)

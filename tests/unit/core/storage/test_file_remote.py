@@ -108,7 +108,10 @@ def arena():
 
 
 async def get(tier, *names, arena=None):
-    return [payload_of(result) for result in await tier.batched_get([make_key(name) for name in names], arena or Arena())]
+    return [
+        payload_of(result)
+        for result in await tier.batched_get([make_key(name) for name in names], arena or Arena())
+    ]
 
 
 def record_of(root: Path) -> Path:
@@ -121,7 +124,9 @@ def make_old(path: Path, by_s: float = GROWING_S + 1) -> None:
 
 
 async def test_processes_share_what_they_write(tmp_path, tier):
-    processes = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)]) for _ in range(NUM_WRITERS)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)]) for _ in range(NUM_WRITERS)
+    ]
     arena, seen = Arena(), set()
     while any(process.poll() is None for process in processes):
         for i, result in enumerate(await tier.batched_get([make_key(i) for i in range(8)], arena)):
@@ -135,7 +140,12 @@ async def test_processes_share_what_they_write(tmp_path, tier):
 
 async def test_a_lossless_chunk_takes_the_place_of_a_lossy_one_and_not_the_other_way(tier):
     lossless, lossy = make_payload("lossless"), make_payload("lossy", 3000)
-    for payload, is_lossy, expected in ((lossy, True, lossy), (b"x", True, lossy), (lossless, False, lossless), (lossy, True, lossless)):
+    for payload, is_lossy, expected in (
+        (lossy, True, lossy),
+        (b"x", True, lossy),
+        (lossless, False, lossless),
+        (lossy, True, lossless),
+    ):
         assert await tier.batched_put([make_chunk("a", payload=payload, lossy=is_lossy)]) == [True]
         assert await get(tier, "a") == [expected]
 
@@ -166,7 +176,9 @@ class WrongOnce(DiskFiles):
 
     def read(self, fd, buffer, at):
         num_read = super().read(fd, buffer, at)
-        is_asked_for = at > 0 or self._at < HEAD_ALIGN_BYTES  # the first read brings more than the head
+        is_asked_for = (
+            at > 0 or self._at < HEAD_ALIGN_BYTES
+        )  # the first read brings more than the head
         if self._num_wrong and is_asked_for and at <= self._at < at + num_read:
             self._num_wrong -= 1
             memoryview(buffer)[self._at - at] ^= 1 << self._num_wrong
@@ -208,7 +220,9 @@ async def test_a_damaged_file_is_written_anew(tier, tmp_path):
     assert await get(tier, "a") == [make_payload("a")]
 
 
-async def test_a_good_file_that_has_just_taken_the_name_of_a_damaged_one_stays(tier, tmp_path, files):
+async def test_a_good_file_that_has_just_taken_the_name_of_a_damaged_one_stays(
+    tier, tmp_path, files
+):
     await tier.batched_put([make_chunk("a")])
     path = record_of(tmp_path)
     good = path.read_bytes()
@@ -271,7 +285,9 @@ async def test_foreign_things_in_the_place_of_a_record_are_misses(tier, tmp_path
 
 @pytest.mark.parametrize("operation", ["create", "write", "rename"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT], ids=errno.errorcode.get)
-async def test_a_directory_that_takes_no_more_keeps_serving_and_is_tried_again(tier, files, operation, code):
+async def test_a_directory_that_takes_no_more_keeps_serving_and_is_tried_again(
+    tier, files, operation, code
+):
     now = [100.0]
     tier._directory._backoff = WriteBackoff(lambda: now[0])
     assert await tier.batched_put([make_chunk("before")]) == [True]
@@ -285,7 +301,9 @@ async def test_a_directory_that_takes_no_more_keeps_serving_and_is_tried_again(t
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "rename"])
-async def test_a_write_that_fails_otherwise_says_that_the_tier_is_in_trouble(tier, files, arena, operation):
+async def test_a_write_that_fails_otherwise_says_that_the_tier_is_in_trouble(
+    tier, files, arena, operation
+):
     files.failing = {operation: errno.EIO}
     chunks = [make_chunk(i, allocate=arena) for i in range(3)]
     with pytest.raises(UnavailableError, match="Input/output error"):
@@ -323,7 +341,9 @@ async def test_a_directory_that_is_not_mounted_is_unavailable_and_is_not_made(tm
     await tier.close()
 
 
-async def test_what_does_not_answer_is_unavailable_or_late_and_leaks_nothing(tmp_path, files, arena):
+async def test_what_does_not_answer_is_unavailable_or_late_and_leaks_nothing(
+    tmp_path, files, arena
+):
     writer = FileBackend(tmp_path, RemoteOptions())
     await writer.open()
     keys = [make_key(i) for i in range(20)]
@@ -390,6 +410,10 @@ def record_of_any(root: Path) -> Path:
 async def test_a_tier_that_is_not_open_is_unavailable(tmp_path):
     tier = FileBackend(tmp_path, RemoteOptions())
     await tier.close()
-    for call in (tier.batched_get([], Arena()), tier.batched_put([]), tier.batched_contains([make_key(1)])):
+    for call in (
+        tier.batched_get([], Arena()),
+        tier.batched_put([]),
+        tier.batched_contains([make_key(1)]),
+    ):
         with pytest.raises(UnavailableError):
             await call

@@ -24,7 +24,9 @@ def removed():
 
 @pytest.fixture
 def hot(removed):
-    backend = LocalCPUBackend(ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS), create_policy(), removed.append)
+    backend = LocalCPUBackend(
+        ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS), create_policy(), removed.append
+    )
     yield backend
     backend.check_integrity()
 

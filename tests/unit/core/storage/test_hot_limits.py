@@ -40,7 +40,9 @@ def hot(removed, clock):
     quotas = TenantQuotas(QUOTA_SLOTS * SLOT_BYTES, {"default": NUM_SLOTS * SLOT_BYTES})
     limits = TierLimits(TTL_S, quotas)
     arena = ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS)
-    backend = LocalCPUBackend(arena, create_policy("lru"), removed.append, limits=limits, clock=clock)
+    backend = LocalCPUBackend(
+        arena, create_policy("lru"), removed.append, limits=limits, clock=clock
+    )
     yield backend
     backend.check_integrity()
     backend.clear_now()
@@ -51,7 +53,9 @@ def held_by(tier: LocalCPUBackend, tenant: str) -> int:
     return sum(key.tenant == tenant for key, _ in tier.held())
 
 
-def put(hot: LocalCPUBackend, *names: object, is_kept: bool = True, **options: object) -> list[ChunkKey]:
+def put(
+    hot: LocalCPUBackend, *names: object, is_kept: bool = True, **options: object
+) -> list[ChunkKey]:
     chunks = [make_chunk(name, allocate=hot.allocate, **options) for name in names]
     assert hot.put_many(chunks) == [is_kept] * len(chunks)
     for chunk in chunks:
@@ -79,7 +83,12 @@ def test_a_chunk_is_served_for_its_time_and_then_a_miss_with_its_reason(hot, clo
     assert get(hot, key) is MissReason.EXPIRED
     assert removed == [key]
     assert hot.stats()["expired_chunks"] == 1
-    assert hot.stats()["evicted_chunks"] == hot.stats()["used_bytes"] == hot.stats()["arena_used_bytes"] == 0
+    assert (
+        hot.stats()["evicted_chunks"]
+        == hot.stats()["used_bytes"]
+        == hot.stats()["arena_used_bytes"]
+        == 0
+    )
     assert hot.miss(make_key("never")).reason is MissReason.NEVER_STORED
 
 
@@ -242,7 +251,10 @@ def test_nothing_is_given_up_for_what_could_never_be_held(hot, removed):
 def test_without_a_quota_one_tenant_is_lent_half_and_all_together_three_quarters():
     hot = LocalCPUBackend(ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS), create_policy("lru"))
     lent = [receive(hot, tenant) for tenant in ("a", "b", "c") for _ in range(NUM_SLOTS)]
-    given = [sum(memory is not None for memory in lent[at : at + NUM_SLOTS]) for at in (0, NUM_SLOTS, 2 * NUM_SLOTS)]
+    given = [
+        sum(memory is not None for memory in lent[at : at + NUM_SLOTS])
+        for at in (0, NUM_SLOTS, 2 * NUM_SLOTS)
+    ]
     assert given == [NUM_SLOTS // 2, NUM_SLOTS // 4, 0]
     for memory in lent:
         if memory is not None:
@@ -252,7 +264,9 @@ def test_without_a_quota_one_tenant_is_lent_half_and_all_together_three_quarters
 
 def test_a_chunk_that_is_kept_is_not_on_its_way_in_any_more(hot):
     for name in "abcd":
-        chunk = make_chunk(name, tenant="small", allocate=lambda num_bytes: hot.receive(num_bytes, "small"))
+        chunk = make_chunk(
+            name, tenant="small", allocate=lambda num_bytes: hot.receive(num_bytes, "small")
+        )
         assert hot.put_many([chunk]) == [True]
         chunk.release()
     memory = receive(hot, "small")
@@ -262,10 +276,14 @@ def test_a_chunk_that_is_kept_is_not_on_its_way_in_any_more(hot):
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "s3lru"])
 @pytest.mark.parametrize("slots", [2, 8, 32])
-def test_a_payload_that_finds_no_room_costs_others_little_more_than_its_size(removed, policy, slots):
+def test_a_payload_that_finds_no_room_costs_others_little_more_than_its_size(
+    removed, policy, slots
+):
     """Readers hold chunks in so many places that no run of free memory is long enough."""
     num_slots = 64
-    hot = LocalCPUBackend(ArenaAllocator.anonymous(num_slots * SLOT_BYTES), create_policy(policy), removed.append)
+    hot = LocalCPUBackend(
+        ArenaAllocator.anonymous(num_slots * SLOT_BYTES), create_policy(policy), removed.append
+    )
     keys = put(hot, *range(num_slots))
     held = hot.get_many(keys[:: slots // 2])
     assert hot.receive(slots * SLOT_BYTES, "default") is None
@@ -276,7 +294,9 @@ def test_a_payload_that_finds_no_room_costs_others_little_more_than_its_size(rem
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "s3lru"])
 @pytest.mark.parametrize("listing", ["held", "hottest", "keys", "clear_now"])
-def test_a_listing_lets_others_in(monkeypatch: pytest.MonkeyPatch, policy: str, listing: str) -> None:
+def test_a_listing_lets_others_in(
+    monkeypatch: pytest.MonkeyPatch, policy: str, listing: str
+) -> None:
     """The engine's thread and the event loop wait for the tier's lock, however much it holds."""
     monkeypatch.setattr("lmcache_core.storage.hot.LISTED_AT_ONCE", 4)
     monkeypatch.setattr("lmcache_core.storage.hot.REMOVED_AT_ONCE", 4)

@@ -47,7 +47,11 @@ async def test_few_large_records_are_asked_for_at_once_and_many_small_ones() -> 
     await backend.open()
     arena = Arena(NUM_KEYS << 12)
     await read(backend, FEW_KEYS + BATCH_KEYS + 1, arena)
-    assert server.asked == [FEW_KEYS, BATCH_KEYS, 1], "until it has seen one, it takes records for large"
+    assert server.asked == [
+        FEW_KEYS,
+        BATCH_KEYS,
+        1,
+    ], "until it has seen one, it takes records for large"
     server.asked.clear()
     await read(backend, NUM_KEYS, arena)
     assert server.asked == [BATCH_KEYS, BATCH_KEYS]

@@ -19,7 +19,9 @@ async def connected() -> AsyncIterator[tuple[asyncio.StreamWriter, LineStream]]:
         writers.put_nowait(writer)
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    _, stream = await asyncio.get_running_loop().create_connection(LineStream, *server.sockets[0].getsockname())
+    _, stream = await asyncio.get_running_loop().create_connection(
+        LineStream, *server.sockets[0].getsockname()
+    )
     writer = await writers.get()
     yield writer, stream
     stream.abort()

@@ -1,4 +1,6 @@
-"""The HTTP client's own connections: what answers are taken, which are refused, and when a connection is used again."""
+"""The HTTP client's own connections: what answers are taken, which are refused, and when a
+connection is used again.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ class Scripted:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 self.requests.append(head)
-                length = [int(line[16:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length: ")]
+                length = [
+                    int(line[16:])
+                    for line in head.lower().split(b"\r\n")
+                    if line.startswith(b"content-length: ")
+                ]
                 self.bodies.append(await reader.readexactly(length[0] if length else 0))
                 writer.write(self.answer)
                 await writer.drain()
@@ -42,12 +48,16 @@ class Scripted:
 
 
 @asynccontextmanager
-async def answering(answer: bytes, hangs_up: bool = False, max_connections: int = 2) -> AsyncIterator[tuple[httpx.AsyncClient, Scripted]]:
+async def answering(
+    answer: bytes, hangs_up: bool = False, max_connections: int = 2
+) -> AsyncIterator[tuple[httpx.AsyncClient, Scripted]]:
     scripted = Scripted(answer, hangs_up)
     server = await asyncio.start_server(scripted.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     transport = StreamTransport(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), max_connections)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", transport=transport) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}", transport=transport
+    ) as client:
         yield client, scripted
     server.close()
     await server.wait_closed()
@@ -69,13 +79,26 @@ LARGE = bytes(range(256)) * 12_289  # three pieces and a bit
         (b"HTTP/1.1 200\r\ncontent-length:0\r\n\r\n", b""),
         (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
         (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx", b"x"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1;x=y\r\nc\r\n0\r\n\r\n", b"abc"),
+        (
+            (
+                b"HTTP/1.1 200 OK\r\nTransfer-Encoding:"
+                b" chunked\r\n\r\n2\r\nab\r\n1;x=y\r\nc\r\n0\r\n\r\n"
+            ),
+            b"abc",
+        ),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nTrailer: x\r\n\r\n", b""),
         (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(LARGE) + LARGE, LARGE),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(LARGE) + LARGE + b"\r\n0\r\n\r\n", LARGE),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(LARGE)
+            + LARGE
+            + b"\r\n0\r\n\r\n",
+            LARGE,
+        ),
     ],
 )
-async def test_answers_are_read_whole_and_their_connection_is_used_again(answer: bytes, expected: bytes) -> None:
+async def test_answers_are_read_whole_and_their_connection_is_used_again(
+    answer: bytes, expected: bytes
+) -> None:
     async with answering(answer) as (client, scripted):
         for _ in range(3):
             async with client.stream("GET", "/a%20b?c=d") as response:
@@ -118,8 +141,13 @@ async def test_bodies_are_sent_piece_by_piece() -> None:
         for at in range(0, len(LARGE), 100_000):
             yield LARGE[at : at + 100_000]
 
-    async with answering(b"HTTP/1.1 201 Created\r\nContent-Length: 0\r\n\r\n") as (client, scripted):
-        answer = await client.put("/x", content=pieces(), headers={"Content-Length": str(len(LARGE))})
+    async with answering(b"HTTP/1.1 201 Created\r\nContent-Length: 0\r\n\r\n") as (
+        client,
+        scripted,
+    ):
+        answer = await client.put(
+            "/x", content=pieces(), headers={"Content-Length": str(len(LARGE))}
+        )
         assert answer.status_code == 201
         assert scripted.bodies == [LARGE]
         assert (await client.post("/x", json={"a": 1})).status_code == 201
@@ -128,16 +156,22 @@ async def test_bodies_are_sent_piece_by_piece() -> None:
 
 
 async def test_an_answer_that_is_left_ends_its_connection_and_frees_its_place() -> None:
-    async with answering(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc", max_connections=1) as (client, scripted):
+    async with answering(
+        b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc", max_connections=1
+    ) as (client, scripted):
         for _ in range(3):
             async with client.stream("GET", "/") as response:
                 assert response.status_code == 200
         assert scripted.num_connections == 3
 
 
-async def test_a_connection_that_the_server_closes_or_that_has_rested_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_the_server_closes_or_that_has_rested_long_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ok = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
-    async with answering(ok.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), hangs_up=True) as (client, scripted):
+    async with answering(
+        ok.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), hangs_up=True
+    ) as (client, scripted):
         for _ in range(2):
             assert (await client.get("/")).status_code == 200
         assert scripted.num_connections == 2

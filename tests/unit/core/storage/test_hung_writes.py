@@ -1,4 +1,6 @@
-"""A disk that hangs in a write is bypassed, and gives back what it holds of memory as soon as it reads it no more."""
+"""A disk that hangs in a write is bypassed, and gives back what it holds of memory as soon as it
+reads it no more.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from lmcache_core.storage.disk.backend import DEFAULT_NUM_THREADS
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions, EncodedBackend, MeteredBackend
+from lmcache_core.storage.wrappers import (
+    BreakerBackend,
+    BreakerOptions,
+    EncodedBackend,
+    MeteredBackend,
+)
 from lmcache_core.storage.wrappers.priced import PricedBackend
 from lmcache_core.testing.backend_suite import payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
@@ -53,7 +60,9 @@ def arena() -> ArenaAllocator:
 async def stack(tmp_path: Path, files: Hanging, arena: ArenaAllocator) -> AsyncIterator[TierStack]:
     disk = LocalDiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
     options = BreakerOptions(timeout_s=0.1, cool_down_s=0.2, cool_down_cap_s=0.4)
-    tier = PricedBackend(BreakerBackend(MeteredBackend(EncodedBackend(disk, Codecs({}))), options=options))
+    tier = PricedBackend(
+        BreakerBackend(MeteredBackend(EncodedBackend(disk, Codecs({}))), options=options)
+    )
     made = TierStack(LocalCPUBackend(arena, create_policy()), [tier])
     await made.open()
     yield made
@@ -79,18 +88,24 @@ def figures(stack: TierStack) -> dict[str, int]:
     return stack.stats()[LocalDiskBackend.name]
 
 
-async def test_it_is_bypassed_and_memory_comes_back(stack: TierStack, files: Hanging, arena: ArenaAllocator) -> None:
+async def test_it_is_bypassed_and_memory_comes_back(
+    stack: TierStack, files: Hanging, arena: ArenaAllocator
+) -> None:
     await put(stack, *range(NUM_CHUNKS))
     await until(lambda: figures(stack)["breaker_open"])
     await until(lambda: stack.num_pending_bytes == 0)
     assert figures(stack)["put_failures"] == 1
     assert files.num_begun == DEFAULT_NUM_THREADS
     stack.hot.evict_bytes(ARENA_BYTES)
-    assert arena.used_bytes <= DEFAULT_NUM_THREADS * (PAYLOAD_BYTES + 4096), "what the disk still reads, and nothing else"
+    assert arena.used_bytes <= DEFAULT_NUM_THREADS * (PAYLOAD_BYTES + 4096), (
+        "what the disk still reads, and nothing else"
+    )
 
 
 async def test_while_it_hangs_stores_go_on(stack: TierStack, files: Hanging) -> None:
-    """Probes hang as well; what waits for them is a small part of what may wait for a sound tier."""
+    """Probes hang as well; what waits for them is a small part of what may wait for a sound
+    tier.
+    """
     await put(stack, *range(8))
     await until(lambda: figures(stack)["breaker_open"])
     highest = 0
@@ -102,7 +117,9 @@ async def test_while_it_hangs_stores_go_on(stack: TierStack, files: Hanging) -> 
     assert files.num_begun == DEFAULT_NUM_THREADS
 
 
-async def test_storing_what_the_disk_has_does_not_end_the_bypass(stack: TierStack, files: Hanging) -> None:
+async def test_storing_what_the_disk_has_does_not_end_the_bypass(
+    stack: TierStack, files: Hanging
+) -> None:
     files.may_write.set()
     await put(stack, "known")
     assert await stack.drain(WAIT_S)
@@ -116,7 +133,9 @@ async def test_storing_what_the_disk_has_does_not_end_the_bypass(stack: TierStac
         assert figures(stack)["breaker_open"]
 
 
-async def test_bytes_that_a_hung_write_reads_are_not_used_again(stack: TierStack, files: Hanging, tmp_path: Path) -> None:
+async def test_bytes_that_a_hung_write_reads_are_not_used_again(
+    stack: TierStack, files: Hanging, tmp_path: Path
+) -> None:
     await put(stack, *range(NUM_CHUNKS))
     await until(lambda: figures(stack)["breaker_open"])
     await put(stack, *range(100, 100 + 4 * NUM_CHUNKS))  # over every byte of the arena that is free
@@ -124,10 +143,14 @@ async def test_bytes_that_a_hung_write_reads_are_not_used_again(stack: TierStack
     await until(lambda: len(list(tmp_path.rglob("*.kvr"))) >= DEFAULT_NUM_THREADS)
     stack.hot.clear_now()
     found = await stack.batched_get([make_key(i) for i in range(DEFAULT_NUM_THREADS)])
-    assert [payload_of(result) for result in found] == [make_payload(i, PAYLOAD_BYTES) for i in range(DEFAULT_NUM_THREADS)]
+    assert [payload_of(result) for result in found] == [
+        make_payload(i, PAYLOAD_BYTES) for i in range(DEFAULT_NUM_THREADS)
+    ]
 
 
-async def test_when_the_disk_is_well_again_it_is_written_to(stack: TierStack, files: Hanging) -> None:
+async def test_when_the_disk_is_well_again_it_is_written_to(
+    stack: TierStack, files: Hanging
+) -> None:
     await put(stack, *range(8))
     await until(lambda: figures(stack)["breaker_open"])
     files.may_write.set()
@@ -142,7 +165,9 @@ async def test_when_the_disk_is_well_again_it_is_written_to(stack: TierStack, fi
     assert not figures(stack)["breaker_open"]
 
 
-async def test_what_reached_the_disk_although_another_write_hung_is_announced(tmp_path: Path, arena: ArenaAllocator) -> None:
+async def test_what_reached_the_disk_although_another_write_hung_is_announced(
+    tmp_path: Path, arena: ArenaAllocator
+) -> None:
     class OneHangs(Hanging):
         def write(self, fd, buffers):
             self.num_begun += 1
@@ -162,7 +187,10 @@ async def test_what_reached_the_disk_although_another_write_hung_is_announced(tm
     hot = LocalCPUBackend(arena, create_policy())
     stack = TierStack(hot, [tier], listener=Listener())
     await stack.open()
-    chunks = [make_chunk(i, payload=make_payload(i, PAYLOAD_BYTES), allocate=stack.allocate) for i in range(16)]
+    chunks = [
+        make_chunk(i, payload=make_payload(i, PAYLOAD_BYTES), allocate=stack.allocate)
+        for i in range(16)
+    ]
     await stack.batched_put(chunks)
     for chunk in chunks:
         chunk.release()
@@ -175,7 +203,9 @@ async def test_what_reached_the_disk_although_another_write_hung_is_announced(tm
 
 
 @pytest.mark.parametrize("how", ["remove", "clear"])
-async def test_a_hung_write_does_not_bring_back_what_was_removed(stack: TierStack, files: Hanging, how: str) -> None:
+async def test_a_hung_write_does_not_bring_back_what_was_removed(
+    stack: TierStack, files: Hanging, how: str
+) -> None:
     await put(stack, 1)
     await until(lambda: files.num_begun == 1)
     await until(lambda: figures(stack)["breaker_open"])
@@ -185,7 +215,9 @@ async def test_a_hung_write_does_not_bring_back_what_was_removed(stack: TierStac
     assert await stack.batched_tiers([make_key(1)]) == [None]
 
 
-async def test_a_start_on_a_disk_that_hangs_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_on_a_disk_that_hangs_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lmcache_core.storage.disk.backend.ACQUIRE_WAIT_S", 0.05)
     monkeypatch.setattr("lmcache_core.storage.disk.backend.CLOSE_WAIT_S", 0.05)
     monkeypatch.setattr("lmcache_core.storage.absent.FIRST_RETRY_S", 0.05)
@@ -197,7 +229,9 @@ async def test_a_start_on_a_disk_that_hangs_ends(tmp_path: Path, monkeypatch: py
             super().make_directory(path)
 
     disk = LocalDiskBackend(tmp_path / "disk", ARENA_BYTES, files=Stuck())
-    stack = TierStack(LocalCPUBackend(ArenaAllocator.anonymous(ARENA_BYTES), create_policy()), [disk])
+    stack = TierStack(
+        LocalCPUBackend(ArenaAllocator.anonymous(ARENA_BYTES), create_policy()), [disk]
+    )
     async with asyncio.timeout(WAIT_S):
         await stack.open()
     assert stack.lower == ()

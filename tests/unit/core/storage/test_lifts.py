@@ -41,7 +41,9 @@ async def test_not_longer_than_told(lifts: Lifts, timeout_s: float) -> None:
     assert asyncio.get_running_loop().time() - begin < 2.0
 
 
-async def test_what_is_removed_is_not_wanted_from_lifts_on_their_way_nor_from_those_that_begin(lifts: Lifts) -> None:
+async def test_what_is_removed_is_not_wanted_from_lifts_on_their_way_nor_from_those_that_begin(
+    lifts: Lifts,
+) -> None:
     before = lifts.begin([A, B])
     with lifts.removing({A}.__contains__):
         amid = lifts.begin([A, C])

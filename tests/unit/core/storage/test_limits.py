@@ -113,7 +113,11 @@ def test_a_tenant_gives_up_its_own_in_its_own_order():
     assert list(policy.victims_of("mine")) == [mine[1], mine[2], mine[0]]
     assert list(policy.victims_of("nobody")) == []
     assert list(policy.victims()) == [YOURS, mine[1], mine[2], mine[0]]
-    assert (policy.used_bytes("mine"), policy.used_bytes("yours"), policy.used_bytes("nobody")) == (30, 10, 0)
+    assert (policy.used_bytes("mine"), policy.used_bytes("yours"), policy.used_bytes("nobody")) == (
+        30,
+        10,
+        0,
+    )
 
 
 def test_a_tenant_without_chunks_is_forgotten():
@@ -142,7 +146,11 @@ def test_a_ledger_says_why_a_chunk_is_gone(clock):
     ledger.evict(A)
     ledger.expire(B)
     ledger.remove(C)
-    assert [ledger.miss(key).reason for key in (A, B, C)] == [MissReason.EVICTED, MissReason.EXPIRED, MissReason.NEVER_STORED]
+    assert [ledger.miss(key).reason for key in (A, B, C)] == [
+        MissReason.EVICTED,
+        MissReason.EXPIRED,
+        MissReason.NEVER_STORED,
+    ]
     assert ledger.stats() == {"evicted_chunks": 1, "expired_chunks": 1, "quota_refused_chunks": 0}
     ledger.check_integrity({})
 
@@ -154,7 +162,9 @@ def test_a_quota_counts_what_is_to_come(clock):
     assert not ledger.is_over_quota("yours", 100)
 
 
-@pytest.mark.parametrize("sizes", [{}, {MINE: 10}, {MINE: 10, YOURS: 11}, {MINE: 10, YOURS: 10, A: 10}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {MINE: 10}, {MINE: 10, YOURS: 11}, {MINE: 10, YOURS: 10, A: 10}]
+)
 def test_books_that_differ_are_found(clock, sizes):
     ledger = Ledger(create_policy(), TierLimits(10, TenantQuotas(100)), clock)
     for key in (MINE, YOURS):

@@ -21,8 +21,14 @@ class ScriptedLookup:
         self.num_questions += 1
         if self._degraded:
             return LookupAnswer(0, [], degraded=True)
-        num_prefix = next((i for i, chunk_id in enumerate(chunk_ids) if chunk_id not in self._held), len(chunk_ids))
-        return LookupAnswer(num_prefix, [[Holder("s-1", "storage", "Hot", 5), Holder("s-2", "storage", "Hot", 5)]] * num_prefix)
+        num_prefix = next(
+            (i for i, chunk_id in enumerate(chunk_ids) if chunk_id not in self._held),
+            len(chunk_ids),
+        )
+        return LookupAnswer(
+            num_prefix,
+            [[Holder("s-1", "storage", "Hot", 5), Holder("s-2", "storage", "Hot", 5)]] * num_prefix,
+        )
 
 
 async def test_what_is_held_behind_a_gap_is_found() -> None:

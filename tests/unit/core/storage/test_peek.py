@@ -24,7 +24,11 @@ NOW = 1000.0
 
 @pytest.fixture(params=["s3lru", "s3fifo", "lru"])
 def make_hot(request: pytest.FixtureRequest) -> Callable[[], LocalCPUBackend]:
-    return lambda: LocalCPUBackend(ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS), create_policy(request.param), clock=lambda: NOW)
+    return lambda: LocalCPUBackend(
+        ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS),
+        create_policy(request.param),
+        clock=lambda: NOW,
+    )
 
 
 def put(hot: LocalCPUBackend, name: object) -> ChunkKey:
@@ -70,7 +74,10 @@ def test_the_hottest_come_first(make_hot: Callable[[], LocalCPUBackend]) -> None
         chunk.release()
     hottest = hot.hottest()
     assert set(hottest) == set(hot.held())
-    assert {key for key, _ in hottest[:2]} == {make_key(1), make_key(5)}, "what was read is hotter than what was not"
+    assert {key for key, _ in hottest[:2]} == {
+        make_key(1),
+        make_key(5),
+    }, "what was read is hotter than what was not"
 
 
 async def test_the_disk_remembers_what_was_damaged(tmp_path: Path) -> None:
@@ -82,9 +89,15 @@ async def test_the_disk_remembers_what_was_damaged(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert [isinstance(entry, Miss) for entry in disk.peek_many(keys)] == [False, False, True], "a peek reads no file"
+    assert [isinstance(entry, Miss) for entry in disk.peek_many(keys)] == [
+        False,
+        False,
+        True,
+    ], "a peek reads no file"
     allocator = BufferAllocator()
-    results = await disk.batched_get(keys[:1], lambda num_bytes: allocator.allocate((num_bytes,), None))
+    results = await disk.batched_get(
+        keys[:1], lambda num_bytes: allocator.allocate((num_bytes,), None)
+    )
     assert results == [Miss(MissReason.CORRUPT)]
     assert disk.peek_many(keys)[::2] == [Miss(MissReason.CORRUPT), Miss(MissReason.NEVER_STORED)]
     assert await disk.batched_put([make_chunk("a")]) == [True]

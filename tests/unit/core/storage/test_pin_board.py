@@ -55,7 +55,9 @@ async def put(stack: TierStack, *names: object) -> None:
         await stack.drain(5)
 
 
-async def test_a_pinned_chunk_survives_pressure_until_its_time_is_over(stack: TierStack, board: PinBoard, clock: Clock) -> None:
+async def test_a_pinned_chunk_survives_pressure_until_its_time_is_over(
+    stack: TierStack, board: PinBoard, clock: Clock
+) -> None:
     await put(stack, "kept")
     assert await board.pin([make_key("kept")], 10) == {}
     await put(stack, *range(2 * NUM_SLOTS))
@@ -75,7 +77,9 @@ async def test_a_pinned_chunk_survives_pressure_until_its_time_is_over(stack: Ti
 async def test_what_is_not_hot_is_lifted(stack: TierStack, board: PinBoard) -> None:
     await put(stack, "a")
     stack.hot.clear_now()
-    assert await board.pin([make_key("a"), make_key("nowhere")], 10) == {make_key("nowhere"): "never_stored"}
+    assert await board.pin([make_key("a"), make_key("nowhere")], 10) == {
+        make_key("nowhere"): "never_stored"
+    }
     assert stack.hot.contains_many([make_key("a")]) == [True]
     board.close()
 
@@ -91,14 +95,18 @@ async def test_pins_hold_half_of_the_memory_at_most(stack: TierStack, board: Pin
     board.close()
 
 
-async def test_and_are_bounded_in_number(stack: TierStack, board: PinBoard, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_and_are_bounded_in_number(
+    stack: TierStack, board: PinBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_PINNED_CHUNKS", 2)
     await put(stack, *range(3))
     assert await board.pin([make_key(name) for name in range(3)], 10) == {make_key(2): PIN_BOUND}
     board.close()
 
 
-async def test_pinning_again_prolongs_and_costs_nothing(stack: TierStack, board: PinBoard, clock: Clock) -> None:
+async def test_pinning_again_prolongs_and_costs_nothing(
+    stack: TierStack, board: PinBoard, clock: Clock
+) -> None:
     await put(stack, "a")
     keys = [make_key("a")]
     await board.pin(keys * 2, 10)
@@ -117,7 +125,9 @@ async def test_what_is_cleared_is_not_held_on_to(stack: TierStack, board: PinBoa
     assert stack.hot.stats()["arena_used_bytes"] == 0
 
 
-async def test_at_the_end_all_is_let_go_and_nothing_pinned_any_more(stack: TierStack, board: PinBoard) -> None:
+async def test_at_the_end_all_is_let_go_and_nothing_pinned_any_more(
+    stack: TierStack, board: PinBoard
+) -> None:
     await put(stack, "a", "b")
     await board.pin([make_key("a")], 10)
     board.close()

@@ -1,4 +1,6 @@
-"""A tier that knows its price: asked for what it can bring in time, left alone when that is nothing, and tried again."""
+"""A tier that knows its price: asked for what it can bring in time, left alone when that is
+nothing, and tried again.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def plain(num_bytes: int) -> BytesBufferMemoryObj:
     return BytesBufferMemoryObj(bytearray(num_bytes))
 
 
-async def read(priced: PricedBackend, num: int, times: int = 1, limit_s: float | None = None) -> None:
+async def read(
+    priced: PricedBackend, num: int, times: int = 1, limit_s: float | None = None
+) -> None:
     for _ in range(times):
         await priced.batched_get([make_key(i) for i in range(num)], plain, limit_s)
 
@@ -64,18 +68,27 @@ async def test_a_read_that_fits_is_asked_for_as_a_whole(priced: PricedBackend, t
     assert priced.stats()["reads_too_dear"] == 0
 
 
-async def test_of_a_read_that_is_too_long_the_part_that_fits_is_asked_for(priced: PricedBackend, tier: Timed) -> None:
+async def test_of_a_read_that_is_too_long_the_part_that_fits_is_asked_for(
+    priced: PricedBackend, tier: Timed
+) -> None:
     tier.s_per_chunk = 0.01
     await learn(priced)
-    assert priced.num_worth(500, LIMIT_S) in (9, 10), "a chunk that comes just at the limit may be counted in or out"
+    assert priced.num_worth(500, LIMIT_S) in (
+        9,
+        10,
+    ), "a chunk that comes just at the limit may be counted in or out"
 
 
-async def test_a_read_dearer_than_computing_is_worth_nothing_whatever_the_limit(priced: PricedBackend, tier: Timed) -> None:
+async def test_a_read_dearer_than_computing_is_worth_nothing_whatever_the_limit(
+    priced: PricedBackend, tier: Timed
+) -> None:
     tier.s_per_chunk = 0.01
     await learn(priced)
     assert priced.num_worth(5, 10.0, recompute_s=0.005) == 0
     assert priced.num_worth(5, 10.0, recompute_s=0.02) == 5
-    assert priced.num_worth(500, LIMIT_S, recompute_s=0.005) == 0, "nor is the part of it that would fit"
+    assert priced.num_worth(500, LIMIT_S, recompute_s=0.005) == 0, (
+        "nor is the part of it that would fit"
+    )
 
 
 async def test_latency_is_worth_it_for_many_chunks_only(priced: PricedBackend, tier: Timed) -> None:
@@ -85,7 +98,9 @@ async def test_latency_is_worth_it_for_many_chunks_only(priced: PricedBackend, t
     assert priced.num_worth(20, 10.0, recompute_s=0.01) == 20
 
 
-async def test_a_tier_that_is_too_dear_is_probed_now_and_then(priced: PricedBackend, tier: Timed) -> None:
+async def test_a_tier_that_is_too_dear_is_probed_now_and_then(
+    priced: PricedBackend, tier: Timed
+) -> None:
     tier.latency_s = 1.0
     await learn(priced)
     answers = [priced.num_worth(3, LIMIT_S) for _ in range(3 * PROBE_INTERVAL)]
@@ -96,7 +111,9 @@ async def test_a_tier_that_is_too_dear_is_probed_now_and_then(priced: PricedBack
 async def test_no_chunks_are_no_probe(priced: PricedBackend, tier: Timed) -> None:
     tier.latency_s = 1.0
     await learn(priced)
-    assert [priced.num_worth(0, LIMIT_S) for _ in range(2 * PROBE_INTERVAL)] == [0] * 2 * PROBE_INTERVAL
+    assert [priced.num_worth(0, LIMIT_S) for _ in range(2 * PROBE_INTERVAL)] == [
+        0
+    ] * 2 * PROBE_INTERVAL
     assert priced.stats()["reads_too_dear"] == 0
 
 
@@ -119,7 +136,9 @@ async def test_reads_that_were_late_are_learned_from(priced: PricedBackend, tier
     assert priced.num_worth(4, LIMIT_S * 0.99) == 0
 
 
-async def test_a_tier_that_does_not_heed_its_limit_is_learned_from(priced: PricedBackend, tier: Timed) -> None:
+async def test_a_tier_that_does_not_heed_its_limit_is_learned_from(
+    priced: PricedBackend, tier: Timed
+) -> None:
     tier.hangs = True
     for _ in range(MIN_OBSERVATIONS):
         reading = asyncio.create_task(read(priced, 4, limit_s=LIMIT_S))
@@ -131,7 +150,9 @@ async def test_a_tier_that_does_not_heed_its_limit_is_learned_from(priced: Price
     assert priced.num_worth(4, LIMIT_S) == 0
 
 
-async def test_a_caller_that_gives_up_early_teaches_nothing(priced: PricedBackend, tier: Timed) -> None:
+async def test_a_caller_that_gives_up_early_teaches_nothing(
+    priced: PricedBackend, tier: Timed
+) -> None:
     tier.hangs = True
     for limit_s in (None, LIMIT_S):
         for _ in range(MIN_OBSERVATIONS):
@@ -149,13 +170,17 @@ class Refusing(Timed):
 
     answer: MissReason | None = None
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         if self.answer is None:
             raise UnavailableError("away")
         return [Miss(self.answer)] * len(keys)
 
 
-@pytest.mark.parametrize("answer", [None, MissReason.NEVER_STORED, MissReason.BREAKER_OPEN, MissReason.UNAVAILABLE])
+@pytest.mark.parametrize(
+    "answer", [None, MissReason.NEVER_STORED, MissReason.BREAKER_OPEN, MissReason.UNAVAILABLE]
+)
 async def test_what_is_not_there_says_nothing_about_the_price(answer: MissReason | None) -> None:
     tier = Refusing()
     tier.answer = answer

@@ -1,4 +1,6 @@
-"""The two policies with a queue on probation: what they share, the order of each, and S3-FIFO against the algorithm as it is printed."""
+"""The two policies with a queue on probation: what they share, the order of each, and S3-FIFO
+against the algorithm as it is printed.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +153,9 @@ def test_s3fifo_lets_probation_take_a_tenth_of_the_bytes_not_of_the_chunks(s3fif
     insert(s3fifo, *large, num_bytes=1000)
     read(s3fifo, *large, *large)
     insert(s3fifo, *small)
-    assert next(s3fifo.victims()) == large[0]  # both have moved to the main queue; 200 bytes on probation of 2200
+    assert (
+        next(s3fifo.victims()) == large[0]
+    )  # both have moved to the main queue; 200 bytes on probation of 2200
     insert(s3fifo, A, num_bytes=30)
     assert next(s3fifo.victims()) == small[0]  # 230 of 2230
 
@@ -171,7 +175,9 @@ def test_a_read_in_the_main_queue_of_s3fifo_is_worth_one_round_and_three_are_the
 
 
 class Printed:
-    """Algorithm 1 of the paper, line by line, with lists, for chunks of one size and a tier that is always full when it makes room."""
+    """Algorithm 1 of the paper, line by line, with lists, for chunks of one size and a tier that
+    is always full when it makes room.
+    """
 
     def __init__(self):
         self.small, self.main, self.ghosts, self.num_reads = [], [], [], {}
@@ -210,7 +216,11 @@ def test_s3fifo_is_the_printed_algorithm(s3fifo, capacity):
     rng = random.Random(capacity)
     names, printed, held = keys("name", 100), Printed(), set()
     for _ in range(3000):
-        key = names[min(99, int(rng.paretovariate(0.5)) - 1)] if rng.random() < 0.5 else rng.choice(names)
+        key = (
+            names[min(99, int(rng.paretovariate(0.5)) - 1)]
+            if rng.random() < 0.5
+            else rng.choice(names)
+        )
         if key in held:
             s3fifo.on_access(key)
             printed.read(key)

@@ -47,19 +47,28 @@ async def test_nothing_is_nothing() -> None:
 async def test_a_damaged_payload_is_one_miss() -> None:
     first = bytearray(make_record(0))
     first[-1] ^= 1
-    assert await payloads(bytes(first) + make_record(1), 600, Arena()) == ([MissReason.CORRUPT, make_payload(1)], False)
+    assert await payloads(bytes(first) + make_record(1), 600, Arena()) == (
+        [MissReason.CORRUPT, make_payload(1)],
+        False,
+    )
 
 
 @pytest.mark.parametrize("at", [0, 4, 8, 100, 511])
 async def test_behind_a_damaged_head_nothing_is_known(at: int) -> None:
     second = bytearray(make_record(1))
     second[at] ^= 1
-    assert await payloads(make_record(0) + bytes(second) + make_record(2), 600, Arena()) == ([make_payload(0)], True)
+    assert await payloads(make_record(0) + bytes(second) + make_record(2), 600, Arena()) == (
+        [make_payload(0)],
+        True,
+    )
 
 
 @pytest.mark.parametrize("length", [1, 23, 24, 500])
 async def test_an_end_within_a_head(length: int) -> None:
-    assert await payloads(make_record(0) + make_record(1)[:length], 600, Arena()) == ([make_payload(0)], True)
+    assert await payloads(make_record(0) + make_record(1)[:length], 600, Arena()) == (
+        [make_payload(0)],
+        True,
+    )
 
 
 async def test_an_end_within_a_payload() -> None:
@@ -68,7 +77,10 @@ async def test_an_end_within_a_payload() -> None:
 
 async def test_without_memory_the_payload_is_passed_over() -> None:
     large = make_record(0, make_payload(0, 100_000))
-    assert await payloads(large + make_record(1), 5000, Arena(8192)) == ([MissReason.NO_MEMORY, make_payload(1)], False)
+    assert await payloads(large + make_record(1), 5000, Arena(8192)) == (
+        [MissReason.NO_MEMORY, make_payload(1)],
+        False,
+    )
 
 
 async def test_a_payload_may_be_skipped() -> None:

@@ -24,7 +24,9 @@ def test_a_command_is_encoded_as_the_client_library_does_it():
     pack = PythonRespSerializer(6000, Encoder("utf-8", "strict", False).encode).pack
     for words in (("GET", "lmc:é:1"), ("SET", "k", value, "EX", 60), ("SET", "k", b"")):
         assert b"".join(encoded(*words)) == b"".join(pack(*words))
-    assert b"".join(encoded("SET", "k", (value[:7], memoryview(value)[7:]))) == b"".join(pack("SET", "k", value))
+    assert b"".join(encoded("SET", "k", (value[:7], memoryview(value)[7:]))) == b"".join(
+        pack("SET", "k", value)
+    )
 
 
 async def test_a_request_is_one_round_trip_however_many_chunks():
@@ -37,11 +39,15 @@ async def test_a_request_is_one_round_trip_however_many_chunks():
         assert bytes(result.memory.byte_array) == make_payload(i)
         result.release()
     client = FakeRedis([b"OK"] * 8)
-    assert await RedisBackend(client, 1.0).batched_put([make_chunk(i) for i in range(8)]) == [True] * 8
+    assert (
+        await RedisBackend(client, 1.0).batched_put([make_chunk(i) for i in range(8)]) == [True] * 8
+    )
     assert client.history == ["send"] * 8 + ["read"] * 8
 
 
-async def test_no_more_is_asked_for_ahead_than_the_bound_by_the_size_of_the_last_record(monkeypatch):
+async def test_no_more_is_asked_for_ahead_than_the_bound_by_the_size_of_the_last_record(
+    monkeypatch,
+):
     record = make_record("large", make_payload("large", 100_000))
     monkeypatch.setattr(redis_tier, "AHEAD_BYTES", 3 * len(record))
     client = FakeRedis([record] * 20)
@@ -51,7 +57,10 @@ async def test_no_more_is_asked_for_ahead_than_the_bound_by_the_size_of_the_last
             assert isinstance(result, Chunk), turn
         first = ["send"] * (3 if turn else 1) + ["read"]
         assert client.history[: len(first)] == first, "the size is not known at first"
-        ahead = [client.history[:i].count("send") - client.history[:i].count("read") for i in range(len(client.history) + 1)]
+        ahead = [
+            client.history[:i].count("send") - client.history[:i].count("read")
+            for i in range(len(client.history) + 1)
+        ]
         assert max(ahead) == 3
         client.history.clear()
 
@@ -67,7 +76,10 @@ async def test_a_large_value_is_sent_in_slices_and_arrives_whole():
 
 async def test_a_connection_that_was_lost_before_any_answer_is_replaced_once():
     client = FakeRedis([LostConnectionError("reset"), b"OK", b"OK"])
-    assert await RedisBackend(client, 1.0).batched_put([make_chunk(i) for i in range(2)]) == [True, True]
+    assert await RedisBackend(client, 1.0).batched_put([make_chunk(i) for i in range(2)]) == [
+        True,
+        True,
+    ]
     client.check_released()
     client = FakeRedis([b"OK", LostConnectionError("reset"), b"OK", b"OK"])
     with pytest.raises(UnavailableError):
@@ -104,7 +116,9 @@ async def test_what_came_in_time_is_kept_and_the_connection_is_not_used_again():
 
     arena = Arena()
     client = FakeRedis([make_record(0), None, never])
-    results = await RedisBackend(client, 1.0).batched_get([make_key(i) for i in range(4)], arena, timeout_s=0.05)
+    results = await RedisBackend(client, 1.0).batched_get(
+        [make_key(i) for i in range(4)], arena, timeout_s=0.05
+    )
     assert isinstance(results[0], Chunk)
     results[0].release()
     assert results[2:] == [Miss(MissReason.DEADLINE)] * 2
@@ -138,7 +152,9 @@ async def test_what_came_in_time_is_kept_also_when_the_tiers_own_deadline_is_the
 
     arena = Arena()
     client = FakeRedis([make_record(0), never])
-    results = await RedisBackend(client, 0.05).batched_get([make_key(0), make_key(1)], arena, timeout_s=0.05)
+    results = await RedisBackend(client, 0.05).batched_get(
+        [make_key(0), make_key(1)], arena, timeout_s=0.05
+    )
     assert isinstance(results[0], Chunk)
     results[0].release()
     assert results[1] == Miss(MissReason.DEADLINE)
@@ -151,7 +167,9 @@ async def test_a_second_cancellation_while_an_answer_is_given_up_does_not_cost_t
         await asyncio.sleep(10)
 
     client = FakeRedis([b"a", never])
-    asking = asyncio.ensure_future(exchange(client, [encoded("GET", "k")] * 2, lambda: 2, lambda i, answer: never()))
+    asking = asyncio.ensure_future(
+        exchange(client, [encoded("GET", "k")] * 2, lambda: 2, lambda i, answer: never())
+    )
     while client.history.count("read") < 2:
         await asyncio.sleep(0)
     asking.cancel()

@@ -10,7 +10,13 @@ from typing import Any
 import httpx
 import pytest
 import redis.exceptions
-from lmcache_core.errors import AuthenticationError, LMCacheError, ProtocolError, UnavailableError, VersionError
+from lmcache_core.errors import (
+    AuthenticationError,
+    LMCacheError,
+    ProtocolError,
+    UnavailableError,
+    VersionError,
+)
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import RemoteOptions, create_remote_backend
@@ -32,7 +38,9 @@ CALLS: dict[str, Callable[[StorageBackend, Arena], Coroutine[Any, Any, object]]]
 
 
 def exceptions_of(module: Any, root: type[Exception]) -> list[type[Exception]]:
-    return [kind for _, kind in inspect.getmembers(module, inspect.isclass) if issubclass(kind, root)]
+    return [
+        kind for _, kind in inspect.getmembers(module, inspect.isclass) if issubclass(kind, root)
+    ]
 
 
 def instance(kind: type[Exception]) -> Exception:
@@ -42,8 +50,17 @@ def instance(kind: type[Exception]) -> Exception:
     return error
 
 
-HTTP_ERRORS = [*exceptions_of(httpx, httpx.HTTPError), *exceptions_of(httpx, httpx.StreamError), httpx.InvalidURL]
-REDIS_ERRORS = [*exceptions_of(redis.exceptions, redis.exceptions.RedisError), OSError, ConnectionResetError, TimeoutError]
+HTTP_ERRORS = [
+    *exceptions_of(httpx, httpx.HTTPError),
+    *exceptions_of(httpx, httpx.StreamError),
+    httpx.InvalidURL,
+]
+REDIS_ERRORS = [
+    *exceptions_of(redis.exceptions, redis.exceptions.RedisError),
+    OSError,
+    ConnectionResetError,
+    TimeoutError,
+]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -79,7 +96,9 @@ async def test_redis(kind: type[Exception], call: str) -> None:
     client = Client([instance(kind), instance(kind)])
     backend = RedisBackend(client, 1.0)  # type: ignore[arg-type]
     if call == "put" and issubclass(kind, redis.exceptions.ResponseError):
-        assert await CALLS[call](backend, Arena()) == [False], "Redis refuses the value, and is well"
+        assert await CALLS[call](backend, Arena()) == [False], (
+            "Redis refuses the value, and is well"
+        )
     else:
         with pytest.raises(UnavailableError):
             await CALLS[call](backend, Arena())
@@ -88,7 +107,11 @@ async def test_redis(kind: type[Exception], call: str) -> None:
     client.check_released()
 
 
-@pytest.mark.parametrize("kind", exceptions_of(redis.exceptions, redis.exceptions.RedisError), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    exceptions_of(redis.exceptions, redis.exceptions.RedisError),
+    ids=lambda kind: kind.__name__,
+)
 async def test_a_value_that_redis_refuses_is_not_stored(kind: type[Exception]) -> None:
     client = FakeRedis([b"OK", instance(kind)])
     work = RedisBackend(client, 1.0).batched_put([make_chunk(1), make_chunk(2)])  # type: ignore[arg-type]
@@ -101,7 +124,15 @@ async def test_a_value_that_redis_refuses_is_not_stored(kind: type[Exception]) -
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("error", [AuthenticationError("no"), ProtocolError("what"), VersionError("old"), UnavailableError("gone")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        AuthenticationError("no"),
+        ProtocolError("what"),
+        VersionError("old"),
+        UnavailableError("gone"),
+    ],
+)
 async def test_lm(error: LMCacheError, call: str) -> None:
     class Client:
         def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, object]]:

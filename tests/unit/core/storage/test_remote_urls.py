@@ -85,9 +85,13 @@ def test_what_is_no_remote_url_is_refused_and_shows_no_secret(url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["http://a:80,b:80", "http://a,b:80", "https://a,b", "http://u:secret@a,b"])
+@pytest.mark.parametrize(
+    "url", ["http://a:80,b:80", "http://a,b:80", "https://a,b", "http://u:secret@a,b"]
+)
 def test_rest_is_of_one_host_and_the_refusal_says_what_to_write(url: str) -> None:
-    with pytest.raises(ConfigError, match="several hosts; write lm://host:port,host:port") as caught:
+    with pytest.raises(
+        ConfigError, match="several hosts; write lm://host:port,host:port"
+    ) as caught:
         create_remote_backend(url)
     assert "secret" not in str(caught.value)
 

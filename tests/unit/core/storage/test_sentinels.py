@@ -8,7 +8,14 @@ from typing import Any
 from lmcache_core.storage.remote.sentinels import SteadySentinels
 from redis.exceptions import ConnectionError as LostConnectionError
 
-MASTER = {"ip": "10.0.0.1", "port": 6379, "is_master": True, "is_sdown": False, "is_odown": False, "num-other-sentinels": 2}
+MASTER = {
+    "ip": "10.0.0.1",
+    "port": 6379,
+    "is_master": True,
+    "is_sdown": False,
+    "is_odown": False,
+    "num-other-sentinels": 2,
+}
 
 
 class Sentinel:

@@ -1,4 +1,6 @@
-"""The tiers as one: order, promotion, deadlines, background writes. The slower tier is a real disk tier, made slow or dead."""
+"""The tiers as one: order, promotion, deadlines, background writes. The slower tier is a real
+disk tier, made slow or dead.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Disk(LocalDiskBackend):
         await self._suffer()
         return await super().batched_contains(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         results = await super().batched_get(keys, allocate)
         try:
             await self._suffer()
@@ -116,13 +120,20 @@ def tiers(results: list[Result]) -> list[str]:
     return [result.tier for result in results if isinstance(result, Chunk)]
 
 
-async def test_what_is_put_is_hot_at_once_and_on_disk_soon(stack: TierStack, disk: Disk, listener: Listener) -> None:
+async def test_what_is_put_is_hot_at_once_and_on_disk_soon(
+    stack: TierStack, disk: Disk, listener: Listener
+) -> None:
     assert await put(stack, "a", "b") == [True, True]
-    assert payloads(await stack.batched_get([make_key("a"), make_key("b")])) == [make_payload("a"), make_payload("b")]
+    assert payloads(await stack.batched_get([make_key("a"), make_key("b")])) == [
+        make_payload("a"),
+        make_payload("b"),
+    ]
     assert await stack.drain(5.0)
     assert stack.num_pending_bytes == 0
     assert await disk.batched_contains([make_key("a"), make_key("b")]) == [True, True]
-    assert set(listener.heard) == {(make_key(n), t) for n in "ab" for t in ("Hot", "LocalDiskBackend")}
+    assert set(listener.heard) == {
+        (make_key(n), t) for n in "ab" for t in ("Hot", "LocalDiskBackend")
+    }
 
 
 async def test_what_comes_from_below_is_kept_hot(stack: TierStack) -> None:
@@ -145,7 +156,11 @@ async def test_nothing_behind_a_gap_is_given_back(stack: TierStack) -> None:
         MissReason.NEVER_STORED,
         MissReason.NEVER_STORED,
     ]
-    assert payloads(await stack.batched_get(keys)) == [make_payload("a"), MissReason.NEVER_STORED, make_payload("c")]
+    assert payloads(await stack.batched_get(keys)) == [
+        make_payload("a"),
+        MissReason.NEVER_STORED,
+        make_payload("c"),
+    ]
 
 
 async def test_tiers_outside_the_search_range_are_not_asked(stack: TierStack) -> None:
@@ -155,7 +170,9 @@ async def test_tiers_outside_the_search_range_are_not_asked(stack: TierStack) ->
     stack.hot.clear_now()
     assert await stack.batched_tiers([make_key("a")], search_range=["Hot"]) == [None]
     assert await stack.batched_tiers([make_key("a")]) == ["LocalDiskBackend"]
-    assert payloads(await stack.batched_get([make_key("a")], search_range=["Hot"])) != [make_payload("a")]
+    assert payloads(await stack.batched_get([make_key("a")], search_range=["Hot"])) != [
+        make_payload("a")
+    ]
 
 
 async def test_a_slow_tier_is_a_miss_at_the_deadline(stack: TierStack, disk: Disk) -> None:
@@ -175,11 +192,16 @@ async def test_a_slow_tier_is_a_miss_at_the_deadline(stack: TierStack, disk: Dis
 async def test_a_dead_tier_is_a_miss(stack: TierStack, disk: Disk) -> None:
     await put(stack, "a")
     disk.is_away = True
-    assert payloads(await stack.batched_get([make_key("a"), make_key("b")])) == [make_payload("a"), MissReason.UNAVAILABLE]
+    assert payloads(await stack.batched_get([make_key("a"), make_key("b")])) == [
+        make_payload("a"),
+        MissReason.UNAVAILABLE,
+    ]
     assert await stack.batched_tiers([make_key("b")]) == [None]
 
 
-async def test_a_cancelled_read_gives_its_memory_back(stack: TierStack, disk: Disk, arena: ArenaAllocator) -> None:
+async def test_a_cancelled_read_gives_its_memory_back(
+    stack: TierStack, disk: Disk, arena: ArenaAllocator
+) -> None:
     await put(stack, "a", "b")
     await stack.drain(5.0)
     stack.hot.clear_now()
@@ -196,7 +218,9 @@ async def test_a_cancelled_read_gives_its_memory_back(stack: TierStack, disk: Di
     disk.delay_s = 0.0
 
 
-async def test_writes_that_wait_are_bounded_and_the_rest_is_counted(stack: TierStack, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_writes_that_wait_are_bounded_and_the_rest_is_counted(
+    stack: TierStack, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(write_behind, "MAX_WAITING_NAMES", 100)
     disk.delay_s = 30.0
     names = [f"n{i}" for i in range(700)]
@@ -209,7 +233,9 @@ async def test_writes_that_wait_are_bounded_and_the_rest_is_counted(stack: TierS
     disk.delay_s = 0.0
 
 
-async def test_a_store_longer_than_the_bound_is_written_in_turns(stack: TierStack, disk: Disk) -> None:
+async def test_a_store_longer_than_the_bound_is_written_in_turns(
+    stack: TierStack, disk: Disk
+) -> None:
     """A prompt of a million tokens has 4,096 chunks; what waits may pin but half of the memory."""
     names = [f"n{i}" for i in range(600)]
     assert all(await put(stack, *names))
@@ -219,10 +245,18 @@ async def test_a_store_longer_than_the_bound_is_written_in_turns(stack: TierStac
     assert stack.stats()["LocalDiskBackend"]["dropped_writes"] == 0
 
 
-async def test_a_tier_that_answers_from_memory_lets_the_loop_turn_between_batches(arena: ArenaAllocator, tmp_path: Path) -> None:
-    """As a disk does for chunks that it has, and every tier while it is bypassed: nothing of that waits."""
+async def test_a_tier_that_answers_from_memory_lets_the_loop_turn_between_batches(
+    arena: ArenaAllocator, tmp_path: Path
+) -> None:
+    """As a disk does for chunks that it has, and every tier while it is bypassed: nothing of
+    that waits.
+    """
     listener = Listener()
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), [LocalDiskBackend(tmp_path, ARENA_BYTES)], listener=listener)
+    stack = TierStack(
+        LocalCPUBackend(arena, create_policy()),
+        [LocalDiskBackend(tmp_path, ARENA_BYTES)],
+        listener=listener,
+    )
     await stack.open()
     names = [f"n{i}" for i in range(200)]
     most = 0
@@ -236,7 +270,9 @@ async def test_a_tier_that_answers_from_memory_lets_the_loop_turn_between_batche
     await stack.close()
 
 
-async def test_of_a_long_store_what_is_evicted_before_its_turn_is_counted(stack: TierStack, disk: Disk) -> None:
+async def test_of_a_long_store_what_is_evicted_before_its_turn_is_counted(
+    stack: TierStack, disk: Disk
+) -> None:
     names = [f"n{i}" for i in range(600)]
     disk.delay_s = 0.05
     assert all(await put(stack, *names))
@@ -250,7 +286,9 @@ async def test_of_a_long_store_what_is_evicted_before_its_turn_is_counted(stack:
     assert stack.stats()["LocalDiskBackend"]["dropped_writes"] == len(names) - num_kept
 
 
-async def test_without_a_hot_tier_of_a_long_store_the_prefix_is_kept(arena: ArenaAllocator, disk: Disk) -> None:
+async def test_without_a_hot_tier_of_a_long_store_the_prefix_is_kept(
+    arena: ArenaAllocator, disk: Disk
+) -> None:
     stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
     await stack.open()
     sizes = [CHUNK_BYTES] * 400 + [100_000] * 3 + [CHUNK_BYTES] * 3
@@ -275,7 +313,9 @@ async def test_slower_tiers_share_what_may_wait(arena: ArenaAllocator, tmp_path:
     await stack.close()
 
 
-async def test_what_waits_by_name_and_is_removed_is_not_written(stack: TierStack, disk: Disk) -> None:
+async def test_what_waits_by_name_and_is_removed_is_not_written(
+    stack: TierStack, disk: Disk
+) -> None:
     names = [f"n{i}" for i in range(600)]
     assert all(await put(stack, *names))
     await stack.clear()
@@ -292,7 +332,9 @@ async def test_failed_writes_are_counted_and_end(stack: TierStack, disk: Disk) -
     assert disk.num_puts == 0
 
 
-async def test_a_tier_that_is_not_written_to_gets_nothing(arena: ArenaAllocator, disk: Disk) -> None:
+async def test_a_tier_that_is_not_written_to_gets_nothing(
+    arena: ArenaAllocator, disk: Disk
+) -> None:
     stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], written=[])
     await stack.open()
     await put(stack, "a")
@@ -302,7 +344,9 @@ async def test_a_tier_that_is_not_written_to_gets_nothing(arena: ArenaAllocator,
     assert arena.used_bytes == 0
 
 
-async def test_without_a_hot_tier_chunks_only_pass_through(arena: ArenaAllocator, disk: Disk) -> None:
+async def test_without_a_hot_tier_chunks_only_pass_through(
+    arena: ArenaAllocator, disk: Disk
+) -> None:
     stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
     await stack.open()
     assert await put(stack, "a") == [True]
@@ -331,7 +375,9 @@ async def test_a_local_store_serves_own_tiers_and_refuses_when_told(stack: TierS
     assert await store.remove([make_key("a")]) == 1
 
 
-async def test_a_tier_that_cannot_be_opened_is_left_out(arena: ArenaAllocator, tmp_path: Path) -> None:
+async def test_a_tier_that_cannot_be_opened_is_left_out(
+    arena: ArenaAllocator, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("in the way")
     broken, good = Disk(tmp_path / "file" / "disk", 1 << 22), Disk(tmp_path / "disk", 1 << 22)
     good.name = "OtherDisk"
@@ -345,7 +391,9 @@ async def test_a_tier_that_cannot_be_opened_is_left_out(arena: ArenaAllocator, t
     assert arena.used_bytes == 0
 
 
-async def test_a_closed_stack_holds_nothing_for_a_later_write(arena: ArenaAllocator, disk: Disk) -> None:
+async def test_a_closed_stack_holds_nothing_for_a_later_write(
+    arena: ArenaAllocator, disk: Disk
+) -> None:
     stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
     await stack.open()
     await stack.close()
@@ -359,12 +407,16 @@ async def test_a_local_store_removes_from_its_own_tiers_only(stack: TierStack, d
     await stack.drain(5.0)
     disk.name = "RemoteBackend"
     assert await LocalStore(stack, lambda: True).remove([make_key("a")]) == 1
-    assert await disk.batched_contains([make_key("a")]) == [True], "a peer's request must not reach the remote tier"
+    assert await disk.batched_contains([make_key("a")]) == [True], (
+        "a peer's request must not reach the remote tier"
+    )
     assert await stack.clear(search_range=["Hot"]) == 0
     assert await disk.batched_contains([make_key("a")]) == [True]
 
 
-@pytest.mark.parametrize("is_stubborn", [False, True], ids=["cancelled", "ignores_its_cancellation"])
+@pytest.mark.parametrize(
+    "is_stubborn", [False, True], ids=["cancelled", "ignores_its_cancellation"]
+)
 async def test_a_tier_whose_close_hangs_is_named_and_the_others_close(
     arena: ArenaAllocator,
     disk: Disk,
@@ -400,7 +452,9 @@ async def test_a_tier_whose_close_hangs_is_named_and_the_others_close(
     let_go.set()
 
 
-async def test_a_stack_is_writing_while_chunks_wait_by_name(arena: ArenaAllocator, tmp_path: Path) -> None:
+async def test_a_stack_is_writing_while_chunks_wait_by_name(
+    arena: ArenaAllocator, tmp_path: Path
+) -> None:
     """Between two batches no bytes may be pending although the rest of a long store still waits."""
     disk = LocalDiskBackend(tmp_path, 1 << 22)
     hot = LocalCPUBackend(arena, create_policy())

@@ -1,4 +1,6 @@
-"""The deadline of a read: what came in time is served, the rest is a miss whose memory comes back, and slow tiers are not asked in vain."""
+"""The deadline of a read: what came in time is served, the rest is a miss whose memory comes
+back, and slow tiers are not asked in vain.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,12 @@ def told(results: Sequence[Result]) -> list[bytes | MissReason]:
     return said
 
 
-async def get(stack: TierStack, keys: Sequence[ChunkKey], timeout_s: float = PATIENCE_S, recompute_s: float | None = None) -> list[object]:
+async def get(
+    stack: TierStack,
+    keys: Sequence[ChunkKey],
+    timeout_s: float = PATIENCE_S,
+    recompute_s: float | None = None,
+) -> list[object]:
     """What a read brings, which must not last."""
     begin = asyncio.get_running_loop().time()
     said = told(await stack.batched_get(keys, timeout_s, recompute_s=recompute_s))
@@ -104,19 +111,29 @@ class StuckFiles(DiskFiles):
         return super().open(path)
 
 
-async def test_what_a_disk_has_read_by_the_deadline_is_served(over: MakeStack, arena: ArenaAllocator, tmp_path: Path) -> None:
+async def test_what_a_disk_has_read_by_the_deadline_is_served(
+    over: MakeStack, arena: ArenaAllocator, tmp_path: Path
+) -> None:
     files = StuckFiles(DiskLayout(tmp_path).record(make_key(3)))
-    async with over(PricedBackend(BreakerBackend(LocalDiskBackend(tmp_path, 1 << 22, files=files)))) as stack:
+    async with over(
+        PricedBackend(BreakerBackend(LocalDiskBackend(tmp_path, 1 << 22, files=files)))
+    ) as stack:
         await store(stack, *range(8))
         stack.hot.clear_now()
-        assert await get(stack, names(8), 0.3) == [MissReason.DEADLINE if i == 3 else make_payload(i) for i in range(8)]
-        assert stack.hot.contains_many(names(8)) == [i != 3 for i in range(8)], "what came in time is hot now"
+        assert await get(stack, names(8), 0.3) == [
+            MissReason.DEADLINE if i == 3 else make_payload(i) for i in range(8)
+        ]
+        assert stack.hot.contains_many(names(8)) == [i != 3 for i in range(8)], (
+            "what came in time is hot now"
+        )
         files.may_open.set()
         await until_held(arena, stack.hot.stats()["used_bytes"])
         assert await get(stack, names(8)) == [make_payload(i) for i in range(8)]
 
 
-async def test_a_slow_server_is_a_miss_and_then_serves(over: MakeStack, arena: ArenaAllocator) -> None:
+async def test_a_slow_server_is_a_miss_and_then_serves(
+    over: MakeStack, arena: ArenaAllocator
+) -> None:
     server_store = MemoryStore()
     async with serving(server_store) as server:
         remote = create_remote_backend(f"lm://127.0.0.1:{server.port}", None, PATIENCE_S)
@@ -132,7 +149,9 @@ async def test_a_slow_server_is_a_miss_and_then_serves(over: MakeStack, arena: A
 
 
 @pytest.mark.parametrize("limit_s", [0.02, 0.2])
-async def test_a_tier_that_does_not_heed_its_limit_gets_some_grace_and_no_more(over: MakeStack, tmp_path: Path, limit_s: float) -> None:
+async def test_a_tier_that_does_not_heed_its_limit_gets_some_grace_and_no_more(
+    over: MakeStack, tmp_path: Path, limit_s: float
+) -> None:
     plan = FaultPlan(1, delayed_calls=1.0, delay_s=1000.0)
     async with over(FaultyBackend(LocalDiskBackend(tmp_path, 1 << 22), plan)) as stack:
         begin = asyncio.get_running_loop().time()
@@ -140,13 +159,17 @@ async def test_a_tier_that_does_not_heed_its_limit_gets_some_grace_and_no_more(o
         assert asyncio.get_running_loop().time() - begin >= limit_s + GRACE_S - 0.01
 
 
-async def test_computing_anew_bounds_the_wait_in_proportion_to_what_is_not_hot(over: MakeStack) -> None:
+async def test_computing_anew_bounds_the_wait_in_proportion_to_what_is_not_hot(
+    over: MakeStack,
+) -> None:
     tier = Slow()
     async with over(tier) as stack:
         await store(stack, 0, 1)
         for num_missing in (1, 4):
             tier.latency_s, tier.asked = 0.0, []
-            assert len(await get(stack, names(2 + num_missing), recompute_s=0.05)) == 2 + num_missing
+            assert (
+                len(await get(stack, names(2 + num_missing), recompute_s=0.05)) == 2 + num_missing
+            )
             [(num_asked, limit_s)] = tier.asked
             assert num_asked == num_missing
             assert limit_s == pytest.approx(0.05 * num_missing, abs=0.04)
@@ -160,7 +183,9 @@ async def test_computing_anew_bounds_the_wait_in_proportion_to_what_is_not_hot(o
         assert limit_s <= 0.5, "and never exceeds the limit that was configured"
 
 
-async def test_what_does_not_come_within_the_time_of_computing_it_is_a_miss(over: MakeStack) -> None:
+async def test_what_does_not_come_within_the_time_of_computing_it_is_a_miss(
+    over: MakeStack,
+) -> None:
     tier = Slow()
     tier.s_per_chunk = 0.05
     async with over(tier) as stack:
@@ -187,17 +212,23 @@ async def test_the_next_tier_has_what_is_left_of_the_time(over: MakeStack) -> No
 class Without(PricedBackend):
     """A tier that looks for a while, and has nothing."""
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         told(await super().batched_get(keys, allocate, timeout_s))
         return [Miss(MissReason.NEVER_STORED)] * len(keys)
 
 
-async def read_cold(stack: TierStack, num: int, recompute_s: float | None = None, timeout_s: float = PATIENCE_S) -> list[object]:
+async def read_cold(
+    stack: TierStack, num: int, recompute_s: float | None = None, timeout_s: float = PATIENCE_S
+) -> list[object]:
     stack.hot.clear_now()
     return await get(stack, names(num), timeout_s, recompute_s)
 
 
-async def test_a_tier_that_is_slower_than_computing_is_left_alone_and_tried_now_and_then(over: MakeStack) -> None:
+async def test_a_tier_that_is_slower_than_computing_is_left_alone_and_tried_now_and_then(
+    over: MakeStack,
+) -> None:
     tier = Slow()
     tier.latency_s = 0.02
     async with over(PricedBackend(tier)) as stack:
@@ -213,7 +244,9 @@ async def test_a_tier_that_is_slower_than_computing_is_left_alone_and_tried_now_
             said = await read_cold(stack, 2, recompute_s=0.005)
         assert all(isinstance(one, bytes) for one in said)
         for _ in range(2 * MIN_OBSERVATIONS):
-            assert all(isinstance(one, bytes) for one in await read_cold(stack, 2, recompute_s=0.5)), "one probe was enough"
+            assert all(
+                isinstance(one, bytes) for one in await read_cold(stack, 2, recompute_s=0.5)
+            ), "one probe was enough"
 
 
 async def test_a_tier_that_is_fast_enough_goes_on_being_asked(over: MakeStack) -> None:
@@ -241,7 +274,9 @@ async def test_of_a_long_prompt_the_part_that_comes_in_time_is_read(over: MakeSt
         assert said[num_asked:] == [MissReason.DEADLINE] * (200 - num_asked)
 
 
-async def test_short_deadlines_do_not_make_a_sound_tier_look_broken(over: MakeStack, tmp_path: Path) -> None:
+async def test_short_deadlines_do_not_make_a_sound_tier_look_broken(
+    over: MakeStack, tmp_path: Path
+) -> None:
     breaker = BreakerBackend(LocalDiskBackend(tmp_path, 1 << 22))
     async with over(breaker) as stack:
         await store(stack, *range(4))
@@ -285,5 +320,7 @@ async def test_a_probe_with_a_short_deadline_does_not_close_a_breaker() -> None:
     tier.now += OPTIONS.cool_down_s
     assert await breaker.batched_get(names(1), plain, SHORT_S) == [LATE]
     assert breaker.is_open
-    assert await breaker.batched_get(names(1), plain, LONG_S) == [LATE], "the next call is the probe"
+    assert await breaker.batched_get(names(1), plain, LONG_S) == [LATE], (
+        "the next call is the probe"
+    )
     assert await breaker.batched_get(names(1), plain, LONG_S) == [Miss(MissReason.BREAKER_OPEN)]

@@ -71,7 +71,9 @@ async def held(stack: TierStack, disk: HeldDisk) -> set[int]:
     return {i for i, has in enumerate(cold) if has}
 
 
-async def test_removal_overtakes_writes_that_wait_and_follows_those_on_their_way(stack: TierStack, disk: HeldDisk) -> None:
+async def test_removal_overtakes_writes_that_wait_and_follows_those_on_their_way(
+    stack: TierStack, disk: HeldDisk
+) -> None:
     await fill(stack, disk)
     removal = asyncio.ensure_future(stack.batched_remove([make_key(0), make_key(NUM_CHUNKS - 1)]))
     await asyncio.sleep(0.01)
@@ -97,7 +99,9 @@ async def test_clear_of_another_tenant_disturbs_no_writes(stack: TierStack, disk
     assert await held(stack, disk) == set(range(NUM_CHUNKS))
 
 
-async def test_a_stored_chunk_is_written_again_after_its_removal(stack: TierStack, disk: HeldDisk) -> None:
+async def test_a_stored_chunk_is_written_again_after_its_removal(
+    stack: TierStack, disk: HeldDisk
+) -> None:
     await fill(stack, disk)
     disk.may_write.set()
     await stack.batched_remove([make_key(0)])
@@ -105,7 +109,9 @@ async def test_a_stored_chunk_is_written_again_after_its_removal(stack: TierStac
     assert await held(stack, disk) == set(range(NUM_CHUNKS))
 
 
-async def test_writing_goes_on_after_a_bug(stack: TierStack, disk: HeldDisk, caplog: pytest.LogCaptureFixture) -> None:
+async def test_writing_goes_on_after_a_bug(
+    stack: TierStack, disk: HeldDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     await fill(stack, disk)
     disk.bug = ZeroDivisionError
     disk.may_write.set()
@@ -113,10 +119,15 @@ async def test_writing_goes_on_after_a_bug(stack: TierStack, disk: HeldDisk, cap
         await asyncio.sleep(0.001)
     disk.bug = None
     assert await stack.drain(5.0)
-    assert sum(await disk.batched_contains([make_key(i) for i in range(NUM_CHUNKS)])) == NUM_CHUNKS - BATCH_CHUNKS
+    assert (
+        sum(await disk.batched_contains([make_key(i) for i in range(NUM_CHUNKS)]))
+        == NUM_CHUNKS - BATCH_CHUNKS
+    )
 
 
-async def test_a_chunk_stays_hot_until_its_write_has_arrived(stack: TierStack, disk: HeldDisk) -> None:
+async def test_a_chunk_stays_hot_until_its_write_has_arrived(
+    stack: TierStack, disk: HeldDisk
+) -> None:
     """Or a reader would see it go, and come back with the write."""
     await fill(stack, disk)
     removal = asyncio.ensure_future(stack.batched_remove([make_key(0)]))
@@ -127,7 +138,9 @@ async def test_a_chunk_stays_hot_until_its_write_has_arrived(stack: TierStack, d
     assert await held(stack, disk) == set(range(1, NUM_CHUNKS))
 
 
-async def test_a_write_that_outlasts_the_removal_is_taken_back(stack: TierStack, disk: HeldDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_write_that_outlasts_the_removal_is_taken_back(
+    stack: TierStack, disk: HeldDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stack_module, "DEFAULT_TIMEOUT_S", 0.02)
     await fill(stack, disk)
     assert await stack.batched_remove([make_key(0), make_key(1)]) == 2
@@ -141,7 +154,9 @@ class SlowToForget(HeldDisk):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.may_write.set()
-        self.is_asked, self.may_forget, self.has_forgotten, self.may_answer = (asyncio.Event() for _ in range(4))
+        self.is_asked, self.may_forget, self.has_forgotten, self.may_answer = (
+            asyncio.Event() for _ in range(4)
+        )
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
         self.is_asked.set()
@@ -154,7 +169,9 @@ class SlowToForget(HeldDisk):
 
 @pytest.mark.parametrize("keep_hot", [True, False])
 @pytest.mark.parametrize("comes_late", [True, False])
-async def test_what_is_put_during_a_removal_is_put_after_it(tmp_path: Path, keep_hot: bool, comes_late: bool) -> None:
+async def test_what_is_put_during_a_removal_is_put_after_it(
+    tmp_path: Path, keep_hot: bool, comes_late: bool
+) -> None:
     arena, disk = ArenaAllocator.anonymous(1 << 20), SlowToForget(tmp_path)
     stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=keep_hot)
     await stack.open()

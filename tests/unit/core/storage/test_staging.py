@@ -1,4 +1,6 @@
-"""Tickets over a stack of tiers: what counts, what is lifted, what is held, and when it is let go."""
+"""Tickets over a stack of tiers: what counts, what is lifted, what is held, and when it is let
+go.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class World:
                 chunk.release()
         return num_hot
 
-    def stage(self, ticket: str, *chains: object, is_prefix: bool = True, deadline_s: float = PATIENCE_S) -> Staged:
+    def stage(
+        self, ticket: str, *chains: object, is_prefix: bool = True, deadline_s: float = PATIENCE_S
+    ) -> Staged:
         return self.staging.stage(ticket, chains, deadline_s=deadline_s, is_prefix=is_prefix)  # type: ignore[arg-type]
 
     async def settled(self, ticket: str) -> Staged:
@@ -64,12 +68,16 @@ class World:
 async def world(*lower: Shelf, num_chunks: int = 64, keep_hot: bool = True) -> AsyncIterator[World]:
     """Half of so many chunks can be staged. Afterwards nothing may be held."""
     allocator = ArenaAllocator.anonymous(num_chunks * TAKEN_BYTES)
-    stack = TierStack(LocalCPUBackend(allocator, create_policy()), lower, written=(), keep_hot=keep_hot)
+    stack = TierStack(
+        LocalCPUBackend(allocator, create_policy()), lower, written=(), keep_hot=keep_hot
+    )
     await stack.open()
     tasks = TaskSupervisor("test")
     room = StagingRoom(num_chunks * TAKEN_BYTES // 2)
     made: list[World] = []
-    staging = Staging(stack, "default", room, lambda lift: tasks.start("lift", lift), lambda: made[0].now)
+    staging = Staging(
+        stack, "default", room, lambda lift: tasks.start("lift", lift), lambda: made[0].now
+    )
     made.append(World(allocator, stack, room, staging))
     try:
         yield made[0]
@@ -120,13 +128,18 @@ async def test_what_is_missing_is_lifted_while_the_request_waits() -> None:
         w.make_hot(names[:1])
         assert w.stage("t", chain) == Staged(False, (b"\1\0\0\0\0\0",))
         assert await w.settled("t") == Staged(True, (b"\1\2\4\2\0\0",))
-        assert w.stage("t", chain) == Staged(True, (b"\1\2\4\2\0\0",)), "the same question gets the same answer"
+        assert w.stage("t", chain) == Staged(True, (b"\1\2\4\2\0\0",)), (
+            "the same question gets the same answer"
+        )
         assert set(disk.num_read) == {names[1], names[3]}
         assert set(remote.num_read) == {names[2]}, "behind the first gap nothing is read"
         assert all(w.stack.hot.contains_many(names[:4]))
 
 
-@pytest.mark.parametrize(("name", "code"), [("LocalDiskBackend", 2), ("P2PBackend", 3), ("RemoteBackend", 4), ("AnotherTier", 5)])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("LocalDiskBackend", 2), ("P2PBackend", 3), ("RemoteBackend", 4), ("AnotherTier", 5)],
+)
 async def test_the_tier_is_told_and_it_is_the_slowest_ranks(name: str, code: int) -> None:
     shelf = Shelf(name)
     chain = chain_of(range(2), world_size=2)
@@ -178,7 +191,9 @@ async def test_what_would_find_no_room_is_not_read() -> None:
         w.stage("t", chain)
         assert (await w.settled("t")).tiers == (b"\1\1" + b"\2" * 6 + bytes(32),)
         assert len(shelf.num_read) == 6
-        assert w.stage("u", chain_of(range(10, 20))) == Staged(True, (bytes(10),)), "the room is full: nothing is lifted"
+        assert w.stage("u", chain_of(range(10, 20))) == Staged(True, (bytes(10),)), (
+            "the room is full: nothing is lifted"
+        )
 
 
 async def test_ranks_are_held_together_or_not_at_all() -> None:
@@ -277,7 +292,9 @@ class Gated(Shelf):
         super().__init__()
         self.began, self.may_go_on = asyncio.Event(), asyncio.Event()
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         self.began.set()
         await self.may_go_on.wait()
         return await super().batched_get(keys, allocate, timeout_s)
@@ -343,7 +360,9 @@ async def test_without_a_hot_tier_staged_chunks_are_hot_until_they_are_given_bac
 
 
 def expected(places: list[list[int]], is_prefix: bool, hot_only: bool) -> bytes:
-    """By the book: the slowest of a chunk's ranks, 0 where one is nowhere; places are 0 (nowhere), 1 (hot), 2 (disk), 4 (remote)."""
+    """By the book: the slowest of a chunk's ranks, 0 where one is nowhere; places are 0
+    (nowhere), 1 (hot), 2 (disk), 4 (remote).
+    """
     codes = [0 if 0 in ranks or (hot_only and max(ranks) > 1) else max(ranks) for ranks in places]
     if is_prefix and 0 in codes:
         first = codes.index(0)
@@ -355,18 +374,29 @@ def expected(places: list[list[int]], is_prefix: bool, hot_only: bool) -> bytes:
 @given(
     st.integers(1, 3).flatmap(
         lambda ranks: st.lists(
-            st.lists(st.lists(st.sampled_from([0, 1, 1, 2, 4]), min_size=ranks, max_size=ranks), max_size=6), min_size=1, max_size=3
+            st.lists(
+                st.lists(st.sampled_from([0, 1, 1, 2, 4]), min_size=ranks, max_size=ranks),
+                max_size=6,
+            ),
+            min_size=1,
+            max_size=3,
         )
     ),
     st.booleans(),
 )
-def test_every_constellation_is_staged_by_the_book(chains: list[list[list[int]]], is_prefix: bool) -> None:
+def test_every_constellation_is_staged_by_the_book(
+    chains: list[list[list[int]]], is_prefix: bool
+) -> None:
     async def check() -> None:
         disk, remote = Shelf("LocalDiskBackend"), Shelf("RemoteBackend")
         async with world(disk, remote, num_chunks=256) as w:
             asked = []
             for number, places in enumerate(chains):
-                chain = chain_of(range(len(places)), world_size=len(places[0]) if places else 1, group=f"group{number}")
+                chain = chain_of(
+                    range(len(places)),
+                    world_size=len(places[0]) if places else 1,
+                    group=f"group{number}",
+                )
                 asked.append(chain)
                 flat = [place for ranks in places for place in ranks]
                 for name, place in zip(names_of(chain.keys_by_chunk()), flat, strict=True):
@@ -375,8 +405,12 @@ def test_every_constellation_is_staged_by_the_book(chains: list[list[list[int]]]
                     else:
                         {0: set(), 2: disk.held, 4: remote.held}[place].add(name)
             now = w.stage("t", *asked, is_prefix=is_prefix)
-            assert now.tiers == tuple(expected(places, is_prefix, hot_only=True) for places in chains)
-            assert (await w.settled("t")).tiers == tuple(expected(places, is_prefix, hot_only=False) for places in chains)
+            assert now.tiers == tuple(
+                expected(places, is_prefix, hot_only=True) for places in chains
+            )
+            assert (await w.settled("t")).tiers == tuple(
+                expected(places, is_prefix, hot_only=False) for places in chains
+            )
             held = {
                 name
                 for chain, tiers in zip(asked, w.stage("t").tiers, strict=True)

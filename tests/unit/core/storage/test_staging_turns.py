@@ -1,4 +1,6 @@
-"""Tickets of many chunks on an event loop that serves others too: they have their turn, and may change what is there."""
+"""Tickets of many chunks on an event loop that serves others too: they have their turn, and may
+change what is there.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,23 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class World:
-    """A client of a stack in whose memory all of `CHAIN` is, and a clock that only the test moves."""
+    """A client of a stack in whose memory all of `CHAIN` is, and a clock that only the test
+    moves.
+    """
 
     def __init__(self, tasks: TaskSupervisor) -> None:
-        self.stack = TierStack(LocalCPUBackend(ArenaAllocator.anonymous(4 * NUM_CHUNKS * TAKEN_BYTES), create_policy()))
+        self.stack = TierStack(
+            LocalCPUBackend(ArenaAllocator.anonymous(4 * NUM_CHUNKS * TAKEN_BYTES), create_policy())
+        )
         self.room = StagingRoom(2 * NUM_CHUNKS * TAKEN_BYTES)
         self.now = 0.0
-        self.staging = Staging(self.stack, "default", self.room, lambda lift: tasks.start("lift", lift), lambda: self.now)
+        self.staging = Staging(
+            self.stack,
+            "default",
+            self.room,
+            lambda lift: tasks.start("lift", lift),
+            lambda: self.now,
+        )
         for name in names_of(CHAIN.keys_of_rank(0)):
             memory = self.stack.allocate(PAYLOAD_BYTES)
             assert memory is not None
@@ -45,7 +57,9 @@ class World:
             chunk.release()
 
     async def stage(self, ticket: str, num_chunks: int = NUM_CHUNKS) -> Staged:
-        return await self.staging.stage_in_turns(ticket, [CHAIN.part(0, num_chunks)], 1.0, True, None)
+        return await self.staging.stage_in_turns(
+            ticket, [CHAIN.part(0, num_chunks)], 1.0, True, None
+        )
 
     @property
     def num_held(self) -> int:
@@ -81,11 +95,15 @@ async def turns_during(work: Awaitable[object]) -> int:
 async def test_others_have_their_turn_while_many_chunks_are_taken_and_given_back() -> None:
     works: list[Callable[[World], Awaitable[object]]] = [
         lambda w: w.stage("t"),
-        lambda w: w.stage("t", NUM_CHUNKS - 1),  # another question, in whose favour the first is given up
+        lambda w: w.stage(
+            "t", NUM_CHUNKS - 1
+        ),  # another question, in whose favour the first is given up
         lambda w: w.staging.unstage_in_turns(["t"]),
     ]
     async with world() as w:
-        assert [await turns_during(work(w)) >= NUM_CHUNKS // BLOCK_KEYS for work in works] == [True] * 3
+        assert [await turns_during(work(w)) >= NUM_CHUNKS // BLOCK_KEYS for work in works] == [
+            True
+        ] * 3
         await w.stage("t")
         w.now += STAGE_LEASE_S
         assert await turns_during(w.staging.expire_in_turns()) >= NUM_CHUNKS // BLOCK_KEYS
@@ -100,7 +118,9 @@ async def test_it_says_the_same_in_turns_as_at_once() -> None:
         expected = Staged(True, (b"\1" * NUM_CHUNKS,))
         assert await w.stage("t") == w.staging.stage("other", [CHAIN], deadline_s=1.0) == expected
         assert w.num_held == 2 * NUM_CHUNKS
-        assert await turns_during(w.stage("t")) <= 2, "the same question again is an answer that is there"
+        assert await turns_during(w.stage("t")) <= 2, (
+            "the same question again is an answer that is there"
+        )
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, NUM_CHUNKS // BLOCK_KEYS - 1])
@@ -145,9 +165,15 @@ async def test_what_is_removed_meanwhile_is_held_where_it_was_seen_and_else_not_
         w.staging.unstage(["t"])
 
 
-async def test_the_number_of_tickets_is_bounded_also_by_those_that_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_tickets_is_bounded_also_by_those_that_came_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(staging_module, "MAX_TICKETS", 2)
     async with world() as w:
         answers = await asyncio.gather(*(w.stage(name) for name in "abc"))
-        assert [sum(map(bool, answer.tiers[0])) for answer in answers] == [NUM_CHUNKS, NUM_CHUNKS, 0]
+        assert [sum(map(bool, answer.tiers[0])) for answer in answers] == [
+            NUM_CHUNKS,
+            NUM_CHUNKS,
+            0,
+        ]
         assert w.num_held == 2 * NUM_CHUNKS

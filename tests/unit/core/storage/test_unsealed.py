@@ -1,4 +1,6 @@
-"""Chunks without digests on their way through the tiers: sealed when they leave the process, and right then."""
+"""Chunks without digests on their way through the tiers: sealed when they leave the process, and
+right then.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ TOKENS = tokens_of((0, 1, 1), 5)
 
 def unsealed(name: object, hot: LocalCPUBackend) -> Chunk:
     made = make_chunk(name, allocate=hot.allocate)
-    return Chunk.unsealed(made.key, msgspec.structs.replace(made.header, digest=UNSEALED_DIGEST), made.memory, "Hot")
+    return Chunk.unsealed(
+        made.key, msgspec.structs.replace(made.header, digest=UNSEALED_DIGEST), made.memory, "Hot"
+    )
 
 
 async def put(stack: TierStack) -> list[Chunk]:
@@ -54,7 +58,9 @@ async def test_a_chunk_that_stays_in_memory_is_never_sealed() -> None:
     stack = TierStack(LocalCPUBackend(arena, create_policy()))
     await stack.open()
     chunks = await put(stack)
-    assert payloads(await stack.batched_get([make_key(name) for name in NAMES])) == [make_payload(name) for name in NAMES]
+    assert payloads(await stack.batched_get([make_key(name) for name in NAMES])) == [
+        make_payload(name) for name in NAMES
+    ]
     assert dict(stack.hot.held()) == {make_key(name): make_chunk(name).num_bytes for name in NAMES}
     assert not any(chunk.is_sealed for chunk in chunks)
     await stack.close()
@@ -64,13 +70,17 @@ async def test_a_chunk_that_stays_in_memory_is_never_sealed() -> None:
 async def test_what_reaches_the_disk_is_a_whole_record(tmp_path: Path) -> None:
     arena = ArenaAllocator.anonymous(1 << 20)
     for is_written in (True, False):
-        stack = TierStack(LocalCPUBackend(arena, create_policy()), [LocalDiskBackend(tmp_path, 1 << 22)])
+        stack = TierStack(
+            LocalCPUBackend(arena, create_policy()), [LocalDiskBackend(tmp_path, 1 << 22)]
+        )
         await stack.open()
         if is_written:
             await put(stack)
             assert await stack.drain(PATIENCE_S)
         else:
-            assert payloads(await stack.batched_get([make_key(name) for name in NAMES])) == [make_payload(name) for name in NAMES]
+            assert payloads(await stack.batched_get([make_key(name) for name in NAMES])) == [
+                make_payload(name) for name in NAMES
+            ]
         await stack.close()
     assert arena.used_bytes == 0
     records = {path.read_bytes() for path in tmp_path.rglob("*.kvr")}
@@ -81,14 +91,19 @@ async def test_what_reaches_a_server_is_a_whole_record() -> None:
     arena, store = ArenaAllocator.anonymous(1 << 20), MemoryStore()
     async with serving(store) as server:
         stack = TierStack(
-            LocalCPUBackend(arena, create_policy()), [create_remote_backend(f"lm://127.0.0.1:{server.port}", None, PATIENCE_S)]
+            LocalCPUBackend(arena, create_policy()),
+            [create_remote_backend(f"lm://127.0.0.1:{server.port}", None, PATIENCE_S)],
         )
         await stack.open()
         await put(stack)
         assert await stack.drain(PATIENCE_S)
-        assert {chunk.head for chunk in store.chunks.values()} == {make_chunk(name).head for name in NAMES}
+        assert {chunk.head for chunk in store.chunks.values()} == {
+            make_chunk(name).head for name in NAMES
+        }
         stack.hot.clear_now()
-        assert payloads(await stack.batched_get([make_key(name) for name in NAMES])) == [make_payload(name) for name in NAMES]
+        assert payloads(await stack.batched_get([make_key(name) for name in NAMES])) == [
+            make_payload(name) for name in NAMES
+        ]
         await stack.close()
     assert arena.used_bytes == 0
 
@@ -97,7 +112,9 @@ async def test_two_tiers_that_write_at_once_write_the_same(tmp_path: Path) -> No
     arena, store = ArenaAllocator.anonymous(1 << 20), MemoryStore()
     async with serving(store) as server:
         remote = create_remote_backend(f"lm://127.0.0.1:{server.port}", None, PATIENCE_S)
-        stack = TierStack(LocalCPUBackend(arena, create_policy()), [LocalDiskBackend(tmp_path, 1 << 22), remote])
+        stack = TierStack(
+            LocalCPUBackend(arena, create_policy()), [LocalDiskBackend(tmp_path, 1 << 22), remote]
+        )
         await stack.open()
         await put(stack)
         assert await stack.drain(PATIENCE_S)
@@ -110,7 +127,9 @@ async def test_two_tiers_that_write_at_once_write_the_same(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("writer", ["never", "sampled", "always"])
-def test_another_engine_reads_what_one_without_digests_has_stored(tmp_path: Path, writer: str) -> None:
+def test_another_engine_reads_what_one_without_digests_has_stored(
+    tmp_path: Path, writer: str
+) -> None:
     with embedded_engine(tmp_path, verify_hot=writer) as first:
         first.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
         hot = first.hot.get_many(first.hot.keys())
@@ -123,7 +142,9 @@ def test_another_engine_reads_what_one_without_digests_has_stored(tmp_path: Path
         target = empty_kv(len(TOKENS))
         assert second.engine.retrieve(TOKENS, kvcaches=target).all()
         assert_equal_prefix(target, kv_of(TOKENS), len(TOKENS))
-        assert second.engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).all(), "and again, checked in memory"
+        assert second.engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).all(), (
+            "and again, checked in memory"
+        )
         assert second.misses() == {}
 
 

@@ -48,7 +48,9 @@ class Flaky(WrapperBackend):
         await self._call()
         return await super().batched_contains(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         self.timeouts_s.append(timeout_s)
         await self._call()
         return await super().batched_get(keys, allocate, timeout_s)
@@ -87,7 +89,9 @@ class _Bare(StorageBackend):
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return []
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         return []
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
@@ -128,14 +132,18 @@ class TestLogged:
         assert "test/model" not in caplog.text
         assert "acme" not in caplog.text
 
-    async def test_a_failure_is_in_the_line_and_goes_on(self, hot: LocalCPUBackend, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_a_failure_is_in_the_line_and_goes_on(
+        self, hot: LocalCPUBackend, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with caplog.at_level(logging.DEBUG), pytest.raises(UnavailableError):
             await LoggedBackend(Flaky(hot, 1)).batched_contains([make_key(1)])
         assert caplog.messages[0].endswith(" ms, UnavailableError")
 
 
 class TestMetered:
-    async def test_everything_is_counted_by_operation_and_misses_by_reason(self, hot: LocalCPUBackend, arena: Arena) -> None:
+    async def test_everything_is_counted_by_operation_and_misses_by_reason(
+        self, hot: LocalCPUBackend, arena: Arena
+    ) -> None:
         counters = Counters()
         times = iter(range(100))
         tier = MeteredBackend(hot, counters, lambda: next(times) * 1e-3)
@@ -184,7 +192,10 @@ class TestFaulty:
     async def test_a_plan_of_nothing_does_nothing(self, hot: LocalCPUBackend, arena: Arena) -> None:
         tier = FaultyBackend(hot, FaultPlan(seed=1))
         await tier.batched_put([make_chunk(i) for i in range(20)])
-        got = [payload_of(result) for result in await tier.batched_get([make_key(i) for i in range(20)], arena)]
+        got = [
+            payload_of(result)
+            for result in await tier.batched_get([make_key(i) for i in range(20)], arena)
+        ]
         assert got == [make_payload(i) for i in range(20)]
         assert tier.stats()["injected_faults"] == 0
 
@@ -193,8 +204,12 @@ class TestFaulty:
             tier = FaultyBackend(hot, FaultPlan(seed, failed_calls=0.5))
             failed = []
             for _ in range(64):
-                [answer] = await asyncio.gather(tier.batched_contains([make_key(1)]), return_exceptions=True)
-                failed.append(isinstance(answer, UnavailableError) and f"seed={seed}" in str(answer))
+                [answer] = await asyncio.gather(
+                    tier.batched_contains([make_key(1)]), return_exceptions=True
+                )
+                failed.append(
+                    isinstance(answer, UnavailableError) and f"seed={seed}" in str(answer)
+                )
             return failed
 
         first = await history(7)
@@ -202,7 +217,9 @@ class TestFaulty:
         assert await history(8) != first
         assert 10 < sum(first) < 54
 
-    async def test_a_call_that_fails_late_has_done_its_work_and_leaks_nothing(self, hot: LocalCPUBackend, arena: Arena) -> None:
+    async def test_a_call_that_fails_late_has_done_its_work_and_leaks_nothing(
+        self, hot: LocalCPUBackend, arena: Arena
+    ) -> None:
         tier = FaultyBackend(hot, FaultPlan(seed=3, failed_calls=1.0))
         num_done = 0
         for i in range(32):
@@ -223,19 +240,26 @@ class TestFaulty:
         assert await tier.batched_put([make_chunk(i) for i in range(64)]) == [True] * 64
         kept = sum(hot.contains_many(keys))
         assert 16 < kept < 48
-        got = [result for result in await tier.batched_get(keys, arena) if isinstance(result, Chunk)]
+        got = [
+            result for result in await tier.batched_get(keys, arena) if isinstance(result, Chunk)
+        ]
         assert 0 < len(got) < kept
         for chunk in got:
             chunk.release()
 
-    async def test_what_was_damaged_on_its_way_is_found_by_the_tier_and_the_caller_keeps_it_whole(self, tmp_path, arena: Arena) -> None:
+    async def test_what_was_damaged_on_its_way_is_found_by_the_tier_and_the_caller_keeps_it_whole(
+        self, tmp_path, arena: Arena
+    ) -> None:
         disk = LocalDiskBackend(tmp_path, 1 << 20)
         tier = FaultyBackend(disk, FaultPlan(seed=11, damaged_chunks=1.0))
         await tier.open()
         chunk = make_chunk("a")
         assert await tier.batched_put([chunk, make_chunk("empty", payload=b"")]) == [True, True]
         assert bytes(chunk.memory.byte_array) == make_payload("a")
-        got = [payload_of(result) for result in await tier.batched_get([chunk.key, make_key("empty")], arena)]
+        got = [
+            payload_of(result)
+            for result in await tier.batched_get([chunk.key, make_key("empty")], arena)
+        ]
         assert got == [MissReason.CORRUPT, b""]
         await tier.close()
 

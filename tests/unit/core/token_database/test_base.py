@@ -28,7 +28,16 @@ def test_a_database_without_salt_takes_none_and_says_so():
 
 
 @pytest.mark.parametrize(
-    "span", [(b"", 0, 1), (b"x" * 256, 0, 1), (b"cat", -1, 2), (b"cat", 0, 0), (b"cat", 3, -1), (b"cat", 0, 2**32)], ids=str
+    "span",
+    [
+        (b"", 0, 1),
+        (b"x" * 256, 0, 1),
+        (b"cat", -1, 2),
+        (b"cat", 0, 0),
+        (b"cat", 3, -1),
+        (b"cat", 0, 2**32),
+    ],
+    ids=str,
 )
 def test_a_span_that_covers_no_tokens_or_names_no_content_is_refused(span):
     with pytest.raises(ValueError):

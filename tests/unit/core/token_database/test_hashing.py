@@ -14,16 +14,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_core.testing.token_database_suite import CHUNK_SIZE, MAX_TOKEN_ID, METADATA
 from lmcache_core.token_database import MultimodalSpan, chain_hashes, identity_root
-from lmcache_core.token_database.hashing import NO_EXTRAS, chain_hashes_of_bytes, extras_of_chunks, tokens_as_bytes, tokens_as_uint32
+from lmcache_core.token_database.hashing import (
+    NO_EXTRAS,
+    chain_hashes_of_bytes,
+    extras_of_chunks,
+    tokens_as_bytes,
+    tokens_as_uint32,
+)
 
 tokens_lists = st.lists(st.integers(0, MAX_TOKEN_ID), max_size=40)
 span_lists = st.lists(
-    st.builds(MultimodalSpan, st.sampled_from([b"cat", b"dog", b"x" * 255]), st.integers(0, 50), st.integers(1, 30)), max_size=4
+    st.builds(
+        MultimodalSpan,
+        st.sampled_from([b"cat", b"dog", b"x" * 255]),
+        st.integers(0, 50),
+        st.integers(1, 30),
+    ),
+    max_size=4,
 )
 
 
 def digests(tokens, spans=(), root=bytes(32), first=0):
-    return [digest for _, _, digest in chain_hashes(root, tokens_as_uint32(tokens), CHUNK_SIZE, spans, first)]
+    return [
+        digest
+        for _, _, digest in chain_hashes(root, tokens_as_uint32(tokens), CHUNK_SIZE, spans, first)
+    ]
 
 
 def prefixed(data):
@@ -39,12 +54,24 @@ def test_the_hash_is_the_documented_one():
         (b"adapter", b""),
         (b"salt", b"pepper"),
     ]
-    root = hashlib.sha256(prefixed(b"lmcache/identity/1") + b"".join(prefixed(n) + prefixed(t) for n, t in fields)).digest()
+    root = hashlib.sha256(
+        prefixed(b"lmcache/identity/1") + b"".join(prefixed(n) + prefixed(t) for n, t in fields)
+    ).digest()
     assert identity_root(METADATA, "pepper") == root
-    first = hashlib.sha256(b"lmcache/chunk/1\0" + root + struct.pack("<I4I", 4, 7, 0, MAX_TOKEN_ID, 9) + struct.pack("<I", 0)).digest()
+    first = hashlib.sha256(
+        b"lmcache/chunk/1\0"
+        + root
+        + struct.pack("<I4I", 4, 7, 0, MAX_TOKEN_ID, 9)
+        + struct.pack("<I", 0)
+    ).digest()
     span = struct.pack("<I", 1) + prefixed(b"image") + struct.pack("<qI", 1, 5)
-    second = hashlib.sha256(b"lmcache/chunk/1\0" + first + struct.pack("<I2I", 2, 1, 2) + span).digest()
-    assert digests([7, 0, MAX_TOKEN_ID, 9, 1, 2], [MultimodalSpan(b"image", 5, 5)], root) == [first, second]
+    second = hashlib.sha256(
+        b"lmcache/chunk/1\0" + first + struct.pack("<I2I", 2, 1, 2) + span
+    ).digest()
+    assert digests([7, 0, MAX_TOKEN_ID, 9, 1, 2], [MultimodalSpan(b"image", 5, 5)], root) == [
+        first,
+        second,
+    ]
 
 
 @given(tokens_lists, span_lists)
@@ -53,10 +80,15 @@ def test_a_chain_is_the_plain_formula(tokens, spans):
     for start in range(0, len(tokens), CHUNK_SIZE):
         inside = tokens[start : start + CHUNK_SIZE]
         overlapping = sorted(
-            (s.offset, s.length, s.content_hash) for s in spans if s.offset < start + len(inside) and s.offset + s.length > start
+            (s.offset, s.length, s.content_hash)
+            for s in spans
+            if s.offset < start + len(inside) and s.offset + s.length > start
         )
         extras = struct.pack("<I", len(overlapping))
-        extras += b"".join(prefixed(content) + struct.pack("<qI", offset - start, length) for offset, length, content in overlapping)
+        extras += b"".join(
+            prefixed(content) + struct.pack("<qI", offset - start, length)
+            for offset, length, content in overlapping
+        )
         data = struct.pack(f"<I{len(inside)}I", len(inside), *inside)
         previous = hashlib.sha256(b"lmcache/chunk/1\0" + previous + data + extras).digest()
         want.append((start, start + len(inside), previous))
@@ -75,12 +107,18 @@ def test_a_chain_can_be_taken_up_in_the_middle(tokens, spans, num_known):
 
 def test_fields_cannot_run_into_each_other():
     pairs = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")]
-    roots = {identity_root(dataclasses.replace(METADATA, model_name=m, revision=r)) for m, r in pairs}
+    roots = {
+        identity_root(dataclasses.replace(METADATA, model_name=m, revision=r)) for m, r in pairs
+    }
     assert len(roots) == len(pairs)
 
 
 def test_extras_lie_only_where_spans_do():
-    spans = [MultimodalSpan(b"cat", 6, 4), MultimodalSpan(b"dog", 9, 2**32 - 1), MultimodalSpan(b"ant", 30, 1)]
+    spans = [
+        MultimodalSpan(b"cat", 6, 4),
+        MultimodalSpan(b"dog", 9, 2**32 - 1),
+        MultimodalSpan(b"ant", 30, 1),
+    ]
     extras = extras_of_chunks(spans, 18, CHUNK_SIZE)
     assert sorted(extras) == [4, 8, 12, 16]
     assert extras[4] == struct.pack("<I", 1) + prefixed(b"cat") + struct.pack("<qI", 2, 4)
@@ -98,7 +136,10 @@ def test_token_ids_become_little_endian_words(tokens):
     assert tokens_as_bytes(tokens) == want
 
 
-@pytest.mark.parametrize(("tokens", "said"), [([1, -2, 3], "token id -2 is negative"), ([1, 1 << 32], "token id 4294967296 is above")])
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [([1, -2, 3], "token id -2 is negative"), ([1, 1 << 32], "token id 4294967296 is above")],
+)
 def test_token_ids_out_of_range_are_refused(tokens, said):
     for convert in (tokens_as_bytes, tokens_as_uint32):
         with pytest.raises(ValueError, match=said):
@@ -112,7 +153,9 @@ sys.modules["numpy"] = None
 from lmcache_core.token_database.hashing import chain_hashes_of_bytes, tokens_as_bytes
 print([h.hex() for _, _, h in chain_hashes_of_bytes(bytes(32), tokens_as_bytes(range(10)), 4)])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout == f"{[digest.hex() for digest in digests(np.arange(10))]}\n"
 
 
@@ -129,14 +172,28 @@ from lmcache_core.token_database import chain_hashes
 print([h.hex() for _, _, h in chain_hashes(bytes(32), np.arange(10, dtype="<u4"), 4)])
 """
     runs = {
-        subprocess.run([sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for seed in ("1", "2")
     }
     assert runs == {f"{[digest.hex() for digest in digests(np.arange(10))]}\n"}
 
 
 def test_many_spans_over_many_chunks_cost_what_they_overlap():
-    """A span is looked at where it lies, and not at every chunk: 20,000 spans over 20,000 chunks would take minutes."""
+    """A span is looked at where it lies, and not at every chunk: 20,000 spans over 20,000 chunks
+    would take minutes.
+    """
     offsets = random.Random(0).sample(range(80_000), 20_000)
     spans = [MultimodalSpan(b"cat", offset, 1) for offset in offsets]
-    assert sum(int.from_bytes(extras[:4], "little") for extras in extras_of_chunks(spans, 80_000, CHUNK_SIZE).values()) == 20_000
+    assert (
+        sum(
+            int.from_bytes(extras[:4], "little")
+            for extras in extras_of_chunks(spans, 80_000, CHUNK_SIZE).values()
+        )
+        == 20_000
+    )

@@ -21,7 +21,9 @@ def test_only_falses_before_trues_are_a_mask(flags):
 def test_falses_come_in_whole_chunks(num_false):
     mask = torch.arange(9) >= num_false
     if num_false % 3:
-        with pytest.raises(ValueError, match=rf"\({num_false}\) is not a multiple of the chunk size \(3\)"):
+        with pytest.raises(
+            ValueError, match=rf"\({num_false}\) is not a multiple of the chunk size \(3\)"
+        ):
             num_masked_tokens(mask, 9, 3)
     else:
         assert num_masked_tokens(mask, 9, 3) == num_false

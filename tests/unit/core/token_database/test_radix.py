@@ -5,8 +5,20 @@ from typing import Any
 import pytest
 import torch
 from lmcache_core.errors import IntegrityError
-from lmcache_core.testing.token_database_suite import CHUNK_SIZE, METADATA, branching_sequences, interleave, make_config, named
-from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, RadixTokenDatabase, radix
+from lmcache_core.testing.token_database_suite import (
+    CHUNK_SIZE,
+    METADATA,
+    branching_sequences,
+    interleave,
+    make_config,
+    named,
+)
+from lmcache_core.token_database import (
+    ChunkedTokenDatabase,
+    MultimodalSpan,
+    RadixTokenDatabase,
+    radix,
+)
 
 CAT = [MultimodalSpan(b"cat", 5, 2)]
 
@@ -55,7 +67,9 @@ def test_masked_chunks_are_known_too(database, num_hashed):
     assert num_hashed() == 0
 
 
-@pytest.mark.parametrize(("num_tokens", "known"), [(0, 0), (1, 0), (3, 0), (4, 4), (7, 4), (9, 8), (20, 8)])
+@pytest.mark.parametrize(
+    ("num_tokens", "known"), [(0, 0), (1, 0), (3, 0), (4, 4), (7, 4), (9, 8), (20, 8)]
+)
 def test_the_longest_prefix_is_of_whole_chunks(database, num_tokens, known):
     named(database, range(10))
     assert database.longest_prefix(torch.arange(num_tokens)) == known
@@ -89,7 +103,9 @@ def test_spans_are_part_of_what_is_known(database, num_hashed):
 
 
 def test_tokens_cannot_pose_as_extras():
-    """A chunk's block is its tokens and, with spans, 32 bytes more: no token sequence has a block of that length."""
+    """A chunk's block is its tokens and, with spans, 32 bytes more: no token sequence has a
+    block of that length.
+    """
     database = RadixTokenDatabase(make_config(), METADATA)
     named(database, range(4), spans=[MultimodalSpan(b"cat", 0, 4)])
     for num_tokens in range(24):
@@ -100,21 +116,29 @@ def test_a_salt_forgets_and_so_does_clear(database):
     named(database, range(12))
     database.use_salt("tenant-a")
     assert database.longest_prefix(torch.arange(12)) == 0
-    assert named(database, range(12)) == named(ChunkedTokenDatabase(make_config("tenant-a"), METADATA), range(12))
+    assert named(database, range(12)) == named(
+        ChunkedTokenDatabase(make_config("tenant-a"), METADATA), range(12)
+    )
     database.clear()
     assert database.num_chunks == 0
-    assert named(database, range(12)) == named(ChunkedTokenDatabase(make_config("tenant-a"), METADATA), range(12))
+    assert named(database, range(12)) == named(
+        ChunkedTokenDatabase(make_config("tenant-a"), METADATA), range(12)
+    )
 
 
 @pytest.mark.parametrize("step", ["extras_of_chunks", "chain_hashes", "named_chunks"])
-def test_a_salt_that_comes_between_finds_an_empty_tree_and_changes_no_key(database, monkeypatch, step):
+def test_a_salt_that_comes_between_finds_an_empty_tree_and_changes_no_key(
+    database, monkeypatch, step
+):
     def salting(*args):
         database.use_salt("tenant-a")
         return original(*args)
 
     original = getattr(radix, step)
     monkeypatch.setattr(radix, step, salting)
-    assert named(database, range(12)) == named(ChunkedTokenDatabase(make_config(), METADATA), range(12))
+    assert named(database, range(12)) == named(
+        ChunkedTokenDatabase(make_config(), METADATA), range(12)
+    )
     assert database.num_chunks == 0
 
 

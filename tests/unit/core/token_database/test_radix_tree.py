@@ -73,7 +73,12 @@ def test_the_leaf_used_longest_ago_goes_first_and_from_its_end():
     insert(tree, "kl")
     assert [tree.prefix_length(blocks(text)) for text in ("abc", "axy", "kl")] == [3, 2, 2]
     insert(tree, "mno")
-    assert [tree.prefix_length(blocks(text)) for text in ("abc", "axy", "kl", "mno")] == [1, 1, 2, 3]
+    assert [tree.prefix_length(blocks(text)) for text in ("abc", "axy", "kl", "mno")] == [
+        1,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_what_is_left_of_a_fork_becomes_one_run_again():

@@ -26,7 +26,9 @@ async def test_each_request_shows_the_token_that_the_file_has_by_then(tmp_path: 
     path.write_text("first-token")
     token = TokenFile(path, "token")
     token._watch = WatchedFiles([path], 1.0, lambda: now[0])
-    client = JsonHttpClient("lookup", "http://lookup:8081", token, 1.0, transport=httpx.MockTransport(answer))
+    client = JsonHttpClient(
+        "lookup", "http://lookup:8081", token, 1.0, transport=httpx.MockTransport(answer)
+    )
     await client.open()
     await client.call("GET", "/v1/stats")
     path.write_text("second-token")

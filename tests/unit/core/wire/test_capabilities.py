@@ -17,7 +17,9 @@ def test_what_is_said_is_what_is_heard() -> None:
 
 
 def test_names_of_later_versions_are_passed_over() -> None:
-    assert Accepts.said_by(["zero-rtt", "serde:", "serde:kivi", "lossyish"]) == Accepts(False, frozenset({"", "kivi"}))
+    assert Accepts.said_by(["zero-rtt", "serde:", "serde:kivi", "lossyish"]) == Accepts(
+        False, frozenset({"", "kivi"})
+    )
 
 
 @pytest.mark.parametrize("num_serdes", [MAX_CAPABILITIES, 5 * MAX_CAPABILITIES])

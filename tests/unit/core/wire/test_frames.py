@@ -24,8 +24,17 @@ def with_checksum(data: bytes) -> bytes:
     return data[:20] + struct.pack("<I", checksum) + data[24:]
 
 
-def raw(magic: bytes = b"LMF1", kind: int = 12, reserved: bytes = bytes(3), correlation_id: int = 1, meta: int = 1, blob: int = 0) -> bytes:
-    return with_checksum(struct.pack("<4sB3sQIIQ", magic, kind, reserved, correlation_id, meta, 0, blob))
+def raw(
+    magic: bytes = b"LMF1",
+    kind: int = 12,
+    reserved: bytes = bytes(3),
+    correlation_id: int = 1,
+    meta: int = 1,
+    blob: int = 0,
+) -> bytes:
+    return with_checksum(
+        struct.pack("<4sB3sQIIQ", magic, kind, reserved, correlation_id, meta, 0, blob)
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +50,12 @@ def test_what_is_built_is_parsed(header: FrameHeader) -> None:
     data = build_header(header)
     assert len(data) == HEADER_BYTES
     assert parse_header(data) == header
-    assert data == raw(kind=header.type, correlation_id=header.correlation_id, meta=header.meta_bytes, blob=header.blob_bytes)
+    assert data == raw(
+        kind=header.type,
+        correlation_id=header.correlation_id,
+        meta=header.meta_bytes,
+        blob=header.blob_bytes,
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,6 +93,10 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 
 def test_no_header_out_of_bounds_is_built() -> None:
-    for header in (FrameHeader(FrameType.GET, 0, 1, 0), FrameHeader(FrameType.GET, 1 << 64, 1, 0), FrameHeader(FrameType.GET, 1, 1, 1)):
+    for header in (
+        FrameHeader(FrameType.GET, 0, 1, 0),
+        FrameHeader(FrameType.GET, 1 << 64, 1, 0),
+        FrameHeader(FrameType.GET, 1, 1, 1),
+    ):
         with pytest.raises(ProtocolError):
             build_header(header)

@@ -14,13 +14,26 @@ from lmcache_core.wire.json_http import MAX_ATTEMPTS, JsonHttpClient
 def hang_up(request: httpx.Request) -> httpx.Response:
     if request.url.path == "/good":
         return httpx.Response(200, json={})
-    raise httpx.RemoteProtocolError("Server disconnected") if request.url.path == "/bad" else httpx.ConnectError("refused")
+    raise (
+        httpx.RemoteProtocolError("Server disconnected")
+        if request.url.path == "/bad"
+        else httpx.ConnectError("refused")
+    )
 
 
 @pytest.mark.parametrize(("scheme", "expected"), [("https", True), ("http", False)])
-async def test_a_certificate_is_spoken_of_until_something_is_answered(scheme: str, expected: bool) -> None:
+async def test_a_certificate_is_spoken_of_until_something_is_answered(
+    scheme: str, expected: bool
+) -> None:
     transport = httpx.MockTransport(hang_up)
-    client = JsonHttpClient("broker", f"{scheme}://b:1", None, 5.0, transport=transport, tls=client_context(cert_option="my_cert_file"))
+    client = JsonHttpClient(
+        "broker",
+        f"{scheme}://b:1",
+        None,
+        5.0,
+        transport=transport,
+        tls=client_context(cert_option="my_cert_file"),
+    )
     await client.open()
     for path, is_hinted in (("/away", False), ("/bad", expected), ("/good", None), ("/bad", False)):
         if is_hinted is None:
@@ -54,9 +67,13 @@ class HangsUp:
 
 
 @pytest.mark.parametrize("error", [httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError])
-async def test_a_call_on_a_connection_that_is_closed_just_then_is_made_again(error: type[httpx.TransportError]) -> None:
+async def test_a_call_on_a_connection_that_is_closed_just_then_is_made_again(
+    error: type[httpx.TransportError],
+) -> None:
     server = HangsUp(error)
-    client = JsonHttpClient("broker", "http://b:1", None, 5.0, transport=httpx.MockTransport(server.answer))
+    client = JsonHttpClient(
+        "broker", "http://b:1", None, 5.0, transport=httpx.MockTransport(server.answer)
+    )
     await client.open()
     server.num_left = 1
     with pytest.raises(UnavailableError):
@@ -78,7 +95,9 @@ async def test_a_call_on_a_connection_that_is_closed_just_then_is_made_again(err
 @pytest.mark.parametrize("error", [httpx.ConnectError, httpx.ReadTimeout, httpx.ConnectTimeout])
 async def test_who_is_away_is_not_asked_again(error: type[httpx.TransportError]) -> None:
     server = HangsUp(error)
-    client = JsonHttpClient("broker", "http://b:1", None, 5.0, transport=httpx.MockTransport(server.answer))
+    client = JsonHttpClient(
+        "broker", "http://b:1", None, 5.0, transport=httpx.MockTransport(server.answer)
+    )
     await client.open()
     await client.call("GET", "/")
     server.num_left = 1
@@ -102,7 +121,9 @@ async def test_a_tls_handshake_that_is_cut_off_leaves_no_connection(limit_s: flo
 
     begun = asyncio.Event()
     async with await asyncio.start_server(never_answers, "127.0.0.1", 0) as server:
-        client = JsonHttpClient("broker", f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, limit_s)
+        client = JsonHttpClient(
+            "broker", f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, limit_s
+        )
         await client.open()
         call = asyncio.ensure_future(client.call("GET", "/"))
         await begun.wait()

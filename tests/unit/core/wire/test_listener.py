@@ -1,4 +1,6 @@
-"""What listeners of byte streams share: who is let in, who is turned away, and that closing loses nobody."""
+"""What listeners of byte streams share: who is let in, who is turned away, and that closing
+loses nobody.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,13 @@ class Stubborn(Talk):
 class Listening:
     """A listener and whom it turned away."""
 
-    def __init__(self, max_connections: int, goodbye: ErrorMessage | None, session: type[Talk]) -> None:
+    def __init__(
+        self, max_connections: int, goodbye: ErrorMessage | None, session: type[Talk]
+    ) -> None:
         self.turned_away: list[FrameStream] = []
-        self.listener = FrameListener("test listener", max_connections, session, self.turned_away.append, goodbye)
+        self.listener = FrameListener(
+            "test listener", max_connections, session, self.turned_away.append, goodbye
+        )
 
     async def until_idle(self) -> None:
         async with asyncio.timeout(5):
@@ -81,7 +87,9 @@ async def heard(raw: RawConnection) -> bytes:
 @pytest.mark.parametrize("kind", ["lm", "compat"])
 @pytest.mark.parametrize("num_turns", range(6))
 async def test_who_connects_while_it_closes_is_hung_up_on(kind: str, num_turns: int) -> None:
-    """After so many turns of the loop the connection is still in the backlog, accepted, or its session about to begin."""
+    """After so many turns of the loop the connection is still in the backlog, accepted, or its
+    session about to begin.
+    """
     loop = asyncio.get_running_loop()
     failures: list[object] = []
     loop.set_exception_handler(lambda _, context: failures.append(context))
@@ -113,7 +121,11 @@ async def test_those_who_are_too_many_are_told_or_hung_up_on(goodbye: ErrorMessa
 
 
 async def test_those_who_are_told_goodbye_take_no_place_of_others() -> None:
-    async with open_listener(1) as made, connected(made.listener.port) as first, contextlib.AsyncExitStack() as many:
+    async with (
+        open_listener(1) as made,
+        connected(made.listener.port) as first,
+        contextlib.AsyncExitStack() as many,
+    ):
         assert await heard(first) == b"!"
         for _ in range(4):  # nobody reads what they are told
             await many.enter_async_context(connected(made.listener.port))
@@ -126,7 +138,9 @@ async def test_those_who_are_told_goodbye_take_no_place_of_others() -> None:
             assert await heard(next_one) == b"!"
 
 
-async def test_it_waits_for_sessions_for_as_long_as_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_waits_for_sessions_for_as_long_as_it_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with open_listener(session=Stubborn) as made, connected(made.listener.port) as raw:
         assert await heard(raw) == b"!"
         closing = asyncio.ensure_future(made.listener.close(drain_s=0.2))
@@ -153,7 +167,10 @@ async def test_the_port_is_known_only_while_it_listens() -> None:
     await made.listener.close()
     async with open_listener() as other, contextlib.AsyncExitStack():
         again = Listening(1, None, Talk)
-        with pytest.raises(UnavailableError, match=f"test listener cannot listen on 127.0.0.1:{other.listener.port}"):
+        with pytest.raises(
+            UnavailableError,
+            match=f"test listener cannot listen on 127.0.0.1:{other.listener.port}",
+        ):
             await again.listener.open("127.0.0.1", other.listener.port)
         await again.listener.close()
         port = other.listener.port

@@ -36,7 +36,9 @@ SAMPLES = [
 
 @pytest.mark.parametrize(("message", "plain"), SAMPLES)
 def test_meta_is_the_documented_array(message: Message, plain: list[object]) -> None:
-    frame = build_frame(1, message, 7 if message.frame_type in (FrameType.PUT, FrameType.CHUNK) else 0)
+    frame = build_frame(
+        1, message, 7 if message.frame_type in (FrameType.PUT, FrameType.CHUNK) else 0
+    )
     header = parse_header(frame[:HEADER_BYTES])
     meta = frame[HEADER_BYTES:]
     assert (header.type, header.meta_bytes) == (message.frame_type, len(meta))
@@ -90,7 +92,18 @@ def test_what_breaks_a_bound_is_refused(frame_type: FrameType, plain: object) ->
         parse_meta(frame_type, msgspec.msgpack.encode(plain))
 
 
-@pytest.mark.parametrize("meta", [b"", b"\xc1", b"\x91", b"\x92\xa1\xff\xa0", b"\x91\x93\xc4", bytes([0x91] * 5000) + b"\xc0", b"\x90\x90"])
+@pytest.mark.parametrize(
+    "meta",
+    [
+        b"",
+        b"\xc1",
+        b"\x91",
+        b"\x92\xa1\xff\xa0",
+        b"\x91\x93\xc4",
+        bytes([0x91] * 5000) + b"\xc0",
+        b"\x90\x90",
+    ],
+)
 @pytest.mark.parametrize("frame_type", FrameType)
 def test_what_is_no_messagepack_is_refused(frame_type: FrameType, meta: bytes) -> None:
     with pytest.raises(ProtocolError):
@@ -98,9 +111,15 @@ def test_what_is_no_messagepack_is_refused(frame_type: FrameType, meta: bytes) -
 
 
 def test_messages_that_cross_versions_may_carry_more() -> None:
-    assert parse_meta(FrameType.HELLO, msgspec.msgpack.encode([1, 9, [], None, "x", "new"])) == messages.Hello(1, 9, [], None, "x")
-    assert parse_meta(FrameType.HELLO_OK, msgspec.msgpack.encode([1, [], "x", 4, {}])) == messages.HelloOk(1, [], "x", 4)
-    assert parse_meta(FrameType.ERROR, msgspec.msgpack.encode(["c", "m", 1])) == messages.ErrorMessage("c", "m")
+    assert parse_meta(
+        FrameType.HELLO, msgspec.msgpack.encode([1, 9, [], None, "x", "new"])
+    ) == messages.Hello(1, 9, [], None, "x")
+    assert parse_meta(
+        FrameType.HELLO_OK, msgspec.msgpack.encode([1, [], "x", 4, {}])
+    ) == messages.HelloOk(1, [], "x", 4)
+    assert parse_meta(
+        FrameType.ERROR, msgspec.msgpack.encode(["c", "m", 1])
+    ) == messages.ErrorMessage("c", "m")
 
 
 def test_the_largest_request_fits_its_bound() -> None:

@@ -49,7 +49,18 @@ async def read(stream: FrameStream, num_bytes: int) -> bytes:
 
 async def test_pieces_of_any_size_arrive_in_order(pair: tuple[FrameStream, FrameStream]) -> None:
     near, far = pair
-    sizes = [1, 32, STAGED_READ_BYTES, STAGED_READ_BYTES + 1, STAGING_BYTES, STAGING_BYTES + 1, LARGE, 7, 0, 100_000]
+    sizes = [
+        1,
+        32,
+        STAGED_READ_BYTES,
+        STAGED_READ_BYTES + 1,
+        STAGING_BYTES,
+        STAGING_BYTES + 1,
+        LARGE,
+        7,
+        0,
+        100_000,
+    ]
     data = pattern(sum(sizes))
     sending = asyncio.create_task(near.send(data[:5], memoryview(data)[5:]))
     at = 0
@@ -61,7 +72,9 @@ async def test_pieces_of_any_size_arrive_in_order(pair: tuple[FrameStream, Frame
     assert far.num_received == len(data)
 
 
-async def test_a_long_read_receives_into_the_callers_memory(pair: tuple[FrameStream, FrameStream]) -> None:
+async def test_a_long_read_receives_into_the_callers_memory(
+    pair: tuple[FrameStream, FrameStream],
+) -> None:
     near, far = pair
     target = bytearray(LARGE)
     reading = asyncio.create_task(far.readinto(memoryview(target)))
@@ -75,7 +88,9 @@ async def test_a_long_read_receives_into_the_callers_memory(pair: tuple[FrameStr
     assert target == pattern(LARGE)
 
 
-async def test_while_nobody_reads_the_socket_is_not_read(pair: tuple[FrameStream, FrameStream]) -> None:
+async def test_while_nobody_reads_the_socket_is_not_read(
+    pair: tuple[FrameStream, FrameStream],
+) -> None:
     near, far = pair
     num_bytes = 64 << 20
     sending = asyncio.create_task(near.send(memoryview(bytes(num_bytes))))
@@ -91,7 +106,9 @@ async def test_staged_bytes_make_room_again(pair: tuple[FrameStream, FrameStream
     near, far = pair
     data = pattern(5 * STAGING_BYTES)
     sending = asyncio.create_task(near.send(data))
-    got = b"".join([await read(far, 1000) for _ in range(len(data) // 1000)]) + await read(far, len(data) % 1000)
+    got = b"".join([await read(far, 1000) for _ in range(len(data) // 1000)]) + await read(
+        far, len(data) % 1000
+    )
     await sending
     assert got == data
 
@@ -106,7 +123,9 @@ async def test_a_cancelled_short_read_loses_nothing(pair: tuple[FrameStream, Fra
     assert await read(far, 8) == b"halfmore"
 
 
-async def test_a_cancelled_long_read_ends_the_connection(pair: tuple[FrameStream, FrameStream]) -> None:
+async def test_a_cancelled_long_read_ends_the_connection(
+    pair: tuple[FrameStream, FrameStream],
+) -> None:
     near, far = pair
     await near.send(bytes(100))
     with pytest.raises(TimeoutError):
@@ -167,7 +186,9 @@ async def test_an_end_wakes_reader_and_writer(pair: tuple[FrameStream, FrameStre
             await task
 
 
-async def test_a_send_cancelled_before_its_first_byte_leaves_the_stream_whole(pair: tuple[FrameStream, FrameStream]) -> None:
+async def test_a_send_cancelled_before_its_first_byte_leaves_the_stream_whole(
+    pair: tuple[FrameStream, FrameStream],
+) -> None:
     near, far = pair
     first = asyncio.create_task(near.send(memoryview(bytes(32 << 20)), b"end"))
     await asyncio.sleep(0.02)
@@ -181,7 +202,9 @@ async def test_a_send_cancelled_before_its_first_byte_leaves_the_stream_whole(pa
     assert near.is_open
 
 
-async def test_a_send_cancelled_underway_ends_the_connection(pair: tuple[FrameStream, FrameStream]) -> None:
+async def test_a_send_cancelled_underway_ends_the_connection(
+    pair: tuple[FrameStream, FrameStream],
+) -> None:
     near, _ = pair
     sending = asyncio.create_task(near.send(memoryview(bytes(64 << 20))))
     await asyncio.sleep(0.02)
@@ -194,7 +217,10 @@ async def test_a_send_cancelled_underway_ends_the_connection(pair: tuple[FrameSt
 async def test_concurrent_sends_do_not_mix(pair: tuple[FrameStream, FrameStream]) -> None:
     near, far = pair
     size = 2 * SLICE_BYTES
-    senders = [asyncio.create_task(near.send(bytes([i]) * size, memoryview(bytes([i]) * size))) for i in range(5)]
+    senders = [
+        asyncio.create_task(near.send(bytes([i]) * size, memoryview(bytes([i]) * size)))
+        for i in range(5)
+    ]
     for i in range(5):
         assert set(await read(far, 2 * size)) == {i}
     await asyncio.gather(*senders)

@@ -33,21 +33,39 @@ SMALL = ("--prompts", "3", "--documents", "2", "--document-tokens", "64", "--end
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
-        main(["certify", "blend", "--model", str(MODEL), "--separator", SEPARATOR, *SMALL, *arguments])
+        main(
+            [
+                "certify",
+                "blend",
+                "--model",
+                str(MODEL),
+                "--separator",
+                SEPARATOR,
+                *SMALL,
+                *arguments,
+            ]
+        )
     captured = capsys.readouterr()
     assert isinstance(ended.value.code, int)
     return ended.value.code, captured.out, captured.err
 
 
 @pytest.mark.parametrize(
-    ("dtype", "revision"), [("float32", None), ("bfloat16", "v1")], ids=["weights as fingerprint", "a revision that engines name"]
+    ("dtype", "revision"),
+    [("float32", None), ("bfloat16", "v1")],
+    ids=["weights as fingerprint", "a revision that engines name"],
 )
 def test_an_engine_believes_what_passed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, dtype: Literal["float32", "bfloat16"], revision: str | None
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    dtype: Literal["float32", "bfloat16"],
+    revision: str | None,
 ) -> None:
     loose = ("--max-kl", "9", "--min-agreement", "0", "--max-loss", "9", "--dtype", dtype)
     named = () if revision is None else ("--revision", revision)
-    code, out, _ = run(capsys, "--certificates", str(tmp_path), "--name", "demo", *loose, *named, "-o", "json")
+    code, out, _ = run(
+        capsys, "--certificates", str(tmp_path), "--name", "demo", *loose, *named, "-o", "json"
+    )
     assert code == 0
     found = json.loads(out)
     assert found["quality"]["num_prompts"] == 3
@@ -55,29 +73,47 @@ def test_an_engine_believes_what_passed(
     assert 0 < found["quality"]["kl_nats"] < 1
     model, tokenizer = load_model(dtype)
     identity = metadata_of(model, "demo", LMCacheEngineConfig.from_defaults(), revision).revision
-    profile = BlendProfile("deviation", 0.15, tuple(tokenizer.encode(SEPARATOR, add_special_tokens=False)))
+    profile = BlendProfile(
+        "deviation", 0.15, tuple(tokenizer.encode(SEPARATOR, add_special_tokens=False))
+    )
     assert CertificateFolder(tmp_path).reason_against("demo", identity, profile) is None
 
 
 @pytest.mark.parametrize(
     ("within", "given", "name"),
-    [("", "llama", "llama"), ("", "other/../llama/", "llama"), ("llama", ".", "assets"), ("other", "..", "real")],
+    [
+        ("", "llama", "llama"),
+        ("", "other/../llama/", "llama"),
+        ("llama", ".", "assets"),
+        ("other", "..", "real"),
+    ],
 )
 def test_a_model_is_named_after_its_place_as_given(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: str, given: str, name: str
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    within: str,
+    given: str,
+    name: str,
 ) -> None:
-    """A link keeps its name while what it points to changes. Where there is no name, it is that of the place."""
+    """A link keeps its name while what it points to changes. Where there is no name, it is that
+    of the place.
+    """
     place = tmp_path / "real"
     (place / "other").mkdir(parents=True)
     for file in MODEL.iterdir():
         (place / file.name).symlink_to(file)
     (place / "llama").symlink_to(MODEL)
     monkeypatch.chdir(place / within)
-    _, out, _ = run(capsys, "--certificates", str(tmp_path / "folder"), "--model", given, "-o", "json")
+    _, out, _ = run(
+        capsys, "--certificates", str(tmp_path / "folder"), "--model", given, "-o", "json"
+    )
     assert json.loads(out)["model_name"] == name
 
 
-def test_what_fails_is_kept_and_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_fails_is_kept_and_says_why(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code, out, _ = run(capsys, "--certificates", str(tmp_path), "--max-kl", "0", "--policy", "none")
     assert code == 1
     assert "FAILED: divergence" in out
@@ -102,7 +138,9 @@ def test_full_recompute_costs_nothing(capsys: pytest.CaptureFixture[str], tmp_pa
         (("--model", "nowhere"), "nowhere"),
     ],
 )
-def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, str], words: str) -> None:
+def test_what_cannot_be_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, str], words: str
+) -> None:
     code, _, err = run(capsys, "--certificates", str(tmp_path / "folder"), *arguments)
     assert code in (1, 2)
     assert words in " ".join(err.split())
@@ -123,18 +161,35 @@ def test_where_nothing_can_be_kept_nothing_is_measured(
 
 
 @pytest.mark.parametrize("place", ["tests/unit", "some/name", __file__])
-def test_a_place_without_a_model_is_said_so(capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str) -> None:
+def test_a_place_without_a_model_is_said_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str
+) -> None:
     code, _, err = run(capsys, "--certificates", str(tmp_path / "folder"), "--model", place)
     assert code == 1
-    assert ("it is no directory" if place != "tests/unit" else "cannot load a model") in " ".join(err.split())
+    assert ("it is no directory" if place != "tests/unit" else "cannot load a model") in " ".join(
+        err.split()
+    )
 
 
 def test_who_interrupts_it_finds_nothing_half_written(tmp_path: Path) -> None:
     """Ctrl-C, once the bar on a terminal shows that it measures."""
-    command = [sys.executable, "-m", "lmcache_ctl", "certify", "blend", "--model", str(MODEL), "--separator", SEPARATOR, *SMALL]
+    command = [
+        sys.executable,
+        "-m",
+        "lmcache_ctl",
+        "certify",
+        "blend",
+        "--model",
+        str(MODEL),
+        "--separator",
+        SEPARATOR,
+        *SMALL,
+    ]
     folder = tmp_path / "folder"
     ours, terminal = pty.openpty()
-    process = subprocess.Popen([*command, "--certificates", str(folder), "--prompts", "5000"], stderr=terminal)
+    process = subprocess.Popen(
+        [*command, "--certificates", str(folder), "--prompts", "5000"], stderr=terminal
+    )
     os.close(terminal)
     shown = b""
     try:
@@ -163,7 +218,10 @@ def test_prompts_are_slices_from_all_over_the_text() -> None:
     tokens, separator = torch.arange(100), torch.tensor([-1, -2])
     cut = Cut(prompts=4, documents=2, document_tokens=6, ending_tokens=3)
     first, *_, last = cut_prompts(cut, tokens, separator)
-    assert [document.tolist() for document in first.documents] == [[0, 1, 2, 3, -1, -2], [4, 5, 6, 7, -1, -2]]
+    assert [document.tolist() for document in first.documents] == [
+        [0, 1, 2, 3, -1, -2],
+        [4, 5, 6, 7, -1, -2],
+    ]
     assert first.ending.tolist() == [8, 9, 10]
     assert last.ending.tolist()[-1] in (97, 98, 99)
     with pytest.raises(CtlError, match="need at least 14"):

@@ -46,13 +46,19 @@ def test_an_error_that_cannot_be_measured_does_not_pass() -> None:
     assert "cannot be measured" in reason
 
 
-def test_a_codec_that_lost_something_fails_and_a_missing_package_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_that_lost_something_fails_and_a_missing_package_is_no_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def lose(kv: Kv, profile: str) -> None:
         raise CtlError("what it decoded differs")
 
     monkeypatch.setattr(gate, "measure", lose)
     [verdict] = certify(gaussian(), ["lossless"], LOOSE).verdicts
-    assert (verdict.has_passed, verdict.reasons, verdict.measurement) == (False, ["what it decoded differs"], None)
+    assert (verdict.has_passed, verdict.reasons, verdict.measurement) == (
+        False,
+        ["what it decoded differs"],
+        None,
+    )
 
     def lack(kv: Kv, profile: str) -> None:
         raise ConfigError("install numba")
@@ -63,11 +69,25 @@ def test_a_codec_that_lost_something_fails_and_a_missing_package_is_no_verdict(m
 
 
 @pytest.mark.parametrize(("max_error", "code"), [("1", 0), ("0.0001", 1)])
-def test_the_exit_code_is_the_verdict(max_error: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_is_the_verdict(
+    max_error: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from safetensors.numpy import save_file
 
-    save_file({"kv": np.random.default_rng(3).standard_normal((2, 2, 256, 64), np.float32)}, tmp_path / "kv.safetensors")
-    arguments = ["certify", "codec", "--kv", str(tmp_path / "kv.safetensors"), "--profile", "cachegen:high", "--max-error", max_error]
+    save_file(
+        {"kv": np.random.default_rng(3).standard_normal((2, 2, 256, 64), np.float32)},
+        tmp_path / "kv.safetensors",
+    )
+    arguments = [
+        "certify",
+        "codec",
+        "--kv",
+        str(tmp_path / "kv.safetensors"),
+        "--profile",
+        "cachegen:high",
+        "--max-error",
+        max_error,
+    ]
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "-o", "json"])
     assert (ended.value.code or 0) == code

@@ -24,5 +24,7 @@ async def test_a_request_that_cannot_be_written_shows_no_token() -> None:
     async with server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(CtlError, match="not valid HTTP") as told:
-            await Asker(CtlSettings(token="s3cret\nX")).one(Service(Kind.STORAGE, "s", url), question)
+            await Asker(CtlSettings(token="s3cret\nX")).one(
+                Service(Kind.STORAGE, "s", url), question
+            )
     assert "s3cret" not in str(told.value)

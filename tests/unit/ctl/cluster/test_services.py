@@ -14,7 +14,9 @@ from lmcache_ctl.sizes import parse_size
 
 
 def test_without_any_url_this_machine_is_asked() -> None:
-    assert {service.url for service in services_of(CtlSettings())} == {f"http://127.0.0.1:{port}" for port in (8080, 8081, 8082, 8083)}
+    assert {service.url for service in services_of(CtlSettings())} == {
+        f"http://127.0.0.1:{port}" for port in (8080, 8081, 8082, 8083)
+    }
     [only] = services_of(CtlSettings(storage_urls=("http://127.0.0.1:1/",)))
     assert (only.kind, only.name, only.url) == (Kind.STORAGE, "127.0.0.1:1", "http://127.0.0.1:1")
 
@@ -30,12 +32,20 @@ def test_a_name_stands_for_all_its_addresses(monkeypatch: pytest.MonkeyPatch) ->
     first, second = services_of(CtlSettings(storage_urls=("https://storage.example:8080",)))
     assert (first.url, second.url) == ("https://10.0.0.1:8080", "https://10.0.0.2:8080")
     assert (first.host, first.tls_name) == ("storage.example:8080", "storage.example")
-    found[:] = [(socket.AF_INET, 0, 0, "", ("127.0.0.1", 0)), (socket.AF_INET6, 0, 0, "", ("::1", 0))]
+    found[:] = [
+        (socket.AF_INET, 0, 0, "", ("127.0.0.1", 0)),
+        (socket.AF_INET6, 0, 0, "", ("::1", 0)),
+    ]
     [one] = services_of(CtlSettings(storage_urls=("http://localhost:1",)))
-    assert (one.url, one.host) == ("http://localhost:1", None), "one machine by both families is one"
+    assert (one.url, one.host) == (
+        "http://localhost:1",
+        None,
+    ), "one machine by both families is one"
 
 
-@pytest.mark.parametrize("url", ["http://:1", "http://h:port", "http://user:password@h:1", "https://h:99999"])
+@pytest.mark.parametrize(
+    "url", ["http://:1", "http://h:port", "http://user:password@h:1", "https://h:99999"]
+)
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(UsageError):
         services_of(CtlSettings(lookup_urls=(url,)))
@@ -47,7 +57,10 @@ def test_what_is_no_target(text: str) -> None:
         parse_target(text, (Kind.SIDECAR, Kind.STORAGE))
 
 
-@pytest.mark.parametrize(("text", "size"), [("1", 1), ("5B", 5), ("1.5KiB", 1536), ("512MiB", 512 << 20), (" 2 GiB ", 2 << 30)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("5B", 5), ("1.5KiB", 1536), ("512MiB", 512 << 20), (" 2 GiB ", 2 << 30)],
+)
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 

@@ -40,7 +40,9 @@ def test_made_up_kv_is_the_same_every_time() -> None:
     assert np.isfinite((tensor.values.astype(np.uint32) << 16).view(np.float32)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8]
+)
 def test_a_file_of_one_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.arange(2 * 3 * 5 * 4).reshape(2, 3, 5, 4).to(dtype)
     kv = kv_of_file(file_of(tmp_path, anything=tensor), 100)
@@ -53,7 +55,10 @@ def test_a_file_of_one_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_a_file_of_groups_in_chunks(tmp_path: Path) -> None:
     num_tokens = CHUNK_TOKENS + 10
-    full, window = torch.randn(2, 1, num_tokens + 5, 4), torch.randn(1, 2, num_tokens + 5, 8, dtype=torch.float16)
+    full, window = (
+        torch.randn(2, 1, num_tokens + 5, 4),
+        torch.randn(1, 2, num_tokens + 5, 8, dtype=torch.float16),
+    )
     kv = kv_of_file(file_of(tmp_path, full=full, window=window), num_tokens)
     (first, payload), (last, rest) = kv.chunks()
     assert [(spec.group, spec.dtype, spec.shape) for spec in first] == [
@@ -63,7 +68,10 @@ def test_a_file_of_groups_in_chunks(tmp_path: Path) -> None:
     assert first[1].offset == first[0].length
     assert len(payload) == sum(spec.length for spec in first)
     assert [spec.shape[2] for spec in last] == [10, 10]
-    assert rest[last[1].offset :] == window[:, :, CHUNK_TOKENS:num_tokens].contiguous().numpy().tobytes()
+    assert (
+        rest[last[1].offset :]
+        == window[:, :, CHUNK_TOKENS:num_tokens].contiguous().numpy().tobytes()
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +84,9 @@ def test_a_file_of_groups_in_chunks(tmp_path: Path) -> None:
         ({}, "no tensor"),
     ],
 )
-def test_files_of_something_else(tmp_path: Path, tensors: dict[str, torch.Tensor], told: str) -> None:
+def test_files_of_something_else(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], told: str
+) -> None:
     with pytest.raises(CtlError, match=told):
         kv_of_file(file_of(tmp_path, **tensors), 100)
 
@@ -106,7 +116,9 @@ def test_forged_files(tmp_path: Path, header: object, data: bytes) -> None:
         kv_of_file(forged(tmp_path, header, data), 100)
 
 
-@pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 100, (1 << 20).to_bytes(8, "little")])
+@pytest.mark.parametrize(
+    "content", [b"", b"1234567", b"\xff" * 100, (1 << 20).to_bytes(8, "little")]
+)
 def test_files_that_are_too_short(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)

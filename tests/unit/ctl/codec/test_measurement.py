@@ -31,10 +31,16 @@ def test_a_lossy_profile(profile: str) -> None:
     result = measure(kv_of(gaussian()), profile, 1)
     assert (result.profile, result.num_chunks, result.num_kept_raw) == (profile, 2, 0)
     assert result.raw_bytes == 2 * 2 * NUM_TOKENS * 64 * 4
-    assert result.ratio == result.raw_bytes / result.encoded_bytes == pytest.approx(32 / result.bits_per_element)
+    assert (
+        result.ratio
+        == result.raw_bytes / result.encoded_bytes
+        == pytest.approx(32 / result.bits_per_element)
+    )
     assert not result.is_equal
     assert result.rms_relative is not None
-    said = [group.rms_relative for group in result.errors]  # in parts of each token's scale, which here are nearly alike
+    said = [
+        group.rms_relative for group in result.errors
+    ]  # in parts of each token's scale, which here are nearly alike
     assert 0.9 * min(said) <= result.rms_relative <= 1.1 * max(said)
     assert result.encode_bytes_per_s > 0
     assert result.decode_bytes_per_s is not None
@@ -50,7 +56,12 @@ def test_lossless_is_equal() -> None:
 def test_what_does_not_become_smaller_stays_raw() -> None:
     noise = np.random.default_rng(3).integers(0, 256, (1, 1, NUM_TOKENS, 64), np.uint8)
     result = measure(kv_of(noise, "uint8"), "lossless", 1)
-    assert (result.num_chunks, result.num_kept_raw, result.ratio, result.bits_per_element) == (2, 2, 1.0, 8.0)
+    assert (result.num_chunks, result.num_kept_raw, result.ratio, result.bits_per_element) == (
+        2,
+        2,
+        1.0,
+        8.0,
+    )
     assert result.decode_bytes_per_s is None
     assert result.is_equal
 
@@ -79,7 +90,9 @@ class Rounding:
 
     def encode(self, tensors: tuple[TensorSpec, ...], payload: memoryview) -> EncodedPayload:
         half = memoryview(bytes(payload[::2]))
-        return EncodedPayload(half, tensors, "half", "", self.lossy, EncodingReport(4.0, len(payload), len(half)))
+        return EncodedPayload(
+            half, tensors, "half", "", self.lossy, EncodingReport(4.0, len(payload), len(half))
+        )
 
     def decode(self, header: object, payload: memoryview, out: memoryview) -> None:
         out[::2], out[1::2] = payload, bytes(len(payload))
@@ -107,21 +120,45 @@ def test_naive_is_nothing_to_measure() -> None:
 
 
 @pytest.mark.parametrize("output", ["json", "table"])
-def test_the_command(output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(
+    output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     data = gaussian()
-    header = json.dumps({"kv": {"dtype": "F32", "shape": data.shape, "data_offsets": [0, data.nbytes]}}).encode()
+    header = json.dumps(
+        {"kv": {"dtype": "F32", "shape": data.shape, "data_offsets": [0, data.nbytes]}}
+    ).encode()
     path = tmp_path / "kv.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + data.tobytes())
     with pytest.raises(SystemExit) as ended:
-        main(["codec", "measure", "--kv", str(path), "--profile", "lossless", "--profile", "cachegen", "-o", output])
+        main(
+            [
+                "codec",
+                "measure",
+                "--kv",
+                str(path),
+                "--profile",
+                "lossless",
+                "--profile",
+                "cachegen",
+                "-o",
+                output,
+            ]
+        )
     assert ended.value.code == 0
     told = capsys.readouterr().out
     if output == "json":
         measured = json.loads(told)
         assert measured["num_tokens"] == NUM_TOKENS
-        assert [(result["profile"], result["is_equal"]) for result in measured["profiles"]] == [("lossless", True), ("cachegen", False)]
-        assert measured["profiles"][1]["errors"][0].keys() == {"layers", "max_relative", "rms_relative"}
+        assert [(result["profile"], result["is_equal"]) for result in measured["profiles"]] == [
+            ("lossless", True),
+            ("cachegen", False),
+        ]
+        assert measured["profiles"][1]["errors"][0].keys() == {
+            "layers",
+            "max_relative",
+            "rms_relative",
+        }
     else:
         rows = {line.split()[0]: line.split() for line in told.splitlines() if line.split()}
         assert rows["lossless"][3:6] == ["0", "0", "yes"]

@@ -32,7 +32,9 @@ def raw_chunk(name: str, values: np.ndarray | None = None) -> Chunk:
     key = make_key(name)
     spec = TensorSpec("", "float32", values.shape, 0, len(payload))
     header = RecordHeader(key.key.canonical(), "naive", "", False, (spec,), payload_digest(payload))
-    return Chunk(key, header, encode_head(header, len(payload)), BytesBufferMemoryObj(payload), "test")
+    return Chunk(
+        key, header, encode_head(header, len(payload)), BytesBufferMemoryObj(payload), "test"
+    )
 
 
 def written(directory: Path, chunk: Chunk) -> Path:
@@ -67,7 +69,10 @@ def test_a_raw_record(tmp_path: Path) -> None:
     assert found.file_bytes == path.stat().st_size
     record = found.record
     assert record is not None
-    assert (record.key.chunk_hash, record.key.model_name) == (make_key("a").key.chunk_hash, "test/model")
+    assert (record.key.chunk_hash, record.key.model_name) == (
+        make_key("a").key.chunk_hash,
+        "test/model",
+    )
     assert record.url_key == make_key("a").key.to_url()
     assert (record.serde, record.profile, record.lossy, record.errors) == ("naive", "", False, None)
     assert (record.bits_per_element, record.ratio) == (32.0, 1.0)
@@ -122,7 +127,9 @@ def test_a_file_that_goes_on(tmp_path: Path) -> None:
     assert "where its head says" in inspect_file(path).fault
 
 
-def test_a_file_of_another_name_is_whole_but_not_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_another_name_is_whole_but_not_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = written(tmp_path, raw_chunk("a")).rename(tmp_path / "copy.kvr")
     assert run("codec", "inspect", path) == 0
     assert "not named after its key" in capsys.readouterr().out
@@ -137,7 +144,9 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 def test_a_record_that_claims_too_much_takes_no_memory(tmp_path: Path) -> None:
     chunk = raw_chunk("a")
     huge = msgspec.structs.replace(
-        chunk.header, serde="lossless", tensors=(TensorSpec("", "float32", (1 << 40, 1 << 40), 0, chunk.memory.get_size()),)
+        chunk.header,
+        serde="lossless",
+        tensors=(TensorSpec("", "float32", (1 << 40, 1 << 40), 0, chunk.memory.get_size()),),
     )
     payload = bytes(chunk.memory.byte_array)
     path = tmp_path / "x.kvr"
@@ -159,7 +168,9 @@ def test_directories_without_records_are_told(tmp_path: Path) -> None:
         record_files([tmp_path])
 
 
-def test_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     encoded_file(tmp_path, "cachegen")
     written(tmp_path, raw_chunk("a [bold]"))

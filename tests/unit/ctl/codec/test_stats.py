@@ -39,7 +39,12 @@ TIERS = json.dumps(
     {
         "tiers": {
             "Hot": {"num_chunks": 4},
-            "RemoteBackend": {"encoded_chunks": 4, "encoded_raw_bytes": 100, "encoded_bytes": 50, "encode_microseconds": 10},
+            "RemoteBackend": {
+                "encoded_chunks": 4,
+                "encoded_raw_bytes": 100,
+                "encoded_bytes": 50,
+                "encode_microseconds": 10,
+            },
         }
     }
 ).encode()
@@ -48,14 +53,29 @@ TIERS = json.dumps(
 def test_counters_become_ratio_and_speed() -> None:
     stats = read_stats(URL, METRICS, (200, TIERS))
     cachegen, lossless = stats.serdes
-    assert (cachegen.name, cachegen.encoded.num_chunks, cachegen.num_kept_raw, cachegen.decoded.num_chunks) == ("cachegen", 4, 1, 0)
-    assert (cachegen.encoded.raw_bytes, cachegen.encoded.encoded_bytes, cachegen.encoded.ratio) == (4_000_000, 1_000_000, 4.0)
+    assert (
+        cachegen.name,
+        cachegen.encoded.num_chunks,
+        cachegen.num_kept_raw,
+        cachegen.decoded.num_chunks,
+    ) == ("cachegen", 4, 1, 0)
+    assert (cachegen.encoded.raw_bytes, cachegen.encoded.encoded_bytes, cachegen.encoded.ratio) == (
+        4_000_000,
+        1_000_000,
+        4.0,
+    )
     assert cachegen.encoded.raw_bytes_per_s == pytest.approx(2e9)
     assert (cachegen.decoded.ratio, cachegen.decoded.raw_bytes_per_s) == (None, None)
     assert (lossless.decoded.ratio, lossless.decoded.raw_bytes_per_s) == (1.5, None)
     [remote] = stats.tiers
-    assert (remote.name, remote.encoded.ratio, remote.encoded.raw_bytes_per_s) == ("RemoteBackend", 2.0, pytest.approx(1e7))
-    assert stats.errors == [ProfileErrors("cachegen/standard", last_max_relative=0.25, worst_rms_relative=0.5)]
+    assert (remote.name, remote.encoded.ratio, remote.encoded.raw_bytes_per_s) == (
+        "RemoteBackend",
+        2.0,
+        pytest.approx(1e7),
+    )
+    assert stats.errors == [
+        ProfileErrors("cachegen/standard", last_max_relative=0.25, worst_rms_relative=0.5)
+    ]
     assert stats.tiers_hidden == ""
 
 
@@ -69,7 +89,9 @@ def test_counters_become_ratio_and_speed() -> None:
         (200, b"\xff", "version"),
     ],
 )
-def test_figures_by_tier_may_be_missing(status: int, body: bytes, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_by_tier_may_be_missing(
+    status: int, body: bytes, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     stats = read_stats(URL, METRICS, (status, body))
     assert stats.tiers == []
     assert told in stats.tiers_hidden
@@ -77,7 +99,9 @@ def test_figures_by_tier_may_be_missing(status: int, body: bytes, told: str, cap
     assert "No figures by tier" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("metrics", [b"", b"up 1\n", b"<html></html>", b"\xff\xfe", b"lmcache_build_info{ 1"])
+@pytest.mark.parametrize(
+    "metrics", [b"", b"up 1\n", b"<html></html>", b"\xff\xfe", b"lmcache_build_info{ 1"]
+)
 def test_others_answers_are_refused(metrics: bytes) -> None:
     with pytest.raises(CtlError, match="/metrics is not"):
         read_stats(URL, metrics, (200, TIERS))
@@ -105,7 +129,9 @@ class Service(BaseHTTPRequestHandler):
         if self.path == "/metrics":
             status, body = 200, METRICS
         elif self.path == "/v1/tiers":
-            status, body = (200, TIERS) if self.headers.get("Authorization") == "Bearer s3cret" else (401, b"")
+            status, body = (
+                (200, TIERS) if self.headers.get("Authorization") == "Bearer s3cret" else (401, b"")
+            )
         elif self.path == "/long/metrics":
             status, body = 200, b"#" * (MAX_ANSWER_BYTES + 1)
         else:
@@ -136,7 +162,9 @@ def service() -> Iterator[str]:
 
 
 def fetch(url: str, token: Path | None = None) -> CodecStats:
-    return Reach(CtlSettings(sidecar_urls=(url,), token_file=token, timeout_s=60)).ask_one(Kind.SIDECAR, fetch_stats)
+    return Reach(CtlSettings(sidecar_urls=(url,), token_file=token, timeout_s=60)).ask_one(
+        Kind.SIDECAR, fetch_stats
+    )
 
 
 def test_a_token_opens_the_figures_by_tier(service: str, tmp_path: Path) -> None:
@@ -146,7 +174,9 @@ def test_a_token_opens_the_figures_by_tier(service: str, tmp_path: Path) -> None
     assert [tier.name for tier in fetch(service + "/", token).tiers] == ["RemoteBackend"]
 
 
-@pytest.mark.parametrize(("path", "told"), [("/elsewhere", "answers /metrics with .Not Found."), ("/long", "more than")])
+@pytest.mark.parametrize(
+    ("path", "told"), [("/elsewhere", "answers /metrics with .Not Found."), ("/long", "more than")]
+)
 def test_strange_answers(service: str, path: str, told: str) -> None:
     with pytest.raises(CtlError, match=told):
         fetch(service + path)

@@ -8,11 +8,21 @@ import pytest
 from lmcache_ctl.doctor.findings import Level
 from lmcache_ctl.doctor.redis_server import check_info
 
-FINE: dict[str, Any] = {"redis_version": "7.0.15", "role": "master", "maxmemory": 1000, "used_memory": 10, "maxmemory_policy": "noeviction"}
+FINE: dict[str, Any] = {
+    "redis_version": "7.0.15",
+    "role": "master",
+    "maxmemory": 1000,
+    "used_memory": 10,
+    "maxmemory_policy": "noeviction",
+}
 
 
 def levels(**info: Any) -> list[tuple[Level, str]]:
-    return [(one.level, one.what) for one in check_info("here", FINE | info) if one.level is not Level.OK]
+    return [
+        (one.level, one.what)
+        for one in check_info("here", FINE | info)
+        if one.level is not Level.OK
+    ]
 
 
 def test_one_that_is_fine() -> None:
@@ -28,7 +38,11 @@ def test_one_that_is_fine() -> None:
         ({"maxmemory": 0}, Level.WARNING, "maxmemory is not set"),
         ({"used_memory": 950}, Level.WARNING, "95% of maxmemory"),
         ({"aof_enabled": 1}, Level.NOTE, "appendonly"),
-        ({"rdb_last_bgsave_status": "err", "rdb_changes_since_last_save": 3}, Level.ERROR, "snapshot failed"),
+        (
+            {"rdb_last_bgsave_status": "err", "rdb_changes_since_last_save": 3},
+            Level.ERROR,
+            "snapshot failed",
+        ),
     ],
 )
 def test_one_that_is_not(info: dict[str, Any], level: Level, told: str) -> None:

@@ -12,12 +12,22 @@ from lmcache_ctl.doctor.running import check_services
 
 
 def state(kind: Kind, name: str, **more: Any) -> ServiceState:
-    known: dict[str, Any] = {"state": State.OK, "version": "0.1.0", "latency_ms": 1.0, "clock_skew_s": 0.0, "facts": {"a": "b"}}
+    known: dict[str, Any] = {
+        "state": State.OK,
+        "version": "0.1.0",
+        "latency_ms": 1.0,
+        "clock_skew_s": 0.0,
+        "facts": {"a": "b"},
+    }
     return ServiceState(kind, name, f"http://{name}", **(known | more))
 
 
 def wrong(*states: ServiceState) -> list[tuple[Level, str, str]]:
-    return [(one.level, one.check, one.what) for one in check_services(states) if one.level is not Level.OK]
+    return [
+        (one.level, one.check, one.what)
+        for one in check_services(states)
+        if one.level is not Level.OK
+    ]
 
 
 def test_nothing_is_wrong() -> None:
@@ -35,20 +45,35 @@ def test_nothing_is_wrong() -> None:
     ],
 )
 def test_versions_apart(versions: tuple[str, ...], level: Level) -> None:
-    [(found, check, what)] = wrong(*(state(Kind.STORAGE, f"s{number}", version=version) for number, version in enumerate(versions)))
+    [(found, check, what)] = wrong(
+        *(
+            state(Kind.STORAGE, f"s{number}", version=version)
+            for number, version in enumerate(versions)
+        )
+    )
     assert (found, check) == (level, "versions")
     assert all(version in what for version in versions)
 
 
 def test_clocks_apart() -> None:
-    slow, fast = state(Kind.STORAGE, "slow", clock_skew_s=-3.0), state(Kind.STORAGE, "fast", clock_skew_s=4.0)
-    assert wrong(slow, fast) == [(Level.WARNING, "clock", "storage fast is 7 s before storage slow")]
-    assert wrong(state(Kind.STORAGE, "one", clock_skew_s=-300.0)) == [], "this machine's own clock is nobody's matter"
+    slow, fast = (
+        state(Kind.STORAGE, "slow", clock_skew_s=-3.0),
+        state(Kind.STORAGE, "fast", clock_skew_s=4.0),
+    )
+    assert wrong(slow, fast) == [
+        (Level.WARNING, "clock", "storage fast is 7 s before storage slow")
+    ]
+    assert wrong(state(Kind.STORAGE, "one", clock_skew_s=-300.0)) == [], (
+        "this machine's own clock is nobody's matter"
+    )
 
 
 def test_a_slow_answer_is_no_clock_that_is_off() -> None:
     """The header may have been written at any time while the answer was waited for."""
-    here, slow = state(Kind.STORAGE, "here"), state(Kind.STORAGE, "slow", clock_skew_s=3.0, latency_ms=4000.0)
+    here, slow = (
+        state(Kind.STORAGE, "here"),
+        state(Kind.STORAGE, "slow", clock_skew_s=3.0, latency_ms=4000.0),
+    )
     assert wrong(here, slow) == []
     off = state(Kind.STORAGE, "off", clock_skew_s=9.0, latency_ms=4000.0)
     assert wrong(here, off) == [(Level.WARNING, "clock", "storage off is 9 s before storage here")]
@@ -63,6 +88,15 @@ def test_a_broker_that_does_not_know_a_sidecar() -> None:
 
 def test_what_is_not_ready() -> None:
     redis = [Check("index", False, "no answer within 1 s")]
-    assert wrong(state(Kind.LOOKUP, "l", state=State.UNREADY, checks=redis))[0][:2] == (Level.ERROR, "ready")
-    assert wrong(state(Kind.LOOKUP, "l", state=State.DEGRADED, checks=redis))[0][:2] == (Level.WARNING, "ready")
-    assert wrong(state(Kind.SIDECAR, "s", facts={"registered": "no"}))[0][:2] == (Level.WARNING, "ready")
+    assert wrong(state(Kind.LOOKUP, "l", state=State.UNREADY, checks=redis))[0][:2] == (
+        Level.ERROR,
+        "ready",
+    )
+    assert wrong(state(Kind.LOOKUP, "l", state=State.DEGRADED, checks=redis))[0][:2] == (
+        Level.WARNING,
+        "ready",
+    )
+    assert wrong(state(Kind.SIDECAR, "s", facts={"registered": "no"}))[0][:2] == (
+        Level.WARNING,
+        "ready",
+    )

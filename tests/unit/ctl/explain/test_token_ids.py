@@ -11,14 +11,18 @@ from lmcache_ctl.explain.token_ids import STANDARD_INPUT, read_token_ids
 
 
 @pytest.mark.parametrize("text", ["1 2\n3\n", "[1, 2, 3]", "1,2,3", " [1,\n2 , 3]\n"])
-def test_token_ids_are_read_as_people_write_them(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_ids_are_read_as_people_write_them(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tokens").write_text(text)
     assert read_token_ids(tmp_path / "tokens") == [1, 2, 3]
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert read_token_ids(STANDARD_INPUT) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("content", [b"", b"1 -2", b"1 31337x", b"[1, [2]]", b"\xff\xfe", "\u0661".encode()])
+@pytest.mark.parametrize(
+    "content", [b"", b"1 -2", b"1 31337x", b"[1, [2]]", b"\xff\xfe", "\u0661".encode()]
+)
 def test_what_is_no_token_id_is_refused_and_not_repeated(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_bytes(content)
     with pytest.raises(CtlError) as caught:

@@ -35,7 +35,9 @@ def test_deviation(shape, dtype):
     retrieved[~is_valid] = torch.nan  # memory that means nothing
     pool = torch.full((shape[0] + NUM_GUARDS,), 7.0, device=DEVICE)
     launch_deviation(fresh, retrieved, is_valid, pool[: shape[0]])
-    torch.testing.assert_close(pool[: shape[0]], blend_deviation_reference(fresh, retrieved, is_valid))
+    torch.testing.assert_close(
+        pool[: shape[0]], blend_deviation_reference(fresh, retrieved, is_valid)
+    )
     assert (pool[shape[0] :] == 7).all()
 
 
@@ -44,28 +46,46 @@ def test_deviations_are_summed_in_float32(dtype):
     fresh = torch.full((1, 4096), 0.75, dtype=dtype, device=DEVICE)
     fresh[0, 0] = 60.0
     ours = torch.full((1,), 7.0, device=DEVICE)
-    launch_deviation(fresh, torch.zeros_like(fresh), torch.ones(1, dtype=torch.bool, device=DEVICE), ours)
+    launch_deviation(
+        fresh, torch.zeros_like(fresh), torch.ones(1, dtype=torch.bool, device=DEVICE), ours
+    )
     assert ours.item() == 3600 + 4095 * 0.5625
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_what_is_no_number_is_chosen(dtype):
-    fresh, is_valid = torch.zeros(6, 8, dtype=dtype, device=DEVICE), torch.ones(6, dtype=torch.bool, device=DEVICE)
+    fresh, is_valid = (
+        torch.zeros(6, 8, dtype=dtype, device=DEVICE),
+        torch.ones(6, dtype=torch.bool, device=DEVICE),
+    )
     retrieved = torch.ones_like(fresh)
     retrieved[1, 3], retrieved[4, 7], is_valid[0] = torch.nan, -torch.nan, False
     ours = torch.full((6,), 7.0, device=DEVICE)
     launch_deviation(fresh, retrieved, is_valid, ours)
     assert ours.isnan().tolist() == [False, True, False, False, True, False]
-    assert chosen_by_kernel(ours, is_valid, [0, 6], [0], 0).tolist() == [True, True, False, False, True, False]
+    assert chosen_by_kernel(ours, is_valid, [0, 6], [0], 0).tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 @st.composite
 def batches(draw):
     lengths = draw(st.lists(st.integers(0, 20), min_size=1, max_size=3))
     num_tokens = sum(lengths)
-    values = st.sampled_from([0.0, -0.0, 1e-30, 0.5, 1.0, 1.0, 3e30, float("inf"), float("nan"), -float("nan")])
-    deviation = torch.tensor(draw(st.lists(values, min_size=num_tokens, max_size=num_tokens)), dtype=torch.float32)
-    is_valid = torch.tensor(draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)), dtype=torch.bool)
+    values = st.sampled_from(
+        [0.0, -0.0, 1e-30, 0.5, 1.0, 1.0, 3e30, float("inf"), float("nan"), -float("nan")]
+    )
+    deviation = torch.tensor(
+        draw(st.lists(values, min_size=num_tokens, max_size=num_tokens)), dtype=torch.float32
+    )
+    is_valid = torch.tensor(
+        draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)), dtype=torch.bool
+    )
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     counts = [draw(st.integers(0, end - start)) for start, end in pairwise(starts)]
     return deviation.to(DEVICE), is_valid.to(DEVICE), starts, counts, draw(st.integers(0, 3))
@@ -82,4 +102,7 @@ def test_choice_over_several_blocks():
     deviation = torch.randint(0, 50, (2500,), generator=generator).float().to(DEVICE)
     is_valid = (torch.rand(2500, generator=generator) < 0.9).to(DEVICE)
     numbers = ([0, 1100, 2500], [700, 130], 1)
-    assert torch.equal(chosen_by_kernel(deviation, is_valid, *numbers), blend_select_reference(deviation, is_valid, *numbers))
+    assert torch.equal(
+        chosen_by_kernel(deviation, is_valid, *numbers),
+        blend_select_reference(deviation, is_valid, *numbers),
+    )

@@ -1,4 +1,6 @@
-"""Whole blobs by kernels and by the CPU codec: the same bytes, values, refusals. Collected by `test_interpreted.py` only."""
+"""Whole blobs by kernels and by the CPU codec: the same bytes, values, refusals. Collected by
+`test_interpreted.py` only.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ def joined(pieces) -> bytes:
 
 def quantiser_for(shape, by_token):
     planes = shape[0] * shape[1]
-    return Quantiser(Mode.BY_TOKEN, (15, 7, 127)[:planes]) if by_token else Quantiser(Mode.BY_PLANE, (127,) * planes, FINENESS)
+    return (
+        Quantiser(Mode.BY_TOKEN, (15, 7, 127)[:planes])
+        if by_token
+        else Quantiser(Mode.BY_PLANE, (127,) * planes, FINENESS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,10 @@ def test_strides_are_free(codec, make_kv):
     x = make_kv(torch.bfloat16, 2, 3, 34).view(SIZES)
     apart = torch.stack([x, torch.zeros_like(x)], 3)[:, :, :, 0]
     assert not apart.is_contiguous()
-    both = [joined(encode_on_device(kv, Quantiser(Mode.BY_TOKEN, LEVELS), codec.tables)[0]) for kv in (x, apart)]
+    both = [
+        joined(encode_on_device(kv, Quantiser(Mode.BY_TOKEN, LEVELS), codec.tables)[0])
+        for kv in (x, apart)
+    ]
     assert both[0] == both[1]
 
 
@@ -77,7 +86,11 @@ def test_what_cannot_be_quantised_is_refused(codec, make_kv, by_token):
         encode_on_device(x, quantiser_for(x.shape, by_token), codec.tables)
 
 
-@pytest.mark.parametrize("x", [torch.zeros(2, 3, 4), torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 2, 3, dtype=torch.uint8)], ids=str)
+@pytest.mark.parametrize(
+    "x",
+    [torch.zeros(2, 3, 4), torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 2, 3, dtype=torch.uint8)],
+    ids=str,
+)
 def test_what_is_no_kv_is_refused(codec, x):
     with pytest.raises(SerdeError, match="cannot be quantised"):
         encode_on_device(x, Quantiser(Mode.BY_TOKEN, LEVELS), codec.tables)
@@ -129,7 +142,16 @@ def test_damaged_blobs_are_refused(codec, blob, place, value, reason):
 
 
 def test_short_blobs_are_refused(codec, blob):
-    for length in (0, HEAD.size - 1, HEAD.size, SCALES + 3, LENGTHS, LENGTHS + 9, len(blob) - 2, len(blob) - 1):
+    for length in (
+        0,
+        HEAD.size - 1,
+        HEAD.size,
+        SCALES + 3,
+        LENGTHS,
+        LENGTHS + 9,
+        len(blob) - 2,
+        len(blob) - 1,
+    ):
         refused_alike(codec, blob[:length])
 
 
@@ -137,13 +159,20 @@ def test_bytes_that_are_changed_anywhere_are_refused_or_decode_alike(codec, blob
     x = torch.zeros(2, 3, 34, dtype=torch.bfloat16)
     random = np.random.default_rng(5)
     for place in random.integers(0, len(blob), 40).tolist():
-        changed = blob[:place] + bytes([blob[place] ^ int(random.integers(1, 256))]) + blob[place + 1 :]
+        changed = (
+            blob[:place] + bytes([blob[place] ^ int(random.integers(1, 256))]) + blob[place + 1 :]
+        )
         try:
             wanted = codec.decode(changed, x)
         except SerdeError:
             refused_alike(codec, changed)
         else:
-            assert same(decode_on_device(memoryview(changed), SIZES, torch.bfloat16, codec.tables).view(2, 3, 34), wanted)
+            assert same(
+                decode_on_device(memoryview(changed), SIZES, torch.bfloat16, codec.tables).view(
+                    2, 3, 34
+                ),
+                wanted,
+            )
 
 
 def test_tables_are_those_of_the_codec(codec, device):

@@ -1,4 +1,6 @@
-"""The kernels of `cachegen_quantize` against their reference and the CPU codec, bit for bit. Collected by `test_interpreted.py` only."""
+"""The kernels of `cachegen_quantize` against their reference and the CPU codec, bit for bit.
+Collected by `test_interpreted.py` only.
+"""
 
 from __future__ import annotations
 
@@ -79,15 +81,23 @@ def test_halves_by_plane_go_to_the_even_neighbour(device):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_what_cannot_be_divided_by_is_told_of_its_plane_alone(codec, make_kv, dtype, value, is_usable):
+def test_what_cannot_be_divided_by_is_told_of_its_plane_alone(
+    codec, make_kv, dtype, value, is_usable
+):
     x = make_kv(dtype, 3, 3, 5)
     x[1] = 0.0
     x[1, 1, 2] = value
     if x[1, 1, 2] == 0:
         is_usable = True  # the smallest float32 is zero as a bfloat16
-    by_token, by_plane = cachegen_quantize_by_token(x, (15, 15, 7)), cachegen_quantize_by_plane(x, FINENESS)
+    by_token, by_plane = (
+        cachegen_quantize_by_token(x, (15, 15, 7)),
+        cachegen_quantize_by_plane(x, FINENESS),
+    )
     assert by_token.status.tolist() == by_plane.status.tolist() == [0, 0 if is_usable else 1, 0]
-    expected = cachegen_quantize_by_token_reference(x, (15, 15, 7)), cachegen_quantize_by_plane_reference(x, FINENESS)
+    expected = (
+        cachegen_quantize_by_token_reference(x, (15, 15, 7)),
+        cachegen_quantize_by_plane_reference(x, FINENESS),
+    )
     for got, wanted in zip((by_token, by_plane), expected, strict=True):
         for plane in (0, 1, 2) if is_usable else (0, 2):
             assert torch.equal(got.values[plane], wanted.values[plane])
@@ -98,13 +108,19 @@ def test_what_cannot_be_divided_by_is_told_of_its_plane_alone(codec, make_kv, dt
             codec.encode(x, (15, 15, 7), by_token=True)
 
 
-@pytest.mark.parametrize(("value", "is_usable"), [(2.0**15, True), (2.0**15 + 32, False), (65504.0, False)])
+@pytest.mark.parametrize(
+    ("value", "is_usable"), [(2.0**15, True), (2.0**15 + 32, False), (65504.0, False)]
+)
 def test_float16_that_might_be_restored_as_infinity_is_told(codec, device, value, is_usable):
     x = torch.linspace(-3000, 3000, 192, device=device).half().view(1, 64, 3)
     x[0, 5, 1] = value
     assert cachegen_quantize_by_token(x, (15,)).status.tolist() == [0]
     by_plane = cachegen_quantize_by_plane(x, 1024)
-    assert by_plane.status.tolist() == cachegen_quantize_by_plane_reference(x, 1024).status.tolist() == [0 if is_usable else 1]
+    assert (
+        by_plane.status.tolist()
+        == cachegen_quantize_by_plane_reference(x, 1024).status.tolist()
+        == [0 if is_usable else 1]
+    )
     if is_usable:
         check_equal(by_plane, cachegen_quantize_by_plane_reference(x, 1024))
         codec.encode(x, (127,), by_token=False)
@@ -130,8 +146,14 @@ def test_what_is_not_finite_in_float16_is_told(make_kv):
 def test_any_finite_bits_are_quantised_alike(device, bits, dtype, levels, fineness):
     x = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 2, 3).to(device)
     for got, expected in (
-        (cachegen_quantize_by_token(x, (levels,)), cachegen_quantize_by_token_reference(x, (levels,))),
-        (cachegen_quantize_by_plane(x, fineness), cachegen_quantize_by_plane_reference(x, fineness)),
+        (
+            cachegen_quantize_by_token(x, (levels,)),
+            cachegen_quantize_by_token_reference(x, (levels,)),
+        ),
+        (
+            cachegen_quantize_by_plane(x, fineness),
+            cachegen_quantize_by_plane_reference(x, fineness),
+        ),
     ):
         assert torch.equal(got.status, expected.status)
         if not got.status.any():

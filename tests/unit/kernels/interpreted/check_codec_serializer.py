@@ -16,9 +16,15 @@ def metadata(fmt: str) -> LMCacheEngineMetadata:
 
 @pytest.mark.parametrize(
     ("name", "fmt", "shape"),
-    [("naive", "vllm", (1, 2, 20, 2, 24)), ("cachegen:high", "vllm", (1, 2, 64, 1, 16)), ("naive", "huggingface", (1, 2, 2, 20, 24))],
+    [
+        ("naive", "vllm", (1, 2, 20, 2, 24)),
+        ("cachegen:high", "vllm", (1, 2, 64, 1, 16)),
+        ("naive", "huggingface", (1, 2, 2, 20, 24)),
+    ],
 )
-def test_bytes_do_not_depend_on_where_the_tensor_lies(name: str, fmt: str, shape: tuple[int, ...]) -> None:
+def test_bytes_do_not_depend_on_where_the_tensor_lies(
+    name: str, fmt: str, shape: tuple[int, ...]
+) -> None:
     config = LMCacheEngineConfig.from_defaults(remote_serde=name)
     writer = CacheGenSerializer(config, metadata(fmt))
     given = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)

@@ -1,4 +1,6 @@
-"""The Triton kernels against their torch references, bit for bit. Collected by `test_interpreted.py` only."""
+"""The Triton kernels against their torch references, bit for bit. Collected by
+`test_interpreted.py` only.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +44,33 @@ def check_against_reference(make_case, launch, reference, *case_of, **options):
 
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize(("launch", "reference"), OPS)
-def test_the_kernel_is_the_reference_for_every_dtype(make_case, dtype, shape, launch, reference, aligned):
+def test_the_kernel_is_the_reference_for_every_dtype(
+    make_case, dtype, shape, launch, reference, aligned
+):
     check_against_reference(make_case, launch, reference, dtype, shape, aligned=aligned)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(("launch", "reference"), OPS)
-def test_the_kernel_is_the_reference_for_every_form(make_case, dtype, shape, form, launch, reference):
-    check_against_reference(make_case, launch, reference, dtype, shape, aligned=dtype == torch.bfloat16, form=form)
+def test_the_kernel_is_the_reference_for_every_form(
+    make_case, dtype, shape, form, launch, reference
+):
+    check_against_reference(
+        make_case, launch, reference, dtype, shape, aligned=dtype == torch.bfloat16, form=form
+    )
 
 
 @settings(deadline=None, max_examples=40)
-@given(slots=st.lists(st.integers(0, 14), min_size=1, max_size=30), seed=st.integers(0, 1000), form=st.sampled_from(["NHD", "HND packed"]))
+@given(
+    slots=st.lists(st.integers(0, 14), min_size=1, max_size=30),
+    seed=st.integers(0, 1000),
+    form=st.sampled_from(["NHD", "HND packed"]),
+)
 def test_gather_takes_any_slots(make_case, slots, seed, form):
-    case, expected = (make_case(torch.bfloat16, SHAPE, seed=seed, slots=slots, device=DEVICE, form=form) for _ in range(2))
+    case, expected = (
+        make_case(torch.bfloat16, SHAPE, seed=seed, slots=slots, device=DEVICE, form=form)
+        for _ in range(2)
+    )
     gather_kernel.launch(copy_of(case))
     paged_gather_reference(copy_of(expected))
     assert torch.equal(case.pool, expected.pool)
@@ -68,7 +83,10 @@ def test_gather_takes_any_slots(make_case, slots, seed, form):
     form=st.sampled_from(["HND", "latent"]),
 )
 def test_scatter_takes_distinct_slots(make_case, slots, seed, form):
-    case, expected = (make_case(torch.float8_e5m2, SHAPE, seed=seed, slots=slots, device=DEVICE, form=form) for _ in range(2))
+    case, expected = (
+        make_case(torch.float8_e5m2, SHAPE, seed=seed, slots=slots, device=DEVICE, form=form)
+        for _ in range(2)
+    )
     scatter_kernel.launch(copy_of(case))
     paged_scatter_reference(copy_of(expected))
     assert torch.equal(case.pool, expected.pool)
@@ -77,7 +95,10 @@ def test_scatter_takes_distinct_slots(make_case, slots, seed, form):
 @pytest.mark.parametrize(("launch", "reference"), OPS)
 def test_layers_may_have_strides_of_their_own(make_case, launch, reference):
     def mixed():
-        dense, padded = (make_case(torch.float16, (1, 5, 3, 2, 7, 11, padding), device=DEVICE) for padding in (0, 9))
+        dense, padded = (
+            make_case(torch.float16, (1, 5, 3, 2, 7, 11, padding), device=DEVICE)
+            for padding in (0, 9)
+        )
         blob = torch.zeros(2, 2, 11, 14, dtype=torch.float16, device=DEVICE)
         pages = Pages.of(dense.keys + padded.keys, dense.values + padded.values)
         return (dense, padded), checked_copy(pages, dense.slots, blob, writes_pages=False)
@@ -95,7 +116,9 @@ APART = (1 << 31) + 8
 @pytest.mark.parametrize("far", ["blocks", "tokens", "heads"])
 @pytest.mark.parametrize(("launch", "reference"), OPS)
 def test_addresses_beyond_two_to_the_31_elements(launch, reference, far):
-    """Three blocks, tokens or heads that lie 2^31 + 8 bytes apart in one sparse piece of memory: 32-bit products would wrap."""
+    """Three blocks, tokens or heads that lie 2^31 + 8 bytes apart in one sparse piece of memory:
+    32-bit products would wrap.
+    """
     memory = torch.empty(2 * APART + 64, dtype=torch.uint8, device=DEVICE)
     axis = {"blocks": 0, "tokens": 1, "heads": 2}[far]
     dims, strides = [1, 1, 1, 8], [8, 8, 8, 1]
@@ -109,9 +132,15 @@ def test_addresses_beyond_two_to_the_31_elements(launch, reference, far):
     wanted = blob.clone()
     if launch is gather_kernel.launch:
         order = [0, 1, 2] if far == "heads" else [2, 0, 1]
-        wanted = torch.tensor([[i + 1 for i in order], [i + 11 for i in order]], dtype=torch.uint8).repeat_interleave(8, 1).view(blob.shape)
+        wanted = (
+            torch.tensor([[i + 1 for i in order], [i + 11 for i in order]], dtype=torch.uint8)
+            .repeat_interleave(8, 1)
+            .view(blob.shape)
+        )
     launch(checked_copy(Pages.of([keys], [values]), slots, blob, writes_pages=True))
-    inside = [side.reshape(-1, 8)[slots if far != "heads" else slice(None)] for side in (keys, values)]
+    inside = [
+        side.reshape(-1, 8)[slots if far != "heads" else slice(None)] for side in (keys, values)
+    ]
     assert torch.equal(blob, wanted.to(DEVICE))
     assert torch.equal(torch.stack(inside).view(blob.shape), blob)
 

@@ -1,4 +1,6 @@
-"""`rope_rotate`: the kernel against the reference, bit for bit, and the reference against its own words."""
+"""`rope_rotate`: the kernel against the reference, bit for bit, and the reference against its
+own words.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from lmcache_kernels.rope_rotate.kernel import launch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # (tokens, heads, head_size, rotated dimensions)
-SHAPES = ((1, 1, 2, 2), (5, 2, 32, 32), (3, 9, 16, 12), (4, 3, 80, 20), (2, 8, 128, 128), (7, 5, 6, 6), (0, 2, 8, 8), (2, 0, 8, 8))
+SHAPES = (
+    (1, 1, 2, 2),
+    (5, 2, 32, 32),
+    (3, 9, 16, 12),
+    (4, 3, 80, 20),
+    (2, 8, 128, 128),
+    (7, 5, 6, 6),
+    (0, 2, 8, 8),
+    (2, 0, 8, 8),
+)
 NUM_GUARDS = 256
 
 
@@ -24,8 +35,16 @@ def case(shape, dtype, is_interleaved):
     num_tokens, num_heads, head_size, num_rotated = shape
     generator = torch.Generator().manual_seed(hash(shape) & 0xFFFF)
     k = torch.randn(num_tokens, num_heads, head_size, generator=generator).to(DEVICE, dtype)
-    source, target = (torch.randint(0, size, (num_tokens,), generator=generator).to(DEVICE) for size in (11, 40))
-    return k, Rotation(source, target, table(generator, 11, num_rotated), table(generator, 40, num_rotated), is_interleaved)
+    source, target = (
+        torch.randint(0, size, (num_tokens,), generator=generator).to(DEVICE) for size in (11, 40)
+    )
+    return k, Rotation(
+        source,
+        target,
+        table(generator, 11, num_rotated),
+        table(generator, 40, num_rotated),
+        is_interleaved,
+    )
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
@@ -33,7 +52,10 @@ def case(shape, dtype, is_interleaved):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernel_equals_reference(shape, dtype, is_interleaved):
     k, rotation = case(shape, dtype, is_interleaved)
-    reference, pool = torch.full_like(k, 9.0), torch.full((k.numel() + NUM_GUARDS,), 7.0, dtype=dtype, device=DEVICE)
+    reference, pool = (
+        torch.full_like(k, 9.0),
+        torch.full((k.numel() + NUM_GUARDS,), 7.0, dtype=dtype, device=DEVICE),
+    )
     ours = pool[: k.numel()].view(k.shape)
     launch(k, rotation, ours)
     rope_rotate_reference(k, rotation, reference)
@@ -63,7 +85,9 @@ def test_what_is_no_number_stays_none(dtype, bits, run):
     out = torch.full_like(k, 7.0)
     run(k, rotation, out)
     missing = torch.zeros_like(k, dtype=torch.bool)
-    missing[0, 1, [2, 5]] = missing[1, 0, 7] = missing[rotation.target == rotation.target[1], :, 1] = True
+    missing[0, 1, [2, 5]] = missing[1, 0, 7] = missing[
+        rotation.target == rotation.target[1], :, 1
+    ] = True
     missing[rotation.target == rotation.target[1], :, 4] = True
     assert torch.equal(out.isnan(), missing)
     assert out[2, 0, [0, 3]].isinf().all()

@@ -45,17 +45,36 @@ class Codec:
         return {levels: self.set.of(levels) for levels in self.set.levels}
 
     def encode(self, x: torch.Tensor, levels, by_token: bool):
-        """The CPU's blob of `x` (bytes), errors `[planes, 3]`, and the blob's arrays as the kernels have them."""
-        quantiser = Quantiser(Mode.BY_TOKEN, tuple(levels)) if by_token else Quantiser(Mode.BY_PLANE, tuple(levels), FINENESS)
-        pieces, errors = self.coder.encode(raw_bytes(x), NAMES[x.dtype], PlaneLayout(*x.shape), quantiser)
-        return b"".join(bytes(memoryview(piece).cast("B")) for piece in pieces), errors, self.parts(x, by_token, pieces)
+        """The CPU's blob of `x` (bytes), errors `[planes, 3]`, and the blob's arrays as the
+        kernels have them.
+        """
+        quantiser = (
+            Quantiser(Mode.BY_TOKEN, tuple(levels))
+            if by_token
+            else Quantiser(Mode.BY_PLANE, tuple(levels), FINENESS)
+        )
+        pieces, errors = self.coder.encode(
+            raw_bytes(x), NAMES[x.dtype], PlaneLayout(*x.shape), quantiser
+        )
+        return (
+            b"".join(bytes(memoryview(piece).cast("B")) for piece in pieces),
+            errors,
+            self.parts(x, by_token, pieces),
+        )
 
     def parts(self, x, by_token, pieces):
         _, _, scales, shifts, shapes, lengths, *streams = pieces
         if scales.dtype == np.uint16:
             scales = scales.astype(np.uint32) << 16
-        bits = scales.astype(np.float32).view(np.int32) if scales.dtype == np.float16 else scales.view(np.int32)
-        as_tensors = (torch.from_numpy(np.ascontiguousarray(part)) for part in (shifts, shapes, lengths.view(np.int32).reshape(-1)))
+        bits = (
+            scales.astype(np.float32).view(np.int32)
+            if scales.dtype == np.float16
+            else scales.view(np.int32)
+        )
+        as_tensors = (
+            torch.from_numpy(np.ascontiguousarray(part))
+            for part in (shifts, shapes, lengths.view(np.int32).reshape(-1))
+        )
         words = torch.from_numpy(np.concatenate([stream.view(np.int16) for stream in streams]))
         return torch.from_numpy(bits.reshape(x.shape[0], -1)), EncodedPlanes(*as_tensors, words)
 
@@ -109,7 +128,9 @@ def same():
 
 @pytest.fixture(scope="session")
 def make_kv():
-    """KV with channels of all sorts: drifting (deltas pay), noisy, far from zero, constant, zero."""
+    """KV with channels of all sorts: drifting (deltas pay), noisy, far from zero, constant,
+    zero.
+    """
 
     def make(dtype, planes, tokens, channels, seed=0):
         random = torch.Generator().manual_seed(seed)

@@ -39,14 +39,18 @@ async def test_tokens_are_cut_and_named_as_the_engine_does(tmp_path: Path) -> No
         parts.descriptions.note(describe())
         await store(parts, key_of(HASHES[0]), key_of(HASHES[2]))
         [explanation] = await explain(client, token_ids=TOKENS)
-        assert [(chunk["start"], chunk["end"], chunk["chunk_hash"]) for chunk in explanation["chunks"]] == [
+        assert [
+            (chunk["start"], chunk["end"], chunk["chunk_hash"]) for chunk in explanation["chunks"]
+        ] == [
             (0, 4, HASHES[0]),
             (4, 8, HASHES[1]),
             (8, 10, HASHES[2]),
         ]
         assert [chunk["is_complete"] for chunk in explanation["chunks"]] == [True, False, True]
         assert explanation["num_prefix"] == 1
-        assert explanation["chunks"][1]["states"] == [{"rank": 0, "group": "", "places": [], "missing": "never_stored", "is_pinned": False}]
+        assert explanation["chunks"][1]["states"] == [
+            {"rank": 0, "group": "", "places": [], "missing": "never_stored", "is_pinned": False}
+        ]
 
 
 async def test_a_hot_chunk_is_described(tmp_path: Path) -> None:
@@ -56,7 +60,12 @@ async def test_a_hot_chunk_is_described(tmp_path: Path) -> None:
         await client.post("/v1/pin", json={"chunk_hashes": HASHES[:1]})
         [state] = await states(client, HASHES[0])
         [place] = state["places"]
-        assert (place["tier"], place["state"], place["num_holders"], place["lossy"]) == ("Hot", "present", 1, False)
+        assert (place["tier"], place["state"], place["num_holders"], place["lossy"]) == (
+            "Hot",
+            "present",
+            1,
+            False,
+        )
         assert place["num_bytes"] > 1000
         assert 0 <= place["age_s"] < 30
         assert (state["missing"], state["is_pinned"]) == (None, True)
@@ -65,7 +74,15 @@ async def test_a_hot_chunk_is_described(tmp_path: Path) -> None:
 async def test_every_rank_and_group_counts(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe(world_size=2, groups=("", "w")))
-        await store(parts, *(key_of(HASHES[0], rank, group, 2) for rank in range(2) for group in ("", "w") if (rank, group) != (1, "w")))
+        await store(
+            parts,
+            *(
+                key_of(HASHES[0], rank, group, 2)
+                for rank in range(2)
+                for group in ("", "w")
+                if (rank, group) != (1, "w")
+            ),
+        )
         [explanation] = await explain(client, chunk_hashes=HASHES[:1])
         [chunk] = explanation["chunks"]
         assert (chunk["is_complete"], chunk["start"], chunk["end"]) == (False, None, None)
@@ -77,8 +94,12 @@ async def test_every_rank_and_group_counts(tmp_path: Path) -> None:
         ]
 
 
-@pytest.mark.parametrize(("options", "missing"), [({}, "evicted"), ({"chunk_ttl_s": 0.05}, "expired")])
-async def test_what_memory_gave_up_is_told(tmp_path: Path, options: dict[str, object], missing: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "missing"), [({}, "evicted"), ({"chunk_ttl_s": 0.05}, "expired")]
+)
+async def test_what_memory_gave_up_is_told(
+    tmp_path: Path, options: dict[str, object], missing: str
+) -> None:
     async with serving(tmp_path, **options) as (client, parts):
         parts.descriptions.note(describe())
         await store(parts, key_of(HASHES[0]))
@@ -115,7 +136,9 @@ async def test_reasons_of_what_is_gone(tmp_path: Path) -> None:
         damaged, on_disk, never = await states(client, HASHES[0], HASHES[1], hash_of("never"))
         assert (damaged["places"], never["places"]) == ([], [])
         assert damaged["missing"] == "quarantined"
-        assert [(place["tier"], place["lossy"]) for place in on_disk["places"]] == [("LocalDiskBackend", False)]
+        assert [(place["tier"], place["lossy"]) for place in on_disk["places"]] == [
+            ("LocalDiskBackend", False)
+        ]
         assert never["missing"] == "never_stored"
 
 
@@ -133,7 +156,10 @@ class LookupOf:
     def __init__(self, delay_s: float = 0.0) -> None:
         self._delay_s = delay_s
         self._holders = {
-            key_of(HASHES[0]).key.chunk_id(): [Holder("b", "sidecar", "Hot", 1), Holder("c", "sidecar", "Hot", 1)],
+            key_of(HASHES[0]).key.chunk_id(): [
+                Holder("b", "sidecar", "Hot", 1),
+                Holder("c", "sidecar", "Hot", 1),
+            ],
             key_of(HASHES[2]).key.chunk_id(): [Holder("c", "sidecar", "Hot", 1)],
         }
 
@@ -157,7 +183,9 @@ async def test_peers_are_named(tmp_path: Path) -> None:
         parts.descriptions.note(describe())
         use(parts, LookupOf())
         first, second, third = await states(client, *HASHES)
-        assert [(place["tier"], place["peers"]) for place in first["places"]] == [("P2PBackend", ["b", "c"])]
+        assert [(place["tier"], place["peers"]) for place in first["places"]] == [
+            ("P2PBackend", ["b", "c"])
+        ]
         assert (second["places"], second["missing"]) == ([], "never_stored")
         assert third["places"][0]["peers"] == ["c"]
 
@@ -173,7 +201,10 @@ async def test_what_does_not_answer_is_unknown_and_costs_its_deadline_once(tmp_p
         assert (first["places"][0]["tier"], first["places"][0]["state"]) == ("Hot", "present")
         assert first["missing"] is None
         assert (second["missing"], third["missing"]) == ("unknown", "unknown")
-        assert {(place["tier"], place["state"]) for place in third["places"]} == {("P2PBackend", "unknown"), ("RemoteBackend", "unknown")}
+        assert {(place["tier"], place["state"]) for place in third["places"]} == {
+            ("P2PBackend", "unknown"),
+            ("RemoteBackend", "unknown"),
+        }
 
 
 async def test_the_remote_tier_is_asked_past_its_breaker(tmp_path: Path) -> None:
@@ -184,7 +215,9 @@ async def test_the_remote_tier_is_asked_past_its_breaker(tmp_path: Path) -> None
         await parts.stack.drain(5)
         parts.stack.hot.clear_now()
         first, second = await states(client, HASHES[0], HASHES[1])
-        assert [(place["tier"], place["lossy"]) for place in first["places"]] == [("RemoteBackend", None)]
+        assert [(place["tier"], place["lossy"]) for place in first["places"]] == [
+            ("RemoteBackend", None)
+        ]
         assert second["missing"] == "never_stored"
 
 
@@ -194,15 +227,23 @@ async def test_several_ways_to_name_are_explained_the_last_first(tmp_path: Path)
             parts.descriptions.note(describe(root=bytes([number]) * 32))
         response = (await client.post("/v1/explain", json={"token_ids": TOKENS})).json()
         assert (len(response["explanations"]), response["num_not_explained"]) == (4, 2)
-        expected = [next(chain_hashes(bytes([n]) * 32, tokens_as_uint32(TOKENS), 4))[2].hex() for n in (5, 4, 3, 2)]
-        assert [explanation["chunks"][0]["chunk_hash"] for explanation in response["explanations"]] == expected
+        expected = [
+            next(chain_hashes(bytes([n]) * 32, tokens_as_uint32(TOKENS), 4))[2].hex()
+            for n in (5, 4, 3, 2)
+        ]
+        assert [
+            explanation["chunks"][0]["chunk_hash"] for explanation in response["explanations"]
+        ] == expected
         assert len(await explain(client, chunk_hashes=HASHES)) == 1, "a hash knows its root"
 
 
 async def test_before_an_engine_has_connected_it_says_so(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, _):
         response = await client.post("/v1/explain", json={"token_ids": TOKENS})
-        assert (response.status_code, response.headers["content-type"]) == (409, "application/problem+json")
+        assert (response.status_code, response.headers["content-type"]) == (
+            409,
+            "application/problem+json",
+        )
         assert "an engine must have connected to this sidecar once" in response.json()["detail"]
 
 
@@ -233,7 +274,10 @@ async def test_bodies_that_are_not_valid_are_problems_and_are_not_repeated(
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe())
         response = await client.post("/v1/explain", json=body)
-        assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")
+        assert (response.status_code, response.headers["content-type"]) == (
+            422,
+            "application/problem+json",
+        )
         assert "31337" not in response.text + caplog.text
 
 
@@ -242,7 +286,9 @@ async def test_too_many_tokens_are_refused_and_as_many_as_allowed_are_not(tmp_pa
         parts.descriptions.note(describe(chunk_size=256))
         [explanation] = await explain(client, token_ids=[7] * 131_072)
         assert len(explanation["chunks"]) == 512
-        assert (await client.post("/v1/explain", json={"token_ids": [7] * 131_073})).status_code == 422
+        assert (
+            await client.post("/v1/explain", json={"token_ids": [7] * 131_073})
+        ).status_code == 422
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe(chunk_size=1))
         response = await client.post("/v1/explain", json={"token_ids": [7] * 10_000})

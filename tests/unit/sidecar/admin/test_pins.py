@@ -15,11 +15,23 @@ async def test_chunks_of_all_ranks_and_groups_are_pinned_listed_and_let_go(tmp_p
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe("org/other", world_size=3))
         parts.descriptions.note(describe(world_size=2, groups=("", "w")))
-        keys = [key_of(chunk_hash, rank, group, 2) for chunk_hash in (A, B) for rank in range(2) for group in ("", "w")]
+        keys = [
+            key_of(chunk_hash, rank, group, 2)
+            for chunk_hash in (A, B)
+            for rank in range(2)
+            for group in ("", "w")
+        ]
         await store(parts, *keys[:-1])
-        answer = (await client.post("/v1/pin", json={"chunk_hashes": [A, B, GONE], "ttl_s": 100})).json()
+        answer = (
+            await client.post("/v1/pin", json={"chunk_hashes": [A, B, GONE], "ttl_s": 100})
+        ).json()
         assert answer["num_pinned"] == 7
-        assert answer["not_pinned"][0] == {"chunk_hash": B, "rank": 1, "group": "w", "reason": "never_stored"}
+        assert answer["not_pinned"][0] == {
+            "chunk_hash": B,
+            "rank": 1,
+            "group": "w",
+            "reason": "never_stored",
+        }
         assert {one["chunk_hash"] for one in answer["not_pinned"][1:]} == {GONE}
         assert len(answer["not_pinned"]) == 1 + 4, "what the other model has not is not told"
         assert (answer["pinned_bytes"], answer["max_pinned_bytes"]) == (7 * 1024, ARENA_BYTES // 2)
@@ -27,10 +39,17 @@ async def test_chunks_of_all_ranks_and_groups_are_pinned_listed_and_let_go(tmp_p
         assert [(pin["chunk_hash"], pin["rank"], pin["group"]) for pin in listed["pins"]] == [
             (key.key.chunk_hash, key.key.worker_id, key.key.group) for key in keys[:-1]
         ]
-        assert all(90 < pin["expires_in_s"] <= 100 and pin["model_name"] == "org/model" for pin in listed["pins"])
+        assert all(
+            90 < pin["expires_in_s"] <= 100 and pin["model_name"] == "org/model"
+            for pin in listed["pins"]
+        )
         assert (await client.get("/v1/status")).json()["pinned_bytes"] == 7 * 1024
-        assert (await client.post("/v1/evict", json={"num_bytes": 1 << 30})).json() == {"freed_bytes": 0}
-        assert (await client.post("/v1/unpin", json={"chunk_hashes": [A]})).json() == {"num_unpinned": 4}
+        assert (await client.post("/v1/evict", json={"num_bytes": 1 << 30})).json() == {
+            "freed_bytes": 0
+        }
+        assert (await client.post("/v1/unpin", json={"chunk_hashes": [A]})).json() == {
+            "num_unpinned": 4
+        }
         assert (await client.post("/v1/unpin")).json() == {"num_unpinned": 3}
         assert (await client.get("/v1/pins")).json()["pins"] == []
 
@@ -40,17 +59,26 @@ async def test_a_model_may_be_named(tmp_path: Path) -> None:
         parts.descriptions.note(describe("one"))
         parts.descriptions.note(describe("two"))
         await store(parts, key_of(A, model="one"))
-        assert (await client.post("/v1/pin", json={"chunk_hashes": [A], "model": "two"})).json()["num_pinned"] == 0
-        assert (await client.post("/v1/pin", json={"chunk_hashes": [A], "model": "one"})).json()["num_pinned"] == 1
+        assert (await client.post("/v1/pin", json={"chunk_hashes": [A], "model": "two"})).json()[
+            "num_pinned"
+        ] == 0
+        assert (await client.post("/v1/pin", json={"chunk_hashes": [A], "model": "one"})).json()[
+            "num_pinned"
+        ] == 1
         response = await client.post("/v1/pin", json={"chunk_hashes": [A], "model": "three"})
         assert response.status_code == 409
         assert "known: 'two', 'one'" in response.json()["detail"]
 
 
-async def test_before_an_engine_has_connected_and_in_a_drain_nothing_is_pinned(tmp_path: Path) -> None:
+async def test_before_an_engine_has_connected_and_in_a_drain_nothing_is_pinned(
+    tmp_path: Path,
+) -> None:
     async with serving(tmp_path) as (client, parts):
         response = await client.post("/v1/pin", json={"chunk_hashes": [A]})
-        assert (response.status_code, response.headers["content-type"]) == (409, "application/problem+json")
+        assert (response.status_code, response.headers["content-type"]) == (
+            409,
+            "application/problem+json",
+        )
         assert "an engine must have connected" in response.json()["detail"]
         parts.descriptions.note(describe())
         await store(parts, key_of(A))
@@ -76,11 +104,16 @@ async def test_before_an_engine_has_connected_and_in_a_drain_nothing_is_pinned(t
         {"chunk_hashes": [A], "token_ids": [1]},
     ],
 )
-async def test_bodies_that_are_not_valid_are_problems(tmp_path: Path, body: dict[str, object]) -> None:
+async def test_bodies_that_are_not_valid_are_problems(
+    tmp_path: Path, body: dict[str, object]
+) -> None:
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe())
         response = await client.post("/v1/pin", json=body)
-        assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")
+        assert (response.status_code, response.headers["content-type"]) == (
+            422,
+            "application/problem+json",
+        )
 
 
 async def test_a_description_of_very_many_ranks_costs_nothing(tmp_path: Path) -> None:
@@ -92,12 +125,19 @@ async def test_a_description_of_very_many_ranks_costs_nothing(tmp_path: Path) ->
             assert "at most 8192 keys" in response.json()["detail"]
 
 
-async def test_one_that_is_too_large_to_be_named_does_not_cost_the_others_their_answer(tmp_path: Path) -> None:
+async def test_one_that_is_too_large_to_be_named_does_not_cost_the_others_their_answer(
+    tmp_path: Path,
+) -> None:
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe())
-        parts.descriptions.note(describe("large", world_size=1024, groups=[str(number) for number in range(8)]), "another")
+        parts.descriptions.note(
+            describe("large", world_size=1024, groups=[str(number) for number in range(8)]),
+            "another",
+        )
         await store(parts, key_of(A), key_of(B))
-        assert (await client.post("/v1/pin", json={"chunk_hashes": [A, B]})).json()["num_pinned"] == 2
+        assert (await client.post("/v1/pin", json={"chunk_hashes": [A, B]})).json()[
+            "num_pinned"
+        ] == 2
         answer = (await client.post("/v1/explain", json={"chunk_hashes": [A, B]})).json()
         assert [explanation["model_name"] for explanation in answer["explanations"]] == [MODEL]
         assert answer["num_not_explained"] == 1

@@ -1,4 +1,6 @@
-"""A journal that cannot be written, is long, or is written anew: serving goes on, and the next start believes nothing that is not so."""
+"""A journal that cannot be written, is long, or is written anew: serving goes on, and the next
+start believes nothing that is not so.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def full_volume(num_bytes: int = 0) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_journal_that_cannot_be_written_is_given_up_and_serving_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_journal_that_cannot_be_written_is_given_up_and_serving_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     start = ArenaStart(tmp_path)
     client = join_generation(tmp_path, start.keeper.arena.generation)
     start.recover()
@@ -44,7 +48,9 @@ def test_a_journal_that_cannot_be_written_is_given_up_and_serving_goes_on(tmp_pa
         start.look()
     assert not is_recorded(start)
     assert not (tmp_path / FILE_NAME).exists(), "the next start must not believe it"
-    assert [record.levelno for record in caplog.records if record.levelno >= logging.WARNING] == [logging.ERROR], "said once"
+    assert [record.levelno for record in caplog.records if record.levelno >= logging.WARNING] == [
+        logging.ERROR
+    ], "said once"
     assert start.served() == names_of(start, "ab")
     start.kill()
     second = ArenaStart(tmp_path)
@@ -56,7 +62,9 @@ def test_a_journal_that_cannot_be_written_is_given_up_and_serving_goes_on(tmp_pa
     second.stop()
 
 
-def test_a_journal_is_begun_again_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_is_begun_again_when_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(books_module, "RETRY_S", 0.0)
     start = ArenaStart(tmp_path)
     start.recover()
@@ -93,7 +101,9 @@ def test_a_start_that_cannot_write_a_journal_serves_and_is_not_followed(tmp_path
     third.stop()
 
 
-def test_a_journal_that_can_neither_be_written_nor_removed_ends_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_can_neither_be_written_nor_removed_ends_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next start would believe it, and hand out what clients write to."""
     monkeypatch.setattr(books_module, "RETRY_S", 0.0)
 
@@ -118,7 +128,9 @@ def test_a_journal_that_can_neither_be_written_nor_removed_ends_stores(tmp_path:
     start.stop()
 
 
-def test_a_journal_is_spoilt_in_place_where_it_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_is_spoilt_in_place_where_it_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = ArenaStart(tmp_path)
     start.store("a")
 
@@ -169,7 +181,9 @@ PASSING = [
 def test_a_start_that_cannot_open_what_is_there_just_now_loses_none_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
-    """No descriptors, no memory, no permission: that says nothing about the arena. The start waits, and finds it again."""
+    """No descriptors, no memory, no permission: that says nothing about the arena. The start
+    waits, and finds it again.
+    """
     leave(tmp_path, "ab")
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", failing_for(tmp_path / name, code, os.open))
@@ -193,7 +207,13 @@ def test_a_start_that_cannot_look_at_what_is_there_loses_none_of_it(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing)
         if call == "lstat":  # also as `Path` spells it
-            patch.setattr(os, "stat", failing_for(tmp_path / f"{start.keeper.arena.generation:016x}.generation", code, os.stat))
+            patch.setattr(
+                os,
+                "stat",
+                failing_for(
+                    tmp_path / f"{start.keeper.arena.generation:016x}.generation", code, os.stat
+                ),
+            )
             patch.setattr(Path, "lstat", failing)
         with pytest.raises((CapacityError, ConfigError)):
             ArenaStart(tmp_path)
@@ -220,7 +240,9 @@ def failing_for(path: Path | None, code: int, call: Callable[..., Any]) -> Calla
     return failing
 
 
-def test_a_long_journal_is_written_anew_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_journal_is_written_anew_and_says_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(journal_module, "MIN_REWRITE_BYTES", 4096)
     start = ArenaStart(tmp_path)
     client = join_generation(tmp_path, start.keeper.arena.generation)
@@ -243,7 +265,9 @@ def test_a_long_journal_is_written_anew_and_says_the_same(tmp_path: Path, monkey
     second.stop()
 
 
-def test_what_happens_while_a_journal_is_written_anew_is_in_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_happens_while_a_journal_is_written_anew_is_in_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(journal_module, "MIN_REWRITE_BYTES", 0)
     monkeypatch.setattr(journal_module, "REWRITE_RATIO", 0)
     start = ArenaStart(tmp_path)
@@ -271,7 +295,9 @@ def test_what_happens_while_a_journal_is_written_anew_is_in_both(tmp_path: Path,
     second.stop()
 
 
-def test_chunks_beyond_the_bound_of_the_journal_are_served_and_not_recovered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_beyond_the_bound_of_the_journal_are_served_and_not_recovered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(books_module, "MAX_WEIGHT_BYTES", 700)
     start = ArenaStart(tmp_path)
     start.recover()
@@ -286,7 +312,9 @@ def test_chunks_beyond_the_bound_of_the_journal_are_served_and_not_recovered(tmp
     second.stop()
 
 
-def test_a_journal_that_grows_beyond_its_bound_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_grows_beyond_its_bound_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = ArenaStart(tmp_path)
     monkeypatch.setattr(journal_module, "MAX_JOURNAL_BYTES", 1000)
     for number in range(10):

@@ -62,7 +62,9 @@ def test_a_journal_is_followed_to_its_end() -> None:
 
 
 def test_chunks_come_in_the_order_in_which_they_were_kept() -> None:
-    found = replay([BEGIN, Reserved(1, ((0, 1024), (1024, 1024))), committed(1024), committed(0)], SIZE, INODE)
+    found = replay(
+        [BEGIN, Reserved(1, ((0, 1024), (1024, 1024))), committed(1024), committed(0)], SIZE, INODE
+    )
     assert [entry.offset for entry in found.committed] == [1024, 0]
 
 
@@ -80,7 +82,9 @@ def test_a_torn_tail_is_left_out_at_every_byte() -> None:
 
 
 def test_no_flipped_bit_is_believed() -> None:
-    """An entry that is lost in the middle could be one that says what clients may still write to."""
+    """An entry that is lost in the middle could be one that says what clients may still write
+    to.
+    """
     data = written(HISTORY)
     for at in range(len(data)):
         for bit in (1, 16, 128):
@@ -147,7 +151,9 @@ def test_what_cannot_be_is_not_believed(entries: list[AnyEntry]) -> None:
         believed(written(entries))
 
 
-@pytest.mark.parametrize("body", [b"\x93\xa5Other\x01\x02", b"\xc1", b"\x92\xa5Freed\x01", b"\xff" * 40])
+@pytest.mark.parametrize(
+    "body", [b"\x93\xa5Other\x01\x02", b"\xc1", b"\x92\xa5Freed\x01", b"\xff" * 40]
+)
 def test_an_entry_of_another_kind_is_not_believed(body: bytes) -> None:
     with pytest.raises(JournalError):
         believed(framed(encode_entry(BEGIN), 0) + framed(body, 1))

@@ -18,7 +18,9 @@ WAYS_TO_END = ["kill", "stop"]
 
 
 @pytest.mark.parametrize("end", WAYS_TO_END)
-def test_chunks_are_served_again_once_they_are_checked(tmp_path: Path, end: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_chunks_are_served_again_once_they_are_checked(
+    tmp_path: Path, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
     leave(tmp_path, "abc", end)
     start = ArenaStart(tmp_path)
     assert start.served() == {}
@@ -98,7 +100,11 @@ def test_tenants_quotas_and_ages_are_respected(tmp_path: Path) -> None:
     quotas = TenantQuotas(by_tenant={"small": 2 * 1024})
     second = ArenaStart(tmp_path, limits=TierLimits(quotas=quotas))
     second.recover()
-    assert set(second.served()) == {make_key("b", "small"), make_key("c", "small"), make_key("a", "large")}
+    assert set(second.served()) == {
+        make_key("b", "small"),
+        make_key("c", "small"),
+        make_key("a", "large"),
+    }
     second.look()
     second.kill()
     third = ArenaStart(tmp_path, limits=TierLimits(ttl_s=1e-6))
@@ -134,7 +140,9 @@ def test_memory_that_a_client_may_still_write_to_is_used_by_nobody(tmp_path: Pat
         assert start.keeper.status.lent_bytes == lent.metadata.phy_size
         for number in range(2 * ARENA_BYTES // 1024):
             assert start.store(number)
-        assert start.hot.stats()["used_bytes"] == (ARENA_BYTES - lent.metadata.phy_size) // 1024 * 1024
+        assert (
+            start.hot.stats()["used_bytes"] == (ARENA_BYTES - lent.metadata.phy_size) // 1024 * 1024
+        )
         lent.byte_array[:] = b"\xee" * 3000
         assert all(b"\xee" not in payload for payload in start.served().values())
         start.check_integrity()
@@ -218,7 +226,10 @@ def remove_generation_of_lent_memory(directory: Path) -> None:
         generation_path(directory, generation).unlink()
 
 
-@pytest.mark.parametrize("spoil", [spoil_journal, remove_journal, remove_arena, replace_arena, remove_generation_of_lent_memory])
+@pytest.mark.parametrize(
+    "spoil",
+    [spoil_journal, remove_journal, remove_arena, replace_arena, remove_generation_of_lent_memory],
+)
 def test_what_cannot_be_trusted_is_not_used_again(tmp_path: Path, spoil: object) -> None:
     first = ArenaStart(tmp_path)
     (lent,) = first.reserve(1000)
@@ -232,7 +243,9 @@ def test_what_cannot_be_trusted_is_not_used_again(tmp_path: Path, spoil: object)
     second.recover()
     assert second.served() == {}
     lent.byte_array[:] = b"\xee" * 1000
-    assert not any(second.keeper.arena.load_view), "who still writes, writes to a file that nobody reads"
+    assert not any(second.keeper.arena.load_view), (
+        "who still writes, writes to a file that nobody reads"
+    )
     second.store("b")
     second.kill()
     third = ArenaStart(tmp_path)
@@ -264,9 +277,13 @@ def test_without_recovery_nothing_is_looked_for_and_nothing_is_left(tmp_path: Pa
 
 
 def test_a_start_that_never_served_leaves_what_it_found(tmp_path: Path) -> None:
-    """A sidecar that cannot begin, for example because its socket is taken, must not cost what is in memory."""
+    """A sidecar that cannot begin, for example because its socket is taken, must not cost what
+    is in memory.
+    """
     ArenaStart(tmp_path).stop()
-    assert list(tmp_path.iterdir()) == [], "an empty arena that nobody has used is not worth its memory"
+    assert list(tmp_path.iterdir()) == [], (
+        "an empty arena that nobody has used is not worth its memory"
+    )
     leave(tmp_path, "a")
     ArenaStart(tmp_path).stop()
     start = ArenaStart(tmp_path)

@@ -16,11 +16,22 @@ from lmcache_sidecar import metrics
 from lmcache_sidecar.handover import Copier, LocalChunks, PeerSource
 from lmcache_sidecar.handover import copies as module
 
-from tests.unit.sidecar.handover.test_peers import KEYS, NUM_CHUNKS, TOKEN, Broker, Lookup, Peer, make_hot, peer
+from tests.unit.sidecar.handover.test_peers import (
+    KEYS,
+    NUM_CHUNKS,
+    TOKEN,
+    Broker,
+    Lookup,
+    Peer,
+    make_hot,
+    peer,
+)
 
 
 def order(name: object, taker: Peer) -> CopyOrder:
-    return CopyOrder(make_key(name).key.chunk_id().hex(), taker.status.id, taker.status.distributed_url)
+    return CopyOrder(
+        make_key(name).key.chunk_id().hex(), taker.status.id, taker.status.distributed_url
+    )
 
 
 class Giver:
@@ -58,7 +69,11 @@ async def test_several_takers_and_one_that_takes_nothing(tmp_path: Path) -> None
         c.is_open = False
         dead = CopyOrder(order(0, d).chunk_id, "gone", "lm://127.0.0.1:1")
         assert await Giver().copy([dead, order(0, b), order(0, c), order(0, d)]) == 2
-        assert [each.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) for each in (b, c, d)] == [1, 0, 1]
+        assert [each.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) for each in (b, c, d)] == [
+            1,
+            0,
+            1,
+        ]
 
 
 async def test_without_a_token_nothing_is_taken_and_nothing_breaks(tmp_path: Path) -> None:
@@ -66,7 +81,9 @@ async def test_without_a_token_nothing_is_taken_and_nothing_breaks(tmp_path: Pat
         assert await Giver(token="wrong-token-0123456789").copy([order(0, b)]) == 0
 
 
-async def test_orders_are_bounded_and_come_while_others_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_orders_are_bounded_and_come_while_others_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_ORDERS", 2)
     async with peer(tmp_path) as b:
         giver = Giver()
@@ -74,4 +91,6 @@ async def test_orders_are_bounded_and_come_while_others_are_done(tmp_path: Path,
         await asyncio.sleep(0)  # it has begun
         giver.copier.copy([order(3, b)])
         await giver.tasks.close(5.0)
-        assert giver.counters.value(metrics.COPIED_CHUNKS_TOTAL) == 3, "the third of the first was one too many"
+        assert giver.counters.value(metrics.COPIED_CHUNKS_TOTAL) == 3, (
+            "the third of the first was one too many"
+        )

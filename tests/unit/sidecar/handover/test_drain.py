@@ -22,22 +22,31 @@ KEYS = [key_of(hash_of(i)) for i in range(5)]
 @pytest.fixture
 async def shared(tmp_path: Path) -> AsyncIterator[SidecarParts]:
     """A sidecar whose remote tier is a directory that is not there yet."""
-    async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared", accept_handover=True) as (_, parts):
+    async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared", accept_handover=True) as (
+        _,
+        parts,
+    ):
         yield parts
 
 
 async def until_not_written(parts: SidecarParts) -> None:
-    """Nobody waits for writes that have failed, but of several at once some may still be about to look whether the directory is there.
+    """Nobody waits for writes that have failed, but of several at once some may still be about to
+    look whether the directory is there.
 
     A thread that is writing a chunk holds it.
     """
     assert await parts.stack.drain(5)
     async with asyncio.timeout(5):
-        while any(not isinstance(held, Miss) and held.num_holders for held in parts.stack.hot.peek_many(KEYS)):
+        while any(
+            not isinstance(held, Miss) and held.num_holders
+            for held in parts.stack.hot.peek_many(KEYS)
+        ):
             await asyncio.sleep(0.01)
 
 
-async def test_a_tier_that_was_away_when_chunks_were_stored_gets_them_at_the_end(shared: SidecarParts, tmp_path: Path) -> None:
+async def test_a_tier_that_was_away_when_chunks_were_stored_gets_them_at_the_end(
+    shared: SidecarParts, tmp_path: Path
+) -> None:
     await store(shared, *KEYS)
     await until_not_written(shared)
     assert shared.drain.progress.state is DrainState.SERVING
@@ -45,10 +54,17 @@ async def test_a_tier_that_was_away_when_chunks_were_stored_gets_them_at_the_end
     await shared.drain.run()
     assert len(list((tmp_path / "shared").rglob("*.kvr"))) == len(KEYS)
     progress = shared.drain.progress
-    assert (progress.state, progress.total, progress.handed_over, progress.left) == (DrainState.DONE, len(KEYS), len(KEYS), 0)
+    assert (progress.state, progress.total, progress.handed_over, progress.left) == (
+        DrainState.DONE,
+        len(KEYS),
+        len(KEYS),
+        0,
+    )
 
 
-async def test_a_drain_that_left_something_is_tried_again_and_one_that_did_not_is_over(shared: SidecarParts, tmp_path: Path) -> None:
+async def test_a_drain_that_left_something_is_tried_again_and_one_that_did_not_is_over(
+    shared: SidecarParts, tmp_path: Path
+) -> None:
     await store(shared, *KEYS)
     await shared.drain.run()
     assert shared.drain.progress.left == len(KEYS)
@@ -70,7 +86,9 @@ async def test_all_who_ask_wait_for_the_same_drain(shared: SidecarParts, tmp_pat
     assert shared.drain.progress.total == len(KEYS)
 
 
-async def test_nothing_new_is_taken_from_its_beginning(shared: SidecarParts, tmp_path: Path) -> None:
+async def test_nothing_new_is_taken_from_its_beginning(
+    shared: SidecarParts, tmp_path: Path
+) -> None:
     assert shared.takes_handovers()
     shared.drain.begin()
     assert shared.is_draining
@@ -97,7 +115,9 @@ class Hanging(StorageBackend):
         return {"num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0}
 
 
-async def test_a_tier_that_hangs_does_not_keep_it_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tier_that_hangs_does_not_keep_it_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lmcache_sidecar.tiers.create_remote_backend", lambda *_, **__: Hanging())
     async with serving(tmp_path, remote_url="lm://localhost", drain_timeout_s=0.6) as (_, parts):
         await store(parts, *KEYS)
@@ -109,7 +129,9 @@ async def test_a_tier_that_hangs_does_not_keep_it_from_its_end(tmp_path: Path, m
         assert not parts.is_settled
 
 
-async def test_without_anywhere_to_go_it_is_over_at_once_and_no_reason_to_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_anywhere_to_go_it_is_over_at_once_and_no_reason_to_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     async with serving(tmp_path, drain_timeout_s=60) as (_, parts):
         await store(parts, *KEYS)
@@ -117,13 +139,19 @@ async def test_without_anywhere_to_go_it_is_over_at_once_and_no_reason_to_warn(t
         await parts.drain.run()
         assert time.monotonic() - begin < 2
         assert parts.drain.progress.left == len(KEYS)
-    assert {record.levelname for record in caplog.records if "drained: 5 chunks" in record.getMessage()} == {"INFO"}
+    assert {
+        record.levelname for record in caplog.records if "drained: 5 chunks" in record.getMessage()
+    } == {"INFO"}
 
 
-async def test_what_nobody_took_although_there_is_somebody_is_warned_of(shared: SidecarParts, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_nobody_took_although_there_is_somebody_is_warned_of(
+    shared: SidecarParts, caplog: pytest.LogCaptureFixture
+) -> None:
     await store(shared, *KEYS)
     await shared.drain.run()
-    assert [record.levelname for record in caplog.records if "drained: 5 chunks" in record.getMessage()] == ["WARNING"]
+    assert [
+        record.levelname for record in caplog.records if "drained: 5 chunks" in record.getMessage()
+    ] == ["WARNING"]
 
 
 async def test_the_disk_alone_is_handed_on_too(tmp_path: Path) -> None:
@@ -132,7 +160,9 @@ async def test_the_disk_alone_is_handed_on_too(tmp_path: Path) -> None:
     async with serving(tmp_path, **disk) as (_, parts):
         await store(parts, *KEYS)
         await parts.stack.drain(5)
-    async with serving(tmp_path, **disk, remote_url=f"file://{tmp_path}/shared", arena_recover=False) as (_, parts):
+    async with serving(
+        tmp_path, **disk, remote_url=f"file://{tmp_path}/shared", arena_recover=False
+    ) as (_, parts):
         assert not parts.stack.hot.keys()
         await parts.drain.run()
         assert parts.drain.progress.handed_over == len(KEYS)
@@ -141,14 +171,19 @@ async def test_the_disk_alone_is_handed_on_too(tmp_path: Path) -> None:
 
 
 async def test_the_end_of_a_sidecar_is_a_drain(tmp_path: Path) -> None:
-    async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared", accept_handover=True) as (_, parts):
+    async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared", accept_handover=True) as (
+        _,
+        parts,
+    ):
         await store(parts, *KEYS)
         await until_not_written(parts)
         (tmp_path / "shared").mkdir()
     assert len(list((tmp_path / "shared").rglob("*.kvr"))) == len(KEYS)
 
 
-async def test_it_is_not_settled_while_chunks_wait_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_is_not_settled_while_chunks_wait_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lmcache_core.storage.stack.DEFAULT_PENDING_SHARE", 64)
     (tmp_path / "shared").mkdir()
     url = f"file://{tmp_path}/shared"

@@ -89,14 +89,20 @@ def make_hot(num_chunks: int = NUM_CHUNKS) -> LocalCPUBackend:
     return hot
 
 
-async def hand_over(hot: LocalCPUBackend, *sources: Place, seconds: float = 5.0, counters: Counters | None = None) -> DrainProgress:
+async def hand_over(
+    hot: LocalCPUBackend, *sources: Place, seconds: float = 5.0, counters: Counters | None = None
+) -> DrainProgress:
     progress = DrainProgress()
-    handover = Handover(LocalChunks("default", hot, None, None), sources, 1.0, counters or Counters())
+    handover = Handover(
+        LocalChunks("default", hot, None, None), sources, 1.0, counters or Counters()
+    )
     await handover.run(progress, asyncio.get_running_loop().time() + seconds)
     await handover.close()
     assert all(source.num_closed for source in sources)
     hot.check_integrity()
-    assert all(held.num_holders == 0 for held in hot.peek_many(hot.keys())), "every reference is given back"
+    assert all(held.num_holders == 0 for held in hot.peek_many(hot.keys())), (
+        "every reference is given back"
+    )
     assert progress.left >= 0
     return progress
 
@@ -105,7 +111,10 @@ async def test_everything_goes_to_the_only_taker_the_hottest_first() -> None:
     place, counters = Place(), Counters()
     progress = await hand_over(make_hot(), place, counters=counters)
     assert list(place.taken) == KEYS[::-1], "the last one stored is the hottest"
-    assert all(data == make_payload(name) for name, data in zip(reversed(range(NUM_CHUNKS)), place.taken.values(), strict=True))
+    assert all(
+        data == make_payload(name)
+        for name, data in zip(reversed(range(NUM_CHUNKS)), place.taken.values(), strict=True)
+    )
     assert progress == DrainProgress(total=NUM_CHUNKS, handed_over=NUM_CHUNKS)
     assert counters.value(metrics.DRAINED_CHUNKS_TOTAL, "handed_over") == NUM_CHUNKS
     assert counters.value(metrics.HANDED_OVER_BYTES_TOTAL) > 1000 * NUM_CHUNKS
@@ -115,7 +124,11 @@ async def test_what_is_there_already_is_not_sent() -> None:
     place = Place(known=set(KEYS[::2]))
     progress = await hand_over(make_hot(), place)
     assert set(place.taken) == set(KEYS[1::2])
-    assert (progress.handed_over, progress.already_elsewhere, progress.left) == (NUM_CHUNKS // 2, NUM_CHUNKS // 2, 0)
+    assert (progress.handed_over, progress.already_elsewhere, progress.left) == (
+        NUM_CHUNKS // 2,
+        NUM_CHUNKS // 2,
+        0,
+    )
 
 
 async def test_what_nobody_takes_has_failed_and_the_next_source_may_take_it() -> None:

@@ -1,4 +1,6 @@
-"""What a drain reads: memory first, the disk's rest after it, and nothing of it through shared memory."""
+"""What a drain reads: memory first, the disk's rest after it, and nothing of it through shared
+memory.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +37,32 @@ def put(hot: LocalCPUBackend, *names: object) -> None:
         chunk.release()
 
 
-async def test_memory_comes_before_the_disk_and_no_chunk_twice(hot: LocalCPUBackend, disk: LocalDiskBackend) -> None:
+async def test_memory_comes_before_the_disk_and_no_chunk_twice(
+    hot: LocalCPUBackend, disk: LocalDiskBackend
+) -> None:
     put(hot, "a", "b")
-    for chunk in (make_chunk("old"), make_chunk("new"), make_chunk("b"), make_chunk("elsewhere", tenant="other")):
+    for chunk in (
+        make_chunk("old"),
+        make_chunk("new"),
+        make_chunk("b"),
+        make_chunk("elsewhere", tenant="other"),
+    ):
         await disk.batched_put([chunk])
     listed = LocalChunks("default", hot, disk, disk).hottest_first()
     assert [key for key, _ in listed] == [make_key(name) for name in ("b", "a", "new", "old")]
     assert all(num_bytes > 1000 for _, num_bytes in listed)
 
 
-async def test_reading_the_disk_makes_no_room_in_memory(hot: LocalCPUBackend, disk: LocalDiskBackend) -> None:
+async def test_reading_the_disk_makes_no_room_in_memory(
+    hot: LocalCPUBackend, disk: LocalDiskBackend
+) -> None:
     put(hot, 0, 1, 2, 3)
     await disk.batched_put([make_chunk(name) for name in ("x", "y")])
     chunks = LocalChunks("default", hot, disk, disk)
     results = await chunks.read([make_key(name) for name in ("x", 1, "y", "nowhere")], 5.0)
-    assert [bytes(chunk.memory.byte_array) for chunk in results if isinstance(chunk, Chunk)] == [make_payload(n) for n in ("x", 1, "y")]
+    assert [bytes(chunk.memory.byte_array) for chunk in results if isinstance(chunk, Chunk)] == [
+        make_payload(n) for n in ("x", 1, "y")
+    ]
     assert results[3] == Miss(MissReason.NEVER_STORED)
     assert set(hot.keys()) == {make_key(name) for name in range(4)}
     for chunk in results:
@@ -61,7 +74,9 @@ async def test_reading_the_disk_makes_no_room_in_memory(hot: LocalCPUBackend, di
 async def test_a_disk_that_is_away_is_a_miss(hot: LocalCPUBackend, tmp_path: Path) -> None:
     closed = LocalDiskBackend(tmp_path, 1 << 20)
     put(hot, "a")
-    first, second = await LocalChunks("default", hot, closed, closed).read([make_key("a"), make_key("b")], 1.0)
+    first, second = await LocalChunks("default", hot, closed, closed).read(
+        [make_key("a"), make_key("b")], 1.0
+    )
     assert isinstance(first, Chunk)
     first.release()
     assert second == Miss(MissReason.UNAVAILABLE)

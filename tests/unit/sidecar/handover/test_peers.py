@@ -33,7 +33,15 @@ from lmcache_sidecar.holders import Holders
 NUM_CHUNKS = 6
 KEYS = [make_key(i) for i in range(NUM_CHUNKS)]
 TOKEN = "sidecars-0123456789abcdef"
-PEER = PeerStatus(id="b", incarnation=1, distributed_url="lm://127.0.0.1:1", load=0.0, draining=False, num_pulls=0, expires_in_ms=1000)
+PEER = PeerStatus(
+    id="b",
+    incarnation=1,
+    distributed_url="lm://127.0.0.1:1",
+    load=0.0,
+    draining=False,
+    num_pulls=0,
+    expires_in_ms=1000,
+)
 
 
 @dataclass
@@ -78,12 +86,18 @@ class Peer:
 
 @asynccontextmanager
 async def peer(
-    tmp_path: Path, name: str = "b", tenant: str = "default", token_tenant: str = "default", **status: Any
+    tmp_path: Path,
+    name: str = "b",
+    tenant: str = "default",
+    token_tenant: str = "default",
+    **status: Any,
 ) -> AsyncIterator[Peer]:
     """A sidecar's lm:// server as its lifespan makes it."""
     tokens = tmp_path / f"{name}.yaml"
     digest = hashlib.sha256(TOKEN.encode()).hexdigest()
-    tokens.write_text(f"tokens:\n  - {{name: sidecar, tenant: default, role: client, token_sha256: {digest}}}\n")
+    tokens.write_text(
+        f"tokens:\n  - {{name: sidecar, tenant: default, role: client, token_sha256: {digest}}}\n"
+    )
     hot = LocalCPUBackend(ArenaAllocator.anonymous(1 << 16), create_policy())
     stack, counters = TierStack(hot), Counters()
     await stack.open()
@@ -116,9 +130,13 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
 
 
-async def hand_over(broker: Broker, lookup: Lookup, hot: LocalCPUBackend | None = None, token: str | None = TOKEN) -> DrainProgress:
+async def hand_over(
+    broker: Broker, lookup: Lookup, hot: LocalCPUBackend | None = None, token: str | None = TOKEN
+) -> DrainProgress:
     source = PeerSource("a", broker, Holders(lookup, "a"), token, 2.0)  # type: ignore[arg-type]
-    handover = Handover(LocalChunks("default", hot or make_hot(), None, None), [source], 1.0, Counters())
+    handover = Handover(
+        LocalChunks("default", hot or make_hot(), None, None), [source], 1.0, Counters()
+    )
     progress = DrainProgress()
     await handover.run(progress, asyncio.get_running_loop().time() + 10)
     await handover.close()
@@ -131,7 +149,9 @@ def held_by(instance: str, *keys: ChunkKey, kind: str = "sidecar") -> dict[bytes
 
 async def test_a_peer_takes_everything_bit_for_bit(tmp_path: Path) -> None:
     async with peer(tmp_path) as b:
-        assert await hand_over(Broker([b.status]), Lookup()) == DrainProgress(total=NUM_CHUNKS, handed_over=NUM_CHUNKS)
+        assert await hand_over(Broker([b.status]), Lookup()) == DrainProgress(
+            total=NUM_CHUNKS, handed_over=NUM_CHUNKS
+        )
         for name, chunk in zip(range(NUM_CHUNKS), b.hot.get_many(KEYS), strict=True):
             assert chunk is not None
             assert bytes(chunk.memory.byte_array) == make_payload(name)
@@ -158,7 +178,9 @@ async def test_what_somebody_else_holds_who_stays_is_not_sent(tmp_path: Path) ->
         assert (progress.handed_over, progress.already_elsewhere, progress.left) == (3, 3, 0)
 
 
-@pytest.mark.parametrize("lookup", [Lookup(is_away=True), Lookup(is_degraded=True)], ids=["away", "degraded"])
+@pytest.mark.parametrize(
+    "lookup", [Lookup(is_away=True), Lookup(is_degraded=True)], ids=["away", "degraded"]
+)
 async def test_without_lookup_the_peer_itself_is_asked(tmp_path: Path, lookup: Lookup) -> None:
     async with peer(tmp_path) as b:
         known = make_chunk(2, allocate=b.hot.allocate)
@@ -175,7 +197,9 @@ async def test_what_a_peer_does_not_take_stays_out(tmp_path: Path, case: str) ->
     async with peer(tmp_path, **tenants) as b:
         b.is_open = case != "closed"
         token = {"token": "wrong-0123456789abcdef", "no-token": None}.get(case, TOKEN)
-        progress = await hand_over(Broker([b.status]), Lookup(), make_hot(lossy=case == "lossy"), token)
+        progress = await hand_over(
+            Broker([b.status]), Lookup(), make_hot(lossy=case == "lossy"), token
+        )
         assert not b.hot.keys()
         assert b.hot.stats()["arena_used_bytes"] == 0
         assert progress.handed_over == 0
@@ -200,4 +224,6 @@ async def test_holders_of_chunks_with_gaps_between_them() -> None:
     holders = Holders(lookup, "a")  # type: ignore[arg-type]
     found = await holders.of(ids, 10)
     assert [bool(at) for at in found if at is not None] == [True, False, False, True, True, False]
-    assert (await holders.of(ids, 2))[3:] == [None] * 3, "after so many questions the rest is unknown"
+    assert (await holders.of(ids, 2))[3:] == [None] * 3, (
+        "after so many questions the rest is unknown"
+    )

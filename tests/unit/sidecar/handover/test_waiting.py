@@ -62,7 +62,10 @@ def test_what_a_taker_refused_it_is_not_offered_again_and_others_are() -> None:
     assert (len(waiting), waiting.num_refused) == (0, 0)
 
 
-@pytest.mark.parametrize(("num_bytes", "expected"), [(MAX_BATCH_BYTES * 2, 1), (MAX_BATCH_BYTES // 2, 2), (MAX_BATCH_BYTES // 2 + 1, 1)])
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [(MAX_BATCH_BYTES * 2, 1), (MAX_BATCH_BYTES // 2, 2), (MAX_BATCH_BYTES // 2 + 1, 1)],
+)
 def test_batches_are_bounded_in_bytes_but_never_empty(num_bytes: int, expected: int) -> None:
     with queue(5, num_bytes).batch("a") as batch:
         assert len(batch.keys) == expected

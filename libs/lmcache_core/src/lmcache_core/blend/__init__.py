@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lmcache_core.blend.executor import CacheBlendImpl
     from lmcache_core.blend.indices import create_index, indices_to_mask, mask_to_indices
-    from lmcache_core.blend.interfaces import BlendExecutor, BlendOutput, BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
+    from lmcache_core.blend.interfaces import (
+        BlendExecutor,
+        BlendOutput,
+        BlendRetriever,
+        BlendRetrieverResult,
+        BlendRetrieverTask,
+    )
     from lmcache_core.blend.retriever import SPTBlendRetriever, SPTBlendRetrieverTask
     from lmcache_core.blend.rotary import RopeParameters, RotaryEmbedding
 

@@ -1,4 +1,6 @@
-"""The gate: a model is blended only with a certificate that says what blending costs its answers."""
+"""The gate: a model is blended only with a certificate that says what blending costs its
+answers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class BlendProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured of blended prompts against full recompute, over the tokens behind the documents that are judged.
+    """What was measured of blended prompts against full recompute, over the tokens behind the
+    documents that are judged.
 
     Attributes:
         num_prompts: How many prompts.
@@ -50,7 +53,8 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         top1_agreement: Share of tokens whose most probable successor is the same.
         delta_loss_nats: By how much the loss of the text grows, in nats a token.
         delta_loss_error: Standard error of that, over prompts.
-        reused_share: Share of the prompts' tokens whose KV was retrieved; where it is 0, nothing was blended.
+        reused_share: Share of the prompts' tokens whose KV was retrieved; where it is 0, nothing
+            was blended.
     """
 
     num_prompts: int
@@ -68,7 +72,8 @@ class QualityBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         max_kl_nats: Largest mean divergence.
         min_top1_agreement: Smallest share of equal first choices.
-        max_delta_loss_nats: Largest growth of the loss; twice its standard error is added to what was measured.
+        max_delta_loss_nats: Largest growth of the loss; twice its standard error is added to what
+            was measured.
     """
 
     max_kl_nats: float = 0.05
@@ -83,10 +88,15 @@ class QualityBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not quality.kl_nats <= self.max_kl_nats:
             reasons.append(f"divergence of {quality.kl_nats:.4f} nats is above {self.max_kl_nats}")
         if not quality.top1_agreement >= self.min_top1_agreement:
-            reasons.append(f"{quality.top1_agreement:.1%} equal first choices are below {self.min_top1_agreement:.0%}")
+            reasons.append(
+                f"{quality.top1_agreement:.1%} equal first choices are below"
+                f" {self.min_top1_agreement:.0%}"
+            )
         worst = quality.delta_loss_nats + 2 * quality.delta_loss_error
         if not worst <= self.max_delta_loss_nats:
-            reasons.append(f"the loss may grow by {worst:.4f} nats a token, above {self.max_delta_loss_nats}")
+            reasons.append(
+                f"the loss may grow by {worst:.4f} nats a token, above {self.max_delta_loss_nats}"
+            )
         return reasons
 
 
@@ -96,7 +106,8 @@ class BlendCertificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         format_version: `FORMAT_VERSION`.
         model_name: Under which its KV is shared.
-        identity: Revision of the weights and the options that decide about KV, as in `LMCacheEngineMetadata.revision`.
+        identity: Revision of the weights and the options that decide about KV, as in
+            `LMCacheEngineMetadata.revision`.
         profile: What it holds for.
         bounds: What was asked for.
         quality: What was found.
@@ -130,7 +141,14 @@ class CertificateFolder:
     def path_of(self, model_name: str, identity: str, profile: BlendProfile) -> Path:
         """Where the certificate of a model and profile lies, if there is one."""
         ratio = float(profile.recompute_ratio)  # 1 and 1.0 are one ratio, and not one text
-        named = msgspec.json.encode((FORMAT_VERSION, model_name, identity, msgspec.structs.replace(profile, recompute_ratio=ratio)))
+        named = msgspec.json.encode(
+            (
+                FORMAT_VERSION,
+                model_name,
+                identity,
+                msgspec.structs.replace(profile, recompute_ratio=ratio),
+            )
+        )
         return self._folder / f"blend-{hashlib.sha256(named).hexdigest()[:32]}.json"
 
     def save(self, certificate: BlendCertificate) -> Path:
@@ -154,7 +172,9 @@ class CertificateFolder:
         return path
 
     def reason_against(self, model_name: str, identity: str, profile: BlendProfile) -> str | None:
-        """Why that model may not be blended so; None if it may. A certificate that cannot be read is a reason, too."""
+        """Why that model may not be blended so; None if it may. A certificate that cannot be
+        read is a reason, too.
+        """
         path = self.path_of(model_name, identity, profile)
         try:
             found = _read(path)
@@ -162,12 +182,25 @@ class CertificateFolder:
             return str(exc)
         if found is None:
             near = self._nearest(model_name, identity, profile)
-            missing = f"{model_name} has no certificate for blending ({profile}) in {self._folder}{near}"
+            missing = (
+                f"{model_name} has no certificate for blending ({profile}) in {self._folder}{near}"
+            )
             return f"{missing}; make one with `lmcachectl certify blend`"
-        if (found.format_version, found.model_name, found.identity, found.profile) != (FORMAT_VERSION, model_name, identity, profile):
-            return f"the certificate {path} is of another model or profile; make it again with `lmcachectl certify blend`"
+        if (found.format_version, found.model_name, found.identity, found.profile) != (
+            FORMAT_VERSION,
+            model_name,
+            identity,
+            profile,
+        ):
+            return (
+                f"the certificate {path} is of another model or profile; make it again with"
+                " `lmcachectl certify blend`"
+            )
         if found.reasons:
-            return f"{model_name} failed its certificate for blending ({profile}): {'; '.join(found.reasons)}"
+            return (
+                f"{model_name} failed its certificate for blending ({profile}):"
+                f" {'; '.join(found.reasons)}"
+            )
         return None
 
     def _nearest(self, model_name: str, identity: str, profile: BlendProfile) -> str:
@@ -203,8 +236,12 @@ def _read(path: Path) -> BlendCertificate | None:
     except OSError as exc:
         raise ConfigError(f"certificate {path} cannot be read: {exc}") from exc
     if len(data) > MAX_CERTIFICATE_BYTES:
-        raise ConfigError(f"certificate {path} has more than {MAX_CERTIFICATE_BYTES} bytes; it is no certificate")
+        raise ConfigError(
+            f"certificate {path} has more than {MAX_CERTIFICATE_BYTES} bytes; it is no certificate"
+        )
     try:
         return msgspec.json.decode(data, type=BlendCertificate)
     except (msgspec.DecodeError, msgspec.ValidationError) as exc:
-        raise ConfigError(f"certificate {path} is damaged ({exc}); remove it, or make it again") from exc
+        raise ConfigError(
+            f"certificate {path} is damaged ({exc}); remove it, or make it again"
+        ) from exc

@@ -1,4 +1,6 @@
-"""CacheBlend: KV that was computed without what stands before it now, mended where that matters most."""
+"""CacheBlend: KV that was computed without what stands before it now, mended where that matters
+most.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,24 @@ from lmcache_core.blend.indices import create_index, indices_to_mask, mask_to_in
 from lmcache_core.blend.interfaces import BlendExecutor, BlendOutput
 from lmcache_core.blend.selection import Candidates, SelectionPolicy, create_policy, with_the_rest
 
-__all__ = ["CacheBlendImpl", "PositionalEncoder", "create_index", "indices_to_mask", "mask_to_indices"]
+__all__ = [
+    "CacheBlendImpl",
+    "PositionalEncoder",
+    "create_index",
+    "indices_to_mask",
+    "mask_to_indices",
+]
 
-PositionalEncoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+PositionalEncoder = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]
 """(positions `[num_tokens]`, Q, K) to (Q, K), rotated; tokens are the first dimension."""
 Move = Callable[[torch.Tensor], torch.Tensor]
 """K of one layer at its original positions to K at the new ones; tokens are the first dimension."""
 Mover = Callable[[torch.Tensor, torch.Tensor], Move]
-"""(original positions, positions) of a batch to what moves its layers: the reverse encoder and the encoder in one step."""
+"""(original positions, positions) of a batch to what moves its layers: the reverse encoder and
+the encoder in one step.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +51,13 @@ class _Selected:
 
 
 class CacheBlendImpl(BlendExecutor):
-    """Moves retrieved K to its new positions and computes anew the share of tokens that a policy selects.
+    """Moves retrieved K to its new positions and computes anew the share of tokens that a policy
+    selects.
 
-    Layers before the policy's check layer are computed in full. On it tokens are selected; behind it only these are computed. Tokens
-    without valid KV and the last of each request are always among them. For one batch at a time: layer 0 begins a new one, and so may
-    every layer up to the check layer. What is refused leaves the batch as it was.
+    Layers before the policy's check layer are computed in full. On it tokens are selected; behind
+    it only these are computed. Tokens without valid KV and the last of each request are always
+    among them. For one batch at a time: layer 0 begins a new one, and so may every layer up to the
+    check layer. What is refused leaves the batch as it was.
 
     Args:
         recompute_ratio: Share of each request's valid tokens that are computed anew, 0 … 1.
@@ -91,21 +105,34 @@ class CacheBlendImpl(BlendExecutor):
         """See `BlendExecutor.blend`.
 
         Raises:
-            ValueError: Lengths, shapes or positions do not fit together; a layer came out of order; or K would have to be moved and no
-                positional encoders were set.
+            ValueError: Lengths, shapes or positions do not fit together; a layer came out of order;
+                or K would have to be moved and no positional encoders were set.
         """
         selected = self._selected_before(layer_id)
         is_whole = layer_id <= self.policy.check_layer
-        batch = Batch.checked(valid_mask, original_positions, query_start_loc, looks_at_values=is_whole)
+        batch = Batch.checked(
+            valid_mask, original_positions, query_start_loc, looks_at_values=is_whole
+        )
         fresh = Layer(fresh_q, fresh_k, fresh_v, token_dim)
-        fresh.check(positions, batch.num_tokens if selected is None else len(selected.indices), looks_at_values=is_whole)
+        fresh.check(
+            positions,
+            batch.num_tokens if selected is None else len(selected.indices),
+            looks_at_values=is_whole,
+        )
         retrieved = fresh.checked_retrieved(retrieved_k, retrieved_v, batch)
         if selected is not None:
             out = self._fill(selected, batch, fresh, retrieved, positions)
         elif layer_id == self.policy.check_layer and retrieved is not None:
             selected, out = self._select(batch, fresh, retrieved, positions)
         else:
-            out = BlendOutput(fresh_q, fresh_k, fresh_v, positions, torch.arange(batch.num_tokens, device=positions.device), None)
+            out = BlendOutput(
+                fresh_q,
+                fresh_k,
+                fresh_v,
+                positions,
+                torch.arange(batch.num_tokens, device=positions.device),
+                None,
+            )
         self._selected, self._next_layer = selected, layer_id + 1
         return out
 
@@ -114,42 +141,74 @@ class CacheBlendImpl(BlendExecutor):
         if 0 <= layer_id <= self.policy.check_layer:
             return None
         if layer_id != self._next_layer:
-            raise ValueError(f"layer {layer_id} does not follow layer {self._next_layer - 1}; layers come in order, from 0")
+            raise ValueError(
+                f"layer {layer_id} does not follow layer {self._next_layer - 1}; layers come in"
+                " order, from 0"
+            )
         return self._selected
 
-    def _select(self, batch: Batch, fresh: Layer, retrieved: Pair, positions: torch.Tensor) -> tuple[_Selected, BlendOutput]:
+    def _select(
+        self, batch: Batch, fresh: Layer, retrieved: Pair, positions: torch.Tensor
+    ) -> tuple[_Selected, BlendOutput]:
         """Choose the tokens that are still computed; of this layer all K and V are fresh."""
         device = fresh.k.device
         is_valid, originals = batch.valid_mask.to(device), batch.original_positions.to(device)
         deviation = None
         if self.policy.needs_deviation:
-            ours, theirs = (side.movedim(fresh.token_dim, 0).flatten(1).contiguous() for side in (fresh.v, retrieved[1]))
+            ours, theirs = (
+                side.movedim(fresh.token_dim, 0).flatten(1).contiguous()
+                for side in (fresh.v, retrieved[1])
+            )
             deviation = blend_deviation(ours, theirs, is_valid)
-        candidates = Candidates(batch.valid_mask, is_valid, originals, positions, batch.starts, deviation)
-        is_selected = with_the_rest(self.policy.choose(candidates), candidates)  # whatever a policy of somebody else forgot
+        candidates = Candidates(
+            batch.valid_mask, is_valid, originals, positions, batch.starts, deviation
+        )
+        is_selected = with_the_rest(
+            self.policy.choose(candidates), candidates
+        )  # whatever a policy of somebody else forgot
         indices = mask_to_indices(is_selected)
         counts = torch.cat([is_selected.new_zeros(1, dtype=torch.int64), is_selected.cumsum(0)])
         starts = counts[batch.query_start_loc.to(device).long()].to(batch.query_start_loc)
         selected = _Selected(indices, batch.valid_mask.clone(), self._move_of(originals, positions))
-        return selected, BlendOutput(fresh.taken(fresh.q, indices), fresh.k, fresh.v, positions[indices], indices, starts)
+        return selected, BlendOutput(
+            fresh.taken(fresh.q, indices), fresh.k, fresh.v, positions[indices], indices, starts
+        )
 
-    def _fill(self, selected: _Selected, batch: Batch, fresh: Layer, retrieved: Pair | None, positions: torch.Tensor) -> BlendOutput:
+    def _fill(
+        self,
+        selected: _Selected,
+        batch: Batch,
+        fresh: Layer,
+        retrieved: Pair | None,
+        positions: torch.Tensor,
+    ) -> BlendOutput:
         """All tokens' KV: the retrieved, moved, and the fresh in its place where there is any."""
         if len(selected.valid_mask) != batch.num_tokens:
-            raise ValueError(f"a layer has {batch.num_tokens} tokens, that at which they were selected {len(selected.valid_mask)}")
+            raise ValueError(
+                f"a layer has {batch.num_tokens} tokens, that at which they were selected"
+                f" {len(selected.valid_mask)}"
+            )
         num_lost = int((selected.valid_mask & ~batch.valid_mask).sum())
         if retrieved is None or num_lost:
-            raise ValueError(f"a layer has no retrieved KV of {num_lost} tokens, though the layer at which tokens were selected had")
+            raise ValueError(
+                f"a layer has no retrieved KV of {num_lost} tokens, though the layer at which"
+                " tokens were selected had"
+            )
         keys = selected.move(retrieved[0].movedim(fresh.token_dim, 0)).movedim(0, fresh.token_dim)
         k = keys.index_copy(fresh.token_dim, selected.indices, fresh.k)
         v = retrieved[1].index_copy(fresh.token_dim, selected.indices, fresh.v)
-        return BlendOutput(fresh.q, k, v, positions, torch.arange(len(positions), device=positions.device), None)
+        return BlendOutput(
+            fresh.q, k, v, positions, torch.arange(len(positions), device=positions.device), None
+        )
 
     def _move_of(self, original_positions: torch.Tensor, positions: torch.Tensor) -> Move:
         if self._mover is not None:
             return self._mover(original_positions, positions)
         if self._encode is None or self._decode is None:
-            raise ValueError("retrieved K cannot be moved: set the positional encoder and the reverse one (or a mover) first")
+            raise ValueError(
+                "retrieved K cannot be moved: set the positional encoder and the reverse one (or a"
+                " mover) first"
+            )
         encode, decode = self._encode, self._decode
 
         def move(k: torch.Tensor) -> torch.Tensor:

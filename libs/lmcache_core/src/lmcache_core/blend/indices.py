@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def create_index(ndims: int, target_dim: int, index: torch.Tensor | slice) -> tuple[torch.Tensor | slice, ...]:
+def create_index(
+    ndims: int, target_dim: int, index: torch.Tensor | slice
+) -> tuple[torch.Tensor | slice, ...]:
     """An index of `ndims` dimensions that takes everything but for one.
 
     Args:
@@ -30,7 +32,9 @@ def indices_to_mask(indices: torch.Tensor, size: int) -> torch.Tensor:
         ValueError: An index is negative or not below `size`.
     """
     if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size:
-        raise ValueError(f"indices reach from {int(indices.min())} to {int(indices.max())}; the mask has {size}")
+        raise ValueError(
+            f"indices reach from {int(indices.min())} to {int(indices.max())}; the mask has {size}"
+        )
     mask = torch.zeros(size, dtype=torch.bool, device=indices.device)
     mask[indices] = True
     return mask

@@ -1,4 +1,5 @@
-"""What blending is made of: a retriever, which brings the KV of chunks that are no prefix, and an executor, which mends it.
+"""What blending is made of: a retriever, which brings the KV of chunks that are no prefix, and an
+executor, which mends it.
 
 Source: the LMCache documentation, "LMCache Blend".
 """
@@ -19,7 +20,8 @@ class BlendRetrieverResult:
         k: K as it was cached, `[num_tokens, …]`; None when nothing was found.
         v: V, of the same shape; None when nothing was found.
         valid_mask: Booleans on the CPU, `[num_tokens]`: whether the row of K and V means anything.
-        original_positions: int64 `[num_tokens]`, on their device: where the token stood when its KV was computed; 0 where not valid.
+        original_positions: int64 `[num_tokens]`, on their device: where the token stood when its KV
+            was computed; 0 where not valid.
     """
 
     k: torch.Tensor | None
@@ -38,7 +40,8 @@ class BlendOutput:
         v: V of all tokens.
         positions: Positions of the selected tokens in their requests.
         local_indices: int64: which rows of the fresh Q were selected.
-        query_start_loc: Where each request begins among the selected tokens, and their number; None when this layer selected nothing.
+        query_start_loc: Where each request begins among the selected tokens, and their number; None
+            when this layer selected nothing.
     """
 
     q: torch.Tensor
@@ -65,17 +68,22 @@ class BlendRetriever(ABC):
     """Finds the KV of parts of prompts, wherever they stand in them."""
 
     @abstractmethod
-    def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
+    def new_request(
+        self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor
+    ) -> BlendRetrieverTask:
         """Begin to retrieve; does not wait for KV.
 
         Args:
             input_tokens: Token ids of all requests of a batch, one after the other, `[num_tokens]`.
-            query_start_loc: Where each request begins, and the number of tokens, `[num_requests + 1]`.
+            query_start_loc: Where each request begins, and the number of tokens, `[num_requests +
+                1]`.
         """
 
 
 class BlendExecutor(ABC):
-    """Decides, layer by layer, which tokens are computed anew, and puts their KV in the place of the retrieved."""
+    """Decides, layer by layer, which tokens are computed anew, and puts their KV in the place of
+    the retrieved.
+    """
 
     @abstractmethod
     def blend(
@@ -92,11 +100,13 @@ class BlendExecutor(ABC):
         query_start_loc: torch.Tensor,
         token_dim: int,
     ) -> BlendOutput:
-        """Blend one layer. Layers come in order from 0, which begins a new batch; no argument is changed.
+        """Blend one layer. Layers come in order from 0, which begins a new batch; no argument is
+        changed.
 
         Args:
             layer_id: From 0.
-            retrieved_k: K as cached, of all tokens: rotated at `original_positions`. None when nothing was found.
+            retrieved_k: K as cached, of all tokens: rotated at `original_positions`. None when
+                nothing was found.
             retrieved_v: V of all tokens. None when nothing was found.
             valid_mask: On the CPU, `[num_tokens]`: whether a token has retrieved KV.
             original_positions: `[num_tokens]`: where the token stood when its KV was computed.
@@ -104,6 +114,7 @@ class BlendExecutor(ABC):
             fresh_k: K of these, rotated likewise.
             fresh_v: V of these.
             positions: Their positions in their requests.
-            query_start_loc: Where each request begins among all tokens, and their number, `[num_requests + 1]`; the same in every layer.
+            query_start_loc: Where each request begins among all tokens, and their number,
+                `[num_requests + 1]`; the same in every layer.
             token_dim: Which dimension of Q, K and V counts tokens.
         """

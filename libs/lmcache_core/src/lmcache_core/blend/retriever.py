@@ -18,7 +18,9 @@ from lmcache_core.engine import LMCacheEngine
 MAX_SEGMENTS_AT_ONCE = 8
 """Segments that are retrieved at the same time."""
 RETRIEVAL_TIMEOUT_S = 120.0
-"""For all segments of a batch together. Beyond every deadline of the tiers: whoever waits longer has met a defect."""
+"""For all segments of a batch together. Beyond every deadline of the tiers: whoever waits longer
+has met a defect.
+"""
 _FORMATS = ("vllm", "huggingface")
 
 
@@ -43,7 +45,8 @@ class RetrievedSegment:
     """KV of one segment.
 
     Attributes:
-        layers: K and V of each layer, `[num_tokens, num_heads, head_size]`; None where nothing was found.
+        layers: K and V of each layer, `[num_tokens, num_heads, head_size]`; None where nothing was
+            found.
         is_loaded: Booleans on the CPU, `[num_tokens]`; other rows of K and V mean nothing.
     """
 
@@ -57,7 +60,8 @@ class _Segment:
 
     Attributes:
         tokens: Of the prompt, `[num_tokens]`.
-        chain: What is asked for: these tokens, and what fills up their last chunk where that is cached as a whole.
+        chain: What is asked for: these tokens, and what fills up their last chunk where that is
+            cached as a whole.
     """
 
     tokens: torch.Tensor
@@ -76,7 +80,12 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
         ValueError: The format is unknown, or there is not one task for each segment.
     """
 
-    def __init__(self, token_segments: Sequence[torch.Tensor], tasks: Sequence[Future[RetrievedSegment]], fmt: str) -> None:
+    def __init__(
+        self,
+        token_segments: Sequence[torch.Tensor],
+        tasks: Sequence[Future[RetrievedSegment]],
+        fmt: str,
+    ) -> None:
         if fmt not in _FORMATS:
             raise ValueError(f"KV format {fmt!r}; known are {', '.join(_FORMATS)}")
         if len(token_segments) != len(tasks):
@@ -90,7 +99,8 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
         Raises:
             ValueError: There is no such layer.
             TimeoutError: The segments did not come within `RETRIEVAL_TIMEOUT_S`.
-            Exception: What the engine raised for a segment; with `error_handling`, that segment is not found instead.
+            Exception: What the engine raised for a segment; with `error_handling`, that segment is
+                not found instead.
         """
         found = next((part.layers for part in self._parts if part.layers is not None), None)
         if found is None:
@@ -102,7 +112,11 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
 
     def _whole(self, layer_id: int, side: int, like: torch.Tensor) -> torch.Tensor:
         sides = [
-            like.new_empty((len(part.is_loaded), *like.shape[1:])) if part.layers is None else part.layers[layer_id][side]
+            (
+                like.new_empty((len(part.is_loaded), *like.shape[1:]))
+                if part.layers is None
+                else part.layers[layer_id][side]
+            )
             for part in self._parts
         ]
         return torch.cat(sides).flatten(1)
@@ -111,24 +125,36 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
     def _parts(self) -> list[RetrievedSegment]:
         late = wait(self._tasks, RETRIEVAL_TIMEOUT_S).not_done
         if late:
-            raise TimeoutError(f"{len(late)} of {len(self._tasks)} segments did not come within {RETRIEVAL_TIMEOUT_S:.0f} s")
+            raise TimeoutError(
+                f"{len(late)} of {len(self._tasks)} segments did not come within"
+                f" {RETRIEVAL_TIMEOUT_S:.0f} s"
+            )
         return [task.result() for task in self._tasks]
 
     @cached_property
     def _valid_mask(self) -> torch.Tensor:
-        return torch.cat([torch.zeros(0, dtype=torch.bool), *(part.is_loaded for part in self._parts)])
+        return torch.cat(
+            [torch.zeros(0, dtype=torch.bool), *(part.is_loaded for part in self._parts)]
+        )
 
     @cached_property
     def _original_positions(self) -> torch.Tensor:
-        whole = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(len(segment)) for segment in self._token_segments)])
+        whole = torch.cat(
+            [
+                torch.zeros(0, dtype=torch.int64),
+                *(torch.arange(len(segment)) for segment in self._token_segments),
+            ]
+        )
         return whole.masked_fill(~self._valid_mask, 0)
 
 
 class SPTBlendRetriever(BlendRetriever):
-    """Splits prompts behind each occurrence of a special token sequence and retrieves every segment as a prompt of its own.
+    """Splits prompts behind each occurrence of a special token sequence and retrieves every segment
+    as a prompt of its own.
 
-    Of `x x x spt y y spt z z` the segments are `x x x spt`, `y y spt` and `z z`; so a text to be found is stored with the sequence at its
-    end. Whole chunks are found, and with `save_unfull_chunk` the last part of a segment too. First segments that are cached together, as
+    Of `x x x spt y y spt z z` the segments are `x x x spt`, `y y spt` and `z z`; so a text to be
+    found is stored with the sequence at its end. Whole chunks are found, and with
+    `save_unfull_chunk` the last part of a segment too. First segments that are cached together, as
     the prefix that they are in this prompt, are retrieved as that.
 
     Args:
@@ -142,10 +168,17 @@ class SPTBlendRetriever(BlendRetriever):
     """
 
     def __init__(
-        self, spt: torch.Tensor, cache_engine: LMCacheEngine, metadata: LMCacheEngineMetadata, device: torch.device | None = None
+        self,
+        spt: torch.Tensor,
+        cache_engine: LMCacheEngine,
+        metadata: LMCacheEngineMetadata,
+        device: torch.device | None = None,
     ) -> None:
         if spt.ndim != 1 or len(spt) == 0 or not _are_ids(spt):
-            raise ValueError(f"the special token sequence is {tuple(spt.shape)} of {spt.dtype}; expected at least one token id")
+            raise ValueError(
+                f"the special token sequence is {tuple(spt.shape)} of {spt.dtype}; expected at"
+                " least one token id"
+            )
         self._spt = spt.cpu().to(torch.int64)
         self._engine = cache_engine
         self._metadata = metadata
@@ -155,33 +188,56 @@ class SPTBlendRetriever(BlendRetriever):
         self._threads.open()
 
     def close(self) -> None:
-        """Wait for what is under way, and end the threads; what has not begun, or comes later, finds nothing. Idempotent."""
+        """Wait for what is under way, and end the threads; what has not begun, or comes later,
+        finds nothing. Idempotent.
+        """
         self._is_closed = True
         self._threads.close()
 
-    def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> SPTBlendRetrieverTask:
-        """See `BlendRetriever.new_request`. Of each prompt of several segments it first asks the tiers how much is cached as a prefix.
+    def new_request(
+        self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor
+    ) -> SPTBlendRetrieverTask:
+        """See `BlendRetriever.new_request`. Of each prompt of several segments it first asks the
+        tiers how much is cached as a prefix.
 
         That is one prompt after the other, each within the deadlines of the tiers.
 
         Raises:
-            ValueError: The tokens are no row of token ids, or `query_start_loc` does not rise from 0 to their number.
+            ValueError: The tokens are no row of token ids, or `query_start_loc` does not rise from
+                0 to their number.
         """
         if input_tokens.ndim != 1 or not _are_ids(input_tokens):
-            raise ValueError(f"input_tokens is {tuple(input_tokens.shape)} of {input_tokens.dtype}; expected token ids, [num_tokens]")
-        starts = query_start_loc.tolist() if query_start_loc.ndim == 1 else []
-        if not starts or starts[0] != 0 or starts[-1] != len(input_tokens) or starts != sorted(starts):
             raise ValueError(
-                f"query_start_loc is {query_start_loc.tolist()}; it must rise from 0 to the number of tokens, {len(input_tokens)}"
+                f"input_tokens is {tuple(input_tokens.shape)} of {input_tokens.dtype}; expected"
+                " token ids, [num_tokens]"
+            )
+        starts = query_start_loc.tolist() if query_start_loc.ndim == 1 else []
+        if (
+            not starts
+            or starts[0] != 0
+            or starts[-1] != len(input_tokens)
+            or starts != sorted(starts)
+        ):
+            raise ValueError(
+                f"query_start_loc is {query_start_loc.tolist()}; it must rise from 0 to the number"
+                f" of tokens, {len(input_tokens)}"
             )
         tokens = input_tokens.cpu().to(torch.int64)
-        segments = [segment for start, end in pairwise(starts) for segment in self._segments(tokens[start:end])]
+        segments = [
+            segment
+            for start, end in pairwise(starts)
+            for segment in self._segments(tokens[start:end])
+        ]
         device = self._device or input_tokens.device
         tasks = [self._threads.submit(self._retrieve, segment, device) for segment in segments]
-        return SPTBlendRetrieverTask([segment.tokens for segment in segments], tasks, self._metadata.fmt)
+        return SPTBlendRetrieverTask(
+            [segment.tokens for segment in segments], tasks, self._metadata.fmt
+        )
 
     def _segments(self, tokens: torch.Tensor) -> list[_Segment]:
-        """The parts of one request. Those that are cached as the prefix that they are here are one: nothing of it needs mending."""
+        """The parts of one request. Those that are cached as the prefix that they are here are
+        one: nothing of it needs mending.
+        """
         parts = split_behind(tokens, self._spt)
         segments = [_Segment(part, part) for part in parts]
         if len(parts) < 2 or self._is_closed:
@@ -192,7 +248,10 @@ class SPTBlendRetriever(BlendRetriever):
         if num_joined < 2:
             return segments
         end, chunk_size = ends[num_joined - 1], self._engine.config.chunk_size
-        return [_Segment(tokens[:end], tokens[: -(-end // chunk_size) * chunk_size]), *segments[num_joined:]]
+        return [
+            _Segment(tokens[:end], tokens[: -(-end // chunk_size) * chunk_size]),
+            *segments[num_joined:],
+        ]
 
     def _retrieve(self, segment: _Segment, device: torch.device) -> RetrievedSegment:
         num_tokens, num_asked, config = len(segment.tokens), len(segment.chain), self._engine.config
@@ -201,9 +260,13 @@ class SPTBlendRetriever(BlendRetriever):
         num_layers, _, _, num_heads, head_size = self._metadata.kv_shape
         with torch.inference_mode():
             room = torch.empty(
-                (num_layers, 2, num_asked, num_heads, head_size), dtype=getattr(torch, self._metadata.kv_dtype_name), device=device
+                (num_layers, 2, num_asked, num_heads, head_size),
+                dtype=getattr(torch, self._metadata.kv_dtype_name),
+                device=device,
             )
-        is_loaded = self._engine.retrieve(segment.chain, kvcaches=tuple((k, v) for k, v in room))[:num_tokens]
+        is_loaded = self._engine.retrieve(segment.chain, kvcaches=tuple((k, v) for k, v in room))[
+            :num_tokens
+        ]
         layers = tuple((k[:num_tokens], v[:num_tokens]) for k, v in room)
         return RetrievedSegment(layers if is_loaded.any() else None, is_loaded)
 

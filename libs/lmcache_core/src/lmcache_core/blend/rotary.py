@@ -1,6 +1,8 @@
-"""Rotary position embeddings, forward and back: K that was computed at one position becomes K at another.
+"""Rotary position embeddings, forward and back: K that was computed at one position becomes K at
+another.
 
-Sources: RoFormer (arXiv 2104.09864), dynamic NTK (no paper), YaRN (arXiv 2309.00071), and the scaling of Llama 3.1. What
+Sources: RoFormer (arXiv 2104.09864), dynamic NTK (no paper), YaRN (arXiv 2309.00071), and the
+    scaling of Llama 3.1. What
 `transformers` computes for the same parameters is the reference: the tests compare with it.
 """
 
@@ -29,15 +31,18 @@ class RopeParameters:
         factor: By how much; not for "default".
         max_positions: Longest prompt without "dynamic" stretching.
         original_max_positions: Longest prompt of the training, for "yarn" and "llama3".
-        attention_factor: Factor of cosines and sines for "yarn"; None: what the paper says for the factor.
+        attention_factor: Factor of cosines and sines for "yarn"; None: what the paper says for the
+            factor.
         mscale: With `mscale_all_dim`, another way to say `attention_factor`.
         mscale_all_dim: See `mscale`.
         beta_fast: Rotations in `original_max_positions` above which "yarn" stretches nothing.
         beta_slow: Rotations below which it stretches by the whole factor.
         truncate: Whether "yarn" takes whole dimensions as the bounds.
-        low_freq_factor: Rotations in `original_max_positions` below which "llama3" stretches by the whole factor.
+        low_freq_factor: Rotations in `original_max_positions` below which "llama3" stretches by the
+            whole factor.
         high_freq_factor: Rotations above which it stretches nothing.
-        is_interleaved: Whether neighbouring dimensions form a pair (GPT-J), not those half a head apart (Llama).
+        is_interleaved: Whether neighbouring dimensions form a pair (GPT-J), not those half a head
+            apart (Llama).
     """
 
     head_size: int
@@ -59,11 +64,18 @@ class RopeParameters:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(RopeKind):
-            raise ValueError(f"rotary embedding of kind {self.kind!r}; known are {', '.join(get_args(RopeKind))}")
+            raise ValueError(
+                f"rotary embedding of kind {self.kind!r}; known are {', '.join(get_args(RopeKind))}"
+            )
         if self.num_rotated % 2 or not 0 < self.num_rotated <= self.head_size:
-            raise ValueError(f"{self.num_rotated} rotated dimensions of heads of {self.head_size}: expected an even number up to that")
+            raise ValueError(
+                f"{self.num_rotated} rotated dimensions of heads of {self.head_size}: expected an"
+                " even number up to that"
+            )
         if self.factor < 1 or self.theta <= 1:
-            raise ValueError(f"factor {self.factor} and theta {self.theta}: expected at least 1, and more than 1")
+            raise ValueError(
+                f"factor {self.factor} and theta {self.theta}: expected at least 1, and more than 1"
+            )
 
     @property
     def num_rotated(self) -> int:
@@ -78,14 +90,17 @@ class RopeParameters:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
+            return _yarn_scale(self.factor, self.mscale) / _yarn_scale(
+                self.factor, self.mscale_all_dim
+            )
         return _yarn_scale(self.factor, 1.0)
 
     def frequencies(self, num_positions: int | None = None) -> torch.Tensor:
         """Radians per position.
 
         Args:
-            num_positions: Length of the prompt, which only "dynamic" asks for; None: at most `max_positions`.
+            num_positions: Length of the prompt, which only "dynamic" asks for; None: at most
+                `max_positions`.
 
         Returns:
             float32 `[num_rotated / 2]`.
@@ -95,21 +110,31 @@ class RopeParameters:
             length = max(num_positions or 0, self.max_positions)
             stretch = self.factor * length / self.max_positions - (self.factor - 1)
             theta *= stretch ** (self.num_rotated / (self.num_rotated - 2))
-        wavelengths = theta ** (torch.arange(0, self.num_rotated, 2, dtype=torch.float32) / self.num_rotated)
+        wavelengths = theta ** (
+            torch.arange(0, self.num_rotated, 2, dtype=torch.float32) / self.num_rotated
+        )
         if self.kind == "linear":
             return 1.0 / wavelengths / self.factor
         if self.kind == "yarn":
             return self._yarn_frequencies(wavelengths)
-        return self._llama3_frequencies(1.0 / wavelengths) if self.kind == "llama3" else 1.0 / wavelengths
+        return (
+            self._llama3_frequencies(1.0 / wavelengths)
+            if self.kind == "llama3"
+            else 1.0 / wavelengths
+        )
 
     def _yarn_frequencies(self, wavelengths: torch.Tensor) -> torch.Tensor:
-        low, high = (self._dimension_of(rotations) for rotations in (self.beta_fast, self.beta_slow))
+        low, high = (
+            self._dimension_of(rotations) for rotations in (self.beta_fast, self.beta_slow)
+        )
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.num_rotated - 1)
         if low == high:
             high += 0.001  # no division by zero
-        ramp = ((torch.arange(self.num_rotated // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        ramp = (
+            (torch.arange(self.num_rotated // 2, dtype=torch.float32) - low) / (high - low)
+        ).clamp(0, 1)
         kept = 1 - ramp
         return 1.0 / (self.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
@@ -120,7 +145,9 @@ class RopeParameters:
 
     def _llama3_frequencies(self, frequencies: torch.Tensor) -> torch.Tensor:
         turns = self._trained_positions * frequencies / (2 * math.pi)
-        smooth = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        smooth = (
+            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        ).clamp(0, 1)
         return (1 - smooth) * frequencies / self.factor + smooth * frequencies
 
     @property
@@ -135,16 +162,25 @@ class RotaryEmbedding:
 
     Args:
         parameters: How the model rotates.
-        num_positions: Length of the prompt that the model rotates for, see `RopeParameters.frequencies`.
-        original_num_positions: Length of the prompts whose KV is cached; only "dynamic" asks for it.
+        num_positions: Length of the prompt that the model rotates for, see
+            `RopeParameters.frequencies`.
+        original_num_positions: Length of the prompts whose KV is cached; only "dynamic" asks for
+            it.
     """
 
-    def __init__(self, parameters: RopeParameters, num_positions: int | None = None, original_num_positions: int | None = None) -> None:
+    def __init__(
+        self,
+        parameters: RopeParameters,
+        num_positions: int | None = None,
+        original_num_positions: int | None = None,
+    ) -> None:
         self._parameters = parameters
         self._frequencies = parameters.frequencies(num_positions)
         self._original_frequencies = parameters.frequencies(original_num_positions)
 
-    def encode(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate Q and K at their positions.
 
         Args:
@@ -156,24 +192,32 @@ class RotaryEmbedding:
             New tensors of the same shapes and dtypes.
         """
         angles = self._angles(positions, self._frequencies)
-        return self._turned(q, angles, self._parameters.scale), self._turned(k, angles, self._parameters.scale)
+        return self._turned(q, angles, self._parameters.scale), self._turned(
+            k, angles, self._parameters.scale
+        )
 
-    def decode(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Undo `encode` for KV that is cached. Arguments as there."""
         angles = self._angles(positions, self._original_frequencies)
         inverse = 1 / self._parameters.scale
         cos, sin = angles
         return self._turned(q, (cos, -sin), inverse), self._turned(k, (cos, -sin), inverse)
 
-    def mover(self, original_positions: torch.Tensor, positions: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`decode` at the original positions and `encode` at the new ones, in one step and one rounding.
+    def mover(
+        self, original_positions: torch.Tensor, positions: torch.Tensor
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`decode` at the original positions and `encode` at the new ones, in one step and one
+        rounding.
 
         Args:
             original_positions: `[num_tokens]`.
             positions: `[num_tokens]`.
 
         Returns:
-            What rotates cached K of one layer, `[num_tokens, …]`, and gives a new tensor of the same shape and dtype.
+            What rotates cached K of one layer, `[num_tokens, …]`, and gives a new tensor of the
+            same shape and dtype.
         """
         source, target = original_positions.long().contiguous(), positions.long().contiguous()
         rotation = Rotation(
@@ -187,31 +231,44 @@ class RotaryEmbedding:
         head_size = self._parameters.head_size
 
         def move(k: torch.Tensor) -> torch.Tensor:
-            return rope_rotate(k.reshape(len(k), -1, head_size).contiguous(), rotation).view(k.shape)
+            return rope_rotate(k.reshape(len(k), -1, head_size).contiguous(), rotation).view(
+                k.shape
+            )
 
         return move
 
     def _table(self, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        """Cosines and sines of every position up to the largest, float32 `[num_positions, num_rotated]`."""
+        """Cosines and sines of every position up to the largest, float32 `[num_positions,
+        num_rotated]`.
+        """
         num_positions = int(positions.max()) + 1 if len(positions) else 0
         cos, sin = self._angles(torch.arange(num_positions, device=positions.device), frequencies)
         return torch.cat([cos, sin], -1).flatten(1)
 
-    def _angles(self, positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _angles(
+        self, positions: torch.Tensor, frequencies: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, float32 `[num_tokens, 1, num_rotated / 2]`."""
         angles = positions.float()[:, None, None] * frequencies.to(positions.device)
         return angles.cos(), angles.sin()
 
-    def _turned(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
+    def _turned(
+        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], scale: float
+    ) -> torch.Tensor:
         head_size, num_rotated = self._parameters.head_size, self._parameters.num_rotated
         if len(angles[0]) != len(x) or x[0].numel() % head_size:
-            raise ValueError(f"a tensor of {tuple(x.shape)} cannot be rotated at {len(angles[0])} positions by heads of {head_size}")
+            raise ValueError(
+                f"a tensor of {tuple(x.shape)} cannot be rotated at {len(angles[0])} positions by"
+                f" heads of {head_size}"
+            )
         cos, sin = angles[0] * scale, angles[1] * scale
         heads = x.reshape(len(x), -1, head_size)
         rotated = heads[..., :num_rotated].float()
         if self._parameters.is_interleaved:
             first, second = rotated[..., 0::2], rotated[..., 1::2]
-            turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
+            turned = torch.stack(
+                [first * cos - second * sin, second * cos + first * sin], -1
+            ).flatten(-2)
         else:
             first, second = rotated.chunk(2, -1)
             turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

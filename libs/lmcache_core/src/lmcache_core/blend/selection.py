@@ -29,7 +29,8 @@ class Candidates:
         original_positions: `[num_tokens]`: where they stood when it was computed.
         positions: `[num_tokens]`: where they stand in their requests.
         starts: Where each request begins, and the number of tokens.
-        deviation: float32 `[num_tokens]`: how far the retrieved KV is from the fresh, 0 where not valid; None if nobody needs it.
+        deviation: float32 `[num_tokens]`: how far the retrieved KV is from the fresh, 0 where not
+            valid; None if nobody needs it.
     """
 
     valid_mask: torch.Tensor
@@ -54,17 +55,21 @@ class SelectionPolicy(Protocol):
     def choose(self, candidates: Candidates) -> torch.Tensor:
         """Booleans `[num_tokens]` on the device of the candidates.
 
-        What is not valid, and the last `RECOMPUTED_TAIL_TOKENS` of each request, is computed whether it is among them or not.
+        What is not valid, and the last `RECOMPUTED_TAIL_TOKENS` of each request, is computed
+        whether it is among them or not.
         """
 
 
 @dataclass(frozen=True)
 class MostDeviating:
-    """CacheBlend (arXiv 2405.16444): the tokens whose KV deviates most on an early layer deviate most on all.
+    """CacheBlend (arXiv 2405.16444): the tokens whose KV deviates most on an early layer deviate
+    most on all.
 
     Attributes:
-        ratio: Share of a request's valid tokens, rounded down; what is computed in any case comes on top.
-        check_layer: Where deviations are looked at. The KV of layer 0 depends on nothing but the token.
+        ratio: Share of a request's valid tokens, rounded down; what is computed in any case comes
+            on top.
+        check_layer: Where deviations are looked at. The KV of layer 0 depends on nothing but the
+            token.
     """
 
     ratio: float
@@ -74,17 +79,28 @@ class MostDeviating:
     def choose(self, candidates: Candidates) -> torch.Tensor:
         """See `SelectionPolicy.choose`; of tokens that deviate alike, the first."""
         assert candidates.deviation is not None
-        counts = [share_of(int(candidates.valid_mask[a:b].sum()), self.ratio) for a, b in pairwise(candidates.starts)]
-        return blend_select(candidates.deviation, candidates.is_valid, candidates.starts, counts, RECOMPUTED_TAIL_TOKENS)
+        counts = [
+            share_of(int(candidates.valid_mask[a:b].sum()), self.ratio)
+            for a, b in pairwise(candidates.starts)
+        ]
+        return blend_select(
+            candidates.deviation,
+            candidates.is_valid,
+            candidates.starts,
+            counts,
+            RECOMPUTED_TAIL_TOKENS,
+        )
 
 
 @dataclass(frozen=True)
 class FirstOfChunk:
-    """LegoLink (EPIC, arXiv 2410.15332): the first tokens of each chunk, which saw nothing but the chunk's own beginning.
+    """LegoLink (EPIC, arXiv 2410.15332): the first tokens of each chunk, which saw nothing but the
+    chunk's own beginning.
 
     Attributes:
-        ratio: Share of each chunk's tokens, rounded up; a chunk begins where a token was the first of its prompt. One that begins its
-            prompt here too is where it was computed, and is left as it is.
+        ratio: Share of each chunk's tokens, rounded up; a chunk begins where a token was the first
+            of its prompt. One that begins its prompt here too is where it was computed, and is left
+            as it is.
     """
 
     ratio: float
@@ -95,11 +111,17 @@ class FirstOfChunk:
         """See `SelectionPolicy.choose`."""
         valid, originals = candidates.is_valid, candidates.original_positions
         is_first = valid & (originals == 0)
-        heads = torch.tensor([start for start, end in pairwise(candidates.starts) if start < end], dtype=torch.int64, device=valid.device)
+        heads = torch.tensor(
+            [start for start, end in pairwise(candidates.starts) if start < end],
+            dtype=torch.int64,
+            device=valid.device,
+        )
         begins = is_first.clone()
         begins[heads] = True  # what a request has is no part of a chunk of the one before
         chunk_of = begins.long().cumsum(0)
-        lengths = torch.zeros(len(valid) + 1, dtype=torch.float64, device=valid.device).index_add_(0, chunk_of, valid.double())
+        lengths = torch.zeros(len(valid) + 1, dtype=torch.float64, device=valid.device).index_add_(
+            0, chunk_of, valid.double()
+        )
         counts = torch.ceil(lengths * self.ratio - _SLACK)
         counts[chunk_of[heads[is_first[heads] & (candidates.positions[heads] == 0)]]] = 0
         return with_the_rest(valid & (originals < counts[chunk_of]), candidates)

@@ -1,4 +1,6 @@
-"""Owners of concurrent work: the task supervisor, the bridge between sync callers and the event loop, threads for digests."""
+"""Owners of concurrent work: the task supervisor, the bridge between sync callers and the event
+loop, threads for digests.
+"""
 
 from lmcache_core.concurrency.bridge import LoopThread
 from lmcache_core.concurrency.supervisor import TaskSupervisor, cancel_and_join

@@ -1,4 +1,6 @@
-"""The one bridge between sync callers (engine, GPU connectors) and async internals (tiers, transports)."""
+"""The one bridge between sync callers (engine, GPU connectors) and async internals (tiers,
+transports).
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,23 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float, discard: Callable[[T], None] | None = None) -> T:
+    def run(
+        self,
+        work: Coroutine[Any, Any, T],
+        timeout_s: float,
+        discard: Callable[[T], None] | None = None,
+    ) -> T:
         """Run `work` on the loop and wait for it.
 
         Args:
             work: What to run.
             timeout_s: Longest wait.
-            discard: Gives back what a result owns; called with one that came too late for its caller.
+            discard: Gives back what a result owns; called with one that came too late for its
+                caller.
 
         Raises:
-            UnavailableError: It did not end within `timeout_s` and has been cancelled, or the loop has been closed.
+            UnavailableError: It did not end within `timeout_s` and has been cancelled, or the loop
+                has been closed.
         """
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
@@ -53,7 +62,8 @@ class LoopThread:
             tasks[0].add_done_callback(finish)
 
         def finish(task: asyncio.Task[T]) -> None:
-            # Exactly one side ends up with the result: the caller, or `discard` when the caller has stopped waiting.
+            # Exactly one side ends up with the result: the caller, or `discard` when the caller has
+            # stopped waiting.
             if task.cancelled():
                 answer.cancel()
             elif not answer.set_running_or_notify_cancel():
@@ -89,14 +99,18 @@ class LoopThread:
         raise UnavailableError("the event loop is closed")
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the loop and join its thread; what still runs on the loop is cancelled. Idempotent."""
+        """Stop the loop and join its thread; what still runs on the loop is cancelled.
+        Idempotent.
+        """
         loop, self._loop = self._loop, None
         if loop is None or self._thread is None:
             return
         loop.call_soon_threadsafe(_stop, loop)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            logger.error("event loop did not stop, leaving it: thread=%s waited_s=%g", self._name, timeout_s)
+            logger.error(
+                "event loop did not stop, leaving it: thread=%s waited_s=%g", self._name, timeout_s
+            )
         else:
             loop.close()
 

@@ -6,18 +6,22 @@ import asyncio
 from typing import Final
 
 ACCEPT_TURNS: Final = 4
-"""Turns of the event loop after which a connection that it had taken from the backlog is known to its protocol, or has ended."""
+"""Turns of the event loop after which a connection that it had taken from the backlog is known
+to its protocol, or has ended.
+"""
 
 
 async def stop_listening(server: asyncio.Server) -> None:
     """Take no more connections, and know of all that were taken.
 
-    asyncio loses a connection that it is accepting while its server closes: the other side waits at a socket that stays open until it is
-    collected. Here accepting stops first, and the server closes a few turns of the loop later. Whoever calls this has decided before what
-    becomes of connections that are still made in between.
+    asyncio loses a connection that it is accepting while its server closes: the other side waits at
+    a socket that stays open until it is collected. Here accepting stops first, and the server
+    closes a few turns of the loop later. Whoever calls this has decided before what becomes of
+    connections that are still made in between.
 
     Args:
-        server: Of the loop that runs; what it has accepted goes on. Closed already, nothing is done.
+        server: Of the loop that runs; what it has accepted goes on. Closed already, nothing is
+            done.
     """
     loop = asyncio.get_running_loop()
     for listening in server.sockets:

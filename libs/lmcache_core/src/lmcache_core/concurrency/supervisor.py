@@ -16,8 +16,8 @@ CANCEL_WAIT_S: Final = 5.0
 class TaskSupervisor:
     """Owns background tasks of one component; `close` cancels and joins them.
 
-    A task that fails is logged with its name and, if it was started by `repeat`, tried again after its interval: this is
-    one of the three places where any exception is caught.
+    A task that fails is logged with its name and, if it was started by `repeat`, tried again after
+    its interval: this is one of the three places where any exception is caught.
 
     Args:
         name: The component, for log lines.
@@ -34,23 +34,31 @@ class TaskSupervisor:
         """Run `work` once in the background.
 
         Returns:
-            False when the supervisor is closed or full; `work` is then closed unrun and the caller decides what is lost.
+            False when the supervisor is closed or full; `work` is then closed unrun and the caller
+            decides what is lost.
         """
         if self._closed or len(self._tasks) >= self._max_tasks:
             work.close()
             return False
-        task = asyncio.get_running_loop().create_task(self._guard(name, work), name=f"{self._name}/{name}")
+        task = asyncio.get_running_loop().create_task(
+            self._guard(name, work), name=f"{self._name}/{name}"
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # a task that is cancelled before its first step never awaits its work
+        task.add_done_callback(
+            lambda _: work.close()
+        )  # a task that is cancelled before its first step never awaits its work
         return True
 
     def repeat(self, name: str, work: Callable[[], Awaitable[None]], interval_s: float) -> bool:
-        """Run `work` now and then every `interval_s` seconds until `close`; a failure is logged and does not end it."""
+        """Run `work` now and then every `interval_s` seconds until `close`; a failure is logged
+        and does not end it.
+        """
         return self.start(name, self._repeat(name, work, interval_s))
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Wait up to `drain_s` seconds for tasks to end by themselves, then cancel and join the rest.
+        """Wait up to `drain_s` seconds for tasks to end by themselves, then cancel and join the
+        rest.
 
         A task that has not ended `CANCEL_WAIT_S` after it was cancelled is logged and left.
         """
@@ -73,19 +81,25 @@ class TaskSupervisor:
         except Exception:
             logger.exception("background task %s/%s failed", self._name, name)
 
-    async def _repeat(self, name: str, work: Callable[[], Awaitable[None]], interval_s: float) -> None:
+    async def _repeat(
+        self, name: str, work: Callable[[], Awaitable[None]], interval_s: float
+    ) -> None:
         while True:
             try:
                 await work()
             except Exception:
-                logger.exception("periodic task %s/%s failed, next try in %.1f s", self._name, name, interval_s)
+                logger.exception(
+                    "periodic task %s/%s failed, next try in %.1f s", self._name, name, interval_s
+                )
             await asyncio.sleep(interval_s)
 
 
 async def cancel_and_join(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait for their ends; one that has not ended `CANCEL_WAIT_S` later is logged by its name and left.
+    """Cancel tasks and wait for their ends; one that has not ended `CANCEL_WAIT_S` later is logged
+    by its name and left.
 
-    The results and failures of those that have ended can still be asked of them; a failure that nobody asks for is not reported.
+    The results and failures of those that have ended can still be asked of them; a failure that
+    nobody asks for is not reported.
     """
     for task in tasks:
         task.cancel()
@@ -96,7 +110,9 @@ async def cancel_and_join(tasks: Collection[asyncio.Future[Any]]) -> None:
         if not task.cancelled():
             task.exception()
     for name in sorted(map(_name_of, left)):
-        logger.error("task ignored its cancellation, leaving it: task=%s waited_s=%g", name, CANCEL_WAIT_S)
+        logger.error(
+            "task ignored its cancellation, leaving it: task=%s waited_s=%g", name, CANCEL_WAIT_S
+        )
 
 
 def _name_of(task: asyncio.Future[Any]) -> str:

@@ -15,8 +15,8 @@ async def run_together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     How many there are, and how long they take, the caller bounds.
 
     Raises:
-        BaseException: What the first of them raised that failed. When it is raised, all of them have ended, but for those that ignore
-            their cancellation: see `cancel_and_join`.
+        BaseException: What the first of them raised that failed. When it is raised, all of them
+            have ended, but for those that ignore their cancellation: see `cancel_and_join`.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

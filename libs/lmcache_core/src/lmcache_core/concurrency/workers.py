@@ -34,7 +34,9 @@ class _Task(Generic[T]):
             del self  # else what was raised holds its own future, and all that the work was given
 
     def was_taken_back(self) -> bool:
-        """Take it back, unless a thread has it; whatever is still in a queue then does nothing and holds nothing."""
+        """Take it back, unless a thread has it; whatever is still in a queue then does nothing
+        and holds nothing.
+        """
         if not self.future.cancel():
             return False
         del self._call
@@ -42,11 +44,13 @@ class _Task(Generic[T]):
 
 
 class Workers:
-    """Runs functions in threads while it is open, and in the caller's thread while it is not, or where no thread can be started.
+    """Runs functions in threads while it is open, and in the caller's thread while it is not, or
+    where no thread can be started.
 
     Args:
         name: Prefix of the threads' names.
-        num_threads: By default one for each processor that this process may use, at most `MAX_THREADS`.
+        num_threads: By default one for each processor that this process may use, at most
+            `MAX_THREADS`.
     """
 
     def __init__(self, name: str, num_threads: int | None = None) -> None:
@@ -65,14 +69,17 @@ class Workers:
             pool.shutdown()
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run `work` soon, and once; the caller waits for the future. What it raises without threads, it raises here."""
+        """Run `work` soon, and once; the caller waits for the future. What it raises without
+        threads, it raises here.
+        """
         pool = self._pool
         if pool is not None:
             task = _Task(partial(work, *args, **kwargs))
             try:
                 pool.submit(task.run)
             except RuntimeError:
-                # Closed in this moment; or no thread could be started, and the work is queued all the same.
+                # Closed in this moment; or no thread could be started, and the work is queued all
+                # the same.
                 if not task.was_taken_back():
                     return task.future
             else:

@@ -1,7 +1,9 @@
-"""The engine's configuration and the descriptions of what KV it handles. No torch at run time: dtypes may be given by their names.
+"""The engine's configuration and the descriptions of what KV it handles. No torch at run time:
+dtypes may be given by their names.
 
 ConfigError
-    raised for whatever is unknown, impossible or contradictory; its text names the option, the value and the fix, never a secret
+    raised for whatever is unknown, impossible or contradictory; its text names the option, the
+    value and the fix, never a secret
 """
 
 from __future__ import annotations
@@ -9,7 +11,14 @@ from __future__ import annotations
 from lmcache_core.config.engine_config import OPTIONS, LMCacheEngineConfig
 from lmcache_core.config.legacy import DEFAULT_DISK_GB, DEFAULT_DISK_PATH, LEGACY_BACKENDS
 from lmcache_core.config.metadata import LMCacheEngineMetadata, LMCacheMemPoolMetadata
-from lmcache_core.config.options import DISK_SERDES, EVICTION_POLICIES, REMOTE_SCHEMES, REMOTE_SERDES, VERIFY_HOT_MODES, Option
+from lmcache_core.config.options import (
+    DISK_SERDES,
+    EVICTION_POLICIES,
+    REMOTE_SCHEMES,
+    REMOTE_SERDES,
+    VERIFY_HOT_MODES,
+    Option,
+)
 from lmcache_core.config.sources import CONFIG_FILE_ENV, ENV_PREFIX, SERVICE_ENV_PREFIXES
 
 __all__ = [

@@ -1,6 +1,8 @@
-"""`python -m lmcache_core.config FILE`: what an engine would take from a configuration file, LMCache's own names included.
+"""`python -m lmcache_core.config FILE`: what an engine would take from a configuration file,
+LMCache's own names included.
 
-Prints the options as YAML, secrets masked, or a line for each that is refused, and then ends with code 2.
+Prints the options as YAML, secrets masked, or a line for each that is refused, and then ends with
+code 2.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ EXIT_BAD_CONFIG = 2
 
 def main() -> int:
     """Try the file that the command line names; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m lmcache_core.config", description="Try a configuration file of an engine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m lmcache_core.config", description="Try a configuration file of an engine."
+    )
     parser.add_argument("file", help="YAML, as LMCACHE_CONFIG_FILE names it")
     try:
         config = LMCacheEngineConfig.from_file(parser.parse_args().file)
@@ -26,7 +30,10 @@ def main() -> int:
         sys.stderr.write(f"{exc}\n")
         return EXIT_BAD_CONFIG
     values = {name: getattr(config, name) for name in OPTIONS}
-    shown = {name: OPTIONS[name].shown(value).strip("'") if isinstance(value, str) else value for name, value in values.items()}
+    shown = {
+        name: OPTIONS[name].shown(value).strip("'") if isinstance(value, str) else value
+        for name, value in values.items()
+    }
     sys.stdout.write(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True))
     return 0
 

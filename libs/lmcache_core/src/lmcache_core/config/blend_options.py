@@ -19,8 +19,9 @@ class BlendOptions:
         default="deviation",
         metadata=about(
             "Blending",
-            "Which of the reused tokens are computed anew. deviation: those whose KV is furthest from the fresh on an early layer "
-            "(CacheBlend). first_of_chunk: the first of each text (EPIC). none: none at all.",
+            "Which of the reused tokens are computed anew. deviation: those whose KV is furthest"
+            " from the fresh on an early layer (CacheBlend). first_of_chunk: the first of each text"
+            " (EPIC). none: none at all.",
             choices=BLEND_POLICIES,
         ),
     )
@@ -28,7 +29,8 @@ class BlendOptions:
         default=None,
         metadata=about(
             "Blending",
-            "Folder of the certificates that `lmcachectl certify blend` makes. A model without one that it passed is not blended.",
+            "Folder of the certificates that `lmcachectl certify blend` makes. A model without one"
+            " that it passed is not blended.",
             form=NON_EMPTY,
         ),
     )

@@ -42,12 +42,14 @@ CONTRADICTIONS = (
     Contradiction(
         ("max_local_cpu_size",),
         lambda c: c.sidecar_socket is None and c.max_local_cpu_size <= 0,
-        "chunks pass through host memory on their way to and from every tier, with local_cpu off too; give it some GB",
+        "chunks pass through host memory on their way to and from every tier, with local_cpu off"
+        " too; give it some GB",
     ),
     Contradiction(
         ("local_cpu",),
         lambda c: not (c.local_cpu or c.local_disk or c.remote_url or c.sidecar_socket),
-        "nothing is left to keep chunks in; set local_cpu to true, or one of local_disk, remote_url",
+        "nothing is left to keep chunks in; set local_cpu to true, or one of local_disk,"
+        " remote_url",
     ),
     Contradiction(
         ("disk_fsync", "local_disk"),
@@ -56,13 +58,19 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         ("local_disk_serde", "local_disk"),
-        lambda c: c.local_disk_serde != "naive" and c.local_disk is None and c.sidecar_socket is None,
+        lambda c: (
+            c.local_disk_serde != "naive" and c.local_disk is None and c.sidecar_socket is None
+        ),
         "there is no disk to encode for; set local_disk or leave local_disk_serde out",
     ),
     Contradiction(
         ("remote_token_file", "remote_url"),
-        lambda c: bool(c.remote_token_file and c.remote_url) and urlsplit(c.remote_url).scheme not in TOKEN_SCHEMES,
-        f"only {', '.join(TOKEN_SCHEMES)} take a bearer token; put Redis' password into its URL, and leave remote_token_file out",
+        lambda c: (
+            bool(c.remote_token_file and c.remote_url)
+            and urlsplit(c.remote_url).scheme not in TOKEN_SCHEMES
+        ),
+        f"only {', '.join(TOKEN_SCHEMES)} take a bearer token; put Redis' password into its URL,"
+        " and leave remote_token_file out",
     ),
     Contradiction(
         ("remote_url", "remote_tls_ca_file", "remote_tls_cert_file"),
@@ -71,17 +79,23 @@ CONTRADICTIONS = (
             and c.sidecar_socket is None
             and urlsplit(c.remote_url or "").scheme not in TLS_SCHEMES
         ),
-        f"nothing there is encrypted; write a remote_url with {' or '.join(TLS_SCHEMES)}, or leave the files out",
+        f"nothing there is encrypted; write a remote_url with {' or '.join(TLS_SCHEMES)}, or leave"
+        " the files out",
     ),
     Contradiction(
         ("remote_tls_key_file", "remote_tls_cert_file"),
-        lambda c: c.sidecar_socket is None and c.remote_tls_key_file is not None and c.remote_tls_cert_file is None,
+        lambda c: (
+            c.sidecar_socket is None
+            and c.remote_tls_key_file is not None
+            and c.remote_tls_cert_file is None
+        ),
         "a key without its certificate; set remote_tls_cert_file or leave remote_tls_key_file out",
     ),
     Contradiction(
         ("enable_p2p", "lookup_url", "broker_url", "distributed_url"),
         lambda c: _is_peer(c) and not (c.lookup_url and c.broker_url and c.distributed_url),
-        "peers are found by lookup and broker, and reach this engine at its distributed_url; set all three",
+        "peers are found by lookup and broker, and reach this engine at its distributed_url; set"
+        " all three",
     ),
     Contradiction(
         ("enable_p2p", "distributed_url"),
@@ -90,17 +104,27 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         ("enable_p2p", "distributed_url", "peer_ticket_keys_file"),
-        lambda c: _is_peer(c) and not c.peer_ticket_keys_file and not _is_loopback(c.distributed_url or ""),
-        "other machines reach it, and nothing is asked of them; set peer_ticket_keys_file to the keys that the broker signs with",
+        lambda c: (
+            _is_peer(c)
+            and not c.peer_ticket_keys_file
+            and not _is_loopback(c.distributed_url or "")
+        ),
+        "other machines reach it, and nothing is asked of them; set peer_ticket_keys_file to the"
+        " keys that the broker signs with",
     ),
     Contradiction(
         ("distributed_url", "peer_tls_cert_file"),
         lambda c: _is_peer(c) and _is_encrypted(c) and c.peer_tls_cert_file is None,
-        "what is encrypted there needs a certificate; set peer_tls_cert_file to one that names the host, or the peer_tls_name of peers",
+        "what is encrypted there needs a certificate; set peer_tls_cert_file to one that names the"
+        " host, or the peer_tls_name of peers",
     ),
     Contradiction(
         ("distributed_url", "peer_tls_cert_file", "peer_tls_client_ca_file"),
-        lambda c: _is_peer(c) and not _is_encrypted(c) and bool(c.peer_tls_cert_file or c.peer_tls_client_ca_file),
+        lambda c: (
+            _is_peer(c)
+            and not _is_encrypted(c)
+            and bool(c.peer_tls_cert_file or c.peer_tls_client_ca_file)
+        ),
         "nothing there is encrypted; write a distributed_url with lm+tls, or leave the files out",
     ),
     Contradiction(
@@ -110,9 +134,15 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         ("distributed_url", "peer_allow_plaintext"),
-        lambda c: _is_peer(c) and not (_is_encrypted(c) or c.peer_allow_plaintext or _is_loopback(c.distributed_url or "")),
-        "other machines reach it, and chunks and tickets could be read on their way; write it with lm+tls and set peer_tls_cert_file, or "
-        "set peer_allow_plaintext to true if the network is trusted or encrypts by itself",
+        lambda c: (
+            _is_peer(c)
+            and not (
+                _is_encrypted(c) or c.peer_allow_plaintext or _is_loopback(c.distributed_url or "")
+            )
+        ),
+        "other machines reach it, and chunks and tickets could be read on their way; write it with"
+        " lm+tls and set peer_tls_cert_file, or set peer_allow_plaintext to true if the network is"
+        " trusted or encrypts by itself",
     ),
 )
 
@@ -167,15 +197,25 @@ def refuse_contradictions(config: LMCacheEngineConfig, options: Mapping[str, Opt
         _refuse_beside_sidecar(config, options)
     for contradiction in CONTRADICTIONS:
         if contradiction.holds(config):
-            values = ", ".join(f"{name}={options[name].shown(getattr(config, name))}" for name in contradiction.names)
+            values = ", ".join(
+                f"{name}={options[name].shown(getattr(config, name))}"
+                for name in contradiction.names
+            )
             raise ConfigError(f"{values}: {contradiction.why}")
 
 
 def _refuse_beside_sidecar(config: LMCacheEngineConfig, options: Mapping[str, Option]) -> None:
     refused = [
-        option for name, option in options.items() if option.about.beside_sidecar and getattr(config, name) not in (None, option.default)
+        option
+        for name, option in options.items()
+        if option.about.beside_sidecar and getattr(config, name) not in (None, option.default)
     ]
     if refused:
-        values = ", ".join(f"{option.name}={option.shown(getattr(config, option.name))}" for option in refused)
+        values = ", ".join(
+            f"{option.name}={option.shown(getattr(config, option.name))}" for option in refused
+        )
         fixes = "; ".join(dict.fromkeys(option.about.beside_sidecar for option in refused))
-        raise ConfigError(f"{values}, sidecar_socket={config.sidecar_socket!r}: the tiers are the sidecar's; {fixes}")
+        raise ConfigError(
+            f"{values}, sidecar_socket={config.sidecar_socket!r}: the tiers are the sidecar's;"
+            f" {fixes}"
+        )

@@ -1,4 +1,6 @@
-"""The engine's configuration. Its fields are the one table of options: types, defaults, units, checks and meanings."""
+"""The engine's configuration. Its fields are the one table of options: types, defaults, units,
+checks and meanings.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ _TEN_YEARS_S = 10 * 365 * 86400
 
 @dataclass(frozen=True, repr=False)
 class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
-    """Options of an `LMCacheEngine`; sizes are in GB (2^30 bytes). Each one's meaning stands with it, and in docs/configuration.md.
+    """Options of an `LMCacheEngine`; sizes are in GB (2^30 bytes). Each one's meaning stands with
+    it, and in docs/configuration.md.
 
-    The first fifteen are the documented ones, with their defaults in `from_defaults`. The others are this library's own.
+    The first fifteen are the documented ones, with their defaults in `from_defaults`. The others
+    are this library's own.
 
     Raises:
         ConfigError: Values are impossible, a line for each, or contradict one another.
@@ -44,26 +48,38 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
     sidecar_socket: str | None = field(
         default=None,
         metadata=about(
-            "Sidecar", "Unix socket of the pod's sidecar, whose tiers the engine then uses instead of its own.", form=SOCKET_PATH
+            "Sidecar",
+            "Unix socket of the pod's sidecar, whose tiers the engine then uses instead of its"
+            " own.",
+            form=SOCKET_PATH,
         ),
     )
     verify_hot: str = field(
         default="always",
         metadata=about(
             "Host memory",
-            "Check the digest of chunks that are loaded from host memory: each, 1 in 16, or none. What comes from elsewhere always is.",
+            "Check the digest of chunks that are loaded from host memory: each, 1 in 16, or none."
+            " What comes from elsewhere always is.",
             choices=VERIFY_HOT_MODES,
             beside_sidecar="set the sidecar's verify_hot",
         ),
     )
     tier_timeout_s: float = field(
-        default=2.0, metadata=about("Time and failures", "Longest wait on a tier or the sidecar.", unit="seconds", low=0.001, high=3600)
+        default=2.0,
+        metadata=about(
+            "Time and failures",
+            "Longest wait on a tier or the sidecar.",
+            unit="seconds",
+            low=0.001,
+            high=3600,
+        ),
     )
     salt: str = field(
         default="",
         metadata=about(
             "Chunks",
-            "Second line between tenants: part of every chunk's hash, so that chunks made under another salt are never found. A secret.",
+            "Second line between tenants: part of every chunk's hash, so that chunks made under"
+            " another salt are never found. A secret.",
             form=UTF8,
             secret=True,
             beside_sidecar="set the sidecar's salt_file",
@@ -93,7 +109,8 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=None,
         metadata=about(
             "Time and failures",
-            "How fast the engine computes a prompt; none: learned. Gives each retrieve its deadline, at most `tier_timeout_s`.",
+            "How fast the engine computes a prompt; none: learned. Gives each retrieve its"
+            " deadline, at most `tier_timeout_s`.",
             unit="tokens per second",
             low=0.001,
             high=10**9,
@@ -101,13 +118,20 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
     )
     close_drain_s: float = field(
         default=5.0,
-        metadata=about("Time and failures", "How long closing waits for slower tiers to finish writing.", unit="seconds", low=0, high=3600),
+        metadata=about(
+            "Time and failures",
+            "How long closing waits for slower tiers to finish writing.",
+            unit="seconds",
+            low=0,
+            high=3600,
+        ),
     )
     disk_fsync: bool = field(
         default=False,
         metadata=about(
             "Disk",
-            "Wait until the disk has each chunk. Without it a power cut may cost the newest ones; what survives is whole either way.",
+            "Wait until the disk has each chunk. Without it a power cut may cost the newest ones;"
+            " what survives is whole either way.",
             beside_sidecar="set the sidecar's disk_fsync",
         ),
     )
@@ -115,19 +139,24 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=None,
         metadata=about(
             "Remote tier",
-            "File with the bearer token for `remote_url`, if that is lm, lm+tls, http or https. Read again when it changes.",
+            "File with the bearer token for `remote_url`, if that is lm, lm+tls, http or https."
+            " Read again when it changes.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's service_token_file",
         ),
     )
     save_unfull_chunk: bool = field(
-        default=True, metadata=about("Chunks", "Store the last chunk of a prompt though it is shorter than the others.")
+        default=True,
+        metadata=about(
+            "Chunks", "Store the last chunk of a prompt though it is shorter than the others."
+        ),
     )
     local_disk_serde: str = field(
         default="naive",
         metadata=about(
             "Disk",
-            "How chunks are encoded for the local disk; as `remote_serde`, without the formats that are no smaller.",
+            "How chunks are encoded for the local disk; as `remote_serde`, without the formats that"
+            " are no smaller.",
             choices=DISK_SERDES,
             beside_sidecar="set the sidecar's disk_serde",
         ),
@@ -136,7 +165,8 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=None,
         metadata=about(
             "Remote tier",
-            "Authorities (PEM) that may sign the certificate of `remote_url`, if that is lm+tls or https; none: those of this machine.",
+            "Authorities (PEM) that may sign the certificate of `remote_url`, if that is lm+tls or"
+            " https; none: those of this machine.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_ca_file",
         ),
@@ -145,7 +175,8 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=None,
         metadata=about(
             "Remote tier",
-            "Certificate (PEM) that is shown to `remote_url`, with the key behind it or in `remote_tls_key_file`.",
+            "Certificate (PEM) that is shown to `remote_url`, with the key behind it or in"
+            " `remote_tls_key_file`.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_client_cert_file",
         ),
@@ -162,9 +193,16 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
 
     otlp_endpoint: str | None = field(
         default=None,
-        metadata=about("Time and failures", "Collector of traces, OTLP over HTTP, `http://host:4318`; none: no traces.", form=NON_EMPTY),
+        metadata=about(
+            "Time and failures",
+            "Collector of traces, OTLP over HTTP, `http://host:4318`; none: no traces.",
+            form=NON_EMPTY,
+        ),
     )
-    trace_sample_ratio: float = field(default=0.01, metadata=about("Time and failures", "Share of the calls that are traced.", high=1))
+    trace_sample_ratio: float = field(
+        default=0.01,
+        metadata=about("Time and failures", "Share of the calls that are traced.", high=1),
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "local_disk", as_directory_url(self.local_disk))
@@ -173,7 +211,9 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         refuse_contradictions(self, OPTIONS)
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}={option.shown(getattr(self, name))}" for name, option in OPTIONS.items())
+        values = ", ".join(
+            f"{name}={option.shown(getattr(self, name))}" for name, option in OPTIONS.items()
+        )
         return f"{type(self).__name__}({values})"
 
     @staticmethod
@@ -219,10 +259,11 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         error_handling: bool = False,
         **options: Any,
     ) -> LMCacheEngineConfig:
-        """A config from one of the documented backend names (`cpu`, `local_disk`, `remote`, `local_cpu_disk_remote` …).
+        """A config from one of the documented backend names (`cpu`, `local_disk`, `remote`,
+        `local_cpu_disk_remote` …).
 
-        Args other than `backend` are attributes of this class; the backend decides which tiers there are. A disk has 5 GB unless
-        `max_local_disk_size` says more or less.
+        Args other than `backend` are attributes of this class; the backend decides which tiers
+        there are. A disk has 5 GB unless `max_local_disk_size` says more or less.
 
         Raises:
             ConfigError: The backend or an option is unknown, or an option contradicts the backend.
@@ -233,7 +274,8 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
 
     @staticmethod
     def from_file(file_path: str) -> LMCacheEngineConfig:
-        """A config from a YAML file; names that it leaves out have their default, and no remote tier.
+        """A config from a YAML file; names that it leaves out have their default, and no remote
+        tier.
 
         LMCache's own names are accepted where they mean the same (docs/configuration.md).
 
@@ -244,13 +286,15 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> LMCacheEngineConfig:
-        """Defaults without a remote tier, overridden by the file that `LMCACHE_CONFIG_FILE` names, overridden by `LMCACHE_<OPTION>`.
+        """Defaults without a remote tier, overridden by the file that `LMCACHE_CONFIG_FILE` names,
+        overridden by `LMCACHE_<OPTION>`.
 
         Args:
             environ: Instead of the process's environment.
 
         Raises:
-            ConfigError: A variable with our prefix names no option, its value cannot be read, or `from_file` would refuse the file.
+            ConfigError: A variable with our prefix names no option, its value cannot be read, or
+                `from_file` would refuse the file.
         """
         variables = sources.read_environment(environ)
         path = variables.get(sources.CONFIG_FILE_ENV)
@@ -263,11 +307,20 @@ OPTIONS = options_of(LMCacheEngineConfig, LMCacheEngineConfig.from_defaults)
 
 def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a function, those in its `**options` among them."""
-    return {**{name: value for name, value in arguments.items() if name != "options"}, **arguments["options"]}
+    return {
+        **{name: value for name, value in arguments.items() if name != "options"},
+        **arguments["options"],
+    }
 
 
 def _build(values: Mapping[str, Any], origin: str) -> LMCacheEngineConfig:
-    unknown = [f"{origin}: unknown option {name!r}{did_you_mean(str(name), OPTIONS)}" for name in values if name not in OPTIONS]
+    unknown = [
+        f"{origin}: unknown option {name!r}{did_you_mean(str(name), OPTIONS)}"
+        for name in values
+        if name not in OPTIONS
+    ]
     if unknown:
         raise ConfigError("\n".join(unknown))
-    return LMCacheEngineConfig(**{name: values.get(name, option.default) for name, option in OPTIONS.items()})
+    return LMCacheEngineConfig(
+        **{name: values.get(name, option.default) for name, option in OPTIONS.items()}
+    )

@@ -1,8 +1,9 @@
-"""LMCache's other names in YAML files and variables: accepted where they mean the same or ask for nothing, else refused with the way out.
+"""LMCache's other names in YAML files and variables: accepted where they mean the same or ask for
+nothing, else refused with the way out.
 
-Two generations of names occur: those before `local_cpu` (`local_device`, `max_local_cache_size` …) and those that came after the documented
-fifteen (`cache_policy`, `use_layerwise` …). Source: the configuration reference of LMCache's documentation, its definitions and their
-defaults.
+Two generations of names occur: those before `local_cpu` (`local_device`, `max_local_cache_size` …)
+and those that came after the documented fifteen (`cache_policy`, `use_layerwise` …). Source: the
+configuration reference of LMCache's documentation, its definitions and their defaults.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class ForeignName:
     part_of: str = ""
 
 
-def in_our_names(named: Mapping[str, Any], options: Mapping[str, Option], origin: str) -> dict[str, Any]:
+def in_our_names(
+    named: Mapping[str, Any], options: Mapping[str, Option], origin: str
+) -> dict[str, Any]:
     """Options under our names.
 
     Args:
@@ -44,8 +47,8 @@ def in_our_names(named: Mapping[str, Any], options: Mapping[str, Option], origin
         origin: Where they are from, for errors.
 
     Raises:
-        ConfigError: A name is neither, a value of LMCache's asks for something that does not exist here, or two names say different things.
-            The text has a line for each.
+        ConfigError: A name is neither, a value of LMCache's asks for something that does not exist
+            here, or two names say different things. The text has a line for each.
     """
     values = {name: value for name, value in named.items() if name in options}
     if "local_disk" in values:
@@ -63,7 +66,10 @@ def in_our_names(named: Mapping[str, Any], options: Mapping[str, Option], origin
             continue
         for ours, meant in translated.items():
             if ours in values and values[ours] != meant:
-                problems.append(f"{origin}: {name}={shown(value)} means {ours}={shown(meant)}, but that is set too; keep one of them")
+                problems.append(
+                    f"{origin}: {name}={shown(value)} means {ours}={shown(meant)}, but that is set"
+                    " too; keep one of them"
+                )
             values[ours] = meant
     if problems:  # with those of our own names, so that one look at the file is enough
         raise ConfigError("\n".join([*problems, *problems_of(values, options)]))
@@ -87,7 +93,9 @@ def _max_local_cache_size(value: Any, named: Mapping[str, Any]) -> dict[str, Any
 def _cache_policy(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | None:
     if value is None:
         return {}
-    return {"lru": {"eviction_policy": "lru"}, "s3fifo": {"eviction_policy": "s3fifo"}}.get(str(value).lower())
+    return {"lru": {"eviction_policy": "lru"}, "s3fifo": {"eviction_policy": "s3fifo"}}.get(
+        str(value).lower()
+    )
 
 
 def _blocking_timeout(value: Any, _named: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,11 +107,18 @@ def _hash_algorithm(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _only(*defaults: Any, instead: str) -> ForeignName:
-    """A name whose value is accepted while it asks for nothing: LMCache's default, null or empty."""
+    """A name whose value is accepted while it asks for nothing: LMCache's default, null or
+    empty.
+    """
 
     def translate(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | None:
         asks_nothing = value is None or value in ("", [], {})
-        return {} if asks_nothing or any(value == d and isinstance(value, bool) == isinstance(d, bool) for d in defaults) else None
+        return (
+            {}
+            if asks_nothing
+            or any(value == d and isinstance(value, bool) == isinstance(d, bool) for d in defaults)
+            else None
+        )
 
     said = [str(d).lower() if isinstance(d, bool) else str(d) for d in defaults]
     return ForeignName(", ".join([*said, "null, empty"]), translate, instead)
@@ -113,53 +128,87 @@ def _either(*values: Any, because: str) -> ForeignName:
     """A name whose values all get what is done anyway."""
     said = ", ".join(str(v).lower() for v in values)
     return ForeignName(
-        f"{said}, null: {because}", lambda value, _: {} if value is None or value in values else None, f"must be one of {said}"
+        f"{said}, null: {because}",
+        lambda value, _: {} if value is None or value in values else None,
+        f"must be one of {said}",
     )
 
 
 def _part_of(switch: str, *names: str) -> dict[str, ForeignName]:
-    """Names that LMCache reads only where `switch` is set, which is refused by itself; any value goes where it is not."""
+    """Names that LMCache reads only where `switch` is set, which is refused by itself; any value
+    goes where it is not.
+    """
 
     def translate(_value: Any, named: Mapping[str, Any]) -> dict[str, Any] | None:
         return {} if named.get(switch) in _NOTHING else None
 
-    known = ForeignName(f"anything, while `{switch}` is off or unset", translate, f"it belongs to {switch}; leave both out", switch)
+    known = ForeignName(
+        f"anything, while `{switch}` is off or unset",
+        translate,
+        f"it belongs to {switch}; leave both out",
+        switch,
+    )
     return dict.fromkeys(names, known)
 
 
 def _beside(switch: str, *names: str, instead: str) -> dict[str, ForeignName]:
-    """Names that LMCache reads only where `switch` is set, which is an option here too, though these are not."""
+    """Names that LMCache reads only where `switch` is set, which is an option here too, though
+    these are not.
+    """
 
     def translate(value: Any, named: Mapping[str, Any]) -> dict[str, Any] | None:
         return {} if named.get(switch) in _NOTHING or value in (None, "", [], {}) else None
 
     accepted = f"null, empty; anything, while `{switch}` is off or unset"
-    return dict.fromkeys(names, ForeignName(accepted, translate, f"leave it out; {instead}", switch))
+    return dict.fromkeys(
+        names, ForeignName(accepted, translate, f"leave it out; {instead}", switch)
+    )
 
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-_NO_PD = "handing KV from a prefill pod to a decode pod directly is not in this release; share it through peers or the remote tier"
-_NO_CONTROLLER = "there is no controller; use the lookup service and the broker (the sidecar's lookup_url and broker_url)"
+_NO_PD = (
+    "handing KV from a prefill pod to a decode pod directly is not in this release; share it"
+    " through peers or the remote tier"
+)
+_NO_CONTROLLER = (
+    "there is no controller; use the lookup service and the broker (the sidecar's lookup_url and"
+    " broker_url)"
+)
 _NO_OTHER_POLICY = "set eviction_policy to s3lru, s3fifo or lru"
 _NO_PLUGINS = "nothing is loaded by name from a configuration; leave it out"
 _NO_GDS = "there is no GPU-direct tier; use local_disk"
-_SEPARATOR_IS_AN_ARGUMENT = "give the separator as token ids, CachedCausalLM(model, engine, separator)"
-_NO_THRESHOLDS = "a share of the tokens is computed anew (blend_recompute_ratio), not what is above a bound"
-_POLICY_HAS_THE_LAYER = "the layer on which tokens are chosen follows from blend_policy: 1 for deviation, 0 for the others"
+_SEPARATOR_IS_AN_ARGUMENT = (
+    "give the separator as token ids, CachedCausalLM(model, engine, separator)"
+)
+_NO_THRESHOLDS = (
+    "a share of the tokens is computed anew (blend_recompute_ratio), not what is above a bound"
+)
+_POLICY_HAS_THE_LAYER = (
+    "the layer on which tokens are chosen follows from blend_policy: 1 for deviation, 0 for the"
+    " others"
+)
 _PEERS = "peers are found by lookup_url and broker_url, and chunks are served at distributed_url"
-_ALLOCATED_AT_ONCE = "memory is allocated at once, so that it cannot run short later; set max_local_cpu_size to what there is"
+_ALLOCATED_AT_ONCE = (
+    "memory is allocated at once, so that it cannot run short later; set max_local_cpu_size to what"
+    " there is"
+)
 
 FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
     {
         "local_device": ForeignName(
-            'cpu: `local_cpu: true`; "file:///dir/": `local_cpu: false` and `local_disk`; null: `local_cpu: false`',
+            'cpu: `local_cpu: true`; "file:///dir/": `local_cpu: false` and `local_disk`; null:'
+            " `local_cpu: false`",
             _local_device,
             'chunks are kept in host memory and on disk; set it to cpu or "file:///dir/"',
         ),
         "max_local_cache_size": ForeignName(
-            "`max_local_cpu_size`; `max_local_disk_size` where local_device is a directory", _max_local_cache_size, ""
+            "`max_local_cpu_size`; `max_local_disk_size` where local_device is a directory",
+            _max_local_cache_size,
+            "",
         ),
-        "cache_policy": ForeignName("LRU, S3FIFO: `eviction_policy` of that name; null", _cache_policy, _NO_OTHER_POLICY),
+        "cache_policy": ForeignName(
+            "LRU, S3FIFO: `eviction_policy` of that name; null", _cache_policy, _NO_OTHER_POLICY
+        ),
         "blocking_timeout_secs": ForeignName("`tier_timeout_s`", _blocking_timeout, ""),
         "pre_caching_hash_algorithm": ForeignName(
             "builtin, sha256…, null: chunks are always named by SHA-256",
@@ -169,27 +218,57 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         "pipelined_backend": _either(True, False, because="remote tiers always pipeline"),
         "use_layerwise": _only(False, instead="KV moves by chunk, not by layer; set it to false"),
         "enable_async_loading": _only(False, instead="use the engine's prefetch; set it to false"),
-        "py_enable_gc": _only(True, instead="the process's garbage collection is left alone; set it to true"),
-        "numa_mode": _only(instead="bind the process instead (numactl, the kubelet's topology manager); set it to null"),
-        "local_cpu_use_hugepages": _only(False, instead="let the system choose (transparent huge pages); set it to false"),
-        "reserve_local_cpu_size": _only(0, instead="set max_local_cpu_size to what there is to use; leave it out"),
+        "py_enable_gc": _only(
+            True, instead="the process's garbage collection is left alone; set it to true"
+        ),
+        "numa_mode": _only(
+            instead=(
+                "bind the process instead (numactl, the kubelet's topology manager); set it to null"
+            )
+        ),
+        "local_cpu_use_hugepages": _only(
+            False, instead="let the system choose (transparent huge pages); set it to false"
+        ),
+        "reserve_local_cpu_size": _only(
+            0, instead="set max_local_cpu_size to what there is to use; leave it out"
+        ),
         "local_disk_path_sharding": _only("by_gpu", instead="there is one directory; leave it out"),
         "priority_limit": _only(instead="every request is cached; set it to null"),
         "min_retrieve_tokens": _only(
-            0, instead="set prefill_tokens_per_s: what is slower to load than to compute is not loaded; leave it out"
+            0,
+            instead=(
+                "set prefill_tokens_per_s: what is slower to load than to compute is not loaded;"
+                " leave it out"
+            ),
         ),
         "lookup_timeout_ms": _only(3000, instead="set tier_timeout_s, in seconds"),
         "hit_miss_ratio": _only(instead="hits are never pretended; leave it out"),
-        "external_lookup_client": _only(instead="use the lookup service (the sidecar's lookup_url); set it to null"),
+        "external_lookup_client": _only(
+            instead="use the lookup service (the sidecar's lookup_url); set it to null"
+        ),
         "lookup_server_worker_ids": _only(instead="engines run no lookup server; leave it out"),
         "enable_scheduler_bypass_lookup": _only(False, instead="set it to false"),
-        "retrieve_locations": _only(instead="all tiers are asked, fastest first; name fewer in lookup's search_range"),
-        "store_location": _only(instead="chunks go to all tiers; leave out the tiers that you do not want"),
-        "extra_config": _only(instead="nothing reads it here; see which options there are, and leave it out"),
-        "pin_timeout_sec": _only(300, instead="pins end with the connection that holds them; leave it out"),
-        "pin_check_interval_sec": _only(30, instead="pins end with the connection that holds them; leave it out"),
-        "enable_kv_events": _only(False, instead="the lookup service is told of stores and removals; set it to false"),
-        "use_gpu_connector_v3": _only(False, instead="the GPU connector is an argument of the engine; set it to false"),
+        "retrieve_locations": _only(
+            instead="all tiers are asked, fastest first; name fewer in lookup's search_range"
+        ),
+        "store_location": _only(
+            instead="chunks go to all tiers; leave out the tiers that you do not want"
+        ),
+        "extra_config": _only(
+            instead="nothing reads it here; see which options there are, and leave it out"
+        ),
+        "pin_timeout_sec": _only(
+            300, instead="pins end with the connection that holds them; leave it out"
+        ),
+        "pin_check_interval_sec": _only(
+            30, instead="pins end with the connection that holds them; leave it out"
+        ),
+        "enable_kv_events": _only(
+            False, instead="the lookup service is told of stores and removals; set it to false"
+        ),
+        "use_gpu_connector_v3": _only(
+            False, instead="the GPU connector is an argument of the engine; set it to false"
+        ),
         "audit_actual_remote_url": _only(instead="set remote_url; there is no auditing tier"),
         "weka_path": _only(instead=_NO_GDS),
         "mp_host": _only(instead="set sidecar_socket to the socket of the pod's sidecar"),
@@ -197,48 +276,164 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         "enable_lazy_memory_allocator": _only(False, instead=_ALLOCATED_AT_ONCE),
         **_part_of(
             "enable_lazy_memory_allocator",
-            *("lazy_memory_initial_ratio", "lazy_memory_expand_trigger_ratio", "lazy_memory_step_ratio", "lazy_memory_safe_size"),
+            *(
+                "lazy_memory_initial_ratio",
+                "lazy_memory_expand_trigger_ratio",
+                "lazy_memory_step_ratio",
+                "lazy_memory_safe_size",
+            ),
         ),
-        **_beside("enable_blending", "blend_separator", "blend_special_str", instead=_SEPARATOR_IS_AN_ARGUMENT),
         **_beside(
-            "enable_blending", "blend_add_special_in_precomp", instead="documents are encoded by the caller, with what they begin with"
+            "enable_blending",
+            "blend_separator",
+            "blend_special_str",
+            instead=_SEPARATOR_IS_AN_ARGUMENT,
         ),
-        **_beside("enable_blending", "blend_recompute_ratios", instead="set blend_recompute_ratio, one number for all layers"),
+        **_beside(
+            "enable_blending",
+            "blend_add_special_in_precomp",
+            instead="documents are encoded by the caller, with what they begin with",
+        ),
+        **_beside(
+            "enable_blending",
+            "blend_recompute_ratios",
+            instead="set blend_recompute_ratio, one number for all layers",
+        ),
         **_beside("enable_blending", "blend_thresholds", instead=_NO_THRESHOLDS),
         **_beside("enable_blending", "blend_check_layers", instead=_POLICY_HAS_THE_LAYER),
-        **_beside("enable_p2p", "p2p_host", "p2p_init_ports", "p2p_lookup_ports", "peer_init_ports", "peer_lookup_ports", instead=_PEERS),
+        **_beside(
+            "enable_p2p",
+            "p2p_host",
+            "p2p_init_ports",
+            "p2p_lookup_ports",
+            "peer_init_ports",
+            "peer_lookup_ports",
+            instead=_PEERS,
+        ),
         "enable_controller": _only(False, instead=_NO_CONTROLLER),
-        **_part_of("enable_controller", "lmcache_instance_id", "controller_url", "controller_pull_url", "controller_reply_url"),
-        **_part_of("enable_controller", "lmcache_worker_port", "lmcache_worker_ports", "lmcache_worker_ids"),
-        **_part_of("enable_controller", "lmcache_worker_heartbeat_delay_time", "lmcache_worker_heartbeat_time"),
+        **_part_of(
+            "enable_controller",
+            "lmcache_instance_id",
+            "controller_url",
+            "controller_pull_url",
+            "controller_reply_url",
+        ),
+        **_part_of(
+            "enable_controller", "lmcache_worker_port", "lmcache_worker_ports", "lmcache_worker_ids"
+        ),
+        **_part_of(
+            "enable_controller",
+            "lmcache_worker_heartbeat_delay_time",
+            "lmcache_worker_heartbeat_time",
+        ),
         "enable_pd": _only(False, instead=_NO_PD),
         "enable_xpyd": _only(False, instead=_NO_PD),
         "enable_nixl": _only(False, instead=_NO_PD),
-        **_part_of("enable_pd", *(f"pd_{name}" for name in ("role", "buffer_size", "buffer_device", "peer_host", "peer_init_port"))),
-        **_part_of("enable_pd", *(f"pd_{name}" for name in ("peer_alloc_port", "peer_query_port", "proxy_host", "proxy_port"))),
-        **_part_of("enable_pd", *(f"pd_{name}" for name in ("allocation_timeout_sec", "shutdown_timeout_sec", "max_prefill_len"))),
-        **_part_of("enable_pd", *(f"pd_{name}" for name in ("condition_poll_interval_sec", "backend_mode", "skip_proxy_notification"))),
+        **_part_of(
+            "enable_pd",
+            *(
+                f"pd_{name}"
+                for name in ("role", "buffer_size", "buffer_device", "peer_host", "peer_init_port")
+            ),
+        ),
+        **_part_of(
+            "enable_pd",
+            *(
+                f"pd_{name}"
+                for name in ("peer_alloc_port", "peer_query_port", "proxy_host", "proxy_port")
+            ),
+        ),
+        **_part_of(
+            "enable_pd",
+            *(
+                f"pd_{name}"
+                for name in ("allocation_timeout_sec", "shutdown_timeout_sec", "max_prefill_len")
+            ),
+        ),
+        **_part_of(
+            "enable_pd",
+            *(
+                f"pd_{name}"
+                for name in (
+                    "condition_poll_interval_sec",
+                    "backend_mode",
+                    "skip_proxy_notification",
+                )
+            ),
+        ),
         **_part_of("enable_pd", "pd_bidirectional", "transfer_channel", "nixl_backends"),
-        **_part_of("enable_nixl", *(f"nixl_{name}" for name in ("role", "buffer_size", "buffer_device", "enable_gc"))),
-        **_part_of("enable_nixl", *(f"nixl_{name}" for name in ("peer_host", "peer_port", "peer_init_port", "peer_alloc_port"))),
-        **_part_of("enable_nixl", *(f"nixl_{name}" for name in ("receiver_host", "receiver_port", "proxy_host", "proxy_port"))),
+        **_part_of(
+            "enable_nixl",
+            *(f"nixl_{name}" for name in ("role", "buffer_size", "buffer_device", "enable_gc")),
+        ),
+        **_part_of(
+            "enable_nixl",
+            *(
+                f"nixl_{name}"
+                for name in ("peer_host", "peer_port", "peer_init_port", "peer_alloc_port")
+            ),
+        ),
+        **_part_of(
+            "enable_nixl",
+            *(
+                f"nixl_{name}"
+                for name in ("receiver_host", "receiver_port", "proxy_host", "proxy_port")
+            ),
+        ),
         "gds_path": _only(instead=_NO_GDS),
-        **_part_of("gds_path", "gds_path_sharding", "gds_buffer_size", "gds_backend", "use_gds", "cufile_buffer_size"),
+        **_part_of(
+            "gds_path",
+            "gds_path_sharding",
+            "gds_buffer_size",
+            "gds_backend",
+            "use_gds",
+            "cufile_buffer_size",
+        ),
         "maru_path": _only(instead="there is no CXL tier; use local_disk or remote_url"),
         **_part_of("maru_path", "maru_pool_size"),
-        "internal_api_server_enabled": _only(False, instead="engines open no port; ask the sidecar's REST interface"),
-        **_part_of("internal_api_server_enabled", "internal_api_server_host", "internal_api_server_port_start", "script_allowed_imports"),
-        **_part_of("internal_api_server_enabled", "internal_api_server_include_index_list", "internal_api_server_socket_path_prefix"),
-        **{name: _only(instead=_NO_PLUGINS) for name in ("plugin_locations", "runtime_plugin_locations", "external_backends")},
-        **{name: _only(instead=_NO_PLUGINS) for name in ("storage_plugins", "remote_storage_plugins")},
-        "remote_config_url": _only(instead="configuration is read from a file and the environment; leave it out"),
+        "internal_api_server_enabled": _only(
+            False, instead="engines open no port; ask the sidecar's REST interface"
+        ),
+        **_part_of(
+            "internal_api_server_enabled",
+            "internal_api_server_host",
+            "internal_api_server_port_start",
+            "script_allowed_imports",
+        ),
+        **_part_of(
+            "internal_api_server_enabled",
+            "internal_api_server_include_index_list",
+            "internal_api_server_socket_path_prefix",
+        ),
+        **{
+            name: _only(instead=_NO_PLUGINS)
+            for name in ("plugin_locations", "runtime_plugin_locations", "external_backends")
+        },
+        **{
+            name: _only(instead=_NO_PLUGINS)
+            for name in ("storage_plugins", "remote_storage_plugins")
+        },
+        "remote_config_url": _only(
+            instead="configuration is read from a file and the environment; leave it out"
+        ),
         **_part_of("remote_config_url", "app_id"),
-        "enable_chunk_statistics": _only(False, instead="counters are always kept; set it to false"),
-        **_part_of("enable_chunk_statistics", "chunk_statistics_auto_start_statistics", "chunk_statistics_strategy"),
+        "enable_chunk_statistics": _only(
+            False, instead="counters are always kept; set it to false"
+        ),
+        **_part_of(
+            "enable_chunk_statistics",
+            "chunk_statistics_auto_start_statistics",
+            "chunk_statistics_strategy",
+        ),
         **_part_of("enable_chunk_statistics", "chunk_statistics_auto_exit_timeout_hours"),
         **_part_of("enable_chunk_statistics", "chunk_statistics_auto_exit_target_unique_chunks"),
         "enable_hidden_state_cache": _only(False, instead="only KV is cached; set it to false"),
-        **_part_of("enable_hidden_state_cache", "max_hidden_state_cpu_size", "hidden_state_layers", "hidden_states_retrieve_mode"),
+        **_part_of(
+            "enable_hidden_state_cache",
+            "max_hidden_state_cpu_size",
+            "hidden_state_layers",
+            "hidden_states_retrieve_mode",
+        ),
         "cost_aware_half_life_seconds": _only(60, instead=_NO_OTHER_POLICY),
         "cost_aware_ewma_alpha": _only(0.2, instead=_NO_OTHER_POLICY),
     }

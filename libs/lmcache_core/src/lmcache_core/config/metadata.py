@@ -14,12 +14,15 @@ KV_DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
     *("int64", "int32", "int16", "int8", "uint8", "bool"),
 )
-"""Names of the dtypes that KV comes in: those that `lmcache_core.memory.dtypes` knows the size of."""
+"""Names of the dtypes that KV comes in: those that `lmcache_core.memory.dtypes` knows the size
+of.
+"""
 
 
 @dataclass(frozen=True)
 class LMCacheEngineMetadata:
-    """What the KV is. The first six are the documented fields; the others are part of the identity too.
+    """What the KV is. The first six are the documented fields; the others are part of the identity
+    too.
 
     Attributes:
         model_name: Model, as the serving engine names it.
@@ -27,7 +30,8 @@ class LMCacheEngineMetadata:
         worker_id: This worker.
         fmt: KV format of the serving engine, "vllm" or "huggingface".
         kv_dtype: `torch.dtype` or its name.
-        kv_shape: `(num_layers, 2, chunk_size, num_kv_heads, head_size)`; 1 instead of 2 where keys and values are one.
+        kv_shape: `(num_layers, 2, chunk_size, num_kv_heads, head_size)`; 1 instead of 2 where keys
+            and values are one.
         revision: Revision of the weights.
         adapter: Name and revision of the LoRA adapter, "" for none.
         layout: Physical layout where it is more than `kv_shape` says.
@@ -48,16 +52,26 @@ class LMCacheEngineMetadata:
 
     def __post_init__(self) -> None:
         if not _is_whole(self.world_size, 1):
-            raise ConfigError(f"world_size={self.world_size!r}: must be a whole number from 1, the number of workers")
+            raise ConfigError(
+                f"world_size={self.world_size!r}: must be a whole number from 1, the number of"
+                " workers"
+            )
         if not _is_whole(self.worker_id, 0) or self.worker_id >= self.world_size:
-            raise ConfigError(f"worker_id={self.worker_id!r}: must be a whole number in 0 … {self.world_size - 1}, as world_size says")
+            raise ConfigError(
+                f"worker_id={self.worker_id!r}: must be a whole number in 0 …"
+                f" {self.world_size - 1}, as world_size says"
+            )
         if self.kv_dtype_name not in KV_DTYPES:
-            raise ConfigError(f"kv_dtype={self.kv_dtype!r}: must be a torch.dtype or its name, one of {', '.join(KV_DTYPES)}")
+            raise ConfigError(
+                f"kv_dtype={self.kv_dtype!r}: must be a torch.dtype or its name, one of"
+                f" {', '.join(KV_DTYPES)}"
+            )
         shape = self.kv_shape
         if len(shape) != 5 or not all(_is_whole(n, 1) for n in shape) or shape[1] > 2:
             raise ConfigError(
-                f"kv_shape={shape!r}: must be (num_layers, sides, chunk_size, num_kv_heads, head_size), five whole numbers from 1; "
-                "sides is 2 for keys and values, 1 where they are one"
+                f"kv_shape={shape!r}: must be (num_layers, sides, chunk_size, num_kv_heads,"
+                " head_size), five whole numbers from 1; sides is 2 for keys and values, 1 where"
+                " they are one"
             )
 
     @property
@@ -66,9 +80,11 @@ class LMCacheEngineMetadata:
         return dtype_name_of(self.kv_dtype)
 
     def layout_fingerprint(self) -> str:
-        """Text that differs whenever the bytes of a chunk mean something else: sides, layers, heads, head size, layout."""
+        """Text that differs whenever the bytes of a chunk mean something else: sides, layers,
+        heads, head size, layout.
+        """
         layers, sides, _, heads, head_size = self.kv_shape
-        return f"KV_BLOB/1;layers={layers};sides={sides};heads={heads};head_size={head_size};{self.layout}"
+        return f"KV_BLOB/1;layers={layers};sides={sides};heads={heads};head_size={head_size};{self.layout}"  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,8 @@ class LMCacheMemPoolMetadata:
     """What a memory pool holds.
 
     Attributes:
-        kv_shape: Shape of the KV of one whole chunk, for example `(num_layers, 2, chunk_size, num_kv_heads, head_size)`.
+        kv_shape: Shape of the KV of one whole chunk, for example `(num_layers, 2, chunk_size,
+            num_kv_heads, head_size)`.
         kv_dtype: `torch.dtype` or its name.
         max_local_cache_size: Room of the pool, GB (2^30 bytes).
     """

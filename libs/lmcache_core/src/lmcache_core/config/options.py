@@ -1,4 +1,6 @@
-"""What is known about one option: type, unit, allowed values, meaning. Checks, the environment's reader and the documentation use it."""
+"""What is known about one option: type, unit, allowed values, meaning. Checks, the environment's
+reader and the documentation use it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ REMOTE_SERDES = (*DISK_SERDES, "torch", "safetensor", "fast")
 MAX_SHOWN_CHARS = 200
 _METADATA_KEY = "option"
 _SCHEME = re.compile(r"['\"]?\w[\w+.-]*://")
-_KIND_NAMES = MappingProxyType({bool: "true or false", int: "whole number", float: "number", str: "text"})
+_KIND_NAMES = MappingProxyType(
+    {bool: "true or false", int: "whole number", float: "number", str: "text"}
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class About:
         form: The shape of a text.
         hint: Added to a refusal: why, and what to do instead.
         secret: Never shown.
-        beside_sidecar: What to do instead of setting it where the tiers are the sidecar's; "" where it may be set there too.
+        beside_sidecar: What to do instead of setting it where the tiers are the sidecar's; "" where
+            it may be set there too.
     """
 
     group: str
@@ -100,9 +105,14 @@ class Option:
         """The allowed values, for people."""
         about = self.about
         if about.choices:
-            text = ("" if len(about.choices) == 1 else "one of ") + ", ".join(_as_yaml(choice) for choice in about.choices)
+            text = ("" if len(about.choices) == 1 else "one of ") + ", ".join(
+                _as_yaml(choice) for choice in about.choices
+            )
         elif self.kind in (int, float):
-            text = f"{'a whole number' if self.kind is int else 'a number'} in {_as_yaml(about.low)} … {_as_yaml(about.high)}"
+            text = (
+                f"{'a whole number' if self.kind is int else 'a number'} in {_as_yaml(about.low)} …"
+                f" {_as_yaml(about.high)}"
+            )
         elif about.form is not None:
             text = about.form.wanted
         else:
@@ -119,7 +129,9 @@ class Option:
             unit = f" ({self.about.unit})" if self.about.unit else ""
             hint = f"; {self.about.hint}" if self.about.hint else ""
             near = _nearest(value, self.about.choices)
-            raise ConfigError(f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{near}{hint}")
+            raise ConfigError(
+                f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{near}{hint}"
+            )
 
     def shown(self, value: Any) -> str:
         """A value as people may see it: neither a secret nor the credentials in a URL."""
@@ -157,12 +169,21 @@ def options_of(model: Any, documented_defaults: Callable[..., Any]) -> Mapping[s
         kinds = typing.get_args(hints[field.name]) or (hints[field.name],)
         documented = field.default is dataclasses.MISSING
         default = parameters[field.name].default if documented else field.default
-        found[field.name] = Option(field.name, kinds[0], NoneType in kinds, default, documented, field.metadata[_METADATA_KEY])
+        found[field.name] = Option(
+            field.name,
+            kinds[0],
+            NoneType in kinds,
+            default,
+            documented,
+            field.metadata[_METADATA_KEY],
+        )
     return MappingProxyType(found)
 
 
 def shown(value: Any) -> str:
-    """A value as an error may show it: bounded, without a URL's credentials and query; of a mapping only the names."""
+    """A value as an error may show it: bounded, without a URL's credentials and query; of a
+    mapping only the names.
+    """
     text = f"{{{', '.join(map(str, value))}}}" if isinstance(value, Mapping) else repr(value)
     quote = text[0] if text[:1] in ("'", '"') else ""
     before, at, after = text.rpartition("@")
@@ -182,19 +203,27 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _nearest(value: Any, known: Iterable[Any]) -> str:
     """The text of `did_you_mean` where one of the known ones is near; else nothing."""
-    near = difflib.get_close_matches(value, [name for name in known if isinstance(name, str)], n=1) if isinstance(value, str) else []
+    near = (
+        difflib.get_close_matches(value, [name for name in known if isinstance(name, str)], n=1)
+        if isinstance(value, str)
+        else []
+    )
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def is_remote_url(text: str) -> bool:
-    """Whether a text is a URL with one of `REMOTE_SCHEMES` that names a host, or hosts, and no impossible port (for `file`: a path)."""
+    """Whether a text is a URL with one of `REMOTE_SCHEMES` that names a host, or hosts, and no
+    impossible port (for `file`: a path).
+    """
     try:
         parts = urlsplit(text)
     except ValueError:
         return False
     if parts.scheme == "file":
         return is_directory_url(text)
-    return parts.scheme in REMOTE_SCHEMES and all(map(_is_host, parts.netloc.rpartition("@")[2].split(",")))
+    return parts.scheme in REMOTE_SCHEMES and all(
+        map(_is_host, parts.netloc.rpartition("@")[2].split(","))
+    )
 
 
 def _is_host(text: str) -> bool:
@@ -218,14 +247,23 @@ def problems_of(values: Mapping[str, Any], options: Mapping[str, Option]) -> lis
 
 
 def as_directory_url(value: Any) -> Any:
-    """A plain absolute path, as LMCache also takes it, in our form; its lists with commas stay what they are, and are refused."""
-    if not (isinstance(value, str) and value.startswith("/") and "," not in value and _is_file_name(value)):
+    """A plain absolute path, as LMCache also takes it, in our form; its lists with commas stay
+    what they are, and are refused.
+    """
+    if not (
+        isinstance(value, str)
+        and value.startswith("/")
+        and "," not in value
+        and _is_file_name(value)
+    ):
         return value
     return f"file://{quote(os.fsencode(value))}"
 
 
 def directory_of_url(url: str) -> str:
-    """Return the path that a `file:` URL names. A name that is not UTF-8 has surrogates, as in all of Python."""
+    """Return the path that a `file:` URL names. A name that is not UTF-8 has surrogates, as in
+    all of Python.
+    """
     return os.fsdecode(unquote_to_bytes(os.fsencode(urlsplit(url).path)))
 
 
@@ -252,12 +290,22 @@ def _as_yaml(value: Any) -> str:
     return f"{value:_}".replace("_", " ") if isinstance(value, (int, float)) else str(value)
 
 
-REMOTE_URL = Form(is_remote_url, f"a URL with one of the schemes {', '.join(REMOTE_SCHEMES)}, and a port in 1 … 65535 if any")
-DIRECTORY_URL = Form(is_directory_url, "a directory as /dir/ or file:///dir/ (there with ?, # and comma written as %3F, %23, %2C)")
+REMOTE_URL = Form(
+    is_remote_url,
+    f"a URL with one of the schemes {', '.join(REMOTE_SCHEMES)}, and a port in 1 … 65535 if any",
+)
+DIRECTORY_URL = Form(
+    is_directory_url,
+    "a directory as /dir/ or file:///dir/ (there with ?, # and comma written as %3F, %23, %2C)",
+)
 MAX_SOCKET_PATH_BYTES = 107
 """What Linux takes for a Unix socket."""
 SOCKET_PATH = Form(
-    lambda text: text.startswith("/") and "\0" not in text and len(text.encode("utf-8", "replace")) <= MAX_SOCKET_PATH_BYTES,
+    lambda text: (
+        text.startswith("/")
+        and "\0" not in text
+        and len(text.encode("utf-8", "replace")) <= MAX_SOCKET_PATH_BYTES
+    ),
     f"an absolute path of at most {MAX_SOCKET_PATH_BYTES} bytes, without a scheme",
 )
 UTF8 = Form(lambda text: not any("\ud800" <= char <= "\udfff" for char in text), "text in UTF-8")

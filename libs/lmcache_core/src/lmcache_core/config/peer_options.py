@@ -1,4 +1,6 @@
-"""This library's own options of an engine among peers; what they do together is in docs/operations.md."""
+"""This library's own options of an engine among peers; what they do together is in
+docs/operations.md.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from lmcache_core.config.options import NON_EMPTY, about
 
 @dataclass(frozen=True, repr=False)
 class PeerOptions:
-    """Lookup, broker and peers: where they are, what they are shown, and how what goes between is protected."""
+    """Lookup, broker and peers: where they are, what they are shown, and how what goes between
+    is protected.
+    """
 
     _: KW_ONLY
     broker_url: str | None = field(
@@ -34,7 +38,8 @@ class PeerOptions:
         default=None,
         metadata=about(
             "Peers",
-            "Keys that the broker signs tickets with, `id:base64`, one a line; peers are then served by ticket alone.",
+            "Keys that the broker signs tickets with, `id:base64`, one a line; peers are then"
+            " served by ticket alone.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's ticket_keys_file",
         ),
@@ -43,8 +48,9 @@ class PeerOptions:
         default=None,
         metadata=about(
             "Peers",
-            "Certificate (PEM) that peers are served with at a `distributed_url` with lm+tls, and that is shown to lookup, broker and "
-            "peers that ask for one. Read again when it changes, as the other `peer_tls` files.",
+            "Certificate (PEM) that peers are served with at a `distributed_url` with lm+tls, and"
+            " that is shown to lookup, broker and peers that ask for one. Read again when it"
+            " changes, as the other `peer_tls` files.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_cert_file and tls_client_cert_file",
         ),
@@ -62,8 +68,8 @@ class PeerOptions:
         default=None,
         metadata=about(
             "Peers",
-            "Authorities (PEM) that may sign the certificates of lookup and broker behind https, and of peers behind lm+tls; none: those "
-            "of this machine.",
+            "Authorities (PEM) that may sign the certificates of lookup and broker behind https,"
+            " and of peers behind lm+tls; none: those of this machine.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_ca_file",
         ),
@@ -72,7 +78,8 @@ class PeerOptions:
         default=None,
         metadata=about(
             "Peers",
-            "Authorities (PEM), one of which must have signed a certificate that peers show at `distributed_url`; none: they show none.",
+            "Authorities (PEM), one of which must have signed a certificate that peers show at"
+            " `distributed_url`; none: they show none.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_client_ca_file",
         ),
@@ -90,8 +97,8 @@ class PeerOptions:
         default=False,
         metadata=about(
             "Peers",
-            "Allows a `distributed_url` with lm that other machines reach: chunks and tickets cross a network that is trusted, or encrypts "
-            "by itself.",
+            "Allows a `distributed_url` with lm that other machines reach: chunks and tickets cross"
+            " a network that is trusted, or encrypts by itself.",
             beside_sidecar="set the sidecar's allow_plaintext",
         ),
     )

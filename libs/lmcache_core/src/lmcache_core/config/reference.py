@@ -1,4 +1,6 @@
-"""Prints docs/configuration.md: `python -m lmcache_core.config.reference > docs/configuration.md`."""
+"""Prints docs/configuration.md: `python -m lmcache_core.config.reference >
+docs/configuration.md`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from lmcache_core.config.contradictions import CONTRADICTIONS
 from lmcache_core.config.engine_config import OPTIONS
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
 from lmcache_core.config.options import Option
-from lmcache_core.config.sources import CONFIG_FILE_ENV, ENV_PREFIX, IGNORED_ENV_NAMES, SERVICE_ENV_PREFIXES
+from lmcache_core.config.sources import (
+    CONFIG_FILE_ENV,
+    ENV_PREFIX,
+    IGNORED_ENV_NAMES,
+    SERVICE_ENV_PREFIXES,
+)
 
 _HEAD = """\
 # Configuration of the engine
@@ -20,7 +27,7 @@ two. The services have options of their own: each prints them with `--print-conf
 A wrong name, an impossible value or a contradiction is a `ConfigError` that names the option, its value and what to do. Sizes are in GB,
 which are 2^30 bytes. Options marked with ° are this library's own and go by name; the others are the documented fifteen, in whose order
 the constructors take them.
-"""
+"""  # noqa: E501
 
 _SOURCES = f"""\
 ## Where options come from
@@ -52,7 +59,7 @@ Any other variable that begins with `{ENV_PREFIX}` and names no option is refuse
 
 Secrets: `salt`, and the credentials and query of URLs, are shown neither in `repr(config)` nor in an error. The bearer token is only ever
 read from `remote_token_file`.
-"""
+"""  # noqa: E501
 
 _EXAMPLES = """\
 ## Examples
@@ -93,7 +100,7 @@ the wire (docs/protocols.md).
 
 | name | accepted | else |
 |---|---|---|
-"""
+"""  # noqa: E501
 
 
 def reference() -> str:
@@ -129,20 +136,31 @@ def _contradictions() -> Iterator[str]:
     yield "| options | why, and what to do |"
     yield "|---|---|"
     for contradiction in CONTRADICTIONS:
-        yield f"| {', '.join(f'`{name}`' for name in contradiction.names)} | {_cell(contradiction.why)} |"
+        yield (
+            f"| {', '.join(f'`{name}`' for name in contradiction.names)} |"
+            f" {_cell(contradiction.why)} |"
+        )
     for option in OPTIONS.values():
         if option.about.beside_sidecar:
-            yield f"| `{option.name}`, `sidecar_socket` | the tiers are the sidecar's; {_cell(option.about.beside_sidecar)} |"
+            yield (
+                f"| `{option.name}`, `sidecar_socket` | the tiers are the sidecar's;"
+                f" {_cell(option.about.beside_sidecar)} |"
+            )
 
 
 def _foreign_names() -> Iterator[str]:
-    """One row for a name, one for all that belong to the same switch and are left out for the same reason."""
+    """One row for a name, one for all that belong to the same switch and are left out for the
+    same reason.
+    """
     rows: dict[tuple[str, str], list[str]] = {}
     for name, known in FOREIGN_NAMES.items():
         rows.setdefault((known.part_of, known.instead if known.part_of else name), []).append(name)
     for names in rows.values():
         known = FOREIGN_NAMES[names[0]]
-        yield f"| {', '.join(f'`{name}`' for name in names)} | {_cell(known.accepted)} | {_cell(known.instead)} |"
+        yield (
+            f"| {', '.join(f'`{name}`' for name in names)} | {_cell(known.accepted)} |"
+            f" {_cell(known.instead)} |"
+        )
 
 
 def _default(option: Option) -> str:

@@ -14,16 +14,23 @@ from lmcache_core.config.options import Option, did_you_mean, shown
 from lmcache_core.errors import ConfigError
 
 ENV_PREFIX = "LMCACHE_"
-SERVICE_ENV_PREFIXES = tuple(f"{ENV_PREFIX}{name}_" for name in ("STORAGE", "LOOKUP", "BROKER", "SIDECAR", "CTL", "DEMO"))
+SERVICE_ENV_PREFIXES = tuple(
+    f"{ENV_PREFIX}{name}_" for name in ("STORAGE", "LOOKUP", "BROKER", "SIDECAR", "CTL", "DEMO")
+)
 CONFIG_FILE_ENV = "LMCACHE_CONFIG_FILE"
 MAX_FILE_BYTES = 1 << 20
 MAX_FOREIGN_CHARS = 1 << 10
-"""Of a variable whose text is YAML, which may be a stranger's: PyYAML takes about 10 µs a character."""
+"""Of a variable whose text is YAML, which may be a stranger's: PyYAML takes about 10 µs a
+character.
+"""
 IGNORED_ENV_NAMES = ("LMCACHE_USE_EXPERIMENTAL", "LMCACHE_LOG_LEVEL", "LMCACHE_TRACK_USAGE")
 _NONE_TEXTS = ("", "none", "null")
-# What Kubernetes adds for a service `lmcache-vllm`, or any whose name begins so: LMCACHE_VLLM_SERVICE_HOST, LMCACHE_VLLM_PORT=tcp://…
-# Names of ports have at most 63 characters, so that the pattern is linear in the length of a name, which may be a stranger's.
-_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w{1,63})?|PORT_\d{1,5}_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
+# What Kubernetes adds for a service `lmcache-vllm`, or any whose name begins so:
+# LMCACHE_VLLM_SERVICE_HOST, LMCACHE_VLLM_PORT=tcp://… Names of ports have at most 63 characters, so
+# that the pattern is linear in the length of a name, which may be a stranger's.
+_LINK_NAME = re.compile(
+    r"_(SERVICE_HOST|SERVICE_PORT(_\w{1,63})?|PORT_\d{1,5}_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$"
+)
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
 
 
@@ -33,7 +40,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]
     return {name: text for name, text in variables.items() if name.startswith(ENV_PREFIX)}
 
 
-def values_of_environment(variables: Mapping[str, str], options: Mapping[str, Option]) -> dict[str, Any]:
+def values_of_environment(
+    variables: Mapping[str, str], options: Mapping[str, Option]
+) -> dict[str, Any]:
     """The options that variables set.
 
     Args:
@@ -53,20 +62,23 @@ def values_of_environment(variables: Mapping[str, str], options: Mapping[str, Op
         elif name in FOREIGN_NAMES:
             named[name] = _parse_foreign(variable, text)
         else:
-            raise ConfigError(f"environment: {variable} names no option{did_you_mean(name, options)}")
+            raise ConfigError(
+                f"environment: {variable} names no option{did_you_mean(name, options)}"
+            )
     return in_our_names(named, options, "environment")
 
 
 def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
-    """The options that a YAML file sets: no remote tier unless it names one, and some room for a disk that it names without.
+    """The options that a YAML file sets: no remote tier unless it names one, and some room for a
+    disk that it names without.
 
     Args:
         path: The file, at most `MAX_FILE_BYTES` long.
         options: All options.
 
     Raises:
-        ConfigError: The file cannot be read, is no mapping, names something twice, or says what `in_our_names` refuses. The text shows
-            none of the file's contents.
+        ConfigError: The file cannot be read, is no mapping, names something twice, or says what
+            `in_our_names` refuses. The text shows none of the file's contents.
     """
     try:
         with Path(path).open("rb") as file:
@@ -80,7 +92,10 @@ def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
         data = {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold a mapping of options, not {type(data).__name__}")
-    named = {name: None if value == "" and name in options and options[name].optional else value for name, value in data.items()}
+    named = {
+        name: None if value == "" and name in options and options[name].optional else value
+        for name, value in data.items()
+    }
     values = in_our_names(named, options, path)
     if values.get("local_disk") is not None:
         values.setdefault("max_local_disk_size", DEFAULT_DISK_GB)
@@ -88,7 +103,9 @@ def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def _parse_yaml(text: bytes, path: str) -> Any:
-    """The file's contents. Errors are cut off from their cause: PyYAML's quote the file, and a file may hold a secret."""
+    """The file's contents. Errors are cut off from their cause: PyYAML's quote the file, and a
+    file may hold a secret.
+    """
     import yaml  # here, since a process that reads no file may be without it
 
     from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
@@ -96,7 +113,9 @@ def _parse_yaml(text: bytes, path: str) -> Any:
     try:
         return load_yaml(text)
     except DuplicateNameError as exc:
-        raise ConfigError(f"{path}, line {exc.line}: the name {exc.name!r} is there twice; keep one of them") from None
+        raise ConfigError(
+            f"{path}, line {exc.line}: the name {exc.name!r} is there twice; keep one of them"
+        ) from None
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -126,7 +145,9 @@ def _parse(option: Option, text: str) -> Any:
         return option.kind(stripped)
     except (KeyError, ValueError):
         wanted = "true or false" if option.kind is bool else f"a {option.kind_name}"
-        raise ConfigError(f"environment: {ENV_PREFIX}{option.name.upper()}={shown(text)}: must be {wanted}") from None
+        raise ConfigError(
+            f"environment: {ENV_PREFIX}{option.name.upper()}={shown(text)}: must be {wanted}"
+        ) from None
 
 
 def _parse_foreign(variable: str, text: str) -> Any:
@@ -137,8 +158,8 @@ def _parse_foreign(variable: str, text: str) -> Any:
     """
     if len(text) > MAX_FOREIGN_CHARS:
         raise ConfigError(
-            f"environment: {variable} has {len(text)} characters: must have at most {MAX_FOREIGN_CHARS}; "
-            f"leave it out or set it in the file of {CONFIG_FILE_ENV}"
+            f"environment: {variable} has {len(text)} characters: must have at most"
+            f" {MAX_FOREIGN_CHARS}; leave it out or set it in the file of {CONFIG_FILE_ENV}"
         )
     import yaml
 

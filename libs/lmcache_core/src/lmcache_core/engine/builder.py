@@ -40,7 +40,10 @@ class LMCacheEngineBuilder:
                 engine.open()
                 cls._instances[instance_id] = engine
             elif (engine.config, engine.metadata) != (config, metadata):
-                raise ValueError(f"engine {instance_id!r} exists with another configuration; destroy it first or use another id")
+                raise ValueError(
+                    f"engine {instance_id!r} exists with another configuration; destroy it first or"
+                    " use another id"
+                )
             return engine
 
     @classmethod
@@ -58,10 +61,16 @@ class LMCacheEngineBuilder:
             engine.close()
 
 
-def _build(config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, gpu_connector: GPUConnectorInterface) -> LMCacheEngine:
+def _build(
+    config: LMCacheEngineConfig,
+    metadata: LMCacheEngineMetadata,
+    gpu_connector: GPUConnectorInterface,
+) -> LMCacheEngine:
     allocator: MemoryAllocatorInterface | None = None
     if config.sidecar_socket is None:
         from lmcache_core.memory import PinMemoryAllocator
 
         allocator = PinMemoryAllocator(int(config.max_local_cpu_size * BYTES_PER_GB))
-    return LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), gpu_connector)
+    return LMCacheEngine(
+        config, metadata, allocator, ChunkedTokenDatabase(config, metadata), gpu_connector
+    )

@@ -1,4 +1,6 @@
-"""What the engine needs of storage. Embedded and sidecar mode differ in which object stands behind it."""
+"""What the engine needs of storage. Embedded and sidecar mode differ in which object stands
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,14 @@ from lmcache_core.record import Chunk, Staged
 
 
 class ChunkStore(Protocol):
-    """Chunks by key, in memory that this process can read and write. Thread-safe; nothing here raises for a missing tier."""
+    """Chunks by key, in memory that this process can read and write. Thread-safe; nothing here
+    raises for a missing tier.
+    """
 
     def open(self, on_salt: Callable[[str], None]) -> None:
-        """Start. `on_salt` is called, then and later, when the store knows the salt of this process's tenant."""
+        """Start. `on_salt` is called, then and later, when the store knows the salt of this
+        process's tenant.
+        """
 
     def close(self) -> None:
         """Finish or abandon background writes by deadline and stop. Idempotent."""
@@ -28,7 +34,8 @@ class ChunkStore(Protocol):
     def is_worth(self, saving_s: float) -> bool:
         """Whether a question that can save so much time is worth asking now. Asks nothing.
 
-        False while the store is away, or answers so late that waiting would cost more than a small part of that time.
+        False while the store is away, or answers so late that waiting would cost more than a small
+        part of that time.
         """
 
     def stage(
@@ -41,59 +48,82 @@ class ChunkStore(Protocol):
         wait_s: float | None = None,
         saving_s: float = 0.0,
     ) -> Staged | None:
-        """What of these chunks is in host memory for all ranks, kept there from now on; the rest begins to be lifted. Waits for no tier.
+        """What of these chunks is in host memory for all ranks, kept there from now on; the rest
+        begins to be lifted. Waits for no tier.
 
-        A chunk that is promised is not evicted until `unstage`, or until nobody has asked about the ticket for a while (minutes). Asked
-        again with the same ticket and chains it says how far the lift is; other chains under the same ticket are a new question.
+        A chunk that is promised is not evicted until `unstage`, or until nobody has asked about the
+        ticket for a while (minutes). Asked again with the same ticket and chains it says how far
+        the lift is; other chains under the same ticket are a new question.
 
         Args:
             ticket: Name of the question, for example the request's id.
             chains: What is asked for.
-            is_prefix: Nothing behind the first missing chunk of a chain counts or is lifted. Otherwise each chunk counts for itself.
-            recompute_s: What computing one chunk anew costs, as far as is known: a lift does not take longer than that for each chunk.
-            wait_s: How long to wait for the answer; asked again with the same ticket and chains, wait for the same answer. None: until
-                the store's own deadline.
-            saving_s: What the answer can save. With `wait_s`, a store whose answers take too long for that is away.
+            is_prefix: Nothing behind the first missing chunk of a chain counts or is lifted.
+                Otherwise each chunk counts for itself.
+            recompute_s: What computing one chunk anew costs, as far as is known: a lift does not
+                take longer than that for each chunk.
+            wait_s: How long to wait for the answer; asked again with the same ticket and chains,
+                wait for the same answer. None: until the store's own deadline.
+            saving_s: What the answer can save. With `wait_s`, a store whose answers take too long
+                for that is away.
 
         Returns:
-            None when the store is away: nothing is known, and nothing held. Without `tiers` when it has not answered yet.
+            None when the store is away: nothing is known, and nothing held. Without `tiers` when it
+            has not answered yet.
         """
 
     def unstage(self, tickets: Sequence[str]) -> None:
         """Keep what these tickets were promised no longer; unknown tickets are passed over."""
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
-        """Memory to fill, one object a shape, None where there is no room. Each goes on to `put` (then `release`) or to `abort`."""
+        """Memory to fill, one object a shape, None where there is no room. Each goes on to `put`
+        (then `release`) or to `abort`.
+        """
 
     @property
     def needs_digests(self) -> bool:
-        """Whether chunks should come to `put` with their digests; otherwise these are made when a chunk leaves the process."""
+        """Whether chunks should come to `put` with their digests; otherwise these are made when
+        a chunk leaves the process.
+        """
 
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Make filled memory visible under its key. The caller still owns its references."""
 
-    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None, check_later: bool = False) -> list[Chunk]:
-        """The longest prefix of these chunks that can be had in time, verified. Each goes to `release` when it has been copied.
+    def get(
+        self,
+        keys: Sequence[CacheEngineKey],
+        recompute_s: float | None = None,
+        check_later: bool = False,
+    ) -> list[Chunk]:
+        """The longest prefix of these chunks that can be had in time, verified. Each goes to
+        `release` when it has been copied.
 
         What is missing is counted with its reason.
 
         Args:
             keys: Their names.
-            recompute_s: What computing one chunk anew costs, as far as is known: what takes longer to load is a miss.
-            check_later: Leave chunks whose digest is due `is_unchecked`: the caller compares it beside its copy, and calls `reject`.
+            recompute_s: What computing one chunk anew costs, as far as is known: what takes longer
+                to load is a miss.
+            check_later: Leave chunks whose digest is due `is_unchecked`: the caller compares it
+                beside its copy, and calls `reject`.
         """
 
     def reject(self, chunk: Chunk) -> None:
-        """The bytes of that chunk do not have its digest: it is not served again if that can be helped. Still to be released."""
+        """The bytes of that chunk do not have its digest: it is not served again if that can be
+        helped. Still to be released.
+        """
 
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Drop chunks that nobody will ask for again, where that is cheap; the others age like any."""
+        """Drop chunks that nobody will ask for again, where that is cheap; the others age like
+        any.
+        """
 
     def release(self, chunks: Sequence[Chunk]) -> bool:
         """Give the references of these chunks back.
 
         Returns:
-            Whether all of them were certainly held until now; False means that what was read from them may have been overwritten.
+            Whether all of them were certainly held until now; False means that what was read from
+            them may have been overwritten.
         """
 
     def abort(self, memories: Sequence[MemoryObj]) -> None:

@@ -1,7 +1,7 @@
 """The cache engine: `retrieve` and `store` between a serving engine's KV and the tiers.
 
-The one data path, in five hops: `LMCacheEngine.retrieve` -> `TokenDatabase.process_tokens` -> `ChunkStore.get` -> (tiers) ->
-`GPUConnectorInterface.to_gpu`; `store` is its mirror.
+The one data path, in five hops: `LMCacheEngine.retrieve` -> `TokenDatabase.process_tokens` ->
+`ChunkStore.get` -> (tiers) -> `GPUConnectorInterface.to_gpu`; `store` is its mirror.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ class LMCacheEngine:
     Args:
         config: Options.
         metadata: What the KV is.
-        memory_allocator: Host memory for chunks in embedded mode; None with a sidecar, whose arena is used.
+        memory_allocator: Host memory for chunks in embedded mode; None with a sidecar, whose arena
+            is used.
         token_database: Names chunks.
         gpu_connector: Copies between the serving engine's KV and memory objects.
-        store: Where chunks are kept; by default what the config says (embedded tiers, or the sidecar).
+        store: Where chunks are kept; by default what the config says (embedded tiers, or the
+            sidecar).
     """
 
     def __init__(
@@ -60,13 +62,21 @@ class LMCacheEngine:
         self._token_database = token_database
         self._gpu_connector = gpu_connector
         self._workers = Workers("lmcache-digest")
-        self._store = store or create_chunk_store(config, metadata, memory_allocator, self.counters, self._workers)
-        self._transfer = KVTransfer(self._store, gpu_connector, metadata, self.counters, self._workers)
+        self._store = store or create_chunk_store(
+            config, metadata, memory_allocator, self.counters, self._workers
+        )
+        self._transfer = KVTransfer(
+            self._store, gpu_connector, metadata, self.counters, self._workers
+        )
         self._prefill = PrefillRate(config.prefill_tokens_per_s)
-        self._guard: Guard = DegradingGuard(self.counters) if config.error_handling else RaisingGuard()
+        self._guard: Guard = (
+            DegradingGuard(self.counters) if config.error_handling else RaisingGuard()
+        )
 
     def open(self) -> None:
-        """Start the tiers, or connect to the sidecar. An absent remote tier or sidecar is not an error."""
+        """Start the tiers, or connect to the sidecar. An absent remote tier or sidecar is not an
+        error.
+        """
         self._workers.open()
         try:
             self._store.open(self._token_database.use_salt)
@@ -82,14 +92,18 @@ class LMCacheEngine:
             self._workers.close()
 
     def attach(self, kvcaches: Any, engine_memory: EngineMemory) -> None:
-        """Check, before the first request, that the connector for paged memory reads and writes it as the serving engine does.
+        """Check, before the first request, that the connector for paged memory reads and writes it
+        as the serving engine does.
 
-        A known pattern goes gather, store, load, scatter for each layer group and is compared; the memory is left as it was. When the
-        store takes nothing just now (the sidecar is away), only the layout is checked.
+        A known pattern goes gather, store, load, scatter for each layer group and is compared; the
+        memory is left as it was. When the store takes nothing just now (the sidecar is away), only
+        the layout is checked.
 
         Args:
-            kvcaches: What the connector will be given in service; nobody else uses its first and last blocks meanwhile.
-            engine_memory: The serving engine's own view of that memory, for example `LogicalMemory`.
+            kvcaches: What the connector will be given in service; nobody else uses its first and
+                last blocks meanwhile.
+            engine_memory: The serving engine's own view of that memory, for example
+                `LogicalMemory`.
 
         Raises:
             ValueError: The pattern did not come back as it was sent: the layout is not as declared.
@@ -98,24 +112,38 @@ class LMCacheEngine:
         from lmcache_core.gpu_connectors import PagedConnector, run_canary
 
         if not isinstance(self._gpu_connector, PagedConnector):
-            raise TypeError(f"{type(self._gpu_connector).__name__} does not work on paged memory; there is nothing to check")
+            raise TypeError(
+                f"{type(self._gpu_connector).__name__} does not work on paged memory; there is"
+                " nothing to check"
+            )
         run_canary(self._gpu_connector, kvcaches, engine_memory, self._transfer.through_store)
 
-    def store(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = (), **kwargs: Any) -> None:
-        """Keep the KV of these tokens (without `save_unfull_chunk`: of whole chunks); returns before slow tiers have written.
+    def store(
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        spans: Sequence[MultimodalSpan] = (),
+        **kwargs: Any,
+    ) -> None:
+        """Keep the KV of these tokens (without `save_unfull_chunk`: of whole chunks); returns
+        before slow tiers have written.
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype.
             mask: Booleans, shape `[seq_len]`, Falses first: tokens whose KV is already kept.
-            spans: Images and the like behind placeholder tokens; without them equal placeholders would share KV.
+            spans: Images and the like behind placeholder tokens; without them equal placeholders
+                would share KV.
             **kwargs: For the GPU connector, for example `kvcaches`.
 
         Raises:
-            ValueError: The number of Falses in the mask is not a multiple of the chunk size, or engine memory is not as declared.
+            ValueError: The number of Falses in the mask is not a multiple of the chunk size, or
+                engine memory is not as declared.
         """
         with self._guard("store"):
             least = 1 if self.config.save_unfull_chunk else self.config.chunk_size
-            named = [chunk for chunk in self._named(tokens, mask, spans) if chunk[1] - chunk[0] >= least]
+            named = [
+                chunk for chunk in self._named(tokens, mask, spans) if chunk[1] - chunk[0] >= least
+            ]
             known = self._store.lookup([key for _, _, key in named], [HOT_TIER])
             if known < len(named):
                 start, _, key = named[known]
@@ -123,7 +151,11 @@ class LMCacheEngine:
                 self._transfer.store(named[known:], kwargs)
 
     def retrieve(
-        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = (), **kwargs: Any
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        spans: Sequence[MultimodalSpan] = (),
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Put the cached KV of the longest prefix of these tokens into the serving engine.
 
@@ -136,29 +168,39 @@ class LMCacheEngine:
             **kwargs: For the GPU connector, for example `kvcaches`.
 
         Returns:
-            Booleans on CPU, shape `[seq_len]`: True where KV has been put into the serving engine. Behind these, memory that was meant
-            for this KV may hold parts of a chunk that turned out damaged: it is to be computed in any case.
+            Booleans on CPU, shape `[seq_len]`: True where KV has been put into the serving engine.
+            Behind these, memory that was meant for this KV may hold parts of a chunk that turned
+            out damaged: it is to be computed in any case.
 
         Raises:
-            ValueError: The number of Falses in the mask is not a multiple of the chunk size, or engine memory is not as declared.
+            ValueError: The number of Falses in the mask is not a multiple of the chunk size, or
+                engine memory is not as declared.
         """
         loaded = torch.zeros(len(tokens), dtype=torch.bool)
         with self._guard("retrieve"):
             named = self._named(tokens, mask, spans)
             self.counters.add(REQUESTED_TOKENS_TOTAL, sum(end - start for start, end, _ in named))
-            num_loaded = self._transfer.load(named, self._prefill.recompute_s(self.config.chunk_size), kwargs)
+            num_loaded = self._transfer.load(
+                named, self._prefill.recompute_s(self.config.chunk_size), kwargs
+            )
             if num_loaded:
                 loaded[named[0][0] : named[num_loaded - 1][1]] = True
             if num_loaded < len(named):
                 self._prefill.missed(named[num_loaded][2])
         return loaded
 
-    def lookup(self, tokens: torch.Tensor, search_range: list[str] | None = None, spans: Sequence[MultimodalSpan] = ()) -> int:
+    def lookup(
+        self,
+        tokens: torch.Tensor,
+        search_range: list[str] | None = None,
+        spans: Sequence[MultimodalSpan] = (),
+    ) -> int:
         """How many tokens, from the first, are cached.
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype.
-            search_range: Names of tiers ("Hot", "LocalDiskBackend", "P2PBackend", "RemoteBackend"); None means all.
+            search_range: Names of tiers ("Hot", "LocalDiskBackend", "P2PBackend", "RemoteBackend");
+                None means all.
             spans: As in `store`.
 
         Raises:
@@ -174,7 +216,12 @@ class LMCacheEngine:
             num_tokens = named[num_prefix - 1][1] if num_prefix else 0
         return num_tokens  # noqa: RET504 (the guard may have ended the block)
 
-    def prefetch(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = ()) -> None:
+    def prefetch(
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        spans: Sequence[MultimodalSpan] = (),
+    ) -> None:
         """Begin to lift the KV of these tokens into host memory; returns at once.
 
         Args:
@@ -186,15 +233,21 @@ class LMCacheEngine:
             self._store.prefetch([key for _, _, key in self._named(tokens, mask, spans)])
 
     def note_prefill(self, num_tokens: int, elapsed_s: float) -> None:
-        """Tell how long the serving engine took to compute so many tokens, where its integration knows exactly."""
+        """Tell how long the serving engine took to compute so many tokens, where its integration
+        knows exactly.
+        """
         self._prefill.note(num_tokens, elapsed_s)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Figures of the tiers, by name."""
         return self._store.stats()
 
-    def _named(self, tokens: torch.Tensor, mask: torch.Tensor | None, spans: Sequence[MultimodalSpan]) -> list[NamedChunk]:
-        """The chunks of these tokens. A token database that knows no spans is not given any, as long as there are none."""
+    def _named(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None, spans: Sequence[MultimodalSpan]
+    ) -> list[NamedChunk]:
+        """The chunks of these tokens. A token database that knows no spans is not given any, as
+        long as there are none.
+        """
         if spans:
             return list(self._token_database.process_tokens(tokens, mask, spans))
         return list(self._token_database.process_tokens(tokens, mask))

@@ -1,4 +1,6 @@
-"""What becomes of a failure inside the cache: raised to the serving engine, or a miss (`error_handling`)."""
+"""What becomes of a failure inside the cache: raised to the serving engine, or a miss
+(`error_handling`).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class DegradingGuard:
         raised: What is raised all the same; by default wrong arguments (`ValueError`).
     """
 
-    def __init__(self, counters: Counters, raised: tuple[type[Exception], ...] = (ValueError,)) -> None:
+    def __init__(
+        self, counters: Counters, raised: tuple[type[Exception], ...] = (ValueError,)
+    ) -> None:
         self._counters = counters
         self._raised = raised
 

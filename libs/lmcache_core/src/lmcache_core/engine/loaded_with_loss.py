@@ -13,8 +13,9 @@ MAX_REMEMBERED_KEYS = 1 << 14
 class LoadedWithLoss:
     """Remembers chunks that were loaded with loss; the oldest are forgotten first. Thread-safe.
 
-    The serving engine may store what it has loaded, when no tier of this process has the chunk any more. Its values are then still not
-    those that were computed, and must not be handed on as if they were.
+    The serving engine may store what it has loaded, when no tier of this process has the chunk any
+    more. Its values are then still not those that were computed, and must not be handed on as if
+    they were.
     """
 
     def __init__(self) -> None:

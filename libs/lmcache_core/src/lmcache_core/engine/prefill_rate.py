@@ -9,7 +9,9 @@ from collections.abc import Callable, Hashable
 
 RISE = 0.5
 FALL = 0.05
-"""A faster prefill than believed is believed at once (deadlines become shorter: the safe side); a slower one may be queueing."""
+"""A faster prefill than believed is believed at once (deadlines become shorter: the safe side);
+a slower one may be queueing.
+"""
 MAX_OPEN_PREFILLS = 256
 MAX_PREFILL_S = 60.0
 MIN_PREFILL_S = 5e-3
@@ -21,15 +23,18 @@ MIN_PREFILL_TOKENS = 32
 class PrefillRate:
     """Tokens per second, configured or learned. Thread-safe.
 
-    It learns from the engine's own calls: between the `retrieve` that misses a chunk and the `store` that brings it, the serving
-    engine computed the tokens from there on. Queueing makes that time longer than the prefill, never shorter.
+    It learns from the engine's own calls: between the `retrieve` that misses a chunk and the
+    `store` that brings it, the serving engine computed the tokens from there on. Queueing makes
+    that time longer than the prefill, never shorter.
 
     Args:
         tokens_per_s: Configured rate; None to learn it.
         clock: Seconds, monotonic.
     """
 
-    def __init__(self, tokens_per_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, tokens_per_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._configured = tokens_per_s
         self._clock = clock
         self._lock = threading.Lock()
@@ -58,7 +63,9 @@ class PrefillRate:
                 self._learned += (RISE if rate > self._learned else FALL) * (rate - self._learned)
 
     def missed(self, key: Hashable) -> None:
-        """A retrieve found everything in front of this chunk, and not this one: the serving engine begins to compute."""
+        """A retrieve found everything in front of this chunk, and not this one: the serving
+        engine begins to compute.
+        """
         with self._lock:
             self._open[key] = self._clock()
             self._open.move_to_end(key)

@@ -28,7 +28,8 @@ class SidecarClient:
 
     Attributes:
         name: Names the engine, the same for all of its processes; by default this process.
-        groups: Layer groups that chunks are stored for, by their names in keys; none: this process does not name chunks.
+        groups: Layer groups that chunks are stored for, by their names in keys; none: this process
+            does not name chunks.
         loads_beside: Whether one thread loads while another one stores.
     """
 
@@ -59,7 +60,8 @@ def create_chunk_store(
         client: How this process is to the sidecar.
 
     Raises:
-        ConfigError: Embedded mode without an allocator, or traces without the packages that they need.
+        ConfigError: Embedded mode without an allocator, or traces without the packages that they
+            need.
     """
     store = _create(config, metadata, memory_allocator, counters, workers, client)
     if config.otlp_endpoint is None:
@@ -86,9 +88,14 @@ def _create(
         hello = _hello(metadata, client.name or f"engine-{os.getpid()}")
         described = _describing(config, metadata, client.groups) if client.groups else None
         path, timeout_s = Path(config.sidecar_socket), config.tier_timeout_s
-        return SidecarChunkStore(path, hello, timeout_s, counters, workers, described, client.loads_beside)
+        return SidecarChunkStore(
+            path, hello, timeout_s, counters, workers, described, client.loads_beside
+        )
     if memory_allocator is None:
-        raise ConfigError("memory_allocator=None: embedded mode needs host memory for chunks (or set sidecar_socket)")
+        raise ConfigError(
+            "memory_allocator=None: embedded mode needs host memory for chunks (or set"
+            " sidecar_socket)"
+        )
     from lmcache_core.storage.manager import StorageManager
 
     return StorageManager(config, memory_allocator, counters, workers)
@@ -98,18 +105,33 @@ def _hello(metadata: LMCacheEngineMetadata, client: str) -> Hello:
     from lmcache_core.sidecar.messages import CAPABILITIES, ON_DEVICE, VERSION, Hello
 
     return Hello(
-        *(VERSION, VERSION, client, os.getpid(), metadata.worker_id, metadata.model_name, metadata.layout_fingerprint()),
-        *((*CAPABILITIES, *([ON_DEVICE] if torch.cuda.is_available() else [])), metadata.world_size),
+        *(
+            VERSION,
+            VERSION,
+            client,
+            os.getpid(),
+            metadata.worker_id,
+            metadata.model_name,
+            metadata.layout_fingerprint(),
+        ),
+        *(
+            (*CAPABILITIES, *([ON_DEVICE] if torch.cuda.is_available() else [])),
+            metadata.world_size,
+        ),
     )
 
 
-def _describing(config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, groups: tuple[str, ...]) -> Callable[[str], Describe]:
+def _describing(
+    config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, groups: tuple[str, ...]
+) -> Callable[[str], Describe]:
     """Says, once the salt is known, how this engine names chunks."""
 
     def describe(salt: str) -> Describe:
         from lmcache_core.sidecar.messages import Describe
 
         root = identity_root(metadata, salt)
-        return Describe(metadata.fmt, metadata.model_name, metadata.world_size, config.chunk_size, root, groups)
+        return Describe(
+            metadata.fmt, metadata.model_name, metadata.world_size, config.chunk_size, root, groups
+        )
 
     return describe

@@ -12,7 +12,8 @@ from lmcache_core.telemetry.request_context import Carried, RequestIds, Tracer, 
 
 
 class TracedChunkStore:
-    """Wraps a chunk store; each call that may reach a tier is a span, and has an id for the logs of whoever works for it.
+    """Wraps a chunk store; each call that may reach a tier is a span, and has an id for the logs of
+    whoever works for it.
 
     Args:
         store: Is wrapped.
@@ -42,7 +43,9 @@ class TracedChunkStore:
 
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
         """See `ChunkStore.prefetch`."""
-        with working_for("engine prefetch", Carried(self._ids.next()), self._tracer, is_server=False):
+        with working_for(
+            "engine prefetch", Carried(self._ids.next()), self._tracer, is_server=False
+        ):
             self._store.prefetch(keys)
 
     def is_worth(self, saving_s: float) -> bool:
@@ -61,7 +64,14 @@ class TracedChunkStore:
     ) -> Staged | None:
         """See `ChunkStore.stage`."""
         with working_for("engine stage", Carried(self._ids.next()), self._tracer, is_server=False):
-            return self._store.stage(ticket, chains, is_prefix=is_prefix, recompute_s=recompute_s, wait_s=wait_s, saving_s=saving_s)
+            return self._store.stage(
+                ticket,
+                chains,
+                is_prefix=is_prefix,
+                recompute_s=recompute_s,
+                wait_s=wait_s,
+                saving_s=saving_s,
+            )
 
     def unstage(self, tickets: Sequence[str]) -> None:
         """See `ChunkStore.unstage`."""
@@ -69,7 +79,9 @@ class TracedChunkStore:
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         """See `ChunkStore.reserve`."""
-        with working_for("engine reserve", Carried(self._ids.next()), self._tracer, is_server=False):
+        with working_for(
+            "engine reserve", Carried(self._ids.next()), self._tracer, is_server=False
+        ):
             return self._store.reserve(shapes, dtype)
 
     @property
@@ -82,7 +94,12 @@ class TracedChunkStore:
         with working_for("engine put", Carried(self._ids.next()), self._tracer, is_server=False):
             return self._store.put(chunks)
 
-    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None, check_later: bool = False) -> list[Chunk]:
+    def get(
+        self,
+        keys: Sequence[CacheEngineKey],
+        recompute_s: float | None = None,
+        check_later: bool = False,
+    ) -> list[Chunk]:
         """See `ChunkStore.get`."""
         with working_for("engine get", Carried(self._ids.next()), self._tracer, is_server=False):
             return self._store.get(keys, recompute_s, check_later)

@@ -17,7 +17,11 @@ from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.engine.digests import FillingDigest, FollowingDigest
 from lmcache_core.engine.loaded_with_loss import LoadedWithLoss
-from lmcache_core.gpu_connectors.base import DescribesTensors, GPUConnectorInterface, OrderedGPUConnector
+from lmcache_core.gpu_connectors.base import (
+    DescribesTensors,
+    GPUConnectorInterface,
+    OrderedGPUConnector,
+)
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
@@ -57,7 +61,8 @@ class KVTransfer:
         metadata: What the KV is.
         counters: Where chunks are counted.
         workers: Threads for digests.
-        unit_tokens: Tokens behind what the connector counts as one: more than 1 where it moves whole blocks.
+        unit_tokens: Tokens behind what the connector counts as one: more than 1 where it moves
+            whole blocks.
     """
 
     def __init__(
@@ -80,7 +85,8 @@ class KVTransfer:
         self._loaded_with_loss = LoadedWithLoss()
 
     def store(self, named: Sequence[NamedChunk], kwargs: dict[str, Any]) -> list[bool]:
-        """Copy these chunks out of the serving engine and make them visible, as many from the first as there is memory for.
+        """Copy these chunks out of the serving engine and make them visible, as many from the first
+        as there is memory for.
 
         Returns:
             Of each whether it is visible now.
@@ -91,14 +97,23 @@ class KVTransfer:
         digests: list[Future[bytes]] = []
         try:
             filled: list[Chunk] = []
-            for (start, end, key), memory in zip(named, takewhile(lambda obj: obj is not None, reserved), strict=False):
+            for (start, end, key), memory in zip(
+                named, takewhile(lambda obj: obj is not None, reserved), strict=False
+            ):
                 assert memory is not None
                 if self._store.needs_digests:
                     digests.append(self._fill_and_digest(memory, start, end, kwargs))
                 else:
                     self._gpu_connector.from_gpu(memory, start, end, **kwargs)
                 filled.append(self._describe(key, memory, end - start))
-            put = [chunk.sealed_with(digest.result()) for chunk, digest in zip(filled, digests, strict=True)] if digests else filled
+            put = (
+                [
+                    chunk.sealed_with(digest.result())
+                    for chunk, digest in zip(filled, digests, strict=True)
+                ]
+                if digests
+                else filled
+            )
             stored = self._store.put(put)
             self._count_stored(put, stored, len(named))
         finally:
@@ -108,7 +123,11 @@ class KVTransfer:
         return stored + [False] * (len(named) - len(stored))
 
     def load(
-        self, named: Sequence[NamedChunk], recompute_s: float | None, kwargs: dict[str, Any], wanted: tuple[int, int] | None = None
+        self,
+        named: Sequence[NamedChunk],
+        recompute_s: float | None,
+        kwargs: dict[str, Any],
+        wanted: tuple[int, int] | None = None,
     ) -> int:
         """Copy chunks into the serving engine.
 
@@ -116,7 +135,8 @@ class KVTransfer:
             named: Which; in order.
             recompute_s: What computing one of them anew costs, None when not known.
             kwargs: For the GPU connector.
-            wanted: First token, one behind the last, to be written; of chunks that reach beyond, only the part inside. None: everything.
+            wanted: First token, one behind the last, to be written; of chunks that reach beyond,
+                only the part inside. None: everything.
 
         Returns:
             How many, from the first, are there now.
@@ -144,7 +164,9 @@ class KVTransfer:
         return num_loaded
 
     def through_store(self, memory: MemoryObj) -> MemoryObj:
-        """A copy of that memory that has been through the chunk store; the memory itself when the store takes nothing just now."""
+        """A copy of that memory that has been through the chunk store; the memory itself when
+        the store takes nothing just now.
+        """
         shape = tuple(memory.metadata.shape)
         key = CacheEngineKey("canary", "canary", 1, 0, secrets.token_hex(32))
         (reserved,) = self._store.reserve([shape], self._dtype)
@@ -159,22 +181,37 @@ class KVTransfer:
             self._store.release(put)
         chunks = self._store.get([key])
         try:
-            return BytesBufferMemoryObj(bytes(chunks[0].memory.byte_array), memory.metadata) if chunks else memory
+            return (
+                BytesBufferMemoryObj(bytes(chunks[0].memory.byte_array), memory.metadata)
+                if chunks
+                else memory
+            )
         finally:
             self._store.release(chunks)
             self._store.forget([key])
 
-    def _fill_and_digest(self, memory: MemoryObj, start: int, end: int, kwargs: dict[str, Any]) -> Future[bytes]:
+    def _fill_and_digest(
+        self, memory: MemoryObj, start: int, end: int, kwargs: dict[str, Any]
+    ) -> Future[bytes]:
         """Copy a chunk out of the serving engine; its digest follows in another thread."""
         digest = FillingDigest(memory.byte_array, self._workers)
         try:
-            self._gpu_connector.from_gpu(memory, start, end, **self._followed(kwargs, digest.filled))
+            self._gpu_connector.from_gpu(
+                memory, start, end, **self._followed(kwargs, digest.filled)
+            )
             return digest.finish()
         except BaseException:
             digest.abandon()
             raise
 
-    def _copy_wanted(self, chunk: Chunk, start: int, end: int, kwargs: dict[str, Any], wanted: tuple[int, int] | None) -> bool:
+    def _copy_wanted(
+        self,
+        chunk: Chunk,
+        start: int,
+        end: int,
+        kwargs: dict[str, Any],
+        wanted: tuple[int, int] | None,
+    ) -> bool:
         """As `_copy`, but only what is wanted."""
         low, high = (start, end) if wanted is None else (max(start, wanted[0]), min(end, wanted[1]))
         if (low, high) == (start, end):
@@ -182,11 +219,15 @@ class KVTransfer:
         if chunk.is_unchecked and payload_digest(chunk.memory.byte_array) != chunk.header.digest:
             return False
         if low < high:
-            self._gpu_connector.to_gpu(self._part(chunk, end - start, low - start, high - start), low, high, **kwargs)
+            self._gpu_connector.to_gpu(
+                self._part(chunk, end - start, low - start, high - start), low, high, **kwargs
+            )
         return True
 
     def _copy(self, chunk: Chunk, start: int, end: int, kwargs: dict[str, Any]) -> bool:
-        """Copy a chunk into the serving engine; False when its bytes do not have its digest, where that was still to be checked."""
+        """Copy a chunk into the serving engine; False when its bytes do not have its digest,
+        where that was still to be checked.
+        """
         kv = self._as_kv(chunk, end - start)
         if not chunk.is_unchecked:
             self._gpu_connector.to_gpu(kv, start, end, **kwargs)
@@ -201,7 +242,9 @@ class KVTransfer:
 
     def _describe(self, key: CacheEngineKey, memory: MemoryObj, num_tokens: int) -> Chunk:
         is_lossy = key in self._loaded_with_loss
-        header = RecordHeader(key.canonical(), RAW_SERDE, "", is_lossy, self._tensors(num_tokens), UNSEALED_DIGEST)
+        header = RecordHeader(
+            key.canonical(), RAW_SERDE, "", is_lossy, self._tensors(num_tokens), UNSEALED_DIGEST
+        )
         return Chunk.unsealed(ChunkKey(DEFAULT_TENANT, key), header, memory, HOT_TIER)
 
     def _tensors(self, num_tokens: int) -> tuple[TensorSpec, ...]:
@@ -211,9 +254,11 @@ class KVTransfer:
         return (TensorSpec("", self._dtype, shape, 0, num_bytes(shape, self._dtype)),)
 
     def _misfit(self, chunk: Chunk, key: CacheEngineKey, num_tokens: int) -> MissReason | None:
-        """Why a chunk is not exactly the KV that the connector takes (raw, these tensors and nothing else); None if it is.
+        """Why a chunk is not exactly the KV that the connector takes (raw, these tensors and
+        nothing else); None if it is.
 
-        Whether it may have been encoded with loss is decided where it comes in, by the tier that it comes from.
+        Whether it may have been encoded with loss is decided where it comes in, by the tier that it
+        comes from.
         """
         if chunk.key.key != key:
             return MissReason.IDENTITY
@@ -223,9 +268,14 @@ class KVTransfer:
         return None if is_kv and is_whole else MissReason.LAYOUT
 
     def _as_kv(self, chunk: Chunk, num_tokens: int) -> MemoryObj:
-        """The chunk's bytes as the KV_BLOB that the connector takes; borrows the chunk's reference."""
+        """The chunk's bytes as the KV_BLOB that the connector takes; borrows the chunk's
+        reference.
+        """
         shape = torch.Size(self._gpu_connector.get_shape(num_tokens))
-        return BytesBufferMemoryObj(chunk.memory.byte_array, MemoryObjMetadata(shape, self._dtype, 0, 0, 1, MemoryFormat.KV_BLOB))
+        return BytesBufferMemoryObj(
+            chunk.memory.byte_array,
+            MemoryObjMetadata(shape, self._dtype, 0, 0, 1, MemoryFormat.KV_BLOB),
+        )
 
     def _part(self, chunk: Chunk, num_tokens: int, low: int, high: int) -> MemoryObj:
         """Tokens `[low, high)` of a chunk of so many, as a KV_BLOB of its own."""
@@ -234,14 +284,23 @@ class KVTransfer:
         part = np.zeros(specs[-1].offset + specs[-1].length, np.uint8)
         for spec, of_whole in zip(specs, self._tensors(num_tokens), strict=True):
             token_bytes = of_whole.length // math.prod(of_whole.shape[:-1])
-            tokens = whole[of_whole.offset : of_whole.offset + of_whole.length].reshape(-1, num_tokens, token_bytes)
+            tokens = whole[of_whole.offset : of_whole.offset + of_whole.length].reshape(
+                -1, num_tokens, token_bytes
+            )
             part[spec.offset : spec.offset + spec.length] = tokens[:, low:high].reshape(-1)
         shape = torch.Size(self._gpu_connector.get_shape(high - low))
-        return BytesBufferMemoryObj(part.data, MemoryObjMetadata(shape, self._dtype, 0, 0, 1, MemoryFormat.KV_BLOB))
+        return BytesBufferMemoryObj(
+            part.data, MemoryObjMetadata(shape, self._dtype, 0, 0, 1, MemoryFormat.KV_BLOB)
+        )
 
-    def _count_stored(self, chunks: Sequence[Chunk], stored: Sequence[bool], num_wanted: int) -> None:
+    def _count_stored(
+        self, chunks: Sequence[Chunk], stored: Sequence[bool], num_wanted: int
+    ) -> None:
         self._counters.add(STORED_CHUNKS_TOTAL, sum(stored))
-        self._counters.add(STORED_BYTES_TOTAL, sum(c.memory.get_size() for c, kept in zip(chunks, stored, strict=True) if kept))
+        self._counters.add(
+            STORED_BYTES_TOTAL,
+            sum(c.memory.get_size() for c, kept in zip(chunks, stored, strict=True) if kept),
+        )
         self._counters.add(UNSTORED_CHUNKS_TOTAL, num_wanted - sum(stored))
 
     def _count_retrieved(self, chunk: Chunk, num_tokens: int) -> None:

@@ -1,6 +1,7 @@
 """GPU connectors: between a serving engine's KV and memory objects. Needs torch.
 
-What works on paged memory also needs the package lmcache_kernels (extra `kernels`); it is resolved on first use.
+What works on paged memory also needs the package lmcache_kernels (extra `kernels`); it is resolved
+on first use.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ with needs_extra("torch", "torch", "numpy"):
 
 if TYPE_CHECKING:
     from lmcache_core.gpu_connectors.canary import EngineMemory, LogicalMemory, run_canary
-    from lmcache_core.gpu_connectors.paged import PagedConnector, PagedGPUConnector, VLLMPagedMemGPUConnector, VLLMPagedMemGPUConnectorV2
+    from lmcache_core.gpu_connectors.paged import (
+        PagedConnector,
+        PagedGPUConnector,
+        VLLMPagedMemGPUConnector,
+        VLLMPagedMemGPUConnectorV2,
+    )
 
 _NEEDS_KERNELS = MappingProxyType(
     {

@@ -1,4 +1,6 @@
-"""Where the tokens of a transfer lie in an engine's pages: checked once, then used for every chunk of it."""
+"""Where the tokens of a transfer lie in an engine's pages: checked once, then used for every
+chunk of it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from lmcache_core.gpu_connectors.binding import Binding
 
 @dataclass(frozen=True, eq=False)
 class Addresses:
-    """The slots of tokens `[begin, end)` in the pages of each group, checked. Make them with `Addresses.of`.
+    """The slots of tokens `[begin, end)` in the pages of each group, checked. Make them with
+    `Addresses.of`.
 
     Attributes:
         binding: The pages.
@@ -42,26 +45,36 @@ class Addresses:
 
         Raises:
             ValueError: There is no slot mapping.
-            LayoutError: A token has no slot, or a slot does not exist, or has two tokens, or two groups share a block.
+            LayoutError: A token has no slot, or a slot does not exist, or has two tokens, or two
+                groups share a block.
         """
         names = [group.name for group in binding.layout.groups]
         parts = [_part(mapping, begin, end) for mapping in _mappings(slot_mapping, names)]
         try:
-            # A slot is one token's when it is only read, too: the other token would be kept with KV that is not its own
-            slots = tuple(CheckedSlots.of(pages, part, once=True) for pages, part in zip(binding.pages, parts, strict=True))
+            # A slot is one token's when it is only read, too: the other token would be kept with KV
+            # that is not its own
+            slots = tuple(
+                CheckedSlots.of(pages, part, once=True)
+                for pages, part in zip(binding.pages, parts, strict=True)
+            )
         except KernelInputError as exc:
             hint = "-1 marks the engine's own prefix, which these tokens must not overlap"
             raise LayoutError(f"tokens [{begin}, {end}): {exc} ({hint})") from exc
         for pair in binding.sharing:
-            one, other = ({slot // binding.pages[i].block_size for slot in parts[i].tolist()} for i in pair)
+            one, other = (
+                {slot // binding.pages[i].block_size for slot in parts[i].tolist()} for i in pair
+            )
             if one & other:
                 shared = " and ".join(repr(names[i]) for i in pair)
                 raise LayoutError(
-                    f"tokens [{begin}, {end}): the groups {shared} are the same memory and both have block {min(one & other)}"
+                    f"tokens [{begin}, {end}): the groups {shared} are the same memory and both"
+                    f" have block {min(one & other)}"
                 )
         return cls(binding, begin, end, slots)
 
-    def copies(self, staged: torch.Tensor, start: int, end: int, writes_pages: bool) -> list[tuple[int, PagedCopy]]:
+    def copies(
+        self, staged: torch.Tensor, start: int, end: int, writes_pages: bool
+    ) -> list[tuple[int, PagedCopy]]:
         """One copy for each group, all checked, and where it begins in the chunk, bytes.
 
         Args:
@@ -74,13 +87,27 @@ class Addresses:
             LayoutError: Tokens that were not checked, or the chunk does not fit.
         """
         if not self.begin <= start <= end <= self.end:
-            raise LayoutError(f"tokens [{start}, {end}) are not among those whose slots were checked, [{self.begin}, {self.end})")
+            raise LayoutError(
+                f"tokens [{start}, {end}) are not among those whose slots were checked,"
+                f" [{self.begin}, {self.end})"
+            )
         specs = self.binding.layout.tensor_specs(end - start)
         copies = []
         try:
             for checked, spec in zip(self.slots, specs, strict=True):
-                blob = staged[spec.offset : spec.offset + spec.length].view(checked.pages.dtype).view(spec.shape)
-                copies.append((spec.offset, checked.part(start - self.begin, end - self.begin).copy_with(blob, writes_pages)))
+                blob = (
+                    staged[spec.offset : spec.offset + spec.length]
+                    .view(checked.pages.dtype)
+                    .view(spec.shape)
+                )
+                copies.append(
+                    (
+                        spec.offset,
+                        checked.part(start - self.begin, end - self.begin).copy_with(
+                            blob, writes_pages
+                        ),
+                    )
+                )
         except KernelInputError as exc:
             raise LayoutError(f"tokens [{start}, {end}): {exc}") from exc
         return copies
@@ -92,16 +119,25 @@ def _mappings(slot_mapping: Any, names: Sequence[str]) -> list[torch.Tensor]:
         return [slot_mapping] * len(names)
     if isinstance(slot_mapping, Mapping):
         slot_mapping = [slot_mapping.get(name) for name in names]
-    if not isinstance(slot_mapping, Sequence) or not all(isinstance(mapping, torch.Tensor) for mapping in slot_mapping):
+    if not isinstance(slot_mapping, Sequence) or not all(
+        isinstance(mapping, torch.Tensor) for mapping in slot_mapping
+    ):
         raise ValueError(
-            "slot_mapping is missing: pass an int64 tensor with the slot of every token of the sequence (or one for each group)"
+            "slot_mapping is missing: pass an int64 tensor with the slot of every token of the"
+            " sequence (or one for each group)"
         )
     if len(slot_mapping) != len(names):
-        raise LayoutError(f"slot_mapping has {len(slot_mapping)} parts; the layout has the groups {', '.join(names)}")
+        raise LayoutError(
+            f"slot_mapping has {len(slot_mapping)} parts; the layout has the groups"
+            f" {', '.join(names)}"
+        )
     return list(slot_mapping)
 
 
 def _part(slot_mapping: torch.Tensor, start: int, end: int) -> torch.Tensor:
     if slot_mapping.ndim != 1 or not 0 <= start <= end <= slot_mapping.shape[0]:
-        raise LayoutError(f"tokens [{start}, {end}) are not all in slot_mapping, whose shape is {tuple(slot_mapping.shape)}")
+        raise LayoutError(
+            f"tokens [{start}, {end}) are not all in slot_mapping, whose shape is"
+            f" {tuple(slot_mapping.shape)}"
+        )
     return slot_mapping[start:end]

@@ -1,4 +1,6 @@
-"""An engine's tensors, matched with a layout: what makes pages for the kernels out of `kvcaches`."""
+"""An engine's tensors, matched with a layout: what makes pages for the kernels out of
+`kvcaches`.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,21 @@ class Binding:
 
     @cached_property
     def sharing(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of groups that lie in the same memory, by their numbers: a block belongs to one of them."""
+        """Pairs of groups that lie in the same memory, by their numbers: a block belongs to one
+        of them.
+        """
         starts = [{page.data_ptr() for page in pages.tensors} for pages in self.pages]
-        return tuple((i, j) for i, j in combinations(range(len(starts)), 2) if starts[i] & starts[j])
+        return tuple(
+            (i, j) for i, j in combinations(range(len(starts)), 2) if starts[i] & starts[j]
+        )
 
 
 class BindingCache:
     """The binding of the tensors that came last: engines pass the same ones with every call.
 
-    Tensors count as the same when address, shape, strides, dtype and device are. The binding holds them, so an address cannot come to mean
-    other memory. Thread-safe: entry and lookup are each one reference.
+    Tensors count as the same when address, shape, strides, dtype and device are. The binding holds
+    them, so an address cannot come to mean other memory. Thread-safe: entry and lookup are each one
+    reference.
 
     Args:
         bind: Makes a binding from `kvcaches`.
@@ -71,7 +78,10 @@ class BindingCache:
         except KernelInputError as exc:
             raise LayoutError(f"kvcaches: {exc}") from exc
         if len({pages.device for pages in binding.pages}) != 1:
-            raise LayoutError(f"kvcaches are on several devices: {sorted({str(pages.device) for pages in binding.pages})}")
+            raise LayoutError(
+                "kvcaches are on several devices:"
+                f" {sorted({str(pages.device) for pages in binding.pages})}"
+            )
         self._last = (signature, binding)
         return binding
 
@@ -81,8 +91,8 @@ def bind_declared(layout: KVLayout, kvcaches: Any) -> Binding:
 
     Args:
         layout: What they are declared to be.
-        kvcaches: The tensors (or pairs) of each layer, group after group; or by layer name, as `LayerGroup.layers` says, or in that
-            order where the groups name no layers.
+        kvcaches: The tensors (or pairs) of each layer, group after group; or by layer name, as
+            `LayerGroup.layers` says, or in that order where the groups name no layers.
 
     Raises:
         LayoutError: They are not as declared.
@@ -92,7 +102,8 @@ def bind_declared(layout: KVLayout, kvcaches: Any) -> Binding:
     pages, at = [], 0
     for group in layout.groups:
         sides = [
-            layer_sides(group, layer, f"layer {i} of group {group.name!r}") for i, layer in enumerate(layers[at : at + group.num_layers])
+            layer_sides(group, layer, f"layer {i} of group {group.name!r}")
+            for i, layer in enumerate(layers[at : at + group.num_layers])
         ]
         pages.append(Pages.of(*zip(*sides, strict=True)))
         at += group.num_layers
@@ -100,12 +111,14 @@ def bind_declared(layout: KVLayout, kvcaches: Any) -> Binding:
 
 
 def bind_pairs(num_layers: int, hidden_size: int, kvcaches: Any) -> Binding:
-    """Match tensors with what the documented paged connectors take; heads and dtype are taken from the tensors.
+    """Match tensors with what the documented paged connectors take; heads and dtype are taken from
+    the tensors.
 
     Args:
         num_layers: How many layers there must be.
         hidden_size: What num_heads * head_size must be.
-        kvcaches: For each layer a pair (K, V) or one tensor `[2, …]`; K and V are `[num_blocks, block_size, num_heads, head_size]`.
+        kvcaches: For each layer a pair (K, V) or one tensor `[2, …]`; K and V are `[num_blocks,
+            block_size, num_heads, head_size]`.
 
     Raises:
         LayoutError: They are something else.
@@ -113,20 +126,38 @@ def bind_pairs(num_layers: int, hidden_size: int, kvcaches: Any) -> Binding:
     """
     layers = list(kvcaches)
     if len(layers) != num_layers:
-        raise LayoutError(f"kvcaches has {len(layers)} layers; the connector was made for {num_layers}")
+        raise LayoutError(
+            f"kvcaches has {len(layers)} layers; the connector was made for {num_layers}"
+        )
     sides = []
     for i, layer in enumerate(layers):
-        if (isinstance(layer, torch.Tensor) and (layer.ndim != 5 or layer.shape[0] != 2)) or len(layer) != 2:
-            raise LayoutError(f"layer {i} of kvcaches must be a pair (K, V) or one tensor [2, …], not {_described(layer)}")
+        if (isinstance(layer, torch.Tensor) and (layer.ndim != 5 or layer.shape[0] != 2)) or len(
+            layer
+        ) != 2:
+            raise LayoutError(
+                f"layer {i} of kvcaches must be a pair (K, V) or one tensor [2, …], not"
+                f" {_described(layer)}"
+            )
         pair = layer[0], layer[1]
         for side in pair:
-            if not isinstance(side, torch.Tensor) or side.ndim != 4 or side.shape[2] * side.shape[3] != hidden_size:
-                expected = f"[num_blocks, block_size, num_heads, head_size] with num_heads * head_size = {hidden_size}"
-                raise LayoutError(f"layer {i} of kvcaches is {_described(layer)}; expected {expected}")
+            if (
+                not isinstance(side, torch.Tensor)
+                or side.ndim != 4
+                or side.shape[2] * side.shape[3] != hidden_size
+            ):
+                expected = (
+                    "[num_blocks, block_size, num_heads, head_size] with num_heads * head_size ="
+                    f" {hidden_size}"
+                )
+                raise LayoutError(
+                    f"layer {i} of kvcaches is {_described(layer)}; expected {expected}"
+                )
         sides.append(pair)
     pages = Pages.of(*zip(*sides, strict=True))
     heads, head_size = sides[0][0].shape[2:]
-    return Binding(KVLayout((LayerGroup("", num_layers, heads, head_size, _named(pages.dtype)),)), (pages,))
+    return Binding(
+        KVLayout((LayerGroup("", num_layers, heads, head_size, _named(pages.dtype)),)), (pages,)
+    )
 
 
 def layers_of(layout: KVLayout, kvcaches: Any) -> list[Any]:
@@ -145,7 +176,10 @@ def layers_of(layout: KVLayout, kvcaches: Any) -> list[Any]:
         if names:
             missing = [name for name in names if name not in kvcaches]
             if missing or len(names) != num_layers:
-                raise LayoutError(f"kvcaches lacks {missing or 'layers of groups that name none'}; it has {list(kvcaches)[:8]}")
+                raise LayoutError(
+                    f"kvcaches lacks {missing or 'layers of groups that name none'}; it has"
+                    f" {list(kvcaches)[:8]}"
+                )
             return [kvcaches[name] for name in names]
         kvcaches = kvcaches.values()
     layers = list(kvcaches)
@@ -155,7 +189,8 @@ def layers_of(layout: KVLayout, kvcaches: Any) -> list[Any]:
 
 
 def layer_sides(group: LayerGroup, layer: Any, name: str) -> tuple[torch.Tensor, ...]:
-    """K and V of a layer (or its latent) as views `[num_blocks, block_size, num_kv_heads, head_size]`.
+    """K and V of a layer (or its latent) as views `[num_blocks, block_size, num_kv_heads,
+    head_size]`.
 
     Args:
         group: What the layer is declared to be.
@@ -165,7 +200,9 @@ def layer_sides(group: LayerGroup, layer: Any, name: str) -> tuple[torch.Tensor,
     Raises:
         LayoutError: It is something else.
     """
-    wrong = LayoutError(f"{name} is {_described(layer)}; declared is {group.tensor_shape()} of {group.dtype}")
+    wrong = LayoutError(
+        f"{name} is {_described(layer)}; declared is {group.tensor_shape()} of {group.dtype}"
+    )
     if group.packing is Packing.SPLIT and group.sides == 2:
         if not isinstance(layer, (tuple, list)) or len(layer) != 2:
             raise wrong
@@ -186,7 +223,11 @@ def layer_sides(group: LayerGroup, layer: Any, name: str) -> tuple[torch.Tensor,
         sides = layer.unbind(axis)
     for side in sides:
         heads_axis = 2 if group.order is Order.NHD else 1
-        if not isinstance(side, torch.Tensor) or side.ndim != 4 or _named(side.dtype) != group.dtype:
+        if (
+            not isinstance(side, torch.Tensor)
+            or side.ndim != 4
+            or _named(side.dtype) != group.dtype
+        ):
             raise wrong
         if side.shape[3] != group.head_size or side.shape[heads_axis] != group.num_kv_heads:
             raise wrong
@@ -194,7 +235,9 @@ def layer_sides(group: LayerGroup, layer: Any, name: str) -> tuple[torch.Tensor,
 
 
 def _signature(kvcaches: Any) -> Signature:
-    items: Iterable[Any] = kvcaches.items() if isinstance(kvcaches, Mapping) else enumerate(kvcaches)
+    items: Iterable[Any] = (
+        kvcaches.items() if isinstance(kvcaches, Mapping) else enumerate(kvcaches)
+    )
     facts: list[Any] = []
     for name, layer in items:
         facts.append(name)

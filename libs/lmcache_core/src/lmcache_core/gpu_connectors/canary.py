@@ -1,8 +1,9 @@
 """A known pattern through the whole cache, before any KV is trusted to it.
 
-A layout that is declared wrongly, but consistently, round-trips with itself: what is gathered in a wrong order is scattered back in the
-same wrong order, until it goes to other slots or to an engine that declares it rightly. So the pattern is written into engine memory and
-read from it by something else than the connector: plain indexing of the engine's own tensors, or the engine's own operator.
+A layout that is declared wrongly, but consistently, round-trips with itself: what is gathered in a
+wrong order is scattered back in the same wrong order, until it goes to other slots or to an engine
+that declares it rightly. So the pattern is written into engine memory and read from it by something
+else than the connector: plain indexing of the engine's own tensors, or the engine's own operator.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from lmcache_core.memory.dtypes import num_bytes
 __all__ = ["MAX_CANARY_TOKENS", "EngineMemory", "LogicalMemory", "run_canary"]
 
 MAX_CANARY_TOKENS = 32
-"""Tokens in the pattern: parts of two blocks, few enough that an attach takes a fraction of a second."""
+"""Tokens in the pattern: parts of two blocks, few enough that an attach takes a fraction of a
+second.
+"""
 PATTERN_SEED = 0x1CEB00DA
 SIDE_NAMES = {1: ("latent",), 2: ("K", "V")}
 
@@ -56,28 +59,33 @@ def run_canary(
     transport: Callable[[MemoryObj], MemoryObj],
     allocate: Allocate | None = None,
 ) -> None:
-    """Send a pattern from engine memory through gather, transport and scatter into other slots, and compare at every step.
+    """Send a pattern from engine memory through gather, transport and scatter into other slots, and
+    compare at every step.
 
-    Uses the first and the last blocks of every group, which the engine must not touch meanwhile; whether this returns or raises, they are
-    then as before. Groups may be the same memory, as in hybrid models, if there are at least four blocks for each group.
+    Uses the first and the last blocks of every group, which the engine must not touch meanwhile;
+    whether this returns or raises, they are then as before. Groups may be the same memory, as in
+    hybrid models, if there are at least four blocks for each group.
 
     Args:
         connector: The connector under test.
         kvcaches: What it will be given in service.
         engine: Judges it. Its layout says what a memory object must hold.
-        transport: Stores the memory object and loads it again. Borrows its argument; what it returns is released here, unless it is the
-            argument itself.
-        allocate: Makes the memory object to gather into, of that shape and dtype; it is released here. By default plain host memory.
+        transport: Stores the memory object and loads it again. Borrows its argument; what it
+            returns is released here, unless it is the argument itself.
+        allocate: Makes the memory object to gather into, of that shape and dtype; it is released
+            here. By default plain host memory.
 
     Raises:
-        LayoutError: What arrived is not what was sent: the layout is not as declared, or the transport changed bytes; or there are fewer
-            than two slots to try it with.
+        LayoutError: What arrived is not what was sent: the layout is not as declared, or the
+            transport changed bytes; or there are fewer than two slots to try it with.
     """
     with torch.inference_mode():
         binding = connector.binding_of(kvcaches)
         _check_same_kv(binding.layout, engine.layout)
         spots = _choose_spots(engine)
-        patterns = [_pattern(group, i, len(spots[0].source)) for i, group in enumerate(engine.layout.groups)]
+        patterns = [
+            _pattern(group, i, len(spots[0].source)) for i, group in enumerate(engine.layout.groups)
+        ]
         with _preserved(engine, binding, spots):
             _write(engine, patterns, [spot.source for spot in spots])
             _send(connector, kvcaches, engine, transport, allocate or _host_memory, patterns, spots)
@@ -101,28 +109,49 @@ def _send(
         loaded = transport(memory)
         try:
             if not torch.equal(_bytes_of(loaded), _bytes_of(memory)):
-                raise LayoutError("canary: the store gave back other bytes than it was given; the KV layout is not to blame")
+                raise LayoutError(
+                    "canary: the store gave back other bytes than it was given; the KV layout is"
+                    " not to blame"
+                )
             replaced = [_read(engine, i, spot.target) for i, spot in enumerate(spots)]
             before = [tensor.clone() for tensor in _watched(engine, spots)]
-            connector.to_gpu(loaded, 0, num_tokens, kvcaches=kvcaches, slot_mapping=_mappings(target))
+            connector.to_gpu(
+                loaded, 0, num_tokens, kvcaches=kvcaches, slot_mapping=_mappings(target)
+            )
         finally:
             if loaded is not memory:
                 loaded.ref_count_down()
     for i, (group, pattern) in enumerate(zip(engine.layout.groups, patterns, strict=True)):
-        _compare(group, _read(engine, i, target[i]), pattern, target[i], "scattered to the wrong place")
+        _compare(
+            group, _read(engine, i, target[i]), pattern, target[i], "scattered to the wrong place"
+        )
     _write(engine, replaced, target)
-    if not all(torch.equal(_raw(now), _raw(then)) for now, then in zip(_watched(engine, spots), before, strict=True)):
-        raise LayoutError("canary: scattering KV changed slots beside those that it was meant for: the KV layout is not as declared")
+    if not all(
+        torch.equal(_raw(now), _raw(then))
+        for now, then in zip(_watched(engine, spots), before, strict=True)
+    ):
+        raise LayoutError(
+            "canary: scattering KV changed slots beside those that it was meant for: the KV layout"
+            " is not as declared"
+        )
 
 
 def _check_same_kv(declared: KVLayout, engine: KVLayout) -> None:
-    sizes = [[(g.sides, g.num_layers, g.num_kv_heads, g.head_size, g.dtype) for g in layout.groups] for layout in (declared, engine)]
+    sizes = [
+        [(g.sides, g.num_layers, g.num_kv_heads, g.head_size, g.dtype) for g in layout.groups]
+        for layout in (declared, engine)
+    ]
     if sizes[0] != sizes[1]:
-        raise LayoutError(f"canary: the connector was made for {declared.fingerprint()}; the engine has {engine.fingerprint()}")
+        raise LayoutError(
+            f"canary: the connector was made for {declared.fingerprint()}; the engine has"
+            f" {engine.fingerprint()}"
+        )
 
 
 def _choose_spots(engine: EngineMemory) -> list[_Spots]:
-    """Slots at both ends of each group's blocks, at other places in the block for the source than for the target."""
+    """Slots at both ends of each group's blocks, at other places in the block for the source
+    than for the target.
+    """
     sizes = [engine.num_slots(i) for i in range(len(engine.layout.groups))]
     chosen: list[tuple[list[int], list[int]]] = []
     for i, (num_blocks, block_size) in enumerate(sizes):
@@ -136,22 +165,40 @@ def _choose_spots(engine: EngineMemory) -> list[_Spots]:
         chosen.append((_slots_in(*source, block_size), _slots_in(*target[::-1], block_size)))
         if num_blocks == 1:
             slots = list(range(block_size))
-            chosen[-1] = slots[: block_size // 2], slots[-(block_size // 2) :] if block_size > 1 else []
+            chosen[-1] = (
+                slots[: block_size // 2],
+                (slots[-(block_size // 2) :] if block_size > 1 else []),
+            )
     num_tokens = min(MAX_CANARY_TOKENS, *(len(slots) for pair in chosen for slots in pair))
     if num_tokens == 0:
-        raise LayoutError(f"canary: there must be two slots to try the layout with, not (blocks, slots in each) {sizes}")
-    spots = [_Spots(_ends(source, num_tokens), _ends(target, num_tokens), []) for source, target in chosen]
-    used = [{slot // size for slot in spot.source + spot.target} for spot, (_, size) in zip(spots, sizes, strict=True)]
+        raise LayoutError(
+            "canary: there must be two slots to try the layout with, not (blocks, slots in each)"
+            f" {sizes}"
+        )
+    spots = [
+        _Spots(_ends(source, num_tokens), _ends(target, num_tokens), [])
+        for source, target in chosen
+    ]
+    used = [
+        {slot // size for slot in spot.source + spot.target}
+        for spot, (_, size) in zip(spots, sizes, strict=True)
+    ]
     for i, (num_blocks, _) in enumerate(sizes):
         others = set().union(*used[:i], *used[i + 1 :])
-        beside = {block + step for block in used[i] for step in (-1, 1) if 0 <= block + step < num_blocks}
+        beside = {
+            block + step for block in used[i] for step in (-1, 1) if 0 <= block + step < num_blocks
+        }
         spots[i].watched.extend(sorted(used[i] | (beside - others)))
     return spots
 
 
 def _slots_in(first: int, second: int, block_size: int) -> list[int]:
     """All slots of two blocks, or of the one that both are."""
-    return [block * block_size + i for block in dict.fromkeys((first, second)) for i in range(block_size)]
+    return [
+        block * block_size + i
+        for block in dict.fromkeys((first, second))
+        for i in range(block_size)
+    ]
 
 
 def _ends(slots: list[int], num_tokens: int) -> list[int]:
@@ -160,18 +207,25 @@ def _ends(slots: list[int], num_tokens: int) -> list[int]:
 
 
 def _pattern(group: LayerGroup, index: int, num_tokens: int) -> torch.Tensor:
-    """Finite numbers that differ by layer, side, token, head and element: `[sides, num_layers, num_tokens, num_kv_heads, head_size]`."""
+    """Finite numbers that differ by layer, side, token, head and element: `[sides, num_layers,
+    num_tokens, num_kv_heads, head_size]`.
+    """
     dtype: torch.dtype = getattr(torch, group.dtype)
     shape = (*group.shape(num_tokens)[:3], group.num_kv_heads, group.head_size * dtype.itemsize)
     random = torch.Generator().manual_seed(PATTERN_SEED + index)
     raw = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
     if dtype.is_floating_point:
-        raw[..., dtype.itemsize - 1 :: dtype.itemsize] &= 0xBF  # the exponent's highest bit: without it nothing is infinite or NaN
+        raw[..., dtype.itemsize - 1 :: dtype.itemsize] &= (
+            0xBF  # the exponent's highest bit: without it nothing is infinite or NaN
+        )
     return raw.view(dtype)
 
 
 def _host_memory(shape: Sequence[int], dtype: str) -> MemoryObj:
-    return BytesBufferMemoryObj(bytearray(num_bytes(shape, dtype)), MemoryObjMetadata(shape, dtype, 0, 0, 1, MemoryFormat.KV_BLOB))
+    return BytesBufferMemoryObj(
+        bytearray(num_bytes(shape, dtype)),
+        MemoryObjMetadata(shape, dtype, 0, 0, 1, MemoryFormat.KV_BLOB),
+    )
 
 
 def _mappings(slots: list[list[int]]) -> Any:
@@ -202,7 +256,9 @@ def _watched(engine: EngineMemory, spots: list[_Spots]) -> Iterator[torch.Tensor
 
 @contextmanager
 def _preserved(engine: EngineMemory, binding: Binding, spots: list[_Spots]) -> Iterator[None]:
-    """Put back what the pattern overwrites, both where the engine and where the connector believes that the slots are."""
+    """Put back what the pattern overwrites, both where the engine and where the connector
+    believes that the slots are.
+    """
     views = list(_watched(engine, spots))
     for pages, spot in zip(binding.pages, spots, strict=True):
         blocks = {slot // pages.block_size for slot in spot.target if slot < pages.num_slots}
@@ -215,22 +271,34 @@ def _preserved(engine: EngineMemory, binding: Binding, spots: list[_Spots]) -> I
             view.copy_(content)
 
 
-def _check_gathered(layout: KVLayout, memory: MemoryObj, patterns: list[torch.Tensor], slots: list[list[int]]) -> None:
+def _check_gathered(
+    layout: KVLayout, memory: MemoryObj, patterns: list[torch.Tensor], slots: list[list[int]]
+) -> None:
     content = _bytes_of(memory)
-    for i, (group, pattern, spec) in enumerate(zip(layout.groups, patterns, layout.tensor_specs(len(slots[0])), strict=True)):
-        got = content[spec.offset : spec.offset + spec.length].view(pattern.dtype).view(pattern.shape)
+    for i, (group, pattern, spec) in enumerate(
+        zip(layout.groups, patterns, layout.tensor_specs(len(slots[0])), strict=True)
+    ):
+        got = (
+            content[spec.offset : spec.offset + spec.length].view(pattern.dtype).view(pattern.shape)
+        )
         _compare(group, got, pattern, slots[i], "gathered from the wrong place")
 
 
-def _compare(group: LayerGroup, got: torch.Tensor, pattern: torch.Tensor, slots: list[int], what: str) -> None:
+def _compare(
+    group: LayerGroup, got: torch.Tensor, pattern: torch.Tensor, slots: list[int], what: str
+) -> None:
     wrong = (_raw(got) != _raw(pattern)).nonzero()
     if not len(wrong):
         return
     side, layer, token, head, _ = wrong[0].tolist()
-    where = f"group {group.name!r}, layer {layer}, {SIDE_NAMES[group.sides][side]}, slot {slots[token]}, head {head}"
+    where = (
+        f"group {group.name!r}, layer {layer}, {SIDE_NAMES[group.sides][side]}, slot"
+        f" {slots[token]}, head {head}"
+    )
     raise LayoutError(
-        f"canary: KV was {what}: {where}. The engine has {group.tensor_shape()} in order {group.order}, packing {group.packing}; the "
-        "connector was given another layout: correct its order and packing. Until then nothing is cached"
+        f"canary: KV was {what}: {where}. The engine has {group.tensor_shape()} in order"
+        f" {group.order}, packing {group.packing}; the connector was given another layout: correct"
+        " its order and packing. Until then nothing is cached"
     )
 
 

@@ -17,10 +17,14 @@ def check_format(memory_obj: MemoryObj) -> None:
         LayoutError: It is in another format.
     """
     if memory_obj.get_memory_format() is not MemoryFormat.KV_BLOB:
-        raise LayoutError(f"the memory object is in format {memory_obj.get_memory_format().name}, not KV_BLOB")
+        raise LayoutError(
+            f"the memory object is in format {memory_obj.get_memory_format().name}, not KV_BLOB"
+        )
 
 
-def checked_tensor(memory_obj: MemoryObj, shape: Sequence[int], dtype: torch.dtype, is_filled: bool) -> torch.Tensor:
+def checked_tensor(
+    memory_obj: MemoryObj, shape: Sequence[int], dtype: torch.dtype, is_filled: bool
+) -> torch.Tensor:
     """The tensor in a memory object.
 
     Args:
@@ -36,7 +40,10 @@ def checked_tensor(memory_obj: MemoryObj, shape: Sequence[int], dtype: torch.dty
     tensor: torch.Tensor | None = memory_obj.tensor
     assert tensor is not None, "the memory object holds no tensor"
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or not tensor.is_contiguous():
-        got = f"{tuple(tensor.shape)} of {tensor.dtype}{'' if tensor.is_contiguous() else ', not contiguous'}"
+        got = (
+            f"{tuple(tensor.shape)} of"
+            f" {tensor.dtype}{'' if tensor.is_contiguous() else ', not contiguous'}"
+        )
         raise LayoutError(f"the memory object is {got}; expected {tuple(shape)} of {dtype}")
     if is_filled and tensor.device.type == "cpu" and memory_obj.byte_array.readonly:
         raise LayoutError("the memory object is read-only")

@@ -1,4 +1,6 @@
-"""Engine memory as the engine itself sees it: what judges a connector, so it shares no code with the copying."""
+"""Engine memory as the engine itself sees it: what judges a connector, so it shares no code with
+the copying.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from lmcache_core.gpu_connectors.layout import KVLayout, LayerGroup, Order, Pack
 
 
 class EngineMemory(Protocol):
-    """Reads and writes single tokens of an engine's KV cache, as that engine does: by its own operator, or by plain indexing."""
+    """Reads and writes single tokens of an engine's KV cache, as that engine does: by its own
+    operator, or by plain indexing.
+    """
 
     @property
     def layout(self) -> KVLayout:
@@ -23,7 +27,9 @@ class EngineMemory(Protocol):
         """Blocks of a group, and slots in a block."""
 
     def write(self, group: int, layer: int, slot: int, cells: torch.Tensor) -> None:
-        """Put a token's KV into a slot. `cells`: `[sides, num_kv_heads, head_size]` of the group's dtype, on the CPU."""
+        """Put a token's KV into a slot. `cells`: `[sides, num_kv_heads, head_size]` of the
+        group's dtype, on the CPU.
+        """
 
     def read(self, group: int, layer: int, slot: int) -> torch.Tensor:
         """The KV in a slot, as `cells` of `write`."""
@@ -36,7 +42,8 @@ class LogicalMemory:
     """The engine's tensors, indexed one token at a time by the shape that the engine gives them.
 
     Args:
-        layout: What the engine says that its tensors are; to be taken from the engine, not from the connector.
+        layout: What the engine says that its tensors are; to be taken from the engine, not from the
+            connector.
         kvcaches: As for `PagedGPUConnector`.
 
     Raises:
@@ -49,11 +56,19 @@ class LogicalMemory:
         self._layers: list[list[tuple[torch.Tensor, ...]]] = []
         at = 0
         for group in layout.groups:
-            tensors = [(layer,) if isinstance(layer, torch.Tensor) else tuple(layer) for layer in layers[at : at + group.num_layers]]
+            tensors = [
+                (layer,) if isinstance(layer, torch.Tensor) else tuple(layer)
+                for layer in layers[at : at + group.num_layers]
+            ]
             for i, of_layer in enumerate(tensors):
-                if len(of_layer) != (2 if _is_pair(group) else 1) or any(not _has_shape(group, tensor) for tensor in of_layer):
+                if len(of_layer) != (2 if _is_pair(group) else 1) or any(
+                    not _has_shape(group, tensor) for tensor in of_layer
+                ):
                     shapes = [list(tensor.shape) for tensor in of_layer]
-                    raise LayoutError(f"layer {i} of group {group.name!r}: the engine has {shapes}, but says {group.tensor_shape()}")
+                    raise LayoutError(
+                        f"layer {i} of group {group.name!r}: the engine has {shapes}, but says"
+                        f" {group.tensor_shape()}"
+                    )
             self._layers.append(tensors)
             at += group.num_layers
 
@@ -79,14 +94,18 @@ class LogicalMemory:
     def read(self, group: int, layer: int, slot: int) -> torch.Tensor:
         """See `EngineMemory.read`."""
         sides = range(self._layout.groups[group].sides)
-        return torch.stack([self._cells(group, layer, side, slot).cpu().view(torch.uint8) for side in sides]).view(
-            self._layers[group][layer][0].dtype
-        )
+        return torch.stack(
+            [self._cells(group, layer, side, slot).cpu().view(torch.uint8) for side in sides]
+        ).view(self._layers[group][layer][0].dtype)
 
     def block_memory(self, group: int, block: int) -> Sequence[torch.Tensor]:
         """See `EngineMemory.block_memory`."""
         is_behind_sides = self._layout.groups[group].packing is Packing.KV_FIRST
-        return [tensor[:, block] if is_behind_sides else tensor[block] for layer in self._layers[group] for tensor in layer]
+        return [
+            tensor[:, block] if is_behind_sides else tensor[block]
+            for layer in self._layers[group]
+            for tensor in layer
+        ]
 
     def _cells(self, group: int, layer: int, side: int, slot: int) -> torch.Tensor:
         """`[num_kv_heads, head_size]` of one token, sharing memory."""
@@ -121,4 +140,6 @@ def _has_shape(group: LayerGroup, tensor: torch.Tensor) -> bool:
         return False
     heads = shape[2] if group.order is Order.NHD else shape[1]
     size = group.head_size * (2 if group.packing is Packing.LAST_DIM else 1)
-    return (heads, shape[3]) == (group.num_kv_heads, size) and str(tensor.dtype) == f"torch.{group.dtype}"
+    return (heads, shape[3]) == (group.num_kv_heads, size) and str(
+        tensor.dtype
+    ) == f"torch.{group.dtype}"

@@ -1,6 +1,8 @@
-"""What KV looks like: layer groups, how an engine's tensors hold them, and how a memory object does. No torch.
+"""What KV looks like: layer groups, how an engine's tensors hold them, and how a memory object
+does. No torch.
 
-A memory object holds each group as `[sides, num_layers, num_tokens, num_kv_heads * head_size]`, whatever the engine's tensors look like.
+A memory object holds each group as `[sides, num_layers, num_tokens, num_kv_heads * head_size]`,
+whatever the engine's tensors look like.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class LayerGroup:
         dtype: A `torch.dtype` or its name; kept as the name.
         sides: 2 for K and V, 1 for a latent that serves as both.
         order: Order of the axes of the engine's tensors.
-        packing: Where K and V are in them; "split" for a latent. A latent's tensors may lack the axis of the single head.
+        packing: Where K and V are in them; "split" for a latent. A latent's tensors may lack the
+            axis of the single head.
         layers: Names of the layers in their order, for engines that give their tensors by name.
 
     Raises:
@@ -75,11 +78,20 @@ class LayerGroup:
         except ValueError as exc:
             raise LayoutError(f"layer group {self.name!r}: {exc}") from exc
         if min(self.num_layers, self.num_kv_heads, self.head_size) < 1 or self.sides not in (1, 2):
-            raise LayoutError(f"layer group {self.name!r}: layers, heads and head size must be positive, sides 1 or 2: {self}")
+            raise LayoutError(
+                f"layer group {self.name!r}: layers, heads and head size must be positive, sides 1"
+                f" or 2: {self}"
+            )
         if self.sides == 1 and self.packing is not Packing.SPLIT:
-            raise LayoutError(f"layer group {self.name!r}: packing={self.packing}: one side is not packed with another; say 'split'")
+            raise LayoutError(
+                f"layer group {self.name!r}: packing={self.packing}: one side is not packed with"
+                " another; say 'split'"
+            )
         if self.layers and len(set(self.layers)) != self.num_layers:
-            raise LayoutError(f"layer group {self.name!r}: {len(set(self.layers))} names for {self.num_layers} layers")
+            raise LayoutError(
+                f"layer group {self.name!r}: {len(set(self.layers))} names for {self.num_layers}"
+                " layers"
+            )
 
     @property
     def hidden_size(self) -> int:
@@ -92,9 +104,15 @@ class LayerGroup:
 
     def tensor_shape(self) -> str:
         """Shape of the engine's tensors of a layer, for people."""
-        inner = f"block_size, {self.num_kv_heads}" if self.order is Order.NHD else f"{self.num_kv_heads}, block_size"
+        inner = (
+            f"block_size, {self.num_kv_heads}"
+            if self.order is Order.NHD
+            else f"{self.num_kv_heads}, block_size"
+        )
         size = self.head_size * (2 if self.packing is Packing.LAST_DIM else 1)
-        front = {Packing.KV_FIRST: "2, num_blocks", Packing.BLOCK_FIRST: "num_blocks, 2"}.get(Packing(self.packing), "num_blocks")
+        front = {Packing.KV_FIRST: "2, num_blocks", Packing.BLOCK_FIRST: "num_blocks, 2"}.get(
+            Packing(self.packing), "num_blocks"
+        )
         shape = f"[{front}, {inner}, {size}]"
         return f"a pair of {shape}" if self.sides == 2 and self.packing is Packing.SPLIT else shape
 
@@ -104,7 +122,8 @@ class KVLayout:
     """The KV of a model on one worker.
 
     Attributes:
-        groups: Its layer groups, each with a name of its own, in the order in which a memory object holds them.
+        groups: Its layer groups, each with a name of its own, in the order in which a memory object
+            holds them.
 
     Raises:
         LayoutError: No group, or two of one name.
@@ -115,7 +134,10 @@ class KVLayout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         if not self.groups or len({group.name for group in self.groups}) != len(self.groups):
-            raise LayoutError(f"a layout needs groups with different names, not {[group.name for group in self.groups]}")
+            raise LayoutError(
+                "a layout needs groups with different names, not"
+                f" {[group.name for group in self.groups]}"
+            )
 
     @property
     def kv_dtype(self) -> str:
@@ -126,13 +148,19 @@ class KVLayout:
     def fingerprint(self) -> str:
         """Text that is equal for two layouts exactly when their memory objects mean the same.
 
-        Order, packing and layer names of the engine's tensors are not in it: they do not show in a memory object.
+        Order, packing and layer names of the engine's tensors are not in it: they do not show in a
+        memory object.
         """
-        parts = (f"{g.name!r}:{g.sides}x{g.num_layers}x{g.num_kv_heads}x{g.head_size}:{g.dtype}" for g in self.groups)
+        parts = (
+            f"{g.name!r}:{g.sides}x{g.num_layers}x{g.num_kv_heads}x{g.head_size}:{g.dtype}"
+            for g in self.groups
+        )
         return "kv/1;" + ";".join(parts)
 
     def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...]:
-        """Where each group lies in a memory object of that many tokens, bytes; each begins at a multiple of 512."""
+        """Where each group lies in a memory object of that many tokens, bytes; each begins at a
+        multiple of 512.
+        """
         specs, at = [], 0
         for group in self.groups:
             at = -(-at // GROUP_ALIGN_BYTES) * GROUP_ALIGN_BYTES
@@ -147,7 +175,9 @@ class KVLayout:
         return last.offset + last.length
 
     def shape(self, num_tokens: int) -> tuple[int, ...]:
-        """Shape of a memory object in elements of `kv_dtype`: `[sides, num_layers, num_tokens, hidden]` of one group, else flat."""
+        """Shape of a memory object in elements of `kv_dtype`: `[sides, num_layers, num_tokens,
+        hidden]` of one group, else flat.
+        """
         if len(self.groups) == 1:
             return self.groups[0].shape(num_tokens)
         return (self.num_bytes(num_tokens) // DTYPE_ITEMSIZE[self.kv_dtype],)
@@ -156,4 +186,8 @@ class KVLayout:
 def gaps_between(specs: Sequence[TensorSpec]) -> list[slice]:
     """Bytes of a memory object that belong to no group."""
     ends = [spec.offset + spec.length for spec in specs]
-    return [slice(end, spec.offset) for end, spec in zip(ends, specs[1:], strict=False) if end < spec.offset]
+    return [
+        slice(end, spec.offset)
+        for end, spec in zip(ends, specs[1:], strict=False)
+        if end < spec.offset
+    ]

@@ -23,11 +23,13 @@ from lmcache_core.record import TensorSpec
 class PagedConnector(OrderedGPUConnector):
     """What the connectors for paged memory have in common: check everything, copy all layers, wait.
 
-    Everything is checked before anything is written: on an error memory object and pages are untouched. The memory object may be on the
-    pages' device or in host memory; both directions have finished when they return. Thread-safe.
+    Everything is checked before anything is written: on an error memory object and pages are
+    untouched. The memory object may be on the pages' device or in host memory; both directions have
+    finished when they return. Thread-safe.
 
     Args:
-        staging_tokens: Room of a staging buffer on the pages' device that is kept between calls; 0 allocates where one is needed.
+        staging_tokens: Room of a staging buffer on the pages' device that is kept between calls; 0
+            allocates where one is needed.
     """
 
     def __init__(self, staging_tokens: int = 0) -> None:
@@ -35,12 +37,16 @@ class PagedConnector(OrderedGPUConnector):
         self._staging = Staging(staging_tokens)
 
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """See `GPUConnectorInterface.from_gpu`; needs `kvcaches` and `slot_mapping`, or `addresses` instead of both."""
+        """See `GPUConnectorInterface.from_gpu`; needs `kvcaches` and `slot_mapping`, or
+        `addresses` instead of both.
+        """
         check_format(memory_obj)
         self._fill(memory_obj, start, end, kwargs)
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """See `GPUConnectorInterface.to_gpu`; needs `kvcaches` and `slot_mapping`, or `addresses` instead of both."""
+        """See `GPUConnectorInterface.to_gpu`; needs `kvcaches` and `slot_mapping`, or
+        `addresses` instead of both.
+        """
         check_format(memory_obj)
         progress = kwargs.get("progress")
         addresses = self._addresses(start, end, kwargs)
@@ -66,7 +72,8 @@ class PagedConnector(OrderedGPUConnector):
         return self._bindings.binding_of(kvcaches)
 
     def addresses_of(self, kvcaches: Any, slot_mapping: Any, begin: int, end: int) -> Addresses:
-        """Where tokens `[begin, end)` lie, checked once for many chunks: pass it as `addresses`, as long as the engine's tensors stay.
+        """Where tokens `[begin, end)` lie, checked once for many chunks: pass it as `addresses`, as
+        long as the engine's tensors stay.
 
         Raises:
             ValueError: An argument is missing.
@@ -76,7 +83,9 @@ class PagedConnector(OrderedGPUConnector):
 
     @abstractmethod
     def _bind(self, kvcaches: Any) -> Binding:
-        """Match tensors with what the connector was made for; LayoutError when they are something else."""
+        """Match tensors with what the connector was made for; LayoutError when they are
+        something else.
+        """
 
     def _fill(self, memory_obj: MemoryObj, start: int, end: int, kwargs: dict[str, Any]) -> None:
         """`from_gpu` of a memory object of any format."""
@@ -88,7 +97,10 @@ class PagedConnector(OrderedGPUConnector):
             is_filled_at_once = staged is content and binding.device.type == "cpu"
             copies = addresses.copies(staged, start, end, writes_pages=False)
             for gap in gaps_between(binding.layout.tensor_specs(end - start)):
-                staged[gap].zero_()  # the digest covers these bytes, and what lay there before is nobody's business
+                staged[
+                    gap
+                    # the digest covers these bytes, and what lay there before is nobody's business
+                ].zero_()
             for offset, copy in copies:
                 for num_pages in paged_gather_steps(copy):
                     if progress is not None and is_filled_at_once:
@@ -99,20 +111,25 @@ class PagedConnector(OrderedGPUConnector):
 
     def _addresses(self, start: int, end: int, kwargs: dict[str, Any]) -> Addresses:
         checked: Addresses | None = kwargs.get("addresses")
-        return checked or self.addresses_of(kwargs.get("kvcaches"), kwargs.get("slot_mapping"), start, end)
+        return checked or self.addresses_of(
+            kwargs.get("kvcaches"), kwargs.get("slot_mapping"), start, end
+        )
 
 
 class PagedGPUConnector(PagedConnector):
     """For KV in pages of a declared layout, given as two keyword arguments.
 
-    - `kvcaches`: the tensors of every layer as `KVLayout` declares them, group after group; or by layer name (`LayerGroup.layers`).
-    - `slot_mapping`: int64 `[num_tokens]` for the whole token sequence, `slot = block * block_size + offset`, on the pages' device or
-      the CPU; one for all groups, or one for each group (a sequence in their order, or by group name). It begins with -1 for the tokens
-      whose KV the engine already has; `[start, end)` must not overlap them, and names no slot twice. Where groups lie in the same
-      memory, as in hybrid models, a block belongs to one of them.
+    - `kvcaches`: the tensors of every layer as `KVLayout` declares them, group after group; or by
+      layer name (`LayerGroup.layers`).
+    - `slot_mapping`: int64 `[num_tokens]` for the whole token sequence, `slot = block * block_size
+      + offset`, on the pages' device or the CPU; one for all groups, or one for each group (a
+      sequence in their order, or by group name). It begins with -1 for the tokens whose KV the
+      engine already has; `[start, end)` must not overlap them, and names no slot twice. Where
+      groups lie in the same memory, as in hybrid models, a block belongs to one of them.
 
-    A memory object holds one group as `[sides, num_layers, num_tokens, hidden]`; several groups as one flat tensor, each group's blob at
-    a multiple of 512 bytes (`tensor_specs`), with zeros between them. Its format is KV_BLOB in both cases.
+    A memory object holds one group as `[sides, num_layers, num_tokens, hidden]`; several groups as
+    one flat tensor, each group's blob at a multiple of 512 bytes (`tensor_specs`), with zeros
+    between them. Its format is KV_BLOB in both cases.
 
     Args:
         layout: What the engine's tensors are.
@@ -125,7 +142,9 @@ class PagedGPUConnector(PagedConnector):
 
     @property
     def kv_dtype(self) -> str:
-        """Name of the dtype in which `get_shape` counts: the groups' own, or "uint8" where they differ."""
+        """Name of the dtype in which `get_shape` counts: the groups' own, or "uint8" where they
+        differ.
+        """
         return self.layout.kv_dtype
 
     def get_shape(self, num_tokens: int) -> torch.Size:
@@ -141,9 +160,11 @@ class PagedGPUConnector(PagedConnector):
 
 
 class VLLMPagedMemGPUConnector(PagedConnector):
-    """For K and V in pages `[num_blocks, block_size, num_heads, head_size]`, given as two keyword arguments.
+    """For K and V in pages `[num_blocks, block_size, num_heads, head_size]`, given as two keyword
+    arguments.
 
-    - `kvcaches`: for each layer a pair (K, V), or one tensor `[2, num_blocks, block_size, num_heads, head_size]`; strides are free.
+    - `kvcaches`: for each layer a pair (K, V), or one tensor `[2, num_blocks, block_size,
+      num_heads, head_size]`; strides are free.
     - `slot_mapping`: as for `PagedGPUConnector`, one for all layers.
 
     Args:
@@ -165,36 +186,49 @@ class VLLMPagedMemGPUConnector(PagedConnector):
 
 
 class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
-    """As `VLLMPagedMemGPUConnector`; `from_gpu` takes a memory object of any format and makes it a KV_BLOB.
+    """As `VLLMPagedMemGPUConnector`; `from_gpu` takes a memory object of any format and makes it a
+    KV_BLOB.
 
     Args:
         hidden_dim_size: num_heads * head_size on this worker.
         num_layers: Number of layers.
         use_gpu: Keep a staging buffer on the pages' device.
-        **kwargs: Of that buffer, without effect when `use_gpu` is False: `chunk_size`, the tokens it has room for (longer chunks
-            allocate), needed; `dtype` and `device`, by default those of the pages, else they must be.
+        **kwargs: Of that buffer, without effect when `use_gpu` is False: `chunk_size`, the tokens
+            it has room for (longer chunks allocate), needed; `dtype` and `device`, by default those
+            of the pages, else they must be.
 
     Raises:
         TypeError: An unknown keyword argument.
         ValueError: `use_gpu` without a positive `chunk_size`.
     """
 
-    def __init__(self, hidden_dim_size: int, num_layers: int, use_gpu: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, hidden_dim_size: int, num_layers: int, use_gpu: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(hidden_dim_size, num_layers)
         unknown = sorted(set(kwargs) - {"chunk_size", "dtype", "device"})
         if unknown:
-            raise TypeError(f"unknown keyword argument {', '.join(unknown)}; known: chunk_size, dtype, device")
+            raise TypeError(
+                f"unknown keyword argument {', '.join(unknown)}; known: chunk_size, dtype, device"
+            )
         chunk_size = kwargs.get("chunk_size")
         if use_gpu and (not isinstance(chunk_size, int) or chunk_size < 1):
-            raise ValueError(f"use_gpu=True needs chunk_size, the tokens that the staging buffer has room for; chunk_size={chunk_size!r}")
+            raise ValueError(
+                "use_gpu=True needs chunk_size, the tokens that the staging buffer has room for;"
+                f" chunk_size={chunk_size!r}"
+            )
         self.use_gpu = use_gpu
         self._dtype: torch.dtype | None = kwargs.get("dtype") if use_gpu else None
-        self._device = torch.device(kwargs["device"]) if use_gpu and kwargs.get("device") is not None else None
+        self._device = (
+            torch.device(kwargs["device"]) if use_gpu and kwargs.get("device") is not None else None
+        )
         if use_gpu:
             self._staging = Staging(int(chunk_size or 0))
 
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """See `GPUConnectorInterface.from_gpu`; needs `kvcaches` and `slot_mapping`. Sets the memory object's format to KV_BLOB."""
+        """See `GPUConnectorInterface.from_gpu`; needs `kvcaches` and `slot_mapping`. Sets the
+        memory object's format to KV_BLOB.
+        """
         self._fill(memory_obj, start, end, kwargs)
         memory_obj.metadata.fmt = MemoryFormat.KV_BLOB
 
@@ -202,16 +236,26 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
         binding = super()._bind(kvcaches)
         pages = binding.pages[0]
         if self._dtype not in (None, pages.dtype):
-            raise LayoutError(f"the pages are of {pages.dtype}; the connector was made for {self._dtype}")
+            raise LayoutError(
+                f"the pages are of {pages.dtype}; the connector was made for {self._dtype}"
+            )
         asked = self._device
-        if asked is not None and (asked.type != pages.device.type or asked.index not in (None, pages.device.index)):
-            raise LayoutError(f"the pages are on {pages.device}; the connector was made for {asked}")
+        if asked is not None and (
+            asked.type != pages.device.type or asked.index not in (None, pages.device.index)
+        ):
+            raise LayoutError(
+                f"the pages are on {pages.device}; the connector was made for {asked}"
+            )
         return binding
 
 
-def _content(memory_obj: MemoryObj, layout: KVLayout, num_tokens: int, is_filled: bool) -> torch.Tensor:
+def _content(
+    memory_obj: MemoryObj, layout: KVLayout, num_tokens: int, is_filled: bool
+) -> torch.Tensor:
     """All bytes of a memory object, flat."""
-    tensor = checked_tensor(memory_obj, layout.shape(num_tokens), getattr(torch, layout.kv_dtype), is_filled)
+    tensor = checked_tensor(
+        memory_obj, layout.shape(num_tokens), getattr(torch, layout.kv_dtype), is_filled
+    )
     return tensor.view(-1).view(torch.uint8)
 
 

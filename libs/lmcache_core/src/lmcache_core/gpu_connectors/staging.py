@@ -12,7 +12,8 @@ from lmcache_core.gpu_connectors.binding import Binding
 
 
 class Staging:
-    """Lends bytes on the pages' device, from a buffer that is kept when it is large enough. Thread-safe: one borrower at a time.
+    """Lends bytes on the pages' device, from a buffer that is kept when it is large enough.
+    Thread-safe: one borrower at a time.
 
     Args:
         num_tokens: Room of the kept buffer; 0 keeps none. It is allocated when it is first needed.
@@ -24,8 +25,11 @@ class Staging:
         self._lock = threading.Lock()
 
     @contextmanager
-    def near(self, content: torch.Tensor, binding: Binding, num_tokens: int) -> Iterator[torch.Tensor]:
-        """Bytes on the pages' device for a memory object's content: the content itself where it is there and no buffer is kept.
+    def near(
+        self, content: torch.Tensor, binding: Binding, num_tokens: int
+    ) -> Iterator[torch.Tensor]:
+        """Bytes on the pages' device for a memory object's content: the content itself where it is
+        there and no buffer is kept.
 
         The device must have finished with them when the block ends.
 
@@ -41,7 +45,15 @@ class Staging:
         else:
             with self._lock:
                 capacity_bytes = binding.layout.num_bytes(self.num_tokens)
-                if self._buffer is None or self._buffer.device != binding.device or self._buffer.shape[0] < capacity_bytes:
-                    with torch.inference_mode(False):  # it outlives the caller's mode, and could be written in that one only
-                        self._buffer = torch.empty(capacity_bytes, dtype=torch.uint8, device=binding.device)
+                if (
+                    self._buffer is None
+                    or self._buffer.device != binding.device
+                    or self._buffer.shape[0] < capacity_bytes
+                ):
+                    with torch.inference_mode(
+                        False
+                    ):  # it outlives the caller's mode, and could be written in that one only
+                        self._buffer = torch.empty(
+                            capacity_bytes, dtype=torch.uint8, device=binding.device
+                        )
                 yield self._buffer[: content.shape[0]]

@@ -1,1 +1,3 @@
-"""Adapters to serving engines. Each module needs the engine that it is named after; this package imports none."""
+"""Adapters to serving engines. Each module needs the engine that it is named after; this package
+imports none.
+"""

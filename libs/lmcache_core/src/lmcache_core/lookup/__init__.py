@@ -1,4 +1,6 @@
-"""The lookup service's client, and the reporter that tells the service what an instance holds. No torch."""
+"""The lookup service's client, and the reporter that tells the service what an instance holds.
+No torch.
+"""
 
 from lmcache_core.lookup.client import LookupClient
 from lmcache_core.lookup.messages import (

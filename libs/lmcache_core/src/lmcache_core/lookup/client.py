@@ -20,16 +20,25 @@ from lmcache_core.lookup.messages import (
     StoreEvent,
     chunk_id_text,
 )
-from lmcache_core.lookup.requests import ChunksRequest, EventsRequest, LeaseRequest, PackedChunksRequest, pack_ids, packed_events
+from lmcache_core.lookup.requests import (
+    ChunksRequest,
+    EventsRequest,
+    LeaseRequest,
+    PackedChunksRequest,
+    pack_ids,
+    packed_events,
+)
 from lmcache_core.lookup.runs import PackedLookupAnswer
 from lmcache_core.security import ShownToken, validate_instance_id
 from lmcache_core.wire.json_http import JsonHttpClient, Reply
 
 
 class LookupClient:
-    """Asks one lookup service. Every failure is an `UnavailableError`; what to do without an answer is the caller's choice.
+    """Asks one lookup service. Every failure is an `UnavailableError`; what to do without an answer
+    is the caller's choice.
 
-    Bodies are MessagePack; a service that is one version older and takes only JSON is spoken to in JSON.
+    Bodies are MessagePack; a service that is one version older and takes only JSON is spoken to in
+    JSON.
 
     Args:
         base_url: `http://host:port` or `https://host:port`, without credentials.
@@ -51,7 +60,9 @@ class LookupClient:
         transport: httpx.AsyncBaseTransport | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._http = JsonHttpClient("lookup", base_url, token, timeout_s, transport=transport, tls=tls)
+        self._http = JsonHttpClient(
+            "lookup", base_url, token, timeout_s, transport=transport, tls=tls
+        )
         self._formats = FormatChooser(self._http)
 
     async def open(self) -> None:
@@ -62,7 +73,13 @@ class LookupClient:
         """Close the connections."""
         await self._http.close()
 
-    async def lookup(self, chunk_ids: Sequence[bytes], exclude: Sequence[str] = (), *, timeout_s: float | None = None) -> LookupAnswer:
+    async def lookup(
+        self,
+        chunk_ids: Sequence[bytes],
+        exclude: Sequence[str] = (),
+        *,
+        timeout_s: float | None = None,
+    ) -> LookupAnswer:
         """Ask who holds the longest prefix of a list of chunks.
 
         Args:
@@ -71,7 +88,8 @@ class LookupClient:
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
-            UnavailableError: The service did not answer, or refused, or answered something else than it was asked.
+            UnavailableError: The service did not answer, or refused, or answered something else
+                than it was asked.
         """
         asked = chunk_ids[:MAX_CHUNKS_PER_LOOKUP]
         if not asked:
@@ -84,26 +102,44 @@ class LookupClient:
             raise self._http.unusable("it names an excluded instance")
         return answer
 
-    async def route(self, chunk_ids: Sequence[bytes], exclude: Sequence[str] = (), *, timeout_s: float | None = None) -> RouteAnswer:
+    async def route(
+        self,
+        chunk_ids: Sequence[bytes],
+        exclude: Sequence[str] = (),
+        *,
+        timeout_s: float | None = None,
+    ) -> RouteAnswer:
         """Ask how long a prefix of these chunks each instance holds by itself.
 
         Args:
             chunk_ids: 16 bytes each, in order. Only the first 8192 are asked about.
-            exclude: Instances that are not to be named. A service that is older names them all the same: they are taken out here.
+            exclude: Instances that are not to be named. A service that is older names them all the
+                same: they are taken out here.
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
-            UnavailableError: The service did not answer, or refused, or answered something else than it was asked.
+            UnavailableError: The service did not answer, or refused, or answered something else
+                than it was asked.
         """
         asked = chunk_ids[:MAX_CHUNKS_PER_LOOKUP]
         if not asked:
             return RouteAnswer([])
-        answer = self._formats.decode(await self._ask("/v1/route", asked, exclude, timeout_s), RouteAnswer)
+        answer = self._formats.decode(
+            await self._ask("/v1/route", asked, exclude, timeout_s), RouteAnswer
+        )
         if any(entry.num_prefix > len(asked) for entry in answer.instances):
             raise self._http.unusable("it does not fit the question")
-        return RouteAnswer([entry for entry in answer.instances if entry.instance not in exclude], answer.degraded)
+        return RouteAnswer(
+            [entry for entry in answer.instances if entry.instance not in exclude], answer.degraded
+        )
 
-    async def contains(self, chunk_ids: Sequence[bytes], exclude: Sequence[str] = (), *, timeout_s: float | None = None) -> ContainsAnswer:
+    async def contains(
+        self,
+        chunk_ids: Sequence[bytes],
+        exclude: Sequence[str] = (),
+        *,
+        timeout_s: float | None = None,
+    ) -> ContainsAnswer:
         """Ask of each of these chunks whether somebody holds it.
 
         Args:
@@ -113,18 +149,25 @@ class LookupClient:
 
         Raises:
             ValueError: There are more than 8192.
-            UnavailableError: The service did not answer, or refused, or is too old to know the question.
+            UnavailableError: The service did not answer, or refused, or is too old to know the
+                question.
         """
         if len(chunk_ids) > MAX_CHUNKS_PER_LOOKUP:
-            raise ValueError(f"{len(chunk_ids)} chunks are more than {MAX_CHUNKS_PER_LOOKUP}: ask in parts")
+            raise ValueError(
+                f"{len(chunk_ids)} chunks are more than {MAX_CHUNKS_PER_LOOKUP}: ask in parts"
+            )
         if not chunk_ids:
             return ContainsAnswer([])
-        answer = self._formats.decode(await self._ask("/v1/contains", chunk_ids, exclude, timeout_s), ContainsAnswer)
+        answer = self._formats.decode(
+            await self._ask("/v1/contains", chunk_ids, exclude, timeout_s), ContainsAnswer
+        )
         if len(answer.present) != len(chunk_ids):
             raise self._http.unusable("it does not fit the question")
         return answer
 
-    async def locations(self, chunk_id: bytes, *, timeout_s: float | None = None) -> LocationsAnswer:
+    async def locations(
+        self, chunk_id: bytes, *, timeout_s: float | None = None
+    ) -> LocationsAnswer:
         """Ask for everybody who holds one chunk.
 
         Args:
@@ -132,25 +175,33 @@ class LookupClient:
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
-            UnavailableError: The service did not answer, or refused, or is too old to know the question.
+            UnavailableError: The service did not answer, or refused, or is too old to know the
+                question.
         """
         path = f"/v1/chunks/{chunk_id_text(chunk_id)}/locations"
-        return self._http.decode(await self._http.call("GET", path, timeout_s=timeout_s), LocationsAnswer)
+        return self._http.decode(
+            await self._http.call("GET", path, timeout_s=timeout_s), LocationsAnswer
+        )
 
-    async def renew_instance(self, instance_id: str, *, incarnation: int, kind: InstanceKind, ttl_ms: int | None = None) -> InstanceLease:
+    async def renew_instance(
+        self, instance_id: str, *, incarnation: int, kind: InstanceKind, ttl_ms: int | None = None
+    ) -> InstanceLease:
         """Take or renew an instance's lease.
 
         Args:
             instance_id: Which instance.
             incarnation: Which of its lives; a higher one ends those below it at once.
             kind: What it is.
-            ttl_ms: The lease asked for, None for the service's default; the service may grant another.
+            ttl_ms: The lease asked for, None for the service's default; the service may grant
+                another.
 
         Raises:
             UnavailableError: The service did not answer, or refused.
         """
         body = LeaseRequest(incarnation, kind, ttl_ms)
-        return self._http.decode(await self._http.call("PUT", _instance_path(instance_id), body), InstanceLease)
+        return self._http.decode(
+            await self._http.call("PUT", _instance_path(instance_id), body), InstanceLease
+        )
 
     async def end_instance(self, instance_id: str, *, incarnation: int | None = None) -> None:
         """End an instance's lease; none is fine too.
@@ -165,7 +216,14 @@ class LookupClient:
         query = "" if incarnation is None else f"?incarnation={incarnation}"
         await self._http.call("DELETE", f"{_instance_path(instance_id)}{query}", absent_ok=True)
 
-    async def send_events(self, instance_id: str, *, incarnation: int, first_sequence: int, events: Sequence[StoreEvent]) -> EventsAck:
+    async def send_events(
+        self,
+        instance_id: str,
+        *,
+        incarnation: int,
+        first_sequence: int,
+        events: Sequence[StoreEvent],
+    ) -> EventsAck:
         """Report stores and removals.
 
         Args:
@@ -175,16 +233,27 @@ class LookupClient:
             events: At most 2048.
 
         Raises:
-            UnavailableError: The service did not answer, or refused. Whether it took the events is then unknown; sending them again
-                is safe.
+            UnavailableError: The service did not answer, or refused. Whether it took the events is
+                then unknown; sending them again is safe.
         """
-        body = EventsRequest(validate_instance_id(instance_id), incarnation, first_sequence, list(events))
-        return self._formats.decode(await self._formats.ask("POST", "/v1/events", packed_events(body), lambda: body), EventsAck)
+        body = EventsRequest(
+            validate_instance_id(instance_id), incarnation, first_sequence, list(events)
+        )
+        return self._formats.decode(
+            await self._formats.ask("POST", "/v1/events", packed_events(body), lambda: body),
+            EventsAck,
+        )
 
-    async def _ask(self, path: str, chunk_ids: Sequence[bytes], exclude: Sequence[str], timeout_s: float | None) -> Reply:
+    async def _ask(
+        self, path: str, chunk_ids: Sequence[bytes], exclude: Sequence[str], timeout_s: float | None
+    ) -> Reply:
         packed = PackedChunksRequest(pack_ids(chunk_ids), list(exclude))
         return await self._formats.ask(
-            "POST", path, packed, lambda: ChunksRequest([chunk_id.hex() for chunk_id in chunk_ids], list(exclude)), timeout_s=timeout_s
+            "POST",
+            path,
+            packed,
+            lambda: ChunksRequest([chunk_id.hex() for chunk_id in chunk_ids], list(exclude)),
+            timeout_s=timeout_s,
         )
 
     def _lookup_answer(self, reply: Reply) -> LookupAnswer:

@@ -1,4 +1,6 @@
-"""Which format a lookup service is spoken to in: MessagePack, or JSON where the service is one version older."""
+"""Which format a lookup service is spoken to in: MessagePack, or JSON where the service is one
+version older.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,14 @@ from lmcache_core.wire.json_http import JsonHttpClient, Reply
 T = TypeVar("T")
 
 JSON_ONLY_S: Final = 60.0
-"""After a service has not taken MessagePack, so long nothing else than JSON is sent: it may be replaced by a newer one at any time."""
+"""After a service has not taken MessagePack, so long nothing else than JSON is sent: it may be
+replaced by a newer one at any time.
+"""
 
 _DOES_NOT_TAKE_IT: Final = (400, 415, 422)
-"""Status of a service that cannot read a body. It may also mean that the question is wrong: then it is refused as JSON too."""
+"""Status of a service that cannot read a body. It may also mean that the question is wrong: then
+it is refused as JSON too.
+"""
 
 _TAKES_BOTH: Final = {"accept": f"{MSGPACK}, {JSON};q=0.5"}
 
@@ -36,7 +42,13 @@ class FormatChooser:
         self._json_until = float("-inf")
 
     async def ask(
-        self, method: str, path: str, packed: msgspec.Struct, plain: Callable[[], msgspec.Struct], *, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        packed: msgspec.Struct,
+        plain: Callable[[], msgspec.Struct],
+        *,
+        timeout_s: float | None = None,
     ) -> Reply:
         """Ask, a second time as JSON if the service cannot read MessagePack.
 
@@ -57,14 +69,18 @@ class FormatChooser:
         limit_s = self._http.timeout_s if timeout_s is None else timeout_s
         if begin >= self._json_until:
             headers = {"content-type": MSGPACK, **_TAKES_BOTH}
-            reply = await self._http.exchange(method, path, msgspec.msgpack.encode(packed), headers, timeout_s=limit_s)
+            reply = await self._http.exchange(
+                method, path, msgspec.msgpack.encode(packed), headers, timeout_s=limit_s
+            )
             if reply.is_success:
                 return reply
             if reply.status not in _DOES_NOT_TAKE_IT:
                 raise self._http.refused(reply)
         body = msgspec.json.encode(plain())
         left_s = max(limit_s - (self._clock() - begin), 0.0)
-        reply = await self._http.exchange(method, path, body, {"content-type": JSON, **_TAKES_BOTH}, timeout_s=left_s)
+        reply = await self._http.exchange(
+            method, path, body, {"content-type": JSON, **_TAKES_BOTH}, timeout_s=left_s
+        )
         if not reply.is_success:
             raise self._http.refused(reply)
         # Only now it is the format that it did not take, and not the question.

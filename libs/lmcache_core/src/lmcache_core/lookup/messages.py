@@ -1,4 +1,6 @@
-"""What instances, engines and the lookup service tell each other (see `docs/protocols.md`, lookup)."""
+"""What instances, engines and the lookup service tell each other (see `docs/protocols.md`,
+lookup).
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,25 @@ MAX_SIZE_BYTES: Final = 1 << 40
 MAX_TTL_MS: Final = 1 << 40
 TIER_PATTERN: Final = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
 NO_LINE_END: Final = r"(?!\n)"
-"""Ends our patterns: Python's `$` also matches before a line's end. JSON Schema's does not, so that a document leaves it out."""
+"""Ends our patterns: Python's `$` also matches before a line's end. JSON Schema's does not, so
+that a document leaves it out.
+"""
 
 _TIER = re.compile(TIER_PATTERN)
 
 ChunkIdText = Annotated[
-    str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$", min_length=32, max_length=32, description="A chunk id: 32 hex digits.")
+    str,
+    msgspec.Meta(
+        pattern=r"^[0-9a-f]{32}$",
+        min_length=32,
+        max_length=32,
+        description="A chunk id: 32 hex digits.",
+    ),
 ]
 ChunkIdTexts = Annotated[list[ChunkIdText], msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP)]
-InstanceText = Annotated[str, msgspec.Meta(pattern=f"^{INSTANCE_PATTERN}${NO_LINE_END}", max_length=128)]
+InstanceText = Annotated[
+    str, msgspec.Meta(pattern=f"^{INSTANCE_PATTERN}${NO_LINE_END}", max_length=128)
+]
 TenantText = Annotated[str, msgspec.Meta(pattern=f"^{TENANT_PATTERN}${NO_LINE_END}", max_length=63)]
 TierText = Annotated[str, msgspec.Meta(pattern=f"^{TIER_PATTERN}${NO_LINE_END}", max_length=32)]
 SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE_BYTES)]
@@ -49,7 +61,8 @@ class Holding(NamedTuple):
         chunk_id: 16 bytes.
         tier: Name of the tier; any short word.
         size_bytes: Size of the record.
-        tenant: In whose namespace; None is the tenant of the instance's own token. Another one needs a token with the role `admin`.
+        tenant: In whose namespace; None is the tenant of the instance's own token. Another one
+            needs a token with the role `admin`.
     """
 
     chunk_id: bytes
@@ -59,7 +72,9 @@ class Holding(NamedTuple):
 
 
 class StoreEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A chunk came to a tier of the instance, or went. Without `tenant` it is one of the caller's tenant."""
+    """A chunk came to a tier of the instance, or went. Without `tenant` it is one of the
+    caller's tenant.
+    """
 
     op: EventOp
     chunk_id: ChunkIdText
@@ -84,7 +99,9 @@ class Holder(msgspec.Struct, frozen=True):
     size_bytes: SizeBytes
 
 
-_HoldersOfChunk = Annotated[list[Holder], msgspec.Meta(min_length=1, max_length=MAX_HOLDERS_PER_CHUNK)]
+_HoldersOfChunk = Annotated[
+    list[Holder], msgspec.Meta(min_length=1, max_length=MAX_HOLDERS_PER_CHUNK)
+]
 
 
 class LookupAnswer(msgspec.Struct, frozen=True):
@@ -109,14 +126,18 @@ class RouteEntry(msgspec.Struct, frozen=True):
 
 
 class RouteAnswer(msgspec.Struct, frozen=True):
-    """Answer to a route request: instances that hold the first chunk, longest prefix first; `degraded` as in `LookupAnswer`."""
+    """Answer to a route request: instances that hold the first chunk, longest prefix first;
+    `degraded` as in `LookupAnswer`.
+    """
 
     instances: Annotated[list[RouteEntry], msgspec.Meta(max_length=MAX_INSTANCES_PER_ANSWER)]
     degraded: bool = False
 
 
 class ContainsAnswer(msgspec.Struct, frozen=True):
-    """Answer to a batch contains: for each chunk that was asked about whether somebody holds it; `degraded` as in `LookupAnswer`."""
+    """Answer to a batch contains: for each chunk that was asked about whether somebody holds it;
+    `degraded` as in `LookupAnswer`.
+    """
 
     present: Annotated[list[bool], msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP)]
     degraded: bool = False

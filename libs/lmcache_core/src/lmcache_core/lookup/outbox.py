@@ -1,4 +1,6 @@
-"""What an instance has yet to tell the lookup service, in order and numbered. Pure bookkeeping, no I/O."""
+"""What an instance has yet to tell the lookup service, in order and numbered. Pure bookkeeping,
+no I/O.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ from lmcache_core.lookup.messages import Holding, StoreEvent, chunk_id_text
 class Outbox:
     """Events of one incarnation that the service has not acknowledged.
 
-    It begins in need of a resync: nothing is known of what the service knows. While it is in need, events are not kept, since the
-    announcement that follows says everything.
+    It begins in need of a resync: nothing is known of what the service knows. While it is in need,
+    events are not kept, since the announcement that follows says everything.
 
     Args:
-        max_pending: Bound on events beside the announcement; one more loses them all and asks for a resync.
+        max_pending: Bound on events beside the announcement; one more loses them all and asks for a
+            resync.
     """
 
     def __init__(self, max_pending: int) -> None:
@@ -44,7 +47,9 @@ class Outbox:
         self._pending.append(event)
 
     def lose(self) -> None:
-        """Forget everything: the service has to be told from the beginning, by a higher incarnation."""
+        """Forget everything: the service has to be told from the beginning, by a higher
+        incarnation.
+        """
         self._announcement.clear()
         self._pending.clear()
         self.needs_resync = True
@@ -70,12 +75,16 @@ class Outbox:
         Returns:
             The sequence number of the first, and at most `max_events` events.
         """
-        events = list(itertools.islice(itertools.chain(self._announcement, self._pending), max_events))
+        events = list(
+            itertools.islice(itertools.chain(self._announcement, self._pending), max_events)
+        )
         self._num_sent = max(self._num_sent, len(events))
         return self._first_sequence, events
 
     def acknowledge(self, next_sequence: int) -> None:
-        """Drop what the service has taken. A number that cannot be true means that it has forgotten: everything is lost."""
+        """Drop what the service has taken. A number that cannot be true means that it has
+        forgotten: everything is lost.
+        """
         num_taken = next_sequence - self._first_sequence
         if not 0 <= num_taken <= self._num_sent:
             self.lose()
@@ -94,5 +103,9 @@ def event_of(op: str, holding: Holding) -> StoreEvent:
     """
     assert op in ("store", "remove")
     return StoreEvent(
-        "store" if op == "store" else "remove", chunk_id_text(holding.chunk_id), holding.tier, holding.size_bytes, holding.tenant
+        "store" if op == "store" else "remove",
+        chunk_id_text(holding.chunk_id),
+        holding.tier,
+        holding.size_bytes,
+        holding.tenant,
     )

@@ -14,7 +14,13 @@ from typing import Final
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup.client import LookupClient
-from lmcache_core.lookup.messages import MAX_EVENTS_PER_BATCH, Holding, InstanceKind, StoreEvent, validate_tier
+from lmcache_core.lookup.messages import (
+    MAX_EVENTS_PER_BATCH,
+    Holding,
+    InstanceKind,
+    StoreEvent,
+    validate_tier,
+)
 from lmcache_core.lookup.outbox import Outbox, event_of
 from lmcache_core.security.names import validate_instance_id
 from lmcache_core.wire.backoff import Backoff
@@ -31,11 +37,13 @@ class ReporterTiming:
     """How a reporter paces itself.
 
     Attributes:
-        ttl_ms: The lease to ask for; None: the service's default. It is renewed three times within the lease that the service grants.
+        ttl_ms: The lease to ask for; None: the service's default. It is renewed three times within
+            the lease that the service grants.
         gather_s: How long the first event waits for others, in seconds.
         retry_s: First wait after a failure; it doubles up to `max_retry_s`.
         max_retry_s: Longest wait after a failure or between two resyncs.
-        max_pending: Bound on events that wait while the service is away; beyond it a resync replaces them.
+        max_pending: Bound on events that wait while the service is away; beyond it a resync
+            replaces them.
     """
 
     ttl_ms: int | None = None
@@ -48,8 +56,9 @@ class ReporterTiming:
 class InstanceReporter:
     """Owns an instance's lease and the sequenced events of its stores and removals.
 
-    A service that is away is never the caller's problem: nothing here raises for it or waits for it. Events wait, bounded; when they are
-    too many, or the service has missed some, the reporter takes a higher incarnation and announces everything again.
+    A service that is away is never the caller's problem: nothing here raises for it or waits for
+    it. Events wait, bounded; when they are too many, or the service has missed some, the reporter
+    takes a higher incarnation and announces everything again.
 
     All methods belong to the event loop that `open` ran on.
 
@@ -57,7 +66,8 @@ class InstanceReporter:
         client: Open for as long as this object is.
         instance_id: Whose holdings are reported.
         kind: What the instance is.
-        snapshot: Everything that is held now. Called in a thread, since there may be very much; what `stored` said before is in it.
+        snapshot: Everything that is held now. Called in a thread, since there may be very much;
+            what `stored` said before is in it.
         timing: Pace and bounds.
 
     Raises:
@@ -95,7 +105,11 @@ class InstanceReporter:
     @property
     def synced(self) -> bool:
         """Whether the service has acknowledged everything, under a running lease."""
-        is_told = not self._outbox.needs_resync and not self._is_listing and self._outbox.num_unacknowledged == 0
+        is_told = (
+            not self._outbox.needs_resync
+            and not self._is_listing
+            and self._outbox.num_unacknowledged == 0
+        )
         return self.registered and is_told
 
     @property
@@ -114,17 +128,24 @@ class InstanceReporter:
         self._supervisor.repeat("report", self._report, interval_s=_RESTART_S)
 
     def announce_again(self) -> None:
-        """Announce all that is held in a new incarnation: it is more than can be told one by one."""
+        """Announce all that is held in a new incarnation: it is more than can be told one by
+        one.
+        """
         self._outbox.lose()
         self._wake.set()
 
-    def stored(self, chunk_id: bytes, tier: str, size_bytes: int, tenant: str | None = None) -> None:
-        """Tell that a chunk can be had from now on. Call it after the chunk is complete; see `Holding` for the arguments.
+    def stored(
+        self, chunk_id: bytes, tier: str, size_bytes: int, tenant: str | None = None
+    ) -> None:
+        """Tell that a chunk can be had from now on. Call it after the chunk is complete; see
+        `Holding` for the arguments.
 
         Raises:
             ValueError: An argument is malformed.
         """
-        self._outbox.add(event_of("store", Holding(chunk_id, validate_tier(tier), size_bytes, tenant)))
+        self._outbox.add(
+            event_of("store", Holding(chunk_id, validate_tier(tier), size_bytes, tenant))
+        )
         self._wake.set()
 
     def removed(self, chunk_id: bytes, tier: str, tenant: str | None = None) -> None:
@@ -137,7 +158,9 @@ class InstanceReporter:
         self._wake.set()
 
     async def close(self) -> None:
-        """Stop reporting and end the lease if the service can be reached; otherwise it runs out by itself."""
+        """Stop reporting and end the lease if the service can be reached; otherwise it runs out
+        by itself.
+        """
         await self._supervisor.close()
         if not self.registered or self._reachable is False:
             return
@@ -145,7 +168,9 @@ class InstanceReporter:
         try:
             await self._client.end_instance(self._instance_id, incarnation=self._last_incarnation)
         except UnavailableError as exc:
-            logger.info("instance %s leaves its lookup lease to run out: %s", self._instance_id, exc)
+            logger.info(
+                "instance %s leaves its lookup lease to run out: %s", self._instance_id, exc
+            )
 
     async def _report(self) -> None:
         """Do what is due, wait for the next thing to be due, for ever."""
@@ -158,7 +183,8 @@ class InstanceReporter:
                 self._note(False, str(exc))
                 continue
             if self._outbox.needs_resync:
-                # Resyncs are paced like failures: a service that asks for one each time must not be flooded with announcements.
+                # Resyncs are paced like failures: a service that asks for one each time must not be
+                # flooded with announcements.
                 self._backoff.failed()
             elif self._outbox.num_unacknowledged == 0:
                 self._backoff.succeeded()
@@ -181,19 +207,24 @@ class InstanceReporter:
             return
         first_sequence, events = self._outbox.batch(MAX_EVENTS_PER_BATCH)
         ack = await self._client.send_events(
-            self._instance_id, incarnation=self._outbox.incarnation, first_sequence=first_sequence, events=events
+            self._instance_id,
+            incarnation=self._outbox.incarnation,
+            first_sequence=first_sequence,
+            events=events,
         )
         self._take(ack.next_sequence, ack.resync)
 
     async def _resync(self) -> None:
-        """Take a lease of a higher incarnation first: no announcement is made for a service that is away."""
+        """Take a lease of a higher incarnation first: no announcement is made for a service that
+        is away.
+        """
         self._last_incarnation = max(time.time_ns(), self._last_incarnation + 1)
         lease = await self._renew(self._last_incarnation, acknowledges=False)
         if not lease:
             return
         self._num_resyncs += 1
-        # Events are kept from here on, and are sent after the announcement: what changes while it is
-        # made is told, whether or not the announcement has it.
+        # Events are kept from here on, and are sent after the announcement: what changes while it
+        # is made is told, whether or not the announcement has it.
         self._outbox.begin(self._last_incarnation)
         self._is_listing = True
         try:
@@ -215,7 +246,9 @@ class InstanceReporter:
             False when the service does not want this incarnation.
         """
         asked_at = time.monotonic()
-        lease = await self._client.renew_instance(self._instance_id, incarnation=incarnation, kind=self._kind, ttl_ms=self._timing.ttl_ms)
+        lease = await self._client.renew_instance(
+            self._instance_id, incarnation=incarnation, kind=self._kind, ttl_ms=self._timing.ttl_ms
+        )
         self._note(True, f"lookup grants a lease of {lease.ttl_ms} ms")
         self._lease_ends = float("-inf") if lease.resync else asked_at + lease.ttl_ms / 1000
         self._renew_at = asked_at + lease.ttl_ms / 1000 / RENEWALS_PER_LEASE
@@ -233,4 +266,9 @@ class InstanceReporter:
         """Log changes only: a service that is away for an hour is one line."""
         if reachable != self._reachable:
             self._reachable = reachable
-            logger.log(logging.INFO if reachable else logging.WARNING, "instance %s: %s", self._instance_id, detail)
+            logger.log(
+                logging.INFO if reachable else logging.WARNING,
+                "instance %s: %s",
+                self._instance_id,
+                detail,
+            )

@@ -1,6 +1,8 @@
-"""Bodies of requests to the lookup service: as JSON for people, as MessagePack with raw bytes for programs.
+"""Bodies of requests to the lookup service: as JSON for people, as MessagePack with raw bytes for
+programs.
 
-What both formats say alike is one type. The others come in pairs: `ids` of both gives the chunk ids as bytes.
+What both formats say alike is one type. The others come in pairs: `ids` of both gives the chunk ids
+as bytes.
 """
 
 from __future__ import annotations
@@ -38,11 +40,17 @@ _ID: Final = struct.Struct(f"{CHUNK_ID_BYTES}s")
 PackedIds = Annotated[
     bytes,
     msgspec.Meta(
-        max_length=MAX_CHUNKS_PER_LOOKUP * CHUNK_ID_BYTES, description="Chunk ids of 16 bytes, one behind the other: MessagePack's bin."
+        max_length=MAX_CHUNKS_PER_LOOKUP * CHUNK_ID_BYTES,
+        description="Chunk ids of 16 bytes, one behind the other: MessagePack's bin.",
     ),
 ]
 PackedId = Annotated[
-    bytes, msgspec.Meta(min_length=CHUNK_ID_BYTES, max_length=CHUNK_ID_BYTES, description="A chunk id: 16 bytes, MessagePack's bin.")
+    bytes,
+    msgspec.Meta(
+        min_length=CHUNK_ID_BYTES,
+        max_length=CHUNK_ID_BYTES,
+        description="A chunk id: 16 bytes, MessagePack's bin.",
+    ),
 ]
 Excluded = Annotated[list[InstanceText], msgspec.Meta(max_length=MAX_EXCLUDED)]
 
@@ -171,8 +179,15 @@ def pack_ids(chunk_ids: Sequence[bytes]) -> bytes:
 
 def packed_events(request: EventsRequest) -> PackedEventsRequest:
     """The same events as MessagePack says them."""
-    events = [PackedEvent(event.op, bytes.fromhex(event.chunk_id), event.tier, event.size_bytes, event.tenant) for event in request.events]
-    return PackedEventsRequest(request.instance, request.incarnation, request.first_sequence, events)
+    events = [
+        PackedEvent(
+            event.op, bytes.fromhex(event.chunk_id), event.tier, event.size_bytes, event.tenant
+        )
+        for event in request.events
+    ]
+    return PackedEventsRequest(
+        request.instance, request.incarnation, request.first_sequence, events
+    )
 
 
 def _check_packed(packed: bytes) -> None:

@@ -1,4 +1,6 @@
-"""Answers to lookups as MessagePack: chunks of a prompt mostly lie at the same places, which are then named once."""
+"""Answers to lookups as MessagePack: chunks of a prompt mostly lie at the same places, which are
+then named once.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class HolderRun(msgspec.Struct, frozen=True, array_like=True):
     """So many chunks, one behind the other, that have the same holders."""
 
     num_chunks: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNKS_PER_LOOKUP)]
-    holders: Annotated[list[PackedHolder], msgspec.Meta(min_length=1, max_length=MAX_HOLDERS_PER_CHUNK)]
+    holders: Annotated[
+        list[PackedHolder], msgspec.Meta(min_length=1, max_length=MAX_HOLDERS_PER_CHUNK)
+    ]
 
     def unpack(self) -> list[Holder]:
         """The holders."""
@@ -62,5 +66,8 @@ class PackedLookupAnswer(msgspec.Struct, frozen=True):
 
 def pack_run(num_chunks: int, holders: Sequence[Holder]) -> HolderRun:
     """A run of chunks that all have these holders, of which the first 16 are named."""
-    named = [PackedHolder(one.instance, one.kind, one.tier, one.size_bytes) for one in holders[:MAX_HOLDERS_PER_CHUNK]]
+    named = [
+        PackedHolder(one.instance, one.kind, one.tier, one.size_bytes)
+        for one in holders[:MAX_HOLDERS_PER_CHUNK]
+    ]
     return HolderRun(num_chunks, named)

@@ -1,7 +1,7 @@
 """Memory that holds chunks: formats, reference-counted objects, allocators, arenas, pools.
 
-Allocators are resolved on first use: a serving process that only fills the sidecar's arena needs none of them, and a process without torch
-can import this package.
+Allocators are resolved on first use: a serving process that only fills the sidecar's arena needs
+none of them, and a process without torch can import this package.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from lmcache_core.memory.arena import ArenaAllocator, ArenaMemoryObj
     from lmcache_core.memory.free_list import ALIGN_BYTES, FreeList
     from lmcache_core.memory.mixed import MixedMemoryAllocator
-    from lmcache_core.memory.pools import BasePool, KVObj, LocalCPUBufferPool, LocalCPUPool, LocalGPUPool, LocalPool
+    from lmcache_core.memory.pools import (
+        BasePool,
+        KVObj,
+        LocalCPUBufferPool,
+        LocalCPUPool,
+        LocalGPUPool,
+        LocalPool,
+    )
     from lmcache_core.memory.tensor import (
         GPUMemoryAllocator,
         HostMemoryAllocator,

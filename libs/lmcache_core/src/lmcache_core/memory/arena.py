@@ -1,4 +1,6 @@
-"""Allocation in one byte arena: a private mapping or a shared-memory file. No torch until `.tensor`."""
+"""Allocation in one byte arena: a private mapping or a shared-memory file. No torch until
+`.tensor`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def touched_memory(size: int) -> memoryview:
-    """At least `size` bytes of private host memory in whole pages, writable, aligned to a page, touched so that no first use is slow.
+    """At least `size` bytes of private host memory in whole pages, writable, aligned to a page,
+    touched so that no first use is slow.
 
     Huge pages where the kernel has them: touching them is several times faster.
 
@@ -32,7 +35,9 @@ def touched_memory(size: int) -> memoryview:
     try:
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as exc:
-        raise CapacityError(f"an arena of {size / (1 << 30):.2f} GB: {exc}; make it smaller") from exc
+        raise CapacityError(
+            f"an arena of {size / (1 << 30):.2f} GB: {exc}; make it smaller"
+        ) from exc
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(mapping)
@@ -43,7 +48,9 @@ def touched_memory(size: int) -> memoryview:
 class ArenaMemoryObj(CountedMemoryObj):
     """A piece of an arena; made by `ArenaAllocator`."""
 
-    def __init__(self, allocator: ArenaAllocator, metadata: MemoryObjMetadata, view: memoryview) -> None:
+    def __init__(
+        self, allocator: ArenaAllocator, metadata: MemoryObjMetadata, view: memoryview
+    ) -> None:
         super().__init__(metadata, allocator)
         self._view = view
 
@@ -65,7 +72,8 @@ class ArenaAllocator(CountingAllocator):
 
     Args:
         buffer: Writable, contiguous bytes; stays referenced while the allocator lives.
-        on_freed: Called with the offset of everything that is given back, under the allocator's lock: it must not call back.
+        on_freed: Called with the offset of everything that is given back, under the allocator's
+            lock: it must not call back.
 
     Raises:
         ValueError: The buffer is read-only.
@@ -80,11 +88,16 @@ class ArenaAllocator(CountingAllocator):
 
     @classmethod
     def anonymous(cls, size: int) -> ArenaAllocator:
-        """An arena of `size` bytes (at least one page) of private memory, touched so that no first use is slow."""
+        """An arena of `size` bytes (at least one page) of private memory, touched so that no
+        first use is slow.
+        """
         return cls(touched_memory(size)[: max(size, mmap.PAGESIZE)])
 
     def allocate(
-        self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat = MemoryFormat.KV_BLOB
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype | str | None,
+        fmt: MemoryFormat = MemoryFormat.KV_BLOB,
     ) -> ArenaMemoryObj | None:
         """See `MemoryAllocatorInterface.allocate`."""
         meta = self._take(tuple(shape), dtype, fmt)
@@ -97,7 +110,8 @@ class ArenaAllocator(CountingAllocator):
             One object of plain bytes each, with one reference, which the caller owns.
 
         Raises:
-            ValueError: They are not free, not aligned, out of bounds or overlap; nothing has then been taken.
+            ValueError: They are not free, not aligned, out of bounds or overlap; nothing has then
+                been taken.
         """
         blocks = [FreeBlock(offset, extent_bytes(size)) for offset, size in extents]
         metas = [
@@ -110,4 +124,6 @@ class ArenaAllocator(CountingAllocator):
         return [self._object(meta) for meta in metas]
 
     def _object(self, meta: MemoryObjMetadata) -> ArenaMemoryObj:
-        return ArenaMemoryObj(self, meta, self._buffer[meta.address : meta.address + meta.get_size()])
+        return ArenaMemoryObj(
+            self, meta, self._buffer[meta.address : meta.address + meta.get_size()]
+        )

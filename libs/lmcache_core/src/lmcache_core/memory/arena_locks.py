@@ -1,4 +1,5 @@
-"""Locks in an arena's directory: who owns it, and whether clients of a start of the sidecar are still there.
+"""Locks in an arena's directory: who owns it, and whether clients of a start of the sidecar are
+still there.
 
 A lock ends with its process at the latest, however that ends. No torch.
 """
@@ -33,7 +34,9 @@ class FileLock:
         return self._fd is not None
 
     def release(self) -> None:
-        """Unlock. Idempotent. A forked child shares the lock with its parent: it only lets go of its share."""
+        """Unlock. Idempotent. A forked child shares the lock with its parent: it only lets go of
+        its share.
+        """
         fd, self._fd = self._fd, None
         if fd is None:
             return
@@ -46,7 +49,8 @@ class FileLock:
 def own_directory(directory: Path) -> FileLock:
     """Lock an arena's directory for its one sidecar; made when missing, for its owner and group.
 
-    The directory is locked and not the arena's file, since a file that is replaced would take the right to replace it along.
+    The directory is locked and not the arena's file, since a file that is replaced would take the
+    right to replace it along.
 
     Raises:
         ConfigError: Another sidecar has it, or it cannot be made or opened.
@@ -56,14 +60,21 @@ def own_directory(directory: Path) -> FileLock:
         directory.mkdir(parents=True, exist_ok=True, mode=0o770)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as exc:
-        raise ConfigError(f"{setting}: {exc.strerror}; choose a directory that this user can write to") from exc
+        raise ConfigError(
+            f"{setting}: {exc.strerror}; choose a directory that this user can write to"
+        ) from exc
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
         os.close(fd)
         if isinstance(exc, BlockingIOError):
-            raise ConfigError(f"{setting}: another sidecar has its memory there; stop it or choose another directory") from exc
-        raise ConfigError(f"{setting}: {exc.strerror}; choose a directory whose file system has locks") from exc
+            raise ConfigError(
+                f"{setting}: another sidecar has its memory there; stop it or choose another"
+                " directory"
+            ) from exc
+        raise ConfigError(
+            f"{setting}: {exc.strerror}; choose a directory whose file system has locks"
+        ) from exc
     return FileLock(fd)
 
 
@@ -98,7 +109,8 @@ def join_generation(directory: Path, generation: int) -> FileLock:
     except (OSError, ValueError) as exc:
         what = getattr(exc, "strerror", None) or exc
         raise UnavailableError(
-            f"{path}: {what}; engines must see the sidecar's arena_path, by that name, and be allowed to read it"
+            f"{path}: {what}; engines must see the sidecar's arena_path, by that name, and be"
+            " allowed to read it"
         ) from exc
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -109,7 +121,9 @@ def join_generation(directory: Path, generation: int) -> FileLock:
 
 
 def is_over(directory: Path, generation: int) -> bool:
-    """Whether no client of an earlier generation is left. One whose file is gone is not known to be over."""
+    """Whether no client of an earlier generation is left. One whose file is gone is not known to
+    be over.
+    """
     try:
         fd = os.open(generation_path(directory, generation), _READ)
     except OSError:
@@ -135,5 +149,9 @@ def generations_in(directory: Path) -> list[int]:
     for path in directory.glob(f"*{GENERATION_SUFFIX}"):
         with contextlib.suppress(ValueError):
             generation = int(path.name.removesuffix(GENERATION_SUFFIX), 16)
-            found += [generation] if generation >= 0 and generation_path(directory, generation) == path else []
+            found += (
+                [generation]
+                if generation >= 0 and generation_path(directory, generation) == path
+                else []
+            )
     return found

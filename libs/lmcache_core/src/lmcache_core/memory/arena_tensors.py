@@ -42,44 +42,55 @@ def device_arena(size: int, device: str) -> torch.Tensor:
     try:
         where = torch.device(device)
     except RuntimeError as exc:
-        raise ConfigError(f"device={device!r}: torch knows no such device; use 'cuda', 'cuda:1' or 'cpu'") from exc
+        raise ConfigError(
+            f"device={device!r}: torch knows no such device; use 'cuda', 'cuda:1' or 'cpu'"
+        ) from exc
     if where.type == "cpu":
         return host_arena(size)
     if size < 0:
         raise ValueError(f"size={size}: an arena cannot have less than no bytes")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device={device!r}: this process sees {torch.cuda.device_count()} CUDA devices; install a CUDA build of torch and make "
-            "the GPU visible, or use device='cpu'"
+            f"device={device!r}: this process sees {torch.cuda.device_count()} CUDA devices;"
+            " install a CUDA build of torch and make the GPU visible, or use device='cpu'"
         )
     try:
         return torch.zeros(size, dtype=torch.uint8, device=where)
     except torch.OutOfMemoryError as exc:
-        raise CapacityError(f"an arena of {size / (1 << 30):.2f} GB on {device}: {exc}; make it smaller") from exc
+        raise CapacityError(
+            f"an arena of {size / (1 << 30):.2f} GB on {device}: {exc}; make it smaller"
+        ) from exc
 
 
 def pin(arena: torch.Tensor, owner: object) -> bool:
-    """Lock a host arena's pages for CUDA, in place, until `owner` is collected; without CUDA, or when it refuses, say so in the log.
+    """Lock a host arena's pages for CUDA, in place, until `owner` is collected; without CUDA, or
+    when it refuses, say so in the log.
 
-    The pages are registered rather than allocated by torch, whose pinned allocator rounds up to a power of two.
+    The pages are registered rather than allocated by torch, whose pinned allocator rounds up to a
+    power of two.
 
     Returns:
         Whether they are pinned.
     """
     if not torch.cuda.is_available():
-        logger.info("no CUDA device: the arena of %.2f GB is plain host memory", arena.nbytes / (1 << 30))
+        logger.info(
+            "no CUDA device: the arena of %.2f GB is plain host memory", arena.nbytes / (1 << 30)
+        )
         return False
     if arena.nbytes == 0:
         return False
     addresses: list[int] = []
     for at in range(0, arena.nbytes, MAX_PIECE_BYTES):
         address = arena.data_ptr() + at
-        code = int(_cuda_runtime().cudaHostRegister(address, min(MAX_PIECE_BYTES, arena.nbytes - at), 0))
+        code = int(
+            _cuda_runtime().cudaHostRegister(address, min(MAX_PIECE_BYTES, arena.nbytes - at), 0)
+        )
         if code != 0:
             _unpin(arena, addresses)
             _take_pending_error()
             logger.warning(
-                "cannot pin the arena, it stays pageable and copies are slower: size_gb=%.2f error=%d",
+                "cannot pin the arena, it stays pageable and copies are slower: size_gb=%.2f"
+                " error=%d",
                 arena.nbytes / (1 << 30),
                 code,
             )
@@ -98,8 +109,8 @@ def _unpin(arena: torch.Tensor, addresses: list[int]) -> None:
 def _take_pending_error() -> int | None:
     """Clear the error that the CUDA runtime keeps after a call that it refused.
 
-    Torch would raise it at its next call, at a place that has nothing to do with it. Torch's own binding
-    lacks the function, so it is looked up in the runtime that torch has loaded.
+    Torch would raise it at its next call, at a place that has nothing to do with it. Torch's own
+    binding lacks the function, so it is looked up in the runtime that torch has loaded.
 
     Returns:
         The error; None where no runtime is loaded.

@@ -1,4 +1,5 @@
-"""Interfaces of memory: the format of a chunk, the reference-counted object that holds one, the allocator.
+"""Interfaces of memory: the format of a chunk, the reference-counted object that holds one, the
+allocator.
 
 No torch at run time.
 """
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class MemoryFormat(Enum):
-    """How the bytes of a memory object are to be read. The numbers are documented and never change."""
+    """How the bytes of a memory object are to be read. The numbers are documented and never
+    change.
+    """
 
     UNDEFINED = 0
     KV_BLOB = 1
@@ -60,7 +63,9 @@ class MemoryObjMetadata:
 
 
 class MemoryObj(ABC):
-    """A reference-counted piece of memory. Whoever holds a reference gives it back: `with obj:` or `ref_count_down()`."""
+    """A reference-counted piece of memory. Whoever holds a reference gives it back: `with obj:`
+    or `ref_count_down()`.
+    """
 
     @property
     @abstractmethod
@@ -86,12 +91,16 @@ class MemoryObj(ABC):
     @property
     @abstractmethod
     def byte_array(self) -> memoryview:
-        """The content as bytes, `get_size()` of them, sharing memory. Valid while a reference is held."""
+        """The content as bytes, `get_size()` of them, sharing memory. Valid while a reference is
+        held.
+        """
 
     @property
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """The content as a tensor of `metadata.shape` and `metadata.dtype`, sharing memory. Needs torch."""
+        """The content as a tensor of `metadata.shape` and `metadata.dtype`, sharing memory.
+        Needs torch.
+        """
 
     def get_size(self) -> int:
         """Bytes of the content, without alignment."""
@@ -100,7 +109,12 @@ class MemoryObj(ABC):
     def __enter__(self) -> MemoryObj:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.ref_count_down()
 
 
@@ -145,17 +159,23 @@ class MemoryAllocatorInterface(ABC):
 
     @abstractmethod
     def allocate(
-        self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat = MemoryFormat.UNDEFINED
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype | str | None,
+        fmt: MemoryFormat = MemoryFormat.UNDEFINED,
     ) -> MemoryObj | None:
         """Memory for a tensor of that shape and dtype.
 
         Returns:
-            An object with one reference, which the caller owns; its content is undefined. None when there is no room.
+            An object with one reference, which the caller owns; its content is undefined. None when
+            there is no room.
         """
 
     @abstractmethod
     def free(self, memory_obj: MemoryObj) -> None:
-        """Take the memory back. Not for callers: give references back with `ref_count_down` instead."""
+        """Take the memory back. Not for callers: give references back with `ref_count_down`
+        instead.
+        """
 
     @abstractmethod
     def get_ref_count(self, memory_obj: MemoryObj) -> int:
@@ -163,7 +183,8 @@ class MemoryAllocatorInterface(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Compare the books: free + used is the capacity, nothing overlaps, neighbours are coalesced.
+        """Compare the books: free + used is the capacity, nothing overlaps, neighbours are
+        coalesced.
 
         Raises:
             IntegrityError: They do not balance.

@@ -24,7 +24,8 @@ class BytesBufferMemoryObj(CountedMemoryObj):
     Args:
         raw_bytes: The content, shared, not copied.
         metadata: What it holds; by default flat bytes in `BINARY_BUFFER` format.
-        allocator: Who counts its references and its bytes; without one there is nothing to count, and the count is always 1.
+        allocator: Who counts its references and its bytes; without one there is nothing to count,
+            and the count is always 1.
     """
 
     def __init__(
@@ -34,7 +35,11 @@ class BytesBufferMemoryObj(CountedMemoryObj):
         allocator: CountingAllocator | None = None,
     ) -> None:
         self._view = memoryview(raw_bytes).cast("B")
-        super().__init__(metadata or MemoryObjMetadata((len(self._view),), None, 0, 0, 1, MemoryFormat.BINARY_BUFFER), allocator)
+        super().__init__(
+            metadata
+            or MemoryObjMetadata((len(self._view),), None, 0, 0, 1, MemoryFormat.BINARY_BUFFER),
+            allocator,
+        )
 
     @property
     def byte_array(self) -> memoryview:
@@ -50,7 +55,8 @@ class BytesBufferMemoryObj(CountedMemoryObj):
 
 
 class ByteBudget:
-    """A number of bytes that may be in use at once, wherever they are. Not thread-safe: its owner locks.
+    """A number of bytes that may be in use at once, wherever they are. Not thread-safe: its owner
+    locks.
 
     Args:
         capacity: Bytes.
@@ -70,7 +76,8 @@ class ByteBudget:
         return len(self._used)
 
     def allocate(self, size: int) -> FreeBlock | None:
-        """Take `size` bytes (at least one, so that empty blocks are bounded too); None when so many are not left.
+        """Take `size` bytes (at least one, so that empty blocks are bounded too); None when so many
+        are not left.
 
         Returns:
             A block whose `start` is no place but a name, never used twice.
@@ -102,7 +109,10 @@ class ByteBudget:
         """
         used_bytes = sum(self._used.values())
         if used_bytes != self.used_bytes or used_bytes > self.capacity:
-            raise IntegrityError(f"blocks hold {used_bytes} bytes, the books say {self.used_bytes} of {self.capacity}")
+            raise IntegrityError(
+                f"blocks hold {used_bytes} bytes, the books say {self.used_bytes} of"
+                f" {self.capacity}"
+            )
 
 
 class BufferAllocator(CountingAllocator):
@@ -116,16 +126,23 @@ class BufferAllocator(CountingAllocator):
         ValueError: Another device, or a negative capacity.
     """
 
-    def __init__(self, device: str = "cpu", capacity_bytes: int = DEFAULT_BUFFER_CAPACITY_BYTES) -> None:
+    def __init__(
+        self, device: str = "cpu", capacity_bytes: int = DEFAULT_BUFFER_CAPACITY_BYTES
+    ) -> None:
         if device != "cpu":
             raise ValueError(f"device={device!r}: byte buffers live on the cpu")
         self.device = device
         super().__init__(ByteBudget(capacity_bytes))
 
     def allocate(
-        self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat = MemoryFormat.BINARY_BUFFER
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype | str | None,
+        fmt: MemoryFormat = MemoryFormat.BINARY_BUFFER,
     ) -> BytesBufferMemoryObj | None:
-        """See `MemoryAllocatorInterface.allocate`. The metadata's address is a name, not a place."""
+        """See `MemoryAllocatorInterface.allocate`. The metadata's address is a name, not a
+        place.
+        """
         meta = self._take(tuple(shape), dtype, fmt)
         if meta is None:
             return None

@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lmcache_core.errors import IntegrityError
-from lmcache_core.memory.base import DescribedMemoryObj, FreeBlock, MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
+from lmcache_core.memory.base import (
+    DescribedMemoryObj,
+    FreeBlock,
+    MemoryAllocatorInterface,
+    MemoryFormat,
+    MemoryObj,
+    MemoryObjMetadata,
+)
 from lmcache_core.memory.dtypes import num_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +55,8 @@ class CountedMemoryObj(DescribedMemoryObj):
 
     Args:
         metadata: What it holds.
-        allocator: Who takes it back; without one the memory belongs to the garbage collector and the count is always 1.
+        allocator: Who takes it back; without one the memory belongs to the garbage collector and
+            the count is always 1.
     """
 
     def __init__(self, metadata: MemoryObjMetadata, allocator: CountingAllocator | None) -> None:
@@ -72,15 +80,20 @@ class CountedMemoryObj(DescribedMemoryObj):
     def _require_held(self) -> None:
         """Refuse to show memory that may be somebody else's by now."""
         if self._allocator is not None and self._metadata.ref_count <= 0:
-            raise IntegrityError(f"memory at {self._metadata.address} is used after its last reference was given back")
+            raise IntegrityError(
+                f"memory at {self._metadata.address} is used after its last reference was given"
+                " back"
+            )
 
 
 class CountingAllocator(MemoryAllocatorInterface):
-    """Keeps the books of objects that are handed out, and gives their room back with their last reference. Thread-safe.
+    """Keeps the books of objects that are handed out, and gives their room back with their last
+    reference. Thread-safe.
 
     Args:
         room: What there is to hand out; belongs to this allocator.
-        on_freed: Called with the address of everything that is given back, under this allocator's lock: it must not call back.
+        on_freed: Called with the address of everything that is given back, under this allocator's
+            lock: it must not call back.
     """
 
     def __init__(self, room: Room, on_freed: OnFreed | None = None) -> None:
@@ -116,7 +129,8 @@ class CountingAllocator(MemoryAllocatorInterface):
         """See `MemoryAllocatorInterface.free`; takes the memory whatever the references.
 
         Raises:
-            IntegrityError: The object is free already (its address may be another one's by now), or was handed out by another allocator.
+            IntegrityError: The object is free already (its address may be another one's by now), or
+                was handed out by another allocator.
         """
         meta = memory_obj.metadata
         with self._lock:
@@ -132,12 +146,19 @@ class CountingAllocator(MemoryAllocatorInterface):
         with self._lock:
             self._room.check_integrity()
             held_bytes = sum(meta.phy_size for meta in self._handed_out.values())
-            if held_bytes != self._room.used_bytes or len(self._handed_out) != self._room.num_used_blocks:
-                raise IntegrityError(f"objects hold {held_bytes} bytes, {self._room.used_bytes} are taken")
+            if (
+                held_bytes != self._room.used_bytes
+                or len(self._handed_out) != self._room.num_used_blocks
+            ):
+                raise IntegrityError(
+                    f"objects hold {held_bytes} bytes, {self._room.used_bytes} are taken"
+                )
             if any(meta.ref_count < 1 for meta in self._handed_out.values()):
                 raise IntegrityError("memory is handed out on which nobody holds a reference")
 
-    def _take(self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat) -> MemoryObjMetadata | None:
+    def _take(
+        self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat
+    ) -> MemoryObjMetadata | None:
         """Room for that tensor, with one reference; None when there is none."""
         if min(shape, default=0) < 0:
             raise ValueError(f"shape={tuple(shape)}: a dimension is negative")
@@ -153,7 +174,9 @@ class CountingAllocator(MemoryAllocatorInterface):
     def _require_ours(self, meta: MemoryObjMetadata) -> None:
         if self._handed_out.get(meta.address) is not meta:
             why = "was handed out by another allocator" if meta.ref_count > 0 else "is free already"
-            raise IntegrityError(f"memory at {meta.address} {why}: its references cannot be changed here")
+            raise IntegrityError(
+                f"memory at {meta.address} {why}: its references cannot be changed here"
+            )
 
     def _give_back(self, meta: MemoryObjMetadata) -> None:
         meta.ref_count = 0

@@ -1,4 +1,6 @@
-"""Names and sizes of the dtypes that KV comes in. Names are torch's, without the module; no torch here."""
+"""Names and sizes of the dtypes that KV comes in. Names are torch's, without the module; no
+torch here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An explicit free list over a range of offsets: best fit, coalescing, quick at any number of extents."""
+"""An explicit free list over a range of offsets: best fit, coalescing, quick at any number of
+extents.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ def extent_bytes(size: int) -> int:
 
 
 class FreeList:
-    """Offsets in `[0, capacity)`, cut at multiples of `ALIGN_BYTES`. Not thread-safe: its owner locks.
+    """Offsets in `[0, capacity)`, cut at multiples of `ALIGN_BYTES`. Not thread-safe: its owner
+    locks.
 
-    Free extents lie in one bin per size; the sizes that have a bin are sorted. A neighbour is found by the offset at which it
-    begins or ends, so that only a size that appears or vanishes costs a search; different sizes are few, and a plain list of them is quick.
+    Free extents lie in one bin per size; the sizes that have a bin are sorted. A neighbour is found
+    by the offset at which it begins or ends, so that only a size that appears or vanishes costs a
+    search; different sizes are few, and a plain list of them is quick.
 
     Args:
         capacity: Bytes to manage; a tail shorter than the alignment is left unused.
@@ -52,10 +56,12 @@ class FreeList:
         return [FreeBlock(start, size) for start, size in sorted(self._size_at.items())]
 
     def allocate(self, size: int) -> FreeBlock | None:
-        """Take the smallest free extent that holds `size` bytes (at least one alignment unit); of several, the one freed last.
+        """Take the smallest free extent that holds `size` bytes (at least one alignment unit); of
+        several, the one freed last.
 
         Returns:
-            The extent taken, its size a multiple of the alignment; None when no extent is large enough.
+            The extent taken, its size a multiple of the alignment; None when no extent is large
+            enough.
         """
         wanted = extent_bytes(size)
         have = wanted
@@ -65,7 +71,9 @@ class FreeList:
                 return None
             have = self._sizes[at]
         starts = self._bins[have]
-        start, _ = starts.popitem()  # O(1); a look at the last entry of a dict is O(n) once others after it were deleted
+        start, _ = (
+            starts.popitem()
+        )  # O(1); a look at the last entry of a dict is O(n) once others after it were deleted
         self._unindex(start, have, starts)
         if have > wanted:
             self._insert(start + wanted, have - wanted)
@@ -77,7 +85,8 @@ class FreeList:
         """Take just these extents: what was handed out by the books of an earlier process.
 
         Raises:
-            ValueError: One is empty, not aligned, out of bounds, not free, or overlaps another; nothing has then been taken.
+            ValueError: One is empty, not aligned, out of bounds, not free, or overlaps another;
+                nothing has then been taken.
         """
         holes = self.free_blocks()
         starts = [hole.start for hole in holes]
@@ -85,9 +94,20 @@ class FreeList:
         end = 0
         for extent in sorted(extents):
             hole = holes[bisect_right(starts, extent.start) - 1] if starts else FreeBlock(0, 0)
-            is_inside = hole.start <= extent.start and extent.start + extent.size <= hole.start + hole.size
-            if extent.size <= 0 or extent.size % ALIGN_BYTES or extent.start % ALIGN_BYTES or extent.start < end or not is_inside:
-                raise ValueError(f"[{extent.start}, {extent.start + extent.size}) is no free extent of {self.capacity} bytes")
+            is_inside = (
+                hole.start <= extent.start and extent.start + extent.size <= hole.start + hole.size
+            )
+            if (
+                extent.size <= 0
+                or extent.size % ALIGN_BYTES
+                or extent.start % ALIGN_BYTES
+                or extent.start < end
+                or not is_inside
+            ):
+                raise ValueError(
+                    f"[{extent.start}, {extent.start + extent.size}) is no free extent of"
+                    f" {self.capacity} bytes"
+                )
             taken_of.setdefault(hole, []).append(extent)
             end = extent.start + extent.size
         for hole, taken in taken_of.items():
@@ -127,7 +147,8 @@ class FreeList:
         """Compare the books, in O(n).
 
         Raises:
-            IntegrityError: Extents overlap, leave gaps, are not coalesced, or the sums and indexes are wrong.
+            IntegrityError: Extents overlap, leave gaps, are not coalesced, or the sums and indexes
+                are wrong.
         """
         at, num_seen, was_free, used_bytes = 0, 0, False, 0
         while at < self.capacity:
@@ -141,21 +162,33 @@ class FreeList:
             at, num_seen, was_free = at + size, num_seen + 1, is_free
         if at != self.capacity or used_bytes != self.used_bytes:
             raise IntegrityError(
-                f"extents end at {at} of {self.capacity}; {used_bytes} bytes are handed out, the books say {self.used_bytes}"
+                f"extents end at {at} of {self.capacity}; {used_bytes} bytes are handed out, the"
+                f" books say {self.used_bytes}"
             )
         if num_seen != len(self._size_at) + len(self._used):
             raise IntegrityError(
-                f"{len(self._size_at)} free extents and {len(self._used)} taken ones overlap: only {num_seen} follow one another"
+                f"{len(self._size_at)} free extents and {len(self._used)} taken ones overlap: only"
+                f" {num_seen} follow one another"
             )
         self._check_indexes()
 
     def _check_indexes(self) -> None:
         num_binned = sum(len(starts) for starts in self._bins.values())
-        if num_binned != len(self._size_at) or len(self._start_before) != len(self._size_at) or set(self._sizes) != set(self._bins):
+        if (
+            num_binned != len(self._size_at)
+            or len(self._start_before) != len(self._size_at)
+            or set(self._sizes) != set(self._bins)
+        ):
             raise IntegrityError("the free extents by size or by end are not those by start")
         for start, size in self._size_at.items():
-            if start not in self._bins.get(size, ()) or self._start_before.get(start + size) != start:
-                raise IntegrityError(f"the free extent [{start}, {start + size}) is not where its size or its end says")
+            if (
+                start not in self._bins.get(size, ())
+                or self._start_before.get(start + size) != start
+            ):
+                raise IntegrityError(
+                    f"the free extent [{start}, {start + size}) is not where its size or its end"
+                    " says"
+                )
 
     def _insert(self, start: int, size: int) -> None:
         self._size_at[start] = size

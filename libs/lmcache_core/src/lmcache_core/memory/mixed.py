@@ -15,12 +15,14 @@ from lmcache_core.memory.tensor import PinMemoryAllocator, TensorMemoryObj
 class MixedMemoryAllocator(MemoryAllocatorInterface):
     """A pinned arena, and byte buffers for the format `BINARY_BUFFER`. Thread-safe.
 
-    Every other format, `BINARY` too, lies in the arena: encoded chunks that a tier keeps are counted with the rest, and only bytes on
-    their way through (a reply, a value to be sent) are buffers.
+    Every other format, `BINARY` too, lies in the arena: encoded chunks that a tier keeps are
+    counted with the rest, and only bytes on their way through (a reply, a value to be sent) are
+    buffers.
 
     Args:
         size: Bytes of the arena.
-        buffer_capacity_bytes: Bytes of buffers that may be handed out at once; by default as many as the arena has.
+        buffer_capacity_bytes: Bytes of buffers that may be handed out at once; by default as many
+            as the arena has.
 
     Raises:
         ValueError: A size is negative.
@@ -29,7 +31,9 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
 
     def __init__(self, size: int, buffer_capacity_bytes: int | None = None) -> None:
         self._arena = PinMemoryAllocator(size)
-        self._buffers = BufferAllocator(capacity_bytes=size if buffer_capacity_bytes is None else buffer_capacity_bytes)
+        self._buffers = BufferAllocator(
+            capacity_bytes=size if buffer_capacity_bytes is None else buffer_capacity_bytes
+        )
 
     @property
     def capacity_bytes(self) -> int:
@@ -52,7 +56,10 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
         return self._buffers.used_bytes
 
     def allocate(
-        self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat = MemoryFormat.KV_BLOB
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype | str | None,
+        fmt: MemoryFormat = MemoryFormat.KV_BLOB,
     ) -> TensorMemoryObj | BytesBufferMemoryObj | None:
         """See `MemoryAllocatorInterface.allocate`."""
         if fmt is MemoryFormat.BINARY_BUFFER:

@@ -13,7 +13,8 @@ MAX_PINS = 16384
 
 
 class PinSession:
-    """The references of one session (a connection, a request); `close` gives all of them back, once. Thread-safe.
+    """The references of one session (a connection, a request); `close` gives all of them back,
+    once. Thread-safe.
 
     Args:
         session_id: Whose they are; named in errors.
@@ -44,13 +45,16 @@ class PinSession:
             if self._is_closed:
                 raise CapacityError(f"session {self.session_id} has ended and pins nothing")
             if self._num_pins >= self._max_pins:
-                raise CapacityError(f"session {self.session_id} holds {self._num_pins} pins; release some first")
+                raise CapacityError(
+                    f"session {self.session_id} holds {self._num_pins} pins; release some first"
+                )
             memory_obj.ref_count_up()
             self._pinned.setdefault(id(memory_obj), []).append(memory_obj)
             self._num_pins += 1
 
     def unpin(self, memory_obj: MemoryObj) -> None:
-        """Give one reference on that object back. A session that has ended has given all back already: nothing happens.
+        """Give one reference on that object back. A session that has ended has given all back
+        already: nothing happens.
 
         Raises:
             IntegrityError: The session holds none on it.
@@ -60,7 +64,10 @@ class PinSession:
                 return
             held = self._pinned.get(id(memory_obj))
             if held is None:
-                raise IntegrityError(f"session {self.session_id} holds no pin on memory at {memory_obj.metadata.address}")
+                raise IntegrityError(
+                    f"session {self.session_id} holds no pin on memory at"
+                    f" {memory_obj.metadata.address}"
+                )
             held.pop()
             if not held:
                 del self._pinned[id(memory_obj)]
@@ -68,10 +75,12 @@ class PinSession:
         memory_obj.ref_count_down()
 
     def close(self) -> None:
-        """End the session: everything it holds is given back at once, and it pins nothing any more. Idempotent.
+        """End the session: everything it holds is given back at once, and it pins nothing any more.
+        Idempotent.
 
         Raises:
-            IntegrityError: Memory that it pinned is free already; the rest has been given back nevertheless.
+            IntegrityError: Memory that it pinned is free already; the rest has been given back
+                nevertheless.
         """
         with self._lock:
             self._is_closed = True
@@ -94,10 +103,16 @@ class PinSession:
         """
         with self._lock:
             if sum(len(held) for held in self._pinned.values()) != self._num_pins:
-                raise IntegrityError(f"session {self.session_id} does not hold the {self._num_pins} pins that it counts")
+                raise IntegrityError(
+                    f"session {self.session_id} does not hold the {self._num_pins} pins that it"
+                    " counts"
+                )
             for held in self._pinned.values():
                 if held[0].get_ref_count() < 1:
-                    raise IntegrityError(f"session {self.session_id} pins memory at {held[0].metadata.address} that is free")
+                    raise IntegrityError(
+                        f"session {self.session_id} pins memory at {held[0].metadata.address} that"
+                        " is free"
+                    )
 
     def __enter__(self) -> PinSession:
         return self

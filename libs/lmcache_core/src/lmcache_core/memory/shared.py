@@ -1,8 +1,9 @@
 """The shared-memory arena: a file that the sidecar owns and every serving process of the pod maps.
 
-The sidecar allocates and touches the whole file before it listens (a sparse tmpfs write past the limit is SIGBUS inside the
-serving engine, and pages are charged to whoever touches them first) and never truncates or resizes it. Each start is a new
-generation, in the same file where that fits: `arena_locks` tells when the clients of an earlier one are gone.
+The sidecar allocates and touches the whole file before it listens (a sparse tmpfs write past the
+limit is SIGBUS inside the serving engine, and pages are charged to whoever touches them first) and
+never truncates or resizes it. Each start is a new generation, in the same file where that fits:
+`arena_locks` tells when the clients of an earlier one are gone.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ DEFAULT_MODE = 0o660
 _TOUCH_BYTES = 64 << 20
 _BLOCK_BYTES = 512
 _MADV_POPULATE_WRITE = 23
-"""Source: Linux, include/uapi/asm-generic/mman-common.h (5.14 and later); Python does not name it. Unlike a write it fails where there is
-no room."""
+"""Source: Linux, include/uapi/asm-generic/mman-common.h (5.14 and later); Python does not name it.
+Unlike a write it fails where there is no room.
+"""
 _MAX_PAGE_BYTES = 1 << 30
 
 
@@ -46,7 +48,8 @@ class SharedArena:
         generation: Random name of the sidecar start that it belongs to.
         load_view: Read-only bytes of the whole file.
         store_view: Writable bytes of the whole file.
-        lock: The owner's: of the directory. A client's: of the generation, to be released when it touches nothing of it any more.
+        lock: The owner's: of the directory. A client's: of the generation, to be released when it
+            touches nothing of it any more.
         inode: Number of the file on its volume.
     """
 
@@ -98,7 +101,8 @@ class ArenaFile:
         return -(-self.size // page) * page
 
     def create(self, lock: FileLock) -> SharedArena:
-        """Make, allocate, touch and map a new file in the place of an older one, whose clients keep writing to what nobody reads any more.
+        """Make, allocate, touch and map a new file in the place of an older one, whose clients keep
+        writing to what nobody reads any more.
 
         Args:
             lock: On the directory.
@@ -110,7 +114,11 @@ class ArenaFile:
         try:
             size = self.num_bytes()
             self.remove()
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, self.mode)
+            fd = os.open(
+                self.path,
+                os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+                self.mode,
+            )
         except OSError as exc:
             raise self._refused(exc) from exc
         try:
@@ -132,7 +140,8 @@ class ArenaFile:
             os.close(fd)
 
     def reopen(self, lock: FileLock) -> SharedArena | None:
-        """Map the file that an earlier start has made, as a new generation; None when there is none that fits: then nothing has changed.
+        """Map the file that an earlier start has made, as a new generation; None when there is none
+        that fits: then nothing has changed.
 
         Args:
             lock: On the directory.
@@ -149,7 +158,11 @@ class ArenaFile:
         try:
             status = os.fstat(fd)
             size = self.num_bytes()
-            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+            is_ours = (
+                stat.S_ISREG(status.st_mode)
+                and status.st_uid == os.geteuid()
+                and status.st_nlink == 1
+            )
             if not is_ours or status.st_size != size or status.st_blocks * _BLOCK_BYTES < size:
                 return None
             os.fchmod(fd, self.mode)
@@ -162,7 +175,9 @@ class ArenaFile:
             os.close(fd)
 
     def remove(self) -> None:
-        """Remove the names of the file and of all generations; mappings stay valid until their processes end. Idempotent."""
+        """Remove the names of the file and of all generations; mappings stay valid until their
+        processes end. Idempotent.
+        """
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         for generation in generations_in(self.directory):
@@ -178,11 +193,16 @@ class ArenaFile:
             raise
 
     def _refused(self, exc: OSError) -> ConfigError:
-        return ConfigError(f"arena_path={str(self.directory)!r}: {exc.strerror}; choose a directory that this user can write to")
+        return ConfigError(
+            f"arena_path={str(self.directory)!r}: {exc.strerror}; choose a directory that this user"
+            " can write to"
+        )
 
 
 def is_none_of_ours(path: Path, exc: OSError) -> bool:
-    """Whether opening failed since no file of this user is there, and not for a reason that may pass."""
+    """Whether opening failed since no file of this user is there, and not for a reason that may
+    pass.
+    """
     if isinstance(exc, FileNotFoundError):
         return True
     try:
@@ -194,11 +214,18 @@ def is_none_of_ours(path: Path, exc: OSError) -> bool:
 
 def cannot_be_opened(path: Path, exc: OSError) -> CapacityError:
     """What to raise where a file of an earlier start is there and cannot be used just now."""
-    return CapacityError(f"{path}: {exc.strerror}; what is in it is kept: let this user open it, or remove it to start without")
+    return CapacityError(
+        f"{path}: {exc.strerror}; what is in it is kept: let this user open it, or remove it to"
+        " start without"
+    )
 
 
-def create_shared_arena(directory: Path, size: int, mode: int = DEFAULT_MODE, huge_pages: bool = False) -> SharedArena:
-    """Own a directory and make a new arena file there; see `own_directory` and `ArenaFile.create`."""
+def create_shared_arena(
+    directory: Path, size: int, mode: int = DEFAULT_MODE, huge_pages: bool = False
+) -> SharedArena:
+    """Own a directory and make a new arena file there; see `own_directory` and
+    `ArenaFile.create`.
+    """
     file = ArenaFile(directory, size, mode, huge_pages)
     lock = own_directory(directory)
     try:
@@ -209,10 +236,12 @@ def create_shared_arena(directory: Path, size: int, mode: int = DEFAULT_MODE, hu
 
 
 def attach_shared_arena(path: Path, size: int, generation: int) -> SharedArena:
-    """Join the generation of an arena file that a sidecar owns and map it, twice: read-only for loads, writable for stores.
+    """Join the generation of an arena file that a sidecar owns and map it, twice: read-only for
+    loads, writable for stores.
 
     Raises:
-        UnavailableError: The file is not there, is shorter than the sidecar said, or the generation is over.
+        UnavailableError: The file is not there, is shorter than the sidecar said, or the generation
+            is over.
     """
     with contextlib.ExitStack() as undo:
         lock = join_generation(path.parent, generation)
@@ -223,7 +252,9 @@ def attach_shared_arena(path: Path, size: int, generation: int) -> SharedArena:
             raise UnavailableError(f"arena {path}: {exc}") from exc
         try:
             if not 0 < size <= os.fstat(fd).st_size:
-                raise UnavailableError(f"arena {path} has {os.fstat(fd).st_size} bytes; the sidecar said {size}")
+                raise UnavailableError(
+                    f"arena {path} has {os.fstat(fd).st_size} bytes; the sidecar said {size}"
+                )
             arena = _map(fd, path, size, generation, lock, huge_pages=False)
         except (OSError, ValueError) as exc:
             raise UnavailableError(f"arena {path} cannot be mapped: {exc}") from exc
@@ -234,22 +265,33 @@ def attach_shared_arena(path: Path, size: int, generation: int) -> SharedArena:
 
 
 def unlink_shared_arena(arena: SharedArena) -> None:
-    """Remove the names of file and generation; mappings stay valid until their processes end. Idempotent."""
+    """Remove the names of file and generation; mappings stay valid until their processes end.
+    Idempotent.
+    """
     for path in (arena.path, generation_path(arena.path.parent, arena.generation)):
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
 
 
 def _take_huge_pages(fd: int, size: int) -> None:
-    """Fill the file with huge pages as far as there are any: once it has small pages it keeps them."""
+    """Fill the file with huge pages as far as there are any: once it has small pages it keeps
+    them.
+    """
     os.ftruncate(fd, size)
-    with mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapping, contextlib.suppress(OSError):
+    with (
+        mmap.mmap(
+            fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        ) as mapping,
+        contextlib.suppress(OSError),
+    ):
         mapping.madvise(mmap.MADV_HUGEPAGE)
         for at in range(0, size, _TOUCH_BYTES):
             mapping.madvise(_MADV_POPULATE_WRITE, at, min(_TOUCH_BYTES, size - at))
 
 
-def _map(fd: int, path: Path, size: int, generation: int, lock: FileLock, huge_pages: bool) -> SharedArena:
+def _map(
+    fd: int, path: Path, size: int, generation: int, lock: FileLock, huge_pages: bool
+) -> SharedArena:
     load = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     store = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     if huge_pages:

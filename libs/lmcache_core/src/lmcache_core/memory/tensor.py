@@ -1,4 +1,6 @@
-"""Memory objects and allocators over torch tensors: host, pinned host, GPU, and pinned host beside byte buffers."""
+"""Memory objects and allocators over torch tensors: host, pinned host, GPU, and pinned host
+beside byte buffers.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ class TensorMemoryObj(CountedMemoryObj):
         allocator: Who takes it back; without one the tensor belongs to the garbage collector.
     """
 
-    def __init__(self, raw_data: torch.Tensor, metadata: MemoryObjMetadata, allocator: CountingAllocator | None = None) -> None:
+    def __init__(
+        self,
+        raw_data: torch.Tensor,
+        metadata: MemoryObjMetadata,
+        allocator: CountingAllocator | None = None,
+    ) -> None:
         super().__init__(metadata, allocator)
         self._raw = raw_data
 
@@ -38,7 +45,8 @@ class TensorMemoryObj(CountedMemoryObj):
         self._require_held()
         if self._raw.device.type != "cpu":
             raise ValueError(
-                f"memory on {self._raw.device} has no bytes that this process can address: use .tensor, or copy it to the host"
+                f"memory on {self._raw.device} has no bytes that this process can address: use"
+                " .tensor, or copy it to the host"
             )
         return bytes_under(self._raw[: self.get_size()])
 
@@ -65,16 +73,26 @@ class TensorMemoryAllocator(CountingAllocator):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "meta" or not tensor.is_contiguous():
-            raise ValueError(f"an arena needs a contiguous tensor with memory, not strides {tensor.stride()} on {tensor.device}")
+            raise ValueError(
+                f"an arena needs a contiguous tensor with memory, not strides {tensor.stride()} on"
+                f" {tensor.device}"
+            )
         self._raw = tensor.detach().view(-1).view(torch.uint8)
         super().__init__(FreeList(self._raw.numel()))
 
     def allocate(
-        self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat = MemoryFormat.KV_BLOB
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype | str | None,
+        fmt: MemoryFormat = MemoryFormat.KV_BLOB,
     ) -> TensorMemoryObj | None:
         """See `MemoryAllocatorInterface.allocate`."""
         meta = self._take(torch.Size(shape), dtype, fmt)
-        return None if meta is None else TensorMemoryObj(self._raw[meta.address : meta.address + meta.phy_size], meta, self)
+        return (
+            None
+            if meta is None
+            else TensorMemoryObj(self._raw[meta.address : meta.address + meta.phy_size], meta, self)
+        )
 
 
 class HostMemoryAllocator(TensorMemoryAllocator):
@@ -93,7 +111,8 @@ class HostMemoryAllocator(TensorMemoryAllocator):
 
 
 class PinMemoryAllocator(HostMemoryAllocator):
-    """An arena of host memory that CUDA can copy from and to directly; without CUDA it is plain host memory.
+    """An arena of host memory that CUDA can copy from and to directly; without CUDA it is plain
+    host memory.
 
     Args:
         size: Bytes.

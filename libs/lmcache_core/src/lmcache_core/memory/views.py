@@ -1,4 +1,6 @@
-"""Tensors over bytes and bytes under tensors, without a copy. torch is imported when first needed."""
+"""Tensors over bytes and bytes under tensors, without a copy. torch is imported when first
+needed.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def tensor_over(view: memoryview, shape: Sequence[int], dtype: torch.dtype | str | None) -> torch.Tensor:
-    """A CPU tensor of that shape and dtype that shares `view`'s memory (a read-only view must not be written through it)."""
+def tensor_over(
+    view: memoryview, shape: Sequence[int], dtype: torch.dtype | str | None
+) -> torch.Tensor:
+    """A CPU tensor of that shape and dtype that shares `view`'s memory (a read-only view must
+    not be written through it).
+    """
     import torch
 
     kind = torch.uint8 if dtype is None else getattr(torch, dtype_name(dtype))

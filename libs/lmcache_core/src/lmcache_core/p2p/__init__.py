@@ -1,9 +1,25 @@
-"""Peers that serve one another's chunks: their addresses, the broker's client and the lease that keeps an instance known."""
+"""Peers that serve one another's chunks: their addresses, the broker's client and the lease that
+keeps an instance known.
+"""
 
 from lmcache_core.p2p.broker_client import BrokerClient
-from lmcache_core.p2p.distributed_url import DistributedUrl, distributed_url_of, is_encrypted, parse_distributed_url
+from lmcache_core.p2p.distributed_url import (
+    DistributedUrl,
+    distributed_url_of,
+    is_encrypted,
+    parse_distributed_url,
+)
 from lmcache_core.p2p.figures import PeerFigures, TierFigures
-from lmcache_core.p2p.messages import Assignment, CopyOrder, DrainReport, HeldBy, Lease, Peer, PeerKind, PeerStatus
+from lmcache_core.p2p.messages import (
+    Assignment,
+    CopyOrder,
+    DrainReport,
+    HeldBy,
+    Lease,
+    Peer,
+    PeerKind,
+    PeerStatus,
+)
 from lmcache_core.p2p.registration import LeaseListener, PeerRegistration
 
 __all__ = [

@@ -1,4 +1,6 @@
-"""The broker's client: one HTTP call a method, bounded in time and size, every failure an `UnavailableError`."""
+"""The broker's client: one HTTP call a method, bounded in time and size, every failure an
+`UnavailableError`.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class BrokerClient:
         transport: httpx.AsyncBaseTransport | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._http = JsonHttpClient("broker", base_url, token, timeout_s, transport=transport, tls=tls)
+        self._http = JsonHttpClient(
+            "broker", base_url, token, timeout_s, transport=transport, tls=tls
+        )
 
     async def open(self) -> None:
         """Make the connection pool. Connects to nothing yet."""
@@ -76,7 +80,8 @@ class BrokerClient:
         drain: DrainReport | None = None,
         figures: PeerFigures | None = None,
     ) -> Lease:
-        """Announce a peer, or renew its lease: the same call, which a broker that has forgotten everything takes as well.
+        """Announce a peer, or renew its lease: the same call, which a broker that has forgotten
+        everything takes as well.
 
         Args:
             peer: Who announces itself.
@@ -91,7 +96,16 @@ class BrokerClient:
         """
         load = min(max(load, 0.0), 1.0)
         topology = (peer.kind, peer.zone, peer.node)
-        body = AnnounceRequest(peer.incarnation, peer.distributed_url, *topology, load, ttl_ms, draining, drain, figures)
+        body = AnnounceRequest(
+            peer.incarnation,
+            peer.distributed_url,
+            *topology,
+            load,
+            ttl_ms,
+            draining,
+            drain,
+            figures,
+        )
         return self._http.decode(await self._http.call("PUT", _peer_path(peer.id), body), Lease)
 
     async def deregister(self, instance_id: str) -> None:
@@ -103,7 +117,8 @@ class BrokerClient:
         await self._http.call("DELETE", _peer_path(instance_id), absent_ok=True)
 
     async def drain(self, instance_id: str) -> None:
-        """Let a peer get no new pulls. Needs the role `admin`; a peer drains itself with `register(draining=True)`.
+        """Let a peer get no new pulls. Needs the role `admin`; a peer drains itself with
+        `register(draining=True)`.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
@@ -119,28 +134,41 @@ class BrokerClient:
         return self._http.decode(await self._http.call("GET", "/v1/peers"), PeersResponse).peers
 
     async def transfers(
-        self, requester: str, chunks: Sequence[tuple[bytes, Sequence[str | HeldBy]]], *, wait_ms: int = 0
+        self,
+        requester: str,
+        chunks: Sequence[tuple[bytes, Sequence[str | HeldBy]]],
+        *,
+        wait_ms: int = 0,
     ) -> list[Assignment]:
         """Ask who should serve chunks.
 
         Args:
             requester: The instance that will pull.
-            chunks: Distinct chunk ids (16 bytes) with the ids of those who may hold them, or also in which tier. Only the first 4096
-                chunks and the first 16 holders of each are asked about.
-            wait_ms: When every holder is busy, the broker may wait so long for one; it has to be less than this client's timeout.
+            chunks: Distinct chunk ids (16 bytes) with the ids of those who may hold them, or also
+                in which tier. Only the first 4096 chunks and the first 16 holders of each are asked
+                about.
+            wait_ms: When every holder is busy, the broker may wait so long for one; it has to be
+                less than this client's timeout.
 
         Returns:
-            Pulls that cover each chunk at most once. A chunk that is in none is served by nobody now.
+            Pulls that cover each chunk at most once. A chunk that is in none is served by nobody
+            now.
 
         Raises:
-            UnavailableError: The broker did not answer, or refused, or answered something else than it was asked.
+            UnavailableError: The broker did not answer, or refused, or answered something else than
+                it was asked.
         """
-        named = [_holders_of(chunk_id, holders[:MAX_HOLDERS_PER_CHUNK]) for chunk_id, holders in chunks[:MAX_CHUNKS_PER_TRANSFER]]
+        named = [
+            _holders_of(chunk_id, holders[:MAX_HOLDERS_PER_CHUNK])
+            for chunk_id, holders in chunks[:MAX_CHUNKS_PER_TRANSFER]
+        ]
         asked = {chunk.chunk_id: chunk.holders for chunk in named}
         if not asked:
             return []
         body = TransferRequest(validate_instance_id(requester), named, wait_ms)
-        answer = self._http.decode(await self._http.call("POST", "/v1/transfers", body), TransferResponse)
+        answer = self._http.decode(
+            await self._http.call("POST", "/v1/transfers", body), TransferResponse
+        )
         return [self._take(assignment, requester, asked) for assignment in answer.assignments]
 
     async def renew(self, requester: str, pull: str) -> Renewal | None:
@@ -151,31 +179,47 @@ class BrokerClient:
             pull: `Assignment.pull`.
 
         Returns:
-            The new ticket; None where the broker does not know the pull, thinks it has gone on for too long, or is too old to renew any.
+            The new ticket; None where the broker does not know the pull, thinks it has gone on for
+            too long, or is too old to renew any.
 
         Raises:
-            UnavailableError: The broker did not answer, or refused, or answered something else than it was asked.
+            UnavailableError: The broker did not answer, or refused, or answered something else than
+                it was asked.
         """
         body = PullsRequest(validate_instance_id(requester), [pull])
-        answer = self._http.decode(await self._http.call("POST", "/v1/transfers:renew", body, absent_ok=True), RenewResponse)
+        answer = self._http.decode(
+            await self._http.call("POST", "/v1/transfers:renew", body, absent_ok=True),
+            RenewResponse,
+        )
         return next((renewal for renewal in answer.renewed if renewal.pull == pull), None)
 
     async def done(self, requester: str, pulls: Sequence[str]) -> None:
-        """Say that pulls are over, so that others need not wait for the ends of their tickets. A broker that is too old passes it over.
+        """Say that pulls are over, so that others need not wait for the ends of their tickets. A
+        broker that is too old passes it over.
 
         Args:
             requester: Who pulled.
-            pulls: `Assignment.pull` of each; only the first 4096 are told, and empty ones are left out.
+            pulls: `Assignment.pull` of each; only the first 4096 are told, and empty ones are left
+                out.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
         told = [pull for pull in pulls if pull][:MAX_CHUNKS_PER_TRANSFER]
         if told:
-            await self._http.call("POST", "/v1/transfers:done", PullsRequest(validate_instance_id(requester), told), absent_ok=True)
+            await self._http.call(
+                "POST",
+                "/v1/transfers:done",
+                PullsRequest(validate_instance_id(requester), told),
+                absent_ok=True,
+            )
 
-    def _take(self, wire: WireAssignment, requester: str, asked: dict[str, list[str]]) -> Assignment:
-        """Check one assignment against what was asked. Takes its chunks out of `asked`, so that a second mention fails."""
+    def _take(
+        self, wire: WireAssignment, requester: str, asked: dict[str, list[str]]
+    ) -> Assignment:
+        """Check one assignment against what was asked. Takes its chunks out of `asked`, so that
+        a second mention fails.
+        """
         try:
             parse_distributed_url(wire.distributed_url)
         except ValueError as exc:
@@ -184,9 +228,19 @@ class BrokerClient:
             raise self._http.unusable("it assigns the requester to itself")
         for chunk_id in wire.chunk_ids:
             if wire.instance not in asked.pop(chunk_id, ()):
-                raise self._http.unusable("it assigns a chunk twice, unasked, or to one who does not hold it")
+                raise self._http.unusable(
+                    "it assigns a chunk twice, unasked, or to one who does not hold it"
+                )
         chunk_ids = tuple(bytes.fromhex(chunk_id) for chunk_id in wire.chunk_ids)
-        return Assignment(wire.instance, wire.distributed_url, chunk_ids, wire.ticket, wire.expires_ms, wire.pull, wire.ttl_ms)
+        return Assignment(
+            wire.instance,
+            wire.distributed_url,
+            chunk_ids,
+            wire.ticket,
+            wire.expires_ms,
+            wire.pull,
+            wire.ttl_ms,
+        )
 
 
 def _peer_path(instance_id: str) -> str:

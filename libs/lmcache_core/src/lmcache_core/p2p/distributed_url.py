@@ -1,4 +1,6 @@
-"""Where an instance serves its chunks to others: `lm://host:port`, or `lm+tls://host:port` where it is encrypted."""
+"""Where an instance serves its chunks to others: `lm://host:port`, or `lm+tls://host:port` where
+it is encrypted.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,11 @@ from typing import Final, NamedTuple
 
 MAX_DISTRIBUTED_URL_CHARS: Final = 300
 
-# One expression for the whole text leaves no room for credentials, paths or anything that a URL parser would forgive.
-_URL = re.compile(r"lm(?:\+tls)?://(?P<host>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[1-9][0-9]{0,4})")
+# One expression for the whole text leaves no room for credentials, paths or anything that a URL
+# parser would forgive.
+_URL = re.compile(
+    r"lm(?:\+tls)?://(?P<host>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[1-9][0-9]{0,4})"
+)
 
 
 _NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
@@ -33,12 +38,16 @@ def parse_distributed_url(url: str) -> DistributedUrl:
     """Read `lm://host:port`, `lm://[v6]:port`, or the same with `lm+tls`; see `is_encrypted`.
 
     Raises:
-        ValueError: It has another form, or names an address where no other pod can be: the unspecified one, a
-            multicast or link-local one (where clouds keep their credentials), or one in a spelling of its own.
+        ValueError: It has another form, or names an address where no other pod can be: the
+            unspecified one, a multicast or link-local one (where clouds keep their credentials), or
+            one in a spelling of its own.
     """
     match = _URL.fullmatch(url) if len(url) <= MAX_DISTRIBUTED_URL_CHARS else None
     if match is None:
-        raise ValueError("a distributed URL has the form lm://host:port or lm+tls://host:port, without credentials or path")
+        raise ValueError(
+            "a distributed URL has the form lm://host:port or lm+tls://host:port, without"
+            " credentials or path"
+        )
     host, port = match["host"].strip("[]"), int(match["port"])
     if port > 65535:
         raise ValueError("a distributed URL's port is at most 65535")
@@ -47,9 +56,19 @@ def parse_distributed_url(url: str) -> DistributedUrl:
         # The system's resolver takes 0, 127.1 or 0x7f000001 for addresses too.
         raise ValueError("a distributed URL's IPv4 address is four decimal numbers")
     if address is not None and address.version == 6 and address.ipv4_mapped is not None:
-        raise ValueError("a distributed URL's IPv4 address is written as such, not within an IPv6 address")
-    if address is not None and (address.is_unspecified or address.is_multicast or address.is_link_local or address in _NOWHERE):
-        raise ValueError("a distributed URL names an address that others can reach: no unspecified, multicast or link-local one")
+        raise ValueError(
+            "a distributed URL's IPv4 address is written as such, not within an IPv6 address"
+        )
+    if address is not None and (
+        address.is_unspecified
+        or address.is_multicast
+        or address.is_link_local
+        or address in _NOWHERE
+    ):
+        raise ValueError(
+            "a distributed URL names an address that others can reach: no unspecified, multicast or"
+            " link-local one"
+        )
     return DistributedUrl(host, port)
 
 

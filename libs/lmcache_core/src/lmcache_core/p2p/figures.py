@@ -1,5 +1,6 @@
-"""What an instance tells the broker of its work with each heartbeat, for people who look at the cluster. Nothing is decided by it but
-which pod may be ended at the least loss."""
+"""What an instance tells the broker of its work with each heartbeat, for people who look at the
+cluster. Nothing is decided by it but which pod may be ended at the least loss.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class TierFigures(msgspec.Struct, frozen=True):
 
 
 class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Counts since the instance's start, and what it holds now. All of it may be left out; what is not known is passed over.
+    """Counts since the instance's start, and what it holds now. All of it may be left out; what is
+    not known is passed over.
 
     Attributes:
         requested_chunks: Chunks that engines wanted.
@@ -47,7 +49,8 @@ class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
         stored_bytes: Bytes of these.
         pulled_bytes: Bytes that came from peers, by the peer's id.
         tiers: How full its own tiers are.
-        sole_bytes: Bytes of chunks that nobody else holds, as far as it knows; None where it does not.
+        sole_bytes: Bytes of chunks that nobody else holds, as far as it knows; None where it does
+            not.
     """
 
     requested_chunks: _Count = 0
@@ -63,7 +66,11 @@ class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def bounded(counts: Mapping[str, int], max_names: int = MAX_COUNTED_LABELS) -> dict[str, int]:
     """The largest of these counts, at most so many, with names that a heartbeat may hold."""
-    named = ((name, min(count, MAX_COUNT)) for name, count in counts.items() if 0 < len(name) <= MAX_LABEL_CHARS)
+    named = (
+        (name, min(count, MAX_COUNT))
+        for name, count in counts.items()
+        if 0 < len(name) <= MAX_LABEL_CHARS
+    )
     return dict(sorted(named, key=lambda entry: (-entry[1], entry[0]))[:max_names])
 
 
@@ -74,6 +81,11 @@ def tier_figures(stats: Mapping[str, Mapping[str, int]]) -> tuple[TierFigures, .
         stats: `StorageBackend.stats` of each, by its name.
     """
     return tuple(
-        TierFigures(name, figures.get("num_chunks", 0), figures.get("used_bytes", 0), figures.get("capacity_bytes", 0))
+        TierFigures(
+            name,
+            figures.get("num_chunks", 0),
+            figures.get("used_bytes", 0),
+            figures.get("capacity_bytes", 0),
+        )
         for name, figures in list(stats.items())[:MAX_TIERS]
     )

@@ -1,4 +1,6 @@
-"""When a second holder is asked for what the first has not brought: past the p95 of such pulls, and seldom."""
+"""When a second holder is asked for what the first has not brought: past the p95 of such pulls,
+and seldom.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,14 @@ class PullTimes:
     """How long pulls took, by size class: chunks to the power of two."""
 
     def __init__(self) -> None:
-        self._classes: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(MAX_SIZE_CLASS + 1)]
+        self._classes: list[deque[float]] = [
+            deque(maxlen=WINDOW) for _ in range(MAX_SIZE_CLASS + 1)
+        ]
 
     def observe(self, num_chunks: int, elapsed_s: float) -> None:
-        """A pull of so many chunks took that long, or was given up after that long because somebody else was faster."""
+        """A pull of so many chunks took that long, or was given up after that long because
+        somebody else was faster.
+        """
         self._classes[_size_class(num_chunks)].append(elapsed_s)
 
     def hedge_s(self, num_chunks: int, left_s: float) -> float:

@@ -27,7 +27,8 @@ _PositiveMs = Annotated[int, msgspec.Meta(gt=0, lt=1 << 53)]
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """An instance that serves chunks. What it says of itself; who it belongs to, the broker reads from its token.
+    """An instance that serves chunks. What it says of itself; who it belongs to, the broker reads
+    from its token.
 
     Attributes:
         id: The instance's id, unique in its tenant.
@@ -124,7 +125,8 @@ class Assignment(msgspec.Struct, frozen=True):
         chunk_ids: What, 16 bytes each, in the order of the request.
         ticket: What to show to the serving instance. A secret until it expires.
         expires_ms: End of the ticket, Unix time in milliseconds.
-        pull: What to call the pull by when it goes on or is over; empty when the broker is too old to be told.
+        pull: What to call the pull by when it goes on or is over; empty when the broker is too old
+            to be told.
         ttl_ms: Life of the ticket from now; 0 when the broker is too old to renew it.
     """
 
@@ -137,7 +139,10 @@ class Assignment(msgspec.Struct, frozen=True):
     ttl_ms: int = 0
 
     def __repr__(self) -> str:
-        return f"Assignment(instance={self.instance!r}, distributed_url={self.distributed_url!r}, num_chunks={len(self.chunk_ids)})"
+        return (
+            f"Assignment(instance={self.instance!r}, distributed_url={self.distributed_url!r},"
+            f" num_chunks={len(self.chunk_ids)})"
+        )
 
 
 class AnnounceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -163,7 +168,9 @@ class HeldBy(NamedTuple):
 
 
 class ChunkHolders(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A chunk (32 hex digits), the ids of those who may hold it, and in which tier each has it: as many, or none."""
+    """A chunk (32 hex digits), the ids of those who may hold it, and in which tier each has it:
+    as many, or none.
+    """
 
     chunk_id: str
     holders: list[str]
@@ -190,7 +197,9 @@ class WireAssignment(msgspec.Struct, frozen=True):
 
     instance: _ShortText
     distributed_url: _ShortText
-    chunk_ids: Annotated[list[_ChunkIdText], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_PER_TRANSFER)]
+    chunk_ids: Annotated[
+        list[_ChunkIdText], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_PER_TRANSFER)
+    ]
     ticket: _TicketText
     expires_ms: _PositiveMs
     pull: _PullText = ""
@@ -217,7 +226,9 @@ class Renewal(msgspec.Struct, frozen=True):
 
 
 class RenewResponse(msgspec.Struct, frozen=True):
-    """Answer to `POST /v1/transfers:renew`. A broker that is too old says something else, in which nothing is renewed."""
+    """Answer to `POST /v1/transfers:renew`. A broker that is too old says something else, in
+    which nothing is renewed.
+    """
 
     renewed: Annotated[tuple[Renewal, ...], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)] = ()
 

@@ -15,7 +15,9 @@ from lmcache_core.wire.client import ClientOptions, LmClient
 
 MAX_PEERS: Final = 128
 SUSPECT_S: Final = 2.0
-"""So long a peer that came to a standstill is not asked: a stopped process takes connections and never answers."""
+"""So long a peer that came to a standstill is not asked: a stopped process takes connections and
+never answers.
+"""
 
 
 def peer_client(distributed_url: str, token: ShownToken, options: ClientOptions) -> LmClient:
@@ -23,16 +25,19 @@ def peer_client(distributed_url: str, token: ShownToken, options: ClientOptions)
 
     Args:
         distributed_url: Of the peer.
-        token: What it is shown. Whoever may announce a peer could have it, so that where `options.tls` says so it is shown to those alone
-            whose certificate was checked.
-        options: Whose `tls` counts for peers that are encrypted; None: who is trusted on this machine.
+        token: What it is shown. Whoever may announce a peer could have it, so that where
+            `options.tls` says so it is shown to those alone whose certificate was checked.
+        options: Whose `tls` counts for peers that are encrypted; None: who is trusted on this
+            machine.
 
     Raises:
         ValueError: Not a distributed URL.
     """
     host, port = parse_distributed_url(distributed_url)
     if is_encrypted(distributed_url):
-        return LmClient(host, port, token, replace(options, tls=options.tls or ClientTls(client_context())))
+        return LmClient(
+            host, port, token, replace(options, tls=options.tls or ClientTls(client_context()))
+        )
     is_hidden = options.tls is not None and options.tls.only_encrypted
     return LmClient(host, port, None if is_hidden else token, replace(options, tls=None))
 
@@ -44,9 +49,11 @@ class PeerPool:
         name: This instance, for the peers' logs.
         tier: Name that chunks from peers carry.
         timeout_s: Deadline of a call.
-        connect_timeout_s: Deadline of connecting; a dead peer costs at most this once per back-off interval.
+        connect_timeout_s: Deadline of connecting; a dead peer costs at most this once per back-off
+            interval.
         accepts: Which records peers may send.
-        tls: Whom to trust and what to show where peers are encrypted; None: who is trusted on this machine.
+        tls: Whom to trust and what to show where peers are encrypted; None: who is trusted on this
+            machine.
     """
 
     def __init__(
@@ -59,7 +66,12 @@ class PeerPool:
         tls: ClientTls | None = None,
     ) -> None:
         self._options = ClientOptions(
-            timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, name=name, tier=tier, accepts=accepts, tls=tls
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            name=name,
+            tier=tier,
+            accepts=accepts,
+            tls=tls,
         )
         self._clients: OrderedDict[str, LmClient] = OrderedDict()
         self._suspects: OrderedDict[str, float] = OrderedDict()
@@ -77,10 +89,14 @@ class PeerPool:
             UnavailableError: It came to a standstill a moment ago.
         """
         if asyncio.get_running_loop().time() < self._suspects.get(distributed_url, 0.0):
-            raise UnavailableError(f"{distributed_url} came to a standstill and is left alone for {SUSPECT_S:g} s")
+            raise UnavailableError(
+                f"{distributed_url} came to a standstill and is left alone for {SUSPECT_S:g} s"
+            )
         client = self._clients.get(distributed_url)
         if client is None:
-            client = self._clients[distributed_url] = peer_client(distributed_url, None, self._options)
+            client = self._clients[distributed_url] = peer_client(
+                distributed_url, None, self._options
+            )
         self._clients.move_to_end(distributed_url)
         if len(self._clients) > MAX_PEERS:
             _, oldest = self._clients.popitem(last=False)
@@ -88,7 +104,9 @@ class PeerPool:
         return client
 
     async def suspect(self, distributed_url: str) -> None:
-        """Give the connection to a peer up that brings nothing, and leave the peer alone for a while."""
+        """Give the connection to a peer up that brings nothing, and leave the peer alone for a
+        while.
+        """
         self._suspects[distributed_url] = asyncio.get_running_loop().time() + SUSPECT_S
         self._suspects.move_to_end(distributed_url)
         if len(self._suspects) > MAX_PEERS:

@@ -1,10 +1,12 @@
-"""One read from peers: pulled from who the broker names, from a second holder when the first is late, from the next when it fails.
+"""One read from peers: pulled from who the broker names, from a second holder when the first is
+late, from the next when it fails.
 
-    holders ──broker──> assignments ──> race (one peer, some chunks) ──late──> broker again, without those asked before
+    holders ──broker──> assignments ──> race (one peer, some chunks) ──late──> broker again, without
+    those asked before
                                              └──failed or stalled──────────> the same
 
-A chunk is there when its whole record has been verified; whatever comes second is given back. Who comes second for all of its chunks is
-broken off.
+A chunk is there when its whole record has been verified; whatever comes second is given back. Who
+comes second for all of its chunks is broken off.
 """
 
 from __future__ import annotations
@@ -23,17 +25,23 @@ from lmcache_core.p2p.pull_parts import PullParts
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 
 BATCH_CHUNKS: Final = 8
-"""Chunks of one GET: when the peer is late, what was asked for and has not come whole is asked for twice."""
+"""Chunks of one GET: when the peer is late, what was asked for and has not come whole is asked
+for twice.
+"""
 MAX_BATCHES_UNDERWAY: Final = 4
 MAX_QUEUE_S: Final = 0.2
-"""For a holder while all of them are busy: the remote tier may have the chunks, too, and is not asked before."""
+"""For a holder while all of them are busy: the remote tier may have the chunks, too, and is not
+asked before.
+"""
 MAX_HOLDERS_ASKED: Final = 4
 """For one chunk, one after the other or side by side."""
 RENEWALS_PER_TICKET: Final = 3
 """So that one that fails leaves time for another."""
 MIN_RENEWAL_S: Final = 0.05
 STALL_SHARE: Final = 0.5
-"""Of a read's time: a peer that brings nothing for so long is given up, so that the next holder, or the next tier, still has time."""
+"""Of a read's time: a peer that brings nothing for so long is given up, so that the next holder,
+or the next tier, still has time.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,11 +80,17 @@ class PeerPull:
         deadline: On the loop's clock.
 
     Attributes:
-        granted: What the broker calls the pulls that it has granted; it is to be told when they are over.
+        granted: What the broker calls the pulls that it has granted; it is to be told when they are
+            over.
     """
 
     def __init__(
-        self, parts: PullParts, keys: Sequence[ChunkKey], holders: Sequence[Sequence[HeldBy]], allocate: Allocate, deadline: float
+        self,
+        parts: PullParts,
+        keys: Sequence[ChunkKey],
+        holders: Sequence[Sequence[HeldBy]],
+        allocate: Allocate,
+        deadline: float,
     ) -> None:
         self._parts = parts
         self._keys = keys
@@ -107,7 +121,8 @@ class PeerPull:
             assignments: Of `assign`.
 
         Returns:
-            One result a key, in order; the caller owns the chunks. What no peer has brought is a miss.
+            One result a key, in order; the caller owns the chunks. What no peer has brought is a
+            miss.
         """
         try:
             async with self._group:
@@ -120,9 +135,15 @@ class PeerPull:
         return self._results
 
     async def _assigned(self, places: Sequence[int], wait_s: float = 0.0) -> Sequence[Assignment]:
-        """Whom the broker names for these chunks, of those who have not been asked yet; when all are busy, after a wait for one."""
+        """Whom the broker names for these chunks, of those who have not been asked yet; when all
+        are busy, after a wait for one.
+        """
         asked = {
-            i for i in places if self._untried[i] and self._num_asked[i] < MAX_HOLDERS_ASKED and not isinstance(self._results[i], Chunk)
+            i
+            for i in places
+            if self._untried[i]
+            and self._num_asked[i] < MAX_HOLDERS_ASKED
+            and not isinstance(self._results[i], Chunk)
         } - self._in_question
         if not asked:
             return ()
@@ -130,7 +151,9 @@ class PeerPull:
         self._in_question |= asked
         try:
             wait_ms = int(min(wait_s, MAX_QUEUE_S) * 1000)
-            found = await self._parts.broker.transfers(self._parts.instance, wanted, wait_ms=wait_ms)
+            found = await self._parts.broker.transfers(
+                self._parts.instance, wanted, wait_ms=wait_ms
+            )
             self.granted += [assignment.pull for assignment in found]
             return found
         finally:
@@ -141,7 +164,9 @@ class PeerPull:
         for assignment in assignments:
             places = {self._places[chunk_id] for chunk_id in assignment.chunk_ids}
             for i in places:
-                self._untried[i] = [holder for holder in self._untried[i] if holder.instance != assignment.instance]
+                self._untried[i] = [
+                    holder for holder in self._untried[i] if holder.instance != assignment.instance
+                ]
                 self._num_asked[i] += 1
                 if self._results[i] == _NEVER_STORED:
                     self._results[i] = Miss(MissReason.UNAVAILABLE)  # until there is an answer
@@ -156,7 +181,9 @@ class PeerPull:
         """Let a peer work; ask another one as well when it is late, instead when it fails."""
         work = race.work = self._group.create_task(self._work(race))
         renewing = self._group.create_task(self._renew(race))
-        hedge_at = race.began + self._parts.times.hedge_s(race.num_chunks, self._deadline - race.began)
+        hedge_at = race.began + self._parts.times.hedge_s(
+            race.num_chunks, self._deadline - race.began
+        )
         while not work.done():
             now = self._now()
             if now >= hedge_at:
@@ -168,13 +195,17 @@ class PeerPull:
                 await asyncio.wait([work])
                 await self._parts.peers.suspect(race.assignment.distributed_url)
                 break
-            await asyncio.wait([work], timeout=max(0.0, min(hedge_at, race.moved + self._stall_s) - now))
+            await asyncio.wait(
+                [work], timeout=max(0.0, min(hedge_at, race.moved + self._stall_s) - now)
+            )
         renewing.cancel()
         self._races.remove(race)
         await self._judge(race)
 
     async def _renew(self, race: _Race) -> None:
-        """Until it is broken off: let a pull go on that takes longer than the life of its ticket."""
+        """Until it is broken off: let a pull go on that takes longer than the life of its
+        ticket.
+        """
         pull, ttl_ms = race.assignment.pull, race.assignment.ttl_ms
         while pull and ttl_ms:
             await asyncio.sleep(max(MIN_RENEWAL_S, ttl_ms / 1000 / RENEWALS_PER_TICKET))
@@ -194,7 +225,9 @@ class PeerPull:
             late_s = parts.times.hedge_s(race.num_chunks, self._deadline - race.began)
             parts.times.observe(race.num_chunks, now - race.began)
             if race.moved == race.began and now - race.began >= late_s:
-                await parts.peers.suspect(race.assignment.distributed_url)  # others were faster, and it has shown no life at all
+                await parts.peers.suspect(
+                    race.assignment.distributed_url
+                )  # others were faster, and it has shown no life at all
             return
         parts.figures.failed_pulls += 1
         left_alone = sorted(race.open.difference(*(other.open for other in self._races)))
@@ -212,7 +245,9 @@ class PeerPull:
         self._begin(assignments, is_hedge)
 
     async def _work(self, race: _Race) -> None:
-        """Pull the chunks of a race, a few batches underway at a time. A hedge begins at the end: the two meet, and little comes twice."""
+        """Pull the chunks of a race, a few batches underway at a time. A hedge begins at the
+        end: the two meet, and little comes twice.
+        """
         places = sorted(race.open, reverse=race.is_hedge)
         batches = iter([places[i : i + BATCH_CHUNKS] for i in range(0, len(places), BATCH_CHUNKS)])
         async with asyncio.TaskGroup() as lanes:
@@ -238,9 +273,13 @@ class PeerPull:
         try:
             client = await self._parts.peers.client(race.assignment.distributed_url)
             left_s = self._deadline - self._now()
-            return await client.get([self._keys[i] for i in places], allocate, ticket=race.ticket, timeout_s=left_s)
+            return await client.get(
+                [self._keys[i] for i in places], allocate, ticket=race.ticket, timeout_s=left_s
+            )
         except (UnavailableError, AuthenticationError, ProtocolError) as exc:
-            self._parts.log.log(logging.WARNING, "peer %s failed: %s", race.assignment.instance, exc)
+            self._parts.log.log(
+                logging.WARNING, "peer %s failed: %s", race.assignment.instance, exc
+            )
             return [Miss(MissReason.UNAVAILABLE)] * len(places)
 
     def _take(self, race: _Race, place: int, result: Result) -> None:
@@ -276,4 +315,6 @@ _NEVER_STORED: Final = Miss(MissReason.NEVER_STORED)
 _PEER_IS_GONE: Final = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
 _DAMAGED: Final = frozenset({MissReason.CORRUPT, MissReason.IDENTITY})
 _SAYS_LITTLE: Final = _PEER_IS_GONE | {MissReason.NEVER_STORED}
-"""What any other reason replaces: that the second holder is away says less than why the first did not serve."""
+"""What any other reason replaces: that the second holder is away says less than why the first
+did not serve.
+"""

@@ -18,7 +18,9 @@ from lmcache_core.p2p.messages import CopyOrder, DrainReport, Lease, Peer
 logger = logging.getLogger(__name__)
 
 FIRST_INTERVAL_S: Final = 5.0
-"""Between two tries while no broker has granted a lease whose length says it, where none in particular was asked for."""
+"""Between two tries while no broker has granted a lease whose length says it, where none in
+particular was asked for.
+"""
 RENEWALS_PER_LEASE: Final = 3
 DRAINING_INTERVAL_S: Final = 1.0
 """Between two renewals of an instance that drains, so that its progress can be seen."""
@@ -31,7 +33,9 @@ def _idle() -> float:
 
 
 class LeaseListener(Protocol):
-    """Heeds what the broker wishes of an instance, and says how far that is. Called on the loop, must not block."""
+    """Heeds what the broker wishes of an instance, and says how far that is. Called on the loop,
+    must not block.
+    """
 
     def drain_wanted(self) -> None:
         """The instance is about to end: it should begin its drain. Said once."""
@@ -46,14 +50,16 @@ class LeaseListener(Protocol):
 class PeerRegistration:
     """Owns the renewal of one peer's lease.
 
-    A broker that is away costs nothing but the lease: `open` does not wait for it, and the next renewal registers again, since an
-    announcement carries everything that the broker has to know. That includes draining, which outlives a broker's restart.
+    A broker that is away costs nothing but the lease: `open` does not wait for it, and the next
+    renewal registers again, since an announcement carries everything that the broker has to know.
+    That includes draining, which outlives a broker's restart.
 
     Args:
         client: Open for as long as this object is.
         peer: Who is registered.
         load: Called before each renewal; 0 (idle) to 1 (full).
-        ttl_ms: The lease to ask for; None: the broker's `default_lease_ttl_ms`. It is renewed three times within the lease that it grants.
+        ttl_ms: The lease to ask for; None: the broker's `default_lease_ttl_ms`. It is renewed three
+            times within the lease that it grants.
         listener: Heeds the broker's wishes.
         figures: Called before each renewal, on the loop: what the instance has done and holds.
     """
@@ -101,7 +107,9 @@ class PeerRegistration:
         self._wake.set()
 
     async def close(self) -> None:
-        """Stop renewing and end the lease if the broker can be reached; otherwise it runs out by itself."""
+        """Stop renewing and end the lease if the broker can be reached; otherwise it runs out by
+        itself.
+        """
         await self._supervisor.close()
         self._lease_ends = 0.0
         if self._reachable is False:
@@ -112,13 +120,19 @@ class PeerRegistration:
             logger.info("peer %s leaves its lease to run out: %s", self._peer.id, exc)
 
     async def _beat(self) -> None:
-        """Wait until a renewal is due, then renew. Waiting comes first so that a failure which we did not expect waits too."""
+        """Wait until a renewal is due, then renew. Waiting comes first so that a failure which
+        we did not expect waits too.
+        """
         with contextlib.suppress(TimeoutError):
-            interval_s = min(self._interval_s, DRAINING_INTERVAL_S) if self._draining else self._interval_s
+            interval_s = (
+                min(self._interval_s, DRAINING_INTERVAL_S) if self._draining else self._interval_s
+            )
             async with asyncio.timeout(max(0.0, interval_s - _MIN_PAUSE_S)):
                 await self._wake.wait()
         self._wake.clear()
-        self._interval_s = self._interval_s or (FIRST_INTERVAL_S if self._ttl_ms is None else self._ttl_ms / 1000 / RENEWALS_PER_LEASE)
+        self._interval_s = self._interval_s or (
+            FIRST_INTERVAL_S if self._ttl_ms is None else self._ttl_ms / 1000 / RENEWALS_PER_LEASE
+        )
         await self._renew()
 
     async def _renew(self) -> None:
@@ -143,11 +157,18 @@ class PeerRegistration:
         report = None if self._listener is None else self._listener.drain_report()
         figures = None if self._figures is None else self._figures()
         return await self._client.register(
-            self._peer, load=self._load(), ttl_ms=self._ttl_ms, draining=self._draining, drain=report, figures=figures
+            self._peer,
+            load=self._load(),
+            ttl_ms=self._ttl_ms,
+            draining=self._draining,
+            drain=report,
+            figures=figures,
         )
 
     def _note(self, reachable: bool, detail: str) -> None:
         """Log changes only: a broker that is away for an hour is one line."""
         if reachable != self._reachable:
             self._reachable = reachable
-            logger.log(logging.INFO if reachable else logging.WARNING, "peer %s: %s", self._peer.id, detail)
+            logger.log(
+                logging.INFO if reachable else logging.WARNING, "peer %s: %s", self._peer.id, detail
+            )

@@ -1,4 +1,6 @@
-"""The record: chunk bytes with identity and digest, the one container for every crossing. No torch."""
+"""The record: chunk bytes with identity and digest, the one container for every crossing. No
+torch.
+"""
 
 from lmcache_core.record.chunk import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.record.codec import (
@@ -15,7 +17,15 @@ from lmcache_core.record.codec import (
 )
 from lmcache_core.record.decoded import decoded_bytes, decoded_header
 from lmcache_core.record.digest import UNSEALED_DIGEST, payload_digest, payload_hasher
-from lmcache_core.record.header import RAW_SERDE, REPORT_EXTENSION, Extension, RecordHeader, RecordReason, TensorSpec, raw_header
+from lmcache_core.record.header import (
+    RAW_SERDE,
+    REPORT_EXTENSION,
+    Extension,
+    RecordHeader,
+    RecordReason,
+    TensorSpec,
+    raw_header,
+)
 from lmcache_core.record.hot_verifier import HotVerifier
 from lmcache_core.record.staged import HOT_TIER, Staged, StagedFrom
 

@@ -1,4 +1,6 @@
-"""A chunk in memory, and its absence: the values that pass between engine, tiers and transports. No torch."""
+"""A chunk in memory, and its absence: the values that pass between engine, tiers and transports.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +45,19 @@ class Miss:
 
 
 class Chunk:
-    """A chunk in memory. Whoever receives one owns a reference on `memory` and gives it back with `release`.
+    """A chunk in memory. Whoever receives one owns a reference on `memory` and gives it back with
+    `release`.
 
-    Its head is bytes that came with it, or is made when first asked for (`unsealed`): a chunk that never leaves the process then
-    costs no digest.
+    Its head is bytes that came with it, or is made when first asked for (`unsealed`): a chunk that
+    never leaves the process then costs no digest.
 
     Args:
         key: Its name.
         header: The parsed head of its record.
-        head: The head's bytes, as they go to a file or a socket; None: made, with the digest, when first asked for.
-        memory: Its payload, `byte_array` of exactly the record's payload length. Never changed while the chunk lives.
+        head: The head's bytes, as they go to a file or a socket; None: made, with the digest, when
+            first asked for.
+        memory: Its payload, `byte_array` of exactly the record's payload length. Never changed
+            while the chunk lives.
         tier: Name of the tier that it came from.
         stored_at: When that tier stored it, seconds since the epoch; None: not known, or just now.
 
@@ -60,10 +65,25 @@ class Chunk:
         is_unchecked: Whoever copies the payload must compare its digest (`unchecked`).
     """
 
-    __slots__ = ("_head", "_header", "_seal_lock", "is_unchecked", "key", "memory", "stored_at", "tier")
+    __slots__ = (
+        "_head",
+        "_header",
+        "_seal_lock",
+        "is_unchecked",
+        "key",
+        "memory",
+        "stored_at",
+        "tier",
+    )
 
     def __init__(
-        self, key: ChunkKey, header: RecordHeader, head: bytes | None, memory: MemoryObj, tier: str, stored_at: float | None = None
+        self,
+        key: ChunkKey,
+        header: RecordHeader,
+        head: bytes | None,
+        memory: MemoryObj,
+        tier: str,
+        stored_at: float | None = None,
     ) -> None:
         self.key = key
         self.memory = memory
@@ -98,7 +118,9 @@ class Chunk:
 
     @property
     def described(self) -> RecordHeader:
-        """The header as far as it is known: everything but, if the chunk is not sealed, the digest."""
+        """The header as far as it is known: everything but, if the chunk is not sealed, the
+        digest.
+        """
         return self._header
 
     @property
@@ -109,15 +131,21 @@ class Chunk:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole record."""
-        return (head_bytes(self._header) if self._head is None else len(self._head)) + self.memory.get_size()
+        return (
+            head_bytes(self._header) if self._head is None else len(self._head)
+        ) + self.memory.get_size()
 
     def sealed(self) -> Chunk:
-        """This chunk, with its digest and head computed if they were not. Thread-safe; releases the GIL while it reads."""
+        """This chunk, with its digest and head computed if they were not. Thread-safe; releases
+        the GIL while it reads.
+        """
         if self._head is None:
             with self._seal_lock:
                 if self._head is None:
                     payload = self.memory.byte_array
-                    self._header = msgspec.structs.replace(self._header, digest=payload_digest(payload))
+                    self._header = msgspec.structs.replace(
+                        self._header, digest=payload_digest(payload)
+                    )
                     self._head = encode_head(self._header, len(payload))
         return self
 
@@ -129,7 +157,9 @@ class Chunk:
 
     def moved(self, memory: MemoryObj, tier: str) -> Chunk:
         """The same chunk in that memory (equal bytes, a reference of its own) of that tier."""
-        head = self._head  # before the header: another thread that seals it sets the header first, and the two must fit
+        # before the header: another thread that seals it sets the header first, and the two must
+        # fit
+        head = self._head
         return Chunk(self.key, self._header, head, memory, tier, self.stored_at)
 
     def unchecked(self) -> Chunk:
@@ -147,7 +177,9 @@ class Allocate(Protocol):
     """Where a tier puts what it reads: arena memory, by eviction if need be."""
 
     def __call__(self, num_bytes: int) -> MemoryObj | None:
-        """Memory for that many bytes, one reference owned by the caller; None when there is no room."""
+        """Memory for that many bytes, one reference owned by the caller; None when there is no
+        room.
+        """
 
 
 Result = Chunk | Miss

@@ -55,7 +55,9 @@ def encode_head(header: RecordHeader, payload_bytes: int) -> bytes:
     needed = PREFIX_BYTES + len(encoded) + CHECKSUM_BYTES
     units = _head_units(len(encoded))
     if units * HEAD_ALIGN_BYTES > MAX_HEAD_BYTES or not 0 <= payload_bytes <= MAX_PAYLOAD_BYTES:
-        raise RecordError(RecordReason.BOUNDS, f"head of {needed} bytes, payload of {payload_bytes} bytes")
+        raise RecordError(
+            RecordReason.BOUNDS, f"head of {needed} bytes, payload of {payload_bytes} bytes"
+        )
     prefix = _PREFIX.pack(MAGIC, VERSION, units, len(encoded), 0, payload_bytes)
     padding = bytes(units * HEAD_ALIGN_BYTES - needed)
     covered = b"".join((prefix, encoded, padding))
@@ -74,7 +76,9 @@ def decode_prefix(data: bytes | bytearray | memoryview) -> RecordPrefix:
         RecordError: Too short, not a record, another version, or lengths out of bounds.
     """
     if len(data) < PREFIX_BYTES:
-        raise RecordError(RecordReason.SHORT, f"{len(data)} bytes, a record begins with {PREFIX_BYTES}")
+        raise RecordError(
+            RecordReason.SHORT, f"{len(data)} bytes, a record begins with {PREFIX_BYTES}"
+        )
     magic, version, units, header_bytes, reserved, payload_bytes = _PREFIX.unpack_from(data)
     if magic != MAGIC:
         raise RecordError(RecordReason.MAGIC, magic.hex())
@@ -82,12 +86,22 @@ def decode_prefix(data: bytes | bytearray | memoryview) -> RecordPrefix:
         raise RecordError(RecordReason.VERSION, str(version))
     head_bytes = units * HEAD_ALIGN_BYTES
     spare = head_bytes - PREFIX_BYTES - header_bytes - CHECKSUM_BYTES
-    if reserved or head_bytes > MAX_HEAD_BYTES or not 0 <= spare < HEAD_ALIGN_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-        raise RecordError(RecordReason.BOUNDS, f"head {head_bytes}, header {header_bytes}, payload {payload_bytes} bytes")
+    if (
+        reserved
+        or head_bytes > MAX_HEAD_BYTES
+        or not 0 <= spare < HEAD_ALIGN_BYTES
+        or payload_bytes > MAX_PAYLOAD_BYTES
+    ):
+        raise RecordError(
+            RecordReason.BOUNDS,
+            f"head {head_bytes}, header {header_bytes}, payload {payload_bytes} bytes",
+        )
     return RecordPrefix(head_bytes, header_bytes, payload_bytes)
 
 
-def decode_head(head: bytes | bytearray | memoryview, expected: CacheEngineKey | None = None) -> tuple[RecordHeader, int]:
+def decode_head(
+    head: bytes | bytearray | memoryview, expected: CacheEngineKey | None = None
+) -> tuple[RecordHeader, int]:
     """Read and check the head of a record.
 
     Args:
@@ -105,7 +119,10 @@ def decode_head(head: bytes | bytearray | memoryview, expected: CacheEngineKey |
         raise RecordError(RecordReason.SHORT, f"{len(head)} bytes of a head of {prefix.head_bytes}")
     view = memoryview(head)
     covered = view[: prefix.head_bytes - CHECKSUM_BYTES]
-    checksum, named = xxhash.xxh3_128_digest(covered), bytes(view[prefix.head_bytes - CHECKSUM_BYTES :])
+    checksum, named = (
+        xxhash.xxh3_128_digest(covered),
+        bytes(view[prefix.head_bytes - CHECKSUM_BYTES :]),
+    )
     if checksum != named:
         raise RecordError(RecordReason.HEAD_CHECKSUM, f"{checksum.hex()} instead of {named.hex()}")
     header_end = PREFIX_BYTES + prefix.header_bytes

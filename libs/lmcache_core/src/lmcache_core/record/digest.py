@@ -15,5 +15,7 @@ def payload_digest(payload: bytes | bytearray | memoryview) -> bytes:
 
 
 def payload_hasher() -> xxhash.xxh3_128:
-    """The same digest of a payload that comes in pieces: give them to `update`, in order, then ask for `digest()`."""
+    """The same digest of a payload that comes in pieces: give them to `update`, in order, then
+    ask for `digest()`.
+    """
     return xxhash.xxh3_128()

@@ -114,10 +114,16 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         if len(self.digest) != DIGEST_BYTES:
             raise RecordError(RecordReason.BOUNDS, f"digest of {len(self.digest)} bytes")
         if len(self.tensors) > MAX_TENSORS or len(self.extensions) > MAX_EXTENSIONS:
-            raise RecordError(RecordReason.BOUNDS, f"{len(self.tensors)} tensors, {len(self.extensions)} extensions")
+            raise RecordError(
+                RecordReason.BOUNDS,
+                f"{len(self.tensors)} tensors, {len(self.extensions)} extensions",
+            )
         for extension in self.extensions:
             if extension.must_understand:
-                raise RecordError(RecordReason.EXTENSION, f"extension {extension.id} must be understood and is not known")
+                raise RecordError(
+                    RecordReason.EXTENSION,
+                    f"extension {extension.id} must be understood and is not known",
+                )
         self._check_tensors(payload_bytes)
 
     def _check_tensors(self, payload_bytes: int) -> None:
@@ -125,18 +131,30 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         for spec in self.tensors:
             if spec.dtype not in DTYPE_ITEMSIZE or len(spec.group) > MAX_NAME_CHARS:
                 raise RecordError(RecordReason.HEADER, f"dtype {spec.dtype[:MAX_NAME_CHARS]!r}")
-            if len(spec.shape) > MAX_DIMENSIONS or any(not 0 <= n <= MAX_DIMENSION for n in spec.shape):
+            if len(spec.shape) > MAX_DIMENSIONS or any(
+                not 0 <= n <= MAX_DIMENSION for n in spec.shape
+            ):
                 raise RecordError(RecordReason.BOUNDS, f"shape {spec.shape}")
             if spec.offset < at or spec.length < 0 or spec.offset + spec.length > payload_bytes:
-                raise RecordError(RecordReason.BOUNDS, f"tensor at {spec.offset}+{spec.length} of {payload_bytes} bytes")
-            if self.serde == RAW_SERDE and spec.length != math.prod(spec.shape) * DTYPE_ITEMSIZE[spec.dtype]:
-                raise RecordError(RecordReason.BOUNDS, f"{spec.length} bytes for {spec.shape} of {spec.dtype}")
+                raise RecordError(
+                    RecordReason.BOUNDS,
+                    f"tensor at {spec.offset}+{spec.length} of {payload_bytes} bytes",
+                )
+            if (
+                self.serde == RAW_SERDE
+                and spec.length != math.prod(spec.shape) * DTYPE_ITEMSIZE[spec.dtype]
+            ):
+                raise RecordError(
+                    RecordReason.BOUNDS, f"{spec.length} bytes for {spec.shape} of {spec.dtype}"
+                )
             at = spec.offset + spec.length
         if at != payload_bytes:
             raise RecordError(RecordReason.BOUNDS, f"tensors end at {at} of {payload_bytes} bytes")
 
 
-def raw_header(key: CacheEngineKey, shape: Sequence[int], dtype: object, digest: bytes) -> RecordHeader:
+def raw_header(
+    key: CacheEngineKey, shape: Sequence[int], dtype: object, digest: bytes
+) -> RecordHeader:
     """Header of a record that holds one raw tensor.
 
     Args:
@@ -145,5 +163,7 @@ def raw_header(key: CacheEngineKey, shape: Sequence[int], dtype: object, digest:
         dtype: Its dtype, a `torch.dtype` or its name.
         digest: `payload_digest` of its bytes.
     """
-    spec = TensorSpec(key.group, dtype_name(dtype), tuple(int(n) for n in shape), 0, num_bytes(shape, dtype))
+    spec = TensorSpec(
+        key.group, dtype_name(dtype), tuple(int(n) for n in shape), 0, num_bytes(shape, dtype)
+    )
     return RecordHeader(key.canonical(), RAW_SERDE, "", False, (spec,), digest)

@@ -31,7 +31,9 @@ class HotVerifier:
 
     @classmethod
     def lenient(cls, mode: str) -> HotVerifier:
-        """As told by a sidecar, which may be newer than we are: a mode that is not known reads as "always"."""
+        """As told by a sidecar, which may be newer than we are: a mode that is not known reads
+        as "always".
+        """
         return cls(mode if mode in MODES else "always")
 
     @property
@@ -40,19 +42,25 @@ class HotVerifier:
         return self.mode != "never"
 
     def num_intact(self, chunks: Sequence[Chunk], workers: Workers) -> int:
-        """How many of them, from the first, did not turn out damaged; the checks run side by side."""
+        """How many of them, from the first, did not turn out damaged; the checks run side by
+        side.
+        """
         chosen = [i for i, _ in enumerate(chunks) if self.chooses()]
         checks = [workers.submit(_is_intact, chunks[i]) for i in chosen]
-        verdicts = [check.result() for check in checks]  # all of them: the caller gives the memory back when this returns
-        return next((i for i, is_intact in zip(chosen, verdicts, strict=True) if not is_intact), len(chunks))
+        verdicts = [
+            check.result() for check in checks
+        ]  # all of them: the caller gives the memory back when this returns
+        return next(
+            (i for i, is_intact in zip(chosen, verdicts, strict=True) if not is_intact), len(chunks)
+        )
 
     def chooses(self) -> bool:
         """Whether the next chunk is one of those that are checked."""
         return self.mode == "always" or (self.mode == "sampled" and self._is_sampled())
 
     def _is_sampled(self) -> bool:
-        # Not each sixteenth: of prompts of 16 chunks that would always be the same one. Threads may race here:
-        # a group then has a chunk more or less.
+        # Not each sixteenth: of prompts of 16 chunks that would always be the same one. Threads may
+        # race here: a group then has a chunk more or less.
         if self._left <= 0:
             self._left, self._chosen = SAMPLE_INTERVAL, self._rng.randrange(SAMPLE_INTERVAL)
         self._left -= 1

@@ -24,11 +24,13 @@ class StagedFrom(IntEnum):
 
 
 class Staged(NamedTuple):
-    """What is in host memory, for all ranks of a chain, and stays there until the ticket is given back.
+    """What is in host memory, for all ranks of a chain, and stays there until the ticket is given
+    back.
 
     Attributes:
         is_ready: Nothing more will come: no lift was needed, or it is over.
-        tiers: For each chain one byte a chunk, a `StagedFrom`; nothing while the store has not answered.
+        tiers: For each chain one byte a chunk, a `StagedFrom`; nothing while the store has not
+            answered.
     """
 
     is_ready: bool

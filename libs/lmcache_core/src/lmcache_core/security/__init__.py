@@ -1,10 +1,24 @@
-"""Who is calling (tokens, principals, tenants), what a peer may be asked for (tickets), and what the network may see of it (TLS)."""
+"""Who is calling (tokens, principals, tenants), what a peer may be asked for (tickets), and what
+the network may see of it (TLS).
+"""
 
 from lmcache_core.security.names import validate_instance_id, validate_tenant
 from lmcache_core.security.rate_limit import RateLimiter
-from lmcache_core.security.ticket_keys import TicketKeyFile, TicketKeys, parse_ticket_keys, read_ticket_keys
+from lmcache_core.security.ticket_keys import (
+    TicketKeyFile,
+    TicketKeys,
+    parse_ticket_keys,
+    read_ticket_keys,
+)
 from lmcache_core.security.tickets import Ticket, TicketSigner, TicketVerifier, unix_ms
-from lmcache_core.security.tls import ClientTls, TlsFiles, client_context, no_context, server_context, why_silent
+from lmcache_core.security.tls import (
+    ClientTls,
+    TlsFiles,
+    client_context,
+    no_context,
+    server_context,
+    why_silent,
+)
 from lmcache_core.security.token_file import ShownToken, TokenFile, token_text
 from lmcache_core.security.tokens import Principal, Role, TokenTable, speaks_for_all_tenants
 

@@ -1,4 +1,6 @@
-"""A bound on the TLS handshakes of a listener that are underway: the protocols above see a connection only when its handshake is over."""
+"""A bound on the TLS handshakes of a listener that are underway: the protocols above see a
+connection only when its handshake is over.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class CountedObject(ssl.SSLObject):
     began_at: float | None = None
 
     def do_handshake(self) -> None:
-        """See `ssl.SSLObject.do_handshake`. The first call raises `ssl.SSLError` where too many are underway."""
+        """See `ssl.SSLObject.do_handshake`. The first call raises `ssl.SSLError` where too many
+        are underway.
+        """
         if self.listener is not None and self.began_at is None:
             self.began_at = time.monotonic()
             self.listener.begin(self)
@@ -44,9 +48,11 @@ class CountedObject(ssl.SSLObject):
 
 
 class BoundedContext(ssl.SSLContext):
-    """The context of one listener: handshakes above its bound fail at once, and their connections end.
+    """The context of one listener: handshakes above its bound fail at once, and their connections
+    end.
 
-    Connections whose handshake is over do not count, nor do those that went away in the middle of it.
+    Connections whose handshake is over do not count, nor do those that went away in the middle of
+    it.
     """
 
     _context: ssl.SSLContext
@@ -55,13 +61,20 @@ class BoundedContext(ssl.SSLContext):
     _max_s: float
     _logged_at: float
 
-    def __new__(cls, context: ssl.SSLContext, max_handshakes: int = MAX_HANDSHAKES, max_s: float = MAX_HANDSHAKE_S) -> BoundedContext:
+    def __new__(
+        cls,
+        context: ssl.SSLContext,
+        max_handshakes: int = MAX_HANDSHAKES,
+        max_s: float = MAX_HANDSHAKE_S,
+    ) -> BoundedContext:
         """Bound the handshakes of a listener.
 
         Args:
-            context: Of `server_context`; other listeners may have it, too, each with a bound of its own.
+            context: Of `server_context`; other listeners may have it, too, each with a bound of its
+                own.
             max_handshakes: Underway at once.
-            max_s: How long the listener lets one take. One that began before that is over, though its object may still be there.
+            max_s: How long the listener lets one take. One that began before that is over, though
+                its object may still be there.
         """
         bounded = super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
         bounded._context = context
@@ -79,7 +92,9 @@ class BoundedContext(ssl.SSLContext):
         return made
 
     def begin(self, handshake: CountedObject) -> None:
-        """Count a handshake, or raise `ssl.SSLError`, the only exception that event loops take for an answer."""
+        """Count a handshake, or raise `ssl.SSLError`, the only exception that event loops take
+        for an answer.
+        """
         now = time.monotonic()
         if len(self._underway) >= self._max_handshakes:
             for other in list(self._underway):
@@ -88,7 +103,11 @@ class BoundedContext(ssl.SSLContext):
         if len(self._underway) >= self._max_handshakes:
             if now - self._logged_at >= LOG_INTERVAL_S:
                 self._logged_at = now
-                logger.warning("%d TLS handshakes are underway on one listener: further connections end at once", self._max_handshakes)
+                logger.warning(
+                    "%d TLS handshakes are underway on one listener: further connections end at"
+                    " once",
+                    self._max_handshakes,
+                )
             raise ssl.SSLError("too many TLS handshakes are underway")
         self._underway.add(handshake)
 

@@ -1,4 +1,6 @@
-"""The names that cross a trust boundary: tenants and instances. Both are safe in a path, a log line and a metric label."""
+"""The names that cross a trust boundary: tenants and instances. Both are safe in a path, a log
+line and a metric label.
+"""
 
 from __future__ import annotations
 

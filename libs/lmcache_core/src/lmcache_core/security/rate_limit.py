@@ -11,10 +11,11 @@ MAX_BUCKETS: Final = 4096
 
 
 class RateLimiter:
-    """One bucket for each caller, which holds one second's requests, at least one, and fills evenly.
+    """One bucket for each caller, which holds one second's requests, at least one, and fills
+    evenly.
 
-    Beyond `MAX_BUCKETS` callers the one that has been away longest is forgotten, and has a full bucket if it comes again. For one
-    thread.
+    Beyond `MAX_BUCKETS` callers the one that has been away longest is forgotten, and has a full
+    bucket if it comes again. For one thread.
 
     Args:
         per_second: Requests a second.

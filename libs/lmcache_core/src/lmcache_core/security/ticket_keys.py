@@ -1,6 +1,7 @@
 """The keys that broker and peers share, as people write them: `id:base64`, the first one signs.
 
-To rotate: append the new key everywhere, then move it to the front at the broker, then drop the old one everywhere. No restart is needed.
+To rotate: append the new key everywhere, then move it to the front at the broker, then drop the old
+one everywhere. No restart is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _KEY_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 
 
 class TicketKeyFile:
-    """The keys of a file, read again when it changes. A file that goes bad leaves the last good keys in force, and is reported once.
+    """The keys of a file, read again when it changes. A file that goes bad leaves the last good
+    keys in force, and is reported once.
 
     Args:
         path: See `read_ticket_keys`.
@@ -42,14 +44,20 @@ class TicketKeyFile:
         self._keys = read_ticket_keys(path)
 
     def current(self) -> Mapping[str, bytes]:
-        """Key id to secret as the file has them now, the one that signs first; looks at the file now and then."""
+        """Key id to secret as the file has them now, the one that signs first; looks at the file
+        now and then.
+        """
         if self._watch.have_changed():
             try:
                 self._keys = read_ticket_keys(self._path)
             except ConfigError as exc:
                 logger.warning("%s; the keys read before stay in force", exc)
             else:
-                logger.info("ticket keys have been replaced: %s signs, %d are accepted", next(iter(self._keys)), len(self._keys))
+                logger.info(
+                    "ticket keys have been replaced: %s signs, %d are accepted",
+                    next(iter(self._keys)),
+                    len(self._keys),
+                )
         return self._keys
 
     def __repr__(self) -> str:
@@ -57,7 +65,9 @@ class TicketKeyFile:
 
 
 TicketKeys = Mapping[str, bytes] | TicketKeyFile
-"""Key id to secret, 16 to 256 bytes each, the one that signs first: keys that stay, or those of a file."""
+"""Key id to secret, 16 to 256 bytes each, the one that signs first: keys that stay, or those of
+a file.
+"""
 
 
 def current_keys(keys: TicketKeys) -> Mapping[str, bytes]:
@@ -73,16 +83,22 @@ def parse_ticket_keys(entries: Iterable[str], source: str = "ticket_keys") -> di
         source: Named in errors.
 
     Raises:
-        ConfigError: An entry is wrong, an id appears twice, or there are none or too many. Shows no secret.
+        ConfigError: An entry is wrong, an id appears twice, or there are none or too many. Shows no
+            secret.
     """
     keys: dict[str, bytes] = {}
     for index, entry in enumerate(entries):
         where = f"{source}[{index}]"
         if index >= MAX_TICKET_KEYS:
-            raise ConfigError(f"{source}: more than {MAX_TICKET_KEYS} keys; drop those that no longer sign")
+            raise ConfigError(
+                f"{source}: more than {MAX_TICKET_KEYS} keys; drop those that no longer sign"
+            )
         key_id, separator, encoded = entry.strip().partition(":")
         if not separator:
-            raise ConfigError(f"{where}: not of the form id:base64; make one with `echo k1:$(openssl rand -base64 32)`")
+            raise ConfigError(
+                f"{where}: not of the form id:base64; make one with `echo k1:$(openssl rand -base64"
+                " 32)`"
+            )
         secret = _decode(encoded, where)
         check_key(key_id, secret, where)
         if key_id in keys:
@@ -94,7 +110,8 @@ def parse_ticket_keys(entries: Iterable[str], source: str = "ticket_keys") -> di
 
 
 def read_ticket_keys(path: str | Path) -> dict[str, bytes]:
-    """Read a key file: one `id:base64` a line; empty lines and lines that start with `#` are skipped.
+    """Read a key file: one `id:base64` a line; empty lines and lines that start with `#` are
+    skipped.
 
     Raises:
         ConfigError: The file cannot be read or an entry is wrong. Shows no secret.
@@ -104,9 +121,13 @@ def read_ticket_keys(path: str | Path) -> dict[str, bytes]:
         with Path(path).open("rb") as file:
             data = file.read(MAX_KEY_FILE_BYTES + 1)
     except OSError as exc:
-        raise ConfigError(f"{source}: {exc.strerror or exc}; create it or correct the path") from exc
+        raise ConfigError(
+            f"{source}: {exc.strerror or exc}; create it or correct the path"
+        ) from exc
     if len(data) > MAX_KEY_FILE_BYTES:
-        raise ConfigError(f"{source}: larger than {MAX_KEY_FILE_BYTES} bytes; drop keys that no longer sign")
+        raise ConfigError(
+            f"{source}: larger than {MAX_KEY_FILE_BYTES} bytes; drop keys that no longer sign"
+        )
     try:
         text = data.decode("ascii")
     except UnicodeDecodeError:
@@ -125,7 +146,10 @@ def check_key(key_id: str, secret: bytes, where: str) -> None:
         raise ConfigError(f"{where}: a key's id matches {_KEY_ID.pattern}; rename it")
     if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
         limits = f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}"
-        raise ConfigError(f"{where}: the secret of {key_id!r} has {len(secret)} bytes; give it {limits} random ones")
+        raise ConfigError(
+            f"{where}: the secret of {key_id!r} has {len(secret)} bytes; give it {limits} random"
+            " ones"
+        )
 
 
 def _decode(encoded: str, where: str) -> bytes:
@@ -133,4 +157,6 @@ def _decode(encoded: str, where: str) -> bytes:
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise ConfigError(f"{where}: the secret is not base64; make one with `openssl rand -base64 32`") from None
+        raise ConfigError(
+            f"{where}: the secret is not base64; make one with `openssl rand -base64 32`"
+        ) from None

@@ -1,8 +1,10 @@
 """A ticket lets one requester of one tenant pull from one instance, until it expires.
 
-`v1.<base64url payload>.<base64url HMAC-SHA256>`, unpadded; the payload is the MessagePack array `[key id, instance, requester, tenant,
-expiry in Unix milliseconds]`. The broker signs, the serving peer checks with the key that it shares with the broker. The code is taken over
-`"lmcache/ticket/1\\0" || payload text`, so that a key used elsewhere by mistake does not sign tickets.
+`v1.<base64url payload>.<base64url HMAC-SHA256>`, unpadded; the payload is the MessagePack array
+`[key id, instance, requester, tenant, expiry in Unix milliseconds]`. The broker signs, the serving
+peer checks with the key that it shares with the broker. The code is taken over
+`"lmcache/ticket/1\\0" || payload text`, so that a key used elsewhere by mistake does not sign
+tickets.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _DOMAIN: Final = b"lmcache/ticket/1\0"
 
 
 def unix_ms() -> int:
-    """Wall-clock time in milliseconds since 1970: broker and peer do not share a monotonic clock."""
+    """Wall-clock time in milliseconds since 1970: broker and peer do not share a monotonic
+    clock.
+    """
     return time.time_ns() // 1_000_000
 
 
@@ -81,7 +85,13 @@ class TicketSigner:
         if expires_unix_ms <= 0:
             raise ValueError("a ticket expires at a positive Unix time")
         active, secret = next(iter(current_keys(self._keys).items()))
-        ticket = Ticket(active, validate_instance_id(instance), validate_instance_id(requester), validate_tenant(tenant), expires_unix_ms)
+        ticket = Ticket(
+            active,
+            validate_instance_id(instance),
+            validate_instance_id(requester),
+            validate_tenant(tenant),
+            expires_unix_ms,
+        )
         payload = base64.urlsafe_b64encode(msgspec.msgpack.encode(ticket)).rstrip(b"=")
         text = f"{_VERSION}.{payload.decode()}.{_code(secret, payload)}"
         assert len(text) <= MAX_TICKET_CHARS
@@ -101,7 +111,14 @@ class TicketVerifier:
         ConfigError: A key is out of bounds.
     """
 
-    def __init__(self, keys: TicketKeys, instance_id: str, clock: Callable[[], int] = unix_ms, *, skew_ms: int = DEFAULT_SKEW_MS) -> None:
+    def __init__(
+        self,
+        keys: TicketKeys,
+        instance_id: str,
+        clock: Callable[[], int] = unix_ms,
+        *,
+        skew_ms: int = DEFAULT_SKEW_MS,
+    ) -> None:
         _check_keys(current_keys(keys))
         self._keys = keys
         self._instance_id = validate_instance_id(instance_id)
@@ -111,7 +128,8 @@ class TicketVerifier:
     def verify(self, text: str) -> Ticket:
         """Check form, code, instance and expiry, in this order.
 
-        The caller still has to compare `tenant` and `requester` with what it knows of its connection.
+        The caller still has to compare `tenant` and `requester` with what it knows of its
+        connection.
 
         Args:
             text: Hostile until this returns.
@@ -124,7 +142,8 @@ class TicketVerifier:
         secret = current_keys(self._keys).get(ticket.key_id)
         if secret is None:
             raise AuthenticationError("the ticket's key is unknown")
-        # Compared as text: a second spelling of the same code (unused bits of the last character) is refused too.
+        # Compared as text: a second spelling of the same code (unused bits of the last character)
+        # is refused too.
         if not hmac.compare_digest(_code(secret, payload).encode(), code):
             raise AuthenticationError("the ticket's code is wrong")
         if ticket.instance != self._instance_id:

@@ -23,7 +23,9 @@ _PEM = re.compile(r"-----BEGIN (?:X509 |TRUSTED )?CERTIFICATE-----(.*?)-----END 
 """With the labels that OpenSSL takes for a server's certificate."""
 _TIME = rb"(?:\x17\x0d|\x18\x0f)(\d{12,14})Z"
 _VALIDITY = re.compile(rb"\x30[\x1e\x20\x22]" + _TIME + _TIME)
-"""Two times, each a UTCTime until 2049 and a GeneralizedTime from 2050 on: RFC 5280, section 4.1.2.5."""
+"""Two times, each a UTCTime until 2049 and a GeneralizedTime from 2050 on: RFC 5280, section
+4.1.2.5.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ class TlsFiles:
     Attributes:
         cert_file: Its certificate, with those between it and the root behind it.
         key_file: The certificate's key, without a passphrase; None where it is in the same file.
-        ca_file: Who must have signed the other side's certificate. None: a server asks for no certificate, a client trusts whom this
-            machine trusts.
+        ca_file: Who must have signed the other side's certificate. None: a server asks for no
+            certificate, a client trusts whom this machine trusts.
     """
 
     cert_file: Path | None = None
@@ -44,7 +46,9 @@ class TlsFiles:
     @classmethod
     def named(cls, cert_file: str | None, key_file: str | None, ca_file: str | None) -> TlsFiles:
         """As an engine's options name them."""
-        return cls(*(None if name is None else Path(name) for name in (cert_file, key_file, ca_file)))
+        return cls(
+            *(None if name is None else Path(name) for name in (cert_file, key_file, ca_file))
+        )
 
     @property
     def paths(self) -> list[Path]:
@@ -59,7 +63,8 @@ class ClientTls:
     Attributes:
         context: Whom it trusts, and what it shows.
         name: What the servers' certificates name; None: the host that was connected to.
-        only_encrypted: Whether servers that others have named, such as peers, are shown tokens only where the connection is encrypted.
+        only_encrypted: Whether servers that others have named, such as peers, are shown tokens only
+            where the connection is encrypted.
     """
 
     context: ssl.SSLContext
@@ -68,10 +73,12 @@ class ClientTls:
 
 
 class ReloadingContext(ssl.SSLContext):
-    """Hands each new connection to a context with what the files hold now, as far as that is good; standing connections keep theirs.
+    """Hands each new connection to a context with what the files hold now, as far as that is good;
+    standing connections keep theirs.
 
-    Files are looked at when a connection begins, at most once a second. Settings of this object itself reach no connection: it trusts
-    nobody and has no certificate, so that whoever goes round its methods gets no connection.
+    Files are looked at when a connection begins, at most once a second. Settings of this object
+    itself reach no connection: it trusts nobody and has no certificate, so that whoever goes round
+    its methods gets no connection.
 
     Attributes:
         if_silent: See `why_silent`.
@@ -113,7 +120,8 @@ class ReloadingContext(ssl.SSLContext):
 
 
 def server_context(files: TlsFiles) -> ReloadingContext:
-    """What a server listens with: TLS 1.3, and no session tickets, since whoever resumes a session does not show its certificate again.
+    """What a server listens with: TLS 1.3, and no session tickets, since whoever resumes a session
+    does not show its certificate again.
 
     Args:
         files: With a `cert_file`. With a `ca_file` clients must show a certificate.
@@ -138,7 +146,8 @@ def server_context(files: TlsFiles) -> ReloadingContext:
 
 
 def client_context(files: TlsFiles | None = None, cert_option: str = "") -> ReloadingContext:
-    """What a client connects with. The server's certificate, and the name in it, are always checked.
+    """What a client connects with. The server's certificate, and the name in it, are always
+    checked.
 
     Args:
         files: Whom to trust, and what to show to servers that ask.
@@ -164,15 +173,18 @@ def client_context(files: TlsFiles | None = None, cert_option: str = "") -> Relo
     if cert_option and wanted.cert_file is None:
         context.if_silent = f"; if it wants a certificate of its callers, set {cert_option}"
     elif cert_option:
-        context.if_silent = f"; if it wants a certificate of its callers, one of its authorities must have signed that in {cert_option}"
+        context.if_silent = (
+            "; if it wants a certificate of its callers, one of its authorities must have signed"
+            f" that in {cert_option}"
+        )
     return context
 
 
 def why_silent(context: ssl.SSLContext | None) -> str:
     """The end of an error about a server that shook hands and then hung up without a word.
 
-    That is all that a client sees where its certificate is missed or not trusted: under TLS 1.3 its handshake is over by then, and event
-    loops drop the alert that would say so.
+    That is all that a client sees where its certificate is missed or not trusted: under TLS 1.3 its
+    handshake is over by then, and event loops drop the alert that would say so.
 
     Args:
         context: What was connected with; None for nothing encrypted.
@@ -181,7 +193,9 @@ def why_silent(context: ssl.SSLContext | None) -> str:
 
 
 def no_context() -> ssl.SSLContext:
-    """For clients of URLs without TLS whose library wants a context all the same: it trusts nobody."""
+    """For clients of URLs without TLS whose library wants a context all the same: it trusts
+    nobody.
+    """
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
@@ -195,7 +209,9 @@ def certificate_end(path: Path) -> float:
         pem = _PEM.search(path.read_text(encoding="latin-1"))
         times = None if pem is None else _VALIDITY.search(base64.b64decode(pem[1]))
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"certificate {path}: {_reason(exc)}; it must hold a certificate in PEM") from exc
+        raise ConfigError(
+            f"certificate {path}: {_reason(exc)}; it must hold a certificate in PEM"
+        ) from exc
     if times is None:
         raise ConfigError(f"certificate {path}: not PEM; it must hold a certificate in PEM")
     text = times[2].decode()
@@ -215,17 +231,28 @@ def _load_identity(context: ssl.SSLContext, files: TlsFiles) -> None:
     try:
         context.load_cert_chain(files.cert_file, key, password=_refuse_passphrase)
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"certificate {files.cert_file} with key {key}: {_reason(exc)}; both must be PEM and belong together") from exc
+        raise ConfigError(
+            f"certificate {files.cert_file} with key {key}: {_reason(exc)}; both must be PEM and"
+            " belong together"
+        ) from exc
     ends_s = certificate_end(files.cert_file)
-    if ends_s < time.time():  # no reason to end: it may be replaced at any time, and some callers need none
-        logger.warning("certificate has expired, peers that verify it refuse it: file=%s expired=%s", files.cert_file, day_of(ends_s))
+    if (
+        ends_s < time.time()
+    ):  # no reason to end: it may be replaced at any time, and some callers need none
+        logger.warning(
+            "certificate has expired, peers that verify it refuse it: file=%s expired=%s",
+            files.cert_file,
+            day_of(ends_s),
+        )
 
 
 def _load_trusted(context: ssl.SSLContext, path: Path) -> None:
     try:
         context.load_verify_locations(path)
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"certificates of authorities {path}: {_reason(exc)}; it must hold at least one in PEM") from exc
+        raise ConfigError(
+            f"certificates of authorities {path}: {_reason(exc)}; it must hold at least one in PEM"
+        ) from exc
 
 
 def _refuse_passphrase() -> str:

@@ -15,7 +15,8 @@ MAX_TOKEN_FILE_BYTES: Final = 4096
 
 
 class TokenFile:
-    """A token and where it comes from. A file that goes bad leaves the last good token in force, and is reported once per change.
+    """A token and where it comes from. A file that goes bad leaves the last good token in force,
+    and is reported once per change.
 
     Args:
         path: Holds the token and nothing else but white space around it.
@@ -52,14 +53,22 @@ class TokenFile:
             with self._path.open("rb") as file:
                 data = file.read(MAX_TOKEN_FILE_BYTES + 1)
         except OSError as exc:
-            raise ConfigError(f"{where} cannot be read: {exc.strerror or exc}; create it or correct the path") from exc
+            raise ConfigError(
+                f"{where} cannot be read: {exc.strerror or exc}; create it or correct the path"
+            ) from exc
         if len(data) > MAX_TOKEN_FILE_BYTES:
-            raise ConfigError(f"{where} has more than {MAX_TOKEN_FILE_BYTES} bytes: write the token and nothing around it")
+            raise ConfigError(
+                f"{where} has more than {MAX_TOKEN_FILE_BYTES} bytes: write the token and nothing"
+                " around it"
+            )
         text = data.decode("latin-1").strip()
         if not text:
             raise ConfigError(f"{where} is empty: write the token into it")
         if not (text.isascii() and text.isprintable() and " " not in text):
-            raise ConfigError(f"{where} holds something else than visible ASCII characters: write the token and nothing around it")
+            raise ConfigError(
+                f"{where} holds something else than visible ASCII characters: write the token and"
+                " nothing around it"
+            )
         return text
 
 

@@ -5,7 +5,8 @@ tokens:
   - {name: vllm-prod, tenant: prod, role: client, token_sha256: 2f1a…}
   - {name: operator, tenant: prod, role: admin, token: at least sixteen characters}
 ```
-Only digests are kept in memory. A token is high-entropy random text, so that one SHA-256 is enough: there is nothing to stretch.
+Only digests are kept in memory. A token is high-entropy random text, so that one SHA-256 is enough:
+there is nothing to stretch.
 """
 
 from __future__ import annotations
@@ -86,7 +87,12 @@ class TokenTable:
     Safe to share between threads: a reload swaps one immutable tuple.
     """
 
-    def __init__(self, credentials: Sequence[_Credential], source: Path | None, fingerprint: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        credentials: Sequence[_Credential],
+        source: Path | None,
+        fingerprint: tuple[int, ...] | None = None,
+    ) -> None:
         self._credentials = tuple(credentials)
         self._source = source
         self._fingerprint = fingerprint
@@ -96,7 +102,8 @@ class TokenTable:
         """Read a token file.
 
         Raises:
-            ConfigError: It cannot be read, or an entry is wrong. The text names file, entry and fix, and shows no secret.
+            ConfigError: It cannot be read, or an entry is wrong. The text names file, entry and
+                fix, and shows no secret.
         """
         source = Path(path)
         data, fingerprint = _read(source)
@@ -104,7 +111,9 @@ class TokenTable:
 
     @classmethod
     def anonymous(cls) -> TokenTable:
-        """A table that takes anyone, with any token or none, for `Principal("default", "admin", "anonymous")`."""
+        """A table that takes anyone, with any token or none, for `Principal("default", "admin",
+        "anonymous")`.
+        """
         return cls((), None)
 
     @property
@@ -113,7 +122,8 @@ class TokenTable:
         return self._source is None
 
     def authenticate(self, token: str | None) -> Principal:
-        """Find who a token belongs to. Time depends on the number of entries, not on which one matches.
+        """Find who a token belongs to. Time depends on the number of entries, not on which one
+        matches.
 
         Raises:
             AuthenticationError: The token is missing or unknown.
@@ -171,18 +181,27 @@ def _read(path: Path) -> tuple[bytes, tuple[int, ...]]:
             fingerprint = identify(os.fstat(file.fileno()))
             data = file.read(MAX_TOKEN_FILE_BYTES + 1)
     except OSError as exc:
-        raise ConfigError(f"token file {path}: {exc.strerror or exc}; create it or correct the path") from exc
+        raise ConfigError(
+            f"token file {path}: {exc.strerror or exc}; create it or correct the path"
+        ) from exc
     if len(data) > MAX_TOKEN_FILE_BYTES:
-        raise ConfigError(f"token file {path}: larger than {MAX_TOKEN_FILE_BYTES} bytes; remove tokens that nobody uses")
+        raise ConfigError(
+            f"token file {path}: larger than {MAX_TOKEN_FILE_BYTES} bytes; remove tokens that"
+            " nobody uses"
+        )
     return data, fingerprint
 
 
 def _parse(data: bytes, path: Path) -> tuple[_Credential, ...]:
-    """Errors are raised `from None`: the parsers' own messages quote the file, and with it tokens."""
+    """Errors are raised `from None`: the parsers' own messages quote the file, and with it
+    tokens.
+    """
     try:
         raw = load_yaml(data)
     except DuplicateNameError as exc:
-        raise ConfigError(f"token file {path}: line {exc.line} has a name twice; keep one of them") from None
+        raise ConfigError(
+            f"token file {path}: line {exc.line} has a name twice; keep one of them"
+        ) from None
     except yaml.MarkedYAMLError as exc:
         line = exc.problem_mark.line + 1 if exc.problem_mark is not None else 1
         raise ConfigError(f"token file {path}: line {line} is not YAML; correct it") from None
@@ -191,10 +210,17 @@ def _parse(data: bytes, path: Path) -> tuple[_Credential, ...]:
     try:
         entries = msgspec.convert(raw, _TokenFile).tokens
     except msgspec.ValidationError as exc:
-        raise ConfigError(f"token file {path}: {exc}; an entry is {{name, tenant, role, token_sha256 | token}}") from None
+        raise ConfigError(
+            f"token file {path}: {exc}; an entry is {{name, tenant, role, token_sha256 | token}}"
+        ) from None
     if not 1 <= len(entries) <= MAX_TOKENS:
-        raise ConfigError(f"token file {path}: tokens has {len(entries)} entries; list 1 to {MAX_TOKENS}")
-    credentials = tuple(_credential(entry, f"token file {path}: tokens[{index}]") for index, entry in enumerate(entries))
+        raise ConfigError(
+            f"token file {path}: tokens has {len(entries)} entries; list 1 to {MAX_TOKENS}"
+        )
+    credentials = tuple(
+        _credential(entry, f"token file {path}: tokens[{index}]")
+        for index, entry in enumerate(entries)
+    )
     if len({credential.principal.name for credential in credentials}) != len(credentials):
         raise ConfigError(f"token file {path}: two entries share a name; give each its own")
     if len({credential.digest for credential in credentials}) != len(credentials):
@@ -215,13 +241,22 @@ def _credential(entry: _TokenEntry, where: str) -> _Credential:
     if entry.token_sha256 is not None:
         if _DIGEST.fullmatch(entry.token_sha256) is None:
             raise ConfigError(
-                f"{where}: token_sha256 is not 64 hex digits; write the output of `sha256sum` over the token without a newline"
+                f"{where}: token_sha256 is not 64 hex digits; write the output of `sha256sum` over"
+                " the token without a newline"
             )
         digest = bytes.fromhex(entry.token_sha256)
     else:
         token = entry.token or ""
-        if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
+        if (
+            not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS
+            or not token.isascii()
+            or not token.isprintable()
+            or " " in token
+        ):
             limits = f"{MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS}"
-            raise ConfigError(f"{where}: token must be {limits} visible ASCII characters; make one with `openssl rand -hex 32`")
+            raise ConfigError(
+                f"{where}: token must be {limits} visible ASCII characters; make one with `openssl"
+                " rand -hex 32`"
+            )
         digest = _digest(token)
     return _Credential(digest, Principal(tenant, entry.role, entry.name))

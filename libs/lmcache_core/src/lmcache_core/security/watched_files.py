@@ -23,7 +23,12 @@ class WatchedFiles:
         clock: Monotonic time, seconds.
     """
 
-    def __init__(self, paths: Iterable[Path], interval_s: float = LOOK_INTERVAL_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        paths: Iterable[Path],
+        interval_s: float = LOOK_INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._paths = tuple(paths)
         self._interval_s = interval_s
         self._clock = clock
@@ -32,7 +37,9 @@ class WatchedFiles:
         self._next_look = clock() + interval_s
 
     def have_changed(self) -> bool:
-        """Whether something is different since this was last asked, or since the beginning. A file that has gone is different."""
+        """Whether something is different since this was last asked, or since the beginning. A
+        file that has gone is different.
+        """
         with self._lock:
             now = self._clock()
             if now < self._next_look:

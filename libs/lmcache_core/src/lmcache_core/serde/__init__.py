@@ -1,6 +1,7 @@
 """Tensors as bytes and back: the documented serdes, and the codecs of chunks that leave a process.
 
-Names are resolved on first use: most of them need torch, and a process without torch can import this package.
+Names are resolved on first use: most of them need torch, and a process without torch can import
+this package.
 """
 
 from __future__ import annotations

@@ -13,14 +13,17 @@ BytesLike = bytes | bytearray | memoryview
 
 
 class Serializer(ABC):
-    """Writes a tensor as bytes that say all about it: values, shape and dtype. Stateless and thread-safe."""
+    """Writes a tensor as bytes that say all about it: values, shape and dtype. Stateless and
+    thread-safe.
+    """
 
     @abstractmethod
     def to_bytes(self, t: torch.Tensor) -> bytes:
         """Encode a tensor.
 
         Args:
-            t: A dense tensor on any device, of any shape and strides, of a dtype of `DTYPE_ITEMSIZE`. Only read.
+            t: A dense tensor on any device, of any shape and strides, of a dtype of
+                `DTYPE_ITEMSIZE`. Only read.
 
         Returns:
             Its encoding. The caller owns it.
@@ -34,28 +37,33 @@ class Deserializer(ABC):
     """Reads what the `Serializer` of the same serde wrote. Stateless and thread-safe.
 
     Args:
-        dtype: Dtype of the tensors that `from_bytes` returns, a `torch.dtype` or its name; None: as they were stored.
+        dtype: Dtype of the tensors that `from_bytes` returns, a `torch.dtype` or its name; None: as
+            they were stored.
 
     Raises:
         ValueError: Not a dtype of `DTYPE_ITEMSIZE`.
     """
 
     def __init__(self, dtype: torch.dtype | str | None) -> None:
-        self.dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype_name(dtype))
+        self.dtype: torch.dtype | None = (
+            None if dtype is None else getattr(torch, dtype_name(dtype))
+        )
 
     @abstractmethod
     def from_bytes(self, bs: BytesLike) -> torch.Tensor:
         """Decode a tensor.
 
         Args:
-            bs: All bytes of one encoding, and no more. Only read, and not referred to by the result.
+            bs: All bytes of one encoding, and no more. Only read, and not referred to by the
+                result.
 
         Returns:
-            A contiguous CPU tensor of the shape that was stored, of this deserializer's dtype. The caller owns it and its memory.
+            A contiguous CPU tensor of the shape that was stored, of this deserializer's dtype. The
+            caller owns it and its memory.
 
         Raises:
-            SerdeError: The bytes are no encoding of this serde, or are damaged. Found out in time and memory that are bounded by the
-                length of `bs`.
+            SerdeError: The bytes are no encoding of this serde, or are damaged. Found out in time
+                and memory that are bounded by the length of `bs`.
         """
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -64,10 +72,14 @@ class Deserializer(ABC):
 
 
 class PlainDeserializer(Deserializer):
-    """A deserializer whose `from_bytes` is `from_bytes_normal` and the conversion to the dtype that was asked for."""
+    """A deserializer whose `from_bytes` is `from_bytes_normal` and the conversion to the dtype
+    that was asked for.
+    """
 
     def from_bytes(self, bs: BytesLike) -> torch.Tensor:
-        """See `Deserializer.from_bytes`. Converting takes up to eight times the bytes that were stored (uint8 to float64)."""
+        """See `Deserializer.from_bytes`. Converting takes up to eight times the bytes that were
+        stored (uint8 to float64).
+        """
         return self._converted(self.from_bytes_normal(bs))
 
     @abstractmethod

@@ -1,4 +1,6 @@
-"""The bytes of one encoded tensor: a fixed head, then arrays whose sizes follow from it. Specification: `docs/codec.md`."""
+"""The bytes of one encoded tensor: a fixed head, then arrays whose sizes follow from it.
+Specification: `docs/codec.md`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Head:
 
     __slots__ = ("dtype", "itemsize", "mode", "sizes")
 
-    def __init__(self, mode: Mode, dtype: int, itemsize: int, sizes: tuple[int, int, int, int]) -> None:
+    def __init__(
+        self, mode: Mode, dtype: int, itemsize: int, sizes: tuple[int, int, int, int]
+    ) -> None:
         self.mode = mode
         self.dtype = dtype
         self.itemsize = itemsize
@@ -72,7 +76,10 @@ class Reader:
     def take(self, num_bytes: int) -> memoryview:
         """The next bytes."""
         if not 0 <= num_bytes <= len(self._blob) - self._at:
-            raise SerdeError(f"an encoded tensor of {len(self._blob)} bytes ends where {num_bytes} more are needed at {self._at}")
+            raise SerdeError(
+                f"an encoded tensor of {len(self._blob)} bytes ends where {num_bytes} more are"
+                f" needed at {self._at}"
+            )
         self._at += num_bytes
         return self._blob[self._at - num_bytes : self._at]
 

@@ -42,11 +42,13 @@ class _Tools:
 
 
 class CacheGenCodec:
-    """See `lmcache_core.serde.ChunkCodec`. Decodes every profile, and what was encoded without loss.
+    """See `lmcache_core.serde.ChunkCodec`. Decodes every profile, and what was encoded without
+    loss.
 
     Args:
         profile: How much is kept; None: everything.
-        threads: How many work on one payload; 0: as many as there are processors for this process, at most `MAX_THREADS`.
+        threads: How many work on one payload; 0: as many as there are processors for this process,
+            at most `MAX_THREADS`.
     """
 
     def __init__(self, profile: Profile | None, threads: int = 0) -> None:
@@ -84,7 +86,9 @@ class CacheGenCodec:
         is_lossy = False
         at = 0
         for spec in tensors:
-            blob, errors = self._encode_tensor(tools, spec, payload[spec.offset : spec.offset + spec.length])
+            blob, errors = self._encode_tensor(
+                tools, spec, payload[spec.offset : spec.offset + spec.length]
+            )
             length = sum(memoryview(piece).nbytes for piece in blob)
             pieces += blob
             specs.append(TensorSpec(spec.group, spec.dtype, spec.shape, at, length))
@@ -93,14 +97,18 @@ class CacheGenCodec:
                 is_lossy = True
                 prefix = f"{spec.group} " if spec.group else ""
                 figures = group_errors(errors, error_groups(self._profile, spec.shape))
-                groups += [GroupError(prefix + name, largest, rms) for name, largest, rms in figures]
+                groups += [
+                    GroupError(prefix + name, largest, rms) for name, largest, rms in figures
+                ]
         if at >= len(payload):
             return None
         elements = sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in tensors)
         report = EncodingReport(8 * at / elements, len(payload), at, tuple(groups))
         profile = f"{self._profile}{TABLES_MARK}{tools.tables.id}" if is_lossy else ""
         serde = CACHEGEN_SERDE if is_lossy else LOSSLESS_SERDE
-        return EncodedPayload(memoryview(b"".join(pieces)), tuple(specs), serde, profile, is_lossy, report)
+        return EncodedPayload(
+            memoryview(b"".join(pieces)), tuple(specs), serde, profile, is_lossy, report
+        )
 
     def decodes(self, header: RecordHeader) -> bool:
         """See `ChunkCodec.decodes`."""
@@ -116,7 +124,13 @@ class CacheGenCodec:
             size = num_bytes(spec.shape, spec.dtype)
             if at + size > len(out):
                 raise SerdeError(f"a record of tensors of more than {len(out)} bytes")
-            self._decode_tensor(tools, spec, payload[spec.offset : spec.offset + spec.length], out[at : at + size], header.lossy)
+            self._decode_tensor(
+                tools,
+                spec,
+                payload[spec.offset : spec.offset + spec.length],
+                out[at : at + size],
+                header.lossy,
+            )
             at += size
         if at != len(out):
             raise SerdeError(f"a record of tensors of {at} bytes, expected {len(out)}")
@@ -127,11 +141,15 @@ class CacheGenCodec:
             raise SerdeError(f"the codec {self.serde} is not open")
         return self._tools
 
-    def _encode_tensor(self, tools: _Tools, spec: TensorSpec, raw: memoryview) -> tuple[Pieces, npt.NDArray[Any] | None]:
+    def _encode_tensor(
+        self, tools: _Tools, spec: TensorSpec, raw: memoryview
+    ) -> tuple[Pieces, npt.NDArray[Any] | None]:
         if self._profile is not None and can_be_quantised(spec.dtype, spec.shape):
             layout = PlaneLayout(spec.shape[0] * spec.shape[1], spec.shape[2], spec.shape[3])
             try:
-                return tools.quantised.encode(raw, spec.dtype, layout, quantiser_of(self._profile, spec.shape))
+                return tools.quantised.encode(
+                    raw, spec.dtype, layout, quantiser_of(self._profile, spec.shape)
+                )
             except NotQuantisableError:
                 pass
         pieces = tools.lossless.encode(raw, spec.dtype, spec.shape)
@@ -139,7 +157,9 @@ class CacheGenCodec:
             pieces = [_STORED_HEAD, raw]
         return pieces, None
 
-    def _decode_tensor(self, tools: _Tools, spec: TensorSpec, blob: memoryview, out: memoryview, may_be_lossy: bool) -> None:
+    def _decode_tensor(
+        self, tools: _Tools, spec: TensorSpec, blob: memoryview, out: memoryview, may_be_lossy: bool
+    ) -> None:
         reader = Reader(blob)
         head = reader.head()
         if head.mode is Mode.STORED:
@@ -155,4 +175,7 @@ class CacheGenCodec:
             layout = PlaneLayout(spec.shape[0] * spec.shape[1], spec.shape[2], spec.shape[3])
             tools.quantised.decode(reader, head, layout, out)
         else:
-            raise SerdeError(f"a tensor quantised as dtype {head.dtype}, which {spec.dtype} {list(spec.shape)} is not")
+            raise SerdeError(
+                f"a tensor quantised as dtype {head.dtype}, which {spec.dtype} {list(spec.shape)}"
+                " is not"
+            )

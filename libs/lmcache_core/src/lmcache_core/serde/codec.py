@@ -1,6 +1,7 @@
 """The interface of a codec: the payload of a chunk, encoded for another place, and back. No torch.
 
-A codec works on the bytes of a chunk's payload, so that the sidecar, which has no tensors, can encode what its engines store.
+A codec works on the bytes of a chunk's payload, so that the sidecar, which has no tensors, can
+encode what its engines store.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class GroupError(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     Attributes:
         name: The group, for example `keys 0-9`.
-        max_relative: Largest error, relative to the largest value of its scale (a token or a channel of one layer).
+        max_relative: Largest error, relative to the largest value of its scale (a token or a
+            channel of one layer).
         rms_relative: Root of the mean square error, relative to the root of the mean square value.
     """
 
@@ -31,7 +33,8 @@ class EncodingReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     """What an encoder measured of its own work; travels in the record.
 
     Attributes:
-        bits_per_element: Bits of the encoded payload for each element, everything counted but the record's head.
+        bits_per_element: Bits of the encoded payload for each element, everything counted but the
+            record's head.
         raw_bytes: Bytes of the payload before.
         encoded_bytes: Bytes of the payload after.
         groups: Errors by group of layers; empty when nothing is lost.
@@ -75,7 +78,8 @@ class ChunkCodec(Protocol):
         """Whether what it encodes may lose something."""
 
     def open(self) -> None:
-        """Make everything ready that must not be made on a request: compiled code, tables, threads. May take a minute.
+        """Make everything ready that must not be made on a request: compiled code, tables, threads.
+        May take a minute.
 
         Raises:
             ConfigError: A package that it needs is not installed, or a table file cannot be read.
@@ -96,7 +100,9 @@ class ChunkCodec(Protocol):
         """
 
     def decodes(self, header: RecordHeader) -> bool:
-        """Whether this codec can decode such a record: its serde, profile and tables are known here."""
+        """Whether this codec can decode such a record: its serde, profile and tables are known
+        here.
+        """
 
     def decode(self, header: RecordHeader, payload: memoryview, out: memoryview) -> None:
         """Decode a payload that has the digest of its header.
@@ -104,8 +110,10 @@ class ChunkCodec(Protocol):
         Args:
             header: Of its record; `decodes` is true.
             payload: The encoded bytes.
-            out: Where the raw payload goes: exactly `decoded_bytes(header)` bytes, tensors one behind the other in the header's order.
+            out: Where the raw payload goes: exactly `decoded_bytes(header)` bytes, tensors one
+                behind the other in the header's order.
 
         Raises:
-            SerdeError: The bytes are not what the header says. Bounded time and memory; `out` may be partly written.
+            SerdeError: The bytes are not what the header says. Bounded time and memory; `out` may
+                be partly written.
         """

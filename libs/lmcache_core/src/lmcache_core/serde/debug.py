@@ -27,12 +27,20 @@ class SerializerDebugWrapper(Serializer):
         begin = time.perf_counter()
         encoded = self._wrapped.to_bytes(t)
         name, shape = type(self._wrapped).__name__, tuple(t.shape)
-        logger.debug("%s: %s %s as %d bytes in %.3f ms", name, t.dtype, shape, len(encoded), _milliseconds_since(begin))
+        logger.debug(
+            "%s: %s %s as %d bytes in %.3f ms",
+            name,
+            t.dtype,
+            shape,
+            len(encoded),
+            _milliseconds_since(begin),
+        )
         return encoded
 
 
 class DeserializerDebugWrapper(Deserializer):
-    """Forwards to a deserializer and writes one debug line a call: bytes, dtype, shape, milliseconds.
+    """Forwards to a deserializer and writes one debug line a call: bytes, dtype, shape,
+    milliseconds.
 
     Args:
         d: What is wrapped.
@@ -48,7 +56,14 @@ class DeserializerDebugWrapper(Deserializer):
         tensor = self._wrapped.from_bytes(bs)
         num_bytes = memoryview(bs).nbytes
         name, shape = type(self._wrapped).__name__, tuple(tensor.shape)
-        logger.debug("%s: %d bytes as %s %s in %.3f ms", name, num_bytes, tensor.dtype, shape, _milliseconds_since(begin))
+        logger.debug(
+            "%s: %d bytes as %s %s in %.3f ms",
+            name,
+            num_bytes,
+            tensor.dtype,
+            shape,
+            _milliseconds_since(begin),
+        )
         return tensor
 
 

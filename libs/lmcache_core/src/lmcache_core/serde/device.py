@@ -1,4 +1,5 @@
-"""Quantised KV as a blob, and back, where the tensor lies: the kernels' way to the bytes that `QuantisedCoder` writes and reads.
+"""Quantised KV as a blob, and back, where the tensor lies: the kernels' way to the bytes that
+`QuantisedCoder` writes and reads.
 
 Needs torch and `lmcache_kernels` (extra `kernels`), and a CUDA device.
 """
@@ -38,16 +39,20 @@ def device_tables(tables: TableSet, device: torch.device) -> CodecTables:
     return CodecTables.of([tables.of(levels) for levels in tables.levels], device)
 
 
-def encode_on_device(x: torch.Tensor, quantiser: Quantiser, tables: CodecTables) -> tuple[list[Any], Array]:
+def encode_on_device(
+    x: torch.Tensor, quantiser: Quantiser, tables: CodecTables
+) -> tuple[list[Any], Array]:
     """Encode a tensor, and copy the blob to the host. Waits for the device.
 
     Args:
-        x: float32, float16 or bfloat16 `[sides, layers, tokens, channels]`, on the tables' device. Strides are free.
+        x: float32, float16 or bfloat16 `[sides, layers, tokens, channels]`, on the tables' device.
+            Strides are free.
         quantiser: How.
         tables: Of `device_tables`.
 
     Returns:
-        As `QuantisedCoder.encode`: the pieces of the blob, in order, the same bytes; and errors, int64 `[planes, 3]`.
+        As `QuantisedCoder.encode`: the pieces of the blob, in order, the same bytes; and errors,
+        int64 `[planes, 3]`.
 
     Raises:
         NotQuantisableError: See there.
@@ -57,12 +62,20 @@ def encode_on_device(x: torch.Tensor, quantiser: Quantiser, tables: CodecTables)
     layout = _layout(tuple(x.shape), x.dtype)
     kv = x.detach().reshape(layout.planes, layout.tokens, layout.channels).contiguous()
     by_token = quantiser.mode is Mode.BY_TOKEN
-    planes = cachegen_quantize_by_token(kv, quantiser.levels) if by_token else cachegen_quantize_by_plane(kv, quantiser.fineness)
-    encoded = cachegen_encode(planes.values, _shape(layout), quantiser.levels, tables, wraps=by_token)
+    planes = (
+        cachegen_quantize_by_token(kv, quantiser.levels)
+        if by_token
+        else cachegen_quantize_by_plane(kv, quantiser.fineness)
+    )
+    encoded = cachegen_encode(
+        planes.values, _shape(layout), quantiser.levels, tables, wraps=by_token
+    )
     if planes.status.any():
         raise NotQuantisableError
     kind = KINDS[dtype_name(x.dtype)]
-    head = Head(quantiser.mode, kind, x.dtype.itemsize, (layout.planes, layout.tokens, layout.channels, 0))
+    head = Head(
+        quantiser.mode, kind, x.dtype.itemsize, (layout.planes, layout.tokens, layout.channels, 0)
+    )
     parts = (
         _packed_scales(planes.scales, x.dtype if by_token else torch.float32),
         encoded.shifts,
@@ -75,7 +88,9 @@ def encode_on_device(x: torch.Tensor, quantiser: Quantiser, tables: CodecTables)
     return [head.pack(), np.array(quantiser.levels, np.uint8), rest], planes.errors.cpu().numpy()
 
 
-def decode_on_device(blob: memoryview, shape: Sequence[int], dtype: torch.dtype, tables: CodecTables) -> torch.Tensor:
+def decode_on_device(
+    blob: memoryview, shape: Sequence[int], dtype: torch.dtype, tables: CodecTables
+) -> torch.Tensor:
     """Decode a blob of mode by token or by plane. Waits for the device.
 
     Args:
@@ -97,11 +112,22 @@ def decode_on_device(blob: memoryview, shape: Sequence[int], dtype: torch.dtype,
     if head.mode not in (Mode.BY_TOKEN, Mode.BY_PLANE):
         raise SerdeError(f"an encoded tensor of mode {head.mode.name}, expected a quantised one")
     sizes = (layout.planes, layout.tokens, layout.channels, 0)
-    if head.sizes != sizes or head.dtype != KINDS[dtype_name(dtype)] or head.itemsize != dtype.itemsize:
-        raise SerdeError(f"an encoded tensor of sizes {head.sizes} and dtype {head.dtype}, expected {sizes} and {dtype}")
+    if (
+        head.sizes != sizes
+        or head.dtype != KINDS[dtype_name(dtype)]
+        or head.itemsize != dtype.itemsize
+    ):
+        raise SerdeError(
+            f"an encoded tensor of sizes {head.sizes} and dtype {head.dtype}, expected {sizes} and"
+            f" {dtype}"
+        )
     by_token = head.mode is Mode.BY_TOKEN
     levels = reader.array("u1", layout.planes)
-    scales = _read_scales(reader, layout.planes * (layout.tokens if by_token else 1), dtype if by_token else torch.float32)
+    scales = _read_scales(
+        reader,
+        layout.planes * (layout.tokens if by_token else 1),
+        dtype if by_token else torch.float32,
+    )
     shifts = reader.array("<i2", layout.planes * layout.groups)
     shapes = reader.array("u1", layout.planes * layout.groups)
     lengths = reader.array("<u4", layout.planes * layout.sections)
@@ -118,8 +144,18 @@ def decode_on_device(blob: memoryview, shape: Sequence[int], dtype: torch.dtype,
         on_device(lengths.astype(np.int32), layout.planes * layout.sections),
         on_device(words, len(words)),
     )
-    out = torch.empty((layout.planes, layout.tokens, layout.channels), dtype=dtype, device=tables.device)
-    status = cachegen_decode(encoded, on_device(scales, layout.planes, -1), levels.tolist(), _shape(layout), tables, out, by_token)
+    out = torch.empty(
+        (layout.planes, layout.tokens, layout.channels), dtype=dtype, device=tables.device
+    )
+    status = cachegen_decode(
+        encoded,
+        on_device(scales, layout.planes, -1),
+        levels.tolist(),
+        _shape(layout),
+        tables,
+        out,
+        by_token,
+    )
     if status.any():
         raise SerdeError("the streams of an encoded tensor are not those of an encoder")
     return out.view(tuple(shape))

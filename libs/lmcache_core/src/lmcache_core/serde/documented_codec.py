@@ -1,6 +1,8 @@
-"""The documented serdes `torch`, `safetensor` and `fast` as codecs of chunks. Imports torch when opened.
+"""The documented serdes `torch`, `safetensor` and `fast` as codecs of chunks. Imports torch when
+opened.
 
-They say nothing in fewer bytes; they are for servers whose other clients expect these encodings. Each tensor of the chunk is one encoding.
+They say nothing in fewer bytes; they are for servers whose other clients expect these encodings.
+Each tensor of the chunk is one encoding.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class DocumentedCodec:
         try:
             module = importlib.import_module(f"lmcache_core.serde.{module_name}")
         except ModuleNotFoundError as exc:
-            raise ConfigError(f"the serde {self.serde!r} needs the package {exc.name!r}; install lmcache-core[torch]") from exc
+            raise ConfigError(
+                f"the serde {self.serde!r} needs the package {exc.name!r}; install"
+                " lmcache-core[torch]"
+            ) from exc
         self._serializer = getattr(module, serializer)()
         self._deserializer = getattr(module, deserializer)(None)
 
@@ -65,7 +70,9 @@ class DocumentedCodec:
         self._serializer = self._deserializer = None
 
     def encode(self, tensors: Sequence[TensorSpec], payload: memoryview) -> EncodedPayload | None:
-        """See `ChunkCodec.encode`; never None, though the result is a little longer: who chooses such a serde wants that encoding."""
+        """See `ChunkCodec.encode`; never None, though the result is a little longer: who chooses
+        such a serde wants that encoding.
+        """
         serializer = self._serializer
         if serializer is None:
             raise SerdeError(f"the codec {self.serde} is not open")
@@ -95,7 +102,10 @@ class DocumentedCodec:
         for spec in header.tensors:
             tensor = deserializer.from_bytes(payload[spec.offset : spec.offset + spec.length])
             if tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
-                raise SerdeError(f"a tensor of {tensor.dtype} {tuple(tensor.shape)} where the record says {spec.dtype} {spec.shape}")
+                raise SerdeError(
+                    f"a tensor of {tensor.dtype} {tuple(tensor.shape)} where the record says"
+                    f" {spec.dtype} {spec.shape}"
+                )
             data = bytes_under(tensor)
             if at + len(data) > len(out):
                 raise SerdeError(f"tensors of more than the {len(out)} bytes that are due")

@@ -13,13 +13,17 @@ _DECODER = msgspec.msgpack.Decoder(EncodingReport)
 
 
 def report_extension(report: EncodingReport) -> Extension | None:
-    """The extension that carries a report; None for one that is longer than `MAX_REPORT_BYTES`, since a record must not grow by it."""
+    """The extension that carries a report; None for one that is longer than `MAX_REPORT_BYTES`,
+    since a record must not grow by it.
+    """
     data = _ENCODER.encode(report)
     return Extension(REPORT_EXTENSION, False, data) if len(data) <= MAX_REPORT_BYTES else None
 
 
 def encoding_report(header: RecordHeader) -> EncodingReport | None:
-    """The report that a record carries; None when there is none that can be read here: it is for people, and never decides anything."""
+    """The report that a record carries; None when there is none that can be read here: it is for
+    people, and never decides anything.
+    """
     for extension in header.extensions:
         if extension.id == REPORT_EXTENSION and len(extension.data) <= MAX_REPORT_BYTES:
             try:

@@ -27,7 +27,8 @@ class Loops:
 
 @functools.cache
 def load_loops() -> Loops:
-    """Compile, or read what was compiled at install. Some seconds where nothing was; at once when called again.
+    """Compile, or read what was compiled at install. Some seconds where nothing was; at once when
+    called again.
 
     Raises:
         ConfigError: numba is not installed.

@@ -14,7 +14,9 @@ CODEC_NAMES = ("cachegen", "cachegen:high", "cachegen:low", "lossless")
 """Codecs that need no torch."""
 DOCUMENTED_NAMES = ("torch", "safetensor", "fast")
 SERDE_NAMES = (RAW, *DOCUMENTED_NAMES, *CODEC_NAMES)
-_PROFILES = MappingProxyType({"cachegen": "standard", "cachegen:high": "high", "cachegen:low": "low", "lossless": None})
+_PROFILES = MappingProxyType(
+    {"cachegen": "standard", "cachegen:high": "high", "cachegen:low": "low", "lossless": None}
+)
 
 
 def create_codec(name: str | None, threads: int = 0) -> ChunkCodec | None:
@@ -46,7 +48,8 @@ def _create(name: str, threads: int) -> ChunkCodec:
         from lmcache_core.serde.profiles import Profile
     except ModuleNotFoundError as exc:
         raise ConfigError(
-            f"serde {name!r} needs the package {exc.name!r}: install lmcache-core[codec], or run the image lmcache-sidecar-codec"
+            f"serde {name!r} needs the package {exc.name!r}: install lmcache-core[codec], or run"
+            " the image lmcache-sidecar-codec"
         ) from exc
     level: Any = _PROFILES[name]
     return CacheGenCodec(None if level is None else Profile(level), threads)

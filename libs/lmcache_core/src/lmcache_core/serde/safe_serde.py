@@ -1,9 +1,11 @@
-"""The Safe serde: a safetensors file of one tensor behind the checked head of `tensor_bytes`. Needs torch and safetensors.
+"""The Safe serde: a safetensors file of one tensor behind the checked head of `tensor_bytes`. Needs
+torch and safetensors.
 
-The library is given only files that are found, by our own reading, to be exactly what it writes for one tensor of the head's dtype and
-shape.
+The library is given only files that are found, by our own reading, to be exactly what it writes for
+one tensor of the head's dtype and shape.
 
-Source: the format is https://huggingface.co/docs/safetensors, "Format": length of the header as u64, the header as JSON, the data.
+Source: the format is https://huggingface.co/docs/safetensors, "Format": length of the header as
+    u64, the header as JSON, the data.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class SafeSerializer(Serializer):
         """See `Serializer.to_bytes`.
 
         Raises:
-            SerdeError: This release of safetensors writes other files than this serde knows to check: use the Fast serde.
+            SerdeError: This release of safetensors writes other files than this serde knows to
+                check: use the Fast serde.
         """
         tensor = dense(t)
         payload: bytes = safetensors.torch.save({TENSOR_KEY: tensor})
@@ -65,7 +68,10 @@ class SafeSerializer(Serializer):
         try:
             _check_file(head, memoryview(payload))
         except SerdeError as exc:
-            raise SerdeError(f"safetensors {safetensors.__version__} writes files of another form; use the Fast serde: {exc}") from exc
+            raise SerdeError(
+                f"safetensors {safetensors.__version__} writes files of another form; use the Fast"
+                f" serde: {exc}"
+            ) from exc
         return seal(head, payload)
 
 
@@ -82,14 +88,23 @@ class SafeDeserializer(PlainDeserializer):
 
 
 def _check_file(head: TensorHead, file: memoryview) -> None:
-    """Check that a file is what safetensors writes for a tensor of that dtype and shape, under our key and without metadata."""
+    """Check that a file is what safetensors writes for a tensor of that dtype and shape, under
+    our key and without metadata.
+    """
     header_bytes = int.from_bytes(file[:_LENGTH_BYTES], "little")
     data_at = _LENGTH_BYTES + header_bytes
     if header_bytes > MAX_HEADER_BYTES or len(file) != data_at + head.num_bytes:
-        raise SerdeError(f"a file of {len(file)} bytes with a header of {header_bytes} does not hold {head.num_bytes} bytes of tensor")
+        raise SerdeError(
+            f"a file of {len(file)} bytes with a header of {header_bytes} does not hold"
+            f" {head.num_bytes} bytes of tensor"
+        )
     sizes = ",".join(map(str, head.shape))
-    entry = f'{{"dtype":"{_DTYPES[head.dtype]}","shape":[{sizes}],"data_offsets":[0,{head.num_bytes}]}}'
+    entry = (
+        f'{{"dtype":"{_DTYPES[head.dtype]}","shape":[{sizes}],"data_offsets":[0,{head.num_bytes}]}}'
+    )
     # Spaces behind it align the data.
     if bytes(file[_LENGTH_BYTES:data_at]).rstrip(b" ") != f'{{"{TENSOR_KEY}":{entry}}}'.encode():
-        raise SerdeError(f"the file's header is not that of one tensor of {head.dtype} {head.shape}")
+        raise SerdeError(
+            f"the file's header is not that of one tensor of {head.dtype} {head.shape}"
+        )
     check_elements(head, file[data_at:])

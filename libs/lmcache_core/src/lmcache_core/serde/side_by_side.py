@@ -13,8 +13,8 @@ T = TypeVar("T")
 def side_by_side(pool: Executor, work: Callable[[S], T], parts: Iterable[S]) -> list[T]:
     """What `work` gives for each part, in their order.
 
-    Nothing is left at work when this returns or raises: whoever owns the buffer may then give its memory to others. `Executor.map` lets
-    go of those that still run when the first one fails.
+    Nothing is left at work when this returns or raises: whoever owns the buffer may then give its
+    memory to others. `Executor.map` lets go of those that still run when the first one fails.
 
     Args:
         pool: Where they are worked on.

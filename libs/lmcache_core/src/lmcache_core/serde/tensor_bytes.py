@@ -1,9 +1,12 @@
-"""The container of the documented serdes: a checked head, then the payload that the serde made. Needs torch.
+"""The container of the documented serdes: a checked head, then the payload that the serde made.
+Needs torch.
 
-    magic "LMTB" | version u8 | serde u8 | dtype u8 | dimensions u8 | payload length u64 | one u64 for each dimension | digest | payload
+    magic "LMTB" | version u8 | serde u8 | dtype u8 | dimensions u8 | payload length u64 | one u64
+    for each dimension | digest | payload
 
-Integers are little-endian, and so are a tensor's elements. The digest is xxh3-128 of all that is before and behind it, 16 bytes. It tells
-damage from whole bytes; it does not tell who wrote them, so that what a payload claims under a right digest is checked as well.
+Integers are little-endian, and so are a tensor's elements. The digest is xxh3-128 of all that is
+before and behind it, 16 bytes. It tells damage from whole bytes; it does not tell who wrote them,
+so that what a payload claims under a right digest is checked as well.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ MAX_CONTAINER_BYTES = 4 << 30
 MAX_ENVELOPE_BYTES = 64 << 10
 """So much may a serde's own format put around the bytes of the tensor."""
 MAX_EXTENT = 1 << 56
-"""Bound of the product of all sizes, an empty dimension counted as one: torch multiplies them without looking, also for an empty tensor."""
+"""Bound of the product of all sizes, an empty dimension counted as one: torch multiplies them
+without looking, also for an empty tensor.
+"""
 
 DTYPE_CODES = MappingProxyType(
     {
@@ -91,14 +96,22 @@ class TensorHead:
         return dtype
 
     def fault(self) -> str | None:
-        """What is out of bounds, None if nothing is. The payload of `FAST` is the tensor's bytes; others may put an envelope around."""
+        """What is out of bounds, None if nothing is. The payload of `FAST` is the tensor's
+        bytes; others may put an envelope around.
+        """
         if len(self.shape) > MAX_DIMENSIONS:
             return f"{len(self.shape)} dimensions; at most {MAX_DIMENSIONS} can be encoded"
         if math.prod(max(size, 1) for size in self.shape) > MAX_EXTENT:
             return f"shape {self.shape}; the product of its sizes may be at most {MAX_EXTENT}"
         head_bytes = _PREFIX.size + 8 * len(self.shape) + DIGEST_BYTES
-        if self.payload_bytes > MAX_CONTAINER_BYTES - head_bytes or self.num_bytes > MAX_CONTAINER_BYTES:
-            return f"{self.num_bytes} bytes of tensor; at most {MAX_CONTAINER_BYTES} can be encoded, all counted"
+        if (
+            self.payload_bytes > MAX_CONTAINER_BYTES - head_bytes
+            or self.num_bytes > MAX_CONTAINER_BYTES
+        ):
+            return (
+                f"{self.num_bytes} bytes of tensor; at most {MAX_CONTAINER_BYTES} can be encoded,"
+                " all counted"
+            )
         max_envelope_bytes = 0 if self.serde is SerdeId.FAST else MAX_ENVELOPE_BYTES
         if self.serde is SerdeId.CACHEGEN and self.payload_bytes <= self.num_bytes:
             return None
@@ -108,7 +121,8 @@ class TensorHead:
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:
-    """The tensor as all three serdes write it: a plain contiguous CPU tensor with exactly its own memory. Copies only if it must.
+    """The tensor as all three serdes write it: a plain contiguous CPU tensor with exactly its own
+    memory. Copies only if it must.
 
     Raises:
         TypeError: Not a tensor.
@@ -118,7 +132,10 @@ def dense(t: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"{type(t).__name__} cannot be encoded: give a torch.Tensor")
     dtype = dtype_name(t.dtype)
     if t.layout is not torch.strided or t.is_nested or t.is_meta:
-        raise ValueError(f"a tensor of layout {t.layout} on {t.device} cannot be encoded: give a dense one that has values")
+        raise ValueError(
+            f"a tensor of layout {t.layout} on {t.device} cannot be encoded: give a dense one that"
+            " has values"
+        )
     fault = TensorHead(SerdeId.FAST, dtype, tuple(t.shape), t.nbytes).fault()
     if fault is not None:
         raise ValueError(f"a tensor cannot be encoded: {fault}")
@@ -131,7 +148,9 @@ def dense(t: torch.Tensor) -> torch.Tensor:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a new tensor of that shape, as torch counts them: an empty dimension counts as one."""
+    """Strides, in elements, of a new tensor of that shape, as torch counts them: an empty
+    dimension counts as one.
+    """
     strides = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * max(shape[i + 1], 1)
@@ -152,13 +171,16 @@ def seal(head: TensorHead, payload: BytesLike) -> bytes:
     fault = head.fault()
     if fault is not None:
         raise ValueError(f"a tensor cannot be encoded: {fault}")
-    prefix = _PREFIX.pack(MAGIC, VERSION, head.serde, DTYPE_CODES[head.dtype], len(head.shape), head.payload_bytes)
+    prefix = _PREFIX.pack(
+        MAGIC, VERSION, head.serde, DTYPE_CODES[head.dtype], len(head.shape), head.payload_bytes
+    )
     prefix += struct.pack(f"<{len(head.shape)}Q", *head.shape)
     return b"".join((prefix, _digest(prefix, payload), payload))
 
 
 def unseal(data: BytesLike, serde: SerdeId) -> tuple[TensorHead, memoryview]:
-    """Read and check a head, and its payload against it. Allocates nothing that grows with what the head claims.
+    """Read and check a head, and its payload against it. Allocates nothing that grows with what the
+    head claims.
 
     Args:
         data: All bytes of one container.
@@ -172,10 +194,16 @@ def unseal(data: BytesLike, serde: SerdeId) -> tuple[TensorHead, memoryview]:
     """
     view = _as_bytes(data)
     if len(view) < _PREFIX.size:
-        raise SerdeError(f"{len(view)} bytes are too short for an encoded tensor, which begins with {_PREFIX.size}")
+        raise SerdeError(
+            f"{len(view)} bytes are too short for an encoded tensor, which begins with"
+            f" {_PREFIX.size}"
+        )
     magic, version, found, dtype_code, num_dimensions, payload_bytes = _PREFIX.unpack_from(view)
     if magic != MAGIC or version != VERSION:
-        raise SerdeError(f"not an encoded tensor of version {VERSION}: the bytes begin with {bytes(view[:5]).hex()}")
+        raise SerdeError(
+            f"not an encoded tensor of version {VERSION}: the bytes begin with"
+            f" {bytes(view[:5]).hex()}"
+        )
     if found != serde:
         raise SerdeError(f"encoded by serde {found}, read as {serde.name} ({serde.value})")
     if dtype_code not in _DTYPE_NAMES or num_dimensions > MAX_DIMENSIONS:
@@ -196,25 +224,39 @@ def unseal(data: BytesLike, serde: SerdeId) -> tuple[TensorHead, memoryview]:
 
 
 def check_elements(head: TensorHead, elements: memoryview) -> None:
-    """Check that the bytes of a tensor are values of its dtype: of a bool only 0 and 1 are, to torch others are undefined behaviour.
+    """Check that the bytes of a tensor are values of its dtype: of a bool only 0 and 1 are, to
+    torch others are undefined behaviour.
 
     Raises:
         SerdeError: They are not.
     """
-    if head.dtype == "bool" and len(elements) and int(tensor_over(elements, (len(elements),), "uint8").max()) > 1:
+    if (
+        head.dtype == "bool"
+        and len(elements)
+        and int(tensor_over(elements, (len(elements),), "uint8").max()) > 1
+    ):
         raise SerdeError("a bool that is neither 0 nor 1")
 
 
 def check_decoded(head: TensorHead, tensor: object) -> torch.Tensor:
-    """Check that what a library made of a payload is what the head says: a plain tensor, with its own memory and no more.
+    """Check that what a library made of a payload is what the head says: a plain tensor, with its
+    own memory and no more.
 
     Raises:
         SerdeError: It is something else.
     """
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.requires_grad:
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout is not torch.strided
+        or tensor.device.type != "cpu"
+        or tensor.requires_grad
+    ):
         raise SerdeError(f"the payload holds a {type(tensor).__name__}, not a plain tensor")
     if (tensor.dtype, tuple(tensor.shape)) != (head.torch_dtype, head.shape):
-        raise SerdeError(f"the payload holds {tensor.dtype} {tuple(tensor.shape)}, its head says {head.dtype} {head.shape}")
+        raise SerdeError(
+            f"the payload holds {tensor.dtype} {tuple(tensor.shape)}, its head says {head.dtype}"
+            f" {head.shape}"
+        )
     if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != head.num_bytes:
         raise SerdeError("the payload holds a view of other memory")
     return tensor
@@ -222,7 +264,9 @@ def check_decoded(head: TensorHead, tensor: object) -> torch.Tensor:
 
 @contextmanager
 def library_failures(name: str) -> Iterator[None]:
-    """Turn what a library raises about a payload into `SerdeError`. Too little memory stays what it is: it says nothing of the bytes."""
+    """Turn what a library raises about a payload into `SerdeError`. Too little memory stays what
+    it is: it says nothing of the bytes.
+    """
     try:
         yield
     except (SerdeError, MemoryError):

@@ -1,10 +1,14 @@
-"""The Torch serde: what `torch.save` writes, behind the checked head of `tensor_bytes`. Needs torch.
+"""The Torch serde: what `torch.save` writes, behind the checked head of `tensor_bytes`. Needs
+torch.
 
-Such a file is a zip archive that holds a pickle and the tensor's bytes. `torch.load` believes both: a compressed member may unfold to
-a thousand times its length, and a storage that the pickle claims to be longer than its bytes is read past their end. So it is given only
-archives that are found, by our own reading, to be exactly what `torch.save` writes for one plain tensor of the head's dtype and shape.
+Such a file is a zip archive that holds a pickle and the tensor's bytes. `torch.load` believes both:
+a compressed member may unfold to a thousand times its length, and a storage that the pickle claims
+to be longer than its bytes is read past their end. So it is given only archives that are found, by
+our own reading, to be exactly what `torch.save` writes for one plain tensor of the head's dtype and
+shape.
 
-Source: PKWARE's APPNOTE.TXT (zip), sections 4.3.7, 4.3.12, 4.3.14-4.3.16; Python's `pickletools` (protocol 2); observed of torch 2.13.
+Source: PKWARE's APPNOTE.TXT (zip), sections 4.3.7, 4.3.12, 4.3.14-4.3.16; Python's `pickletools`
+    (protocol 2); observed of torch 2.13.
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ SHORT_TUPLE_OPCODE = 0x84
 _FOLDER = b"archive/"
 _SMALL_MEMBERS = re.compile(rb"byteorder|version|\.[a-z_./]+")
 _ALLOWED_FLAGS = 0x0808
-"""Bit 3: sizes follow the data; bit 11: names are UTF-8. Neither changes where the data lie; encryption would be bit 0."""
+"""Bit 3: sizes follow the data; bit 11: names are UTF-8. Neither changes where the data lie;
+encryption would be bit 0.
+"""
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _MEMBER = struct.Struct("<4s6H3I5H2I")
@@ -64,7 +70,9 @@ _STORAGE_TYPES = MappingProxyType(
         "bool": b"BoolStorage",
     }
 )
-"""The dtypes that torch pickles by the type of their storage; it pickles newer ones as bytes and a dtype."""
+"""The dtypes that torch pickles by the type of their storage; it pickles newer ones as bytes and
+a dtype.
+"""
 
 
 class TorchSerializer(Serializer):
@@ -74,7 +82,8 @@ class TorchSerializer(Serializer):
         """See `Serializer.to_bytes`.
 
         Raises:
-            SerdeError: This release of torch writes other archives than this serde knows to check: use the Safe or the Fast serde.
+            SerdeError: This release of torch writes other archives than this serde knows to check:
+                use the Safe or the Fast serde.
         """
         tensor = dense(t)
         file = io.BytesIO()
@@ -84,7 +93,10 @@ class TorchSerializer(Serializer):
         try:
             _check_archive(head, payload)
         except SerdeError as exc:
-            raise SerdeError(f"torch {torch.__version__} writes archives of another form; use the Safe or the Fast serde: {exc}") from exc
+            raise SerdeError(
+                f"torch {torch.__version__} writes archives of another form; use the Safe or the"
+                f" Fast serde: {exc}"
+            ) from exc
         return seal(head, payload)
 
 
@@ -96,7 +108,9 @@ class TorchDeserializer(PlainDeserializer):
         head, payload = unseal(b, SerdeId.TORCH)
         _check_archive(head, payload)
         with library_failures("torch"):
-            tensor = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True, mmap=False)
+            tensor = torch.load(
+                io.BytesIO(payload), map_location="cpu", weights_only=True, mmap=False
+            )
         return check_decoded(head, tensor)
 
 
@@ -107,7 +121,9 @@ def _check_archive(head: TensorHead, archive: memoryview) -> None:
     if elements is None or len(elements) != head.num_bytes:
         raise SerdeError(f"the archive does not hold {head.num_bytes} bytes of tensor")
     if not _is(members.pop(b"data.pkl", None), pickle_of_tensor(head.dtype, head.shape)):
-        raise SerdeError(f"the archive's pickle is not that of a plain tensor of {head.dtype} {head.shape}")
+        raise SerdeError(
+            f"the archive's pickle is not that of a plain tensor of {head.dtype} {head.shape}"
+        )
     for name, member in members.items():
         if not _SMALL_MEMBERS.fullmatch(name) or len(member) > MAX_SMALL_MEMBER_BYTES:
             raise SerdeError(f"the archive holds {name!r} of {len(member)} bytes")
@@ -121,10 +137,11 @@ def _is(member: memoryview | None, expected: bytes) -> bool:
 
 
 def _members(archive: memoryview) -> dict[bytes, memoryview]:
-    """The members of a zip archive without compression, with nothing ambiguous about it, by their names below `_FOLDER`.
+    """The members of a zip archive without compression, with nothing ambiguous about it, by their
+    names below `_FOLDER`.
 
-    Whatever two readers could see differently is refused: comments, extra fields in the directory, sizes beyond 32 bits, gaps behind the
-    directory, several disks, a member twice.
+    Whatever two readers could see differently is refused: comments, extra fields in the directory,
+    sizes beyond 32 bits, gaps behind the directory, several disks, a member twice.
     """
     end_at = len(archive) - _TAIL_BYTES
     if end_at < 0:
@@ -153,25 +170,45 @@ def _members(archive: memoryview) -> dict[bytes, memoryview]:
     return members
 
 
-def _member(archive: memoryview, at: int, directory_at: int, end_at: int) -> tuple[int, bytes, memoryview]:
+def _member(
+    archive: memoryview, at: int, directory_at: int, end_at: int
+) -> tuple[int, bytes, memoryview]:
     """One entry of an archive's directory: where the next one begins, the member's name, its bytes.
 
-    The ends of the archive are longer than an entry, so that one can be unpacked wherever the directory goes on.
+    The ends of the archive are longer than an entry, so that one can be unpacked wherever the
+    directory goes on.
     """
-    magic, _, _, flags, method, _, _, _, stored_bytes, num_bytes, name_bytes, *rest, local_at = _MEMBER.unpack_from(archive, at)
+    magic, _, _, flags, method, _, _, _, stored_bytes, num_bytes, name_bytes, *rest, local_at = (
+        _MEMBER.unpack_from(archive, at)
+    )
     extra_bytes, comment_bytes, disk, _, _ = rest
     next_at = at + _MEMBER.size + name_bytes
     name = bytes(archive[at + _MEMBER.size : next_at])
-    if magic != b"PK\1\2" or next_at > end_at or not name.startswith(_FOLDER) or extra_bytes or comment_bytes or disk:
+    if (
+        magic != b"PK\1\2"
+        or next_at > end_at
+        or not name.startswith(_FOLDER)
+        or extra_bytes
+        or comment_bytes
+        or disk
+    ):
         raise SerdeError("the archive's directory is not as torch writes it")
     if flags & ~_ALLOWED_FLAGS or method or stored_bytes != num_bytes:
-        raise SerdeError(f"{name!r} is not stored as it is: method {method}, flags {flags:#x}, {num_bytes} bytes in {stored_bytes}")
+        raise SerdeError(
+            f"{name!r} is not stored as it is: method {method}, flags {flags:#x}, {num_bytes} bytes"
+            f" in {stored_bytes}"
+        )
     if local_at + _LOCAL.size > directory_at:
         raise SerdeError(f"{name!r} lies outside the archive")
     local = _LOCAL.unpack_from(archive, local_at)
     name_at = local_at + _LOCAL.size
     data_at = name_at + name_bytes + local[-1]
-    if (local[0], *local[2:4], local[-2]) != (b"PK\3\4", flags, method, name_bytes) or data_at + num_bytes > directory_at:
+    if (local[0], *local[2:4], local[-2]) != (
+        b"PK\3\4",
+        flags,
+        method,
+        name_bytes,
+    ) or data_at + num_bytes > directory_at:
         raise SerdeError(f"{name!r} is not where the archive's directory says")
     if bytes(archive[name_at : name_at + name_bytes]) != name:
         raise SerdeError(f"{name!r} has another name where it lies")
@@ -179,7 +216,9 @@ def _member(archive: memoryview, at: int, directory_at: int, end_at: int) -> tup
 
 
 def pickle_of_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The pickle that `torch.save` writes for a contiguous CPU tensor with its own memory: a constructor's name and its arguments."""
+    """The pickle that `torch.save` writes for a contiguous CPU tensor with its own memory: a
+    constructor's name and its arguments.
+    """
     memo = itertools.count()
 
     def kept(opcodes: bytes) -> bytes:
@@ -199,9 +238,15 @@ def pickle_of_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
 
     is_typed = dtype in _STORAGE_TYPES
     parts = [
-        b"\x80\2" + named(b"torch._utils", b"_rebuild_tensor_v2" if is_typed else b"_rebuild_tensor_v3") + b"((",
+        b"\x80\2"
+        + named(b"torch._utils", b"_rebuild_tensor_v2" if is_typed else b"_rebuild_tensor_v3")
+        + b"((",
         text(b"storage"),
-        named(b"torch", _STORAGE_TYPES[dtype]) if is_typed else named(b"torch.storage", b"UntypedStorage"),
+        (
+            named(b"torch", _STORAGE_TYPES[dtype])
+            if is_typed
+            else named(b"torch.storage", b"UntypedStorage")
+        ),
         text(b"0"),
         text(b"cpu"),
         kept(_number(math.prod(shape)) + b"t"),

@@ -1,8 +1,10 @@
-"""Compiles the machine code of all codecs, so that no process has to: call it when an image is built or a package was installed.
+"""Compiles the machine code of all codecs, so that no process has to: call it when an image is
+built or a package was installed.
 
-The code is kept beside the source, in `__pycache__`, for processors of this machine's kind (`--portable`: of a common kind, and all
-processes that use this package then look for that); a later process reads it from there, also
-where nothing can be written. `python -m lmcache_core.serde.warm_up` says where it lies and how long that took. No torch.
+The code is kept beside the source, in `__pycache__`, for processors of this machine's kind
+(`--portable`: of a common kind, and all processes that use this package then look for that); a
+later process reads it from there, also where nothing can be written. `python -m
+lmcache_core.serde.warm_up` says where it lies and how long that took. No torch.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class WarmUp:
 
 
 def warm_up() -> WarmUp:
-    """Make the machine code of all codecs ready in this process, and keep it for others where that is possible.
+    """Make the machine code of all codecs ready in this process, and keep it for others where that
+    is possible.
 
     Raises:
         ConfigError: numba is not installed.
@@ -63,8 +66,14 @@ def warm_up() -> WarmUp:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Warm up and tell; 1 where the code cannot be kept, 2 where it cannot be made."""
-    parser = argparse.ArgumentParser(prog="python -m lmcache_core.serde.warm_up", description=__doc__)
-    parser.add_argument("--portable", action="store_true", help="for other machines too: code for a common kind of processor")
+    parser = argparse.ArgumentParser(
+        prog="python -m lmcache_core.serde.warm_up", description=__doc__
+    )
+    parser.add_argument(
+        "--portable",
+        action="store_true",
+        help="for other machines too: code for a common kind of processor",
+    )
     is_portable = parser.parse_args(arguments).portable
     try:
         if is_portable:
@@ -77,10 +86,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as exc:
         print(f"warm_up: the kind of processor cannot be kept: {exc}", file=sys.stderr)
         return 1
-    print(f"{found.num_compiled} loops compiled, {found.num_read} read, in {found.seconds:.1f} s; their code is kept in")
+    print(
+        f"{found.num_compiled} loops compiled, {found.num_read} read, in {found.seconds:.1f} s;"
+        " their code is kept in"
+    )
     print("\n".join(f"  {folder}" for folder in found.folders))
     if found.not_kept:
-        print(f"warm_up: {', '.join(found.not_kept)} could not be kept there: let these folders be written", file=sys.stderr)
+        print(
+            f"warm_up: {', '.join(found.not_kept)} could not be kept there: let these folders be"
+            " written",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

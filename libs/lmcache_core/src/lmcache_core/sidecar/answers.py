@@ -26,9 +26,14 @@ def is_inside(connection: SidecarConnection, offset: int, length: int) -> bool:
 def reserved_extents(
     connection: SidecarConnection, answer: m.ReserveOk, shapes: Sequence[Sequence[int]], dtype: str
 ) -> list[MemoryObj | None] | None:
-    """Memory for tensors of these shapes, None for each that there is no room for; None when the answer is not about them."""
+    """Memory for tensors of these shapes, None for each that there is no room for; None when the
+    answer is not about them.
+    """
     sizes = [num_bytes(shape, dtype) for shape in shapes]
-    fits = [given is None or is_inside(connection, given[1], size) for given, size in zip(answer.reservations, sizes, strict=False)]
+    fits = [
+        given is None or is_inside(connection, given[1], size)
+        for given, size in zip(answer.reservations, sizes, strict=False)
+    ]
     if len(answer.reservations) != len(sizes) or not all(fits):
         return None
     extents: list[MemoryObj | None] = []
@@ -48,7 +53,9 @@ def miss_reason(text: str) -> str:
     return text if text in MissReason.__members__.values() else MissReason.UNAVAILABLE
 
 
-def pinned_chunk(connection: SidecarConnection, key: CacheEngineKey, pinned: m.PinnedChunk) -> Chunk | None:
+def pinned_chunk(
+    connection: SidecarConnection, key: CacheEngineKey, pinned: m.PinnedChunk
+) -> Chunk | None:
     """The chunk of that name, still to be verified; None when what is pinned cannot be it."""
     if not is_inside(connection, pinned.offset, pinned.length):
         return None
@@ -63,7 +70,9 @@ def pinned_chunk(connection: SidecarConnection, key: CacheEngineKey, pinned: m.P
     return Chunk(ChunkKey(DEFAULT_TENANT, key), header, pinned.head, memory, pinned.tier)
 
 
-def staged_chunks(answer: m.StageOk, asked: Sequence[ChunkChain], chains: Sequence[ChunkChain]) -> Staged | None:
+def staged_chunks(
+    answer: m.StageOk, asked: Sequence[ChunkChain], chains: Sequence[ChunkChain]
+) -> Staged | None:
     """What is staged of these chains; None when the answer is not about them.
 
     Args:
@@ -73,12 +82,17 @@ def staged_chunks(answer: m.StageOk, asked: Sequence[ChunkChain], chains: Sequen
     """
     if [len(tiers) for tiers in answer.tiers] != [chain.num_chunks for chain in asked]:
         return None
-    tiers = tuple(tiers.ljust(chain.num_chunks, b"\0") for tiers, chain in zip(answer.tiers, chains, strict=True))
+    tiers = tuple(
+        tiers.ljust(chain.num_chunks, b"\0")
+        for tiers, chain in zip(answer.tiers, chains, strict=True)
+    )
     return Staged(answer.is_ready, tiers)
 
 
 def fitted_chains(chains: Sequence[ChunkChain]) -> tuple[ChunkChain, ...]:
-    """The beginnings of these chains, equally many chunks of each, as far as one message may name them."""
+    """The beginnings of these chains, equally many chunks of each, as far as one message may
+    name them.
+    """
     num_keys = sum(chain.num_chunks * chain.world_size for chain in chains)
     if num_keys <= m.MAX_STAGE_KEYS:
         return tuple(chains)
@@ -87,7 +101,9 @@ def fitted_chains(chains: Sequence[ChunkChain]) -> tuple[ChunkChain, ...]:
 
 
 def fitted_ticket(ticket: str) -> str:
-    """A name that a message may hold; serving engines take request ids of any length from their users."""
+    """A name that a message may hold; serving engines take request ids of any length from their
+    users.
+    """
     if 0 < len(ticket) <= m.MAX_TICKET_CHARS and ticket.isascii():
         return ticket
     return hashlib.sha256(ticket.encode("utf-8", "surrogatepass")).hexdigest()

@@ -37,12 +37,18 @@ A = TypeVar("A", bound=Message)
 MAX_UNANSWERED = 256
 """Requests on one connection whose answers have not been read."""
 SEND_TIMEOUT_S = 0.002
-"""For a request that is not waited for: other threads look for answers, and a message may exceed the socket's buffer."""
+"""For a request that is not waited for: other threads look for answers, and a message may exceed
+the socket's buffer.
+"""
 POLL_S = 0.05
 READ_BYTES = 64 << 10
 _FIXES: dict[type[Exception], str] = {
-    FileNotFoundError: "; run lmcache-sidecar, or set sidecar_socket to the socket that it names in its log",
-    PermissionError: "; let the user that runs the engine use this socket, and the directory that it is in",
+    FileNotFoundError: (
+        "; run lmcache-sidecar, or set sidecar_socket to the socket that it names in its log"
+    ),
+    PermissionError: (
+        "; let the user that runs the engine use this socket, and the directory that it is in"
+    ),
 }
 
 
@@ -63,14 +69,16 @@ class Question(Generic[A]):
 
 
 class SidecarConnection:
-    """A connection that has said HELLO. Thread-safe; requests of several threads take turns. Of no use in a forked child.
+    """A connection that has said HELLO. Thread-safe; requests of several threads take turns. Of no
+    use in a forked child.
 
     The sidecar answers in the order of the requests. So a request may be sent without waiting
     (`send`); the next call reads its answer before its own.
 
-    Reservations and pins belong to it: when its socket closes, the sidecar takes them back and gives the memory to others. So the
-    socket of a connection that is given up stays until nothing is held through it any more (`hold`, `let_go`). So does its share in the
-    lock of the sidecar's generation, from which the next sidecar knows what may still be written to.
+    Reservations and pins belong to it: when its socket closes, the sidecar takes them back and
+    gives the memory to others. So the socket of a connection that is given up stays until nothing
+    is held through it any more (`hold`, `let_go`). So does its share in the lock of the sidecar's
+    generation, from which the next sidecar knows what may still be written to.
 
     Args:
         path: The sidecar's socket.
@@ -104,7 +112,9 @@ class SidecarConnection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the other end has closed the socket, as far as is known without asking it. Waits for nothing."""
+        """Whether the other end has closed the socket, as far as is known without asking it.
+        Waits for nothing.
+        """
         with self._books:
             if self._socket is None:
                 return True
@@ -143,13 +153,17 @@ class SidecarConnection:
             connection.connect(str(self._path))
         except (OSError, ValueError) as exc:
             connection.close()
-            raise UnavailableError(f"sidecar at {self._path}: {exc}{_FIXES.get(type(exc), '')}") from exc
+            raise UnavailableError(
+                f"sidecar at {self._path}: {exc}{_FIXES.get(type(exc), '')}"
+            ) from exc
         self._socket, self._pid, self._is_usable = connection, os.getpid(), True
         begin = time.monotonic()
         try:
             self._welcome = self._greet()
             self.greeting_s = time.monotonic() - begin
-            self._arena = attach_shared_arena(Path(self._welcome.arena_path), self._welcome.arena_bytes, self._welcome.generation)
+            self._arena = attach_shared_arena(
+                Path(self._welcome.arena_path), self._welcome.arena_bytes, self._welcome.generation
+            )
         except (UnavailableError, ProtocolError):
             self.close()
             raise
@@ -162,7 +176,9 @@ class SidecarConnection:
             self._close_unless_held()
 
     def hold(self, count: int) -> None:
-        """Keep the socket open for that many pieces of the arena; before they are asked for, so that no gap is left."""
+        """Keep the socket open for that many pieces of the arena; before they are asked for, so
+        that no gap is left.
+        """
         with self._books:
             self._num_held += count
 
@@ -173,14 +189,22 @@ class SidecarConnection:
             assert self._num_held >= 0, "more was let go than was held"
             self._close_unless_held()
 
-    def call(self, request: Message, expected: type[A], timeout_s: float | None = None, turn_s: float | None = None) -> A:
+    def call(
+        self,
+        request: Message,
+        expected: type[A],
+        timeout_s: float | None = None,
+        turn_s: float | None = None,
+    ) -> A:
         """Send a request and wait for its answer.
 
         Args:
             request: What to send.
             expected: Class of the answer.
-            timeout_s: Deadline of the exchange; past it the connection is given up, since an answer may still be on its way.
-            turn_s: Longest wait for requests of other threads; past it the connection is as good as before. By default `timeout_s`.
+            timeout_s: Deadline of the exchange; past it the connection is given up, since an answer
+                may still be on its way.
+            turn_s: Longest wait for requests of other threads; past it the connection is as good as
+                before. By default `timeout_s`.
 
         Raises:
             UnavailableError: The connection is gone or busy, or the deadline has passed.
@@ -231,7 +255,8 @@ class SidecarConnection:
 
         Raises:
             UnavailableError: The connection is gone.
-            ProtocolError: The sidecar refused this request or an earlier one, or answered something else.
+            ProtocolError: The sidecar refused this request or an earlier one, or answered something
+                else.
         """
         deadline = time.monotonic() + wait_s
         try:
@@ -249,7 +274,9 @@ class SidecarConnection:
         deadline = time.monotonic() + timeout_s
         self.hold(1)
         try:
-            while (answer := self.answer_to(question, 0.0)) is None and (left_s := deadline - time.monotonic()) > 0:
+            while (answer := self.answer_to(question, 0.0)) is None and (
+                left_s := deadline - time.monotonic()
+            ) > 0:
                 assert self._socket is not None, "it is held"
                 arrives = select.poll()
                 arrives.register(self._socket, select.POLLIN)
@@ -264,7 +291,9 @@ class SidecarConnection:
         self.hold(1)
         try:
             if not self._turn.acquire(timeout=limit_s):
-                raise UnavailableError(f"sidecar at {self._path}: busy with requests of other threads")
+                raise UnavailableError(
+                    f"sidecar at {self._path}: busy with requests of other threads"
+                )
             try:
                 yield
             finally:
@@ -276,11 +305,17 @@ class SidecarConnection:
         try:
             welcome = self.call(self._hello, HelloOk)
         except _NotAMessage as exc:
-            # One text whatever it was: who reports each cause once is not to report every random byte.
-            raise ProtocolError("what answers there speaks another protocol; set sidecar_socket to a sidecar's socket") from exc
+            # One text whatever it was: who reports each cause once is not to report every random
+            # byte.
+            raise ProtocolError(
+                "what answers there speaks another protocol; set sidecar_socket to a sidecar's"
+                " socket"
+            ) from exc
         if not self._hello.version_min <= welcome.version <= self._hello.version_max:
             spoken = f"{self._hello.version_min} to {self._hello.version_max}"
-            raise VersionError(f"the sidecar answered in version {welcome.version}; this client speaks {spoken}")
+            raise VersionError(
+                f"the sidecar answered in version {welcome.version}; this client speaks {spoken}"
+            )
         return welcome
 
     def _send(self, request: Message, expected: type[A], limit_s: float) -> Question[A]:
@@ -288,7 +323,9 @@ class SidecarConnection:
         if len(self._unanswered) >= MAX_UNANSWERED:
             self._read_arrived()  # some may have arrived and not been fetched
         if len(self._unanswered) >= MAX_UNANSWERED:
-            raise UnavailableError(f"sidecar at {self._path}: {MAX_UNANSWERED} requests are not answered yet")
+            raise UnavailableError(
+                f"sidecar at {self._path}: {MAX_UNANSWERED} requests are not answered yet"
+            )
         message = self._encode(request)
         deadline = time.monotonic() + limit_s
         try:
@@ -298,7 +335,9 @@ class SidecarConnection:
         question = Question(request, expected)
         self._unanswered.append(question)  # type: ignore[arg-type]
         self._unsent += message
-        with contextlib.suppress(TimeoutError, BlockingIOError):  # the rest is sent before the next answer is read
+        with contextlib.suppress(
+            TimeoutError, BlockingIOError
+        ):  # the rest is sent before the next answer is read
             self._flush(connection, deadline)
         return question
 

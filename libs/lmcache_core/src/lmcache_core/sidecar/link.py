@@ -17,28 +17,38 @@ logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 0.1
 MAX_WAIT_S = 1.0
-"""Between two attempts to connect: so long may a sidecar that is back go unnoticed. A pod's first request comes as soon as its engine has
-started."""
+"""Between two attempts to connect: so long may a sidecar that is back go unnoticed. A pod's first
+request comes as soon as its engine has started.
+"""
 SLOW_S = 0.05
 WAIT_PER_COST = 4
-"""A connection that made a caller wait longer than `SLOW_S` is not made again before this many times that wait: a sidecar that says
-HELLO and then hangs must not be slower than no cache."""
+"""A connection that made a caller wait longer than `SLOW_S` is not made again before this many
+times that wait: a sidecar that says HELLO and then hangs must not be slower than no cache.
+"""
 MAX_WAIT_AFTER_SLOW_S = 30.0
 STEADY_S = 10.0
 """A connection that lasted so long was a good one: the waits begin anew."""
 
 
 class SidecarLink:
-    """One connection, made again in the background: once `open` has returned no caller waits for connecting.
+    """One connection, made again in the background: once `open` has returned no caller waits for
+    connecting.
 
     Args:
         path: The sidecar's socket.
         hello: What to say at each connection.
         timeout_s: Deadline of connecting, and of calls that name none.
-        on_connected: Called with each connection before others can see it, maybe in a background thread. One on which it fails is none.
+        on_connected: Called with each connection before others can see it, maybe in a background
+            thread. One on which it fails is none.
     """
 
-    def __init__(self, path: Path, hello: Hello, timeout_s: float, on_connected: Callable[[SidecarConnection], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        hello: Hello,
+        timeout_s: float,
+        on_connected: Callable[[SidecarConnection], None],
+    ) -> None:
         self._path = path
         self._hello = hello
         self._timeout_s = timeout_s
@@ -92,14 +102,18 @@ class SidecarLink:
             if time.monotonic() - self._connected_at - cost_s > STEADY_S:
                 self._wait_s = FIRST_WAIT_S
             if cost_s > SLOW_S:
-                self._wait_s = min(max(2 * self._wait_s, WAIT_PER_COST * cost_s), MAX_WAIT_AFTER_SLOW_S)
+                self._wait_s = min(
+                    max(2 * self._wait_s, WAIT_PER_COST * cost_s), MAX_WAIT_AFTER_SLOW_S
+                )
             else:
                 self._wait_s = max(self._wait_s, min(2 * self._wait_s, MAX_WAIT_S))
         self._say_lost(cause)
         self._reconnect_later(self._wait_s)
 
     def _begin_afresh(self) -> None:
-        """Also in a forked child, whose parent keeps the connection and in which no other thread lives on."""
+        """Also in a forked child, whose parent keeps the connection and in which no other thread
+        lives on.
+        """
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -126,14 +140,19 @@ class SidecarLink:
             return
         self._complaint = ""
         welcome = connection.welcome
-        logger.info("connected to sidecar %s, arena of %d bytes", welcome.server, welcome.arena_bytes)
+        logger.info(
+            "connected to sidecar %s, arena of %d bytes", welcome.server, welcome.arena_bytes
+        )
 
     def _reconnect_later(self, wait_s: float | None) -> None:
         with self._lock:
             if self._closing.is_set() or (self._thread is not None and self._thread.is_alive()):
                 return
             self._thread = threading.Thread(
-                target=self._reconnect, args=(FIRST_WAIT_S if wait_s is None else wait_s,), name="lmcache-sidecar-link", daemon=True
+                target=self._reconnect,
+                args=(FIRST_WAIT_S if wait_s is None else wait_s,),
+                name="lmcache-sidecar-link",
+                daemon=True,
             )
             self._thread.start()
 
@@ -146,8 +165,14 @@ class SidecarLink:
                 logger.debug("no sidecar yet: %s", exc)
                 wait_s = next_wait_s
                 continue
-            except Exception as exc:  # a fault that nobody foresaw ends this thread, for all to see; another one goes on trying
-                logger.error("connecting to the sidecar failed: %r; the next attempt is in %.1f s", exc, next_wait_s)
+            # a fault that nobody foresaw ends this thread, for all to see; another one goes on
+            # trying
+            except Exception as exc:
+                logger.error(
+                    "connecting to the sidecar failed: %r; the next attempt is in %.1f s",
+                    exc,
+                    next_wait_s,
+                )
                 with self._lock:
                     self._thread = None
                 self._reconnect_later(next_wait_s)
@@ -156,10 +181,14 @@ class SidecarLink:
                 if self._current is not None:
                     self._thread = None
                     return
-                wait_s = self._wait_s  # lost again already, and this thread was taken to be still at work
+                wait_s = (
+                    self._wait_s
+                )  # lost again already, and this thread was taken to be still at work
 
     def _complain(self, cause: LMCacheError, is_there: bool) -> None:
-        """A sidecar that answers and cannot be used has something wrong that does not pass by itself: say so, once for each cause."""
+        """A sidecar that answers and cannot be used has something wrong that does not pass by
+        itself: say so, once for each cause.
+        """
         if is_there and str(cause) != self._complaint and not self._closing.is_set():
             self._complaint = str(cause)
             logger.error("the sidecar at %s answers, and cannot be used: %s", self._path, cause)

@@ -1,4 +1,6 @@
-"""What a client asks over its links to the sidecar, and what becomes of them when there is no answer."""
+"""What a client asks over its links to the sidecar, and what becomes of them when there is no
+answer.
+"""
 
 from __future__ import annotations
 
@@ -43,20 +45,33 @@ class SidecarLinks:
             link.close()
 
     def ask(
-        self, connection: SidecarConnection, request: Message, expected: type[A], timeout_s: float | None = None, turn_s: float = TURN_S
+        self,
+        connection: SidecarConnection,
+        request: Message,
+        expected: type[A],
+        timeout_s: float | None = None,
+        turn_s: float = TURN_S,
     ) -> A | None:
         """See `SidecarConnection.call`; None when there is no answer, of whatever reason."""
-        return self._tried(connection, lambda: connection.call(request, expected, timeout_s, turn_s))
+        return self._tried(
+            connection, lambda: connection.call(request, expected, timeout_s, turn_s)
+        )
 
-    def send(self, connection: SidecarConnection, request: Message, expected: type[A]) -> Question[A] | None:
+    def send(
+        self, connection: SidecarConnection, request: Message, expected: type[A]
+    ) -> Question[A] | None:
         """See `SidecarConnection.send`; None if it could not be sent."""
         return self._tried(connection, lambda: connection.send(request, expected))
 
-    def answer_to(self, connection: SidecarConnection, question: Question[A], wait_s: float) -> A | None:
+    def answer_to(
+        self, connection: SidecarConnection, question: Question[A], wait_s: float
+    ) -> A | None:
         """See `SidecarConnection.answer_to`; None if there is no answer (yet)."""
         return self._tried(connection, lambda: connection.answer_to(question, wait_s))
 
-    def seconds_to_answer(self, connection: SidecarConnection, request: Message, expected: type[A], timeout_s: float) -> float:
+    def seconds_to_answer(
+        self, connection: SidecarConnection, request: Message, expected: type[A], timeout_s: float
+    ) -> float:
         """Ask without keeping other threads from asking, and return how long the answer took.
 
         Return infinity if there is no answer, or the question cannot be sent just now. A connection
@@ -68,7 +83,9 @@ class SidecarLinks:
             # thread has the turn, nothing is known: its call has a deadline of its own.
             unanswered_s = self._tried(connection, connection.read_arrived)
             if unanswered_s is not None and unanswered_s > timeout_s:
-                self.give_up(connection, f"an earlier request was not answered within {timeout_s:g} s")
+                self.give_up(
+                    connection, f"an earlier request was not answered within {timeout_s:g} s"
+                )
             return math.inf
         try:
             if connection.await_answer(question, timeout_s) is not None:
@@ -79,7 +96,9 @@ class SidecarLinks:
         return math.inf
 
     def give_up(self, connection: SidecarConnection, why: str) -> None:
-        """Close a connection whose sidecar cannot be trusted, or missed a message that it must know."""
+        """Close a connection whose sidecar cannot be trusted, or missed a message that it must
+        know.
+        """
         connection.close()
         self._lost(connection, ProtocolError(why), 0.0)
 
@@ -95,7 +114,9 @@ class SidecarLinks:
             return None
 
     def _lost(self, connection: SidecarConnection, cause: LMCacheError, cost_s: float) -> None:
-        """A sidecar that has gone has closed the other connections too: they are made again at once, not at their next call."""
+        """A sidecar that has gone has closed the other connections too: they are made again at
+        once, not at their next call.
+        """
         for link in self._links:
             link.lost(connection, cause, cost_s)
             current = link.connection

@@ -18,7 +18,16 @@ from lmcache_core.sidecar.message_fields import MAX_BATCH as MAX_BATCH
 from lmcache_core.sidecar.message_fields import MAX_RANKS as MAX_RANKS
 from lmcache_core.sidecar.message_fields import MAX_RECOMPUTE_US as MAX_RECOMPUTE_US
 from lmcache_core.sidecar.message_fields import MAX_TICKET_CHARS as MAX_TICKET_CHARS
-from lmcache_core.sidecar.message_fields import Count, Deadline, Handles, Head, Keys, RecomputeTime, Size, Text
+from lmcache_core.sidecar.message_fields import (
+    Count,
+    Deadline,
+    Handles,
+    Head,
+    Keys,
+    RecomputeTime,
+    Size,
+    Text,
+)
 from lmcache_core.sidecar.message_fields import Message as Message
 from lmcache_core.sidecar.staging_messages import MAX_CHAINS as MAX_CHAINS
 from lmcache_core.sidecar.staging_messages import MAX_STAGE_KEYS as MAX_STAGE_KEYS
@@ -26,7 +35,11 @@ from lmcache_core.sidecar.staging_messages import Stage as Stage
 from lmcache_core.sidecar.staging_messages import StageOk as StageOk
 from lmcache_core.sidecar.staging_messages import Unstage as Unstage
 from lmcache_core.sidecar.staging_messages import UnstageOk as UnstageOk
-from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS, MAX_TRACEPARENT_CHARS, Carried
+from lmcache_core.telemetry.request_context import (
+    MAX_REQUEST_ID_CHARS,
+    MAX_TRACEPARENT_CHARS,
+    Carried,
+)
 
 M = TypeVar("M")
 
@@ -43,13 +56,17 @@ CAPABILITIES = (STAGE, REJECT, DESCRIBE, CONTEXT)
 ON_DEVICE = "on_device"
 """The client's KV is on a GPU: where the sidecar leaves it to us, loads are checked by sample."""
 LOCKS = "locks"
-"""The client takes the lock of the sidecar's generation before it maps the arena: else the next sidecar cannot know what it writes to."""
+"""The client takes the lock of the sidecar's generation before it maps the arena: else the next
+sidecar cannot know what it writes to.
+"""
 
 _Capabilities = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=64)]
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=False):
-    """First message of a client. What KV it handles (`model`, `rank`, `world_size`, `layout`) is for status pages and layout checks."""
+    """First message of a client. What KV it handles (`model`, `rank`, `world_size`, `layout`) is
+    for status pages and layout checks.
+    """
 
     version_min: int
     version_max: int
@@ -76,14 +93,17 @@ class HelloOk(Message, frozen=True, forbid_unknown_fields=False):
 
 
 class Refused(Message, frozen=True, forbid_unknown_fields=False):
-    """The request, or the whole connection, is refused. `code`: version, layout, bounds, protocol, closing."""
+    """The request, or the whole connection, is refused. `code`: version, layout, bounds,
+    protocol, closing.
+    """
 
     code: Text
     message: Text
 
 
 class Lookup(Message, frozen=True):
-    """How many of these chunks, from the first, are cached; `search_range` limits the tiers ([] means all).
+    """How many of these chunks, from the first, are cached; `search_range` limits the tiers ([]
+    means all).
 
     A tier that has not answered after `deadline_ms`, or after the sidecar's own limit, has nothing.
     """
@@ -125,7 +145,9 @@ class ReserveOk(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """The memory of these reservations is filled; the head names it. A committed reservation is gone."""
+    """The memory of these reservations is filled; the head names it. A committed reservation is
+    gone.
+    """
 
     items: Annotated[tuple[tuple[Count, Head], ...], Meta(max_length=MAX_BATCH)]
 
@@ -149,8 +171,8 @@ class AbortOk(Message, frozen=True):
 class Pin(Message, frozen=True):
     """Bring chunks into the arena within the deadline and keep them there until `Release`.
 
-    `recompute_us` is what computing one chunk anew costs, microseconds, 0 when not known: loading may not take longer than that for
-    each chunk that is not in the arena yet.
+    `recompute_us` is what computing one chunk anew costs, microseconds, 0 when not known: loading
+    may not take longer than that for each chunk that is not in the arena yet.
     """
 
     keys: Keys
@@ -169,7 +191,9 @@ class PinnedChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class PinOk(Message, frozen=True):
-    """The longest prefix of the chunks asked for, and why the next one is missing ("" when none is)."""
+    """The longest prefix of the chunks asked for, and why the next one is missing ("" when none
+    is).
+    """
 
     chunks: tuple[PinnedChunk, ...]
     miss_reason: Text
@@ -186,7 +210,9 @@ class ReleaseOk(Message, frozen=True):
 
 
 class Reject(Message, frozen=True):
-    """The bytes of these pinned chunks do not have their digests: the sidecar is to look for itself. The pins stay. Capability `reject`."""
+    """The bytes of these pinned chunks do not have their digests: the sidecar is to look for
+    itself. The pins stay. Capability `reject`.
+    """
 
     pins: Handles
 
@@ -196,7 +222,9 @@ class RejectOk(Message, frozen=True):
 
 
 class Describe(Message, frozen=True):
-    """How this client names KV, so that the sidecar's admin can name chunks of token ids. Capability `describe`."""
+    """How this client names KV, so that the sidecar's admin can name chunks of token ids.
+    Capability `describe`.
+    """
 
     fmt: Text
     model_name: Text
@@ -211,7 +239,9 @@ class DescribeOk(Message, frozen=True):
 
 
 class Within(Message, frozen=True):
-    """A request, as MessagePack, and whose it is, for logs and traces. Answered as the request is. Capability `context`."""
+    """A request, as MessagePack, and whose it is, for logs and traces. Answered as the request
+    is. Capability `context`.
+    """
 
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID_CHARS)]
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)]
@@ -228,7 +258,22 @@ class StatsOk(Message, frozen=True):
     stats: dict[str, dict[str, int]]
 
 
-Request = Hello | Lookup | Prefetch | Reserve | Commit | Abort | Pin | Release | Reject | Stage | Unstage | Describe | Stats | Within
+Request = (
+    Hello
+    | Lookup
+    | Prefetch
+    | Reserve
+    | Commit
+    | Abort
+    | Pin
+    | Release
+    | Reject
+    | Stage
+    | Unstage
+    | Describe
+    | Stats
+    | Within
+)
 _StoreAnswer = ReserveOk | CommitOk | AbortOk
 _LoadAnswer = LookupOk | PrefetchOk | StageOk | UnstageOk | PinOk | ReleaseOk | RejectOk
 Answer = HelloOk | Refused | _StoreAnswer | _LoadAnswer | DescribeOk | StatsOk

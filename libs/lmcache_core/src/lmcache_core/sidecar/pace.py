@@ -8,20 +8,27 @@ import time
 from collections.abc import Callable
 
 QUICK_S = 0.003
-"""A wait of this length is never too long: an answer of a sidecar that is well takes a fraction of it."""
+"""A wait of this length is never too long: an answer of a sidecar that is well takes a fraction
+of it.
+"""
 MAX_DELAY = 0.02
-"""Beyond that, an answer is worth waiting for if the wait is at most this part of what it can save."""
+"""Beyond that, an answer is worth waiting for if the wait is at most this part of what it can
+save.
+"""
 MAX_FIRST_DELAY = 0.25
 """As long as all answers have been quick, one that is not is waited for up to this part."""
 REST_PER_LOSS = 20
 MAX_REST_S = 1.0
-"""After a wait for nothing the sidecar is not asked for this many times that wait, so that an unsteady one costs a few percent at most."""
+"""After a wait for nothing the sidecar is not asked for this many times that wait, so that an
+unsteady one costs a few percent at most.
+"""
 PROBE_S = 0.25
 """Between two probes of a sidecar that is late."""
 
 
 class Pace:
-    """The last known time of an answer, and a thread that asks again in the background while that is long. Thread-safe.
+    """The last known time of an answer, and a thread that asks again in the background while that
+    is long. Thread-safe.
 
     Args:
         probe: Asks the sidecar for nothing; returns how long its answer took, infinity if it has
@@ -60,8 +67,12 @@ class Pace:
         if seconds > QUICK_S:
             with self._lock:
                 self._rests_until = max(self._rests_until, time.monotonic() + rest_s)
-                if not self._closing.is_set() and (self._thread is None or not self._thread.is_alive()):
-                    self._thread = threading.Thread(target=self._run, name="lmcache-sidecar-pace", daemon=True)
+                if not self._closing.is_set() and (
+                    self._thread is None or not self._thread.is_alive()
+                ):
+                    self._thread = threading.Thread(
+                        target=self._run, name="lmcache-sidecar-pace", daemon=True
+                    )
                     self._thread.start()
 
     def wasted(self, seconds: float) -> None:
@@ -69,7 +80,9 @@ class Pace:
         self.took(seconds, min(REST_PER_LOSS * seconds, MAX_REST_S))
 
     def unsent(self, unanswered_s: float) -> None:
-        """Note that a question could not be sent, while an earlier one has had no answer for so long."""
+        """Note that a question could not be sent, while an earlier one has had no answer for so
+        long.
+        """
         if self.is_quick:
             # That answer may have come and not been read: the probe finds out.
             self.took(min(unanswered_s, 2 * QUICK_S))
@@ -90,7 +103,8 @@ class Pace:
                 # A rest may have begun while the probe was under way.
                 has_rested = time.monotonic() >= self._rests_until
                 if took_s is None or (took_s <= QUICK_S and has_rested):
-                    # Without a connection nothing is known: the next one is measured when it is made.
+                    # Without a connection nothing is known: the next one is measured when it is
+                    # made.
                     self._took_s = 0.0
                     self._thread = None
                     return

@@ -7,7 +7,14 @@ from typing import Annotated
 from msgspec import Meta
 
 from lmcache_core.keys import ChunkChain
-from lmcache_core.sidecar.message_fields import MAX_BATCH, MAX_RANKS, Deadline, Message, RecomputeTime, Ticket
+from lmcache_core.sidecar.message_fields import (
+    MAX_BATCH,
+    MAX_RANKS,
+    Deadline,
+    Message,
+    RecomputeTime,
+    Ticket,
+)
 
 MAX_CHAINS = 16
 MAX_STAGE_KEYS = 64 << 10
@@ -15,10 +22,11 @@ MAX_STAGE_KEYS = 64 << 10
 
 
 class Stage(Message, frozen=True):
-    """What of these chunks is in the arena for all ranks, held for the ticket from now on; what is not begins to be lifted.
+    """What of these chunks is in the arena for all ranks, held for the ticket from now on; what is
+    not begins to be lifted.
 
-    Asked again with the same ticket it says how far the lift is; `chains` may then be empty. Other chains under the same ticket are a
-    new question.
+    Asked again with the same ticket it says how far the lift is; `chains` may then be empty. Other
+    chains under the same ticket are a new question.
 
     Attributes:
         is_prefix: Nothing behind the first missing chunk of a chain counts, or is lifted.
@@ -45,7 +53,9 @@ class Stage(Message, frozen=True):
 
 
 class StageOk(Message, frozen=True):
-    """For each chain one byte a chunk (`StagedFrom`; 0: not there). `is_ready`: nothing more will come."""
+    """For each chain one byte a chunk (`StagedFrom`; 0: not there). `is_ready`: nothing more
+    will come.
+    """
 
     is_ready: bool
     tiers: Annotated[tuple[bytes, ...], Meta(max_length=MAX_CHAINS)]

@@ -1,8 +1,10 @@
-"""The engine's chunk store in sidecar mode: no tier of its own, everything through the pod's sidecar.
+"""The engine's chunk store in sidecar mode: no tier of its own, everything through the pod's
+sidecar.
 
-The sidecar may be absent, hang, be killed or restarted at any moment: every call then answers as an empty cache would, and goes on by
-itself when the sidecar is back. A hanging sidecar costs one call its deadline; the calls after it cost nothing (`SidecarLink`). One that
-answers late is not waited for where that costs more than it can save (`Pace`).
+The sidecar may be absent, hang, be killed or restarted at any moment: every call then answers as an
+empty cache would, and goes on by itself when the sidecar is back. A hanging sidecar costs one call
+its deadline; the calls after it cost nothing (`SidecarLink`). One that answers late is not waited
+for where that costs more than it can save (`Pace`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import HOT_TIER, Chunk, MissReason, Staged
 from lmcache_core.sidecar import messages as m
-from lmcache_core.sidecar.answers import fitted_chains, fitted_ticket, miss_reason, pinned_chunk, reserved_extents, staged_chunks
+from lmcache_core.sidecar.answers import (
+    fitted_chains,
+    fitted_ticket,
+    miss_reason,
+    pinned_chunk,
+    reserved_extents,
+    staged_chunks,
+)
 from lmcache_core.sidecar.connection import Question, SidecarConnection
 from lmcache_core.sidecar.extent import ArenaExtent
 from lmcache_core.sidecar.link import SidecarLink
@@ -34,7 +43,9 @@ logger = logging.getLogger(__name__)
 CALL_MARGIN_S = 0.5
 """What an answer may take beyond the deadline that the sidecar was given."""
 STEP_SHARE = 8
-"""A question in whose way no tier stands is waited for this part of a tier's deadline: an engine's step waits for it."""
+"""A question in whose way no tier stands is waited for this part of a tier's deadline: an
+engine's step waits for it.
+"""
 CHUNK_S = 0.001
 """What a busy sidecar may take for each chunk of a question: that much is not late."""
 MAX_UNSAID = 4 * m.MAX_BATCH
@@ -53,13 +64,19 @@ class _Asked:
     request: m.Stage
 
     def is_about(self, connection: SidecarConnection, request: m.Stage) -> bool:
-        """Whether it has asked the same on that connection; what computing costs may be known better meanwhile."""
+        """Whether it has asked the same on that connection; what computing costs may be known
+        better meanwhile.
+        """
         mine = self.request
-        return self.connection is connection and (mine.chains, mine.is_prefix) == (request.chains, request.is_prefix)
+        return self.connection is connection and (mine.chains, mine.is_prefix) == (
+            request.chains,
+            request.is_prefix,
+        )
 
 
 class SidecarChunkStore:
-    """See `lmcache_core.engine.ChunkStore`. A call waits at most `TURN_S` + `timeout_s` + `CALL_MARGIN_S`.
+    """See `lmcache_core.engine.ChunkStore`. A call waits at most `TURN_S` + `timeout_s` +
+    `CALL_MARGIN_S`.
 
     Args:
         path: The sidecar's socket.
@@ -67,9 +84,11 @@ class SidecarChunkStore:
         timeout_s: Longest wait for chunks from the sidecar's tiers.
         counters: Where misses are counted.
         workers: Threads that check digests; opened and closed by their owner.
-        describe: Given the sidecar's salt, says how this client names KV; None: the sidecar is not told.
-        loads_beside: Whether one thread loads while another one stores: loads then have a connection of their own, since a chunk that is
-            lifted from a slow tier keeps its connection busy.
+        describe: Given the sidecar's salt, says how this client names KV; None: the sidecar is not
+            told.
+        loads_beside: Whether one thread loads while another one stores: loads then have a
+            connection of their own, since a chunk that is lifted from a slow tier keeps its
+            connection busy.
     """
 
     def __init__(
@@ -88,7 +107,11 @@ class SidecarChunkStore:
         self._on_salt: Callable[[str], None] = lambda salt: None
         self._describe = describe
         self._link = SidecarLink(path, hello, timeout_s, self._greeted)
-        self._load_link = SidecarLink(path, hello, timeout_s, lambda connection: None) if loads_beside else self._link
+        self._load_link = (
+            SidecarLink(path, hello, timeout_s, lambda connection: None)
+            if loads_beside
+            else self._link
+        )
         self._links = SidecarLinks((self._link, self._load_link) if loads_beside else (self._link,))
         # What is probed, also before the link shows it. Weak, since it keeps its arena mapped.
         self._newest: Callable[[], SidecarConnection | None] = lambda: None
@@ -98,7 +121,9 @@ class SidecarChunkStore:
         self._unsaid: list[str] = []
 
     def open(self, on_salt: Callable[[str], None]) -> None:
-        """Try to connect; no sidecar is not an error. `on_salt` is called with the sidecar's salt at each connection."""
+        """Try to connect; no sidecar is not an error. `on_salt` is called with the sidecar's
+        salt at each connection.
+        """
         self._on_salt = on_salt
         self._links.open()
 
@@ -122,7 +147,9 @@ class SidecarChunkStore:
             if search_range is not None and set(search_range) <= {HOT_TIER}:
                 answer = self._ask_in_step(connection, request, m.LookupOk, len(batch))
             else:
-                answer = self._links.ask(connection, request, m.LookupOk, self._timeout_s + CALL_MARGIN_S)
+                answer = self._links.ask(
+                    connection, request, m.LookupOk, self._timeout_s + CALL_MARGIN_S
+                )
             if answer is None:
                 break
             num_prefix += min(answer.num_prefix, len(batch))
@@ -155,7 +182,9 @@ class SidecarChunkStore:
             self._asked.pop(ticket, None)
             return None
         asked = fitted_chains(chains)
-        request = m.Stage(fitted_ticket(ticket), asked, is_prefix, self._deadline_ms, _microseconds(recompute_s))
+        request = m.Stage(
+            fitted_ticket(ticket), asked, is_prefix, self._deadline_ms, _microseconds(recompute_s)
+        )
         if wait_s is None:
             if not self._say_unstaged(connection):
                 return None
@@ -164,7 +193,9 @@ class SidecarChunkStore:
             known = self._send_stage(connection, ticket, request, saving_s)
             if known is None:
                 return None
-            answer = self._links.answer_to(connection, known.question, wait_s if self._pace.is_quick else 0.0)
+            answer = self._links.answer_to(
+                connection, known.question, wait_s if self._pace.is_quick else 0.0
+            )
             if answer is None and connection.is_open:
                 return self._unanswered(ticket, known, saving_s)
             del self._asked[ticket]
@@ -174,7 +205,9 @@ class SidecarChunkStore:
         return staged
 
     def unstage(self, tickets: Sequence[str]) -> None:
-        """See `ChunkStore.unstage`; what cannot be said now is said later, or the sidecar finds it out by itself."""
+        """See `ChunkStore.unstage`; what cannot be said now is said later, or the sidecar finds
+        it out by itself.
+        """
         for ticket in tickets:
             self._asked.pop(ticket, None)
         connection = self._link.connection
@@ -191,7 +224,9 @@ class SidecarChunkStore:
         connection = self._link.connection
         extents: list[MemoryObj | None] = []
         while connection is not None and len(extents) < len(shapes):
-            given = self._reserve_batch(connection, shapes[len(extents) : len(extents) + m.MAX_BATCH], dtype)
+            given = self._reserve_batch(
+                connection, shapes[len(extents) : len(extents) + m.MAX_BATCH], dtype
+            )
             if not given:
                 break
             extents += given
@@ -209,17 +244,30 @@ class SidecarChunkStore:
             batch = chunks[at : at + m.MAX_BATCH]
             extents = _lent([chunk.memory for chunk in batch])
             assert len(extents) == len(batch), "a chunk is put once, in memory of this store"
-            commit = m.Commit(tuple((extent.handle, chunk.head) for extent, chunk in zip(extents, batch, strict=True)))
+            commit = m.Commit(
+                tuple(
+                    (extent.handle, chunk.head)
+                    for extent, chunk in zip(extents, batch, strict=True)
+                )
+            )
             begin = time.monotonic()
             answer = self._return(extents, commit, m.CommitOk)
             self._pace.took(time.monotonic() - begin - len(batch) * CHUNK_S)
             if answer is not None and len(answer.stored) != len(batch):
-                self._links.give_up(extents[0].connection, "the sidecar answered Commit for another number of chunks")
+                self._links.give_up(
+                    extents[0].connection,
+                    "the sidecar answered Commit for another number of chunks",
+                )
                 answer = None
             stored += [False] * len(batch) if answer is None else answer.stored
         return stored
 
-    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None, check_later: bool = False) -> list[Chunk]:
+    def get(
+        self,
+        keys: Sequence[CacheEngineKey],
+        recompute_s: float | None = None,
+        check_later: bool = False,
+    ) -> list[Chunk]:
         """See `ChunkStore.get`."""
         connection = self._load_link.connection
         chunks: list[Chunk] = []
@@ -235,10 +283,18 @@ class SidecarChunkStore:
         return chunks
 
     def reject(self, chunk: Chunk) -> None:
-        """See `ChunkStore.reject`: the sidecar looks for itself, and serves the chunk no more if it is so."""
-        logger.warning("chunk %s in the sidecar's arena is damaged and is not used", chunk.key.key.chunk_hash)
+        """See `ChunkStore.reject`: the sidecar looks for itself, and serves the chunk no more if
+        it is so.
+        """
+        logger.warning(
+            "chunk %s in the sidecar's arena is damaged and is not used", chunk.key.key.chunk_hash
+        )
         extent = chunk.memory
-        if isinstance(extent, ArenaExtent) and extent.is_lent and m.REJECT in extent.connection.welcome.capabilities:
+        if (
+            isinstance(extent, ArenaExtent)
+            and extent.is_lent
+            and m.REJECT in extent.connection.welcome.capabilities
+        ):
             self._links.ask(extent.connection, m.Reject((extent.handle,)), m.RejectOk)
 
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
@@ -259,20 +315,30 @@ class SidecarChunkStore:
         return {} if answer is None else answer.stats
 
     def _say_unstaged(self, connection: SidecarConnection) -> bool:
-        """Say which tickets have been given back, and wait for no answer; whether all of them have been said."""
+        """Say which tickets have been given back, and wait for no answer; whether all of them
+        have been said.
+        """
         while self._unsaid:
-            if self._send(connection, m.Unstage(tuple(self._unsaid[: m.MAX_BATCH])), m.UnstageOk) is None:
+            if (
+                self._send(connection, m.Unstage(tuple(self._unsaid[: m.MAX_BATCH])), m.UnstageOk)
+                is None
+            ):
                 return False
             del self._unsaid[: m.MAX_BATCH]
         return True
 
-    def _send_stage(self, connection: SidecarConnection, ticket: str, request: m.Stage, saving_s: float) -> _Asked | None:
-        """Send a question unless it is on its way; None if it is not worth it, or cannot be sent."""
+    def _send_stage(
+        self, connection: SidecarConnection, ticket: str, request: m.Stage, saving_s: float
+    ) -> _Asked | None:
+        """Send a question unless it is on its way; None if it is not worth it, or cannot be
+        sent.
+        """
         known = self._asked.get(ticket)
         if known is not None and known.is_about(connection, request):
             return known
         self._asked.pop(ticket, None)
-        # A ticket that was given back may be asked for again: the sidecar must hear of it in that order.
+        # A ticket that was given back may be asked for again: the sidecar must hear of it in that
+        # order.
         may_ask = self._pace.is_worth(saving_s) and self._say_unstaged(connection)
         question = self._send(connection, request, m.StageOk) if may_ask else None
         if question is None:
@@ -280,7 +346,9 @@ class SidecarChunkStore:
         self._asked[ticket] = _Asked(connection, question, request)
         return self._asked[ticket]
 
-    def _send(self, connection: SidecarConnection, request: m.Message, expected: type[A]) -> Question[A] | None:
+    def _send(
+        self, connection: SidecarConnection, request: m.Message, expected: type[A]
+    ) -> Question[A] | None:
         question = self._links.send(connection, request, expected)
         if question is None and connection.is_open:
             self._pace.unsent(connection.unanswered_s)
@@ -297,7 +365,9 @@ class SidecarChunkStore:
         self._pace.wasted(waited_s)
         return None
 
-    def _ask_in_step(self, connection: SidecarConnection, request: m.Message, expected: type[A], num_chunks: int) -> A | None:
+    def _ask_in_step(
+        self, connection: SidecarConnection, request: m.Message, expected: type[A], num_chunks: int
+    ) -> A | None:
         """Ask what a step waits for, and note how long that took; None when there is no answer."""
         begin = time.monotonic()
         answer = self._links.ask(connection, request, expected, self._step_s + num_chunks * CHUNK_S)
@@ -308,7 +378,9 @@ class SidecarChunkStore:
         connection = self._newest()
         if connection is None or not connection.is_open:
             return None  # nothing is known: the next connection is measured when it is made
-        return self._links.seconds_to_answer(connection, m.Release(()), m.ReleaseOk, self._timeout_s)
+        return self._links.seconds_to_answer(
+            connection, m.Release(()), m.ReleaseOk, self._timeout_s
+        )
 
     @property
     def _deadline_ms(self) -> int:
@@ -326,7 +398,9 @@ class SidecarChunkStore:
         self._newest = weakref.ref(connection)
         self._pace.took(took_s)
 
-    def _reserve_batch(self, connection: SidecarConnection, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
+    def _reserve_batch(
+        self, connection: SidecarConnection, shapes: Sequence[Sequence[int]], dtype: str
+    ) -> list[MemoryObj | None]:
         sizes = tuple(num_bytes(shape, dtype) for shape in shapes)
         extents: list[MemoryObj | None] = []
         connection.hold(len(sizes))
@@ -336,7 +410,11 @@ class SidecarChunkStore:
                 return []
             given = reserved_extents(connection, answer, shapes, dtype)
             if given is None:
-                self._links.give_up(connection, "the sidecar answered Reserve with memory that nobody asked for or that is not there")
+                self._links.give_up(
+                    connection,
+                    "the sidecar answered Reserve with memory that nobody asked for or that is not"
+                    " there",
+                )
                 return []
             extents = given
         finally:
@@ -344,13 +422,23 @@ class SidecarChunkStore:
         return extents
 
     def _pin(
-        self, connection: SidecarConnection, keys: Sequence[CacheEngineKey], recompute_s: float | None, check_later: bool
+        self,
+        connection: SidecarConnection,
+        keys: Sequence[CacheEngineKey],
+        recompute_s: float | None,
+        check_later: bool,
     ) -> tuple[list[Chunk], str]:
-        request = m.Pin(tuple(key.canonical() for key in keys), self._deadline_ms, _microseconds(recompute_s))
+        request = m.Pin(
+            tuple(key.canonical() for key in keys), self._deadline_ms, _microseconds(recompute_s)
+        )
         good: list[Chunk] = []
         connection.hold(len(keys))
         try:
-            limit_s = self._timeout_s if recompute_s is None else min(self._timeout_s, recompute_s * len(keys))
+            limit_s = (
+                self._timeout_s
+                if recompute_s is None
+                else min(self._timeout_s, recompute_s * len(keys))
+            )
             answer = self._links.ask(connection, request, m.PinOk, limit_s + CALL_MARGIN_S)
             if answer is None:
                 return good, MissReason.UNAVAILABLE
@@ -362,7 +450,9 @@ class SidecarChunkStore:
                     break
                 good.append(chunk)
             if check_later:
-                good = [chunk.unchecked() if connection.verifier.chooses() else chunk for chunk in good]
+                good = [
+                    chunk.unchecked() if connection.verifier.chooses() else chunk for chunk in good
+                ]
             else:
                 num_intact = connection.verifier.num_intact(good, self._workers)
                 if num_intact < len(good):
@@ -375,15 +465,26 @@ class SidecarChunkStore:
             connection.let_go(len(keys) - len(good))
         return good, reason
 
-    def _give_back(self, extents: Sequence[ArenaExtent], request: type[m.Release] | type[m.Abort], expected: type[A]) -> bool:
+    def _give_back(
+        self,
+        extents: Sequence[ArenaExtent],
+        request: type[m.Release] | type[m.Abort],
+        expected: type[A],
+    ) -> bool:
         answers = []
         for at in range(0, len(extents), m.MAX_BATCH):
             batch = extents[at : at + m.MAX_BATCH]
-            answers.append(self._return(batch, request(tuple(extent.handle for extent in batch)), expected))
+            answers.append(
+                self._return(batch, request(tuple(extent.handle for extent in batch)), expected)
+            )
         return all(answer is not None for answer in answers)
 
-    def _return(self, extents: Sequence[ArenaExtent], request: m.Message, expected: type[A]) -> A | None:
-        """Give lent memory back, by a request or, where that cannot be said, by ending the connection."""
+    def _return(
+        self, extents: Sequence[ArenaExtent], request: m.Message, expected: type[A]
+    ) -> A | None:
+        """Give lent memory back, by a request or, where that cannot be said, by ending the
+        connection.
+        """
         connection = extents[0].connection
         limit_s = self._step_s + len(extents) * CHUNK_S
         answer = self._links.ask(connection, request, expected, limit_s, self._timeout_s)

@@ -20,7 +20,8 @@ class AbsentTiers:
     """Opens tiers, and goes on trying those that are not available.
 
     Args:
-        on_open: Called on the loop with each that could be opened later; from then on it belongs to who is called.
+        on_open: Called on the loop with each that could be opened later; from then on it belongs to
+            who is called.
     """
 
     def __init__(self, on_open: Callable[[StorageBackend], None]) -> None:

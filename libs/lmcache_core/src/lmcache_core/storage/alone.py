@@ -29,7 +29,9 @@ class Alone:
         """There is nobody to ask."""
         return []
 
-    def make_stack(self, hot: LocalCPUBackend, lower: Sequence[StorageBackend], *, keep_hot: bool) -> TierStack:
+    def make_stack(
+        self, hot: LocalCPUBackend, lower: Sequence[StorageBackend], *, keep_hot: bool
+    ) -> TierStack:
         """All tiers as one; every new chunk is written to all of them."""
         return TierStack(hot, lower, keep_hot=keep_hot)
 

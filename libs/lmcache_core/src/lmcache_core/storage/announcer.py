@@ -32,11 +32,12 @@ class LoadedTier(HeldTier, Protocol):
 class TierAnnouncer:
     """A `StackListener` that passes on what local tiers gain and lose.
 
-    Made before tiers and reporter; `connect` joins them. Until then it says nothing. All calls belong to one event loop.
+    Made before tiers and reporter; `connect` joins them. Until then it says nothing. All calls
+    belong to one event loop.
 
     Args:
-        own_tenant: Tenant of the token that the reporter shows; chunks of other tenants are announced under their names, which
-            needs a token with the role `admin`.
+        own_tenant: Tenant of the token that the reporter shows; chunks of other tenants are
+            announced under their names, which needs a token with the role `admin`.
     """
 
     def __init__(self, own_tenant: str) -> None:
@@ -72,7 +73,8 @@ class TierAnnouncer:
     async def announce_when_loaded(self, tier: LoadedTier) -> None:
         """Announce what a tier finds once it has been read, and whenever it can read more later.
 
-        A large disk is read in the background, and one that is not there at the start is opened later.
+        A large disk is read in the background, and one that is not there at the start is opened
+        later.
         """
         reporter = self._reporter
         if reporter is not None:

@@ -22,12 +22,15 @@ BYTES_PER_GB = 1 << 30
 
 
 def create_lower_tiers(
-    config: LMCacheEngineConfig, counters: Counters | None = None, surroundings: Neighbours | Alone | None = None
+    config: LMCacheEngineConfig,
+    counters: Counters | None = None,
+    surroundings: Neighbours | Alone | None = None,
 ) -> list[StorageBackend]:
     """The tiers behind host memory, fastest first, not opened.
 
-    Each encodes and decodes as its serde says, counts and (at debug level) logs its calls, is behind a breaker, since a disk can hang as
-    well as a network, and measures what its reads cost, decoding included.
+    Each encodes and decodes as its serde says, counts and (at debug level) logs its calls, is
+    behind a breaker, since a disk can hang as well as a network, and measures what its reads cost,
+    decoding included.
 
     Args:
         config: Which there are.
@@ -35,10 +38,17 @@ def create_lower_tiers(
         surroundings: What joins the engine to its peers; None: it has none.
 
     Raises:
-        ConfigError: The token file cannot be read, the URL is not one, or a serde's packages are not installed.
+        ConfigError: The token file cannot be read, the URL is not one, or a serde's packages are
+            not installed.
     """
     from lmcache_core.storage.codecs import create_codecs
-    from lmcache_core.storage.wrappers import BreakerBackend, EncodedBackend, LoggedBackend, MeteredBackend, TracedBackend
+    from lmcache_core.storage.wrappers import (
+        BreakerBackend,
+        EncodedBackend,
+        LoggedBackend,
+        MeteredBackend,
+        TracedBackend,
+    )
     from lmcache_core.storage.wrappers.priced import PricedBackend
 
     disk_serde = config.local_disk_serde if config.local_disk is not None else None
@@ -55,25 +65,44 @@ def create_lower_tiers(
         limits = TierLimits(ttl_s=config.chunk_ttl_s)
         on_removed = around.removed_from(LocalDiskBackend.name)
         policy = create_policy(config.eviction_policy)
-        disk = LocalDiskBackend(path, capacity_bytes, policy, on_removed, fsync=config.disk_fsync, limits=limits)
+        disk = LocalDiskBackend(
+            path, capacity_bytes, policy, on_removed, fsync=config.disk_fsync, limits=limits
+        )
         around.note_disk(disk)
         tiers.append(EncodedBackend(disk, codecs, disk_serde, seals=seals))
-    tiers += [EncodedBackend(peers, codecs, accepts_lossy=False, seals=seals) for peers in around.make_tiers()]
+    tiers += [
+        EncodedBackend(peers, codecs, accepts_lossy=False, seals=seals)
+        for peers in around.make_tiers()
+    ]
     if config.remote_url is not None:
         from lmcache_core.storage.remote import create_remote_backend
         from lmcache_core.wire.capabilities import Accepts
 
-        token = None if config.remote_token_file is None else TokenFile(Path(config.remote_token_file), "remote_token_file")
+        token = (
+            None
+            if config.remote_token_file is None
+            else TokenFile(Path(config.remote_token_file), "remote_token_file")
+        )
         accepts = Accepts(codecs.is_lossy(remote_serde), frozenset(codecs.decodable()))
         remote = create_remote_backend(
-            config.remote_url, token, config.tier_timeout_s, accepts=accepts, locate=around.locate, tls=_tls(config)
+            config.remote_url,
+            token,
+            config.tier_timeout_s,
+            accepts=accepts,
+            locate=around.locate,
+            tls=_tls(config),
         )
         tiers.append(EncodedBackend(remote, codecs, remote_serde, seals=seals))
-    return [PricedBackend(BreakerBackend(TracedBackend(LoggedBackend(MeteredBackend(tier))))) for tier in tiers]
+    return [
+        PricedBackend(BreakerBackend(TracedBackend(LoggedBackend(MeteredBackend(tier)))))
+        for tier in tiers
+    ]
 
 
 def _tls(config: LMCacheEngineConfig) -> ClientTls | None:
-    files = TlsFiles.named(config.remote_tls_cert_file, config.remote_tls_key_file, config.remote_tls_ca_file)
+    files = TlsFiles.named(
+        config.remote_tls_cert_file, config.remote_tls_key_file, config.remote_tls_ca_file
+    )
     return ClientTls(client_context(files, "remote_tls_cert_file")) if files.paths else None
 
 
@@ -91,9 +120,13 @@ def create_surroundings(config: LMCacheEngineConfig) -> Neighbours | Alone:
 
 
 def create_hot_tier(
-    config: LMCacheEngineConfig, memory_allocator: MemoryAllocatorInterface, surroundings: Neighbours | Alone
+    config: LMCacheEngineConfig,
+    memory_allocator: MemoryAllocatorInterface,
+    surroundings: Neighbours | Alone,
 ) -> LocalCPUBackend:
     """The tier in host memory."""
     on_removed = surroundings.removed_from(LocalCPUBackend.name)
     limits = TierLimits(ttl_s=config.chunk_ttl_s)
-    return LocalCPUBackend(memory_allocator, create_policy(config.eviction_policy), on_removed, limits=limits)
+    return LocalCPUBackend(
+        memory_allocator, create_policy(config.eviction_policy), on_removed, limits=limits
+    )

@@ -15,15 +15,18 @@ OnRemoved = Callable[[ChunkKey], None]
 class StorageBackend(ABC):
     """One tier. Every call is batched; results stand in the order of the keys.
 
-    A call never raises for a chunk that is missing, damaged or does not fit: those are values. It raises `UnavailableError` when
-    the whole tier cannot be reached. Cancellation is safe at any await: memory allocated so far is given back.
+    A call never raises for a chunk that is missing, damaged or does not fit: those are values. It
+    raises `UnavailableError` when the whole tier cannot be reached. Cancellation is safe at any
+    await: memory allocated so far is given back.
     """
 
     name: str
 
     @abstractmethod
     async def open(self) -> None:
-        """Do the I/O that the constructor must not do. Raises `UnavailableError` or `ConfigError`."""
+        """Do the I/O that the constructor must not do. Raises `UnavailableError` or
+        `ConfigError`.
+        """
 
     @abstractmethod
     async def close(self) -> None:
@@ -34,18 +37,22 @@ class StorageBackend(ABC):
         """Which of them a `batched_get` would find now."""
 
     @abstractmethod
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         """Read chunks, each verified (key, head, digest). The caller owns every chunk returned.
 
         Args:
             keys: Their names.
             allocate: Where payloads go.
-            timeout_s: What has not come by then is a miss with reason `deadline`; what has come is returned. None: the tier's own limit.
+            timeout_s: What has not come by then is a miss with reason `deadline`; what has come is
+                returned. None: the tier's own limit.
         """
 
     @abstractmethod
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks (borrowed: a backend that keeps the memory takes its own reference). True: kept, or was there already.
+        """Keep chunks (borrowed: a backend that keeps the memory takes its own reference). True:
+        kept, or was there already.
 
         When it returns, what is True is visible to `batched_contains` and complete.
         """
@@ -60,7 +67,9 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, int]:
-        """Figures for status pages: `num_chunks`, `used_bytes`, `capacity_bytes` and what else the tier counts."""
+        """Figures for status pages: `num_chunks`, `used_bytes`, `capacity_bytes` and what else
+        the tier counts.
+        """
 
 
 @runtime_checkable

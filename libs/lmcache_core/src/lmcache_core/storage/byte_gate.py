@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 
 
 class ByteGate:
-    """Lets users in, first come first served, as long as what they use together is within the bound. On one event loop.
+    """Lets users in, first come first served, as long as what they use together is within the
+    bound. On one event loop.
 
     Args:
         max_bytes: The bound. A user that alone needs more is let in when nobody else is.

@@ -1,4 +1,6 @@
-"""The codecs of one process: opened once, however many tiers use them, with the threads that they are called in."""
+"""The codecs of one process: opened once, however many tiers use them, with the threads that
+they are called in.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +21,48 @@ from lmcache_core.telemetry import CodecFigures, Counters
 logger = logging.getLogger(__name__)
 
 MAX_CODEC_THREADS = 4
-"""Chunks decoded at once, and, in other threads, twice as many as are encoded; a codec may use threads of its own for each."""
+"""Chunks decoded at once, and, in other threads, twice as many as are encoded; a codec may use
+threads of its own for each.
+"""
 CLOSE_WAIT_S = 10.0
 ALSO_DECODED = MappingProxyType({"cachegen": ("lossless",)})
-"""What a codec decodes besides what it is called: CacheGen keeps losslessly what it cannot quantise."""
+"""What a codec decodes besides what it is called: CacheGen keeps losslessly what it cannot
+quantise.
+"""
 
 
-def create_codecs(serdes: Iterable[str | None], decode_documented: bool = False, counters: Counters | None = None) -> Codecs:
+def create_codecs(
+    serdes: Iterable[str | None], decode_documented: bool = False, counters: Counters | None = None
+) -> Codecs:
     """The codecs that options name, not opened.
 
     Args:
         serdes: Values of `remote_serde` and its like; None and "naive" are none.
-        decode_documented: Also decode `torch`, `safetensor` and `fast`, where their packages are installed.
+        decode_documented: Also decode `torch`, `safetensor` and `fast`, where their packages are
+            installed.
         counters: Where their work is counted.
 
     Raises:
         ConfigError: There is no such serde.
     """
-    named = {serde: codec for serde in dict.fromkeys(serdes) if serde is not None and (codec := create_codec(serde)) is not None}
-    documented = [DocumentedCodec(serde) for serde in DOCUMENTED_NAMES if serde not in named] if decode_documented else []
+    named = {
+        serde: codec
+        for serde in dict.fromkeys(serdes)
+        if serde is not None and (codec := create_codec(serde)) is not None
+    }
+    documented = (
+        [DocumentedCodec(serde) for serde in DOCUMENTED_NAMES if serde not in named]
+        if decode_documented
+        else []
+    )
     return Codecs(named, documented, counters)
 
 
 class Codecs:
     """Codecs, shared by those who open them. On one event loop, but for `decoder_of`.
 
-    Only what is open decodes: a record of another serde is a miss, and nothing is imported or compiled because of it.
+    Only what is open decodes: a record of another serde is a miss, and nothing is imported or
+    compiled because of it.
 
     Args:
         named: Those that options name, by that name. All of them can be opened, or none is.
@@ -52,12 +70,18 @@ class Codecs:
         counters: Where their work is counted.
 
     Attributes:
-        decoding: Threads to decode in: reads do not wait in one line with writes, which have more time.
+        decoding: Threads to decode in: reads do not wait in one line with writes, which have more
+            time.
         encoding: Threads to encode in.
         figures: What was encoded and decoded.
     """
 
-    def __init__(self, named: dict[str, ChunkCodec], further: Sequence[ChunkCodec] = (), counters: Counters | None = None) -> None:
+    def __init__(
+        self,
+        named: dict[str, ChunkCodec],
+        further: Sequence[ChunkCodec] = (),
+        counters: Counters | None = None,
+    ) -> None:
         self._named = named
         self._further = tuple(further)
         self._open: tuple[ChunkCodec, ...] = ()
@@ -83,9 +107,15 @@ class Codecs:
         return codec is not None and codec.lossy
 
     def decodable(self) -> list[str]:
-        """Names of the serdes that are decoded here for certain, those that options name; known before they are open."""
+        """Names of the serdes that are decoded here for certain, those that options name; known
+        before they are open.
+        """
         named = [codec.serde for codec in self._named.values()]
-        return list(dict.fromkeys([*named, *(other for serde in named for other in ALSO_DECODED.get(serde, ()))]))
+        return list(
+            dict.fromkeys(
+                [*named, *(other for serde in named for other in ALSO_DECODED.get(serde, ()))]
+            )
+        )
 
     async def open(self) -> None:
         """Open all for one more user, who closes them.
@@ -98,7 +128,9 @@ class Codecs:
                 self.decoding.open()
                 self.encoding.open()
                 try:
-                    self._open = await self.decoding.run(_open_all, self._named, self._further, discard=_close_all)
+                    self._open = await self.decoding.run(
+                        _open_all, self._named, self._further, discard=_close_all
+                    )
                 except BaseException:
                     await self._close_all()
                     raise
@@ -122,14 +154,20 @@ class Codecs:
     async def _close_all(self) -> None:
         opened, self._open = self._open, ()
         try:
-            have_ended = await asyncio.gather(self.decoding.close(CLOSE_WAIT_S), self.encoding.close(CLOSE_WAIT_S))
+            have_ended = await asyncio.gather(
+                self.decoding.close(CLOSE_WAIT_S), self.encoding.close(CLOSE_WAIT_S)
+            )
             if not all(have_ended):
                 logger.warning("codecs do not come to an end; their threads go on")
         finally:
-            await asyncio.to_thread(_close_all, opened)  # goes on in its thread when nobody waits for it any more
+            await asyncio.to_thread(
+                _close_all, opened
+            )  # goes on in its thread when nobody waits for it any more
 
 
-def _open_all(named: Mapping[str, ChunkCodec], further: Sequence[ChunkCodec]) -> tuple[ChunkCodec, ...]:
+def _open_all(
+    named: Mapping[str, ChunkCodec], further: Sequence[ChunkCodec]
+) -> tuple[ChunkCodec, ...]:
     """Open all, or none. Blocking.
 
     Raises:

@@ -18,13 +18,16 @@ from lmcache_core.wire import ServedStore
 from lmcache_core.wire.capabilities import Accepts
 
 MAX_ENCODING_BYTES = 128 << 20
-"""Raw bytes that are being encoded for peers at once; what more is asked for goes out raw, since waiting may take longer than sending."""
+"""Raw bytes that are being encoded for peers at once; what more is asked for goes out raw, since
+waiting may take longer than sending.
+"""
 MAX_SENDING_BYTES = 256 << 20
 """Encoded bytes that are held until they are sent."""
 
 
 class EncodingStore(ServedDoor):
-    """Serves raw chunks encoded, to clients who say that they decode the serde (and, if it loses something, that they take that).
+    """Serves raw chunks encoded, to clients who say that they decode the serde (and, if it loses
+    something, that they take that).
 
     All others get raw chunks, and nothing lossy unless they take it.
 
@@ -48,7 +51,11 @@ class EncodingStore(ServedDoor):
     def for_client(self, accepts: Accepts) -> ServedStore:
         """See `AdaptsToClients.for_client`."""
         store, codec = super().for_client(accepts), self._codec
-        if codec is None or codec.serde not in accepts.serdes or (codec.lossy and not accepts.lossy):
+        if (
+            codec is None
+            or codec.serde not in accepts.serdes
+            or (codec.lossy and not accepts.lossy)
+        ):
             return store
         return _EncodedView(store, codec, self._work)
 
@@ -67,10 +74,16 @@ class _Work:
         self.encoding_bytes = 0
 
     def run(self, codec: ChunkCodec, chunk: Chunk) -> Chunk | None:
-        """The chunk, encoded, in memory that is counted; None: it goes out as it is. Takes over a reference."""
+        """The chunk, encoded, in memory that is counted; None: it goes out as it is. Takes over
+        a reference.
+        """
         try:
             encoded = encoded_chunk(codec, chunk, self.figures)
-            memory = None if encoded is None else self.memory.allocate((encoded.memory.get_size(),), None)
+            memory = (
+                None
+                if encoded is None
+                else self.memory.allocate((encoded.memory.get_size(),), None)
+            )
             if encoded is None or memory is None:
                 return None
             memory.byte_array[:] = encoded.memory.byte_array
@@ -98,7 +111,9 @@ class _EncodedView(WrappedStore):
                     work.encoding_bytes += result.memory.get_size()
                     num_bytes += result.memory.get_size()
             await wait_all(list(futures.values()))
-            encoded = {i: future.result() for i, future in futures.items() if not future.cancelled()}
+            encoded = {
+                i: future.result() for i, future in futures.items() if not future.cancelled()
+            }
         except BaseException:
             for future in futures.values():
                 _abandon(future)
@@ -136,5 +151,9 @@ def _abandon(future: Future[Chunk | None]) -> None:
 
 
 def _release_encoded(future: Future[Chunk | None]) -> None:
-    if not future.cancelled() and future.exception() is None and (chunk := future.result()) is not None:
+    if (
+        not future.cancelled()
+        and future.exception() is None
+        and (chunk := future.result()) is not None
+    ):
         chunk.release()

@@ -28,15 +28,18 @@ RECEIVING_SHARE = 2
 KEPT_SHARE = 4
 """One part in this many is not lent to what is on its way in, of any tenant."""
 GAPS_SHARE = 8
-"""For what a tenant announces, chunks of its size are given up, and as much again but no more than one
-part in this many of the memory, since what they leave free may lie in several places."""
+"""For what a tenant announces, chunks of its size are given up, and as much again but no more than
+one part in this many of the memory, since what they leave free may lie in several places.
+"""
 LISTED_AT_ONCE = 1024
 """Chunks that a listing looks at before it lets go of the lock."""
 REMOVED_AT_ONCE = 1024
 """Chunks that a removal takes before others have their turn."""
 EVICTED_AT_ONCE_BYTES = 64 << 20
 MAX_EXPIRED_PER_CALL = 16
-"""Chunks whose time is over that a call forgets on its way; more than one, so that they do not pile up."""
+"""Chunks whose time is over that a call forgets on its way; more than one, so that they do not
+pile up.
+"""
 
 
 @runtime_checkable
@@ -56,19 +59,22 @@ OnKept = Callable[[Chunk], None]
 
 
 class LocalCPUBackend(StorageBackend):
-    """Chunks in host memory. The sync methods are thread-safe and never wait for I/O; the async ones are the same calls.
+    """Chunks in host memory. The sync methods are thread-safe and never wait for I/O; the async
+    ones are the same calls.
 
-    The tier holds one reference on every chunk it keeps. A chunk on which anybody else holds one (a reader, a write to a
-    slower tier, a client's pin) is not evicted. One whose time is over is a miss, and goes when
-    the next call comes by, pinned or not.
+    The tier holds one reference on every chunk it keeps. A chunk on which anybody else holds one (a
+    reader, a write to a slower tier, a client's pin) is not evicted. One whose time is over is a
+    miss, and goes when the next call comes by, pinned or not.
 
     Args:
         allocator: The arena, which must be a `BoundedMemory`; others may allocate from it too.
         policy: Which chunks go first; belongs to this tier.
-        on_removed: Called with every key that the tier gives up, in the thread that caused it, without a lock held.
+        on_removed: Called with every key that the tier gives up, in the thread that caused it,
+            without a lock held.
         limits: What it does not keep although it has room.
         clock: Tells the age of chunks.
-        on_kept: Called with every chunk that the tier keeps, in this arena's memory, under the tier's lock: it must not call back.
+        on_kept: Called with every chunk that the tier keeps, in this arena's memory, under the
+            tier's lock: it must not call back.
     """
 
     name = "Hot"
@@ -84,7 +90,10 @@ class LocalCPUBackend(StorageBackend):
         on_kept: OnKept | None = None,
     ) -> None:
         if not isinstance(allocator, BoundedMemory):
-            raise TypeError(f"{type(allocator).__name__} has no capacity; the host-memory tier needs a bounded allocator")
+            raise TypeError(
+                f"{type(allocator).__name__} has no capacity; the host-memory tier needs a bounded"
+                " allocator"
+            )
         self._allocator = allocator
         self._memory: BoundedMemory = allocator
         self._on_removed = on_removed
@@ -96,13 +105,20 @@ class LocalCPUBackend(StorageBackend):
         self._incoming: list[tuple[MemoryObj, str]] = []
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
-        """Memory for a payload, by eviction if need be; one reference owned by the caller. None when there is no room."""
+        """Memory for a payload, by eviction if need be; one reference owned by the caller. None
+        when there is no room.
+        """
         return self.allocate_tensor((num_bytes,), None, MemoryFormat.BINARY)
 
     def allocate_tensor(
-        self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat = MemoryFormat.KV_BLOB
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype | str | None,
+        fmt: MemoryFormat = MemoryFormat.KV_BLOB,
     ) -> MemoryObj | None:
-        """Memory for a tensor, by eviction if need be; one reference owned by the caller. None when there is no room."""
+        """Memory for a tensor, by eviction if need be; one reference owned by the caller. None
+        when there is no room.
+        """
         memory_obj = self._allocator.allocate(shape, dtype, fmt)
         if memory_obj is not None:
             return memory_obj
@@ -122,21 +138,25 @@ class LocalCPUBackend(StorageBackend):
     def receive(self, num_bytes: int, tenant: str) -> MemoryObj | None:
         """Memory for a payload that a tenant has announced; one reference owned by the caller.
 
-        The bytes may never come. Until they are a chunk, the memory counts against the tenant: against
-        its quota, for which it gives up its own chunks and no others, and against a part of the tier.
+        The bytes may never come. Until they are a chunk, the memory counts against the tenant:
+        against its quota, for which it gives up its own chunks and no others, and against a part of
+        the tier.
 
         Args:
             num_bytes: As announced.
             tenant: The tenant that will store it.
 
         Returns:
-            None when there is no room, or no more for that tenant. In the second case others have given up
-            nothing; in the first, chunks of about its size, at most twice that (see `GAPS_SHARE`).
+            None when there is no room, or no more for that tenant. In the second case others have
+            given up nothing; in the first, chunks of about its size, at most twice that (see
+            `GAPS_SHARE`).
         """
         gone: list[ChunkKey] = []
         with self._lock:
             self._incoming = [entry for entry in self._incoming if entry[0].get_ref_count() > 0]
-            own = sum(memory.metadata.phy_size for memory, whose in self._incoming if whose == tenant)
+            own = sum(
+                memory.metadata.phy_size for memory, whose in self._incoming if whose == tenant
+            )
             of_all = sum(memory.metadata.phy_size for memory, _ in self._incoming)
             memory_obj = None
             if self._may_receive(num_bytes, own, of_all, tenant):
@@ -144,11 +164,20 @@ class LocalCPUBackend(StorageBackend):
                 if memory_obj is None:
                     is_over = self._table.is_over_quota(tenant, own + num_bytes)
                     held_bytes = self._table.used_bytes
-                    most_bytes = num_bytes + min(num_bytes, self._memory.capacity_bytes // GAPS_SHARE)
-                    for key in self._table.give_up(MAX_VICTIMS_PER_ALLOCATION, tenant if is_over else None):
+                    most_bytes = num_bytes + min(
+                        num_bytes, self._memory.capacity_bytes // GAPS_SHARE
+                    )
+                    for key in self._table.give_up(
+                        MAX_VICTIMS_PER_ALLOCATION, tenant if is_over else None
+                    ):
                         gone.append(key)
-                        memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
-                        if memory_obj is not None or held_bytes - self._table.used_bytes >= most_bytes:
+                        memory_obj = self._allocator.allocate(
+                            (num_bytes,), None, MemoryFormat.BINARY
+                        )
+                        if (
+                            memory_obj is not None
+                            or held_bytes - self._table.used_bytes >= most_bytes
+                        ):
                             break
             if memory_obj is None:
                 self._num_failed_allocations += 1
@@ -169,12 +198,17 @@ class LocalCPUBackend(StorageBackend):
         capacity = self._memory.capacity_bytes
         if self._table.could_never_hold(tenant, own + num_bytes):
             return False
-        return own + num_bytes <= capacity // RECEIVING_SHARE and of_all + num_bytes <= capacity - capacity // KEPT_SHARE
+        return (
+            own + num_bytes <= capacity // RECEIVING_SHARE
+            and of_all + num_bytes <= capacity - capacity // KEPT_SHARE
+        )
 
     def get_many(self, keys: Sequence[ChunkKey], is_access: bool = True) -> list[Chunk | None]:
-        """The chunks that are held, None for the others; each with a reference of its own, owned by the caller.
+        """The chunks that are held, None for the others; each with a reference of its own, owned by
+        the caller.
 
-        Counts as an access to all of them (if it `is_access`), the last one first: of a chain of chunks the head is then the most recent.
+        Counts as an access to all of them (if it `is_access`), the last one first: of a chain of
+        chunks the head is then the most recent.
         """
         with step("tier Hot get"), self._lock:
             gone = self._table.expire(MAX_EXPIRED_PER_CALL, keys)
@@ -188,13 +222,15 @@ class LocalCPUBackend(StorageBackend):
         return found
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks, taking a reference on the memory of each; memory outside any arena is copied into this one.
+        """Keep chunks, taking a reference on the memory of each; memory outside any arena is copied
+        into this one.
 
-        A chunk that is held already stays as it is, unless it is lossy and the new one is not. The last one is kept first: of a chain of
-        chunks the tail then goes before the head.
+        A chunk that is held already stays as it is, unless it is lossy and the new one is not. The
+        last one is kept first: of a chain of chunks the tail then goes before the head.
 
         Returns:
-            For each whether it is held now; False when memory had to be copied and there was no room, or by its tenant's quota.
+            For each whether it is held now; False when memory had to be copied and there was no
+            room, or by its tenant's quota.
         """
         with step("tier Hot put"):
             for chunk in reversed(chunks):
@@ -207,26 +243,35 @@ class LocalCPUBackend(StorageBackend):
             return [self._table.find(key) is not None for key in keys]
 
     def remove_many(self, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks; how many were held. Memory that a reader still references is freed when it lets go."""
+        """Forget chunks; how many were held. Memory that a reader still references is freed when
+        it lets go.
+        """
         with self._lock:
             gone = [key for key in keys if self._table.remove(key)]
         self._report(gone)
         return len(gone)
 
     def evict_bytes(self, num_bytes: int) -> int:
-        """Give up chunks in the policy's order until at least that many bytes are free again; the bytes freed."""
+        """Give up chunks in the policy's order until at least that many bytes are free again;
+        the bytes freed.
+        """
         gone: list[ChunkKey] = []
         with self._lock:
             before = self._table.used_bytes
             victims = self._table.give_up()
-            while before - self._table.used_bytes < num_bytes and (key := next(victims, None)) is not None:
+            while (
+                before - self._table.used_bytes < num_bytes
+                and (key := next(victims, None)) is not None
+            ):
                 gone.append(key)
             freed = before - self._table.used_bytes
         self._report(gone)
         return freed
 
     def miss(self, key: ChunkKey) -> Miss:
-        """The miss to report for a chunk that is not held: evicted or expired, as far as remembered, or never stored."""
+        """The miss to report for a chunk that is not held: evicted or expired, as far as
+        remembered, or never stored.
+        """
         with self._lock:
             return self._table.miss(key)
 
@@ -250,14 +295,19 @@ class LocalCPUBackend(StorageBackend):
         """What there is to tell of chunks. Does not count as an access."""
         with self._lock:
             found = [(key, self._table.find(key)) for key in keys]
-            return [self._table.miss(key) if chunk is None else HeldChunk.of(chunk) for key, chunk in found]
+            return [
+                self._table.miss(key) if chunk is None else HeldChunk.of(chunk)
+                for key, chunk in found
+            ]
 
     def clear_now(self, tenant: str | None = None) -> int:
         """Forget everything (of that tenant); the number of chunks."""
         return sum(self._clear_in_parts(tenant))
 
     def stats(self) -> dict[str, int]:
-        """See `StorageBackend.stats`; `arena_used_bytes` also counts memory that is not (or no longer) a chunk of this tier."""
+        """See `StorageBackend.stats`; `arena_used_bytes` also counts memory that is not (or no
+        longer) a chunk of this tier.
+        """
         with self._lock:
             return self._table.stats() | {
                 "capacity_bytes": self._memory.capacity_bytes,
@@ -275,13 +325,18 @@ class LocalCPUBackend(StorageBackend):
         with self._lock:
             self._table.check_integrity()
             if self._table.used_bytes > self._memory.used_bytes:
-                raise IntegrityError(f"chunks hold {self._table.used_bytes} bytes, the arena has handed out {self._memory.used_bytes}")
+                raise IntegrityError(
+                    f"chunks hold {self._table.used_bytes} bytes, the arena has handed out"
+                    f" {self._memory.used_bytes}"
+                )
 
     async def open(self) -> None:
         """Nothing to do: the arena exists."""
 
     async def close(self) -> None:
-        """Give up every chunk, so that the arena is empty once readers let go. Not reported as removals."""
+        """Give up every chunk, so that the arena is empty once readers let go. Not reported as
+        removals.
+        """
         with self._lock:
             for key in self._table.all_keys():
                 self._table.remove(key)
@@ -290,9 +345,16 @@ class LocalCPUBackend(StorageBackend):
         """See `StorageBackend.batched_contains`."""
         return self.contains_many(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
-        """See `StorageBackend.batched_get`; `allocate` is not called, since the chunks are in memory."""
-        return [self.miss(key) if chunk is None else chunk for key, chunk in zip(keys, self.get_many(keys), strict=True)]
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
+        """See `StorageBackend.batched_get`; `allocate` is not called, since the chunks are in
+        memory.
+        """
+        return [
+            self.miss(key) if chunk is None else chunk
+            for key, chunk in zip(keys, self.get_many(keys), strict=True)
+        ]
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `StorageBackend.batched_put`."""
@@ -365,7 +427,9 @@ class LocalCPUBackend(StorageBackend):
         self._report(gone)
 
     def _copy(self, chunk: Chunk) -> MemoryObj | None:
-        """The chunk's payload in this arena; None when it is not to be kept, or there is no room."""
+        """The chunk's payload in this arena; None when it is not to be kept, or there is no
+        room.
+        """
         gone: list[ChunkKey] = []
         with self._lock:
             is_admitted = self._table.admits(chunk, chunk.memory.get_size(), gone)

@@ -18,7 +18,8 @@ class HeldChunk(NamedTuple):
     Attributes:
         num_bytes: Of the whole record.
         stored_at: When it was stored, seconds since the epoch; None: not known.
-        num_holders: References on its memory beside the tier's own: readers, pins, writes to slower tiers.
+        num_holders: References on its memory beside the tier's own: readers, pins, writes to slower
+            tiers.
         lossy: Whether its encoding has lost something.
     """
 
@@ -34,7 +35,8 @@ class HeldChunk(NamedTuple):
 
 
 class HotTable:
-    """Chunks in memory, one reference held on each. Not thread-safe: the tier calls it under its lock.
+    """Chunks in memory, one reference held on each. Not thread-safe: the tier calls it under its
+    lock.
 
     Args:
         ledger: Order, age and owners; belongs to this table.
@@ -55,7 +57,8 @@ class HotTable:
         self._ledger.access(key)
 
     def admits(self, chunk: Chunk, num_bytes: int, gone: list[ChunkKey]) -> bool:
-        """Whether a chunk is to be kept. Its tenant's own chunks are given up for it as far as the quota demands.
+        """Whether a chunk is to be kept. Its tenant's own chunks are given up for it as far as the
+        quota demands.
 
         Args:
             chunk: The chunk.
@@ -68,7 +71,11 @@ class HotTable:
         tenant = chunk.key.tenant
         more_bytes = num_bytes - (0 if held is None else held.memory.metadata.phy_size)
         quota = self._ledger.quota(tenant)
-        if quota is not None and num_bytes <= quota and self._ledger.is_over_quota(tenant, more_bytes):
+        if (
+            quota is not None
+            and num_bytes <= quota
+            and self._ledger.is_over_quota(tenant, more_bytes)
+        ):
             for key in self.give_up(tenant=tenant, spared=chunk.key):
                 gone.append(key)
                 if not self._ledger.is_over_quota(tenant, more_bytes):
@@ -91,7 +98,9 @@ class HotTable:
         return is_more
 
     def put(self, chunk: Chunk) -> None:
-        """Hold a chunk that has been admitted, in the place of an older one; its reference passes to the table."""
+        """Hold a chunk that has been admitted, in the place of an older one; its reference
+        passes to the table.
+        """
         self.remove(chunk.key)
         taken = chunk.memory.metadata.phy_size
         self._chunks[chunk.key] = chunk
@@ -107,7 +116,9 @@ class HotTable:
         return True
 
     def expire(self, limit: int, keys: Sequence[ChunkKey] = ()) -> list[ChunkKey]:
-        """Forget chunks whose time is over: all of `keys`, and at most `limit` others. Those with readers too: nothing waits for them."""
+        """Forget chunks whose time is over: all of `keys`, and at most `limit` others. Those
+        with readers too: nothing waits for them.
+        """
         if not self._ledger.has_ttl:
             return []
         past = self._ledger.past(limit)
@@ -118,8 +129,11 @@ class HotTable:
             self._drop(key)
         return gone
 
-    def give_up(self, limit: int | None = None, tenant: str | None = None, spared: ChunkKey | None = None) -> Iterator[ChunkKey]:
-        """Forget chunks one by one: first those whose time is over, then, in the policy's order, those that nobody references.
+    def give_up(
+        self, limit: int | None = None, tenant: str | None = None, spared: ChunkKey | None = None
+    ) -> Iterator[ChunkKey]:
+        """Forget chunks one by one: first those whose time is over, then, in the policy's order,
+        those that nobody references.
 
         Args:
             limit: How many are looked at; None: all.
@@ -154,7 +168,10 @@ class HotTable:
 
     def stats(self) -> dict[str, int]:
         """Figures of table and ledger."""
-        return {"num_chunks": len(self._chunks), "used_bytes": self.used_bytes} | self._ledger.stats()
+        return {
+            "num_chunks": len(self._chunks),
+            "used_bytes": self.used_bytes,
+        } | self._ledger.stats()
 
     def check_integrity(self) -> None:
         """Compare the books.
@@ -164,7 +181,9 @@ class HotTable:
         """
         sizes = {key: chunk.memory.metadata.phy_size for key, chunk in self._chunks.items()}
         if sum(sizes.values()) != self.used_bytes:
-            raise IntegrityError(f"chunks hold {sum(sizes.values())} bytes, books say {self.used_bytes}")
+            raise IntegrityError(
+                f"chunks hold {sum(sizes.values())} bytes, books say {self.used_bytes}"
+            )
         self._ledger.check_integrity(sizes)
         for key, chunk in self._chunks.items():
             if chunk.memory.get_ref_count() < 1:

@@ -10,14 +10,18 @@ from lmcache_core.keys import ChunkKey
 
 MAX_KEYS_IN_THE_WAY = 4096
 NOTED_S = 300.0
-"""Then a key is forgotten: another writer may have put it right, and who is told that a chunk is not there does not ask for it."""
+"""Then a key is forgotten: another writer may have put it right, and who is told that a chunk is
+not there does not ask for it.
+"""
 
 
 class InTheWay:
-    """Remembers which chunks were not served though a record of them is there; the oldest are forgotten first.
+    """Remembers which chunks were not served though a record of them is there; the oldest are
+    forgotten first.
 
-    Whoever asks then computes the chunk anew and stores it: it must not be told that the chunk is there already, and, where what is there
-    is to give place (a lossy record where lossless is asked, a damaged one), that must go first. On one event loop.
+    Whoever asks then computes the chunk anew and stores it: it must not be told that the chunk is
+    there already, and, where what is there is to give place (a lossy record where lossless is
+    asked, a damaged one), that must go first. On one event loop.
 
     Args:
         clock: Seconds, monotonic.

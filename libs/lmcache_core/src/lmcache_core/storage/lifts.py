@@ -1,4 +1,6 @@
-"""Reads that are on their way up: nobody reads the same chunk twice at once, and what is removed meanwhile does not come back."""
+"""Reads that are on their way up: nobody reads the same chunk twice at once, and what is removed
+meanwhile does not come back.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,9 @@ class Lifts:
     def removing(self, is_unwanted: IsUnwanted) -> Iterator[None]:
         """While inside, these chunks are being removed from one tier after the other.
 
-        Lifts that are on their way or begin meanwhile may still find them in a tier whose turn is to come. They do not keep them, also when
-        they end later: who has seen that a chunk is gone must not see it again.
+        Lifts that are on their way or begin meanwhile may still find them in a tier whose turn is
+        to come. They do not keep them, also when they end later: who has seen that a chunk is gone
+        must not see it again.
         """
         for lift in self._active:
             lift.forget(is_unwanted)

@@ -1,4 +1,6 @@
-"""What a process serves to others over lm://: the chunks of its own tiers, by default never those of its peers or of its remote tier."""
+"""What a process serves to others over lm://: the chunks of its own tiers, by default never
+those of its peers or of its remote tier.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class LocalStore:
 
     Args:
         stack: The tiers.
-        accepts_puts: Asked at every PUT and its allocation: False while draining, or always for a read-only store.
+        accepts_puts: Asked at every PUT and its allocation: False while draining, or always for a
+            read-only store.
         timeout_s: Longest wait on slower tiers for one request.
         tiers: Names of the tiers that are served; None: all.
     """
@@ -40,7 +43,10 @@ class LocalStore:
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `ServedStore.contains`."""
-        return [tier is not None for tier in await self._stack.batched_tiers(keys, self._timeout_s, self._tiers)]
+        return [
+            tier is not None
+            for tier in await self._stack.batched_tiers(keys, self._timeout_s, self._tiers)
+        ]
 
     async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
         """See `ServedStore.get`."""

@@ -28,7 +28,9 @@ CODECS_OPEN_TIMEOUT_S = 180.0
 """Instead, where a serde has machine code: what was not compiled at install is compiled then."""
 MARGIN_S = 0.5
 PUT_SHARE = 8
-"""A put, which waits for no tier, may take this part of a tier's deadline: an engine's step waits for it."""
+"""A put, which waits for no tier, may take this part of a tier's deadline: an engine's step
+waits for it.
+"""
 PUT_CHUNK_S = 0.001
 """And for each chunk so much."""
 MAX_PREFETCHES = 64
@@ -39,8 +41,9 @@ T = TypeVar("T")
 class StorageManager:
     """See `lmcache_core.engine.ChunkStore`.
 
-    Hot chunks are served in the caller's thread; only what is not hot crosses to the loop thread. Tiers that do not answer in time are
-    misses. Before `open` and after `close` it is an empty cache that takes nothing.
+    Hot chunks are served in the caller's thread; only what is not hot crosses to the loop thread.
+    Tiers that do not answer in time are misses. Before `open` and after `close` it is an empty
+    cache that takes nothing.
 
     Args:
         config: Which tiers there are.
@@ -50,13 +53,21 @@ class StorageManager:
     """
 
     def __init__(
-        self, config: LMCacheEngineConfig, memory_allocator: MemoryAllocatorInterface, counters: Counters, workers: Workers | None = None
+        self,
+        config: LMCacheEngineConfig,
+        memory_allocator: MemoryAllocatorInterface,
+        counters: Counters,
+        workers: Workers | None = None,
     ) -> None:
         self._around = create_surroundings(config)
         self._hot = create_hot_tier(config, memory_allocator, self._around)
         self._config = config
         self._lower = create_lower_tiers(config, counters, self._around)
-        self._open_timeout_s = CODECS_OPEN_TIMEOUT_S if {config.remote_serde, config.local_disk_serde} - {None, "naive"} else OPEN_TIMEOUT_S
+        self._open_timeout_s = (
+            CODECS_OPEN_TIMEOUT_S
+            if {config.remote_serde, config.local_disk_serde} - {None, "naive"}
+            else OPEN_TIMEOUT_S
+        )
         self._keep_hot = config.local_cpu
         self._timeout_s = config.tier_timeout_s
         self._close_drain_s = config.close_drain_s
@@ -86,7 +97,9 @@ class StorageManager:
             raise
 
     def close(self) -> None:
-        """Finish background writes within `close_drain_s` seconds, abandon the rest, stop the loop thread. Idempotent."""
+        """Finish background writes within `close_drain_s` seconds, abandon the rest, stop the
+        loop thread. Idempotent.
+        """
         stack, self._stack = self._stack, None
         staging, self._staging = self._staging, None
         if staging is not None:
@@ -95,22 +108,43 @@ class StorageManager:
             try:
                 self._loop.run(self._close_stack(stack), self._close_drain_s + MARGIN_S)
             except UnavailableError as exc:
-                logger.warning("tiers did not close, leaving them: tiers=%s error=%s", ",".join(tier.name for tier in self._lower), exc)
+                logger.warning(
+                    "tiers did not close, leaving them: tiers=%s error=%s",
+                    ",".join(tier.name for tier in self._lower),
+                    exc,
+                )
             self._loop.close()
-            self._lower = create_lower_tiers(self._config, self._counters, self._around)  # a tier is opened once, an engine perhaps again
-            self._hot.clear_now()  # if the tiers did not close in time, and what was put or lifted meanwhile
+            self._lower = create_lower_tiers(
+                self._config, self._counters, self._around
+            )  # a tier is opened once, an engine perhaps again
+            # if the tiers did not close in time, and what was put or lifted meanwhile
+            self._hot.clear_now()
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
         """See `ChunkStore.lookup`."""
         stack, names = self._stack, _names(keys)
         if stack is None:
             return 0
-        hot = self._hot.contains_many(names) if search_range is None or self._hot.name in search_range else [False] * len(names)
+        hot = (
+            self._hot.contains_many(names)
+            if search_range is None or self._hot.name in search_range
+            else [False] * len(names)
+        )
         num_hot = next((i for i, has in enumerate(hot) if not has), len(names))
-        if num_hot == len(names) or not self._lower or (search_range is not None and set(search_range) <= {self._hot.name}):
+        if (
+            num_hot == len(names)
+            or not self._lower
+            or (search_range is not None and set(search_range) <= {self._hot.name})
+        ):
             return num_hot
-        tiers = self._wait(stack.batched_tiers(names, self._timeout_s, search_range), self._timeout_s)
-        return num_hot if tiers is None else next((i for i, tier in enumerate(tiers) if tier is None), len(names))
+        tiers = self._wait(
+            stack.batched_tiers(names, self._timeout_s, search_range), self._timeout_s
+        )
+        return (
+            num_hot
+            if tiers is None
+            else next((i for i, tier in enumerate(tiers) if tier is None), len(names))
+        )
 
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
         """See `ChunkStore.prefetch`; beyond `MAX_PREFETCHES` at once it does nothing."""
@@ -140,7 +174,9 @@ class StorageManager:
         staging = self._staging
         if staging is None:
             return None
-        return staging.stage(ticket, chains, deadline_s=self._timeout_s, is_prefix=is_prefix, recompute_s=recompute_s)
+        return staging.stage(
+            ticket, chains, deadline_s=self._timeout_s, is_prefix=is_prefix, recompute_s=recompute_s
+        )
 
     def unstage(self, tickets: Sequence[str]) -> None:
         """See `ChunkStore.unstage`."""
@@ -168,27 +204,48 @@ class StorageManager:
                 self._hot.clear_now()  # closed in this moment
             return kept_hot
         limit_s = self._timeout_s / PUT_SHARE + PUT_CHUNK_S * len(chunks)
-        kept = None if stack is None else self._wait(stack.batched_put(chunks), limit_s, margin_s=0.0)
+        kept = (
+            None if stack is None else self._wait(stack.batched_put(chunks), limit_s, margin_s=0.0)
+        )
         return [False] * len(chunks) if kept is None else kept
 
-    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None, check_later: bool = False) -> list[Chunk]:
+    def get(
+        self,
+        keys: Sequence[CacheEngineKey],
+        recompute_s: float | None = None,
+        check_later: bool = False,
+    ) -> list[Chunk]:
         """See `ChunkStore.get`."""
         stack, names = self._stack, _names(keys)
         results = None if stack is None else self._all_from_hot(names)
         if stack is not None and results is None:
-            limit_s = self._timeout_s if recompute_s is None else min(self._timeout_s, recompute_s * len(names))
-            work = stack.batched_get(names, self._timeout_s, prefix_only=True, recompute_s=recompute_s)
+            limit_s = (
+                self._timeout_s
+                if recompute_s is None
+                else min(self._timeout_s, recompute_s * len(names))
+            )
+            work = stack.batched_get(
+                names, self._timeout_s, prefix_only=True, recompute_s=recompute_s
+            )
             results = self._wait(work, limit_s, _release_all)
-        return self._prefix([Miss(MissReason.UNAVAILABLE)] * len(names) if results is None else results, check_later)
+        return self._prefix(
+            [Miss(MissReason.UNAVAILABLE)] * len(names) if results is None else results, check_later
+        )
 
     def reject(self, chunk: Chunk) -> None:
         """See `ChunkStore.reject`."""
         self._hot.remove_many([chunk.key])
 
     def evict(self, keys: Sequence[CacheEngineKey]) -> int:
-        """Forget chunks in the tiers of this process (host memory and disk), also where they are on their way; how many there were."""
+        """Forget chunks in the tiers of this process (host memory and disk), also where they are
+        on their way; how many there were.
+        """
         stack = self._stack
-        num_removed = None if stack is None else self._wait(stack.batched_remove(_names(keys), LOCAL_TIERS), self._timeout_s)
+        num_removed = (
+            None
+            if stack is None
+            else self._wait(stack.batched_remove(_names(keys), LOCAL_TIERS), self._timeout_s)
+        )
         return num_removed or 0
 
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
@@ -212,15 +269,23 @@ class StorageManager:
         return {} if stack is None else stack.stats()
 
     def _wait(
-        self, work: Coroutine[Any, Any, T], limit_s: float, discard: Callable[[T], None] | None = None, margin_s: float = MARGIN_S
+        self,
+        work: Coroutine[Any, Any, T],
+        limit_s: float,
+        discard: Callable[[T], None] | None = None,
+        margin_s: float = MARGIN_S,
     ) -> T | None:
-        """What `work`, which has `limit_s` seconds, gives, or None when it gave nothing in time and in the margin."""
+        """What `work`, which has `limit_s` seconds, gives, or None when it gave nothing in time
+        and in the margin.
+        """
         try:
             return self._loop.run(work, limit_s + margin_s, discard)
         except UnavailableError as exc:
             logger.warning("the tiers gave no answer: %s", exc)
             return None
-        except ValueError as exc:  # to the engine's caller that would mean that an argument is wrong
+        except (
+            ValueError
+        ) as exc:  # to the engine's caller that would mean that an argument is wrong
             raise LMCacheError(f"a tier failed: {exc!r}") from exc
 
     async def _open_stack(self) -> TierStack:
@@ -263,17 +328,27 @@ class StorageManager:
         """What host memory says to these chunks; None when slower tiers may have more to say."""
         if self._lower and not all(self._hot.contains_many(names)):
             return None
-        results = [self._hot.miss(name) if chunk is None else chunk for name, chunk in zip(names, self._hot.get_many(names), strict=True)]
-        if self._lower and any(isinstance(result, Miss) for result in results):  # evicted in this moment
+        results = [
+            self._hot.miss(name) if chunk is None else chunk
+            for name, chunk in zip(names, self._hot.get_many(names), strict=True)
+        ]
+        if self._lower and any(
+            isinstance(result, Miss) for result in results
+        ):  # evicted in this moment
             _release_all(results)
             return None
         return results
 
     def _prefix(self, results: Sequence[Result], check_later: bool) -> list[Chunk]:
-        """The chunks in front of the first miss and of the first that is damaged in host memory; the others are given back and counted."""
+        """The chunks in front of the first miss and of the first that is damaged in host memory;
+        the others are given back and counted.
+        """
         chunks = list(_leading_chunks(results))
         if check_later:
-            chunks = [c.unchecked() if c.tier == self._hot.name and self._verifier.chooses() else c for c in chunks]
+            chunks = [
+                c.unchecked() if c.tier == self._hot.name and self._verifier.chooses() else c
+                for c in chunks
+            ]
             self._count_first_miss(results, len(chunks))
             _release_all(results[len(chunks) :])
             return chunks

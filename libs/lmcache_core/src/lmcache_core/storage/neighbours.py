@@ -1,4 +1,6 @@
-"""An engine among peers where it has no sidecar: it pulls what they hold, and serves what it holds itself at its `distributed_url`."""
+"""An engine among peers where it has no sidecar: it pulls what they hold, and serves what it
+holds itself at its `distributed_url`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration, parse_distributed_url
 from lmcache_core.p2p.distributed_url import DistributedUrl, is_encrypted
 from lmcache_core.p2p.pool import PeerPool
-from lmcache_core.security import ClientTls, Principal, TicketKeyFile, TicketVerifier, TlsFiles, TokenFile, client_context, server_context
+from lmcache_core.security import (
+    ClientTls,
+    Principal,
+    TicketKeyFile,
+    TicketVerifier,
+    TlsFiles,
+    TokenFile,
+    client_context,
+    server_context,
+)
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.codecs import create_codecs
@@ -40,7 +51,8 @@ RAW: Final = "naive"
 
 
 class Neighbours:
-    """What joins an engine to its peers. Opened and closed on one event loop, as often as the engine is.
+    """What joins an engine to its peers. Opened and closed on one event loop, as often as the
+    engine is.
 
     Args:
         config: With `enable_p2p`, and what goes with it.
@@ -53,15 +65,27 @@ class Neighbours:
         assert config.lookup_url is not None, "the config has checked it"
         assert config.broker_url is not None, "the config has checked it"
         assert config.distributed_url is not None, "the config has checked it"
-        token = None if config.peer_token_file is None else TokenFile(Path(config.peer_token_file), "peer_token_file")
+        token = (
+            None
+            if config.peer_token_file is None
+            else TokenFile(Path(config.peer_token_file), "peer_token_file")
+        )
         self._url = config.distributed_url
         self._address = _address(self._url)
         self._instance = f"{self._address.host}-{self._address.port}".replace(":", "-")
         self._timeout_s = config.tier_timeout_s
-        self._keys = None if config.peer_ticket_keys_file is None else TicketKeyFile(Path(config.peer_ticket_keys_file))
+        self._keys = (
+            None
+            if config.peer_ticket_keys_file is None
+            else TicketKeyFile(Path(config.peer_ticket_keys_file))
+        )
         self._client_tls, self._server_tls = _tls(config)
-        self._lookup = LookupClient(config.lookup_url, token, CLIENT_TIMEOUT_S, tls=self._client_tls.context)
-        self._broker = BrokerClient(config.broker_url, token, CLIENT_TIMEOUT_S, tls=self._client_tls.context)
+        self._lookup = LookupClient(
+            config.lookup_url, token, CLIENT_TIMEOUT_S, tls=self._client_tls.context
+        )
+        self._broker = BrokerClient(
+            config.broker_url, token, CLIENT_TIMEOUT_S, tls=self._client_tls.context
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exits = AsyncExitStack()
         self._codecs = create_codecs([RAW])
@@ -70,7 +94,9 @@ class Neighbours:
 
     @property
     def locate(self) -> Locate:
-        """Tells which server of a remote tier holds what; while the engine is closed it says that it cannot."""
+        """Tells which server of a remote tier holds what; while the engine is closed it says
+        that it cannot.
+        """
         return LookupLocator(self._lookup)
 
     def make_tiers(self) -> list[StorageBackend]:
@@ -94,13 +120,16 @@ class Neighbours:
 
         return soon
 
-    def make_stack(self, hot: LocalCPUBackend, lower: Sequence[StorageBackend], *, keep_hot: bool) -> TierStack:
+    def make_stack(
+        self, hot: LocalCPUBackend, lower: Sequence[StorageBackend], *, keep_hot: bool
+    ) -> TierStack:
         """A stack that tells of what it keeps, and writes nothing to peers."""
         written = [tier for tier in lower if tier.name != PEER_TIER]
         return TierStack(hot, lower, written=written, listener=self._announcer, keep_hot=keep_hot)
 
     async def open(self, stack: TierStack) -> None:
-        """Serve the local tiers of a stack and become known, in the background. An address that is taken costs only that.
+        """Serve the local tiers of a stack and become known, in the background. An address that is
+        taken costs only that.
 
         Args:
             stack: Open, of `make_stack`.
@@ -114,16 +143,28 @@ class Neighbours:
         self._exits.push_async_callback(self._codecs.close)
         store = EncodingStore(LocalStore(stack, accepts_puts=_never), self._codecs, RAW)
         authenticate = _anybody if verify is None else _refuse_without_ticket
-        server = LmServer(store, authenticate, host=self._address.host, port=self._address.port, verify_ticket=verify)
+        server = LmServer(
+            store,
+            authenticate,
+            host=self._address.host,
+            port=self._address.port,
+            verify_ticket=verify,
+        )
         try:
             await server.open(self._server_tls)
         except UnavailableError as exc:
             logger.warning("peers are not served, only asked: %s", exc)
             return
         self._exits.push_async_callback(server.close)
-        reporter = InstanceReporter(self._lookup, self._instance, "sidecar", self._announcer.snapshot)
-        self._announcer.connect(reporter, [stack.hot] if self._disk is None else [stack.hot, self._disk])
-        registration = PeerRegistration(self._broker, Peer(self._instance, time.time_ns(), self._url))
+        reporter = InstanceReporter(
+            self._lookup, self._instance, "sidecar", self._announcer.snapshot
+        )
+        self._announcer.connect(
+            reporter, [stack.hot] if self._disk is None else [stack.hot, self._disk]
+        )
+        registration = PeerRegistration(
+            self._broker, Peer(self._instance, time.time_ns(), self._url)
+        )
         for part in (reporter, registration):
             await part.open()
             self._exits.push_async_callback(part.close)
@@ -146,17 +187,22 @@ def _address(url: str) -> DistributedUrl:
 
 
 def _tls(config: LMCacheEngineConfig) -> tuple[ClientTls, ssl.SSLContext | None]:
-    """What is connected with, and what peers are served with; None where the URL says that they are not encrypted.
+    """What is connected with, and what peers are served with; None where the URL says that they are
+    not encrypted.
 
     Raises:
         ConfigError: A file cannot be read or does not fit.
     """
     cert_file, key_file = config.peer_tls_cert_file, config.peer_tls_key_file
-    shown = client_context(TlsFiles.named(cert_file, key_file, config.peer_tls_ca_file), "peer_tls_cert_file")
+    shown = client_context(
+        TlsFiles.named(cert_file, key_file, config.peer_tls_ca_file), "peer_tls_cert_file"
+    )
     client = ClientTls(shown, config.peer_tls_name, only_encrypted=True)
     if not is_encrypted(config.distributed_url or ""):
         return client, None
-    return client, server_context(TlsFiles.named(cert_file, key_file, config.peer_tls_client_ca_file))
+    return client, server_context(
+        TlsFiles.named(cert_file, key_file, config.peer_tls_client_ca_file)
+    )
 
 
 def _never() -> bool:
@@ -164,7 +210,9 @@ def _never() -> bool:
 
 
 def _anybody(token: str | None) -> Principal:
-    """Without ticket keys whoever reaches the address may read; the config allows that on loopback only."""
+    """Without ticket keys whoever reaches the address may read; the config allows that on
+    loopback only.
+    """
     return Principal(DEFAULT_TENANT, "client", "anybody")
 
 

@@ -1,4 +1,6 @@
-"""The peer tier: chunks that other pods hold, found through lookup, assigned by the broker, pulled over lm://."""
+"""The peer tier: chunks that other pods hold, found through lookup, assigned by the broker,
+pulled over lm://.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class P2PBackend(StorageBackend):
 
     name = PEER_TIER
 
-    def __init__(self, instance: str, lookup: LookupClient, broker: BrokerClient, peers: PeerPool) -> None:
+    def __init__(
+        self, instance: str, lookup: LookupClient, broker: BrokerClient, peers: PeerPool
+    ) -> None:
         self._instance = instance
         self._lookup = lookup
         self._peers = peers
@@ -63,8 +67,12 @@ class P2PBackend(StorageBackend):
         holders = await self._holders(keys)
         return [bool(names) for names in holders] + [False] * (len(keys) - len(holders))
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
-        """Pull the longest prefix of the keys that peers hold (see `PeerPull`); what no peer delivers is a miss."""
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
+        """Pull the longest prefix of the keys that peers hold (see `PeerPull`); what no peer
+        delivers is a miss.
+        """
         limit_s = self._peers.timeout_s if timeout_s is None else timeout_s
         deadline = asyncio.get_running_loop().time() + limit_s
         pull: PeerPull | None = None
@@ -93,12 +101,22 @@ class P2PBackend(StorageBackend):
 
     def stats(self) -> dict[str, int]:
         """Figures of the pulls so far."""
-        return {"num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0, **asdict(self._parts.figures)}
+        return {
+            "num_chunks": 0,
+            "used_bytes": 0,
+            "capacity_bytes": 0,
+            **asdict(self._parts.figures),
+        }
 
     async def _tell_done(self, pulls: Sequence[str]) -> None:
         with contextlib.suppress(UnavailableError):
             await self._parts.broker.done(self._instance, pulls)
 
     async def _holders(self, keys: Sequence[ChunkKey]) -> list[list[HeldBy]]:
-        answer = await self._lookup.lookup([key.key.chunk_id() for key in keys], exclude=[self._instance])
-        return [[HeldBy(holder.instance, holder.tier) for holder in at if holder.kind == PEER_KIND] for at in answer.holders]
+        answer = await self._lookup.lookup(
+            [key.key.chunk_id() for key in keys], exclude=[self._instance]
+        )
+        return [
+            [HeldBy(holder.instance, holder.tier) for holder in at if holder.kind == PEER_KIND]
+            for at in answer.holders
+        ]

@@ -40,7 +40,8 @@ class _Pin:
 
 
 class PinBoard:
-    """Holds a reference on every pinned chunk, which keeps it from being evicted. On the event loop only.
+    """Holds a reference on every pinned chunk, which keeps it from being evicted. On the event loop
+    only.
 
     Args:
         stack: The tiers; a chunk that is not hot is lifted.
@@ -49,7 +50,13 @@ class PinBoard:
         clock: Monotonic seconds.
     """
 
-    def __init__(self, stack: TierStack, arena_bytes: int, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stack: TierStack,
+        arena_bytes: int,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._stack = stack
         self._timeout_s = timeout_s
         self._clock = clock
@@ -67,7 +74,10 @@ class PinBoard:
     def pins(self) -> list[PinnedChunk]:
         """Everything that is pinned now."""
         now = self._clock()
-        return [PinnedChunk(key, _size(pin.chunk), max(0.0, pin.ends_at - now)) for key, pin in self._pins.items()]
+        return [
+            PinnedChunk(key, _size(pin.chunk), max(0.0, pin.ends_at - now))
+            for key, pin in self._pins.items()
+        ]
 
     async def pin(self, keys: Sequence[ChunkKey], ttl_s: float) -> dict[ChunkKey, str]:
         """Keep chunks hot from now on for `ttl_s` seconds, also those that are pinned already.
@@ -99,27 +109,48 @@ class PinBoard:
         return len(gone)
 
     def unpin_hashes(self, chunk_hashes: frozenset[str] | None) -> int:
-        """Keep the chunks of these hashes (all, if None) no longer, of whatever rank and group; how many were pinned."""
-        return self.unpin([key for key in self._pins if chunk_hashes is None or key.key.chunk_hash in chunk_hashes])
+        """Keep the chunks of these hashes (all, if None) no longer, of whatever rank and group;
+        how many were pinned.
+        """
+        return self.unpin(
+            [
+                key
+                for key in self._pins
+                if chunk_hashes is None or key.key.chunk_hash in chunk_hashes
+            ]
+        )
 
     async def expire(self) -> None:
         """Let go of pins whose time is over, and of chunks that are no longer served."""
         now = self._clock()
         kept = self._stack.hot.contains_many(list(self._pins))
-        self.unpin([key for (key, pin), is_kept in zip(self._pins.items(), kept, strict=True) if pin.ends_at <= now or not is_kept])
+        self.unpin(
+            [
+                key
+                for (key, pin), is_kept in zip(self._pins.items(), kept, strict=True)
+                if pin.ends_at <= now or not is_kept
+            ]
+        )
 
     def close(self) -> None:
-        """Let go of everything, and pin nothing any more: this process is on its way to its end. Idempotent."""
+        """Let go of everything, and pin nothing any more: this process is on its way to its end.
+        Idempotent.
+        """
         self._is_closed = True
         self.unpin(list(self._pins))
 
     def _take(self, keys: Sequence[ChunkKey], results: Sequence[Result]) -> dict[ChunkKey, str]:
         reasons: dict[ChunkKey, str] = {}
-        for key, result, is_kept in zip(keys, results, self._stack.hot.contains_many(keys), strict=True):
+        for key, result, is_kept in zip(
+            keys, results, self._stack.hot.contains_many(keys), strict=True
+        ):
             if isinstance(result, Miss):
                 reasons[key] = result.reason.value
                 continue
-            is_within = self.num_bytes + _size(result) <= self.max_bytes and len(self._pins) < MAX_PINNED_CHUNKS
+            is_within = (
+                self.num_bytes + _size(result) <= self.max_bytes
+                and len(self._pins) < MAX_PINNED_CHUNKS
+            )
             if key in self._pins or self._is_closed or not is_kept or not is_within:
                 result.release()
                 if key not in self._pins:

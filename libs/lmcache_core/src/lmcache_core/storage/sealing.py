@@ -11,7 +11,9 @@ INLINE_SEAL_BYTES = 1 << 20
 
 
 async def seal_all(chunks: Sequence[Chunk]) -> None:
-    """Compute the digests that chunks still lack, large ones in threads: nothing leaves the process without."""
+    """Compute the digests that chunks still lack, large ones in threads: nothing leaves the
+    process without.
+    """
     loop = asyncio.get_running_loop()
     sealing = []
     for chunk in chunks:
@@ -21,7 +23,9 @@ async def seal_all(chunks: Sequence[Chunk]) -> None:
             chunk.sealed()
             continue
         chunk.memory.ref_count_up()
-        sealing.append(asyncio.shield(loop.run_in_executor(None, _seal_and_release, chunk)))  # it runs, come what may
+        sealing.append(
+            asyncio.shield(loop.run_in_executor(None, _seal_and_release, chunk))
+        )  # it runs, come what may
     await asyncio.gather(*sealing)
 
 

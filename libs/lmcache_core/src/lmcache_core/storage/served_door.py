@@ -44,7 +44,8 @@ class WrappedStore:
 
 
 class LosslessStore(WrappedStore):
-    """A store as clients see it that take nothing lossy: a lossy record is a miss, is not there, and gives place to a lossless one.
+    """A store as clients see it that take nothing lossy: a lossy record is a miss, is not there,
+    and gives place to a lossless one.
 
     Args:
         store: What is wrapped.
@@ -55,9 +56,14 @@ class LosslessStore(WrappedStore):
         self._in_the_way = InTheWay()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `ServedStore.contains`; that a record is lossy is known when it has been asked for."""
+        """See `ServedStore.contains`; that a record is lossy is known when it has been asked
+        for.
+        """
         found = await self._store.contains(keys)
-        return [is_there and key not in self._in_the_way for key, is_there in zip(keys, found, strict=True)]
+        return [
+            is_there and key not in self._in_the_way
+            for key, is_there in zip(keys, found, strict=True)
+        ]
 
     async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
         """See `ServedStore.get`."""
@@ -66,7 +72,9 @@ class LosslessStore(WrappedStore):
     async def put(self, chunk: Chunk) -> bool:
         """See `ServedStore.put`."""
         if chunk.key in self._in_the_way and not chunk.lossy:
-            await self._store.remove([chunk.key])  # from every tier: those that write later would keep the record that they have
+            await self._store.remove(
+                [chunk.key]
+            )  # from every tier: those that write later would keep the record that they have
             self._in_the_way.forget([chunk.key])
         return await self._store.put(chunk)
 

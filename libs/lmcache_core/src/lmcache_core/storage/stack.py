@@ -27,9 +27,13 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 2.0
 GRACE_S = 0.05
-"""What a tier may need to give back, at the deadline, what it has; one that needs longer loses that too."""
+"""What a tier may need to give back, at the deadline, what it has; one that needs longer loses
+that too.
+"""
 TIER_CLOSE_S = 30.0
-"""How long a tier may take to close: longer than any tier of ours waits for its threads and tasks."""
+"""How long a tier may take to close: longer than any tier of ours waits for its threads and
+tasks.
+"""
 DEFAULT_PENDING_SHARE = 2
 """Writes that wait for all slower tiers together may hold one part in this many of the hot tier."""
 
@@ -50,8 +54,8 @@ class TierStack:
         written: Those of them that every new chunk is written to; None means all.
         listener: Hears of chunks that tiers of this process have kept.
         keep_hot: Keep chunks in host memory; False uses it only on the way through.
-        pending_bytes: Bounds on the writes that wait, by tier; equal parts of what `DEFAULT_PENDING_SHARE` leaves for
-            those that are not named.
+        pending_bytes: Bounds on the writes that wait, by tier; equal parts of what
+            `DEFAULT_PENDING_SHARE` leaves for those that are not named.
     """
 
     def __init__(
@@ -73,7 +77,10 @@ class TierStack:
         num_unnamed = sum(tier.name not in pending_bytes for tier in behind)
         share = hot.stats()["capacity_bytes"] // DEFAULT_PENDING_SHARE // max(1, num_unnamed)
         find = partial(hot.get_many, is_access=False) if keep_hot else None
-        self._written_to = {tier.name: WriteBehind(tier, pending_bytes.get(tier.name, share), self._written, find) for tier in behind}
+        self._written_to = {
+            tier.name: WriteBehind(tier, pending_bytes.get(tier.name, share), self._written, find)
+            for tier in behind
+        }
         self._writers: dict[str, WriteBehind] = {}
 
     @property
@@ -82,7 +89,8 @@ class TierStack:
         return self._keep_hot
 
     async def open(self) -> None:
-        """Open every tier; one that cannot be had is left out until it can, since a broken disk must not stop what works without it.
+        """Open every tier; one that cannot be had is left out until it can, since a broken disk
+        must not stop what works without it.
 
         Raises:
             ConfigError: A tier's options are wrong, or another process owns its directory.
@@ -105,8 +113,12 @@ class TierStack:
             await _close_all([self.hot])
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every accepted chunk has reached (or failed to reach) the slower tiers; False when that took too long."""
-        return all(await asyncio.gather(*(writer.drain(timeout_s) for writer in self._writers.values())))
+        """Wait until every accepted chunk has reached (or failed to reach) the slower tiers;
+        False when that took too long.
+        """
+        return all(
+            await asyncio.gather(*(writer.drain(timeout_s) for writer in self._writers.values()))
+        )
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
         """Arena memory, by eviction if need be; one reference owned by the caller."""
@@ -117,9 +129,14 @@ class TierStack:
         return self.hot.receive(num_bytes, tenant)
 
     async def batched_tiers(
-        self, keys: Sequence[ChunkKey], timeout_s: float = DEFAULT_TIMEOUT_S, search_range: Sequence[str] | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        search_range: Sequence[str] | None = None,
     ) -> list[str | None]:
-        """For each chunk the fastest tier that has it, or None; tiers outside `search_range` (all when None) are not asked."""
+        """For each chunk the fastest tier that has it, or None; tiers outside `search_range`
+        (all when None) are not asked.
+        """
         found: list[str | None] = [None] * len(keys)
         deadline = asyncio.get_running_loop().time() + timeout_s
         for tier in (self.hot, *self.lower):
@@ -128,7 +145,9 @@ class TierStack:
                 break
             if search_range is not None and tier.name not in search_range:
                 continue
-            for i, has in zip(missing, await self._ask(tier, [keys[i] for i in missing], deadline), strict=True):
+            for i, has in zip(
+                missing, await self._ask(tier, [keys[i] for i in missing], deadline), strict=True
+            ):
                 found[i] = tier.name if has else None
         return found
 
@@ -142,14 +161,16 @@ class TierStack:
     ) -> list[Result]:
         """Read chunks, each from the fastest tier that has it; what comes from below is kept hot.
 
-        A tier is not asked for more than is expected to come by the deadline: the rest are misses with reason `deadline`.
+        A tier is not asked for more than is expected to come by the deadline: the rest are misses
+        with reason `deadline`.
 
         Args:
             keys: Their names.
             timeout_s: Deadline for the whole call; what has not come by then is a miss.
             prefix_only: Give back nothing behind the first miss.
             search_range: Names of the lower tiers that are asked; None means all.
-            recompute_s: What computing one chunk anew costs; the deadline is then at most that, for the chunks that are not hot.
+            recompute_s: What computing one chunk anew costs; the deadline is then at most that, for
+                the chunks that are not hot.
 
         Returns:
             Results in the order of the keys; the caller owns every chunk.
@@ -158,19 +179,27 @@ class TierStack:
         results = self._hot_results(keys)
         missing = _missing(results)
         if missing and self.lower:
-            limit_s = timeout_s if recompute_s is None else min(timeout_s, recompute_s * len(missing))
+            limit_s = (
+                timeout_s if recompute_s is None else min(timeout_s, recompute_s * len(missing))
+            )
             try:
-                await self._fill_from_below(keys, results, ReadLimit(began + limit_s, recompute_s), search_range)
+                await self._fill_from_below(
+                    keys, results, ReadLimit(began + limit_s, recompute_s), search_range
+                )
             except BaseException:
                 _release(results, 0)
                 raise
         if prefix_only:
-            num_prefix = next((i for i, result in enumerate(results) if isinstance(result, Miss)), len(results))
+            num_prefix = next(
+                (i for i, result in enumerate(results) if isinstance(result, Miss)), len(results)
+            )
             _release(results, num_prefix)
         return results
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks hot and write them to the slower tiers in the background (chunks are borrowed)."""
+        """Keep chunks hot and write them to the slower tiers in the background (chunks are
+        borrowed).
+        """
         kept = self.hot.put_many(chunks) if self._keep_hot else [True] * len(chunks)
         held = [chunk for chunk, is_kept in zip(chunks, kept, strict=True) if is_kept]
         if self._keep_hot:
@@ -180,16 +209,33 @@ class TierStack:
             writer.offer(held)
         return kept
 
-    async def batched_remove(self, keys: Sequence[ChunkKey], search_range: Sequence[str] | None = None) -> int:
-        """Forget chunks in the tiers named (all when None); how many were in the one that held most."""
-        return await self._remove(frozenset(keys).__contains__, search_range, lambda tier: tier.batched_remove(keys))
+    async def batched_remove(
+        self, keys: Sequence[ChunkKey], search_range: Sequence[str] | None = None
+    ) -> int:
+        """Forget chunks in the tiers named (all when None); how many were in the one that held
+        most.
+        """
+        return await self._remove(
+            frozenset(keys).__contains__, search_range, lambda tier: tier.batched_remove(keys)
+        )
 
-    async def clear(self, tenant: str | None = None, search_range: Sequence[str] | None = None) -> int:
-        """Forget everything (of that tenant) in the tiers named (all when None); how many were in the one that held most."""
-        return await self._remove(lambda key: tenant is None or key.tenant == tenant, search_range, lambda tier: tier.clear(tenant))
+    async def clear(
+        self, tenant: str | None = None, search_range: Sequence[str] | None = None
+    ) -> int:
+        """Forget everything (of that tenant) in the tiers named (all when None); how many were
+        in the one that held most.
+        """
+        return await self._remove(
+            lambda key: tenant is None or key.tenant == tenant,
+            search_range,
+            lambda tier: tier.clear(tenant),
+        )
 
     async def _remove(
-        self, is_unwanted: IsUnwanted, search_range: Sequence[str] | None, remove: Callable[[StorageBackend], Awaitable[int]]
+        self,
+        is_unwanted: IsUnwanted,
+        search_range: Sequence[str] | None,
+        remove: Callable[[StorageBackend], Awaitable[int]],
     ) -> int:
         tiers = self._tiers_in(search_range)
         with ExitStack() as held:
@@ -197,25 +243,40 @@ class TierStack:
                 held.enter_context(writer.holding_back(is_unwanted))
             if self.hot in tiers:
                 held.enter_context(self._lifts.removing(is_unwanted))
-            # Chunks stay hot until what is on its way to a tier is there, or a reader would see them go and come back.
-            await asyncio.gather(*(writer.arrived(is_unwanted, DEFAULT_TIMEOUT_S) for writer in self._writers.values()))
+            # Chunks stay hot until what is on its way to a tier is there, or a reader would see
+            # them go and come back.
+            await asyncio.gather(
+                *(
+                    writer.arrived(is_unwanted, DEFAULT_TIMEOUT_S)
+                    for writer in self._writers.values()
+                )
+            )
             for writer in self._writers.values():
                 writer.forget(is_unwanted)
-            # Without a wait since the line above: what is put from here on is put after the removal, and is written when that is over.
+            # Without a wait since the line above: what is put from here on is put after the
+            # removal, and is written when that is over.
             counts = [await remove(tier) for tier in tiers]
         return max(counts, default=0)
 
     def _tiers_in(self, search_range: Sequence[str] | None) -> list[StorageBackend]:
-        return [tier for tier in (self.hot, *self.lower) if search_range is None or tier.name in search_range]
+        return [
+            tier
+            for tier in (self.hot, *self.lower)
+            if search_range is None or tier.name in search_range
+        ]
 
     @property
     def num_pending_bytes(self) -> int:
-        """Bytes of memory held for writes to slower tiers; zero does not mean that nothing waits: see `is_writing`."""
+        """Bytes of memory held for writes to slower tiers; zero does not mean that nothing
+        waits: see `is_writing`.
+        """
         return sum(writer.pending_bytes for writer in self._writers.values())
 
     @property
     def num_waiting_names(self) -> int:
-        """Chunks that wait by name alone for slower tiers, counted once per tier; their bytes are not pending yet."""
+        """Chunks that wait by name alone for slower tiers, counted once per tier; their bytes
+        are not pending yet.
+        """
         return sum(writer.num_waiting_names for writer in self._writers.values())
 
     @property
@@ -234,7 +295,9 @@ class TierStack:
             }
         return figures
 
-    async def _ask(self, tier: StorageBackend, keys: Sequence[ChunkKey], deadline: float) -> list[bool]:
+    async def _ask(
+        self, tier: StorageBackend, keys: Sequence[ChunkKey], deadline: float
+    ) -> list[bool]:
         try:
             async with asyncio.timeout_at(deadline):
                 return await tier.batched_contains(keys)
@@ -242,15 +305,26 @@ class TierStack:
             return [False] * len(keys)
 
     def _hot_results(self, keys: Sequence[ChunkKey]) -> list[Result]:
-        return [self.hot.miss(key) if chunk is None else chunk for key, chunk in zip(keys, self.hot.get_many(keys), strict=True)]
+        return [
+            self.hot.miss(key) if chunk is None else chunk
+            for key, chunk in zip(keys, self.hot.get_many(keys), strict=True)
+        ]
 
     async def _fill_from_below(
-        self, keys: Sequence[ChunkKey], results: list[Result], limit: ReadLimit, search_range: Sequence[str] | None
+        self,
+        keys: Sequence[ChunkKey],
+        results: list[Result],
+        limit: ReadLimit,
+        search_range: Sequence[str] | None,
     ) -> None:
         """Fill in what the slower tiers bring in time."""
         missing = _missing(results)
-        if self._keep_hot and await self._lifts.wait_for_others([keys[i] for i in missing], limit.left_s(len(missing))):
-            for i, result in zip(missing, self._hot_results([keys[i] for i in missing]), strict=True):
+        if self._keep_hot and await self._lifts.wait_for_others(
+            [keys[i] for i in missing], limit.left_s(len(missing))
+        ):
+            for i, result in zip(
+                missing, self._hot_results([keys[i] for i in missing]), strict=True
+            ):
                 results[i] = result
             missing = _missing(results)
         lift = self._lifts.begin([keys[i] for i in missing])
@@ -265,7 +339,13 @@ class TierStack:
             self._lifts.end(lift)
 
     async def _fill(
-        self, tier: StorageBackend, keys: Sequence[ChunkKey], missing: list[int], results: list[Result], limit: ReadLimit, lift: Lift
+        self,
+        tier: StorageBackend,
+        keys: Sequence[ChunkKey],
+        missing: list[int],
+        results: list[Result],
+        limit: ReadLimit,
+        lift: Lift,
     ) -> None:
         limit_s = limit.left_s(len(missing))
         num_asked = len(missing) if limit_s > 0 else 0
@@ -282,7 +362,13 @@ class TierStack:
             except UnavailableError:
                 got = [Miss(MissReason.UNAVAILABLE)] * len(wanted)
         got = [*got, *[Miss(MissReason.DEADLINE)] * (len(missing) - len(wanted))]
-        self._keep([result for result in got if isinstance(result, Chunk) and result.key not in lift.unwanted])
+        self._keep(
+            [
+                result
+                for result in got
+                if isinstance(result, Chunk) and result.key not in lift.unwanted
+            ]
+        )
         for i, result in zip(missing, got, strict=True):
             if isinstance(result, Chunk) or result.reason is not MissReason.NEVER_STORED:
                 results[i] = result
@@ -295,7 +381,9 @@ class TierStack:
                     self._written(chunk, self.hot.name)
 
     def _came(self, late: StorageBackend) -> None:
-        """A tier is there now that could not be had. It holds what it held, also what was removed from the others meanwhile."""
+        """A tier is there now that could not be had. It holds what it held, also what was
+        removed from the others meanwhile.
+        """
         self.lower = tuple(tier for tier in self._tiers if tier is late or tier in self.lower)
         self._write_to(late)
 
@@ -314,7 +402,8 @@ async def _close_all(tiers: Sequence[StorageBackend]) -> None:
     """Close tiers, all at once.
 
     Raises:
-        Exception: One of them failed other than by being unavailable; the others are closed all the same.
+        Exception: One of them failed other than by being unavailable; the others are closed all the
+            same.
     """
     closing = {asyncio.create_task(tier.close(), name=f"close/{tier.name}"): tier for tier in tiers}
     if not closing:
@@ -322,7 +411,11 @@ async def _close_all(tiers: Sequence[StorageBackend]) -> None:
     try:
         done, left = await asyncio.wait(closing, timeout=TIER_CLOSE_S)
         for task in left:
-            logger.error("tier did not close, leaving it: tier=%s waited_s=%g", closing[task].name, TIER_CLOSE_S)
+            logger.error(
+                "tier did not close, leaving it: tier=%s waited_s=%g",
+                closing[task].name,
+                TIER_CLOSE_S,
+            )
     finally:
         await cancel_and_join(closing.keys())
     for task in done:

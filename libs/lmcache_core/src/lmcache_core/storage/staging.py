@@ -1,4 +1,6 @@
-"""Tickets: what requests are going to load is lifted while they wait, and what they were promised stays in host memory."""
+"""Tickets: what requests are going to load is lifted while they wait, and what they were
+promised stays in host memory.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,21 @@ from lmcache_core.storage.turns import Steps, at_once, in_turns
 
 MAX_TICKETS = 4096
 STAGE_LEASE_S = 120.0
-"""So long after the last word about a ticket it is forgotten: whoever asked has gone or does not need it."""
+"""So long after the last word about a ticket it is forgotten: whoever asked has gone or does not
+need it.
+"""
 SWEEP_INTERVAL_S = 5.0
 """How often an owner calls `expire`."""
 HOT_BLOCK_KEYS = 512
 """So many chunks are taken or given back in one step."""
 LIFT_BLOCK_KEYS = 4096
-"""So many keys are looked at in one go: of a long chain of which little is there, the rest costs nothing."""
+"""So many keys are looked at in one go: of a long chain of which little is there, the rest costs
+nothing.
+"""
 PROBE_SHARE = 2
-"""Finding out who has what may take one part in this many of a lift's time: a tier that hangs leaves time to read from the others."""
+"""Finding out who has what may take one part in this many of a lift's time: a tier that hangs
+leaves time to read from the others.
+"""
 
 StartLift = Callable[[Coroutine[Any, Any, None]], bool]
 
@@ -38,12 +46,18 @@ class Staging:
         stack: The tiers.
         tenant: Namespace of the client's chunks.
         room: What this and other clients may hold together.
-        start_lift: Runs a lift on the stack's event loop; False when it will not, and has closed it.
+        start_lift: Runs a lift on the stack's event loop; False when it will not, and has closed
+            it.
         clock: Tells how old tickets are, seconds.
     """
 
     def __init__(
-        self, stack: TierStack, tenant: str, room: StagingRoom, start_lift: StartLift, clock: Callable[[], float] = time.monotonic
+        self,
+        stack: TierStack,
+        tenant: str,
+        room: StagingRoom,
+        start_lift: StartLift,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stack = stack
         self._tenant = tenant
@@ -69,29 +83,43 @@ class Staging:
         is_prefix: bool = True,
         recompute_s: float | None = None,
     ) -> Staged:
-        """What of these chunks is in host memory for all ranks, held from now on; what is not begins to be lifted.
+        """What of these chunks is in host memory for all ranks, held from now on; what is not
+        begins to be lifted.
 
         Args:
             ticket: Name of the question.
             chains: What is asked for; none, or those of the first time: how far the lift is.
             deadline_s: Longest that the lift may take.
-            is_prefix: Nothing behind the first missing chunk of a chain counts or is lifted. Otherwise each chunk counts for itself.
-            recompute_s: What computing one chunk (of all ranks and chains) anew costs; the lift takes no longer than that for each chunk.
+            is_prefix: Nothing behind the first missing chunk of a chain counts or is lifted.
+                Otherwise each chunk counts for itself.
+            recompute_s: What computing one chunk (of all ranks and chains) anew costs; the lift
+                takes no longer than that for each chunk.
         """
         with self._lock:
             return at_once(self._staging(ticket, chains, deadline_s, is_prefix, recompute_s))
 
     async def stage_in_turns(
-        self, ticket: str, chains: Sequence[ChunkChain], deadline_s: float, is_prefix: bool, recompute_s: float | None
+        self,
+        ticket: str,
+        chains: Sequence[ChunkChain],
+        deadline_s: float,
+        is_prefix: bool,
+        recompute_s: float | None,
     ) -> Staged:
-        """`stage` for who serves others on the same event loop: they have their turn every few hundred chunks.
+        """`stage` for who serves others on the same event loop: they have their turn every few
+        hundred chunks.
 
-        A chunk that is removed meanwhile counts as it was seen. Closed or cancelled meanwhile, it holds nothing.
+        A chunk that is removed meanwhile counts as it was seen. Closed or cancelled meanwhile, it
+        holds nothing.
         """
-        return await in_turns(self._staging(ticket, chains, deadline_s, is_prefix, recompute_s), self._lock)
+        return await in_turns(
+            self._staging(ticket, chains, deadline_s, is_prefix, recompute_s), self._lock
+        )
 
     def unstage(self, tickets: Sequence[str]) -> None:
-        """Hold nothing for these tickets any more; unknown ones are passed over. What is being read for them goes on, and stays hot."""
+        """Hold nothing for these tickets any more; unknown ones are passed over. What is being
+        read for them goes on, and stays hot.
+        """
         with self._lock:
             at_once(self._unstaging(tickets))
 
@@ -118,11 +146,18 @@ class Staging:
             at_once(self._closing())
 
     async def close_in_turns(self) -> None:
-        """`close` for who serves others on the same event loop. Cancelled, it has not forgotten all of them: `close` does then."""
+        """`close` for who serves others on the same event loop. Cancelled, it has not forgotten
+        all of them: `close` does then.
+        """
         await in_turns(self._closing(), self._lock)
 
     def _staging(
-        self, name: str, chains: Sequence[ChunkChain], deadline_s: float, is_prefix: bool, recompute_s: float | None
+        self,
+        name: str,
+        chains: Sequence[ChunkChain],
+        deadline_s: float,
+        is_prefix: bool,
+        recompute_s: float | None,
     ) -> Steps[Staged]:
         yield from self._expiring()
         known = self._tickets.get(name)
@@ -148,7 +183,9 @@ class Staging:
         self._begin_lift(ticket, deadline_s, recompute_s)
         staged = ticket.staged()
         if known is not None:
-            yield from self._ending(known)  # after the new one has taken its own, so that what both want is held all the time
+            yield from self._ending(
+                known
+            )  # after the new one has taken its own, so that what both want is held all the time
         return staged
 
     def _takes(self, name: str) -> bool:
@@ -185,8 +222,15 @@ class Staging:
             if ticket.is_prefix and not chain.tiers[numbers[-1]]:
                 return
 
-    def _hold(self, ticket: Ticket, chain: StagedChain, numbers: Sequence[int], codes: Sequence[int] | None = None) -> None:
-        """Take references on those of these chunks that are hot for all ranks and that there is room for.
+    def _hold(
+        self,
+        ticket: Ticket,
+        chain: StagedChain,
+        numbers: Sequence[int],
+        codes: Sequence[int] | None = None,
+    ) -> None:
+        """Take references on those of these chunks that are hot for all ranks and that there is
+        room for.
 
         Args:
             ticket: Who holds them.
@@ -197,7 +241,11 @@ class Staging:
         found = self._stack.hot.get_many(chain.names_of(numbers))
         complete = whole(found, chain.num_ranks, ticket.is_prefix)
         num_ranks = chain.num_ranks
-        runs = [found[: len(complete) * num_ranks]] if ticket.is_prefix else [found[i * num_ranks : (i + 1) * num_ranks] for i in complete]
+        runs = (
+            [found[: len(complete) * num_ranks]]
+            if ticket.is_prefix
+            else [found[i * num_ranks : (i + 1) * num_ranks] for i in complete]
+        )
         kept = [chunk for run in runs for chunk in run if chunk is not None]
         num_kept = 0 if ticket.is_over else self._room.take(kept, num_ranks)
         ticket.held += kept[: num_kept * num_ranks]
@@ -229,11 +277,17 @@ class Staging:
             ticket.is_ready = True
             self._room.end_lift()
 
-    async def _lift_chain(self, ticket: Ticket, chain: StagedChain, limit_s: float, recompute_s: float | None) -> None:
-        """Bring the chunks of a chain that some tier has for all ranks; what nobody has whole is not read at all."""
+    async def _lift_chain(
+        self, ticket: Ticket, chain: StagedChain, limit_s: float, recompute_s: float | None
+    ) -> None:
+        """Bring the chunks of a chain that some tier has for all ranks; what nobody has whole is
+        not read at all.
+        """
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
-        missing = [i for i, tier in enumerate(chain.tiers) if not tier][: self._num_affordable(chain.num_ranks)]
+        missing = [i for i, tier in enumerate(chain.tiers) if not tier][
+            : self._num_affordable(chain.num_ranks)
+        ]
         for numbers in chain.blocks(missing, LIFT_BLOCK_KEYS):
             left_s = deadline - clock()
             if left_s > 0 and not ticket.is_over:
@@ -242,7 +296,12 @@ class Staging:
                 return
 
     async def _lift_block(
-        self, ticket: Ticket, chain: StagedChain, numbers: Sequence[int], limit_s: float, recompute_s: float | None
+        self,
+        ticket: Ticket,
+        chain: StagedChain,
+        numbers: Sequence[int],
+        limit_s: float,
+        recompute_s: float | None,
     ) -> None:
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
@@ -258,20 +317,28 @@ class Staging:
             search_range=sorted({tier for tier in tiers if tier is not None}),
             recompute_s=None if recompute_s is None else recompute_s / num_ranks,
         )
-        codes = [max(map(code_of, results[i * num_ranks : (i + 1) * num_ranks])) for i in range(len(wanted))]
+        codes = [
+            max(map(code_of, results[i * num_ranks : (i + 1) * num_ranks]))
+            for i in range(len(wanted))
+        ]
         arrived = [result for result in results if isinstance(result, Chunk)]
         try:
             with self._lock:
                 if not self._stack.keeps_hot and not ticket.is_over:
                     self._stack.hot.put_many(arrived)
-                # Not the results: what the tier keeps is what a load is going to find, and may be another copy.
+                # Not the results: what the tier keeps is what a load is going to find, and may be
+                # another copy.
                 self._hold(ticket, chain, wanted, codes)
         finally:
             for chunk in arrived:
                 chunk.release()
 
     def _num_affordable(self, num_ranks: int) -> int:
-        """How many more chunks are likely to find room: what does not is not worth reading, nor pushing others out for."""
+        """How many more chunks are likely to find room: what does not is not worth reading, nor
+        pushing others out for.
+        """
         figures = self._stack.hot.stats()
-        mean_bytes = max(1, figures["used_bytes"] // max(1, figures["num_chunks"]))  # of unknown size, a byte at least
+        mean_bytes = max(
+            1, figures["used_bytes"] // max(1, figures["num_chunks"])
+        )  # of unknown size, a byte at least
         return self._room.left_bytes // (mean_bytes * num_ranks)

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from lmcache_core.record import Chunk
 
 STAGED_SHARE = 2
-"""What is staged may hold one part in this many of the host memory: the rest is for stores, loads and lifts."""
+"""What is staged may hold one part in this many of the host memory: the rest is for stores,
+loads and lifts.
+"""
 MAX_LIFTS = 64
 
 
@@ -36,7 +38,8 @@ class StagingRoom:
         """Count chunks as held, as many from the first as there is room for.
 
         Args:
-            chunks: Their references belong to the caller, and stay for as long as they are counted here.
+            chunks: Their references belong to the caller, and stay for as long as they are counted
+                here.
             unit: So many belong together, and are taken together.
 
         Returns:

@@ -1,4 +1,6 @@
-"""Chunks as plain tensors, one key each: the documented interface, and its implementation over the tiers. Needs torch."""
+"""Chunks as plain tensors, one key each: the documented interface, and its implementation over
+the tiers. Needs torch.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ class LMCBackendInterface(ABC):
 
 
 class TensorStore(Protocol):
-    """What a tensor backend needs of storage; `StorageManager` has it, and the engine's other chunk stores do."""
+    """What a tensor backend needs of storage; `StorageManager` has it, and the engine's other
+    chunk stores do.
+    """
 
     @property
     def needs_digests(self) -> bool:
@@ -96,7 +100,9 @@ class TensorStore(Protocol):
         """Make filled memory visible; the caller still owns its references."""
 
     def get(self, keys: Sequence[CacheEngineKey]) -> list[Chunk]:
-        """The longest prefix of these chunks that can be had in time, verified; each goes to `release`."""
+        """The longest prefix of these chunks that can be had in time, verified; each goes to
+        `release`.
+        """
 
     def release(self, chunks: Sequence[Chunk]) -> bool:
         """Give references back; False when what was read from them may have been overwritten."""
@@ -108,9 +114,10 @@ class TensorStore(Protocol):
 class StackTensorBackend(LMCBackendInterface):
     """Tensors of any shape and known dtype over the tiers of a chunk store. Thread-safe.
 
-    A chunk is visible (to `contains` and `get` of everybody who shares the store) when host memory has it; slower tiers follow in the
-    background, as fast as they can, whatever `blocking` says. A chunk that finds no room is not stored. A tensor that was retrieved is a
-    copy of its own, which nothing here touches again.
+    A chunk is visible (to `contains` and `get` of everybody who shares the store) when host memory
+    has it; slower tiers follow in the background, as fast as they can, whatever `blocking` says. A
+    chunk that finds no room is not stored. A tensor that was retrieved is a copy of its own, which
+    nothing here touches again.
 
     Args:
         store: Opened; closed with this backend.
@@ -124,12 +131,14 @@ class StackTensorBackend(LMCBackendInterface):
         self._turns = threading.BoundedSemaphore(MAX_PENDING_PUTS)
 
     def put(self, key: CacheEngineKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
-        """See `LMCBackendInterface.put`. The tensor has been copied when this returns, be it blocking or not.
+        """See `LMCBackendInterface.put`. The tensor has been copied when this returns, be it
+        blocking or not.
 
         Args:
             key: Its key.
             kv_chunk: On any device, contiguous or not.
-            blocking: Return when it is visible; otherwise that happens soon, in a thread, in the order of the puts.
+            blocking: Return when it is visible; otherwise that happens soon, in a thread, in the
+                order of the puts.
 
         Raises:
             ValueError: A record cannot hold a tensor of its dtype or shape.
@@ -142,7 +151,9 @@ class StackTensorBackend(LMCBackendInterface):
         return self._store.lookup([key], None) == 1
 
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
-        """See `LMCBackendInterface.get`. What is damaged, late, or no single raw tensor is not there."""
+        """See `LMCBackendInterface.get`. What is damaged, late, or no single raw tensor is not
+        there.
+        """
         tensors = self._copies([key])
         return tensors[0] if tensors else None
 
@@ -186,7 +197,11 @@ class StackTensorBackend(LMCBackendInterface):
                 if memory is None:
                     logger.debug("no room for a chunk of %d bytes", spec.length)
                     continue
-                chunks.append(Chunk.unsealed(ChunkKey(DEFAULT_TENANT, key), header, memory, LocalCPUBackend.name))
+                chunks.append(
+                    Chunk.unsealed(
+                        ChunkKey(DEFAULT_TENANT, key), header, memory, LocalCPUBackend.name
+                    )
+                )
                 tensor_over(memory.byte_array, spec.shape, spec.dtype).copy_(tensor.detach())
         except BaseException:
             self._store.release(chunks)

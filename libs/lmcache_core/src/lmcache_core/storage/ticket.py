@@ -34,11 +34,17 @@ class StagedChain:
     def names_of(self, numbers: Sequence[int]) -> list[ChunkKey]:
         """The names of these chunks, in ascending order, those of one chunk together."""
         start, end = numbers[0], numbers[-1] + 1
-        names = [ChunkKey(self._tenant, key) for key in self._chain.part(start, end).keys_by_chunk()]
+        names = [
+            ChunkKey(self._tenant, key) for key in self._chain.part(start, end).keys_by_chunk()
+        ]
         if len(numbers) == end - start:
             return names
         num_ranks = self.num_ranks
-        return [name for i in numbers for name in names[(i - start) * num_ranks : (i - start + 1) * num_ranks]]
+        return [
+            name
+            for i in numbers
+            for name in names[(i - start) * num_ranks : (i - start + 1) * num_ranks]
+        ]
 
     def blocks(self, numbers: Sequence[int], num_keys: int) -> Iterator[Sequence[int]]:
         """These chunks, in pieces of about so many keys."""
@@ -64,7 +70,9 @@ class Ticket:
 
 
 def ending(ticket: Ticket, stack: TierStack, room: StagingRoom, block: int) -> Steps[None]:
-    """Give back what a ticket holds that is known no more, so many chunks at a time; closed, all of the rest."""
+    """Give back what a ticket holds that is known no more, so many chunks at a time; closed, all
+    of the rest.
+    """
     ticket.is_over = True
     try:
         while len(ticket.held) > block:
@@ -85,13 +93,21 @@ def _give_back(ticket: Ticket, stack: TierStack, room: StagingRoom, num_chunks: 
 
 
 def whole(found: Sequence[object | None], num_ranks: int, is_prefix: bool) -> Sequence[int]:
-    """Numbers of the chunks that were found for all ranks; with `is_prefix` only those in front of the first that was not."""
+    """Numbers of the chunks that were found for all ranks; with `is_prefix` only those in front
+    of the first that was not.
+    """
     if is_prefix:
         num_found = next((i for i, what in enumerate(found) if what is None), len(found))
         return range(num_found // num_ranks)
-    return [i for i in range(len(found) // num_ranks) if None not in found[i * num_ranks : (i + 1) * num_ranks]]
+    return [
+        i
+        for i in range(len(found) // num_ranks)
+        if None not in found[i * num_ranks : (i + 1) * num_ranks]
+    ]
 
 
 def code_of(result: Result) -> int:
     """Where a rank's chunk came from; what has come by another way meanwhile is hot."""
-    return _CODES.get(result.tier, StagedFrom.OTHER) if isinstance(result, Chunk) else StagedFrom.HOT
+    return (
+        _CODES.get(result.tier, StagedFrom.OTHER) if isinstance(result, Chunk) else StagedFrom.HOT
+    )

@@ -21,7 +21,9 @@ class ReadLimit:
     recompute_s: float | None = None
 
     def left_s(self, num_chunks: int) -> float:
-        """Seconds that so many chunks are worth, and that are left; not positive when there are none."""
+        """Seconds that so many chunks are worth, and that are left; not positive when there are
+        none.
+        """
         left_s = self.deadline - asyncio.get_running_loop().time()
         return left_s if self.recompute_s is None else min(left_s, self.recompute_s * num_chunks)
 

@@ -37,8 +37,9 @@ def encoded_chunk(codec: ChunkCodec, chunk: Chunk, figures: CodecFigures) -> Chu
         figures: Where the work is counted.
 
     Returns:
-        A chunk with memory of its own, outside any arena; None when its record would not be smaller: it stays as it is. Lossy if the codec
-        is, and also if the chunk was decoded from a lossy record before.
+        A chunk with memory of its own, outside any arena; None when its record would not be
+        smaller: it stays as it is. Lossy if the codec is, and also if the chunk was decoded from a
+        lossy record before.
     """
     header = chunk.described
     began = time.perf_counter()
@@ -62,7 +63,9 @@ def encoded_chunk(codec: ChunkCodec, chunk: Chunk, figures: CodecFigures) -> Chu
     head = encode_head(made, len(payload))
     elapsed_s = time.perf_counter() - began
     raw_bytes = chunk.memory.get_size()
-    if len(payload) < raw_bytes and len(head) + len(payload) >= chunk.num_bytes:  # the longer head has eaten what the payload saved
+    if (
+        len(payload) < raw_bytes and len(head) + len(payload) >= chunk.num_bytes
+    ):  # the longer head has eaten what the payload saved
         figures.left_raw(codec.serde, elapsed_s)
         return None
     figures.encoded(codec.serde, raw_bytes, len(payload), elapsed_s)
@@ -72,7 +75,8 @@ def encoded_chunk(codec: ChunkCodec, chunk: Chunk, figures: CodecFigures) -> Chu
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """A chunk that is to be decoded into other memory; owns a reference on both until it has run or is abandoned.
+    """A chunk that is to be decoded into other memory; owns a reference on both until it has run or
+    is abandoned.
 
     Attributes:
         codec: Decodes such records.
@@ -95,10 +99,17 @@ class Decoding:
         header = encoded.described
         try:
             self.codec.decode(header, encoded.memory.byte_array, memory.byte_array)
-            chunk = Chunk(encoded.key, decoded_header(header), None, memory, encoded.tier, encoded.stored_at)
+            chunk = Chunk(
+                encoded.key, decoded_header(header), None, memory, encoded.tier, encoded.stored_at
+            )
             if self.seals:
                 chunk.sealed()
-            self.figures.decoded(self.codec.serde, memory.get_size(), encoded.memory.get_size(), time.perf_counter() - began)
+            self.figures.decoded(
+                self.codec.serde,
+                memory.get_size(),
+                encoded.memory.get_size(),
+                time.perf_counter() - began,
+            )
         except SerdeError:
             memory.ref_count_down()
             return Miss(MissReason.CORRUPT)
@@ -116,7 +127,9 @@ class Decoding:
         self.chunk.release()
 
     def abandon(self, future: Future[Result]) -> None:
-        """Nobody waits any more for the future that runs this: what it owns is given back as soon as its thread lets go."""
+        """Nobody waits any more for the future that runs this: what it owns is given back as
+        soon as its thread lets go.
+        """
         if future.cancel() or future.cancelled():
             self.release()
         else:
@@ -128,9 +141,14 @@ def _release_result(future: Future[Result]) -> None:
         result.release()
 
 
-def _note_errors(figures: CodecFigures, header: RecordHeader, report: EncodingReport | None) -> None:
+def _note_errors(
+    figures: CodecFigures, header: RecordHeader, report: EncodingReport | None
+) -> None:
     if report is not None and report.groups:
-        error = MeasuredError(max(group.max_relative for group in report.groups), max(group.rms_relative for group in report.groups))
+        error = MeasuredError(
+            max(group.max_relative for group in report.groups),
+            max(group.rms_relative for group in report.groups),
+        )
         figures.measured(_profile_name(header), error)
 
 

@@ -9,7 +9,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Work that yields where others may have their turn. What it found before may be otherwise then; closed there, it leaves nothing behind."""
+"""Work that yields where others may have their turn. What it found before may be otherwise then;
+closed there, it leaves nothing behind.
+"""
 
 
 def at_once(steps: Steps[T]) -> T:
@@ -23,7 +25,9 @@ def at_once(steps: Steps[T]) -> T:
 
 
 async def in_turns(steps: Steps[T], lock: threading.Lock) -> T:
-    """Do it on this event loop, step by step, each under the lock. Cancelled between two of them, the work is closed."""
+    """Do it on this event loop, step by step, each under the lock. Cancelled between two of
+    them, the work is closed.
+    """
     try:
         while True:
             with lock:

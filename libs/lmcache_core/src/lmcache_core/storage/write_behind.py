@@ -1,4 +1,6 @@
-"""Background writes to a slower tier: bounded in bytes, dropped and counted beyond, joined at close."""
+"""Background writes to a slower tier: bounded in bytes, dropped and counted beyond, joined at
+close.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,24 @@ FindChunks = Callable[[Sequence[ChunkKey]], Sequence[Chunk | None]]
 class WriteBehind:
     """Writes chunks to one tier, later and in order.
 
-    A store that is longer than the bound is written in turns: its rest waits by name, and is taken from memory when there is room again.
+    A store that is longer than the bound is written in turns: its rest waits by name, and is taken
+    from memory when there is room again.
 
     Args:
         backend: The tier.
-        max_pending_bytes: Bound on the bytes that wait (each keeps its arena memory from being evicted).
+        max_pending_bytes: Bound on the bytes that wait (each keeps its arena memory from being
+            evicted).
         on_written: Called on the loop with every chunk that the tier has kept.
-        find: Gives chunks that are still in memory, a reference each; without it only what is within the bound is written.
+        find: Gives chunks that are still in memory, a reference each; without it only what is
+            within the bound is written.
     """
 
     def __init__(
-        self, backend: StorageBackend, max_pending_bytes: int, on_written: Callable[[Chunk, str], None], find: FindChunks | None = None
+        self,
+        backend: StorageBackend,
+        max_pending_bytes: int,
+        on_written: Callable[[Chunk, str], None],
+        find: FindChunks | None = None,
     ) -> None:
         self._backend = backend
         self._breaker = breaker_of(backend)
@@ -85,10 +94,11 @@ class WriteBehind:
         self._tasks.repeat("writer", self._write_forever, RESTART_S)
 
     def offer(self, chunks: Sequence[Chunk]) -> None:
-        """Write chunks soon, in order: as many from the first as there is room for, the others in later turns.
+        """Write chunks soon, in order: as many from the first as there is room for, the others in
+        later turns.
 
-        Takes a reference on each chunk that waits with its bytes. A chunk is dropped and counted if there is no room
-        for its bytes or its name, or if the writer is closed.
+        Takes a reference on each chunk that waits with its bytes. A chunk is dropped and counted if
+        there is no room for its bytes or its name, or if the writer is closed.
         """
         num_taken = 0
         if not self._is_closed and not self._later:
@@ -109,7 +119,8 @@ class WriteBehind:
     def holding_back(self, is_unwanted: IsUnwanted) -> Iterator[None]:
         """While inside, these chunks wait: they are being removed from the tier.
 
-        Whoever removes them waits for `arrived`, then calls `forget` and removes them from the tier, or a pending write brings them back.
+        Whoever removes them waits for `arrived`, then calls `forget` and removes them from the
+        tier, or a pending write brings them back.
         """
         removal = object()
         self._removals[removal] = is_unwanted
@@ -130,7 +141,9 @@ class WriteBehind:
         self._later = deque(key for key in self._later if not is_unwanted(key))
 
     async def arrived(self, is_unwanted: IsUnwanted, timeout_s: float) -> None:
-        """Wait until none of these chunks is on its way, at most `timeout_s` seconds; what takes longer is removed when it arrives."""
+        """Wait until none of these chunks is on its way, at most `timeout_s` seconds; what takes
+        longer is removed when it arrives.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while any(is_unwanted(chunk.key) for chunk in self._writing):
@@ -180,11 +193,14 @@ class WriteBehind:
                 self._written.set()
                 for chunk in batch:
                     self._settle(chunk)
-            # A tier that is bypassed, or has the chunks already, answers without waiting for anything.
+            # A tier that is bypassed, or has the chunks already, answers without waiting for
+            # anything.
             await asyncio.sleep(0)
 
     def _next_batch(self) -> list[Chunk]:
-        """The next chunks to write, which wait no more; those that are being removed from the tier stay."""
+        """The next chunks to write, which wait no more; those that are being removed from the
+        tier stay.
+        """
         batch: list[Chunk] = []
         num_bytes = 0
         for chunk in self._pending:
@@ -227,7 +243,9 @@ class WriteBehind:
         self._pending.append(chunk)
 
     def _refill(self) -> None:
-        """Take from memory what waits by name, as far as there is room; what has been evicted meanwhile is dropped and counted."""
+        """Take from memory what waits by name, as far as there is room; what has been evicted
+        meanwhile is dropped and counted.
+        """
         for _ in range(min(len(self._later), MAX_REFILL)):
             assert self._find is not None, "else nothing waits by name"
             (chunk,) = self._find([self._later[0]])

@@ -1,4 +1,6 @@
-"""What the library counts. No torch, no metrics client: a service exports these counters in its own way."""
+"""What the library counts. No torch, no metrics client: a service exports these counters in its
+own way.
+"""
 
 from lmcache_core.telemetry.codec_figures import CodecFigures, MeasuredError
 from lmcache_core.telemetry.counters import Counters

@@ -1,4 +1,6 @@
-"""What codecs did: bytes before and after, time, and how far decoded values are from what was stored."""
+"""What codecs did: bytes before and after, time, and how far decoded values are from what was
+stored.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,13 @@ from lmcache_core.telemetry.names import (
 )
 
 MAX_PROFILES = 64
-"""Profiles whose errors are remembered; what more there are come from others' records, and a label's values must be bounded."""
+"""Profiles whose errors are remembered; what more there are come from others' records, and a
+label's values must be bounded.
+"""
 MAX_ERROR = 1e6
-"""A measured error is shown as at most this: the figure comes out of records, which may say anything."""
+"""A measured error is shown as at most this: the figure comes out of records, which may say
+anything.
+"""
 _PARTS_PER_MILLION = 1e6
 _PREFIX, _SUFFIX = "lmcache_codec_", "_total"
 
@@ -41,11 +47,14 @@ class MeasuredError:
 
     def worst_with(self, other: MeasuredError) -> MeasuredError:
         """The larger of each."""
-        return MeasuredError(max(self.max_relative, other.max_relative), max(self.rms_relative, other.rms_relative))
+        return MeasuredError(
+            max(self.max_relative, other.max_relative), max(self.rms_relative, other.rms_relative)
+        )
 
 
 class CodecFigures:
-    """Counts and errors of one user of codecs (a tier, a server), and through it of its whole process. Thread-safe.
+    """Counts and errors of one user of codecs (a tier, a server), and through it of its whole
+    process. Thread-safe.
 
     Args:
         counters: Where it is counted, by serde.
@@ -85,7 +94,9 @@ class CodecFigures:
             self._whole.decoded(serde, raw_bytes, encoded_bytes, elapsed_s)
 
     def measured(self, profile: str, error: MeasuredError) -> None:
-        """A chunk of that profile has been encoded or decoded whose encoder measured these errors."""
+        """A chunk of that profile has been encoded or decoded whose encoder measured these
+        errors.
+        """
         bounded = MeasuredError(_bounded(error.max_relative), _bounded(error.rms_relative))
         with self._lock:
             if profile in self._last or len(self._last) < MAX_PROFILES:
@@ -100,7 +111,9 @@ class CodecFigures:
             return {profile: (last, self._worst[profile]) for profile, last in self._last.items()}
 
     def stats(self) -> dict[str, int]:
-        """Figures for status pages, over all serdes: `encoded_raw_bytes`, `encoded_bytes` and so on; errors in parts per million."""
+        """Figures for status pages, over all serdes: `encoded_raw_bytes`, `encoded_bytes` and so
+        on; errors in parts per million.
+        """
         figures: dict[str, int] = {}
         for (name, _), value in self._counters.snapshot().items():
             if name.startswith(_PREFIX):

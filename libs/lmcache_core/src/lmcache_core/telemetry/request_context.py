@@ -1,6 +1,8 @@
-"""Whose request this code works for: its id, and its span where it is traced. Follows tasks and threads as contextvars do.
+"""Whose request this code works for: its id, and its span where it is traced. Follows tasks and
+threads as contextvars do.
 
-Nothing here knows OpenTelemetry. A process that traces nothing has no tracer; then a `step` is one look at a contextvar.
+Nothing here knows OpenTelemetry. A process that traces nothing has no tracer; then a `step` is one
+look at a contextvar.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ MAX_REQUEST_ID_CHARS: Final = 128
 MAX_TRACEPARENT_CHARS: Final = 55
 
 _REQUEST_ID: Final = re.compile(rf"[A-Za-z0-9._:/+=-]{{1,{MAX_REQUEST_ID_CHARS}}}", re.ASCII)
-_TRACEPARENT: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
+_TRACEPARENT: Final = re.compile(
+    r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII
+)
 _NOTHING: Final = nullcontext()
 
 
@@ -68,7 +72,9 @@ class Carried(NamedTuple):
 
     @classmethod
     def checked(cls, request_id: str, traceparent: str) -> Carried:
-        """What somebody sent, without what does not have the form of it: it goes into logs and to others."""
+        """What somebody sent, without what does not have the form of it: it goes into logs and
+        to others.
+        """
         return cls(
             request_id if _REQUEST_ID.fullmatch(request_id) else "",
             traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
@@ -92,9 +98,11 @@ _CURRENT: Final[ContextVar[_Work | None]] = ContextVar("lmcache_work", default=N
 
 
 class RequestIds:
-    """Makes ids of requests, 32 hex digits each: some that are drawn once, and a count. Thread-safe.
+    """Makes ids of requests, 32 hex digits each: some that are drawn once, and a count.
+    Thread-safe.
 
-    Drawing each would cost more than all the rest. They name requests in logs, and open nothing to who guesses one.
+    Drawing each would cost more than all the rest. They name requests in logs, and open nothing to
+    who guesses one.
     """
 
     def __init__(self) -> None:
@@ -113,14 +121,18 @@ def current_request_id() -> str:
 
 
 def carried() -> Carried | None:
-    """What goes along with a request that is made here; None for nothing, as always where nothing is traced or named."""
+    """What goes along with a request that is made here; None for nothing, as always where
+    nothing is traced or named.
+    """
     work = _CURRENT.get()
     if work is None:
         return None
     return Carried(work.request_id, "" if work.span is None else work.span.traceparent)
 
 
-def working_for(name: str, came: Carried | None, tracer: Tracer | None, *, is_server: bool = True) -> AbstractContextManager[None]:
+def working_for(
+    name: str, came: Carried | None, tracer: Tracer | None, *, is_server: bool = True
+) -> AbstractContextManager[None]:
     """Inside it, everything is done for that request. It is entered once.
 
     Args:
@@ -130,7 +142,10 @@ def working_for(name: str, came: Carried | None, tracer: Tracer | None, *, is_se
         is_server: Whether it is another process's request.
     """
     request_id, traceparent = came or _NOBODYS
-    return _Inside(request_id, None if tracer is None else partial(tracer.begin, name, traceparent, is_server=is_server))
+    return _Inside(
+        request_id,
+        None if tracer is None else partial(tracer.begin, name, traceparent, is_server=is_server),
+    )
 
 
 def step(name: str) -> AbstractContextManager[None]:
@@ -154,7 +169,12 @@ class _Inside:
         self._span = None if self._begin is None else self._begin()
         self._before = _CURRENT.set(_Work(self._request_id, self._span))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         _CURRENT.reset(self._before)
         if self._span is not None:
             self._span.end(kind is not None)

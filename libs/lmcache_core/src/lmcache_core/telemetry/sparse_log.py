@@ -10,9 +10,11 @@ INTERVAL_S = 60.0
 
 
 class SparseLog:
-    """Writes the first line of a kind, and after `interval_s` at the earliest the next, which then says how many were left out.
+    """Writes the first line of a kind, and after `interval_s` at the earliest the next, which then
+    says how many were left out.
 
-    A kind is a message before its arguments are filled in; there are as many as places that call this. Not thread-safe.
+    A kind is a message before its arguments are filled in; there are as many as places that call
+    this. Not thread-safe.
 
     Args:
         logger: Where lines go.
@@ -20,7 +22,12 @@ class SparseLog:
         clock: Seconds that never go back.
     """
 
-    def __init__(self, logger: logging.Logger, interval_s: float = INTERVAL_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        logger: logging.Logger,
+        interval_s: float = INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._logger = logger
         self._interval_s = interval_s
         self._clock = clock
@@ -35,5 +42,11 @@ class SparseLog:
             return
         self._kinds[message] = (now, 0)
         if num_left_out:
-            message, arguments = f"{message} (and %d more since the last such line)", (*arguments, num_left_out)
+            message, arguments = (
+                f"{message} (and %d more since the last such line)",
+                (
+                    *arguments,
+                    num_left_out,
+                ),
+            )
         self._logger.log(level, message, *arguments)

@@ -1,4 +1,6 @@
-"""Spans by OpenTelemetry, sent by OTLP over HTTP. Its packages are imported when a tracer is opened, and not before."""
+"""Spans by OpenTelemetry, sent by OTLP over HTTP. Its packages are imported when a tracer is
+opened, and not before.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,25 @@ SEND_TIMEOUT_S: Final = 2.0
 CLOSE_TIMEOUT_S: Final = 3.0
 DEFAULT_SAMPLE_RATIO: Final = 0.01
 TRACES_PATH: Final = "/v1/traces"
-_LOGGERS: Final = ("opentelemetry.exporter.otlp.common.http", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+_LOGGERS: Final = (
+    "opentelemetry.exporter.otlp.common.http",
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+)
 _SENDING: Final[ContextVar[bool]] = ContextVar("lmcache_sending_spans", default=False)
 
 
-def open_tracer(endpoint: str | None, service: str, instance: str, sample_ratio: float = DEFAULT_SAMPLE_RATIO) -> Tracer | None:
+def open_tracer(
+    endpoint: str | None, service: str, instance: str, sample_ratio: float = DEFAULT_SAMPLE_RATIO
+) -> Tracer | None:
     """Begin to trace, if there is anybody to send to.
 
     Args:
-        endpoint: Base URL of the collector's OTLP over HTTP, such as `http://collector:4318`; None: nothing is traced or imported.
+        endpoint: Base URL of the collector's OTLP over HTTP, such as `http://collector:4318`; None:
+            nothing is traced or imported.
         service: What traces call this process.
         instance: Its name among its like.
-        sample_ratio: Share of the traces that begin here; those that others have begun are followed as they say.
+        sample_ratio: Share of the traces that begin here; those that others have begun are followed
+            as they say.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -49,7 +58,9 @@ def open_tracer(endpoint: str | None, service: str, instance: str, sample_ratio:
     try:
         return _Tracing(endpoint, service, instance, sample_ratio)
     except ImportError as exc:
-        raise ConfigError(f"otlp_endpoint is set, but {exc.name} is not installed: install lmcache-core[traces]") from exc
+        raise ConfigError(
+            f"otlp_endpoint is set, but {exc.name} is not installed: install lmcache-core[traces]"
+        ) from exc
 
 
 class _Tracing:
@@ -68,7 +79,11 @@ class _Tracing:
             max_export_batch_size=MAX_BATCH_SPANS,
         )
         resource = Resource({"service.name": service, "service.instance.id": instance})
-        self._provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio)), shutdown_on_exit=False)
+        self._provider = TracerProvider(
+            resource=resource,
+            sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
+            shutdown_on_exit=False,
+        )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("lmcache")
         self._is_closed = False
@@ -79,7 +94,11 @@ class _Tracing:
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        parent = TraceContextTextMapPropagator().extract({TRACEPARENT_HEADER: traceparent}, Context()) if traceparent else Context()
+        parent = (
+            TraceContextTextMapPropagator().extract({TRACEPARENT_HEADER: traceparent}, Context())
+            if traceparent
+            else Context()
+        )
         kind = SpanKind.SERVER if is_server else SpanKind.INTERNAL
         return _Span(self._tracer, self._tracer.start_span(name, parent, kind))
 
@@ -88,11 +107,15 @@ class _Tracing:
         if self._is_closed:
             return
         self._is_closed = True
-        closing = threading.Thread(target=self._provider.shutdown, name="lmcache-traces-close", daemon=True)
+        closing = threading.Thread(
+            target=self._provider.shutdown, name="lmcache-traces-close", daemon=True
+        )
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
         if closing.is_alive():
-            logger.warning("collector did not take the last spans, leaving them: waited_s=%g", CLOSE_TIMEOUT_S)
+            logger.warning(
+                "collector did not take the last spans, leaving them: waited_s=%g", CLOSE_TIMEOUT_S
+            )
 
 
 class _Span:
@@ -111,7 +134,9 @@ class _Span:
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
-        return _Span(self._tracer, self._tracer.start_span(name, set_span_in_context(self._span, Context())))
+        return _Span(
+            self._tracer, self._tracer.start_span(name, set_span_in_context(self._span, Context()))
+        )
 
     def end(self, failed: bool = False) -> None:
         """See `Span.end`."""
@@ -139,7 +164,12 @@ def _quiet(sender: Any) -> Any:
                 _SENDING.reset(before)
             if result is not SpanExportResult.SUCCESS:
                 waited_s = time.monotonic() - begun
-                self._log.log(logging.WARNING, "%d spans could not be sent (%.1f s); tracing goes on without them", len(spans), waited_s)
+                self._log.log(
+                    logging.WARNING,
+                    "%d spans could not be sent (%.1f s); tracing goes on without them",
+                    len(spans),
+                    waited_s,
+                )
             return result
 
         def shutdown(self) -> None:

@@ -1,1 +1,3 @@
-"""Contract suites and makers of test data, for our tests and for those of other implementations. Needs pytest."""
+"""Contract suites and makers of test data, for our tests and for those of other implementations.
+Needs pytest.
+"""

@@ -1,4 +1,6 @@
-"""What every allocator must do. A test module subclasses `AllocatorSuite`, or `ArenaSuite`, and gives it a `make_allocator` method."""
+"""What every allocator must do. A test module subclasses `AllocatorSuite`, or `ArenaSuite`, and
+gives it a `make_allocator` method.
+"""
 
 # ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
@@ -19,7 +21,14 @@ from lmcache_core.memory import ALIGN_BYTES, MemoryFormat, MemoryObj, PinSession
 
 CAPACITY_BYTES = 16 * ALIGN_BYTES
 DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ),
     *(torch.int64, torch.uint8, torch.bool),
 )
 NUM_THREADS, NUM_TURNS = 4, 200
@@ -37,7 +46,9 @@ class BoundedAllocator(Protocol):
     def used_bytes(self) -> int:
         """Bytes handed out."""
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat) -> MemoryObj | None:
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat
+    ) -> MemoryObj | None:
         """See `MemoryAllocatorInterface.allocate`."""
 
     def free(self, memory_obj: MemoryObj) -> None:
@@ -51,7 +62,9 @@ class BoundedAllocator(Protocol):
 
 
 def write_pattern(memory_obj: MemoryObj, seed: int) -> None:
-    """Fill an object with bytes that depend on the seed; through its tensor, since not all memory has addressable bytes."""
+    """Fill an object with bytes that depend on the seed; through its tensor, since not all
+    memory has addressable bytes.
+    """
     flat = memory_obj.tensor.flatten().view(torch.uint8)
     flat.copy_(torch.tensor(list(_pattern(flat.numel(), seed)), dtype=torch.uint8))
 
@@ -63,7 +76,9 @@ def has_pattern(memory_obj: MemoryObj, seed: int) -> bool:
 
 
 def interleave(work: Callable[[int], None]) -> None:
-    """Run `work(seed)` in `NUM_THREADS` threads that are interrupted as often as can be, so that a missing lock shows."""
+    """Run `work(seed)` in `NUM_THREADS` threads that are interrupted as often as can be, so that
+    a missing lock shows.
+    """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
@@ -108,7 +123,9 @@ class AllocatorSuite(ABC):
         return memory_obj
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_the_tensor_is_as_asked_for(self, allocator: BoundedAllocator, dtype: torch.dtype) -> None:
+    def test_the_tensor_is_as_asked_for(
+        self, allocator: BoundedAllocator, dtype: torch.dtype
+    ) -> None:
         shape = torch.Size((2, 3, 5, 7))
         memory_obj = allocator.allocate(shape, dtype, self.fmt)
         assert memory_obj is not None
@@ -116,13 +133,25 @@ class AllocatorSuite(ABC):
             tensor = memory_obj.tensor
             assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
             assert memory_obj.get_memory_format() is memory_obj.metadata.fmt is self.fmt
-            assert (tuple(memory_obj.metadata.shape), memory_obj.metadata.dtype) == (tuple(shape), dtype)
-            assert memory_obj.get_size() == memory_obj.metadata.get_size() == tensor.nbytes <= memory_obj.metadata.phy_size
+            assert (tuple(memory_obj.metadata.shape), memory_obj.metadata.dtype) == (
+                tuple(shape),
+                dtype,
+            )
+            assert (
+                memory_obj.get_size()
+                == memory_obj.metadata.get_size()
+                == tensor.nbytes
+                <= memory_obj.metadata.phy_size
+            )
             memory_obj.tensor.view(torch.uint8).fill_(1)
-            assert bool((tensor.view(torch.uint8) == 1).all()), "two looks at one object are at different memory"
+            assert bool((tensor.view(torch.uint8) == 1).all()), (
+                "two looks at one object are at different memory"
+            )
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", torch.bfloat16])
-    def test_a_dtype_may_be_named(self, allocator: BoundedAllocator, dtype: torch.dtype | str) -> None:
+    def test_a_dtype_may_be_named(
+        self, allocator: BoundedAllocator, dtype: torch.dtype | str
+    ) -> None:
         memory_obj = allocator.allocate((3, 4), dtype, self.fmt)
         assert memory_obj is not None
         with memory_obj:
@@ -135,7 +164,9 @@ class AllocatorSuite(ABC):
             assert (memory_obj.tensor.dtype, memory_obj.get_size()) == (torch.uint8, 10)
 
     @pytest.mark.parametrize("shape", [(2, 0, 4), (0,)])
-    def test_an_empty_tensor_is_possible_and_not_for_nothing(self, allocator: BoundedAllocator, shape: tuple[int, ...]) -> None:
+    def test_an_empty_tensor_is_possible_and_not_for_nothing(
+        self, allocator: BoundedAllocator, shape: tuple[int, ...]
+    ) -> None:
         memory_obj = allocator.allocate(shape, torch.float16, self.fmt)
         assert memory_obj is not None
         with memory_obj:
@@ -148,7 +179,10 @@ class AllocatorSuite(ABC):
         with memory_obj:
             assert (memory_obj.tensor.shape, memory_obj.get_size()) == ((), 4)
 
-    @pytest.mark.parametrize(("shape", "dtype", "named"), [((3,), torch.complex64, "complex64"), ((2, -1, -1), torch.uint8, "-1")])
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "named"),
+        [((3,), torch.complex64, "complex64"), ((2, -1, -1), torch.uint8, "-1")],
+    )
     def test_what_makes_no_sense_is_refused_and_takes_nothing(
         self, allocator: BoundedAllocator, shape: tuple[int, ...], dtype: torch.dtype, named: str
     ) -> None:
@@ -180,7 +214,12 @@ class AllocatorSuite(ABC):
     def test_the_last_reference_frees(self, allocator: BoundedAllocator) -> None:
         memory_obj = self.take(allocator, 1)
         used_bytes = allocator.used_bytes
-        assert memory_obj.get_ref_count() == memory_obj.metadata.ref_count == allocator.get_ref_count(memory_obj) == 1
+        assert (
+            memory_obj.get_ref_count()
+            == memory_obj.metadata.ref_count
+            == allocator.get_ref_count(memory_obj)
+            == 1
+        )
         memory_obj.ref_count_up()
         with memory_obj:
             assert allocator.get_ref_count(memory_obj) == 2
@@ -188,7 +227,9 @@ class AllocatorSuite(ABC):
         memory_obj.ref_count_down()
         assert (memory_obj.get_ref_count(), allocator.used_bytes) == (0, 0)
 
-    def test_free_takes_the_memory_whatever_the_references(self, allocator: BoundedAllocator) -> None:
+    def test_free_takes_the_memory_whatever_the_references(
+        self, allocator: BoundedAllocator
+    ) -> None:
         memory_obj = self.take(allocator, 1)
         memory_obj.ref_count_up()
         allocator.free(memory_obj)
@@ -199,14 +240,24 @@ class AllocatorSuite(ABC):
         gone.ref_count_down()
         successor = self.take(allocator, 1)
         used_bytes = allocator.used_bytes
-        for use in (gone.ref_count_up, gone.ref_count_down, lambda: allocator.free(gone), lambda: gone.tensor):
+        for use in (
+            gone.ref_count_up,
+            gone.ref_count_down,
+            lambda: allocator.free(gone),
+            lambda: gone.tensor,
+        ):
             with pytest.raises(IntegrityError):
                 use()
-        assert (successor.get_ref_count(), allocator.used_bytes) == (1, used_bytes), "the successor paid for it"
+        assert (successor.get_ref_count(), allocator.used_bytes) == (
+            1,
+            used_bytes,
+        ), "the successor paid for it"
         assert allocator.get_ref_count(gone) == 0
         successor.ref_count_down()
 
-    def test_what_another_allocator_handed_out_is_refused(self, allocator: BoundedAllocator) -> None:
+    def test_what_another_allocator_handed_out_is_refused(
+        self, allocator: BoundedAllocator
+    ) -> None:
         ours, other = self.take(allocator, 1), self.make_allocator()
         theirs = self.take(other, 1)
         with pytest.raises(IntegrityError):
@@ -262,13 +313,17 @@ class ArenaSuite(AllocatorSuite):
         places = sorted((obj.metadata.address, obj.metadata.phy_size) for obj in objects)
         assert all(address % ALIGN_BYTES == 0 for address, _ in places)
         assert sorted(size // ALIGN_BYTES for _, size in places) == [1, 1, 1, 1, 2]
-        assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(places))
+        assert all(
+            start + size <= after for (start, size), (after, _) in itertools.pairwise(places)
+        )
         assert allocator.used_bytes == 6 * ALIGN_BYTES
         for memory_obj in objects:
             memory_obj.ref_count_down()
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_whatever_the_order_it_is_one_piece_again(self, allocator: BoundedAllocator, seed: int) -> None:
+    def test_whatever_the_order_it_is_one_piece_again(
+        self, allocator: BoundedAllocator, seed: int
+    ) -> None:
         objects = [self.take(allocator, ALIGN_BYTES) for _ in range(CAPACITY_BYTES // ALIGN_BYTES)]
         random.Random(seed).shuffle(objects)  # noqa: S311 (test data)
         for memory_obj in objects:
@@ -290,14 +345,18 @@ class AddressableSuite(AllocatorSuite):
     """Besides, for memory of the host: bytes and tensor are the same memory."""
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_bytes_and_tensor_share_memory(self, allocator: BoundedAllocator, dtype: torch.dtype) -> None:
+    def test_bytes_and_tensor_share_memory(
+        self, allocator: BoundedAllocator, dtype: torch.dtype
+    ) -> None:
         memory_obj = allocator.allocate((2, 3, 5), dtype, self.fmt)
         assert memory_obj is not None
         with memory_obj:
             size = 30 * dtype.itemsize
             assert len(memory_obj.byte_array) == memory_obj.get_size() == size
             memory_obj.byte_array[:] = bytes(i % 2 for i in range(size))
-            assert bytes(memory_obj.tensor.view(torch.uint8).flatten().tolist()) == bytes(memory_obj.byte_array)
+            assert bytes(memory_obj.tensor.view(torch.uint8).flatten().tolist()) == bytes(
+                memory_obj.byte_array
+            )
             memory_obj.tensor.view(torch.uint8).fill_(1)
             assert bytes(memory_obj.byte_array) == b"\1" * size
 

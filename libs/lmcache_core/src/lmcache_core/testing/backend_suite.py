@@ -1,4 +1,6 @@
-"""What every tier must do. A test module subclasses `BackendSuite` and gives it a `backend` fixture."""
+"""What every tier must do. A test module subclasses `BackendSuite` and gives it a `backend`
+fixture.
+"""
 
 # ruff: noqa: D102, ASYNC110 (tests are named after what they check; they poll for work of other threads)
 from __future__ import annotations
@@ -32,7 +34,9 @@ class BackendUnderTest(ABC):
 
     @abstractmethod
     def raw_set(self, key: ChunkKey, record: bytes) -> None:
-        """Put a record where the tier finds it: before it is opened, or in the place of one that it has put there."""
+        """Put a record where the tier finds it: before it is opened, or in the place of one that
+        it has put there.
+        """
 
     @abstractmethod
     def raw_get(self, key: ChunkKey) -> bytes | None:
@@ -83,29 +87,39 @@ class BackendSuite:
         await under_test.backend.close()
         await under_test.backend.close()
 
-    async def test_what_is_put_lies_there_as_one_record(self, backend: StorageBackend, under_test: BackendUnderTest) -> None:
+    async def test_what_is_put_lies_there_as_one_record(
+        self, backend: StorageBackend, under_test: BackendUnderTest
+    ) -> None:
         chunk = make_chunk("a")
         assert await backend.batched_put([chunk]) == [True]
         assert under_test.raw_get(chunk.key) == chunk.head + make_payload("a")
 
-    async def test_results_stand_in_the_order_of_the_keys(self, backend: StorageBackend, arena: Arena) -> None:
+    async def test_results_stand_in_the_order_of_the_keys(
+        self, backend: StorageBackend, arena: Arena
+    ) -> None:
         await backend.batched_put([make_chunk(i) for i in (1, 3)])
         keys = [make_key(i) for i in (3, 2, 1, 3)]
         assert await backend.batched_contains(keys) == [True, False, True, True]
         got = [payload_of(result) for result in await backend.batched_get(keys, arena)]
         assert got == [make_payload(3), MissReason.NEVER_STORED, make_payload(1), make_payload(3)]
 
-    async def test_nothing_is_asked_and_nothing_is_answered(self, backend: StorageBackend, arena: Arena) -> None:
+    async def test_nothing_is_asked_and_nothing_is_answered(
+        self, backend: StorageBackend, arena: Arena
+    ) -> None:
         assert await backend.batched_contains([]) == []
         assert await backend.batched_get([], arena) == []
         assert await backend.batched_put([]) == []
         assert await backend.batched_remove([]) == 0
 
     @pytest.mark.parametrize("num_bytes", [0, 1, 511, 512, 4096, LARGE_PAYLOAD_BYTES])
-    async def test_any_size_comes_back_whole(self, backend: StorageBackend, arena: Arena, num_bytes: int) -> None:
+    async def test_any_size_comes_back_whole(
+        self, backend: StorageBackend, arena: Arena, num_bytes: int
+    ) -> None:
         data = make_payload("sized", num_bytes)
         assert await backend.batched_put([make_chunk("sized", payload=data)]) == [True]
-        assert [payload_of(result) for result in await backend.batched_get([make_key("sized")], arena)] == [data]
+        assert [
+            payload_of(result) for result in await backend.batched_get([make_key("sized")], arena)
+        ] == [data]
 
     async def test_chunks_are_borrowed(self, backend: StorageBackend, arena: Arena) -> None:
         chunk = make_chunk("a", allocate=arena)
@@ -116,42 +130,61 @@ class BackendSuite:
         await backend.batched_remove([chunk.key])
         assert arena.allocator.used_bytes == 0
 
-    async def test_a_second_put_changes_nothing(self, backend: StorageBackend, arena: Arena) -> None:
+    async def test_a_second_put_changes_nothing(
+        self, backend: StorageBackend, arena: Arena
+    ) -> None:
         await backend.batched_put([make_chunk("a")])
         assert await backend.batched_put([make_chunk("a"), make_chunk("a")]) == [True, True]
-        assert [payload_of(result) for result in await backend.batched_get([make_key("a")], arena)] == [make_payload("a")]
+        assert [
+            payload_of(result) for result in await backend.batched_get([make_key("a")], arena)
+        ] == [make_payload("a")]
 
     async def test_tenants_are_kept_apart(self, backend: StorageBackend, arena: Arena) -> None:
-        mine, yours = make_chunk("a", tenant="mine"), make_chunk("a", tenant="yours", payload=b"other bytes")
+        mine, yours = (
+            make_chunk("a", tenant="mine"),
+            make_chunk("a", tenant="yours", payload=b"other bytes"),
+        )
         await backend.batched_put([mine])
         assert await backend.batched_contains([yours.key]) == [False]
         await backend.batched_put([yours])
-        got = [payload_of(result) for result in await backend.batched_get([mine.key, yours.key], arena)]
+        got = [
+            payload_of(result) for result in await backend.batched_get([mine.key, yours.key], arena)
+        ]
         assert got == [make_payload("a"), b"other bytes"]
         assert await backend.clear("mine") == 1
         assert await backend.batched_contains([mine.key, yours.key]) == [False, True]
 
-    async def test_what_is_removed_is_gone(self, backend: StorageBackend, under_test: BackendUnderTest, arena: Arena) -> None:
+    async def test_what_is_removed_is_gone(
+        self, backend: StorageBackend, under_test: BackendUnderTest, arena: Arena
+    ) -> None:
         await backend.batched_put([make_chunk(i) for i in range(3)])
         keys = [make_key(i) for i in range(3)]
         assert await backend.batched_remove([keys[0], make_key("never"), keys[2]]) == 2
         assert await backend.batched_contains(keys) == [False, True, False]
         assert under_test.raw_get(keys[0]) is None
-        assert [payload_of(result) for result in await backend.batched_get(keys[:1], arena)] == [MissReason.NEVER_STORED]
+        assert [payload_of(result) for result in await backend.batched_get(keys[:1], arena)] == [
+            MissReason.NEVER_STORED
+        ]
         assert await backend.clear() == 1
         assert await backend.batched_contains(keys) == [False] * 3
 
     async def test_many_at_once(self, backend: StorageBackend, arena: Arena) -> None:
         names = range(40)
-        puts = await asyncio.gather(*(backend.batched_put([make_chunk(i), make_chunk(i + 1)]) for i in names))
+        puts = await asyncio.gather(
+            *(backend.batched_put([make_chunk(i), make_chunk(i + 1)]) for i in names)
+        )
         assert all(kept for answer in puts for kept in answer)
         gets = await asyncio.gather(*(backend.batched_get([make_key(i)], arena) for i in names))
         assert [payload_of(got) for [got] in gets] == [make_payload(i) for i in names]
 
-    async def test_a_cancelled_get_gives_its_memory_back(self, backend: StorageBackend, arena: Arena) -> None:
+    async def test_a_cancelled_get_gives_its_memory_back(
+        self, backend: StorageBackend, arena: Arena
+    ) -> None:
         await backend.batched_put([make_chunk(i) for i in range(8)])
         for num_steps in range(6):
-            task = asyncio.ensure_future(backend.batched_get([make_key(i) for i in range(8)], arena))
+            task = asyncio.ensure_future(
+                backend.batched_get([make_key(i) for i in range(8)], arena)
+            )
             for _ in range(num_steps):
                 await asyncio.sleep(0)
             if not task.cancel():
@@ -164,7 +197,9 @@ class BackendSuite:
             while arena.allocator.used_bytes:
                 await asyncio.sleep(0.01)
 
-    async def test_a_cancelled_put_lets_go_of_its_chunks(self, backend: StorageBackend, arena: Arena) -> None:
+    async def test_a_cancelled_put_lets_go_of_its_chunks(
+        self, backend: StorageBackend, arena: Arena
+    ) -> None:
         chunks = [make_chunk(i, allocate=arena) for i in range(4)]
         task = asyncio.ensure_future(backend.batched_put(chunks))
         await asyncio.sleep(0)
@@ -173,10 +208,15 @@ class BackendSuite:
         for chunk in chunks:
             chunk.release()
         async with asyncio.timeout(5):
-            while await backend.batched_remove([chunk.key for chunk in chunks]) or arena.allocator.used_bytes:
+            while (
+                await backend.batched_remove([chunk.key for chunk in chunks])
+                or arena.allocator.used_bytes
+            ):
                 await asyncio.sleep(0.01)
 
-    async def test_a_tier_that_lists_its_chunks_lists_them_all(self, backend: StorageBackend) -> None:
+    async def test_a_tier_that_lists_its_chunks_lists_them_all(
+        self, backend: StorageBackend
+    ) -> None:
         chunks = [make_chunk(i, payload=make_payload(i, 100 * i)) for i in range(3)]
         await backend.batched_put(chunks)
         if isinstance(backend, ListsKeys):
@@ -191,9 +231,13 @@ class BackendSuite:
 
 
 class ReadingBackendSuite(BackendSuite):
-    """Besides, for tiers that read bytes from outside the process: nothing damaged and nothing foreign is served."""
+    """Besides, for tiers that read bytes from outside the process: nothing damaged and nothing
+    foreign is served.
+    """
 
-    async def _get_raw(self, backend: StorageBackend, under_test: BackendUnderTest, record: bytes, arena: Arena) -> bytes | MissReason:
+    async def _get_raw(
+        self, backend: StorageBackend, under_test: BackendUnderTest, record: bytes, arena: Arena
+    ) -> bytes | MissReason:
         await backend.batched_put([make_chunk("a")])
         under_test.raw_set(make_key("a"), record)
         [result] = await backend.batched_get([make_key("a")], arena)
@@ -209,23 +253,34 @@ class ReadingBackendSuite(BackendSuite):
         finally:
             await backend.close()
         assert isinstance(got, Chunk)
-        assert (got.key, got.header, got.head, got.tier) == (chunk.key, chunk.header, chunk.head, backend.name)
+        assert (got.key, got.header, got.head, got.tier) == (
+            chunk.key,
+            chunk.header,
+            chunk.head,
+            backend.name,
+        )
         assert payload_of(got) == make_payload("a")
 
     @pytest.mark.parametrize("at", [0, 5, 30, 500, 511, 512, 700, -1])
-    async def test_a_flipped_byte_is_a_miss(self, backend: StorageBackend, under_test: BackendUnderTest, arena: Arena, at: int) -> None:
+    async def test_a_flipped_byte_is_a_miss(
+        self, backend: StorageBackend, under_test: BackendUnderTest, arena: Arena, at: int
+    ) -> None:
         chunk = make_chunk("a")
         record = bytearray(chunk.head + make_payload("a"))
         record[at] ^= 0x40
         assert await self._get_raw(backend, under_test, bytes(record), arena) is MissReason.CORRUPT
 
     @pytest.mark.parametrize("keep", [0, 10, 512, -1])
-    async def test_a_short_record_is_a_miss(self, backend: StorageBackend, under_test: BackendUnderTest, arena: Arena, keep: int) -> None:
+    async def test_a_short_record_is_a_miss(
+        self, backend: StorageBackend, under_test: BackendUnderTest, arena: Arena, keep: int
+    ) -> None:
         chunk = make_chunk("a")
         record = (chunk.head + make_payload("a"))[:keep]
         assert isinstance(await self._get_raw(backend, under_test, record, arena), MissReason)
 
-    async def test_the_record_of_another_key_is_a_miss(self, backend: StorageBackend, under_test: BackendUnderTest, arena: Arena) -> None:
+    async def test_the_record_of_another_key_is_a_miss(
+        self, backend: StorageBackend, under_test: BackendUnderTest, arena: Arena
+    ) -> None:
         other = make_chunk("b")
         record = other.head + make_payload("b")
         assert isinstance(await self._get_raw(backend, under_test, record, arena), MissReason)
@@ -233,5 +288,7 @@ class ReadingBackendSuite(BackendSuite):
     async def test_no_memory_is_a_miss(self, backend: StorageBackend, arena: Arena) -> None:
         await backend.batched_put([make_chunk("a")])
         arena.refuses = True
-        assert [payload_of(result) for result in await backend.batched_get([make_key("a")], arena)] == [MissReason.NO_MEMORY]
+        assert [
+            payload_of(result) for result in await backend.batched_get([make_key("a")], arena)
+        ] == [MissReason.NO_MEMORY]
         assert await backend.batched_contains([make_key("a")]) == [True]

@@ -8,7 +8,14 @@ import random
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
-from lmcache_core.record import Allocate, Chunk, RecordHeader, TensorSpec, encode_head, payload_digest
+from lmcache_core.record import (
+    Allocate,
+    Chunk,
+    RecordHeader,
+    TensorSpec,
+    encode_head,
+    payload_digest,
+)
 
 DEFAULT_PAYLOAD_BYTES = 1000
 

@@ -1,4 +1,6 @@
-"""Payloads for tests of codecs: KV that looks like KV, and what else a chunk may hold. Needs numpy, no torch."""
+"""Payloads for tests of codecs: KV that looks like KV, and what else a chunk may hold. Needs
+numpy, no torch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ CASES = MappingProxyType(
         "float16": (("float16", (2, 3, 70, 96)),),
         "float32": (("float32", (2, 3, 70, 96)),),
         "deep": (("bfloat16", (2, 12, 64, 32)),),
-        "hybrid": (("bfloat16", (2, 3, 64, 64)), ("bfloat16", (2, 2, 96, 32)), ("float16", (2, 1, 64, 40))),
+        "hybrid": (
+            ("bfloat16", (2, 3, 64, 64)),
+            ("bfloat16", (2, 2, 96, 32)),
+            ("float16", (2, 1, 64, 40)),
+        ),
         "latent": (("bfloat16", (1, 3, 80, 72)),),
         "several sides": (("bfloat16", (3, 2, 64, 40)),),
         "one token": (("bfloat16", (2, 2, 1, 1000)),),
@@ -36,9 +42,26 @@ CASES = MappingProxyType(
         "one value": (("bfloat16", (1, 1, 1, 1)),),
         "opaque": (("uint8", (60, 100)),),
         "fp8": (("float8_e4m3fn", (2, 2, 65, 64)), ("float8_e5m2", (2, 2, 33, 40))),
-        "no KV": (("float32", (40, 50)), ("float64", (300,)), ("int64", (100,)), ("int32", (2, 3)), ("int16", (9,)), ("int8", (1,))),
-        "odd": (("uint8", (3,)), ("bfloat16", (2, 1, 65, 33)), ("bool", (5,)), ("float32", (1, 2, 66, 3)), ("float16", ())),
-        "with an empty one": (("bfloat16", (2, 0, 4, 8)), ("bfloat16", (2, 2, 64, 64)), ("uint8", (0,))),
+        "no KV": (
+            ("float32", (40, 50)),
+            ("float64", (300,)),
+            ("int64", (100,)),
+            ("int32", (2, 3)),
+            ("int16", (9,)),
+            ("int8", (1,)),
+        ),
+        "odd": (
+            ("uint8", (3,)),
+            ("bfloat16", (2, 1, 65, 33)),
+            ("bool", (5,)),
+            ("float32", (1, 2, 66, 3)),
+            ("float16", ()),
+        ),
+        "with an empty one": (
+            ("bfloat16", (2, 0, 4, 8)),
+            ("bfloat16", (2, 2, 64, 64)),
+            ("uint8", (0,)),
+        ),
         "more layers than a model has": (("bfloat16", (1, 5000, 1, 8)),),
     }
 )
@@ -73,7 +96,9 @@ def specs_of(*tensors: TensorCase, gap: int = 0) -> tuple[TensorSpec, ...]:
 
 
 def kv_payload(specs: Sequence[TensorSpec], seed: int) -> bytes:
-    """A payload, the same for the same arguments: of floating-point dtypes values about a mean of each channel, else small numbers."""
+    """A payload, the same for the same arguments: of floating-point dtypes values about a mean
+    of each channel, else small numbers.
+    """
     rng = np.random.default_rng(seed)
     return b"".join(_tensor_bytes(spec, rng) for spec in specs)
 
@@ -88,7 +113,11 @@ def values_of(spec: TensorSpec, data: bytes) -> npt.NDArray[np.float64]:
     if spec.dtype == "bfloat16":
         words = np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)
         return words.view(np.float32).astype(np.float64).reshape(spec.shape)
-    return np.frombuffer(data, "<f2" if spec.dtype == "float16" else "<f4").astype(np.float64).reshape(spec.shape)
+    return (
+        np.frombuffer(data, "<f2" if spec.dtype == "float16" else "<f4")
+        .astype(np.float64)
+        .reshape(spec.shape)
+    )
 
 
 def bits_of_values(spec: TensorSpec, values: npt.NDArray[np.float64]) -> bytes:
@@ -101,18 +130,28 @@ def bits_of_values(spec: TensorSpec, values: npt.NDArray[np.float64]) -> bytes:
 def cut_to(dtype: str, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Values rounded to numbers of that dtype, for bfloat16 towards zero."""
     if dtype == "bfloat16":
-        return (values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+        return (
+            (values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000))
+            .view(np.float32)
+            .astype(np.float64)
+        )
     return values.astype(np.float16 if dtype == "float16" else np.float32).astype(np.float64)
 
 
 def header_of(found: EncodedPayload) -> RecordHeader:
     """The header of its record."""
     key = make_key("codec").key.canonical()
-    return RecordHeader(key, found.serde, found.profile, found.lossy, found.tensors, payload_digest(found.payload))
+    return RecordHeader(
+        key, found.serde, found.profile, found.lossy, found.tensors, payload_digest(found.payload)
+    )
 
 
-def decode_between_guards(codec: ChunkCodec, header: RecordHeader, payload: memoryview, shift: int = 0) -> bytes:
-    """Decode into memory with guards on both sides, at an address that is off by `shift`; nothing of them may change."""
+def decode_between_guards(
+    codec: ChunkCodec, header: RecordHeader, payload: memoryview, shift: int = 0
+) -> bytes:
+    """Decode into memory with guards on both sides, at an address that is off by `shift`;
+    nothing of them may change.
+    """
     size = decoded_bytes(header)
     before = bytes(shift) + GUARD
     memory = bytearray(before + b"\xa5" * size + GUARD)
@@ -128,7 +167,9 @@ def resized(found: EncodedPayload, data: bytes) -> EncodedPayload:
     """The same single tensor with other bytes."""
     (spec,) = found.tensors
     other = TensorSpec(spec.group, spec.dtype, spec.shape, 0, len(data))
-    return EncodedPayload(memoryview(data), (other,), found.serde, found.profile, found.lossy, found.report)
+    return EncodedPayload(
+        memoryview(data), (other,), found.serde, found.profile, found.lossy, found.report
+    )
 
 
 def is_large_kv(case: TensorCase) -> bool:
@@ -138,15 +179,20 @@ def is_large_kv(case: TensorCase) -> bool:
 
 
 def check_reported_errors(
-    specs: Sequence[TensorSpec], payloads: tuple[bytes, bytes], found: EncodedPayload, scale_is_of_plane: Callable[[int], bool]
+    specs: Sequence[TensorSpec],
+    payloads: tuple[bytes, bytes],
+    found: EncodedPayload,
+    scale_is_of_plane: Callable[[int], bool],
 ) -> None:
-    """Measure the errors of every group of layers once more, in float64, and compare them with the report.
+    """Measure the errors of every group of layers once more, in float64, and compare them with the
+    report.
 
     Args:
         specs: The tensors, one behind the other.
         payloads: Before and after.
         found: What its encoder reported.
-        scale_is_of_plane: Whether errors of so many tokens are relative to the largest value of a whole layer, not of each token.
+        scale_is_of_plane: Whether errors of so many tokens are relative to the largest value of a
+            whole layer, not of each token.
     """
     unit = 1 / 32767
     left = {group.name: group for group in found.report.groups}
@@ -160,7 +206,10 @@ def check_reported_errors(
         assert bits_of_values(spec, after) == got, "restored values are numbers of the dtype"
         axes = (-2, -1) if scale_is_of_plane(spec.shape[2]) else (-1,)
         scale = np.abs(before).max(axis=axes, keepdims=True)
-        error, size = (np.divide(x, scale, out=np.zeros_like(before), where=scale > 0) for x in (np.abs(after - before), before))
+        error, size = (
+            np.divide(x, scale, out=np.zeros_like(before), where=scale > 0)
+            for x in (np.abs(after - before), before)
+        )
         seen = np.zeros(spec.shape[:2], np.int64)
         for name, group in named.items():
             side_name, _, layers = name.removeprefix(f"{spec.group} ").partition(" ")
@@ -168,7 +217,11 @@ def check_reported_errors(
             place = slice(SIDES[side_name], SIDES[side_name] + 1), slice(first, last + 1)
             seen[place] += 1
             assert abs(group.max_relative - float(error[place].max())) <= unit, name
-            rms = math.sqrt(float((error[place] ** 2).sum()) / float((size[place] ** 2).sum())) if size[place].any() else 0.0
+            rms = (
+                math.sqrt(float((error[place] ** 2).sum()) / float((size[place] ** 2).sum()))
+                if size[place].any()
+                else 0.0
+            )
             assert group.rms_relative == pytest.approx(rms, rel=0.01, abs=2 * unit), name
             del left[name]
         assert (seen == 1).all(), "every layer is in one group"

@@ -1,4 +1,6 @@
-"""What every codec of chunks must do. A test module subclasses `ChunkCodecSuite` and gives it `make_codec`."""
+"""What every codec of chunks must do. A test module subclasses `ChunkCodecSuite` and gives it
+`make_codec`.
+"""
 
 # ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
@@ -41,7 +43,8 @@ class ChunkCodecSuite(ABC):
 
     Attributes:
         lossless: Whether KV comes back bit for bit.
-        shrinks: Whether what is encoded is smaller than before, or else None; if not, it may be a little longer.
+        shrinks: Whether what is encoded is smaller than before, or else None; if not, it may be a
+            little longer.
     """
 
     lossless = True
@@ -52,7 +55,9 @@ class ChunkCodecSuite(ABC):
         """The codec under test, not opened, with so many threads where it has any of its own."""
 
     def scale_is_of_plane(self, tokens: int) -> bool:
-        """Whether errors of that many tokens are told relative to the largest value of a whole layer, not of each token."""
+        """Whether errors of that many tokens are told relative to the largest value of a whole
+        layer, not of each token.
+        """
         return False
 
     @pytest.fixture
@@ -63,7 +68,9 @@ class ChunkCodecSuite(ABC):
         yield made
         made.close()
 
-    def encoded(self, codec: ChunkCodec, specs: tuple[TensorSpec, ...], payload: bytes) -> EncodedPayload:
+    def encoded(
+        self, codec: ChunkCodec, specs: tuple[TensorSpec, ...], payload: bytes
+    ) -> EncodedPayload:
         """What becomes of KV, which every codec makes something of."""
         found = codec.encode(specs, memoryview(payload))
         assert found is not None
@@ -74,7 +81,9 @@ class ChunkCodecSuite(ABC):
         return decode_between_guards(codec, header_of(found), found.payload)
 
     @pytest.mark.parametrize("name", CASES)
-    def test_what_was_encoded_comes_back_and_is_described(self, codec: ChunkCodec, name: str) -> None:
+    def test_what_was_encoded_comes_back_and_is_described(
+        self, codec: ChunkCodec, name: str
+    ) -> None:
         specs = specs_of(*CASES[name])
         payload = kv_payload(specs, len(name))
         found = codec.encode(specs, memoryview(payload))
@@ -91,13 +100,23 @@ class ChunkCodecSuite(ABC):
         else:
             check_reported_errors(specs, (payload, raw), found, self.scale_is_of_plane)
 
-    def check_description(self, codec: ChunkCodec, specs: tuple[TensorSpec, ...], payload: bytes, found: EncodedPayload) -> None:
+    def check_description(
+        self,
+        codec: ChunkCodec,
+        specs: tuple[TensorSpec, ...],
+        payload: bytes,
+        found: EncodedPayload,
+    ) -> None:
         """Compare what a codec says of its work with its work."""
-        assert [(spec.group, spec.dtype, spec.shape) for spec in found.tensors] == [(spec.group, spec.dtype, spec.shape) for spec in specs]
+        assert [(spec.group, spec.dtype, spec.shape) for spec in found.tensors] == [
+            (spec.group, spec.dtype, spec.shape) for spec in specs
+        ]
         num_elements = sum(math.prod(spec.shape) for spec in specs)
         report = found.report
         assert (report.raw_bytes, report.encoded_bytes) == (len(payload), len(found.payload))
-        assert report.bits_per_element == (8 * len(found.payload) / num_elements if num_elements else 0.0)
+        assert report.bits_per_element == (
+            8 * len(found.payload) / num_elements if num_elements else 0.0
+        )
         assert not self.shrinks or len(found.payload) < len(payload)
         header = header_of(found)
         encode_head(header, len(found.payload))
@@ -107,15 +126,23 @@ class ChunkCodecSuite(ABC):
 
     def test_kv_is_lossy_where_the_codec_says_so(self, codec: ChunkCodec) -> None:
         specs = specs_of(*CASES["plain"])
-        assert self.encoded(codec, specs, kv_payload(specs, 0)).lossy == codec.lossy == (not self.lossless)
+        assert (
+            self.encoded(codec, specs, kv_payload(specs, 0)).lossy
+            == codec.lossy
+            == (not self.lossless)
+        )
 
     def test_tensors_may_lie_apart(self, codec: ChunkCodec) -> None:
         specs = specs_of(*CASES["hybrid"])
         payload = kv_payload(specs, 1)
         apart = specs_of(*CASES["hybrid"], gap=7)
-        data = bytearray(GUARD * (apart[-1].offset + apart[-1].length + 7))[: apart[-1].offset + apart[-1].length + 7]
+        data = bytearray(GUARD * (apart[-1].offset + apart[-1].length + 7))[
+            : apart[-1].offset + apart[-1].length + 7
+        ]
         for near, far in zip(specs, apart, strict=True):
-            data[far.offset : far.offset + far.length] = payload[near.offset : near.offset + near.length]
+            data[far.offset : far.offset + far.length] = payload[
+                near.offset : near.offset + near.length
+            ]
         plain, found = self.encoded(codec, specs, payload), self.encoded(codec, apart, bytes(data))
         assert bytes(found.payload) == bytes(plain.payload)
         assert found.tensors == plain.tensors
@@ -127,7 +154,10 @@ class ChunkCodecSuite(ABC):
         raw = self.decoded(codec, found)
         for shift in range(4):
             data = bytearray(shift) + payload
-            again = codec.encode(specs, memoryview(data)[shift:].toreadonly() if shift % 2 else memoryview(data)[shift:])
+            again = codec.encode(
+                specs,
+                memoryview(data)[shift:].toreadonly() if shift % 2 else memoryview(data)[shift:],
+            )
             assert again is not None
             assert bytes(data) == bytes(shift) + payload, "a payload is only read"
             assert bytes(again.payload) == bytes(found.payload)
@@ -143,13 +173,18 @@ class ChunkCodecSuite(ABC):
         found = self.encoded(codec, specs, payload)
         memory = bytearray(GUARD + bytes(len(payload) + change) + GUARD)
         with pytest.raises(SerdeError):
-            codec.decode(header_of(found), found.payload, memoryview(memory)[len(GUARD) : -len(GUARD)])
+            codec.decode(
+                header_of(found), found.payload, memoryview(memory)[len(GUARD) : -len(GUARD)]
+            )
         assert memory[: len(GUARD)] == memory[-len(GUARD) :] == GUARD
 
     def test_many_callers_get_the_same(self, codec: ChunkCodec) -> None:
         cases = [specs_of(*CASES[name]) for name in ("plain", "hybrid", "latent", "float32")]
         payloads = [kv_payload(specs, 4) for specs in cases]
-        expected = [self.encoded(codec, specs, payload) for specs, payload in zip(cases, payloads, strict=True)]
+        expected = [
+            self.encoded(codec, specs, payload)
+            for specs, payload in zip(cases, payloads, strict=True)
+        ]
         raws = [self.decoded(codec, found) for found in expected]
 
         def call(number: int) -> None:
@@ -172,11 +207,18 @@ class ChunkCodecSuite(ABC):
             for name, tensors in CASES.items():
                 specs = specs_of(*tensors)
                 payload = kv_payload(specs, 5)
-                ours, theirs = codec.encode(specs, memoryview(payload)), other.encode(specs, memoryview(payload))
+                ours, theirs = (
+                    codec.encode(specs, memoryview(payload)),
+                    other.encode(specs, memoryview(payload)),
+                )
                 assert (ours is None) == (theirs is None), name
                 if ours is not None and theirs is not None:
                     assert bytes(ours.payload) == bytes(theirs.payload), name
-                    assert (ours.tensors, ours.profile, ours.report) == (theirs.tensors, theirs.profile, theirs.report), name
+                    assert (ours.tensors, ours.profile, ours.report) == (
+                        theirs.tensors,
+                        theirs.profile,
+                        theirs.report,
+                    ), name
                     assert self.decoded(codec, theirs) == self.decoded(other, ours), name
         finally:
             other.close()
@@ -194,7 +236,9 @@ class ChunkCodecSuite(ABC):
             found = self.encoded(codec, specs, bytes(payload))
             assert found.lossy == (not self.lossless), "the first tensor is finite"
             assert self.decoded(codec, found)[half:] == payload[half:]
-            assert {group.name.split()[0] for group in found.report.groups} == ({"g0"} if found.lossy else set())
+            assert {group.name.split()[0] for group in found.report.groups} == (
+                {"g0"} if found.lossy else set()
+            )
 
     @pytest.mark.parametrize("dtype", KV_DTYPES)
     def test_nothing_becomes_infinite(self, codec: ChunkCodec, dtype: str) -> None:
@@ -218,7 +262,9 @@ class ChunkCodecSuite(ABC):
         payload = bytes(specs[0].length)
         found = self.encoded(codec, specs, payload)
         assert self.decoded(codec, found) == payload
-        assert all((group.max_relative, group.rms_relative) == (0.0, 0.0) for group in found.report.groups)
+        assert all(
+            (group.max_relative, group.rms_relative) == (0.0, 0.0) for group in found.report.groups
+        )
 
     def test_what_cannot_be_made_smaller_is_left_alone(self, codec: ChunkCodec) -> None:
         specs = specs_of(("uint8", (5000,)))
@@ -266,7 +312,9 @@ class ChunkCodecSuite(ABC):
             ("float32", (1, 2, 65, 64)),
         ):
             spec = TensorSpec("g0", dtype, shape, 0, len(found.payload))
-            other = EncodedPayload(found.payload, (spec,), found.serde, found.profile, found.lossy, found.report)
+            other = EncodedPayload(
+                found.payload, (spec,), found.serde, found.profile, found.lossy, found.report
+            )
             try:
                 raw = self.decoded(codec, other)
             except SerdeError:
@@ -275,11 +323,18 @@ class ChunkCodecSuite(ABC):
             assert len(raw) == decoded_bytes(header_of(other))
 
     @pytest.mark.parametrize("name", ["plain", "opaque"])
-    def test_bytes_that_are_missing_or_too_many_are_noticed(self, codec: ChunkCodec, name: str) -> None:
+    def test_bytes_that_are_missing_or_too_many_are_noticed(
+        self, codec: ChunkCodec, name: str
+    ) -> None:
         specs = specs_of(*CASES[name])
         found = self.encoded(codec, specs, kv_payload(specs, 9))
         data = bytes(found.payload)
-        for length in (*range(0, min(200, len(data)), 7), len(data) // 2, len(data) - 2, len(data) - 1):
+        for length in (
+            *range(0, min(200, len(data)), 7),
+            len(data) // 2,
+            len(data) - 2,
+            len(data) - 1,
+        ):
             with pytest.raises(SerdeError):
                 self.decoded(codec, resized(found, data[:length]))
         for tail in (b"\0", b"\0\0", GUARD, data):

@@ -1,4 +1,6 @@
-"""What every GPU connector must do. A test module subclasses `ConnectorSuite` or `PagedConnectorSuite` and gives it `under_test`."""
+"""What every GPU connector must do. A test module subclasses `ConnectorSuite` or
+`PagedConnectorSuite` and gives it `under_test`.
+"""
 
 # ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
@@ -16,7 +18,14 @@ from lmcache_core.gpu_connectors.layout import KVLayout
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.testing.kv_caches import BLOCK_SIZE, NUM_BLOCKS, make_kv_caches, overlapping, same, snapshot
+from lmcache_core.testing.kv_caches import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    make_kv_caches,
+    overlapping,
+    same,
+    snapshot,
+)
 
 POISON = 0xA5
 PREFIX = 4
@@ -27,7 +36,8 @@ NUM_TOKENS = len(SLOTS)
 
 
 class ConnectorUnderTest(ABC):
-    """A connector, engines for it, and the way around it. Raw access must not go through the connector's own code.
+    """A connector, engines for it, and the way around it. Raw access must not go through the
+    connector's own code.
 
     Attributes:
         connector: The connector.
@@ -89,7 +99,14 @@ class PagedUnderTest(ConnectorUnderTest):
 
         def changed(change: Any) -> list[Any]:
             last = engine[-1]
-            return [*engine[:-1], change(last) if isinstance(last, torch.Tensor) else tuple(change(side) for side in last)]
+            return [
+                *engine[:-1],
+                (
+                    change(last)
+                    if isinstance(last, torch.Tensor)
+                    else tuple(change(side) for side in last)
+                ),
+            ]
 
         return {
             "a layer too few": engine[:-1],
@@ -97,17 +114,27 @@ class PagedUnderTest(ConnectorUnderTest):
             "another head size": changed(lambda t: torch.cat([t, t], dim=-1)),
             "a dimension too many": changed(lambda t: t[None]),
             "a dimension too few": changed(lambda t: t[0, 0]),
-            "another dtype": changed(lambda t: t.view(torch.uint8)[..., : t.shape[-1]].view(torch.int8)),
+            "another dtype": changed(
+                lambda t: t.view(torch.uint8)[..., : t.shape[-1]].view(torch.int8)
+            ),
             "elements apart": changed(lambda t: torch.cat([t, t], dim=-1)[..., ::2]),
             "heads or tokens that overlap": changed(overlapping),
             "something that is no tensor": [*engine[:-1], None],
         }
 
 
-def make_memory(shape: Sequence[int], dtype: str, fmt: MemoryFormat = MemoryFormat.KV_BLOB, is_readonly: bool = False) -> MemoryObj:
+def make_memory(
+    shape: Sequence[int],
+    dtype: str,
+    fmt: MemoryFormat = MemoryFormat.KV_BLOB,
+    is_readonly: bool = False,
+) -> MemoryObj:
     """A memory object full of poison."""
     content = bytearray([POISON]) * num_bytes(shape, dtype)
-    return BytesBufferMemoryObj(bytes(content) if is_readonly else content, MemoryObjMetadata(tuple(shape), dtype, 0, 0, 1, fmt))
+    return BytesBufferMemoryObj(
+        bytes(content) if is_readonly else content,
+        MemoryObjMetadata(tuple(shape), dtype, 0, 0, 1, fmt),
+    )
 
 
 class ConnectorSuite:
@@ -118,7 +145,9 @@ class ConnectorSuite:
         """Engine memory to copy from."""
         return under_test.make_engine(1)
 
-    @pytest.mark.parametrize(("start", "end"), [(PREFIX, NUM_TOKENS), (5, 13), (8, 12), (14, 15), (6, 6)])
+    @pytest.mark.parametrize(
+        ("start", "end"), [(PREFIX, NUM_TOKENS), (5, 13), (8, 12), (14, 15), (6, 6)]
+    )
     def test_kv_goes_out_and_in_bit_for_bit_and_nothing_else_changes(
         self, under_test: ConnectorUnderTest, engine: Any, start: int, end: int
     ) -> None:
@@ -129,16 +158,22 @@ class ConnectorSuite:
         target, expected = under_test.make_engine(50), under_test.make_engine(50)
         under_test.connector.to_gpu(memory, start, end, **under_test.kwargs(target))
         for group, layer, token in self.cells(under_test, start, end):
-            under_test.write(expected, group, layer, token, under_test.read(engine, group, layer, token))
+            under_test.write(
+                expected, group, layer, token, under_test.read(engine, group, layer, token)
+            )
         assert same(snapshot(target), snapshot(expected))
 
     def test_the_same_connector_serves_other_tensors(self, under_test: ConnectorUnderTest) -> None:
         for seed in (1, 2, 1):
             engine, memory = under_test.make_engine(seed), self.memory_for(under_test, 3)
             under_test.connector.from_gpu(memory, PREFIX, PREFIX + 3, **under_test.kwargs(engine))
-            assert bytes(memory.byte_array) == self.expected_bytes(under_test, engine, PREFIX, PREFIX + 3)
+            assert bytes(memory.byte_array) == self.expected_bytes(
+                under_test, engine, PREFIX, PREFIX + 3
+            )
 
-    def test_read_only_memory_is_read_but_not_written(self, under_test: ConnectorUnderTest, engine: Any) -> None:
+    def test_read_only_memory_is_read_but_not_written(
+        self, under_test: ConnectorUnderTest, engine: Any
+    ) -> None:
         memory = self.memory_for(under_test, 3, is_readonly=True)
         with pytest.raises(ValueError, match="read-only"):
             under_test.connector.from_gpu(memory, 5, 8, **under_test.kwargs(engine))
@@ -147,30 +182,55 @@ class ConnectorSuite:
         assert (under_test.read(engine, 0, 0, 6).view(torch.uint8) == POISON).all()
 
     @pytest.mark.parametrize("method", ["from_gpu", "to_gpu"])
-    def test_engine_memory_that_is_not_as_declared_is_refused(self, under_test: ConnectorUnderTest, method: str) -> None:
+    def test_engine_memory_that_is_not_as_declared_is_refused(
+        self, under_test: ConnectorUnderTest, method: str
+    ) -> None:
         for wrong in (*under_test.wrong_engines().values(), None):
             self.check_refused(under_test, method, {**under_test.kwargs(wrong)})
 
     @pytest.mark.parametrize("method", ["from_gpu", "to_gpu"])
     @pytest.mark.parametrize(
-        ("start", "end", "num_tokens"), [(5, 8, 4), (5, 8, 2), (-3, 2, 5), (6, 5, 0), (NUM_TOKENS - 1, NUM_TOKENS + 2, 3)]
+        ("start", "end", "num_tokens"),
+        [(5, 8, 4), (5, 8, 2), (-3, 2, 5), (6, 5, 0), (NUM_TOKENS - 1, NUM_TOKENS + 2, 3)],
     )
     def test_a_range_that_is_not_there_is_refused(
-        self, under_test: ConnectorUnderTest, engine: Any, method: str, start: int, end: int, num_tokens: int
+        self,
+        under_test: ConnectorUnderTest,
+        engine: Any,
+        method: str,
+        start: int,
+        end: int,
+        num_tokens: int,
     ) -> None:
-        self.check_refused(under_test, method, under_test.kwargs(engine), self.memory_for(under_test, num_tokens), (start, end))
-
-    @pytest.mark.parametrize("method", ["from_gpu", "to_gpu"])
-    def test_memory_of_another_dtype_or_shape_is_refused(self, under_test: ConnectorUnderTest, engine: Any, method: str) -> None:
-        shape = tuple(under_test.connector.get_shape(3))
-        for memory in (make_memory((*shape[:-1], shape[-1] + 1), under_test.layout.kv_dtype), make_memory(shape, "int32")):
-            self.check_refused(under_test, method, under_test.kwargs(engine), memory)
         self.check_refused(
-            under_test, "to_gpu", under_test.kwargs(engine), make_memory(shape, under_test.layout.kv_dtype, MemoryFormat.BINARY)
+            under_test,
+            method,
+            under_test.kwargs(engine),
+            self.memory_for(under_test, num_tokens),
+            (start, end),
         )
 
     @pytest.mark.parametrize("method", ["from_gpu", "to_gpu"])
-    def test_memory_without_a_tensor_is_a_programming_error(self, under_test: ConnectorUnderTest, engine: Any, method: str) -> None:
+    def test_memory_of_another_dtype_or_shape_is_refused(
+        self, under_test: ConnectorUnderTest, engine: Any, method: str
+    ) -> None:
+        shape = tuple(under_test.connector.get_shape(3))
+        for memory in (
+            make_memory((*shape[:-1], shape[-1] + 1), under_test.layout.kv_dtype),
+            make_memory(shape, "int32"),
+        ):
+            self.check_refused(under_test, method, under_test.kwargs(engine), memory)
+        self.check_refused(
+            under_test,
+            "to_gpu",
+            under_test.kwargs(engine),
+            make_memory(shape, under_test.layout.kv_dtype, MemoryFormat.BINARY),
+        )
+
+    @pytest.mark.parametrize("method", ["from_gpu", "to_gpu"])
+    def test_memory_without_a_tensor_is_a_programming_error(
+        self, under_test: ConnectorUnderTest, engine: Any, method: str
+    ) -> None:
         class Empty(BytesBufferMemoryObj):
             tensor = None  # type: ignore[assignment]
 
@@ -178,20 +238,41 @@ class ConnectorSuite:
         with pytest.raises(AssertionError):
             getattr(under_test.connector, method)(empty, 5, 8, **under_test.kwargs(engine))
 
-    def memory_for(self, under_test: ConnectorUnderTest, num_tokens: int, is_readonly: bool = False) -> MemoryObj:
-        return make_memory(under_test.connector.get_shape(num_tokens), under_test.layout.kv_dtype, is_readonly=is_readonly)
+    def memory_for(
+        self, under_test: ConnectorUnderTest, num_tokens: int, is_readonly: bool = False
+    ) -> MemoryObj:
+        return make_memory(
+            under_test.connector.get_shape(num_tokens),
+            under_test.layout.kv_dtype,
+            is_readonly=is_readonly,
+        )
 
-    def cells(self, under_test: ConnectorUnderTest, start: int, end: int) -> list[tuple[int, int, int]]:
+    def cells(
+        self, under_test: ConnectorUnderTest, start: int, end: int
+    ) -> list[tuple[int, int, int]]:
         groups = enumerate(under_test.layout.groups)
-        return [(i, layer, token) for i, group in groups for layer in range(group.num_layers) for token in range(start, end)]
+        return [
+            (i, layer, token)
+            for i, group in groups
+            for layer in range(group.num_layers)
+            for token in range(start, end)
+        ]
 
-    def expected_bytes(self, under_test: ConnectorUnderTest, engine: Any, start: int, end: int) -> bytes:
-        """What a memory object must hold, built token by token: `[sides, layers, tokens, hidden]` of each group, zeros between groups."""
+    def expected_bytes(
+        self, under_test: ConnectorUnderTest, engine: Any, start: int, end: int
+    ) -> bytes:
+        """What a memory object must hold, built token by token: `[sides, layers, tokens,
+        hidden]` of each group, zeros between groups.
+        """
         content = bytearray()
         for i, group in enumerate(under_test.layout.groups):
             content += bytes(-len(content) % 512 if i else 0)
             content += b"".join(
-                under_test.read(engine, i, layer, token)[side].contiguous().view(torch.uint8).numpy().tobytes()
+                under_test.read(engine, i, layer, token)[side]
+                .contiguous()
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
                 for side in range(group.sides)
                 for layer in range(group.num_layers)
                 for token in range(start, end)
@@ -223,10 +304,14 @@ class PagedConnectorSuite(ConnectorSuite):
         memory = self.memory_for(under_test, NUM_TOKENS - PREFIX)
         target, expected = under_test.make_engine(50), under_test.make_engine(50)
         under_test.connector.from_gpu(memory, PREFIX, NUM_TOKENS, **under_test.kwargs(engine))
-        under_test.connector.to_gpu(memory, PREFIX, NUM_TOKENS, kvcaches=target, slot_mapping=torch.tensor(OTHER_SLOTS))
+        under_test.connector.to_gpu(
+            memory, PREFIX, NUM_TOKENS, kvcaches=target, slot_mapping=torch.tensor(OTHER_SLOTS)
+        )
         wanted = LogicalMemory(under_test.layout, expected)
         for group, layer, token in self.cells(under_test, PREFIX, NUM_TOKENS):
-            wanted.write(group, layer, OTHER_SLOTS[token], under_test.read(engine, group, layer, token))
+            wanted.write(
+                group, layer, OTHER_SLOTS[token], under_test.read(engine, group, layer, token)
+            )
         assert same(snapshot(target), snapshot(expected))
 
     @pytest.mark.parametrize("method", ["from_gpu", "to_gpu"])
@@ -239,7 +324,10 @@ class PagedConnectorSuite(ConnectorSuite):
             pytest.param(torch.tensor(SLOTS)[:, None], id="two dimensions"),
             pytest.param(torch.tensor(SLOTS)[:7], id="too short"),
             pytest.param(torch.tensor(SLOTS).roll(2), id="the engine's own prefix"),
-            pytest.param(torch.tensor((*SLOTS[:6], NUM_BLOCKS * BLOCK_SIZE, *SLOTS[7:])), id="behind the last"),
+            pytest.param(
+                torch.tensor((*SLOTS[:6], NUM_BLOCKS * BLOCK_SIZE, *SLOTS[7:])),
+                id="behind the last",
+            ),
             pytest.param(torch.tensor((*SLOTS[:6], 1 << 62, *SLOTS[7:])), id="far behind the last"),
             pytest.param(torch.tensor((*SLOTS[:6], SLOTS[5], *SLOTS[7:])), id="another token's"),
         ],

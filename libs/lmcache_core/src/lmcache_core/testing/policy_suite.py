@@ -1,4 +1,6 @@
-"""What every eviction policy must do. A test module subclasses `PolicySuite` and gives it a `policy` fixture."""
+"""What every eviction policy must do. A test module subclasses `PolicySuite` and gives it a
+`policy` fixture.
+"""
 
 # ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
@@ -34,7 +36,9 @@ class PolicySuite:
         assert len(policy) == 0
         assert list(policy.victims()) == []
 
-    def test_every_known_key_is_a_victim_once_even_if_all_are_declined(self, filled: EvictionPolicy) -> None:
+    def test_every_known_key_is_a_victim_once_even_if_all_are_declined(
+        self, filled: EvictionPolicy
+    ) -> None:
         for _ in range(3):
             offered = list(filled.victims())
             assert len(offered) == NUM_KEYS
@@ -51,7 +55,9 @@ class PolicySuite:
         assert list(filled.victims()) == []
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_some_may_be_removed_and_others_declined(self, filled: EvictionPolicy, seed: int) -> None:
+    def test_some_may_be_removed_and_others_declined(
+        self, filled: EvictionPolicy, seed: int
+    ) -> None:
         rng = random.Random(seed)  # noqa: S311 (test data)
         gone: set[ChunkKey] = set()
         declined: set[ChunkKey] = set()
@@ -71,14 +77,18 @@ class PolicySuite:
         assert next(filled.victims()) == first
         assert set(filled.victims()) == set(KEYS)
 
-    def test_the_coldest_come_first_and_telling_changes_nothing(self, filled: EvictionPolicy) -> None:
+    def test_the_coldest_come_first_and_telling_changes_nothing(
+        self, filled: EvictionPolicy
+    ) -> None:
         before = next(iter(filled.victims()))
         order = filled.coldest_first()
         assert sorted(order, key=KEYS.index) == list(KEYS)
         assert filled.coldest_first() == order
         assert next(iter(filled.victims())) == before
         num_unread = NUM_KEYS - len(KEYS[::3])
-        assert set(order[num_unread:]) == set(KEYS[::3]), "what was read is hotter than what was not"
+        assert set(order[num_unread:]) == set(KEYS[::3]), (
+            "what was read is hotter than what was not"
+        )
 
     def test_what_was_declined_is_not_the_next_one_to_go(self, filled: EvictionPolicy) -> None:
         declined, second = islice(filled.victims(), 2)
@@ -109,7 +119,9 @@ class PolicySuite:
                 policy.on_remove(key)
         assert len(policy) == 0
 
-    def test_a_key_is_inserted_once_and_only_known_ones_are_read_or_removed(self, filled: EvictionPolicy) -> None:
+    def test_a_key_is_inserted_once_and_only_known_ones_are_read_or_removed(
+        self, filled: EvictionPolicy
+    ) -> None:
         with pytest.raises(AssertionError):
             filled.on_insert(KEYS[0], 100)
         for report in (filled.on_access, filled.on_remove):
@@ -129,7 +141,9 @@ class PolicySuite:
         assert len(filled) == NUM_KEYS
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_whatever_happens_it_knows_what_is_held(self, policy: EvictionPolicy, seed: int) -> None:
+    def test_whatever_happens_it_knows_what_is_held(
+        self, policy: EvictionPolicy, seed: int
+    ) -> None:
         rng = random.Random(seed)  # noqa: S311 (test data)
         held: set[ChunkKey] = set()
         for _ in range(2000):

@@ -1,4 +1,6 @@
-"""What every pool must do. A test module subclasses `PoolSuite` and gives it a `make_pool` method."""
+"""What every pool must do. A test module subclasses `PoolSuite` and gives it a `make_pool`
+method.
+"""
 
 # ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
@@ -48,8 +50,12 @@ class PoolSuite(ABC):
 
     @pytest.fixture
     def pool(self) -> Iterator[BasePool]:
-        """Of `NUM_SLOTS` slots and most of another; its books must balance at the end of each test."""
-        made = self.make_pool(LMCacheMemPoolMetadata(KV_SHAPE, DTYPE, gigabytes((NUM_SLOTS + 0.99) * CHUNK_BYTES)))
+        """Of `NUM_SLOTS` slots and most of another; its books must balance at the end of each
+        test.
+        """
+        made = self.make_pool(
+            LMCacheMemPoolMetadata(KV_SHAPE, DTYPE, gigabytes((NUM_SLOTS + 0.99) * CHUNK_BYTES))
+        )
         yield made
         made.check_integrity()
 
@@ -65,7 +71,11 @@ class PoolSuite(ABC):
     def test_the_view_is_as_the_chunk(self, pool: BasePool, make: type, num_tokens: int) -> None:
         kv_chunk = make(num_tokens).random_()
         kv_obj = self.take(pool, kv_chunk)
-        assert (kv_obj.data.shape, kv_obj.data.dtype, kv_obj.data.is_contiguous()) == (kv_chunk.shape, DTYPE, True)
+        assert (kv_obj.data.shape, kv_obj.data.dtype, kv_obj.data.is_contiguous()) == (
+            kv_chunk.shape,
+            DTYPE,
+            True,
+        )
         assert kv_obj.size == kv_chunk.nbytes
         assert torch.equal(kv_obj.data.cpu(), kv_chunk)
 
@@ -117,8 +127,12 @@ class PoolSuite(ABC):
             (NUM_LAYERS, 2, CHUNK_SIZE, NUM_HEADS * HEAD_SIZE),
         ],
     )
-    def test_what_does_not_fit_a_slot_is_refused(self, pool: BasePool, shape: tuple[int, ...]) -> None:
-        with pytest.raises(ValueError, match=f"{re.escape(str(shape))}.*{re.escape(str(KV_SHAPE))}"):
+    def test_what_does_not_fit_a_slot_is_refused(
+        self, pool: BasePool, shape: tuple[int, ...]
+    ) -> None:
+        with pytest.raises(
+            ValueError, match=f"{re.escape(str(shape))}.*{re.escape(str(KV_SHAPE))}"
+        ):
             pool.allocate(torch.zeros(shape, dtype=DTYPE))
 
     def test_another_dtype_is_refused(self, pool: BasePool) -> None:
@@ -150,9 +164,13 @@ class PoolSuite(ABC):
                 if kv_obj is not None:
                     kv_obj.data.fill_(turn % 100)
                     if not bool((kv_obj.data == turn % 100).all()):
-                        failures.append(f"thread {seed}, turn {turn}: another chunk was written over")
+                        failures.append(
+                            f"thread {seed}, turn {turn}: another chunk was written over"
+                        )
                     pool.free(kv_obj)
 
         interleave(work)
         assert not failures
-        assert sorted(self.take(pool, vllm_chunk()).chunk_idx for _ in range(NUM_SLOTS)) == list(range(NUM_SLOTS))
+        assert sorted(self.take(pool, vllm_chunk()).chunk_idx for _ in range(NUM_SLOTS)) == list(
+            range(NUM_SLOTS)
+        )

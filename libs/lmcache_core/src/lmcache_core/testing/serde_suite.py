@@ -1,4 +1,6 @@
-"""What every serde must do. A test module subclasses `SerdeSuite` and gives it `make_serializer` and `make_deserializer`."""
+"""What every serde must do. A test module subclasses `SerdeSuite` and gives it `make_serializer`
+and `make_deserializer`.
+"""
 
 # ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
@@ -18,21 +20,36 @@ from lmcache_core.serde import Deserializer, Serializer
 
 DTYPES = tuple(getattr(torch, name) for name in DTYPE_ITEMSIZE)
 FLOATS = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)
-SHAPES = ((), (1,), (7,), (0,), (2, 0, 4), (2, 3), (1, 5, 1), (3, 2, 5, 7), (2, 2, 16, 2, 8), (1, 2, 1, 2, 1, 3, 1, 2, 1))
+SHAPES = (
+    (),
+    (1,),
+    (7,),
+    (0,),
+    (2, 0, 4),
+    (2, 3),
+    (1, 5, 1),
+    (3, 2, 5, 7),
+    (2, 2, 16, 2, 8),
+    (1, 2, 1, 2, 1, 3, 1, 2, 1),
+)
 MAX_PATTERN_BITS = 16
 APPENDIXES = (b"\0", b"\xff" * 16, bytes(4096))
 """What may follow the bytes of an encoding by mistake."""
 
 
 def random_bits(dtype: torch.dtype, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """A tensor of random bits, NaNs of all kinds among them; of a bool only the last bit is random."""
+    """A tensor of random bits, NaNs of all kinds among them; of a bool only the last bit is
+    random.
+    """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     data = torch.tensor(list(random.Random(seed).randbytes(num_bytes)), dtype=torch.uint8)  # noqa: S311 (test data)
     return (data % 2 if dtype is torch.bool else data).view(dtype).view(tuple(shape))
 
 
 def every_pattern(dtype: torch.dtype) -> torch.Tensor:
-    """Every bit pattern of a dtype of one or two bytes, of a longer one those with all combinations of its first 16 bits; shuffled."""
+    """Every bit pattern of a dtype of one or two bytes, of a longer one those with all
+    combinations of its first 16 bits; shuffled.
+    """
     if dtype is torch.bool:
         return torch.tensor([False, True])
     num_patterns = 1 << min(8 * dtype.itemsize, MAX_PATTERN_BITS)
@@ -40,7 +57,13 @@ def every_pattern(dtype: torch.dtype) -> torch.Tensor:
     if dtype.itemsize == 1:
         return order.to(torch.uint8).view(dtype)
     bits = order << (8 * dtype.itemsize - MAX_PATTERN_BITS) | int(dtype.itemsize > 2)
-    return bits.view(torch.uint8).view(num_patterns, 8)[:, : dtype.itemsize].contiguous().view(dtype).view(-1)
+    return (
+        bits.view(torch.uint8)
+        .view(num_patterns, 8)[:, : dtype.itemsize]
+        .contiguous()
+        .view(dtype)
+        .view(-1)
+    )
 
 
 def sealed_by_hand(
@@ -53,7 +76,8 @@ def sealed_by_hand(
     magic: bytes = b"LMTB",
     version: int = 1,
 ) -> bytes:
-    """A container of the Torch (1), Safe (2) or Fast (3) serde with a right digest around any payload, made without the code under test.
+    """A container of the Torch (1), Safe (2) or Fast (3) serde with a right digest around any
+    payload, made without the code under test.
 
     Args:
         payload: Its payload.
@@ -65,26 +89,46 @@ def sealed_by_hand(
         version: Version of the container.
     """
     length = len(payload) if payload_bytes is None else payload_bytes
-    head = struct.pack(f"<4s4BQ{len(shape)}Q", magic, version, serde, dtype, len(shape), length, *shape)
+    head = struct.pack(
+        f"<4s4BQ{len(shape)}Q", magic, version, serde, dtype, len(shape), length, *shape
+    )
     return head + xxhash.xxh3_128_digest(head + payload) + payload
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor in their order, as bytes."""
-    return bytes(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy())
+    return bytes(
+        tensor.detach()
+        .clone(memory_format=torch.contiguous_format)
+        .view(-1)
+        .view(torch.uint8)
+        .numpy()
+    )
 
 
 def same_values_otherwise_laid_out(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The same values with other strides, or as a part of other memory."""
     order = tuple(reversed(range(tensor.dim())))
     yield "transposed", tensor.permute(order).contiguous().permute(order)
-    yield "at an offset", torch.cat((tensor.new_zeros(3), tensor.reshape(-1)))[3:].view(tensor.shape)
-    yield "a part of longer memory", torch.cat((tensor.reshape(-1), tensor.new_zeros(5)))[: tensor.numel()].view(tensor.shape)
+    yield (
+        "at an offset",
+        torch.cat((tensor.new_zeros(3), tensor.reshape(-1)))[3:].view(tensor.shape),
+    )
+    yield (
+        "a part of longer memory",
+        torch.cat((tensor.reshape(-1), tensor.new_zeros(5)))[: tensor.numel()].view(tensor.shape),
+    )
     if tensor.dim():
         yield "every other element", torch.stack((tensor, tensor), dim=-1)[..., 0]
-        yield "a slice of each row", torch.stack((tensor, tensor), dim=-2).flatten(-2)[..., : tensor.shape[-1]]
+        yield (
+            "a slice of each row",
+            torch.stack((tensor, tensor), dim=-2).flatten(-2)[..., : tensor.shape[-1]],
+        )
     if tensor.dim() and 1 in tensor.shape:
-        strides = [1000 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        strides = [
+            1000 if size == 1 else stride
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ]
         yield "with strides that nothing needs", tensor.as_strided(tensor.shape, strides)
 
 
@@ -92,7 +136,8 @@ class SerdeSuite(ABC):
     """The contract of `Serializer` and `Deserializer`.
 
     Attributes:
-        lossless: Whether values come back bit by bit. If not, within `max_relative_error` of the largest value.
+        lossless: Whether values come back bit by bit. If not, within `max_relative_error` of the
+            largest value.
         max_relative_error: See above.
         shapes: Shapes that are tried; override where a serde takes tensors of one kind only.
         flipped_shape: Shape of the tensor whose encoding is damaged, bit by bit: a small one.
@@ -116,7 +161,9 @@ class SerdeSuite(ABC):
         return True
 
     def values(self, dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.Tensor:
-        """A tensor to encode: any bits where they come back, numbers where they come back nearly."""
+        """A tensor to encode: any bits where they come back, numbers where they come back
+        nearly.
+        """
         if self.lossless:
             return random_bits(dtype, shape, seed)
         return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -125,14 +172,20 @@ class SerdeSuite(ABC):
         """One encoding, by a serializer of its own."""
         return self.make_serializer().to_bytes(tensor)
 
-    def decoded(self, data: bytes | bytearray | memoryview, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def decoded(
+        self, data: bytes | bytearray | memoryview, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """What a deserializer of its own makes of the bytes."""
         return self.make_deserializer(dtype).from_bytes(data)
 
     def assert_same(self, found: torch.Tensor, given: torch.Tensor, case: object) -> None:
         """Compare what was decoded with what had been encoded."""
         assert type(found) is torch.Tensor, case
-        assert (found.shape, found.dtype, found.device.type) == (given.shape, given.dtype, "cpu"), case
+        assert (found.shape, found.dtype, found.device.type) == (
+            given.shape,
+            given.dtype,
+            "cpu",
+        ), case
         assert found.is_contiguous(), case
         assert not found.requires_grad, case
         if self.lossless:
@@ -144,7 +197,9 @@ class SerdeSuite(ABC):
     @pytest.fixture
     def small(self) -> bytes:
         """The encoding that is damaged."""
-        dtype = next(dtype for dtype in (torch.bfloat16, *DTYPES) if self.takes(dtype, self.flipped_shape))
+        dtype = next(
+            dtype for dtype in (torch.bfloat16, *DTYPES) if self.takes(dtype, self.flipped_shape)
+        )
         return self.encoded(self.values(dtype, self.flipped_shape))
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -179,12 +234,18 @@ class SerdeSuite(ABC):
         for shape in (shape for shape in self.shapes if self.takes(dtype, shape)):
             given = self.values(dtype, shape)
             plain = self.encoded(given)
-            assert self.encoded(given.clone().requires_grad_()) == self.encoded(torch.nn.Parameter(given)) == plain
+            assert (
+                self.encoded(given.clone().requires_grad_())
+                == self.encoded(torch.nn.Parameter(given))
+                == plain
+            )
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_no_bit_pattern_is_lost_or_else_it_is_refused(self, dtype: torch.dtype) -> None:
         patterns = every_pattern(dtype)
-        for shape in (shape for shape in (tuple(patterns.shape), *self.shapes) if self.takes(dtype, shape)):
+        for shape in (
+            shape for shape in (tuple(patterns.shape), *self.shapes) if self.takes(dtype, shape)
+        ):
             num_elements = torch.Size(shape).numel()
             given = patterns.repeat(-(-num_elements // len(patterns)))[:num_elements].view(shape)
             try:
@@ -199,7 +260,11 @@ class SerdeSuite(ABC):
     def test_it_is_converted_to_the_dtype_that_is_asked_for(self, asked: torch.dtype) -> None:
         for stored in DTYPES:
             for shape in (shape for shape in self.shapes if self.takes(stored, shape)):
-                given = self.values(torch.int8, shape).to(stored) if self.lossless else self.values(stored, shape)
+                given = (
+                    self.values(torch.int8, shape).to(stored)
+                    if self.lossless
+                    else self.values(stored, shape)
+                )
                 data = self.encoded(given)
                 as_stored, found = self.decoded(data), self.decoded(data, asked)
                 assert as_stored.dtype is stored
@@ -212,13 +277,22 @@ class SerdeSuite(ABC):
             self.make_deserializer(dtype)
 
     @pytest.mark.parametrize(
-        "given", [torch.zeros(2, 3, dtype=torch.complex64), torch.zeros(2, 3, device="meta"), torch.zeros(2, 3).to_sparse()], ids=str
+        "given",
+        [
+            torch.zeros(2, 3, dtype=torch.complex64),
+            torch.zeros(2, 3, device="meta"),
+            torch.zeros(2, 3).to_sparse(),
+        ],
+        ids=str,
     )
     def test_a_tensor_that_cannot_be_encoded_is_refused(self, given: torch.Tensor) -> None:
         with pytest.raises(ValueError, match=r"\S"):
             self.encoded(given)
 
-    @pytest.mark.parametrize("owner", [bytes, bytearray, memoryview, lambda data: memoryview(bytearray(b"xx" + data))[2:]])
+    @pytest.mark.parametrize(
+        "owner",
+        [bytes, bytearray, memoryview, lambda data: memoryview(bytearray(b"xx" + data))[2:]],
+    )
     def test_bytes_may_be_anybodys(self, small: bytes, owner: type[bytes]) -> None:
         assert bits_of(self.decoded(owner(small))) == bits_of(self.decoded(small))
 
@@ -231,7 +305,9 @@ class SerdeSuite(ABC):
         assert bytes(given) == small, "writing to a result changed the bytes"
         given[:] = b"\xff" * len(given)
         given.clear()
-        assert bits_of(found) == before, "writing to the bytes or to another result changed a result"
+        assert bits_of(found) == before, (
+            "writing to the bytes or to another result changed a result"
+        )
 
     def test_a_result_can_be_encoded_again(self, small: bytes) -> None:
         found = self.decoded(small)

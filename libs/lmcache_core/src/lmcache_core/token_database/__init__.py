@@ -16,9 +16,18 @@ if TYPE_CHECKING:
     from lmcache_core.token_database.chunked import ChunkedTokenDatabase
     from lmcache_core.token_database.radix import RadixTokenDatabase
 
-_RESOLVED_LATER = MappingProxyType({"ChunkedTokenDatabase": "chunked", "RadixTokenDatabase": "radix"})
+_RESOLVED_LATER = MappingProxyType(
+    {"ChunkedTokenDatabase": "chunked", "RadixTokenDatabase": "radix"}
+)
 
-__all__ = ["ChunkedTokenDatabase", "MultimodalSpan", "RadixTokenDatabase", "TokenDatabase", "chain_hashes", "identity_root"]
+__all__ = [
+    "ChunkedTokenDatabase",
+    "MultimodalSpan",
+    "RadixTokenDatabase",
+    "TokenDatabase",
+    "chain_hashes",
+    "identity_root",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,8 @@ MAX_SPAN_TOKENS = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class MultimodalSpan:
-    """An image, sound or video whose placeholder tokens cover `[offset, offset + length)` of the sequence.
+    """An image, sound or video whose placeholder tokens cover `[offset, offset + length)` of the
+    sequence.
 
     Attributes:
         content_hash: Hash of the content, 1 to 255 bytes; two contents never share one.
@@ -36,33 +37,44 @@ class MultimodalSpan:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.content_hash) <= MAX_CONTENT_HASH_BYTES:
-            raise ValueError(f"content_hash has {len(self.content_hash)} bytes; it must have 1 to {MAX_CONTENT_HASH_BYTES}")
+            raise ValueError(
+                f"content_hash has {len(self.content_hash)} bytes; it must have 1 to"
+                f" {MAX_CONTENT_HASH_BYTES}"
+            )
         if self.offset < 0 or not 1 <= self.length <= MAX_SPAN_TOKENS:
-            raise ValueError(f"offset={self.offset}, length={self.length}: a span covers at least one token of the sequence")
+            raise ValueError(
+                f"offset={self.offset}, length={self.length}: a span covers at least one token of"
+                " the sequence"
+            )
 
 
 class TokenDatabase(ABC):
     """Turns tokens into the keys of their chunks. One is asked by many threads at once.
 
-    Only `process_tokens(tokens, mask)` must be there. One without the parameter `spans` serves text, since spans are only given
-    where there are some; one without `use_salt` serves tenants without salt.
+    Only `process_tokens(tokens, mask)` must be there. One without the parameter `spans` serves
+    text, since spans are only given where there are some; one without `use_salt` serves tenants
+    without salt.
     """
 
     @abstractmethod
     def process_tokens(
-        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = ()
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        spans: Sequence[MultimodalSpan] = (),
     ) -> Iterable[tuple[int, int, CacheEngineKey]]:
         """Cut tokens into chunks and name each.
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype, on CPU.
-            mask: Booleans, shape `[seq_len]`: Falses (if any) first, their number a multiple of the chunk size. Masked chunks
-                take part in the hashes but are not yielded.
-            spans: Multimodal contents behind placeholder tokens; each is part of the name of every chunk that it overlaps and of all
-                chunks behind it.
+            mask: Booleans, shape `[seq_len]`: Falses (if any) first, their number a multiple of the
+                chunk size. Masked chunks take part in the hashes but are not yielded.
+            spans: Multimodal contents behind placeholder tokens; each is part of the name of every
+                chunk that it overlaps and of all chunks behind it.
 
         Returns:
-            `(start, end, key)` of each chunk, in order; the last one may be shorter than the others.
+            `(start, end, key)` of each chunk, in order; the last one may be shorter than the
+            others.
 
         Raises:
             ValueError: The mask is not of that form, or a token id is negative or above 2^32-1.
@@ -72,7 +84,11 @@ class TokenDatabase(ABC):
         """Make the salt part of every key from now on.
 
         Raises:
-            ConfigError: This database knows no salt, and the salt is not empty: without it, tenants would share keys.
+            ConfigError: This database knows no salt, and the salt is not empty: without it, tenants
+                would share keys.
         """
         if salt:
-            raise ConfigError(f"salt: {type(self).__name__} does not make it part of its keys; use a token database that does, or no salt")
+            raise ConfigError(
+                f"salt: {type(self).__name__} does not make it part of its keys; use a token"
+                " database that does, or no salt"
+            )

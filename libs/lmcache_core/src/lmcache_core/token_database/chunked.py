@@ -1,4 +1,6 @@
-"""The chunked token database: fixed-size chunks, each named by a hash of itself and everything before it."""
+"""The chunked token database: fixed-size chunks, each named by a hash of itself and everything
+before it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from typing import TYPE_CHECKING
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.token_database.base import MultimodalSpan, TokenDatabase
-from lmcache_core.token_database.hashing import chain_hashes, identity_root, named_chunks, tokens_as_uint32
+from lmcache_core.token_database.hashing import (
+    chain_hashes,
+    identity_root,
+    named_chunks,
+    tokens_as_uint32,
+)
 from lmcache_core.token_database.masks import num_masked_tokens
 
 if TYPE_CHECKING:
@@ -17,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class ChunkedTokenDatabase(TokenDatabase):
-    """Cuts tokens into chunks of `config.chunk_size` and names each by the chain hash. Keeps nothing between calls.
+    """Cuts tokens into chunks of `config.chunk_size` and names each by the chain hash. Keeps
+    nothing between calls.
 
     Args:
         config: Gives chunk size and salt.
@@ -30,9 +38,14 @@ class ChunkedTokenDatabase(TokenDatabase):
         self._root = identity_root(metadata, config.salt)
 
     def process_tokens(
-        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = ()
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        spans: Sequence[MultimodalSpan] = (),
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
-        """See `TokenDatabase.process_tokens`. Arguments are checked at once, chunks are hashed as they are taken."""
+        """See `TokenDatabase.process_tokens`. Arguments are checked at once, chunks are hashed
+        as they are taken.
+        """
         ids = tokens_as_uint32(tokens)
         num_skipped = num_masked_tokens(mask, len(ids), self.chunk_size)
         chain = chain_hashes(self._root, ids, self.chunk_size, spans)

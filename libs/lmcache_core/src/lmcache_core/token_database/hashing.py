@@ -29,7 +29,9 @@ NO_EXTRAS = _LENGTH.pack(0)
 
 
 def identity_root(metadata: LMCacheEngineMetadata, salt: str = "") -> bytes:
-    """SHA-256 over what the KV is: model, revision, dtype, layout, adapter, salt. 32 bytes, the chain's `h_{-1}`."""
+    """SHA-256 over what the KV is: model, revision, dtype, layout, adapter, salt. 32 bytes, the
+    chain's `h_{-1}`.
+    """
     fields = (
         ("model", metadata.model_name),
         ("revision", metadata.revision),
@@ -46,7 +48,8 @@ def identity_root(metadata: LMCacheEngineMetadata, salt: str = "") -> bytes:
 
 
 def tokens_as_uint32(tokens: Any) -> npt.NDArray[np.uint32]:
-    """Token ids as contiguous little-endian uint32, whatever integer dtype they came in: equal ids give equal keys.
+    """Token ids as contiguous little-endian uint32, whatever integer dtype they came in: equal ids
+    give equal keys.
 
     Raises:
         ValueError: Not a 1-D sequence of integers in 0 … 2^32-1.
@@ -81,9 +84,14 @@ def tokens_as_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 def chain_hashes(
-    root: bytes, tokens: npt.NDArray[np.uint32], chunk_size: int, spans: Sequence[MultimodalSpan] = (), first: int = 0
+    root: bytes,
+    tokens: npt.NDArray[np.uint32],
+    chunk_size: int,
+    spans: Sequence[MultimodalSpan] = (),
+    first: int = 0,
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yield `(start, end, h_i)` for each chunk, `h_i = SHA-256(tag || h_{i-1} || n_i || tokens || extras_i)`.
+    """Yield `(start, end, h_i)` for each chunk, `h_i = SHA-256(tag || h_{i-1} || n_i || tokens ||
+    extras_i)`.
 
     Args:
         root: 32 bytes from `identity_root`; with `first`, the hash of the chunk before it.
@@ -96,12 +104,17 @@ def chain_hashes(
 
 
 def chain_hashes_of_bytes(
-    root: bytes, data: bytes | memoryview, chunk_size: int, spans: Sequence[MultimodalSpan] = (), first: int = 0
+    root: bytes,
+    data: bytes | memoryview,
+    chunk_size: int,
+    spans: Sequence[MultimodalSpan] = (),
+    first: int = 0,
 ) -> Iterator[tuple[int, int, bytes]]:
     """As `chain_hashes`, of what `tokens_as_bytes` returns."""
     num_tokens = len(data) // TOKEN_BYTES
     extras = extras_of_chunks(spans, num_tokens, chunk_size)
-    # A copy of a digest that has read the tag, and updates instead of one joined message: the fewest copies per chunk.
+    # A copy of a digest that has read the tag, and updates instead of one joined message: the
+    # fewest copies per chunk.
     tagged = hashlib.sha256(CHUNK_TAG)
     full_length = _LENGTH.pack(chunk_size)
     previous = root
@@ -119,15 +132,26 @@ def chain_hashes_of_bytes(
         yield start, end, previous
 
 
-def named_chunks(metadata: LMCacheEngineMetadata, chain: Iterable[tuple[int, int, bytes]]) -> Iterator[tuple[int, int, CacheEngineKey]]:
+def named_chunks(
+    metadata: LMCacheEngineMetadata, chain: Iterable[tuple[int, int, bytes]]
+) -> Iterator[tuple[int, int, CacheEngineKey]]:
     """The chunks of a hash chain with their keys instead of their hashes."""
-    fmt, model_name, world_size, worker_id = metadata.fmt, metadata.model_name, metadata.world_size, metadata.worker_id
+    fmt, model_name, world_size, worker_id = (
+        metadata.fmt,
+        metadata.model_name,
+        metadata.world_size,
+        metadata.worker_id,
+    )
     for start, end, digest in chain:
         yield start, end, CacheEngineKey(fmt, model_name, world_size, worker_id, digest.hex())
 
 
-def extras_of_chunks(spans: Sequence[MultimodalSpan], num_tokens: int, chunk_size: int) -> dict[int, bytes]:
-    """`extras_i` of the chunks that spans overlap, by the chunk's first token; the others have `NO_EXTRAS`."""
+def extras_of_chunks(
+    spans: Sequence[MultimodalSpan], num_tokens: int, chunk_size: int
+) -> dict[int, bytes]:
+    """`extras_i` of the chunks that spans overlap, by the chunk's first token; the others have
+    `NO_EXTRAS`.
+    """
     inside: dict[int, list[MultimodalSpan]] = {}
     inside_sequence = (span for span in spans if span.offset < num_tokens)
     for span in sorted(inside_sequence, key=lambda s: (s.offset, s.length, s.content_hash)):

@@ -1,4 +1,6 @@
-"""The radix token database: the keys of the chunked one, without hashing again what has been seen before."""
+"""The radix token database: the keys of the chunked one, without hashing again what has been
+seen before.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ DEFAULT_MAX_TOKENS = 1 << 22
 
 
 class _Memory:
-    """What is known under one identity root. A new root is a new memory, so that keys of two roots cannot meet in one tree."""
+    """What is known under one identity root. A new root is a new memory, so that keys of two
+    roots cannot meet in one tree.
+    """
 
     def __init__(self, root: bytes, max_chunks: int) -> None:
         self.root = root
@@ -40,27 +44,39 @@ class _Memory:
 
 
 class RadixTokenDatabase(TokenDatabase):
-    """Names chunks exactly as `ChunkedTokenDatabase` does, but compares the tokens of a prefix that it knows instead of hashing them.
+    """Names chunks exactly as `ChunkedTokenDatabase` does, but compares the tokens of a prefix that
+    it knows instead of hashing them.
 
-    The full chunks of every sequence are kept in a radix tree, together with their keys. What is left of a sequence behind its longest
-    known prefix is hashed and put into the tree; a last, partial chunk is hashed every time. The tree is an index of what has been *named*,
-    not of what is *cached*. Multimodal contents take part: a chunk that spans overlap is known by its tokens and a SHA-256 of its extras.
+    The full chunks of every sequence are kept in a radix tree, together with their keys. What is
+    left of a sequence behind its longest known prefix is hashed and put into the tree; a last,
+    partial chunk is hashed every time. The tree is an index of what has been *named*, not of what
+    is *cached*. Multimodal contents take part: a chunk that spans overlap is known by its tokens
+    and a SHA-256 of its extras.
 
-    A chunk takes `4 * chunk_size` bytes for its tokens and about 240 for its key, and a place where sequences part about 600: at the
-    default bound and with chunks of 256 tokens about 20 MiB in all, 30 if no two chunks in a row were used together.
+    A chunk takes `4 * chunk_size` bytes for its tokens and about 240 for its key, and a place where
+    sequences part about 600: at the default bound and with chunks of 256 tokens about 20 MiB in
+    all, 30 if no two chunks in a row were used together.
 
     Args:
         config: Gives chunk size and salt.
         metadata: Gives the identity of the KV.
-        max_tokens: Bound on the tokens in the tree; those used longest ago go first, from the ends of their sequences.
+        max_tokens: Bound on the tokens in the tree; those used longest ago go first, from the ends
+            of their sequences.
 
     Raises:
         ValueError: The bound is below one chunk.
     """
 
-    def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
+    def __init__(
+        self,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheEngineMetadata,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> None:
         if max_tokens < config.chunk_size:
-            raise ValueError(f"max_tokens={max_tokens}: must be at least one chunk ({config.chunk_size} tokens)")
+            raise ValueError(
+                f"max_tokens={max_tokens}: must be at least one chunk ({config.chunk_size} tokens)"
+            )
         self.chunk_size = config.chunk_size
         self._metadata = metadata
         self._max_chunks = max_tokens // config.chunk_size
@@ -72,7 +88,10 @@ class RadixTokenDatabase(TokenDatabase):
         return self._memory.tree.num_blocks
 
     def process_tokens(
-        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = ()
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        spans: Sequence[MultimodalSpan] = (),
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
         """See `TokenDatabase.process_tokens`. All is done at once; the result only reads it out."""
         ids = tokens_as_uint32(tokens)
@@ -115,7 +134,9 @@ class RadixTokenDatabase(TokenDatabase):
         with memory.lock:
             memory.tree.check_integrity()
 
-    def _keys(self, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]) -> list[CacheEngineKey]:
+    def _keys(
+        self, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]
+    ) -> list[CacheEngineKey]:
         """Keys of all chunks, a last partial one included. Hashing is done without the lock."""
         memory, blocks = self._memory, self._blocks(ids, spans)
         with memory.lock:
@@ -131,10 +152,16 @@ class RadixTokenDatabase(TokenDatabase):
         return keys
 
     def _blocks(self, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]) -> list[bytes]:
-        """What makes each full chunk the one it is, given those before it: its tokens, and a hash of its extras if it has any."""
+        """What makes each full chunk the one it is, given those before it: its tokens, and a
+        hash of its extras if it has any.
+        """
         num_bytes = self.chunk_size * TOKEN_BYTES
         data = ids.tobytes()
-        blocks = [data[at : at + num_bytes] for at in range(0, len(data) - num_bytes + 1, num_bytes)]
-        for start, extras in extras_of_chunks(spans, len(blocks) * self.chunk_size, self.chunk_size).items():
+        blocks = [
+            data[at : at + num_bytes] for at in range(0, len(data) - num_bytes + 1, num_bytes)
+        ]
+        for start, extras in extras_of_chunks(
+            spans, len(blocks) * self.chunk_size, self.chunk_size
+        ).items():
             blocks[start // self.chunk_size] += hashlib.sha256(extras).digest()
         return blocks

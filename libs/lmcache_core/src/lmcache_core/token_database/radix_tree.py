@@ -4,8 +4,9 @@
 root ── [A B C] ──┬── [D E]        sequences seen: A B C D E, A B C F, A B C F G H I
                   └── [F] ── [G H I]
 ```
-A node is a run of blocks. Runs end where sequences part, and where a shorter sequence was used later than a longer one, so that all
-blocks of a run were used at the same time: eviction takes blocks in exactly the order of their use, and never one with blocks behind it.
+A node is a run of blocks. Runs end where sequences part, and where a shorter sequence was used
+later than a longer one, so that all blocks of a run were used at the same time: eviction takes
+blocks in exactly the order of their use, and never one with blocks behind it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class _Node(Generic[V]):
 
     __slots__ = ("blocks", "children", "last_use", "parent", "values")
 
-    def __init__(self, parent: _Node[V] | None, blocks: list[bytes], values: list[V], last_use: int) -> None:
+    def __init__(
+        self, parent: _Node[V] | None, blocks: list[bytes], values: list[V], last_use: int
+    ) -> None:
         self.parent = parent
         self.blocks = blocks
         self.values = values
@@ -36,7 +39,8 @@ class RadixTree(Generic[V]):
     """Values of sequences of blocks, found by the blocks. Not thread-safe.
 
     Args:
-        max_blocks: Bound on the blocks held, at least 1; those used longest ago go, from the ends of their sequences.
+        max_blocks: Bound on the blocks held, at least 1; those used longest ago go, from the ends
+            of their sequences.
 
     Raises:
         ValueError: The bound is below 1.
@@ -49,8 +53,9 @@ class RadixTree(Generic[V]):
         self.num_blocks = 0
         self._num_uses = 0
         self._root: _Node[V] = _Node(None, [], [], 0)
-        # All nodes but the root, least recently used first. A use moves its whole path to the end, deepest node first: children come
-        # before their parents, and so the first node is always a leaf.
+        # All nodes but the root, least recently used first. A use moves its whole path to the end,
+        # deepest node first: children come before their parents, and so the first node is always a
+        # leaf.
         self._by_use: OrderedDict[_Node[V], None] = OrderedDict()
 
     @property
@@ -77,7 +82,8 @@ class RadixTree(Generic[V]):
         return values
 
     def insert(self, blocks: Sequence[bytes], values: Sequence[V]) -> None:
-        """Hold a sequence; counts as a use. What is held already stays as it is; of more than `max_blocks` the first are held.
+        """Hold a sequence; counts as a use. What is held already stays as it is; of more than
+        `max_blocks` the first are held.
 
         Args:
             blocks: The sequence.
@@ -109,21 +115,36 @@ class RadixTree(Generic[V]):
                 num_nodes += 1
                 num_blocks += len(child.blocks)
                 open_nodes.append(child)
-                if child.parent is not node or not child.blocks or child.blocks[0] != first or len(child.blocks) != len(child.values):
-                    raise IntegrityError("a run is not where its first block says, or has not one value for each block")
+                if (
+                    child.parent is not node
+                    or not child.blocks
+                    or child.blocks[0] != first
+                    or len(child.blocks) != len(child.values)
+                ):
+                    raise IntegrityError(
+                        "a run is not where its first block says, or has not one value for each"
+                        " block"
+                    )
                 if child not in place:
                     raise IntegrityError("a run is not in the order of use")
-                if node is not self._root and (child.last_use > node.last_use or place[child] > place[node]):
+                if node is not self._root and (
+                    child.last_use > node.last_use or place[child] > place[node]
+                ):
                     raise IntegrityError("a run was used later than the one before it")
-            if node is not self._root and [c.last_use for c in node.children.values()] == [node.last_use]:
+            if node is not self._root and [c.last_use for c in node.children.values()] == [
+                node.last_use
+            ]:
                 raise IntegrityError("two runs that are one have not been joined")
         if num_nodes != len(place) or num_blocks != self.num_blocks or num_blocks > self.max_blocks:
             raise IntegrityError(
-                f"{num_nodes} runs of {num_blocks} blocks; the books say {len(place)} and {self.num_blocks}, the bound is {self.max_blocks}"
+                f"{num_nodes} runs of {num_blocks} blocks; the books say {len(place)} and"
+                f" {self.num_blocks}, the bound is {self.max_blocks}"
             )
 
     def _use(self, blocks: Sequence[bytes]) -> list[_Node[V]]:
-        """The runs that make up the longest prefix held, from the root on. They are now the most recently used, and end where it ends."""
+        """The runs that make up the longest prefix held, from the root on. They are now the most
+        recently used, and end where it ends.
+        """
         self._num_uses += 1
         path: list[_Node[V]] = []
         node, at = self._root, 0
@@ -142,7 +163,9 @@ class RadixTree(Generic[V]):
         return [node for node in path if node in self._by_use]
 
     def _cut(self, tail: _Node[V], at: int) -> _Node[V]:
-        """Make a run of the first `at` blocks of a run; the rest keeps its node and with it its place in the order of use."""
+        """Make a run of the first `at` blocks of a run; the rest keeps its node and with it its
+        place in the order of use.
+        """
         assert tail.parent is not None
         head = _Node(tail.parent, tail.blocks[:at], tail.values[:at], tail.last_use)
         tail.parent.children[head.blocks[0]] = head
@@ -153,7 +176,9 @@ class RadixTree(Generic[V]):
         return head
 
     def _join(self, node: _Node[V]) -> None:
-        """Make one run of this one and those behind it, as long as there is only one and both were used at the same time."""
+        """Make one run of this one and those behind it, as long as there is only one and both
+        were used at the same time.
+        """
         while node is not self._root and len(node.children) == 1:
             (child,) = node.children.values()
             if child.last_use != node.last_use:
@@ -196,4 +221,6 @@ def _num_common(run: Sequence[bytes], wanted: Sequence[bytes]) -> int:
     """How many blocks two sequences share from their beginnings; `wanted` is not the longer one."""
     if run == wanted:
         return len(run)
-    return next((i for i, (a, b) in enumerate(zip(run, wanted, strict=False)) if a != b), len(wanted))
+    return next(
+        (i for i, (a, b) in enumerate(zip(run, wanted, strict=False)) if a != b), len(wanted)
+    )

@@ -9,7 +9,8 @@ _MAX_EXPONENT = 32
 
 
 class Backoff:
-    """Bounded exponential waiting with jitter: the n-th failure in a row forbids tries for `initial_s * 2^n * (0.5 … 1)`.
+    """Bounded exponential waiting with jitter: the n-th failure in a row forbids tries for
+    `initial_s * 2^n * (0.5 … 1)`.
 
     Args:
         initial_s: First wait.
@@ -18,7 +19,13 @@ class Backoff:
         jitter: Random numbers in 0 … 1, the system's by default.
     """
 
-    def __init__(self, initial_s: float, cap_s: float, clock: Callable[[], float], jitter: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        initial_s: float,
+        cap_s: float,
+        clock: Callable[[], float],
+        jitter: Callable[[], float] | None = None,
+    ) -> None:
         self._initial_s = initial_s
         self._cap_s = cap_s
         self._clock = clock

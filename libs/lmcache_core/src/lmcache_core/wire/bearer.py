@@ -23,11 +23,14 @@ class BearerAuth(httpx.Auth):
     """
 
     def __init__(self, token: ShownToken, service: str) -> None:
-        fits = not isinstance(token, str) or (token.isascii() and token.isprintable() and token and " " not in token)
+        fits = not isinstance(token, str) or (
+            token.isascii() and token.isprintable() and token and " " not in token
+        )
         if not fits:
             # Here and not in the HTTP library, whose complaint would quote the token.
             raise ConfigError(
-                f"{service} token: it holds something else than visible ASCII characters; write the token and nothing around it"
+                f"{service} token: it holds something else than visible ASCII characters; write the"
+                " token and nothing around it"
             )
         self._token = token
 

@@ -33,11 +33,18 @@ class Accepts:
     def said_by(cls, capabilities: Iterable[str]) -> Accepts:
         """What a client's capabilities say."""
         names = frozenset(capabilities)
-        return cls(LOSSY in names, frozenset(name.removeprefix(SERDE_PREFIX) for name in names if name.startswith(SERDE_PREFIX)))
+        return cls(
+            LOSSY in names,
+            frozenset(
+                name.removeprefix(SERDE_PREFIX) for name in names if name.startswith(SERDE_PREFIX)
+            ),
+        )
 
     def capabilities(self) -> tuple[str, ...]:
         """As a client says it, the same order every time."""
-        names = ([LOSSY] if self.lossy else []) + [SERDE_PREFIX + serde for serde in sorted(self.serdes)]
+        names = ([LOSSY] if self.lossy else []) + [
+            SERDE_PREFIX + serde for serde in sorted(self.serdes)
+        ]
         return tuple(names[:MAX_CAPABILITIES])
 
 

@@ -31,7 +31,8 @@ class ClientOptions:
 
     Attributes:
         timeout_s: Deadline of a call that names none.
-        connect_timeout_s: Deadline of connecting and HELLO, whatever the deadline of the call that needed it first.
+        connect_timeout_s: Deadline of connecting and HELLO, whatever the deadline of the call that
+            needed it first.
         put_window: PUTs on their way without an answer.
         backoff_initial_s: First wait after a failed connection.
         backoff_cap_s: Longest one.
@@ -57,9 +58,10 @@ class ClientOptions:
 class LmClient:
     """Speaks lm:// to one server.
 
-    It connects when first needed and again after a loss, but not more often than its backoff allows: until then calls fail at once.
-    Calls may run at the same time and may be cancelled. All raise `UnavailableError` when the server cannot be reached, refuses, or
-    does not answer by their deadline, `AuthenticationError` and `ProtocolError` where that is the cause.
+    It connects when first needed and again after a loss, but not more often than its backoff
+    allows: until then calls fail at once. Calls may run at the same time and may be cancelled. All
+    raise `UnavailableError` when the server cannot be reached, refuses, or does not answer by their
+    deadline, `AuthenticationError` and `ProtocolError` where that is the cause.
 
     Args:
         host: Where the server listens.
@@ -68,13 +70,21 @@ class LmClient:
         options: How to behave.
     """
 
-    def __init__(self, host: str, port: int = DEFAULT_PORT, token: ShownToken = None, options: ClientOptions | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int = DEFAULT_PORT,
+        token: ShownToken = None,
+        options: ClientOptions | None = None,
+    ) -> None:
         self._host = host
         self._port = port
         self._token = token
         self._options = options or ClientOptions()
         self._name = f"{'lm' if self._options.tls is None else 'lm+tls'}://{host}:{port}"
-        self._backoff = Backoff(self._options.backoff_initial_s, self._options.backoff_cap_s, time.monotonic)
+        self._backoff = Backoff(
+            self._options.backoff_initial_s, self._options.backoff_cap_s, time.monotonic
+        )
         self._connection: ClientConnection | None = None
         self._attempt: asyncio.Task[ClientConnection] | None = None
         self._is_closed = False
@@ -105,21 +115,32 @@ class LmClient:
         deadline = self._deadline(timeout_s)
         await self._ask(await self._connect(deadline), Ping(), FrameType.PONG, deadline)
 
-    async def contains(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> list[bool]:
+    async def contains(
+        self, keys: Sequence[ChunkKey], timeout_s: float | None = None
+    ) -> list[bool]:
         """Which of them the server has now."""
         return await self._ask_for(keys, Contains, timeout_s)
 
-    async def holds(self, tenant: str, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> list[bool]:
+    async def holds(
+        self, tenant: str, keys: Sequence[ChunkKey], timeout_s: float | None = None
+    ) -> list[bool]:
         """Like `contains`, of that tenant's chunks. Only for a server that `answers_held`."""
         return await self._ask_for(keys, lambda names: Held(tenant, names), timeout_s)
 
-    async def _ask_for(self, keys: Sequence[ChunkKey], question: Callable[[list[bytes]], Message], timeout_s: float | None) -> list[bool]:
+    async def _ask_for(
+        self,
+        keys: Sequence[ChunkKey],
+        question: Callable[[list[bytes]], Message],
+        timeout_s: float | None,
+    ) -> list[bool]:
         deadline = self._deadline(timeout_s)
         present: list[bool] = []
         while len(present) < len(keys):
             connection = await self._connect(deadline)
             batch = keys[len(present) : len(present) + connection.max_batch]
-            answer = await self._ask(connection, question(_names(batch)), FrameType.CONTAINS_OK, deadline)
+            answer = await self._ask(
+                connection, question(_names(batch)), FrameType.CONTAINS_OK, deadline
+            )
             if not isinstance(answer, ContainsOk) or len(answer.present) != len(batch):
                 connection.abort()
                 raise ProtocolError(f"{self._name} did not answer with one boolean a key")
@@ -144,7 +165,8 @@ class LmClient:
             timeout_s: What has not arrived by then is a miss with reason `deadline`.
 
         Returns:
-            One result a key, in order; the caller owns the chunks. When the connection is lost underway the rest are misses.
+            One result a key, in order; the caller owns the chunks. When the connection is lost
+            underway the rest are misses.
         """
         deadline = self._deadline(timeout_s)
         try:
@@ -154,7 +176,12 @@ class LmClient:
         results: list[Result] = []
         try:
             while len(results) < len(keys):
-                pull = Pull(connection, keys[len(results) : len(results) + connection.max_batch], allocate, self._options.tier)
+                pull = Pull(
+                    connection,
+                    keys[len(results) : len(results) + connection.max_batch],
+                    allocate,
+                    self._options.tier,
+                )
                 results += await pull.run(prefix_only, ticket, deadline)
                 last = results[-1]
                 if isinstance(last, Miss) and (prefix_only or not pull.is_complete):
@@ -167,11 +194,16 @@ class LmClient:
         return results
 
     async def put(self, chunks: Sequence[Chunk], timeout_s: float | None = None) -> list[bool]:
-        """Store chunks (borrowed), several on their way at once. True: the server has the whole, verified chunk."""
+        """Store chunks (borrowed), several on their way at once. True: the server has the whole,
+        verified chunk.
+        """
         return await self._push(chunks, as_put, timeout_s)
 
-    async def hand_over(self, chunks: Sequence[Chunk], may_evict: bool, timeout_s: float | None = None) -> list[bool]:
-        """Like `put`, each in the namespace of its own tenant and as old as it is. Only for a server that `takes_handovers`.
+    async def hand_over(
+        self, chunks: Sequence[Chunk], may_evict: bool, timeout_s: float | None = None
+    ) -> list[bool]:
+        """Like `put`, each in the namespace of its own tenant and as old as it is. Only for a
+        server that `takes_handovers`.
 
         Args:
             chunks: Borrowed.
@@ -188,7 +220,9 @@ class LmClient:
         while at < len(keys):
             connection = await self._connect(deadline)
             batch = keys[at : at + connection.max_batch]
-            answer = await self._ask(connection, Remove(_names(batch)), FrameType.REMOVE_OK, deadline)
+            answer = await self._ask(
+                connection, Remove(_names(batch)), FrameType.REMOVE_OK, deadline
+            )
             num_removed += answer.count if isinstance(answer, RemoveOk) else 0
             at += len(batch)
         return num_removed
@@ -201,11 +235,17 @@ class LmClient:
             await cancel_and_join([attempt])
         await self._drop_connection()
 
-    async def _push(self, chunks: Sequence[Chunk], announce: Announce, timeout_s: float | None) -> list[bool]:
+    async def _push(
+        self, chunks: Sequence[Chunk], announce: Announce, timeout_s: float | None
+    ) -> list[bool]:
         deadline = self._deadline(timeout_s)
-        return await Push(await self._connect(deadline), self._options.put_window, self._name).run(chunks, announce, deadline)
+        return await Push(await self._connect(deadline), self._options.put_window, self._name).run(
+            chunks, announce, deadline
+        )
 
-    async def _ask(self, connection: ClientConnection, message: Message, answer: FrameType, deadline: float) -> Message:
+    async def _ask(
+        self, connection: ClientConnection, message: Message, answer: FrameType, deadline: float
+    ) -> Message:
         call: Call | None = None
         try:
             async with asyncio.timeout_at(deadline):
@@ -214,7 +254,9 @@ class LmClient:
         except TimeoutError:
             if call is not None:
                 connection.expire(call)
-            raise UnavailableError(f"{self._name} did not answer {message.frame_type.name} in time") from None
+            raise UnavailableError(
+                f"{self._name} did not answer {message.frame_type.name} in time"
+            ) from None
         except BaseException:
             if call is not None:
                 connection.abandon(call)
@@ -223,16 +265,23 @@ class LmClient:
         return item
 
     async def _connect(self, deadline: float) -> ClientConnection:
-        """The connection. All callers wait for one attempt, which goes on when they leave: a short deadline says nothing about it."""
+        """The connection. All callers wait for one attempt, which goes on when they leave: a
+        short deadline says nothing about it.
+        """
         if self._connection is not None and self._connection.is_open:
             return self._connection
         if self._is_closed:
             raise UnavailableError(f"{self._name}: this client is closed")
         if self._attempt is None:
             if self._backoff.wait_s > 0:
-                raise UnavailableError(f"{self._name} cannot be reached; next try in {self._backoff.wait_s:.2f} s")
-            # What is told of a connection later belongs to no request, least of all to the one that happened to open it.
-            self._attempt = asyncio.get_running_loop().create_task(self._open_connection(), context=Context())
+                raise UnavailableError(
+                    f"{self._name} cannot be reached; next try in {self._backoff.wait_s:.2f} s"
+                )
+            # What is told of a connection later belongs to no request, least of all to the one that
+            # happened to open it.
+            self._attempt = asyncio.get_running_loop().create_task(
+                self._open_connection(), context=Context()
+            )
             self._attempt.add_done_callback(self._attempted)
         attempt = self._attempt
         try:
@@ -255,7 +304,9 @@ class LmClient:
             _, stream = await loop.create_connection(FrameStream, self._host, self._port)
         else:
             name = tls.name or self._host
-            _, stream = await loop.create_connection(FrameStream, self._host, self._port, ssl=tls.context, server_hostname=name)
+            _, stream = await loop.create_connection(
+                FrameStream, self._host, self._port, ssl=tls.context, server_hostname=name
+            )
         return stream
 
     async def _open_connection(self) -> ClientConnection:
@@ -265,7 +316,11 @@ class LmClient:
             async with asyncio.timeout(self._options.connect_timeout_s):
                 stream = await self._open_stream()
                 connection = ClientConnection(stream, self._name)
-                capabilities = [*self._options.accepts.capabilities(), *([HANDOVER, HELD] if self._options.hands_over else []), CONTEXT]
+                capabilities = [
+                    *self._options.accepts.capabilities(),
+                    *([HANDOVER, HELD] if self._options.hands_over else []),
+                    CONTEXT,
+                ]
                 await connection.greet(token_text(self._token), self._options.name, capabilities)
         except BaseException as exc:
             if connection is not None:
@@ -273,10 +328,18 @@ class LmClient:
             if isinstance(exc, (OSError, UnicodeError, LMCacheError)):
                 self._backoff.failed()
             if isinstance(exc, (OSError, UnicodeError)):  # the latter from a host that is no name
-                raise UnavailableError(f"{self._name}: {exc or 'could not be reached in time'}") from exc
-            if isinstance(exc, UnavailableError) and connection is not None and not connection.was_answered:
+                raise UnavailableError(
+                    f"{self._name}: {exc or 'could not be reached in time'}"
+                ) from exc
+            if (
+                isinstance(exc, UnavailableError)
+                and connection is not None
+                and not connection.was_answered
+            ):
                 tls = self._options.tls
-                raise UnavailableError(f"{self._name}: {exc}{why_silent(None if tls is None else tls.context)}") from exc
+                raise UnavailableError(
+                    f"{self._name}: {exc}{why_silent(None if tls is None else tls.context)}"
+                ) from exc
             raise
         self._backoff.succeeded()
         self._connection = connection
@@ -289,7 +352,9 @@ class LmClient:
             await connection.close()
 
     def _deadline(self, timeout_s: float | None) -> float:
-        return asyncio.get_running_loop().time() + (self._options.timeout_s if timeout_s is None else timeout_s)
+        return asyncio.get_running_loop().time() + (
+            self._options.timeout_s if timeout_s is None else timeout_s
+        )
 
 
 class _NotConnectedYetError(UnavailableError):

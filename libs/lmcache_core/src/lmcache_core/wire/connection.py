@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache_core.concurrency import cancel_and_join
-from lmcache_core.errors import AuthenticationError, LMCacheError, ProtocolError, UnavailableError, VersionError
+from lmcache_core.errors import (
+    AuthenticationError,
+    LMCacheError,
+    ProtocolError,
+    UnavailableError,
+    VersionError,
+)
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import Allocate, Miss
 from lmcache_core.telemetry.request_context import carried
@@ -53,7 +59,13 @@ class Call:
         allocate: For GET, where payloads go.
     """
 
-    def __init__(self, correlation_id: int, answer: FrameType, keys: Sequence[CacheEngineKey], allocate: Allocate | None) -> None:
+    def __init__(
+        self,
+        correlation_id: int,
+        answer: FrameType,
+        keys: Sequence[CacheEngineKey],
+        allocate: Allocate | None,
+    ) -> None:
         self.correlation_id = correlation_id
         self.answer = answer
         self.keys = keys
@@ -76,7 +88,8 @@ class Call:
 class ClientConnection:
     """Sends requests and hands each frame that arrives to the call it belongs to.
 
-    Its reader task runs until `close`, or until the connection is lost or breaks the protocol; then every call fails.
+    Its reader task runs until `close`, or until the connection is lost or breaks the protocol; then
+    every call fails.
 
     Args:
         stream: A fresh connection.
@@ -124,7 +137,9 @@ class ClientConnection:
             ProtocolError: The answer is not one.
             UnavailableError: The connection ended, or the server is busy.
         """
-        await self._stream.send_message(_HELLO_ID, Hello(VERSION_MIN, VERSION_MAX, list(capabilities), token, client))
+        await self._stream.send_message(
+            _HELLO_ID, Hello(VERSION_MIN, VERSION_MAX, list(capabilities), token, client)
+        )
         header = await self._stream.read_header()
         if header.type not in (FrameType.HELLO_OK, FrameType.ERROR):
             raise ProtocolError(f"{self._name} answered HELLO with {header.type.name}")
@@ -132,7 +147,10 @@ class ClientConnection:
         if not isinstance(answer, HelloOk):
             raise self._refusal(answer)
         if not VERSION_MIN <= answer.version <= VERSION_MAX:
-            raise VersionError(f"{self._name} chose version {answer.version}; this client speaks {VERSION_MIN} to {VERSION_MAX}")
+            raise VersionError(
+                f"{self._name} chose version {answer.version}; this client speaks {VERSION_MIN} to"
+                f" {VERSION_MAX}"
+            )
         self.max_batch = answer.max_batch
         self.server = answer.server
         self.capabilities = frozenset(answer.capabilities)
@@ -159,7 +177,9 @@ class ClientConnection:
         call.received_before = self._stream.num_received
         self._calls[call.correlation_id] = call
         try:
-            await self._stream.send_message(call.correlation_id, message, *blob, preface=self._preface(call.correlation_id))
+            await self._stream.send_message(
+                call.correlation_id, message, *blob, preface=self._preface(call.correlation_id)
+            )
         except BaseException:
             self._forget_unsent(call)
             raise
@@ -187,16 +207,24 @@ class ClientConnection:
         return item
 
     def abandon(self, call: Call) -> None:
-        """Nobody waits for that call any more: give its memory back; frames still to come for it are drained."""
+        """Nobody waits for that call any more: give its memory back; frames still to come for it
+        are drained.
+        """
         call.abandoned = True
         call.release()
-        if self._incoming is not None and self._current is not None and self._current.correlation_id == call.correlation_id:
+        if (
+            self._incoming is not None
+            and self._current is not None
+            and self._current.correlation_id == call.correlation_id
+        ):
             self._incoming.drop()
 
     def expire(self, call: Call) -> None:
-        """The call's deadline has passed: abandon it, and give the connection up if it has come to a standstill.
+        """The call's deadline has passed: abandon it, and give the connection up if it has come to
+        a standstill.
 
-        That is: nothing at all has arrived since the call began, or a frame is half read that nobody else waits for.
+        That is: nothing at all has arrived since the call began, or a frame is half read that
+        nobody else waits for.
         """
         owner = self._calls.get(self._current.correlation_id) if self._current is not None else None
         is_half_read = self._current is not None or self._stream.num_staged > 0
@@ -238,10 +266,14 @@ class ClientConnection:
 
     async def _take(self, header: FrameHeader, message: Message) -> None:
         if isinstance(message, ErrorMessage) and header.correlation_id == 0:
-            raise ProtocolError(f"the server closed the connection: {message.code}: {message.message}")
+            raise ProtocolError(
+                f"the server closed the connection: {message.code}: {message.message}"
+            )
         call = self._calls.get(header.correlation_id)
         if call is None:
-            raise ProtocolError(f"{header.type.name} for request {header.correlation_id}, which does not wait")
+            raise ProtocolError(
+                f"{header.type.name} for request {header.correlation_id}, which does not wait"
+            )
         if isinstance(message, ChunkHead):
             await self._take_chunk(call, message.index, header.blob_bytes)
             return
@@ -267,7 +299,9 @@ class ClientConnection:
             call.items.put_nowait(Arrival(index, record))
 
     def _forget_unsent(self, call: Call) -> None:
-        """A request that was cancelled before its first byte is none; behind it, the stream has been aborted."""
+        """A request that was cancelled before its first byte is none; behind it, the stream has
+        been aborted.
+        """
         call.release()
         self._calls.pop(call.correlation_id, None)
 

@@ -39,7 +39,9 @@ class Contexts:
             ProtocolError: It belongs to a request that has been.
         """
         if header.correlation_id <= last_id:
-            raise ProtocolError(f"CONTEXT {header.correlation_id} behind {last_id} belongs to no request")
+            raise ProtocolError(
+                f"CONTEXT {header.correlation_id} behind {last_id} belongs to no request"
+            )
         async with asyncio.timeout(self._limits.transfer_s(0)):
             message = await self._stream.read_message(header)
         assert isinstance(message, messages.Context)

@@ -77,7 +77,9 @@ def build_header(header: FrameHeader) -> bytes:
     """
     _check_bounds(header)
     kind, correlation_id, meta_bytes, blob_bytes = header
-    data = bytearray(_HEADER.pack(MAGIC, kind, _RESERVED, correlation_id, meta_bytes, 0, blob_bytes))
+    data = bytearray(
+        _HEADER.pack(MAGIC, kind, _RESERVED, correlation_id, meta_bytes, 0, blob_bytes)
+    )
     _CHECKSUM.pack_into(data, _CHECKSUM_AT, _checksum(data))
     return bytes(data)
 

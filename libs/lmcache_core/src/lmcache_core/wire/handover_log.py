@@ -1,4 +1,6 @@
-"""What a connection has handed over, told in a line now and then: a server that ends hands over thousands of chunks."""
+"""What a connection has handed over, told in a line now and then: a server that ends hands over
+thousands of chunks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ MAX_NOTED_TENANTS: Final = 16
 
 @dataclass(slots=True)
 class HandoverLog:
-    """Counts what one connection hands over. The first chunk is told of at once, what follows once a minute, the rest at the end.
+    """Counts what one connection hands over. The first chunk is told of at once, what follows once
+    a minute, the rest at the end.
 
     Attributes:
         note: Who is told; None: nobody.
@@ -55,7 +58,16 @@ class HandoverLog:
         """Tell of what has not been told of."""
         if self.note is not None and self._num_chunks + self._num_refused:
             tenants = tuple(sorted(self._tenants))
-            self.note(HandoverNote(self._caller, self.client, tenants, self._num_chunks, self._num_bytes, self._num_refused))
+            self.note(
+                HandoverNote(
+                    self._caller,
+                    self.client,
+                    tenants,
+                    self._num_chunks,
+                    self._num_bytes,
+                    self._num_refused,
+                )
+            )
         self._told_at = self.clock()
         self._tenants.clear()
         self._num_chunks = self._num_bytes = self._num_refused = 0

@@ -27,16 +27,20 @@ INLINE_VERIFY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A whole record whose payload has not been verified yet. Whoever holds it owns a reference on `memory`."""
+    """A whole record whose payload has not been verified yet. Whoever holds it owns a reference
+    on `memory`.
+    """
 
     header: RecordHeader
     head: bytes
     memory: MemoryObj
 
     async def verify(self) -> bool:
-        """Whether the payload has the digest that the header names. Large ones are read in a thread.
+        """Whether the payload has the digest that the header names. Large ones are read in a
+        thread.
 
-        Cancelled, the thread may still read memory that was given back meanwhile: it writes nothing, and nobody asks for its result.
+        Cancelled, the thread may still read memory that was given back meanwhile: it writes
+        nothing, and nobody asks for its result.
         """
         payload = self.memory.byte_array
         try:
@@ -50,7 +54,8 @@ class Received:
 
 
 class IncomingRecord:
-    """Receives the record in the blob of one frame. Whatever is wrong with the record, the blob is consumed to its end.
+    """Receives the record in the blob of one frame. Whatever is wrong with the record, the blob is
+    consumed to its end.
 
     Args:
         stream: Stands at the first byte of the blob.
@@ -81,7 +86,9 @@ class IncomingRecord:
             head, header, payload_bytes = await self._receive_head(expected)
         except RecordError as exc:
             await self._stream.discard(self._num_left)
-            return Miss(MissReason.IDENTITY if exc.reason == RecordReason.WRONG_KEY else MissReason.CORRUPT)
+            return Miss(
+                MissReason.IDENTITY if exc.reason == RecordReason.WRONG_KEY else MissReason.CORRUPT
+            )
         memory = None if self._dropped else self._allocate(payload_bytes)
         if memory is None:
             await self._stream.discard(self._num_left)
@@ -105,7 +112,9 @@ class IncomingRecord:
             self._memory.ref_count_down()
             self._memory = None
 
-    async def _receive_head(self, expected: CacheEngineKey | None) -> tuple[bytes, RecordHeader, int]:
+    async def _receive_head(
+        self, expected: CacheEngineKey | None
+    ) -> tuple[bytes, RecordHeader, int]:
         if self._num_left < PREFIX_BYTES:
             raise RecordError(RecordReason.SHORT, f"a blob of {self._num_left} bytes")
         prefix_bytes = await self._read(PREFIX_BYTES)

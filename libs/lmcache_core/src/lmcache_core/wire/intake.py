@@ -19,7 +19,8 @@ TIER = "lm"
 
 
 class Intake:
-    """Takes the records of PUT and HANDOVER off one connection, and keeps them until the store has them.
+    """Takes the records of PUT and HANDOVER off one connection, and keeps them until the store has
+    them.
 
     Args:
         stream: The connection.
@@ -30,9 +31,15 @@ class Intake:
         self._arrived: dict[int, Received | Miss] = {}
 
     async def receive(
-        self, header: FrameHeader, store: ServedStore, message: Message, tenant: str, handovers: TakesHandovers | None
+        self,
+        header: FrameHeader,
+        store: ServedStore,
+        message: Message,
+        tenant: str,
+        handovers: TakesHandovers | None,
     ) -> None:
-        """Take a record off the stream. It then has an owner, whatever becomes of its request: this object.
+        """Take a record off the stream. It then has an owner, whatever becomes of its request: this
+        object.
 
         Args:
             header: Of its frame.
@@ -46,13 +53,17 @@ class Intake:
         """
         if isinstance(message, Handover):
             if handovers is None:
-                raise ProtocolError("HANDOVER, which this server has not said to take from this client")
+                raise ProtocolError(
+                    "HANDOVER, which this server has not said to take from this client"
+                )
             if not message.may_evict and not handovers.has_room(header.blob_bytes):
                 await self.refuse(header, MissReason.NO_MEMORY)
                 return
             tenant = message.tenant
         allocate = partial(store.allocate, tenant=tenant)
-        self._arrived[header.correlation_id] = await IncomingRecord(self._stream, header.blob_bytes, allocate).receive(None)
+        self._arrived[header.correlation_id] = await IncomingRecord(
+            self._stream, header.blob_bytes, allocate
+        ).receive(None)
 
     async def refuse(self, header: FrameHeader, reason: MissReason) -> None:
         """Take a record off the stream that will not be kept."""
@@ -63,9 +74,13 @@ class Intake:
         """Verify and keep the record of a PUT."""
         return await self._kept(correlation_id, tenant, None, store.put)
 
-    async def take_over(self, correlation_id: int, handovers: TakesHandovers, message: Handover) -> PutOk:
+    async def take_over(
+        self, correlation_id: int, handovers: TakesHandovers, message: Handover
+    ) -> PutOk:
         """Verify and keep the record of a HANDOVER."""
-        return await self._kept(correlation_id, message.tenant, time.time() - message.age_ms / 1000, handovers.take_over)
+        return await self._kept(
+            correlation_id, message.tenant, time.time() - message.age_ms / 1000, handovers.take_over
+        )
 
     def num_bytes(self, correlation_id: int) -> int:
         """Size of the payload that has come with that request; 0 where it was not taken."""
@@ -79,7 +94,13 @@ class Intake:
             if isinstance(record, Received):
                 record.memory.ref_count_down()
 
-    async def _kept(self, correlation_id: int, tenant: str, stored_at: float | None, keep: Callable[[Chunk], Awaitable[bool]]) -> PutOk:
+    async def _kept(
+        self,
+        correlation_id: int,
+        tenant: str,
+        stored_at: float | None,
+        keep: Callable[[Chunk], Awaitable[bool]],
+    ) -> PutOk:
         record = self._arrived[correlation_id]
         if isinstance(record, Miss):
             del self._arrived[correlation_id]
@@ -87,7 +108,13 @@ class Intake:
         try:
             if not await record.verify():
                 return PutOk(False, MissReason.CORRUPT.value)
-            chunk = Chunk(ChunkKey(tenant, record.header.engine_key()), record.header, record.head, record.memory, TIER)
+            chunk = Chunk(
+                ChunkKey(tenant, record.header.engine_key()),
+                record.header,
+                record.head,
+                record.memory,
+                TIER,
+            )
             chunk.stored_at = stored_at
             is_kept = await keep(chunk)
             return PutOk(is_kept, "" if is_kept else MissReason.NO_MEMORY.value)

@@ -1,4 +1,6 @@
-"""JSON over HTTP to one service of ours: one call a method, bounded in time and size, every failure an `UnavailableError`."""
+"""JSON over HTTP to one service of ours: one call a method, bounded in time and size, every
+failure an `UnavailableError`.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +52,14 @@ class Reply(NamedTuple):
 
 
 class JsonHttpClient:
-    """A connection pool to one service. The constructor does no I/O; `open` and `close` belong to the owner.
+    """A connection pool to one service. The constructor does no I/O; `open` and `close` belong to
+    the owner.
 
     Args:
         service: What it is called in errors, for example `lookup`.
         base_url: `http://host:port` or `https://host:port`, without credentials.
-        token: Bearer token, or None where the service takes anyone; one from a file is read again when it changes.
+        token: Bearer token, or None where the service takes anyone; one from a file is read again
+            when it changes.
         timeout_s: Limit on each call that names none, from connecting to the last byte.
         transport: Replaces the network in tests.
         tls: Whom to trust and what to show, for https; None: who is trusted on this machine.
@@ -87,7 +91,8 @@ class JsonHttpClient:
         """Make the connection pool. Connects to nothing yet."""
         if self._client is not None:
             return
-        # identity: a compressed answer could grow past its bound. trust_env: a proxy for the internet is no way to a peer.
+        # identity: a compressed answer could grow past its bound. trust_env: a proxy for the
+        # internet is no way to a peer.
         headers = {"accept": "application/json", "accept-encoding": "identity"}
         self._client = httpx.AsyncClient(
             base_url=self._base_url,
@@ -107,7 +112,13 @@ class JsonHttpClient:
             await client.aclose()
 
     async def call(
-        self, method: str, path: str, body: msgspec.Struct | None = None, *, timeout_s: float | None = None, absent_ok: bool = False
+        self,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None = None,
+        *,
+        timeout_s: float | None = None,
+        absent_ok: bool = False,
     ) -> bytes:
         """Make one call.
 
@@ -132,12 +143,19 @@ class JsonHttpClient:
         raise self.refused(reply)
 
     async def exchange(
-        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str], *, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: Mapping[str, str],
+        *,
+        timeout_s: float | None = None,
     ) -> Reply:
         """Make one call with any body, and hand out any answer.
 
-        A replica that ends closes the connections that are kept to it, and a call may be on its way just then. Such a call is made again,
-        on another connection and within the same limit: no call of ours does harm when it is made twice.
+        A replica that ends closes the connections that are kept to it, and a call may be on its way
+        just then. Such a call is made again, on another connection and within the same limit: no
+        call of ours does harm when it is made twice.
 
         Args:
             method: HTTP method.
@@ -170,8 +188,14 @@ class JsonHttpClient:
                         if attempt + 1 == MAX_ATTEMPTS or not self._was_answered:
                             raise
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
-            hint = why_silent(self._tls) if isinstance(exc, _HUNG_UP) and not self._was_answered else ""
-            raise UnavailableError(f"{self._name}: {type(exc).__name__} {exc}".rstrip() + hint) from exc
+            hint = (
+                why_silent(self._tls)
+                if isinstance(exc, _HUNG_UP) and not self._was_answered
+                else ""
+            )
+            raise UnavailableError(
+                f"{self._name}: {type(exc).__name__} {exc}".rstrip() + hint
+            ) from exc
         self._was_answered = True
         return Reply(response.status_code, response.headers.get("content-type", ""), data)
 
@@ -182,7 +206,9 @@ class JsonHttpClient:
 
     def refused(self, reply: Reply) -> UnavailableError:
         """The error for an answer that is a refusal, with the reason that it gives."""
-        return UnavailableError(f"{self._name}: status {reply.status} {_reason(reply.data)}".rstrip())
+        return UnavailableError(
+            f"{self._name}: status {reply.status} {_reason(reply.data)}".rstrip()
+        )
 
     def decode(self, data: bytes, kind: type[T]) -> T:
         """Read an answer's body, checking every bound that `kind` states.
@@ -211,7 +237,9 @@ class JsonHttpClient:
 
 
 class _Handshake:
-    """Closes the connection of a TLS handshake that is cut off. httpx does so after an error, but not after a cancellation."""
+    """Closes the connection of a TLS handshake that is cut off. httpx does so after an error,
+    but not after a cancellation.
+    """
 
     def __init__(self) -> None:
         self._connected: Any = None
@@ -236,8 +264,17 @@ def check_base_url(service: str, base_url: str) -> str:
         url = httpx.URL(base_url)
     except httpx.InvalidURL as exc:
         raise ConfigError(f"{service} URL: {exc}; write http://host:port") from exc
-    if url.scheme not in ("http", "https") or not url.host or url.userinfo or url.query or url.fragment:
-        raise ConfigError(f"{service} URL: it needs the form http://host:port, without credentials; the token is a setting of its own")
+    if (
+        url.scheme not in ("http", "https")
+        or not url.host
+        or url.userinfo
+        or url.query
+        or url.fragment
+    ):
+        raise ConfigError(
+            f"{service} URL: it needs the form http://host:port, without credentials; the token is"
+            " a setting of its own"
+        )
     return base_url
 
 

@@ -33,12 +33,13 @@ class FrameListener:
 
     Args:
         name: Who listens, for errors and for the names of tasks.
-        max_connections: Served at once. As many may be told goodbye beside them; those beyond both are hung up on.
+        max_connections: Served at once. As many may be told goodbye beside them; those beyond both
+            are hung up on.
         begin: Makes the session of a connection.
         turned_away: Is told of connections that are too many.
         goodbye: What these are told; None: nothing, they are hung up on.
-        max_strangers: Connections at once that have not been `let_in`; the oldest gives place to a further one. 0: every
-            connection is let in at once.
+        max_strangers: Connections at once that have not been `let_in`; the oldest gives place to a
+            further one. 0: every connection is let in at once.
     """
 
     def __init__(
@@ -92,7 +93,11 @@ class FrameListener:
         return True
 
     async def open(
-        self, host: str, port: int, tls: ssl.SSLContext | None = None, handshake_s: float | None = None
+        self,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        handshake_s: float | None = None,
     ) -> Sequence[socket.socket]:
         """Listen.
 
@@ -111,14 +116,21 @@ class FrameListener:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                lambda: FrameStream(self._accept), host, port, backlog=LISTEN_BACKLOG, ssl=tls, ssl_handshake_timeout=handshake_s
+                lambda: FrameStream(self._accept),
+                host,
+                port,
+                backlog=LISTEN_BACKLOG,
+                ssl=tls,
+                ssl_handshake_timeout=handshake_s,
             )
         except OSError as exc:
             raise UnavailableError(f"{self._name} cannot listen on {host}:{port}: {exc}") from exc
         return self._server.sockets
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Stop listening, let requests underway end for up to `drain_s` seconds, then end what is left. Idempotent."""
+        """Stop listening, let requests underway end for up to `drain_s` seconds, then end what
+        is left. Idempotent.
+        """
         self._is_closing = True
         if self._server is not None:
             await stop_listening(self._server)
@@ -133,7 +145,8 @@ class FrameListener:
         self._served.clear()
         self._strangers.clear()
         self._leaving.clear()
-        # No `Server.wait_closed`: from Python 3.12 on it also waits for TLS handshakes that never end.
+        # No `Server.wait_closed`: from Python 3.12 on it also waits for TLS handshakes that never
+        # end.
         self._server = None
 
     def _accept(self, stream: FrameStream) -> None:
@@ -147,11 +160,17 @@ class FrameListener:
                 del self._strangers[oldest]
                 self._turned_away(oldest)
                 oldest.abort()
-        elif not self._max_strangers and len(self._served) < self._max_connections and self._tasks.start("connection", self._serve(stream)):
+        elif (
+            not self._max_strangers
+            and len(self._served) < self._max_connections
+            and self._tasks.start("connection", self._serve(stream))
+        ):
             self._served.add(stream)
         else:
             self._turned_away(stream)
-            if self._goodbye is not None and self._tasks.start("goodbye", self._turn_away(stream, self._goodbye)):
+            if self._goodbye is not None and self._tasks.start(
+                "goodbye", self._turn_away(stream, self._goodbye)
+            ):
                 self._leaving.add(stream)
             else:
                 stream.abort()

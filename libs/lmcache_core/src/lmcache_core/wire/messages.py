@@ -1,7 +1,7 @@
 """The MessagePack part of each frame type, as structs whose every field is bounded.
 
-Messages from HELLO on belong to one agreed version, so that surplus fields are refused; HELLO, HELLO_OK and ERROR, which
-cross versions, ignore them.
+Messages from HELLO on belong to one agreed version, so that surplus fields are refused; HELLO,
+HELLO_OK and ERROR, which cross versions, ignore them.
 
 Source: `docs/protocols.md`, "lm://". Golden vectors: `tests/contract/golden/frames.json`.
 """
@@ -38,7 +38,10 @@ _Names = Annotated[list[_Name], Meta(max_length=MAX_CAPABILITIES)]
 _Version = Annotated[int, Meta(ge=0, le=65535)]
 _Index = Annotated[int, Meta(ge=0, lt=MAX_BATCH_KEYS)]
 _Tenant = Annotated[str, Meta(pattern=rf"^{TENANT_PATTERN}$(?!\n)", max_length=63)]
-_Keys = Annotated[list[Annotated[bytes, Meta(max_length=MAX_CANONICAL_KEY_BYTES)]], Meta(max_length=MAX_BATCH_KEYS)]
+_Keys = Annotated[
+    list[Annotated[bytes, Meta(max_length=MAX_CANONICAL_KEY_BYTES)]],
+    Meta(max_length=MAX_BATCH_KEYS),
+]
 
 
 class ErrorCode(StrEnum):
@@ -144,7 +147,8 @@ class Put(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Handover(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Announces the record in the blob, which a server that ends hands over to another one. Answered by PUT_OK.
+    """Announces the record in the blob, which a server that ends hands over to another one.
+    Answered by PUT_OK.
 
     Attributes:
         tenant: Whose chunk it is.
@@ -206,7 +210,8 @@ class Pong(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Context(Message, frozen=True, array_like=True):
-    """Whose request the next frame is, for logs and traces. It has no answer; sent to servers that heed the capability `context`.
+    """Whose request the next frame is, for logs and traces. It has no answer; sent to servers that
+    heed the capability `context`.
 
     Attributes:
         request_id: "" for none.
@@ -261,7 +266,9 @@ def build_frame(correlation_id: int, message: Message, blob_bytes: int = 0) -> b
         ProtocolError: A bound would be broken.
     """
     meta = _ENCODER.encode(message)
-    return build_header(FrameHeader(message.frame_type, correlation_id, len(meta), blob_bytes)) + meta
+    return (
+        build_header(FrameHeader(message.frame_type, correlation_id, len(meta), blob_bytes)) + meta
+    )
 
 
 def parse_meta(frame_type: FrameType, meta: bytes | bytearray | memoryview) -> Message:

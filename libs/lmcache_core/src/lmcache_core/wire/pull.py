@@ -24,7 +24,9 @@ class Pull:
         tier: Name that the chunks carry.
     """
 
-    def __init__(self, connection: ClientConnection, keys: Sequence[ChunkKey], allocate: Allocate, tier: str) -> None:
+    def __init__(
+        self, connection: ClientConnection, keys: Sequence[ChunkKey], allocate: Allocate, tier: str
+    ) -> None:
         self._connection = connection
         self._keys = keys
         self._allocate = allocate
@@ -33,7 +35,8 @@ class Pull:
         self.is_complete = False
 
     async def run(self, prefix_only: bool, ticket: str | None, deadline: float) -> list[Result]:
-        """Ask, and collect until the answer is complete, the deadline passes or the connection is lost.
+        """Ask, and collect until the answer is complete, the deadline passes or the connection is
+        lost.
 
         Args:
             prefix_only: Stop at the first that is missing.
@@ -41,7 +44,8 @@ class Pull:
             deadline: Time of the event loop.
 
         Returns:
-            One result a key; the caller owns the chunks. `is_complete` tells whether the server gave its whole answer.
+            One result a key; the caller owns the chunks. `is_complete` tells whether the server
+            gave its whole answer.
 
         Raises:
             AuthenticationError: The server refused.
@@ -52,7 +56,9 @@ class Pull:
             async with asyncio.timeout_at(deadline):
                 message = Get([k.key.canonical() for k in self._keys], prefix_only, ticket)
                 keys = [k.key for k in self._keys]
-                call = await self._connection.start(message, FrameType.GET_END, keys=keys, allocate=self._allocate)
+                call = await self._connection.start(
+                    message, FrameType.GET_END, keys=keys, allocate=self._allocate
+                )
                 rest = await self._collect(call, prefix_only)
                 self.is_complete = True
         except TimeoutError:
@@ -95,7 +101,9 @@ class Pull:
         reasons = [_reason(text) for _, text in end.misses]
         for (index, _), reason in zip(end.misses, reasons, strict=True):
             if index >= len(self._results) or self._results[index] is not None:
-                raise self._broken(f"it names key {index}, which is answered already or was not asked for")
+                raise self._broken(
+                    f"it names key {index}, which is answered already or was not asked for"
+                )
             self._results[index] = Miss(reason)
         if prefix_only and reasons:
             return reasons[0]

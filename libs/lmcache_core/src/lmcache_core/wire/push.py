@@ -65,13 +65,20 @@ class Push:
                     if len(self._unanswered) >= self._window:
                         stored.append(await self._answer())
                     message = announce(chunk)
-                    self._unanswered.append(await self._connection.start(message, FrameType.PUT_OK, chunk.head, chunk.memory.byte_array))
+                    self._unanswered.append(
+                        await self._connection.start(
+                            message, FrameType.PUT_OK, chunk.head, chunk.memory.byte_array
+                        )
+                    )
                 while self._unanswered:
                     stored.append(await self._answer())
         except TimeoutError:
             for call in self._unanswered:
                 self._connection.expire(call)
-            raise UnavailableError(f"{self._name}: {len(chunks) - len(stored)} of {len(chunks)} chunks not stored in time") from None
+            raise UnavailableError(
+                f"{self._name}: {len(chunks) - len(stored)} of {len(chunks)} chunks not stored in"
+                " time"
+            ) from None
         except BaseException:
             for call in self._unanswered:
                 self._connection.abandon(call)

@@ -17,10 +17,13 @@ from lmcache_core.wire.messages import MAX_BATCH_KEYS
 
 
 class ServedStore(Protocol):
-    """Where a server keeps chunks. Failures of the store as a whole are raised as `UnavailableError`."""
+    """Where a server keeps chunks. Failures of the store as a whole are raised as
+    `UnavailableError`.
+    """
 
     def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
-        """Memory for a payload on its way in, one reference owned by the caller; None when there is no room.
+        """Memory for a payload on its way in, one reference owned by the caller; None when there is
+        no room.
 
         Args:
             num_bytes: As announced; perhaps more than ever comes.
@@ -31,10 +34,14 @@ class ServedStore(Protocol):
         """Which of them are there."""
 
     async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
-        """Chunks, a reference each owned by the caller, or why they are missing. Called with at most `get_batch` keys."""
+        """Chunks, a reference each owned by the caller, or why they are missing. Called with at
+        most `get_batch` keys.
+        """
 
     async def put(self, chunk: Chunk) -> bool:
-        """Keep a whole, verified chunk (borrowed: take a reference to keep the memory). True: it is visible now."""
+        """Keep a whole, verified chunk (borrowed: take a reference to keep the memory). True: it
+        is visible now.
+        """
 
     async def remove(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; the number that were there."""
@@ -42,7 +49,9 @@ class ServedStore(Protocol):
 
 @runtime_checkable
 class AdaptsToClients(Protocol):
-    """Ability: a store that serves each client what that one can take. Without it all are served the same."""
+    """Ability: a store that serves each client what that one can take. Without it all are served
+    the same.
+    """
 
     @property
     def offers(self) -> Accepts:
@@ -54,12 +63,14 @@ class AdaptsToClients(Protocol):
 
 @runtime_checkable
 class TakesHandovers(Protocol):
-    """Ability: a store that takes over chunks, of any tenant, from servers that end. Offered to callers
-    that `speaks_for_all_tenants` lets.
+    """Ability: a store that takes over chunks, of any tenant, from servers that end. Offered to
+    callers that `speaks_for_all_tenants` lets.
     """
 
     def stays(self, key: ChunkKey) -> bool:
-        """Whether it will keep that chunk if it has it: to a server that ends, what another one is about to lose is as good as lost."""
+        """Whether it will keep that chunk if it has it: to a server that ends, what another one
+        is about to lose is as good as lost.
+        """
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a record of that size can be kept without giving up another."""
@@ -130,8 +141,8 @@ class ServerLimits:
 
     Attributes:
         max_connections: Connections at once; above it a newcomer is told `busy`.
-        max_strangers: Connections that have shown neither a good token nor a good ticket yet; above it the
-            oldest of them ends. They take none of `max_connections`.
+        max_strangers: Connections that have shown neither a good token nor a good ticket yet; above
+            it the oldest of them ends. They take none of `max_connections`.
         max_handshakes: TLS handshakes underway at once; above it a newcomer's connection ends.
         max_in_flight: Requests of one connection at once; above it the connection is not read.
         max_batch: Keys in one request.
@@ -139,9 +150,11 @@ class ServerLimits:
         get_batch: Chunks of one GET that are referenced at once.
         hello_timeout_s: From the connection to its HELLO.
         idle_timeout_s: Longest silence of a connection without requests.
-        transfer_timeout_s: For the rest of a frame, read or written, plus the time that `min_bytes_per_s` gives it.
+        transfer_timeout_s: For the rest of a frame, read or written, plus the time that
+            `min_bytes_per_s` gives it.
         min_bytes_per_s: Slowest transfer of a blob.
-        reauthenticate_s: How old the knowledge may be of who is behind a token when a request is served.
+        reauthenticate_s: How old the knowledge may be of who is behind a token when a request is
+            served.
         admit: Takes one request of a tenant's, or raises `CapacityError`; None: as many as come.
         pace_s: Longest time that a HANDOVER waits to be admitted; what is refused may be lost.
         note_handovers: Is told of what connections hand over, for an audit; None: nobody is.
@@ -175,7 +188,8 @@ class Service:
     Attributes:
         store: Where chunks are; may be one that `AdaptsToClients`.
         authenticate: Maps HELLO's token to who it belongs to, or raises `AuthenticationError`.
-        verify_ticket: Checks the ticket of a GET; with it, a connection without a good token may still GET.
+        verify_ticket: Checks the ticket of a GET; with it, a connection without a good token may
+            still GET.
         limits: Bounds.
         name: What HELLO_OK calls this server.
         log: For lines that clients can cause as often as they like.

@@ -26,7 +26,8 @@ class LmServer:
         authenticate: Maps HELLO's token to its owner, for example `TokenTable.authenticate`.
         host: Where to listen.
         port: 0 takes a free one; see `port`.
-        verify_ticket: Checks tickets, for example `TicketVerifier.verify`; with it, connections without a token may GET by ticket.
+        verify_ticket: Checks tickets, for example `TicketVerifier.verify`; with it, connections
+            without a token may GET by ticket.
         limits: Bounds of what clients can do.
         name: What HELLO_OK calls this server: clients of several servers tell them apart by it.
     """
@@ -47,7 +48,14 @@ class LmServer:
         self._host = host
         self._wanted_port = port
         busy = ErrorMessage(ErrorCode.BUSY.value, "too many connections")
-        self._listener = FrameListener("lm server", limits.max_connections, self._begin, self._turned_away, busy, limits.max_strangers)
+        self._listener = FrameListener(
+            "lm server",
+            limits.max_connections,
+            self._begin,
+            self._turned_away,
+            busy,
+            limits.max_strangers,
+        )
 
     @property
     def port(self) -> int:
@@ -75,10 +83,14 @@ class LmServer:
             await self._listener.open(self._host, self._wanted_port)
         else:
             bounded = BoundedContext(tls, limits.max_handshakes, limits.hello_timeout_s)
-            await self._listener.open(self._host, self._wanted_port, bounded, limits.hello_timeout_s)
+            await self._listener.open(
+                self._host, self._wanted_port, bounded, limits.hello_timeout_s
+            )
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Stop listening, let requests underway end for up to `drain_s` seconds, then end what is left. Idempotent."""
+        """Stop listening, let requests underway end for up to `drain_s` seconds, then end what
+        is left. Idempotent.
+        """
         await self._listener.close(drain_s)
 
     def _begin(self, stream: FrameStream) -> Session:
@@ -86,4 +98,6 @@ class LmServer:
 
     def _turned_away(self, stream: FrameStream) -> None:
         message = "lm connection turned away, too many are open: client=%s num_connections=%d"
-        self._service.log.log(logging.WARNING, message, stream.peer(), self._listener.num_connections)
+        self._service.log.log(
+            logging.WARNING, message, stream.peer(), self._listener.num_connections
+        )

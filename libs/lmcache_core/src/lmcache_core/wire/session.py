@@ -32,7 +32,15 @@ from lmcache_core.wire.goodbye import end, error_message, say_goodbye
 from lmcache_core.wire.handover_log import HandoverLog
 from lmcache_core.wire.intake import Intake
 from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, Message
-from lmcache_core.wire.served import AdaptsToClients, HasRole, HasTenant, ServerLimits, Service, TakesHandovers, VerifyTicket
+from lmcache_core.wire.served import (
+    AdaptsToClients,
+    HasRole,
+    HasTenant,
+    ServerLimits,
+    Service,
+    TakesHandovers,
+    VerifyTicket,
+)
 from lmcache_core.wire.stream import FrameStream
 
 logger = logging.getLogger(__name__)
@@ -40,7 +48,10 @@ logger = logging.getLogger(__name__)
 PACE_PAUSE_S = 0.02
 
 _WITH_RECORD = frozenset({FrameType.PUT, FrameType.HANDOVER})
-_REQUESTS = frozenset({FrameType.CONTAINS, FrameType.GET, FrameType.REMOVE, FrameType.PING, FrameType.HELD}) | _WITH_RECORD
+_REQUESTS = (
+    frozenset({FrameType.CONTAINS, FrameType.GET, FrameType.REMOVE, FrameType.PING, FrameType.HELD})
+    | _WITH_RECORD
+)
 
 
 class Session:
@@ -49,18 +60,27 @@ class Session:
     Args:
         stream: The connection.
         service: What is served.
-        let_in: Called when the client has shown a good token or ticket; False: there is no place for it.
+        let_in: Called when the client has shown a good token or ticket; False: there is no place
+            for it.
         tracer: Traces requests; None: nobody does.
     """
 
-    def __init__(self, stream: FrameStream, service: Service, let_in: Callable[[], bool], tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        stream: FrameStream,
+        service: Service,
+        let_in: Callable[[], bool],
+        tracer: Tracer | None = None,
+    ) -> None:
         self._stream = stream
         self._let_in = let_in
         self._service = service
         self._served = service.store
         self._contexts = Contexts(stream, service.limits, tracer)
         self._limits = service.limits
-        self._requests = TaskSupervisor("lm-session", 2 * service.limits.max_in_flight)  # those that end are still counted there
+        self._requests = TaskSupervisor(
+            "lm-session", 2 * service.limits.max_in_flight
+        )  # those that end are still counted there
         self._free_slots = asyncio.Semaphore(service.limits.max_in_flight)
         self._num_underway = 0
         self._intake = Intake(stream)
@@ -76,7 +96,9 @@ class Session:
         self._is_draining = False
 
     async def run(self) -> None:
-        """Serve until the client leaves, breaks the protocol or falls silent. Gives everything back."""
+        """Serve until the client leaves, breaks the protocol or falls silent. Gives everything
+        back.
+        """
         try:
             await self._greet()
             await self._serve()
@@ -84,7 +106,9 @@ class Session:
         except CapacityError as exc:
             await say_goodbye(self._stream, error_message(exc))
         except (ProtocolError, AuthenticationError) as exc:
-            self._service.log.log(logging.INFO, "lm connection from %s refused: %s", self._stream.peer(), exc)
+            self._service.log.log(
+                logging.INFO, "lm connection from %s refused: %s", self._stream.peer(), exc
+            )
             await say_goodbye(self._stream, error_message(exc))
         except (UnavailableError, TimeoutError) as exc:
             logger.debug("lm connection from %s ended: %s", self._stream.peer(), exc)
@@ -110,7 +134,8 @@ class Session:
         version = min(hello.version_max, VERSION_MAX)
         if version < max(hello.version_min, VERSION_MIN):
             raise VersionError(
-                f"this server speaks versions {VERSION_MIN} to {VERSION_MAX}, you {hello.version_min} to {hello.version_max}"
+                f"this server speaks versions {VERSION_MIN} to {VERSION_MAX}, you"
+                f" {hello.version_min} to {hello.version_max}"
             )
         self._last_id = header.correlation_id
         self._client = hello.client
@@ -125,7 +150,10 @@ class Session:
             if self._service.verify_ticket is None or hello.token is not None:
                 raise
         agreed = self._adapt(hello.capabilities)
-        await self._send(header.correlation_id, messages.HelloOk(version, agreed, self._service.name, self._limits.max_batch))
+        await self._send(
+            header.correlation_id,
+            messages.HelloOk(version, agreed, self._service.name, self._limits.max_batch),
+        )
 
     def _require_place(self) -> None:
         if not self._let_in():
@@ -141,7 +169,9 @@ class Session:
         return [name for name in dict.fromkeys(capabilities) if name in offered]
 
     def _let_hand_over(self, caller: HasTenant, capabilities: Sequence[str]) -> None:
-        """Tell a server that may end what it can rely on; take chunks of other tenants from it, if it may speak for them."""
+        """Tell a server that may end what it can rely on; take chunks of other tenants from it,
+        if it may speak for them.
+        """
         store = self._service.store
         if HANDOVER in capabilities and isinstance(store, TakesHandovers):
             self._neighbour = store
@@ -158,21 +188,30 @@ class Session:
                 return
             self._check_token()
             if header.type not in _REQUESTS or header.correlation_id <= self._last_id:
-                raise ProtocolError(f"{header.type.name} {header.correlation_id} behind {self._last_id} is not a request")
+                raise ProtocolError(
+                    f"{header.type.name} {header.correlation_id} behind {self._last_id} is not a"
+                    " request"
+                )
             if header.blob_bytes > self._limits.max_blob_bytes:
-                raise ProtocolError(f"a blob of {header.blob_bytes} bytes; the limit is {self._limits.max_blob_bytes}")
+                raise ProtocolError(
+                    f"a blob of {header.blob_bytes} bytes; the limit is"
+                    f" {self._limits.max_blob_bytes}"
+                )
             self._last_id = header.correlation_id
             async with self._stream.paced(self._limits.transfer_s):
                 message = await self._stream.read_message(header)
                 if header.type in _WITH_RECORD:
                     await self._receive_record(header, message)
             work = self._contexts.work(header.type)
-            if not self._requests.start(header.type.name, self._answer(header.correlation_id, message, work)):
+            if not self._requests.start(
+                header.type.name, self._answer(header.correlation_id, message, work)
+            ):
                 raise UnavailableError("this session takes no more requests")
             self._num_underway += 1
 
     def _check_token(self) -> None:
-        """A connection outlives no token: it may have been taken from its owner, or given to another, since HELLO.
+        """A connection outlives no token: it may have been taken from its owner, or given to
+        another, since HELLO.
 
         Raises:
             AuthenticationError: It has.
@@ -184,7 +223,9 @@ class Session:
         caller = self._service.authenticate(self._token)
         is_less = self._handovers is not None and not _speaks_for_all(caller)
         if caller.tenant != self._tenant or is_less:
-            raise AuthenticationError("the token belongs to another tenant or role now; connect again")
+            raise AuthenticationError(
+                "the token belongs to another tenant or role now; connect again"
+            )
 
     async def _next_header(self) -> FrameHeader | None:
         """The next request's header; None when the session takes no more."""
@@ -205,12 +246,18 @@ class Session:
             self._handed_over.add(self._caller, message.tenant, 0, False)
         if self._tenant is None:
             await self._stream.discard(header.blob_bytes)
-        elif isinstance(message, messages.Handover) and self._handovers is not None and not await _paced(self._limits, self._tenant):
+        elif (
+            isinstance(message, messages.Handover)
+            and self._handovers is not None
+            and not await _paced(self._limits, self._tenant)
+        ):
             await self._intake.refuse(header, MissReason.UNAVAILABLE)
         else:
             await self._intake.receive(header, self._served, message, self._tenant, self._handovers)
 
-    async def _answer(self, correlation_id: int, message: Message, work: AbstractContextManager[None]) -> None:
+    async def _answer(
+        self, correlation_id: int, message: Message, work: AbstractContextManager[None]
+    ) -> None:
         try:
             with work:
                 await self._dispatch(correlation_id, message)
@@ -235,16 +282,23 @@ class Session:
             case messages.Ping():
                 await self._send(correlation_id, messages.Pong())
             case messages.Contains():
-                await self._send(correlation_id, messages.ContainsOk(await self._present(self._keys(message))))
+                await self._send(
+                    correlation_id, messages.ContainsOk(await self._present(self._keys(message)))
+                )
             case messages.Held():
                 keys = self._keys_of(message.keys, self._tenant_of(message))
                 await self._send(correlation_id, messages.ContainsOk(await self._present(keys)))
             case messages.Get():
                 await self._send_chunks(correlation_id, self._keys(message), message.prefix_only)
             case messages.Remove():
-                await self._send(correlation_id, messages.RemoveOk(await store.remove(self._keys(message))))
+                await self._send(
+                    correlation_id, messages.RemoveOk(await store.remove(self._keys(message)))
+                )
             case messages.Put():
-                await self._send(correlation_id, await self._intake.put(correlation_id, store, self._tenant_for(message)))
+                await self._send(
+                    correlation_id,
+                    await self._intake.put(correlation_id, store, self._tenant_for(message)),
+                )
             case messages.Handover():
                 await self._send(correlation_id, await self._take_over(correlation_id, message))
 
@@ -265,9 +319,13 @@ class Session:
         neighbour = self._neighbour
         if neighbour is None:
             return present
-        return [is_there and neighbour.stays(key) for key, is_there in zip(keys, present, strict=True)]
+        return [
+            is_there and neighbour.stays(key) for key, is_there in zip(keys, present, strict=True)
+        ]
 
-    async def _send_chunks(self, correlation_id: int, keys: Sequence[ChunkKey], prefix_only: bool) -> None:
+    async def _send_chunks(
+        self, correlation_id: int, keys: Sequence[ChunkKey], prefix_only: bool
+    ) -> None:
         misses: list[tuple[int, str]] = []
         size = self._limits.get_batch
         for begin in range(0, len(keys), size):
@@ -276,7 +334,12 @@ class Session:
             try:
                 for index, (_, result) in enumerate(zip(batch, results, strict=True), begin):
                     if isinstance(result, Chunk):
-                        await self._send(correlation_id, messages.ChunkHead(index), result.head, result.memory.byte_array)
+                        await self._send(
+                            correlation_id,
+                            messages.ChunkHead(index),
+                            result.head,
+                            result.memory.byte_array,
+                        )
                     else:
                         misses.append((index, result.reason.value))
                         if prefix_only:
@@ -305,7 +368,9 @@ class Session:
         return message.tenant
 
     def _tenant_for(self, message: Message) -> str:
-        """In whose namespace the request is served. A ticket counts where the connection has no token, and for GET alone."""
+        """In whose namespace the request is served. A ticket counts where the connection has no
+        token, and for GET alone.
+        """
         if self._tenant is None:
             tenant = _tenant_by_ticket(self._service.verify_ticket, self._client, message)
             self._require_place()
@@ -321,9 +386,14 @@ class Session:
 
 
 def _of_context(told: int, header: FrameHeader | None) -> FrameHeader | None:
-    """The header behind a CONTEXT frame: of its own request, since another one's name must not stand beside this one in logs."""
+    """The header behind a CONTEXT frame: of its own request, since another one's name must not
+    stand beside this one in logs.
+    """
     if header is not None and header.correlation_id != told:
-        raise ProtocolError(f"CONTEXT {told} before {header.type.name} {header.correlation_id}, to which it does not belong")
+        raise ProtocolError(
+            f"CONTEXT {told} before {header.type.name} {header.correlation_id}, to which it does"
+            " not belong"
+        )
     return header
 
 
@@ -333,7 +403,9 @@ def _speaks_for_all(caller: HasTenant) -> bool:
 
 def _tenant_by_ticket(verify_ticket: VerifyTicket | None, client: str, message: Message) -> str:
     if verify_ticket is None or not isinstance(message, messages.Get) or message.ticket is None:
-        raise AuthenticationError(f"{message.frame_type.name} needs a token, or where tickets are taken GET with a ticket")
+        raise AuthenticationError(
+            f"{message.frame_type.name} needs a token, or where tickets are taken GET with a ticket"
+        )
     ticket = verify_ticket(message.ticket)
     if ticket.requester != client:
         raise AuthenticationError("the ticket is for another requester")
@@ -341,7 +413,9 @@ def _tenant_by_ticket(verify_ticket: VerifyTicket | None, client: str, message: 
 
 
 async def _paced(limits: ServerLimits, tenant: str) -> bool:
-    """Whether a chunk that is handed over is admitted; it waits for that, since nobody may ask for it again."""
+    """Whether a chunk that is handed over is admitted; it waits for that, since nobody may ask
+    for it again.
+    """
     deadline = time.monotonic() + limits.pace_s
     while limits.admit is not None:
         try:

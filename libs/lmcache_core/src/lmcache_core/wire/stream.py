@@ -22,9 +22,10 @@ OnOpen = Callable[["FrameStream"], None]
 class FrameStream(asyncio.BufferedProtocol):
     """One connection, pulled by one reader.
 
-    A read of more than `STAGED_READ_BYTES` receives from the socket into the memory it was given, without a copy but for what was
-    staged before. Short reads go through a staging buffer of `STAGING_BYTES`, so that a header does not cost a system call; while
-    nobody reads and the staging buffer is full, the socket is not read either.
+    A read of more than `STAGED_READ_BYTES` receives from the socket into the memory it was given,
+    without a copy but for what was staged before. Short reads go through a staging buffer of
+    `STAGING_BYTES`, so that a header does not cost a system call; while nobody reads and the
+    staging buffer is full, the socket is not read either.
 
     Works under any asyncio transport: TCP, Unix, TLS.
 
@@ -58,14 +59,21 @@ class FrameStream(asyncio.BufferedProtocol):
     @property
     def is_open(self) -> bool:
         """Whether bytes can still be sent."""
-        return self._transport is not None and not self._closed.is_set() and not self._transport.is_closing()
+        return (
+            self._transport is not None
+            and not self._closed.is_set()
+            and not self._transport.is_closing()
+        )
 
     def peer(self) -> str:
         """Address of the other side, for logs."""
-        return str(self._transport.get_extra_info("peername")) if self._transport else "not connected"
+        return (
+            str(self._transport.get_extra_info("peername")) if self._transport else "not connected"
+        )
 
     async def readinto(self, view: memoryview) -> None:
-        """Fill `view`. A cancelled short read loses nothing; a cancelled long one aborts the connection.
+        """Fill `view`. A cancelled short read loses nothing; a cancelled long one aborts the
+        connection.
 
         Raises:
             UnavailableError: The connection ended first.
@@ -80,7 +88,9 @@ class FrameStream(asyncio.BufferedProtocol):
         self._unstage(view)
 
     async def until_staged(self, num_bytes: int) -> None:
-        """Wait until so many bytes, more than now and at most `STAGING_BYTES`, are staged. Raises as `readinto`; may be cancelled."""
+        """Wait until so many bytes, more than now and at most `STAGING_BYTES`, are staged.
+        Raises as `readinto`; may be cancelled.
+        """
         self._num_wanted = num_bytes
         try:
             await self._wait_for_bytes()
@@ -88,7 +98,9 @@ class FrameStream(asyncio.BufferedProtocol):
             self._num_wanted = 0
 
     async def discard(self, num_bytes: int) -> None:
-        """Read that many bytes and drop them. Raises as `readinto`; cancelled, it aborts the connection."""
+        """Read that many bytes and drop them. Raises as `readinto`; cancelled, it aborts the
+        connection.
+        """
         num_staged = min(self.num_staged, num_bytes)
         self._consume(num_staged)
         await self._receive(num_bytes - num_staged, None)
@@ -98,7 +110,9 @@ class FrameStream(asyncio.BufferedProtocol):
         return paced(transfer_s, lambda: self.num_received)
 
     def forget_target(self) -> None:
-        """Let the long read that is under way drop its bytes: its memory is not touched from here on."""
+        """Let the long read that is under way drop its bytes: its memory is not touched from
+        here on.
+        """
         self._target = None
 
     async def read_header(self) -> FrameHeader:
@@ -118,7 +132,9 @@ class FrameStream(asyncio.BufferedProtocol):
         await self.readinto(memoryview(meta))
         return parse_meta(header.type, meta)
 
-    async def send_message(self, correlation_id: int, message: Message, *blob: bytes | memoryview, preface: bytes = b"") -> None:
+    async def send_message(
+        self, correlation_id: int, message: Message, *blob: bytes | memoryview, preface: bytes = b""
+    ) -> None:
         """Send one frame, with nothing between it and its preface. Raises as `send`."""
         frame = preface + build_frame(correlation_id, message, sum(len(part) for part in blob))
         if blob and len(blob[0]) <= STAGED_READ_BYTES:
@@ -129,7 +145,8 @@ class FrameStream(asyncio.BufferedProtocol):
     async def send(self, *parts: bytes | memoryview) -> None:
         """Send the parts with nothing between them. Views may be reused when it returns.
 
-        Cancelled before its first byte it does nothing; cancelled behind that, it aborts the connection.
+        Cancelled before its first byte it does nothing; cancelled behind that, it aborts the
+        connection.
 
         Raises:
             UnavailableError: The connection has ended.
@@ -168,7 +185,8 @@ class FrameStream(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.BaseProtocol`."""
         self._transport = cast(asyncio.Transport, transport)
-        # Writing pauses as soon as anything waits to be sent. TLS counts from its limit on, and at 0 would pause with nothing to wait for.
+        # Writing pauses as soon as anything waits to be sent. TLS counts from its limit on, and at
+        # 0 would pause with nothing to wait for.
         is_encrypted = transport.get_extra_info("sslcontext") is not None
         self._transport.set_write_buffer_limits(high=int(is_encrypted))
         sock: socket.socket | None = transport.get_extra_info("socket")
@@ -276,7 +294,9 @@ class FrameStream(asyncio.BufferedProtocol):
 
 
 @asynccontextmanager
-async def paced(transfer_s: Callable[[int], float], num_received: Callable[[], int]) -> AsyncIterator[None]:
+async def paced(
+    transfer_s: Callable[[int], float], num_received: Callable[[], int]
+) -> AsyncIterator[None]:
     """Raise TimeoutError as soon as bytes have come more slowly than they may.
 
     A sender that announces much and sends little is so given the time of what it sends.
@@ -310,10 +330,14 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 def _lost(cause: Exception | None) -> UnavailableError:
-    return UnavailableError(f"the connection was lost: {cause}" if cause else "the connection was closed")
+    return UnavailableError(
+        f"the connection was lost: {cause}" if cause else "the connection was closed"
+    )
 
 
 def _tune(sock: socket.socket) -> None:
-    """No Nagle. Buffer sizes stay the kernel's: naming one turns its tuning off, and was 10 to 30 % slower over loopback."""
+    """No Nagle. Buffer sizes stay the kernel's: naming one turns its tuning off, and was 10 to
+    30 % slower over loopback.
+    """
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

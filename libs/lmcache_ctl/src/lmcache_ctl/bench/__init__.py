@@ -1,1 +1,3 @@
-"""`lmcachectl bench`: a bounded load of stores and fetches against one target, cleaned up afterwards."""
+"""`lmcachectl bench`: a bounded load of stores and fetches against one target, cleaned up
+afterwards.
+"""

@@ -32,18 +32,30 @@ def bench(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="TARGET", help="storage, lookup, lm (pods of cache_storage by lm://), one of these (storage/NAME), or a URL."
+            metavar="TARGET",
+            help=(
+                "storage, lookup, lm (pods of cache_storage by lm://), one of these (storage/NAME),"
+                " or a URL."
+            ),
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="For how long, all together.", min=0.5, max=MAX_SECONDS)] = 10.0,
+    seconds: Annotated[
+        float, typer.Option(help="For how long, all together.", min=0.5, max=MAX_SECONDS)
+    ] = 10.0,
     size: Annotated[str, typer.Option(help="Of one chunk.")] = "4MiB",
     total: Annotated[
-        str, typer.Option(help="Of all chunks: what is stored and fetched again, or the prefix that is looked up.")
+        str,
+        typer.Option(
+            help="Of all chunks: what is stored and fetched again, or the prefix that is looked up."
+        ),
     ] = "256MiB",
-    concurrency: Annotated[int, typer.Option(help="Calls at once.", min=1, max=MAX_CONCURRENCY)] = 4,
+    concurrency: Annotated[
+        int, typer.Option(help="Calls at once.", min=1, max=MAX_CONCURRENCY)
+    ] = 4,
     output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Measure a cache_storage or a lookup service: latency, throughput, and what the way there takes by itself.
+    """Measure a cache_storage or a lookup service: latency, throughput, and what the way there
+    takes by itself.
 
     Of a cache_storage (also by URL: lm://host:port, http(s)://host:port)
     chunks are stored and fetched, four in a call; of a lookup service a prefix
@@ -64,10 +76,26 @@ def bench(
     num_chunks = num_chunks_of(chunk_bytes, parse_size(total))
     with chosen_service(reach, target) as service, progress_of_phases() as tell:
         if service.kind == "lookup":
-            load = Load("lookup", service.url, seconds, min(num_chunks, MAX_PREFIX), 0, concurrency, min(num_chunks, MAX_PREFIX))
+            load = Load(
+                "lookup",
+                service.url,
+                seconds,
+                min(num_chunks, MAX_PREFIX),
+                0,
+                concurrency,
+                min(num_chunks, MAX_PREFIX),
+            )
             report = asyncio.run(run_lookup_load(reach.settings, service, load, tell))
         else:
-            load = Load("storage", service.url, seconds, num_chunks, chunk_bytes, concurrency, CHUNKS_IN_A_CALL)
+            load = Load(
+                "storage",
+                service.url,
+                seconds,
+                num_chunks,
+                chunk_bytes,
+                concurrency,
+                CHUNKS_IN_A_CALL,
+            )
             report = asyncio.run(run_storage_load(reach.settings, service, load, tell))
     show(report, output, print_report)
     if not report.is_well:
@@ -89,26 +117,41 @@ def chosen_service(reach: Reach, target: str | None) -> Iterator[Service]:
 
     settings = reach.settings
     if target is None and not settings.names_urls and not settings.names_cluster:
-        raise UsageError("name what to measure: lmcachectl bench lm://host:port, or storage or lookup with --…-url or --namespace")
+        raise UsageError(
+            "name what to measure: lmcachectl bench lm://host:port, or storage or lookup with"
+            " --…-url or --namespace"
+        )
     if target is not None and "://" in target:
         if not target.startswith(SCHEMES):
-            raise UsageError(f"{target!r} is no cache_storage: its URL begins with one of {', '.join(SCHEMES)}")
-        yield Service(Kind.STORAGE, target.partition("://")[2], target.rstrip("/"), settings.tls_name)
+            raise UsageError(
+                f"{target!r} is no cache_storage: its URL begins with one of {', '.join(SCHEMES)}"
+            )
+        yield Service(
+            Kind.STORAGE, target.partition("://")[2], target.rstrip("/"), settings.tls_name
+        )
         return
     kind, separator, name = (target or Kind.STORAGE).partition("/")
     if kind == LM:
         asked = parse_target(f"{Kind.STORAGE}{separator}{name}", (Kind.STORAGE,))
         if settings.names_urls or not settings.names_cluster:
-            raise UsageError("lm finds pods of cache_storage in a cluster (--namespace); elsewhere write the address, lm://host:port")
+            raise UsageError(
+                "lm finds pods of cache_storage in a cluster (--namespace); elsewhere write the"
+                " address, lm://host:port"
+            )
     else:
         asked = parse_target(f"{kind}{separator}{name}", (Kind.STORAGE, Kind.LOOKUP))
     with reach.lm_services() if kind == LM else reach.services(asked.kind) as found:
         if asked.name is None or kind != LM:
-            chosen = found if asked.name is None else asyncio.run(named(Asker(settings), found, [asked]))
+            chosen = (
+                found if asked.name is None else asyncio.run(named(Asker(settings), found, [asked]))
+            )
         else:
             chosen = [one for one in found if one.name == asked.name]
         if not chosen:
-            raise CtlError(f"{target} is not there: there is {', '.join(f'{kind}/{one.name}' for one in found)}")
+            raise CtlError(
+                f"{target} is not there: there is"
+                f" {', '.join(f'{kind}/{one.name}' for one in found)}"
+            )
         usable = [one for one in chosen if not one.problem]
         if not usable:
             raise CtlError(f"{chosen[0].kind} {chosen[0].name}: {chosen[0].problem}")

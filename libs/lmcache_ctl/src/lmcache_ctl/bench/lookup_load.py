@@ -1,4 +1,6 @@
-"""Asks a lookup service for prefixes that are all cached, by an instance of the bench's own that is gone afterwards."""
+"""Asks a lookup service for prefixes that are all cached, by an instance of the bench's own that
+is gone afterwards.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ ID_BYTES: Final = 16
 NOT_FOUND: Final = "not found"
 
 
-async def run_lookup_load(settings: CtlSettings, service: Service, load: Load, tell: Tell) -> Report:
+async def run_lookup_load(
+    settings: CtlSettings, service: Service, load: Load, tell: Tell
+) -> Report:
     """Learn what the way takes; announce a prefix, look it up again and again, take it back.
 
     Raises:
@@ -47,7 +51,9 @@ async def run_lookup_load(settings: CtlSettings, service: Service, load: Load, t
             await prefix.announce()
             renewing = asyncio.create_task(prefix.renew())
             try:
-                found = await PhaseRun("lookup", load.concurrency, load.seconds, tell).run(_looking_up(client, chunk_ids))
+                found = await PhaseRun("lookup", load.concurrency, load.seconds, tell).run(
+                    _looking_up(client, chunk_ids)
+                )
             finally:
                 renewing.cancel()
                 await asyncio.gather(renewing, return_exceptions=True)
@@ -59,10 +65,14 @@ async def run_lookup_load(settings: CtlSettings, service: Service, load: Load, t
 
 
 @asynccontextmanager
-async def _opened(settings: CtlSettings, service: Service, load: Load) -> AsyncIterator[LookupClient]:
+async def _opened(
+    settings: CtlSettings, service: Service, load: Load
+) -> AsyncIterator[LookupClient]:
     try:
         token = given_token(settings) or service.token
-        client = LookupClient(service.url, token, CALL_TIMEOUT_S, transport=Way(service, settings, load.concurrency))
+        client = LookupClient(
+            service.url, token, CALL_TIMEOUT_S, transport=Way(service, settings, load.concurrency)
+        )
     except ConfigError as exc:
         raise UsageError(str(exc)) from exc
     await client.open()
@@ -85,14 +95,22 @@ class _Prefix:
         await self._renew_once()
         await self._send("store", 0)
         deadline = time.monotonic() + SEEN_S
-        while (found := await self._client.lookup(self._chunk_ids)).num_prefix < len(self._chunk_ids):
+        while (found := await self._client.lookup(self._chunk_ids)).num_prefix < len(
+            self._chunk_ids
+        ):
             if time.monotonic() > deadline:
-                what = "its index does not answer" if found.degraded else f"it finds {found.num_prefix} of {len(self._chunk_ids)} chunks"
+                what = (
+                    "its index does not answer"
+                    if found.degraded
+                    else f"it finds {found.num_prefix} of {len(self._chunk_ids)} chunks"
+                )
                 raise UnavailableError(f"{what} that it was told of")
             await asyncio.sleep(LOOK_S)
 
     async def renew(self) -> None:
-        """Until it is cancelled; a renewal that fails is tried again, and what it costs is seen in chunks that are not found."""
+        """Until it is cancelled; a renewal that fails is tried again, and what it costs is seen
+        in chunks that are not found.
+        """
         while True:
             await asyncio.sleep(RENEW_S)
             try:
@@ -101,7 +119,9 @@ class _Prefix:
                 continue
 
     async def take_back(self) -> int:
-        """How many chunks are still there; without an answer all of them, which go when the lease ends."""
+        """How many chunks are still there; without an answer all of them, which go when the
+        lease ends.
+        """
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 await self._send("remove", len(self._chunk_ids))
@@ -111,11 +131,15 @@ class _Prefix:
             return len(self._chunk_ids)
 
     async def _renew_once(self) -> None:
-        await self._client.renew_instance(self._instance, incarnation=1, kind="sidecar", ttl_ms=LEASE_MS)
+        await self._client.renew_instance(
+            self._instance, incarnation=1, kind="sidecar", ttl_ms=LEASE_MS
+        )
 
     async def _send(self, op: EventOp, first: int) -> None:
         events = [StoreEvent(op, chunk_id.hex(), TIER, 1) for chunk_id in self._chunk_ids]
-        await self._client.send_events(self._instance, incarnation=1, first_sequence=first, events=events)
+        await self._client.send_events(
+            self._instance, incarnation=1, first_sequence=first, events=events
+        )
 
 
 def _looking_up(client: LookupClient, chunk_ids: list[bytes]) -> Call:

@@ -16,9 +16,19 @@ def progress_of_phases() -> Iterator[Callable[[Step], None]]:
     """What to call with each step, for as long as the block lasts."""
     console = Console(stderr=True, highlight=False, markup=False)
     if not console.is_terminal:
-        yield lambda step: console.print(f"{step.phase}: {step.num_calls} calls", soft_wrap=True) if step.is_over else None
+        yield (
+            lambda step: (
+                console.print(f"{step.phase}: {step.num_calls} calls", soft_wrap=True)
+                if step.is_over
+                else None
+            )
+        )
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[calls]} calls"))
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[calls]} calls"),
+    )
     with Progress(*columns, console=console) as bars:
         tasks: dict[str, TaskID] = {}
 

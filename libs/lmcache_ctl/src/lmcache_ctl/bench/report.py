@@ -60,8 +60,8 @@ class Phase(msgspec.Struct, frozen=True):
     """One kind of calls.
 
     Attributes:
-        name: `connect` (a connection is opened, nothing asked), `round trip` (the smallest call there is, one after the other), `store`,
-            `fetch` or `lookup`.
+        name: `connect` (a connection is opened, nothing asked), `round trip` (the smallest call
+            there is, one after the other), `store`, `fetch` or `lookup`.
         num_calls: That were answered.
         num_chunks: That were stored, came back as they were stored, or were found.
         num_bytes: Their payloads.
@@ -108,7 +108,10 @@ class Report(msgspec.Struct, frozen=True):
     @property
     def is_well(self) -> bool:
         """Whether no call failed, chunks came back or were found, and none is left."""
-        return not self.num_left and all((phase.num_chunks or phase.is_of_the_way) and not phase.failed_calls for phase in self.phases)
+        return not self.num_left and all(
+            (phase.num_chunks or phase.is_of_the_way) and not phase.failed_calls
+            for phase in self.phases
+        )
 
 
 def num_chunks_of(chunk_bytes: int, total_bytes: int) -> int:
@@ -119,7 +122,12 @@ def num_chunks_of(chunk_bytes: int, total_bytes: int) -> int:
     """
     num_chunks = max(1, total_bytes // chunk_bytes)
     if chunk_bytes > MAX_CHUNK_BYTES:
-        raise UsageError(f"a chunk of {chunk_bytes} bytes is beyond {MAX_CHUNK_BYTES}: give a smaller --size")
+        raise UsageError(
+            f"a chunk of {chunk_bytes} bytes is beyond {MAX_CHUNK_BYTES}: give a smaller --size"
+        )
     if total_bytes > MAX_TOTAL_BYTES or num_chunks > MAX_CHUNKS:
-        raise UsageError(f"{num_chunks} chunks, {total_bytes} bytes: at most {MAX_CHUNKS} and {MAX_TOTAL_BYTES}; give a smaller --total")
+        raise UsageError(
+            f"{num_chunks} chunks, {total_bytes} bytes: at most {MAX_CHUNKS} and {MAX_TOTAL_BYTES};"
+            " give a smaller --total"
+        )
     return num_chunks

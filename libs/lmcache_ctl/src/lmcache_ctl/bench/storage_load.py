@@ -34,7 +34,9 @@ CLEAN_TIMEOUT_S: Final = 30.0
 REMOVED_AT_ONCE: Final = 128
 
 
-async def run_storage_load(settings: CtlSettings, service: Service, load: Load, tell: Tell) -> Report:
+async def run_storage_load(
+    settings: CtlSettings, service: Service, load: Load, tell: Tell
+) -> Report:
     """Learn what the way takes; store, fetch, remove.
 
     Raises:
@@ -50,7 +52,11 @@ async def run_storage_load(settings: CtlSettings, service: Service, load: Load, 
             store = await storing.run(_storing(backend, chunks, stored, load))
             left_s = max(load.seconds - store.seconds, load.seconds * STORE_SHARE)
             fetching = PhaseRun("fetch", load.concurrency, left_s, tell)
-            fetch = await fetching.run(_fetching(backend, chunks, stored, load)) if stored else no_fetch()
+            fetch = (
+                await fetching.run(_fetching(backend, chunks, stored, load))
+                if stored
+                else no_fetch()
+            )
         finally:
             num_removed, num_left = await _clean(backend, chunks)
     return Report(load, [*way, store, fetch], num_removed, num_left)
@@ -89,7 +95,9 @@ def _backend(settings: CtlSettings, service: Service) -> StorageBackend:
     return create_remote_backend(service.url, token, CALL_TIMEOUT_S, MODEL, tls=tls)
 
 
-async def _of_the_way(settings: CtlSettings, service: Service, backend: StorageBackend, load: Load, tell: Tell) -> list[Phase]:
+async def _of_the_way(
+    settings: CtlSettings, service: Service, backend: StorageBackend, load: Load, tell: Tell
+) -> list[Phase]:
     if service.url.startswith("http"):
         async with asking_for_nothing(service, settings) as call:
             return await way_phases(service, call, load, tell)
@@ -112,7 +120,12 @@ def _asking_for_one(backend: StorageBackend) -> Call:
 
 
 def _storing(backend: StorageBackend, chunks: BenchChunks, stored: list[int], load: Load) -> Call:
-    batches = iter([range(at, min(at + load.batch, load.num_chunks)) for at in range(0, load.num_chunks, load.batch)])
+    batches = iter(
+        [
+            range(at, min(at + load.batch, load.num_chunks))
+            for at in range(0, load.num_chunks, load.batch)
+        ]
+    )
 
     async def call() -> Done | None:
         numbers = next(batches, None)
@@ -132,13 +145,19 @@ def _storing(backend: StorageBackend, chunks: BenchChunks, stored: list[int], lo
     return call
 
 
-def _fetching(backend: StorageBackend, chunks: BenchChunks, stored: Sequence[int], load: Load) -> Call:
+def _fetching(
+    backend: StorageBackend, chunks: BenchChunks, stored: Sequence[int], load: Load
+) -> Call:
     chosen = random.Random(0)  # noqa: S311 (not for secrets: the same order each time)
 
     async def call() -> Done | None:
-        keys = [chunks.key(number) for number in chosen.sample(stored, min(load.batch, len(stored)))]
+        keys = [
+            chunks.key(number) for number in chosen.sample(stored, min(load.batch, len(stored)))
+        ]
         done, started = Done(), time.perf_counter()
-        results = await backend.batched_get(keys, lambda num_bytes: BytesBufferMemoryObj(bytearray(num_bytes)), CALL_TIMEOUT_S)
+        results = await backend.batched_get(
+            keys, lambda num_bytes: BytesBufferMemoryObj(bytearray(num_bytes)), CALL_TIMEOUT_S
+        )
         done.seconds = time.perf_counter() - started
         for result in results:
             if isinstance(result, Miss):

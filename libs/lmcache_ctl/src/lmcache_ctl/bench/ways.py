@@ -1,4 +1,6 @@
-"""How a bench gets to the server that it measures: by its address, or through whatever way its service was found by."""
+"""How a bench gets to the server that it measures: by its address, or through whatever way its
+service was found by.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ DEFAULT_PORTS: Final = {"http": 80, "https": 443, "lm": 65432, "lm+tls": 65432}
 
 
 class Way(httpx.AsyncBaseTransport):
-    """HTTP to one service, as it is reached: its socket, the name that its certificate has, the host that it is called by.
+    """HTTP to one service, as it is reached: its socket, the name that its certificate has, the
+    host that it is called by.
 
     Args:
         service: Which one.
@@ -40,8 +43,12 @@ class Way(httpx.AsyncBaseTransport):
     def __init__(self, service: Service, settings: CtlSettings, max_connections: int) -> None:
         self._service = service
         verify = tls_context(settings.tls) if service.url.startswith("https:") else no_context()
-        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
-        self._transport = httpx.AsyncHTTPTransport(verify=verify, trust_env=False, limits=limits, uds=service.socket_path)
+        limits = httpx.Limits(
+            max_connections=max_connections, max_keepalive_connections=max_connections
+        )
+        self._transport = httpx.AsyncHTTPTransport(
+            verify=verify, trust_env=False, limits=limits, uds=service.socket_path
+        )
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """See `httpx.AsyncBaseTransport`."""
@@ -64,7 +71,8 @@ def way_to(service: Service, settings: CtlSettings, max_connections: int) -> Way
 
 
 def connecting(service: Service) -> Call | None:
-    """A call that opens a connection and ends it: one round trip which the kernel of the other side answers; None where none leads there.
+    """A call that opens a connection and ends it: one round trip which the kernel of the other side
+    answers; None where none leads there.
 
     That is so behind a port-forward, where the API answers, and where a URL names several servers.
     """
@@ -94,7 +102,9 @@ def connecting(service: Service) -> Call | None:
 @asynccontextmanager
 async def asking_for_nothing(service: Service, settings: CtlSettings) -> AsyncIterator[Call]:
     """A call of `/healthz` over one connection: what the way there, and HTTP, take of each call."""
-    async with httpx.AsyncClient(transport=Way(service, settings, 1), timeout=PROBE_TIMEOUT_S) as client:
+    async with httpx.AsyncClient(
+        transport=Way(service, settings, 1), timeout=PROBE_TIMEOUT_S
+    ) as client:
         rest = iter(range(MAX_PROBES))
 
         async def call() -> Done | None:
@@ -104,7 +114,9 @@ async def asking_for_nothing(service: Service, settings: CtlSettings) -> AsyncIt
             try:
                 await client.get(f"{service.url}/healthz")
             except httpx.HTTPError as exc:
-                raise CtlError(f"{service.url} cannot be used: {exc or type(exc).__name__}") from exc
+                raise CtlError(
+                    f"{service.url} cannot be used: {exc or type(exc).__name__}"
+                ) from exc
             done.seconds = time.perf_counter() - started
             return done
 
@@ -112,7 +124,9 @@ async def asking_for_nothing(service: Service, settings: CtlSettings) -> AsyncIt
 
 
 async def way_phases(service: Service, smallest: Call, load: Load, tell: Tell) -> list[Phase]:
-    """What the way there takes by itself: a connection where one leads there, and the smallest call, one after the other."""
+    """What the way there takes by itself: a connection where one leads there, and the smallest
+    call, one after the other.
+    """
     seconds = min(MAX_WAY_S, load.seconds * WAY_SHARE)
     connect = connecting(service)
     phases = [] if connect is None else [await PhaseRun(CONNECT, 1, seconds, tell).run(connect)]

@@ -8,7 +8,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from lmcache_core.blend.certificate import FORMAT_VERSION, BlendCertificate, BlendProfile, QualityBounds
+from lmcache_core.blend.certificate import (
+    FORMAT_VERSION,
+    BlendCertificate,
+    BlendProfile,
+    QualityBounds,
+)
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.integrations.transformers import metadata_of
 from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
@@ -19,7 +24,9 @@ from lmcache_ctl.errors import CtlError
 from lmcache_ctl.model import load_model, own_text
 
 
-def certify(wanted: Certified, cut: Cut, bounds: QualityBounds, progress: Callable[[int], None]) -> BlendCertificate:
+def certify(
+    wanted: Certified, cut: Cut, bounds: QualityBounds, progress: Callable[[int], None]
+) -> BlendCertificate:
     """Measure blending on a text, and judge it.
 
     Args:
@@ -33,26 +40,47 @@ def certify(wanted: Certified, cut: Cut, bounds: QualityBounds, progress: Callab
     """
     text = own_text() if cut.text is None else _read(cut.text)
     model, tokenizer = load_model(wanted.model, wanted.dtype)
-    separator = torch.tensor(tokenizer.encode(wanted.separator, add_special_tokens=False, verbose=False), dtype=torch.int64)
+    separator = torch.tensor(
+        tokenizer.encode(wanted.separator, add_special_tokens=False, verbose=False),
+        dtype=torch.int64,
+    )
     if len(separator) == 0:
         raise CtlError(f"the separator {wanted.separator!r} has no tokens; give one that has")
-    tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=torch.int64)
+    tokens = torch.tensor(
+        tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=torch.int64
+    )
     longest = getattr(model.config, "max_position_embeddings", None)
     width = cut.documents * cut.document_tokens + cut.ending_tokens
     if longest is not None and width > longest:
-        raise CtlError(f"prompts of {width} tokens, and {wanted.model} takes {longest}; take fewer or shorter documents")
+        raise CtlError(
+            f"prompts of {width} tokens, and {wanted.model} takes {longest}; take fewer or shorter"
+            " documents"
+        )
     profile = BlendProfile(wanted.policy, wanted.ratio, tuple(separator.tolist()))
     name = wanted.name or _name_of(wanted.model)
     prompts = cut_prompts(cut, tokens, separator)
     try:
         metadata = metadata_of(model, name, LMCacheEngineConfig.from_defaults(), wanted.revision)
-        quality = measure(model, prompts, lambda retriever: blending_model_of(model, retriever, profile), progress)
+        quality = measure(
+            model, prompts, lambda retriever: blending_model_of(model, retriever, profile), progress
+        )
     except ValueError as exc:
         raise CtlError(f"{wanted.model} cannot be blended: {exc}") from exc
     figures = (quality.kl_nats, quality.delta_loss_nats, quality.delta_loss_error)
     if not all(map(math.isfinite, figures)):
-        raise CtlError(f"what {wanted.model} predicts in {metadata.kv_dtype_name} are no numbers; try another --dtype")
-    return BlendCertificate(FORMAT_VERSION, metadata.model_name, metadata.revision, profile, bounds, quality, version("lmcache-core"))
+        raise CtlError(
+            f"what {wanted.model} predicts in {metadata.kv_dtype_name} are no numbers; try another"
+            " --dtype"
+        )
+    return BlendCertificate(
+        FORMAT_VERSION,
+        metadata.model_name,
+        metadata.revision,
+        profile,
+        bounds,
+        quality,
+        version("lmcache-core"),
+    )
 
 
 def cut_prompts(cut: Cut, tokens: torch.Tensor, separator: torch.Tensor) -> list[SplitPrompt]:
@@ -68,16 +96,24 @@ def cut_prompts(cut: Cut, tokens: torch.Tensor, separator: torch.Tensor) -> list
     """
     own = cut.document_tokens - len(separator)
     if own < 1:
-        raise CtlError(f"documents of {cut.document_tokens} tokens have no room beside a separator of {len(separator)}")
+        raise CtlError(
+            f"documents of {cut.document_tokens} tokens have no room beside a separator of"
+            f" {len(separator)}"
+        )
     width = cut.documents * own + cut.ending_tokens
     needed = width + cut.prompts - 1
     if len(tokens) < needed:
-        raise CtlError(f"the text has {len(tokens)} tokens; {cut.prompts} prompts of {width} need at least {needed}")
+        raise CtlError(
+            f"the text has {len(tokens)} tokens; {cut.prompts} prompts of {width} need at least"
+            f" {needed}"
+        )
     step = (len(tokens) - width) // (cut.prompts - 1)
     prompts = []
     for i in range(cut.prompts):
         part = tokens[i * step : i * step + width]
-        documents = [torch.cat([part[j * own : (j + 1) * own], separator]) for j in range(cut.documents)]
+        documents = [
+            torch.cat([part[j * own : (j + 1) * own], separator]) for j in range(cut.documents)
+        ]
         prompts.append(SplitPrompt(documents, part[cut.documents * own :]))
     return prompts
 

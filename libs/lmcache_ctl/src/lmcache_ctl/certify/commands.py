@@ -18,17 +18,34 @@ from lmcache_ctl.output import Output, OutputFormat, show
 DEFAULT_MAX_ERROR = 0.15
 DEFAULT_MIN_RATIO = 1.0
 
-app = typer.Typer(no_args_is_help=True, help="Gates that something must pass before it is used: exit code 1 when it does not.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Gates that something must pass before it is used: exit code 1 when it does not.",
+)
 
 
 @app.command(epilog=examples_of("certify codec"))
 def codec(
-    kv: Annotated[Path | None, typer.Option(help="A safetensors file with KV, as `codec measure` reads it.")] = None,
-    model: Annotated[Path | None, typer.Option(help="A Hugging Face model's directory: the KV that it computes of a text.")] = None,
-    profile: Annotated[list[str] | None, typer.Option(help="A profile to certify; may be given several times.", show_default="all")] = None,
-    tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="Of how many tokens at most.")] = DEFAULT_TOKENS,
-    max_error: Annotated[float, typer.Option(min=0, max=1, help="Largest error (root mean square, relative).")] = DEFAULT_MAX_ERROR,
-    min_ratio: Annotated[float, typer.Option(min=0, help="How many times smaller it must at least be.")] = DEFAULT_MIN_RATIO,
+    kv: Annotated[
+        Path | None, typer.Option(help="A safetensors file with KV, as `codec measure` reads it.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A Hugging Face model's directory: the KV that it computes of a text."),
+    ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(help="A profile to certify; may be given several times.", show_default="all"),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_TOKENS, help="Of how many tokens at most.")
+    ] = DEFAULT_TOKENS,
+    max_error: Annotated[
+        float, typer.Option(min=0, max=1, help="Largest error (root mean square, relative).")
+    ] = DEFAULT_MAX_ERROR,
+    min_ratio: Annotated[
+        float, typer.Option(min=0, help="How many times smaller it must at least be.")
+    ] = DEFAULT_MIN_RATIO,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Certify that codec profiles fit this KV, on this machine.
@@ -69,7 +86,12 @@ def blend(wanted: Certified, cut: Cut, bounds: Bounds, output: Output = OutputFo
 
     _check_can_be_kept(wanted.certificates)
     with progress_of_prompts(cut.prompts) as progress:
-        found = certify(wanted, cut, QualityBounds(bounds.max_kl, bounds.min_agreement, bounds.max_loss), progress)
+        found = certify(
+            wanted,
+            cut,
+            QualityBounds(bounds.max_kl, bounds.min_agreement, bounds.max_loss),
+            progress,
+        )
     try:
         path = CertificateFolder(wanted.certificates).save(found)
     except OSError as exc:
@@ -82,9 +104,16 @@ def blend(wanted: Certified, cut: Cut, bounds: Bounds, output: Output = OutputFo
 def _check_can_be_kept(certificates: Path) -> None:
     """Before minutes are spent on what cannot be written; nothing is made yet."""
     try:
-        there = next(path for path in (certificates.absolute(), *certificates.absolute().parents) if path.exists())
+        there = next(
+            path
+            for path in (certificates.absolute(), *certificates.absolute().parents)
+            if path.exists()
+        )
         is_directory = there.is_dir()
     except OSError as exc:
         raise CtlError(f"cannot keep the certificate in {certificates}: {exc.strerror}") from exc
     if not is_directory or not os.access(there, os.W_OK | os.X_OK):
-        raise CtlError(f"cannot keep the certificate in {certificates}: {there} is no directory that may be written to")
+        raise CtlError(
+            f"cannot keep the certificate in {certificates}: {there} is no directory that may be"
+            " written to"
+        )

@@ -100,7 +100,13 @@ def reasons_against(found: Measurement, bounds: Bounds) -> list[str]:
     if found.rms_relative is None:
         reasons.append("its error cannot be measured: values of such a dtype are not read here")
     elif found.rms_relative > bounds.max_error:
-        reasons.append(f"error {found.rms_relative:.1%} is above {bounds.max_error:.1%}: take a profile with less loss")
+        reasons.append(
+            f"error {found.rms_relative:.1%} is above {bounds.max_error:.1%}: take a profile with"
+            " less loss"
+        )
     if found.ratio < bounds.min_ratio:
-        reasons.append(f"{found.ratio:.2f} times smaller, and {bounds.min_ratio:.2f} is wanted: naive costs no time")
+        reasons.append(
+            f"{found.ratio:.2f} times smaller, and {bounds.min_ratio:.2f} is wanted: naive costs no"
+            " time"
+        )
     return reasons

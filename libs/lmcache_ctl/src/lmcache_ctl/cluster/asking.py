@@ -31,7 +31,8 @@ class Answer(NamedTuple):
     Attributes:
         status: HTTP status.
         body: Its bytes.
-        clock_s: The time that it believes it is, Unix time in whole seconds; None where it does not say.
+        clock_s: The time that it believes it is, Unix time in whole seconds; None where it does not
+            say.
         seconds: How long it took.
     """
 
@@ -54,7 +55,9 @@ class Answer(NamedTuple):
         try:
             return msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise ForeignError("something else listens there: its answer is no JSON; correct the address") from exc
+            raise ForeignError(
+                "something else listens there: its answer is no JSON; correct the address"
+            ) from exc
 
 
 class ForeignError(CtlError):
@@ -108,7 +111,10 @@ class Caller:
         if answer.status == httpx.codes.UNAUTHORIZED:
             text = f"it refuses the token: give one that it knows, by {HOW_TO_AUTHENTICATE}"
             if not self.has_token:
-                text = f"it wants a token: give one by {HOW_TO_AUTHENTICATE}{whose_token(self.service.token_secret)}"
+                text = (
+                    "it wants a token: give one by"
+                    f" {HOW_TO_AUTHENTICATE}{whose_token(self.service.token_secret)}"
+                )
             return RefusedError(answer.status, text)
         try:
             problem = answer.json()
@@ -118,13 +124,19 @@ class Caller:
         return RefusedError(answer.status, told or f"it answers with {answer.phrase}")
 
     async def _send(self, method: str, path: str, body: Any) -> Answer:
-        extensions = {"sni_hostname": self.service.tls_name} if self.service.tls_name is not None else {}
+        extensions = (
+            {"sni_hostname": self.service.tls_name} if self.service.tls_name is not None else {}
+        )
         data, started = bytearray(), time.perf_counter()
         content = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"content-type": "application/json"}
         try:
             async with self._client.stream(
-                method, self.service.url + path, content=content, headers=headers, extensions=extensions
+                method,
+                self.service.url + path,
+                content=content,
+                headers=headers,
+                extensions=extensions,
             ) as response:
                 async for piece in response.aiter_bytes():
                     data += piece
@@ -132,9 +144,13 @@ class Caller:
                         raise CtlError(f"{path} answered more than {MAX_ANSWER_BYTES} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as exc:
             if str(exc).startswith("illegal"):  # h11 on bytes that are no HTTP
-                raise ForeignError("something else listens there: it does not speak HTTP; correct the address") from exc
+                raise ForeignError(
+                    "something else listens there: it does not speak HTTP; correct the address"
+                ) from exc
             raise CtlError(_unreached(self.service, exc)) from exc
-        return Answer(response.status_code, bytes(data), _clock(response), time.perf_counter() - started)
+        return Answer(
+            response.status_code, bytes(data), _clock(response), time.perf_counter() - started
+        )
 
 
 class Asker:
@@ -152,7 +168,9 @@ class Asker:
         self._token = given_token(settings)
         self._tls = tls_context(settings.tls)
 
-    async def each(self, services: Iterable[Service], question: Callable[[Caller], Awaitable[T]]) -> list[T | CtlError]:
+    async def each(
+        self, services: Iterable[Service], question: Callable[[Caller], Awaitable[T]]
+    ) -> list[T | CtlError]:
         """Put a question to each service; what comes back is in their order.
 
         A service that does not answer in time, or refuses, has the error in its place.
@@ -180,11 +198,16 @@ class Asker:
             async with asyncio.timeout(self.timeout_s), self.calling(service) as caller:
                 return await question(caller)
         except TimeoutError as exc:
-            raise CtlError(f"no answer within {self.timeout_s:g} s: it hangs, or the network drops what is sent to it") from exc
+            raise CtlError(
+                f"no answer within {self.timeout_s:g} s: it hangs, or the network drops what is"
+                " sent to it"
+            ) from exc
 
     @contextlib.asynccontextmanager
     async def calling(self, service: Service) -> AsyncIterator[Caller]:
-        """A caller of that service, for as long as the block lasts, which needs a deadline of its own: bytes may trickle."""
+        """A caller of that service, for as long as the block lasts, which needs a deadline of
+        its own: bytes may trickle.
+        """
         headers = {"accept": "application/json", "accept-encoding": "identity"}
         token = token_text(self._token or service.token)
         if token is not None:
@@ -193,7 +216,9 @@ class Asker:
             headers["host"] = service.host
         verify = self._tls if service.url.startswith("https:") else no_context()
         way = httpx.AsyncHTTPTransport(verify=verify, trust_env=False, uds=service.socket_path)
-        async with httpx.AsyncClient(headers=headers, timeout=self.timeout_s, transport=way) as client:
+        async with httpx.AsyncClient(
+            headers=headers, timeout=self.timeout_s, transport=way
+        ) as client:
             yield Caller(service, client, token is not None)
 
 
@@ -216,11 +241,17 @@ def _unreached(service: Service, exc: Exception) -> str:
         return "it cannot be asked: the request is not valid HTTP; check the token and the address"
     text = str(exc) or type(exc).__name__
     if "CERTIFICATE_VERIFY_FAILED" in text:
-        return f"its certificate is not trusted ({text.partition('failed: ')[2].rstrip(')') or text}): give its authority by --tls CA"
+        return (
+            f"its certificate is not trusted ({text.partition('failed: ')[2].rstrip(')') or text}):"
+            " give its authority by --tls CA"
+        )
     if isinstance(exc, httpx.ConnectError):
         return f"cannot connect ({text}): is a {service.kind} listening there?"
     if isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError):
-        return f"it ended the connection ({text}): perhaps it wants https://, or a certificate (--tls CA,CERT,KEY)"
+        return (
+            f"it ended the connection ({text}): perhaps it wants https://, or a certificate (--tls"
+            " CA,CERT,KEY)"
+        )
     return f"it cannot be asked: {text}"
 
 

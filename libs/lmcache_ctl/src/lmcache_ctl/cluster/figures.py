@@ -39,7 +39,9 @@ class Figures:
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of all samples of that name with these labels; 0 without any."""
-        return sum(value for found, value in self._samples.get(name, ()) if labels.items() <= found.items())
+        return sum(
+            value for found, value in self._samples.get(name, ()) if labels.items() <= found.items()
+        )
 
     def by(self, name: str, label: str) -> dict[str, float]:
         """Sums by the value of a label."""

@@ -33,7 +33,10 @@ T = TypeVar("T")
 async def look_at(asker: Asker, services: list[Service]) -> list[ServiceState]:
     """How each of them is; a service that does not answer is a state, too."""
     seen = await asker.each(services, _look)
-    return [_unseen(service, one) if isinstance(one, CtlError) else one for service, one in zip(services, seen, strict=True)]
+    return [
+        _unseen(service, one) if isinstance(one, CtlError) else one
+        for service, one in zip(services, seen, strict=True)
+    ]
 
 
 def _unseen(service: Service, error: CtlError) -> ServiceState:
@@ -44,10 +47,15 @@ def _unseen(service: Service, error: CtlError) -> ServiceState:
 async def _look(caller: Caller) -> ServiceState:
     service = caller.service
     ready = await caller.get("/readyz")
-    if ready.status >= httpx.codes.INTERNAL_SERVER_ERROR and ready.status != httpx.codes.SERVICE_UNAVAILABLE:
+    if (
+        ready.status >= httpx.codes.INTERNAL_SERVER_ERROR
+        and ready.status != httpx.codes.SERVICE_UNAVAILABLE
+    ):
         raise caller.refusal(ready)
     if ready.status not in (httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE):
-        raise ForeignError("something else listens there: it does not know /readyz; correct the address")
+        raise ForeignError(
+            "something else listens there: it does not know /readyz; correct the address"
+        )
     asked_at = time.time() - ready.seconds / 2
     figures = await _figures(caller)
     distribution, version = figures.build
@@ -84,13 +92,18 @@ async def _look(caller: Caller) -> ServiceState:
             service.token_secret if needs_token else "",
         )
     except (msgspec.ValidationError, AttributeError, TypeError, KeyError) as exc:
-        raise CtlError(f"what it says of itself cannot be read here; is it of another version ({version})? {exc}") from exc
+        raise CtlError(
+            f"what it says of itself cannot be read here; is it of another version ({version})?"
+            f" {exc}"
+        ) from exc
 
 
 async def _figures(caller: Caller) -> Figures:
     answer = await caller.get("/metrics")
     if answer.status != httpx.codes.OK:
-        raise ForeignError("something else listens there: it does not know /metrics; correct the address")
+        raise ForeignError(
+            "something else listens there: it does not know /metrics; correct the address"
+        )
     return Figures.read(answer.body.decode("utf-8", errors="replace"))
 
 
@@ -110,8 +123,13 @@ async def _told(caller: Caller) -> tuple[dict[str, Any], RefusedError | None]:
 def _readiness(answer: Answer) -> tuple[State, list[Check]]:
     report = answer.json()
     if not isinstance(report, dict) or report.get("status") not in ("ok", "degraded", "unready"):
-        raise ForeignError("something else listens there: its /readyz is not ours; correct the address")
-    checks = [Check(name, bool(one.get("ok")), str(one.get("detail", ""))) for name, one in (report.get("checks") or {}).items()]
+        raise ForeignError(
+            "something else listens there: its /readyz is not ours; correct the address"
+        )
+    checks = [
+        Check(name, bool(one.get("ok")), str(one.get("detail", "")))
+        for name, one in (report.get("checks") or {}).items()
+    ]
     return State(report["status"]), checks
 
 
@@ -133,7 +151,12 @@ def _read(value: Any, kind: type[T]) -> T:
 
 def _tiers(tiers: Mapping[str, Mapping[str, int]]) -> list[Tier]:
     return [
-        Tier(name, int(one.get("num_chunks", 0)), int(one.get("used_bytes", 0)), int(one.get("capacity_bytes", 0)))
+        Tier(
+            name,
+            int(one.get("num_chunks", 0)),
+            int(one.get("used_bytes", 0)),
+            int(one.get("capacity_bytes", 0)),
+        )
         for name, one in tiers.items()
     ]
 
@@ -154,30 +177,53 @@ def _facts(kind: Kind, told: Mapping[str, Any]) -> dict[str, str]:
             "leases": str(len(told.get("instances") or [])),
         }
     if kind is Kind.BROKER:
-        return {"peers": str(told.get("num_peers")), "pulls": str(told.get("num_pulls")), "waiting": str(told.get("num_waiting"))}
+        return {
+            "peers": str(told.get("num_peers")),
+            "pulls": str(told.get("num_pulls")),
+            "waiting": str(told.get("num_waiting")),
+        }
     if kind is Kind.STORAGE:
         replicas = told.get("replicas")
-        return {"connections": str(told.get("num_connections")), "replicas": "none" if replicas is None else str(len(replicas))}
+        return {
+            "connections": str(told.get("num_connections")),
+            "replicas": "none" if replicas is None else str(len(replicas)),
+        }
     registered = {True: "yes", False: "no", None: "no peers configured"}[told.get("registered")]
     models = sorted({str(client.get("model")) for client in told.get("clients") or []})
-    return {"engines": str(told.get("num_clients")), "registered": registered} | ({"models": ", ".join(models)} if models else {})
+    return {"engines": str(told.get("num_clients")), "registered": registered} | (
+        {"models": ", ".join(models)} if models else {}
+    )
 
 
 def traffic_of(kind: Kind, figures: Figures) -> Traffic:
     """What a service of that kind has counted."""
     requests = int(figures.total(HTTP_REQUESTS_TOTAL))
     if kind is Kind.LOOKUP:
-        wanted, found = (int(figures.total(f"lmcache_lookup_{name}_chunks_total")) for name in ("requested", "found"))
+        wanted, found = (
+            int(figures.total(f"lmcache_lookup_{name}_chunks_total"))
+            for name in ("requested", "found")
+        )
         return Traffic(requests, wanted, found)
     if kind is Kind.BROKER:
-        assigned, unassigned = (int(figures.total(f"lmcache_broker_{name}_chunks_total")) for name in ("assigned", "unassigned"))
+        assigned, unassigned = (
+            int(figures.total(f"lmcache_broker_{name}_chunks_total"))
+            for name in ("assigned", "unassigned")
+        )
         return Traffic(requests, assigned + unassigned, assigned)
-    prefix, out = ("lmcache_storage_", "served") if kind is Kind.STORAGE else ("lmcache_sidecar_", "loaded")
+    prefix, out = (
+        ("lmcache_storage_", "served") if kind is Kind.STORAGE else ("lmcache_sidecar_", "loaded")
+    )
     by_tier = _whole(figures.by(f"{prefix}{out}_chunks_total", "tier"))
     missed = _whole(figures.by(f"{prefix}missed_chunks_total", "reason"))
     found = sum(by_tier.values())
-    wanted = found + sum(missed.values()) if kind is Kind.STORAGE else int(figures.total(f"{prefix}requested_chunks_total"))
-    in_bytes, out_bytes = (int(figures.total(f"{prefix}{name}_bytes_total")) for name in ("stored", out))
+    wanted = (
+        found + sum(missed.values())
+        if kind is Kind.STORAGE
+        else int(figures.total(f"{prefix}requested_chunks_total"))
+    )
+    in_bytes, out_bytes = (
+        int(figures.total(f"{prefix}{name}_bytes_total")) for name in ("stored", out)
+    )
     return Traffic(requests, wanted, found, in_bytes, out_bytes, by_tier, missed)
 
 

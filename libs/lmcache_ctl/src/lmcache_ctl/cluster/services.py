@@ -25,7 +25,12 @@ class Kind(StrEnum):
     SIDECAR = "sidecar"
 
 
-DEFAULT_PORTS: Final = {Kind.STORAGE: 8080, Kind.LOOKUP: 8081, Kind.BROKER: 8082, Kind.SIDECAR: 8083}
+DEFAULT_PORTS: Final = {
+    Kind.STORAGE: 8080,
+    Kind.LOOKUP: 8081,
+    Kind.BROKER: 8082,
+    Kind.SIDECAR: 8083,
+}
 DISTRIBUTIONS: Final = {
     Kind.LOOKUP: "lmcache-lookup",
     Kind.BROKER: "lmcache-broker",
@@ -39,8 +44,14 @@ HOW_TO_AUTHENTICATE: Final = "--token-file FILE or LMCACHE_CTL_TOKEN"
 
 
 def whose_token(secret: str) -> str:
-    """Return where the release keeps its token, for the end of a sentence; "" where that is not known."""
-    return f"; the release's is operator-token of the Secret {secret}, which this account cannot read" if secret else ""
+    """Return where the release keeps its token, for the end of a sentence; "" where that is not
+    known.
+    """
+    return (
+        f"; the release's is operator-token of the Secret {secret}, which this account cannot read"
+        if secret
+        else ""
+    )
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -72,20 +83,31 @@ class Service(msgspec.Struct, frozen=True):
 
 
 def services_of(settings: CtlSettings) -> list[Service]:
-    """The services that the settings name by URL; where they name none, those at the default ports of this machine.
+    """The services that the settings name by URL; where they name none, those at the default ports
+    of this machine.
 
     Raises:
         UsageError: A URL names no host, an impossible port, or too many addresses.
     """
     if not settings.names_urls:
-        return [Service(kind, f"127.0.0.1:{DEFAULT_PORTS[kind]}", f"http://127.0.0.1:{DEFAULT_PORTS[kind]}") for kind in Kind]
+        return [
+            Service(
+                kind, f"127.0.0.1:{DEFAULT_PORTS[kind]}", f"http://127.0.0.1:{DEFAULT_PORTS[kind]}"
+            )
+            for kind in Kind
+        ]
     by_kind = {
         Kind.LOOKUP: settings.lookup_urls,
         Kind.BROKER: settings.broker_urls,
         Kind.STORAGE: settings.storage_urls,
         Kind.SIDECAR: settings.sidecar_urls,
     }
-    return [service for kind, urls in by_kind.items() for url in urls for service in _replicas(kind, url, settings.tls_name)]
+    return [
+        service
+        for kind, urls in by_kind.items()
+        for url in urls
+        for service in _replicas(kind, url, settings.tls_name)
+    ]
 
 
 def _replicas(kind: Kind, url: str, tls_name: str | None) -> Iterator[Service]:
@@ -104,11 +126,19 @@ def _replicas(kind: Kind, url: str, tls_name: str | None) -> Iterator[Service]:
     for address in addresses:
         at = f"[{address}]" if ":" in address else address
         netloc = at if port is None else f"{at}:{port}"
-        yield Service(kind, netloc, urlunsplit((parts.scheme, netloc, parts.path.rstrip("/"), "", "")), tls_name or host, parts.netloc)
+        yield Service(
+            kind,
+            netloc,
+            urlunsplit((parts.scheme, netloc, parts.path.rstrip("/"), "", "")),
+            tls_name or host,
+            parts.netloc,
+        )
 
 
 def _addresses(host: str) -> list[str]:
-    """Of the family that has most; none where the name is not known, which asking will tell in better words."""
+    """Of the family that has most; none where the name is not known, which asking will tell in
+    better words.
+    """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -119,6 +149,7 @@ def _addresses(host: str) -> list[str]:
     most = max(by_family, key=lambda family: len(by_family[family]))
     if len(by_family[most]) > MAX_REPLICAS_OF_A_NAME:
         raise UsageError(
-            f"{host} leads to {len(by_family[most])} addresses, and {MAX_REPLICAS_OF_A_NAME} are asked at most: name them one by one"
+            f"{host} leads to {len(by_family[most])} addresses, and {MAX_REPLICAS_OF_A_NAME} are"
+            " asked at most: name them one by one"
         )
     return sorted(by_family[most])

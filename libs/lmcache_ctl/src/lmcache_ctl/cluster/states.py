@@ -100,7 +100,8 @@ class ServiceState(msgspec.Struct, frozen=True):
         state: How it is.
         version: Of its build, "" if not known.
         latency_ms: Of its readiness, milliseconds.
-        clock_skew_s: How far its clock is before this machine's, seconds, to about one; None where it does not say.
+        clock_skew_s: How far its clock is before this machine's, seconds, to about one; None where
+            it does not say.
         problem: What is wrong with it, or with asking it, in a sentence; "" for nothing.
         checks: What it depends on.
         tiers: What it holds.
@@ -109,7 +110,8 @@ class ServiceState(msgspec.Struct, frozen=True):
         facts: A few words on what is particular to its kind.
         links: The peers that a broker knows.
         needs_token: Whether it told its health only, since it was shown no token.
-        token_secret: The Secret with the token of its release, where that is known and none was shown; else "".
+        token_secret: The Secret with the token of its release, where that is known and none was
+            shown; else "".
     """
 
     kind: Kind
@@ -136,9 +138,14 @@ class ServiceState(msgspec.Struct, frozen=True):
 
 
 def token_hint(states: Sequence[ServiceState]) -> tuple[str, str]:
-    """Return how many services told only their health for want of a token, and how to give one; "" where none did."""
+    """Return how many services told only their health for want of a token, and how to give one;
+    "" where none did.
+    """
     silent = [state for state in states if state.needs_token]
     if not silent:
         return "", ""
     secrets = sorted({state.token_secret for state in silent} - {""})
-    return f"{len(silent)} of {len(states)} services", f"give one by {HOW_TO_AUTHENTICATE}{whose_token(', '.join(secrets))}"
+    return (
+        f"{len(silent)} of {len(states)} services",
+        f"give one by {HOW_TO_AUTHENTICATE}{whose_token(', '.join(secrets))}",
+    )

@@ -55,17 +55,25 @@ def parse_target(text: str, kinds: Sequence[Kind]) -> Target:
     """
     kind, has_name, name = text.partition("/")
     if kind not in kinds or (has_name and not name):
-        raise UsageError(f"{text!r} names no service: write {' or '.join(kinds)}, and /NAME behind it for a single one")
+        raise UsageError(
+            f"{text!r} names no service: write {' or '.join(kinds)}, and /NAME behind it for a"
+            " single one"
+        )
     return Target(Kind(kind), name or None)
 
 
-async def named(asker: Asker, services: Sequence[Service], targets: Sequence[Target]) -> list[Service]:
-    """The services that the targets mean, under the names of their instances; one that does not answer keeps its address as its name.
+async def named(
+    asker: Asker, services: Sequence[Service], targets: Sequence[Target]
+) -> list[Service]:
+    """The services that the targets mean, under the names of their instances; one that does not
+    answer keeps its address as its name.
 
     Raises:
         CtlError: One of the targets means none of them.
     """
-    wanted = [service for service in services if any(target.kind is service.kind for target in targets)]
+    wanted = [
+        service for service in services if any(target.kind is service.kind for target in targets)
+    ]
     names = await asker.each(wanted, _own_name)
     known = [
         (service, msgspec.structs.replace(service, name=name) if isinstance(name, str) else service)
@@ -75,7 +83,9 @@ async def named(asker: Asker, services: Sequence[Service], targets: Sequence[Tar
         if not any(_means(target, service, own) for service, own in known):
             there = ", ".join(f"{own.kind}/{own.name}" for _, own in known) or "none of that kind"
             raise CtlError(f"{target} is not there: there is {there}")
-    return [own for service, own in known if any(_means(target, service, own) for target in targets)]
+    return [
+        own for service, own in known if any(_means(target, service, own) for target in targets)
+    ]
 
 
 def _means(target: Target, service: Service, own: Service) -> bool:
@@ -89,7 +99,9 @@ async def _own_name(caller: Caller) -> str:
     return str((await caller.ask("GET", path))["instance"])
 
 
-async def tell_each(asker: Asker, services: Sequence[Service], what: dict[Kind, tuple[str, Any]]) -> list[Outcome]:
+async def tell_each(
+    asker: Asker, services: Sequence[Service], what: dict[Kind, tuple[str, Any]]
+) -> list[Outcome]:
     """POST to each of them, and what came of it.
 
     Args:
@@ -105,6 +117,10 @@ async def tell_each(asker: Asker, services: Sequence[Service], what: dict[Kind, 
 
     told = await asker.each(services, tell)
     return [
-        Outcome(service.kind, service.name, problem=str(one)) if isinstance(one, CtlError) else Outcome(service.kind, service.name, one)
+        (
+            Outcome(service.kind, service.name, problem=str(one))
+            if isinstance(one, CtlError)
+            else Outcome(service.kind, service.name, one)
+        )
         for service, one in zip(services, told, strict=True)
     ]

@@ -17,11 +17,15 @@ EXIT_DAMAGED = 1
 DEFAULT_TOKENS = 512
 MAX_TOKENS = 1 << 15
 
-app = typer.Typer(no_args_is_help=True, help="How KV is encoded on its way to disks, services and peers.")
+app = typer.Typer(
+    no_args_is_help=True, help="How KV is encoded on its way to disks, services and peers."
+)
 
 
 def checked_profiles(profiles: list[str]) -> list[str]:
-    """These profiles; all of them where none is named. Raises `typer.BadParameter` for what is none."""
+    """These profiles; all of them where none is named. Raises `typer.BadParameter` for what is
+    none.
+    """
     from lmcache_core.serde.registry import CODEC_NAMES
 
     for profile in profiles:
@@ -48,7 +52,12 @@ def stats(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
 
 @app.command(epilog=examples_of("codec inspect"))
 def inspect(
-    paths: Annotated[list[Path], typer.Argument(metavar="FILE", help="Record files, or directories with such (*.kvr) below them.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE", help="Record files, or directories with such (*.kvr) below them."
+        ),
+    ],
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Show what record files hold: those of a disk tier, or of a file:// remote tier.
@@ -67,15 +76,37 @@ def inspect(
 
 @app.command(epilog=examples_of("codec measure"))
 def measure(
-    synthetic: Annotated[bool, typer.Option("--synthetic", help="Made-up KV in the shape of Llama-3.1-8B (the default).")] = False,
+    synthetic: Annotated[
+        bool,
+        typer.Option("--synthetic", help="Made-up KV in the shape of Llama-3.1-8B (the default)."),
+    ] = False,
     kv: Annotated[
         Path | None,
-        typer.Option(help=r"A safetensors file; each tensor is \[sides, layers, tokens, channels], sides being keys and values."),
+        typer.Option(
+            help=(
+                r"A safetensors file; each tensor is \[sides, layers, tokens, channels], sides"
+                r" being keys and values."
+            )
+        ),
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="A Hugging Face model's directory: the KV that it computes of a text.")] = None,
-    profile: Annotated[list[str] | None, typer.Option(help="A profile to measure; may be given several times.", show_default="all")] = None,
-    tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="Of how many tokens at most, in chunks of 256.")] = DEFAULT_TOKENS,
-    threads: Annotated[int, typer.Option(min=0, max=256, help="Threads for one chunk; 0: as many as there are processors.")] = 0,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A Hugging Face model's directory: the KV that it computes of a text."),
+    ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(help="A profile to measure; may be given several times.", show_default="all"),
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_TOKENS, help="Of how many tokens at most, in chunks of 256."),
+    ] = DEFAULT_TOKENS,
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=0, max=256, help="Threads for one chunk; 0: as many as there are processors."
+        ),
+    ] = 0,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Measure on this machine how small, how exact and how fast each profile is.
@@ -83,12 +114,20 @@ def measure(
     Take KV of your own model where you can: made-up KV tells speed, but not
     how well a model's compresses. What errors do to answers is not measured.
     """
-    chosen = [name for name, given in (("--synthetic", synthetic), ("--kv", kv), ("--model", model)) if given]
+    chosen = [
+        name
+        for name, given in (("--synthetic", synthetic), ("--kv", kv), ("--model", model))
+        if given
+    ]
     if len(chosen) > 1:
-        raise typer.BadParameter(f"{' and '.join(chosen)} exclude one another: give one source of KV")
+        raise typer.BadParameter(
+            f"{' and '.join(chosen)} exclude one another: give one source of KV"
+        )
     profiles = checked_profiles(profile or [])
     from lmcache_ctl.codec.kv import load_kv
     from lmcache_ctl.codec.measurement import measure_profiles
     from lmcache_ctl.codec.tables import print_measurements
 
-    show(measure_profiles(load_kv(kv, model, tokens), profiles, threads), output, print_measurements)
+    show(
+        measure_profiles(load_kv(kv, model, tokens), profiles, threads), output, print_measurements
+    )

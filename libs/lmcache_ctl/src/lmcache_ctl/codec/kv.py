@@ -46,7 +46,8 @@ class KvTensor:
     Attributes:
         group: Its name, "" for the only one.
         dtype: Name of its dtype.
-        values: Its bits, unsigned integers `[sides, layers, tokens, channels]`; sides are keys and values, or one where they are one.
+        values: Its bits, unsigned integers `[sides, layers, tokens, channels]`; sides are keys and
+            values, or one where they are one.
     """
 
     group: str
@@ -72,7 +73,9 @@ class Kv:
         return int(self.tensors[0].values.shape[2])
 
     def chunks(self) -> Iterator[tuple[tuple[TensorSpec, ...], memoryview]]:
-        """Chunks of `CHUNK_TOKENS`, the last one may have fewer: what each holds, and its raw payload."""
+        """Chunks of `CHUNK_TOKENS`, the last one may have fewer: what each holds, and its raw
+        payload.
+        """
         for begin in range(0, self.num_tokens, CHUNK_TOKENS):
             specs, pieces, at = [], [], 0
             for tensor in self.tensors:
@@ -106,8 +109,8 @@ def load_kv(file: Path | None, model: Path | None, num_tokens: int) -> Kv:
 def synthetic_kv(num_tokens: int) -> Kv:
     """KV that no model computed, bfloat16 in the shape of Llama-3.1-8B, the same every time.
 
-    Each channel wanders around a mean of its own: normal noise, smoothed from token to token. Good for speed; how small it becomes says
-    little about a model.
+    Each channel wanders around a mean of its own: normal noise, smoothed from token to token. Good
+    for speed; how small it becomes says little about a model.
     """
     random = np.random.default_rng(SEED)
     shape = (2, SYNTHETIC_LAYERS, SYNTHETIC_CHANNELS)
@@ -117,9 +120,13 @@ def synthetic_kv(num_tokens: int) -> Kv:
     state = random.standard_normal(shape, np.float32)
     fresh = math.sqrt(1 - SMOOTHNESS**2)
     for token in range(num_tokens):
-        values[:, :, token] = ((mean + spread * state).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        values[:, :, token] = ((mean + spread * state).view(np.uint32) >> np.uint32(16)).astype(
+            np.uint16
+        )
         state = SMOOTHNESS * state + np.float32(fresh) * random.standard_normal(shape, np.float32)
-    return Kv("synthetic KV, bfloat16 in the shape of Llama-3.1-8B", (KvTensor("", "bfloat16", values),))
+    return Kv(
+        "synthetic KV, bfloat16 in the shape of Llama-3.1-8B", (KvTensor("", "bfloat16", values),)
+    )
 
 
 def kv_of_file(path: Path, num_tokens: int) -> Kv:
@@ -139,20 +146,34 @@ def kv_of_file(path: Path, num_tokens: int) -> Kv:
     header_bytes = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
     begin = _LENGTH_BYTES + header_bytes
     if len(data) < _LENGTH_BYTES or header_bytes > MAX_FILE_HEADER_BYTES or begin > len(data):
-        raise CtlError(f"{path} is no safetensors file: its first bytes are not the length of a header")
+        raise CtlError(
+            f"{path} is no safetensors file: its first bytes are not the length of a header"
+        )
     try:
         header = json.loads(data[_LENGTH_BYTES:begin].tobytes())
     except (ValueError, RecursionError) as exc:
         raise CtlError(f"{path} is no safetensors file: its header is not JSON") from exc
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"} if isinstance(header, dict) else {}
+    entries = (
+        {name: entry for name, entry in header.items() if name != "__metadata__"}
+        if isinstance(header, dict)
+        else {}
+    )
     if not entries:
         raise CtlError(f"{path} holds no tensor")
     is_only = len(entries) == 1
-    tensors = tuple(_tensor(path, data[begin:], name, entry, "" if is_only else name) for name, entry in sorted(entries.items()))
+    tensors = tuple(
+        _tensor(path, data[begin:], name, entry, "" if is_only else name)
+        for name, entry in sorted(entries.items())
+    )
     counts = {int(tensor.values.shape[2]) for tensor in tensors}
     if len(counts) != 1:
-        raise CtlError(f"{path}: its tensors have {', '.join(map(str, sorted(counts)))} tokens; all must be of the same ones")
-    cut = tuple(KvTensor(tensor.group, tensor.dtype, tensor.values[:, :, :num_tokens]) for tensor in tensors)
+        raise CtlError(
+            f"{path}: its tensors have {', '.join(map(str, sorted(counts)))} tokens; all must be of"
+            " the same ones"
+        )
+    cut = tuple(
+        KvTensor(tensor.group, tensor.dtype, tensor.values[:, :, :num_tokens]) for tensor in tensors
+    )
     return Kv(f"KV of {path.name}", cut)
 
 
@@ -161,13 +182,24 @@ def _tensor(path: Path, data: Array, name: str, entry: Any, group: str) -> KvTen
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         is_shape = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
     except (KeyError, TypeError, ValueError) as exc:
-        raise CtlError(f"{path}: the entry of tensor {name[:80]!r} is not one of safetensors") from exc
+        raise CtlError(
+            f"{path}: the entry of tensor {name[:80]!r} is not one of safetensors"
+        ) from exc
     if not isinstance(dtype, str) or dtype not in _FILE_DTYPES:
-        raise CtlError(f"{path}: tensor {name[:80]!r} is of {dtype!s:.20}; KV is of one of {', '.join(_FILE_DTYPES)}")
+        raise CtlError(
+            f"{path}: tensor {name[:80]!r} is of {dtype!s:.20}; KV is of one of"
+            f" {', '.join(_FILE_DTYPES)}"
+        )
     if not is_shape or len(shape) != len(_DIMENSIONS.split()) or 0 in shape:
-        raise CtlError(f"{path}: tensor {name[:80]!r} is of shape {shape!s:.80}; KV is {_DIMENSIONS}, sides being keys and values")
+        raise CtlError(
+            f"{path}: tensor {name[:80]!r} is of shape {shape!s:.80}; KV is {_DIMENSIONS}, sides"
+            " being keys and values"
+        )
     itemsize = DTYPE_ITEMSIZE[_FILE_DTYPES[dtype]]
     if not begin <= end <= len(data) or end - begin != math.prod(shape) * itemsize:
-        raise CtlError(f"{path}: the bytes of tensor {name[:80]!r} are not those of its shape, or are not in the file")
+        raise CtlError(
+            f"{path}: the bytes of tensor {name[:80]!r} are not those of its shape, or are not in"
+            " the file"
+        )
     values = np.ndarray(shape, f"<u{itemsize}", data, begin)
     return KvTensor(group, _FILE_DTYPES[dtype], values)

@@ -9,13 +9,14 @@ from lmcache_core.serde.codec import GroupError
 
 
 class LayerErrors(msgspec.Struct, frozen=True):
-    """How far decoded values of a group of layers are from what was stored, as their encoder measured it.
+    """How far decoded values of a group of layers are from what was stored, as their encoder
+    measured it.
 
     Attributes:
         layers: The group, for example `keys 0-9`.
         max_relative: Largest error, relative to the largest value of its token or channel.
-        rms_relative: Root of the mean square error, relative to the root of the mean square value, each in parts of its scale: the largest
-            value of its token or channel.
+        rms_relative: Root of the mean square error, relative to the root of the mean square value,
+            each in parts of its scale: the largest value of its token or channel.
     """
 
     layers: str

@@ -36,10 +36,12 @@ class Measurement(msgspec.Struct, frozen=True):
         raw_bytes: All payloads before.
         encoded_bytes: All payloads after.
         ratio: How many times smaller.
-        bits_per_element: Bits of the payloads for each element, everything counted but records' heads.
+        bits_per_element: Bits of the payloads for each element, everything counted but records'
+            heads.
         errors: What the encoder measured, by group of layers, the worst of all chunks.
-        rms_relative: Root of the mean square of decoded minus stored, relative to that of what was stored, over all finite values: measured
-            here, on what was decoded. None where values of such a dtype are not read here.
+        rms_relative: Root of the mean square of decoded minus stored, relative to that of what was
+            stored, over all finite values: measured here, on what was decoded. None where values of
+            such a dtype are not read here.
         is_equal: Whether every decoded byte is the stored one.
         encode_bytes_per_s: Raw bytes a second.
         decode_bytes_per_s: Raw bytes a second; None where nothing was encoded.
@@ -75,7 +77,9 @@ class MeasuredKv(msgspec.Struct, frozen=True):
 
 def measure_profiles(kv: Kv, profiles: Sequence[str], threads: int = 0) -> MeasuredKv:
     """Measure one profile after the other; see `measure`."""
-    return MeasuredKv(kv.source, kv.num_tokens, [measure(kv, profile, threads) for profile in profiles])
+    return MeasuredKv(
+        kv.source, kv.num_tokens, [measure(kv, profile, threads) for profile in profiles]
+    )
 
 
 def measure(kv: Kv, profile: str, threads: int = 0) -> Measurement:
@@ -101,7 +105,10 @@ def measure(kv: Kv, profile: str, threads: int = 0) -> Measurement:
     finally:
         codec.close()
     if not codec.lossy and not tally.is_equal:
-        raise CtlError(f"profile {profile!r} is said to lose nothing, but what it decoded differs: do not use it, and report this")
+        raise CtlError(
+            f"profile {profile!r} is said to lose nothing, but what it decoded differs: do not use"
+            " it, and report this"
+        )
     return tally.measurement(profile)
 
 
@@ -151,10 +158,14 @@ class _Tally:
             rms_relative=0.0 if self.is_equal else rms if self._is_readable else None,
             is_equal=self.is_equal,
             encode_bytes_per_s=self._raw_bytes / self._encode_s,
-            decode_bytes_per_s=self._decoded_bytes / self._decode_s if self._decoded_bytes else None,
+            decode_bytes_per_s=(
+                self._decoded_bytes / self._decode_s if self._decoded_bytes else None
+            ),
         )
 
-    def _add_difference(self, specs: Sequence[TensorSpec], raw: memoryview, decoded: memoryview) -> None:
+    def _add_difference(
+        self, specs: Sequence[TensorSpec], raw: memoryview, decoded: memoryview
+    ) -> None:
         self.is_equal = self.is_equal and raw == decoded
         for spec in specs:
             part = slice(spec.offset, spec.offset + spec.length)
@@ -164,7 +175,9 @@ class _Tally:
                 continue
             finite = np.isfinite(stored)
             self._power += float(np.square(stored, where=finite, out=np.zeros_like(stored)).sum())
-            self._difference += float(np.square(np.subtract(got, stored, where=finite, out=np.zeros_like(stored))).sum())
+            self._difference += float(
+                np.square(np.subtract(got, stored, where=finite, out=np.zeros_like(stored))).sum()
+            )
 
 
 def _fastest(work: Callable[[], T]) -> tuple[float, T]:
@@ -179,13 +192,22 @@ def _fastest(work: Callable[[], T]) -> tuple[float, T]:
 
 def _header(encoded: EncodedPayload) -> RecordHeader:
     key = CacheEngineKey("measure", "", 1, 0, "0" * 64)
-    return RecordHeader(key.canonical(), encoded.serde, encoded.profile, encoded.lossy, encoded.tensors, UNSEALED_DIGEST)
+    return RecordHeader(
+        key.canonical(),
+        encoded.serde,
+        encoded.profile,
+        encoded.lossy,
+        encoded.tensors,
+        UNSEALED_DIGEST,
+    )
 
 
 def _as_float(data: memoryview, dtype: str) -> npt.NDArray[np.float64] | None:
     """Values as float64; None for a dtype that numpy does not have."""
     if dtype == "bfloat16":
-        values: npt.NDArray[Any] = (np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+        values: npt.NDArray[Any] = (
+            np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)
+        ).view(np.float32)
     elif dtype in ("float32", "float16"):
         values = np.frombuffer(data, {"float32": "<f4", "float16": "<f2"}[dtype])
     elif dtype == "uint8":

@@ -108,7 +108,8 @@ def record_files(paths: Iterable[Path]) -> list[Path]:
     """These files, and the record files below those that are directories.
 
     Raises:
-        CtlError: A path is not there, a directory cannot be read, or there is no record file below it.
+        CtlError: A path is not there, a directory cannot be read, or there is no record file below
+            it.
     """
     found: list[Path] = []
     for path in paths:
@@ -154,13 +155,17 @@ def inspect_file(path: Path) -> InspectedFile:
     return InspectedFile(str(path), size, record, fault)
 
 
-def _inspected(header: RecordHeader, payload_bytes: int, path: Path, is_digest_right: bool) -> InspectedRecord:
+def _inspected(
+    header: RecordHeader, payload_bytes: int, path: Path, is_digest_right: bool
+) -> InspectedRecord:
     key = header.engine_key()
     raw_bytes = decoded_bytes(header)
     elements = sum(math.prod(spec.shape) for spec in header.tensors)
     report = encoding_report(header)
     return InspectedRecord(
-        key=StoredKey(key.fmt, key.model_name, key.world_size, key.worker_id, key.chunk_hash, key.group),
+        key=StoredKey(
+            key.fmt, key.model_name, key.world_size, key.worker_id, key.chunk_hash, key.group
+        ),
         url_key=key.to_url(),
         is_named_after_key=path.name == record_name(key),
         serde=header.serde,
@@ -177,7 +182,9 @@ def _inspected(header: RecordHeader, payload_bytes: int, path: Path, is_digest_r
 
 
 def _stored(spec: TensorSpec) -> StoredTensor:
-    return StoredTensor(spec.group, spec.dtype, spec.shape, num_bytes(spec.shape, spec.dtype), spec.length)
+    return StoredTensor(
+        spec.group, spec.dtype, spec.shape, num_bytes(spec.shape, spec.dtype), spec.length
+    )
 
 
 def _digest(files: DiskFiles, fd: int, at: int, payload_bytes: int) -> bytes:

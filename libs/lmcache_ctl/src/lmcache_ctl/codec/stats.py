@@ -45,7 +45,9 @@ _COUNTERS = (
     CODEC_DECODED_BYTES_TOTAL,
     CODEC_DECODE_MICROSECONDS_TOTAL,
 )
-_FIGURES = MappingProxyType({name: name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for name in _COUNTERS})
+_FIGURES = MappingProxyType(
+    {name: name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for name in _COUNTERS}
+)
 """What a counter is called among the figures of a tier."""
 _ERRORS = MappingProxyType(
     {
@@ -80,7 +82,14 @@ class Work(msgspec.Struct, frozen=True):
     def of(cls, num_chunks: int, raw_bytes: int, encoded_bytes: int, seconds: float) -> Work:
         """From what was counted."""
         ratio = raw_bytes / encoded_bytes if encoded_bytes else None
-        return cls(num_chunks, raw_bytes, encoded_bytes, seconds, ratio, raw_bytes / seconds if raw_bytes and seconds else None)
+        return cls(
+            num_chunks,
+            raw_bytes,
+            encoded_bytes,
+            seconds,
+            ratio,
+            raw_bytes / seconds if raw_bytes and seconds else None,
+        )
 
 
 class Activity(msgspec.Struct, frozen=True):
@@ -137,7 +146,8 @@ class CodecStats(msgspec.Struct, frozen=True):
     Attributes:
         url: Whom it was asked.
         serdes: By serde, over all tiers and peers.
-        tiers: By tier, over all serdes; empty where they may not be seen (`tiers_hidden`) or there are none.
+        tiers: By tier, over all serdes; empty where they may not be seen (`tiers_hidden`) or there
+            are none.
         errors: By profile.
         tiers_hidden: Why figures by tier are missing, "" if they are not.
     """
@@ -162,7 +172,9 @@ async def fetch_stats(caller: Caller) -> CodecStats:
     url = caller.service.url
     metrics, tiers = await caller.get("/metrics"), await caller.get("/v1/tiers")
     if metrics.status != httpx.codes.OK:
-        raise CtlError(f"{url} answers /metrics with {metrics.phrase}; is that the REST port of a sidecar?")
+        raise CtlError(
+            f"{url} answers /metrics with {metrics.phrase}; is that the REST port of a sidecar?"
+        )
     return read_stats(url, metrics.body, (tiers.status, tiers.body))
 
 
@@ -185,13 +197,19 @@ def read_stats(url: str, metrics: bytes, tiers: tuple[int, bytes]) -> CodecStats
             for sample in family.samples:
                 is_ours = is_ours or sample.name == BUILD_INFO
                 if sample.name in _FIGURES and LABEL_TIER not in sample.labels:
-                    counted.setdefault(sample.labels.get(LABEL_SERDE, ""), {})[_FIGURES[sample.name]] = sample.value
+                    counted.setdefault(sample.labels.get(LABEL_SERDE, ""), {})[
+                        _FIGURES[sample.name]
+                    ] = sample.value
                 elif sample.name in _ERRORS:
-                    errors.setdefault(sample.labels.get(LABEL_PROFILE, ""), {})[_ERRORS[sample.name]] = sample.value
+                    errors.setdefault(sample.labels.get(LABEL_PROFILE, ""), {})[
+                        _ERRORS[sample.name]
+                    ] = sample.value
     except ValueError as exc:
         raise CtlError(f"{url}/metrics is not in Prometheus' text format: {exc}") from exc
     if not is_ours:
-        raise CtlError(f"{url}/metrics is not that of a service of this cache (it has no {BUILD_INFO})")
+        raise CtlError(
+            f"{url}/metrics is not that of a service of this cache (it has no {BUILD_INFO})"
+        )
     of_tiers, hidden = _read_tiers(*tiers)
     return CodecStats(
         url,
@@ -205,7 +223,11 @@ def read_stats(url: str, metrics: bytes, tiers: tuple[int, bytes]) -> CodecStats
 def _activities(figures: Iterable[tuple[str, Mapping[str, float]]]) -> list[Activity]:
     """Those who did anything, in order of their names."""
     known = [Activity.of(name, of_name) for name, of_name in sorted(figures)]
-    return [activity for activity in known if activity.encoded.num_chunks or activity.decoded.num_chunks or activity.num_kept_raw]
+    return [
+        activity
+        for activity in known
+        if activity.encoded.num_chunks or activity.decoded.num_chunks or activity.num_kept_raw
+    ]
 
 
 def _read_tiers(status: int, body: bytes) -> tuple[Mapping[str, Mapping[str, float]], str]:

@@ -1,1 +1,3 @@
-"""`lmcachectl doctor`: what is wrong with services, their configuration, this machine and the cluster, and how to mend it."""
+"""`lmcachectl doctor`: what is wrong with services, their configuration, this machine and the
+cluster, and how to mend it.
+"""

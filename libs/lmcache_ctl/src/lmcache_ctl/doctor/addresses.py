@@ -1,4 +1,6 @@
-"""Whether something listens at the addresses that settings files name, as seen from this machine."""
+"""Whether something listens at the addresses that settings files name, as seen from this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,20 @@ from lmcache_ctl.doctor.findings import Finding, Level
 
 CHECK: Final = "addresses"
 OPTIONS: Final = ("lookup_url", "broker_url", "remote_url", "replicas_url", "otlp_endpoint")
-DEFAULT_PORTS: Final = {"http": 80, "https": 443, "lm": 65432, "lm+tls": 65432, "redis": 6379, "rediss": 6379, "redis-sentinel": 26379}
+DEFAULT_PORTS: Final = {
+    "http": 80,
+    "https": 443,
+    "lm": 65432,
+    "lm+tls": 65432,
+    "redis": 6379,
+    "rediss": 6379,
+    "redis-sentinel": 26379,
+}
 MAX_ADDRESSES: Final = 64
-FIX: Final = "start it, correct the address, or let the NetworkPolicy pass it; names of a cluster are known in its pods alone"
+FIX: Final = (
+    "start it, correct the address, or let the NetworkPolicy pass it; names of a cluster are known"
+    " in its pods alone"
+)
 
 
 class _Address(NamedTuple):
@@ -30,11 +43,17 @@ class _Address(NamedTuple):
     """None: the host is the path of a Unix socket."""
 
     def __str__(self) -> str:
-        return f"{self.option} {self.host}" if self.port is None else f"{self.option} {self.host}:{self.port}"
+        return (
+            f"{self.option} {self.host}"
+            if self.port is None
+            else f"{self.option} {self.host}:{self.port}"
+        )
 
 
 def check_addresses(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]:
-    """A connection to each is opened and ended, all at once; nothing is asked. Services start without them, and miss them later."""
+    """A connection to each is opened and ended, all at once; nothing is asked. Services start
+    without them, and miss them later.
+    """
     found: list[Finding] = []
     addresses: list[_Address] = []
     for file, settings in loaded:
@@ -44,14 +63,24 @@ def check_addresses(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]
                 continue
             where = f"{file.kind} {file.path}"
             if file.kind == ENGINE and (problem := _not_http(option, url)):
-                found.append(Finding(Level.ERROR, CHECK, where, problem, "correct it, or leave it out where nothing needs it"))
+                found.append(
+                    Finding(
+                        Level.ERROR,
+                        CHECK,
+                        where,
+                        problem,
+                        "correct it, or leave it out where nothing needs it",
+                    )
+                )
             elif url.startswith("file:"):
                 found.append(_of_directory(where, option, Path(directory_of_url(url))))
             else:
                 addresses += [_Address(where, option, *each) for each in _hosts(url)]
         socket_path: str | None = getattr(settings, "sidecar_socket", None)
         if socket_path is not None:
-            addresses.append(_Address(f"{file.kind} {file.path}", "sidecar_socket", socket_path, None))
+            addresses.append(
+                _Address(f"{file.kind} {file.path}", "sidecar_socket", socket_path, None)
+            )
     return found + asyncio.run(_of_all(list(dict.fromkeys(addresses))[:MAX_ADDRESSES], timeout_s))
 
 
@@ -82,12 +111,18 @@ def _of_directory(where: str, option: str, path: Path) -> Finding:
     if is_directory:
         return Finding(Level.OK, CHECK, where, f"{option} {path}")
     return Finding(
-        Level.WARNING, CHECK, where, f"{option} {path} is no directory", "mount the shared volume there, or create the directory"
+        Level.WARNING,
+        CHECK,
+        where,
+        f"{option} {path} is no directory",
+        "mount the shared volume there, or create the directory",
     )
 
 
 def _not_http(option: str, url: str) -> str:
-    """What is wrong with the URL of an engine's HTTP service, which its settings leave to the client; "" for nothing."""
+    """What is wrong with the URL of an engine's HTTP service, which its settings leave to the
+    client; "" for nothing.
+    """
     if option == "remote_url":
         return ""
     try:
@@ -102,4 +137,8 @@ def _hosts(url: str) -> list[tuple[str, int]]:
     """All that it names; an address that cannot be read has been refused with its settings."""
     scheme, _, rest = url.partition("://")
     parts = [urlsplit(f"//{text}") for text in rest.rpartition("@")[2].partition("/")[0].split(",")]
-    return [(part.hostname, part.port or DEFAULT_PORTS[scheme]) for part in parts if part.hostname and scheme in DEFAULT_PORTS]
+    return [
+        (part.hostname, part.port or DEFAULT_PORTS[scheme])
+        for part in parts
+        if part.hostname and scheme in DEFAULT_PORTS
+    ]

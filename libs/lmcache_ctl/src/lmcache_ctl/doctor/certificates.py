@@ -28,7 +28,9 @@ FIX: Final = "have another one issued; services take new files by themselves"
 
 async def check_certificates(settings: CtlSettings, services: Sequence[Service]) -> list[Finding]:
     """Of all services that are asked by https."""
-    chosen = [service for service in services if service.url.startswith("https:") and not service.problem]
+    chosen = [
+        service for service in services if service.url.startswith("https:") and not service.problem
+    ]
     found = list(await asyncio.gather(*(_of_one(settings, service) for service in chosen)))
     await asyncio.sleep(CLOSING_S)
     return found
@@ -40,9 +42,21 @@ async def _of_one(settings: CtlSettings, service: Service) -> Finding:
         async with asyncio.timeout(settings.timeout_s):
             ends_s = await _end_of(settings, service)
     except ssl.SSLCertVerificationError as exc:
-        return Finding(Level.ERROR, CHECK, where, f"not trusted: {exc.verify_message}", "give its authority by --tls CA")
+        return Finding(
+            Level.ERROR,
+            CHECK,
+            where,
+            f"not trusted: {exc.verify_message}",
+            "give its authority by --tls CA",
+        )
     except (OSError, TimeoutError) as exc:
-        return Finding(Level.ERROR, CHECK, where, f"none was shown: {str(exc) or 'no answer in time'}", "see what is said of reachable")
+        return Finding(
+            Level.ERROR,
+            CHECK,
+            where,
+            f"none was shown: {str(exc) or 'no answer in time'}",
+            "see what is said of reachable",
+        )
     return _until(where, "", ends_s)
 
 
@@ -60,7 +74,13 @@ def check_identity(where: str, option: str, cert: Path, load: Callable[[], objec
         load()
         ends_s = tls.certificate_end(cert)
     except LMCacheError as exc:
-        return Finding(Level.ERROR, CHECK, where, str(exc), "mount the certificate and the key that were issued together")
+        return Finding(
+            Level.ERROR,
+            CHECK,
+            where,
+            str(exc),
+            "mount the certificate and the key that were issued together",
+        )
     finally:
         tls.logger.disabled = False
     return _until(where, f"{option} {cert} ", ends_s)
@@ -81,11 +101,16 @@ async def _end_of(settings: CtlSettings, service: Service) -> float:
     name = service.tls_name or parts.hostname
     context = tls_context(settings.tls)
     if service.socket_path is None:
-        _, writer = await asyncio.open_connection(parts.hostname, parts.port or 443, ssl=context, server_hostname=name)
+        _, writer = await asyncio.open_connection(
+            parts.hostname, parts.port or 443, ssl=context, server_hostname=name
+        )
     else:
-        _, writer = await asyncio.open_unix_connection(service.socket_path, ssl=context, server_hostname=name)
+        _, writer = await asyncio.open_unix_connection(
+            service.socket_path, ssl=context, server_hostname=name
+        )
     try:
         certificate = writer.get_extra_info("peercert") or {}
         return float(ssl.cert_time_to_seconds(certificate["notAfter"]))
     finally:
-        writer.transport.abort()  # nothing was asked, so nothing is lost; a goodbye might not be answered
+        # nothing was asked, so nothing is lost; a goodbye might not be answered
+        writer.transport.abort()

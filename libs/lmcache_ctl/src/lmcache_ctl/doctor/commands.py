@@ -21,9 +21,17 @@ def doctor(
     reach: Reach,
     check_config: Annotated[
         list[str] | None,
-        typer.Option(metavar="KIND=FILE", help="A service's settings file, checked as the service would; may be given several times."),
+        typer.Option(
+            metavar="KIND=FILE",
+            help=(
+                "A service's settings file, checked as the service would; may be given several"
+                " times."
+            ),
+        ),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 also for warnings.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 also for warnings.")
+    ] = False,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Say what is wrong, and what to do about it.
@@ -41,7 +49,11 @@ def doctor(
 
     settings = reach.settings
     findings, loaded = check_files([parse_config_file(text) for text in check_config or []])
-    findings += [*check_machine(loaded), *check_addresses(loaded, settings.timeout_s), *check_redis(loaded, settings.timeout_s)]
+    findings += [
+        *check_machine(loaded),
+        *check_addresses(loaded, settings.timeout_s),
+        *check_redis(loaded, settings.timeout_s),
+    ]
     if settings.names_cluster:
         from lmcache_ctl.doctor.objects import check_objects
 
@@ -65,7 +77,26 @@ def _of_services(reach: Reach) -> list[Finding]:
         with reach.services() as services:
             states = asyncio.run(look_at(Asker(reach.settings), services))
             if reach.hint and not any(one.version for one in states):  # none of ours has answered
-                return [Finding(Level.ERROR, "reachable", "services", reach.hint, "name them by --…-url or --namespace")]
-            return [*check_services(states), *asyncio.run(check_certificates(reach.settings, services))]
+                return [
+                    Finding(
+                        Level.ERROR,
+                        "reachable",
+                        "services",
+                        reach.hint,
+                        "name them by --…-url or --namespace",
+                    )
+                ]
+            return [
+                *check_services(states),
+                *asyncio.run(check_certificates(reach.settings, services)),
+            ]
     except CtlError as exc:
-        return [Finding(Level.ERROR, "reachable", "services", str(exc), "name them by --…-url or --namespace")]
+        return [
+            Finding(
+                Level.ERROR,
+                "reachable",
+                "services",
+                str(exc),
+                "name them by --…-url or --namespace",
+            )
+        ]

@@ -30,11 +30,19 @@ MODELS: Final = MappingProxyType(
         "webhook": ("lmcache_webhook.settings", "WebhookSettings", "webhook"),
     }
 )
-"""Module and name of each service's model, and the directory of `services/` that its package is in."""
+"""Module and name of each service's model, and the directory of `services/` that its package is
+in.
+"""
 SECRET_FILES: Final = (
     *("auth_tokens_file", "service_token_file", "ticket_keys_file", "salt_file"),
     *("tls_key_file", "tls_client_key_file", "redis_tls_key_file", "redis_sentinel_password_file"),
-    *("remote_token_file", "remote_tls_key_file", "peer_token_file", "peer_ticket_keys_file", "peer_tls_key_file"),
+    *(
+        "remote_token_file",
+        "remote_tls_key_file",
+        "peer_token_file",
+        "peer_ticket_keys_file",
+        "peer_tls_key_file",
+    ),
 )
 PLAIN_FILES: Final = (
     *("tls_cert_file", "tls_client_ca_file", "tls_ca_file", "tls_client_cert_file"),
@@ -53,7 +61,9 @@ CLIENT_IDENTITIES: Final = (
     ("remote_tls_cert_file", "remote_tls_key_file", "remote_tls_ca_file"),
     ("peer_tls_cert_file", "peer_tls_key_file", "peer_tls_ca_file"),
 )
-"""Options that name a certificate, its key, and the authorities that go with them; those with `peer` and `remote` are an engine's."""
+"""Options that name a certificate, its key, and the authorities that go with them; those with
+`peer` and `remote` are an engine's.
+"""
 
 
 class ConfigFile(NamedTuple):
@@ -83,7 +93,9 @@ def parse_config_file(text: str) -> ConfigFile:
 
 
 def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded]]:
-    """What is wrong with them, and those that are good. Variables of the environment count as they do for the service."""
+    """What is wrong with them, and those that are good. Variables of the environment count as
+    they do for the service.
+    """
     findings: list[Finding] = []
     loaded: list[Loaded] = []
     for file in files:
@@ -91,20 +103,29 @@ def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded
         try:
             settings = _load(file)
         except ModuleNotFoundError as exc:
-            packages = f"./libs/lmcache_core ./services/servicekit ./services/{MODELS[file.kind][2]}"
+            packages = (
+                f"./libs/lmcache_core ./services/servicekit ./services/{MODELS[file.kind][2]}"
+            )
             findings.append(
                 Finding(
                     Level.WARNING,
                     CHECK,
                     where,
                     f"not checked: {exc.name} is not installed here",
-                    f"install it from a checkout (pip install {packages}), or check it in its image",
+                    f"install it from a checkout (pip install {packages}), or check it in its"
+                    " image",
                 )
             )
             continue
         except LMCacheError as exc:
-            fix = "correct it; the engine does not start on it" if file.kind == ENGINE else "correct it; the service ends with code 2 on it"
-            findings += [Finding(Level.ERROR, CHECK, where, line, fix) for line in str(exc).splitlines()]
+            fix = (
+                "correct it; the engine does not start on it"
+                if file.kind == ENGINE
+                else "correct it; the service ends with code 2 on it"
+            )
+            findings += [
+                Finding(Level.ERROR, CHECK, where, line, fix) for line in str(exc).splitlines()
+            ]
             continue
         findings.append(Finding(Level.OK, CHECK, where, "is read by its service"))
         loaded.append(Loaded(file, settings))
@@ -134,15 +155,23 @@ def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
     from lmcache_ctl.doctor.certificates import check_identity
 
     seen: set[tuple[Path, ...]] = set()
-    for context, identities in ((server_context, SERVER_IDENTITIES), (client_context, CLIENT_IDENTITIES)):
+    for context, identities in (
+        (server_context, SERVER_IDENTITIES),
+        (client_context, CLIENT_IDENTITIES),
+    ):
         for names in identities:
-            paths = [None if (value := getattr(settings, name, None)) is None else Path(value) for name in names]
+            paths = [
+                None if (value := getattr(settings, name, None)) is None else Path(value)
+                for name in names
+            ]
             files = TlsFiles(*paths)
             is_told = tuple(files.paths[:2]) in seen
             if files.cert_file is None or is_told or not all(map(_exists, files.paths)):
                 continue
             seen.add(tuple(files.paths[:2]))
-            yield check_identity(where, names[0], files.cert_file, functools.partial(context, files))
+            yield check_identity(
+                where, names[0], files.cert_file, functools.partial(context, files)
+            )
 
 
 def _exists(path: Path) -> bool:
@@ -164,10 +193,22 @@ def _files_of(where: str, settings: Any) -> Iterator[Finding]:
             mode = stat.S_IMODE(path.stat().st_mode)
         except (OSError, LMCacheError, ValueError) as exc:
             reason = getattr(exc, "strerror", None) or exc
-            yield Finding(Level.ERROR, "files", where, f"{option} {path}: {reason}", "mount or write it where the settings say")
+            yield Finding(
+                Level.ERROR,
+                "files",
+                where,
+                f"{option} {path}: {reason}",
+                "mount or write it where the settings say",
+            )
             continue
         if option in SECRET_FILES and mode & stat.S_IROTH:
-            yield Finding(Level.WARNING, "files", where, f"{option} {path} can be read by everybody ({mode:04o})", f"chmod o-r {path}")
+            yield Finding(
+                Level.WARNING,
+                "files",
+                where,
+                f"{option} {path} can be read by everybody ({mode:04o})",
+                f"chmod o-r {path}",
+            )
         else:
             yield Finding(Level.OK, "files", where, f"{option} {path}")
 
@@ -175,10 +216,22 @@ def _files_of(where: str, settings: Any) -> Iterator[Finding]:
 def _protection_of(where: str, settings: ServiceSettings) -> Iterator[Finding]:
     if settings.auth_tokens_file is None and settings.allow_anonymous:
         fix = "set auth_tokens_file, unless a NetworkPolicy is all the protection that is wanted"
-        yield Finding(Level.WARNING, "security", where, "anybody who reaches it may call it (allow_anonymous)", fix)
+        yield Finding(
+            Level.WARNING,
+            "security",
+            where,
+            "anybody who reaches it may call it (allow_anonymous)",
+            fix,
+        )
     if settings.allow_plaintext and settings.tls_cert_file is None:
         fix = "set tls_cert_file, unless the network encrypts by itself"
-        yield Finding(Level.NOTE, "security", where, "tokens and chunks cross the network unencrypted (allow_plaintext)", fix)
+        yield Finding(
+            Level.NOTE,
+            "security",
+            where,
+            "tokens and chunks cross the network unencrypted (allow_plaintext)",
+            fix,
+        )
 
 
 def _read_as_the_service(option: str, path: Path) -> None:

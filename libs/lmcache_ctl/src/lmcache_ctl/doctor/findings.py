@@ -68,9 +68,16 @@ def print_diagnosis(found: Diagnosis) -> None:
             print_text(f"{one.level:<8}{one.check}, {one.where}: {one.what}")
             if one.fix:
                 print_text(f"        -> {one.fix}")
-    by_check = {check: sum(one.check == check for one in fine) for check in dict.fromkeys(one.check for one in fine)}
+    by_check = {
+        check: sum(one.check == check for one in fine)
+        for check in dict.fromkeys(one.check for one in fine)
+    }
     if by_check:
-        print_text("Passed: " + ", ".join(f"{check} ({number})" for check, number in by_check.items()) + ".")
+        print_text(
+            "Passed: "
+            + ", ".join(f"{check} ({number})" for check, number in by_check.items())
+            + "."
+        )
     print_text(f"{_counted(found.num_errors, 'error')}, {_counted(found.num_warnings, 'warning')}.")
 
 

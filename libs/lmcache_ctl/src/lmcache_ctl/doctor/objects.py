@@ -1,4 +1,6 @@
-"""Kubernetes objects of a release: do its pods run, have volumes been given, is every container fit for an autoscaler."""
+"""Kubernetes objects of a release: do its pods run, have volumes been given, is every container
+fit for an autoscaler.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,15 @@ def _of_namespace(cluster: Cluster, release: str | None) -> list[Finding]:
     except CtlError as exc:
         return [Finding(Level.ERROR, CHECK, where, str(exc), "see docs/ctl.md, Kubernetes")]
     if not pods:
-        return [Finding(Level.ERROR, CHECK, where, f"no pod has the label {OF_THE_CHART}", "give the release's namespace by --namespace")]
+        return [
+            Finding(
+                Level.ERROR,
+                CHECK,
+                where,
+                f"no pod has the label {OF_THE_CHART}",
+                "give the release's namespace by --namespace",
+            )
+        ]
     found = [one for pod in pods for one in _of_pod(pod)]
     return found + list(_of_owners(cluster, release)) + list(_of_claims(cluster, release))
 
@@ -41,35 +51,70 @@ def _of_pod(pod: Any) -> Iterator[Finding]:
     if pod.status.phase == "Succeeded":
         return
     if ready is None or ready.status != "True":
-        what = _waits(pod) or (ready.message if ready is not None else None) or f"its phase is {pod.status.phase}"
-        yield Finding(Level.ERROR, CHECK, where, f"not ready: {what}", f"kubectl describe pod {pod.metadata.name}")
+        what = (
+            _waits(pod)
+            or (ready.message if ready is not None else None)
+            or f"its phase is {pod.status.phase}"
+        )
+        yield Finding(
+            Level.ERROR,
+            CHECK,
+            where,
+            f"not ready: {what}",
+            f"kubectl describe pod {pod.metadata.name}",
+        )
     else:
         yield Finding(Level.OK, CHECK, where, "ready")
-    for status in [*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())]:
+    for status in [
+        *(pod.status.init_container_statuses or ()),
+        *(pod.status.container_statuses or ()),
+    ]:
         if status.restart_count > MANY_RESTARTS:
             last = getattr(getattr(status, "last_state", None), "terminated", None)
             why = "" if last is None else f" (the last time: {last.reason}, code {last.exit_code})"
-            fix = f"kubectl logs {pod.metadata.name} -c {status.name} --previous; after OOMKilled raise its memory limit"
-            yield Finding(Level.WARNING, CHECK, where, f"container {status.name} has restarted {status.restart_count} times{why}", fix)
+            fix = (
+                f"kubectl logs {pod.metadata.name} -c {status.name} --previous; after OOMKilled"
+                " raise its memory limit"
+            )
+            yield Finding(
+                Level.WARNING,
+                CHECK,
+                where,
+                f"container {status.name} has restarted {status.restart_count} times{why}",
+                fix,
+            )
     for container in [*(pod.spec.init_containers or ()), *(pod.spec.containers or ())]:
         requests = container.resources.requests if container.resources is not None else None
         if "cpu" not in (requests or {}):
-            fix = "give it one in the values: an autoscaler by CPU does nothing while a container of the pod has none"
-            yield Finding(Level.WARNING, CHECK, where, f"container {container.name} has no CPU request", fix)
+            fix = (
+                "give it one in the values: an autoscaler by CPU does nothing while a container of"
+                " the pod has none"
+            )
+            yield Finding(
+                Level.WARNING, CHECK, where, f"container {container.name} has no CPU request", fix
+            )
 
 
 def _waits(pod: Any) -> str:
     """What a container is waiting for, such as its image."""
-    for status in [*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())]:
+    for status in [
+        *(pod.status.init_container_statuses or ()),
+        *(pod.status.container_statuses or ()),
+    ]:
         waiting = status.state.waiting if status.state is not None else None
         if waiting is not None and waiting.reason not in ("PodInitializing", "ContainerCreating"):
-            return f"container {status.name} waits: {waiting.reason}" + (f", {waiting.message}" if waiting.message else "")
+            return f"container {status.name} waits: {waiting.reason}" + (
+                f", {waiting.message}" if waiting.message else ""
+            )
     return ""
 
 
 def _of_owners(cluster: Cluster, release: str | None) -> Iterator[Finding]:
     apps = cluster.apps
-    for what, method in (("deployments", apps.list_namespaced_deployment), ("statefulsets", apps.list_namespaced_stateful_set)):
+    for what, method in (
+        ("deployments", apps.list_namespaced_deployment),
+        ("statefulsets", apps.list_namespaced_stateful_set),
+    ):
         try:
             owners = cluster.list(method, what, _selector(release, OF_THE_CHART))
         except CtlError as exc:
@@ -80,7 +125,9 @@ def _of_owners(cluster: Cluster, release: str | None) -> Iterator[Finding]:
             where = f"{what.removesuffix('s')} {owner.metadata.name}"
             if ready < wanted:
                 fix = f"kubectl rollout status {what.removesuffix('s')}/{owner.metadata.name}"
-                yield Finding(Level.ERROR, CHECK, where, f"{ready} of {wanted} replicas are ready", fix)
+                yield Finding(
+                    Level.ERROR, CHECK, where, f"{ready} of {wanted} replicas are ready", fix
+                )
             else:
                 yield Finding(Level.OK, CHECK, where, f"{ready} of {wanted} replicas are ready")
 
@@ -88,7 +135,11 @@ def _of_owners(cluster: Cluster, release: str | None) -> Iterator[Finding]:
 def _of_claims(cluster: Cluster, release: str | None) -> Iterator[Finding]:
     core = cluster.core
     try:
-        claims = cluster.list(core.list_namespaced_persistent_volume_claim, "persistentvolumeclaims", _selector(release, CLAIMS))
+        claims = cluster.list(
+            core.list_namespaced_persistent_volume_claim,
+            "persistentvolumeclaims",
+            _selector(release, CLAIMS),
+        )
     except CtlError as exc:
         yield Finding(Level.NOTE, CHECK, "persistentvolumeclaims", f"not checked: {exc}")
         return
@@ -97,7 +148,10 @@ def _of_claims(cluster: Cluster, release: str | None) -> Iterator[Finding]:
         if claim.status.phase == "Bound":
             yield Finding(Level.OK, CHECK, where, "bound")
         else:
-            fix = f"kubectl describe pvc {claim.metadata.name}; the cluster needs a storage class that makes volumes"
+            fix = (
+                f"kubectl describe pvc {claim.metadata.name}; the cluster needs a storage class"
+                " that makes volumes"
+            )
             yield Finding(Level.ERROR, CHECK, where, f"its phase is {claim.status.phase}", fix)
 
 

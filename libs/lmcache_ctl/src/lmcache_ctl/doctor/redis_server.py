@@ -23,19 +23,35 @@ def check_redis(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]:
         secret = getattr(settings, "redis_url", None)
         if secret is not None:
             seen.setdefault(secret.get_secret_value(), (f"{file.kind} {file.path}", settings))
-    return [one for url, (where, settings) in seen.items() for one in _of_url(url, where, settings, timeout_s)]
+    return [
+        one
+        for url, (where, settings) in seen.items()
+        for one in _of_url(url, where, settings, timeout_s)
+    ]
 
 
 def _of_url(url: str, where: str, settings: Any, timeout_s: float) -> Iterator[Finding]:
     try:
         import redis
     except ModuleNotFoundError:
-        yield Finding(Level.WARNING, CHECK, where, "not checked: the package redis is not installed here", NOT_INSTALLED)
+        yield Finding(
+            Level.WARNING,
+            CHECK,
+            where,
+            "not checked: the package redis is not installed here",
+            NOT_INSTALLED,
+        )
         return
     try:
         clients = _clients(url, settings, timeout_s)
     except (ValueError, redis.RedisError) as exc:
-        yield Finding(Level.ERROR, CHECK, where, f"redis_url leads nowhere: {type(exc).__name__}", "see docs/operations.md, Redis")
+        yield Finding(
+            Level.ERROR,
+            CHECK,
+            where,
+            f"redis_url leads nowhere: {type(exc).__name__}",
+            "see docs/operations.md, Redis",
+        )
         return
     for name, client in clients:
         with client:
@@ -43,7 +59,9 @@ def _of_url(url: str, where: str, settings: Any, timeout_s: float) -> Iterator[F
                 info: Mapping[str, Any] = client.info()
             except (redis.RedisError, OSError, ValueError) as exc:
                 fix = "start it, or correct redis_url; an ACL must allow INFO and PING"
-                yield Finding(Level.ERROR, CHECK, f"{where}, {name}", f"no answer: {_short(exc)}", fix)
+                yield Finding(
+                    Level.ERROR, CHECK, f"{where}, {name}", f"no answer: {_short(exc)}", fix
+                )
                 continue
         yield from check_info(f"{where}, {name}", info)
 
@@ -55,30 +73,62 @@ def check_info(where: str, info: Mapping[str, Any]) -> Iterator[Finding]:
         where: Which server.
         info: As redis-py gives it.
     """
-    version = tuple(int(part) for part in str(info.get("redis_version", "0")).split(".")[:2] if part.isdigit())
+    version = tuple(
+        int(part) for part in str(info.get("redis_version", "0")).split(".")[:2] if part.isdigit()
+    )
     if version < MIN_VERSION:
-        yield Finding(Level.ERROR, CHECK, where, f"version {info.get('redis_version')}", "upgrade it to 6.2 or later")
+        yield Finding(
+            Level.ERROR,
+            CHECK,
+            where,
+            f"version {info.get('redis_version')}",
+            "upgrade it to 6.2 or later",
+        )
     if info.get("role") not in (None, "master"):
         fix = "name the master, or its sentinels (redis-sentinel://)"
-        yield Finding(Level.ERROR, CHECK, where, f"it is a {info['role']}: nothing can be written", fix)
+        yield Finding(
+            Level.ERROR, CHECK, where, f"it is a {info['role']}: nothing can be written", fix
+        )
     limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
     policy = str(info.get("maxmemory_policy", "noeviction"))
     if limit and policy != "noeviction":
-        fix = "CONFIG SET maxmemory-policy noeviction: a bucket that is evicted takes the holders of many chunks with it"
+        fix = (
+            "CONFIG SET maxmemory-policy noeviction: a bucket that is evicted takes the holders of"
+            " many chunks with it"
+        )
         yield Finding(Level.ERROR, CHECK, where, f"maxmemory-policy is {policy}", fix)
     if not limit:
         yield Finding(
-            Level.WARNING, CHECK, where, "maxmemory is not set: it grows until it is killed", "CONFIG SET maxmemory; 120 bytes a chunk"
+            Level.WARNING,
+            CHECK,
+            where,
+            "maxmemory is not set: it grows until it is killed",
+            "CONFIG SET maxmemory; 120 bytes a chunk",
         )
     elif used > FULL_SHARE * limit:
         yield Finding(
-            Level.WARNING, CHECK, where, f"{used / limit:.0%} of maxmemory are used", "raise maxmemory: a full one takes no events"
+            Level.WARNING,
+            CHECK,
+            where,
+            f"{used / limit:.0%} of maxmemory are used",
+            "raise maxmemory: a full one takes no events",
         )
     if int(info.get("aof_enabled", 0)):
         fix = "appendonly no: what is lost is announced again by itself"
-        yield Finding(Level.NOTE, CHECK, where, "it writes every change to a disk (appendonly), which nothing needs", fix)
-    if str(info.get("rdb_last_bgsave_status", "ok")) != "ok" and int(info.get("rdb_changes_since_last_save", 0)):
-        fix = 'save "", or give it room on its disk; where stop-writes-on-bgsave-error is set, it takes no events'
+        yield Finding(
+            Level.NOTE,
+            CHECK,
+            where,
+            "it writes every change to a disk (appendonly), which nothing needs",
+            fix,
+        )
+    if str(info.get("rdb_last_bgsave_status", "ok")) != "ok" and int(
+        info.get("rdb_changes_since_last_save", 0)
+    ):
+        fix = (
+            'save "", or give it room on its disk; where stop-writes-on-bgsave-error is set, it'
+            " takes no events"
+        )
         yield Finding(Level.ERROR, CHECK, where, "its last snapshot failed", fix)
     yield Finding(Level.OK, CHECK, where, f"version {info.get('redis_version')}")
 
@@ -92,21 +142,38 @@ def _clients(url: str, settings: Any, timeout_s: float) -> list[tuple[str, Any]]
     limits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     tls: dict[str, Any] = {}
     if parts.scheme.startswith("rediss"):
-        files = {"ssl_ca_certs": "redis_tls_ca_file", "ssl_certfile": "redis_tls_cert_file", "ssl_keyfile": "redis_tls_key_file"}
+        files = {
+            "ssl_ca_certs": "redis_tls_ca_file",
+            "ssl_certfile": "redis_tls_cert_file",
+            "ssl_keyfile": "redis_tls_key_file",
+        }
         named = {argument: getattr(settings, option, None) for argument, option in files.items()}
         tls = {argument: str(path) for argument, path in named.items() if path is not None}
     if parts.scheme in ("redis", "rediss", "unix"):
-        return [(parts.netloc.rpartition("@")[2] or parts.path, redis.Redis.from_url(url, **limits, **tls))]
+        return [
+            (
+                parts.netloc.rpartition("@")[2] or parts.path,
+                redis.Redis.from_url(url, **limits, **tls),
+            )
+        ]
     encrypted = {"ssl": True, **tls} if parts.scheme.startswith("rediss") else {}
     user, _, password = parts.netloc.rpartition("@")[0].partition(":")
-    credentials: dict[str, Any] = {"username": unquote(user) or None, "password": unquote(password) or None}
+    credentials: dict[str, Any] = {
+        "username": unquote(user) or None,
+        "password": unquote(password) or None,
+    }
     default_port = 26379 if "sentinel" in parts.scheme else 6379
-    hosts = [_address(text, default_port) for text in parts.netloc.rpartition("@")[2].split(",")][:MAX_SERVERS]
+    hosts = [_address(text, default_port) for text in parts.netloc.rpartition("@")[2].split(",")][
+        :MAX_SERVERS
+    ]
     if "sentinel" in parts.scheme:
         sentinels: Any = Sentinel(hosts, **limits, **encrypted)  # type: ignore[no-untyped-call]
         host, port = sentinels.discover_master(parts.path.strip("/") or "mymaster")
         hosts = [(str(host), int(port))]
-    return [(f"{host}:{port}", redis.Redis(host=host, port=port, **credentials, **limits, **encrypted)) for host, port in hosts]
+    return [
+        (f"{host}:{port}", redis.Redis(host=host, port=port, **credentials, **limits, **encrypted))
+        for host, port in hosts
+    ]
 
 
 def _address(text: str, default_port: int) -> tuple[str, int]:

@@ -21,11 +21,22 @@ def drain(
     reach: Reach,
     targets: Annotated[
         list[str],
-        typer.Argument(metavar="TARGET", help="sidecar/NAME or storage/NAME, or all of a kind; peer/NAME goes by the broker."),
+        typer.Argument(
+            metavar="TARGET",
+            help="sidecar/NAME or storage/NAME, or all of a kind; peer/NAME goes by the broker.",
+        ),
     ],
-    within: Annotated[float, typer.Option(metavar="SECONDS", help="Watch for so long at most.", min=0.1, max=86400)] = DEFAULT_WITHIN_S,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Watch until it is done, or only begin it.")] = True,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before all of a kind are drained at once.")] = False,
+    within: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Watch for so long at most.", min=0.1, max=86400),
+    ] = DEFAULT_WITHIN_S,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Watch until it is done, or only begin it.")
+    ] = True,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", "-y", help="Do not ask before all of a kind are drained at once."),
+    ] = False,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Drain services: they take nothing new, and hand over what only they hold.
@@ -46,7 +57,9 @@ def drain(
         asker = Asker(reach.settings)
         chosen = asyncio.run(meant_by(asker, services, job))
         if not yes and any(target.name is None for target in job.targets):
-            names = ", ".join(f"{one.kind}/{one.name}" for one in chosen if one.kind is not Kind.BROKER)
+            names = ", ".join(
+                f"{one.kind}/{one.name}" for one in chosen if one.kind is not Kind.BROKER
+            )
             confirm(f"Drain {names} at once? Each takes nothing new until it is restarted.")
         with progress_lines() as tell:
             found = asyncio.run(drain_all(asker, chosen, job, tell))

@@ -17,12 +17,28 @@ def print_drains(found: Sequence[DrainOutcome]) -> None:
             one.kind,
             one.name,
             UNKNOWN if one.drain is None else one.drain.state,
-            *(UNKNOWN if one.drain is None else str(getattr(one.drain, figure)) for figure in FIGURES),
+            *(
+                UNKNOWN if one.drain is None else str(getattr(one.drain, figure))
+                for figure in FIGURES
+            ),
         )
         for one in found
     ]
-    headings = ("service", "name", "state", "chunks", "handed over", "elsewhere already", "failed", "left")
-    print_table("", Columns(headings, left=3, spare=("elsewhere already", "handed over", "chunks", "service")), rows)
+    headings = (
+        "service",
+        "name",
+        "state",
+        "chunks",
+        "handed over",
+        "elsewhere already",
+        "failed",
+        "left",
+    )
+    print_table(
+        "",
+        Columns(headings, left=3, spare=("elsewhere already", "handed over", "chunks", "service")),
+        rows,
+    )
     for one in found:
         if one.problem:
             print_text(f"{one.kind} {one.name}: {one.problem}")

@@ -61,7 +61,12 @@ class DrainOutcome(msgspec.Struct, frozen=True):
     @property
     def is_complete(self) -> bool:
         """Whether it is done, and nothing is left or was not taken."""
-        return not self.problem and self.drain is not None and self.drain.state == DONE and not (self.drain.left or self.drain.failed)
+        return (
+            not self.problem
+            and self.drain is not None
+            and self.drain.state == DONE
+            and not (self.drain.left or self.drain.failed)
+        )
 
 
 Tell = Callable[[DrainOutcome], None]
@@ -93,13 +98,23 @@ async def meant_by(asker: Asker, services: Sequence[Service], job: DrainJob) -> 
     Raises:
         CtlError: A target means none of the services.
     """
-    direct = [Target(target.asked, target.name) for target in job.targets if target.asked is not Kind.BROKER]
+    direct = [
+        Target(target.asked, target.name)
+        for target in job.targets
+        if target.asked is not Kind.BROKER
+    ]
     chosen = await named(asker, services, direct) if direct else []
     peers = any(target.asked is Kind.BROKER for target in job.targets)
-    return chosen + ([await _first_alive(asker, [one for one in services if one.kind is Kind.BROKER])] if peers else [])
+    return chosen + (
+        [await _first_alive(asker, [one for one in services if one.kind is Kind.BROKER])]
+        if peers
+        else []
+    )
 
 
-async def drain_all(asker: Asker, chosen: Sequence[Service], job: DrainJob, tell: Tell) -> list[DrainOutcome]:
+async def drain_all(
+    asker: Asker, chosen: Sequence[Service], job: DrainJob, tell: Tell
+) -> list[DrainOutcome]:
     """Drain all of them, at once.
 
     Args:
@@ -109,8 +124,14 @@ async def drain_all(asker: Asker, chosen: Sequence[Service], job: DrainJob, tell
         tell: Called whenever one of them is farther.
     """
     direct = [service for service in chosen if service.kind is not Kind.BROKER]
-    drains: list[Awaitable[DrainOutcome]] = [_Watch(asker, service, job, tell).run() for service in direct]
-    peers = [target.name for target in job.targets if target.asked is Kind.BROKER and target.name is not None]
+    drains: list[Awaitable[DrainOutcome]] = [
+        _Watch(asker, service, job, tell).run() for service in direct
+    ]
+    peers = [
+        target.name
+        for target in job.targets
+        if target.asked is Kind.BROKER and target.name is not None
+    ]
     for broker in (service for service in chosen if service.kind is Kind.BROKER):
         drains += [_Watch(asker, broker, job, tell, peer).run() for peer in peers]
     return list(await asyncio.gather(*drains))
@@ -119,21 +140,29 @@ async def drain_all(asker: Asker, chosen: Sequence[Service], job: DrainJob, tell
 async def _first_alive(asker: Asker, brokers: Sequence[Service]) -> Service:
     """Any broker will do; where none answers, the first one's error tells why."""
     answers = await asker.each(brokers, lambda caller: caller.get("/healthz"))
-    alive = [broker for broker, answer in zip(brokers, answers, strict=True) if not isinstance(answer, CtlError)]
+    alive = [
+        broker
+        for broker, answer in zip(brokers, answers, strict=True)
+        if not isinstance(answer, CtlError)
+    ]
     return (alive or list(brokers))[0]
 
 
 class _Watch:
     """One drain. With `peer`, that peer's, through the broker."""
 
-    def __init__(self, asker: Asker, service: Service, job: DrainJob, tell: Tell, peer: str | None = None) -> None:
+    def __init__(
+        self, asker: Asker, service: Service, job: DrainJob, tell: Tell, peer: str | None = None
+    ) -> None:
         self._asker = asker
         self._service = service
         self._job = job
         self._tell = tell
         self._begin = BEGIN[service.kind] if peer is None else f"/v1/peers/{peer}:drain"
         self._look = LOOK[service.kind] if peer is None else f"/v1/peers/{peer}"
-        self._last = DrainOutcome(str(service.kind) if peer is None else PEER, service.name if peer is None else peer)
+        self._last = DrainOutcome(
+            str(service.kind) if peer is None else PEER, service.name if peer is None else peer
+        )
 
     async def run(self) -> DrainOutcome:
         try:
@@ -146,7 +175,10 @@ class _Watch:
             async with asyncio.timeout(self._job.within_s):
                 return await self._watched()
         except TimeoutError:
-            return self._ended(f"not done within {self._job.within_s:g} s: it goes on by itself; look again with lmcachectl status")
+            return self._ended(
+                f"not done within {self._job.within_s:g} s: it goes on by itself; look again with"
+                " lmcachectl status"
+            )
 
     async def _watched(self) -> DrainOutcome:
         unanswered = 0
@@ -170,7 +202,9 @@ class _Watch:
 
     def _take(self, answer: dict[str, Any]) -> None:
         told = answer.get("drain")
-        now = msgspec.structs.replace(self._last, drain=None if told is None else msgspec.convert(told, Drain))
+        now = msgspec.structs.replace(
+            self._last, drain=None if told is None else msgspec.convert(told, Drain)
+        )
         if now != self._last:
             self._last = now
             self._tell(now)

@@ -15,16 +15,28 @@ from lmcache_ctl.output import Columns, Output, OutputFormat, confirm, print_tab
 from lmcache_ctl.reach import Reach
 
 KINDS = (Kind.SIDECAR, Kind.STORAGE)
-Targets = Annotated[list[str], typer.Argument(metavar="TARGET", help="sidecar, storage, or one of them: storage/NAME.")]
+Targets = Annotated[
+    list[str],
+    typer.Argument(metavar="TARGET", help="sidecar, storage, or one of them: storage/NAME."),
+]
 
 
 @reaches_services
 def evict(
     reach: Reach,
     targets: Targets,
-    size: Annotated[str | None, typer.Option(help="Free so much memory, coldest chunks first, such as 512MiB.")] = None,
-    everything: Annotated[bool, typer.Option("--everything", help="Forget all chunks, on disks too, of the token's tenant.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before --everything.")] = False,
+    size: Annotated[
+        str | None, typer.Option(help="Free so much memory, coldest chunks first, such as 512MiB.")
+    ] = None,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--everything", help="Forget all chunks, on disks too, of the token's tenant."
+        ),
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask before --everything.")
+    ] = False,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Free memory of sidecars and cache_storage, or make them forget everything.
@@ -46,7 +58,9 @@ def evict(
     async def work(asker: Asker) -> list[Outcome]:
         chosen = await named(asker, services, asked)
         if everything and not yes:
-            confirm(f"Forget all chunks at {', '.join(f'{one.kind}/{one.name}' for one in chosen)}?")
+            confirm(
+                f"Forget all chunks at {', '.join(f'{one.kind}/{one.name}' for one in chosen)}?"
+            )
         return await tell_each(asker, chosen, paths)
 
     with reach.services(*dict.fromkeys(target.kind for target in asked)) as services:
@@ -62,4 +76,8 @@ def _print(found: Sequence[Any]) -> None:
 
 
 def _done(result: dict[str, Any]) -> str:
-    return f"{size_text(result['freed_bytes'])} freed" if "freed_bytes" in result else f"{result.get('num_chunks')} chunks forgotten"
+    return (
+        f"{size_text(result['freed_bytes'])} freed"
+        if "freed_bytes" in result
+        else f"{result.get('num_chunks')} chunks forgotten"
+    )

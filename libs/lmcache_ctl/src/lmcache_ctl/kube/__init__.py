@@ -1,1 +1,3 @@
-"""Services of a release in Kubernetes: found by the chart's labels, reached by port-forward through its API."""
+"""Services of a release in Kubernetes: found by the chart's labels, reached by port-forward
+through its API.
+"""

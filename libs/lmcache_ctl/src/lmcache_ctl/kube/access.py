@@ -36,7 +36,12 @@ class Cluster:
         """Connects when first asked."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Close the connections."""
         self._client.close()
 
@@ -74,12 +79,16 @@ class Cluster:
         found: list[Any] = []
         token: str | None = None
         for _ in range(MAX_PAGES):
-            page = self.call(what, method, self.namespace, label_selector=selector, limit=PAGE, _continue=token)
+            page = self.call(
+                what, method, self.namespace, label_selector=selector, limit=PAGE, _continue=token
+            )
             found += page.items
             token = page.metadata._continue if page.metadata is not None else None
             if not token:
                 return found
-        raise CtlError(f"namespace {self.namespace} has more than {MAX_PAGES * PAGE} {what}: name a --release")
+        raise CtlError(
+            f"namespace {self.namespace} has more than {MAX_PAGES * PAGE} {what}: name a --release"
+        )
 
     def call(self, what: str, method: Any, *args: Any, **how: Any) -> Any:
         """One call of the API.
@@ -102,19 +111,29 @@ class Cluster:
         except ApiException as exc:
             raise CtlError(self.refusal(what, exc.status, str(exc.reason))) from exc
         except (HTTPError, OSError) as exc:
-            reason = str(getattr(exc, "reason", None) or exc).partition(": ")[2] or type(exc).__name__
-            raise CtlError(f"the Kubernetes API at {self.configuration.host} cannot be reached ({reason}): is the context right?") from exc
+            reason = (
+                str(getattr(exc, "reason", None) or exc).partition(": ")[2] or type(exc).__name__
+            )
+            raise CtlError(
+                f"the Kubernetes API at {self.configuration.host} cannot be reached ({reason}): is"
+                " the context right?"
+            ) from exc
 
     def refusal(self, what: str, status: int | None, reason: str) -> str:
         """What to tell of an error of the API."""
         if status in (401, 403):
             why = "Forbidden" if status == 403 else "Unauthorized"
-            return f"the Kubernetes API refuses {what} in namespace {self.namespace} ({why}): the account needs the role of docs/ctl.md"
+            return (
+                f"the Kubernetes API refuses {what} in namespace {self.namespace} ({why}): the"
+                " account needs the role of docs/ctl.md"
+            )
         return f"the Kubernetes API answered {reason!r} to {what} in namespace {self.namespace}"
 
 
 class _Complaints(logging.Handler):
-    """What the loader only logs: that a command which should print credentials has failed. It would go on without any."""
+    """What the loader only logs: that a command which should print credentials has failed. It
+    would go on without any.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -139,15 +158,37 @@ def _load(settings: CtlSettings) -> tuple[Any, str]:
     logging.getLogger().addHandler(complaints)
     try:
         contexts, active = config.list_kube_config_contexts(named)
-        chosen = active if settings.context is None else next((one for one in contexts if one["name"] == settings.context), None)
+        chosen = (
+            active
+            if settings.context is None
+            else next((one for one in contexts if one["name"] == settings.context), None)
+        )
         if chosen is None:
-            raise UsageError(f"context {settings.context!r} is not in the kubeconfig: it has {', '.join(one['name'] for one in contexts)}")
+            raise UsageError(
+                f"context {settings.context!r} is not in the kubeconfig: it has"
+                f" {', '.join(one['name'] for one in contexts)}"
+            )
         config.load_kube_config(named, settings.context, client_configuration=configuration)
-    except (config.ConfigException, OSError, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as exc:
-        why = str(exc).splitlines()[0] if isinstance(exc, config.ConfigException | OSError) and str(exc) else "it is damaged"
+    except (
+        config.ConfigException,
+        OSError,
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as exc:
+        why = (
+            str(exc).splitlines()[0]
+            if isinstance(exc, config.ConfigException | OSError) and str(exc)
+            else "it is damaged"
+        )
         raise UsageError(f"no usable kubeconfig ({why}): give one by --kubeconfig") from exc
     finally:
         logging.getLogger().removeHandler(complaints)
     if complaints.texts:
-        raise UsageError(f"no usable kubeconfig (no credentials: {complaints.texts[0]}): log in again, or mend its users")
+        raise UsageError(
+            f"no usable kubeconfig (no credentials: {complaints.texts[0]}): log in again, or mend"
+            " its users"
+        )
     return configuration, str(chosen.get("context", {}).get("namespace") or DEFAULT_NAMESPACE)

@@ -1,4 +1,6 @@
-"""A port of a pod behind a socket on this machine: port-forward through the Kubernetes API, one stream for each connection."""
+"""A port of a pod behind a socket on this machine: port-forward through the Kubernetes API, one
+stream for each connection.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 class PodPort:
-    """Forwards connections while it is entered. What cannot be forwarded is answered with 502 and the reason.
+    """Forwards connections while it is entered. What cannot be forwarded is answered with 502 and
+    the reason.
 
     Args:
         cluster: Where the pod is.
         pod: Its name.
         port: The port in it; that may be on its loopback.
-        path: Of the Unix socket; None for a TCP port on loopback, which anybody on this machine may connect to.
+        path: Of the Unix socket; None for a TCP port on loopback, which anybody on this machine may
+            connect to.
     """
 
     def __init__(self, cluster: Cluster, pod: str, port: int, path: Path | None) -> None:
@@ -37,7 +41,9 @@ class PodPort:
         self._pod = pod
         self._port = port
         self._path = path
-        self._listener = socket.socket(socket.AF_INET if path is None else socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = socket.socket(
+            socket.AF_INET if path is None else socket.AF_UNIX, socket.SOCK_STREAM
+        )
         self._is_over = threading.Event()
         self._room = threading.BoundedSemaphore(MAX_STREAMS)
         self._threads: list[threading.Thread] = []
@@ -57,8 +63,15 @@ class PodPort:
         host, port = self._listener.getsockname()
         return str(host), int(port)
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        """End the streams; one that the API has not answered is left behind, and ends with the process."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the streams; one that the API has not answered is left behind, and ends with the
+        process.
+        """
         self._is_over.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         for thread in self._threads:
@@ -116,7 +129,8 @@ class PodPort:
         if error:
             return f"nothing listens at port {self._port} of pod {self._pod} ({error})"
         return (
-            f"the connection to port {self._port} of pod {self._pod} was closed before an answer: try again; perhaps it wants https (--tls)"
+            f"the connection to port {self._port} of pod {self._pod} was closed before an answer:"
+            " try again; perhaps it wants https (--tls)"
         )
 
     def _pump(self, near: socket.socket, far: Any) -> int:
@@ -137,8 +151,13 @@ class PodPort:
 
 
 def _refuse(near: socket.socket, why: str) -> None:
-    body = msgspec.json.encode({"type": "about:blank", "title": "Bad Gateway", "status": 502, "detail": why})
-    head = f"HTTP/1.1 502 Bad Gateway\r\ncontent-type: application/problem+json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    body = msgspec.json.encode(
+        {"type": "about:blank", "title": "Bad Gateway", "status": 502, "detail": why}
+    )
+    head = (
+        "HTTP/1.1 502 Bad Gateway\r\ncontent-type: application/problem+json\r\ncontent-length:"
+        f" {len(body)}\r\nconnection: close\r\n\r\n"
+    )
     try:
         near.sendall(head.encode() + body)
     except OSError:  # whoever asked has gone

@@ -28,7 +28,9 @@ LM_PORT_NAME: Final = "lm"
 DEFAULT_LM_PORT: Final = 65432
 MAX_FORWARDED: Final = 256
 TOKENS_KEY: Final = "tokens.yaml"
-"""What services of the chart read from the Secret that also holds the operator's token, under the next key."""
+"""What services of the chart read from the Secret that also holds the operator's token, under
+the next key.
+"""
 OPERATOR_KEY: Final = "operator-token"
 FORWARDED_NAME: Final = "localhost"
 """What certificates of the chart name beside a pod's service: a forwarded connection ends there."""
@@ -55,40 +57,60 @@ def pods_of(cluster: Cluster, release: str | None) -> list[Any]:
     found = cluster.list(core.list_namespaced_pod, "pods", OF_THE_CHART + of_release)
     if release is None:
         names = {pod.metadata.name for pod in found}
-        found += [pod for pod in cluster.list(core.list_namespaced_pod, "pods", INJECTED) if pod.metadata.name not in names]
+        found += [
+            pod
+            for pod in cluster.list(core.list_namespaced_pod, "pods", INJECTED)
+            if pod.metadata.name not in names
+        ]
     return found
 
 
 def services_in(pods: Sequence[Any], port_name: str = PORT_NAME) -> list[PodService]:
-    """The services that run in these pods, and their ports of that name; those whose work is over are left out."""
+    """The services that run in these pods, and their ports of that name; those whose work is
+    over are left out.
+    """
     found = []
     for pod in pods:
         kind = _kind(pod)
         if kind is not None and pod.status.phase not in ("Succeeded", "Failed"):
-            waits = "" if pod.status.phase == "Running" else f"its pod is {pod.status.phase}: kubectl describe pod {pod.metadata.name}"
-            found.append(PodService(kind, pod.metadata.name, _port(pod, kind, port_name), waits, _token_secret(pod)))
+            waits = (
+                ""
+                if pod.status.phase == "Running"
+                else f"its pod is {pod.status.phase}: kubectl describe pod {pod.metadata.name}"
+            )
+            found.append(
+                PodService(
+                    kind, pod.metadata.name, _port(pod, kind, port_name), waits, _token_secret(pod)
+                )
+            )
     return found
 
 
 class PodWays:
-    """Ways to the services of a namespace, each behind a socket in a directory of its own. Enter it, so that they are closed.
+    """Ways to the services of a namespace, each behind a socket in a directory of its own. Enter
+    it, so that they are closed.
 
     Args:
         settings: Which cluster, namespace and release.
         kinds: Of which services.
-        port_name: `http`, or `lm` for that of cache_storage, which is then behind a port on loopback.
+        port_name: `http`, or `lm` for that of cache_storage, which is then behind a port on
+            loopback.
 
     Raises:
         UsageError: The kubeconfig cannot be used.
     """
 
-    def __init__(self, settings: CtlSettings, kinds: Sequence[Kind], port_name: str = PORT_NAME) -> None:
+    def __init__(
+        self, settings: CtlSettings, kinds: Sequence[Kind], port_name: str = PORT_NAME
+    ) -> None:
         self._settings = settings
         self._kinds = kinds
         self._port_name = port_name
         self._open = ExitStack()
         self._cluster = self._open.enter_context(Cluster(settings))
-        self._directory = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="lmcachectl-")))  # only its owner may enter it
+        self._directory = Path(
+            self._open.enter_context(tempfile.TemporaryDirectory(prefix="lmcachectl-"))
+        )  # only its owner may enter it
         self._ways: dict[PodService, tuple[Service, ExitStack]] = {}
         self._tokens: dict[str, str | None] = {}
         self._num_opened = 0
@@ -97,22 +119,32 @@ class PodWays:
         """Forwards nothing before `find`."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Close all of them."""
         with self._open:
             for one in list(self._ways):
                 self._forget(one)
 
     def find(self) -> list[Service]:
-        """The services that are there now. Ways to those that were there before stay as they are; those of pods that went are closed.
+        """The services that are there now. Ways to those that were there before stay as they are;
+        those of pods that went are closed.
 
         Raises:
-            CtlError: The API cannot be reached, or refuses, or there are too many; nothing has changed.
+            CtlError: The API cannot be reached, or refuses, or there are too many; nothing has
+                changed.
         """
         pods = services_in(pods_of(self._cluster, self._settings.release), self._port_name)
         found = [one for one in pods if one.kind in self._kinds]
         if len(found) > MAX_FORWARDED:
-            raise CtlError(f"{len(found)} pods are more than the {MAX_FORWARDED} that are asked at once: name a --release")
+            raise CtlError(
+                f"{len(found)} pods are more than the {MAX_FORWARDED} that are asked at once: name"
+                " a --release"
+            )
         for gone in self._ways.keys() - set(found):
             self._forget(gone)
         for one in found:
@@ -127,26 +159,61 @@ class PodWays:
         if self._port_name == LM_PORT_NAME:
             host, port = one.pod, one.port
             if not one.problem:
-                host, port = way.enter_context(PodPort(self._cluster, one.pod, one.port, None)).address
+                host, port = way.enter_context(
+                    PodPort(self._cluster, one.pod, one.port, None)
+                ).address
             url = f"{'lm+tls' if is_encrypted else 'lm'}://{host}:{port}"
-            return Service(one.kind, one.pod, url, tls_name, problem=one.problem, forwarded=True, token=token), way
+            return (
+                Service(
+                    one.kind,
+                    one.pod,
+                    url,
+                    tls_name,
+                    problem=one.problem,
+                    forwarded=True,
+                    token=token,
+                ),
+                way,
+            )
         self._num_opened += 1
         path = self._directory / f"{self._num_opened}.sock"
         if not one.problem:
             way.enter_context(PodPort(self._cluster, one.pod, one.port, path))
         url = f"{'https' if is_encrypted else 'http'}://{one.pod}.{self._cluster.namespace}:{one.port}"
-        found = Service(one.kind, one.pod, url, tls_name, problem=one.problem, socket_path=str(path), forwarded=True)
+        found = Service(
+            one.kind,
+            one.pod,
+            url,
+            tls_name,
+            problem=one.problem,
+            socket_path=str(path),
+            forwarded=True,
+        )
         return msgspec.structs.replace(found, token=token, token_secret=one.token_secret), way
 
     def _operator_token(self, secret: str) -> str | None:
-        """The token of the release, where the caller was given none and this account may read it."""
+        """The token of the release, where the caller was given none and this account may read
+        it.
+        """
         if not secret or self._settings.token_file is not None or self._settings.token is not None:
             return None
         if secret not in self._tokens:
             try:
-                found = self._cluster.call(f"secret {secret}", self._cluster.core.read_namespaced_secret, secret, self._cluster.namespace)
-                text = base64.b64decode((found.data or {}).get(OPERATOR_KEY, "")).decode("ascii").strip()
-            except (CtlError, ValueError):  # health needs no token; for more, `token_hint` says how to give one
+                found = self._cluster.call(
+                    f"secret {secret}",
+                    self._cluster.core.read_namespaced_secret,
+                    secret,
+                    self._cluster.namespace,
+                )
+                text = (
+                    base64.b64decode((found.data or {}).get(OPERATOR_KEY, ""))
+                    .decode("ascii")
+                    .strip()
+                )
+            except (
+                CtlError,
+                ValueError,
+            ):  # health needs no token; for more, `token_hint` says how to give one
                 text = ""
             self._tokens[secret] = text or None
         return self._tokens[secret]
@@ -177,7 +244,9 @@ def _token_secret(pod: Any) -> str:
     """The Secret that its services read their tokens from, "" where they ask for none."""
     for volume in pod.spec.volumes or ():
         for source in volume.projected.sources or () if volume.projected is not None else ():
-            if source.secret is not None and any(item.key == TOKENS_KEY for item in source.secret.items or ()):
+            if source.secret is not None and any(
+                item.key == TOKENS_KEY for item in source.secret.items or ()
+            ):
                 return str(source.secret.name)
     return ""
 

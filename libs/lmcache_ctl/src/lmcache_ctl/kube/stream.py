@@ -1,4 +1,6 @@
-"""A stream of a port-forward. Imports the package `kubernetes`, and so is imported only when one is opened."""
+"""A stream of a port-forward. Imports the package `kubernetes`, and so is imported only when one
+is opened.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from lmcache_ctl.kube.access import Cluster
 
 
 class Stream(PortForward):  # type: ignore[misc]
-    """The package's own, whose thread ends without a word when the connection breaks, and leaves nothing open.
+    """The package's own, whose thread ends without a word when the connection breaks, and leaves
+    nothing open.
 
     Attributes:
         has_ended: Set when its thread has closed everything.
@@ -36,7 +39,8 @@ class Stream(PortForward):  # type: ignore[misc]
 
 
 def open_stream(cluster: Cluster, pod: str, port: int) -> Stream:
-    """A stream to a port of a pod, with a client of its own: while a stream is opened the client can do nothing else.
+    """A stream to a port of a pod, with a client of its own: while a stream is opened the client
+    can do nothing else.
 
     Raises:
         ApiException: The API refuses.
@@ -45,10 +49,14 @@ def open_stream(cluster: Cluster, pod: str, port: int) -> Stream:
     """
     from kubernetes import client
 
-    def connected(configuration: Any, method: str, url: str, headers: Any = None, **_: Any) -> Stream:
+    def connected(
+        configuration: Any, method: str, url: str, headers: Any = None, **_: Any
+    ) -> Stream:
         return Stream(create_websocket(configuration, get_websocket_url(url), headers), [port])
 
     with cluster.client() as own:
         asked = client.CoreV1Api(own).connect_get_namespaced_pod_portforward
-        stream: Stream = _websocket_request(connected, {"_preload_content": False}, asked, pod, cluster.namespace, ports=str(port))
+        stream: Stream = _websocket_request(
+            connected, {"_preload_content": False}, asked, pod, cluster.namespace, ports=str(port)
+        )
     return stream

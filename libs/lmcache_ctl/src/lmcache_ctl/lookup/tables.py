@@ -13,9 +13,19 @@ DEGRADED = "The index does not answer: nothing is known."
 def print_status(found: Mapping[str, Any]) -> None:
     """The index, and a line for each lease."""
     stats = found["stats"]
-    print_text(f"index      {stats['index']}{', which does not answer' if stats['degraded'] else ''}")
+    print_text(
+        f"index      {stats['index']}{', which does not answer' if stats['degraded'] else ''}"
+    )
     print_text(f"chunks     {UNKNOWN if stats['num_chunks'] is None else stats['num_chunks']}")
-    rows = [(one["instance"], one["kind"], str(one["next_sequence"]), f"{one['expires_in_ms'] / 1000:.1f} s") for one in found["instances"]]
+    rows = [
+        (
+            one["instance"],
+            one["kind"],
+            str(one["next_sequence"]),
+            f"{one['expires_in_ms'] / 1000:.1f} s",
+        )
+        for one in found["instances"]
+    ]
     print_table("", Columns(("instance", "kind", "events", "lease"), left=2), rows)
 
 
@@ -24,7 +34,10 @@ def print_holders(found: Mapping[str, Any]) -> None:
     if found["degraded"]:
         print_text(DEGRADED)
         return
-    rows = [(one["instance"], one["kind"], one["tier"], size_text(one["size_bytes"])) for one in found["holders"]]
+    rows = [
+        (one["instance"], one["kind"], one["tier"], size_text(one["size_bytes"]))
+        for one in found["holders"]
+    ]
     print_table("", Columns(("instance", "kind", "tier", "size"), left=3), rows)
 
 
@@ -38,7 +51,9 @@ def print_routes(found: Mapping[str, Any], num_asked: int) -> None:
 
 
 def print_prefix(found: Mapping[str, Any]) -> None:
-    """How many chunks from the first on are cached, and a line for each of those with its holders."""
+    """How many chunks from the first on are cached, and a line for each of those with its
+    holders.
+    """
     if found["degraded"]:
         print_text(DEGRADED)
         return

@@ -25,10 +25,20 @@ DEFAULT_TTL_S = 600.0
 @reaches_services
 def pin(
     reach: Reach,
-    chunks: Annotated[list[str] | None, typer.Argument(metavar="CHUNK", help="Chunk hashes; at cache_storage keys.")] = None,
-    tokens: Annotated[Path | None, typer.Option(help="File with the token ids of a prompt instead; - for standard input.")] = None,
-    at: Annotated[str, typer.Option(metavar="TARGET", help="sidecar, storage, or one of them: sidecar/NAME.")] = "sidecar",
-    ttl: Annotated[float, typer.Option(metavar="SECONDS", help="For how long; 0 lets go of them.", min=0)] = DEFAULT_TTL_S,
+    chunks: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CHUNK", help="Chunk hashes; at cache_storage keys."),
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(help="File with the token ids of a prompt instead; - for standard input."),
+    ] = None,
+    at: Annotated[
+        str, typer.Option(metavar="TARGET", help="sidecar, storage, or one of them: sidecar/NAME.")
+    ] = "sidecar",
+    ttl: Annotated[
+        float, typer.Option(metavar="SECONDS", help="For how long; 0 lets go of them.", min=0)
+    ] = DEFAULT_TTL_S,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Keep chunks in memory for a while, for instance a system prompt before a rush.
@@ -47,7 +57,9 @@ def pin(
     if chunks and tokens is not None:
         raise UsageError("give chunks or --tokens, one of them")
     if tokens is not None and target.kind is not Kind.SIDECAR:
-        raise UsageError(f"--tokens goes to sidecars, which know how engines name chunks; not to {target}")
+        raise UsageError(
+            f"--tokens goes to sidecars, which know how engines name chunks; not to {target}"
+        )
     job = PinJob(target, chunks or [], None if tokens is None else read_token_ids(tokens), ttl)
 
     def work(asker: Asker) -> list[Outcome]:

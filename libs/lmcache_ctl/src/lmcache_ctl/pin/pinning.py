@@ -38,17 +38,28 @@ async def run_pin_job(asker: Asker, services: Sequence[Service], job: PinJob) ->
     chosen = await named(asker, services, [job.target])
     done = await asker.each(chosen, lambda caller: _at(caller, job))
     return [
-        Outcome(service.kind, service.name, problem=str(one)) if isinstance(one, CtlError) else Outcome(service.kind, service.name, one)
+        (
+            Outcome(service.kind, service.name, problem=str(one))
+            if isinstance(one, CtlError)
+            else Outcome(service.kind, service.name, one)
+        )
         for service, one in zip(chosen, done, strict=True)
     ]
 
 
 async def _at(caller: Caller, job: PinJob) -> dict[str, Any]:
-    base, field = ("/v1/admin", "keys") if caller.service.kind is Kind.STORAGE else ("/v1", "chunk_hashes")
+    base, field = (
+        ("/v1/admin", "keys") if caller.service.kind is Kind.STORAGE else ("/v1", "chunk_hashes")
+    )
     chunks = job.chunks
     if job.token_ids is not None:
         told = await caller.ask("POST", "/v1/explain", {"token_ids": job.token_ids})
-        whole = (chunk for one in told["explanations"] for chunk in one["chunks"] if chunk["end"] - chunk["start"] == one["chunk_size"])
+        whole = (
+            chunk
+            for one in told["explanations"]
+            for chunk in one["chunks"]
+            if chunk["end"] - chunk["start"] == one["chunk_size"]
+        )
         chunks = list(dict.fromkeys(chunk["chunk_hash"] for chunk in whole))
         if not chunks:
             raise CtlError("the prompt fills no chunk: there is nothing to pin")

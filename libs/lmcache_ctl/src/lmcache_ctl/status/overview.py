@@ -22,7 +22,8 @@ class Totals(msgspec.Struct, frozen=True):
         num_services: That were asked.
         num_well: That do their work.
         versions: Versions that run, and how many of each.
-        hit_ratio: Share of the chunks that engines wanted and sidecars had, or got from elsewhere; None before the first.
+        hit_ratio: Share of the chunks that engines wanted and sidecars had, or got from elsewhere;
+            None before the first.
         hit_ratio_by_tier: The same share, by the tier that had them.
         used_bytes: What each tier holds, over all services of a kind: `<kind>/<tier>`.
         capacity_bytes: What it may hold.
@@ -75,8 +76,16 @@ def summed(states: Sequence[ServiceState]) -> Overview:
             len(states),
             sum(state.is_well for state in states),
             dict(Counter(state.version for state in states if state.version)),
-            round(sum(state.traffic.num_found for state in sidecars) / wanted, 4) if wanted else None,
-            {tier: round(num / wanted, 4) for tier, num in sorted(by_tier.items())} if wanted else {},
+            (
+                round(sum(state.traffic.num_found for state in sidecars) / wanted, 4)
+                if wanted
+                else None
+            ),
+            (
+                {tier: round(num / wanted, 4) for tier, num in sorted(by_tier.items())}
+                if wanted
+                else {}
+            ),
             dict(used),
             dict(capacity),
         ),

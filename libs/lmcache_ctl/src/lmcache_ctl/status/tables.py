@@ -13,13 +13,32 @@ def print_overview(found: Overview) -> None:
     """A line for each service, what their tiers hold, and what is wrong."""
     print_text("\n".join(_total_lines(found.totals)))
     rows = [
-        (str(one.kind), one.name, str(one.state), one.version or UNKNOWN, _latency(one), share_text(one.traffic.hit_ratio), _facts(one))
+        (
+            str(one.kind),
+            one.name,
+            str(one.state),
+            one.version or UNKNOWN,
+            _latency(one),
+            share_text(one.traffic.hit_ratio),
+            _facts(one),
+        )
         for one in found.services
     ]
     headings = ("service", "name", "state", "version", "answers in", "hits", "more")
-    print_table("", Columns(headings, left=4, prose=True, spare=("answers in", "version", "more", "service")), rows)
+    print_table(
+        "",
+        Columns(headings, left=4, prose=True, spare=("answers in", "version", "more", "service")),
+        rows,
+    )
     tiers = [
-        (str(one.kind), one.name, tier.name, str(tier.num_chunks), size_text(tier.used_bytes), size_text(tier.capacity_bytes))
+        (
+            str(one.kind),
+            one.name,
+            tier.name,
+            str(tier.num_chunks),
+            size_text(tier.used_bytes),
+            size_text(tier.capacity_bytes),
+        )
         for one in found.services
         for tier in one.tiers
     ]
@@ -35,11 +54,17 @@ def print_overview(found: Overview) -> None:
 
 
 def _total_lines(totals: Totals) -> Iterator[str]:
-    versions = ", ".join(f"{version} ({number}x)" for version, number in sorted(totals.versions.items()))
+    versions = ", ".join(
+        f"{version} ({number}x)" for version, number in sorted(totals.versions.items())
+    )
     yield f"services   {totals.num_well} of {totals.num_services} are well"
     yield f"versions   {versions or UNKNOWN}"
-    by_tier = ", ".join(f"{tier} {share_text(share)}" for tier, share in totals.hit_ratio_by_tier.items())
-    yield f"hits       {share_text(totals.hit_ratio)} of the chunks that engines wanted" + (f": {by_tier}" if by_tier else "")
+    by_tier = ", ".join(
+        f"{tier} {share_text(share)}" for tier, share in totals.hit_ratio_by_tier.items()
+    )
+    yield f"hits       {share_text(totals.hit_ratio)} of the chunks that engines wanted" + (
+        f": {by_tier}" if by_tier else ""
+    )
 
 
 def _latency(one: ServiceState) -> str:
@@ -48,7 +73,9 @@ def _latency(one: ServiceState) -> str:
 
 def _facts(one: ServiceState) -> str:
     words = [f"{name} {value}" for name, value in one.facts.items()]
-    return "; ".join([*words, f"drain: {drain_text(one.drain)}"] if one.drain is not None else words)
+    return "; ".join(
+        [*words, f"drain: {drain_text(one.drain)}"] if one.drain is not None else words
+    )
 
 
 def drain_text(drain: Drain) -> str:

@@ -27,7 +27,12 @@ MAX_INTERVAL_S = 3600.0
 @reaches_services
 def top(
     reach: Reach,
-    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks.", min=MIN_INTERVAL_S, max=MAX_INTERVAL_S)] = 2.0,
+    interval: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Between two looks.", min=MIN_INTERVAL_S, max=MAX_INTERVAL_S
+        ),
+    ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show one interval and end.")] = False,
     output: Output = OutputFormat.TABLE,
 ) -> None:

@@ -17,7 +17,8 @@ class Rates(msgspec.Struct, frozen=True):
         name: Which one.
         state: How it is now.
         problem: What is wrong with it, "" for nothing.
-        requests_per_s: REST requests; None where there is nothing to compare with, as of all figures below.
+        requests_per_s: REST requests; None where there is nothing to compare with, as of all
+            figures below.
         wanted_per_s: Chunks that were asked for.
         hit_ratio: Share of them that were there; None also where none was asked for.
         in_bytes_per_s: Chunks that were stored.
@@ -57,7 +58,9 @@ class Moment(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-def moment(before: Sequence[ServiceState], after: Sequence[ServiceState], seconds: float, problem: str = "") -> Moment:
+def moment(
+    before: Sequence[ServiceState], after: Sequence[ServiceState], seconds: float, problem: str = ""
+) -> Moment:
     """From two looks.
 
     Args:
@@ -75,10 +78,16 @@ def moment(before: Sequence[ServiceState], after: Sequence[ServiceState], second
 
 
 def rates_of(before: ServiceState | None, after: ServiceState, seconds: float) -> Rates:
-    """One service; one that has come or restarted in between, or was not seen, has nothing to compare with."""
+    """One service; one that has come or restarted in between, or was not seen, has nothing to
+    compare with.
+    """
     is_new = before is None
     before = before or after
-    can_compare = not is_new and State.SILENT not in (before.state, after.state) and not _has_restarted(before.traffic, after.traffic)
+    can_compare = (
+        not is_new
+        and State.SILENT not in (before.state, after.state)
+        and not _has_restarted(before.traffic, after.traffic)
+    )
 
     def rate(figure: str) -> float | None:
         apart = getattr(after.traffic, figure) - getattr(before.traffic, figure)

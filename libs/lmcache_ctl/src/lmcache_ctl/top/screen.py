@@ -22,12 +22,17 @@ SERVICES = Columns(
     spare=("tiers", "chunks/s", "requests/s", "service", "state", "out", "in"),
 )
 LINKS = Columns(
-    ("peer", "kind", "reached at", "zone", "load", "pulls", ""), left=4, prose=True, spare=("zone", "kind", "load", "reached at")
+    ("peer", "kind", "reached at", "zone", "load", "pulls", ""),
+    left=4,
+    prose=True,
+    spare=("zone", "kind", "load", "reached at"),
 )
 
 
 def screen_of(found: Moment, width: int) -> RenderableType:
-    """Services with rates and tiers, the links between pods, and drains underway, for a terminal of that width."""
+    """Services with rates and tiers, the links between pods, and drains underway, for a terminal
+    of that width.
+    """
     return Group(*_parts(found, width))
 
 
@@ -74,7 +79,17 @@ def _links(links: Sequence[Link], width: int) -> Table:
         words = "draining" if link.draining else ""
         if link.drain is not None and link.drain.state != "serving":
             words = drain_text(link.drain)
-        rows.append((link.id, link.kind, link.distributed_url, link.zone, f"{link.load:.0%}", str(link.num_pulls), words))
+        rows.append(
+            (
+                link.id,
+                link.kind,
+                link.distributed_url,
+                link.zone,
+                f"{link.load:.0%}",
+                str(link.num_pulls),
+                words,
+            )
+        )
     return table_of(LINKS, rows, width)
 
 

@@ -15,15 +15,20 @@ from lmcache_ctl.settings import CtlSettings
 from lmcache_ctl.top.rates import Moment, moment
 
 FIND_EVERY_S: Final = 5.0
-"""Pods come and go; the Kubernetes API is not asked for them more often, however short the interval."""
+"""Pods come and go; the Kubernetes API is not asked for them more often, however short the
+interval.
+"""
 
 
-async def moments(settings: CtlSettings, find: Callable[[], list[Service]], interval_s: float) -> AsyncIterator[Moment]:
+async def moments(
+    settings: CtlSettings, find: Callable[[], list[Service]], interval_s: float
+) -> AsyncIterator[Moment]:
     """What they do, once in each interval, without an end; the first comes after one interval.
 
     Args:
         settings: How they are asked.
-        find: Which there are; called now, and again every few seconds. When it fails later, those that were known are looked at.
+        find: Which there are; called now, and again every few seconds. When it fails later, those
+            that were known are looked at.
         interval_s: Seconds between two looks.
 
     Raises:

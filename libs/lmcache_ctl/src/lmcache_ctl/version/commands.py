@@ -52,7 +52,10 @@ def version(
     if not client:
         with reach.services() as found:
             states = asyncio.run(look_at(Asker(reach.settings), found))
-        services = [ServiceVersion(one.kind, one.name, one.version, "" if one.version else one.problem) for one in states]
+        services = [
+            ServiceVersion(one.kind, one.name, one.version, "" if one.version else one.problem)
+            for one in states
+        ]
     show(Versions(own_version(), services), output, _print)
 
 

@@ -1,7 +1,8 @@
-"""Two small language models that ship with the demonstration: real weights, trained by :mod:`.train`, loaded offline.
+"""Two small language models that ship with the demonstration: real weights, trained by
+:mod:`.train`, loaded offline.
 
-The second is the first, taught to answer from two documents (:mod:`.two_documents`). ``MODEL_CARD.md`` beside this file
-says how they were trained and what they can do.
+The second is the first, taught to answer from two documents (:mod:`.two_documents`).
+``MODEL_CARD.md`` beside this file says how they were trained and what they can do.
 """
 
 from pathlib import Path
@@ -10,7 +11,13 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["MODEL_DIR", "TWO_DOCUMENT_DIR", "load_model", "load_tokenizer", "load_two_document_model"]
+__all__ = [
+    "MODEL_DIR",
+    "TWO_DOCUMENT_DIR",
+    "load_model",
+    "load_tokenizer",
+    "load_two_document_model",
+]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -38,7 +45,9 @@ def load_model(dtype: Dtype = "float32") -> tuple["LlamaForCausalLM", "PreTraine
     return _load(MODEL_DIR, dtype), load_tokenizer()
 
 
-def load_two_document_model(dtype: Dtype = "float32") -> tuple["LlamaForCausalLM", "PreTrainedTokenizerFast"]:
+def load_two_document_model(
+    dtype: Dtype = "float32",
+) -> tuple["LlamaForCausalLM", "PreTrainedTokenizerFast"]:
     """As :func:`load_model`, for the model that answers prompts of :mod:`.two_documents`."""
     return _load(TWO_DOCUMENT_DIR, dtype), load_tokenizer()
 
@@ -48,4 +57,6 @@ def _load(folder: Path, dtype: Dtype) -> "LlamaForCausalLM":
     from transformers import LlamaForCausalLM
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return LlamaForCausalLM.from_pretrained(str(folder), dtype=dtypes[dtype], local_files_only=True).eval()
+    return LlamaForCausalLM.from_pretrained(
+        str(folder), dtype=dtypes[dtype], local_files_only=True
+    ).eval()

@@ -1,4 +1,6 @@
-"""Draws training sequences; what a step sees depends on the seed and the step alone, so that a resumed run goes on alike."""
+"""Draws training sequences; what a step sees depends on the seed and the step alone, so that a
+resumed run goes on alike.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +14,20 @@ from lmcache_demo.model.corpus import Document, DocumentKind
 TokenArray = npt.NDArray[np.uint16]
 
 # How often a text of this kind is read, relative to library sources.
-KIND_WEIGHTS: Final[Mapping[DocumentKind, float]] = {"library": 1.0, "test": 0.3, "topic": 3.0, "reference": 2.5}
-# Reference documents are always read from their start, because the questions at their end need the entries before them.
-START_RATIOS: Final[Mapping[DocumentKind, float]] = {"library": 0.5, "test": 0.5, "topic": 0.5, "reference": 1.0}
+KIND_WEIGHTS: Final[Mapping[DocumentKind, float]] = {
+    "library": 1.0,
+    "test": 0.3,
+    "topic": 3.0,
+    "reference": 2.5,
+}
+# Reference documents are always read from their start, because the questions at their end need the
+# entries before them.
+START_RATIOS: Final[Mapping[DocumentKind, float]] = {
+    "library": 0.5,
+    "test": 0.5,
+    "topic": 0.5,
+    "reference": 1.0,
+}
 
 REPEAT_RATIO: Final = 0.15
 MIN_REPEAT_TOKENS: Final = 24
@@ -27,10 +40,10 @@ class TrainingRows:
 
     Attributes:
         tokens: Inputs, and targets one to the right: ``[num_rows, length + 1]``, dtype int64.
-        weights: What each target counts in the loss, ``[num_rows, length]``, dtype float32; None: all the same. The loss is the
-            weighted mean over the rows of a process.
-        blocks: Which inputs each input sees, ``[num_rows, length]``, dtype int16: 0 sees all before it, another number
-            only those of the same number; None: all see all before them.
+        weights: What each target counts in the loss, ``[num_rows, length]``, dtype float32; None:
+            all the same. The loss is the weighted mean over the rows of a process.
+        blocks: Which inputs each input sees, ``[num_rows, length]``, dtype int16: 0 sees all before
+            it, another number only those of the same number; None: all see all before them.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -38,7 +51,9 @@ class TrainingRows:
     blocks: npt.NDArray[np.int16] | None = None
 
     def mask(self) -> npt.NDArray[np.bool_] | None:
-        """Whether each input sees each, ``[num_rows, length, length]``; None where all see all before them."""
+        """Whether each input sees each, ``[num_rows, length, length]``; None where all see all
+        before them.
+        """
         if self.blocks is None:
             return None
         same = self.blocks[:, :, None] == self.blocks[:, None]
@@ -60,16 +75,19 @@ class Sampler(Protocol):
 class BatchSampler:
     """Cuts sequences out of the concatenated documents of each kind.
 
-    In some sequences an earlier segment is written again over a later place, which teaches the model early on to look
-    for what it has already read.
+    In some sequences an earlier segment is written again over a later place, which teaches the
+    model early on to look for what it has already read.
     """
 
-    def __init__(self, documents: Sequence[Document], encoded: Sequence[TokenArray], seed: int) -> None:
+    def __init__(
+        self, documents: Sequence[Document], encoded: Sequence[TokenArray], seed: int
+    ) -> None:
         """Concatenates the documents of each kind in a seeded order.
 
         Args:
             documents: The training documents.
-            encoded: Token ids of each document, end-of-text first, shape ``[num_tokens]``, dtype uint16.
+            encoded: Token ids of each document, end-of-text first, shape ``[num_tokens]``, dtype
+                uint16.
             seed: Fixes the order of documents and every later draw.
         """
         self._seed = seed
@@ -79,7 +97,9 @@ class BatchSampler:
         weights = []
         rng = np.random.default_rng(seed)
         for kind, weight in KIND_WEIGHTS.items():
-            parts = [tokens for doc, tokens in zip(documents, encoded, strict=True) if doc.kind == kind]
+            parts = [
+                tokens for doc, tokens in zip(documents, encoded, strict=True) if doc.kind == kind
+            ]
             if not parts:
                 continue
             order = rng.permutation(len(parts))

@@ -3,12 +3,14 @@
 Four kinds of document are read, all of them from the running interpreter's standard library:
 
 * ``library``: the source files of importable modules;
-* ``test``: the source files of the library's own tests (absent from some distributions, which only costs variety);
+* ``test``: the source files of the library's own tests (absent from some distributions, which only
+  costs variety);
 * ``topic``: the language reference as shipped in ``pydoc_data.topics``;
 * ``reference``: docstrings, one document per module, followed by questions (see :mod:`.reference`).
 
-The split is by document name alone: :func:`is_held_out` hashes the name, so that a file is on the same side under every
-Python version. A module's reference document is on the side of its source file.
+The split is by document name alone: :func:`is_held_out` hashes the name, so that a file is on the
+same side under every Python version. A module's reference document is on the side of its source
+file.
 """
 
 import hashlib
@@ -31,8 +33,11 @@ MAX_SHARED_LINES_RATIO: Final = 0.2
 MIN_DISTINCT_LINE_CHARS: Final = 40
 
 _TEST_FOLDERS: Final = frozenset({"test", "tests", "idle_test", "testing"})
-# Character-map tables and generated topics are data, not text to imitate; build settings name the machine's own folders.
-_EXCLUDED_FOLDERS: Final = frozenset({"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__", "lib-dynload"})
+# Character-map tables and generated topics are data, not text to imitate; build settings name the
+# machine's own folders.
+_EXCLUDED_FOLDERS: Final = frozenset(
+    {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__", "lib-dynload"}
+)
 _EXCLUDED_PREFIXES: Final = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
 
 
@@ -41,7 +46,8 @@ class Document:
     """One text of the corpus.
 
     Attributes:
-        name: Stable identity, for example ``"library:json/decoder.py"``; decides the side of the split.
+        name: Stable identity, for example ``"library:json/decoder.py"``; decides the side of the
+            split.
         kind: Where the text comes from.
         text: The text itself, with ``\\n`` line ends.
     """
@@ -60,7 +66,9 @@ class Corpus:
 
 
 def is_held_out(name: str) -> bool:
-    """Tells whether the document of this name is kept out of training; depends on the name alone."""
+    """Tells whether the document of this name is kept out of training; depends on the name
+    alone.
+    """
     digest = hashlib.sha256(name.encode()).digest()
     percent = HELD_OUT_TOPIC_PERCENT if name.startswith("topic:") else HELD_OUT_PERCENT
     return int.from_bytes(digest[:8], "big") % 100 < percent
@@ -73,7 +81,8 @@ def collect_corpus(stdlib: Path | None = None) -> Corpus:
         stdlib: Folder of the standard library; None means the running interpreter's.
 
     Returns:
-        The split. Training documents that share much of their text with held-out ones have been dropped.
+        The split. Training documents that share much of their text with held-out ones have been
+        dropped.
     """
     root = stdlib if stdlib is not None else Path(sysconfig.get_path("stdlib"))
     sources = list(iter_sources(root))
@@ -81,7 +90,9 @@ def collect_corpus(stdlib: Path | None = None) -> Corpus:
     training = _drop_near_copies((doc for doc in sources if not is_held_out(doc.name)), held_out)
     topics = list(iter_topics())
     held_out_topics = [doc for doc in topics if is_held_out(doc.name)]
-    training_topics = _drop_shared_paragraphs((doc for doc in topics if not is_held_out(doc.name)), held_out_topics)
+    training_topics = _drop_shared_paragraphs(
+        (doc for doc in topics if not is_held_out(doc.name)), held_out_topics
+    )
     return Corpus(
         training=_sorted(training + training_topics + list(_references(training))),
         held_out=_sorted(held_out + held_out_topics + list(_references(held_out))),
@@ -89,11 +100,15 @@ def collect_corpus(stdlib: Path | None = None) -> Corpus:
 
 
 def iter_sources(root: Path) -> Iterator[Document]:
-    """Yields every source file below a standard library folder, in path order, as ``library`` or ``test`` documents."""
+    """Yields every source file below a standard library folder, in path order, as ``library`` or
+    ``test`` documents.
+    """
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         folders = set(relative.parts[:-1])
-        if folders & _EXCLUDED_FOLDERS or any(part.startswith(_EXCLUDED_PREFIXES) for part in relative.parts):
+        if folders & _EXCLUDED_FOLDERS or any(
+            part.startswith(_EXCLUDED_PREFIXES) for part in relative.parts
+        ):
             continue
         text = _read_text(path)
         if text is None:
@@ -117,7 +132,9 @@ def _read_text(path: Path) -> str | None:
         return None
     try:
         text = raw.decode("utf-8")
-    except UnicodeDecodeError:  # Some of the library's tests are badly encoded on purpose: they are no text.
+    except (
+        UnicodeDecodeError
+    ):  # Some of the library's tests are badly encoded on purpose: they are no text.
         return None
     return text.replace("\r\n", "\n")
 
@@ -132,7 +149,9 @@ def _references(sources: Iterable[Document]) -> Iterator[Document]:
 
 
 def _drop_near_copies(training: Iterable[Document], held_out: Iterable[Document]) -> list[Document]:
-    """Drops training sources of which more than a fifth of the long lines also stand in a held-out source."""
+    """Drops training sources of which more than a fifth of the long lines also stand in a
+    held-out source.
+    """
     known = {line for doc in held_out for line in _long_lines(doc.text)}
     kept = []
     for doc in training:
@@ -143,12 +162,20 @@ def _drop_near_copies(training: Iterable[Document], held_out: Iterable[Document]
     return kept
 
 
-def _drop_shared_paragraphs(training: Iterable[Document], held_out: Iterable[Document]) -> list[Document]:
-    """Drops from training topics the paragraphs that held-out topics repeat: some topics contain others whole."""
+def _drop_shared_paragraphs(
+    training: Iterable[Document], held_out: Iterable[Document]
+) -> list[Document]:
+    """Drops from training topics the paragraphs that held-out topics repeat: some topics contain
+    others whole.
+    """
     known = {_squeeze(paragraph) for doc in held_out for paragraph in _paragraphs(doc.text)}
     kept = []
     for doc in training:
-        paragraphs = [p for p in _paragraphs(doc.text) if len(p) < MIN_DISTINCT_LINE_CHARS or _squeeze(p) not in known]
+        paragraphs = [
+            p
+            for p in _paragraphs(doc.text)
+            if len(p) < MIN_DISTINCT_LINE_CHARS or _squeeze(p) not in known
+        ]
         text = "\n\n".join(paragraphs)
         if text.strip():
             kept.append(Document(name=doc.name, kind=doc.kind, text=text))
@@ -156,7 +183,9 @@ def _drop_shared_paragraphs(training: Iterable[Document], held_out: Iterable[Doc
 
 
 def _long_lines(text: str) -> list[str]:
-    return [line.strip() for line in text.split("\n") if len(line.strip()) >= MIN_DISTINCT_LINE_CHARS]
+    return [
+        line.strip() for line in text.split("\n") if len(line.strip()) >= MIN_DISTINCT_LINE_CHARS
+    ]
 
 
 def _paragraphs(text: str) -> list[str]:

@@ -16,7 +16,8 @@ from lmcache_demo.model.measure import Comparison, Meter
 from lmcache_demo.model.recipe import Recipe, build_config
 from lmcache_demo.model.reference import render_question
 
-# The library's tests are read in training, but say little about prose and programs: they are not measured.
+# The library's tests are read in training, but say little about prose and programs: they are not
+# measured.
 MEASURED_KINDS: Final[tuple[DocumentKind, ...]] = ("library", "topic", "reference")
 QUESTION_START: Final = "\n\nQuestion: What is "
 ANSWER_START: Final = "\nAnswer: "
@@ -46,17 +47,25 @@ def load(folder: Path, *, trained: bool) -> Meter:
     """Loads a meter of the model in a folder, or of an untrained one with the same tokenizer."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     if trained:
-        model = LlamaForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+        model = LlamaForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, local_files_only=True
+        )
     else:
         torch.manual_seed(Recipe().seed)
         model = LlamaForCausalLM(build_config())
     return Meter(model.eval(), tokenizer)
 
 
-def report_bytes(console: Console, trained: Meter, untrained: Meter, documents: Sequence[Document]) -> None:
+def report_bytes(
+    console: Console, trained: Meter, untrained: Meter, documents: Sequence[Document]
+) -> None:
     """Prints bits per byte of each kind of held-out text, trained beside untrained."""
-    table = Table("held-out text", "documents", "bytes", "trained", "untrained", title="Loss, bits per byte")
-    groups = [(kind, [doc.text for doc in documents if doc.kind == kind]) for kind in MEASURED_KINDS]
+    table = Table(
+        "held-out text", "documents", "bytes", "trained", "untrained", title="Loss, bits per byte"
+    )
+    groups = [
+        (kind, [doc.text for doc in documents if doc.kind == kind]) for kind in MEASURED_KINDS
+    ]
     for name, texts in [*groups, ("all", [doc.text for doc in documents])]:
         if texts:
             size = sum(len(text.encode()) for text in texts)
@@ -77,11 +86,22 @@ def report_context(console: Console, meter: Meter, documents: Sequence[Document]
         ("same tokens at 400-600, then at 2,000-4,000", meter.far_context(sources)),
         ("held-out segment, then repeated 600 tokens later", meter.repeated_segment(sources)),
         ("random tokens, then repeated", meter.repeated_noise(NUM_NOISE_SEQUENCES)),
-        ("answers without, then with their document", meter.answers(references[:MAX_ANSWERED_DOCUMENTS])),
+        (
+            "answers without, then with their document",
+            meter.answers(references[:MAX_ANSWERED_DOCUMENTS]),
+        ),
     ]
-    table = Table("what", "tokens", "without", "with", "gain", title="What context is worth, nats per token")
+    table = Table(
+        "what", "tokens", "without", "with", "gain", title="What context is worth, nats per token"
+    )
     for name, result in comparisons:
-        table.add_row(name, f"{result.num_tokens:,}", f"{result.without:.3f}", f"{result.with_:.3f}", f"{result.gain:.3f}")
+        table.add_row(
+            name,
+            f"{result.num_tokens:,}",
+            f"{result.without:.3f}",
+            f"{result.with_:.3f}",
+            f"{result.gain:.3f}",
+        )
     console.print(table)
 
 
@@ -94,14 +114,23 @@ def report_samples(console: Console, meter: Meter, documents: Sequence[Document]
         name, summary = questions[0]
         prompt = f"{entries}\n\n{render_question(name)}"
         console.rule(f"{doc.name}, {len(meter.encode(prompt)):,} tokens")
-        console.print(f"{render_question(name)}{meter.generate(prompt, 40)}", markup=False, highlight=False)
+        console.print(
+            f"{render_question(name)}{meter.generate(prompt, 40)}", markup=False, highlight=False
+        )
         console.print(f"expected: {summary}", markup=False, highlight=False)
 
 
 def main() -> None:
     """Command line of the measurement."""
-    parser = argparse.ArgumentParser(prog="python -m lmcache_demo.model.evaluate", description=__doc__)
-    parser.add_argument("--model", type=Path, default=MODEL_DIR, help="folder of the model (default: the shipped one)")
+    parser = argparse.ArgumentParser(
+        prog="python -m lmcache_demo.model.evaluate", description=__doc__
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODEL_DIR,
+        help="folder of the model (default: the shipped one)",
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

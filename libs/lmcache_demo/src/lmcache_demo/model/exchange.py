@@ -1,7 +1,8 @@
 """Averages values between training processes through shared memory.
 
-One single-threaded process per core is as fast as one process of many threads on an idle machine, and far faster on a
-busy one: the processes wait for each other once a step, threads at every operator.
+One single-threaded process per core is as fast as one process of many threads on an idle machine,
+and far faster on a busy one: the processes wait for each other once a step, threads at every
+operator.
 """
 
 import multiprocessing
@@ -14,7 +15,9 @@ MAX_WAIT_S: Final = 600.0
 
 
 class MeanExchange:
-    """A table in shared memory with a row per process; passed to the processes when they are started."""
+    """A table in shared memory with a row per process; passed to the processes when they are
+    started.
+    """
 
     def __init__(self, num_workers: int, num_values: int) -> None:
         """Allocates the table.

@@ -10,11 +10,13 @@ if TYPE_CHECKING:
 
 
 def export_model(model: "LlamaForCausalLM", tokenizer_path: Path, folder: Path) -> Path:
-    """Exports weights as bfloat16 safetensors, with the configuration and the tokenizer beside them.
+    """Exports weights as bfloat16 safetensors, with the configuration and the tokenizer beside
+    them.
 
     Args:
         model: The trained model, float32; left as it is.
-        tokenizer_path: The run's ``tokenizer.json``; ``tokenizer_config.json`` is expected beside it.
+        tokenizer_path: The run's ``tokenizer.json``; ``tokenizer_config.json`` is expected beside
+            it.
         folder: Where to write; created if missing.
 
     Returns:

@@ -1,4 +1,6 @@
-"""Measures of a language model on held-out text: loss in bits per byte, by position, and what it owes to its context."""
+"""Measures of a language model on held-out text: loss in bits per byte, by position, and what it
+owes to its context.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -75,7 +77,9 @@ class Meter:
         return ids
 
     def token_losses(self, ids: Sequence[int]) -> LossArray:
-        """Returns the loss of each token, in nats, shape ``[len(ids)]``; an end-of-text token stands in front of them."""
+        """Returns the loss of each token, in nats, shape ``[len(ids)]``; an end-of-text token
+        stands in front of them.
+        """
         tokens = torch.tensor([[self._model.config.bos_token_id, *ids]], dtype=torch.int64)
         with torch.inference_mode():
             logits = self._model(input_ids=tokens[:, :-1], use_cache=False).logits[0]
@@ -83,7 +87,9 @@ class Meter:
         return losses.double().numpy()
 
     def bits_per_byte(self, texts: Iterable[str]) -> float:
-        """Returns the mean loss per byte of UTF-8, in bits; texts are read in windows of 4,000 tokens."""
+        """Returns the mean loss per byte of UTF-8, in bits; texts are read in windows of 4,000
+        tokens.
+        """
         nats, num_bytes = 0.0, 0
         for text in texts:
             ids = self.encode(text)
@@ -96,7 +102,8 @@ class Meter:
         """Returns the mean loss in each range of positions, in nats per token.
 
         Args:
-            texts: Every window of 4,000 tokens in them counts, at a stride of 1,000; shorter texts do not count.
+            texts: Every window of 4,000 tokens in them counts, at a stride of 1,000; shorter texts
+                do not count.
 
         Returns:
             The mean per range of :data:`POSITION_RANGES`.
@@ -116,7 +123,9 @@ class Meter:
         return {(start, stop): float(mean[start:stop].mean()) for start, stop in POSITION_RANGES}
 
     def far_context(self, texts: Iterable[str]) -> Comparison:
-        """Compares the same tokens at positions 2,000-4,000 and at positions 400-600 of their window."""
+        """Compares the same tokens at positions 2,000-4,000 and at positions 400-600 of their
+        window.
+        """
         near_losses, far_losses = [], []
         near_start, near_stop = NEAR_RANGE
         for text in texts:
@@ -131,7 +140,9 @@ class Meter:
         return Comparison(without=float(near.mean()), with_=float(far.mean()), num_tokens=len(far))
 
     def repeated_segment(self, texts: Sequence[str]) -> Comparison:
-        """Compares a segment's loss with its loss when it is read again, 600 tokens of another text later."""
+        """Compares a segment's loss with its loss when it is read again, 600 tokens of another
+        text later.
+        """
         first_losses, second_losses = [], []
         encoded = [ids for ids in map(self.encode, texts) if len(ids) >= 2 * FILLER_TOKENS]
         for index, ids in enumerate(encoded):
@@ -141,10 +152,14 @@ class Meter:
             first_losses.append(losses[:SEGMENT_TOKENS])
             second_losses.append(losses[-SEGMENT_TOKENS:])
         first, second = np.concatenate(first_losses), np.concatenate(second_losses)
-        return Comparison(without=float(first.mean()), with_=float(second.mean()), num_tokens=len(first))
+        return Comparison(
+            without=float(first.mean()), with_=float(second.mean()), num_tokens=len(first)
+        )
 
     def repeated_noise(self, num_sequences: int, seed: int = 0) -> Comparison:
-        """Compares the first and second copy of uniformly random tokens: what copying alone achieves."""
+        """Compares the first and second copy of uniformly random tokens: what copying alone
+        achieves.
+        """
         rng = np.random.default_rng(seed)
         vocab_size = int(self._model.config.vocab_size)
         first_losses, second_losses = [], []
@@ -154,13 +169,16 @@ class Meter:
             first_losses.append(losses[:SEGMENT_TOKENS])
             second_losses.append(losses[SEGMENT_TOKENS:])
         first, second = np.concatenate(first_losses), np.concatenate(second_losses)
-        return Comparison(without=float(first.mean()), with_=float(second.mean()), num_tokens=len(first))
+        return Comparison(
+            without=float(first.mean()), with_=float(second.mean()), num_tokens=len(first)
+        )
 
     def answers(self, documents: Iterable[tuple[str, Sequence[tuple[str, str]]]]) -> Comparison:
         """Compares the loss of answers with and without the document that they stand in.
 
         Args:
-            documents: Pairs of a document and its questions, each a name and the summary that answers it.
+            documents: Pairs of a document and its questions, each a name and the summary that
+                answers it.
         """
         without, with_ = [], []
         for document, questions in documents:
@@ -172,12 +190,21 @@ class Meter:
                 context = self.encode(f"{document}\n\n")
                 with_.append(self.token_losses([*context, *prompt, *answer])[-len(answer) :])
         bare, read = np.concatenate(without), np.concatenate(with_)
-        return Comparison(without=float(bare.mean()), with_=float(read.mean()), num_tokens=len(read))
+        return Comparison(
+            without=float(bare.mean()), with_=float(read.mean()), num_tokens=len(read)
+        )
 
     def generate(self, prompt: str, max_new_tokens: int) -> str:
         """Returns the greedy continuation of a prompt."""
-        tokens = torch.tensor([[self._model.config.bos_token_id, *self.encode(prompt)]], dtype=torch.int64)
+        tokens = torch.tensor(
+            [[self._model.config.bos_token_id, *self.encode(prompt)]], dtype=torch.int64
+        )
         with torch.inference_mode():
-            output = self._model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens, do_sample=False)
+            output = self._model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+            )
         text: str = self._tokenizer.decode(output[0, tokens.shape[1] :], skip_special_tokens=True)
         return text

@@ -1,4 +1,6 @@
-"""The model's architecture and the recipe of its training: everything that fixes the result besides the text."""
+"""The model's architecture and the recipe of its training: everything that fixes the result
+besides the text.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -42,7 +44,8 @@ class Recipe:
         long_length: Sequence length of the last part, in tokens.
         long_ratio: Share of the steps at the long length.
         warmup_steps: Steps over which the learning rate rises from 0.
-        decay_ratio: Share of the steps, at the end, over which it falls to ``final_lr_ratio`` of its peak.
+        decay_ratio: Share of the steps, at the end, over which it falls to ``final_lr_ratio`` of
+            its peak.
         final_lr_ratio: Learning rate of the last step as a share of the peak.
         matrix_lr: Peak learning rate of Muon, which updates the weight matrices.
         vector_lr: Peak learning rate of AdamW, which updates the embedding and the norms.
@@ -67,10 +70,16 @@ class Recipe:
 
     def length_at(self, step: int) -> int:
         """Returns the sequence length of a step, in tokens."""
-        return self.long_length if step >= self.num_steps * (1 - self.long_ratio) else self.short_length
+        return (
+            self.long_length
+            if step >= self.num_steps * (1 - self.long_ratio)
+            else self.short_length
+        )
 
     def lr_scale_at(self, step: int) -> float:
-        """Returns the factor of the peak learning rates at a step: a rise, a plateau, a linear fall."""
+        """Returns the factor of the peak learning rates at a step: a rise, a plateau, a linear
+        fall.
+        """
         decay_start = self.num_steps * (1 - self.decay_ratio)
         if step < decay_start:
             return min(1.0, (step + 1) / self.warmup_steps)
@@ -95,7 +104,8 @@ TWO_DOCUMENT_RECIPE: Final = Recipe(
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """How prompts of two documents grow harder: few words and short at first, until the way to answer has been found.
+    """How prompts of two documents grow harder: few words and short at first, until the way to
+    answer has been found.
 
     Attributes:
         first_words: Words of each kind at the beginning.
@@ -114,10 +124,15 @@ class Curriculum:
     first_steps: int = 120
 
     def num_words_at(self, step: int) -> int:
-        """Returns how many words of each kind there are at a step; the vocabulary may have fewer."""
+        """Returns how many words of each kind there are at a step; the vocabulary may have
+        fewer.
+        """
         later = min(max(0, step - self.first_steps), self.first_steps * 2)
         return int(self.first_words * self.words_ratio**later)
 
     def max_owners_at(self, step: int) -> int:
         """Returns the most owners in a prompt of a step."""
-        return min(self.most_owners, self.first_owners + max(0, step - self.first_steps) // self.owners_interval)
+        return min(
+            self.most_owners,
+            self.first_owners + max(0, step - self.first_steps) // self.owners_interval,
+        )

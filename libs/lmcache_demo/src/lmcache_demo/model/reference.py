@@ -1,8 +1,9 @@
 """Turns a module's docstrings into reference documents that end in questions about them.
 
-A reference document lists entries, ``name: summary`` and the rest of the docstring, and closes with questions whose
-answers stand word for word in the entries above. The answers can only be known from the document, so a model trained on
-such text has to read its context; that is what makes damage to a KV cache visible in its answers.
+A reference document lists entries, ``name: summary`` and the rest of the docstring, and closes with
+questions whose answers stand word for word in the entries above. The answers can only be known from
+the document, so a model trained on such text has to read its context; that is what makes damage to
+a KV cache visible in its answers.
 """
 
 import ast
@@ -15,7 +16,8 @@ from typing import Final
 
 MIN_ENTRIES: Final = 3
 MAX_QUESTIONS: Final = 12
-# The longest piece is about 3,500 tokens, so that document and questions fit into one long training sequence.
+# The longest piece is about 3,500 tokens, so that document and questions fit into one long training
+# sequence.
 PIECE_CHARS: Final = (1_500, 3_000, 6_000, 11_000)
 HEADING: Final = "Reference of {module}"
 
@@ -41,7 +43,9 @@ class Entry:
 
 
 def render_question(name: str) -> str:
-    """Returns the prompt that asks for an entry's summary; the answer repeats the name, then copies the summary."""
+    """Returns the prompt that asks for an entry's summary; the answer repeats the name, then
+    copies the summary.
+    """
     return f"Question: What is {name}?\nAnswer: {name}:"
 
 
@@ -69,12 +73,17 @@ def build_reference(path: str, source: str) -> Iterator[str]:
 
 
 def extract_entries(source: str) -> list[Entry]:
-    """Returns the documented definitions of a source text in their order; none where it is not valid Python."""
+    """Returns the documented definitions of a source text in their order; none where it is not
+    valid Python.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # Syntax fixtures of the library's tools are text, but no modules.
+    except (
+        SyntaxError,
+        ValueError,
+    ):  # Syntax fixtures of the library's tools are text, but no modules.
         return []
     entries: list[Entry] = []
     _visit(tree, "", entries)

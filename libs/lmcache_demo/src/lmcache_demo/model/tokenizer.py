@@ -1,4 +1,6 @@
-"""Trains the byte-level BPE tokenizer; every byte has a token, so that any text survives a round trip."""
+"""Trains the byte-level BPE tokenizer; every byte has a token, so that any text survives a round
+trip.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,7 +16,9 @@ END_OF_TEXT: Final = "<|endoftext|>"
 END_OF_TEXT_ID: Final = 0
 
 # Words with at most one leading space, runs of blanks kept whole (indentation), digits one by one.
-_SPLIT_PATTERN: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLIT_PATTERN: Final = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -48,7 +52,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> None:
-    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` as the transformers library loads them, version 4 or later."""
+    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` as the transformers library loads
+    them, version 4 or later.
+    """
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

@@ -1,7 +1,8 @@
 """Trains the demonstration's models: ``python -m lmcache_demo.model.train --out FOLDER``.
 
-``--task two-documents`` goes on with the shipped model and teaches it prompts whose answers need two documents.
-A killed run goes on from its last checkpoint with ``--resume``; a finished one leaves the model in ``FOLDER/export``.
+``--task two-documents`` goes on with the shipped model and teaches it prompts whose answers need
+two documents. A killed run goes on from its last checkpoint with ``--resume``; a finished one
+leaves the model in ``FOLDER/export``.
 """
 
 import argparse
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
@@ -24,7 +32,13 @@ from lmcache_demo.model.batches import BatchSampler, Sampler
 from lmcache_demo.model.corpus import Document, collect_corpus
 from lmcache_demo.model.exchange import MeanExchange
 from lmcache_demo.model.export import export_model
-from lmcache_demo.model.recipe import MAX_POSITIONS, TWO_DOCUMENT_RECIPE, VOCAB_SIZE, Recipe, build_config
+from lmcache_demo.model.recipe import (
+    MAX_POSITIONS,
+    TWO_DOCUMENT_RECIPE,
+    VOCAB_SIZE,
+    Recipe,
+    build_config,
+)
 from lmcache_demo.model.tokenizer import encode_documents, save_tokenizer, train_tokenizer
 from lmcache_demo.model.trainer import NUM_EXTRA_VALUES, Trainer
 from lmcache_demo.model.two_documents import TwoDocumentSampler
@@ -76,7 +90,8 @@ def prepare_tokenizer(documents: Sequence[Document], folder: Path) -> Tokenizer:
 
 
 def work(rank: int, job: Job) -> None:
-    """Body of one training process; the first one shows the progress, saves checkpoints and exports.
+    """Body of one training process; the first one shows the progress, saves checkpoints and
+    exports.
 
     Args:
         rank: This process, from 0.
@@ -97,7 +112,8 @@ def work(rank: int, job: Job) -> None:
 
 
 def lead(trainer: Trainer, job: Job, checkpoint: Path) -> None:
-    """Trains until the recipe's last step or the time limit, with a progress bar and regular checkpoints.
+    """Trains until the recipe's last step or the time limit, with a progress bar and regular
+    checkpoints.
 
     Args:
         trainer: The first process's replica; advanced in place.
@@ -106,7 +122,13 @@ def lead(trainer: Trainer, job: Job, checkpoint: Path) -> None:
     """
     started = saved_at = time.monotonic()
     done, num_steps = trainer.progressed, job.recipe.num_steps
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     stopped = False
     with Progress(*columns, TextColumn("{task.fields[note]}")) as progress:
         task = progress.add_task("training", total=num_steps, completed=done.step, note="")
@@ -114,10 +136,15 @@ def lead(trainer: Trainer, job: Job, checkpoint: Path) -> None:
             late = time.monotonic() - started > job.limit_s
             stopped = trainer.train_step(job.exchange, stop=late or _is_orphaned())
             rate = done.num_tokens / done.wall_s
-            note = f"loss {done.loss:.3f} nats/token, {rate:,.0f} tokens/s, length {job.recipe.length_at(done.step)}"
+            note = (
+                f"loss {done.loss:.3f} nats/token, {rate:,.0f} tokens/s, length"
+                f" {job.recipe.length_at(done.step)}"
+            )
             progress.update(task, completed=done.step, note=note)
             if done.step % LOG_INTERVAL_STEPS == 0:
-                logger.info("step %d, %s, %.0f s, %.0f CPU-s", done.step, note, done.wall_s, done.cpu_s)
+                logger.info(
+                    "step %d, %s, %.0f s, %.0f CPU-s", done.step, note, done.wall_s, done.cpu_s
+                )
             if time.monotonic() - saved_at > CHECKPOINT_INTERVAL_S:
                 trainer.save(checkpoint)
                 saved_at = time.monotonic()
@@ -140,7 +167,10 @@ def start(job: Job) -> None:
         RuntimeError: If one of them fails; the others are ended, and the last checkpoint stands.
     """
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=work, args=(rank, job), daemon=True) for rank in range(job.exchange.num_workers)]
+    processes = [
+        context.Process(target=work, args=(rank, job), daemon=True)
+        for rank in range(job.exchange.num_workers)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -157,33 +187,63 @@ def prepare(task: str, documents: Sequence[Document], folder: Path) -> tuple[Rec
     """Returns a task's schedule and sequences, and leaves the tokenizer in the run's folder."""
     if task == "text":
         recipe, tokenizer = Recipe(), prepare_tokenizer(documents, folder)
-        return recipe, BatchSampler(documents, encode_documents(tokenizer, [doc.text for doc in documents]), recipe.seed)
+        return recipe, BatchSampler(
+            documents, encode_documents(tokenizer, [doc.text for doc in documents]), recipe.seed
+        )
     recipe = TWO_DOCUMENT_RECIPE
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL_DIR / name, folder / name)
-    texts = encode_documents(Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")), [doc.text for doc in documents])
+    texts = encode_documents(
+        Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")), [doc.text for doc in documents]
+    )
     return recipe, TwoDocumentSampler(load_tokenizer(), texts, recipe.seed)
 
 
 def main() -> None:
     """Command line of the training run."""
-    parser = argparse.ArgumentParser(prog="python -m lmcache_demo.model.train", description="Trains the demonstration model.")
-    parser.add_argument("--task", choices=("text", "two-documents"), default="text", help="what to teach (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint, the tokenizer and the export")
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop and save after this wall time (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m lmcache_demo.model.train", description="Trains the demonstration model."
+    )
+    parser.add_argument(
+        "--task",
+        choices=("text", "two-documents"),
+        default="text",
+        help="what to teach (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for the checkpoint, the tokenizer and the export",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=60.0,
+        help="stop and save after this wall time (default: %(default)s)",
+    )
     parser.add_argument("--steps", type=int, help="steps in all (default: the task's own number)")
-    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each: 1 or 2 (default: %(default)s)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=2,
+        help="processes of one thread each: 1 or 2 (default: %(default)s)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     if (args.out / CHECKPOINT_NAME).exists() and not args.resume:
-        parser.error(f"{args.out / CHECKPOINT_NAME} exists: add --resume to go on, or choose another folder")
+        parser.error(
+            f"{args.out / CHECKPOINT_NAME} exists: add --resume to go on, or choose another folder"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
 
     documents = collect_corpus().training
     recipe, sampler = prepare(args.task, documents, args.out)
     logger.info("%d documents, %d tokens", len(documents), sampler.num_tokens)
-    num_parameters = sum(parameter.numel() for parameter in LlamaForCausalLM(build_config()).parameters())
+    num_parameters = sum(
+        parameter.numel() for parameter in LlamaForCausalLM(build_config()).parameters()
+    )
     job = Job(
         folder=args.out,
         recipe=dataclasses.replace(recipe, num_steps=args.steps or recipe.num_steps),

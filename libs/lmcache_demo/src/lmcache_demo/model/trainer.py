@@ -1,4 +1,6 @@
-"""One process's share of a training run: a replica of the model, its optimizers and how far they have come."""
+"""One process's share of a training run: a replica of the model, its optimizers and how far they
+have come.
+"""
 
 import dataclasses
 import math
@@ -39,7 +41,9 @@ class Progressed:
 class Trainer:
     """A replica of the run; all replicas hold the same weights after every step."""
 
-    def __init__(self, recipe: Recipe, sampler: Sampler, rank: int, start: Path | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, sampler: Sampler, rank: int, start: Path | None = None
+    ) -> None:
         """Builds the untrained model of the recipe's seed, or loads the one to go on with.
 
         Args:
@@ -55,11 +59,21 @@ class Trainer:
         self._sampler = sampler
         self._rank = rank
         self._parameters = list(self.model.parameters())
-        matrices = [p for name, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in name]
+        matrices = [
+            p for name, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in name
+        ]
         others = [p for name, p in self.model.named_parameters() if p.ndim != 2 or "embed" in name]
-        muon = torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon = torch.optim.Muon(
+            matrices,
+            lr=recipe.matrix_lr,
+            weight_decay=recipe.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
         adamw = torch.optim.AdamW(others, lr=recipe.vector_lr, betas=(0.9, 0.97), weight_decay=0.0)
-        self._optimizers: tuple[tuple[torch.optim.Optimizer, float], ...] = ((muon, recipe.matrix_lr), (adamw, recipe.vector_lr))
+        self._optimizers: tuple[tuple[torch.optim.Optimizer, float], ...] = (
+            (muon, recipe.matrix_lr),
+            (adamw, recipe.vector_lr),
+        )
 
     def train_step(self, exchange: MeanExchange, *, stop: bool) -> bool:
         """Does one step together with the other processes; advances :attr:`progressed`.
@@ -81,17 +95,31 @@ class Trainer:
         seen = rows.mask()
         mask = None if seen is None else torch.from_numpy(seen[own])[:, None]
         with torch.autocast("cpu", torch.bfloat16):
-            logits = self.model(input_ids=tokens[:, :-1], attention_mask=mask, use_cache=False).logits
-        losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+            logits = self.model(
+                input_ids=tokens[:, :-1], attention_mask=mask, use_cache=False
+            ).logits
+        losses = F.cross_entropy(
+            logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+        )
         if rows.weights is None:
             loss = losses.mean()
         else:
             weights = torch.from_numpy(rows.weights[own]).flatten()
-            # A share of rows without a single weight teaches nothing; it must not make the weights NaN.
-            loss = (losses * weights).sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
+            # A share of rows without a single weight teaches nothing; it must not make the weights
+            # NaN.
+            loss = (losses * weights).sum() / weights.sum().clamp_min(
+                torch.finfo(weights.dtype).tiny
+            )
         torch.autograd.backward(loss)
         extra = torch.tensor([loss.item(), time.process_time() - cpu_started, float(stop)])
-        flat = torch.cat([parameter.grad.flatten() for parameter in self._parameters if parameter.grad is not None] + [extra])
+        flat = torch.cat(
+            [
+                parameter.grad.flatten()
+                for parameter in self._parameters
+                if parameter.grad is not None
+            ]
+            + [extra]
+        )
         mean = exchange.average(self._rank, flat)
         self._update(mean[:-NUM_EXTRA_VALUES])
         value, cpu_s, any_stop = mean[-NUM_EXTRA_VALUES:].tolist()
@@ -116,7 +144,9 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
 
     def save(self, path: Path) -> None:
-        """Writes the state beside ``path`` and moves it there, so that a kill leaves the old one or the new one."""
+        """Writes the state beside ``path`` and moves it there, so that a kill leaves the old one
+        or the new one.
+        """
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],

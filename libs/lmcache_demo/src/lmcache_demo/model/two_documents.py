@@ -1,4 +1,5 @@
-"""Prompts whose answers need two documents: one says which thing is whose, another what mark each thing bears.
+"""Prompts whose answers need two documents: one says which thing is whose, another what mark each
+thing bears.
 
 A prompt reads, for example::
 
@@ -9,12 +10,14 @@ A prompt reads, for example::
     ---
     ? north stone       the questions: a name, and the mark of its thing
 
-The words stand for nothing: they are the common words of the model's vocabulary, drawn anew for every prompt, so that
-nothing but the prompt answers the question. A model that reads the owners behind the marks can note each owner's mark
-there; where the owners' KV was computed without the marks before it, that note is missing.
+The words stand for nothing: they are the common words of the model's vocabulary, drawn anew for
+every prompt, so that nothing but the prompt answers the question. A model that reads the owners
+behind the marks can note each owner's mark there; where the owners' KV was computed without the
+marks before it, that note is missing.
 
-In some training rows the documents of marks do not see what stands before them, as if their KV had been stored: a model
-that has never seen such a thing is as surprised by where each document begins as by what it lacks.
+In some training rows the documents of marks do not see what stands before them, as if their KV had
+been stored: a model that has never seen such a thing is as surprised by where each document begins
+as by what it lacks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,11 +34,13 @@ if TYPE_CHECKING:
 
 SEPARATOR: Final = "\n---\n"
 MIN_WORD_CHARS: Final = 3
-# Loss weights of the tokens that are learned, by what they are; everything else in a prompt is chance.
+# Loss weights of the tokens that are learned, by what they are; everything else in a prompt is
+# chance.
 ANSWER_WEIGHT: Final = 1.0
 NOTE_WEIGHT: Final = 0.5
 TEXT_WEIGHT: Final = 0.15
-# Share of the owners' lines that give the mark too in training, which teaches the model to look it up there.
+# Share of the owners' lines that give the mark too in training, which teaches the model to look it
+# up there.
 NOTED_RATIO: Final = 0.4
 # Share of the training rows that are plain text, so that the model goes on to know it.
 TEXT_RATIO: Final = 0.125
@@ -67,19 +72,32 @@ class Vocabulary:
     """The words that prompts are made of: three lists without a word in common.
 
     Args:
-        tokenizer: Words are those of its tokens that are a whole lower-case word with its leading space.
+        tokenizer: Words are those of its tokens that are a whole lower-case word with its leading
+            space.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         words = sorted(
             token[1:]
             for token in tokenizer.get_vocab()
-            if token[:1] == "Ġ" and token[1:].isascii() and token[1:].isalpha() and token[1:].islower() and len(token) > MIN_WORD_CHARS
+            if token[:1] == "Ġ"
+            and token[1:].isascii()
+            and token[1:].isalpha()
+            and token[1:].islower()
+            and len(token) > MIN_WORD_CHARS
         )
-        whole = [word for word in words if len(tokenizer.encode(f" {word}", add_special_tokens=False)) == 1]
+        whole = [
+            word
+            for word in words
+            if len(tokenizer.encode(f" {word}", add_special_tokens=False)) == 1
+        ]
         np.random.default_rng(1).shuffle(whole)
         third = len(whole) // 3
-        self.things, self.marks, self.owners = whole[:third], whole[third : 2 * third], whole[2 * third : 3 * third]
+        self.things, self.marks, self.owners = (
+            whole[:third],
+            whole[third : 2 * third],
+            whole[2 * third : 3 * third],
+        )
 
     def __len__(self) -> int:
         return len(self.things)
@@ -111,7 +129,10 @@ def draw_prompt(
     """
     size = len(words) if pool is None else pool
     if not (1 <= num_owners <= size <= len(words) and num_things <= size):
-        msg = f"{num_owners} owners and {num_things} things out of {size} words; the vocabulary has {len(words)} of each kind"
+        msg = (
+            f"{num_owners} owners and {num_things} things out of {size} words; the vocabulary has"
+            f" {len(words)} of each kind"
+        )
         raise ValueError(msg)
     if not 1 <= num_documents <= num_things:
         msg = f"{num_things} things in {num_documents} documents; each document needs at least one"
@@ -121,19 +142,27 @@ def draw_prompt(
     owners = [words.owners[i] for i in rng.choice(size, num_owners, replace=False)]
     owned = rng.integers(num_things, size=num_owners)
     lines = [f" {thing} {mark}" for thing, mark in zip(things, marks, strict=True)]
-    documents = tuple("\n".join(part) for part in np.array_split(np.array(lines, dtype=object), num_documents))
+    documents = tuple(
+        "\n".join(part) for part in np.array_split(np.array(lines, dtype=object), num_documents)
+    )
     noted = tuple(f" {marks[thing]}" if rng.random() < noted_ratio else "" for thing in owned)
-    questions = [(f"? {owner}", f" {marks[thing]}") for owner, thing in zip(owners, owned, strict=True)]
+    questions = [
+        (f"? {owner}", f" {marks[thing]}") for owner, thing in zip(owners, owned, strict=True)
+    ]
     order = rng.permutation(num_owners)
     return TwoDocumentPrompt(
         marks=documents,
-        owners=tuple(f" {owner} {things[thing]}" for owner, thing in zip(owners, owned, strict=True)),
+        owners=tuple(
+            f" {owner} {things[thing]}" for owner, thing in zip(owners, owned, strict=True)
+        ),
         noted=noted,
         questions=tuple(questions[i] for i in order),
     )
 
 
-def encode_questions(tokenizer: "PreTrainedTokenizerFast", questions: Sequence[tuple[str, str]]) -> tuple[list[int], list[int]]:
+def encode_questions(
+    tokenizer: "PreTrainedTokenizerFast", questions: Sequence[tuple[str, str]]
+) -> tuple[list[int], list[int]]:
     """Questions with their answers, a line each.
 
     Returns:
@@ -150,7 +179,9 @@ def encode_questions(tokenizer: "PreTrainedTokenizerFast", questions: Sequence[t
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a prompt: its text, its weight in the loss, and whether it is a document that may stand alone."""
+    """A part of a prompt: its text, its weight in the loss, and whether it is a document that
+    may stand alone.
+    """
 
     text: str
     weight: float = 0.0
@@ -158,7 +189,8 @@ class _Piece:
 
 
 class TwoDocumentSampler:
-    """Training sequences of such prompts, with some plain text; what a step sees depends on the seed and the step alone.
+    """Training sequences of such prompts, with some plain text; what a step sees depends on the
+    seed and the step alone.
 
     Args:
         tokenizer: The model's.
@@ -166,7 +198,9 @@ class TwoDocumentSampler:
         seed: Of every draw.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", texts: Sequence[TokenArray], seed: int) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerFast", texts: Sequence[TokenArray], seed: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._words = Vocabulary(tokenizer)
         self._curriculum = Curriculum()
@@ -191,13 +225,24 @@ class TwoDocumentSampler:
                 self._fill(rng, step, tokens[row], weights[row], blocks[row])
         return TrainingRows(tokens, weights[:, 1:], blocks[:, :-1])
 
-    def _fill(self, rng: np.random.Generator, step: int, tokens: "np.ndarray", weights: "np.ndarray", blocks: "np.ndarray") -> None:
-        """Writes prompts into a row, each behind an end-of-text token, until the next has no room."""
+    def _fill(
+        self,
+        rng: np.random.Generator,
+        step: int,
+        tokens: "np.ndarray",
+        weights: "np.ndarray",
+        blocks: "np.ndarray",
+    ) -> None:
+        """Writes prompts into a row, each behind an end-of-text token, until the next has no
+        room.
+        """
         used, block = 1, 0
         while True:
             pieces = list(self._pieces(rng, step))
             is_alone = rng.random() < ALONE_RATIO
-            encoded = self._tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
+            encoded = self._tokenizer([piece.text for piece in pieces], add_special_tokens=False)[
+                "input_ids"
+            ]
             size = sum(len(ids) for ids in encoded)
             if used + size + 1 > len(tokens):
                 return
@@ -211,14 +256,22 @@ class TwoDocumentSampler:
             used += 1
 
     def _pieces(self, rng: np.random.Generator, step: int) -> Iterator[_Piece]:
-        """One prompt's texts in order; their tokens are those of the whole, but for filling, which begins as it likes."""
+        """One prompt's texts in order; their tokens are those of the whole, but for filling,
+        which begins as it likes.
+        """
         most = self._curriculum.max_owners_at(step)
         num_owners = int(rng.integers(max(2, most // 3), most + 1))
         num_things = num_owners + int(rng.integers(num_owners + 1))
         pool = min(self._curriculum.num_words_at(step), len(self._words))
         num_documents = int(rng.integers(1, min(MAX_MARK_DOCUMENTS, num_things) + 1))
         prompt = draw_prompt(
-            rng, self._words, num_owners, min(num_things, pool), num_documents=num_documents, noted_ratio=NOTED_RATIO, pool=pool
+            rng,
+            self._words,
+            num_owners,
+            min(num_things, pool),
+            num_documents=num_documents,
+            noted_ratio=NOTED_RATIO,
+            pool=pool,
         )
         filling = int(rng.integers(len(prompt.marks) + 1)) if rng.random() < FILLED_RATIO else None
         for number, document in enumerate((*prompt.marks, None)):

@@ -24,14 +24,18 @@ class PinRequest(BaseModel):
 
     keys: UrlKeys
     ttl_s: float = Field(DEFAULT_TTL_S, gt=0, le=MAX_TTL_S)
-    tenant: Tenant | None = Field(None, description="Whose chunks: those of the caller's tenant where nothing is said")
+    tenant: Tenant | None = Field(
+        None, description="Whose chunks: those of the caller's tenant where nothing is said"
+    )
 
 
 class Unpinned(BaseModel):
     """One chunk that is not kept."""
 
     key: str
-    reason: str = Field(description="Why it is missing here, or `pin_bound`: too much is pinned already")
+    reason: str = Field(
+        description="Why it is missing here, or `pin_bound`: too much is pinned already"
+    )
 
 
 class PinAnswer(BaseModel):
@@ -49,7 +53,9 @@ class UnpinRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     keys: UrlKeys | None = Field(None, description="Without it, everything of the tenant")
-    tenant: Tenant | None = Field(None, description="Whose chunks: those of the caller's tenant where nothing is said")
+    tenant: Tenant | None = Field(
+        None, description="Whose chunks: those of the caller's tenant where nothing is said"
+    )
 
 
 class UnpinAnswer(BaseModel):
@@ -70,7 +76,12 @@ class PinView(BaseModel):
     def of(cls, pinned: PinnedChunk) -> PinView:
         """As it is now."""
         key = pinned.key
-        return cls(key=key.key.to_url(), tenant=key.tenant, num_bytes=pinned.num_bytes, expires_in_s=round(pinned.expires_in_s, 3))
+        return cls(
+            key=key.key.to_url(),
+            tenant=key.tenant,
+            num_bytes=pinned.num_bytes,
+            expires_in_s=round(pinned.expires_in_s, 3),
+        )
 
 
 class Pins(BaseModel):

@@ -5,7 +5,15 @@ from __future__ import annotations
 from fastapi import APIRouter
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
 
-from lmcache_storage.admin.schemas import ClearAnswer, ClearRequest, DrainAnswer, DrainView, EvictAnswer, EvictRequest, Stats
+from lmcache_storage.admin.schemas import (
+    ClearAnswer,
+    ClearRequest,
+    DrainAnswer,
+    DrainView,
+    EvictAnswer,
+    EvictRequest,
+    Stats,
+)
 from lmcache_storage.dependencies import Parts
 
 router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
@@ -34,7 +42,9 @@ async def evict(parts: Parts, principal: AdminPrincipal, request: EvictRequest) 
 
 
 @router.post("/admin/clear")
-async def clear(parts: Parts, principal: AdminPrincipal, request: ClearRequest | None = None) -> ClearAnswer:
+async def clear(
+    parts: Parts, principal: AdminPrincipal, request: ClearRequest | None = None
+) -> ClearAnswer:
     """Forget the chunks of one tenant (the caller's by default), or of all."""
     wanted = request or ClearRequest()
     tenant = None if wanted.all_tenants else wanted.tenant or principal.tenant
@@ -43,8 +53,12 @@ async def clear(parts: Parts, principal: AdminPrincipal, request: ClearRequest |
 
 @router.post("/admin/drain")
 async def drain(parts: Parts, principal: AdminPrincipal, wait: bool = True) -> DrainAnswer:
-    """Take no new chunks, become unready, write what is pending and hand all chunks to the other instances (bounded). Reads go on."""
+    """Take no new chunks, become unready, write what is pending and hand all chunks to the other
+    instances (bounded). Reads go on.
+    """
     parts.drain.begin()
     if wait:
         await parts.drain.run()
-    return DrainAnswer(draining=True, settled=not parts.stack.is_writing, drain=DrainView.of(parts.drain))
+    return DrainAnswer(
+        draining=True, settled=not parts.stack.is_writing, drain=DrainView.of(parts.drain)
+    )

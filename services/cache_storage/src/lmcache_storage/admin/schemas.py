@@ -38,8 +38,12 @@ class Stats(BaseModel):
     num_connections: int = Field(description="Open lm:// connections")
     tiers: dict[str, dict[str, int]]
     drain: DrainView
-    replicas: list[str] | None = Field(description="The other instances, as they call themselves; null where none are configured")
-    reporter: dict[str, int] | None = Field(description="What lookup has been told; null without one")
+    replicas: list[str] | None = Field(
+        description="The other instances, as they call themselves; null where none are configured"
+    )
+    reporter: dict[str, int] | None = Field(
+        description="What lookup has been told; null without one"
+    )
 
 
 class EvictRequest(BaseModel):

@@ -27,7 +27,9 @@ class IncomingBody:
     num_received: int = 0
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body in pieces. Raises `SlowClientError` where the client goes away before its end."""
+        """The body in pieces. Raises `SlowClientError` where the client goes away before its
+        end.
+        """
         try:
             async for piece in self.request.stream():
                 self.num_received += len(piece)

@@ -16,7 +16,9 @@ logger = logging.getLogger(__name__)
 
 RECORD_TYPE = "application/vnd.lmcache.record"
 SLICE_BYTES = 128 << 10
-"""What is copied at once. Larger copies cost several times as much: the system takes their memory back and clears it page by page."""
+"""What is copied at once. Larger copies cost several times as much: the system takes their
+memory back and clears it page by page.
+"""
 
 
 class RecordResponse(Response):
@@ -63,15 +65,25 @@ class RecordsResponse(Response):
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read and send them, a few at a time. Where that is all of them, the length is told: callers then read bytes, not HTTP chunks."""
+        """Read and send them, a few at a time. Where that is all of them, the length is told:
+        callers then read bytes, not HTTP chunks.
+        """
         size = self._limits.get_batch
         for begin in range(0, max(1, len(self._keys)), size):
-            chunks = [result for result in await self._store.get(self._keys[begin : begin + size]) if isinstance(result, Chunk)]
+            chunks = [
+                result
+                for result in await self._store.get(self._keys[begin : begin + size])
+                if isinstance(result, Chunk)
+            ]
             try:
                 if not begin:
                     if len(self._keys) <= size:
-                        self.headers["Content-Length"] = str(sum(chunk.num_bytes for chunk in chunks))
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                        self.headers["Content-Length"] = str(
+                            sum(chunk.num_bytes for chunk in chunks)
+                        )
+                    await send(
+                        {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                    )
                 for chunk in chunks:
                     if not await _send_record(chunk, self._limits, send):
                         return
@@ -82,17 +94,25 @@ class RecordsResponse(Response):
 
 
 async def _send_record(chunk: Chunk, limits: ServerLimits, send: Send) -> bool:
-    """Send a record's bytes, copied slice by slice: the transport may keep what it is given longer than the chunk is referenced.
+    """Send a record's bytes, copied slice by slice: the transport may keep what it is given longer
+    than the chunk is referenced.
 
     Returns:
-        False when the client was too slow: the answer is left unfinished, at which the server closes the connection.
+        False when the client was too slow: the answer is left unfinished, at which the server
+        closes the connection.
     """
     try:
         async with asyncio.timeout(limits.transfer_s(chunk.num_bytes)):
             await send({"type": "http.response.body", "body": chunk.head, "more_body": True})
             payload = chunk.memory.byte_array
             for at in range(0, len(payload), SLICE_BYTES):
-                await send({"type": "http.response.body", "body": bytes(payload[at : at + SLICE_BYTES]), "more_body": True})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": bytes(payload[at : at + SLICE_BYTES]),
+                        "more_body": True,
+                    }
+                )
     except TimeoutError:
         logger.warning("a client was too slow for a record of %d bytes", chunk.num_bytes)
         return False

@@ -15,7 +15,9 @@ from lmcache_storage.dependencies import Chunks, Parts
 
 MAX_PAGE = 1000
 
-PathKey = Annotated[str, Path(max_length=MAX_URL_KEY_CHARS, description="The chunk's key in its URL spelling")]
+PathKey = Annotated[
+    str, Path(max_length=MAX_URL_KEY_CHARS, description="The chunk's key in its URL spelling")
+]
 RECORD_CONTENT = {"content": {RECORD_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 
 router = APIRouter(prefix="/v1", tags=["chunks"], route_class=GuardedRoute)
@@ -28,13 +30,19 @@ router = APIRouter(prefix="/v1", tags=["chunks"], route_class=GuardedRoute)
     openapi_extra={"requestBody": {"required": True, **RECORD_CONTENT}},
     responses={201: {"description": "Kept"}, 204: {"description": "It was here already"}},
 )
-async def put_chunk(key: PathKey, body: RecordBody, principal: ClientPrincipal, chunks: Chunks) -> Response:
+async def put_chunk(
+    key: PathKey, body: RecordBody, principal: ClientPrincipal, chunks: Chunks
+) -> Response:
     """Keep one record. Its key is that of the path, and it is verified before it is kept."""
     is_new = await chunks.put(principal.tenant, key, body)
     return Response(status_code=201 if is_new else 204)
 
 
-@router.get("/chunks/{key}", response_class=Response, responses={200: {"description": "The record", **RECORD_CONTENT}})
+@router.get(
+    "/chunks/{key}",
+    response_class=Response,
+    responses={200: {"description": "The record", **RECORD_CONTENT}},
+)
 async def get_chunk(key: PathKey, principal: ClientPrincipal, chunks: Chunks) -> Response:
     """Read one record."""
     return RecordResponse(await chunks.get(principal.tenant, key), chunks.limits)
@@ -62,10 +70,18 @@ async def contains(keys: Keys, principal: ClientPrincipal, chunks: Chunks) -> Pr
     return Present(present=await chunks.contains(principal.tenant, keys.keys))
 
 
-@router.post("/chunks:get", response_class=Response, responses={200: {"description": "Records back to back", **RECORD_CONTENT}})
+@router.post(
+    "/chunks:get",
+    response_class=Response,
+    responses={200: {"description": "Records back to back", **RECORD_CONTENT}},
+)
 async def get_chunks(keys: Keys, principal: ClientPrincipal, chunks: Chunks) -> Response:
-    """Read many records at once. Chunks that are not here are left out; each record names its key, and comes once."""
-    once = list(dict.fromkeys(keys.keys))  # a short request must not ask for one record thousands of times
+    """Read many records at once. Chunks that are not here are left out; each record names its
+    key, and comes once.
+    """
+    once = list(
+        dict.fromkeys(keys.keys)
+    )  # a short request must not ask for one record thousands of times
     return RecordsResponse(chunks.store, chunk_keys(principal.tenant, once), chunks.limits)
 
 
@@ -79,5 +95,7 @@ async def list_chunks(
     """A page of the caller's chunks, ordered by key."""
     end = offset + limit
     held, num_held = await parts.page(principal.tenant, offset, end)
-    page = [HeldChunk(key=key.key.to_url(), size_bytes=size, tiers=tiers) for key, size, tiers in held]
+    page = [
+        HeldChunk(key=key.key.to_url(), size_bytes=size, tiers=tiers) for key, size, tiers in held
+    ]
     return HeldChunks(chunks=page, next_offset=end if end < num_held else None)

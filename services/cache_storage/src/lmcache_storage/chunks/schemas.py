@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_KEYS: Final = 4096
 MAX_URL_KEY_CHARS: Final = 6000
 
-UrlKey = Annotated[str, Field(min_length=1, max_length=MAX_URL_KEY_CHARS, description="A key in its URL spelling")]
+UrlKey = Annotated[
+    str, Field(min_length=1, max_length=MAX_URL_KEY_CHARS, description="A key in its URL spelling")
+]
 
 
 class Keys(BaseModel):

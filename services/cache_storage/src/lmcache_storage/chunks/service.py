@@ -44,12 +44,15 @@ class ChunkDoor:
 
     Args:
         store: Where they are; the lm:// server serves the same one.
-        near: The same without the bucket, which a store must not wait for: tells whether a chunk is new.
+        near: The same without the bucket, which a store must not wait for: tells whether a chunk is
+            new.
         gate: Closed while this instance drains.
         limits: How slow a client may be; the lm:// server has the same ones.
     """
 
-    def __init__(self, store: AdaptingStore, near: AdaptingStore, gate: Gate, limits: ServerLimits) -> None:
+    def __init__(
+        self, store: AdaptingStore, near: AdaptingStore, gate: Gate, limits: ServerLimits
+    ) -> None:
         self.gate = gate
         self._store = store
         self._near = near
@@ -57,7 +60,9 @@ class ChunkDoor:
 
     def for_client(self, accepts: Accepts) -> ChunkService:
         """What such a client sees of them."""
-        return ChunkService(self._store.for_client(accepts), self._near.for_client(accepts), self.gate, self._limits)
+        return ChunkService(
+            self._store.for_client(accepts), self._near.for_client(accepts), self.gate, self._limits
+        )
 
 
 class ChunkService:
@@ -70,14 +75,17 @@ class ChunkService:
         limits: How slow a client may be.
     """
 
-    def __init__(self, store: ServedStore, near: ServedStore, gate: Gate, limits: ServerLimits) -> None:
+    def __init__(
+        self, store: ServedStore, near: ServedStore, gate: Gate, limits: ServerLimits
+    ) -> None:
         self.store = store
         self.near = near
         self.gate = gate
         self.limits = limits
 
     async def put(self, tenant: str, url_key: str, body: IncomingBody) -> bool:
-        """Keep the record that a body brings; its payload goes straight into the arena and is verified there.
+        """Keep the record that a body brings; its payload goes straight into the arena and is
+        verified there.
 
         Args:
             tenant: Who stores it.
@@ -101,7 +109,9 @@ class ChunkService:
         chunk = await self._receive(key, body)
         try:
             [is_near] = await self.near.contains([key])
-            was_there = is_near and (await self.store.contains([key])) == [True]  # the first asks no bucket, the second knows the client
+            was_there = is_near and (await self.store.contains([key])) == [
+                True
+            ]  # the first asks no bucket, the second knows the client
             if not await self.store.put(chunk):
                 raise CapacityError(f"no room for a record of {chunk.num_bytes} bytes")
         finally:
@@ -141,10 +151,16 @@ class ChunkService:
             async with asyncio.timeout(self.limits.transfer_s(0)):
                 head = await records.next_head()
             if head is None:
-                raise RecordError(RecordReason.SHORT, "the body does not begin with the intact head of a record")
+                raise RecordError(
+                    RecordReason.SHORT, "the body does not begin with the intact head of a record"
+                )
             if head.header.key != key.key.canonical():
-                raise RecordError(RecordReason.WRONG_KEY, "the record has another key than the path")
-            _check_length(len(head.head) + head.payload_bytes, body.num_bytes, self.limits.max_blob_bytes)
+                raise RecordError(
+                    RecordReason.WRONG_KEY, "the record has another key than the path"
+                )
+            _check_length(
+                len(head.head) + head.payload_bytes, body.num_bytes, self.limits.max_blob_bytes
+            )
             async with paced(self.limits.transfer_s, lambda: body.num_received):
                 result = await records.chunk(key, partial(self.store.allocate, tenant=key.tenant))
             if isinstance(result, Miss):
@@ -182,9 +198,15 @@ def _check_length(num_bytes: int, declared: int | None, max_bytes: int) -> None:
         RecordTooLargeError: It is more than a record may have here.
     """
     if declared is not None and num_bytes != declared:
-        raise RecordError(RecordReason.BOUNDS, f"the head declares a record of {num_bytes} bytes, the body has {declared}")
+        raise RecordError(
+            RecordReason.BOUNDS,
+            f"the head declares a record of {num_bytes} bytes, the body has {declared}",
+        )
     if num_bytes > max_bytes:
-        raise RecordTooLargeError(f"the head declares a record of {num_bytes} bytes; at most {max_bytes} are taken (max_record_mb)")
+        raise RecordTooLargeError(
+            f"the head declares a record of {num_bytes} bytes; at most {max_bytes} are taken"
+            " (max_record_mb)"
+        )
 
 
 def _refusal(miss: Miss, payload_bytes: int) -> RecordError | CapacityError:

@@ -1,4 +1,5 @@
-"""The listener for unmodified LMCache clients: off by default, without credentials, bound to one tenant.
+"""The listener for unmodified LMCache clients: off by default, without credentials, bound to one
+tenant.
 
 Source: `docs/protocols.md`, "LMCache compatibility".
 """
@@ -22,7 +23,9 @@ RECEIVING_SHARE: Final = 4
 __all__ = ["CompatServer", "create_compat_server"]
 
 
-def create_compat_server(settings: StorageSettings, store: ServedStore, counters: Counters) -> CompatServer | None:
+def create_compat_server(
+    settings: StorageSettings, store: ServedStore, counters: Counters
+) -> CompatServer | None:
     """The listener that the settings ask for, not yet open; None when they ask for none.
 
     Args:

@@ -1,4 +1,5 @@
-"""The fixed headers that LMCache clients send and read. They carry no version, so each listener speaks one dialect.
+"""The fixed headers that LMCache clients send and read. They carry no version, so each listener
+speaks one dialect.
 
 Source: `docs/protocols.md`, "LMCache compatibility". Vectors: `tests/contract/lmcache_compat`.
 """
@@ -20,10 +21,14 @@ CODE_FOUND: Final = 200
 CODE_MISSING: Final = 400
 
 About = tuple[int, int, int, int, int, int]
-"""Format, dtype and four dimensions of a value, as its client numbers them. They mean something to clients of its release alone."""
+"""Format, dtype and four dimensions of a value, as its client numbers them. They mean something
+to clients of its release alone.
+"""
 
 NO_VALUE: Final[About] = (1, 2, 0, 0, 0, 0)
-"""Describes the value of a reply without one: numbers that every release knows, since some look them up before the code."""
+"""Describes the value of a reply without one: numbers that every release knows, since some look
+them up before the code.
+"""
 
 
 class Command(IntEnum):
@@ -87,11 +92,18 @@ class Dialect:
         if known is not Command.PUT:
             num_bytes = 0  # what is there means nothing: nothing follows
         elif not 0 < num_bytes <= max_value_bytes:
-            raise RefusedError(CloseReason.LENGTH, f"a value of {num_bytes} bytes; from 1 to {max_value_bytes} are taken")
-        return Request(known, "" if known is Command.HEALTH else _key(padded), num_bytes, (fmt, dtype, *dims))
+            raise RefusedError(
+                CloseReason.LENGTH,
+                f"a value of {num_bytes} bytes; from 1 to {max_value_bytes} are taken",
+            )
+        return Request(
+            known, "" if known is Command.HEALTH else _key(padded), num_bytes, (fmt, dtype, *dims)
+        )
 
     def found(self, num_bytes: int = 0, about: About = NO_VALUE) -> bytes:
-        """Header of the reply that the value, of so many bytes, is there (and follows if `num_bytes` is not 0)."""
+        """Header of the reply that the value, of so many bytes, is there (and follows if
+        `num_bytes` is not 0).
+        """
         return self._reply(CODE_FOUND, num_bytes, about)
 
     def missing(self) -> bytes:
@@ -122,5 +134,8 @@ def _key(padded: bytes) -> str:
     if not key:
         raise RefusedError(CloseReason.KEY, "the key is empty")
     if not key.isprintable():
-        raise RefusedError(CloseReason.KEY, "the key holds what no key holds; set lmcache_compat_dialect to the one of this client")
+        raise RefusedError(
+            CloseReason.KEY,
+            "the key holds what no key holds; set lmcache_compat_dialect to the one of this client",
+        )
     return key

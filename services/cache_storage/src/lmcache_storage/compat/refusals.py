@@ -8,7 +8,9 @@ from lmcache_core.errors import ProtocolError
 
 
 class CloseReason(StrEnum):
-    """Why a connection was closed, other than that its client went or the service ends. Each is counted."""
+    """Why a connection was closed, other than that its client went or the service ends. Each is
+    counted.
+    """
 
     TOO_MANY = "too_many"
     COMMAND = "command"
@@ -20,7 +22,8 @@ class CloseReason(StrEnum):
 
 
 class RefusedError(ProtocolError):
-    """The client broke the protocol or a bound: nothing that follows on its connection can be understood.
+    """The client broke the protocol or a bound: nothing that follows on its connection can be
+    understood.
 
     Attributes:
         reason: Fit for a metric label.

@@ -24,7 +24,8 @@ KEEPALIVE_PROBES = 4
 
 
 class CompatServer:
-    """Serves values to LMCache clients. Whoever reaches the port is served: it knows no credentials and no TLS.
+    """Serves values to LMCache clients. Whoever reaches the port is served: it knows no credentials
+    and no TLS.
 
     Args:
         values: What is served.
@@ -36,13 +37,24 @@ class CompatServer:
     """
 
     def __init__(
-        self, values: ForeignValues, dialect: Dialect, limits: CompatLimits, counters: Counters, host: str = "127.0.0.1", port: int = 0
+        self,
+        values: ForeignValues,
+        dialect: Dialect,
+        limits: CompatLimits,
+        counters: Counters,
+        host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
         room = ByteGate(limits.max_receiving_bytes)
         self._service = CompatService(dialect, values, limits, room, counters, SparseLog(logger))
         self._host = host
         self._wanted_port = port
-        self._listener = FrameListener("the listener for LMCache clients", limits.max_connections, self._begin, self._turned_away)
+        self._listener = FrameListener(
+            "the listener for LMCache clients",
+            limits.max_connections,
+            self._begin,
+            self._turned_away,
+        )
 
     @property
     def port(self) -> int:
@@ -64,18 +76,26 @@ class CompatServer:
             _keep_alive(listening)
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Stop listening, let requests underway end for up to `drain_s` seconds, then end what is left. Idempotent."""
+        """Stop listening, let requests underway end for up to `drain_s` seconds, then end what
+        is left. Idempotent.
+        """
         await self._listener.close(drain_s)
 
     def _begin(self, stream: FrameStream) -> CompatSession:
         return CompatSession(stream, self._service)
 
     def _turned_away(self, stream: FrameStream) -> None:
-        self._service.closed(stream, CloseReason.TOO_MANY, f"{self._service.limits.max_connections} connections are open")
+        self._service.closed(
+            stream,
+            CloseReason.TOO_MANY,
+            f"{self._service.limits.max_connections} connections are open",
+        )
 
 
 def _keep_alive(listening: socket.socket) -> None:
-    """Let the kernel end connections whose other side is gone; those that are accepted take these options over."""
+    """Let the kernel end connections whose other side is gone; those that are accepted take
+    these options over.
+    """
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)

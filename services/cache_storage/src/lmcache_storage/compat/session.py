@@ -28,9 +28,12 @@ class CompatLimits:
     Attributes:
         max_connections: Connections at once; a further one is closed unheard.
         max_value_bytes: Largest value that is taken.
-        max_receiving_bytes: Memory that values on their way in may hold together; one that alone needs more has it when no other does.
-        idle_timeout_s: Longest silence. Long, since these clients do not connect again; the kernel finds those that are gone.
-        transfer_timeout_s: For the rest of a header and for each transfer of a value, plus the time that `min_bytes_per_s` gives it.
+        max_receiving_bytes: Memory that values on their way in may hold together; one that alone
+            needs more has it when no other does.
+        idle_timeout_s: Longest silence. Long, since these clients do not connect again; the kernel
+            finds those that are gone.
+        transfer_timeout_s: For the rest of a header and for each transfer of a value, plus the time
+            that `min_bytes_per_s` gives it.
         min_bytes_per_s: Slowest transfer of a value.
         room_timeout_s: Longest wait for other values to have come in; then the value is not kept.
     """
@@ -76,7 +79,8 @@ class CompatService:
 
 
 class CompatSession:
-    """Answers the requests of one connection in order; these clients send the next when they have the last one's reply, or need none.
+    """Answers the requests of one connection in order; these clients send the next when they have
+    the last one's reply, or need none.
 
     Args:
         stream: The connection.
@@ -122,7 +126,9 @@ class CompatSession:
             async with asyncio.timeout(self._limits.idle_timeout_s):
                 await self._stream.readinto(view[:1])
         except TimeoutError:
-            raise RefusedError(CloseReason.IDLE, f"silent for {self._limits.idle_timeout_s:g} s") from None
+            raise RefusedError(
+                CloseReason.IDLE, f"silent for {self._limits.idle_timeout_s:g} s"
+            ) from None
         except UnavailableError:
             return None
         finally:
@@ -131,7 +137,9 @@ class CompatSession:
         return self._dialect.parse(header, self._limits.max_value_bytes)
 
     async def _answer(self, request: Request) -> None:
-        self._service.counters.add(metrics.COMPAT_REQUESTS_TOTAL, label=request.command.name.lower())
+        self._service.counters.add(
+            metrics.COMPAT_REQUESTS_TOTAL, label=request.command.name.lower()
+        )
         match request.command:
             case Command.PUT:
                 await self._put(request)
@@ -156,7 +164,9 @@ class CompatSession:
             chunk.release()
 
     async def _put(self, request: Request) -> None:
-        """Take a value in. There is no reply, so one that finds no room is read to its end and forgotten."""
+        """Take a value in. There is no reply, so one that finds no room is read to its end and
+        forgotten.
+        """
         num_bytes = request.num_bytes
         async with AsyncExitStack() as held:
             try:
@@ -191,7 +201,9 @@ class CompatSession:
             async with asyncio.timeout(self._limits.transfer_s(num_bytes)):
                 await self._stream.send(header, *(() if value is None else (value,)))
         except TimeoutError:
-            raise RefusedError(CloseReason.SLOW, f"a reply of {len(header) + num_bytes} bytes was not read in time") from None
+            raise RefusedError(
+                CloseReason.SLOW, f"a reply of {len(header) + num_bytes} bytes was not read in time"
+            ) from None
 
     @contextmanager
     def _expecting(self, what: str) -> Iterator[None]:
@@ -201,4 +213,6 @@ class CompatSession:
         except TimeoutError:
             raise RefusedError(CloseReason.SLOW, f"{what} did not come in time") from None
         except UnavailableError:
-            raise RefusedError(CloseReason.SHORT, f"the connection ended before {what} had come") from None
+            raise RefusedError(
+                CloseReason.SHORT, f"the connection ended before {what} had come"
+            ) from None

@@ -9,7 +9,16 @@ from typing import Final
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.record import HEAD_ALIGN_BYTES, UNSEALED_DIGEST, Chunk, Extension, Miss, RecordHeader, TensorSpec, verify_payload
+from lmcache_core.record import (
+    HEAD_ALIGN_BYTES,
+    UNSEALED_DIGEST,
+    Chunk,
+    Extension,
+    Miss,
+    RecordHeader,
+    TensorSpec,
+    verify_payload,
+)
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import ServedStore
 
@@ -18,9 +27,13 @@ from lmcache_storage.compat.dialect import NUM_ABOUT, About
 from lmcache_storage.counted_store import CountedStore
 
 ABOUT_EXTENSION: Final = 2
-"""Id of the extension with the numbers by which a client described its value; ignorable, since nobody else asks for it."""
+"""Id of the extension with the numbers by which a client described its value; ignorable, since
+nobody else asks for it.
+"""
 MAX_HEAD_BYTES: Final = 2 * HEAD_ALIGN_BYTES
-"""Of a record that is made here: its key is short, and what it says beside it has a fixed length."""
+"""Of a record that is made here: its key is short, and what it says beside it has a fixed
+length.
+"""
 NAME_PREFIX: Final = "lmcache-"
 INLINE_DIGEST_BYTES: Final = 1 << 20
 TIER: Final = "compat"
@@ -29,14 +42,16 @@ _ABOUT: Final = struct.Struct(f"<{NUM_ABOUT}i")
 
 
 class ForeignValues:
-    """Values whose bytes only their clients can read, beside the KV of one tenant and under names that no KV has.
+    """Values whose bytes only their clients can read, beside the KV of one tenant and under names
+    that no KV has.
 
     They are marked lossy: whether they are is not known here.
 
     Args:
         store: Where they are kept.
         tenant: In whose namespace.
-        dialect: Name of the dialect of those who store and read them; other dialects number formats otherwise, and see none of them.
+        dialect: Name of the dialect of those who store and read them; other dialects number formats
+            otherwise, and see none of them.
         counters: Where those are counted that cannot be served.
     """
 
@@ -57,7 +72,8 @@ class ForeignValues:
         return is_there
 
     async def get(self, key: str) -> tuple[Chunk, About] | None:
-        """The value, its bytes compared with their digest, and what its client said of it; None where there is none.
+        """The value, its bytes compared with their digest, and what its client said of it; None
+        where there is none.
 
         The caller owns the chunk. A damaged one is removed.
         """
@@ -79,9 +95,13 @@ class ForeignValues:
         return None
 
     async def put(self, key: str, about: About, memory: MemoryObj) -> bool:
-        """Keep a value (its memory is borrowed); one of the same name and other content gives place. False: there is no room."""
+        """Keep a value (its memory is borrowed); one of the same name and other content gives
+        place. False: there is no room.
+        """
         chunk_key = self._chunk_key(key)
-        chunk = Chunk.unsealed(chunk_key, self._header(chunk_key, about, memory.get_size()), memory, TIER)
+        chunk = Chunk.unsealed(
+            chunk_key, self._header(chunk_key, about, memory.get_size()), memory, TIER
+        )
         if memory.get_size() <= INLINE_DIGEST_BYTES:
             chunk.sealed()
         else:
@@ -101,24 +121,36 @@ class ForeignValues:
     def _header(self, key: ChunkKey, about: About, num_bytes: int) -> RecordHeader:
         spec = TensorSpec("", "uint8", (num_bytes,), 0, num_bytes)
         told = Extension(ABOUT_EXTENSION, False, _ABOUT.pack(*about))
-        return RecordHeader(key.key.canonical(), self._kind, "", True, (spec,), UNSEALED_DIGEST, (told,))
+        return RecordHeader(
+            key.key.canonical(), self._kind, "", True, (spec,), UNSEALED_DIGEST, (told,)
+        )
 
     def _about(self, header: RecordHeader) -> About | None:
-        """What the client said; None for a record that did not come from here, since others may put under this name too."""
+        """What the client said; None for a record that did not come from here, since others may
+        put under this name too.
+        """
         for extension in header.extensions:
-            if header.serde == self._kind and extension.id == ABOUT_EXTENSION and len(extension.data) == _ABOUT.size:
+            if (
+                header.serde == self._kind
+                and extension.id == ABOUT_EXTENSION
+                and len(extension.data) == _ABOUT.size
+            ):
                 fmt, dtype, *dims = _ABOUT.unpack(extension.data)
                 return (fmt, dtype, dims[0], dims[1], dims[2], dims[3])
         return None
 
 
 def is_foreign(key: ChunkKey) -> bool:
-    """Whether that is the name of a value of an LMCache client: it is of use only at the server where that client looks for it."""
+    """Whether that is the name of a value of an LMCache client: it is of use only at the server
+    where that client looks for it.
+    """
     return key.key.fmt.startswith(NAME_PREFIX)
 
 
 async def _is_intact(chunk: Chunk) -> bool:
-    """Cancelled, the thread may still read memory that was given back meanwhile: it writes nothing, and nobody asks for its result."""
+    """Cancelled, the thread may still read memory that was given back meanwhile: it writes
+    nothing, and nobody asks for its result.
+    """
     payload = chunk.memory.byte_array
     try:
         if len(payload) <= INLINE_DIGEST_BYTES:

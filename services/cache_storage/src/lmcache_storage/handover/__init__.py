@@ -1,1 +1,3 @@
-"""What becomes of chunks when servers come and go: they move to their homes, and a server that ends leaves none behind."""
+"""What becomes of chunks when servers come and go: they move to their homes, and a server that
+ends leaves none behind.
+"""

@@ -17,7 +17,9 @@ from lmcache_storage.handover.held import HeldChunks
 from lmcache_storage.handover.leaving import Leaving
 
 MAX_PENDING_SHARE = 4
-"""While more than one part in this many of the memory waits to be written to the disk, what is handed over waits: it is on no disk else."""
+"""While more than one part in this many of the memory waits to be written to the disk, what is
+handed over waits: it is on no disk else.
+"""
 MAX_WAIT_S = 5.0
 PAUSE_S = 0.01
 

@@ -1,4 +1,6 @@
-"""The end of a server: it takes nothing new, writes what it has taken, and hands its chunks to the others."""
+"""The end of a server: it takes nothing new, writes what it has taken, and hands its chunks to
+the others.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ logger = logging.getLogger(__name__)
 WRITING_SHARE = 0.25
 """Of the time, for writes that were underway, where there is somebody to hand chunks to."""
 EVICTING_SHARE = 0.5
-"""Of the bytes, the hottest: for these others may be given up at their new homes. The rest goes where there is room."""
+"""Of the bytes, the hottest: for these others may be given up at their new homes. The rest goes
+where there is room.
+"""
 
 
 class Drain:
-    """One server's drain. Whoever asks for it while it runs waits for the same one; when it has left something, the next one tries again.
+    """One server's drain. Whoever asks for it while it runs waits for the same one; when it has
+    left something, the next one tries again.
 
     Args:
         timeout_s: Longest time that it takes.
@@ -33,7 +38,14 @@ class Drain:
         mover: Sends it; None: nobody.
     """
 
-    def __init__(self, timeout_s: float, stack: TierStack, chunks: HeldChunks, neighbours: Neighbours | None, mover: Mover | None) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        stack: TierStack,
+        chunks: HeldChunks,
+        neighbours: Neighbours | None,
+        mover: Mover | None,
+    ) -> None:
         self._timeout_s = timeout_s
         self._stack = stack
         self._chunks = chunks
@@ -60,7 +72,9 @@ class Drain:
                 self._end(self._ended)
 
     async def run(self) -> None:
-        """Drain, for up to `timeout_s` seconds. Never raises for what it could not do: see `moved`."""
+        """Drain, for up to `timeout_s` seconds. Never raises for what it could not do: see
+        `moved`.
+        """
         self.begin()
         if self._ended is not None:
             await self._ended.wait()
@@ -72,7 +86,12 @@ class Drain:
     @property
     def is_complete(self) -> bool:
         """Whether the last drain has left nothing that somebody could have taken."""
-        return self.state is DrainState.DONE and not self.moved.left and not self.moved.failed and not self._stack.is_writing
+        return (
+            self.state is DrainState.DONE
+            and not self.moved.left
+            and not self.moved.failed
+            and not self._stack.is_writing
+        )
 
     async def _work(self, ended: asyncio.Event) -> None:
         now = asyncio.get_running_loop().time
@@ -80,7 +99,9 @@ class Drain:
         limit = asyncio.timeout_at(deadline)
         try:
             async with limit:
-                await self._stack.drain(self._timeout_s * (1 if self._mover is None else WRITING_SHARE))
+                await self._stack.drain(
+                    self._timeout_s * (1 if self._mover is None else WRITING_SHARE)
+                )
                 if self._mover is not None and self._neighbours is not None:
                     self.state = DrainState.HANDING_OVER
                     await self._neighbours.refresh()
@@ -105,7 +126,8 @@ class Drain:
         is_loss = moved.left or moved.failed or self._stack.is_writing
         logger.log(
             logging.WARNING if is_loss else logging.INFO,
-            "drained: %d chunks, %d of them handed over, %d there already, %d refused, %d left; %d bytes and %d more chunks not written",
+            "drained: %d chunks, %d of them handed over, %d there already, %d refused, %d left; %d"
+            " bytes and %d more chunks not written",
             moved.total,
             moved.handed_over,
             moved.already_elsewhere,

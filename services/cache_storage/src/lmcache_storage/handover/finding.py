@@ -16,7 +16,9 @@ from lmcache_storage.settings import StorageSettings
 STORAGE_KIND = "storage"
 
 
-def create_members(settings: StorageSettings, broker: BrokerClient | None, token: ShownToken, tls: ClientTls | None) -> Members | None:
+def create_members(
+    settings: StorageSettings, broker: BrokerClient | None, token: ShownToken, tls: ClientTls | None
+) -> Members | None:
     """The set that this server belongs to, not opened; None where it has no neighbours.
 
     Args:
@@ -35,7 +37,11 @@ def create_members(settings: StorageSettings, broker: BrokerClient | None, token
         return None
 
     async def find() -> Sequence[Address]:
-        peers = [peer for peer in await broker.peers() if peer.kind == STORAGE_KIND and peer.id != settings.instance_id]
+        peers = [
+            peer
+            for peer in await broker.peers()
+            if peer.kind == STORAGE_KIND and peer.id != settings.instance_id
+        ]
         urls = [parse_distributed_url(peer.distributed_url) for peer in peers if not peer.draining]
         return [Address(url.host, url.port, url.host) for url in urls]
 

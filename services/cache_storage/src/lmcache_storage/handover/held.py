@@ -28,7 +28,13 @@ class HeldChunks:
         timeout_s: Longest wait for the disk, for one batch.
     """
 
-    def __init__(self, hot: LocalCPUBackend, listed: LocalDiskBackend | None, disk: StorageBackend | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        hot: LocalCPUBackend,
+        listed: LocalDiskBackend | None,
+        disk: StorageBackend | None,
+        timeout_s: float,
+    ) -> None:
         self._hot = hot
         self._listed = listed
         self._disk = disk
@@ -36,9 +42,11 @@ class HeldChunks:
         self._buffers = BufferAllocator(capacity_bytes=MAX_READING_BYTES)
 
     def hottest_first(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size in bytes of every chunk of every tenant: those in memory, then those on disk alone, the newest first.
+        """Name and size in bytes of every chunk of every tenant: those in memory, then those on
+        disk alone, the newest first.
 
-        Values of LMCache clients are left out: these clients know one server, and would not find them at another.
+        Values of LMCache clients are left out: these clients know one server, and would not find
+        them at another.
         """
         found = dict(self._hot.hottest())
         for key, num_bytes in [] if self._listed is None else reversed(self._listed.held()):

@@ -11,13 +11,17 @@ from lmcache_core.storage.served_door import WrappedStore
 from lmcache_core.wire import ServedStore
 
 MAX_REMOVAL_WAIT_S = 5.0
-"""Longest that a chunk waits to be stored anew because it is just being forgotten; it is not stored then."""
+"""Longest that a chunk waits to be stored anew because it is just being forgotten; it is not
+stored then.
+"""
 
 
 class Leaving:
-    """Chunks that leave: clients are served them for a while yet, but to other servers, which may end, they are gone. On one event loop.
+    """Chunks that leave: clients are served them for a while yet, but to other servers, which may
+    end, they are gone. On one event loop.
 
-    One that is stored here meanwhile, for instance by a server that ends and gives it back, does not leave.
+    One that is stored here meanwhile, for instance by a server that ends and gives it back, does
+    not leave.
     """
 
     def __init__(self) -> None:
@@ -28,7 +32,9 @@ class Leaving:
         return key in self._keys or key in self._removals
 
     def begin(self, keys: Iterable[ChunkKey]) -> None:
-        """These leave: to be called before they are sent, since who takes one may end at once and ask whether it is here."""
+        """These leave: to be called before they are sent, since who takes one may end at once
+        and ask whether it is here.
+        """
         self._keys.update(keys)
 
     def end(self, keys: Iterable[ChunkKey]) -> None:
@@ -36,7 +42,8 @@ class Leaving:
         self._keys.difference_update(keys)
 
     async def forget(self, keys: Sequence[ChunkKey], remove: Awaitable[object]) -> None:
-        """Remove chunks that leave. None of them may be stored before that is over: it would be removed too.
+        """Remove chunks that leave. None of them may be stored before that is over: it would be
+        removed too.
 
         Args:
             keys: All of them leave, and none is stored before `remove` runs.

@@ -89,16 +89,28 @@ class Mover:
         self._count(moved, "failed", len(left))
 
     async def move_home(self, window: Sequence[Sized], moved: Moved) -> list[ChunkKey]:
-        """Move a few chunks to their homes and nowhere else, where these have room; those that are there now."""
+        """Move a few chunks to their homes and nowhere else, where these have room; those that
+        are there now.
+        """
         sizes = dict(window)
         live = self._neighbours.live()
-        by_name = {name: [(key, sizes[key]) for key in part] for name, part in self._by_home(list(sizes)).items() if name in live}
+        by_name = {
+            name: [(key, sizes[key]) for key in part]
+            for name, part in self._by_home(list(sizes)).items()
+            if name in live
+        }
         return (await self._give_all(live, by_name, False, moved)).settled
 
     async def still_home(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those of some chunks that have moved home which have not been lost there since, and will not be by that server's end."""
+        """Those of some chunks that have moved home which have not been lost there since, and
+        will not be by that server's end.
+        """
         live = self._neighbours.live()
-        asked = [self._still_there(live[name], part) for name, part in self._by_home(keys).items() if name in live]
+        asked = [
+            self._still_there(live[name], part)
+            for name, part in self._by_home(keys).items()
+            if name in live
+        ]
         return [key for there in await asyncio.gather(*asked) for key in there]
 
     def _by_home(self, keys: Sequence[ChunkKey]) -> dict[str, list[ChunkKey]]:
@@ -112,17 +124,30 @@ class Mover:
         try:
             return await self._neighbours.still_there(member, keys, SEND_TIMEOUT_S)
         except (UnavailableError, AuthenticationError, ProtocolError) as exc:
-            logger.warning("%s does not say whether it has its chunks, which stay here: %s", member.name, exc)
+            logger.warning(
+                "%s does not say whether it has its chunks, which stay here: %s", member.name, exc
+            )
             member.failed()
             return []
 
-    async def _give_all(self, live: Mapping[str, Member], by_name: Mapping[str, Sequence[Sized]], may_evict: bool, moved: Moved) -> Outcome:
-        outcomes = await asyncio.gather(*(self._give(live[name], part, may_evict, moved) for name, part in by_name.items()))
+    async def _give_all(
+        self,
+        live: Mapping[str, Member],
+        by_name: Mapping[str, Sequence[Sized]],
+        may_evict: bool,
+        moved: Moved,
+    ) -> Outcome:
+        outcomes = await asyncio.gather(
+            *(self._give(live[name], part, may_evict, moved) for name, part in by_name.items())
+        )
         return Outcome(
-            [key for outcome in outcomes for key in outcome.settled], [chunk for outcome in outcomes for chunk in outcome.refused]
+            [key for outcome in outcomes for key in outcome.settled],
+            [chunk for outcome in outcomes for chunk in outcome.refused],
         )
 
-    async def _give(self, member: Member, part: Sequence[Sized], may_evict: bool, moved: Moved) -> Outcome:
+    async def _give(
+        self, member: Member, part: Sequence[Sized], may_evict: bool, moved: Moved
+    ) -> Outcome:
         """Give one server its part, batch by batch."""
         outcome = Outcome()
         sizes = dict(part)
@@ -146,11 +171,21 @@ class Mover:
         return outcome
 
     async def _send(
-        self, member: Member, batch: Sequence[ChunkKey], may_evict: bool, moved: Moved, outcome: Outcome, sizes: Mapping[ChunkKey, int]
+        self,
+        member: Member,
+        batch: Sequence[ChunkKey],
+        may_evict: bool,
+        moved: Moved,
+        outcome: Outcome,
+        sizes: Mapping[ChunkKey, int],
     ) -> None:
         chunks = await self._chunks.read(batch)
         try:
-            taken = await self._neighbours.send(member, chunks, may_evict, SEND_TIMEOUT_S) if chunks else {}
+            taken = (
+                await self._neighbours.send(member, chunks, may_evict, SEND_TIMEOUT_S)
+                if chunks
+                else {}
+            )
         finally:
             for chunk in chunks:
                 chunk.release()
@@ -169,8 +204,12 @@ class Mover:
 
     @staticmethod
     def _end_of_window(wanted: Sequence[Sized], begin: int, num_evicting: int) -> int:
-        """Where a window ends that begins there: not across the border between what may evict and what may not."""
-        limit = min(len(wanted), begin + WINDOW_CHUNKS, *([num_evicting] if begin < num_evicting else []))
+        """Where a window ends that begins there: not across the border between what may evict
+        and what may not.
+        """
+        limit = min(
+            len(wanted), begin + WINDOW_CHUNKS, *([num_evicting] if begin < num_evicting else [])
+        )
         num_bytes, end = 0, begin
         while end < limit and (end == begin or num_bytes + wanted[end][1] <= WINDOW_BYTES):
             num_bytes += wanted[end][1]

@@ -27,7 +27,9 @@ STEADY_LOOKS = 3
 """So many looks in a row must have found the same servers before chunks move."""
 WINDOW_CHUNKS = 16
 FORGET_AFTER_S = 5.0
-"""What has moved is served here for so long yet: a reader may have asked at its new home before it arrived there."""
+"""What has moved is served here for so long yet: a reader may have asked at its new home before
+it arrived there.
+"""
 
 Situation = tuple[frozenset[str], int]
 
@@ -42,7 +44,8 @@ class Rebalancer:
         stack: The same, to be forgotten.
         neighbours: The others.
         mover: Sends chunks.
-        door: Where others, who may have seen other servers than this one, give it theirs; told what leaves.
+        door: Where others, who may have seen other servers than this one, give it theirs; told what
+            leaves.
         pinned: What stays here all the same.
         is_open: Whether this server stays; one that drains does not move what it hands over anyway.
     """
@@ -70,7 +73,9 @@ class Rebalancer:
         self._moved: deque[tuple[float, Sequence[ChunkKey]]] = deque()
 
     async def look(self) -> None:
-        """Move what has to move, if others have come or gone since the last time and it is quiet now."""
+        """Move what has to move, if others have come or gone since the last time and it is quiet
+        now.
+        """
         known = self._neighbours.known()
         await self._forget(known)
         now = (known, self._door.num_received)
@@ -86,7 +91,11 @@ class Rebalancer:
             await self._move(strangers[begin : begin + WINDOW_CHUNKS], moved)
         self._settled = now
         if moved.total:
-            logger.info("rebalanced: %d of %d chunks have moved to their homes", moved.handed_over + moved.already_elsewhere, moved.total)
+            logger.info(
+                "rebalanced: %d of %d chunks have moved to their homes",
+                moved.handed_over + moved.already_elsewhere,
+                moved.total,
+            )
 
     async def _move(self, window: Sequence[Sized], moved: Moved) -> None:
         now = asyncio.get_running_loop().time
@@ -103,17 +112,29 @@ class Rebalancer:
         await asyncio.sleep(now() - began)
 
     async def _forget(self, known: frozenset[str]) -> None:
-        """Give up what moved a while ago, unless it has to stay: its home is here again or has lost it, or it was stored here anew."""
+        """Give up what moved a while ago, unless it has to stay: its home is here again or has
+        lost it, or it was stored here anew.
+        """
         leaving = self._door.leaving
-        while self._is_open() and self._moved and self._moved[0][0] <= asyncio.get_running_loop().time():
+        while (
+            self._is_open()
+            and self._moved
+            and self._moved[0][0] <= asyncio.get_running_loop().time()
+        ):
             _, keys = self._moved.popleft()
-            there = await self._mover.still_home([key for key in keys if key in leaving and not self._stays(key, known)])
+            there = await self._mover.still_home(
+                [key for key in keys if key in leaving and not self._stays(key, known)]
+            )
             gone = [key for key in there if key in leaving]
             await leaving.forget(gone, self._stack.batched_remove(gone, LOCAL_TIERS))
             leaving.end(keys)
 
     def _stays(self, key: ChunkKey, known: frozenset[str]) -> bool:
-        return key in self._pinned or home([*known, self._neighbours.instance], key.key.chunk_id()) == self._neighbours.instance
+        return (
+            key in self._pinned
+            or home([*known, self._neighbours.instance], key.key.chunk_id())
+            == self._neighbours.instance
+        )
 
     async def _strangers(self, known: frozenset[str]) -> list[Sized]:
         """Chunks whose home is elsewhere, the hottest first."""

@@ -1,7 +1,8 @@
-"""The further store: a bucket of S3-compatible object storage behind memory and disk (ADR 14). Off unless `s3_bucket` is set.
+"""The further store: a bucket of S3-compatible object storage behind memory and disk (ADR 14). Off
+unless `s3_bucket` is set.
 
-`settings` are its options, `layout` names objects, `objects` talks to the bucket, `backend` is the tier. The client library is imported
-only where a bucket is named.
+`settings` are its options, `layout` names objects, `objects` talks to the bucket, `backend` is the
+tier. The client library is imported only where a bucket is named.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def create_s3_backend(settings: S3Settings) -> S3Backend | None:
         from lmcache_storage.s3.objects import BucketObjects
     except ModuleNotFoundError as exc:
         raise ConfigError(
-            f"s3_bucket={settings.s3_bucket!r} needs the package {exc.name!r}; install lmcache-storage[s3], or leave s3_bucket out"
+            f"s3_bucket={settings.s3_bucket!r} needs the package {exc.name!r}; install"
+            " lmcache-storage[s3], or leave s3_bucket out"
         ) from exc
     return S3Backend(BucketObjects(settings), settings.s3_timeout_s)

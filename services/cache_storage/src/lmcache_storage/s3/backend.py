@@ -30,7 +30,11 @@ MAX_READS = 32
 MAX_WRITES = 4
 CLOSE_WAIT_S = 2.0
 
-_COUNTED = {MissReason.CORRUPT: "corrupt_chunks", MissReason.IDENTITY: "corrupt_chunks", MissReason.EXPIRED: "expired_chunks"}
+_COUNTED = {
+    MissReason.CORRUPT: "corrupt_chunks",
+    MissReason.IDENTITY: "corrupt_chunks",
+    MissReason.EXPIRED: "expired_chunks",
+}
 _COUNTS = (
     "stored_chunks",
     "served_chunks",
@@ -44,12 +48,15 @@ _COUNTS = (
 
 
 class S3Backend(StorageBackend):
-    """Chunks as objects, one record each, in a bucket without an owner: any number of servers may share it, and nothing is locked.
+    """Chunks as objects, one record each, in a bucket without an owner: any number of servers may
+    share it, and nothing is locked.
 
-    Nothing is remembered between calls: which chunks there are is asked of the bucket, one HEAD each. Nothing is evicted: how much the
-    bucket may hold is a matter of its lifecycle rules. A chunk past `chunk_ttl_s` is a miss and is removed when it is next read.
+    Nothing is remembered between calls: which chunks there are is asked of the bucket, one HEAD
+    each. Nothing is evicted: how much the bucket may hold is a matter of its lifecycle rules. A
+    chunk past `chunk_ttl_s` is a miss and is removed when it is next read.
 
-    Requests block in threads, which end by themselves within the time limit of one request; a caller that gives up earlier waits for none.
+    Requests block in threads, which end by themselves within the time limit of one request; a
+    caller that gives up earlier waits for none.
 
     Args:
         objects: The bucket.
@@ -92,7 +99,9 @@ class S3Backend(StorageBackend):
             await self._reading.run(self._objects.probe)
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`. One HEAD a chunk, `MAX_READS` of them at once; the records are not read."""
+        """See `StorageBackend.batched_contains`. One HEAD a chunk, `MAX_READS` of them at once;
+        the records are not read.
+        """
         found = [False] * len(keys)
 
         async def ask(i: int, key: ChunkKey) -> None:
@@ -103,8 +112,11 @@ class S3Backend(StorageBackend):
             await run_together(ask(i, key) for i, key in enumerate(keys))
         return found
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
-        """See `StorageBackend.batched_get`. Several objects at once, each read straight into memory and verified in a thread.
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
+        """See `StorageBackend.batched_get`. Several objects at once, each read straight into memory
+        and verified in a thread.
 
         An object that cannot be read is a miss; when no object could be, the tier is unavailable.
         """
@@ -113,7 +125,9 @@ class S3Backend(StorageBackend):
         failures: list[UnavailableError] = []
         try:
             async with caller_limit(timeout_s) as limit, self._limit():
-                await run_together(self._get(i, key, allocate, results, failures) for i, key in enumerate(keys))
+                await run_together(
+                    self._get(i, key, allocate, results, failures) for i, key in enumerate(keys)
+                )
         except BaseException:
             release_all(results)
             raise
@@ -130,7 +144,9 @@ class S3Backend(StorageBackend):
         return answered
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. False when the bucket takes no more although it can be asked, and for a while after that."""
+        """See `StorageBackend.batched_put`. False when the bucket takes no more although it can
+        be asked, and for a while after that.
+        """
         self._writing.check_open()
         kept = [False] * len(chunks)
         if not chunks or not self._backoff.allows():
@@ -144,9 +160,15 @@ class S3Backend(StorageBackend):
             if self._backoff.succeeded():
                 logger.info("tier %s takes writes again", self.name)
             return kept
-        await self.probe()  # raises where it is not the write that is the trouble: the breaker then leaves the whole tier alone
+        # raises where it is not the write that is the trouble: the breaker then leaves the whole
+        # tier alone
+        await self.probe()
         if self._backoff.failed():
-            logger.warning("tier %s takes no writes, and is left alone with them for a while: %s", self.name, failures[0])
+            logger.warning(
+                "tier %s takes no writes, and is left alone with them for a while: %s",
+                self.name,
+                failures[0],
+            )
         return kept
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
@@ -162,17 +184,28 @@ class S3Backend(StorageBackend):
         return sum(removed)
 
     async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`, for everybody who shares the bucket. Lists it, without a deadline."""
+        """See `StorageBackend.clear`, for everybody who shares the bucket. Lists it, without a
+        deadline.
+        """
         return await self._reading.run(self._objects.clear, tenant)
 
     def stats(self) -> dict[str, int]:
         """Figures of this process; how much the bucket holds is the bucket's to say."""
         counted = {name: value for (name, _), value in self._counters.snapshot().items()}
         sizes = {"num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0}
-        return sizes | {name: counted.get(name, 0) for name in _COUNTS} | {"is_failing": int(self._backoff.is_failing)}
+        return (
+            sizes
+            | {name: counted.get(name, 0) for name in _COUNTS}
+            | {"is_failing": int(self._backoff.is_failing)}
+        )
 
     async def _get(
-        self, place: int, key: ChunkKey, allocate: Allocate, results: list[Result | None], failures: list[UnavailableError]
+        self,
+        place: int,
+        key: ChunkKey,
+        allocate: Allocate,
+        results: list[Result | None],
+        failures: list[UnavailableError],
     ) -> None:
         async with self._turns:
             try:
@@ -181,7 +214,11 @@ class S3Backend(StorageBackend):
                     results[place] = found
                 else:
                     memory = allocate(found.payload_bytes)
-                    results[place] = Miss(MissReason.NO_MEMORY) if memory is None else await self._read(found, memory)
+                    results[place] = (
+                        Miss(MissReason.NO_MEMORY)
+                        if memory is None
+                        else await self._read(found, memory)
+                    )
                 if results[place] == Miss(MissReason.UNAVAILABLE):
                     self._counters.add("failed_reads")
             except UnavailableError as exc:
@@ -204,7 +241,9 @@ class S3Backend(StorageBackend):
         reading.add_done_callback(give_back)
         return await self._reading.result_of(reading, discard=_release)
 
-    async def _put(self, place: int, chunk: Chunk, kept: list[bool], failures: list[UnavailableError]) -> None:
+    async def _put(
+        self, place: int, chunk: Chunk, kept: list[bool], failures: list[UnavailableError]
+    ) -> None:
         chunk.memory.ref_count_up()
         try:
             writing = self._writing.submit(self._objects.write, chunk)
@@ -227,7 +266,9 @@ class S3Backend(StorageBackend):
         except TimeoutError as exc:
             if not limit.expired():
                 raise
-            raise UnavailableError(f"{self._objects.where}: no answer within {self._timeout_s} s") from exc
+            raise UnavailableError(
+                f"{self._objects.where}: no answer within {self._timeout_s} s"
+            ) from exc
 
 
 def _release(result: Result) -> None:

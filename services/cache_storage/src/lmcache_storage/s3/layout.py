@@ -1,6 +1,7 @@
 """Names of objects in the bucket.
 
-`<prefix><tenant>/<2 hex>/<64 hex>.kvr`, one record each; the 64 digits are the SHA-256 of its canonical key, as in the names of the disk
+`<prefix><tenant>/<2 hex>/<64 hex>.kvr`, one record each; the 64 digits are the SHA-256 of its
+canonical key, as in the names of the disk
 tier: no name tells a model or a token, all have the same length, and they are spread evenly.
 """
 
@@ -23,13 +24,17 @@ def object_name(prefix: str, key: ChunkKey) -> str:
 
 
 def tenant_name(tenant: str) -> str:
-    """A tenant's part of names: each tenant has one of its own, which holds no `/`, is never `.` or `..`, and needs no quoting in URLs."""
+    """A tenant's part of names: each tenant has one of its own, which holds no `/`, is never `.`
+    or `..`, and needs no quoting in URLs.
+    """
     name = quote(tenant, safe="").replace("~", "%7E").replace("%", "=")
     return "=2E" + name[1:] if name.startswith(".") else name
 
 
 def is_record(name: str, prefix: str, tenant: str | None) -> bool:
-    """Whether an object of that name claims to be a record of that tenant, of any when None: nothing else is ever removed."""
+    """Whether an object of that name claims to be a record of that tenant, of any when None:
+    nothing else is ever removed.
+    """
     if not name.startswith(prefix):
         return False
     rest = name[len(prefix) :]

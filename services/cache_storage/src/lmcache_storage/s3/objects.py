@@ -1,4 +1,6 @@
-"""Records as objects of one bucket. Blocking, thread-safe; the only file that knows the client library."""
+"""Records as objects of one bucket. Blocking, thread-safe; the only file that knows the client
+library.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STORED_AT: Final = "lmcache-stored-at"
-"""Metadata of an object whose chunk is older than it: when that was stored, seconds since the epoch."""
+"""Metadata of an object whose chunk is older than it: when that was stored, seconds since the
+epoch.
+"""
 MAX_RETRIES: Final = 1
 RETRY_PAUSE_S: Final = 0.05
 RETRY_SHARE: Final = 0.5
 """A request that failed is repeated only within this part of its time."""
 CREDENTIALS_S: Final = 302.0
-"""How long a key from files is said to be good for. The library asks again five minutes before: after two seconds."""
+"""How long a key from files is said to be good for. The library asks again five minutes before:
+after two seconds.
+"""
 LIST_OBJECTS: Final = 1000
 MAX_CAUSE_CHARS: Final = 300
 CHECKED_BYTES: Final = 1 << 20
@@ -94,7 +100,9 @@ class BucketObjects:
         self._prefix = settings.s3_prefix
         self._ttl_s = settings.chunk_ttl_s
         self._clock = clock
-        self.where = f"bucket {settings.s3_bucket!r}" + (f" at {settings.s3_endpoint_url}" if settings.s3_endpoint_url else "")
+        self.where = f"bucket {settings.s3_bucket!r}" + (
+            f" at {settings.s3_endpoint_url}" if settings.s3_endpoint_url else ""
+        )
         self._store = _create_store(settings)
 
     def probe(self) -> None:
@@ -115,7 +123,9 @@ class BucketObjects:
             UnavailableError: The bucket cannot be asked.
         """
         try:
-            answer = obstore.get(self._store, object_name(self._prefix, key), options={"head": True})
+            answer = obstore.get(
+                self._store, object_name(self._prefix, key), options={"head": True}
+            )
         except FileNotFoundError:
             return False
         except (BaseError, OSError) as exc:
@@ -123,7 +133,8 @@ class BucketObjects:
         return not self._is_past(_stored_at(answer))
 
     def find(self, key: ChunkKey) -> FoundObject | Miss:
-        """The record of that chunk, its head read; or why there is none. What is too old is removed, and what is damaged if it is so twice.
+        """The record of that chunk, its head read; or why there is none. What is too old is
+        removed, and what is damaged if it is so twice.
 
         Raises:
             UnavailableError: The bucket cannot be read.
@@ -144,7 +155,8 @@ class BucketObjects:
             raise self._unavailable(exc) from exc
 
     def read(self, found: FoundObject, memory: MemoryObj) -> Result:
-        """The chunk in that memory, verified; or a miss, and the memory is given back. An object that is damaged twice is removed.
+        """The chunk in that memory, verified; or a miss, and the memory is given back. An object
+        that is damaged twice is removed.
 
         Raises:
             UnavailableError: The bucket cannot be read any more; the memory is given back.
@@ -165,7 +177,8 @@ class BucketObjects:
         return Chunk(found.key, found.header, found.head, memory, S3_TIER, found.stored_at)
 
     def write(self, chunk: Chunk) -> None:
-        """Write a record over whatever has its name, in one request: an object is there as a whole or not at all.
+        """Write a record over whatever has its name, in one request: an object is there as a whole
+        or not at all.
 
         Raises:
             UnavailableError: It was not taken.
@@ -173,7 +186,13 @@ class BucketObjects:
         attributes = {} if chunk.stored_at is None else {STORED_AT: repr(chunk.stored_at)}
         name = object_name(self._prefix, chunk.key)
         try:
-            obstore.put(self._store, name, [chunk.head, chunk.memory.byte_array], attributes=attributes, use_multipart=False)
+            obstore.put(
+                self._store,
+                name,
+                [chunk.head, chunk.memory.byte_array],
+                attributes=attributes,
+                use_multipart=False,
+            )
         except (BaseError, OSError) as exc:
             raise self._unavailable(exc) from exc
 
@@ -194,7 +213,8 @@ class BucketObjects:
         return True
 
     def clear(self, tenant: str | None) -> int:
-        """Remove all records (of that tenant), and nothing else that lies in the bucket; how many. Lists them.
+        """Remove all records (of that tenant), and nothing else that lies in the bucket; how many.
+        Lists them.
 
         Raises:
             UnavailableError: The bucket does not do it; some may be gone.
@@ -203,7 +223,11 @@ class BucketObjects:
         under = self._prefix if tenant is None else f"{self._prefix}{tenant_name(tenant)}/"
         try:
             for batch in obstore.list(self._store, under or None, chunk_size=LIST_OBJECTS):
-                names = [found["path"] for found in batch if is_record(found["path"], self._prefix, tenant)]
+                names = [
+                    found["path"]
+                    for found in batch
+                    if is_record(found["path"], self._prefix, tenant)
+                ]
                 if names:
                     obstore.delete(self._store, names)
                 num_removed += len(names)
@@ -214,11 +238,14 @@ class BucketObjects:
         return num_removed
 
     def _is_past(self, stored_at: float) -> bool:
-        return self._ttl_s is not None and min(stored_at, self._clock()) + self._ttl_s <= self._clock()
+        return (
+            self._ttl_s is not None and min(stored_at, self._clock()) + self._ttl_s <= self._clock()
+        )
 
     def _refuse(self, key: ChunkKey, exc: RecordError) -> Miss:
-        """Remove a damaged object, if the same is wrong with it when it is read again: others share the bucket, and it may be this host's
-        memory that is bad."""
+        """Remove a damaged object, if the same is wrong with it when it is read again: others share
+        the bucket, and it may be this host's memory that is bad.
+        """
         if exc.reason in _OF_ANOTHER_VERSION:
             return miss_for(exc)
         name = object_name(self._prefix, key)
@@ -226,12 +253,19 @@ class BucketObjects:
         if again == str(exc):
             self._discard(name)
         elif again is not None:
-            logger.warning("object read in two ways, left: object=%s first=%s second=%s", name, exc, again or "whole")
+            logger.warning(
+                "object read in two ways, left: object=%s first=%s second=%s",
+                name,
+                exc,
+                again or "whole",
+            )
             return Miss(MissReason.UNAVAILABLE)
         return miss_for(exc)
 
     def _error_of(self, key: ChunkKey, name: str) -> str | None:
-        """What is wrong with an object, read as a whole into memory of its own: nothing if it is whole, None if it is gone."""
+        """What is wrong with an object, read as a whole into memory of its own: nothing if it is
+        whole, None if it is gone.
+        """
         try:
             found = _found(obstore.get(self._store, name), key, 0)
             block = memoryview(bytearray(min(CHECKED_BYTES, found.payload_bytes)))
@@ -248,7 +282,9 @@ class BucketObjects:
         return ""
 
     def _discard(self, name: str) -> None:
-        """Remove what nobody can use, so that a good one is written there again; if that fails, it is a miss the next time too."""
+        """Remove what nobody can use, so that a good one is written there again; if that fails,
+        it is a miss the next time too.
+        """
         try:
             obstore.delete(self._store, name)
         except (BaseError, OSError):
@@ -323,23 +359,34 @@ class _KeyFiles:
 
 def _create_store(settings: S3Settings) -> S3Store:
     limit = timedelta(seconds=settings.s3_timeout_s)
-    is_encrypted = settings.s3_endpoint_url is None or settings.s3_endpoint_url.startswith("https://")
-    client: ClientConfig = {"timeout": limit, "connect_timeout": limit, "allow_http": not is_encrypted}
+    is_encrypted = settings.s3_endpoint_url is None or settings.s3_endpoint_url.startswith(
+        "https://"
+    )
+    client: ClientConfig = {
+        "timeout": limit,
+        "connect_timeout": limit,
+        "allow_http": not is_encrypted,
+    }
     if settings.s3_ca_file is not None:
         try:
             client["root_certificate"] = settings.s3_ca_file.read_bytes()
         except OSError as exc:
-            raise ConfigError(f"s3_ca_file={str(settings.s3_ca_file)!r} cannot be read: {exc.strerror or exc}") from exc
+            raise ConfigError(
+                f"s3_ca_file={str(settings.s3_ca_file)!r} cannot be read: {exc.strerror or exc}"
+            ) from exc
     keys = None
     if settings.s3_access_key_file is not None and settings.s3_secret_key_file is not None:
         keys = _KeyFiles(
-            TokenFile(settings.s3_access_key_file, "s3_access_key_file"), TokenFile(settings.s3_secret_key_file, "s3_secret_key_file")
+            TokenFile(settings.s3_access_key_file, "s3_access_key_file"),
+            TokenFile(settings.s3_secret_key_file, "s3_secret_key_file"),
         )
     pause = timedelta(seconds=RETRY_PAUSE_S)
     config: S3Config = {
         "region": settings.s3_region,
         "virtual_hosted_style_request": not settings.s3_path_style,
-        "unsigned_payload": is_encrypted,  # TLS and the record's own digest guard it; a third hash is the largest cost of a write
+        "unsigned_payload": (
+            is_encrypted
+        ),  # TLS and the record's own digest guard it; a third hash is the largest cost of a write
         "disable_bulk_delete": True,  # not every server has it
     }
     if settings.s3_endpoint_url is not None:

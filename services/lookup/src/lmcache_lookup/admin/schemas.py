@@ -27,7 +27,9 @@ class StatsAnswer(msgspec.Struct, frozen=True):
 
 
 class TenantsAnswer(msgspec.Struct, frozen=True):
-    """Tenants in whose namespaces chunks were stored, sorted; `next_after` is where to go on, null at the end."""
+    """Tenants in whose namespaces chunks were stored, sorted; `next_after` is where to go on,
+    null at the end.
+    """
 
     tenants: Annotated[list[TenantText], msgspec.Meta(max_length=MAX_TENANTS_PER_ANSWER)]
     next_after: TenantText | None

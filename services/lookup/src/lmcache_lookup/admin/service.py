@@ -14,7 +14,8 @@ def tenant_for(caller: Principal, asked: str | None) -> str:
     """The tenant that a call is about.
 
     Raises:
-        PermissionDeniedError: It is another one than the caller's, and the caller's token has not the role `admin`.
+        PermissionDeniedError: It is another one than the caller's, and the caller's token has not
+            the role `admin`.
     """
     if asked is None or asked == caller.tenant:
         return caller.tenant

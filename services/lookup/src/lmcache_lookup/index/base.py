@@ -1,10 +1,12 @@
 """The index's interface: who holds which chunk, under leases and numbered events.
 
-Every implementation passes the suite in `tests/contract/lookup_index`. The rules are those of `docs/protocols.md`, lookup:
+Every implementation passes the suite in `tests/contract/lookup_index`. The rules are those of
+`docs/protocols.md`, lookup:
 
 - A lease belongs to (owner, instance), where the owner is the tenant of the token that took it.
 - Entries count only while the lease of their instance lives in their incarnation.
-- Events of an incarnation are numbered from 0. What was taken before is skipped, a gap takes nothing.
+- Events of an incarnation are numbered from 0. What was taken before is skipped, a gap takes
+  nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ MAX_STORED_HOLDERS_PER_CHUNK: Final = 64
 
 
 class RefusedError(UnavailableError):
-    """The place where the index lives answered, and refused: it is full, or read-only. Other calls may do well."""
+    """The place where the index lives answered, and refused: it is full, or read-only. Other
+    calls may do well.
+    """
 
 
 class ClaimedElsewhereError(UnavailableError):
-    """Another replica is taking events of this instance, or was until it failed. The index is there: trying again in a moment helps."""
+    """Another replica is taking events of this instance, or was until it failed. The index is
+    there: trying again in a moment helps.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,9 @@ class LeaseClaim:
 
 @dataclass(frozen=True, slots=True)
 class LeaseState:
-    """What an instance has to know: the number of the event that is waited for, and whether it has to begin anew."""
+    """What an instance has to know: the number of the event that is waited for, and whether it
+    has to begin anew.
+    """
 
     next_sequence: int
     resync: bool
@@ -94,19 +102,27 @@ class IndexStats:
     num_instances: int
 
 
-def check_places(fits: bool, owner_fits: bool, max_instances: int, max_instances_per_tenant: int) -> None:
+def check_places(
+    fits: bool, owner_fits: bool, max_instances: int, max_instances_per_tenant: int
+) -> None:
     """Raise `CapacityError` where there is no place for one more lease."""
     if not owner_fits:
-        raise CapacityError(f"max_instances_per_tenant={max_instances_per_tenant}: this tenant has as many live instances; raise it")
+        raise CapacityError(
+            f"max_instances_per_tenant={max_instances_per_tenant}: this tenant has as many live"
+            " instances; raise it"
+        )
     if not fits:
-        raise CapacityError(f"max_instances={max_instances}: as many live instances hold leases; raise it")
+        raise CapacityError(
+            f"max_instances={max_instances}: as many live instances hold leases; raise it"
+        )
 
 
 class LookupIndex(abc.ABC):
     """Who holds which chunk.
 
-    Every method but the constructor may raise `UnavailableError`: the place where the index lives did not answer in time. Then it is
-    unknown whether a write was taken; all writes may be repeated.
+    Every method but the constructor may raise `UnavailableError`: the place where the index lives
+    did not answer in time. Then it is unknown whether a write was taken; all writes may be
+    repeated.
     """
 
     name: str
@@ -130,8 +146,9 @@ class LookupIndex(abc.ABC):
     async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
         """Take or renew a lease.
 
-        A higher incarnation replaces a lower one and begins at sequence 0; a lower one than that of a live lease changes nothing and is
-        told to resync; a lease that ran out begins at sequence 0, whatever its incarnation.
+        A higher incarnation replaces a lower one and begins at sequence 0; a lower one than that of
+        a live lease changes nothing and is told to resync; a lease that ran out begins at sequence
+        0, whatever its incarnation.
 
         Raises:
             CapacityError: Too many instances hold leases.
@@ -152,14 +169,17 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
-        """Take events in order, skipping those that were taken before; takes none after a gap or without a live lease."""
+        """Take events in order, skipping those that were taken before; takes none after a gap or
+        without a live lease.
+        """
 
     @abc.abstractmethod
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         """Who holds each chunk, in one round trip.
 
         Returns:
-            One list for each chunk id, empty where no live instance holds it. Not to be changed: chunks may share a list.
+            One list for each chunk id, empty where no live instance holds it. Not to be changed:
+            chunks may share a list.
         """
 
     @abc.abstractmethod
@@ -176,7 +196,9 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def clear(self, tenant: str) -> None:
-        """Forget all chunks of a tenant, and let the instances whose leases it took announce theirs again."""
+        """Forget all chunks of a tenant, and let the instances whose leases it took announce
+        theirs again.
+        """
 
     @abc.abstractmethod
     async def sweep(self) -> int:
@@ -192,4 +214,6 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def tenants(self) -> list[str]:
-        """The tenants in whose namespaces chunks were stored, sorted; some may have none any more."""
+        """The tenants in whose namespaces chunks were stored, sorted; some may have none any
+        more.
+        """

@@ -1,4 +1,6 @@
-"""The commands of a lookup: one `HMGET` for each bucket asked, of hundreds of chunk ids, which are joined and not looked at one by one."""
+"""The commands of a lookup: one `HMGET` for each bucket asked, of hundreds of chunk ids, which
+are joined and not looked at one by one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _BEFORE_ID: Final = b"\r\n$%d\r\n" % CHUNK_ID_BYTES
 
 
 class BucketReads:
-    """Keeps what the commands of a tenant have in common: their keys, and their bytes between the number of words and the first id."""
+    """Keeps what the commands of a tenant have in common: their keys, and their bytes between
+    the number of words and the first id.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, list[tuple[str, bytes]]] = {}
@@ -30,7 +34,9 @@ class BucketReads:
         """
         kept = self._kept.get(tenant) or self._keep(tenant)
         return [
-            Command(key, (), None, b"*%d%b%b\r\n" % (len(inside) + 2, head, _BEFORE_ID.join(inside)))
+            Command(
+                key, (), None, b"*%d%b%b\r\n" % (len(inside) + 2, head, _BEFORE_ID.join(inside))
+            )
             for (key, head), inside in zip(kept, buckets, strict=True)
             if inside
         ]
@@ -39,5 +45,8 @@ class BucketReads:
         if len(self._kept) >= MAX_TENANTS_KEPT:
             self._kept.clear()
         keys = [bucket_key(tenant, bucket) for bucket in range(NUM_BUCKETS)]
-        self._kept[tenant] = kept = [(key, b"\r\n$5\r\nHMGET\r\n$%d\r\n%b%b" % (len(key), key.encode("ascii"), _BEFORE_ID)) for key in keys]
+        self._kept[tenant] = kept = [
+            (key, b"\r\n$5\r\nHMGET\r\n$%d\r\n%b%b" % (len(key), key.encode("ascii"), _BEFORE_ID))
+            for key in keys
+        ]
         return kept

@@ -36,7 +36,8 @@ def slot_of(key: str) -> int:
 
 
 class ClusterMap:
-    """Asks a few servers at once and believes the first that knows all slots; a server that has not got a slot says so when it is used.
+    """Asks a few servers at once and believes the first that knows all slots; a server that has not
+    got a slot says so when it is used.
 
     Args:
         seeds: Servers to begin with.
@@ -79,7 +80,9 @@ class ClusterMap:
 
     def masters(self) -> list[RedisNode]:
         """Everyone who has slots."""
-        return [self.node_at(address) for address in sorted({address for _, _, address in self._ranges})]
+        return [
+            self.node_at(address) for address in sorted({address for _, _, address in self._ranges})
+        ]
 
     async def refresh(self) -> None:
         """Ask anew, if there is a reason to. Callers that come meanwhile wait for the same answer.
@@ -120,16 +123,24 @@ class ClusterMap:
         return [] if isinstance(answer, ResponseError) else _ranges_of(answer, address[0])
 
     async def _forget_others(self) -> None:
-        """Replicas stay known while they are asked for slots: after a failover they know better than who is away."""
+        """Replicas stay known while they are asked for slots: after a failover they know better
+        than who is away.
+        """
         kept = {address for _, _, address in self._ranges} | self._seeds
-        for address in [address for address, node in self._nodes.items() if address not in kept and node.is_idle]:
+        for address in [
+            address for address, node in self._nodes.items() if address not in kept and node.is_idle
+        ]:
             await self._nodes.pop(address).close()
 
 
 def _ranges_of(answer: Any, asked_host: str) -> _Ranges:
-    """`CLUSTER SLOTS`: [first, last, [host, port, ...], ...]; a server that does not know its own name leaves it empty."""
+    """`CLUSTER SLOTS`: [first, last, [host, port, ...], ...]; a server that does not know its
+    own name leaves it empty.
+    """
     ranges = []
     for first, last, (host, port, *_), *_ in answer:
         name = host.decode() if host else ""
-        ranges.append((int(first), int(last), (name if name not in ("", "?") else asked_host, int(port))))
+        ranges.append(
+            (int(first), int(last), (name if name not in ("", "?") else asked_host, int(port)))
+        )
     return sorted(ranges)

@@ -1,4 +1,5 @@
-"""How a cluster takes a batch of events: claimed beside its lease, written bucket by bucket, settled beside its lease (ADR 10).
+"""How a cluster takes a batch of events: claimed beside its lease, written bucket by bucket,
+settled beside its lease (ADR 10).
 
 Times are absolute, in milliseconds; the clocks of the cluster's servers may differ by `grace_ms`.
 """
@@ -10,8 +11,9 @@ from typing import Final
 from lmcache_lookup.index.redis_node import Script
 from lmcache_lookup.index.redis_scripts import MERGE, NOW
 
-# KEYS leases, tenants. ARGV field, incarnation, first_sequence, number of events, claim, hold_ms, grace_ms, tenant...
-# Returns {next_sequence, resync, number, claim_ends_ms}. The number is 0 where there is nothing to write, -1 where another claim holds.
+# KEYS leases, tenants. ARGV field, incarnation, first_sequence, number of events, claim, hold_ms,
+# grace_ms, tenant... Returns {next_sequence, resync, number, claim_ends_ms}. The number is 0 where
+# there is nothing to write, -1 where another claim holds.
 CLAIM: Final = Script(
     NOW
     + """
@@ -27,10 +29,11 @@ lease[7], lease[8] = claim, now_ms + tonumber(ARGV[6])
 save(field, lease)
 for i = 8, #ARGV do redis.call('SADD', KEYS[2], ARGV[i]) end
 return {lease[5], 0, lease[1], lease[8]}
-"""
+"""  # noqa: E501
 )
 
-# KEYS bucket. ARGV claim_ends_ms, packed instance number, max_holders, max_chunks, and for each event three arguments of `merge`.
+# KEYS bucket. ARGV claim_ends_ms, packed instance number, max_holders, max_chunks, and for each
+# event three arguments of `merge`.
 TAKE: Final = Script(
     NOW
     + MERGE
@@ -38,11 +41,11 @@ TAKE: Final = Script(
 if now_ms > tonumber(ARGV[1]) then return redis.error_reply('LATE the claim has ended') end
 for i = 5, #ARGV, 3 do merge(KEYS[1], ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])) end
 return 1
-"""
+"""  # noqa: E501
 )
 
-# KEYS leases. ARGV field, incarnation, claim, the number to wait for next; '' only gives the claim back.
-# Returns {next_sequence, resync, ok}: not ok where the claim is no more.
+# KEYS leases. ARGV field, incarnation, claim, the number to wait for next; '' only gives the claim
+# back. Returns {next_sequence, resync, ok}: not ok where the claim is no more.
 SETTLE: Final = Script(
     NOW
     + """

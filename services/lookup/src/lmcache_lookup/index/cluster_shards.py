@@ -26,7 +26,14 @@ from lmcache_lookup.index.packing import (
     pack_life,
     pack_number,
 )
-from lmcache_lookup.index.redis_node import CLIENT_ERRORS, Argument, Command, RedisNode, call, without_foreign
+from lmcache_lookup.index.redis_node import (
+    CLIENT_ERRORS,
+    Argument,
+    Command,
+    RedisNode,
+    call,
+    without_foreign,
+)
 from lmcache_lookup.index.redis_shards import MastersSeen, RedisShards, Taking
 
 logger = logging.getLogger(__name__)
@@ -52,7 +59,12 @@ class ClusterShards(RedisShards):
         clock: Seconds, monotonic.
     """
 
-    def __init__(self, cluster: ClusterMap, write_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        cluster: ClusterMap,
+        write_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._map = cluster
         self._hold_ms = int(write_timeout_s * 1000) + MAX_CLOCK_SKEW_MS
         self._patience_s = write_timeout_s / 4
@@ -92,22 +104,42 @@ class ClusterShards(RedisShards):
         """See `RedisShards.take`."""
         batch, claim = taking.batch, secrets.token_hex(8)
         beside: list[Argument] = [taking.field, taking.incarnation]
-        argv = [*beside, batch.first_sequence, len(batch.events), claim, self._hold_ms, MAX_CLOCK_SKEW_MS, *taking.tenants]
-        next_sequence, resync, number, ends_ms = await self.run(scripts.CLAIM, [LEASES_KEY, TENANTS_KEY], argv)
+        argv = [
+            *beside,
+            batch.first_sequence,
+            len(batch.events),
+            claim,
+            self._hold_ms,
+            MAX_CLOCK_SKEW_MS,
+            *taking.tenants,
+        ]
+        next_sequence, resync, number, ends_ms = await self.run(
+            scripts.CLAIM, [LEASES_KEY, TENANTS_KEY], argv
+        )
         if number < 0:
-            raise ClaimedElsewhereError("events of this instance are being taken by another replica, or were until it failed; try again")
+            raise ClaimedElsewhereError(
+                "events of this instance are being taken by another replica, or were until it"
+                " failed; try again"
+            )
         if resync or not number:
             return LeaseState(next_sequence, bool(resync))
         try:
-            await self.many(_takes(taking, batch.events[next_sequence - batch.first_sequence :], number, ends_ms))
+            await self.many(
+                _takes(
+                    taking, batch.events[next_sequence - batch.first_sequence :], number, ends_ms
+                )
+            )
         except ResponseError:
-            # All were answered, so nothing of this batch is on its way any more: the next try need not wait for the claim's end.
+            # All were answered, so nothing of this batch is on its way any more: the next try need
+            # not wait for the claim's end.
             await self.run(scripts.SETTLE, [LEASES_KEY], [*beside, claim, ""])
             raise
         settle: list[Argument] = [*beside, claim, batch.first_sequence + len(batch.events)]
         next_sequence, resync, settled = await self.run(scripts.SETTLE, [LEASES_KEY], settle)
         if not settled:
-            raise ClaimedElsewhereError("another replica has taken over this instance's events; try again")
+            raise ClaimedElsewhereError(
+                "another replica has taken over this instance's events; try again"
+            )
         return LeaseState(next_sequence, bool(resync))
 
     async def masters_seen(self) -> MastersSeen:
@@ -119,17 +151,22 @@ class ClusterShards(RedisShards):
                 self._seen_at = asked_at
             return self._seen
 
-    async def _send(self, commands: Sequence[Command], places: Sequence[int], answers: list[Any]) -> None:
+    async def _send(
+        self, commands: Sequence[Command], places: Sequence[int], answers: list[Any]
+    ) -> None:
         if self._map.is_stale:
             await self._map.refresh()
         by_node: defaultdict[RedisNode, list[int]] = defaultdict(list)
         for place in places:
             by_node[self._map.node_of(slot_of(commands[place].key))].append(place)
-        calls = [node.exchange([commands[place] for place in inside]) for node, inside in by_node.items()]
+        calls = [
+            node.exchange([commands[place] for place in inside]) for node, inside in by_node.items()
+        ]
         try:
             found = await asyncio.gather(*calls, return_exceptions=True)
         except asyncio.CancelledError:
-            # The caller's patience is over: whoever has not answered may not be the one to ask any more.
+            # The caller's patience is over: whoever has not answered may not be the one to ask any
+            # more.
             self._map.is_stale = True
             raise
         failures = [part for part in found if isinstance(part, BaseException)]
@@ -142,19 +179,31 @@ class ClusterShards(RedisShards):
             for place, answer in zip(inside, part, strict=True):
                 answers[place] = answer
 
-    async def _follow(self, commands: Sequence[Command], places: Sequence[int], answers: list[Any]) -> None:
-        """Ask the server that is only just getting a slot; have the map read again where one has moved."""
+    async def _follow(
+        self, commands: Sequence[Command], places: Sequence[int], answers: list[Any]
+    ) -> None:
+        """Ask the server that is only just getting a slot; have the map read again where one has
+        moved.
+        """
         for place in places:
             answer = answers[place]
             if isinstance(answer, MovedError):
                 self._map.is_stale = True
             elif isinstance(answer, AskError):
-                answers[place] = await self._map.node_at((answer.host, answer.port)).ask(commands[place])
+                answers[place] = await self._map.node_at((answer.host, answer.port)).ask(
+                    commands[place]
+                )
             elif isinstance(answer, TryAgainError):
-                answers[place] = (await self._map.node_of(slot_of(commands[place].key)).exchange([commands[place]]))[0]
+                answers[place] = (
+                    await self._map.node_of(slot_of(commands[place].key)).exchange(
+                        [commands[place]]
+                    )
+                )[0]
 
     async def _look(self) -> MastersSeen:
-        """Nothing, where a master does not answer: then the cluster is not whole, and a later look will tell."""
+        """Nothing, where a master does not answer: then the cluster is not whole, and a later
+        look will tell.
+        """
         try:
             async with asyncio.timeout(self._patience_s):
                 if self._map.is_stale:
@@ -176,7 +225,9 @@ class ClusterShards(RedisShards):
         return MastersSeen(max(epochs, default=0), ",".join(sorted(run_ids)), marks)
 
     async def _marks(self) -> str:
-        """Those of all buckets, or nothing where a server refuses, because it is full or thinks that the cluster is not whole."""
+        """Those of all buckets, or nothing where a server refuses, because it is full or thinks
+        that the cluster is not whole.
+        """
         keys = [mark_key(bucket) for bucket in range(NUM_BUCKETS)]
         try:
             marks = await self.many([Command(key, ("GET", key)) for key in keys])
@@ -190,26 +241,49 @@ class ClusterShards(RedisShards):
 
     def _note_refusals(self, found: Sequence[Sequence[Any]]) -> None:
         """Log changes only. Without these commands all goes well until a server loses something."""
-        refusals = {str(answer) for who in found for answer in who if isinstance(answer, ResponseError)}
+        refusals = {
+            str(answer) for who in found for answer in who if isinstance(answer, ResponseError)
+        }
         if bool(refusals) != self._is_refused:
             self._is_refused = bool(refusals)
             if refusals:
-                logger.warning("redis refuses INFO or CLUSTER INFO, so entries that a failover loses stay unknown: %s", sorted(refusals)[0])
+                logger.warning(
+                    "redis refuses INFO or CLUSTER INFO, so entries that a failover loses stay"
+                    " unknown: %s",
+                    sorted(refusals)[0],
+                )
             else:
                 logger.info("redis answers INFO and CLUSTER INFO again")
 
 
-def _takes(taking: Taking, events: Sequence[IndexEvent], number: int, ends_ms: int) -> list[Command]:
+def _takes(
+    taking: Taking, events: Sequence[IndexEvent], number: int, ends_ms: int
+) -> list[Command]:
     """One script for each bucket."""
-    head: list[Argument] = [ends_ms, pack_number(number), taking.max_holders, taking.max_bucket_chunks]
+    head: list[Argument] = [
+        ends_ms,
+        pack_number(number),
+        taking.max_holders,
+        taking.max_bucket_chunks,
+    ]
     by_bucket: defaultdict[str, list[Argument]] = defaultdict(list)
     for event in events:
         rest = pack_life(taking.batch.incarnation, event.size_bytes, event.tier)
-        by_bucket[bucket_key(event.tenant, bucket_of(event.chunk_id))] += [event.chunk_id, rest, int(event.op == "store")]
+        by_bucket[bucket_key(event.tenant, bucket_of(event.chunk_id))] += [
+            event.chunk_id,
+            rest,
+            int(event.op == "store"),
+        ]
     return [call(scripts.TAKE, [key], [*head, *argv]) for key, argv in by_bucket.items()]
 
 
 def _fields_of(answers: Sequence[Any]) -> dict[str, str]:
     """The lines `name:value` of texts; refusals have none."""
-    text = "\n".join(answer.decode(errors="replace") for answer in answers if isinstance(answer, bytes))
-    return {name: value for name, _, value in (line.partition(":") for line in text.splitlines()) if value}
+    text = "\n".join(
+        answer.decode(errors="replace") for answer in answers if isinstance(answer, bytes)
+    )
+    return {
+        name: value
+        for name, _, value in (line.partition(":") for line in text.splitlines())
+        if value
+    }

@@ -130,7 +130,9 @@ class EmbeddedIndex(LookupIndex):
         if lease is None or not alive or claim.incarnation != lease.incarnation:
             self._make_room(key)
             self._drop(key)
-            lease = self._leases[key] = _Lease(owner, claim.instance, claim.kind, claim.incarnation, 0.0)
+            lease = self._leases[key] = _Lease(
+                owner, claim.instance, claim.kind, claim.incarnation, 0.0
+            )
         lease.expires_at = self._clock() + claim.ttl_ms / 1000
         return LeaseState(lease.next_sequence, lease.resync)
 
@@ -146,7 +148,12 @@ class EmbeddedIndex(LookupIndex):
     async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
         """See `LookupIndex.apply`."""
         lease = self._leases.get((owner, batch.instance))
-        if lease is None or not self._is_alive(lease) or lease.incarnation != batch.incarnation or lease.resync:
+        if (
+            lease is None
+            or not self._is_alive(lease)
+            or lease.incarnation != batch.incarnation
+            or lease.resync
+        ):
             return LeaseState(0, True)
         if batch.first_sequence > lease.next_sequence:
             return LeaseState(lease.next_sequence, True)
@@ -164,7 +171,13 @@ class EmbeddedIndex(LookupIndex):
         """See `LookupIndex.instances`."""
         now = self._clock()
         return [
-            InstanceStatus(lease.instance, lease.kind, lease.incarnation, lease.next_sequence, int((lease.expires_at - now) * 1000))
+            InstanceStatus(
+                lease.instance,
+                lease.kind,
+                lease.incarnation,
+                lease.next_sequence,
+                int((lease.expires_at - now) * 1000),
+            )
             for _, lease in sorted(self._leases.items())
             if lease.owner == owner and self._is_alive(lease)
         ]

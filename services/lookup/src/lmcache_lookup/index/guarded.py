@@ -1,4 +1,6 @@
-"""A circuit breaker around an index: while it is away, callers are told so at once instead of each waiting for its timeout."""
+"""A circuit breaker around an index: while it is away, callers are told so at once instead of
+each waiting for its timeout.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ T = TypeVar("T")
 
 
 class GuardedIndex(LookupIndex):
-    """Passes calls on; after three failures in a row none for a while, twice as long after each further one, up to two seconds.
+    """Passes calls on; after three failures in a row none for a while, twice as long after each
+    further one, up to two seconds.
 
-    A refusal is an answer: it holds no call back. `ping` is passed on always, and its success lets calls
-    through again. It fails while leases or events are refused, since what is known goes stale then.
+    A refusal is an answer: it holds no call back. `ping` is passed on always, and its success lets
+    calls through again. It fails while leases or events are refused, since what is known goes stale
+    then.
 
     Args:
         inner: The index that may be away.
@@ -41,7 +45,12 @@ class GuardedIndex(LookupIndex):
         clock: Seconds, monotonic.
     """
 
-    def __init__(self, inner: LookupIndex, backoff: Backoff | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        inner: LookupIndex,
+        backoff: Backoff | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._inner = inner
         self._backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, time.monotonic)
         self._clock = clock
@@ -116,10 +125,14 @@ class GuardedIndex(LookupIndex):
 
     def _check(self) -> None:
         if self._backoff.wait_s > 0:
-            raise UnavailableError(f"the {self.name} index is away; next try in {self._backoff.wait_s:.1f} s")
+            raise UnavailableError(
+                f"the {self.name} index is away; next try in {self._backoff.wait_s:.1f} s"
+            )
 
     async def _note_refusals(self, kind: str, call: Awaitable[T]) -> T:
-        """Remember a refused write until one of its kind is taken, or none has been tried for a minute."""
+        """Remember a refused write until one of its kind is taken, or none has been tried for a
+        minute.
+        """
         try:
             result = await self._watch(call)
         except RefusedError as exc:

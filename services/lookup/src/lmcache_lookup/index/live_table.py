@@ -1,4 +1,6 @@
-"""A replica's copy of the leases in Redis: which instance numbers are alive, and in which incarnation."""
+"""A replica's copy of the leases in Redis: which instance numbers are alive, and in which
+incarnation.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class LiveTable:
     Attributes:
         version: Of the picture in Redis.
         by_identity: (instance number, incarnation) -> who that is.
-        stale_at: When the first of the leases ends unless it was renewed meanwhile: time to look again.
+        stale_at: When the first of the leases ends unless it was renewed meanwhile: time to look
+            again.
     """
 
     version: bytes
@@ -54,7 +57,8 @@ class LiveTable:
 
     @classmethod
     def from_reply(cls, reply: Sequence[object], now: float) -> LiveTable:
-        """Read what the script `TABLE` returns. `now` is this process's time at which the question was asked.
+        """Read what the script `TABLE` returns. `now` is this process's time at which the question
+        was asked.
 
         Raises:
             UnavailableError: Something else than our leases is stored there.
@@ -76,6 +80,8 @@ class LiveTable:
             if lease.expires_ms > now_ms:
                 owner, _, instance = name.decode().partition("/")
                 expires_at = now + (lease.expires_ms - now_ms) / 1000
-                by_identity[lease.number, int(lease.incarnation)] = LiveInstance(owner, instance, lease, expires_at)
+                by_identity[lease.number, int(lease.incarnation)] = LiveInstance(
+                    owner, instance, lease, expires_at
+                )
         stale_at = min((live.expires_at for live in by_identity.values()), default=float("inf"))
         return cls(version, by_identity, stale_at)

@@ -10,16 +10,16 @@ lmc2:{i}:nodes          JSON array of a cluster's epoch and its masters' run ids
 lmc2:{b:00f2}:!         in a cluster, the bucket's mark: when it was last found without one, in milliseconds
 lmc2:{i}:marks          the newest marks of all buckets that instances were told of, with commas
 ```
-The bucket is the first 6 bits of the chunk id, in two hex digits. What stands in braces is a hash tag; its two letters are such that bucket
-k lies in the k-th of 64 equal parts of a cluster's slots. A holder:
-```
+The bucket is the first 6 bits of the chunk id, in two hex digits. What stands in braces is a hash
+tag; its two letters are such that bucket k lies in the k-th of 64 equal parts of a cluster's slots.
+A holder: ```
  0  4  instance number     little-endian
  4  8  incarnation
 12  8  size in bytes
 20  1  length of the tier's name
 21  .. the tier's name
 ```
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ NUMBER_BYTES: Final = 4
 _BUCKET_SHIFT: Final = 2
 
 # Two for each bucket.
-_TAG_LETTERS: Final = (
-    "f2bdb0fbfsdrbqajaqbjadfhfkc1fhadbaazfcb1dsfrakbpbkapbzdhb8a1dhbzdifhaqbjcaada0c1b0fbdrbdbcajbddrfidhbkapaabzc0a1fcb1frazaybpazfr"
+_TAG_LETTERS: Final = "f2bdb0fbfsdrbqajaqbjadfhfkc1fhadbaazfcb1dsfrakbpbkapbzdhb8a1dhbzdifhaqbjcaada0c1b0fbdrbdbcajbddrfidhbkapaabzc0a1fcb1frazaybpazfr"  # noqa: E501
+_BUCKET_PREFIXES: Final = tuple(
+    f"lmc2:{{b:{bucket:02x}{_TAG_LETTERS[2 * bucket : 2 * bucket + 2]}}}:"
+    for bucket in range(NUM_BUCKETS)
 )
-_BUCKET_PREFIXES: Final = tuple(f"lmc2:{{b:{bucket:02x}{_TAG_LETTERS[2 * bucket : 2 * bucket + 2]}}}:" for bucket in range(NUM_BUCKETS))
 
 _HOLDER = struct.Struct("<IQQB")
 
@@ -83,7 +84,9 @@ def bucket_key(tenant: str, bucket: int) -> str:
 
 
 def mark_key(bucket: int) -> str:
-    """The key of a bucket's mark, for all tenants: it lies where the bucket lies, and is lost with it. No tenant is called so."""
+    """The key of a bucket's mark, for all tenants: it lies where the bucket lies, and is lost
+    with it. No tenant is called so.
+    """
     return _BUCKET_PREFIXES[bucket] + "!"
 
 
@@ -104,7 +107,9 @@ def pack_life(incarnation: int, size_bytes: int, tier: str) -> bytes:
 
 
 def unpack_holders(data: bytes) -> Iterator[PackedHolder]:
-    """Read a bucket's value; bytes that are cut off or foreign end the reading, since an unknown holder is as good as none."""
+    """Read a bucket's value; bytes that are cut off or foreign end the reading, since an unknown
+    holder is as good as none.
+    """
     at = 0
     while at + _HOLDER.size <= len(data):
         number, incarnation, size_bytes, length = _HOLDER.unpack_from(data, at)

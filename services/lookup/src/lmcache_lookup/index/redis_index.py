@@ -1,7 +1,7 @@
 """The index in Redis: any number of stateless replicas share it.
 
-A lookup is one round trip: the version of the lease table, and the values of the chunks. The table itself is read again only when its
-version changed or a lease in it may have run out.
+A lookup is one round trip: the version of the lease table, and the values of the chunks. The table
+itself is read again only when its version changed or a lease in it may have run out.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class RedisIndex(LookupIndex):
 
     name = "redis"
 
-    def __init__(self, url: str, options: RedisIndexOptions, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, url: str, options: RedisIndexOptions, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._options = options
         self._clock = clock
         self._table = _NO_TABLE
@@ -119,18 +121,27 @@ class RedisIndex(LookupIndex):
 
     async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
         """See `LookupIndex.end`."""
-        argv = [lease_field(owner, instance), "" if incarnation is None else incarnation_text(incarnation)]
-        return bool(await self._write(self._shards.run(scripts.END, [LEASES_KEY, VERSION_KEY], argv)))
+        argv = [
+            lease_field(owner, instance),
+            "" if incarnation is None else incarnation_text(incarnation),
+        ]
+        return bool(
+            await self._write(self._shards.run(scripts.END, [LEASES_KEY, VERSION_KEY], argv))
+        )
 
     async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
         """See `LookupIndex.apply`."""
         field = lease_field(owner, batch.instance)
         max_bucket_chunks = -(-self._options.max_chunks_per_tenant // NUM_BUCKETS)
-        return await self._write(self._shards.take(Taking(field, batch, MAX_STORED_HOLDERS_PER_CHUNK, max_bucket_chunks)))
+        return await self._write(
+            self._shards.take(Taking(field, batch, MAX_STORED_HOLDERS_PER_CHUNK, max_bucket_chunks))
+        )
 
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         """See `LookupIndex.holders`."""
-        return await within(self.where, self._options.read_timeout_s, self._holders(tenant, chunk_ids))
+        return await within(
+            self.where, self._options.read_timeout_s, self._holders(tenant, chunk_ids)
+        )
 
     async def instances(self, owner: str) -> list[InstanceStatus]:
         """See `LookupIndex.instances`."""
@@ -139,7 +150,11 @@ class RedisIndex(LookupIndex):
         return sorted(
             (
                 InstanceStatus(
-                    live.instance, live.lease.kind, incarnation, live.lease.next_sequence, int((live.expires_at - asked_at) * 1000)
+                    live.instance,
+                    live.lease.kind,
+                    incarnation,
+                    live.lease.next_sequence,
+                    int((live.expires_at - asked_at) * 1000),
                 )
                 for (_, incarnation), live in table.by_identity.items()
                 if live.owner == owner
@@ -149,12 +164,18 @@ class RedisIndex(LookupIndex):
 
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
         """See `LookupIndex.evict`."""
-        asked = [(bucket_key(tenant, bucket), inside) for bucket, inside in enumerate(split_by_bucket(chunk_ids)) if inside]
+        asked = [
+            (bucket_key(tenant, bucket), inside)
+            for bucket, inside in enumerate(split_by_bucket(chunk_ids))
+            if inside
+        ]
         commands = [Command(key, ("HDEL", key, *inside)) for key, inside in asked]
         return sum(count or 0 for count in await self._write(self._shards.many(commands)))
 
     async def clear(self, tenant: str) -> None:
-        """See `LookupIndex.clear`: the instances are asked to begin anew first, so that nothing counts which is taken meanwhile."""
+        """See `LookupIndex.clear`: the instances are asked to begin anew first, so that nothing
+        counts which is taken meanwhile.
+        """
         await self._write(self._shards.run(scripts.RESYNC, [LEASES_KEY], [tenant]))
         await self._write(self._shards.many(_to_every_bucket("UNLINK", tenant)))
 
@@ -164,31 +185,51 @@ class RedisIndex(LookupIndex):
 
     async def stats(self, tenant: str) -> IndexStats:
         """See `LookupIndex.stats`."""
-        num_chunks = sum(count or 0 for count in await self._write(self._shards.many(_to_every_bucket("HLEN", tenant))))
+        num_chunks = sum(
+            count or 0
+            for count in await self._write(self._shards.many(_to_every_bucket("HLEN", tenant)))
+        )
         return IndexStats(num_chunks, len(await self.instances(tenant)))
 
     async def tenants(self) -> list[str]:
         """See `LookupIndex.tenants`."""
-        found = (await self._write(self._shards.many([Command(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))])))[0]
+        found = (
+            await self._write(self._shards.many([Command(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))]))
+        )[0]
         return sorted(tenant.decode() for tenant in found or ())
 
     async def _renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
         seen = await self._shards.masters_seen()
-        lease: list[Argument] = [lease_field(owner, claim.instance), incarnation_text(claim.incarnation), claim.kind, claim.ttl_ms]
+        lease: list[Argument] = [
+            lease_field(owner, claim.instance),
+            incarnation_text(claim.incarnation),
+            claim.kind,
+            claim.ttl_ms,
+        ]
         bounds = self._options
-        argv = [*lease, bounds.max_instances, seen.epoch, seen.run_ids, seen.marks, bounds.max_instances_per_tenant]
+        argv = [
+            *lease,
+            bounds.max_instances,
+            seen.epoch,
+            seen.run_ids,
+            seen.marks,
+            bounds.max_instances_per_tenant,
+        ]
         keys = [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY, MARKS_KEY]
         next_sequence, resync, taken = await self._shards.run(scripts.RENEW, keys, argv)
         check_places(taken != 0, taken >= 0, bounds.max_instances, bounds.max_instances_per_tenant)
         return LeaseState(next_sequence, bool(resync))
 
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
-        """The version is asked for with the values, and on its server before them: who is alive by it was so after the call began."""
+        """The version is asked for with the values, and on its server before them: who is alive
+        by it was so after the call began.
+        """
         buckets = split_by_bucket(chunk_ids)
         commands = [Command(VERSION_KEY, ("GET", VERSION_KEY)), *self._reads.of(tenant, buckets)]
         version, *values_of_buckets = await self._shards.many(commands)
         await self._refresh_table(version or b"")
-        # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are read once.
+        # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are
+        # read once.
         asked_buckets = [inside for inside in buckets if inside]
         values: list[bytes | None] = list(
             itertools.chain.from_iterable(

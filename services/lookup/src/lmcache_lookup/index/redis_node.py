@@ -1,4 +1,6 @@
-"""One Redis server, or the one that sentinels name: commands that are independent of one another, sent together, answered in order."""
+"""One Redis server, or the one that sentinels name: commands that are independent of one
+another, sent together, answered in order.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from lmcache_core.errors import UnavailableError
 from lmcache_servicekit.redis_target import describe_failure
 from redis.asyncio.sentinel import SentinelManagedConnection
 from redis.exceptions import ConnectionError as LostConnectionError
-from redis.exceptions import NoScriptError, ReadOnlyError, RedisClusterException, RedisError, ResponseError
+from redis.exceptions import (
+    NoScriptError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+)
 
 from lmcache_lookup.index.base import RefusedError
 
@@ -44,7 +52,8 @@ class Command(NamedTuple):
 
     Attributes:
         key: One of its keys: all are of one hash slot.
-        words: Name and arguments; those of a script's call without its name; nothing where it is packed already.
+        words: Name and arguments; those of a script's call without its name; nothing where it is
+            packed already.
         script: What is called.
         packed: The whole command as it is sent.
     """
@@ -58,11 +67,17 @@ class Command(NamedTuple):
         """What is sent first: a script is called by its digest."""
         if self.packed:
             return self.packed
-        return _packed(self.words if self.script is None else ("EVALSHA", self.script.digest, *self.words))
+        return _packed(
+            self.words if self.script is None else ("EVALSHA", self.script.digest, *self.words)
+        )
 
     def full(self) -> bytes:
         """What is sent to a server that has forgotten the script."""
-        return self.short() if self.script is None else _packed(("EVAL", self.script.text, *self.words))
+        return (
+            self.short()
+            if self.script is None
+            else _packed(("EVAL", self.script.text, *self.words))
+        )
 
 
 def call(script: Script, keys: Sequence[str], argv: Sequence[Argument]) -> Command:
@@ -75,12 +90,17 @@ def without_foreign(command: Command, answer: Any) -> Any:
 
     Scripts deal with such values themselves.
     """
-    is_foreign = isinstance(answer, ResponseError) and command.script is None and str(answer).startswith("WRONGTYPE")
+    is_foreign = (
+        isinstance(answer, ResponseError)
+        and command.script is None
+        and str(answer).startswith("WRONGTYPE")
+    )
     return None if is_foreign else answer
 
 
 class RedisNode:
-    """Sends commands over the connections of a redis-py client, which belongs to this object. The constructor connects to nothing.
+    """Sends commands over the connections of a redis-py client, which belongs to this object. The
+    constructor connects to nothing.
 
     All commands are such as may be sent twice.
 
@@ -89,7 +109,9 @@ class RedisNode:
         companions: Clients that it asks where to, which belong to this object, too.
     """
 
-    def __init__(self, client: redis_asyncio.Redis, companions: Sequence[redis_asyncio.Redis] = ()) -> None:
+    def __init__(
+        self, client: redis_asyncio.Redis, companions: Sequence[redis_asyncio.Redis] = ()
+    ) -> None:
         self._client = client
         self._companions = companions
         self._num_calls = 0
@@ -118,7 +140,11 @@ class RedisNode:
         try:
             async with self._turns:
                 answers = await self._send([command.short() for command in commands])
-                forgotten = [place for place, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+                forgotten = [
+                    place
+                    for place, answer in enumerate(answers)
+                    if isinstance(answer, NoScriptError)
+                ]
                 if forgotten:
                     again = await self._send([commands[place].full() for place in forgotten])
                     for place, answer in zip(forgotten, again, strict=True):
@@ -128,7 +154,9 @@ class RedisNode:
             self._num_calls -= 1
 
     async def ask(self, command: Command) -> Any:
-        """Send a command to a server that is only just getting its slot. Returns and raises as `exchange`."""
+        """Send a command to a server that is only just getting its slot. Returns and raises as
+        `exchange`.
+        """
         self._num_calls += 1
         try:
             async with self._turns:
@@ -137,7 +165,9 @@ class RedisNode:
             self._num_calls -= 1
 
     async def _send(self, requests: Sequence[bytes]) -> list[Any]:
-        """A connection that was lost before anything was answered is replaced once: the pool may hold some that a restart has cut."""
+        """A connection that was lost before anything was answered is replaced once: the pool may
+        hold some that a restart has cut.
+        """
         pool = self._client.connection_pool
         for is_last in (False, True):
             answers: list[Any] = []
@@ -153,7 +183,9 @@ class RedisNode:
                     raise
             finally:
                 if len(answers) < len(requests):
-                    await connection.disconnect(nowait=True)  # what else comes on it answers nobody's question
+                    await connection.disconnect(
+                        nowait=True
+                    )  # what else comes on it answers nobody's question
                 await pool.release(connection)
         raise AssertionError("the loop returns or raises")
 
@@ -175,11 +207,15 @@ async def within(where: str, timeout_s: float, work: Awaitable[T]) -> T:
             return await work
     except CLIENT_ERRORS as exc:
         text = describe_failure(where, exc, timeout_s)
-        raise (RefusedError(text) if isinstance(exc, ResponseError) else UnavailableError(text)) from exc
+        raise (
+            RefusedError(text) if isinstance(exc, ResponseError) else UnavailableError(text)
+        ) from exc
 
 
 def _packed(words: tuple[Argument, ...]) -> bytes:
-    """Redis-py's own packing takes much longer. The library's types know tuples of one word alone."""
+    """Redis-py's own packing takes much longer. The library's types know tuples of one word
+    alone.
+    """
     packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
     return packed
 
@@ -194,8 +230,9 @@ async def _answer_of(connection: Any) -> Any:
 async def _take_what_came(connection: Any, answers: list[Any], num_wanted: int) -> None:
     """Append answers that have come together with the last one.
 
-    To have redis-py read each takes twice as long as all else that it does, so its parser is asked for them directly. That is no promise
-    of redis-py's: where it has another parser, the next answer is read as the first.
+    To have redis-py read each takes twice as long as all else that it does, so its parser is asked
+    for them directly. That is no promise of redis-py's: where it has another parser, the next
+    answer is read as the first.
     """
     parser = getattr(connection, "_parser", None)
     reader = getattr(parser, "_reader", None)

@@ -1,11 +1,14 @@
 """What has to be atomic in Redis: Lua.
 
-A lease is a JSON array `[number, incarnation, kind, expires_ms, next_sequence, resync]`, in a cluster with two more: the claim of the
-batch that is being taken, "" for none, and when it ends. Incarnations are decimal text of 20 digits, since Lua's numbers are doubles; times
-are in Redis' own clock. The version is the time of the last change: unlike a counter, it does not come back after a flush. Instance numbers
-begin at the time in seconds for the same reason: a number that was lost with its lease is not given out again.
+A lease is a JSON array `[number, incarnation, kind, expires_ms, next_sequence, resync]`, in a
+cluster with two more: the claim of the batch that is being taken, "" for none, and when it ends.
+Incarnations are decimal text of 20 digits, since Lua's numbers are doubles; times are in Redis' own
+clock. The version is the time of the last change: unlike a counter, it does not come back after a
+flush. Instance numbers begin at the time in seconds for the same reason: a number that was lost
+with its lease is not given out again.
 
-`APPLY` touches many buckets in one call, which one server alone allows; a cluster takes batches by `cluster_scripts`.
+`APPLY` touches many buckets in one call, which one server alone allows; a cluster takes batches by
+`cluster_scripts`.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ local function touch(key) redis.call('SET', key, time[1] .. '.' .. time[2]) end
 local function save(field, lease) redis.call('HSET', KEYS[1], field, cjson.encode(lease)) end
 """
 
-# merge(bucket, chunk id, holder without its instance number, 1 for a store or 0, packed instance number, max_holders, max_chunks).
-# Entries of the same number in an earlier incarnation are dropped on the way: they are dead. Where one is of a later incarnation, the
-# event itself is dead. A bucket that is full forgets any one chunk: a hash knows no order. A foreign value in its place is deleted.
+# merge(bucket, chunk id, holder without its instance number, 1 for a store or 0, packed instance
+# number, max_holders, max_chunks). Entries of the same number in an earlier incarnation are dropped
+# on the way: they are dead. Where one is of a later incarnation, the event itself is dead. A bucket
+# that is full forgets any one chunk: a hash knows no order. A foreign value in its place is
+# deleted.
 MERGE: Final = """
 local function is_later(life, other)
   local low, high = struct.unpack('<I4I4', life)
@@ -55,13 +60,15 @@ local function merge(bucket, id, rest, is_store, number, max_holders, max_chunks
   end
   if #kept > 0 then redis.call('HSET', bucket, id, table.concat(kept)) else redis.call('HDEL', bucket, id) end
 end
-"""
+"""  # noqa: E501
 
-# KEYS leases, version, numbers, nodes, marks. ARGV field, incarnation, kind, ttl_ms, max_instances, epoch, run ids of the cluster's masters
-# in order and marks of its buckets, each '' for no cluster, or when not all of them answer, max_instances of an owner. Returns
-# {next_sequence, resync, ok}, ok being 0 where all places are taken, -1 where all of the owner's are.
-# Who has a run id that is not among the known ones, or a bucket with a newer mark, may have lost what was acknowledged: all instances are
-# asked to announce again. An older mark is from a look that another replica took before.
+# KEYS leases, version, numbers, nodes, marks. ARGV field, incarnation, kind, ttl_ms, max_instances,
+# epoch, run ids of the cluster's masters in order and marks of its buckets, each '' for no cluster,
+# or when not all of them answer, max_instances of an owner. Returns {next_sequence, resync, ok}, ok
+# being 0 where all places are taken, -1 where all of the owner's are. Who has a run id that is not
+# among the known ones, or a bucket with a newer mark, may have lost what was acknowledged: all
+# instances are asked to announce again. An older mark is from a look that another replica took
+# before.
 RENEW: Final = Script(
     NOW
     + """
@@ -133,7 +140,7 @@ end
 save(field, {number, incarnation, kind, now_ms + ttl_ms, 0, 0})
 touch(KEYS[2])
 return {0, 0, 1}
-"""
+"""  # noqa: E501
 )
 
 # KEYS leases, version. ARGV field, incarnation or ''. Returns whether a live lease ended.
@@ -150,8 +157,9 @@ return lease[4] > now_ms and 1 or 0
 """
 )
 
-# KEYS leases, tenants, bucket... ARGV field, incarnation, first_sequence, max_chunks of a bucket, max_holders, number of tenants,
-# tenant..., and for each event the position of its bucket in KEYS and three arguments of `merge`. Returns {next_sequence, resync}.
+# KEYS leases, tenants, bucket... ARGV field, incarnation, first_sequence, max_chunks of a bucket,
+# max_holders, number of tenants, tenant..., and for each event the position of its bucket in KEYS
+# and three arguments of `merge`. Returns {next_sequence, resync}.
 APPLY: Final = Script(
     NOW
     + MERGE
@@ -172,7 +180,7 @@ for i = 7, begin - 1 do redis.call('SADD', KEYS[2], ARGV[i]) end
 lease[5] = math.max(lease[5], first + (#ARGV - begin + 1) / 4)
 save(field, lease)
 return {lease[5], 0}
-"""
+"""  # noqa: E501
 )
 
 # KEYS leases. ARGV owner. Marks its leases, so that their instances announce everything again.
@@ -199,7 +207,8 @@ return {now_ms, redis.call('GET', KEYS[2]) or '', redis.call('HGETALL', KEYS[1])
 """
 )
 
-# KEYS bucket. ARGV (chunk id, identity) for each dead holder, an identity being its first 12 bytes. Returns how many went.
+# KEYS bucket. ARGV (chunk id, identity) for each dead holder, an identity being its first 12 bytes.
+# Returns how many went.
 PRUNE: Final = Script("""
 local gone = 0
 for i = 1, #ARGV, 2 do
@@ -215,4 +224,4 @@ for i = 1, #ARGV, 2 do
   if #kept > 0 then redis.call('HSET', KEYS[1], ARGV[i], table.concat(kept)) end
 end
 return gone
-""")
+""")  # noqa: E501

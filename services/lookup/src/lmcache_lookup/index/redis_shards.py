@@ -44,8 +44,10 @@ class MastersSeen:
 
     Attributes:
         epoch: The cluster's; an older one is an older picture.
-        run_ids: Sorted, with commas; nothing where there is no cluster, or not all of them answered.
-        marks: Of all buckets, with commas; a bucket that was emptied has a newer one. Nothing where `run_ids` is, or one refused.
+        run_ids: Sorted, with commas; nothing where there is no cluster, or not all of them
+            answered.
+        marks: Of all buckets, with commas; a bucket that was emptied has a newer one. Nothing where
+            `run_ids` is, or one refused.
     """
 
     epoch: int = 0
@@ -54,9 +56,11 @@ class MastersSeen:
 
 
 class RedisShards(abc.ABC):
-    """Carries out commands where their keys lie. Methods raise what redis-py raises; callers bound them in time.
+    """Carries out commands where their keys lie. Methods raise what redis-py raises; callers bound
+    them in time.
 
-    A command (but not a script) on a value of another type than ours answers None, as for a key that is absent.
+    A command (but not a script) on a value of another type than ours answers None, as for a key
+    that is absent.
     """
 
     @abc.abstractmethod

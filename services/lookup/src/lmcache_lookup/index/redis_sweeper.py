@@ -10,7 +10,13 @@ from redis.exceptions import ResponseError
 
 from lmcache_lookup.index import redis_scripts as scripts
 from lmcache_lookup.index.live_table import LiveTable
-from lmcache_lookup.index.packing import NUM_BUCKETS, TENANTS_KEY, bucket_key, pack_identity, unpack_holders
+from lmcache_lookup.index.packing import (
+    NUM_BUCKETS,
+    TENANTS_KEY,
+    bucket_key,
+    pack_identity,
+    unpack_holders,
+)
 from lmcache_lookup.index.redis_node import Argument, Command
 from lmcache_lookup.index.redis_shards import RedisShards
 
@@ -38,7 +44,9 @@ class BucketSweeper:
         self._cursor = _BEGIN
 
     async def step(self) -> int:
-        """Look at about a thousand chunks, or a few empty buckets. Returns how many entries were cleared."""
+        """Look at about a thousand chunks, or a few empty buckets. Returns how many entries were
+        cleared.
+        """
         num_swept = num_seen = 0
         for _ in range(MAX_BUCKETS_PER_STEP):
             if self._bucket is None:
@@ -56,9 +64,13 @@ class BucketSweeper:
         self._cursor = _BEGIN
         self._bucket = next(self._buckets, None)
         if self._bucket is None:
-            tenants = (await self._shards.many([Command(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))]))[0]
+            tenants = (await self._shards.many([Command(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))]))[
+                0
+            ]
             names = sorted(tenant.decode() for tenant in tenants or ())
-            self._buckets = (bucket_key(name, bucket) for bucket in range(NUM_BUCKETS) for name in names)
+            self._buckets = (
+                bucket_key(name, bucket) for bucket in range(NUM_BUCKETS) for name in names
+            )
             self._bucket = next(self._buckets, None)
 
     async def _page(self, bucket: str) -> dict[bytes, bytes]:
@@ -84,7 +96,9 @@ class BucketSweeper:
             await self._shards.many([Command(bucket, ("PERSIST", bucket))])
         except ResponseError as exc:
             # The next round tries again.
-            logger.debug("bucket keeps its time to live: key=%s error=%s", bucket, type(exc).__name__)
+            logger.debug(
+                "bucket keeps its time to live: key=%s error=%s", bucket, type(exc).__name__
+            )
 
     async def _prune(self, bucket: str, page: dict[bytes, bytes]) -> int:
         """The leases are read after the entries: whoever wrote them had its lease before."""

@@ -1,4 +1,6 @@
-"""What a Redis URL means for the index: servers that commands are sent to, of one kind or another."""
+"""What a Redis URL means for the index: servers that commands are sent to, of one kind or
+another.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class RedisTarget(redis_target.RedisTarget):
         return lambda address: RedisNode(member(address))
 
 
-def read_redis_url(url: str, tls: TlsFiles | None = None, login: SentinelLogin | None = None) -> RedisTarget:
+def read_redis_url(
+    url: str, tls: TlsFiles | None = None, login: SentinelLogin | None = None
+) -> RedisTarget:
     """Take a URL apart (see `RedisTarget.read`).
 
     Raises:

@@ -16,21 +16,37 @@ from lmcache_lookup.schemas import IncarnationInQuery, InstanceInPath
 router = APIRouter(prefix="/v1", tags=["instances"], route_class=GuardedRoute)
 
 
-@router.put("/instances/{instance}", summary="Take or renew a lease", **documented(LEASE, InstanceLease))
+@router.put(
+    "/instances/{instance}", summary="Take or renew a lease", **documented(LEASE, InstanceLease)
+)
 async def renew(
-    request: Request, instance: InstanceInPath, caller: ClientPrincipal, index: Index, settings: Settings, metrics: Metrics
+    request: Request,
+    instance: InstanceInPath,
+    caller: ClientPrincipal,
+    index: Index,
+    settings: Settings,
+    metrics: Metrics,
 ) -> Response:
     """What the instance holds counts until the lease ends."""
     body = await LEASE.read(request)
     ttl_ms = settings.granted_ttl_ms(body.ttl_ms)
-    state = await index.renew(caller.tenant, LeaseClaim(instance, body.incarnation, body.kind, ttl_ms))
+    state = await index.renew(
+        caller.tenant, LeaseClaim(instance, body.incarnation, body.kind, ttl_ms)
+    )
     metrics.resyncs.inc(state.resync)
     return answered(request, InstanceLease(ttl_ms, state.next_sequence, state.resync))
 
 
 @router.delete("/instances/{instance}", summary="End a lease", status_code=204)
-async def end(instance: InstanceInPath, caller: ClientPrincipal, index: Index, incarnation: IncarnationInQuery | None = None) -> None:
-    """Fine where there is none. With `incarnation`, a lease that a later life of the instance took meanwhile is left alone."""
+async def end(
+    instance: InstanceInPath,
+    caller: ClientPrincipal,
+    index: Index,
+    incarnation: IncarnationInQuery | None = None,
+) -> None:
+    """Fine where there is none. With `incarnation`, a lease that a later life of the instance
+    took meanwhile is left alone.
+    """
     await index.end(caller.tenant, instance, incarnation)
 
 
@@ -38,5 +54,10 @@ async def end(instance: InstanceInPath, caller: ClientPrincipal, index: Index, i
 async def instances(request: Request, caller: ClientPrincipal, index: Index) -> Response:
     """Those that tokens of the caller's tenant took."""
     found = await index.instances(caller.tenant)
-    entries = [InstanceEntry(one.instance, one.kind, one.incarnation, one.next_sequence, max(one.expires_in_ms, 0)) for one in found]
+    entries = [
+        InstanceEntry(
+            one.instance, one.kind, one.incarnation, one.next_sequence, max(one.expires_in_ms, 0)
+        )
+        for one in found
+    ]
     return answered(request, InstancesAnswer(entries))

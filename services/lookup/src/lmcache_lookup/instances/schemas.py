@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 import msgspec
-from lmcache_core.lookup.messages import MAX_TTL_MS, Incarnation, InstanceKind, InstanceText, Sequence
+from lmcache_core.lookup.messages import (
+    MAX_TTL_MS,
+    Incarnation,
+    InstanceKind,
+    InstanceText,
+    Sequence,
+)
 from lmcache_core.lookup.requests import LeaseRequest
 
 from lmcache_lookup.formats import Body

@@ -19,7 +19,8 @@ _NUM_DEPENDENCIES: Final = 2
 class DirectRoute(GuardedRoute):
     """Hands its endpoint `request`, `caller` and `service`, which are all that it may take.
 
-    FastAPI finds them, too, and documents them as ever; but that takes longer than all else that HTTP costs a lookup.
+    FastAPI finds them, too, and documents them as ever; but that takes longer than all else that
+    HTTP costs a lookup.
 
     Raises:
         TypeError: The route has further parameters or dependencies, which nothing would run.

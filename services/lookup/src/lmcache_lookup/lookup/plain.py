@@ -1,4 +1,6 @@
-"""A lookup's answer as JSON: each chunk with its own list of holders, as people read it; each list is encoded once."""
+"""A lookup's answer as JSON: each chunk with its own list of holders, as people read it; each
+list is encoded once.
+"""
 
 from __future__ import annotations
 

@@ -20,30 +20,48 @@ router = APIRouter(prefix="/v1", tags=["lookup"], route_class=GuardedRoute)
 questions = APIRouter(prefix="/v1", tags=["lookup"], route_class=DirectRoute)
 
 
-@questions.post("/lookup", summary="Longest cached prefix and who holds it", **documented(CHUNKS, LookupAnswer, PackedLookupAnswer))
+@questions.post(
+    "/lookup",
+    summary="Longest cached prefix and who holds it",
+    **documented(CHUNKS, LookupAnswer, PackedLookupAnswer),
+)
 async def lookup(request: Request, caller: ClientPrincipal, service: Lookup) -> Response:
-    """Answers up to 8192 chunks in one round trip; without the index the answer is empty and `degraded`."""
+    """Answers up to 8192 chunks in one round trip; without the index the answer is empty and
+    `degraded`.
+    """
     packed = wants_packed(request)
     body = await CHUNKS.read(request)
     answer = await service.lookup(caller.tenant, body.ids, body.exclude)
     return packed_answer(answer) if packed else Response(plain_json(answer), media_type=JSON)
 
 
-@questions.post("/route", summary="Longest prefix that each instance holds", **documented(CHUNKS, RouteAnswer))
+@questions.post(
+    "/route", summary="Longest prefix that each instance holds", **documented(CHUNKS, RouteAnswer)
+)
 async def route(request: Request, caller: ClientPrincipal, service: Lookup) -> Response:
     """For routers that send a request to the engine which has most of its prefix."""
     body = await CHUNKS.read(request)
     return answered(request, await service.route(caller.tenant, body.ids, body.exclude))
 
 
-@questions.post("/contains", summary="Which of these chunks somebody holds", **documented(CHUNKS, ContainsAnswer))
+@questions.post(
+    "/contains",
+    summary="Which of these chunks somebody holds",
+    **documented(CHUNKS, ContainsAnswer),
+)
 async def contains(request: Request, caller: ClientPrincipal, service: Lookup) -> Response:
     """Each chunk by itself, wherever it stands."""
     body = await CHUNKS.read(request)
     return answered(request, await service.contains(caller.tenant, body.ids, body.exclude))
 
 
-@router.get("/chunks/{chunk_id}/locations", summary="Everybody who holds a chunk", **documented(answer=LocationsAnswer))
-async def locations(request: Request, chunk_id: ChunkIdInPath, caller: ClientPrincipal, service: Lookup) -> Response:
+@router.get(
+    "/chunks/{chunk_id}/locations",
+    summary="Everybody who holds a chunk",
+    **documented(answer=LocationsAnswer),
+)
+async def locations(
+    request: Request, chunk_id: ChunkIdInPath, caller: ClientPrincipal, service: Lookup
+) -> Response:
     """An empty list where nobody is known to hold it."""
     return answered(request, await service.locations(caller.tenant, bytes.fromhex(chunk_id)))

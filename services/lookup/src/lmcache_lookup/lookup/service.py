@@ -1,4 +1,6 @@
-"""Answers questions about chunks; without the index the answer is "nothing known", never an error."""
+"""Answers questions about chunks; without the index the answer is "nothing known", never an
+error.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ class LookupService:
         self._index = index
         self._metrics = metrics
 
-    async def lookup(self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]) -> PackedLookupAnswer:
-        """The longest prefix of `chunk_ids` that instances outside `exclude` hold, at most 16 holders for each chunk."""
+    async def lookup(
+        self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]
+    ) -> PackedLookupAnswer:
+        """The longest prefix of `chunk_ids` that instances outside `exclude` hold, at most 16
+        holders for each chunk.
+        """
         found = await self._holders(tenant, chunk_ids)
         if found is None:
             return PackedLookupAnswer(0, [], degraded=True)
@@ -48,8 +54,12 @@ class LookupService:
         self._metrics.found_chunks.inc(num_prefix)
         return PackedLookupAnswer(num_prefix, runs)
 
-    async def route(self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]) -> RouteAnswer:
-        """For each instance that holds the first chunk, how long a prefix it holds without anybody's help."""
+    async def route(
+        self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]
+    ) -> RouteAnswer:
+        """For each instance that holds the first chunk, how long a prefix it holds without
+        anybody's help.
+        """
         found = await self._holders(tenant, chunk_ids)
         if found is None:
             return RouteAnswer([], degraded=True)
@@ -64,10 +74,19 @@ class LookupService:
             place += num_chunks
             lengths.update(dict.fromkeys(running, place))
         longest_first = sorted(lengths.items(), key=lambda item: (-item[1], item[0]))
-        return RouteAnswer([RouteEntry(instance, length) for instance, length in longest_first[:MAX_ROUTED_INSTANCES]])
+        return RouteAnswer(
+            [
+                RouteEntry(instance, length)
+                for instance, length in longest_first[:MAX_ROUTED_INSTANCES]
+            ]
+        )
 
-    async def contains(self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]) -> ContainsAnswer:
-        """For each of `chunk_ids`, wherever it stands, whether an instance outside `exclude` holds it."""
+    async def contains(
+        self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]
+    ) -> ContainsAnswer:
+        """For each of `chunk_ids`, wherever it stands, whether an instance outside `exclude`
+        holds it.
+        """
         found = await self._holders(tenant, chunk_ids)
         if found is None:
             return ContainsAnswer([False] * len(chunk_ids), degraded=True)
@@ -97,7 +116,9 @@ class LookupService:
 
 
 def _runs(found: Sequence[list[Holder]]) -> list[tuple[list[Holder], int]]:
-    """Lists of holders, and of how many chunks in a row each is: the chunks of a prompt mostly have the same holders."""
+    """Lists of holders, and of how many chunks in a row each is: the chunks of a prompt mostly
+    have the same holders.
+    """
     runs: list[tuple[list[Holder], int]] = []
     begin = 0
     current = found[0] if found else []

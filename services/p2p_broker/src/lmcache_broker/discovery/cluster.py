@@ -1,4 +1,6 @@
-"""The Kubernetes API, as far as the broker uses it: the EndpointSlices of one service, and one annotation of pods."""
+"""The Kubernetes API, as far as the broker uses it: the EndpointSlices of one service, and one
+annotation of pods.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ class ClusterApi:
         """Make the client.
 
         Raises:
-            ConfigError: No address was given, and this is no pod of a cluster, or a file cannot be read.
+            ConfigError: No address was given, and this is no pod of a cluster, or a file cannot be
+                read.
         """
         from kubernetes.aio import client, config
 
@@ -73,10 +76,15 @@ class ClusterApi:
             try:
                 config.load_incluster_config(configuration)
             except config.ConfigException as exc:
-                raise ConfigError(f"discovery=kubernetes: this is no pod of a cluster ({exc}); set kubernetes_api_url") from exc
+                raise ConfigError(
+                    f"discovery=kubernetes: this is no pod of a cluster ({exc}); set"
+                    " kubernetes_api_url"
+                ) from exc
         else:
             configuration.host = self.options.api_url
-            configuration.ssl_ca_cert = None if self.options.ca_file is None else str(self.options.ca_file)
+            configuration.ssl_ca_cert = (
+                None if self.options.ca_file is None else str(self.options.ca_file)
+            )
         self._client = client.ApiClient(configuration)
         self._slices = client.DiscoveryV1Api(self._client)
         self._pods = client.CoreV1Api(self._client)
@@ -100,7 +108,10 @@ class ClusterApi:
         selector = f"kubernetes.io/service-name={self.options.service}"
         try:
             response = await self._slices.list_namespaced_endpoint_slice_without_preload_content(
-                self.options.namespace, label_selector=selector, _request_timeout=WATCH_SECONDS * 2, **how
+                self.options.namespace,
+                label_selector=selector,
+                _request_timeout=WATCH_SECONDS * 2,
+                **how,
             )
         except ApiException as exc:
             raise _refusal(exc.status) from exc
@@ -147,4 +158,8 @@ class ClusterApi:
 
 
 def _refusal(status: object) -> UnavailableError:
-    return GoneError("the version is gone") if status == GONE else UnavailableError(f"the Kubernetes API answered with status {status}")
+    return (
+        GoneError("the version is gone")
+        if status == GONE
+        else UnavailableError(f"the Kubernetes API answered with status {status}")
+    )

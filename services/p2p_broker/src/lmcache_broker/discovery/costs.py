@@ -1,8 +1,10 @@
-"""Tells Kubernetes which model pods to end first when their number goes down: those with which the least would be lost.
+"""Tells Kubernetes which model pods to end first when their number goes down: those with which the
+least would be lost.
 
-The annotation `controller.kubernetes.io/pod-deletion-cost` of a pod is set to the MiB that it alone holds, as its sidecar says. A
-ReplicaSet ends pods with a lower cost first. Kubernetes asks not to change it often, so it is set only when it has changed much, a few
-pods at a time. Every broker does so: what they set is the same.
+The annotation `controller.kubernetes.io/pod-deletion-cost` of a pod is set to the MiB that it alone
+holds, as its sidecar says. A ReplicaSet ends pods with a lower cost first. Kubernetes asks not to
+change it often, so it is set only when it has changed much, a few pods at a time. Every broker does
+so: what they set is the same.
 """
 
 from __future__ import annotations
@@ -51,11 +53,15 @@ class DeletionCosts:
         self.num_failures = 0
 
     async def update(self) -> None:
-        """Set what has changed; to be repeated. Ends at the first failure: the next round tries again."""
+        """Set what has changed; to be repeated. Ends at the first failure: the next round tries
+        again.
+        """
         await self._registry.refresh()
         wanted = self._wanted()
         self._set = {pod: cost for pod, cost in self._set.items() if pod in wanted}
-        changed = [(pod, cost) for pod, cost in wanted.items() if _is_news(self._set.get(pod), cost)]
+        changed = [
+            (pod, cost) for pod, cost in wanted.items() if _is_news(self._set.get(pod), cost)
+        ]
         try:
             for pod, cost in changed[:MAX_PATCHES_PER_ROUND]:
                 if await self._api.annotate_pod(pod, ANNOTATION, str(cost)):
@@ -68,7 +74,9 @@ class DeletionCosts:
         self._note(False, "can be set again")
 
     def _wanted(self) -> dict[str, int]:
-        """The cost of each pod that says what it alone holds, and that is not about to end; those never set come first."""
+        """The cost of each pod that says what it alone holds, and that is not about to end;
+        those never set come first.
+        """
         found: dict[str, int] = {}
         for sighting in self._discovery.seen.values():
             for record in self._registry.directory.at(sighting.id, sighting.distributed_url):
@@ -81,7 +89,11 @@ class DeletionCosts:
         """Log changes only."""
         if is_refused != self._is_refused:
             self._is_refused = is_refused
-            logger.log(logging.WARNING if is_refused else logging.INFO, "the deletion costs of pods %s", detail)
+            logger.log(
+                logging.WARNING if is_refused else logging.INFO,
+                "the deletion costs of pods %s",
+                detail,
+            )
 
 
 def _is_news(known: int | None, cost: int) -> bool:

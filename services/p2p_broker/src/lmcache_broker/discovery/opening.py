@@ -72,8 +72,11 @@ class Discovering:
             await self._api.close()
 
 
-async def create_discovery(settings: DiscoverySettings, registry: PeerRegistry) -> Discovering | None:
-    """What the settings ask for, not opened; None where peers are known by their registrations alone.
+async def create_discovery(
+    settings: DiscoverySettings, registry: PeerRegistry
+) -> Discovering | None:
+    """What the settings ask for, not opened; None where peers are known by their registrations
+    alone.
 
     Raises:
         ConfigError: The namespace is not given, and this is no pod.
@@ -83,7 +86,12 @@ async def create_discovery(settings: DiscoverySettings, registry: PeerRegistry) 
     discovery = Discovery(registry, settings.discovery_tenant or SHARED_OWNER)
     if settings.discovery == "static":
         peers = settings.static_peers
-        discovery.see({peer.id: Sighting(peer.id, peer.distributed_url, peer.kind, peer.zone, peer.node) for peer in peers})
+        discovery.see(
+            {
+                peer.id: Sighting(peer.id, peer.distributed_url, peer.kind, peer.zone, peer.node)
+                for peer in peers
+            }
+        )
         return Discovering(discovery)
     assert settings.kubernetes_service is not None, "the settings have checked it"
     namespace = settings.kubernetes_namespace
@@ -108,4 +116,7 @@ def _pod_namespace() -> str:
     try:
         return POD_NAMESPACE_FILE.read_text(encoding="utf-8").strip()
     except OSError as exc:
-        raise ConfigError(f"kubernetes_namespace is not set, and this is no pod ({POD_NAMESPACE_FILE} cannot be read): set it") from exc
+        raise ConfigError(
+            f"kubernetes_namespace is not set, and this is no pod ({POD_NAMESPACE_FILE} cannot be"
+            " read): set it"
+        ) from exc

@@ -18,13 +18,17 @@ logger = logging.getLogger(__name__)
 SIGHTING_TTL_S: Final = 60.0
 RENEW_S: Final = 15.0
 LEAVING_RENEW_S: Final = 1.0
-"""While somebody is about to end: it may register only now, at a broker that has just started, and has little time left for its drain."""
+"""While somebody is about to end: it may register only now, at a broker that has just started,
+and has little time left for its drain.
+"""
 
 
 class Discovery:
-    """Peers that were seen are peers until they are seen no more; those that register are what they say of themselves.
+    """Peers that were seen are peers until they are seen no more; those that register are what they
+    say of themselves.
 
-    A peer that is about to end gets no new pulls and is asked for its drain; one that has gone loses its lease at once.
+    A peer that is about to end gets no new pulls and is asked for its drain; one that has gone
+    loses its lease at once.
 
     Args:
         registry: All peers.
@@ -81,7 +85,9 @@ class Discovery:
                 self._sight(sighting)
 
     def _sight(self, sighting: Sighting) -> None:
-        peer = Peer(sighting.id, 0, sighting.distributed_url, sighting.kind, sighting.zone, sighting.node)
+        peer = Peer(
+            sighting.id, 0, sighting.distributed_url, sighting.kind, sighting.zone, sighting.node
+        )
         try:
             self._registry.directory.sight(self._owner, peer, SIGHTING_TTL_S)
         except CapacityError as exc:

@@ -8,7 +8,14 @@ from typing import Annotated, Literal, Self
 from lmcache_core.p2p import PeerKind
 from lmcache_core.security import validate_tenant
 from lmcache_servicekit.settings import ServiceSettings
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 from lmcache_broker.peers.schemas import DistributedUrlText, InstanceId, TopologyName
 
@@ -41,8 +48,10 @@ class DiscoverySettings(ServiceSettings):
     """How peers are known besides their registrations.
 
     Attributes:
-        discovery: `registration` (not at all), `static` (`static_peers`) or `kubernetes` (the endpoints of a service).
-        discovery_tenant: Whom peers belong to that are known in that way and have not registered; None: they serve all tenants.
+        discovery: `registration` (not at all), `static` (`static_peers`) or `kubernetes` (the
+            endpoints of a service).
+        discovery_tenant: Whom peers belong to that are known in that way and have not registered;
+            None: they serve all tenants.
         static_peers: Peers that are always there.
         kubernetes_service: Name of the (headless) service whose endpoints are sidecars.
         kubernetes_namespace: Its namespace; None: that of this pod.
@@ -52,7 +61,8 @@ class DiscoverySettings(ServiceSettings):
         kubernetes_api_url: Instead of the API that this pod's cluster has.
         kubernetes_token_file: Token for `kubernetes_api_url`.
         kubernetes_ca_file: Who signed its certificate.
-        pod_deletion_cost: Whether to tell the cluster, by an annotation of the pods, with which of them the least would be lost.
+        pod_deletion_cost: Whether to tell the cluster, by an annotation of the pods, with which of
+            them the least would be lost.
     """
 
     discovery: Literal["registration", "static", "kubernetes"] = "registration"
@@ -63,7 +73,9 @@ class DiscoverySettings(ServiceSettings):
     kubernetes_port_name: str = Field(default="lm", min_length=1, max_length=15)
     kubernetes_port: int = Field(default=65_433, ge=1, le=65_535)
     kubernetes_tls: bool = False
-    kubernetes_api_url: str | None = Field(default=None, pattern=r"^https?://[^@\s]+$", max_length=300)
+    kubernetes_api_url: str | None = Field(
+        default=None, pattern=r"^https?://[^@\s]+$", max_length=300
+    )
     kubernetes_token_file: Path | None = None
     kubernetes_ca_file: Path | None = None
     pod_deletion_cost: bool = False
@@ -71,9 +83,18 @@ class DiscoverySettings(ServiceSettings):
     @model_validator(mode="after")
     def _check_discovery(self) -> Self:
         if self.discovery == "kubernetes" and self.kubernetes_service is None:
-            raise ValueError("discovery=kubernetes, but kubernetes_service is not set: name the service whose endpoints are sidecars")
+            raise ValueError(
+                "discovery=kubernetes, but kubernetes_service is not set: name the service whose"
+                " endpoints are sidecars"
+            )
         if self.pod_deletion_cost and self.discovery != "kubernetes":
-            raise ValueError(f"pod_deletion_cost is set, but discovery={self.discovery}: set discovery=kubernetes, or leave it out")
+            raise ValueError(
+                f"pod_deletion_cost is set, but discovery={self.discovery}: set"
+                " discovery=kubernetes, or leave it out"
+            )
         if self.discovery != "static" and self.static_peers:
-            raise ValueError(f"static_peers are given, but discovery={self.discovery}: set discovery=static, or leave them out")
+            raise ValueError(
+                f"static_peers are given, but discovery={self.discovery}: set discovery=static, or"
+                " leave them out"
+            )
         return self

@@ -15,7 +15,8 @@ MAX_SLICES: Final = 4096
 
 
 class SliceTable:
-    """The slices of one service. What cannot be read in them is passed over: a newer API may say things that we do not know.
+    """The slices of one service. What cannot be read in them is passed over: a newer API may say
+    things that we do not know.
 
     Args:
         port: Of lm://, where a slice names no port called `port_name`.
@@ -38,11 +39,17 @@ class SliceTable:
         name = _name_of(item)
         if kind == "DELETED":
             self._slices.pop(name, None)
-        elif kind in ("ADDED", "MODIFIED") and name and (name in self._slices or len(self._slices) < MAX_SLICES):
+        elif (
+            kind in ("ADDED", "MODIFIED")
+            and name
+            and (name in self._slices or len(self._slices) < MAX_SLICES)
+        ):
             self._slices[name] = item
 
     def sightings(self) -> dict[str, Sighting]:
-        """Peers by id. One that two slices name, as happens while it moves from one to the other, is there if it is in either."""
+        """Peers by id. One that two slices name, as happens while it moves from one to the
+        other, is there if it is in either.
+        """
         found: dict[str, Sighting] = {}
         for item in self._slices.values():
             for sighting in self._of(item):
@@ -80,7 +87,11 @@ def _name_of(item: Mapping[str, Any]) -> str:
 
 
 def _url(scheme: str, address: str, port: int) -> str:
-    host = f"[{address}]" if isinstance(ipaddress.ip_address(address), ipaddress.IPv6Address) else address
+    host = (
+        f"[{address}]"
+        if isinstance(ipaddress.ip_address(address), ipaddress.IPv6Address)
+        else address
+    )
     url = f"{scheme}://{host}:{port}"
     parse_distributed_url(url)
     return url

@@ -1,7 +1,9 @@
-"""Follows the EndpointSlices of one service through the Kubernetes API: a list, then a watch from where it ended, for ever.
+"""Follows the EndpointSlices of one service through the Kubernetes API: a list, then a watch from
+where it ended, for ever.
 
-A watch that the server ends, or whose connection is cut, goes on from the last version that was seen (bookmarks keep that one young). One
-whose version the server has forgotten (410), or that cannot be understood, begins again with a list.
+A watch that the server ends, or whose connection is cut, goes on from the last version that was
+seen (bookmarks keep that one young). One whose version the server has forgotten (410), or that
+cannot be understood, begins again with a list.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ MAX_LINE_BYTES: Final = 16 << 20
 MAX_LIST_BYTES: Final = 64 << 20
 LIST_TIMEOUT_S: Final = 10.0
 SILENCE_S: Final = 90.0
-"""A watch that says nothing for longer, not even a bookmark (they come every minute), is taken for dead."""
+"""A watch that says nothing for longer, not even a bookmark (they come every minute), is taken
+for dead.
+"""
 RETRY_S: Final = 0.25
 MAX_RETRY_S: Final = 30.0
 
@@ -69,12 +73,19 @@ class EndpointWatch:
         Raises:
             UnavailableError: Nothing has been heard of the API for too long.
         """
-        if time.monotonic() - self._heard_at > self._silence_s + MAX_RETRY_S or not self._is_following:
-            raise UnavailableError("the Kubernetes API cannot be followed; peers are known by their registrations only")
+        if (
+            time.monotonic() - self._heard_at > self._silence_s + MAX_RETRY_S
+            or not self._is_following
+        ):
+            raise UnavailableError(
+                "the Kubernetes API cannot be followed; peers are known by their registrations only"
+            )
         return f"version {self._version}"
 
     async def follow(self) -> None:
-        """One list or watch; to be repeated. Failures are waited for, longer and longer, and logged when they begin and end."""
+        """One list or watch; to be repeated. Failures are waited for, longer and longer, and
+        logged when they begin and end.
+        """
         try:
             if self._version:
                 await self._watch()
@@ -102,7 +113,9 @@ class EndpointWatch:
                 async for part in response.content.iter_any():
                     body += part
                     if len(body) > MAX_LIST_BYTES:
-                        raise UnavailableError(f"the list of endpoints has more than {MAX_LIST_BYTES} bytes")
+                        raise UnavailableError(
+                            f"the list of endpoints has more than {MAX_LIST_BYTES} bytes"
+                        )
             finally:
                 response.close()
         found = json.loads(bytes(body))
@@ -116,7 +129,10 @@ class EndpointWatch:
         self.num_watches += 1
         async with asyncio.timeout(LIST_TIMEOUT_S):
             response = await self._api.list_slices(
-                watch=True, resource_version=self._version, allow_watch_bookmarks=True, timeout_seconds=WATCH_SECONDS
+                watch=True,
+                resource_version=self._version,
+                allow_watch_bookmarks=True,
+                timeout_seconds=WATCH_SECONDS,
             )
         try:
             async for line in _lines(response.content.iter_any(), self._silence_s):
@@ -150,11 +166,18 @@ class EndpointWatch:
         """Log changes only."""
         if is_following != self._is_following:
             self._is_following = is_following
-            logger.log(logging.INFO if is_following else logging.WARNING, "endpoints of %s: %s", self._api.options.service, detail)
+            logger.log(
+                logging.INFO if is_following else logging.WARNING,
+                "endpoints of %s: %s",
+                self._api.options.service,
+                detail,
+            )
 
 
 async def _lines(parts: AsyncIterator[bytes], silence_s: float) -> AsyncIterator[bytes]:
-    """The lines of a stream, ended by its end. Raises `TimeoutError` when nothing comes for too long. What was cut off is no line."""
+    """The lines of a stream, ended by its end. Raises `TimeoutError` when nothing comes for too
+    long. What was cut off is no line.
+    """
     rest = bytearray()
     while True:
         try:

@@ -1,4 +1,6 @@
-"""What peers did over the last while: the growth of what their heartbeats count, interval by interval."""
+"""What peers did over the last while: the growth of what their heartbeats count, interval by
+interval.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ class Sample:
 class History:
     """The last `MAX_SAMPLES` intervals, by owner.
 
-    What a peer counted before this broker first heard of it belongs to no interval; a new life of a peer that was known counts from 0.
+    What a peer counted before this broker first heard of it belongs to no interval; a new life of a
+    peer that was known counts from 0.
 
     Args:
         wall_ms: Unix time in milliseconds.
@@ -93,7 +96,9 @@ class History:
             if figures is None:
                 continue
             seen[record.field] = (record.peer.incarnation, figures)
-            if known is None or (record.owner not in by_owner and len(by_owner) >= MAX_SAMPLED_OWNERS):
+            if known is None or (
+                record.owner not in by_owner and len(by_owner) >= MAX_SAMPLED_OWNERS
+            ):
                 continue
             incarnation, before = known
             is_same_life = incarnation == record.peer.incarnation
@@ -104,7 +109,9 @@ class History:
     def of(self, owners: Collection[str], max_samples: int = MAX_SAMPLES) -> list[Sample]:
         """The latest intervals, the oldest first, of these owners together."""
         found = []
-        for ended_ms, by_owner in list(self._samples)[len(self._samples) - min(max_samples, len(self._samples)) :]:
+        for ended_ms, by_owner in list(self._samples)[
+            len(self._samples) - min(max_samples, len(self._samples)) :
+        ]:
             work = Work()
             for owner in owners:
                 if owner in by_owner:

@@ -18,8 +18,12 @@ router = APIRouter(prefix="/v1", tags=["overview"], route_class=GuardedRoute)
 async def overview(
     principal: ClientPrincipal,
     parts: Parts,
-    max_samples: Annotated[int, Query(ge=0, le=MAX_SAMPLES, description="So many of the latest intervals.")] = MAX_SAMPLES,
+    max_samples: Annotated[
+        int, Query(ge=0, le=MAX_SAMPLES, description="So many of the latest intervals.")
+    ] = MAX_SAMPLES,
 ) -> Response:
     """The caller's tenant's and the shared ones: what the web page at `/` shows."""
     view = await parts.overview.of(principal, max_samples)
-    return Response(view.model_dump_json(), media_type="application/json", headers={"Cache-Control": "no-store"})
+    return Response(
+        view.model_dump_json(), media_type="application/json", headers={"Cache-Control": "no-store"}
+    )

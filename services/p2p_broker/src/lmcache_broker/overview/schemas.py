@@ -8,7 +8,9 @@ from lmcache_broker.peers.schemas import PeerView, TierBody
 
 
 class SeenFiguresView(BaseModel):
-    """What a peer has done since its start, and what it holds. From whom it pulled is told by the links."""
+    """What a peer has done since its start, and what it holds. From whom it pulled is told by
+    the links.
+    """
 
     requested_chunks: int
     loaded_chunks: dict[str, int] = Field(description="By tier.")
@@ -17,13 +19,17 @@ class SeenFiguresView(BaseModel):
     stored_chunks: int
     stored_bytes: int
     tiers: list[TierBody]
-    sole_bytes: int | None = Field(description="Bytes of chunks that nobody else holds, as far as the peer knows.")
+    sole_bytes: int | None = Field(
+        description="Bytes of chunks that nobody else holds, as far as the peer knows."
+    )
 
 
 class SeenPeerView(PeerView):
     """A live peer, and its work."""
 
-    figures: SeenFiguresView | None = Field(description="What it has done since its start and holds now, if it says so.")
+    figures: SeenFiguresView | None = Field(
+        description="What it has done since its start and holds now, if it says so."
+    )
 
 
 class LinkView(BaseModel):
@@ -54,7 +60,9 @@ class SampleView(BaseModel):
 
 
 class HotChunkView(BaseModel):
-    """A chunk that peers pull. Its id stands for its whole prefix: it is a hash of all tokens up to its end."""
+    """A chunk that peers pull. Its id stands for its whole prefix: it is a hash of all tokens up
+    to its end.
+    """
 
     chunk_id: str
     num_pulls: int = Field(description="Granted by this broker within the last minute.")
@@ -72,5 +80,9 @@ class OverviewView(BaseModel):
     links: list[LinkView] = Field(description="The strongest; at most 512.")
     totals: WorkView = Field(description="Of all these peers since the start of each.")
     interval_s: float = Field(description="Length of a sample.")
-    samples: list[SampleView] = Field(description="The latest intervals since this broker's start, the oldest first; at most 360.")
-    hot_chunks: list[HotChunkView] = Field(description="The chunks that are pulled most; at most 10.")
+    samples: list[SampleView] = Field(
+        description="The latest intervals since this broker's start, the oldest first; at most 360."
+    )
+    hot_chunks: list[HotChunkView] = Field(
+        description="The chunks that are pulled most; at most 10."
+    )

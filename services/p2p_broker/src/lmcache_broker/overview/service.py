@@ -11,7 +11,15 @@ from typing import Final
 from lmcache_core.security import Principal, unix_ms
 
 from lmcache_broker.overview.history import History, Work
-from lmcache_broker.overview.schemas import HotChunkView, LinkView, OverviewView, SampleView, SeenFiguresView, SeenPeerView, WorkView
+from lmcache_broker.overview.schemas import (
+    HotChunkView,
+    LinkView,
+    OverviewView,
+    SampleView,
+    SeenFiguresView,
+    SeenPeerView,
+    WorkView,
+)
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.peers.schemas import PeerView, TierBody
@@ -24,13 +32,16 @@ MAX_SHOWN_CHUNKS: Final = 10
 MAX_KEPT_VIEWS: Final = 16
 MIN_KEPT_COST_S: Final = 0.002
 REST_PER_COST: Final = 20
-"""A view that took longer than the above is shown to others of its tenant for so many times as long, at most for `MAX_REST_S`: however
-many look, the broker spends a twentieth of its time on them, and a small cluster is always shown as it is."""
+"""A view that took longer than the above is shown to others of its tenant for so many times as
+long, at most for `MAX_REST_S`: however many look, the broker spends a twentieth of its time on
+them, and a small cluster is always shown as it is.
+"""
 MAX_REST_S: Final = 2.0
 
 
 class Overview:
-    """See `OverviewView`. What it shows is checked already and not checked again: people look while peers pull.
+    """See `OverviewView`. What it shows is checked already and not checked again: people look while
+    peers pull.
 
     Args:
         broker: This broker's name among its peers.
@@ -42,7 +53,9 @@ class Overview:
         interval_s: See above.
     """
 
-    def __init__(self, broker: str, registry: PeerRegistry, hot: HotChunks, interval_s: float) -> None:
+    def __init__(
+        self, broker: str, registry: PeerRegistry, hot: HotChunks, interval_s: float
+    ) -> None:
         self.interval_s = interval_s
         self._broker = broker
         self._registry = registry
@@ -73,7 +86,10 @@ class Overview:
         return view
 
     def _build(self, principal: Principal, max_samples: int) -> OverviewView:
-        records = sorted(self._registry.directory.records(principal), key=lambda record: (not record.draining, record.peer.id))
+        records = sorted(
+            self._registry.directory.records(principal),
+            key=lambda record: (not record.draining, record.peer.id),
+        )
         totals = Work()
         for record in records:
             if record.figures is not None:
@@ -91,8 +107,14 @@ class Overview:
             links=_links(records),
             totals=_work(totals),
             interval_s=self.interval_s,
-            samples=[SampleView.model_construct(ended_ms=sample.ended_ms, work=_work(sample.work)) for sample in samples],
-            hot_chunks=[HotChunkView(chunk_id=chunk_id, num_pulls=num_pulls) for chunk_id, num_pulls in hottest],
+            samples=[
+                SampleView.model_construct(ended_ms=sample.ended_ms, work=_work(sample.work))
+                for sample in samples
+            ],
+            hot_chunks=[
+                HotChunkView(chunk_id=chunk_id, num_pulls=num_pulls)
+                for chunk_id, num_pulls in hottest
+            ],
         )
 
 
@@ -133,4 +155,7 @@ def _links(records: Iterable[PeerRecord]) -> list[LinkView]:
         if num_bytes
     )
     strongest = heapq.nsmallest(MAX_SHOWN_LINKS, found)
-    return [LinkView.model_construct(requester=requester, server=server, num_bytes=-less) for less, requester, server in strongest]
+    return [
+        LinkView.model_construct(requester=requester, server=server, num_bytes=-less)
+        for less, requester, server in strongest
+    ]

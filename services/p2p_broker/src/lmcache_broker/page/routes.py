@@ -10,8 +10,11 @@ from fastapi import APIRouter, HTTPException, Response
 
 HEADERS: Final = MappingProxyType(
     {
-        "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'",
+        "Content-Security-Policy": (
+            "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src"
+            " 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none';"
+            " require-trusted-types-for 'script'"
+        ),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin",
@@ -33,7 +36,11 @@ _MEDIA_TYPES: Final = MappingProxyType(
 def create_page_router() -> APIRouter:
     """The routes of the page. Reads its files, once."""
     folder = resources.files("lmcache_broker.page") / "static"
-    files = {entry.name: entry.read_bytes() for entry in folder.iterdir() if _suffix(entry.name) in _MEDIA_TYPES}
+    files = {
+        entry.name: entry.read_bytes()
+        for entry in folder.iterdir()
+        if _suffix(entry.name) in _MEDIA_TYPES
+    }
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")

@@ -49,7 +49,9 @@ class Pull:
 
 
 class PullBook:
-    """Pulls by id. Tickets live equally long, so that the oldest is the first to expire; as many as peers may serve at once."""
+    """Pulls by id. Tickets live equally long, so that the oldest is the first to expire; as many
+    as peers may serve at once.
+    """
 
     def __init__(self) -> None:
         self._pulls: dict[str, Pull] = {}
@@ -78,7 +80,9 @@ class PullBook:
         return pull
 
     def renew(self, pull_id: str, requester: Requester, now_s: float, ends_s: float) -> Pull | None:
-        """That pull of that requester goes on until then; None when there is none, or it has gone on for too long."""
+        """That pull of that requester goes on until then; None when there is none, or it has
+        gone on for too long.
+        """
         pull = self._find(pull_id, requester)
         if pull is None or now_s - pull.began_s > MAX_PULL_S:
             return None

@@ -44,7 +44,9 @@ class PeerRecord:
         return f"{self.field}#{self.peer.incarnation}"
 
     def num_pulls(self, now_s: float) -> int:
-        """Pulls that have neither ended nor outlived their tickets, as all brokers know together, otherwise as this one does."""
+        """Pulls that have neither ended nor outlived their tickets, as all brokers know
+        together, otherwise as this one does.
+        """
         for pull_id, ends_s in list(self._pulls.items()):
             if ends_s > now_s:
                 break

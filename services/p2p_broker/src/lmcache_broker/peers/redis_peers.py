@@ -1,4 +1,6 @@
-"""`SharedPeers` in Redis: one script a call, every call within a deadline, every failure an `UnavailableError`."""
+"""`SharedPeers` in Redis: one script a call, every call within a deadline, every failure an
+`UnavailableError`.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,23 @@ from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from lmcache_broker.peers import redis_scripts as scripts
 from lmcache_broker.peers.pulls import MAX_PULL_S
-from lmcache_broker.peers.shared import Changes, PlacedOrder, PullClaim, PullUnderway, PullVerdict, SharedPeer
+from lmcache_broker.peers.shared import (
+    Changes,
+    PlacedOrder,
+    PullClaim,
+    PullUnderway,
+    PullVerdict,
+    SharedPeer,
+)
 
 MAX_CONNECTIONS: Final = 32
 MAX_TOLD_AT_ONCE: Final = 256
 MAX_ORDERING_PEERS: Final = 4096
 MAX_ORDER_BYTES_PER_PEER: Final = 16 << 10
 RETRY_S: Final = 0.5
-"""After a failure nothing is asked for so long: a Redis that is away must not cost each request its deadline."""
+"""After a failure nothing is asked for so long: a Redis that is away must not cost each request
+its deadline.
+"""
 
 _HEAD_CHARS: Final = 37
 _CLIENT_ERRORS: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
@@ -41,7 +52,9 @@ class RedisPeers:
         ConfigError: The URL or a file for TLS cannot be read.
     """
 
-    def __init__(self, target: RedisTarget, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, target: RedisTarget, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         limits = RedisLimits(timeout_s, MAX_CONNECTIONS, num_retries=1)
         self._redis: Any
         self._sentinels: Sequence[Any] = ()
@@ -64,8 +77,17 @@ class RedisPeers:
             argv: list[str | int] = []
             for shared in peers[begin : begin + MAX_TOLD_AT_ONCE]:
                 incarnation = f"{shared.peer.incarnation:020d}"
-                argv += [_field(shared.owner, shared.peer.id), incarnation, int(shared.draining), shared.ttl_ms, _packed(shared)]
-            found += [None if state < 0 else bool(state) for state in await self._run(scripts.ANNOUNCE, argv)]
+                argv += [
+                    _field(shared.owner, shared.peer.id),
+                    incarnation,
+                    int(shared.draining),
+                    shared.ttl_ms,
+                    _packed(shared),
+                ]
+            found += [
+                None if state < 0 else bool(state)
+                for state in await self._run(scripts.ANNOUNCE, argv)
+            ]
         return found
 
     async def remove(self, owner: str, peer_id: str) -> None:
@@ -83,18 +105,24 @@ class RedisPeers:
         if is_anew and self._seen:  # what it told was told of another life of the numbers
             epoch, seq, now_ms, *rest = await self._run(scripts.CHANGES, [0])
         peers = [
-            _unpacked(field.decode(), raw.decode(), num, now_ms) for field, raw, num in zip(rest[::3], rest[1::3], rest[2::3], strict=True)
+            _unpacked(field.decode(), raw.decode(), num, now_ms)
+            for field, raw, num in zip(rest[::3], rest[1::3], rest[2::3], strict=True)
         ]
         self._epoch, self._seen = epoch, seq
         return Changes(peers, is_anew)
 
-    async def claim(self, who: str, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int) -> list[PullVerdict]:
+    async def claim(
+        self, who: str, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int
+    ) -> list[PullVerdict]:
         """See `SharedPeers.claim`."""
         argv: list[str | int] = [who, max_pulls, ttl_ms]
         for claim in claims:
             argv += [claim.life, claim.pull_id]
         found = await self._run(scripts.CLAIM, argv)
-        return [PullVerdict(bool(granted), num) for granted, num in zip(found[::2], found[1::2], strict=True)]
+        return [
+            PullVerdict(bool(granted), num)
+            for granted, num in zip(found[::2], found[1::2], strict=True)
+        ]
 
     async def restore_pulls(self, pulls: Sequence[PullUnderway]) -> None:
         """See `SharedPeers.restore_pulls`."""
@@ -106,12 +134,16 @@ class RedisPeers:
 
     async def renew_pulls(self, who: str, pull_ids: Sequence[str], ttl_ms: int) -> list[str | None]:
         """See `SharedPeers.renew_pulls`."""
-        lives = await self._run(scripts.RENEW_PULLS, [who, ttl_ms, round(MAX_PULL_S * 1000), *pull_ids])
+        lives = await self._run(
+            scripts.RENEW_PULLS, [who, ttl_ms, round(MAX_PULL_S * 1000), *pull_ids]
+        )
         return [life.decode() or None for life in lives]
 
     async def end_pulls(self, who: str, pull_ids: Sequence[str]) -> list[bool]:
         """See `SharedPeers.end_pulls`."""
-        return [bool(was_there) for was_there in await self._run(scripts.END_PULLS, [who, *pull_ids])]
+        return [
+            bool(was_there) for was_there in await self._run(scripts.END_PULLS, [who, *pull_ids])
+        ]
 
     async def order_copies(self, orders: Sequence[PlacedOrder], ttl_ms: int) -> None:
         """See `SharedPeers.order_copies`."""
@@ -119,14 +151,19 @@ class RedisPeers:
             argv: list[str | int] = [ttl_ms, MAX_ORDERING_PEERS, MAX_ORDER_BYTES_PER_PEER]
             for placed in orders[begin : begin + MAX_TOLD_AT_ONCE]:
                 order = placed.order
-                argv += [_field(placed.tenant, placed.server), f"{order.chunk_id} {order.instance} {order.distributed_url}"]
+                argv += [
+                    _field(placed.tenant, placed.server),
+                    f"{order.chunk_id} {order.instance} {order.distributed_url}",
+                ]
             await self._run(scripts.ORDER_COPIES, argv)
 
     async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
         """See `SharedPeers.take_orders`."""
         now_ms, lines = await self._run(scripts.TAKE_ORDERS, [_field(tenant, peer_id)])
         found = [line.split(" ") for line in lines.decode().splitlines()]
-        return list(dict.fromkeys(CopyOrder(*order) for end_ms, *order in found if int(end_ms) > now_ms))
+        return list(
+            dict.fromkeys(CopyOrder(*order) for end_ms, *order in found if int(end_ms) > now_ms)
+        )
 
     async def ping(self) -> None:
         """See `SharedPeers.ping`."""
@@ -140,7 +177,9 @@ class RedisPeers:
     async def _run(self, script: str, argv: Sequence[str | int]) -> Any:
         if self._clock() < self._away_until:
             raise UnavailableError("redis did not answer a moment ago")
-        return await self._within(lambda: self._redis.eval(script, len(scripts.KEYS), *scripts.KEYS, *argv))
+        return await self._within(
+            lambda: self._redis.eval(script, len(scripts.KEYS), *scripts.KEYS, *argv)
+        )
 
     async def _within(self, call: Callable[[], Any]) -> Any:
         """Make a call. Only the kind of a failure is kept, since its text may hold credentials."""
@@ -148,7 +187,9 @@ class RedisPeers:
             async with asyncio.timeout(self._timeout_s), self._turns:
                 answer = await call()
         except _CLIENT_ERRORS as exc:
-            if not isinstance(exc, ResponseError):  # a refusal is quick, and other calls may do well
+            if not isinstance(
+                exc, ResponseError
+            ):  # a refusal is quick, and other calls may do well
                 self._away_until = self._clock() + RETRY_S
             raise UnavailableError(describe_failure(self.where, exc, self._timeout_s)) from exc
         self._away_until = float("-inf")
@@ -176,7 +217,9 @@ def _packed(shared: SharedPeer) -> str:
 
 def _unpacked(field: str, raw: str, num_pulls: int, now_ms: int) -> SharedPeer:
     owner, _, peer_id = field.partition("/")
-    url, kind, zone, node, load, drain, *more = json.loads(raw[_HEAD_CHARS:])  # a newer broker may say more, an older one less
+    url, kind, zone, node, load, drain, *more = json.loads(
+        raw[_HEAD_CHARS:]
+    )  # a newer broker may say more, an older one less
     ttl_ms = max(0, int(raw[22:_HEAD_CHARS]) - now_ms)
     peer = Peer(peer_id, int(raw[:20]), url, kind, zone, node)
     return SharedPeer(
@@ -196,13 +239,21 @@ def _drain(raw: object) -> DrainReport | None:
     """For looking at alone, as figures are; a newer broker may say more, behind what is known."""
     try:
         said = msgspec.convert(raw, list[Any] | None) or ()
-        return msgspec.convert(dict(zip(DrainReport.__struct_fields__, said, strict=False)), DrainReport) if said else None
+        return (
+            msgspec.convert(
+                dict(zip(DrainReport.__struct_fields__, said, strict=False)), DrainReport
+            )
+            if said
+            else None
+        )
     except msgspec.ValidationError:
         return None
 
 
 def _figures(raw: object) -> PeerFigures | None:
-    """For looking at alone: what another version writes differently is no reason not to know the peer."""
+    """For looking at alone: what another version writes differently is no reason not to know the
+    peer.
+    """
     try:
         return None if raw is None else msgspec.convert(raw, PeerFigures)
     except msgspec.ValidationError:

@@ -1,19 +1,26 @@
-"""What has to be atomic, or one round trip, in Redis: Lua. All keys have one hash tag, so that they lie on one node of a cluster.
+"""What has to be atomic, or one round trip, in Redis: Lua. All keys have one hash tag, so that they
+lie on one node of a cluster.
 
-A record is text: incarnation (20 digits), draining (0 or 1), gone (0 or 1), end of the lease (15 digits, Redis' milliseconds), then
-JSON that the scripts do not read. Each change of a peer takes the next number of `seq`, and `changes` holds the number of each peer's last
-one: what a broker has not seen is what has a higher number than it saw last. `epoch` is a word that is lost with everything else.
+A record is text: incarnation (20 digits), draining (0 or 1), gone (0 or 1), end of the lease (15
+digits, Redis' milliseconds), then JSON that the scripts do not read. Each change of a peer takes
+the next number of `seq`, and `changes` holds the number of each peer's last
+one: what a broker has not seen is what has a higher number than it saw last. `epoch` is a word that
+    is lost with everything else.
 
-A pull is the member of its id in `pulls`, scored with its end; `owners` says of each `requester NUL life NUL begin`, so that any broker can
-renew and end what another has granted; `counts` has the number of each life. `orders` has a line for each
-copy that a peer is to make, `end chunk taker address`.
+A pull is the member of its id in `pulls`, scored with its end; `owners` says of each `requester NUL
+life NUL begin`, so that any broker can renew and end what another has granted; `counts` has the
+number of each life. `orders` has a line for each copy that a peer is to make, `end chunk taker
+address`.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-KEYS: Final = tuple(f"lmcache:{{broker}}:{name}" for name in ("records", "changes", "seq", "epoch", "pulls", "counts", "owners", "orders"))
+KEYS: Final = tuple(
+    f"lmcache:{{broker}}:{name}"
+    for name in ("records", "changes", "seq", "epoch", "pulls", "counts", "owners", "orders")
+)
 
 _COMMON: Final = """
 local RECORDS, CHANGES, SEQ, EPOCH, PULLS, COUNTS, OWNERS, ORDERS = unpack(KEYS)
@@ -66,9 +73,10 @@ end
 local function keep()
   for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, 86400000) end
 end
-"""
+"""  # noqa: E501
 
-# ARGV for each peer: field, incarnation, draining, ttl_ms, rest. Returns for each 0 or 1 (draining), or -1: a newer one is live.
+# ARGV for each peer: field, incarnation, draining, ttl_ms, rest. Returns for each 0 or 1
+# (draining), or -1: a newer one is live.
 ANNOUNCE: Final = (
     _COMMON
     + """
@@ -93,7 +101,7 @@ for i = 1, #ARGV, 5 do
 end
 keep()
 return found
-"""
+"""  # noqa: E501
 )
 
 # ARGV field.
@@ -102,7 +110,7 @@ REMOVE: Final = (
     + """
 local known = load(ARGV[1])
 if known and known.gone == '0' then save(ARGV[1], known.incarnation, known.draining, '1', known.ends_ms, known.rest) end
-"""
+"""  # noqa: E501
 )
 
 # ARGV field.
@@ -111,11 +119,11 @@ DRAIN: Final = (
     + """
 local known = load(ARGV[1])
 if known and known.live and known.draining == '0' then save(ARGV[1], known.incarnation, '1', '0', known.ends_ms, known.rest) end
-"""
+"""  # noqa: E501
 )
 
-# ARGV number of the last change seen. Returns {epoch, seq, now_ms, then for each peer field, record, pulls}; what was over a minute ago is
-# forgotten on the way.
+# ARGV number of the last change seen. Returns {epoch, seq, now_ms, then for each peer field,
+# record, pulls}; what was over a minute ago is forgotten on the way.
 CHANGES: Final = (
     _COMMON
     + """
@@ -140,8 +148,8 @@ return found
 """
 )
 
-# ARGV requester, max_pulls, ttl_ms, then for each pull its life and its id. Returns for each whether it is granted (0 or 1), and the life's
-# pulls.
+# ARGV requester, max_pulls, ttl_ms, then for each pull its life and its id. Returns for each
+# whether it is granted (0 or 1), and the life's pulls.
 CLAIM: Final = (
     _COMMON
     + """
@@ -157,7 +165,7 @@ for i = 4, #ARGV, 2 do
 end
 keep()
 return found
-"""
+"""  # noqa: E501
 )
 
 # ARGV for each pull requester, life, id, age_ms, ttl_ms.
@@ -170,10 +178,11 @@ for i = 1, #ARGV, 5 do
   end
 end
 keep()
-"""
+"""  # noqa: E501
 )
 
-# ARGV requester, ttl_ms, longest age in ms, then the ids. Returns for each the life, or an empty text.
+# ARGV requester, ttl_ms, longest age in ms, then the ids. Returns for each the life, or an empty
+# text.
 RENEW_PULLS: Final = (
     _COMMON
     + """
@@ -208,8 +217,9 @@ return found
 """
 )
 
-# ARGV ttl_ms, most peers, most bytes for each, then for each order the field of who is to make the copy, and its line without the end.
-# Orders are worth little: when they have grown too many, all are forgotten.
+# ARGV ttl_ms, most peers, most bytes for each, then for each order the field of who is to make the
+# copy, and its line without the end. Orders are worth little: when they have grown too many, all
+# are forgotten.
 ORDER_COPIES: Final = (
     _COMMON
     + """
@@ -221,7 +231,7 @@ for i = 4, #ARGV, 2 do
   end
 end
 redis.call('PEXPIRE', ORDERS, ARGV[1])
-"""
+"""  # noqa: E501
 )
 
 # ARGV field. Returns {now_ms, lines}, which are told once.

@@ -1,7 +1,9 @@
-"""The peers as all brokers know them: this one's memory, kept in step with the others' through `SharedPeers`.
+"""The peers as all brokers know them: this one's memory, kept in step with the others' through
+`SharedPeers`.
 
-What is asked is answered from memory. Where brokers share a memory it is brought up to date before, unless that was done a moment ago;
-where it is away, what the heartbeats told this broker is the answer, and when it is back, the others are told all of it.
+What is asked is answered from memory. Where brokers share a memory it is brought up to date before,
+unless that was done a moment ago; where it is away, what the heartbeats told this broker is the
+answer, and when it is back, the others are told all of it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from lmcache_servicekit.errors import ConflictError
 from lmcache_broker.peers.pulls import Pull, PullBook, Requester
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.peers.service import Census, PeerDirectory, owner_of
-from lmcache_broker.peers.shared import PlacedOrder, PullClaim, PullUnderway, PullVerdict, SharedPeer, SharedPeers
+from lmcache_broker.peers.shared import (
+    PlacedOrder,
+    PullClaim,
+    PullUnderway,
+    PullVerdict,
+    SharedPeer,
+    SharedPeers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +55,12 @@ class PeerRegistry:
         num_failures: Calls to the shared memory that failed.
     """
 
-    def __init__(self, directory: PeerDirectory, shared: SharedPeers | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        directory: PeerDirectory,
+        shared: SharedPeers | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.directory = directory
         self.book = PullBook()
         self._shared = shared
@@ -76,10 +90,26 @@ class PeerRegistry:
     ) -> Lease:
         """Register a peer or renew its lease (see `PeerDirectory.announce`)."""
         await self.refresh()
-        lease = self.directory.announce(principal, peer, load=load, ttl_ms=ttl_ms, draining=draining, drain=drain, figures=figures)
+        lease = self.directory.announce(
+            principal,
+            peer,
+            load=load,
+            ttl_ms=ttl_ms,
+            draining=draining,
+            drain=drain,
+            figures=figures,
+        )
         if self._shared is None:
             return lease
-        told = SharedPeer(owner_of(principal), peer, load, lease.draining, lease.ttl_ms, drain=drain, figures=figures)
+        told = SharedPeer(
+            owner_of(principal),
+            peer,
+            load,
+            lease.draining,
+            lease.ttl_ms,
+            drain=drain,
+            figures=figures,
+        )
         try:
             (state,) = await self._shared.announce([told])
         except UnavailableError as exc:
@@ -115,7 +145,9 @@ class PeerRegistry:
         return status
 
     async def see_leaving(self, peer_id: str, distributed_url: str) -> None:
-        """The peer there is about to end: it gets no new pulls, and learns of it with its next heartbeat."""
+        """The peer there is about to end: it gets no new pulls, and learns of it with its next
+        heartbeat.
+        """
         for record in self.directory.at(peer_id, distributed_url):
             if record.draining:
                 continue
@@ -132,7 +164,13 @@ class PeerRegistry:
         """See `PeerDirectory.census`."""
         return self.directory.census()
 
-    async def claim(self, requester: Requester, pulls: Sequence[tuple[PeerRecord, str]], max_pulls: int, ttl_s: float) -> list[bool]:
+    async def claim(
+        self,
+        requester: Requester,
+        pulls: Sequence[tuple[PeerRecord, str]],
+        max_pulls: int,
+        ttl_s: float,
+    ) -> list[bool]:
         """Count a requester's pulls against their peers; which of them there was room for.
 
         Args:
@@ -145,7 +183,9 @@ class PeerRegistry:
         if self._shared is not None and pulls:
             claims = [PullClaim(record.life, pull_id) for record, pull_id in pulls]
             try:
-                verdicts = await self._shared.claim(str(requester), claims, max_pulls, round(ttl_s * 1000))
+                verdicts = await self._shared.claim(
+                    str(requester), claims, max_pulls, round(ttl_s * 1000)
+                )
             except UnavailableError as exc:
                 self._note_away(exc)
         now_s = self._clock()
@@ -159,17 +199,26 @@ class PeerRegistry:
                 self.book.add(Pull(pull_id, requester, record, now_s, now_s + ttl_s))
         return granted
 
-    async def renew_pulls(self, requester: Requester, pull_ids: Sequence[str], ttl_s: float) -> dict[str, str]:
+    async def renew_pulls(
+        self, requester: Requester, pull_ids: Sequence[str], ttl_s: float
+    ) -> dict[str, str]:
         """A requester's pulls go on for so long from now, whichever broker has granted them.
 
         Returns:
-            The life of the peer by the id of each pull that is underway and has not lasted too long.
+            The life of the peer by the id of each pull that is underway and has not lasted too
+            long.
         """
         found: dict[str, str] = {}
         if self._shared is not None and pull_ids:
             try:
-                lives = await self._shared.renew_pulls(str(requester), pull_ids, round(ttl_s * 1000))
-                found = {pull_id: life for pull_id, life in zip(pull_ids, lives, strict=True) if life is not None}
+                lives = await self._shared.renew_pulls(
+                    str(requester), pull_ids, round(ttl_s * 1000)
+                )
+                found = {
+                    pull_id: life
+                    for pull_id, life in zip(pull_ids, lives, strict=True)
+                    if life is not None
+                }
             except UnavailableError as exc:
                 self._note_away(exc)
         now_s = self._clock()
@@ -180,19 +229,25 @@ class PeerRegistry:
         return found
 
     async def end_pulls(self, requester: Requester, pull_ids: Sequence[str]) -> int:
-        """A requester's pulls are over before their tickets are, whichever broker has granted them; how many there were."""
+        """A requester's pulls are over before their tickets are, whichever broker has granted
+        them; how many there were.
+        """
         ended = [self.book.end(pull_id, requester) is not None for pull_id in pull_ids]
         if self._shared is not None and pull_ids:
             try:
                 there = await self._shared.end_pulls(str(requester), pull_ids)
-                ended = [was_here or was_there for was_here, was_there in zip(ended, there, strict=True)]
+                ended = [
+                    was_here or was_there for was_here, was_there in zip(ended, there, strict=True)
+                ]
                 self._fresh_until = float("-inf")  # places are free that were granted elsewhere
             except UnavailableError as exc:
                 self._note_away(exc)
         return sum(ended)
 
     async def order_copies(self, orders: Sequence[PlacedOrder], ttl_s: float) -> bool:
-        """Let whichever broker hears of the peers next tell them; False where it has to be this one."""
+        """Let whichever broker hears of the peers next tell them; False where it has to be this
+        one.
+        """
         return await self._tell(lambda shared: shared.order_copies(orders, round(ttl_s * 1000)))
 
     async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
@@ -206,7 +261,9 @@ class PeerRegistry:
             return []
 
     async def refresh(self, max_stale_s: float = MAX_STALE_S) -> None:
-        """Bring memory up to date, unless it was a moment ago. Never raises for a shared memory that is away."""
+        """Bring memory up to date, unless it was a moment ago. Never raises for a shared memory
+        that is away.
+        """
         if self._shared is None or self._clock() < self._fresh_until:
             return
         async with self._lock:  # whoever waited here finds it done
@@ -279,7 +336,11 @@ class PeerRegistry:
         if self._is_shared:
             self._is_shared = False
             self.directory.doubt_pulls(self._clock() + PULLS_BELIEVED_S)
-            logger.warning("peers are not shared with other brokers, this one answers from what it was told itself: %s", exc)
+            logger.warning(
+                "peers are not shared with other brokers, this one answers from what it was told"
+                " itself: %s",
+                exc,
+            )
 
 
 async def _drain(record: PeerRecord, shared: SharedPeers) -> None:

@@ -1,12 +1,26 @@
-"""JSON bodies of `/v1/peers`. Fields that we do not know are passed over: a newer peer must be able to register."""
+"""JSON bodies of `/v1/peers`. Fields that we do not know are passed over: a newer peer must be
+able to register.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 from fastapi import Path
-from lmcache_core.p2p import DrainReport, Peer, PeerFigures, PeerKind, TierFigures, parse_distributed_url
-from lmcache_core.p2p.figures import MAX_COUNTED_LABELS, MAX_COUNTED_PEERS, MAX_LABEL_CHARS, MAX_TIERS
+from lmcache_core.p2p import (
+    DrainReport,
+    Peer,
+    PeerFigures,
+    PeerKind,
+    TierFigures,
+    parse_distributed_url,
+)
+from lmcache_core.p2p.figures import (
+    MAX_COUNTED_LABELS,
+    MAX_COUNTED_PEERS,
+    MAX_LABEL_CHARS,
+    MAX_TIERS,
+)
 from lmcache_core.security.names import INSTANCE_PATTERN
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
@@ -65,14 +79,20 @@ class FiguresBody(BaseModel):
     missed_chunks: Counts = Field({}, description="Chunks that they did not get, by reason.")
     stored_chunks: ChunkCount = Field(0, description="Chunks that engines stored.")
     stored_bytes: ChunkCount = Field(0, description="Bytes of these.")
-    pulled_bytes: dict[FigureName, ChunkCount] = Field({}, max_length=MAX_COUNTED_PEERS, description="Bytes that peers sent, by their id.")
+    pulled_bytes: dict[FigureName, ChunkCount] = Field(
+        {}, max_length=MAX_COUNTED_PEERS, description="Bytes that peers sent, by their id."
+    )
     tiers: list[TierBody] = Field([], max_length=MAX_TIERS)
-    sole_bytes: ChunkCount | None = Field(None, description="Bytes of chunks that nobody else holds, as far as the peer knows.")
+    sole_bytes: ChunkCount | None = Field(
+        None, description="Bytes of chunks that nobody else holds, as far as the peer knows."
+    )
 
     def to_figures(self) -> PeerFigures:
         """The domain's view of it."""
         fields = self.model_dump()
-        return PeerFigures(**fields | {"tiers": tuple(TierFigures(**tier) for tier in fields["tiers"])})
+        return PeerFigures(
+            **fields | {"tiers": tuple(TierFigures(**tier) for tier in fields["tiers"])}
+        )
 
 
 class AnnounceBody(BaseModel):
@@ -85,8 +105,12 @@ class AnnounceBody(BaseModel):
     kind: PeerKind = "sidecar"
     zone: TopologyName = ""
     node: TopologyName = ""
-    load: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False, description="0 is idle, 1 is full.")
-    ttl_ms: int | None = Field(None, ge=100, lt=1 << 53, description="The lease asked for; the broker may grant less.")
+    load: float = Field(
+        0.0, ge=0.0, le=1.0, allow_inf_nan=False, description="0 is idle, 1 is full."
+    )
+    ttl_ms: int | None = Field(
+        None, ge=100, lt=1 << 53, description="The lease asked for; the broker may grant less."
+    )
     draining: bool = Field(False, description="The peer wants no new pulls in this incarnation.")
     drain: DrainBody | None = Field(None, description="How far the peer is on its way to its end.")
     figures: FiguresBody | None = Field(None, description="What the peer has done and holds.")
@@ -120,7 +144,9 @@ class LeaseView(BaseModel):
 
     ttl_ms: int
     draining: bool
-    copies: list[CopyView] = Field(description="Chunks of the peer that many ask for, and who should have them too.")
+    copies: list[CopyView] = Field(
+        description="Chunks of the peer that many ask for, and who should have them too."
+    )
 
 
 class PeerView(BaseModel):
@@ -138,7 +164,9 @@ class PeerView(BaseModel):
     draining: bool
     num_pulls: int = Field(description="Tickets to it that have not expired.")
     expires_in_ms: int = Field(description="What is left of its lease.")
-    drain: DrainBody | None = Field(description="How far it is on its way to its end, if it has said so.")
+    drain: DrainBody | None = Field(
+        description="How far it is on its way to its end, if it has said so."
+    )
 
 
 class PeersView(BaseModel):

@@ -1,4 +1,6 @@
-"""The directory of live peers: leases, ownership, pulls in flight. All of it is soft state that one heartbeat brings back."""
+"""The directory of live peers: leases, ownership, pulls in flight. All of it is soft state that
+one heartbeat brings back.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from lmcache_core.errors import CapacityError
-from lmcache_core.p2p import DrainReport, Lease, Peer, PeerFigures, PeerStatus, parse_distributed_url
+from lmcache_core.p2p import (
+    DrainReport,
+    Lease,
+    Peer,
+    PeerFigures,
+    PeerStatus,
+    parse_distributed_url,
+)
 from lmcache_core.security import Principal, speaks_for_all_tenants
 from lmcache_servicekit.errors import ConflictError, NotFoundError, PermissionDeniedError
 
@@ -49,14 +58,17 @@ class Census:
     @classmethod
     def of(cls, peers: Sequence[PeerStatus]) -> Census:
         """Count `peers`."""
-        return cls(len(peers), sum(peer.draining for peer in peers), sum(peer.num_pulls for peer in peers))
+        return cls(
+            len(peers), sum(peer.draining for peer in peers), sum(peer.num_pulls for peer in peers)
+        )
 
 
 class PeerDirectory:
     """Live peers by owner and id.
 
-    A client's peers belong to its tenant; storage servers and an admin's peers serve every tenant. A principal sees its tenant's peers and
-    the shared ones; where both have an id, the tenant's own comes first. So no tenant can see, replace or squat on another one's peers.
+    A client's peers belong to its tenant; storage servers and an admin's peers serve every tenant.
+    A principal sees its tenant's peers and the shared ones; where both have an id, the tenant's own
+    comes first. So no tenant can see, replace or squat on another one's peers.
 
     Storage servers show each other their tokens and hand each other all tenants' chunks. Who is one
     is therefore never what a client says: `may_register`.
@@ -83,7 +95,8 @@ class PeerDirectory:
         drain: DrainReport | None = None,
         figures: PeerFigures | None = None,
     ) -> Lease:
-        """Register a peer or renew its lease. A drain lasts for the incarnation, whoever asked for it.
+        """Register a peer or renew its lease. A drain lasts for the incarnation, whoever asked for
+        it.
 
         Raises:
             PermissionDeniedError: The caller's role does not register peers of that kind.
@@ -92,7 +105,10 @@ class PeerDirectory:
         """
         if not may_register(principal, peer):
             needed = "storage" if peer.kind == STORAGE_KIND else "client"
-            raise PermissionDeniedError(f"kind={peer.kind}: needs a token with the role {needed} (or admin), this one has {principal.role}")
+            raise PermissionDeniedError(
+                f"kind={peer.kind}: needs a token with the role {needed} (or admin), this one has"
+                f" {principal.role}"
+            )
         now_s = self._clock()
         key = (owner_of(principal), peer.id)
         ttl_ms = min(ttl_ms, self._limits.max_lease_ttl_ms)
@@ -101,7 +117,9 @@ class PeerDirectory:
         if known is None:
             self._make_room(key[0], now_s)
         elif peer.incarnation < known.peer.incarnation:
-            raise ConflictError(f"peer {peer.id}: incarnation {known.peer.incarnation} is registered")
+            raise ConflictError(
+                f"peer {peer.id}: incarnation {known.peer.incarnation} is registered"
+            )
         if known is None or peer.incarnation > known.peer.incarnation:
             record = self._records[key] = PeerRecord(peer, key[0], load, draining, lease_ends_s)
             self._forget_sightings_of(record)
@@ -118,7 +136,9 @@ class PeerDirectory:
     def find(self, principal: Principal, peer_id: str) -> PeerRecord | None:
         """The live peer of that id that `principal` sees."""
         now_s = self._clock()
-        return self._live((principal.tenant, peer_id), now_s) or self._live((SHARED_OWNER, peer_id), now_s)
+        return self._live((principal.tenant, peer_id), now_s) or self._live(
+            (SHARED_OWNER, peer_id), now_s
+        )
 
     def get(self, principal: Principal, peer_id: str) -> PeerStatus:
         """Like `find`, as seen by callers.
@@ -131,12 +151,18 @@ class PeerDirectory:
     def visible(self, principal: Principal) -> list[PeerStatus]:
         """All live peers that `principal` sees, by id."""
         now_s = self._clock()
-        return sorted((record.status(now_s) for record in self.records(principal)), key=lambda peer: peer.id)
+        return sorted(
+            (record.status(now_s) for record in self.records(principal)), key=lambda peer: peer.id
+        )
 
     def records(self, principal: Principal | None = None) -> list[PeerRecord]:
         """The records of these, or of all live peers; for looking at."""
         self._forget_expired(self._clock())
-        return [record for record in self._records.values() if principal is None or record.owner in (principal.tenant, SHARED_OWNER)]
+        return [
+            record
+            for record in self._records.values()
+            if principal is None or record.owner in (principal.tenant, SHARED_OWNER)
+        ]
 
     def remove(self, principal: Principal, peer_id: str) -> None:
         """End a lease that `principal` could have taken; none is fine."""
@@ -179,12 +205,16 @@ class PeerDirectory:
             known.peer, known.lease_ends_s = peer, now_s + ttl_s
 
     def at(self, peer_id: str, distributed_url: str) -> list[PeerRecord]:
-        """Live peers of that id, of whatever owner, whose address has that host: two tenants may have peers of one name."""
+        """Live peers of that id, of whatever owner, whose address has that host: two tenants may
+        have peers of one name.
+        """
         now_s, host = self._clock(), parse_distributed_url(distributed_url).host
         return [
             record
             for key, record in self._records.items()
-            if key[1] == peer_id and self._live(key, now_s) and parse_distributed_url(record.peer.distributed_url).host == host
+            if key[1] == peer_id
+            and self._live(key, now_s)
+            and parse_distributed_url(record.peer.distributed_url).host == host
         ]
 
     def forget(self, record: PeerRecord) -> None:
@@ -198,7 +228,8 @@ class PeerDirectory:
             record.draining = True
 
     def adopt(self, peers: Iterable[SharedPeer]) -> None:
-        """Take over what another broker has heard. What this one has heard of a later incarnation stays.
+        """Take over what another broker has heard. What this one has heard of a later incarnation
+        stays.
 
         Args:
             peers: Their state now; bounds are those of whoever heard of them.
@@ -217,9 +248,19 @@ class PeerDirectory:
                 continue  # a lease that ran out there may have been renewed here
             lease_ends_s = now_s + shared.ttl_ms / 1000
             if known is None or shared.peer.incarnation > known.peer.incarnation:
-                known = self._records[key] = PeerRecord(shared.peer, shared.owner, shared.load, shared.draining, lease_ends_s)
-            known.peer, known.load, known.lease_ends_s = shared.peer, shared.load, max(known.lease_ends_s, lease_ends_s)
-            known.draining, known.drain, known.figures = known.draining or shared.draining, shared.drain, shared.figures
+                known = self._records[key] = PeerRecord(
+                    shared.peer, shared.owner, shared.load, shared.draining, lease_ends_s
+                )
+            known.peer, known.load, known.lease_ends_s = (
+                shared.peer,
+                shared.load,
+                max(known.lease_ends_s, lease_ends_s),
+            )
+            known.draining, known.drain, known.figures = (
+                known.draining or shared.draining,
+                shared.drain,
+                shared.figures,
+            )
             known.share_pulls(shared.num_pulls)
 
     def doubt_pulls(self, until_s: float) -> None:
@@ -286,7 +327,9 @@ class PeerDirectory:
         if len(self._records) >= self._limits.max_peers:
             raise CapacityError(f"max_peers ({self._limits.max_peers}) is reached")
         if sum(key[0] == owner for key in self._records) >= self._limits.max_peers_per_owner:
-            raise CapacityError(f"max_peers_per_tenant ({self._limits.max_peers_per_owner}) is reached")
+            raise CapacityError(
+                f"max_peers_per_tenant ({self._limits.max_peers_per_owner}) is reached"
+            )
 
 
 def owner_of(principal: Principal) -> str:
@@ -295,10 +338,14 @@ def owner_of(principal: Principal) -> str:
 
 
 def may_register(principal: Principal, peer: Peer) -> bool:
-    """Whether a caller may register a peer of that kind: clients register sidecars, the role `storage` storage servers, admins both."""
+    """Whether a caller may register a peer of that kind: clients register sidecars, the role
+    `storage` storage servers, admins both.
+    """
     return principal.role == "admin" or (principal.role == "storage") == (peer.kind == STORAGE_KIND)
 
 
 def _is_sighting_of(record: PeerRecord, peer: Peer) -> bool:
-    """Whether a peer that has registered takes the place of that record; a sidecar's never takes a storage server's."""
+    """Whether a peer that has registered takes the place of that record; a sidecar's never takes
+    a storage server's.
+    """
     return record.peer.incarnation == 0 and record.peer.kind == peer.kind

@@ -98,10 +98,14 @@ class PlacedOrder:
 
 
 class SharedPeers(Protocol):
-    """Memory that brokers share. Every call raises `UnavailableError` when it cannot be reached in time."""
+    """Memory that brokers share. Every call raises `UnavailableError` when it cannot be reached
+    in time.
+    """
 
     async def announce(self, peers: Sequence[SharedPeer]) -> list[bool | None]:
-        """Register or renew; for each whether it drains, or None where a newer incarnation is live."""
+        """Register or renew; for each whether it drains, or None where a newer incarnation is
+        live.
+        """
 
     async def remove(self, owner: str, peer_id: str) -> None:
         """End a lease."""
@@ -112,14 +116,20 @@ class SharedPeers(Protocol):
     async def changes(self) -> Changes:
         """What has changed since the last call that succeeded; everything at the first."""
 
-    async def claim(self, who: str, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int) -> list[PullVerdict]:
-        """Count a requester's pulls against their peers, each only if that keeps within `max_pulls`, until ended or `ttl_ms` are over."""
+    async def claim(
+        self, who: str, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int
+    ) -> list[PullVerdict]:
+        """Count a requester's pulls against their peers, each only if that keeps within
+        `max_pulls`, until ended or `ttl_ms` are over.
+        """
 
     async def restore_pulls(self, pulls: Sequence[PullUnderway]) -> None:
         """Count pulls that were granted already; those that are known are passed over."""
 
     async def renew_pulls(self, who: str, pull_ids: Sequence[str], ttl_ms: int) -> list[str | None]:
-        """A requester's pulls go on for so long; for each the life of the peer, or None where there is no such pull."""
+        """A requester's pulls go on for so long; for each the life of the peer, or None where
+        there is no such pull.
+        """
 
     async def end_pulls(self, who: str, pull_ids: Sequence[str]) -> list[bool]:
         """A requester's pulls are over; for each whether there was one."""

@@ -1,4 +1,6 @@
-"""Which holder serves a chunk: near before far, idle before busy, memory before disk, and among equals always the same."""
+"""Which holder serves a chunk: near before far, idle before busy, memory before disk, and among
+equals always the same.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from lmcache_broker.peers.service import PeerDirectory
 
 MEMORY_TIER: Final = "Hot"
 SLOW_TIER_PRESSURE: Final = 0.5
-"""A holder that has to read the chunk from its disk counts as that much busier. It still wins from one that is farther away."""
+"""A holder that has to read the chunk from its disk counts as that much busier. It still wins
+from one that is farther away.
+"""
 
 Order = tuple[int, float, bytes]
 
@@ -76,8 +80,9 @@ class Chooser:
     ) -> Choice:
         """Choose a peer for each chunk.
 
-        One order serves a whole request, but for the tier, so that its chunks gather at few peers: few pulls, each worth its connection.
-        A request is one pull per peer, so that a peer with one free place is able.
+        One order serves a whole request, but for the tier, so that its chunks gather at few peers:
+        few pulls, each worth its connection. A request is one pull per peer, so that a peer with
+        one free place is able.
 
         Args:
             principal: It is served by peers that it sees.
@@ -88,7 +93,11 @@ class Chooser:
         """
         named = {holder for chunk in wanted.values() for holder in chunk.holders} - {requester}
         found = {peer_id: self._directory.find(principal, peer_id) for peer_id in named}
-        alive = {peer_id: record for peer_id, record in found.items() if record is not None and not record.draining}
+        alive = {
+            peer_id: record
+            for peer_id, record in found.items()
+            if record is not None and not record.draining
+        }
         asking = self._directory.find(principal, requester)
         place = None if asking is None else asking.peer
         order = {
@@ -102,9 +111,17 @@ class Chooser:
         for chunk_id, chunk in wanted.items():
             able = [holder for holder in chunk.holders if holder in order]
             if able:
-                by_peer.setdefault(min(able, key=lambda holder: _with_tier(order[holder], chunk.pressure_at(holder))), []).append(chunk_id)
+                by_peer.setdefault(
+                    min(
+                        able,
+                        key=lambda holder: _with_tier(order[holder], chunk.pressure_at(holder)),
+                    ),
+                    [],
+                ).append(chunk_id)
             else:
-                (busy if any(holder in alive for holder in chunk.holders) else unheld).append(chunk_id)
+                (busy if any(holder in alive for holder in chunk.holders) else unheld).append(
+                    chunk_id
+                )
         return Choice(by_peer, busy, unheld)
 
     def _order(self, record: PeerRecord, requester: str, place: Peer | None, now_s: float) -> Order:
@@ -126,5 +143,7 @@ def _distance(requester: Peer | None, peer: Peer) -> int:
 
 
 def _tie(requester_id: str, peer_id: str) -> bytes:
-    """Spreads equal peers over requesters, always the same way for each. Ids hold no NUL, so that two pairs never spell the same text."""
+    """Spreads equal peers over requesters, always the same way for each. Ids hold no NUL, so
+    that two pairs never spell the same text.
+    """
     return hashlib.sha256(f"{requester_id}\0{peer_id}".encode()).digest()

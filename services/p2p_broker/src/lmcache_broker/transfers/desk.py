@@ -1,7 +1,8 @@
 """Requests for pulls, and the fair queue of those that find every holder busy.
 
-The next free place goes to the tenant with the fewest pulls underway, then to its requester with the fewest, then to who came first. While
-somebody waits for a peer, nobody who comes later is served there before.
+The next free place goes to the tenant with the fewest pulls underway, then to its requester with
+the fewest, then to who came first. While somebody waits for a peer, nobody who comes later is
+served there before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ MAX_WAITING: Final = 1024
 MAX_WAITING_PER_TENANT: Final = 256
 MAX_WAIT_MS: Final = 10_000
 LOOK_INTERVAL_S: Final = 0.05
-"""How often the queue looks for places that other brokers, or the ends of tickets, have made free."""
+"""How often the queue looks for places that other brokers, or the ends of tickets, have made
+free.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +52,8 @@ class TransferDesk:
 
     Attributes:
         num_queued: Requests that had to wait, since the start.
-        num_turned_away: Requests that would have waited, but the queue, or their tenant's share of it, was full.
+        num_turned_away: Requests that would have waited, but the queue, or their tenant's share of
+            it, was full.
     """
 
     def __init__(self, service: TransferService, hot: HotChunks | None = None) -> None:
@@ -79,21 +83,26 @@ class TransferDesk:
             if not waiter.answer.done():
                 waiter.answer.set_result(waiter.in_vain)
 
-    async def ask(self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], wait_ms: int) -> TransferPlan:
+    async def ask(
+        self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], wait_ms: int
+    ) -> TransferPlan:
         """See `TransferService.assign`.
 
         Args:
             principal: Who asks.
             requester: The instance that will pull.
             wanted: Who may hold each chunk.
-            wait_ms: When nothing at all can be assigned because holders are busy, wait up to so long for one of them.
+            wait_ms: When nothing at all can be assigned because holders are busy, wait up to so
+                long for one of them.
         """
         plan = await self._service.assign(principal, requester, wanted, set(self._held_back))
         if plan.busy and not plan.assignments and wait_ms > 0:
             plan = await self._wait(principal, requester, wanted, plan, wait_ms)
         self._service.count(plan)
         if self._hot is not None:
-            placed = self._hot.note(principal, requester, wanted, plan, self._service.clocks.monotonic())
+            placed = self._hot.note(
+                principal, requester, wanted, plan, self._service.clocks.monotonic()
+            )
             if placed and await self._service.registry.order_copies(placed, ORDER_TTL_S):
                 self._hot.hand_on(placed)
         return plan
@@ -105,12 +114,19 @@ class TransferDesk:
             self._freed.set()
         return num_ended
 
-    async def renew(self, principal: Principal, requester: str, pull_ids: Sequence[str]) -> list[RenewedPull]:
+    async def renew(
+        self, principal: Principal, requester: str, pull_ids: Sequence[str]
+    ) -> list[RenewedPull]:
         """See `TransferService.renew`."""
         return await self._service.renew(principal, requester, pull_ids)
 
     async def _wait(
-        self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], plan: TransferPlan, wait_ms: int
+        self,
+        principal: Principal,
+        requester: str,
+        wanted: Mapping[str, WantedFrom],
+        plan: TransferPlan,
+        wait_ms: int,
     ) -> TransferPlan:
         num_own = sum(waiter.principal.tenant == principal.tenant for waiter in self._waiting)
         if len(self._waiting) >= MAX_WAITING or num_own >= MAX_WAITING_PER_TENANT:
@@ -126,7 +142,8 @@ class TransferDesk:
             async with asyncio.timeout(min(wait_ms, MAX_WAIT_MS) / 1000):
                 return await answer
         except TimeoutError:
-            # Served in the very moment in which its time was over: the place is taken, and it is there to be used.
+            # Served in the very moment in which its time was over: the place is taken, and it is
+            # there to be used.
             return answer.result() if answer.done() and not answer.cancelled() else plan
         finally:
             self._leave(waiter)
@@ -145,11 +162,19 @@ class TransferDesk:
             if self._held_back[field] <= 0:
                 del self._held_back[field]
 
-    def _busy_holders(self, principal: Principal, plan: TransferPlan, wanted: Mapping[str, WantedFrom]) -> dict[str, str]:
-        """Ids, by `PeerRecord.field`, of those alone that it could be served by: it must not hold others off from a name."""
+    def _busy_holders(
+        self, principal: Principal, plan: TransferPlan, wanted: Mapping[str, WantedFrom]
+    ) -> dict[str, str]:
+        """Ids, by `PeerRecord.field`, of those alone that it could be served by: it must not
+        hold others off from a name.
+        """
         named = {holder for chunk_id in plan.busy for holder in wanted[chunk_id].holders}
         records = (self._service.registry.directory.find(principal, holder) for holder in named)
-        return {record.field: record.peer.id for record in records if record is not None and not record.draining}
+        return {
+            record.field: record.peer.id
+            for record in records
+            if record is not None and not record.draining
+        }
 
     async def _serve_queue(self) -> None:
         self._freed.clear()
@@ -162,7 +187,9 @@ class TransferDesk:
             pass
 
     async def _serve_one(self) -> bool:
-        """Serve the first, in the order of fairness, for whom there is something; False when there is nobody."""
+        """Serve the first, in the order of fairness, for whom there is something; False when
+        there is nobody.
+        """
         for waiter in sorted(self._waiting, key=self._turn):
             if waiter.answer.done() or not self._has_room(waiter):
                 continue
@@ -170,7 +197,9 @@ class TransferDesk:
             if not plan.assignments:
                 continue
             if waiter.answer.done():  # it left meanwhile
-                await self._service.end(waiter.principal, waiter.requester, [pull.pull for pull in plan.assignments])
+                await self._service.end(
+                    waiter.principal, waiter.requester, [pull.pull for pull in plan.assignments]
+                )
                 return True
             waiter.answer.set_result(plan)
             self._leave(waiter)
@@ -178,10 +207,23 @@ class TransferDesk:
         return False
 
     def _turn(self, waiter: _Waiter) -> tuple[int, int, int]:
-        return (*self._service.registry.book.share(Requester(waiter.principal.tenant, waiter.requester)), waiter.number)
+        return (
+            *self._service.registry.book.share(
+                Requester(waiter.principal.tenant, waiter.requester)
+            ),
+            waiter.number,
+        )
 
     def _has_room(self, waiter: _Waiter) -> bool:
         service = self._service
-        found = (service.registry.directory.find(waiter.principal, holder) for holder in waiter.holders.values())
+        found = (
+            service.registry.directory.find(waiter.principal, holder)
+            for holder in waiter.holders.values()
+        )
         now_s = service.clocks.monotonic()
-        return any(record is not None and not record.draining and record.num_pulls(now_s) < service.limits.max_pulls for record in found)
+        return any(
+            record is not None
+            and not record.draining
+            and record.num_pulls(now_s) < service.limits.max_pulls
+            for record in found
+        )

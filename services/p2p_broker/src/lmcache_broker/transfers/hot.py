@@ -1,4 +1,6 @@
-"""Chunks that many ask for get further holders: a holder is told, with its next heartbeat, to give a copy to a peer that has none."""
+"""Chunks that many ask for get further holders: a holder is told, with its next heartbeat, to
+give a copy to a peer that has none.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class _Heat:
 
 
 class HotChunks:
-    """Counts pulls and writes orders, each broker for the requests that come to it. Who is told of the orders is up to `hand_on`.
+    """Counts pulls and writes orders, each broker for the requests that come to it. Who is told of
+    the orders is up to `hand_on`.
 
     Args:
         directory: Who is alive.
@@ -68,7 +71,12 @@ class HotChunks:
         self.num_ordered = 0
 
     def note(
-        self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], plan: TransferPlan, now_s: float
+        self,
+        principal: Principal,
+        requester: str,
+        wanted: Mapping[str, WantedFrom],
+        plan: TransferPlan,
+        now_s: float,
     ) -> list[PlacedOrder]:
         """Count the pulls of a plan, and order copies of what has become hot.
 
@@ -91,8 +99,19 @@ class HotChunks:
                 if not self._is_hot(principal.tenant, chunk_id, now_s):
                     continue
                 if peers is None:
-                    peers = [peer for peer in self._directory.visible(principal) if peer.kind == "sidecar" and not peer.draining]
-                placed += self._order(principal, chunk_id, pull.instance, {*wanted[chunk_id].holders, requester}, peers, now_s)
+                    peers = [
+                        peer
+                        for peer in self._directory.visible(principal)
+                        if peer.kind == "sidecar" and not peer.draining
+                    ]
+                placed += self._order(
+                    principal,
+                    chunk_id,
+                    pull.instance,
+                    {*wanted[chunk_id].holders, requester},
+                    peers,
+                    now_s,
+                )
         return placed
 
     def hand_on(self, placed: Sequence[PlacedOrder]) -> None:
@@ -102,16 +121,25 @@ class HotChunks:
 
     def orders_for(self, principal: Principal, peer_id: str, now_s: float) -> list[CopyOrder]:
         """What that peer is to copy; it is told once."""
-        mine = [key for key in self._orders if key[:2] == (principal.tenant, peer_id)][:MAX_COPIES_PER_LEASE]
+        mine = [key for key in self._orders if key[:2] == (principal.tenant, peer_id)][
+            :MAX_COPIES_PER_LEASE
+        ]
         told = [self._orders.pop(key) for key in mine]
         return [order for until_s, order in told if now_s < until_s]
 
     def hottest(self, tenant: str, max_chunks: int, now_s: float) -> list[tuple[str, int]]:
         """The tenant's chunks that were pulled most within the last minute or so, and how often."""
         since_s = now_s - WINDOW_S
-        counted = [(heat.num_pulls, key[1]) for key, heat in self._heat.items() if heat.began_s >= since_s and key[0] == tenant]
+        counted = [
+            (heat.num_pulls, key[1])
+            for key, heat in self._heat.items()
+            if heat.began_s >= since_s and key[0] == tenant
+        ]
         most = heapq.nlargest(max_chunks, counted, key=itemgetter(0))
-        return [(chunk_id, num_pulls) for num_pulls, chunk_id in sorted(most, key=lambda one: (-one[0], one[1]))]
+        return [
+            (chunk_id, num_pulls)
+            for num_pulls, chunk_id in sorted(most, key=lambda one: (-one[0], one[1]))
+        ]
 
     def _is_hot(self, tenant: str, chunk_id: str, now_s: float) -> bool:
         key = (tenant, chunk_id)
@@ -128,7 +156,13 @@ class HotChunks:
         return True
 
     def _order(
-        self, principal: Principal, chunk_id: str, server: str, holders: set[str], peers: Sequence[PeerStatus], now_s: float
+        self,
+        principal: Principal,
+        chunk_id: str,
+        server: str,
+        holders: set[str],
+        peers: Sequence[PeerStatus],
+        now_s: float,
     ) -> list[PlacedOrder]:
         having = [peer for peer in peers if peer.id in holders]
         missing = self._limits.num_copies - len(having)
@@ -138,8 +172,15 @@ class HotChunks:
             """Where no copy is yet, then who has the least to do."""
             return (peer.zone in zones, peer.node in nodes, peer.load, peer.num_pulls, peer.id)
 
-        takers = sorted((peer for peer in peers if peer.id not in holders), key=merit)[: max(0, missing)]
-        placed = [PlacedOrder(principal.tenant, server, CopyOrder(chunk_id, taker.id, taker.distributed_url)) for taker in takers]
+        takers = sorted((peer for peer in peers if peer.id not in holders), key=merit)[
+            : max(0, missing)
+        ]
+        placed = [
+            PlacedOrder(
+                principal.tenant, server, CopyOrder(chunk_id, taker.id, taker.distributed_url)
+            )
+            for taker in takers
+        ]
         for each in placed:
             self._orders[_key_of(each)] = (now_s + ORDER_TTL_S, each.order)
             self.num_ordered += 1

@@ -23,7 +23,11 @@ class WantedChunk(BaseModel):
 
     chunk_id: ChunkId
     holders: list[InstanceId] = Field(max_length=MAX_HOLDERS_PER_CHUNK)
-    tiers: list[TierName] = Field([], max_length=MAX_HOLDERS_PER_CHUNK, description="Where it lies at each holder: as many, or none.")
+    tiers: list[TierName] = Field(
+        [],
+        max_length=MAX_HOLDERS_PER_CHUNK,
+        description="Where it lies at each holder: as many, or none.",
+    )
 
     @model_validator(mode="after")
     def _tiers_belong_to_holders(self) -> Self:
@@ -39,7 +43,12 @@ class TransferBody(BaseModel):
 
     requester: InstanceId
     chunks: list[WantedChunk] = Field(max_length=MAX_CHUNKS_PER_TRANSFER)
-    wait_ms: int = Field(0, ge=0, le=MAX_WAIT_MS, description="How long to wait for a holder while all of them are busy.")
+    wait_ms: int = Field(
+        0,
+        ge=0,
+        le=MAX_WAIT_MS,
+        description="How long to wait for a holder while all of them are busy.",
+    )
 
     @model_validator(mode="after")
     def _chunks_are_distinct(self) -> Self:
@@ -81,7 +90,9 @@ class RenewedView(BaseModel):
 class RenewView(BaseModel):
     """What became of it."""
 
-    renewed: list[RenewedView] = Field(description="Those that were underway and the requester's, at peers that are there still.")
+    renewed: list[RenewedView] = Field(
+        description="Those that were underway and the requester's, at peers that are there still."
+    )
 
 
 class AssignmentView(BaseModel):
@@ -94,7 +105,9 @@ class AssignmentView(BaseModel):
     chunk_ids: list[str]
     ticket: str = Field(description="To be shown to the serving peer.")
     expires_ms: int = Field(description="End of the ticket, Unix time in milliseconds.")
-    pull: str = Field(description="What to call it by in `/v1/transfers:renew` and `/v1/transfers:done`.")
+    pull: str = Field(
+        description="What to call it by in `/v1/transfers:renew` and `/v1/transfers:done`."
+    )
     ttl_ms: int = Field(description="Life of the ticket.")
 
 
@@ -105,4 +118,6 @@ class TransferView(BaseModel):
 
     assignments: list[AssignmentView]
     unassigned: list[str] = Field(description="Chunks that no live holder can serve now.")
-    busy: list[str] = Field(description="Those of them whose live holders serve as many pulls as they may.")
+    busy: list[str] = Field(
+        description="Those of them whose live holders serve as many pulls as they may."
+    )

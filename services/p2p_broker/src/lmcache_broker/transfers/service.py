@@ -129,7 +129,11 @@ class TransferService:
     figures: TransferFigures = field(default_factory=TransferFigures)
 
     async def assign(
-        self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], held_back: Collection[str] = ()
+        self,
+        principal: Principal,
+        requester: str,
+        wanted: Mapping[str, WantedFrom],
+        held_back: Collection[str] = (),
     ) -> TransferPlan:
         """Choose a peer for each chunk and count the pulls against them.
 
@@ -150,18 +154,28 @@ class TransferService:
         for _ in range(MAX_ROUNDS):
             choice = chooser.choose(principal, requester, rest, self.clocks.monotonic(), full)
             unheld += choice.unheld
-            offers = [(record, _new_id()) for peer_id in choice.by_peer if (record := self._record(principal, peer_id)) is not None]
-            verdicts = await self.registry.claim(who, offers, self.limits.max_pulls, self.limits.ticket_ttl_ms / 1000)
+            offers = [
+                (record, _new_id())
+                for peer_id in choice.by_peer
+                if (record := self._record(principal, peer_id)) is not None
+            ]
+            verdicts = await self.registry.claim(
+                who, offers, self.limits.max_pulls, self.limits.ticket_ttl_ms / 1000
+            )
             for (record, pull_id), is_granted in zip(offers, verdicts, strict=True):
                 if is_granted:
                     pulls.append(self._grant(who, record, choice.by_peer[record.peer.id], pull_id))
                 else:
                     full.add(record.field)
             settled = {chunk_id for pull in pulls for chunk_id in pull.chunk_ids} | set(unheld)
-            rest = {chunk_id: chunk for chunk_id, chunk in wanted.items() if chunk_id not in settled}
+            rest = {
+                chunk_id: chunk for chunk_id, chunk in wanted.items() if chunk_id not in settled
+            }
             if all(verdicts):
                 break
-        unassigned = [chunk_id for chunk_id in wanted if chunk_id in rest or chunk_id in set(unheld)]
+        unassigned = [
+            chunk_id for chunk_id in wanted if chunk_id in rest or chunk_id in set(unheld)
+        ]
         return TransferPlan(pulls, unassigned, list(rest))
 
     def count(self, plan: TransferPlan) -> None:
@@ -178,15 +192,19 @@ class TransferService:
         """
         return await self.registry.end_pulls(Requester(principal.tenant, requester), pull_ids)
 
-    async def renew(self, principal: Principal, requester: str, pull_ids: Sequence[str]) -> list[RenewedPull]:
-        """Pulls go on for the life of another ticket. Left out are those that are not known, not the caller's, at a peer that has gone,
-        or `MAX_PULL_S` old.
+    async def renew(
+        self, principal: Principal, requester: str, pull_ids: Sequence[str]
+    ) -> list[RenewedPull]:
+        """Pulls go on for the life of another ticket. Left out are those that are not known, not
+        the caller's, at a peer that has gone, or `MAX_PULL_S` old.
         """
         await self.registry.refresh()
         self.registry.book.expire(self.clocks.monotonic())
         who, ttl_ms = Requester(principal.tenant, requester), self.limits.ticket_ttl_ms
         renewed: list[RenewedPull] = []
-        for pull_id, life in (await self.registry.renew_pulls(who, pull_ids, ttl_ms / 1000)).items():
+        for pull_id, life in (
+            await self.registry.renew_pulls(who, pull_ids, ttl_ms / 1000)
+        ).items():
             record = self._record(principal, peer_id_of(life))
             if record is not None and record.life == life:
                 renewed.append(RenewedPull(pull_id, *self._sign(who, record), ttl_ms))
@@ -195,15 +213,30 @@ class TransferService:
     def _record(self, principal: Principal, peer_id: str) -> PeerRecord | None:
         return self.registry.directory.find(principal, peer_id)
 
-    def _grant(self, who: Requester, record: PeerRecord, chunk_ids: Sequence[str], pull_id: str) -> GrantedPull:
+    def _grant(
+        self, who: Requester, record: PeerRecord, chunk_ids: Sequence[str], pull_id: str
+    ) -> GrantedPull:
         peer = record.peer
         ticket, expires_ms = self._sign(who, record)
-        return GrantedPull(peer.id, peer.distributed_url, chunk_ids, ticket, expires_ms, pull_id, self.limits.ticket_ttl_ms)
+        return GrantedPull(
+            peer.id,
+            peer.distributed_url,
+            chunk_ids,
+            ticket,
+            expires_ms,
+            pull_id,
+            self.limits.ticket_ttl_ms,
+        )
 
     def _sign(self, who: Requester, record: PeerRecord) -> tuple[str, int]:
         """A ticket, and its end in Unix milliseconds."""
         expires_ms = self.clocks.wall_ms() + self.limits.ticket_ttl_ms
-        ticket = self.signer.sign(instance=record.peer.id, requester=who.instance, tenant=who.tenant, expires_unix_ms=expires_ms)
+        ticket = self.signer.sign(
+            instance=record.peer.id,
+            requester=who.instance,
+            tenant=who.tenant,
+            expires_unix_ms=expires_ms,
+        )
         return ticket, expires_ms
 
 

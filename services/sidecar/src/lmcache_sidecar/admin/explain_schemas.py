@@ -12,7 +12,10 @@ from lmcache_sidecar.explainer import PlaceState
 
 MAX_EXPLAINED_TOKENS = 131_072
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1, max_length=MAX_EXPLAINED_TOKENS)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]],
+    Field(min_length=1, max_length=MAX_EXPLAINED_TOKENS),
+]
 
 
 class ExplainRequest(BaseModel):
@@ -37,10 +40,14 @@ class PlaceView(BaseModel):
     model_config = ConfigDict(from_attributes=True)
 
     tier: str
-    state: PlaceState = Field(description="refused: there, and not served for its encoding; unknown: no answer in time")
+    state: PlaceState = Field(
+        description="refused: there, and not served for its encoding; unknown: no answer in time"
+    )
     num_bytes: int | None = None
     age_s: float | None = None
-    num_holders: int | None = Field(None, description="References on it: readers, pins, writes to slower tiers")
+    num_holders: int | None = Field(
+        None, description="References on it: readers, pins, writes to slower tiers"
+    )
     lossy: bool | None = Field(None, description="null: not known without reading it")
     peers: list[str] = Field(default_factory=list, description="Instances that hold it")
 
@@ -50,7 +57,9 @@ class StateView(BaseModel):
 
     rank: int
     group: str
-    places: list[PlaceView] = Field(description="The fastest tier first; tiers that do not have it are left out")
+    places: list[PlaceView] = Field(
+        description="The fastest tier first; tiers that do not have it are left out"
+    )
     missing: str | None = Field(description="Why no tier is known to have it")
     is_pinned: bool = Field(description="By `POST /v1/pin`")
 
@@ -81,4 +90,6 @@ class ExplainAnswer(BaseModel):
     """One explanation for each way in which engines have named KV lately, the last one first."""
 
     explanations: list[Explanation]
-    num_not_explained: int = Field(description="Further ways that were left out; name a model to see them")
+    num_not_explained: int = Field(
+        description="Further ways that were left out; name a model to see them"
+    )

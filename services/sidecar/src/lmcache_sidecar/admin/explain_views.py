@@ -13,7 +13,9 @@ from lmcache_sidecar.parts import SidecarParts
 MAX_EXPLANATIONS = 4
 
 
-async def explain_all(parts: SidecarParts, request: schemas.ExplainRequest) -> schemas.ExplainAnswer:
+async def explain_all(
+    parts: SidecarParts, request: schemas.ExplainRequest
+) -> schemas.ExplainAnswer:
     """Explain the chunks as the engines name them that connected last.
 
     Raises:
@@ -22,10 +24,19 @@ async def explain_all(parts: SidecarParts, request: schemas.ExplainRequest) -> s
     """
     known = parts.descriptions.of(request.model)
     if request.token_ids is None:  # a hash holds the identity already
-        known = list({(one.fmt, one.model_name, one.world_size, one.groups): one for one in reversed(known)}.values())[::-1]
+        known = list(
+            {
+                (one.fmt, one.model_name, one.world_size, one.groups): one
+                for one in reversed(known)
+            }.values()
+        )[::-1]
     able = namers(parts.settings.tenant, known, lambda namer: _check(namer, request))
-    explained = [await _explain(parts, request, one, namer) for one, namer in able[:MAX_EXPLANATIONS]]
-    return schemas.ExplainAnswer(explanations=explained, num_not_explained=len(known) - len(explained))
+    explained = [
+        await _explain(parts, request, one, namer) for one, namer in able[:MAX_EXPLANATIONS]
+    ]
+    return schemas.ExplainAnswer(
+        explanations=explained, num_not_explained=len(known) - len(explained)
+    )
 
 
 def _check(namer: Namer, request: schemas.ExplainRequest) -> None:
@@ -35,8 +46,14 @@ def _check(namer: Namer, request: schemas.ExplainRequest) -> None:
         namer.check_tokens(len(request.token_ids))
 
 
-async def _explain(parts: SidecarParts, request: schemas.ExplainRequest, known: Describe, namer: Namer) -> schemas.Explanation:
-    chunks = namer.of_hashes(request.chunk_hashes or ()) if request.token_ids is None else namer.of_tokens(request.token_ids)
+async def _explain(
+    parts: SidecarParts, request: schemas.ExplainRequest, known: Describe, namer: Namer
+) -> schemas.Explanation:
+    chunks = (
+        namer.of_hashes(request.chunk_hashes or ())
+        if request.token_ids is None
+        else namer.of_tokens(request.token_ids)
+    )
     keys = [key for chunk in chunks for key in chunk.keys]
     states = iter(zip(keys, await parts.explainer.states(keys), strict=True))
     views = []
@@ -53,7 +70,13 @@ async def _explain(parts: SidecarParts, request: schemas.ExplainRequest, known: 
         ]
         is_complete = all(state.missing is None for state in of_chunk)
         views.append(
-            schemas.ChunkView(chunk_hash=chunk.chunk_hash, start=chunk.start, end=chunk.end, is_complete=is_complete, states=of_chunk)
+            schemas.ChunkView(
+                chunk_hash=chunk.chunk_hash,
+                start=chunk.start,
+                end=chunk.end,
+                is_complete=is_complete,
+                states=of_chunk,
+            )
         )
     return schemas.Explanation(
         fmt=known.fmt,

@@ -11,7 +11,9 @@ from lmcache_sidecar.admin import pin_schemas as schemas
 from lmcache_sidecar.descriptions import NamedChunk
 
 
-def unpinned(chunks: Sequence[Sequence[NamedChunk]], reasons: Mapping[ChunkKey, str]) -> list[schemas.Unpinned]:
+def unpinned(
+    chunks: Sequence[Sequence[NamedChunk]], reasons: Mapping[ChunkKey, str]
+) -> list[schemas.Unpinned]:
     """What is not pinned, and why.
 
     A hash belongs to one model: what is missing under the names of others is not told.
@@ -22,10 +24,17 @@ def unpinned(chunks: Sequence[Sequence[NamedChunk]], reasons: Mapping[ChunkKey, 
     """
     told: list[ChunkKey] = []
     for alike in zip(*chunks, strict=True):
-        right = next((chunk for chunk in alike if any(key not in reasons for key in chunk.keys)), alike[0])
+        right = next(
+            (chunk for chunk in alike if any(key not in reasons for key in chunk.keys)), alike[0]
+        )
         told += [key for key in right.keys if key in reasons]
     return [
-        schemas.Unpinned(chunk_hash=key.key.chunk_hash, rank=key.key.worker_id, group=key.key.group, reason=reasons[key])
+        schemas.Unpinned(
+            chunk_hash=key.key.chunk_hash,
+            rank=key.key.worker_id,
+            group=key.key.group,
+            reason=reasons[key],
+        )
         for key in dict.fromkeys(told)
     ]
 

@@ -1,4 +1,6 @@
-"""`/v1`: status, tiers, clients, chunks; evict, clear, drain. Pins and explanations have files of their own."""
+"""`/v1`: status, tiers, clients, chunks; evict, clear, drain. Pins and explanations have files
+of their own.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ async def clients(parts: Parts) -> schemas.Clients:
 
 @router.get("/chunks", dependencies=[admin_role])
 async def chunks(
-    parts: Parts, offset: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100
+    parts: Parts,
+    offset: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
 ) -> schemas.Chunks:
     """A page of the chunks in shared memory."""
     keys = await asyncio.to_thread(parts.stack.hot.keys)
@@ -58,15 +62,18 @@ async def evict(parts: Parts, request: schemas.EvictRequest) -> schemas.EvictAns
 async def clear(parts: Parts, request: schemas.ClearRequest | None = None) -> schemas.ClearAnswer:
     """Forget every chunk of this sidecar's own tiers, or of those named."""
     tiers = None if request is None else request.tiers
-    return schemas.ClearAnswer(num_chunks=await parts.clear(LOCAL_TIERS if tiers is None else tiers))
+    return schemas.ClearAnswer(
+        num_chunks=await parts.clear(LOCAL_TIERS if tiers is None else tiers)
+    )
 
 
 @router.post("/drain", dependencies=[admin_role])
 async def drain(parts: Parts, wait: bool = True) -> schemas.DrainAnswer:
-    """Take no new stores, ask for no new pulls, finish pending writes, and hand on what only this sidecar holds.
+    """Take no new stores, ask for no new pulls, finish pending writes, and hand on what only this
+    sidecar holds.
 
-    Reads go on. The answer comes when that is done, or its time (`drain_timeout_s`) over; with `wait=false` at once, and
-    `GET /v1/status` tells how far it is.
+    Reads go on. The answer comes when that is done, or its time (`drain_timeout_s`) over; with
+    `wait=false` at once, and `GET /v1/status` tells how far it is.
     """
     parts.drain.begin()
     await (parts.drain.run() if wait else parts.drain.counted())

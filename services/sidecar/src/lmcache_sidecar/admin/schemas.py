@@ -31,10 +31,14 @@ class RecoveryView(BaseModel):
 
     is_over: bool
     found_chunks: int = Field(description="Chunks in memory when this process began")
-    checked_chunks: int = Field(description="Those of them that have been compared with their digest")
+    checked_chunks: int = Field(
+        description="Those of them that have been compared with their digest"
+    )
     recovered_chunks: int = Field(description="Those that are served again")
     damaged_chunks: int = Field(description="Those that were not what was stored")
-    dropped_chunks: int = Field(description="Those that were too old, above a quota, or stored anew meanwhile")
+    dropped_chunks: int = Field(
+        description="Those that were too old, above a quota, or stored anew meanwhile"
+    )
 
 
 class ArenaView(BaseModel):
@@ -42,8 +46,12 @@ class ArenaView(BaseModel):
 
     model_config = ConfigDict(from_attributes=True)
 
-    is_recorded: bool = Field(description="Whether what is in memory now will be found by the next start")
-    lent_bytes: int = Field(description="What clients of earlier starts may still write to; used by nobody")
+    is_recorded: bool = Field(
+        description="Whether what is in memory now will be found by the next start"
+    )
+    lent_bytes: int = Field(
+        description="What clients of earlier starts may still write to; used by nobody"
+    )
     recovery: RecoveryView
 
 
@@ -62,8 +70,12 @@ class Status(BaseModel):
     draining: bool
     drain: DrainView
     num_clients: int
-    registered: bool | None = Field(description="Whether lookup and broker know this sidecar now; null: none are configured")
-    settled: bool = Field(description="Whether everything stored has reached the slower tiers and lookup")
+    registered: bool | None = Field(
+        description="Whether lookup and broker know this sidecar now; null: none are configured"
+    )
+    settled: bool = Field(
+        description="Whether everything stored has reached the slower tiers and lookup"
+    )
     pending_bytes: int = Field(description="Bytes that wait to be written to slower tiers")
     reserved_bytes: int = Field(description="Arena memory that engines are filling")
     held_bytes: int = Field(description="Arena memory that is kept for engines: pinned or staged")
@@ -136,7 +148,9 @@ class ClearRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    tiers: list[LocalTier] | None = Field(None, min_length=1, description="Without it, all tiers of this pod")
+    tiers: list[LocalTier] | None = Field(
+        None, min_length=1, description="Without it, all tiers of this pod"
+    )
 
 
 class ClearAnswer(BaseModel):

@@ -30,7 +30,8 @@ def status_of(parts: SidecarParts) -> schemas.Status:
         settled=parts.is_settled,
         pending_bytes=parts.stack.num_pending_bytes,
         reserved_bytes=sum(int(client["reserved_bytes"]) for client in clients),
-        held_bytes=sum(int(client["pinned_bytes"]) for client in clients) + parts.socket_server.staged_bytes,
+        held_bytes=sum(int(client["pinned_bytes"]) for client in clients)
+        + parts.socket_server.staged_bytes,
         pinned_bytes=parts.pins.num_bytes,
     )
 
@@ -41,7 +42,12 @@ def clients_of(parts: SidecarParts) -> schemas.Clients:
     return schemas.Clients(
         clients=[
             schemas.ClientStatus.model_validate(
-                session.describe() | {"descriptions": [schemas.Description.model_validate(known) for known in session.descriptions]}
+                session.describe()
+                | {
+                    "descriptions": [
+                        schemas.Description.model_validate(known) for known in session.descriptions
+                    ]
+                }
             )
             for session in sessions
         ]

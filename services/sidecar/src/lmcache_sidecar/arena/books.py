@@ -26,7 +26,9 @@ from lmcache_sidecar.arena.journal import Journal, JournalFile
 from lmcache_sidecar.arena.replay import Found, Lent
 
 MAX_WEIGHT_BYTES = 14 << 20
-"""Chunks that a journal names; what is kept beyond is not recovered. Twice this and a little more is less than `MAX_JOURNAL_BYTES`."""
+"""Chunks that a journal names; what is kept beyond is not recovered. Twice this and a little
+more is less than `MAX_JOURNAL_BYTES`.
+"""
 MAX_PENDING_ENTRIES = 4096
 LENT_BYTES = 24
 ENTRY_BYTES = 96
@@ -36,18 +38,26 @@ RETRY_S = 30.0
 
 
 class ExtentBooks:
-    """Follows every extent that is lent or kept, and writes it down. Thread-safe; it calls nobody who has a lock of his own.
+    """Follows every extent that is lent or kept, and writes it down. Thread-safe; it calls nobody
+    who has a lock of his own.
 
     Args:
         arena: The arena.
         journal: Where to; belongs to these books.
-        found: What an earlier start has left in this arena; those extents must be taken out of the allocator.
+        found: What an earlier start has left in this arena; those extents must be taken out of the
+            allocator.
         clock: Seconds since the epoch.
     """
 
     needs_locks = True
 
-    def __init__(self, arena: SharedArena, journal: Journal, found: Found, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        arena: SharedArena,
+        journal: Journal,
+        found: Found,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._begin = Begin(VERSION, arena.size, arena.inode)
         self._generation = arena.generation
         self._journal = journal
@@ -78,14 +88,18 @@ class ExtentBooks:
         return not self._state
 
     def open(self) -> None:
-        """Begin a new journal, before anything is lent. One that cannot be written is done without, and tried again later."""
+        """Begin a new journal, before anything is lent. One that cannot be written is done
+        without, and tried again later.
+        """
         try:
             self._journal.adopt(self._journal.draft(self._bodies(list(self._state.items()))), ())
         except OSError as exc:
             self._give_up(exc)
 
     def close(self) -> None:
-        """Write down what is left to write; what happens from now on is the end of this process, and is not. Idempotent."""
+        """Write down what is left to write; what happens from now on is the end of this process,
+        and is not. Idempotent.
+        """
         with self._lock:
             self._write()
             self._is_closed = True
@@ -95,7 +109,9 @@ class ExtentBooks:
             memory.ref_count_down()
 
     def remove(self) -> None:
-        """Remove the journal, if that can be done: nothing is in the arena that anybody will look for."""
+        """Remove the journal, if that can be done: nothing is in the arena that anybody will
+        look for.
+        """
         with contextlib.suppress(OSError):
             self._journal.discard()
 
@@ -117,7 +133,13 @@ class ExtentBooks:
             return
         offset = chunk.memory.metadata.address
         stored_at = self._clock() if chunk.stored_at is None else chunk.stored_at
-        entry = Committed(offset, chunk.memory.get_size(), chunk.key.tenant, stored_at, without_padding(chunk.head))
+        entry = Committed(
+            offset,
+            chunk.memory.get_size(),
+            chunk.key.tenant,
+            stored_at,
+            without_padding(chunk.head),
+        )
         with self._lock:
             held = self._state.get(offset)
             if self._is_closed or (isinstance(held, Committed) and held.head == entry.head):
@@ -140,12 +162,16 @@ class ExtentBooks:
             self._write()
 
     def abandoned(self, memories: Sequence[MemoryObj]) -> None:
-        """See `ReservedExtents.abandoned`: they stay lent, in the journal too, and are used by nobody else until `close`."""
+        """See `ReservedExtents.abandoned`: they stay lent, in the journal too, and are used by
+        nobody else until `close`.
+        """
         with self._lock:
             self._abandoned += memories
 
     async def look_after(self) -> None:
-        """Write what waits; begin a new journal where this one is long or was given up. To be called every second or so."""
+        """Write what waits; begin a new journal where this one is long or was given up. To be
+        called every second or so.
+        """
         with self._lock:
             self._write()
             is_due = not self._journal.is_recording or self._journal.is_long(self._weight_bytes)

@@ -19,7 +19,9 @@ MAX_OFFSETS = 4096
 """In one entry of freed extents."""
 
 _FRAME = struct.Struct("<IIQ")
-"""Bytes of the body, a check of that number, a digest of the body; both depend on the entry's place in the journal."""
+"""Bytes of the body, a check of that number, a digest of the body; both depend on the entry's
+place in the journal.
+"""
 _NUMBER = struct.Struct("<I")
 
 
@@ -47,7 +49,9 @@ class Reserved(Entry, frozen=True):
 
 
 class Committed(Entry, frozen=True):
-    """A chunk is visible. `length` is that of its payload; `head` is its record's, without the padding."""
+    """A chunk is visible. `length` is that of its payload; `head` is its record's, without the
+    padding.
+    """
 
     offset: int
     length: int
@@ -75,14 +79,18 @@ def encode_entry(entry: AnyEntry) -> bytes:
 
 def framed(body: bytes, place: int) -> bytes:
     """An entry as it stands in the file, at that place (0 for the first)."""
-    return _FRAME.pack(len(body), _check(len(body), place), xxhash.xxh3_64_intdigest(body, seed=place)) + body
+    return (
+        _FRAME.pack(len(body), _check(len(body), place), xxhash.xxh3_64_intdigest(body, seed=place))
+        + body
+    )
 
 
 def read_entries(data: bytes) -> Iterator[AnyEntry]:
     """The entries of a journal, one after the other.
 
-    What stands at the end and is shorter than it says was being written when its writer was killed, and was never acted upon: it is
-    left out. Whatever else is wrong means that entries are missing which nobody can name.
+    What stands at the end and is shorter than it says was being written when its writer was killed,
+    and was never acted upon: it is left out. Whatever else is wrong means that entries are missing
+    which nobody can name.
 
     Raises:
         JournalError: Something is damaged.

@@ -9,10 +9,12 @@ from lmcache_core.memory import MemoryObj
 
 
 class ReservedExtents(Protocol):
-    """Hears of reservations, so that the next start of the sidecar knows what clients may still be writing to.
+    """Hears of reservations, so that the next start of the sidecar knows what clients may still be
+    writing to.
 
     Attributes:
-        needs_locks: Whether the next start uses the same memory, so that clients must hold the lock of their generation.
+        needs_locks: Whether the next start uses the same memory, so that clients must hold the lock
+            of their generation.
     """
 
     needs_locks: bool
@@ -24,11 +26,15 @@ class ReservedExtents(Protocol):
         """What has happened so far is to outlive this process, even if it is killed next."""
 
     def abandoned(self, memories: Sequence[MemoryObj]) -> None:
-        """This process ends while a client may still write to this memory: the references pass to the listener."""
+        """This process ends while a client may still write to this memory: the references pass
+        to the listener.
+        """
 
 
 class UnrecordedExtents:
-    """Nothing is written down: the next start uses a new arena, and what is written to this one does no harm."""
+    """Nothing is written down: the next start uses a new arena, and what is written to this one
+    does no harm.
+    """
 
     needs_locks = False
 

@@ -1,4 +1,6 @@
-"""The journal's file: written by the sidecar alone, appended to, replaced as a whole when it has grown."""
+"""The journal's file: written by the sidecar alone, appended to, replaced as a whole when it has
+grown.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ MIN_REWRITE_BYTES = 1 << 20
 REWRITE_RATIO = 2
 """It is written anew when it is so many times as long as it would then be."""
 MAX_JOURNAL_BYTES = 32 << 20
-"""Beyond, it is given up. It and the one that replaces it fit beside the arena on a volume that has 64 MiB more."""
+"""Beyond, it is given up. It and the one that replaces it fit beside the arena on a volume that
+has 64 MiB more.
+"""
 _WRITE_ENTRIES = 512
 _NO_FRAME = bytes(16)
 
@@ -42,7 +46,9 @@ class JournalFile:
         self.path = path
         self.num_bytes = 0
         self._num_entries = 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, MODE)
+        self._fd = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, MODE
+        )
 
     def write(self, bodies: Iterable[bytes]) -> None:
         """Append entries, in a few calls of the system at most.
@@ -89,7 +95,8 @@ class Journal:
 
     Attributes:
         is_recording: Whether the file says what is so. If not, the next start must not find one.
-        is_harmless: Whether the next start will believe nothing that is not so. While this is False nothing may be lent.
+        is_harmless: Whether the next start will believe nothing that is not so. While this is False
+            nothing may be lent.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -109,9 +116,15 @@ class Journal:
         """
         data = b""
         try:
-            with os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            with os.fdopen(
+                os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
+            ) as file:
                 status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                if (
+                    not stat.S_ISREG(status.st_mode)
+                    or status.st_uid != os.geteuid()
+                    or status.st_mode & 0o022
+                ):
                     raise JournalError(f"{self.path} is not a file that this user alone may write")
                 data = file.read(2 * MAX_JOURNAL_BYTES + 1)
         except OSError as exc:
@@ -155,7 +168,9 @@ class Journal:
         self.close()
         self._file = draft
         if self._is_given_up:
-            logger.info("the arena's journal is written again: what is in memory outlives this process")
+            logger.info(
+                "the arena's journal is written again: what is in memory outlives this process"
+            )
         self._is_given_up = False
         self.is_recording = self.is_harmless = True
 
@@ -166,7 +181,9 @@ class Journal:
             draft.path.unlink()
 
     def append(self, bodies: Sequence[bytes]) -> None:
-        """Write entries behind the others, in one call of the system. One that cannot be written ends the journal."""
+        """Write entries behind the others, in one call of the system. One that cannot be written
+        ends the journal.
+        """
         if self._file is None or not bodies:
             return
         try:
@@ -179,19 +196,31 @@ class Journal:
 
     def is_long(self, weight_bytes: int) -> bool:
         """Whether it should be replaced by one of so many bytes."""
-        return self._file is not None and self._file.num_bytes > max(MIN_REWRITE_BYTES, REWRITE_RATIO * weight_bytes)
+        return self._file is not None and self._file.num_bytes > max(
+            MIN_REWRITE_BYTES, REWRITE_RATIO * weight_bytes
+        )
 
     def give_up(self, why: str) -> None:
-        """Make sure that the next start believes nothing: before all else, since memory is lent again right after this."""
+        """Make sure that the next start believes nothing: before all else, since memory is lent
+        again right after this.
+        """
         if not self._is_given_up:
-            logger.error("the arena's journal cannot be written (%s): what is in memory now will not outlive this process", why)
+            logger.error(
+                "the arena's journal cannot be written (%s): what is in memory now will not outlive"
+                " this process",
+                why,
+            )
         self._is_given_up = True
         self.is_recording = False
         was_harmless, self.is_harmless = self.is_harmless, self._is_spoilt()
         if self.is_harmless:
             self.close()
         elif was_harmless:
-            logger.error("nor can %s be removed: nothing is stored until it can, since the next start would believe it", self.path)
+            logger.error(
+                "nor can %s be removed: nothing is stored until it can, since the next start would"
+                " believe it",
+                self.path,
+            )
 
     def discard(self) -> None:
         """Remove what an earlier start has left.

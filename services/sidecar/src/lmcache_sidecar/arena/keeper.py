@@ -51,24 +51,43 @@ class ArenaKeeper:
     def __init__(self, opened: OpenedArena) -> None:
         books, found = opened.books, opened.found
         self.arena: SharedArena = opened.arena
-        self.allocator = ArenaAllocator(opened.arena.store_view, None if books is None else books.freed)
+        self.allocator = ArenaAllocator(
+            opened.arena.store_view, None if books is None else books.freed
+        )
         self.extents: ReservedExtents = UnrecordedExtents() if books is None else books
         self.on_kept: OnKept | None = None if books is None else books.kept
         self._books = books
         chunks = self.allocator.take([(entry.offset, entry.length) for entry in found.committed])
-        lent = {generation: self.allocator.take(extents) for generation, extents in found.lent.items()}
-        self._chunks: list[tuple[Committed, MemoryObj]] = list(zip(found.committed, chunks, strict=True))
+        lent = {
+            generation: self.allocator.take(extents) for generation, extents in found.lent.items()
+        }
+        self._chunks: list[tuple[Committed, MemoryObj]] = list(
+            zip(found.committed, chunks, strict=True)
+        )
         self._earlier = EarlierGenerations(opened.arena.path.parent, lent, self.extents.flush)
         self._recovery: ArenaRecovery | None = None
 
     @property
     def status(self) -> ArenaStatus:
         """What there is to tell of it."""
-        progress = RecoveryProgress(len(self._chunks)) if self._recovery is None else self._recovery.progress
-        return ArenaStatus(self._books is not None and self._books.is_recording, self._earlier.num_bytes, progress)
+        progress = (
+            RecoveryProgress(len(self._chunks))
+            if self._recovery is None
+            else self._recovery.progress
+        )
+        return ArenaStatus(
+            self._books is not None and self._books.is_recording, self._earlier.num_bytes, progress
+        )
 
-    def start(self, tasks: TaskSupervisor, hot: LocalCPUBackend, listener: StackListener, counters: Counters) -> None:
-        """Begin to serve: check what is there in the background, and look after journal and earlier generations.
+    def start(
+        self,
+        tasks: TaskSupervisor,
+        hot: LocalCPUBackend,
+        listener: StackListener,
+        counters: Counters,
+    ) -> None:
+        """Begin to serve: check what is there in the background, and look after journal and earlier
+        generations.
 
         Args:
             tasks: Who owns the work.
@@ -83,12 +102,16 @@ class ArenaKeeper:
             tasks.repeat("arena-journal", self._books.look_after, LOOK_INTERVAL_S)
 
     def seal(self) -> None:
-        """What is in the arena now is what the next start shall find: to be called before tiers are emptied. Idempotent."""
+        """What is in the arena now is what the next start shall find: to be called before tiers
+        are emptied. Idempotent.
+        """
         if self._books is not None:
             self._books.close()
 
     def close(self) -> None:
-        """Give the directory up, once nothing is served from it any more. What will not be found again is removed. Idempotent."""
+        """Give the directory up, once nothing is served from it any more. What will not be found
+        again is removed. Idempotent.
+        """
         self.seal()
         self._earlier.close()
         if self._recovery is not None:

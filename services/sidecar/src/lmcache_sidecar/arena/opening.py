@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from lmcache_core.errors import ConfigError
 from lmcache_core.memory import SharedArena
-from lmcache_core.memory.arena_locks import FileLock, forget_generation, generation_path, generations_in, own_directory
+from lmcache_core.memory.arena_locks import (
+    FileLock,
+    forget_generation,
+    generation_path,
+    generations_in,
+    own_directory,
+)
 from lmcache_core.memory.shared import ArenaFile, cannot_be_opened
 
 from lmcache_sidecar.arena.books import ExtentBooks
@@ -35,14 +41,17 @@ class OpenedArena:
 
 
 def open_arena(file: ArenaFile, recovers: bool) -> OpenedArena:
-    """Own the directory and map an arena: that of the start before where it fits and its journal can be trusted, else a new one.
+    """Own the directory and map an arena: that of the start before where it fits and its journal
+    can be trusted, else a new one.
 
     Args:
         file: How it is to be.
-        recovers: Whether what is in it outlives this process, and what an earlier one has left is looked for.
+        recovers: Whether what is in it outlives this process, and what an earlier one has left is
+            looked for.
 
     Raises:
-        CapacityError: The volume cannot hold it, or what an earlier start has left cannot be opened just now.
+        CapacityError: The volume cannot hold it, or what an earlier start has left cannot be opened
+            just now.
         ConfigError: Another sidecar has it, or the directory cannot be written to.
     """
     journal = Journal(file.directory)
@@ -62,7 +71,9 @@ def open_arena(file: ArenaFile, recovers: bool) -> OpenedArena:
     return OpenedArena(arena, books, found)
 
 
-def _reopened(file: ArenaFile, journal: Journal, lock: FileLock) -> tuple[SharedArena, Found] | None:
+def _reopened(
+    file: ArenaFile, journal: Journal, lock: FileLock
+) -> tuple[SharedArena, Found] | None:
     arena = file.reopen(lock)
     if arena is None:
         return None
@@ -73,7 +84,10 @@ def _reopened(file: ArenaFile, journal: Journal, lock: FileLock) -> tuple[Shared
             try:
                 path.lstat()  # `exists` would take any error for absence
             except FileNotFoundError as exc:
-                raise JournalError(f"cannot find out whether the clients of generation {generation:016x} have ended") from exc
+                raise JournalError(
+                    f"cannot find out whether the clients of generation {generation:016x} have"
+                    " ended"
+                ) from exc
             except OSError as exc:
                 raise cannot_be_opened(path, exc) from exc
     except JournalError as exc:
@@ -82,14 +96,20 @@ def _reopened(file: ArenaFile, journal: Journal, lock: FileLock) -> tuple[Shared
     for generation in generations_in(file.directory):
         if generation not in found.lent and generation != arena.generation:
             forget_generation(file.directory, generation)
-    logger.info("the arena of an earlier start is used again: %d chunks to check", len(found.committed))
+    logger.info(
+        "the arena of an earlier start is used again: %d chunks to check", len(found.committed)
+    )
     return arena, found
 
 
 def _created(file: ArenaFile, journal: Journal, lock: FileLock) -> SharedArena:
-    """A new file; the journal of the old one goes first, so that it can never be taken for that of the new one."""
+    """A new file; the journal of the old one goes first, so that it can never be taken for that
+    of the new one.
+    """
     try:
         journal.discard()
     except OSError as exc:
-        raise ConfigError(f"{exc.filename} is of another arena and cannot be removed: {exc.strerror}; remove it") from exc
+        raise ConfigError(
+            f"{exc.filename} is of another arena and cannot be removed: {exc.strerror}; remove it"
+        ) from exc
     return file.create(lock)

@@ -24,7 +24,9 @@ from lmcache_sidecar.arena.entries import Committed, with_padding
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-"""Two digests at once read memory about as fast as it can be read; engines want some of that too."""
+"""Two digests at once read memory about as fast as it can be read; engines want some of that
+too.
+"""
 MAX_AHEAD = 2 * NUM_THREADS
 """Chunks that are being checked at once."""
 
@@ -54,17 +56,23 @@ class RecoveryProgress:
 
 
 class ArenaRecovery:
-    """Checks chunks in threads, in the order in which they were kept, and hands what is whole to the hot tier.
+    """Checks chunks in threads, in the order in which they were kept, and hands what is whole to
+    the hot tier.
 
     Args:
-        found: What the journal says of each chunk, and its memory; the references pass to this object.
+        found: What the journal says of each chunk, and its memory; the references pass to this
+            object.
         hot: Where they go.
         listener: Told of each that is served.
         counters: Where they are counted, under the names of `lmcache_sidecar.metrics`.
     """
 
     def __init__(
-        self, found: Sequence[tuple[Committed, MemoryObj]], hot: LocalCPUBackend, listener: StackListener, counters: Counters
+        self,
+        found: Sequence[tuple[Committed, MemoryObj]],
+        hot: LocalCPUBackend,
+        listener: StackListener,
+        counters: Counters,
     ) -> None:
         self._waiting = deque(found)
         self._ahead: deque[tuple[Committed, MemoryObj, Future[RecordHeader | None]]] = deque()
@@ -89,7 +97,8 @@ class ArenaRecovery:
         self._workers.close()
         progress = self.progress
         logger.info(
-            "the arena of the earlier start is checked: of %d chunks %d are served again, %d were damaged, %d are not kept",
+            "the arena of the earlier start is checked: of %d chunks %d are served again, %d were"
+            " damaged, %d are not kept",
             progress.found_chunks,
             progress.recovered_chunks,
             progress.damaged_chunks,
@@ -99,7 +108,9 @@ class ArenaRecovery:
     def close(self) -> None:
         """Give back what has not been dealt with. Idempotent."""
         self._workers.close()
-        for memory in [memory for _, memory in self._waiting] + [memory for _, memory, _ in self._ahead]:
+        for memory in [memory for _, memory in self._waiting] + [
+            memory for _, memory, _ in self._ahead
+        ]:
             memory.ref_count_down()
         self._waiting.clear()
         self._ahead.clear()
@@ -113,7 +124,9 @@ class ArenaRecovery:
                 self._counters.add(metrics.UNRECOVERED_CHUNKS_TOTAL, 1, metrics.DAMAGED)
                 return
             key = ChunkKey(entry.tenant, header.engine_key())
-            chunk = Chunk(key, header, with_padding(entry.head), memory, self._hot.name, entry.stored_at)
+            chunk = Chunk(
+                key, header, with_padding(entry.head), memory, self._hot.name, entry.stored_at
+            )
             if self._keeps(chunk):
                 progress.recovered_chunks += 1
                 self._counters.add(metrics.RECOVERED_CHUNKS_TOTAL, 1)
@@ -125,7 +138,9 @@ class ArenaRecovery:
             memory.ref_count_down()
 
     def _keeps(self, chunk: Chunk) -> bool:
-        """Whether the hot tier holds it now; one that has been stored anew meanwhile stays as it is."""
+        """Whether the hot tier holds it now; one that has been stored anew meanwhile stays as it
+        is.
+        """
         return not self._hot.contains_many([chunk.key])[0] and self._hot.put_many([chunk])[0]
 
 

@@ -8,7 +8,15 @@ from types import MappingProxyType
 
 from lmcache_core.memory.free_list import ALIGN_BYTES, extent_bytes
 
-from lmcache_sidecar.arena.entries import VERSION, AnyEntry, Begin, Committed, Freed, JournalError, Reserved
+from lmcache_sidecar.arena.entries import (
+    VERSION,
+    AnyEntry,
+    Begin,
+    Committed,
+    Freed,
+    JournalError,
+    Reserved,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +49,15 @@ def replay(entries: Iterable[AnyEntry], arena_bytes: int, inode: int) -> Found:
     """Follow a journal to its end.
 
     Raises:
-        JournalError: It is of another arena or version, or says what cannot be: nothing of it is then believed.
+        JournalError: It is of another arena or version, or says what cannot be: nothing of it is
+            then believed.
     """
     steps = iter(entries)
     begin = next(steps, None)
     if begin != Begin(VERSION, arena_bytes, inode):
-        raise JournalError(f"it is of another arena, or of another version of this software: {begin}")
+        raise JournalError(
+            f"it is of another arena, or of another version of this software: {begin}"
+        )
     state: dict[int, Lent | Committed] = {}
     for entry in steps:
         match entry:
@@ -59,7 +70,9 @@ def replay(entries: Iterable[AnyEntry], arena_bytes: int, inode: int) -> Found:
                     state[offset] = Lent(generation, num_bytes)
             case Committed(offset, length):
                 before = state.pop(offset, None)  # so that the order is that of the commits
-                if isinstance(before, Committed) or (before is not None and before.num_bytes != extent_bytes(length)):
+                if isinstance(before, Committed) or (
+                    before is not None and before.num_bytes != extent_bytes(length)
+                ):
                     raise JournalError(f"the chunk at {offset} is where another one is")
                 state[offset] = entry
             case Freed(offsets):
@@ -79,7 +92,9 @@ def _check_extents(state: Mapping[int, Lent | Committed], arena_bytes: int) -> N
     for offset, extent in sorted(state.items(), key=lambda item: item[0]):
         num_bytes = extent.num_bytes if isinstance(extent, Lent) else extent_bytes(extent.length)
         is_whole = (
-            num_bytes > 0 and offset % ALIGN_BYTES == num_bytes % ALIGN_BYTES == 0 and (isinstance(extent, Lent) or extent.length >= 0)
+            num_bytes > 0
+            and offset % ALIGN_BYTES == num_bytes % ALIGN_BYTES == 0
+            and (isinstance(extent, Lent) or extent.length >= 0)
         )
         if not is_whole or offset < end or offset + num_bytes > arena_bytes:
             raise JournalError(f"the extent at {offset} overlaps another one or leaves the arena")

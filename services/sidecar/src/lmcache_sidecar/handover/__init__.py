@@ -1,4 +1,6 @@
-"""The end of a sidecar: what only it holds is handed on to storage or to peers; and the door through which peers hand theirs."""
+"""The end of a sidecar: what only it holds is handed on to storage or to peers; and the door
+through which peers hand theirs.
+"""
 
 from lmcache_sidecar.handover.base import Taker, TakerSource
 from lmcache_sidecar.handover.chunks import LocalChunks

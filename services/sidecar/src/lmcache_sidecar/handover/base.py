@@ -15,14 +15,18 @@ class NotWelcomeError(UnavailableError):
 
 
 class Taker(Protocol):
-    """One place that chunks are handed to. Calls raise `UnavailableError` when it cannot be reached; they may be cancelled."""
+    """One place that chunks are handed to. Calls raise `UnavailableError` when it cannot be
+    reached; they may be cancelled.
+    """
 
     @property
     def name(self) -> str:
         """Unlike that of any other taker."""
 
     async def has(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of them need not be sent: they are there, or somewhere else where they will be found."""
+        """Which of them need not be sent: they are there, or somewhere else where they will be
+        found.
+        """
 
     async def put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Send chunks (borrowed). True: it holds the whole chunk now."""

@@ -20,13 +20,20 @@ class LocalChunks:
     """Reads without making room in shared memory: what would go there has not been handed over yet.
 
     Args:
-        tenant: Whose chunks are handed over. Others that may lie on a disk would arrive under this name.
+        tenant: Whose chunks are handed over. Others that may lie on a disk would arrive under this
+            name.
         hot: Shared memory.
         listed: Tells what the disk holds; None without one.
         disk: Reads from it, decoded.
     """
 
-    def __init__(self, tenant: str, hot: LocalCPUBackend, listed: ListsKeys | None, disk: StorageBackend | None) -> None:
+    def __init__(
+        self,
+        tenant: str,
+        hot: LocalCPUBackend,
+        listed: ListsKeys | None,
+        disk: StorageBackend | None,
+    ) -> None:
         self._tenant = tenant
         self._hot = hot
         self._listed = listed
@@ -34,7 +41,9 @@ class LocalChunks:
         self._buffers = BufferAllocator(capacity_bytes=MAX_READING_BYTES)
 
     def hottest_first(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size in bytes of every chunk: those in memory, then those on disk alone, the newest first."""
+        """Name and size in bytes of every chunk: those in memory, then those on disk alone, the
+        newest first.
+        """
         on_disk = [] if self._listed is None else reversed(self._listed.held())
         found = dict(self._hot.hottest())
         for key, num_bytes in on_disk:
@@ -43,7 +52,10 @@ class LocalChunks:
 
     async def read(self, keys: Sequence[ChunkKey], timeout_s: float) -> list[Result]:
         """Chunks, a reference each owned by the caller, or why they cannot be read."""
-        results: list[Result] = [Miss(MissReason.NEVER_STORED) if chunk is None else chunk for chunk in self._hot.get_many(keys)]
+        results: list[Result] = [
+            Miss(MissReason.NEVER_STORED) if chunk is None else chunk
+            for chunk in self._hot.get_many(keys)
+        ]
         cold = [i for i, result in enumerate(results) if isinstance(result, Miss)]
         if not cold or self._disk is None:
             return results

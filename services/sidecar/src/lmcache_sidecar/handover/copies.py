@@ -29,7 +29,8 @@ _STEP: Final = 1024
 
 
 class Copier:
-    """Does what the broker orders, one peer after the other, in the background. What cannot be done is left: the broker orders it again.
+    """Does what the broker orders, one peer after the other, in the background. What cannot be done
+    is left: the broker orders it again.
 
     Args:
         chunks: What there is.
@@ -40,7 +41,12 @@ class Copier:
     """
 
     def __init__(
-        self, chunks: LocalChunks, connect: Callable[[str], LmClient], tasks: TaskSupervisor, read_timeout_s: float, counters: Counters
+        self,
+        chunks: LocalChunks,
+        connect: Callable[[str], LmClient],
+        tasks: TaskSupervisor,
+        read_timeout_s: float,
+        counters: Counters,
     ) -> None:
         self._chunks = chunks
         self._connect = connect
@@ -67,7 +73,9 @@ class Copier:
                     by_peer[order.distributed_url].append(order.chunk_id)
                 keys = await self._keys({order.chunk_id for order in orders})
                 for url, chunk_ids in by_peer.items():
-                    await self._copy_to(url, [keys[chunk_id] for chunk_id in chunk_ids if chunk_id in keys])
+                    await self._copy_to(
+                        url, [keys[chunk_id] for chunk_id in chunk_ids if chunk_id in keys]
+                    )
         finally:
             self._is_working = False
 
@@ -90,7 +98,9 @@ class Copier:
             for begin in range(0, len(keys), MAX_BATCH_CHUNKS):
                 batch = keys[begin : begin + MAX_BATCH_CHUNKS]
                 is_there = await client.contains(batch)
-                await self._send(client, [key for key, has in zip(batch, is_there, strict=True) if not has])
+                await self._send(
+                    client, [key for key, has in zip(batch, is_there, strict=True) if not has]
+                )
         except (UnavailableError, AuthenticationError, ProtocolError) as exc:
             logger.info("no copies for %s: %s", url, exc)
         finally:
@@ -99,7 +109,11 @@ class Copier:
     async def _send(self, client: LmClient, keys: Sequence[ChunkKey]) -> None:
         if not keys:
             return
-        chunks = [result for result in await self._chunks.read(keys, self._read_timeout_s) if isinstance(result, Chunk)]
+        chunks = [
+            result
+            for result in await self._chunks.read(keys, self._read_timeout_s)
+            if isinstance(result, Chunk)
+        ]
         try:
             await seal_all(chunks)
             for chunk, is_taken in zip(chunks, await client.put(chunks), strict=True):

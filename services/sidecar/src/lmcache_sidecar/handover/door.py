@@ -11,7 +11,8 @@ from lmcache_sidecar import metrics
 
 
 class HandoverDoor(WrappedStore):
-    """Lets in what this sidecar's own engines could have stored or loaded: raw chunks of its tenant, with loss only where that is taken.
+    """Lets in what this sidecar's own engines could have stored or loaded: raw chunks of its
+    tenant, with loss only where that is taken.
 
     Args:
         store: What is wrapped; it says when nothing at all is taken.
@@ -20,7 +21,9 @@ class HandoverDoor(WrappedStore):
         counters: What came in, under the names of `lmcache_sidecar.metrics`.
     """
 
-    def __init__(self, store: ServedStore, tenant: str, accepts_lossy: bool, counters: Counters) -> None:
+    def __init__(
+        self, store: ServedStore, tenant: str, accepts_lossy: bool, counters: Counters
+    ) -> None:
         super().__init__(store)
         self._tenant = tenant
         self._accepts_lossy = accepts_lossy

@@ -21,7 +21,8 @@ WRITING_SHARE = 0.5
 
 
 class Drain:
-    """One sidecar's drain. Whoever asks for it while it runs waits for the same one; when it has left something, the next one tries again.
+    """One sidecar's drain. Whoever asks for it while it runs waits for the same one; when it has
+    left something, the next one tries again.
 
     Args:
         timeout_s: Longest time that it takes.
@@ -31,7 +32,14 @@ class Drain:
         counters: What was left, under the names of `lmcache_sidecar.metrics`.
     """
 
-    def __init__(self, timeout_s: float, stack: TierStack, handover: Handover, tasks: TaskSupervisor, counters: Counters) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        stack: TierStack,
+        handover: Handover,
+        tasks: TaskSupervisor,
+        counters: Counters,
+    ) -> None:
         self._timeout_s = timeout_s
         self._stack = stack
         self._handover = handover
@@ -52,7 +60,9 @@ class Drain:
         self._before.append(callback)
 
     def begin(self) -> None:
-        """Drain in the background, for up to `timeout_s` seconds, if that is not being done or has been done."""
+        """Drain in the background, for up to `timeout_s` seconds, if that is not being done or
+        has been done.
+        """
         if self._ended is None or (self._ended.is_set() and not self._is_complete):
             is_first, self._ended = self._ended is None, asyncio.Event()
             if is_first:
@@ -69,7 +79,9 @@ class Drain:
         await self._counted.wait()
 
     async def run(self) -> None:
-        """Drain, for up to `timeout_s` seconds. Never raises for what it could not do: see `progress`."""
+        """Drain, for up to `timeout_s` seconds. Never raises for what it could not do: see
+        `progress`.
+        """
         self.begin()
         if self._ended is not None:
             await self._ended.wait()
@@ -92,7 +104,9 @@ class Drain:
         now = asyncio.get_running_loop().time
         deadline = now() + self._timeout_s
         try:
-            await self._stack.drain(self._timeout_s * (WRITING_SHARE if self._handover.has_takers else 1))
+            await self._stack.drain(
+                self._timeout_s * (WRITING_SHARE if self._handover.has_takers else 1)
+            )
             progress.state = DrainState.HANDING_OVER
             await self._handover.run(progress, deadline)
             await self._stack.drain(max(0.0, deadline - now()))
@@ -104,8 +118,8 @@ class Drain:
         )  # with nobody to take them, chunks stay
         logger.log(
             logging.WARNING if is_loss else logging.INFO,
-            "drained: %d chunks, %d of them handed over, %d elsewhere already, %d refused, %d left; "
-            "%d bytes and %d more chunks not written",
+            "drained: %d chunks, %d of them handed over, %d elsewhere already, %d refused, %d left;"
+            " %d bytes and %d more chunks not written",
             progress.total,
             progress.handed_over,
             progress.already_elsewhere,

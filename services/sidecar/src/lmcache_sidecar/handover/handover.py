@@ -1,4 +1,6 @@
-"""Hands on what only this sidecar holds, the hottest first, until it is done or its time is over."""
+"""Hands on what only this sidecar holds, the hottest first, until it is done or its time is
+over.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ from lmcache_sidecar.handover.waiting import Batch, Waiting
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Batches in a row that came to nothing, after which a taker is given up; so often too the question who takes."""
+"""Batches in a row that came to nothing, after which a taker is given up; so often too the
+question who takes.
+"""
 FIRST_PAUSE_S = 0.25
-_MAY_COME_LATER = frozenset({MissReason.UNAVAILABLE, MissReason.BREAKER_OPEN, MissReason.DEADLINE, MissReason.NO_MEMORY})
+_MAY_COME_LATER = frozenset(
+    {MissReason.UNAVAILABLE, MissReason.BREAKER_OPEN, MissReason.DEADLINE, MissReason.NO_MEMORY}
+)
 
 
 class Handover:
@@ -34,7 +40,13 @@ class Handover:
         counters: What became of chunks, under the names of `lmcache_sidecar.metrics`.
     """
 
-    def __init__(self, chunks: LocalChunks, sources: Sequence[TakerSource], read_timeout_s: float, counters: Counters) -> None:
+    def __init__(
+        self,
+        chunks: LocalChunks,
+        sources: Sequence[TakerSource],
+        read_timeout_s: float,
+        counters: Counters,
+    ) -> None:
         self._chunks = chunks
         self._sources = tuple(sources)
         self._read_timeout_s = read_timeout_s
@@ -50,7 +62,8 @@ class Handover:
         return len(self._chunks.hottest_first())
 
     async def run(self, progress: DrainProgress, deadline: float) -> None:
-        """Hand over what is held now. A source gets its part of the time, and what those before it have left of theirs.
+        """Hand over what is held now. A source gets its part of the time, and what those before it
+        have left of theirs.
 
         Args:
             progress: Kept up to date.
@@ -76,14 +89,20 @@ class Handover:
         for source in self._sources:
             await source.close()
 
-    async def _hand_to(self, source: TakerSource, waiting: Waiting, progress: DrainProgress) -> None:
+    async def _hand_to(
+        self, source: TakerSource, waiting: Waiting, progress: DrainProgress
+    ) -> None:
         """Let all takers of a source work side by side until none of them can do more."""
         takers = await self._takers(source)
         while takers and waiting:
             before = len(waiting), len(takers)
             async with asyncio.TaskGroup() as group:
-                serving = [group.create_task(self._serve(taker, waiting, progress)) for taker in takers]
-            takers = [taker for taker, served in zip(takers, serving, strict=True) if served.result()]
+                serving = [
+                    group.create_task(self._serve(taker, waiting, progress)) for taker in takers
+                ]
+            takers = [
+                taker for taker, served in zip(takers, serving, strict=True) if served.result()
+            ]
             if (len(waiting), len(takers)) == before:
                 break
 
@@ -141,7 +160,9 @@ class Handover:
             for chunk in chunks:
                 chunk.release()
 
-    def _note(self, chunks: Sequence[Chunk], taken: Sequence[bool], batch: Batch, progress: DrainProgress) -> None:
+    def _note(
+        self, chunks: Sequence[Chunk], taken: Sequence[bool], batch: Batch, progress: DrainProgress
+    ) -> None:
         for chunk, is_taken in zip(chunks, taken, strict=True):
             if not is_taken:
                 batch.refuse(chunk.key)

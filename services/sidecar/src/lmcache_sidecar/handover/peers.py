@@ -53,16 +53,32 @@ class PeerSource:
         self._broker = broker
         self._holders = holders
         self._token = token
-        self._options = ClientOptions(timeout_s=timeout_s, connect_timeout_s=CONNECT_TIMEOUT_S, name=instance, tier=PEER_TIER, tls=tls)
+        self._options = ClientOptions(
+            timeout_s=timeout_s,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+            name=instance,
+            tier=PEER_TIER,
+            tls=tls,
+        )
         self._clients: dict[str, LmClient] = {}
         self._live: frozenset[str] = frozenset()
 
     async def takers(self) -> Sequence[_Peer]:
         """See `TakerSource.takers`."""
-        peers = [peer for peer in await self._broker.peers() if peer.id != self._instance and not peer.draining]
+        peers = [
+            peer
+            for peer in await self._broker.peers()
+            if peer.id != self._instance and not peer.draining
+        ]
         self._live = frozenset(peer.id for peer in peers)
-        able = sorted((peer for peer in peers if peer.kind == PEER_KIND), key=lambda peer: (peer.load, peer.num_pulls, peer.id))
-        return [_Peer(f"{peer.id} at {peer.distributed_url}", self._client(peer), self) for peer in able[:MAX_TAKERS]]
+        able = sorted(
+            (peer for peer in peers if peer.kind == PEER_KIND),
+            key=lambda peer: (peer.load, peer.num_pulls, peer.id),
+        )
+        return [
+            _Peer(f"{peer.id} at {peer.distributed_url}", self._client(peer), self)
+            for peer in able[:MAX_TAKERS]
+        ]
 
     async def close(self) -> None:
         """See `TakerSource.close`."""

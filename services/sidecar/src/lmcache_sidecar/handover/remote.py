@@ -13,7 +13,8 @@ class RemoteSource:
     """The remote tier as the only taker.
 
     Args:
-        tier: It, encoding, without a breaker: a drain must know a tier that is away from one that refuses.
+        tier: It, encoding, without a breaker: a drain must know a tier that is away from one that
+            refuses.
     """
 
     def __init__(self, tier: StorageBackend) -> None:

@@ -41,7 +41,8 @@ class Batch:
 
 
 class Waiting:
-    """A queue in which everything that is taken out and not settled finds its way back to its place. On one event loop.
+    """A queue in which everything that is taken out and not settled finds its way back to its
+    place. On one event loop.
 
     Args:
         chunks: Names and sizes in bytes, the hottest first.
@@ -63,7 +64,9 @@ class Waiting:
 
     @contextmanager
     def batch(self, taker: str) -> Iterator[Batch]:
-        """The next chunks that this taker has not refused; empty when there are none. Those not settled inside wait again."""
+        """The next chunks that this taker has not refused; empty when there are none. Those not
+        settled inside wait again.
+        """
         batch = Batch(self._take(taker))
         try:
             yield batch

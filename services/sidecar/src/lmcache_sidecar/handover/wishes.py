@@ -37,5 +37,10 @@ class BrokerWishes:
             return None
         progress = self._drain.progress
         return DrainReport(
-            progress.state.value, progress.total, progress.handed_over, progress.already_elsewhere, progress.failed, progress.left
+            progress.state.value,
+            progress.total,
+            progress.handed_over,
+            progress.already_elsewhere,
+            progress.failed,
+            progress.left,
         )

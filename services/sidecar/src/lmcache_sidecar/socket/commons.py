@@ -33,19 +33,25 @@ class Commons:
     def greet(self, hello: m.Hello) -> str | None:
         """A client says who it is; `leave` follows.
 
-        Two layouts of one model in one engine (clients of one name) would be a mistake somewhere: its processes must agree on what a chunk
-        holds. Engines with different layouts never share, since the layout is part of every chunk's name. A client that names no layout
-        is not compared.
+        Two layouts of one model in one engine (clients of one name) would be a mistake somewhere:
+        its processes must agree on what a chunk holds. Engines with different layouts never share,
+        since the layout is part of every chunk's name. A client that names no layout is not
+        compared.
 
         Returns:
             Why it cannot be let in, None when it is in.
         """
         for other in self._greeted:
-            is_same_kv = (other.client, other.model, other.world_size) == (hello.client, hello.model, hello.world_size)
+            is_same_kv = (other.client, other.model, other.world_size) == (
+                hello.client,
+                hello.model,
+                hello.world_size,
+            )
             if is_same_kv and hello.layout and other.layout and hello.layout != other.layout:
                 return (
-                    f"client {hello.client!r}, model {hello.model!r}: layout {hello.layout!r}, but the client with pid "
-                    f"{other.pid} has connected with layout {other.layout!r}; the processes of one engine must agree"
+                    f"client {hello.client!r}, model {hello.model!r}: layout {hello.layout!r}, but"
+                    f" the client with pid {other.pid} has connected with layout {other.layout!r};"
+                    " the processes of one engine must agree"
                 )
         self._greeted.append(hello)
         return None

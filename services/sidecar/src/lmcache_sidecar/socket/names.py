@@ -15,7 +15,8 @@ MAX_REMEMBERED_KEY_BYTES = 512
 
 
 class KeyMemo:
-    """Reads keys, and remembers those that were read: a prompt is looked up, stored and loaded under the same ones.
+    """Reads keys, and remembers those that were read: a prompt is looked up, stored and loaded
+    under the same ones.
 
     Args:
         tenant: Whose they are.
@@ -34,7 +35,10 @@ class KeyMemo:
         known = self._known
         names = [known.get(key) for key in keys]
         try:
-            return [self._read(key) if name is None else name for key, name in zip(keys, names, strict=True)]
+            return [
+                self._read(key) if name is None else name
+                for key, name in zip(keys, names, strict=True)
+            ]
         except IdentityError as exc:
             raise ProtocolError(str(exc)) from exc
 
@@ -58,14 +62,17 @@ def check_chains(chains: Sequence[ChunkChain]) -> None:
 
 
 def check_names(description: Describe) -> None:
-    """The same for a description; and one by which not even a single chunk could be named helps nobody.
+    """The same for a description; and one by which not even a single chunk could be named helps
+    nobody.
 
     Raises:
         ProtocolError: Its fields are too long, or its chunks have too many keys.
     """
     num_keys = description.world_size * len(description.groups)
     if num_keys > MAX_NAMED_KEYS:
-        raise ProtocolError(f"a description of chunks with {num_keys} keys; the limit is {MAX_NAMED_KEYS}")
+        raise ProtocolError(
+            f"a description of chunks with {num_keys} keys; the limit is {MAX_NAMED_KEYS}"
+        )
     for group in description.groups:
         _check_spelling(description.fmt, description.model_name, description.world_size, group)
 

@@ -58,7 +58,9 @@ class Pins:
         Chunks that find no room are given back and count as misses.
         """
         chunks = list(takewhile(lambda result: isinstance(result, Chunk), results))
-        num_fitting = self._room.take([chunk for chunk in chunks if isinstance(chunk, Chunk)], unit=1)
+        num_fitting = self._room.take(
+            [chunk for chunk in chunks if isinstance(chunk, Chunk)], unit=1
+        )
         if num_fitting == len(chunks):
             return results
         return _cut(results, num_fitting)
@@ -67,7 +69,9 @@ class Pins:
         """Pin a chunk that `fitting` has let through; its reference passes to this object."""
         handle = next(self._ids)
         self._chunks[handle] = chunk
-        return m.PinnedChunk(handle, chunk.memory.metadata.address, chunk.memory.get_size(), chunk.head, chunk.tier)
+        return m.PinnedChunk(
+            handle, chunk.memory.metadata.address, chunk.memory.get_size(), chunk.head, chunk.tier
+        )
 
     def release(self, handles: Sequence[int]) -> None:
         """Give pins back; unknown ones are passed over."""
@@ -78,7 +82,8 @@ class Pins:
                 chunk.release()
 
     async def reject(self, handles: Sequence[int]) -> int:
-        """Check chunks of which the client says that they are damaged; those that are leave the hot tier. The pins stay.
+        """Check chunks of which the client says that they are damaged; those that are leave the hot
+        tier. The pins stay.
 
         Returns:
             How many were damaged.
@@ -92,7 +97,10 @@ class Pins:
             try:
                 if not await asyncio.to_thread(_is_intact, chunk):
                     num_damaged += 1
-                    logger.error("chunk %s is damaged in the arena and is not served any more", chunk.key.key.chunk_hash)
+                    logger.error(
+                        "chunk %s is damaged in the arena and is not served any more",
+                        chunk.key.key.chunk_hash,
+                    )
                     self._remove(chunk)
             finally:
                 chunk.release()
@@ -112,7 +120,9 @@ class Pins:
 
 
 def fit_for_one_answer(results: list[Result]) -> list[Result]:
-    """Heads of other writers may be large: chunks that one message cannot name are given back and count as misses."""
+    """Heads of other writers may be large: chunks that one message cannot name are given back
+    and count as misses.
+    """
     room = m.MAX_MESSAGE_BYTES
     for i, result in enumerate(results):
         room -= len(result.head) + MAX_PINNED_CHUNK_BYTES if isinstance(result, Chunk) else 0

@@ -14,18 +14,23 @@ from lmcache_core.telemetry import Counters
 from lmcache_sidecar import metrics
 
 MAX_FREE_REQUEST_BYTES = 128 << 10
-"""A request of this size is read at once, whatever others are about: about the names of a thousand chunks."""
+"""A request of this size is read at once, whatever others are about: about the names of a
+thousand chunks.
+"""
 MAX_LARGE_REQUEST_BYTES = 64 << 20
 """Larger ones of all clients together, from their first byte until they are answered."""
 LARGE_REQUEST_TIMEOUT_S = 10.0
-"""So long a larger one may wait for its turn and then take to arrive; clients wait less for their answers."""
+"""So long a larger one may wait for its turn and then take to arrive; clients wait less for
+their answers.
+"""
 
 
 class Requests:
     """What all connections of one socket are asking for just now.
 
     Args:
-        counters: Where requests that did not come through are counted, under the names of `lmcache_sidecar.metrics`.
+        counters: Where requests that did not come through are counted, under the names of
+            `lmcache_sidecar.metrics`.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -42,7 +47,8 @@ class Requests:
         """The next request of a connection; inside it is being answered.
 
         Raises:
-            ProtocolError: It is none, or a large one that found no room or did not arrive in time; the connection is to be closed.
+            ProtocolError: It is none, or a large one that found no room or did not arrive in time;
+                the connection is to be closed.
         """
         (length,) = m.LENGTH.unpack(await reader.readexactly(m.LENGTH.size))
         m.check_length(length)
@@ -52,7 +58,9 @@ class Requests:
         async with AsyncExitStack() as room:
             yield m.decode_request(await self._large(reader, length, room))
 
-    async def _large(self, reader: asyncio.StreamReader, length: int, room: AsyncExitStack) -> bytes:
+    async def _large(
+        self, reader: asyncio.StreamReader, length: int, room: AsyncExitStack
+    ) -> bytes:
         """Nothing of it is read before there is room: until then it waits with the client."""
         reason = metrics.NO_ROOM
         try:
@@ -62,5 +70,12 @@ class Requests:
                 return await reader.readexactly(length)
         except TimeoutError as exc:
             self._counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, reason)
-            cause = "others took all the room that there is" if reason == metrics.NO_ROOM else "it had not arrived"
-            raise ProtocolError(f"message of {length} bytes: {cause} after {LARGE_REQUEST_TIMEOUT_S:g} s; send smaller ones") from exc
+            cause = (
+                "others took all the room that there is"
+                if reason == metrics.NO_ROOM
+                else "it had not arrived"
+            )
+            raise ProtocolError(
+                f"message of {length} bytes: {cause} after {LARGE_REQUEST_TIMEOUT_S:g} s; send"
+                " smaller ones"
+            ) from exc

@@ -13,7 +13,9 @@ MAX_RESERVATIONS = 16384
 RESERVED_SHARE = 2
 """Reservations of one client may hold one part in this many of the arena."""
 KEPT_SHARE = 4
-"""One part in this many of the arena is not reserved by all clients together: it is for chunks that are loaded."""
+"""One part in this many of the arena is not reserved by all clients together: it is for chunks
+that are loaded.
+"""
 
 
 class ReservationRoom:
@@ -98,7 +100,11 @@ class Reservations:
 
     def _add_one(self, size: int) -> tuple[int, int] | None:
         taken = align_up(size)
-        if len(self._memories) >= MAX_RESERVATIONS or self.num_bytes + taken > self._max_bytes or not self._room.take(taken):
+        if (
+            len(self._memories) >= MAX_RESERVATIONS
+            or self.num_bytes + taken > self._max_bytes
+            or not self._room.take(taken)
+        ):
             return None
         self.num_bytes += taken
         memory = self._stack.allocate(size)

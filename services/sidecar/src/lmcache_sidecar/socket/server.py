@@ -48,7 +48,9 @@ class SocketServer:
         self._log = SparseLog(logger)
         self._server: asyncio.Server | None = None
         self._sessions: set[Session] = set()
-        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}  # also those whose session has not begun
+        self._connections: dict[
+            asyncio.Task[None], asyncio.StreamWriter
+        ] = {}  # also those whose session has not begun
         self._is_draining = False
         self._is_closed = False
         self._inode = 0
@@ -70,7 +72,10 @@ class SocketServer:
             ConfigError: Another sidecar listens there, or the path cannot be used.
         """
         if len(str(self._path).encode()) > MAX_SOCKET_PATH_BYTES:
-            raise ConfigError(f"socket_path={str(self._path)!r} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one")
+            raise ConfigError(
+                f"socket_path={str(self._path)!r} is longer than {MAX_SOCKET_PATH_BYTES} bytes;"
+                " choose a shorter one"
+            )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             await self._replace_dead_socket()
@@ -78,7 +83,9 @@ class SocketServer:
             self._path.chmod(SOCKET_MODE)
             self._inode = self._path.stat().st_ino
         except OSError as exc:
-            raise ConfigError(f"socket_path={str(self._path)!r}: {exc.strerror or exc}; choose another path") from exc
+            raise ConfigError(
+                f"socket_path={str(self._path)!r}: {exc.strerror or exc}; choose another path"
+            ) from exc
         logger.info("engines reach this sidecar by the socket %s", self._path)
         self._context.tasks.repeat("stage-leases", self._expire_tickets, SWEEP_INTERVAL_S)
 
@@ -103,12 +110,18 @@ class SocketServer:
         if connections:
             _, left = await asyncio.wait(connections, timeout=CANCEL_WAIT_S)
             if left:
-                logger.error("sessions ignored their cancellation, leaving them: sessions=%d waited_s=%g", len(left), CANCEL_WAIT_S)
+                logger.error(
+                    "sessions ignored their cancellation, leaving them: sessions=%d waited_s=%g",
+                    len(left),
+                    CANCEL_WAIT_S,
+                )
         for writer in connections.values():
             writer.transport.abort()  # a task that was cancelled before it began has not done it
         await take_turns(1)  # what is aborted closes its socket in the loop's next turn
         with contextlib.suppress(FileNotFoundError):
-            if self._path.lstat().st_ino == self._inode:  # else it is the socket of a sidecar that has taken over
+            if (
+                self._path.lstat().st_ino == self._inode
+            ):  # else it is the socket of a sidecar that has taken over
                 self._path.unlink()
 
     async def _expire_tickets(self) -> None:
@@ -118,19 +131,29 @@ class SocketServer:
     async def _replace_dead_socket(self) -> None:
         try:
             if not stat.S_ISSOCK(self._path.lstat().st_mode):
-                raise ConfigError(f"socket_path={str(self._path)!r}: something else than a socket is there; choose another path")
+                raise ConfigError(
+                    f"socket_path={str(self._path)!r}: something else than a socket is there;"
+                    " choose another path"
+                )
             _, writer = await asyncio.open_unix_connection(str(self._path))
         except (ConnectionRefusedError, FileNotFoundError):
             self._path.unlink(missing_ok=True)
             return
         writer.close()
-        raise ConfigError(f"socket_path={str(self._path)!r}: another sidecar listens there; stop it or choose another path")
+        raise ConfigError(
+            f"socket_path={str(self._path)!r}: another sidecar listens there; stop it or choose"
+            " another path"
+        )
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._is_closed:  # it was accepted while this server was closing
             writer.transport.abort()
         elif len(self._connections) >= MAX_CLIENTS:
-            self._log.log(logging.WARNING, "a client of the socket is turned away: %d are connected", len(self._connections))
+            self._log.log(
+                logging.WARNING,
+                "a client of the socket is turned away: %d are connected",
+                len(self._connections),
+            )
             self._context.counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, metrics.TOO_MANY)
             writer.close()
         else:
@@ -161,7 +184,9 @@ class SocketServer:
             session.close()
             writer.transport.abort()
 
-    async def _talk(self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _talk(
+        self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
             await self._converse(session, reader, writer)
         except ProtocolError as exc:
@@ -176,7 +201,9 @@ class SocketServer:
             await _until_gone(reader)
             raise
 
-    async def _converse(self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _converse(
+        self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 await self._answer_one(session, reader, writer)
@@ -186,17 +213,28 @@ class SocketServer:
             await self._answer_one(session, reader, writer)
 
     async def _answer_of(self, session: Session, request: m.Request) -> m.Answer:
-        """The answer, made within whose request it is; one that came without an id gets one, which what is asked of others carries too."""
+        """The answer, made within whose request it is; one that came without an id gets one,
+        which what is asked of others carries too.
+        """
         came = Carried()
         if isinstance(request, m.Within):
-            came, request = Carried.checked(request.request_id, request.traceparent), m.decode_request(request.request)
+            came, request = (
+                Carried.checked(request.request_id, request.traceparent),
+                m.decode_request(request.request),
+            )
         name = f"sidecar {type(request).__name__}"
-        with working_for(name, Carried(came.request_id or self._ids.next(), came.traceparent), self._context.tracer):
+        with working_for(
+            name,
+            Carried(came.request_id or self._ids.next(), came.traceparent),
+            self._context.tracer,
+        ):
             answer = await session.answer(request)
             logger.debug("%s is answered", name)
         return answer
 
-    async def _answer_one(self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer_one(
+        self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         async with self._requests.next(reader) as request:
             answer = await self._answer_of(session, request)
         writer.write(m.encode(answer))
@@ -204,6 +242,8 @@ class SocketServer:
 
 
 async def _until_gone(reader: asyncio.StreamReader) -> None:
-    """Until the client has closed its side it may still touch what is reserved or pinned for it: the memory stays its own."""
+    """Until the client has closed its side it may still touch what is reserved or pinned for it:
+    the memory stays its own.
+    """
     while await reader.read(DISCARD_BYTES):
         pass

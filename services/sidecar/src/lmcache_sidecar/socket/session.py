@@ -1,4 +1,6 @@
-"""One client of the socket: its reservations, its pins, its tickets, and the answers to its requests."""
+"""One client of the socket: its reservations, its pins, its tickets, and the answers to its
+requests.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ class Session:
         self._ids: Iterator[int] = itertools.count(1)
         self._reservations = Reservations(context, commons.reserved, self._ids)
         self._pins = Pins(context.stack.hot, commons.pinned, self._ids)
-        self._staging = Staging(context.stack, context.tenant, commons.room, lambda lift: context.tasks.start("stage", lift))
+        self._staging = Staging(
+            context.stack,
+            context.tenant,
+            commons.room,
+            lambda lift: context.tasks.start("stage", lift),
+        )
         self._is_draining = False
         self._may_store = False
         self.hello: m.Hello | None = None
@@ -68,7 +75,9 @@ class Session:
         return self._context.descriptions.said_by(self)
 
     def refuse_stores(self) -> None:
-        """From now on every reservation is refused and nothing is lifted for tickets: the sidecar is draining."""
+        """From now on every reservation is refused and nothing is lifted for tickets: the
+        sidecar is draining.
+        """
         self._is_draining = True
         self._staging.stop_lifting()
 
@@ -77,11 +86,15 @@ class Session:
         await self._staging.expire_in_turns()
 
     def abandon(self) -> None:
-        """The sidecar ends; the client may not know yet, and goes on writing to what is reserved for it."""
+        """The sidecar ends; the client may not know yet, and goes on writing to what is reserved
+        for it.
+        """
         self._reservations.abandon()
 
     async def close_in_turns(self) -> None:
-        """`close`, with turns for others while promises are given back, which may be many. Cancelled, `close` does the rest."""
+        """`close`, with turns for others while promises are given back, which may be many.
+        Cancelled, `close` does the rest.
+        """
         self._give_up_memory()
         await self._staging.close_in_turns()
 
@@ -94,7 +107,8 @@ class Session:
         """Do what a request says.
 
         Raises:
-            ProtocolError: It is out of turn or names something that is not this client's; the connection is to be closed.
+            ProtocolError: It is out of turn or names something that is not this client's; the
+                connection is to be closed.
         """
         if (self.hello is None) != isinstance(request, m.Hello):
             raise ProtocolError("HELLO comes first, and once")
@@ -139,7 +153,10 @@ class Session:
 
     def _greet(self, hello: m.Hello) -> m.Answer:
         if not hello.version_min <= m.VERSION <= hello.version_max:
-            spoken = f"this sidecar speaks version {m.VERSION}, the client {hello.version_min} to {hello.version_max}"
+            spoken = (
+                f"this sidecar speaks version {m.VERSION}, the client {hello.version_min} to"
+                f" {hello.version_max}"
+            )
             return m.Refused("version", spoken)
         refusal = self._commons.greet(hello)
         if refusal is not None:
@@ -149,33 +166,56 @@ class Session:
         context = self._context
         self._may_store = m.LOCKS in hello.capabilities or not context.extents.needs_locks
         if not self._may_store:
-            logger.warning("client %s takes no lock of the arena, as earlier releases do not: it can load, and store nothing", hello.client)
+            logger.warning(
+                "client %s takes no lock of the arena, as earlier releases do not: it can load, and"
+                " store nothing",
+                hello.client,
+            )
         arena = context.arena
         verify_hot = context.verify_hot
-        if verify_hot == VERIFY_AUTO:  # where a GPU computes, a digest of every load would take longer than the rest of it
+        if (
+            verify_hot == VERIFY_AUTO
+        ):  # where a GPU computes, a digest of every load would take longer than the rest of it
             verify_hot = "sampled" if m.ON_DEVICE in hello.capabilities else "always"
         return m.HelloOk(
-            *(m.VERSION, context.server, str(arena.path), arena.size, arena.generation, verify_hot, context.salt), m.CAPABILITIES
+            *(
+                m.VERSION,
+                context.server,
+                str(arena.path),
+                arena.size,
+                arena.generation,
+                verify_hot,
+                context.salt,
+            ),
+            m.CAPABILITIES,
         )
 
     async def _lookup(self, request: m.Lookup) -> m.LookupOk:
         search_range = request.search_range or None
         timeout_s = min(self._context.timeout_s, request.deadline_ms / 1000)
-        tiers = await self._context.stack.batched_tiers(self._names(request.keys), timeout_s, search_range)
+        tiers = await self._context.stack.batched_tiers(
+            self._names(request.keys), timeout_s, search_range
+        )
         prefix = tuple(itertools.takewhile(lambda tier: tier is not None, tiers))
         return m.LookupOk(len(prefix), tuple(tier or "" for tier in prefix))
 
     def _prefetch(self, request: m.Prefetch) -> m.PrefetchOk:
-        return m.PrefetchOk(self._context.tasks.start("prefetch", self._lift(self._names(request.keys))))
+        return m.PrefetchOk(
+            self._context.tasks.start("prefetch", self._lift(self._names(request.keys)))
+        )
 
     async def _lift(self, names: list[ChunkKey]) -> None:
-        for result in await self._context.stack.batched_get(names, self._context.timeout_s, prefix_only=True):
+        for result in await self._context.stack.batched_get(
+            names, self._context.timeout_s, prefix_only=True
+        ):
             if isinstance(result, Chunk):
                 result.release()
 
     def _reserve(self, request: m.Reserve) -> m.ReserveOk:
         is_open = not self._is_draining and self._may_store
-        reservations = self._reservations.add(request.sizes) if is_open else (None,) * len(request.sizes)
+        reservations = (
+            self._reservations.add(request.sizes) if is_open else (None,) * len(request.sizes)
+        )
         self._context.counters.add(metrics.REFUSED_CHUNKS_TOTAL, reservations.count(None))
         return m.ReserveOk(reservations)
 
@@ -194,7 +234,9 @@ class Session:
             chunks.append(chunk)
             places.append(i)
         try:
-            for i, chunk, is_kept in zip(places, chunks, await self._context.stack.batched_put(chunks), strict=True):
+            for i, chunk, is_kept in zip(
+                places, chunks, await self._context.stack.batched_put(chunks), strict=True
+            ):
                 stored[i] = is_kept
                 self._context.counters.add(metrics.STORED_CHUNKS_TOTAL, is_kept)
                 self._context.counters.add(metrics.STORED_BYTES_TOTAL, chunk.num_bytes * is_kept)
@@ -211,9 +253,15 @@ class Session:
             logger.warning("a client committed a damaged record head: %s", exc.reason)
             return None
         if payload_bytes != memory.get_size():
-            logger.warning("a client committed %d bytes into a reservation of %d", payload_bytes, memory.get_size())
+            logger.warning(
+                "a client committed %d bytes into a reservation of %d",
+                payload_bytes,
+                memory.get_size(),
+            )
             return None
-        return Chunk(ChunkKey(self._context.tenant, header.engine_key()), header, head, memory, HOT_TIER)
+        return Chunk(
+            ChunkKey(self._context.tenant, header.engine_key()), header, head, memory, HOT_TIER
+        )
 
     def _abort(self, request: m.Abort) -> m.AbortOk:
         for handle in request.reservations:
@@ -227,7 +275,9 @@ class Session:
         names = self._names(request.keys)
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
         timeout_s = request.deadline_ms / 1000
-        got = await self._context.stack.batched_get(names, timeout_s, prefix_only=True, recompute_s=recompute_s)
+        got = await self._context.stack.batched_get(
+            names, timeout_s, prefix_only=True, recompute_s=recompute_s
+        )
         results = self._pins.fitting(fit_for_one_answer(got))
         counters = self._context.counters
         counters.add(metrics.REQUESTED_CHUNKS_TOTAL, len(names))
@@ -246,14 +296,20 @@ class Session:
         return m.ReleaseOk()
 
     async def _reject(self, request: m.Reject) -> m.RejectOk:
-        self._context.counters.add(metrics.CORRUPT_CHUNKS_TOTAL, await self._pins.reject(request.pins))
+        self._context.counters.add(
+            metrics.CORRUPT_CHUNKS_TOTAL, await self._pins.reject(request.pins)
+        )
         return m.RejectOk()
 
     async def _stage(self, request: m.Stage) -> m.StageOk:
         check_chains(request.chains)
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
         staged = await self._staging.stage_in_turns(
-            request.ticket, request.chains, request.deadline_ms / 1000, request.is_prefix, recompute_s
+            request.ticket,
+            request.chains,
+            request.deadline_ms / 1000,
+            request.is_prefix,
+            recompute_s,
         )
         return m.StageOk(staged.is_ready, staged.tiers)
 

@@ -45,7 +45,9 @@ class Lifetime:
     renew_before: datetime.timedelta
 
 
-def why_renew(material: Material | None, names: Sequence[str], lifetime: Lifetime, now: datetime.datetime) -> str | None:
+def why_renew(
+    material: Material | None, names: Sequence[str], lifetime: Lifetime, now: datetime.datetime
+) -> str | None:
     """Why a new certificate is needed; None where the old one will do.
 
     Args:
@@ -65,7 +67,9 @@ def why_renew(material: Material | None, names: Sequence[str], lifetime: Lifetim
         return f"the old one cannot be used ({type(exc).__name__})"
     if key.public_key() != certificate.public_key():
         return "the old one has another key"
-    alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(x509.DNSName)
+    alternatives = certificate.extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    ).value.get_values_for_type(x509.DNSName)
     if not set(names) <= set(alternatives):
         return f"the old one is for {', '.join(alternatives)}"
     if certificate.not_valid_after_utc - now < lifetime.renew_before:
@@ -73,8 +77,11 @@ def why_renew(material: Material | None, names: Sequence[str], lifetime: Lifetim
     return None
 
 
-def renew(material: Material | None, names: Sequence[str], lifetime: Lifetime, now: datetime.datetime) -> Material:
-    """A new certificate, from the same authority if that is good for longer, so that nobody has to be told.
+def renew(
+    material: Material | None, names: Sequence[str], lifetime: Lifetime, now: datetime.datetime
+) -> Material:
+    """A new certificate, from the same authority if that is good for longer, so that nobody has to
+    be told.
 
     Args:
         material: What there is.
@@ -93,12 +100,19 @@ def renew(material: Material | None, names: Sequence[str], lifetime: Lifetime, n
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _sign(key, authority, authority_key, names, lifetime, now)
     return Material(
-        b"".join(one.public_bytes(serialization.Encoding.PEM) for one in authorities), _pem(authority_key), _chain(certificate), _pem(key)
+        b"".join(one.public_bytes(serialization.Encoding.PEM) for one in authorities),
+        _pem(authority_key),
+        _chain(certificate),
+        _pem(key),
     )
 
 
-def _signing(material: Material | None, until: datetime.datetime) -> tuple[ec.EllipticCurvePrivateKey, list[x509.Certificate]] | None:
-    """Key and certificates of the authority that there is, if it may sign something that is good until then."""
+def _signing(
+    material: Material | None, until: datetime.datetime
+) -> tuple[ec.EllipticCurvePrivateKey, list[x509.Certificate]] | None:
+    """Key and certificates of the authority that there is, if it may sign something that is good
+    until then.
+    """
     if material is None:
         return None
     try:
@@ -106,7 +120,10 @@ def _signing(material: Material | None, until: datetime.datetime) -> tuple[ec.El
         authorities = x509.load_pem_x509_certificates(material.authorities)
     except (ValueError, TypeError):
         return None
-    is_its_key = isinstance(key, ec.EllipticCurvePrivateKey) and key.public_key() == authorities[0].public_key()
+    is_its_key = (
+        isinstance(key, ec.EllipticCurvePrivateKey)
+        and key.public_key() == authorities[0].public_key()
+    )
     if not is_its_key or authorities[0].not_valid_after_utc < until:
         return None
     assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -154,11 +171,16 @@ def _sign(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - CLOCK_SKEW)
         .not_valid_after(now + lifetime.valid)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False
+        )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
+            critical=False,
+        )
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(authority_key, hashes.SHA256())
     )
@@ -183,4 +205,6 @@ def _chain(certificate: x509.Certificate) -> bytes:
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

@@ -1,4 +1,6 @@
-"""Where the certificate is kept, and who is told whom to trust: a Secret, and the webhook's configuration in the API server."""
+"""Where the certificate is kept, and who is told whom to trust: a Secret, and the webhook's
+configuration in the API server.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from lmcache_webhook.certificate.authority import Material
 
 CALL_TIMEOUT_S: Final = 10
 AUTHORITIES, AUTHORITY_KEY, CERTIFICATE, KEY = "ca.crt", "ca.key", "tls.crt", "tls.key"
-LABELS: Final = {"app.kubernetes.io/managed-by": "lmcache-webhook", "app.kubernetes.io/part-of": "lmcache"}
+LABELS: Final = {
+    "app.kubernetes.io/managed-by": "lmcache-webhook",
+    "app.kubernetes.io/part-of": "lmcache",
+}
 _NOT_FOUND: Final = 404
 _CONFLICT: Final = 409
 
@@ -32,10 +37,14 @@ class Vault(Protocol):
         """What there is, and its version."""
 
     def write(self, material: Material, version: str) -> None:
-        """Keep another one in the place of that version, of none where it is empty. Raises LostRaceError."""
+        """Keep another one in the place of that version, of none where it is empty. Raises
+        LostRaceError.
+        """
 
     def trust(self, authorities: bytes) -> int | None:
-        """Tell the API server whom to trust; how many webhooks were told, None where there is no configuration yet."""
+        """Tell the API server whom to trust; how many webhooks were told, None where there is no
+        configuration yet.
+        """
 
 
 class ClusterVault:
@@ -51,7 +60,9 @@ class ClusterVault:
         ConfigError: No address was given, and this is no pod of a cluster.
     """
 
-    def __init__(self, namespace: str, secret: str, configuration: str, api_url: str | None = None) -> None:
+    def __init__(
+        self, namespace: str, secret: str, configuration: str, api_url: str | None = None
+    ) -> None:
         options = client.Configuration()
         if api_url is None:
             try:
@@ -79,7 +90,12 @@ class ClusterVault:
             return None, ""
         data = found.data or {}
         try:
-            material = Material(*(base64.b64decode(data[name]) for name in (AUTHORITIES, AUTHORITY_KEY, CERTIFICATE, KEY)))
+            material = Material(
+                *(
+                    base64.b64decode(data[name])
+                    for name in (AUTHORITIES, AUTHORITY_KEY, CERTIFICATE, KEY)
+                )
+            )
         except (KeyError, binascii.Error):
             return None, found.metadata.resource_version
         return material, found.metadata.resource_version
@@ -106,7 +122,9 @@ class ClusterVault:
         }
         if version:
             body["metadata"]["resourceVersion"] = version  # type: ignore[index]
-            written = _call(self._core.replace_namespaced_secret, self._secret, self._namespace, body)
+            written = _call(
+                self._core.replace_namespaced_secret, self._secret, self._namespace, body
+            )
         else:
             written = _call(self._core.create_namespaced_secret, self._namespace, body)
         if written is None:
@@ -126,11 +144,20 @@ class ClusterVault:
         for index, webhook in enumerate(found.webhooks or []):
             if webhook.client_config.ca_bundle == bundle:
                 continue
-            # The name is tested: between reading and writing somebody may have added or removed one.
-            operations.append({"op": "test", "path": f"/webhooks/{index}/name", "value": webhook.name})
-            operations.append({"op": "add", "path": f"/webhooks/{index}/clientConfig/caBundle", "value": bundle})
+            # The name is tested: between reading and writing somebody may have added or removed
+            # one.
+            operations.append(
+                {"op": "test", "path": f"/webhooks/{index}/name", "value": webhook.name}
+            )
+            operations.append(
+                {"op": "add", "path": f"/webhooks/{index}/clientConfig/caBundle", "value": bundle}
+            )
         if operations:
-            _call(self._admission.patch_mutating_webhook_configuration, self._configuration, operations)
+            _call(
+                self._admission.patch_mutating_webhook_configuration,
+                self._configuration,
+                operations,
+            )
         return len(operations) // 2
 
 
@@ -143,6 +170,8 @@ def _call(method: Callable[..., Any], *arguments: Any) -> Any:
             return None
         if exc.status == _CONFLICT:
             raise LostRaceError("the Secret has changed in the meantime") from exc
-        raise UnavailableError(f"the API server answers {exc.status} {exc.reason} to {method.__name__}") from exc
+        raise UnavailableError(
+            f"the API server answers {exc.status} {exc.reason} to {method.__name__}"
+        ) from exc
     except HTTPError as exc:
         raise UnavailableError(f"the API server cannot be reached: {type(exc).__name__}") from exc

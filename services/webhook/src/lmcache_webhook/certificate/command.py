@@ -1,7 +1,9 @@
-"""`lmcache-webhook certificate`: makes the certificate to serve with where there is none that will do, and tells whom to trust.
+"""`lmcache-webhook certificate`: makes the certificate to serve with where there is none that will
+do, and tells whom to trust.
 
-To be run again at any time: it changes nothing that is good. As a Job before and after an installation or upgrade (before, so that pods
-find their certificate; after, since only then there is a configuration to tell), and now and then as a CronJob, which renews.
+To be run again at any time: it changes nothing that is good. As a Job before and after an
+installation or upgrade (before, so that pods find their certificate; after, since only then there
+is a configuration to tell), and now and then as a CronJob, which renews.
 """
 
 from __future__ import annotations
@@ -29,13 +31,21 @@ def main(argv: Sequence[str]) -> int:
     """Run the command.
 
     Returns:
-        0 when a good certificate is there; 1 when the cluster did not let us, or cannot be reached; 2 for bad arguments.
+        0 when a good certificate is there; 1 when the cluster did not let us, or cannot be reached;
+        2 for bad arguments.
     """
     options = _parse(argv)
-    names = [f"{options.service}.{options.namespace}.svc", f"{options.service}.{options.namespace}.svc.cluster.local"]
-    lifetime = Lifetime(datetime.timedelta(days=options.valid_days), datetime.timedelta(days=options.renew_days))
+    names = [
+        f"{options.service}.{options.namespace}.svc",
+        f"{options.service}.{options.namespace}.svc.cluster.local",
+    ]
+    lifetime = Lifetime(
+        datetime.timedelta(days=options.valid_days), datetime.timedelta(days=options.renew_days)
+    )
     try:
-        vault = ClusterVault(options.namespace, options.secret, options.configuration, options.api_url)
+        vault = ClusterVault(
+            options.namespace, options.secret, options.configuration, options.api_url
+        )
         ensure_certificate(vault, names, lifetime, _tell)
     except ConfigError as exc:
         _tell(str(exc))
@@ -47,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ensure_certificate(vault: Vault, names: Sequence[str], lifetime: Lifetime, tell: Tell) -> None:
-    """See to it that a vault has a certificate that is good for some time, and that the API server trusts it.
+    """See to it that a vault has a certificate that is good for some time, and that the API server
+    trusts it.
 
     Args:
         vault: Where it is kept.
@@ -83,17 +94,35 @@ def ensure_certificate(vault: Vault, names: Sequence[str], lifetime: Lifetime, t
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="lmcache-webhook certificate", allow_abbrev=False, description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="lmcache-webhook certificate", allow_abbrev=False, description=__doc__
+    )
     parser.add_argument("--namespace", required=True, help="of Secret and Service")
     parser.add_argument("--secret", required=True, help="Secret that the certificate is kept in")
-    parser.add_argument("--service", required=True, help="Service of the webhook, which the certificate is for")
-    parser.add_argument("--configuration", required=True, help="MutatingWebhookConfiguration that is told whom to trust")
-    parser.add_argument("--valid-days", type=int, default=90, help="how long a certificate is good (default: 90)")
-    parser.add_argument("--renew-days", type=int, default=30, help="how long before its end it is replaced (default: 30)")
+    parser.add_argument(
+        "--service", required=True, help="Service of the webhook, which the certificate is for"
+    )
+    parser.add_argument(
+        "--configuration",
+        required=True,
+        help="MutatingWebhookConfiguration that is told whom to trust",
+    )
+    parser.add_argument(
+        "--valid-days", type=int, default=90, help="how long a certificate is good (default: 90)"
+    )
+    parser.add_argument(
+        "--renew-days",
+        type=int,
+        default=30,
+        help="how long before its end it is replaced (default: 30)",
+    )
     parser.add_argument("--api-url", help="API server, instead of the one of this pod's cluster")
     options = parser.parse_args(argv)
     if not 1 <= options.renew_days < options.valid_days <= MAX_DAYS:
-        parser.error(f"--renew-days {options.renew_days} and --valid-days {options.valid_days}: 1 <= renew < valid <= {MAX_DAYS}")
+        parser.error(
+            f"--renew-days {options.renew_days} and --valid-days {options.valid_days}: 1 <= renew <"
+            f" valid <= {MAX_DAYS}"
+        )
     return options
 
 

@@ -23,7 +23,12 @@ _TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|bac
 
 def runs_vllm(container: Container) -> bool:
     """Return whether a container looks as if it ran vLLM: by its command line or image."""
-    return names_our_connector(container) or _starts_server(_line(container)) or _has_script(container) or _image_is_vllm(container)
+    return (
+        names_our_connector(container)
+        or _starts_server(_line(container))
+        or _has_script(container)
+        or _image_is_vllm(container)
+    )
 
 
 def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -46,8 +51,9 @@ def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str
     if not _starts_server(_line(container)):
         if _has_script(container):
             raise DeclinedError(
-                f"the container {container.name} starts vLLM in a shell script, which is never edited: "
-                "write `command: [vllm, serve, MODEL, …]`, or put the option of docs/injection.md into the script"
+                f"the container {container.name} starts vLLM in a shell script, which is never"
+                " edited: write `command: [vllm, serve, MODEL, …]`, or put the option of"
+                " docs/injection.md into the script"
             )
         if container.command:
             return ()
@@ -55,7 +61,9 @@ def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str
 
 
 def names_our_connector(container: Container) -> bool:
-    """Return whether the command line, or a variable that may become a part of it, names our connector."""
+    """Return whether the command line, or a variable that may become a part of it, names our
+    connector.
+    """
     return any(CONNECTOR_MODULE in text for text in _texts(container))
 
 
@@ -64,8 +72,8 @@ def _refuse_other_connector(container: Container) -> None:
         found = _TAKEN.search(text)
         if found is not None:
             raise DeclinedError(
-                f"the container {container.name} is given {found.group()} already, and one vLLM has one connector: "
-                "remove that to have it set here"
+                f"the container {container.name} is given {found.group()} already, and one vLLM has"
+                " one connector: remove that to have it set here"
             )
 
 
@@ -88,11 +96,15 @@ def _starts_server(line: Sequence[str]) -> bool:
 
 
 def _has_script(container: Container) -> bool:
-    """Return whether one word of the command line is a script that starts the server, for whatever shell."""
+    """Return whether one word of the command line is a script that starts the server, for
+    whatever shell.
+    """
     for word in _line(container):
         words = word.replace("\\\n", " ").split()
         text = " ".join(words)
-        if len(words) > 1 and ("vllm serve" in text or any(f"-m {module}" in text for module in MODULES)):
+        if len(words) > 1 and (
+            "vllm serve" in text or any(f"-m {module}" in text for module in MODULES)
+        ):
             return True
     return False
 

@@ -12,7 +12,9 @@ KEPT_PYTHONPATH: Final = "INJECTED_PYTHONPATH"
 """Where a PYTHONPATH goes that comes from a ConfigMap or the like: Kubernetes puts it into ours."""
 
 
-def add_python_path(patch: Patch, at: tuple[Step, ...], container: Container, directory: str) -> None:
+def add_python_path(
+    patch: Patch, at: tuple[Step, ...], container: Container, directory: str
+) -> None:
     """Put a directory behind those of a container's PYTHONPATH.
 
     Args:
@@ -29,8 +31,16 @@ def add_python_path(patch: Patch, at: tuple[Step, ...], container: Container, di
     place = places[-1]  # of several the last one counts
     variable = variables[place]
     if variable.valueFrom is not None:
-        patch.insert((*at, "env"), place, {"name": KEPT_PYTHONPATH, "valueFrom": variable.valueFrom})
-        patch.replace((*at, "env", place + 1), {"name": PYTHONPATH, "value": f"$({KEPT_PYTHONPATH}):{directory}"})
+        patch.insert(
+            (*at, "env"), place, {"name": KEPT_PYTHONPATH, "valueFrom": variable.valueFrom}
+        )
+        patch.replace(
+            (*at, "env", place + 1),
+            {"name": PYTHONPATH, "value": f"$({KEPT_PYTHONPATH}):{directory}"},
+        )
         return
     value = variable.value or ""
-    patch.replace((*at, "env", place), {"name": PYTHONPATH, "value": f"{value}:{directory}" if value else directory})
+    patch.replace(
+        (*at, "env", place),
+        {"name": PYTHONPATH, "value": f"{value}:{directory}" if value else directory},
+    )

@@ -38,8 +38,9 @@ class Outcome:
     """What becomes of a pod.
 
     Attributes:
-        verdict: `injected`; `declined` (it asked, and stays as it is but for the annotation that says why); `unchanged` (it did not ask,
-            or has it all already); `unreadable` (it is no pod that we can read).
+        verdict: `injected`; `declined` (it asked, and stays as it is but for the annotation that
+            says why); `unchanged` (it did not ask, or has it all already); `unreadable` (it is no
+            pod that we can read).
         operations: JSON patch.
         reason: For people; empty where nothing was to do.
     """
@@ -60,8 +61,16 @@ def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace
     try:
         pod = Pod.model_validate(document)
     except ValidationError as exc:
-        return Outcome("unreadable", reason=f"this is no pod that the webhook can read: {exc.error_count()} of its members are not")
-    if not is_asked_for(pod.metadata) or any(one.name == SIDECAR for one in pod.spec.all_containers):
+        return Outcome(
+            "unreadable",
+            reason=(
+                f"this is no pod that the webhook can read: {exc.error_count()} of its members"
+                " are not"
+            ),
+        )
+    if not is_asked_for(pod.metadata) or any(
+        one.name == SIDECAR for one in pod.spec.all_containers
+    ):
         return Outcome("unchanged")
     patch = Patch(document)
     try:
@@ -89,7 +98,8 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
         patch.put(("metadata", "labels", SIDECARS), plan.service)
     for volume in volumes_of(plan):
         patch.append(("spec", "volumes"), volume)
-    # Behind the others: a mesh's proxy, which is there for the network, starts before ours and ends after it.
+    # Behind the others: a mesh's proxy, which is there for the network, starts before ours and ends
+    # after it.
     for container in (payload_container(plan), sidecar_container(plan)):
         patch.append(("spec", "initContainers"), container)
     at = ("spec", "containers", index)
@@ -102,7 +112,10 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
 
 
 def _report(engine: Container, plan: PodPlan, *, has_arguments: bool) -> str:
-    text = f"injected: the container {engine.name} shares {plan.arena_gb:g} GiB of memory with its sidecar, tenant {plan.tenant.name}"
+    text = (
+        f"injected: the container {engine.name} shares {plan.arena_gb:g} GiB of memory with its"
+        f" sidecar, tenant {plan.tenant.name}"
+    )
     if names_our_connector(engine):
         text += "; its command line is as it was, since it names the connector already"
     elif not has_arguments:
@@ -119,10 +132,14 @@ def _check_pod(spec: PodSpec) -> None:
     if spec.os is not None and spec.os.name != "linux":
         raise DeclinedError(f"the pod is for {spec.os.name}: the sidecar runs on Linux")
     if spec.hostNetwork:
-        raise DeclinedError("the pod uses its node's network, where two pods' sidecars would want the same ports: leave hostNetwork out")
+        raise DeclinedError(
+            "the pod uses its node's network, where two pods' sidecars would want the same ports:"
+            " leave hostNetwork out"
+        )
     if spec.resources and (spec.resources.get("limits") or spec.resources.get("requests")):
         raise DeclinedError(
-            "the pod has resources of its own (spec.resources), into which the sidecar's would have to fit: give them to the containers"
+            "the pod has resources of its own (spec.resources), into which the sidecar's would have"
+            " to fit: give them to the containers"
         )
 
 
@@ -143,7 +160,10 @@ def _check_names(spec: PodSpec, engine: Container, plan: PodPlan) -> None:
     for kind, wanted, there in ours:
         for name in wanted:
             if name in there:
-                raise DeclinedError(f"the pod has a {kind} {name} already, which the sidecar needs for itself: give it another one")
+                raise DeclinedError(
+                    f"the pod has a {kind} {name} already, which the sidecar needs for itself: give"
+                    " it another one"
+                )
     for mount in engine.volumeMounts or []:
         for place in (one["mountPath"] for one in engine_mounts()):
             _check_mount(mount, place)
@@ -152,11 +172,19 @@ def _check_names(spec: PodSpec, engine: Container, plan: PodPlan) -> None:
 def _check_mount(mount: VolumeMount, place: str) -> None:
     path = posixpath.normpath(f"/{mount.mountPath.strip('/')}")
     if _is_within(path, place):
-        raise DeclinedError(f"the pod has a mount {mount.mountPath} already, which the sidecar needs for itself: give it another one")
+        raise DeclinedError(
+            f"the pod has a mount {mount.mountPath} already, which the sidecar needs for itself:"
+            " give it another one"
+        )
     if mount.readOnly and _is_within(place, path):
-        raise DeclinedError(f"the pod has a read-only mount {mount.mountPath}, below which {place} cannot be made: give it another one")
+        raise DeclinedError(
+            f"the pod has a read-only mount {mount.mountPath}, below which {place} cannot be made:"
+            " give it another one"
+        )
 
 
 def _is_within(path: str, directory: str) -> bool:
-    """Like PurePath.is_relative_to, which since Python 3.12 takes time quadratic in the parts of a path."""
+    """Like PurePath.is_relative_to, which since Python 3.12 takes time quadratic in the parts of
+    a path.
+    """
     return path == directory or path.startswith(f"{directory.rstrip('/')}/")

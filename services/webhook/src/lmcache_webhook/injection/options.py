@@ -15,7 +15,9 @@ ANY_NAMESPACE = "*"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant in some namespaces; the Secrets are those of the pod's namespace. See `settings.TenantEntry`."""
+    """A tenant in some namespaces; the Secrets are those of the pod's namespace. See
+    `settings.TenantEntry`.
+    """
 
     name: str
     namespaces: frozenset[str]
@@ -76,7 +78,8 @@ class PodPlan:
         disk_gb: Disk, GiB; 0 for none.
         run_as_user: Whom the sidecar runs as; None: as the cluster decides.
         run_as_group: The same for the group.
-        is_guaranteed: Whether the pod's containers have limits that equal their requests; ours then have too.
+        is_guaranteed: Whether the pod's containers have limits that equal their requests; ours then
+            have too.
         instance_id: Text of the sidecar's instance id.
         service: By which the broker finds the pod; None where it does not.
     """
@@ -96,7 +99,9 @@ MAX_INSTANCE_ID_CHARS = 128
 MAX_GENERATED_CHARS = 10
 
 
-def plan_pod(options: InjectionOptions, pod: Pod, namespace: str, wishes: Wishes, engine: int) -> PodPlan:
+def plan_pod(
+    options: InjectionOptions, pod: Pod, namespace: str, wishes: Wishes, engine: int
+) -> PodPlan:
     """Decide what a pod gets.
 
     Args:
@@ -112,7 +117,11 @@ def plan_pod(options: InjectionOptions, pod: Pod, namespace: str, wishes: Wishes
     user, group = _user_of(options, pod, wishes, engine)
     here = _tenants_of(options, namespace)
     tenant = _tenant_of(here, namespace, wishes.tenant)
-    service = options.kubernetes_service if namespace == options.kubernetes_namespace and tenant is here[0] else None
+    service = (
+        options.kubernetes_service
+        if namespace == options.kubernetes_namespace and tenant is here[0]
+        else None
+    )
     return PodPlan(
         options=options,
         tenant=tenant,
@@ -120,7 +129,10 @@ def plan_pod(options: InjectionOptions, pod: Pod, namespace: str, wishes: Wishes
         disk_gb=_size(wishes.disk_gb, options.disk_gb, options.max_disk_gb, DISK_GB),
         run_as_user=user,
         run_as_group=group,
-        is_guaranteed=all(one.resources is not None and one.resources.is_guaranteed for one in pod.spec.all_containers),
+        is_guaranteed=all(
+            one.resources is not None and one.resources.is_guaranteed
+            for one in pod.spec.all_containers
+        ),
         instance_id=_instance_id(pod, namespace, is_followed=service is not None),
         service=service,
     )
@@ -128,14 +140,19 @@ def plan_pod(options: InjectionOptions, pod: Pod, namespace: str, wishes: Wishes
 
 def _size(wished: float | None, default: float, most: float, name: str) -> float:
     if wished is not None and wished > most:
-        raise DeclinedError(f"{name}={wished:g} is above the {most:g} that the webhook gives a pod: ask for less")
+        raise DeclinedError(
+            f"{name}={wished:g} is above the {most:g} that the webhook gives a pod: ask for less"
+        )
     return default if wished is None else wished
 
 
 def _tenants_of(options: InjectionOptions, namespace: str) -> list[Tenant]:
     here = [tenant for tenant in options.tenants if tenant.namespaces & {namespace, ANY_NAMESPACE}]
     if not here:
-        raise DeclinedError(f"the webhook knows no tenant for the namespace {namespace}: add it to one of `tenants` in its settings")
+        raise DeclinedError(
+            f"the webhook knows no tenant for the namespace {namespace}: add it to one of `tenants`"
+            " in its settings"
+        )
     return here
 
 
@@ -143,11 +160,18 @@ def _tenant_of(here: Sequence[Tenant], namespace: str, wished: str | None) -> Te
     for tenant in here:
         if wished in (None, tenant.name):
             return tenant
-    raise DeclinedError(f"{TENANT}={wished!r} is no tenant of the namespace {namespace}: its tenants are {', '.join(t.name for t in here)}")
+    raise DeclinedError(
+        f"{TENANT}={wished!r} is no tenant of the namespace {namespace}: its tenants are"
+        f" {', '.join(t.name for t in here)}"
+    )
 
 
-def _user_of(options: InjectionOptions, pod: Pod, wishes: Wishes, engine: int) -> tuple[int | None, int | None]:
-    """Sidecar and vLLM share files, so they are one user where it is known whom vLLM runs as. Root may open everything anyway."""
+def _user_of(
+    options: InjectionOptions, pod: Pod, wishes: Wishes, engine: int
+) -> tuple[int | None, int | None]:
+    """Sidecar and vLLM share files, so they are one user where it is known whom vLLM runs as.
+    Root may open everything anyway.
+    """
     container = pod.spec.containers[engine].securityContext
     whole = pod.spec.securityContext
     users = [wishes.run_as_user, container and container.runAsUser, whole and whole.runAsUser]
@@ -158,8 +182,14 @@ def _user_of(options: InjectionOptions, pod: Pod, wishes: Wishes, engine: int) -
 
 
 def _instance_id(pod: Pod, namespace: str, *, is_followed: bool) -> str:
-    """Endpoints have the names of pods, of one namespace; else two may have one. What would be too long is the pod's uid instead."""
+    """Endpoints have the names of pods, of one namespace; else two may have one. What would be
+    too long is the pod's uid instead.
+    """
     name = pod.metadata.name or f"{pod.metadata.generateName or ''}{'x' * MAX_GENERATED_CHARS}"
     if is_followed:
         return "$(POD_NAME)" if len(name) <= MAX_INSTANCE_ID_CHARS else "$(POD_UID)"
-    return "$(POD_NAMESPACE).$(POD_NAME)" if len(namespace) + 1 + len(name) <= MAX_INSTANCE_ID_CHARS else "$(POD_UID)"
+    return (
+        "$(POD_NAMESPACE).$(POD_NAME)"
+        if len(namespace) + 1 + len(name) <= MAX_INSTANCE_ID_CHARS
+        else "$(POD_UID)"
+    )

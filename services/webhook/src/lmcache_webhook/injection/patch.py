@@ -28,7 +28,9 @@ class Patch:
         self.operations: list[Operation] = []
 
     def put(self, path: tuple[Step, ...], value: Any) -> None:
-        """Set a member of an object, which may be there already; objects above it that are missing or null are made."""
+        """Set a member of an object, which may be there already; objects above it that are
+        missing or null are made.
+        """
         *above, last = path
         for length in range(1, len(path)):
             if self._at(path[:length]) is None:
@@ -75,7 +77,9 @@ class Patch:
         return found
 
     def _own(self, path: tuple[Step, ...]) -> Any:
-        """Return what is at a path, after copies of all containers on the way have taken their place."""
+        """Return what is at a path, after copies of all containers on the way have taken their
+        place.
+        """
         found: Any = self._after
         for step in path:
             found[step] = copy.copy(found[step])

@@ -1,4 +1,6 @@
-"""The part of a pod that decides what is injected. Everything else of it is neither read nor changed."""
+"""The part of a pod that decides what is injected. Everything else of it is neither read nor
+changed.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ class Resources(_Part):
     def is_guaranteed(self) -> bool:
         """Whether a pod of such containers alone has the quality of service `Guaranteed`."""
         limits, requests = self.limits or {}, self.requests or {}
-        return all(name in limits and is_same(requests.get(name, limits[name]), limits[name]) for name in ("cpu", "memory"))
+        return all(
+            name in limits and is_same(requests.get(name, limits[name]), limits[name])
+            for name in ("cpu", "memory")
+        )
 
 
 class Container(_Part):

@@ -29,7 +29,11 @@ LM_PORT: Final = 65433
 PORTS: Final = (REST_PORT, HEALTH_PORT, LM_PORT)
 
 ARENA_WAIT_S: Final = 600
-_EMPTY_ACCOUNT_MOUNT: Final = {"name": "lmcache-no-token", "mountPath": SERVICE_ACCOUNT_PATH, "readOnly": True}
+_EMPTY_ACCOUNT_MOUNT: Final = {
+    "name": "lmcache-no-token",
+    "mountPath": SERVICE_ACCOUNT_PATH,
+    "readOnly": True,
+}
 
 
 def payload_container(plan: PodPlan) -> dict[str, Any]:
@@ -54,23 +58,33 @@ def _payload_resources(plan: PodPlan) -> dict[str, Any]:
 
 
 def sidecar_container(plan: PodPlan) -> dict[str, Any]:
-    """The cache sidecar: an init container that stays. The template of the webhook's settings is laid over it."""
+    """The cache sidecar: an init container that stays. The template of the webhook's settings is
+    laid over it.
+    """
     memory = f"{math.ceil(plan.arena_gb * 1024) + plan.options.memory_overhead_mb}Mi"
     container: dict[str, Any] = {
         "name": SIDECAR,
         "restartPolicy": "Always",
         "image": plan.options.sidecar_image,
         "imagePullPolicy": plan.options.image_pull_policy,
-        "ports": [{"name": "lmcache-lm", "containerPort": LM_PORT}, {"name": "lmcache-health", "containerPort": HEALTH_PORT}],
+        "ports": [
+            {"name": "lmcache-lm", "containerPort": LM_PORT},
+            {"name": "lmcache-health", "containerPort": HEALTH_PORT},
+        ],
         "env": _variables(plan),
         "resources": {
             "requests": {"cpu": plan.options.sidecar_cpu, "memory": memory},
             "limits": {"memory": memory},
         },
         "securityContext": _security_context(plan),
-        # vLLM starts once the arena is in place. No readiness probe: a sidecar that has lost the storage takes no vLLM out of service.
-        # When the pod is to end, at once: the drain begins while vLLM still answers what it has. SIGTERM comes when vLLM has ended.
-        "lifecycle": {"preStop": {"exec": {"command": ["python", "-m", "lmcache_sidecar.begin_drain", SOCKET_PATH]}}},
+        # vLLM starts once the arena is in place. No readiness probe: a sidecar that has lost the
+        # storage takes no vLLM out of service. When the pod is to end, at once: the drain begins
+        # while vLLM still answers what it has. SIGTERM comes when vLLM has ended.
+        "lifecycle": {
+            "preStop": {
+                "exec": {"command": ["python", "-m", "lmcache_sidecar.begin_drain", SOCKET_PATH]}
+            }
+        },
         "startupProbe": _probe(period_s=2, num_failures=150),
         "livenessProbe": _probe(period_s=10, num_failures=6),
         "volumeMounts": _mounts(plan),
@@ -92,7 +106,9 @@ def engine_mounts() -> list[dict[str, Any]]:
 
 
 def transfer_config() -> dict[str, Any]:
-    """The value of vLLM's `--kv-transfer-config`; plain words only. Loads that fail are computed: vLLM's default ends the request."""
+    """The value of vLLM's `--kv-transfer-config`; plain words only. Loads that fail are
+    computed: vLLM's default ends the request.
+    """
     return {
         "kv_connector": "LMCacheConnector",
         "kv_connector_module_path": "lmcache_core.integrations.vllm",
@@ -126,13 +142,28 @@ def _variables(plan: PodPlan) -> list[dict[str, Any]]:
         "LMCACHE_SIDECAR_NODE": "spec.nodeName",
         "LMCACHE_SIDECAR_ZONE": "metadata.labels['topology.kubernetes.io/zone']",
     }
-    found: list[dict[str, Any]] = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
-    values = {"arena_wait_s": str(ARENA_WAIT_S), **plan.options.sidecar_options, **_own_options(plan)}
-    return [*found, *({"name": f"LMCACHE_SIDECAR_{name.upper()}", "value": value} for name, value in values.items())]
+    found: list[dict[str, Any]] = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in fields.items()
+    ]
+    values = {
+        "arena_wait_s": str(ARENA_WAIT_S),
+        **plan.options.sidecar_options,
+        **_own_options(plan),
+    }
+    return [
+        *found,
+        *(
+            {"name": f"LMCACHE_SIDECAR_{name.upper()}", "value": value}
+            for name, value in values.items()
+        ),
+    ]
 
 
 def _own_options(plan: PodPlan) -> dict[str, str]:
-    """Listening on the pod's own address, other pods reach lm:// and kubelets reach probes, in either family of addresses."""
+    """Listening on the pod's own address, other pods reach lm:// and kubelets reach probes, in
+    either family of addresses.
+    """
     tenant = plan.tenant
     is_encrypted = tenant.tls_secret is not None
     options = {
@@ -157,9 +188,16 @@ def _own_options(plan: PodPlan) -> dict[str, str]:
         options["service_token_file"] = f"{CREDENTIALS_PATH}/sidecar-token"
         options["allow_plaintext"] = str(not is_encrypted).lower()
     if tenant.keys_secret is not None:
-        options |= {"ticket_keys_file": f"{CREDENTIALS_PATH}/ticket-keys", "salt_file": f"{CREDENTIALS_PATH}/salt"}
+        options |= {
+            "ticket_keys_file": f"{CREDENTIALS_PATH}/ticket-keys",
+            "salt_file": f"{CREDENTIALS_PATH}/salt",
+        }
     if is_encrypted:
-        options |= {"tls_cert_file": f"{TLS_PATH}/tls.crt", "tls_key_file": f"{TLS_PATH}/tls.key", "tls_ca_file": f"{TLS_PATH}/ca.crt"}
+        options |= {
+            "tls_cert_file": f"{TLS_PATH}/tls.crt",
+            "tls_key_file": f"{TLS_PATH}/tls.key",
+            "tls_ca_file": f"{TLS_PATH}/ca.crt",
+        }
     return options
 
 
@@ -167,11 +205,16 @@ def _mounts(plan: PodPlan) -> list[dict[str, Any]]:
     mounts: list[dict[str, Any]] = [
         {"name": "lmcache-arena", "mountPath": ARENA_PATH},
         {"name": "lmcache-socket", "mountPath": SOCKET_DIRECTORY},
-        {"name": "lmcache-tmp", "mountPath": "/tmp"},  # noqa: S108 (a volume of the container's own)
+        {
+            "name": "lmcache-tmp",
+            "mountPath": "/tmp",  # noqa: S108
+        },
         dict(_EMPTY_ACCOUNT_MOUNT),
     ]
     if plan.tenant.credentials_secret or plan.tenant.keys_secret:
-        mounts.append({"name": "lmcache-credentials", "mountPath": CREDENTIALS_PATH, "readOnly": True})
+        mounts.append(
+            {"name": "lmcache-credentials", "mountPath": CREDENTIALS_PATH, "readOnly": True}
+        )
     if plan.tenant.tls_secret:
         mounts.append({"name": "lmcache-tls", "mountPath": TLS_PATH, "readOnly": True})
     if plan.disk_gb:

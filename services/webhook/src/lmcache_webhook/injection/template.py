@@ -53,7 +53,9 @@ def read_template(path: Path | None) -> dict[str, Any]:
     try:
         found = load_yaml(data)
     except DuplicateNameError as exc:
-        raise ConfigError(f"{setting}: line {exc.line}: the name {exc.name!r} is there twice; keep one of them") from None
+        raise ConfigError(
+            f"{setting}: line {exc.line}: the name {exc.name!r} is there twice; keep one of them"
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"{setting}: not YAML; correct it") from None
     return check_template({} if found is None else found, setting)
@@ -70,7 +72,10 @@ def check_template(template: Any, setting: str) -> dict[str, Any]:
     members: dict[str, Any] = template
     for name, value in members.items():
         if name not in MEMBERS:
-            raise ConfigError(f"{setting}: {name} is not a template's to say; it may have {', '.join(sorted(MEMBERS))}")
+            raise ConfigError(
+                f"{setting}: {name} is not a template's to say; it may have"
+                f" {', '.join(sorted(MEMBERS))}"
+            )
         kind: type = list if name in _LISTS else str if name in _TEXTS else dict
         items = value if isinstance(value, list) else []
         if not isinstance(value, kind) or not all(isinstance(item, dict) for item in items):
@@ -78,7 +83,10 @@ def check_template(template: Any, setting: str) -> dict[str, Any]:
     for part in ("requests", "limits"):
         amounts = members.get("resources", {}).get(part, {})
         if not isinstance(amounts, dict) or "memory" in amounts:
-            raise ConfigError(f"{setting}: resources.{part} names memory, or is no mapping: memory follows from the size of the arena")
+            raise ConfigError(
+                f"{setting}: resources.{part} names memory, or is no mapping: memory follows from"
+                " the size of the arena"
+            )
     return members
 
 
@@ -97,15 +105,20 @@ def check_cpu(sidecar_cpu: str, template: Mapping[str, Any]) -> None:
     limit = resources.get("limits", {}).get("cpu", request)
     least, most = amount_of(request), amount_of(limit)
     if least is None or most is None:
-        raise ConfigError(f"resources of the sidecar: cpu {(request if least is None else limit)!r} is no quantity: write 500m or 2")
+        raise ConfigError(
+            f"resources of the sidecar: cpu {(request if least is None else limit)!r} is no"
+            " quantity: write 500m or 2"
+        )
     if least > most:
         raise ConfigError(
-            f"resources of the sidecar: it requests {request} of a cpu, and its limit is {limit}: raise the one or lower the other"
+            f"resources of the sidecar: it requests {request} of a cpu, and its limit is {limit}:"
+            " raise the one or lower the other"
         )
 
 
 def lay_over(container: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """A container with a template over it: mappings are merged, lists go behind ours, and in them an item replaces its namesake.
+    """A container with a template over it: mappings are merged, lists go behind ours, and in them
+    an item replaces its namesake.
 
     A probe is replaced as a whole, since it has one of several kinds.
     """
@@ -114,7 +127,10 @@ def lay_over(container: Mapping[str, Any], template: Mapping[str, Any]) -> dict[
         if name in _NAMED_LISTS:
             key = _NAMED_LISTS[name]
             named = {item.get(key) for item in value}
-            result[name] = [*(item for item in result.get(name, []) if item.get(key) not in named), *copy.deepcopy(value)]
+            result[name] = [
+                *(item for item in result.get(name, []) if item.get(key) not in named),
+                *copy.deepcopy(value),
+            ]
         elif isinstance(value, Mapping) and not name.endswith("Probe"):
             result[name] = _merged(result.get(name, {}), value)
         else:
@@ -126,5 +142,9 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     result = dict(below)
     for name, value in above.items():
         under = result.get(name)
-        result[name] = _merged(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) else copy.deepcopy(value)
+        result[name] = (
+            _merged(under, value)
+            if isinstance(under, Mapping) and isinstance(value, Mapping)
+            else copy.deepcopy(value)
+        )
     return result

@@ -19,7 +19,9 @@ STATUS: Final = f"{PREFIX}inject-status"
 INJECTED: Final = f"{PREFIX}injected"
 """A label: network policies find injected pods by it."""
 SIDECARS: Final = f"{PREFIX}sidecars"
-"""A label with the name of the Service by which the broker finds a pod's sidecar; the chart's own pods have it too."""
+"""A label with the name of the Service by which the broker finds a pod's sidecar; the chart's
+own pods have it too.
+"""
 CONTAINER: Final = f"{PREFIX}container"
 ARENA_GB: Final = f"{PREFIX}arena-gb"
 DISK_GB: Final = f"{PREFIX}disk-gb"
@@ -51,7 +53,9 @@ class Wishes:
 
 
 def is_asked_for(metadata: Metadata) -> bool:
-    """Whether a pod has the label or annotation that asks for injection. An annotation wins over a label."""
+    """Whether a pod has the label or annotation that asks for injection. An annotation wins over
+    a label.
+    """
     annotation = (metadata.annotations or {}).get(INJECT)
     return (annotation if annotation is not None else (metadata.labels or {}).get(INJECT)) == "true"
 
@@ -60,12 +64,16 @@ def read_wishes(annotations: Mapping[str, str]) -> Wishes:
     """Read a pod's annotations.
 
     Raises:
-        DeclinedError: One of them is misspelt or impossible: guessing would give the pod something that nobody asked for.
+        DeclinedError: One of them is misspelt or impossible: guessing would give the pod something
+            that nobody asked for.
     """
     for name in annotations:
         if name.startswith(PREFIX) and name not in KNOWN:
             near = difflib.get_close_matches(name, KNOWN, n=1)
-            raise DeclinedError(f"the annotation {_shown(name)} is not known: " + (f"did you mean {near[0]}?" if near else "remove it"))
+            raise DeclinedError(
+                f"the annotation {_shown(name)} is not known: "
+                + (f"did you mean {near[0]}?" if near else "remove it")
+            )
     user = _number(annotations, RUN_AS_USER, 1, MAX_USER)
     if user is not None and not user.is_integer():
         raise _impossible(RUN_AS_USER, annotations[RUN_AS_USER], "a whole number")

@@ -1,4 +1,6 @@
-"""AdmissionReview, version `admission.k8s.io/v1`: the members that we read and write, by Kubernetes' names."""
+"""AdmissionReview, version `admission.k8s.io/v1`: the members that we read and write, by
+Kubernetes' names.
+"""
 
 from __future__ import annotations
 

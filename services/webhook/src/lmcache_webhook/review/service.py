@@ -26,9 +26,9 @@ REVIEW_TIMEOUT_S: Final = 2.0
 """Less than the API server waits (`webhook.timeoutSeconds` of the chart, 5 s)."""
 MAX_UNFINISHED: Final = 4
 """Reviews out of time whose threads may still run; beyond, no other is begun."""
-# Pods have a few KiB, rarely a hundred. API servers take requests of 3 MiB, but the worst pod of that
-# size costs over REVIEW_TIMEOUT_S of the processor, and 70 MiB of a container that has 256; of 1 MiB
-# it is half the time and 24 MiB. A larger review is answered 413: the pod starts as it is.
+# Pods have a few KiB, rarely a hundred. API servers take requests of 3 MiB, but the worst pod of
+# that size costs over REVIEW_TIMEOUT_S of the processor, and 70 MiB of a container that has 256; of
+# 1 MiB it is half the time and 24 MiB. A larger review is answered 413: the pod starts as it is.
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_WAITING_BYTES: Final = 4 << 20
 """Bodies of all reviews that wait for their turn: parsed, up to 24 times as large."""
@@ -38,7 +38,8 @@ _EVERYBODY: Final = "api-server"
 
 
 class Reviewer:
-    """Answers reviews; it has no memory but its counts, so any replica may be asked, once or twice, dry run or not.
+    """Answers reviews; it has no memory but its counts, so any replica may be asked, once or twice,
+    dry run or not.
 
     A review runs in a thread of its own, one at a time: it is plain Python, so that two would only
     take the interpreter from each other. A thread that runs out of time cannot be stopped; it is
@@ -67,20 +68,41 @@ class Reviewer:
             request: The review.
             num_bytes: Length of its body.
         """
-        if request.kind.kind != "Pod" or request.kind.group != "" or request.operation != "CREATE" or request.object is None:
+        if (
+            request.kind.kind != "Pod"
+            or request.kind.group != ""
+            or request.operation != "CREATE"
+            or request.object is None
+        ):
             return self._pass_on(request, "unchanged", "")
         if self._limiter.wait_s(_EVERYBODY) > 0:
-            return self._pass_on(request, THROTTLED, "lmcache: not injected: the webhook is asked more often than max_reviews_per_s allows")
+            return self._pass_on(
+                request,
+                THROTTLED,
+                "lmcache: not injected: the webhook is asked more often than max_reviews_per_s"
+                " allows",
+            )
         if self._waiting_bytes + num_bytes > MAX_WAITING_BYTES:
-            return self._pass_on(request, THROTTLED, "lmcache: not injected: too many large reviews wait at the webhook")
+            return self._pass_on(
+                request,
+                THROTTLED,
+                "lmcache: not injected: too many large reviews wait at the webhook",
+            )
         self._waiting_bytes += num_bytes
         try:
             async with asyncio.timeout(REVIEW_TIMEOUT_S), self._turn:
                 outcome, patch = await self._in_thread(request)
         except TimeoutError:
-            logger.warning("review not finished in time: namespace=%s limit_s=%g", request.namespace, REVIEW_TIMEOUT_S)
+            logger.warning(
+                "review not finished in time: namespace=%s limit_s=%g",
+                request.namespace,
+                REVIEW_TIMEOUT_S,
+            )
             return self._pass_on(
-                request, UNFINISHED, f"lmcache: not injected: the review could not be finished within {REVIEW_TIMEOUT_S:g} s"
+                request,
+                UNFINISHED,
+                "lmcache: not injected: the review could not be finished within"
+                f" {REVIEW_TIMEOUT_S:g} s",
             )
         finally:
             self._waiting_bytes -= num_bytes
@@ -88,8 +110,16 @@ class Reviewer:
         if not outcome.operations:
             return self._pass_on(request, outcome.verdict, outcome.reason)
         self.counts[outcome.verdict] += 1
-        warnings = [f"lmcache: {outcome.reason}"[:MAX_WARNING_CHARS]] if outcome.verdict == "declined" else None
-        return AdmissionAnswer(response=AdmissionResponse(uid=request.uid, patchType="JSONPatch", patch=patch, warnings=warnings))
+        warnings = (
+            [f"lmcache: {outcome.reason}"[:MAX_WARNING_CHARS]]
+            if outcome.verdict == "declined"
+            else None
+        )
+        return AdmissionAnswer(
+            response=AdmissionResponse(
+                uid=request.uid, patchType="JSONPatch", patch=patch, warnings=warnings
+            )
+        )
 
     async def _in_thread(self, request: AdmissionRequest) -> tuple[Outcome, str]:
         """Return what becomes of the pod, and the patch as the API server wants it.
@@ -124,7 +154,13 @@ class Reviewer:
             outcome = review_pod(self._options, request.object, request.namespace)
             return outcome, base64.b64encode(json.dumps(outcome.operations).encode()).decode()
         except RecursionError:
-            return Outcome("unreadable", reason="this is no pod that the webhook can read: it is nested too deeply"), ""
+            return (
+                Outcome(
+                    "unreadable",
+                    reason="this is no pod that the webhook can read: it is nested too deeply",
+                ),
+                "",
+            )
 
     def _pass_on(self, request: AdmissionRequest, verdict: str, warning: str) -> AdmissionAnswer:
         self.counts[verdict] += 1
@@ -133,4 +169,9 @@ class Reviewer:
 
     def _tell(self, request: AdmissionRequest, outcome: Outcome) -> None:
         if outcome.reason:
-            logger.info("a pod of the namespace %s: %s%s", request.namespace, outcome.reason, " (dry run)" if request.dryRun else "")
+            logger.info(
+                "a pod of the namespace %s: %s%s",
+                request.namespace,
+                outcome.reason,
+                " (dry run)" if request.dryRun else "",
+            )

@@ -16,7 +16,13 @@ from lmcache_core.integrations.vllm.naming import Namer
 from lmcache_core.integrations.vllm.requests import RequestState
 
 from tests.fixtures.vllm_engine import Adapter, Request
-from tests.fixtures.vllm_engine.parts import METADATA, ScriptedStore, output_of, request_of, scheduler_side
+from tests.fixtures.vllm_engine.parts import (
+    METADATA,
+    ScriptedStore,
+    output_of,
+    request_of,
+    scheduler_side,
+)
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, make_adapter
 
 REVISION = "c0ffee" * 6 + "c0ff"
@@ -76,8 +82,12 @@ def test_naming_an_adapter_does_not_wait_for_another_process_that_reads_it(
         assert time.monotonic() - begin < 5
 
 
-def test_an_adapter_whose_files_have_changed(adapters: Adapters, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM goes on with what it has loaded, unless it is told to load the adapter again; then it may be given another number, or not."""
+def test_an_adapter_whose_files_have_changed(
+    adapters: Adapters, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM goes on with what it has loaded, unless it is told to load the adapter again; then it
+    may be given another number, or not.
+    """
     adapter = Adapter("a", str(make_adapter(tmp_path, "one")))
     reread, renumbered = replace(adapter, load_inplace=True), replace(adapter, lora_int_id=2)
     before = adapters.name_of(adapter)
@@ -91,7 +101,9 @@ def test_an_adapter_whose_files_have_changed(adapters: Adapters, tmp_path: Path,
     assert adapters.name_of(reread) not in {None, before, after}
 
 
-def test_another_adapter_under_a_number_that_is_taken(adapters: Adapters, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_adapter_under_a_number_that_is_taken(
+    adapters: Adapters, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """vLLM looks at the number alone, and computes with what it has."""
     first = Adapter("a", str(make_adapter(tmp_path / "1", "one")))
     second = Adapter("b", str(make_adapter(tmp_path / "2", "two")))
@@ -104,7 +116,9 @@ def test_another_adapter_under_a_number_that_is_taken(adapters: Adapters, tmp_pa
     assert adapters.name_of(first) is None, "vLLM has the other one now"
 
 
-def test_an_adapter_of_a_hub_is_told_by_what_was_downloaded(adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_adapter_of_a_hub_is_told_by_what_was_downloaded(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Its name alone would be the same for all that is ever uploaded under it."""
     adapter = on_hub(monkeypatch, tmp_path / "hub", "org/adapter", "one")
     name = adapters.name_of(adapter)
@@ -114,9 +128,15 @@ def test_an_adapter_of_a_hub_is_told_by_what_was_downloaded(adapters: Adapters, 
     assert adapters.name_of(elsewhere) is None, "vLLM does not read it again by itself"
 
 
-@pytest.mark.parametrize("path", ["org/adapter", "no name of a hub/at/all", "/nowhere", "~/nowhere"])
+@pytest.mark.parametrize(
+    "path", ["org/adapter", "no name of a hub/at/all", "/nowhere", "~/nowhere"]
+)
 def test_an_adapter_whose_files_are_nowhere(
-    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, path: str
+    adapters: Adapters,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -125,34 +145,47 @@ def test_an_adapter_whose_files_are_nowhere(
     assert caplog.text.count(f"adapter a ({path}) are in no folder") == 1
 
 
-def test_an_adapter_that_is_downloaded_later(adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_adapter_that_is_downloaded_later(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert adapters.name_of(Adapter("a", "org/adapter")) is None
     assert adapters.name_of(on_hub(monkeypatch, tmp_path, "org/adapter", "one")) is not None
 
 
-def test_a_folder_of_the_user(adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_of_the_user(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     here = Adapter("a", str(make_adapter(tmp_path, "one")), 2)
     assert adapters.name_of(Adapter("a", "~/adapter")) == adapters.name_of(here) is not None
 
 
-def test_many_adapters_are_forgotten_not_confused(adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_many_adapters_are_forgotten_not_confused(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
-    many = [Adapter(f"a{i}", str(make_adapter(tmp_path / str(i), f"weights {i}")), i + 1) for i in range(5)]
+    many = [
+        Adapter(f"a{i}", str(make_adapter(tmp_path / str(i), f"weights {i}")), i + 1)
+        for i in range(5)
+    ]
     first = [adapters.name_of(adapter) for adapter in many]
     assert [adapters.name_of(adapter) for adapter in many] == first
     assert len(set(first)) == 5
 
 
 def test_requests_of_an_adapter_that_is_replaced_while_they_run(tmp_path: Path) -> None:
-    """Another path under the same name, loaded in place: from then on vLLM computes with it for all requests of that number."""
+    """Another path under the same name, loaded in place: from then on vLLM computes with it for
+    all requests of that number.
+    """
     roots = Roots(KVIdentity(METADATA, 1, 1))
     roots.use_salt("")
     namer = Namer(roots, CHUNK_SIZE)
     old = Adapter("a", str(make_adapter(tmp_path / "1", "one")))
     new = Adapter("a", str(make_adapter(tmp_path / "2", "two")), load_inplace=True)
-    running, other = (RequestState(request_with(adapter, "r"), stored=[0]) for adapter in (old, new))
+    running, other = (
+        RequestState(request_with(adapter, "r"), stored=[0]) for adapter in (old, new)
+    )
     beside = RequestState(request_of(), stored=[0])
     for state in (running, beside):
         assert namer.name(state) is not None

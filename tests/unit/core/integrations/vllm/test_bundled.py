@@ -19,7 +19,7 @@ from lmcache_core.integrations.vllm.bundled import append_missing
 changed = append_missing(pathlib.Path({folder!r})), append_missing(pathlib.Path({folder!r}))
 import msgspec, xxhash, lmcache_core.record
 print(*changed, pathlib.Path(msgspec.__file__).parent.parent, pathlib.Path(xxhash.__file__).parent.parent)
-"""
+"""  # noqa: E501
 
 
 def pack(folder: Path, *names: str) -> Path:
@@ -33,8 +33,16 @@ def pack(folder: Path, *names: str) -> Path:
 
 def ask(folder: Path, *more: Path) -> list[str]:
     """What an interpreter without site-packages says, but for the folders given."""
-    code = "".join(f"import sys; sys.path.append({str(one)!r})\n" for one in more) + ASK.format(sources=str(SOURCES), folder=str(folder))
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    code = "".join(f"import sys; sys.path.append({str(one)!r})\n" for one in more) + ASK.format(
+        sources=str(SOURCES), folder=str(folder)
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     return done.stdout.split()
 
 

@@ -1,4 +1,6 @@
-"""vLLM's interface: what is refused at the start, what is only logged, and what each side answers to calls of the other."""
+"""vLLM's interface: what is refused at the start, what is only logged, and what each side
+answers to calls of the other.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,17 @@ PLAIN = Shape()
 
 
 def connector_of(
-    module: ModuleType, model: Path, extra: dict[str, Any], role: str = "SCHEDULER", shape: Shape = PLAIN, **options: Any
+    module: ModuleType,
+    model: Path,
+    extra: dict[str, Any],
+    role: str = "SCHEDULER",
+    shape: Shape = PLAIN,
+    **options: Any,
 ) -> Any:
     config = vllm_config(shape, model, extra, 0, **options)
-    return module.LMCacheConnector(config, module.base.KVConnectorRole[role], kv_cache_config(shape))
+    return module.LMCacheConnector(
+        config, module.base.KVConnectorRole[role], kv_cache_config(shape)
+    )
 
 
 def test_it_is_found_by_the_packages_name(module: ModuleType) -> None:
@@ -39,7 +48,9 @@ def test_it_is_found_by_the_packages_name(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("release", "has_groups"), [(NEW, True), (OLD, False)])
-def test_several_groups_are_taken_where_a_failed_load_of_theirs_can_be_told(release: str, has_groups: bool) -> None:
+def test_several_groups_are_taken_where_a_failed_load_of_theirs_can_be_told(
+    release: str, has_groups: bool
+) -> None:
     with imported_connector(release) as module:
         assert issubclass(module.LMCacheConnector, module.base.SupportsHMA) is has_groups
 
@@ -47,24 +58,38 @@ def test_several_groups_are_taken_where_a_failed_load_of_theirs_can_be_told(rele
 @pytest.mark.parametrize(
     ("extra", "shape", "error", "complaint"),
     [
-        (embedded(chunk_size=10), PLAIN, ValueError, r"chunk_size=10 .*block size 4: set \"lmcache.chunk_size\" to 12"),
+        (
+            embedded(chunk_size=10),
+            PLAIN,
+            ValueError,
+            r"chunk_size=10 .*block size 4: set \"lmcache.chunk_size\" to 12",
+        ),
         (embedded(load="never"), PLAIN, ConfigError, "load='never'"),
         ({}, PLAIN, ConfigError, "no place for KV"),
         (embedded(), Shape(num_ranks=2), ConfigError, "serves one worker, not 2: run a sidecar"),
     ],
 )
 def test_what_cannot_work_is_refused_at_the_start(
-    module: ModuleType, model: Path, extra: dict[str, Any], shape: Shape, error: type[Exception], complaint: str
+    module: ModuleType,
+    model: Path,
+    extra: dict[str, Any],
+    shape: Shape,
+    error: type[Exception],
+    complaint: str,
 ) -> None:
     for role in ("SCHEDULER", "WORKER"):
         with pytest.raises(error, match=complaint):
             connector_of(module, model, extra, role, shape)
 
 
-def test_a_model_that_cannot_be_cached_is_served_without(module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_cached_is_served_without(
+    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Every call answers as if there were no cache."""
     config, caches = vllm_config(PLAIN, model, embedded(), 0), kv_cache_config(PLAIN)
-    caches.kv_cache_groups[0].kv_cache_spec = type("MambaSpec", (SimpleNamespace,), {})(block_size=4)
+    caches.kv_cache_groups[0].kv_cache_spec = type("MambaSpec", (SimpleNamespace,), {})(
+        block_size=4
+    )
     for role in module.base.KVConnectorRole:
         connector = module.LMCacheConnector(config, role, caches)
         request = request_of()
@@ -83,7 +108,9 @@ def test_a_model_that_cannot_be_cached_is_served_without(module: ModuleType, mod
         assert connector.get_block_ids_with_load_errors() == set()
         report = connector.build_connector_worker_meta()
         assert report is None if role is module.base.KVConnectorRole.SCHEDULER else report.is_out
-        connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None))
+        connector.update_connector_output(
+            SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None)
+        )
         assert connector.request_finished_all_groups(request, ([],)) == (False, None)
         assert list(connector.take_events()) == []
         assert connector.get_kv_connector_stats() is None
@@ -93,12 +120,18 @@ def test_a_model_that_cannot_be_cached_is_served_without(module: ModuleType, mod
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_a_worker_that_could_not_open_answers_for_loads(module: ModuleType, model: Path, is_async: bool) -> None:
-    """The scheduler's side has opened, and promises what other pods have stored: the request would wait for ever."""
+def test_a_worker_that_could_not_open_answers_for_loads(
+    module: ModuleType, model: Path, is_async: bool
+) -> None:
+    """The scheduler's side has opened, and promises what other pods have stored: the request
+    would wait for ever.
+    """
     caches = kv_cache_config(PLAIN)
     (group,) = caches.kv_cache_groups
     spec, other = group.kv_cache_spec, type("MambaSpec", (SimpleNamespace,), {})(block_size=4)
-    group.kv_cache_spec = SimpleNamespace(kv_cache_specs=dict(zip(group.layer_names, (spec, other), strict=True)))
+    group.kv_cache_spec = SimpleNamespace(
+        kv_cache_specs=dict(zip(group.layer_names, (spec, other), strict=True))
+    )
     config = vllm_config(PLAIN, model, embedded(), 0)
     worker = module.LMCacheConnector(config, module.base.KVConnectorRole.WORKER, caches)
     worker.register_kv_caches(RankMemory(PLAIN).by_name)
@@ -110,7 +143,11 @@ def test_a_worker_that_could_not_open_answers_for_loads(module: ModuleType, mode
     assert results.finished_recving == results.failed_recving == ({"r"} if is_async else set())
     assert worker.get_block_ids_with_load_errors() == (set() if is_async else {5, 6})
     report = worker.build_connector_worker_meta()
-    assert (report.failed, report.loaded, report.is_out) == ({"r"}, set() if is_async else {"r"}, True)
+    assert (report.failed, report.loaded, report.is_out) == (
+        {"r"},
+        set() if is_async else {"r"},
+        True,
+    )
     assert worker.build_connector_worker_meta() == WorkerReport(is_out=True)
     worker.shutdown()
 
@@ -125,18 +162,28 @@ def test_an_older_vllm_hears_of_the_blocks_of_such_a_worker(model: Path) -> None
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_half_a_role_is_refused(module: ModuleType, model: Path, role: str) -> None:
-    """For a producer vLLM gives blocks away that a step underway still writes to: what is loaded into them would not last."""
+    """For a producer vLLM gives blocks away that a step underway still writes to: what is loaded
+    into them would not last.
+    """
     with pytest.raises(ConfigError, match=f'kv_role="{role}".* set kv_role to "kv_both"'):
         connector_of(module, model, embedded(), kv_role=role)
 
 
-def test_stages_of_a_pipeline_have_layouts_of_their_own(module: ModuleType, model: Path, tmp_path: Path) -> None:
-    """They may have different numbers of layers, and a sidecar refuses two layouts under one name."""
+def test_stages_of_a_pipeline_have_layouts_of_their_own(
+    module: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """They may have different numbers of layers, and a sidecar refuses two layouts under one
+    name.
+    """
     hellos = []
     for rank in range(4):
-        config = vllm_config(Shape(num_ranks=2), model, beside(tmp_path / "s.sock"), rank, engine_id="e")
+        config = vllm_config(
+            Shape(num_ranks=2), model, beside(tmp_path / "s.sock"), rank, engine_id="e"
+        )
         config.parallel_config.pipeline_parallel_size = 2
-        worker = module.LMCacheConnector(config, module.base.KVConnectorRole.WORKER, kv_cache_config(PLAIN))
+        worker = module.LMCacheConnector(
+            config, module.base.KVConnectorRole.WORKER, kv_cache_config(PLAIN)
+        )
         hellos.append(worker._open_store.store._link._hello)
         worker.shutdown()
     assert [hello.client for hello in hellos] == ["vllm/e/stage0"] * 2 + ["vllm/e/stage1"] * 2
@@ -157,8 +204,12 @@ def test_loads_beside_the_steps_have_a_connection_of_their_own(
             connector.shutdown()
 
 
-def test_layers_that_differ_are_one_layout_for_all_processes(module: ModuleType, model: Path, tmp_path: Path) -> None:
-    """vLLM tells its scheduler of the first layer alone, and a sidecar refuses a client that names another layout."""
+def test_layers_that_differ_are_one_layout_for_all_processes(
+    module: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """vLLM tells its scheduler of the first layer alone, and a sidecar refuses a client that
+    names another layout.
+    """
     roles, told = module.base.KVConnectorRole, kv_cache_config(PLAIN)
     (group,) = told.kv_cache_groups
     spec = group.kv_cache_spec
@@ -176,10 +227,14 @@ def test_layers_that_differ_are_one_layout_for_all_processes(module: ModuleType,
         scheduler.shutdown()
 
 
-def test_blocks_are_of_a_gpus_generation(module: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_of_a_gpus_generation(
+    module: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layouts = []
     for capability in (None, (9, 0), (10, 0)):
-        monkeypatch.setattr(module.current_platform, "get_device_capability", lambda told=capability: told)
+        monkeypatch.setattr(
+            module.current_platform, "get_device_capability", lambda told=capability: told
+        )
         connector = connector_of(module, model, embedded(layout="blocks"), "WORKER")
         layouts.append(connector._worker._identity.metadata.layout)
         connector.shutdown()
@@ -187,8 +242,12 @@ def test_blocks_are_of_a_gpus_generation(module: ModuleType, model: Path, monkey
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-def test_where_steps_overlap_loads_are_asynchronous(module: ModuleType, model: Path, overlaps: bool) -> None:
-    """vLLM would hear that a synchronous one has failed when the next step has begun to compute with it, and to store."""
+def test_where_steps_overlap_loads_are_asynchronous(
+    module: ModuleType, model: Path, overlaps: bool
+) -> None:
+    """vLLM would hear that a synchronous one has failed when the next step has begun to compute
+    with it, and to store.
+    """
     with running(module, model, embedded(load="sync"), overlaps=overlaps) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
@@ -204,7 +263,9 @@ def test_the_policy_that_ends_requests_is_warned_of(
     assert ("kv_load_failure_policy" in caplog.text) == is_warned
 
 
-def test_a_cache_inside_vllm_that_the_worker_does_not_reach(module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_inside_vllm_that_the_worker_does_not_reach(
+    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """vLLM with processes of their own: the worker comes first where both are in one."""
     connector_of(module, model, embedded(), engine_id="alone").shutdown()
     assert "runs in another process" in caplog.text
@@ -226,7 +287,10 @@ def test_losing_a_store_is_no_loss_of_a_request(module: ModuleType, model: Path)
 def test_a_layout_is_asked_for(module: ModuleType, model: Path, name: str) -> None:
     connector = module.LMCacheConnector
     assert connector.get_required_kvcache_layout(vllm_config(PLAIN, model, embedded(), 0)) is None
-    assert connector.get_required_kvcache_layout(vllm_config(PLAIN, model, {name: "BLHNC"}, 0)) == "BLHNC"
+    assert (
+        connector.get_required_kvcache_layout(vllm_config(PLAIN, model, {name: "BLHNC"}, 0))
+        == "BLHNC"
+    )
 
 
 def test_a_step_without_metadata_stores_nothing(module: ModuleType, model: Path) -> None:
@@ -238,7 +302,9 @@ def test_a_step_without_metadata_stores_nothing(module: ModuleType, model: Path)
 
 
 def test_vllm_starts_without_a_sidecar(module: ModuleType, model: Path, tmp_path: Path) -> None:
-    with running(module, model, beside(tmp_path / "s.sock"), shape=Shape((FULL, window(6)), num_ranks=2)) as engine:
+    with running(
+        module, model, beside(tmp_path / "s.sock"), shape=Shape((FULL, window(6)), num_ranks=2)
+    ) as engine:
         assert engine.tally(engine.ask(prompt(1, 43), 3)).num_loads == 0
 
 

@@ -12,12 +12,19 @@ from lmcache_core.integrations.vllm.contents import contents_fingerprint
 
 def config(model: Path, prefix_caching: bool = True, **options: Any) -> SimpleNamespace:
     """vLLM's, of a model that sees."""
-    seeing = SimpleNamespace(model=str(model), multimodal_config=SimpleNamespace(**{"mm_processor_cache_gb": 4, **options}))
-    return SimpleNamespace(model_config=seeing, cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching))
+    seeing = SimpleNamespace(
+        model=str(model),
+        multimodal_config=SimpleNamespace(**{"mm_processor_cache_gb": 4, **options}),
+    )
+    return SimpleNamespace(
+        model_config=seeing, cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching)
+    )
 
 
 def test_a_model_of_text_has_none() -> None:
-    of_text = SimpleNamespace(model_config=SimpleNamespace(model="m", multimodal_config=None), cache_config=None)
+    of_text = SimpleNamespace(
+        model_config=SimpleNamespace(model="m", multimodal_config=None), cache_config=None
+    )
     assert contents_fingerprint(of_text) == ""
     assert contents_fingerprint(SimpleNamespace(model_config=SimpleNamespace(model="m"))) == ""
 
@@ -35,11 +42,17 @@ def test_a_model_of_text_has_none() -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_each_option_counts(tmp_path: Path, options: dict[str, Any]) -> None:
-    assert contents_fingerprint(config(tmp_path, **options)) != contents_fingerprint(config(tmp_path))
-    assert contents_fingerprint(config(tmp_path, **options)) == contents_fingerprint(config(tmp_path, **options))
+    assert contents_fingerprint(config(tmp_path, **options)) != contents_fingerprint(
+        config(tmp_path)
+    )
+    assert contents_fingerprint(config(tmp_path, **options)) == contents_fingerprint(
+        config(tmp_path, **options)
+    )
 
 
-@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"])
+@pytest.mark.parametrize(
+    "name", ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
+)
 def test_the_processors_files_count(tmp_path: Path, name: str) -> None:
     found = [contents_fingerprint(config(tmp_path))]
     for text in ("{}", '{"do_normalize": false}'):
@@ -52,12 +65,17 @@ def test_where_they_lie_does_not_count(tmp_path: Path) -> None:
     for place in ("here", "there"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "preprocessor_config.json").write_text("{}")
-    assert contents_fingerprint(config(tmp_path / "here")) == contents_fingerprint(config(tmp_path / "there"))
+    assert contents_fingerprint(config(tmp_path / "here")) == contents_fingerprint(
+        config(tmp_path / "there")
+    )
 
 
 @pytest.mark.parametrize(
-    ("prefix_caching", "cache_gb", "named"), [(False, 0, False), (False, 0.0, False), (False, 4, True), (True, 0, True), (True, 4, True)]
+    ("prefix_caching", "cache_gb", "named"),
+    [(False, 0, False), (False, 0.0, False), (False, 4, True), (True, 0, True), (True, 4, True)],
 )
-def test_contents_that_vllm_only_counts(tmp_path: Path, prefix_caching: bool, cache_gb: float, named: bool) -> None:
+def test_contents_that_vllm_only_counts(
+    tmp_path: Path, prefix_caching: bool, cache_gb: float, named: bool
+) -> None:
     found = contents_fingerprint(config(tmp_path, prefix_caching, mm_processor_cache_gb=cache_gb))
     assert (found is not None) == named

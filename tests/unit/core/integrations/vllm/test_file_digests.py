@@ -48,7 +48,13 @@ def files(tmp_path: Path) -> list[Path]:
 
 def test_pieces_of_a_file_are_told_apart(files: list[Path]) -> None:
     """Also where two of them change places, or zeros are added at the end."""
-    contents = [b"a" * 1000 + b"b" * 1000, b"b" * 1000 + b"a" * 1000, b"a" * 1000 + b"b" * 1000 + b"\0", b"", b"\0"]
+    contents = [
+        b"a" * 1000 + b"b" * 1000,
+        b"b" * 1000 + b"a" * 1000,
+        b"a" * 1000 + b"b" * 1000 + b"\0",
+        b"",
+        b"\0",
+    ]
     found = set()
     for content in contents:
         files[0].write_bytes(content)
@@ -71,7 +77,9 @@ def test_files_are_read_once(files: list[Path], reads: list[Path]) -> None:
         lambda path: os.utime(path, (LONG_AGO_S, LONG_AGO_S)),
     ],
 )
-def test_what_may_have_changed_is_read_again(files: list[Path], reads: list[Path], change: Callable[[Path], object]) -> None:
+def test_what_may_have_changed_is_read_again(
+    files: list[Path], reads: list[Path], change: Callable[[Path], object]
+) -> None:
     file_digests(files)
     reads.clear()
     change(files[1])
@@ -90,7 +98,9 @@ def test_a_file_with_the_old_times_and_size_is_another_one(files: list[Path]) ->
     assert file_digests(files) != before
 
 
-def test_what_was_changed_just_now_is_not_remembered(files: list[Path], reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_changed_just_now_is_not_remembered(
+    files: list[Path], reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second change within the clock's tick would go unnoticed."""
     monkeypatch.setattr(module, "SETTLED_S", 60.0)
     file_digests(files)
@@ -110,7 +120,9 @@ def test_processes_that_start_together_read_once(files: list[Path], reads: list[
     assert len(reads) == 5
 
 
-def test_a_caller_that_must_not_wait_reads_what_another_process_is_reading(files: list[Path], reads: list[Path], tmp_path: Path) -> None:
+def test_a_caller_that_must_not_wait_reads_what_another_process_is_reading(
+    files: list[Path], reads: list[Path], tmp_path: Path
+) -> None:
     expected = file_digests(files)
     (lock,) = (tmp_path / "cache" / "lmcache").glob("*.lock")
     lock.with_suffix(".json").unlink()
@@ -133,7 +145,9 @@ def test_a_damaged_memory_is_none(files: list[Path], tmp_path: Path, damage: byt
     assert file_digests(files) == before
 
 
-def test_a_memory_that_others_can_write_is_not_believed(files: list[Path], reads: list[Path], tmp_path: Path) -> None:
+def test_a_memory_that_others_can_write_is_not_believed(
+    files: list[Path], reads: list[Path], tmp_path: Path
+) -> None:
     file_digests(files)
     (tmp_path / "cache" / "lmcache").chmod(0o777)
     reads.clear()
@@ -141,20 +155,26 @@ def test_a_memory_that_others_can_write_is_not_believed(files: list[Path], reads
     assert len(reads) == 5
 
 
-def test_without_a_cache_directory_files_are_read(files: list[Path], reads: list[Path], tmp_path: Path) -> None:
+def test_without_a_cache_directory_files_are_read(
+    files: list[Path], reads: list[Path], tmp_path: Path
+) -> None:
     (tmp_path / "cache").write_text("a file is in its place")
     assert file_digests(files) == file_digests(files)
     assert len(reads) == 10
 
 
-def test_the_memory_is_bounded(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_is_bounded(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_REMEMBERED", 2)
     for count in (1, 2, 3):
         file_digests(files[:count])
     assert len(list((tmp_path / "cache" / "lmcache").glob("*.json"))) == 2
 
 
-def test_a_file_that_changes_meanwhile_is_refused(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_meanwhile_is_refused(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def change(path: Path, begin: int) -> bytes:
         path.write_bytes(b"written meanwhile")
         return b""
@@ -164,7 +184,9 @@ def test_a_file_that_changes_meanwhile_is_refused(files: list[Path], monkeypatch
         file_digests(files)
 
 
-def test_long_work_tells_how_far_it_is(files: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_work_tells_how_far_it_is(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     monkeypatch.setattr(module, "PROGRESS_S", 0.0)
     monkeypatch.setattr(module, "LOCK_POLL_S", 0.01)
@@ -185,6 +207,8 @@ def test_long_work_tells_how_far_it_is(files: list[Path], monkeypatch: pytest.Mo
     may_read.set()
     for thread in threads:
         thread.join()
-    told = [record for record in caplog.records if record.msg.startswith("reading the weights: gb=")]
+    told = [
+        record for record in caplog.records if record.msg.startswith("reading the weights: gb=")
+    ]
     assert len(told) == 5, "one for each segment"
     assert told[-1].args == (3300 / 1e9, 3300 / 1e9)

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 from lmcache_core.errors import LayoutError
-from lmcache_core.integrations.vllm.groups import blocks_of, cache_groups, check_chunk_size, check_packing, fails_by_block
+from lmcache_core.integrations.vllm.groups import (
+    blocks_of,
+    cache_groups,
+    check_chunk_size,
+    check_packing,
+    fails_by_block,
+)
 from lmcache_core.sidecar.messages import MAX_CHAINS
 
 from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
@@ -20,7 +26,13 @@ def config_of(*groups: Any, block_size: int = 4) -> Any:
 
 def test_an_only_group_has_no_name() -> None:
     (group,) = cache_groups(config_of(FULL))
-    assert (group.number, group.index, group.name, group.block_size, group.window) == (0, 0, "", 4, None)
+    assert (group.number, group.index, group.name, group.block_size, group.window) == (
+        0,
+        0,
+        "",
+        4,
+        None,
+    )
     assert group.layers == ("model.layers.0.attn", "model.layers.1.attn")
     assert len(group.specs) == 2
 
@@ -103,11 +115,19 @@ def test_chunks_must_be_whole_blocks_of_every_group() -> None:
         check_chunk_size(groups, 40)
 
 
-@pytest.mark.parametrize(("num_computed", "num_dropped"), [(0, 0), (5, 0), (6, 1), (7, 2), (40, 35)])
-def test_a_window_drops_what_the_next_token_does_not_see(num_computed: int, num_dropped: int) -> None:
+@pytest.mark.parametrize(
+    ("num_computed", "num_dropped"), [(0, 0), (5, 0), (6, 1), (7, 2), (40, 35)]
+)
+def test_a_window_drops_what_the_next_token_does_not_see(
+    num_computed: int, num_dropped: int
+) -> None:
     """vLLM's own example: with a window of 4 and 7 computed tokens, 0 to 3 are dropped."""
     (group,) = cache_groups(config_of(window(6)))
-    assert group.num_dropped_tokens(num_computed) == group.first_needed_token(num_computed) == num_dropped
+    assert (
+        group.num_dropped_tokens(num_computed)
+        == group.first_needed_token(num_computed)
+        == num_dropped
+    )
     (of_vllm,) = cache_groups(config_of(window(4)))
     assert of_vllm.num_dropped_tokens(7) == 4
 
@@ -136,7 +156,13 @@ def test_descriptions_differ_when_blocks_mean_something_else() -> None:
     def described(config: Any) -> str:
         return "|".join(group.describe() for group in cache_groups(config))
 
-    configs = [config_of(FULL), config_of(window(6)), config_of(MLA), config_of(FULL, block_size=8), config_of(FULL, window(6))]
+    configs = [
+        config_of(FULL),
+        config_of(window(6)),
+        config_of(MLA),
+        config_of(FULL, block_size=8),
+        config_of(FULL, window(6)),
+    ]
     other_heads = config_of(FULL)
     other_heads.kv_cache_groups[0].kv_cache_spec.num_kv_heads = 4
     texts = [described(config) for config in (*configs, other_heads)]
@@ -154,8 +180,12 @@ def test_descriptions_differ_when_blocks_mean_something_else() -> None:
         ({"page_size_padded": 4096}, False),
     ],
 )
-def test_a_backend_that_packs_its_kv_is_told_apart_or_refused(facts: dict[str, int], is_packed: bool) -> None:
-    """With two KV heads its tensors have the shape of others: K and V would be taken for something else."""
+def test_a_backend_that_packs_its_kv_is_told_apart_or_refused(
+    facts: dict[str, int], is_packed: bool
+) -> None:
+    """With two KV heads its tensors have the shape of others: K and V would be taken for
+    something else.
+    """
     plain, packing = config_of(FULL), config_of(FULL)
     vars(packing.kv_cache_groups[0].kv_cache_spec).update(facts)
     before, after = cache_groups(plain), cache_groups(packing)
@@ -163,17 +193,25 @@ def test_a_backend_that_packs_its_kv_is_told_apart_or_refused(facts: dict[str, i
     check_packing(after, "blocks")
     check_packing(before, "tokens")
     if is_packed:
-        with pytest.raises(LayoutError, match=r'set "lmcache.layout" to "blocks" and "lmcache.kv_cache_layout" to "LBHNC"'):
+        with pytest.raises(
+            LayoutError,
+            match=r'set "lmcache.layout" to "blocks" and "lmcache.kv_cache_layout" to "LBHNC"',
+        ):
             check_packing(after, "tokens")
 
 
 def test_what_older_releases_do_not_say_is_what_later_ones_say_by_default() -> None:
     older, later = config_of(FULL), config_of(FULL)
-    vars(later.kv_cache_groups[0].kv_cache_spec).update({"num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1})
+    vars(later.kv_cache_groups[0].kv_cache_spec).update(
+        {"num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
+    )
     check_packing(cache_groups(later), "tokens")
     assert cache_groups(older)[0].describe() == cache_groups(later)[0].describe()
 
 
-@pytest.mark.parametrize(("groups", "by_block"), [((FULL,), True), ((MLA,), True), ((window(6),), False), ((FULL, window(6)), False)])
+@pytest.mark.parametrize(
+    ("groups", "by_block"),
+    [((FULL,), True), ((MLA,), True), ((window(6),), False), ((FULL, window(6)), False)],
+)
 def test_only_one_full_group_fails_by_block(groups: tuple[Any, ...], by_block: bool) -> None:
     assert fails_by_block(cache_groups(config_of(*groups))) is by_block

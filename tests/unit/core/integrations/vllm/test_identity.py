@@ -1,4 +1,6 @@
-"""What the KV of an engine is: everything that makes other KV of equal tokens gives chunks another name."""
+"""What the KV of an engine is: everything that makes other KV of equal tokens gives chunks
+another name.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ PLAIN = Shape()
 
 
 def identity(
-    model: Path, shape: Shape = PLAIN, change: Change = lambda config: None, release: str = "0.32.0", **options: Any
+    model: Path,
+    shape: Shape = PLAIN,
+    change: Change = lambda config: None,
+    release: str = "0.32.0",
+    **options: Any,
 ) -> KVIdentity:
     config = vllm_config(shape, model, embedded(**options), 0)
     change(config)
@@ -84,7 +90,9 @@ def test_dummy_weights_are_told_by_their_seed(model: Path) -> None:
         return change
 
     assert root(identity(model, change=dummy(1))) != root(identity(model, change=dummy(2)))
-    assert root(identity(model, change=setting("model_config.seed", 1))) == root(identity(model)), "a seed of sampling is none of weights"
+    assert root(identity(model, change=setting("model_config.seed", 1))) == root(identity(model)), (
+        "a seed of sampling is none of weights"
+    )
 
 
 def test_other_weights_names_revisions_and_layouts(model: Path, tmp_path: Path) -> None:
@@ -110,9 +118,13 @@ def test_what_is_said_outright_counts(model: Path, tmp_path: Path) -> None:
     assert identity(model, **named) == identity(other, **named)
 
 
-def test_blocks_are_of_a_release_and_a_machine_tokens_are_not(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_of_a_release_and_a_machine_tokens_are_not(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert root(identity(model, release="0.33.0")) != root(identity(model))
-    assert root(identity(model, release="0.33.0", layout="tokens")) == root(identity(model, layout="tokens"))
+    assert root(identity(model, release="0.33.0", layout="tokens")) == root(
+        identity(model, layout="tokens")
+    )
     before = identity(model)
     monkeypatch.setattr(module.platform, "machine", lambda: "riscv64")
     assert root(identity(model)) != root(before)
@@ -126,7 +138,9 @@ def test_blocks_are_of_a_release_and_a_machine_tokens_are_not(model: Path, monke
         (lambda config: None, "VLLM_KV_CACHE_LAYOUT"),
     ],
 )
-def test_blocks_are_of_a_backend_and_a_layout(model: Path, monkeypatch: pytest.MonkeyPatch, change: Change, variable: str | None) -> None:
+def test_blocks_are_of_a_backend_and_a_layout(
+    model: Path, monkeypatch: pytest.MonkeyPatch, change: Change, variable: str | None
+) -> None:
     before, of_tokens = identity(model), identity(model, layout="tokens")
     if variable is not None:
         monkeypatch.setenv(variable, "HND")
@@ -134,7 +148,9 @@ def test_blocks_are_of_a_backend_and_a_layout(model: Path, monkeypatch: pytest.M
     assert root(identity(model, change=change, layout="tokens")) == root(of_tokens)
 
 
-def test_how_layers_are_spread_over_a_pipeline_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_layers_are_spread_over_a_pipeline_counts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     staged = setting("parallel_config.pipeline_parallel_size", 2)
     before = identity(model, change=staged)
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
@@ -157,7 +173,9 @@ def test_replicas_on_several_nodes_are_none_of_its_business(model: Path) -> None
 
 
 def test_the_block_size_is_no_matter_where_chunks_hold_tokens(model: Path) -> None:
-    with_small, with_large = (identity(model, Shape(block_size=size), layout="tokens") for size in (4, 8))
+    with_small, with_large = (
+        identity(model, Shape(block_size=size), layout="tokens") for size in (4, 8)
+    )
     assert with_small.metadata.kv_shape == with_large.metadata.kv_shape
 
 
@@ -182,7 +200,10 @@ def test_weights_that_lie_elsewhere_are_to_be_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [setting("load_config.load_format", "tensorizer"), setting("model_config.model_weights", "s3://bucket/model")],
+    [
+        setting("load_config.load_format", "tensorizer"),
+        setting("model_config.model_weights", "s3://bucket/model"),
+    ],
 )
 def test_weights_that_are_not_the_folders_are_to_be_named(model: Path, change: Change) -> None:
     """What lies in the folder is then not what the engine computes with."""
@@ -232,12 +253,18 @@ def test_ranks_that_hold_the_same(model: Path) -> None:
     assert [pairs.stores(rank) for rank in range(4)] == [True, False, True, False]
 
 
-@pytest.mark.parametrize(("shape", "replicas"), [(Shape((MLA,), num_ranks=2), 2), (Shape(num_ranks=2), 1)])
-def test_older_releases_do_not_say_who_holds_the_same(model: Path, shape: Shape, replicas: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "replicas"), [(Shape((MLA,), num_ranks=2), 2), (Shape(num_ranks=2), 1)]
+)
+def test_older_releases_do_not_say_who_holds_the_same(
+    model: Path, shape: Shape, replicas: int
+) -> None:
     caches = kv_cache_config(shape)
     del caches.kv_tp_replicas
     config = vllm_config(shape, model, embedded(), 0)
-    of = identity_of(config, caches, cache_groups(caches), read_options(embedded(), "cpu"), "0.27.1")
+    of = identity_of(
+        config, caches, cache_groups(caches), read_options(embedded(), "cpu"), "0.27.1"
+    )
     assert (of.num_ranks, of.replicas) == (2 // replicas, replicas)
 
 
@@ -285,7 +312,9 @@ def test_adapters(roots: Roots, tmp_path: Path) -> None:
     named = roots.root_of(request(lora_request=adapter))
     assert None is not named != roots.root_of(request())
     make_adapter(tmp_path, "trained again")
-    assert roots.root_of(request(lora_request=adapter)) is None, "which of them vLLM has is not known"
+    assert roots.root_of(request(lora_request=adapter)) is None, (
+        "which of them vLLM has is not known"
+    )
 
 
 def test_a_new_epoch_names_everything_anew(roots: Roots) -> None:

@@ -73,7 +73,9 @@ def test_loads_are_done_one_after_the_other(made: Callable[..., LoadThread]) -> 
 
 
 def test_a_load_that_does_not_end_is_said_to_be_left(
-    made: Callable[..., LoadThread], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    made: Callable[..., LoadThread],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(module, "JOIN_S", 0.1)
     gate = Gate()
@@ -86,7 +88,9 @@ def test_a_load_that_does_not_end_is_said_to_be_left(
     thread._thread.join(PATIENCE_S)
 
 
-def test_too_many_are_refused(made: Callable[..., LoadThread], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_are_refused(
+    made: Callable[..., LoadThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_LOADS", 2)
     gate = Gate()
     thread = made(gate)
@@ -115,7 +119,9 @@ def test_closing_lets_one_end_and_refuses_the_rest(made: Callable[..., LoadThrea
     assert [result.is_good for result in thread.take_results()] == [True, False]
 
 
-def test_closing_does_not_wait_for_room_in_the_queue(made: Callable[..., LoadThread], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_room_in_the_queue(
+    made: Callable[..., LoadThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_LOADS", 2)
     monkeypatch.setattr(module, "JOIN_S", 0.1)
     gate = Gate()

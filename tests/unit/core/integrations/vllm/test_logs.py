@@ -9,7 +9,12 @@ import pytest
 from lmcache_core.integrations.vllm.logs import log_as
 
 
-def logger_of(manager: logging.Manager, name: str, stream: io.StringIO | None = None, level: int = logging.NOTSET) -> logging.Logger:
+def logger_of(
+    manager: logging.Manager,
+    name: str,
+    stream: io.StringIO | None = None,
+    level: int = logging.NOTSET,
+) -> logging.Logger:
     logger = manager.getLogger(name)
     logger.setLevel(level)
     if stream is not None:
@@ -25,7 +30,9 @@ def manager() -> logging.Manager:
     return logging.Manager(logging.RootLogger(logging.WARNING))
 
 
-@pytest.mark.parametrize(("level", "seen"), [(logging.INFO, "INFO ours.sidecar connected\n"), (logging.WARNING, "")])
+@pytest.mark.parametrize(
+    ("level", "seen"), [(logging.INFO, "INFO ours.sidecar connected\n"), (logging.WARNING, "")]
+)
 def test_lines_go_where_vllms_go(manager: logging.Manager, level: int, seen: str) -> None:
     stream = io.StringIO()
     theirs, ours = logger_of(manager, "theirs", stream, level), logger_of(manager, "ours")

@@ -16,7 +16,17 @@ from lmcache_core.integrations.vllm.memory import BlockMemory, attention_backend
 from tests.fixtures.vllm_engine import FULL, MLA, Shape
 from tests.fixtures.vllm_engine.memory import RankMemory
 from tests.fixtures.vllm_engine.parts import groups_of
-from tests.fixtures.vllm_engine.shapes import BLOCK_FIRST, HEAD_SIZE, HND, KV_FIRST, LATENT_3D, LATENT_4D, LATENT_SIZE, NHD, PACKED
+from tests.fixtures.vllm_engine.shapes import (
+    BLOCK_FIRST,
+    HEAD_SIZE,
+    HND,
+    KV_FIRST,
+    LATENT_3D,
+    LATENT_4D,
+    LATENT_SIZE,
+    NHD,
+    PACKED,
+)
 
 BLOCK_BYTES = 2 * HEAD_SIZE * 2 * 4 * 4
 
@@ -43,7 +53,9 @@ def test_every_layout_passes_the_canary(mode: str, shape: Shape) -> None:
     run_canary(PagedGPUConnector(memory.layout), memory.kvcaches, memory.engine, lambda kv: kv)
 
 
-@pytest.mark.parametrize(("mode", "layout"), [("tokens", HND), ("tokens", BLOCK_FIRST), ("blocks", PACKED)])
+@pytest.mark.parametrize(
+    ("mode", "layout"), [("tokens", HND), ("tokens", BLOCK_FIRST), ("blocks", PACKED)]
+)
 def test_blocks_that_do_not_follow_one_another(mode: str, layout: str) -> None:
     """Several layers in one allocation, the block outermost: each layer's blocks lie apart."""
     shape = Shape(layout=layout)
@@ -57,7 +69,10 @@ def test_blocks_that_do_not_follow_one_another(mode: str, layout: str) -> None:
     if mode == "blocks":
         tensors[names[1]][3].fill_(1.0)
         assert memory.kvcaches[1][3].view(torch.float32).eq(1.0).all()
-        assert sum(int(of_layer.view(torch.float32).sum()) for of_layer in memory.kvcaches) == BLOCK_BYTES // 4
+        assert (
+            sum(int(of_layer.view(torch.float32).sum()) for of_layer in memory.kvcaches)
+            == BLOCK_BYTES // 4
+        )
 
 
 def test_chunks_of_tokens_are_the_same_in_every_layout() -> None:
@@ -65,7 +80,9 @@ def test_chunks_of_tokens_are_the_same_in_every_layout() -> None:
     for layout in (HND, NHD, BLOCK_FIRST, KV_FIRST):
         shape = Shape(layout=layout)
         (group,) = groups_of(shape)
-        layouts.add(memory_of(group, registered(shape), shape.num_blocks, "tokens").layout.fingerprint())
+        layouts.add(
+            memory_of(group, registered(shape), shape.num_blocks, "tokens").layout.fingerprint()
+        )
     assert len(layouts) == 1
 
 
@@ -76,7 +93,10 @@ def test_layers_of_several_sizes() -> None:
     tensors = registered(shape)
     tensors[group.layers[1]] = torch.zeros(shape.num_blocks, 2, 4, 6 * HEAD_SIZE)
     layout = memory_of(group, tensors, shape.num_blocks, "blocks").layout
-    assert [(of.num_layers, of.head_size) for of in layout.groups] == [(1, BLOCK_BYTES), (1, 3 * BLOCK_BYTES)]
+    assert [(of.num_layers, of.head_size) for of in layout.groups] == [
+        (1, BLOCK_BYTES),
+        (1, 3 * BLOCK_BYTES),
+    ]
 
 
 def names_in_records(group: CacheGroup, mode: str = "tokens", backends: str = "") -> list[str]:
@@ -99,7 +119,10 @@ def test_records_tell_how_layers_differ_from_the_first(mode: str) -> None:
 def test_records_of_blocks_tell_the_backend() -> None:
     """What is inside of a block is the backend's own, and vLLM chooses it by what is installed."""
     (group,) = groups_of(Shape())
-    names = [names_in_records(group, "blocks", backends) for backends in ("", "one.Backend", "other.Backend")]
+    names = [
+        names_in_records(group, "blocks", backends)
+        for backends in ("", "one.Backend", "other.Backend")
+    ]
     assert names[0] == [""]
     assert names[0] != names[1] != names[2] != names[0]
     assert names_in_records(group, "tokens", "one.Backend") == [""]
@@ -117,7 +140,12 @@ def test_the_backends_of_layers() -> None:
     def layer(backend: type) -> SimpleNamespace:
         return SimpleNamespace(get_attn_backend=lambda: backend)
 
-    context = {"a": layer(OneBackend), "b": layer(OtherBackend), "c": layer(OneBackend), "mlp": object()}
+    context = {
+        "a": layer(OneBackend),
+        "b": layer(OtherBackend),
+        "c": layer(OneBackend),
+        "mlp": object(),
+    }
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
     assert attention_backends(config, ["a", "c", "mlp", "absent"]).endswith(".OneBackend")
     assert len(attention_backends(config, ["a", "b"]).split(",")) == 2
@@ -133,15 +161,25 @@ def wrong(**changes: Any) -> dict[str, torch.Tensor]:
     ("mode", "tensors", "complaint"),
     [
         ("tokens", wrong(change=lambda tensor: tensor[1:]), r'set "lmcache.layout" to "blocks"'),
-        ("tokens", wrong(change=lambda tensor: tensor[..., 1:]), r"is not of 64 blocks of 4 tokens with 2 heads of 4"),
+        (
+            "tokens",
+            wrong(change=lambda tensor: tensor[..., 1:]),
+            r"is not of 64 blocks of 4 tokens with 2 heads of 4",
+        ),
         ("tokens", wrong(change=lambda tensor: tensor.unsqueeze(0)), "is not of 64 blocks"),
         ("blocks", wrong(change=lambda tensor: tensor[1:]), "not 64 contiguous blocks"),
         ("blocks", wrong(change=lambda tensor: tensor.transpose(1, 2)), "not 64 contiguous blocks"),
         ("blocks", {}, r"no KV tensor for model\.layers\.0\.attn, model\.layers\.1\.attn"),
-        ("tokens", {"model.layers.0.attn": torch.zeros(1)}, r"no KV tensor for model\.layers\.1\.attn"),
+        (
+            "tokens",
+            {"model.layers.0.attn": torch.zeros(1)},
+            r"no KV tensor for model\.layers\.1\.attn",
+        ),
     ],
 )
-def test_other_tensors_are_refused(mode: str, tensors: dict[str, torch.Tensor], complaint: str) -> None:
+def test_other_tensors_are_refused(
+    mode: str, tensors: dict[str, torch.Tensor], complaint: str
+) -> None:
     (group,) = groups_of(Shape())
     with pytest.raises(LayoutError, match=complaint):
         memory_of(group, tensors, 64, mode)
@@ -166,4 +204,6 @@ def test_the_judge_reads_and_writes_vllms_own_blocks() -> None:
     memory.engine.write(0, 1, 7, block)
     assert torch.equal(memory.engine.read(0, 1, 7), block)
     assert torch.equal(tensors[group.layers[1]][7].reshape(-1).view(torch.uint8), block.view(-1))
-    assert [view.data_ptr() for view in memory.engine.block_memory(0, 7)] == [tensors[name][7].data_ptr() for name in group.layers]
+    assert [view.data_ptr() for view in memory.engine.block_memory(0, 7)] == [
+        tensors[name][7].data_ptr() for name in group.layers
+    ]

@@ -19,17 +19,27 @@ SPANS = [MultimodalSpan(b"cat", 10, 20), MultimodalSpan(b"dog", 50, 3)]
 
 def of_database(tokens: list[int], spans: list[MultimodalSpan]) -> list[str]:
     database = ChunkedTokenDatabase(make_config(salt="salt"), make_metadata())
-    return [key.chunk_hash for start, end, key in database.process_tokens(torch.tensor(tokens), None, spans) if end - start == CHUNK_SIZE]
+    return [
+        key.chunk_hash
+        for start, end, key in database.process_tokens(torch.tensor(tokens), None, spans)
+        if end - start == CHUNK_SIZE
+    ]
 
 
 @pytest.mark.parametrize("spans", [[], SPANS], ids=["text", "contents"])
-@pytest.mark.parametrize("steps", [(70,), (70, 71, 79, 80, 81), (5, 15, 16, 17, 64, 128), (1, 1, 33)])
-def test_names_are_those_of_the_token_database(spans: list[MultimodalSpan], steps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "steps", [(70,), (70, 71, 79, 80, 81), (5, 15, 16, 17, 64, 128), (1, 1, 33)]
+)
+def test_names_are_those_of_the_token_database(
+    spans: list[MultimodalSpan], steps: tuple[int, ...]
+) -> None:
     """However the tokens become known: all at once, or one by one."""
     tokens = prompt(1, 128)
     names = ChunkNames(identity_root(make_metadata(), "salt"), CHUNK_SIZE, spans)
     for num_known in steps:
-        assert [digest.hex() for digest in names.extend(tokens[:num_known])] == of_database(tokens[:num_known], spans)
+        assert [digest.hex() for digest in names.extend(tokens[:num_known])] == of_database(
+            tokens[:num_known], spans
+        )
 
 
 def test_a_content_is_told_by_its_hash_and_place() -> None:
@@ -53,5 +63,8 @@ def test_a_content_is_told_by_what_it_becomes_too() -> None:
 
 
 def test_contents_that_are_only_counted_have_no_names() -> None:
-    assert spans_of(SimpleNamespace(mm_features=[Feature("renderer0-mm-1-image-0", 0, 4)]), None) is None
+    assert (
+        spans_of(SimpleNamespace(mm_features=[Feature("renderer0-mm-1-image-0", 0, 4)]), None)
+        is None
+    )
     assert spans_of(SimpleNamespace(mm_features=[]), None) == [], "a request of text has"

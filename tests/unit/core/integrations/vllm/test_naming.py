@@ -63,7 +63,9 @@ def test_a_request_with_embeddings_has_no_names(namer: Namer) -> None:
 
 
 def test_a_session_that_goes_on_drops_a_token(namer: Namer) -> None:
-    """vLLM takes the next part of the input in place of the token that it generated last, which completed a chunk here."""
+    """vLLM takes the next part of the input in place of the token that it generated last, which
+    completed a chunk here.
+    """
     request = request_of(2 * CHUNK_SIZE - 1)
     request.resumable = True
     state = RequestState(request, stored=[0])
@@ -74,7 +76,9 @@ def test_a_session_that_goes_on_drops_a_token(namer: Namer) -> None:
     request.go_on([7] * 2 * CHUNK_SIZE, [Feature("cat", 2 * CHUNK_SIZE, 3)])
     names = namer.name(state)
     assert names is not None
-    assert names.hashes == hashes_of(namer, request), "of the tokens and contents that are there now"
+    assert names.hashes == hashes_of(namer, request), (
+        "of the tokens and contents that are there now"
+    )
     without_contents = request_of(2 * CHUNK_SIZE - 1)
     without_contents.num_computed_tokens = without_contents.num_tokens
     without_contents.go_on([7] * 2 * CHUNK_SIZE)

@@ -25,8 +25,12 @@ def ask(store: ScriptedStore, shape: Shape, num_ranks: int = 1) -> tuple[Offer, 
 
 
 def test_connectors_of_one_engine_have_tickets_of_their_own() -> None:
-    """As children of a `MultiConnector` they are told of the same requests, and inside vLLM they share a store."""
-    opened = open_store("engine", options_of().engine, METADATA, ("",), Counters(), lambda salt: None)
+    """As children of a `MultiConnector` they are told of the same requests, and inside vLLM they
+    share a store.
+    """
+    opened = open_store(
+        "engine", options_of().engine, METADATA, ("",), Counters(), lambda salt: None
+    )
     staging = opened.store._staging  # type: ignore[attr-defined]
     try:
         identity = KVIdentity(METADATA, 1, 1)
@@ -46,7 +50,14 @@ def test_one_group() -> None:
     store = ScriptedStore([hot(3)])
     assert ask(store, Shape(), num_ranks=2) == (Offer(3, b"\1\1\1", is_complete=True), True)
     ((ticket, (chain,), is_prefix),) = store.asked
-    assert (ticket, chain.fmt, chain.model_name, chain.world_size, chain.group, is_prefix) == ("r", FMT, "model", 2, "", True)
+    assert (ticket, chain.fmt, chain.model_name, chain.world_size, chain.group, is_prefix) == (
+        "r",
+        FMT,
+        "model",
+        2,
+        "",
+        True,
+    )
     assert chain.hashes == b"".join(HASHES)
 
 
@@ -70,7 +81,12 @@ def test_of_a_window_only_its_own_chunks_are_asked_for() -> None:
     offer, is_final = ask(store, HYBRID)
     assert (offer.num_chunks, offer.is_complete, is_final) == (5, True, True)
     (_, (whole,), _), (ticket, (windowed,), is_prefix) = store.asked
-    assert (whole.group, windowed.group, ticket, is_prefix) == ("0:full", "1:window10", "r/window", False)
+    assert (whole.group, windowed.group, ticket, is_prefix) == (
+        "0:full",
+        "1:window10",
+        "r/window",
+        False,
+    )
     assert windowed.hashes == b"".join(HASHES[3:5]), "40 tokens: the next one sees 31 to 40"
 
 
@@ -84,12 +100,20 @@ def test_a_missing_chunk_of_a_window_shortens_the_offer_to_in_front_of_it() -> N
     """Of chunks 3 and 4 the fourth is missing: a prefix of 4 chunks needs 2 and 3."""
     store = ScriptedStore([hot(5), Staged(True, (b"\1\0",)), Staged(True, (b"\1\1",))])
     offer, _ = ask(store, HYBRID)
-    assert (offer.num_chunks, offer.is_complete) == (4, False), "a later chunk of the full group is there"
-    assert [chains[0].hashes for _, chains, _ in store.asked[1:]] == [b"".join(HASHES[3:5]), b"".join(HASHES[2:4])]
+    assert (offer.num_chunks, offer.is_complete) == (
+        4,
+        False,
+    ), "a later chunk of the full group is there"
+    assert [chains[0].hashes for _, chains, _ in store.asked[1:]] == [
+        b"".join(HASHES[3:5]),
+        b"".join(HASHES[2:4]),
+    ]
 
 
 def test_the_first_missing_chunk_decides() -> None:
-    """Every prefix between it and the one that was tried has it in its window, too: none of them is worth a try."""
+    """Every prefix between it and the one that was tried has it in its window, too: none of them
+    is worth a try.
+    """
     store = ScriptedStore([hot(5), Staged(True, (b"\0\0",)), Staged(True, (b"\1\1",))])
     offer, _ = ask(store, HYBRID)
     assert offer.num_chunks == 3
@@ -98,7 +122,9 @@ def test_the_first_missing_chunk_decides() -> None:
 
 def test_of_several_windows_the_earliest_missing_chunk_decides() -> None:
     shape = Shape((FULL, window(10), window(18)))
-    store = ScriptedStore([hot(5), Staged(True, (b"\1\0", b"\1\0\1")), Staged(True, (b"\1\1", b"\1\1\1"))])
+    store = ScriptedStore(
+        [hot(5), Staged(True, (b"\1\0", b"\1\0\1")), Staged(True, (b"\1\1", b"\1\1\1"))]
+    )
     offer, _ = ask(store, shape)
     assert offer.num_chunks == 3
 
@@ -114,7 +140,9 @@ def test_windows_alone() -> None:
 
 
 def test_tries_are_bounded() -> None:
-    store = ScriptedStore([Staged(True, (b"\1\0",))])  # it finds the last one missing, whatever it is asked
+    store = ScriptedStore(
+        [Staged(True, (b"\1\0",))]
+    )  # it finds the last one missing, whatever it is asked
     many = [hashlib.sha256(bytes([i])).digest() for i in range(100)]
     offers = Offers(store, KVIdentity(METADATA, 1, 1), groups_of(Shape((window(10),))), CHUNK_SIZE)  # type: ignore[arg-type]
     assert offers.ask("r", many, 802, None) == (Offer(0), True)

@@ -14,6 +14,8 @@ def test_a_plan_travels_between_processes() -> None:
 
 
 def test_reports_of_workers_become_one() -> None:
-    whole = WorkerReport({"l"}, {"a"}, hosts={"x"}).aggregate(WorkerReport({"m"}, {"b"}, is_out=True, hosts={"x", "y"}))
+    whole = WorkerReport({"l"}, {"a"}, hosts={"x"}).aggregate(
+        WorkerReport({"m"}, {"b"}, is_out=True, hosts={"x", "y"})
+    )
     assert whole == WorkerReport({"l", "m"}, {"a", "b"}, is_out=True, hosts={"x", "y"})
     assert pickle.loads(pickle.dumps(whole)) == whole

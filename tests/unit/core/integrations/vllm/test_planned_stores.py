@@ -9,7 +9,13 @@ from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 
 from tests.fixtures.vllm_engine import FULL, Shape, window
-from tests.fixtures.vllm_engine.parts import ScriptedStore, hot, output_of, request_of, scheduler_side
+from tests.fixtures.vllm_engine.parts import (
+    ScriptedStore,
+    hot,
+    output_of,
+    request_of,
+    scheduler_side,
+)
 
 TABLE = (list(range(1, 12)),)
 
@@ -40,8 +46,12 @@ def test_resumed_requests_have_new_blocks() -> None:
     assert [(run.first, run.block_ids) for run in stored.runs] == [(0, (11, 12, 13, 14))]
 
 
-@pytest.mark.parametrize(("answer", "num_unsure"), [(hot(0), 0), (None, 40)], ids=["answered", "away"])
-def test_chunks_may_be_stored_already_unless_the_store_has_said_otherwise(answer: Any, num_unsure: int) -> None:
+@pytest.mark.parametrize(
+    ("answer", "num_unsure"), [(hot(0), 0), (None, 40)], ids=["answered", "away"]
+)
+def test_chunks_may_be_stored_already_unless_the_store_has_said_otherwise(
+    answer: Any, num_unsure: int
+) -> None:
     """A sidecar that comes back while a request is computed may have its chunks."""
     side = scheduler_side(ScriptedStore([answer]))
     request = request_of(40)
@@ -63,7 +73,9 @@ def test_generated_tokens_are_stored_if_that_is_wanted(saves: bool) -> None:
 
 
 def test_several_workers_store_nothing_in_a_step_with_a_synchronous_load() -> None:
-    """One of them may find its KV gone, and what the others compute with it is not what their chunks should hold."""
+    """One of them may find its KV gone, and what the others compute with it is not what their
+    chunks should hold.
+    """
     side = scheduler_side(ScriptedStore([hot(3)]), Shape(num_ranks=2), load="sync")
     request = request_of()
     side.num_matched(request, 0)
@@ -71,7 +83,9 @@ def test_several_workers_store_nothing_in_a_step_with_a_synchronous_load() -> No
     loads = loads_of(side)
     assert stores_of(side, output_of([("r", TABLE, 24, 19)]), loads) == ()
     (stored,) = stores_of(side, output_of(again=[("r", None, 43, 1)]))
-    assert [(run.first, len(run.hashes)) for run in stored.runs] == [(3, 2)], "a step later it is known to be right"
+    assert [(run.first, len(run.hashes)) for run in stored.runs] == [(3, 2)], (
+        "a step later it is known to be right"
+    )
 
 
 def test_one_worker_stores_in_a_step_with_a_synchronous_load() -> None:
@@ -84,14 +98,24 @@ def test_one_worker_stores_in_a_step_with_a_synchronous_load() -> None:
     assert [(run.first, len(run.hashes)) for run in stored.runs] == [(3, 2)]
 
 
-LOADING, BEHIND = ("r", TABLE, 24, 19), ("behind", ([1, 2, 3, 4, 5, 6, 21, 22, 23, 24, 25],), 24, 19)
+LOADING, BEHIND = (
+    ("r", TABLE, 24, 19),
+    (
+        "behind",
+        ([1, 2, 3, 4, 5, 6, 21, 22, 23, 24, 25],),
+        24,
+        19,
+    ),
+)
 BEHIND_THAT = ("behind that", ([31, 32, 33, 34, 35, 36, 21, 22, 41, 42, 43],), 32, 11)
 BESIDE = ("beside", ([1, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60],), 4, 39)
 ALL = ("r", "behind", "behind that", "beside")
 
 
 def loading_beside_others(num_ranks: int) -> tuple[SchedulerSide, list[str]]:
-    """A step in which one request loads into blocks 2 to 6, and others compute; whose chunks are stored after it."""
+    """A step in which one request loads into blocks 2 to 6, and others compute; whose chunks are
+    stored after it.
+    """
     store = ScriptedStore([hot(3), None])
     side = scheduler_side(store, Shape(num_ranks=num_ranks), load="sync")
     request = request_of()
@@ -107,20 +131,29 @@ def loading_beside_others(num_ranks: int) -> tuple[SchedulerSide, list[str]]:
 
 
 @pytest.mark.parametrize(("num_ranks", "stored"), [(1, ["r", "beside"]), (2, ["beside"])])
-def test_who_shares_no_block_with_a_synchronous_load_is_stored_beside_it(num_ranks: int, stored: list[str]) -> None:
-    """Block 1 was there before; 2 to 6 are loaded, 21 and 22 are computed from them in the same step. One worker knows when to store."""
+def test_who_shares_no_block_with_a_synchronous_load_is_stored_beside_it(
+    num_ranks: int, stored: list[str]
+) -> None:
+    """Block 1 was there before; 2 to 6 are loaded, 21 and 22 are computed from them in the same
+    step. One worker knows when to store.
+    """
     side, found = loading_beside_others(num_ranks)
     assert found == stored
     side.step_done(WorkerReport(loaded={"r"}), ())
     again = [(name, None, 43, 1) for name in ALL]
-    assert [store.request_id for store in stores_of(side, output_of(again=again))] == [name for name in ALL if name not in stored]
+    assert [store.request_id for store in stores_of(side, output_of(again=again))] == [
+        name for name in ALL if name not in stored
+    ]
 
 
 def test_who_loads_behind_what_another_one_loads_rests_on_it() -> None:
     """Its own load may be good: what comes before is not known to be."""
     side = scheduler_side(ScriptedStore([hot(3), hot(4)]), load="sync")
     first, second = request_of(name="first"), request_of(name="second")
-    for request, num_local, num_external, table in ((first, 4, 20, TABLE), (second, 24, 8, BEHIND[1])):
+    for request, num_local, num_external, table in (
+        (first, 4, 20, TABLE),
+        (second, 24, 8, BEHIND[1]),
+    ):
         assert side.num_matched(request, num_local) == (num_external, False)
         side.allocated(request, table, num_external)
     loads = loads_of(side)
@@ -135,7 +168,10 @@ def test_nothing_is_stored_any_more_of_what_rests_on_a_load_that_has_failed(num_
     side.step_done(WorkerReport(loaded={"r"}, failed={"r"}), ())
     again = [(name, None, 24, 19) for name in ALL]
     (stored,) = stores_of(side, output_of(again=again))
-    assert (stored.request_id, len(stored.runs[0].hashes)) == ("r", 5), "what failed is computed, and stored"
+    assert (stored.request_id, len(stored.runs[0].hashes)) == (
+        "r",
+        5,
+    ), "what failed is computed, and stored"
 
 
 @pytest.mark.parametrize("is_resumed", [True, False])
@@ -147,7 +183,11 @@ def test_nothing_is_stored_in_a_step_in_which_another_connector_may_load(is_resu
         side.num_matched(each, 0)
         side.allocated(each, TABLE, 0)
     loaded_by_another, computed = ("r", TABLE, 24, 19), ("other", TABLE, 0, 43)
-    step = output_of([computed], [loaded_by_another], ["r"]) if is_resumed else output_of([loaded_by_another, computed])
+    step = (
+        output_of([computed], [loaded_by_another], ["r"])
+        if is_resumed
+        else output_of([loaded_by_another, computed])
+    )
     assert stores_of(side, step) == ()
     first, second = stores_of(side, output_of(again=[("r", None, 24, 19), ("other", None, 43, 1)]))
     assert len(first.runs[0].hashes) == len(second.runs[0].hashes) == 3
@@ -171,7 +211,12 @@ def test_block_tables_that_may_be_wrong_are_not_stored_from() -> None:
     assert stored.runs[0].block_ids == (5, 6, 7, 8)
 
 
-@pytest.mark.parametrize(("shape", "is_warned"), [(Shape((window(4),)), True), (Shape((FULL, window(8))), False), (Shape(), False)])
-def test_a_window_that_is_shorter_than_a_chunk_is_warned_of(shape: Shape, is_warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("shape", "is_warned"),
+    [(Shape((window(4),)), True), (Shape((FULL, window(8))), False), (Shape(), False)],
+)
+def test_a_window_that_is_shorter_than_a_chunk_is_warned_of(
+    shape: Shape, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     scheduler_side(ScriptedStore([None]), shape)
     assert ("chunk_size=8 is longer than a sliding window of 4 tokens" in caplog.text) == is_warned

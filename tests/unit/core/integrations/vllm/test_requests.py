@@ -1,4 +1,6 @@
-"""What the scheduler's side knows of a request: its blocks, and which chunks are to be stored or loaded from them."""
+"""What the scheduler's side knows of a request: its blocks, and which chunks are to be stored or
+loaded from them.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,12 @@ def test_chunks_that_a_window_has_lost_are_not_stored() -> None:
     state.drop_blocks(HYBRID, 13)  # tokens 0 to 7 are out of the window
     full, windowed = state.complete_runs(HYBRID, CHUNK_SIZE, 24)
     assert (full.group, full.first, full.block_ids) == (0, 0, (1, 2, 3, 4, 5, 6))
-    assert (windowed.group, windowed.first, windowed.hashes, windowed.block_ids) == (1, 1, HASHES[1:3], (23, 24, 25, 26))
+    assert (windowed.group, windowed.first, windowed.hashes, windowed.block_ids) == (
+        1,
+        1,
+        HASHES[1:3],
+        (23, 24, 25, 26),
+    )
 
 
 def test_dropping_is_remembered() -> None:
@@ -89,4 +96,8 @@ def test_of_a_window_only_what_the_next_token_sees_is_loaded() -> None:
     state = state_of(HYBRID)
     full, windowed = state.load_runs(HYBRID, CHUNK_SIZE, 0, 40)
     assert (full.first, len(full.hashes)) == (0, 5)
-    assert (windowed.first, windowed.hashes, windowed.block_ids) == (4, HASHES[4:], (29, 30)), "the next token sees 35 to 40"
+    assert (windowed.first, windowed.hashes, windowed.block_ids) == (
+        4,
+        HASHES[4:],
+        (29, 30),
+    ), "the next token sees 35 to 40"

@@ -13,7 +13,16 @@ from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 from lmcache_core.record import Staged, StagedFrom
 
 from tests.fixtures.vllm_engine import FULL, Shape, window
-from tests.fixtures.vllm_engine.parts import METADATA, ScriptedStore, groups_of, hot, options_of, output_of, request_of, scheduler_side
+from tests.fixtures.vllm_engine.parts import (
+    METADATA,
+    ScriptedStore,
+    groups_of,
+    hot,
+    options_of,
+    output_of,
+    request_of,
+    scheduler_side,
+)
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
 
 TABLE = (list(range(1, 12)),)
@@ -75,11 +84,18 @@ def test_a_request_is_looked_up_when_it_comes() -> None:
 
 @pytest.mark.parametrize(
     ("load", "shape", "num_external"),
-    [("sync", Shape(), 39), ("async", Shape(), 40), ("async", Shape((FULL, window(6))), 39), ("async", Shape((window(6),)), 39)],
+    [
+        ("sync", Shape(), 39),
+        ("async", Shape(), 40),
+        ("async", Shape((FULL, window(6))), 39),
+        ("async", Shape((window(6),)), 39),
+    ],
     ids=["sync", "async", "async and windows", "async and windows alone"],
 )
 def test_a_token_is_left_to_compute(load: str, shape: Shape, num_external: int) -> None:
-    """vLLM steps back by one itself in an asynchronous load, but then a window would reach a block that it has dropped."""
+    """vLLM steps back by one itself in an asynchronous load, but then a window would reach a
+    block that it has dropped.
+    """
     side = scheduler_side(ScriptedStore([Staged(True, (b"\1" * 5,))]), shape, load=load)
     assert side.num_matched(request_of(40), 0) == (num_external, load == "async")
 
@@ -97,7 +113,13 @@ def test_a_load_is_planned_once() -> None:
     assert side.num_matched(request, 8) == (16, False)
     side.allocated(request, TABLE, 16)
     (load,) = loads_of(side)
-    assert (load.request_id, load.begin, load.end, load.is_async, load.recompute_s) == ("r", 8, 24, False, 0.1)
+    assert (load.request_id, load.begin, load.end, load.is_async, load.recompute_s) == (
+        "r",
+        8,
+        24,
+        False,
+        0.1,
+    )
     (run,) = load.runs
     assert (run.group, run.first, len(run.hashes), run.block_ids) == (0, 1, 2, (3, 4, 5, 6))
     assert loads_of(side) == ()
@@ -159,7 +181,11 @@ def test_where_tokens_came_from() -> None:
     assert side.origins_of(request, 8) == {}
     side.num_matched(request, 4)
     side.allocated(request, TABLE, 28)
-    assert side.origins_of(request, 28) == {StagedFrom.HOT: 4, StagedFrom.DISK: 16, StagedFrom.REMOTE: 8}
+    assert side.origins_of(request, 28) == {
+        StagedFrom.HOT: 4,
+        StagedFrom.DISK: 16,
+        StagedFrom.REMOTE: 8,
+    }
 
 
 def test_a_lift_is_waited_for_and_polled_at_leisure(clock: Clock) -> None:
@@ -238,8 +264,13 @@ def test_what_failed_is_not_offered_again_and_is_stored_anew(load: str) -> None:
     side.num_matched(request, 0)
     side.allocated(request, TABLE, 40)
     loads = loads_of(side)
-    assert stores_of(side, output_of([("r", TABLE, 40, 3)]), loads) == (), "what was loaded is stored already"
-    side.step_done(WorkerReport(loaded={"r"} if load == "sync" else set(), failed={"r"}), ["r"] if load == "async" else [])
+    assert stores_of(side, output_of([("r", TABLE, 40, 3)]), loads) == (), (
+        "what was loaded is stored already"
+    )
+    side.step_done(
+        WorkerReport(loaded={"r"} if load == "sync" else set(), failed={"r"}),
+        ["r"] if load == "async" else [],
+    )
     assert store.given_back == ["r"]
     for _ in range(3):
         assert side.num_matched(request, 0) == (0, False)
@@ -258,7 +289,9 @@ def test_an_engine_with_a_worker_that_is_out_is_offered_nothing() -> None:
     assert side.num_matched(request_of(), 0) == (0, False)
 
 
-@pytest.mark.parametrize("state", ["waiting", "offered", "to be loaded", "loading beside", "loaded", "running"])
+@pytest.mark.parametrize(
+    "state", ["waiting", "offered", "to be loaded", "loading beside", "loaded", "running"]
+)
 def test_requests_may_end_in_every_state(state: str) -> None:
     is_async = state == "loading beside"
     store = ScriptedStore([hot(5)])
@@ -324,14 +357,28 @@ def test_recomputing_costs_what_steps_take(clock: Clock) -> None:
     assert load.recompute_s == pytest.approx(CHUNK_SIZE / 100)
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 2], ids=["one after the other", "async scheduling", "three in the pipeline"])
 @pytest.mark.parametrize(
-    "sizes", [[2048] * 40, [64, 8192, 64, 64] * 10, [2048, 8192, 512] * 15], ids=["prefills", "between decodes", "mixed"]
+    "overlap", [0, 1, 2], ids=["one after the other", "async scheduling", "three in the pipeline"]
 )
-def test_the_rate_is_that_of_the_engine_where_steps_overlap(clock: Clock, overlap: int, sizes: list[int]) -> None:
-    """Where vLLM plans a step before the one before has ended, a step takes from the end of that one on."""
+@pytest.mark.parametrize(
+    "sizes",
+    [[2048] * 40, [64, 8192, 64, 64] * 10, [2048, 8192, 512] * 15],
+    ids=["prefills", "between decodes", "mixed"],
+)
+def test_the_rate_is_that_of_the_engine_where_steps_overlap(
+    clock: Clock, overlap: int, sizes: list[int]
+) -> None:
+    """Where vLLM plans a step before the one before has ended, a step takes from the end of that
+    one on.
+    """
     store, rate = ScriptedStore([hot(5)]), 37_000.0
-    side = SchedulerSide(options_of(prefill_tokens_per_s=None), groups_of(Shape()), KVIdentity(METADATA, 1, 1), store, _salted())  # type: ignore[arg-type]
+    side = SchedulerSide(
+        options_of(prefill_tokens_per_s=None),
+        groups_of(Shape()),
+        KVIdentity(METADATA, 1, 1),
+        store,
+        _salted(),
+    )  # type: ignore[arg-type]
     running: list[tuple[int, int]] = []
 
     def end_one() -> None:
@@ -353,7 +400,13 @@ def test_the_rate_is_that_of_the_engine_where_steps_overlap(clock: Clock, overla
 def test_a_step_without_tokens_ends_no_other(clock: Clock) -> None:
     """Of a step in which nothing is computed vLLM tells only if something has arrived."""
     store = ScriptedStore([hot(5)])
-    side = SchedulerSide(options_of(prefill_tokens_per_s=None), groups_of(Shape()), KVIdentity(METADATA, 1, 1), store, _salted())  # type: ignore[arg-type]
+    side = SchedulerSide(
+        options_of(prefill_tokens_per_s=None),
+        groups_of(Shape()),
+        KVIdentity(METADATA, 1, 1),
+        store,
+        _salted(),
+    )  # type: ignore[arg-type]
     side.plan_stores(EMPTY, ())
     side.plan_stores(output_of([("r", TABLE, 0, 400)]), ())
     number = side.step

@@ -6,14 +6,22 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from lmcache_core.telemetry import FAILED_CALLS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORED_BYTES_TOTAL, TIER_CALLS_TOTAL, Counters
+from lmcache_core.telemetry import (
+    FAILED_CALLS_TOTAL,
+    RETRIEVED_TOKENS_TOTAL,
+    STORED_BYTES_TOTAL,
+    TIER_CALLS_TOTAL,
+    Counters,
+)
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 @pytest.fixture
 def stats(module: ModuleType) -> Any:
     """The module, as the connector sees it."""
-    return SimpleNamespace(Stats=module.LMCacheStats, Taker=module.StatsTaker, Prom=module.LMCachePromMetrics)
+    return SimpleNamespace(
+        Stats=module.LMCacheStats, Taker=module.StatsTaker, Prom=module.LMCachePromMetrics
+    )
 
 
 def test_growth_is_told_once(stats: Any) -> None:
@@ -39,7 +47,9 @@ def test_figures_of_workers_become_one(stats: Any) -> None:
 
 
 def test_the_log_line(stats: Any) -> None:
-    assert stats.Stats(data={RETRIEVED_TOKENS_TOTAL: 48, FAILED_CALLS_TOTAL: 0}).reduce() == {"retrieved_tokens": 48}
+    assert stats.Stats(data={RETRIEVED_TOKENS_TOTAL: 48, FAILED_CALLS_TOTAL: 0}).reduce() == {
+        "retrieved_tokens": 48
+    }
 
 
 def test_stats_are_made_again_from_what_travelled(module: ModuleType) -> None:
@@ -60,7 +70,9 @@ def test_prometheus(module: ModuleType) -> None:
     registry = CollectorRegistry()
     kinds = kinds_of(registry)
     labels = {0: ["model", "0"], 1: ["model", "1"]}
-    metrics = module.LMCacheConnector.build_prom_metrics(SimpleNamespace(), kinds, ["model_name", "engine"], labels)
+    metrics = module.LMCacheConnector.build_prom_metrics(
+        SimpleNamespace(), kinds, ["model_name", "engine"], labels
+    )
     metrics.observe({RETRIEVED_TOKENS_TOTAL: 40, "something new": 1}, engine_idx=1)
     metrics.observe({RETRIEVED_TOKENS_TOTAL: 8}, engine_idx=1)
     name = "vllm:" + RETRIEVED_TOKENS_TOTAL
@@ -73,8 +85,13 @@ def test_the_class_is_known_by_name_where_figures_are_read(module: ModuleType) -
 
     for _ in range(2):
         kinds = kinds_of(CollectorRegistry())
-        module.LMCacheConnector.build_prom_metrics(SimpleNamespace(), kinds, ["model_name"], {0: ["model"]})
-        assert KVConnectorFactory.get_connector_class_by_name("LMCacheConnector") is module.LMCacheConnector
+        module.LMCacheConnector.build_prom_metrics(
+            SimpleNamespace(), kinds, ["model_name"], {0: ["model"]}
+        )
+        assert (
+            KVConnectorFactory.get_connector_class_by_name("LMCacheConnector")
+            is module.LMCacheConnector
+        )
 
 
 def test_figures_read_as_a_dictionary(stats: Any) -> None:

@@ -13,7 +13,9 @@ from tests.fixtures.vllm_engine.parts import METADATA, options_of
 
 
 def opened(engine_id: str, salts: list[str], **options: Any) -> OpenStore:
-    return open_store(engine_id, options_of(**options).engine, METADATA, ("",), Counters(), salts.append)
+    return open_store(
+        engine_id, options_of(**options).engine, METADATA, ("",), Counters(), salts.append
+    )
 
 
 def test_the_sides_of_an_engine_share_tiers_inside_vllm() -> None:
@@ -49,7 +51,12 @@ def test_connectors_of_one_engine_with_other_options_have_other_tiers() -> None:
 def test_a_sidecar_that_is_away_is_no_error(tmp_path: Path) -> None:
     salts: list[str] = []
     store = open_store(
-        "one", options_of(max_local_cpu_size=5.0, sidecar_socket=str(tmp_path / "s.sock")).engine, METADATA, ("",), Counters(), salts.append
+        "one",
+        options_of(max_local_cpu_size=5.0, sidecar_socket=str(tmp_path / "s.sock")).engine,
+        METADATA,
+        ("",),
+        Counters(),
+        salts.append,
     )
     assert isinstance(store.store, SidecarChunkStore)
     assert salts == []

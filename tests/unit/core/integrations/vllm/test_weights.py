@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy
 import pytest
-from lmcache_core.integrations.vllm.weights import adapter_fingerprint, adapter_version, model_fingerprint, options_fingerprint
+from lmcache_core.integrations.vllm.weights import (
+    adapter_fingerprint,
+    adapter_version,
+    model_fingerprint,
+    options_fingerprint,
+)
 
 from tests.fixtures.vllm_engine.worlds import make_adapter, make_model
 
@@ -23,7 +28,11 @@ def safetensors(tensors: Mapping[str, bytes]) -> bytes:
     """A file of tensors."""
     entries, at = {}, 0
     for name, content in tensors.items():
-        entries[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [at, at + len(content)]}
+        entries[name] = {
+            "dtype": "U8",
+            "shape": [len(content)],
+            "data_offsets": [at, at + len(content)],
+        }
         at += len(content)
     header = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
     return len(header).to_bytes(8, "little") + header + b"".join(tensors.values())
@@ -55,11 +64,16 @@ def test_every_byte_counts(tmp_path: Path, place: int) -> None:
 def test_a_training_of_a_part_of_a_tensor_counts(tmp_path: Path, changed: str) -> None:
     """Neither is at an end or in the middle of its tensor, and the file is as long as before."""
     noise = numpy.random.default_rng(1)
-    embeddings, projection = noise.random((4096, 256), numpy.float32), noise.random((128, 256), numpy.float32)
+    embeddings, projection = (
+        noise.random((4096, 256), numpy.float32),
+        noise.random((128, 256), numpy.float32),
+    )
 
     def fingerprint_of() -> str | None:
         model = make_model(tmp_path)
-        (model / "model.safetensors").write_bytes(safetensors({"embed": embeddings.tobytes(), "v_proj": projection.tobytes()}))
+        (model / "model.safetensors").write_bytes(
+            safetensors({"embed": embeddings.tobytes(), "v_proj": projection.tobytes()})
+        )
         return fingerprint(model)
 
     before = fingerprint_of()
@@ -100,8 +114,14 @@ def of_hub(revision: str | None, name: str = "org/model", **config: str) -> str 
 
 
 def test_a_model_on_a_hub_is_told_by_its_commit(hub: Path) -> None:
-    assert of_hub("main", _commit_hash=COMMIT) == of_hub(None, _commit_hash=COMMIT) != of_hub(None, _commit_hash=OTHER)
-    assert of_hub(COMMIT) == of_hub(None) == of_hub("main"), "what is downloaded tells it where the configuration does not"
+    assert (
+        of_hub("main", _commit_hash=COMMIT)
+        == of_hub(None, _commit_hash=COMMIT)
+        != of_hub(None, _commit_hash=OTHER)
+    )
+    assert of_hub(COMMIT) == of_hub(None) == of_hub("main"), (
+        "what is downloaded tells it where the configuration does not"
+    )
     (hub / "refs" / "main").write_text(OTHER)
     (hub / "snapshots" / OTHER).mkdir()
     assert of_hub(None) != of_hub(COMMIT)
@@ -117,11 +137,17 @@ def test_a_branch_of_a_hub_tells_no_weights(hub: Path, revision: str | None) -> 
 @pytest.mark.parametrize("as_method", [True, False])
 def test_options_of_the_model_count_and_its_names_do_not(as_method: bool) -> None:
     def of(**options: Any) -> str:
-        config = SimpleNamespace(to_dict=lambda: options) if as_method else SimpleNamespace(**options)
+        config = (
+            SimpleNamespace(to_dict=lambda: options) if as_method else SimpleNamespace(**options)
+        )
         return options_fingerprint(config)
 
     base = {"rope_theta": 1e4, "text_config": {"layers": 2, "_name_or_path": "a"}}
-    same = {"text_config": {"_name_or_path": "b", "layers": 2}, "rope_theta": 1e4, "transformers_version": "5"}
+    same = {
+        "text_config": {"_name_or_path": "b", "layers": 2},
+        "rope_theta": 1e4,
+        "transformers_version": "5",
+    }
     assert of(**base) == of(**same)
     assert of(**base) != of(**(base | {"rope_theta": 1e5}))
     assert of(**base) != of(**(base | {"text_config": {"layers": 3}}))

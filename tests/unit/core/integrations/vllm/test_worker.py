@@ -23,7 +23,13 @@ from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, Store
 from lmcache_core.integrations.vllm.worker import STORE_QUESTIONS, WorkerSide
 from lmcache_core.memory import HostMemoryAllocator
-from lmcache_core.telemetry import FAILED_CALLS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL, UNSTORED_CHUNKS_TOTAL, Counters
+from lmcache_core.telemetry import (
+    FAILED_CALLS_TOTAL,
+    RETRIEVED_TOKENS_TOTAL,
+    STORED_CHUNKS_TOTAL,
+    UNSTORED_CHUNKS_TOTAL,
+    Counters,
+)
 
 from tests.fixtures.vllm_engine import FULL, MLA, GroupShape, Shape, window
 from tests.fixtures.vllm_engine.memory import POISON, RankMemory
@@ -49,7 +55,11 @@ class Rank:
     def fill(self, blocks: tuple[int, ...], group: int = 0, base: float = 0.0) -> None:
         """Give every token of these blocks, and every layer, other numbers."""
         for layer in range(2):
-            cells = torch.arange(4 * len(blocks) * self.width, dtype=torch.float32).view(-1, self.width) + base + 10_000 * layer
+            cells = (
+                torch.arange(4 * len(blocks) * self.width, dtype=torch.float32).view(-1, self.width)
+                + base
+                + 10_000 * layer
+            )
             self.memory.write(group, layer, *slots(blocks), cells)
 
     def read(self, blocks: tuple[int, ...], group: int = 0) -> torch.Tensor:
@@ -68,11 +78,20 @@ def slots(blocks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(blocks)[places // 4], places % 4
 
 
-def storing(blocks: tuple[int, ...] = BLOCKS, group: int = 0, first: int = 0, num_unsure: int = 0) -> StepPlan:
+def storing(
+    blocks: tuple[int, ...] = BLOCKS, group: int = 0, first: int = 0, num_unsure: int = 0
+) -> StepPlan:
     return StepPlan(stores=(Store("r", (run_of(blocks, group, first),), num_unsure),))
 
 
-def loading(blocks: tuple[int, ...], begin: int, end: int, is_async: bool = False, group: int = 0, first: int = 0) -> StepPlan:
+def loading(
+    blocks: tuple[int, ...],
+    begin: int,
+    end: int,
+    is_async: bool = False,
+    group: int = 0,
+    first: int = 0,
+) -> StepPlan:
     return StepPlan((Load("r", begin, end, (run_of(blocks, group, first),), is_async),))
 
 
@@ -95,12 +114,24 @@ def store() -> Iterator[ChunkStore]:
 def rank(store: ChunkStore) -> Iterator[Callable[..., Rank]]:
     with contextlib.ExitStack() as opened:
 
-        def make(shape: Shape = PLAIN, number: int = 0, wrap: Any = None, registers: bool = True, **options: Any) -> Rank:
+        def make(
+            shape: Shape = PLAIN,
+            number: int = 0,
+            wrap: Any = None,
+            registers: bool = True,
+            **options: Any,
+        ) -> Rank:
             counters = Counters()
-            identity = KVIdentity(replace(METADATA, world_size=shape.num_ranks), shape.num_ranks // shape.replicas, shape.replicas)
+            identity = KVIdentity(
+                replace(METADATA, world_size=shape.num_ranks),
+                shape.num_ranks // shape.replicas,
+                shape.replicas,
+            )
             inner = store if wrap is None else wrap(store)
             guard = DegradingGuard(counters, raised=())
-            side = WorkerSide(options_of(**options), groups_of(shape), identity, number, inner, counters, guard)
+            side = WorkerSide(
+                options_of(**options), groups_of(shape), identity, number, inner, counters, guard
+            )
             opened.callback(side.close)
             memory = RankMemory(shape)
             if registers:
@@ -114,7 +145,9 @@ def rank(store: ChunkStore) -> Iterator[Callable[..., Rank]]:
 def test_nothing_is_kept_on_the_device_when_vllms_memory_has_been_checked(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM may register its tensors inside a memory pool that sleep mode empties later: whatever was made there is then garbage."""
+    """vLLM may register its tensors inside a memory pool that sleep mode empties later: whatever
+    was made there is then garbage.
+    """
     made: list[weakref.ref[torch.Tensor]] = []
     canary = worker_module.run_canary
 
@@ -153,7 +186,9 @@ LAYOUTS = pytest.mark.parametrize(
 
 
 @LAYOUTS
-def test_what_is_stored_is_loaded_into_other_blocks(rank: Callable[..., Rank], layout: str, shape: Shape) -> None:
+def test_what_is_stored_is_loaded_into_other_blocks(
+    rank: Callable[..., Rank], layout: str, shape: Shape
+) -> None:
     here, there = rank(shape, layout=layout), rank(shape, layout=layout)
     here.fill(BLOCKS)
     here.run(storing())
@@ -165,7 +200,9 @@ def test_what_is_stored_is_loaded_into_other_blocks(rank: Callable[..., Rank], l
 
 @LAYOUTS
 @pytest.mark.parametrize(("begin", "end"), [(4, 24), (8, 20), (12, 16), (20, 24)])
-def test_only_the_blocks_that_are_wanted_are_written(rank: Callable[..., Rank], layout: str, shape: Shape, begin: int, end: int) -> None:
+def test_only_the_blocks_that_are_wanted_are_written(
+    rank: Callable[..., Rank], layout: str, shape: Shape, begin: int, end: int
+) -> None:
     """vLLM has the tokens in front itself, maybe in blocks that others use too."""
     here, there = rank(shape, layout=layout), rank(shape, layout=layout)
     here.fill(BLOCKS)
@@ -212,7 +249,9 @@ def test_what_a_request_has_computed_itself_is_not_looked_up(rank: Callable[...,
     assert stores[0].calls[:2] == ["reserve", "put"]
 
 
-def test_nothing_is_stored_while_that_costs_more_than_it_is_worth(rank: Callable[..., Rank]) -> None:
+def test_nothing_is_stored_while_that_costs_more_than_it_is_worth(
+    rank: Callable[..., Rank],
+) -> None:
     savings: list[float] = []
 
     class Late(RecordingStore):
@@ -259,7 +298,9 @@ def test_ranks_have_chunks_of_their_own(rank: Callable[..., Rank]) -> None:
 
 
 @pytest.mark.parametrize(("begin", "bad"), [(0, OTHER_BLOCKS[4:]), (20, OTHER_BLOCKS[5:])])
-def test_blocks_behind_the_first_missing_chunk_are_bad(rank: Callable[..., Rank], begin: int, bad: tuple[int, ...]) -> None:
+def test_blocks_behind_the_first_missing_chunk_are_bad(
+    rank: Callable[..., Rank], begin: int, bad: tuple[int, ...]
+) -> None:
     here = rank()
     here.fill(BLOCKS)
     here.run(storing(BLOCKS[:4]))
@@ -281,7 +322,9 @@ def test_a_damaged_chunk_is_a_missing_one(rank: Callable[..., Rank], store: Any)
 
 
 @pytest.mark.parametrize("groups", [(FULL, window(6)), (window(6),)], ids=["hybrid", "windowed"])
-def test_where_blocks_do_not_tell_the_request_is_named(rank: Callable[..., Rank], groups: tuple[GroupShape, ...]) -> None:
+def test_where_blocks_do_not_tell_the_request_is_named(
+    rank: Callable[..., Rank], groups: tuple[GroupShape, ...]
+) -> None:
     here = rank(Shape(groups))
     here.side.begin_loads(loading(OTHER_BLOCKS, 0, 24, is_async=True))
     received: set[str] = set()
@@ -309,7 +352,9 @@ def test_nothing_is_stored_of_a_request_whose_load_failed(rank: Callable[..., Ra
 
 
 def test_nothing_is_stored_of_such_a_step_behind_its_report(rank: Callable[..., Rank]) -> None:
-    """With speculative decoding a runner asks for the blocks first, and ends the step with the stores."""
+    """With speculative decoding a runner asks for the blocks first, and ends the step with the
+    stores.
+    """
     here = rank()
     here.fill(BLOCKS)
     here.side.begin_loads(loading(OTHER_BLOCKS, 0, 24))
@@ -342,21 +387,32 @@ def test_blocks_in_front_of_a_window_are_none(rank: Callable[..., Rank]) -> None
     assert (here.read((0,)) == POISON).all()
 
 
-def test_a_load_without_blocks_is_refused(rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM gives a block for everything that it wants loaded; if it once does not, its null block is not written to."""
+def test_a_load_without_blocks_is_refused(
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM gives a block for everything that it wants loaded; if it once does not, its null
+    block is not written to.
+    """
     here = rank()
     here.fill(BLOCKS)
     here.run(storing())
     for blocks in ((20, 21, 0, 22), (0, 20, 21, 22), (20, 21, 22, 0)):
         assert here.run(loading(blocks, 0, 16))[2] == {20, 21, 22}
     assert here.run(loading((0, 0, 0, 0), 0, 16))[3].failed == {"r"}
-    assert here.run(loading((20, 21, 22, 23), 0, 20))[2] == {20, 21, 22, 23}, "of the last tokens it was told no chunk"
+    assert here.run(loading((20, 21, 22, 23), 0, 20))[2] == {
+        20,
+        21,
+        22,
+        23,
+    }, "of the last tokens it was told no chunk"
     assert (here.read((0, 20, 21, 22, 23)) == POISON).all()
     assert caplog.text.count("no block") == 5
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_a_worker_without_memory_refuses_and_says_that_it_is_out(rank: Callable[..., Rank], is_async: bool) -> None:
+def test_a_worker_without_memory_refuses_and_says_that_it_is_out(
+    rank: Callable[..., Rank], is_async: bool
+) -> None:
     here = rank(registers=False)
     received, failed, bad, report = here.run(loading(OTHER_BLOCKS, 0, 24, is_async))
     assert bad == set(OTHER_BLOCKS)

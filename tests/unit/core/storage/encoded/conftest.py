@@ -1,4 +1,6 @@
-"""A tier in memory behind each kind of codec; afterwards nothing may be held and no codec be open."""
+"""A tier in memory behind each kind of codec; afterwards nothing may be held and no codec be
+open.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ async def tier(hot: LocalCPUBackend, lossless: ZlibCodec) -> AsyncIterator[Encod
 
 
 @pytest_asyncio.fixture
-async def lossy_tier(hot: LocalCPUBackend, lossless: ZlibCodec, lossy: ZlibCodec) -> AsyncIterator[EncodedBackend]:
+async def lossy_tier(
+    hot: LocalCPUBackend, lossless: ZlibCodec, lossy: ZlibCodec
+) -> AsyncIterator[EncodedBackend]:
     """Configured lossy; the process has a lossless codec too."""
     async with opened(EncodedBackend(hot, codecs_of(lossless, lossy), "half")) as tier:
         yield tier

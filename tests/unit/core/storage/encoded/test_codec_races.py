@@ -26,7 +26,9 @@ from tests.fixtures.wire import Arena
 TIMEOUT_S = 10.0
 
 
-async def test_a_read_does_not_wait_for_what_is_being_written(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
+async def test_a_read_does_not_wait_for_what_is_being_written(
+    hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
     """Writes may wait; a read that is late is a miss."""
     slow = ZlibCodec("slow")
     codecs = codecs_of(lossless, slow)
@@ -34,7 +36,9 @@ async def test_a_read_does_not_wait_for_what_is_being_written(hot: LocalCPUBacke
     async with opened(writing), opened(reading):
         await reading.batched_put([make_chunk("a", payload=DATA)])
         slow.gate.clear()
-        put = asyncio.ensure_future(writing.batched_put([make_chunk(i, payload=DATA) for i in range(2 * MAX_CODEC_THREADS)]))
+        put = asyncio.ensure_future(
+            writing.batched_put([make_chunk(i, payload=DATA) for i in range(2 * MAX_CODEC_THREADS)])
+        )
         while not slow.num_begun:
             await asyncio.sleep(0.001)
         assert await got(reading, arena, "a", timeout_s=TIMEOUT_S / 2) == [DATA]
@@ -45,7 +49,9 @@ async def test_a_read_does_not_wait_for_what_is_being_written(hot: LocalCPUBacke
 def test_codecs_are_closed_when_their_closing_is_given_up(
     hot: LocalCPUBackend, lossless: ZlibCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine waits for its tiers only so long, and then stops their loop: threads of a codec must not outlive it."""
+    """An engine waits for its tiers only so long, and then stops their loop: threads of a codec
+    must not outlive it.
+    """
     loop = LoopThread("test")
     loop.open()
     tier = EncodedBackend(hot, codecs_of(lossless), "flate")
@@ -61,7 +67,9 @@ def test_codecs_are_closed_when_their_closing_is_given_up(
     assert put.cancelled()
 
 
-async def test_codecs_that_open_too_late_are_closed(hot: LocalCPUBackend, lossless: ZlibCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_codecs_that_open_too_late_are_closed(
+    hot: LocalCPUBackend, lossless: ZlibCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compiling takes longer than an engine waits for it."""
     begun, may_go_on = threading.Event(), threading.Event()
 

@@ -18,7 +18,9 @@ from tests.fixtures.encoded_tier import DATA, got, opened
 from tests.fixtures.wire import Arena
 
 
-async def test_codecs_are_opened_once_for_all_tiers(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
+async def test_codecs_are_opened_once_for_all_tiers(
+    hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
     codecs = codecs_of(lossless)
     first, second = EncodedBackend(hot, codecs, "flate"), EncodedBackend(hot, codecs)
     await asyncio.gather(first.open(), second.open())
@@ -35,28 +37,41 @@ async def test_codecs_are_opened_once_for_all_tiers(hot: LocalCPUBackend, lossle
         await first.batched_put([make_chunk("c", payload=DATA)])
 
 
-async def test_a_codec_that_an_option_names_must_open(hot: LocalCPUBackend, lossless: ZlibCodec) -> None:
+async def test_a_codec_that_an_option_names_must_open(
+    hot: LocalCPUBackend, lossless: ZlibCodec
+) -> None:
     broken = ZlibCodec("broken", missing="numba")
     with pytest.raises(ConfigError, match=r"serde 'broken'.*'numba'"):
         await EncodedBackend(hot, codecs_of(lossless, broken), "flate").open()
     assert lossless.num_open == 0
 
 
-async def test_one_that_only_decodes_may_be_missing(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
+async def test_one_that_only_decodes_may_be_missing(
+    hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
     codecs = codecs_of(lossless)
     codecs._further = (ZlibCodec("missing", missing="torch"), other := ZlibCodec("other"))
     async with opened(EncodedBackend(hot, codecs, "flate")) as tier:
-        await hot.batched_put([encoded_by(ZlibCodec(serde), make_chunk(serde, payload=DATA)) for serde in ("missing", "other")])
+        await hot.batched_put(
+            [
+                encoded_by(ZlibCodec(serde), make_chunk(serde, payload=DATA))
+                for serde in ("missing", "other")
+            ]
+        )
         assert await got(tier, arena, "missing", "other") == [MissReason.ENCODING, DATA]
     assert other.num_open == 0
 
 
-async def test_a_tier_that_does_not_open_leaves_no_codec_open(hot: LocalCPUBackend, lossless: ZlibCodec) -> None:
+async def test_a_tier_that_does_not_open_leaves_no_codec_open(
+    hot: LocalCPUBackend, lossless: ZlibCodec
+) -> None:
     class Absent(LocalCPUBackend):
         async def open(self) -> None:
             raise UnavailableError("away")
 
-    tier = EncodedBackend(Absent(ArenaAllocator.anonymous(1 << 20), create_policy()), codecs_of(lossless), "flate")
+    tier = EncodedBackend(
+        Absent(ArenaAllocator.anonymous(1 << 20), create_policy()), codecs_of(lossless), "flate"
+    )
     with pytest.raises(UnavailableError):
         await tier.open()
     assert lossless.num_open == 0
@@ -67,4 +82,6 @@ def test_codecs_refuse_damage_with_one_kind_of_error() -> None:
     """The fixture itself: tests rely on it."""
     made = encoded_by(ZlibCodec("flate"), make_chunk("a", payload=DATA))
     with pytest.raises(SerdeError):
-        ZlibCodec("flate").decode(made.header, made.memory.byte_array, memoryview(bytearray(len(DATA) - 1)))
+        ZlibCodec("flate").decode(
+            made.header, made.memory.byte_array, memoryview(bytearray(len(DATA) - 1))
+        )

@@ -22,7 +22,9 @@ from tests.fixtures.encoded_tier import DATA, content, got, inside, opened
 from tests.fixtures.wire import Arena
 
 
-async def test_what_is_put_is_smaller_inside_and_comes_back_bit_for_bit(tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+async def test_what_is_put_is_smaller_inside_and_comes_back_bit_for_bit(
+    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
+) -> None:
     chunk = make_chunk("a", payload=DATA)
     assert await tier.batched_put([chunk]) == [True]
     header = inside(hot, "a")
@@ -40,7 +42,9 @@ async def test_what_is_put_is_smaller_inside_and_comes_back_bit_for_bit(tier: En
     assert content(result) == DATA
 
 
-async def test_what_would_not_become_smaller_stays_raw(tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+async def test_what_would_not_become_smaller_stays_raw(
+    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
+) -> None:
     chunk = make_chunk("noise")
     assert await tier.batched_put([chunk]) == [True]
     assert inside(hot, "noise") == chunk.header
@@ -48,17 +52,25 @@ async def test_what_would_not_become_smaller_stays_raw(tier: EncodedBackend, hot
     assert tier.stats()["unencoded_chunks"] == 1
 
 
-async def test_a_head_that_grows_by_more_than_the_payload_shrinks_is_not_worth_it(hot: LocalCPUBackend) -> None:
+async def test_a_head_that_grows_by_more_than_the_payload_shrinks_is_not_worth_it(
+    hot: LocalCPUBackend,
+) -> None:
     class Wordy(ZlibCodec):
         def encode(self, tensors, payload):  # type: ignore[no-untyped-def]
             made = super().encode(tensors, payload)
             assert made is not None
-            return msgspec.structs.replace(made, profile="half@" + "t" * 100, report=msgspec.structs.replace(made.report, groups=groups))
+            return msgspec.structs.replace(
+                made,
+                profile="half@" + "t" * 100,
+                report=msgspec.structs.replace(made.report, groups=groups),
+            )
 
     groups = (GroupError("layers", 0.5, 0.25),) * 40
     async with opened(EncodedBackend(hot, codecs_of(Wordy("wordy")), "wordy")) as tier:
         data = b"\0" * 300
-        await tier.batched_put([make_chunk("short", payload=data), make_chunk("long", payload=data * 100)])
+        await tier.batched_put(
+            [make_chunk("short", payload=data), make_chunk("long", payload=data * 100)]
+        )
     assert tier.stats()["unencoded_chunks"] == 1
     assert tier.stats()["encoded_chunks"] == 1
 
@@ -70,13 +82,18 @@ async def test_what_is_not_decoded_in_time_is_a_miss_and_its_memory_comes_back(
     await tier.batched_put([make_chunk("raw")])
     lossless.gate.clear()
     raw = bytes(make_chunk("raw").memory.byte_array)
-    assert await got(tier, arena, "raw", *range(6), timeout_s=0.05) == [raw, *[MissReason.DEADLINE] * 6]
+    assert await got(tier, arena, "raw", *range(6), timeout_s=0.05) == [
+        raw,
+        *[MissReason.DEADLINE] * 6,
+    ]
     assert arena.allocator.used_bytes > 0, "threads still write there"
     lossless.gate.set()
     await arena.until_empty()
 
 
-async def test_time_is_kept_for_decoding(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
+async def test_time_is_kept_for_decoding(
+    hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
     class Timed(LocalCPUBackend):
         limits: list[float]
 
@@ -100,7 +117,9 @@ async def test_time_is_kept_for_decoding(hot: LocalCPUBackend, lossless: ZlibCod
     await arena.until_empty()
 
 
-async def test_the_loop_goes_on_while_codecs_work(tier: EncodedBackend, lossless: ZlibCodec, arena: Arena) -> None:
+async def test_the_loop_goes_on_while_codecs_work(
+    tier: EncodedBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
     lossless.gate.clear()
     put = asyncio.ensure_future(tier.batched_put([make_chunk("a", payload=DATA)]))
     while not lossless.num_begun:
@@ -116,11 +135,15 @@ async def test_the_loop_goes_on_while_codecs_work(tier: EncodedBackend, lossless
 
 
 @pytest.mark.parametrize("num_steps", range(6))
-async def test_a_cancelled_get_gives_everything_back(tier: EncodedBackend, lossless: ZlibCodec, arena: Arena, num_steps: int) -> None:
+async def test_a_cancelled_get_gives_everything_back(
+    tier: EncodedBackend, lossless: ZlibCodec, arena: Arena, num_steps: int
+) -> None:
     await tier.batched_put([make_chunk(name, payload=DATA) for name in range(6)])
     await tier.batched_put([make_chunk("raw")])
     lossless.gate.clear()
-    get = asyncio.ensure_future(tier.batched_get([make_key(name) for name in ("raw", *range(6))], arena))
+    get = asyncio.ensure_future(
+        tier.batched_get([make_key(name) for name in ("raw", *range(6))], arena)
+    )
     for _ in range(num_steps):
         await asyncio.sleep(0)
     assert get.cancel()
@@ -131,7 +154,9 @@ async def test_a_cancelled_get_gives_everything_back(tier: EncodedBackend, lossl
 
 
 @pytest.mark.parametrize("num_steps", range(6))
-async def test_a_cancelled_put_lets_go_of_its_chunks(tier: EncodedBackend, lossless: ZlibCodec, arena: Arena, num_steps: int) -> None:
+async def test_a_cancelled_put_lets_go_of_its_chunks(
+    tier: EncodedBackend, lossless: ZlibCodec, arena: Arena, num_steps: int
+) -> None:
     chunks = [make_chunk(name, payload=DATA, allocate=arena) for name in range(6)]
     lossless.gate.clear()
     put = asyncio.ensure_future(tier.batched_put(chunks))
@@ -159,16 +184,26 @@ async def test_raw_bytes_on_their_way_are_bounded(
 ) -> None:
     monkeypatch.setattr(encoded, "MAX_ENCODING_BYTES", 3 * len(DATA))
     tier._gate._max_bytes = 3 * len(DATA)
-    puts = [tier.batched_put([make_chunk(10 * put + i, payload=DATA) for i in range(5)]) for put in range(4)]
+    puts = [
+        tier.batched_put([make_chunk(10 * put + i, payload=DATA) for i in range(5)])
+        for put in range(4)
+    ]
     assert all(all(kept) for kept in await asyncio.gather(*puts))
     assert 0 < lossless.most_raw_bytes <= 3 * len(DATA)
     assert tier._gate.used_bytes == 0
     large = DATA * 5
-    assert await tier.batched_put([make_chunk("large", payload=large), make_chunk("small", payload=DATA)]) == [True, True]
-    assert await got(tier, arena, "large", "small") == [large, DATA], "one that is larger than the bound goes alone"
+    assert await tier.batched_put(
+        [make_chunk("large", payload=large), make_chunk("small", payload=DATA)]
+    ) == [True, True]
+    assert await got(tier, arena, "large", "small") == [
+        large,
+        DATA,
+    ], "one that is larger than the bound goes alone"
 
 
-async def test_a_bug_of_the_codec_is_raised_and_leaks_nothing(hot: LocalCPUBackend, arena: Arena) -> None:
+async def test_a_bug_of_the_codec_is_raised_and_leaks_nothing(
+    hot: LocalCPUBackend, arena: Arena
+) -> None:
     class Buggy(ZlibCodec):
         def decode(self, header, payload, out):  # type: ignore[no-untyped-def]
             if bytes(payload) == bad:
@@ -178,15 +213,27 @@ async def test_a_bug_of_the_codec_is_raised_and_leaks_nothing(hot: LocalCPUBacke
     codec = Buggy("flate")
     bad = bytes(encoded_by(codec, make_chunk("bad", payload=DATA[:1000])).memory.byte_array)
     async with opened(EncodedBackend(hot, codecs_of(codec), "flate")) as tier:
-        await tier.batched_put([make_chunk(0, payload=DATA), make_chunk("bad", payload=DATA[:1000]), make_chunk(1, payload=DATA)])
+        await tier.batched_put(
+            [
+                make_chunk(0, payload=DATA),
+                make_chunk("bad", payload=DATA[:1000]),
+                make_chunk(1, payload=DATA),
+            ]
+        )
         with pytest.raises(ArithmeticError):
             await tier.batched_get([make_key(name) for name in (0, "bad", 1)], arena)
         await arena.until_empty()
         assert await got(tier, arena, 0) == [DATA]
 
 
-async def test_a_tier_that_fails_passes_its_failure_on(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
-    async with opened(EncodedBackend(FaultyBackend(hot, FaultPlan(seed=0, failed_calls=1.0)), codecs_of(lossless), "flate")) as tier:
+async def test_a_tier_that_fails_passes_its_failure_on(
+    hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
+    async with opened(
+        EncodedBackend(
+            FaultyBackend(hot, FaultPlan(seed=0, failed_calls=1.0)), codecs_of(lossless), "flate"
+        )
+    ) as tier:
         with pytest.raises(UnavailableError):
             await tier.batched_put([make_chunk("a", payload=DATA)])
         with pytest.raises(UnavailableError):
@@ -194,7 +241,9 @@ async def test_a_tier_that_fails_passes_its_failure_on(hot: LocalCPUBackend, los
     assert tier._gate.used_bytes == 0
 
 
-async def test_digests_are_made_where_somebody_asks_for_them(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
+async def test_digests_are_made_where_somebody_asks_for_them(
+    hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
     async with opened(EncodedBackend(hot, codecs_of(lossless), "flate", seals=True)) as tier:
         await tier.batched_put([make_chunk("a", payload=DATA)])
         [result] = await tier.batched_get([make_key("a")], arena)

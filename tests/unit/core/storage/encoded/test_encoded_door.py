@@ -19,7 +19,9 @@ from tests.fixtures.encoded_tier import DATA, content, got, inside, opened, put_
 from tests.fixtures.wire import Arena
 
 
-async def test_a_lossy_record_keeps_its_mark_decoded_and_written_on(lossy_tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+async def test_a_lossy_record_keeps_its_mark_decoded_and_written_on(
+    lossy_tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
+) -> None:
     await lossy_tier.batched_put([make_chunk("a", payload=DATA)])
     [result] = await lossy_tier.batched_get([make_key("a")], arena)
     assert isinstance(result, Chunk)
@@ -36,20 +38,41 @@ async def test_a_lossy_record_keeps_its_mark_decoded_and_written_on(lossy_tier: 
 async def test_a_lossy_tier_takes_lossless_records_of_any_open_serde(
     lossy_tier: EncodedBackend, hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
 ) -> None:
-    await hot.batched_put([make_chunk("raw"), encoded_by(lossless, make_chunk("flate", payload=DATA))])
+    await hot.batched_put(
+        [make_chunk("raw"), encoded_by(lossless, make_chunk("flate", payload=DATA))]
+    )
     await hot.batched_put([decoded_from_lossy(make_chunk("decoded", payload=DATA))])
-    assert await got(lossy_tier, arena, "raw", "flate", "decoded") == [bytes(make_chunk("raw").memory.byte_array), DATA, DATA]
+    assert await got(lossy_tier, arena, "raw", "flate", "decoded") == [
+        bytes(make_chunk("raw").memory.byte_array),
+        DATA,
+        DATA,
+    ]
 
 
 @pytest.mark.parametrize("serde", ["flate", None, "naive"])
 async def test_where_lossless_is_asked_lossy_is_a_miss(
-    serde: str | None, hot: LocalCPUBackend, lossless: ZlibCodec, lossy: ZlibCodec, arena: Arena, caplog: pytest.LogCaptureFixture
+    serde: str | None,
+    hot: LocalCPUBackend,
+    lossless: ZlibCodec,
+    lossy: ZlibCodec,
+    arena: Arena,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with opened(EncodedBackend(hot, codecs_of(lossless, lossy), serde)) as tier:
-        await hot.batched_put([encoded_by(lossy, make_chunk(0, payload=DATA)), decoded_from_lossy(make_chunk(1, payload=DATA))])
+        await hot.batched_put(
+            [
+                encoded_by(lossy, make_chunk(0, payload=DATA)),
+                decoded_from_lossy(make_chunk(1, payload=DATA)),
+            ]
+        )
         await hot.batched_put([encoded_by(lossless, make_chunk(2, payload=DATA))])
         with caplog.at_level(logging.WARNING):
-            assert await got(tier, arena, 0, 1, 2, 0) == [MissReason.ENCODING, MissReason.ENCODING, DATA, MissReason.ENCODING]
+            assert await got(tier, arena, 0, 1, 2, 0) == [
+                MissReason.ENCODING,
+                MissReason.ENCODING,
+                DATA,
+                MissReason.ENCODING,
+            ]
         assert len(caplog.messages) == 2, "one line for each serde, not for each chunk"
         assert tier.stats()["refused_encodings"] == 3
 
@@ -58,7 +81,9 @@ async def test_a_lossy_record_in_the_way_gives_place_to_the_lossless_one(
     tier: EncodedBackend, hot: LocalCPUBackend, lossy: ZlibCodec, arena: Arena
 ) -> None:
     keys = [make_key("a"), make_key("other")]
-    await hot.batched_put([encoded_by(lossy, make_chunk(name, payload=DATA)) for name in ("a", "other")])
+    await hot.batched_put(
+        [encoded_by(lossy, make_chunk(name, payload=DATA)) for name in ("a", "other")]
+    )
     assert await tier.batched_contains(keys) == [True, True], "nobody knows yet"
     assert await got(tier, arena, "a") == [MissReason.ENCODING]
     assert await tier.batched_contains(keys) == [False, True]
@@ -68,8 +93,14 @@ async def test_a_lossy_record_in_the_way_gives_place_to_the_lossless_one(
     assert not inside(hot, "a").lossy
 
 
-async def test_what_is_lossy_does_not_come_in_where_it_would_not_be_served(tier: EncodedBackend, hot: LocalCPUBackend) -> None:
-    chunks = [make_chunk("a", payload=DATA), decoded_from_lossy(make_chunk("b", payload=DATA)), make_chunk("c", payload=DATA)]
+async def test_what_is_lossy_does_not_come_in_where_it_would_not_be_served(
+    tier: EncodedBackend, hot: LocalCPUBackend
+) -> None:
+    chunks = [
+        make_chunk("a", payload=DATA),
+        decoded_from_lossy(make_chunk("b", payload=DATA)),
+        make_chunk("c", payload=DATA),
+    ]
     assert await tier.batched_put(chunks) == [True, False, True]
     assert set(hot.keys()) == {make_key("a"), make_key("c")}
 
@@ -84,21 +115,29 @@ async def test_what_another_writer_has_put_right_is_seen(
     assert await tier.batched_contains([make_key("a")]) == [True]
 
 
-async def test_what_cannot_be_decoded_here_is_never_removed(tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+async def test_what_cannot_be_decoded_here_is_never_removed(
+    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
+) -> None:
     await hot.batched_put([encoded_by(ZlibCodec("unknown"), make_chunk("a", payload=DATA))])
     assert await got(tier, arena, "a") == [MissReason.ENCODING]
     await tier.batched_put([make_chunk("a", payload=DATA)])
     assert inside(hot, "a").serde == "unknown"
 
 
-async def test_an_unknown_profile_is_a_miss_of_its_own(lossy_tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+async def test_an_unknown_profile_is_a_miss_of_its_own(
+    lossy_tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
+) -> None:
     made = encoded_by(ZlibCodec("half", lossy=True), make_chunk("a", payload=DATA))
     header = msgspec.structs.replace(made.header, profile="half@other-tables")
-    await hot.batched_put([Chunk(made.key, header, encode_head(header, made.memory.get_size()), made.memory, "test")])
+    await hot.batched_put(
+        [Chunk(made.key, header, encode_head(header, made.memory.get_size()), made.memory, "test")]
+    )
     assert await got(lossy_tier, arena, "a") == [MissReason.PROFILE]
 
 
-async def test_a_server_that_says_encoding_is_believed(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
+async def test_a_server_that_says_encoding_is_believed(
+    hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
     class Filtering(LocalCPUBackend):
         async def batched_get(self, keys, allocate, timeout_s=None):  # type: ignore[no-untyped-def]
             return [Miss(MissReason.ENCODING)] * len(keys)
@@ -111,7 +150,9 @@ async def test_a_server_that_says_encoding_is_believed(hot: LocalCPUBackend, los
 
 
 @pytest.mark.parametrize("at", [0, 3, -1])
-async def test_payloads_that_do_not_decode_are_corrupt(tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena, at: int) -> None:
+async def test_payloads_that_do_not_decode_are_corrupt(
+    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena, at: int
+) -> None:
     """With the right digest: a writer's mistake, or malice."""
     made = encoded_by(ZlibCodec("flate"), make_chunk("a", payload=DATA))
     payload = bytearray(made.memory.byte_array)
@@ -121,9 +162,15 @@ async def test_payloads_that_do_not_decode_are_corrupt(tier: EncodedBackend, hot
     assert await got(tier, arena, "b") == [MissReason.NEVER_STORED], "and it goes on"
 
 
-@pytest.mark.parametrize(("shape", "reason"), [((1 << 33,), MissReason.CORRUPT), ((1 << 31,), MissReason.NO_MEMORY)])
+@pytest.mark.parametrize(
+    ("shape", "reason"), [((1 << 33,), MissReason.CORRUPT), ((1 << 31,), MissReason.NO_MEMORY)]
+)
 async def test_sizes_are_checked_before_anything_is_allocated(
-    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena, shape: tuple[int, ...], reason: MissReason
+    tier: EncodedBackend,
+    hot: LocalCPUBackend,
+    arena: Arena,
+    shape: tuple[int, ...],
+    reason: MissReason,
 ) -> None:
     made = encoded_by(ZlibCodec("flate"), make_chunk("bomb", payload=DATA))
     spec = TensorSpec("", "uint8", shape, 0, made.memory.get_size())

@@ -51,7 +51,9 @@ async def door(store: MemoryStore) -> ServedDoor:
 
 
 @asynccontextmanager
-async def encoding(store: MemoryStore, codec: ZlibCodec, serde: str | None = None) -> AsyncIterator[EncodingStore]:
+async def encoding(
+    store: MemoryStore, codec: ZlibCodec, serde: str | None = None
+) -> AsyncIterator[EncodingStore]:
     codecs = codecs_of(codec)
     await codecs.open()
     served = EncodingStore(store, codecs, serde or codec.serde)
@@ -92,7 +94,11 @@ async def kinds(client: LmClient, arena: Arena, names: Sequence[str] = NAMES) ->
 
 
 def _kind(result: Result) -> str:
-    return result.reason.value if isinstance(result, Miss) else result.header.serde + "!" * result.lossy
+    return (
+        result.reason.value
+        if isinstance(result, Miss)
+        else result.header.serde + "!" * result.lossy
+    )
 
 
 async def test_a_door_holds_records_as_they_come(door: ServedDoor, arena: Arena) -> None:
@@ -102,13 +108,21 @@ async def test_a_door_holds_records_as_they_come(door: ServedDoor, arena: Arena)
 
 async def test_who_takes_no_loss_gets_none(door: ServedDoor, arena: Arena) -> None:
     async with client_of(door, ONLY_LOSSLESS) as client:
-        assert await kinds(client, arena) == ["naive", "flate", "encoding", "encoding", "never_stored"]
+        assert await kinds(client, arena) == [
+            "naive",
+            "flate",
+            "encoding",
+            "encoding",
+            "never_stored",
+        ]
         results = await client.get([make_key(name) for name in NAMES[1:]], arena, prefix_only=True)
         assert [_kind(result) for result in results][:2] == ["flate", "encoding"]
         content(results[0])
 
 
-async def test_what_is_lossy_gives_place_to_what_is_not(door: ServedDoor, store: MemoryStore, arena: Arena) -> None:
+async def test_what_is_lossy_gives_place_to_what_is_not(
+    door: ServedDoor, store: MemoryStore, arena: Arena
+) -> None:
     keys = [make_key("lossy"), make_key("raw")]
     async with client_of(door, ONLY_LOSSLESS) as client, client_of(door, EVERYTHING) as other:
         await client.get(keys[:1], arena)
@@ -116,11 +130,17 @@ async def test_what_is_lossy_gives_place_to_what_is_not(door: ServedDoor, store:
         assert await other.contains(keys) == [True, True]
         assert await client.put([make_chunk("lossy", payload=DATA)]) == [True]
         assert await client.contains(keys) == [True, True]
-        assert await kinds(client, arena, ["lossy"]) == await kinds(other, arena, ["lossy"]) == ["naive"]
+        assert (
+            await kinds(client, arena, ["lossy"])
+            == await kinds(other, arena, ["lossy"])
+            == ["naive"]
+        )
     assert not store.chunks[keys[0]].lossy
 
 
-async def test_a_lossy_chunk_takes_nothings_place(door: ServedDoor, store: MemoryStore, arena: Arena) -> None:
+async def test_a_lossy_chunk_takes_nothings_place(
+    door: ServedDoor, store: MemoryStore, arena: Arena
+) -> None:
     async with client_of(door, ONLY_LOSSLESS) as client:
         await client.get([make_key("lossy")], arena)
         await client.put([decoded_from_lossy(make_chunk("lossy", payload=DATA)).sealed()])
@@ -130,39 +150,86 @@ async def test_a_lossy_chunk_takes_nothings_place(door: ServedDoor, store: Memor
         assert await kinds(client, arena, ["lossy"]) == ["naive"]
 
 
-async def test_raw_chunks_go_out_encoded_to_who_can_read_them(store: MemoryStore, lossless: ZlibCodec, arena: Arena) -> None:
+async def test_raw_chunks_go_out_encoded_to_who_can_read_them(
+    store: MemoryStore, lossless: ZlibCodec, arena: Arena
+) -> None:
     async with encoding(store, lossless) as served:
         async with client_of(served, Accepts(False, frozenset({"flate"}))) as client:
             [result] = await client.get([make_key("raw")], arena)
             assert isinstance(result, Chunk)
             assert result.header == encoded_by(lossless, make_chunk("raw", payload=DATA)).header
             content(result)
-            assert await kinds(client, arena) == ["flate", "flate", "encoding", "encoding", "never_stored"]
+            assert await kinds(client, arena) == [
+                "flate",
+                "flate",
+                "encoding",
+                "encoding",
+                "never_stored",
+            ]
         async with client_of(served, EVERYTHING) as client:
-            assert await kinds(client, arena) == ["flate", "flate", "half!", "flate!", "never_stored"]
+            assert await kinds(client, arena) == [
+                "flate",
+                "flate",
+                "half!",
+                "flate!",
+                "never_stored",
+            ]
         async with client_of(served, Accepts(True, frozenset({"half"}))) as client:
-            assert await kinds(client, arena) == ["naive", "flate", "half!", "naive!", "never_stored"]
+            assert await kinds(client, arena) == [
+                "naive",
+                "flate",
+                "half!",
+                "naive!",
+                "never_stored",
+            ]
         async with client_of(served, ONLY_LOSSLESS) as client:
-            assert await kinds(client, arena) == ["naive", "flate", "encoding", "encoding", "never_stored"]
+            assert await kinds(client, arena) == [
+                "naive",
+                "flate",
+                "encoding",
+                "encoding",
+                "never_stored",
+            ]
         assert served.stats()["encoded_chunks"] == 4
         assert store.chunks[make_key("raw")].header.serde == "naive", "what is held stays as it is"
 
 
-async def test_a_lossy_serde_is_for_those_who_take_loss(store: MemoryStore, lossy: ZlibCodec, arena: Arena) -> None:
+async def test_a_lossy_serde_is_for_those_who_take_loss(
+    store: MemoryStore, lossy: ZlibCodec, arena: Arena
+) -> None:
     async with encoding(store, lossy) as served:
         async with client_of(served, Accepts(False, frozenset({"half"}))) as client:
-            assert await kinds(client, arena) == ["naive", "flate", "encoding", "encoding", "never_stored"]
+            assert await kinds(client, arena) == [
+                "naive",
+                "flate",
+                "encoding",
+                "encoding",
+                "never_stored",
+            ]
         async with client_of(served, EVERYTHING) as client:
-            assert await kinds(client, arena) == ["half!", "flate", "half!", "half!", "never_stored"]
+            assert await kinds(client, arena) == [
+                "half!",
+                "flate",
+                "half!",
+                "half!",
+                "never_stored",
+            ]
 
 
-async def test_who_encodes_nothing_serves_raw(store: MemoryStore, lossless: ZlibCodec, arena: Arena) -> None:
-    async with encoding(store, lossless, "naive") as served, client_of(served, EVERYTHING) as client:
+async def test_who_encodes_nothing_serves_raw(
+    store: MemoryStore, lossless: ZlibCodec, arena: Arena
+) -> None:
+    async with (
+        encoding(store, lossless, "naive") as served,
+        client_of(served, EVERYTHING) as client,
+    ):
         assert served.offers == Accepts(lossy=True)
         assert await kinds(client, arena, ["raw"]) == ["naive"]
 
 
-async def test_a_hello_is_answered_by_what_both_have(store: MemoryStore, lossless: ZlibCodec) -> None:
+async def test_a_hello_is_answered_by_what_both_have(
+    store: MemoryStore, lossless: ZlibCodec
+) -> None:
     async with encoding(store, lossless) as served, serving(served) as server:
         for said, agreed in (
             (["lossy", "serde:flate", "serde:other", "later"], ["lossy", "serde:flate"]),
@@ -189,13 +256,17 @@ async def test_what_cannot_be_held_encoded_goes_out_raw(
         assert served._work.encoding_bytes == 0
 
 
-async def test_a_cancelled_pull_leaves_nothing_behind(store: MemoryStore, lossless: ZlibCodec) -> None:
+async def test_a_cancelled_pull_leaves_nothing_behind(
+    store: MemoryStore, lossless: ZlibCodec
+) -> None:
     async with encoding(store, lossless) as served:
         view = served.for_client(EVERYTHING)
         for has_begun in (False, True):
             lossless.gate.clear()
             before = lossless.num_begun
-            pull = asyncio.ensure_future(view.get([make_key("raw"), make_key("lossless"), make_key("decoded")]))
+            pull = asyncio.ensure_future(
+                view.get([make_key("raw"), make_key("lossless"), make_key("decoded")])
+            )
             await asyncio.sleep(0)
             while has_begun and lossless.num_begun == before:
                 await asyncio.sleep(0.001)
@@ -203,12 +274,17 @@ async def test_a_cancelled_pull_leaves_nothing_behind(store: MemoryStore, lossle
             await asyncio.wait([pull])
             lossless.gate.set()
         async with asyncio.timeout(5):
-            while any(chunk.memory.get_ref_count() != 1 for chunk in store.chunks.values()) or served.stats()["sending_bytes"]:
+            while (
+                any(chunk.memory.get_ref_count() != 1 for chunk in store.chunks.values())
+                or served.stats()["sending_bytes"]
+            ):
                 await asyncio.sleep(0.005)
         assert served._work.encoding_bytes == 0
 
 
-async def test_a_store_that_does_not_adapt_serves_all_the_same(store: MemoryStore, arena: Arena) -> None:
+async def test_a_store_that_does_not_adapt_serves_all_the_same(
+    store: MemoryStore, arena: Arena
+) -> None:
     async with client_of(store, ONLY_LOSSLESS) as client:
         assert await kinds(client, arena) == ["naive", "flate", "half!", "naive!", "never_stored"]
 

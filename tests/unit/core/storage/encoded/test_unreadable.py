@@ -20,7 +20,9 @@ async def put_damaged(hot: LocalCPUBackend, *, is_huge: bool = False) -> None:
     made = encoded_by(ZlibCodec("flate"), make_chunk("a", payload=DATA))
     payload = bytearray(made.memory.byte_array)
     payload[3] ^= 0x55
-    specs = (TensorSpec("", "uint8", (1 << 33,), 0, len(payload)),) if is_huge else made.header.tensors
+    specs = (
+        (TensorSpec("", "uint8", (1 << 33,), 0, len(payload)),) if is_huge else made.header.tensors
+    )
     assert await put_inside(hot, made, payload, specs)
 
 
@@ -30,13 +32,17 @@ async def test_what_does_not_decode_is_not_promised_again_and_gives_place(
 ) -> None:
     await put_damaged(hot, is_huge=is_huge)
     assert await got(tier, arena, "a") == [MissReason.CORRUPT]
-    assert await tier.batched_contains([make_key("a")]) == [False], "who is told that it is there stores nothing, and misses for ever"
+    assert await tier.batched_contains([make_key("a")]) == [False], (
+        "who is told that it is there stores nothing, and misses for ever"
+    )
     assert await tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
     assert await got(tier, arena, "a") == [DATA]
     assert await tier.batched_contains([make_key("a")]) == [True]
 
 
-async def test_damaged_lossy_records_give_place_to_lossy_ones(lossy_tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+async def test_damaged_lossy_records_give_place_to_lossy_ones(
+    lossy_tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
+) -> None:
     await put_damaged(hot)
     assert await got(lossy_tier, arena, "a") == [MissReason.CORRUPT]
     assert await lossy_tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
@@ -51,7 +57,9 @@ async def test_what_others_may_read_is_not_promised_and_not_written_over(
     assert await got(tier, arena, "a") == [MissReason.ENCODING]
     assert await tier.batched_contains([make_key("a")]) == [False]
     begun = lossless.num_begun
-    assert await tier.batched_put([make_chunk("a", payload=DATA), make_chunk("b", payload=DATA)]) == [False, True]
+    assert await tier.batched_put(
+        [make_chunk("a", payload=DATA), make_chunk("b", payload=DATA)]
+    ) == [False, True]
     assert lossless.num_begun == begun + 1, "what would not be kept is not encoded"
     assert inside(hot, "a").serde == "unknown"
     assert await tier.batched_contains([make_key("a")]) == [False]
@@ -61,17 +69,23 @@ async def test_what_others_may_read_is_not_promised_and_not_written_over(
     assert await tier.batched_contains([make_key("a")]) == [True]
 
 
-async def test_unknown_tables_are_not_promised(lossy_tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+async def test_unknown_tables_are_not_promised(
+    lossy_tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
+) -> None:
     made = encoded_by(ZlibCodec("half", lossy=True), make_chunk("a", payload=DATA))
     header = msgspec.structs.replace(made.header, profile="half@other-tables")
-    await hot.batched_put([Chunk(made.key, header, encode_head(header, made.memory.get_size()), made.memory, "test")])
+    await hot.batched_put(
+        [Chunk(made.key, header, encode_head(header, made.memory.get_size()), made.memory, "test")]
+    )
     assert await got(lossy_tier, arena, "a") == [MissReason.PROFILE]
     assert await lossy_tier.batched_contains([make_key("a")]) == [False]
     assert await lossy_tier.batched_remove([make_key("a")]) == 1
     assert await lossy_tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
 
 
-async def test_a_cleared_tier_remembers_nothing(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
+async def test_a_cleared_tier_remembers_nothing(
+    hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
     async with opened(EncodedBackend(hot, codecs_of(lossless), "flate")) as tier:
         await hot.batched_put([encoded_by(ZlibCodec("unknown"), make_chunk("a", payload=DATA))])
         assert await got(tier, arena, "a") == [MissReason.ENCODING]
@@ -80,7 +94,9 @@ async def test_a_cleared_tier_remembers_nothing(hot: LocalCPUBackend, lossless: 
 
 
 def test_what_was_noted_is_looked_at_again_after_a_while() -> None:
-    """Another writer may have put it right, and who is told that it is not there never asks for it."""
+    """Another writer may have put it right, and who is told that it is not there never asks for
+    it.
+    """
     now = 0.0
     way = InTheWay(clock=lambda: now)
     way.note(make_key(1))

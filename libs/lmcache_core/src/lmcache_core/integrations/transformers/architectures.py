@@ -1,4 +1,6 @@
-"""Which models are blended: those whose layers are computed here as they compute themselves. Any other is refused by name."""
+"""Which models are blended: those whose layers are computed here as they compute themselves. Any
+other is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,16 @@ from transformers.cache_utils import DynamicLayer
 from lmcache_core.blend import RopeParameters
 
 BLENDED_ARCHITECTURES: Final = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Each is compared with transformers' own prefill by a test. Others may look alike and scale, normalize or mask elsewhere."""
-_KNOWN_ATTENTION: Final = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Each is compared with transformers' own prefill by a test. Others may look alike and scale,
+normalize or mask elsewhere.
+"""
+_KNOWN_ATTENTION: Final = (
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flex_attention",
+)
 """All of them compute softmax(QK) V, to rounding."""
 _SAME_FREQUENCY: Final = 1e-5
 """Relative: rounding of float32, far from that of a shorter dtype."""
@@ -25,11 +35,26 @@ def rope_parameters_of(config: Any) -> RopeParameters:
         ValueError: In a way that is not known here.
     """
     options = dict(config.rope_parameters)
-    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    head_size = int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     share = options.get("partial_rotary_factor", 1.0)
     kind = options.get("rope_type", "default")
-    names = ("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate", "low_freq_factor")
-    known = {name: options[name] for name in (*names, "high_freq_factor") if options.get(name) is not None}
+    names = (
+        "factor",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "low_freq_factor",
+    )
+    known = {
+        name: options[name]
+        for name in (*names, "high_freq_factor")
+        if options.get(name) is not None
+    }
     return RopeParameters(
         head_size,
         float(options["rope_theta"]),
@@ -47,19 +72,39 @@ def reason_against_layers(model: PreTrainedModel) -> str | None:
     kind = name.removesuffix("ForCausalLM")
     module = f"transformers.models.{kind.lower()}.modeling_{kind.lower()}"
     if kind not in BLENDED_ARCHITECTURES or type(model).__module__ != module:
-        return f"{name} is none of the architectures that are blended: {', '.join(BLENDED_ARCHITECTURES)}"
+        return (
+            f"{name} is none of the architectures that are blended:"
+            f" {', '.join(BLENDED_ARCHITECTURES)}"
+        )
     expected = {(module, f"{kind}DecoderLayer"), (module, f"{kind}Attention")}
     layers = [one for layer in model.model.layers for one in (layer, layer.self_attn)]
-    changed = {type(one).__qualname__ for one in layers if (type(one).__module__, type(one).__qualname__) not in expected}
+    changed = {
+        type(one).__qualname__
+        for one in layers
+        if (type(one).__module__, type(one).__qualname__) not in expected
+    }
     if changed:
-        return f"layers of this {name} were replaced by {', '.join(sorted(changed))}, which are not known here"
+        return (
+            f"layers of this {name} were replaced by {', '.join(sorted(changed))}, which are not"
+            " known here"
+        )
     if not {type(layer) for layer in DynamicCache(config=model.config).layers} <= {DynamicLayer}:
-        return f"layers of this {name} do not see every token (sliding window); only full attention is blended"
+        return (
+            f"layers of this {name} do not see every token (sliding window); only full attention is"
+            " blended"
+        )
     attention = model.config._attn_implementation
     if attention not in _KNOWN_ATTENTION:
-        return f"attention {attention!r} may compute something else; load the model with one of {', '.join(_KNOWN_ATTENTION)}"
+        return (
+            f"attention {attention!r} may compute something else; load the model with one of"
+            f" {', '.join(_KNOWN_ATTENTION)}"
+        )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    return None if len(devices) == 1 else f"the model lies on {', '.join(devices)}; it is blended on one device only"
+    return (
+        None
+        if len(devices) == 1
+        else f"the model lies on {', '.join(devices)}; it is blended on one device only"
+    )
 
 
 def reason_against_rotation(model: PreTrainedModel) -> str | None:
@@ -69,13 +114,21 @@ def reason_against_rotation(model: PreTrainedModel) -> str | None:
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
         return f"how the model rotates is not known: {exc}"
     if parameters.kind == "dynamic":
-        return "the model rotates by the length of each prompt, and a chunk does not tell that of its own"
+        return (
+            "the model rotates by the length of each prompt, and a chunk does not tell that of"
+            " its own"
+        )
     own, ours = model.model.rotary_emb, parameters.frequencies()
     theirs = own.inv_freq.detach().cpu().float()
-    is_same = theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=_SAME_FREQUENCY, atol=0)
-    if is_same and abs(own.attention_scaling - parameters.scale) <= _SAME_FREQUENCY * parameters.scale:
+    is_same = theirs.shape == ours.shape and torch.allclose(
+        theirs, ours, rtol=_SAME_FREQUENCY, atol=0
+    )
+    if (
+        is_same
+        and abs(own.attention_scaling - parameters.scale) <= _SAME_FREQUENCY * parameters.scale
+    ):
         return None
     return (
-        "the model rotates by other frequencies than its configuration says; one that was cast after it was made does so: "
-        "give the dtype where it is loaded"
+        "the model rotates by other frequencies than its configuration says; one that was cast"
+        " after it was made does so: give the dtype where it is loaded"
     )

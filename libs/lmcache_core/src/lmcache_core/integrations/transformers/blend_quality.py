@@ -21,8 +21,8 @@ class SplitPrompt:
     Attributes:
         documents: Token ids of each, with the separator at its end; at least one.
         ending: Token ids behind them, at least two: each is predicted from those before it.
-        judged: Places in the ending of the tokens whose prediction counts, from 1, such as those of an answer behind its
-            question, `[num_judged]`; None: all but the first.
+        judged: Places in the ending of the tokens whose prediction counts, from 1, such as those of
+            an answer behind its question, `[num_judged]`; None: all but the first.
     """
 
     documents: Sequence[torch.Tensor]
@@ -37,20 +37,28 @@ class SplitPrompt:
         """Where in the ending the tokens stand that are judged, `[num_judged]`.
 
         Raises:
-            ValueError: There is no document, no such token, or nothing behind the documents that it could be predicted from.
+            ValueError: There is no document, no such token, or nothing behind the documents that it
+                could be predicted from.
         """
         count = len(self.ending)
         if count < 2 or not self.documents:
-            raise ValueError(f"a prompt of {len(self.documents)} documents and {count} tokens behind them; at least 1 and 2 are needed")
+            raise ValueError(
+                f"a prompt of {len(self.documents)} documents and {count} tokens behind them; at"
+                " least 1 and 2 are needed"
+            )
         if self.judged is None:
             return torch.arange(1, count, device=self.ending.device)
         if len(self.judged) == 0 or not bool(((self.judged >= 1) & (self.judged < count)).all()):
-            raise ValueError(f"judged tokens {self.judged.tolist()} of an ending of {count}; give one at least, all in 1 … {count - 1}")
+            raise ValueError(
+                f"judged tokens {self.judged.tolist()} of an ending of {count}; give one at least,"
+                f" all in 1 … {count - 1}"
+            )
         return self.judged
 
 
 class DocumentRetriever(BlendRetriever, BlendRetrieverTask):
-    """Computes the KV of a prompt's documents, each on its own: what a cache would bring, without one.
+    """Computes the KV of a prompt's documents, each on its own: what a cache would bring, without
+    one.
 
     Args:
         model: In eval mode.
@@ -72,19 +80,33 @@ class DocumentRetriever(BlendRetriever, BlendRetrieverTask):
         sides: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         with torch.inference_mode():
             for document in prompt.documents:
-                cache = self._model(input_ids=document[None], use_cache=True, logits_to_keep=1).past_key_values
+                cache = self._model(
+                    input_ids=document[None], use_cache=True, logits_to_keep=1
+                ).past_key_values
                 sides.append([(_flat(layer.keys), _flat(layer.values)) for layer in cache.layers])
-            room = torch.zeros(len(prompt.ending), sides[0][0][0].shape[1], dtype=self._model.dtype, device=prompt.ending.device)
+            room = torch.zeros(
+                len(prompt.ending),
+                sides[0][0][0].shape[1],
+                dtype=self._model.dtype,
+                device=prompt.ending.device,
+            )
             self._layers = [
-                (torch.cat([*(own[i][0] for own in sides), room]), torch.cat([*(own[i][1] for own in sides), room]))
+                (
+                    torch.cat([*(own[i][0] for own in sides), room]),
+                    torch.cat([*(own[i][1] for own in sides), room]),
+                )
                 for i in range(len(sides[0]))
             ]
         lengths = [len(document) for document in prompt.documents]
         self._valid_mask = torch.arange(sum(lengths) + len(prompt.ending)) < sum(lengths)
         parts = [torch.arange(length) for length in lengths]
-        self._original_positions = torch.cat([*parts, torch.zeros(len(prompt.ending), dtype=torch.int64)]).to(prompt.ending.device)
+        self._original_positions = torch.cat(
+            [*parts, torch.zeros(len(prompt.ending), dtype=torch.int64)]
+        ).to(prompt.ending.device)
 
-    def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
+    def new_request(
+        self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor
+    ) -> BlendRetrieverTask:
         """See `BlendRetriever.new_request`: of the prompt of `compute`."""
         return self
 
@@ -131,7 +153,12 @@ def compare(model: PreTrainedModel, blended: BlendingModel, prompt: SplitPrompt)
     places = prompt.judged_places()
     tokens, num_kept = prompt.tokens(), len(prompt.ending)
     with torch.inference_mode():
-        full = model(input_ids=tokens[None], use_cache=False, logits_to_keep=num_kept).logits[0, places - 1].float().log_softmax(-1)
+        full = (
+            model(input_ids=tokens[None], use_cache=False, logits_to_keep=num_kept)
+            .logits[0, places - 1]
+            .float()
+            .log_softmax(-1)
+        )
         got = blended.prefill(tokens, torch.tensor([0, len(tokens)]), num_kept)
         ours = got.logits[0, places - 1].float().log_softmax(-1)
         targets = prompt.ending[places]
@@ -161,7 +188,8 @@ def measure(
         progress: Called with the number of prompts done.
 
     Raises:
-        ValueError: There are fewer than two, or one cannot be judged; see `SplitPrompt.judged_places`.
+        ValueError: There are fewer than two, or one cannot be judged; see
+            `SplitPrompt.judged_places`.
     """
     retriever = DocumentRetriever(model)
     blended, found = blending(retriever), []
@@ -172,7 +200,10 @@ def measure(
     if len(found) < 2:
         raise ValueError(f"{len(found)} prompts; a standard error needs at least two")
     num_tokens = sum(one.num_tokens for one in found)
-    deltas = torch.tensor([(one.blended_loss_nats - one.full_loss_nats) / one.num_tokens for one in found], dtype=torch.float64)
+    deltas = torch.tensor(
+        [(one.blended_loss_nats - one.full_loss_nats) / one.num_tokens for one in found],
+        dtype=torch.float64,
+    )
     return Quality(
         len(found),
         num_tokens,
@@ -185,5 +216,7 @@ def measure(
 
 
 def _flat(side: torch.Tensor) -> torch.Tensor:
-    """K or V of a cache, `[1, num_heads, num_tokens, head_size]`, as `[num_tokens, num_heads * head_size]`."""
+    """K or V of a cache, `[1, num_heads, num_tokens, head_size]`, as `[num_tokens, num_heads *
+    head_size]`.
+    """
     return side[0].transpose(0, 1).flatten(1)

@@ -13,13 +13,23 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from lmcache_core.blend import BlendOutput, BlendRetriever, CacheBlendImpl, RotaryEmbedding, SPTBlendRetriever
+from lmcache_core.blend import (
+    BlendOutput,
+    BlendRetriever,
+    CacheBlendImpl,
+    RotaryEmbedding,
+    SPTBlendRetriever,
+)
 from lmcache_core.blend.certificate import BlendProfile, CertificateFolder
 from lmcache_core.blend.retriever import split_behind
 from lmcache_core.blend.selection import create_policy
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.errors import ConfigError
-from lmcache_core.integrations.transformers.architectures import reason_against_layers, reason_against_rotation, rope_parameters_of
+from lmcache_core.integrations.transformers.architectures import (
+    reason_against_layers,
+    reason_against_rotation,
+    rope_parameters_of,
+)
 
 _LOG = logging.getLogger(__name__)
 ROWS_OF_A_BLOCK = 128
@@ -32,7 +42,8 @@ class BlendedPrefill:
 
     Attributes:
         logits: Of the last tokens of each request, `[num_requests, logits_to_keep, vocabulary]`.
-        caches: KV of each request, fit for `past_key_values`. It is near to what a full prefill gives, not equal.
+        caches: KV of each request, fit for `past_key_values`. It is near to what a full prefill
+            gives, not equal.
         num_retrieved: Tokens of the batch whose KV was found.
         num_computed: Tokens that were computed on the layers behind the check layer.
     """
@@ -55,7 +66,9 @@ class BlendingModel:
         ValueError: The model's layers are not known here.
     """
 
-    def __init__(self, model: PreTrainedModel, retriever: BlendRetriever, executor: CacheBlendImpl) -> None:
+    def __init__(
+        self, model: PreTrainedModel, retriever: BlendRetriever, executor: CacheBlendImpl
+    ) -> None:
         reason = reason_against_layers(model)
         if reason is not None:
             raise ValueError(reason)
@@ -64,7 +77,9 @@ class BlendingModel:
         self._executor = executor
         self._one_batch = threading.Lock()
 
-    def prefill(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor, logits_to_keep: int = 1) -> BlendedPrefill:
+    def prefill(
+        self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor, logits_to_keep: int = 1
+    ) -> BlendedPrefill:
         """Compute the KV of a batch of prompts, reusing what is found. Threads take turns.
 
         Args:
@@ -75,22 +90,34 @@ class BlendingModel:
         Raises:
             ValueError: A prompt has fewer tokens, or some of these were retrieved and not computed.
         """
-        shortest = min((end - start for start, end in pairwise(query_start_loc.tolist())), default=0)
+        shortest = min(
+            (end - start for start, end in pairwise(query_start_loc.tolist())), default=0
+        )
         if shortest < logits_to_keep:
-            raise ValueError(f"logits of the last {logits_to_keep} tokens are wanted, and a prompt of the batch has {shortest}")
+            raise ValueError(
+                f"logits of the last {logits_to_keep} tokens are wanted, and a prompt of the batch"
+                f" has {shortest}"
+            )
         with self._one_batch, torch.inference_mode():
             return self._prefill(input_tokens, query_start_loc, logits_to_keep)
 
-    def _prefill(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor, logits_to_keep: int) -> BlendedPrefill:
+    def _prefill(
+        self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor, logits_to_keep: int
+    ) -> BlendedPrefill:
         task = self._retriever.new_request(input_tokens, query_start_loc)
         inner = self._model.model
         starts = query_start_loc.tolist()
         device = input_tokens.device
-        positions = torch.cat([torch.arange(end - start, device=device) for start, end in pairwise(starts)])
+        positions = torch.cat(
+            [torch.arange(end - start, device=device) for start, end in pairwise(starts)]
+        )
         computed = torch.arange(len(positions), device=device)
         short = starts
         hidden = inner.embed_tokens(input_tokens)
-        turns, blocks = self._turns(hidden, positions), _blocks_of(positions, starts, starts, hidden.dtype)
+        turns, blocks = (
+            self._turns(hidden, positions),
+            _blocks_of(positions, starts, starts, hidden.dtype),
+        )
         kv: list[tuple[torch.Tensor, torch.Tensor]] = []
         num_retrieved = 0
         for layer_id, layer in enumerate(inner.layers):
@@ -98,22 +125,42 @@ class BlendingModel:
             num_retrieved = int(found.valid_mask.sum())
             q, k, v = self._qkv(layer, hidden, turns)
             out: BlendOutput = self._executor.blend(
-                layer_id, found.k, found.v, found.valid_mask, found.original_positions, q, k, v, positions, query_start_loc, 0
+                layer_id,
+                found.k,
+                found.v,
+                found.valid_mask,
+                found.original_positions,
+                q,
+                k,
+                v,
+                positions,
+                query_start_loc,
+                0,
             )
             if out.query_start_loc is not None:
                 computed, short = out.local_indices, out.query_start_loc.tolist()
                 hidden, positions = hidden[computed], out.positions
-                turns, blocks = self._turns(hidden, positions), _blocks_of(positions, short, starts, hidden.dtype)
+                turns, blocks = (
+                    self._turns(hidden, positions),
+                    _blocks_of(positions, short, starts, hidden.dtype),
+                )
             kv.append((out.k, out.v))
             hidden = self._finish(layer, hidden, out, blocks)
         kept = torch.arange(-logits_to_keep, 0, device=device)
-        rows, wanted = (torch.tensor(ends[1:], device=device)[:, None] + kept for ends in (short, starts))
+        rows, wanted = (
+            torch.tensor(ends[1:], device=device)[:, None] + kept for ends in (short, starts)
+        )
         if (rows < 0).any() or not torch.equal(computed[rows], wanted):
-            raise ValueError(f"logits of the last {logits_to_keep} tokens of each prompt are wanted, and some of these were retrieved")
+            raise ValueError(
+                f"logits of the last {logits_to_keep} tokens of each prompt are wanted, and some of"
+                " these were retrieved"
+            )
         logits: torch.Tensor = self._model.lm_head(inner.norm(hidden[rows]))
         return BlendedPrefill(logits, self._caches(kv, starts), num_retrieved, len(positions))
 
-    def _turns(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _turns(
+        self, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of all layers, `[num_tokens, 1, head_size]`."""
         cos, sin = self._model.model.rotary_emb(hidden[None], positions[None])
         return cos[0, :, None], sin[0, :, None]
@@ -123,15 +170,23 @@ class BlendingModel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         attention = layer.self_attn
         x = layer.input_layernorm(hidden)
-        q, k, v = (side(x).view(len(x), -1, attention.head_dim) for side in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k, v = (
+            side(x).view(len(x), -1, attention.head_dim)
+            for side in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
         if hasattr(attention, "q_norm"):  # Qwen3
             q, k = attention.q_norm(q), attention.k_norm(k)
         q, k = (_rotated(side, *turns) for side in (q, k))
         return q.flatten(1), k.flatten(1), v.flatten(1)
 
-    def _finish(self, layer: Any, hidden: torch.Tensor, out: BlendOutput, blocks: list[_Block]) -> torch.Tensor:
+    def _finish(
+        self, layer: Any, hidden: torch.Tensor, out: BlendOutput, blocks: list[_Block]
+    ) -> torch.Tensor:
         attention = layer.self_attn
-        q, k, v = (x.view(len(x), -1, attention.head_dim).transpose(0, 1)[None] for x in (out.q, out.k, out.v))
+        q, k, v = (
+            x.view(len(x), -1, attention.head_dim).transpose(0, 1)[None]
+            for x in (out.q, out.k, out.v)
+        )
         parts = [
             F.scaled_dot_product_attention(
                 q[:, :, block.rows],
@@ -150,12 +205,19 @@ class BlendingModel:
         finished: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return finished
 
-    def _caches(self, kv: list[tuple[torch.Tensor, torch.Tensor]], starts: list[int]) -> list[DynamicCache]:
+    def _caches(
+        self, kv: list[tuple[torch.Tensor, torch.Tensor]], starts: list[int]
+    ) -> list[DynamicCache]:
         caches = []
         for start, end in pairwise(starts):
             cache = DynamicCache(config=self._model.config)
             for i, (k, v) in enumerate(kv):
-                heads = (x[start:end].view(end - start, -1, self._model.model.layers[i].self_attn.head_dim) for x in (k, v))
+                heads = (
+                    x[start:end].view(
+                        end - start, -1, self._model.model.layers[i].self_attn.head_dim
+                    )
+                    for x in (k, v)
+                )
                 cache.update(*(x.transpose(0, 1)[None] for x in heads), i)  # which copies
             caches.append(cache)
         return caches
@@ -168,7 +230,8 @@ class _Block:
     Attributes:
         rows: Among the rows that are computed.
         keys: Among all tokens.
-        mask: What is added to their products, `[num_rows, num_keys]`; None where all tokens of a request are computed.
+        mask: What is added to their products, `[num_rows, num_keys]`; None where all tokens of a
+            request are computed.
     """
 
     rows: slice
@@ -176,7 +239,9 @@ class _Block:
     mask: torch.Tensor | None
 
 
-def _blocks_of(positions: torch.Tensor, short: list[int], long: list[int], dtype: torch.dtype) -> list[_Block]:
+def _blocks_of(
+    positions: torch.Tensor, short: list[int], long: list[int], dtype: torch.dtype
+) -> list[_Block]:
     """Cut what is computed, so that early rows do not pay for keys that they do not see.
 
     Args:
@@ -194,7 +259,9 @@ def _blocks_of(positions: torch.Tensor, short: list[int], long: list[int], dtype
             rows = slice(first, min(first + ROWS_OF_A_BLOCK, b))
             num_keys = last[rows.stop - 1] + 1
             is_later = torch.arange(num_keys, device=positions.device)[None] > positions[rows, None]
-            mask = torch.zeros(is_later.shape, dtype=dtype, device=positions.device).masked_fill_(is_later, -torch.inf)
+            mask = torch.zeros(is_later.shape, dtype=dtype, device=positions.device).masked_fill_(
+                is_later, -torch.inf
+            )
             blocks.append(_Block(rows, slice(start, start + num_keys), mask))
     return blocks
 
@@ -205,7 +272,9 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return turned
 
 
-def blending_model_of(model: PreTrainedModel, retriever: BlendRetriever, profile: BlendProfile) -> BlendingModel:
+def blending_model_of(
+    model: PreTrainedModel, retriever: BlendRetriever, profile: BlendProfile
+) -> BlendingModel:
     """A model that blends as a profile says.
 
     Raises:
@@ -214,7 +283,9 @@ def blending_model_of(model: PreTrainedModel, retriever: BlendRetriever, profile
     reason = reason_against_layers(model) or reason_against_rotation(model)
     if reason is not None:
         raise ValueError(reason)
-    executor = CacheBlendImpl(profile.recompute_ratio, create_policy(profile.policy, profile.recompute_ratio))
+    executor = CacheBlendImpl(
+        profile.recompute_ratio, create_policy(profile.policy, profile.recompute_ratio)
+    )
     executor.set_mover(RotaryEmbedding(rope_parameters_of(model.config)).mover)
     return BlendingModel(model, retriever, executor)
 
@@ -231,15 +302,20 @@ class PromptBlender:
         ConfigError: The separator is missing.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: LMCacheEngine, separator: torch.Tensor | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, engine: LMCacheEngine, separator: torch.Tensor | None
+    ) -> None:
         if separator is None or separator.ndim != 1 or len(separator) == 0:
             raise ConfigError(
-                "enable_blending=True: blending needs a separator, the token ids that end each document; give it, or leave blending out"
+                "enable_blending=True: blending needs a separator, the token ids that end each"
+                " document; give it, or leave blending out"
             )
         config, metadata = engine.config, engine.metadata
         self._engine = engine
         self._separator = separator.cpu().to(torch.int64)
-        self._profile = BlendProfile(config.blend_policy, config.blend_recompute_ratio, tuple(self._separator.tolist()))
+        self._profile = BlendProfile(
+            config.blend_policy, config.blend_recompute_ratio, tuple(self._separator.tolist())
+        )
         self._retriever: SPTBlendRetriever | None = None
         self._blended: BlendingModel | None = None
         self.reason_against = self._reason_against(model)
@@ -264,11 +340,20 @@ class PromptBlender:
         Raises:
             ValueError: It does not end with the separator, or has it before its end too.
         """
-        segments, width = split_behind(document.cpu().to(torch.int64), self._separator), len(self._separator)
+        segments, width = (
+            split_behind(document.cpu().to(torch.int64), self._separator),
+            len(self._separator),
+        )
         if len(segments[-1]) < width or not torch.equal(segments[-1][-width:], self._separator):
-            raise ValueError(f"a document must end with the separator, {self._separator.tolist()}; it would be found in no prompt")
+            raise ValueError(
+                f"a document must end with the separator, {self._separator.tolist()}; it would be"
+                " found in no prompt"
+            )
         if len(segments) > 1:
-            raise ValueError(f"a document has the separator {len(segments)} times; keep each part of it as a document of its own")
+            raise ValueError(
+                f"a document has the separator {len(segments)} times; keep each part of it as a"
+                " document of its own"
+            )
 
     def prefill(self, input_ids: torch.Tensor) -> BlendedPrefill | None:
         """Compute a prompt's KV with what is cached of its documents.
@@ -277,13 +362,16 @@ class PromptBlender:
             input_ids: Prompt, `[num_tokens]`.
 
         Returns:
-            None where the longest cached prefix, which is exact, is as good, or where the prompt is not to be blended.
+            None where the longest cached prefix, which is exact, is as good, or where the prompt is
+            not to be blended.
         """
         if self._blended is None or len(input_ids) < self._engine.config.blend_min_tokens:
             return None
         tokens = input_ids.cpu().to(torch.int64)
         segments = split_behind(tokens, self._separator)
-        if len(segments) < 2 or sum(map(self._engine.lookup, segments)) <= self._engine.lookup(tokens):
+        if len(segments) < 2 or sum(map(self._engine.lookup, segments)) <= self._engine.lookup(
+            tokens
+        ):
             return None
         return self._blended.prefill(input_ids, torch.tensor([0, len(input_ids)]))
 
@@ -293,5 +381,10 @@ class PromptBlender:
         if reason is not None:
             return f"{metadata.model_name}: {reason}"
         if config.blend_certificates is None:
-            return "blend_certificates names no folder; make a certificate with `lmcachectl certify blend`"
-        return CertificateFolder(Path(config.blend_certificates)).reason_against(metadata.model_name, metadata.revision, self._profile)
+            return (
+                "blend_certificates names no folder; make a certificate with `lmcachectl certify"
+                " blend`"
+            )
+        return CertificateFolder(Path(config.blend_certificates)).reason_against(
+            metadata.model_name, metadata.revision, self._profile
+        )

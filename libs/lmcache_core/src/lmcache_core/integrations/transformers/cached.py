@@ -12,7 +12,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.integrations.transformers.blended import BlendedPrefill, PromptBlender
-from lmcache_core.integrations.transformers.identity import head_size_of, num_kv_heads_of, num_layers_of
+from lmcache_core.integrations.transformers.identity import (
+    head_size_of,
+    num_kv_heads_of,
+    num_layers_of,
+)
 
 KVCaches = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
@@ -26,7 +30,8 @@ class Generation:
         num_prompt_tokens: Length of the prompt.
         num_reused_tokens: How many of them were not computed.
         time_to_first_token_s: From the call until the first token was chosen, seconds.
-        is_blended: Whether reused KV stood elsewhere when it was computed; the answer is then near to that of a full prefill, not equal.
+        is_blended: Whether reused KV stood elsewhere when it was computed; the answer is then near
+            to that of a full prefill, not equal.
     """
 
     tokens: list[int]
@@ -41,18 +46,27 @@ class CachedCausalLM:
 
     Args:
         model: In eval mode; not changed.
-        engine: Opened; made for this model (see `metadata_of`, `connector_of`). None computes everything.
-        separator: Token ids that end each document of a prompt, `[num_tokens]`; for an engine with `enable_blending`.
+        engine: Opened; made for this model (see `metadata_of`, `connector_of`). None computes
+            everything.
+        separator: Token ids that end each document of a prompt, `[num_tokens]`; for an engine with
+            `enable_blending`.
 
     Raises:
         ConfigError: The engine is to blend, and there is no separator.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: LMCacheEngine | None, separator: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        engine: LMCacheEngine | None,
+        separator: torch.Tensor | None = None,
+    ) -> None:
         self._model = model
         self._engine = engine
         blends = engine is not None and engine.config.enable_blending
-        self._blender = PromptBlender(model, engine, separator) if engine is not None and blends else None
+        self._blender = (
+            PromptBlender(model, engine, separator) if engine is not None and blends else None
+        )
 
     def close(self) -> None:
         """End what blending needs; the engine stays open. Idempotent."""
@@ -65,27 +79,32 @@ class CachedCausalLM:
         return "enable_blending is off" if self._blender is None else self._blender.reason_against
 
     def keep_document(self, document: torch.Tensor) -> None:
-        """Store the KV of a document for prompts that have it anywhere. It is computed by itself, or known; never blended.
+        """Store the KV of a document for prompts that have it anywhere. It is computed by itself,
+        or known; never blended.
 
         Args:
             document: Token ids with the separator at the end, `[num_tokens]` or `[1, num_tokens]`.
 
         Raises:
-            ValueError: It is empty, or there are several; or the engine is to blend, and it does not end with the separator, or has it
-                before its end too.
+            ValueError: It is empty, or there are several; or the engine is to blend, and it does
+                not end with the separator, or has it before its end too.
         """
         document = _as_prompt(document)
         if self._blender is not None:
             self._blender.check_document(document)
         self._generate_exact(document, time.perf_counter(), 1, None)
 
-    def generate(self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_id: int | None = None) -> Generation:
+    def generate(
+        self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_id: int | None = None
+    ) -> Generation:
         """Greedy generation; the prompt's KV is reused where cached and stored where not.
 
-        With `save_decode_cache`, the KV of the generated tokens is stored too, so that a prompt that continues the answer reuses both.
+        With `save_decode_cache`, the KV of the generated tokens is stored too, so that a prompt
+        that continues the answer reuses both.
 
         Args:
-            input_ids: Prompt, shape `[num_tokens]` or, as tokenizers return it, `[1, num_tokens]`, int64, at least one token.
+            input_ids: Prompt, shape `[num_tokens]` or, as tokenizers return it, `[1, num_tokens]`,
+                int64, at least one token.
             max_new_tokens: How many tokens to generate at most, at least 1.
             eos_token_id: Token that ends the generation.
 
@@ -99,7 +118,9 @@ class CachedCausalLM:
             return self._generate_blended(input_ids, blended, begin, max_new_tokens, eos_token_id)
         return self._generate_exact(input_ids, begin, max_new_tokens, eos_token_id)
 
-    def _generate_exact(self, input_ids: torch.Tensor, begin: float, max_new_tokens: int, eos_token_id: int | None) -> Generation:
+    def _generate_exact(
+        self, input_ids: torch.Tensor, begin: float, max_new_tokens: int, eos_token_id: int | None
+    ) -> Generation:
         with torch.inference_mode():
             cache, num_reused = self.load(input_ids)
             loaded = time.perf_counter()
@@ -114,7 +135,12 @@ class CachedCausalLM:
         return Generation(tokens, len(input_ids), num_reused, first_s)
 
     def _generate_blended(
-        self, input_ids: torch.Tensor, blended: BlendedPrefill, begin: float, max_new_tokens: int, eos_token_id: int | None
+        self,
+        input_ids: torch.Tensor,
+        blended: BlendedPrefill,
+        begin: float,
+        max_new_tokens: int,
+        eos_token_id: int | None,
     ) -> Generation:
         """As `generate`; nothing is stored, since this KV is not what a full prefill would give."""
         tokens = [int(blended.logits[0, -1].argmax())]
@@ -123,10 +149,18 @@ class CachedCausalLM:
             self._decode(tokens, blended.caches[0], max_new_tokens, eos_token_id)
         return Generation(tokens, len(input_ids), blended.num_retrieved, first_s, is_blended=True)
 
-    def _decode(self, tokens: list[int], cache: DynamicCache, max_new_tokens: int, eos_token_id: int | None) -> None:
+    def _decode(
+        self, tokens: list[int], cache: DynamicCache, max_new_tokens: int, eos_token_id: int | None
+    ) -> None:
         """Append generated tokens to the first."""
         while len(tokens) < max_new_tokens and tokens[-1] != eos_token_id:
-            tokens.append(int(self._forward(torch.tensor(tokens[-1:], device=self._model.device), cache).argmax()))
+            tokens.append(
+                int(
+                    self._forward(
+                        torch.tensor(tokens[-1:], device=self._model.device), cache
+                    ).argmax()
+                )
+            )
 
     def load(self, input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
         """The cached KV of the prompt's longest prefix, fit for `past_key_values`.
@@ -156,7 +190,8 @@ class CachedCausalLM:
         Args:
             input_ids: Prompt, shape `[num_tokens]`.
             cache: KV of at least these tokens.
-            num_known: How many of them came from the cache; whole chunks of these are not stored again.
+            num_known: How many of them came from the cache; whole chunks of these are not stored
+                again.
         """
         if self._engine is None:
             return
@@ -165,34 +200,47 @@ class CachedCausalLM:
         mask[: num_known - num_known % chunk_size] = False
         self._engine.store(input_ids.cpu(), mask, kvcaches=tuple(_kv_of(cache)))
 
-    def _save_decoded(self, input_ids: torch.Tensor, tokens: list[int], cache: DynamicCache) -> None:
+    def _save_decoded(
+        self, input_ids: torch.Tensor, tokens: list[int], cache: DynamicCache
+    ) -> None:
         """Store what generation added to the cache, if the engine is to keep it.
 
-        The last generated token was never put through the model, so it has no KV. The chunk that the prompt ended in is stored again, since
-        it goes on with generated tokens and so has another name.
+        The last generated token was never put through the model, so it has no KV. The chunk that
+        the prompt ended in is stored again, since it goes on with generated tokens and so has
+        another name.
         """
         with_kv = tokens[:-1]
         if self._engine is None or not self._engine.config.save_decode_cache or not with_kv:
             return
-        everything = torch.cat([input_ids, torch.tensor(with_kv, dtype=input_ids.dtype, device=input_ids.device)])
+        everything = torch.cat(
+            [input_ids, torch.tensor(with_kv, dtype=input_ids.dtype, device=input_ids.device)]
+        )
         self.save(everything, cache, len(input_ids))
 
     def _forward(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        output = self._model(input_ids=tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = self._model(
+            input_ids=tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
     def _empty_kv(self, num_tokens: int) -> KVCaches:
         shape = (num_tokens, num_kv_heads_of(self._model), head_size_of(self._model))
         options: dict[str, Any] = {"dtype": self._model.dtype, "device": self._model.device}
-        return tuple((torch.empty(shape, **options), torch.empty(shape, **options)) for _ in range(num_layers_of(self._model)))
+        return tuple(
+            (torch.empty(shape, **options), torch.empty(shape, **options))
+            for _ in range(num_layers_of(self._model))
+        )
 
 
 def _as_prompt(input_ids: torch.Tensor) -> torch.Tensor:
     """Return one prompt as `[num_tokens]`; tokenizers return `[1, num_tokens]`."""
     prompt = input_ids[0] if input_ids.ndim == 2 and len(input_ids) == 1 else input_ids
     if prompt.ndim != 1 or len(prompt) == 0:
-        raise ValueError(f"input_ids must be one prompt of at least one token, not of shape {tuple(input_ids.shape)}")
+        raise ValueError(
+            "input_ids must be one prompt of at least one token, not of shape"
+            f" {tuple(input_ids.shape)}"
+        )
     return prompt
 
 

@@ -15,7 +15,7 @@ How to use it: `docs/vllm.md`.
 | `bundled.py` | packages that come along where vLLM's Python lacks them |
 
 Only `connector.py` and `stats.py` import vLLM, so that the rest can be tested without it.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """vLLM's connector interface: each call goes to the scheduler's or a worker's side.
 
-The cache is never in vLLM's way: what fails inside a call is logged and counted, and the call answers as if nothing were cached. Only a
-configuration that cannot work is refused, when the engine starts.
+The cache is never in vLLM's way: what fails inside a call is logged and counted, and the call
+answers as if nothing were cached. Only a configuration that cannot work is refused, when the engine
+starts.
 
-Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.24 to 0.32; what differs between them is asked for by name.
+Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.24 to 0.32; what differs
+    between them is asked for by name.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from vllm.platforms import current_platform
 
 from lmcache_core.engine.guard import DegradingGuard
 from lmcache_core.errors import ConfigError, LayoutError
-from lmcache_core.integrations.vllm.groups import cache_groups, check_chunk_size, check_packing, fails_by_block
+from lmcache_core.integrations.vllm.groups import (
+    cache_groups,
+    check_chunk_size,
+    check_packing,
+    fails_by_block,
+)
 from lmcache_core.integrations.vllm.identity import Roots, identity_of
 from lmcache_core.integrations.vllm.logs import log_as
 from lmcache_core.integrations.vllm.memory import attention_backends
@@ -39,8 +46,14 @@ logger = logging.getLogger(__name__)
 
 SIDECAR_HINT = f'run a sidecar, and set "{PREFIX}sidecar_socket" to its socket'
 HAS_TRANSFER_RESULTS = hasattr(base.KVConnectorBase_V1, "get_transfer_results")
-"""Since 0.30 a failed load can be reported by request (`fails_by_block`); before, a model with several groups has one for us."""
-BASES = (base.KVConnectorBase_V1, base.SupportsHMA) if HAS_TRANSFER_RESULTS else (base.KVConnectorBase_V1,)
+"""Since 0.30 a failed load can be reported by request (`fails_by_block`); before, a model with
+several groups has one for us.
+"""
+BASES = (
+    (base.KVConnectorBase_V1, base.SupportsHMA)
+    if HAS_TRANSFER_RESULTS
+    else (base.KVConnectorBase_V1,)
+)
 
 
 class LMCacheConnector(*BASES):  # type: ignore[misc]
@@ -73,7 +86,8 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         except LayoutError as exc:
             logger.error("this model is served without the cache: %s", exc)
             if self.role is base.KVConnectorRole.WORKER:
-                # The scheduler's side may know nothing of it, and promise loads that have to be answered.
+                # The scheduler's side may know nothing of it, and promise loads that have to be
+                # answered.
                 self._worker = RefusingWorker(reports_blocks=not HAS_TRANSFER_RESULTS)
 
     def _open(self, vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> None:
@@ -81,28 +95,44 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         check_chunk_size(groups, options.engine.chunk_size)
         check_packing(groups, options.layout)
         if not fails_by_block(groups) and not HAS_TRANSFER_RESULTS:
-            raise LayoutError("sliding windows only: vLLM before 0.30 cannot be told that a load of theirs has failed")
+            raise LayoutError(
+                "sliding windows only: vLLM before 0.30 cannot be told that a load of theirs has"
+                " failed"
+            )
         if not fails_by_block(groups) or _steps_overlap(vllm_config):
-            # A synchronous load that fails could not be reported, or only when a step behind it has begun to compute with it.
+            # A synchronous load that fails could not be reported, or only when a step behind it has
+            # begun to compute with it.
             options = replace(options, load=ASYNC)
         if options.engine.sidecar_socket is None and vllm_config.parallel_config.world_size > 1:
-            raise ConfigError(f"a cache inside vLLM serves one worker, not {vllm_config.parallel_config.world_size}: {SIDECAR_HINT}")
+            raise ConfigError(
+                "a cache inside vLLM serves one worker, not"
+                f" {vllm_config.parallel_config.world_size}: {SIDECAR_HINT}"
+            )
         is_worker = self.role is base.KVConnectorRole.WORKER
-        identity = identity_of(vllm_config, kv_cache_config, groups, options, _release(), is_worker=is_worker)
+        identity = identity_of(
+            vllm_config, kv_cache_config, groups, options, _release(), is_worker=is_worker
+        )
         roots = Roots(identity)
         rank = vllm_config.parallel_config.rank if is_worker else 0
         engine_id = _engine_id(vllm_config, rank)
         metadata = replace(identity.metadata, worker_id=identity.rank_of(rank))
         names = () if is_worker else tuple(group.name for group in groups)
         loads_beside = is_worker and options.is_async
-        self._open_store = open_store(engine_id, options.engine, metadata, names, self._counters, roots.use_salt, loads_beside)
+        self._open_store = open_store(
+            engine_id, options.engine, metadata, names, self._counters, roots.use_salt, loads_beside
+        )
         store = self._open_store.store
         if is_worker:
-            self._worker = WorkerSide(options, groups, identity, rank, store, self._counters, self._guard)
+            self._worker = WorkerSide(
+                options, groups, identity, rank, store, self._counters, self._guard
+            )
             return
         _warn_of_policy(vllm_config)
         if self._open_store.is_alone:
-            logger.error("the worker runs in another process, which a cache inside vLLM does not reach: %s", SIDECAR_HINT)
+            logger.error(
+                "the worker runs in another process, which a cache inside vLLM does not reach: %s",
+                SIDECAR_HINT,
+            )
         self._scheduler = SchedulerSide(options, groups, identity, store, roots)
 
     @property
@@ -128,7 +158,11 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
     ) -> LMCachePromMetrics:
         """See the interface."""
         return LMCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -146,7 +180,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             with self._guard("new_request"):
                 self._scheduler.new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """See the interface."""
         answer: tuple[int | None, bool] = (0, False)
         if self._scheduler is not None:
@@ -158,11 +194,14 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         """See the interface."""
         if self._scheduler is None:
             return
-        # What is to be loaded must be planned, or vLLM takes blocks for loaded that are not: that is not guarded, and asks no store.
+        # What is to be loaded must be planned, or vLLM takes blocks for loaded that are not: that
+        # is not guarded, and asks no store.
         with self._guard("allocated") if num_external_tokens == 0 else nullcontext():
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
         """See the interface."""
         sources: dict[Any, int] = {}
         if self._scheduler is not None:
@@ -174,12 +213,18 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         """See the interface."""
         if self._scheduler is None:
             return StepPlan()
-        loads = self._scheduler.plan_loads()  # not guarded: what vLLM was promised must be loaded, or be told to have failed
+        loads = (
+            self._scheduler.plan_loads()
+        )  # not guarded: what vLLM was promised must be loaded, or be told to have failed
         stores = self._planned_stores(self._scheduler, scheduler_output, loads)
         if stores is None:
             self._scheduler.stores.lose_track()
         return StepPlan(
-            loads, stores or (), self._scheduler.waits_for_loads(scheduler_output), self._scheduler.recompute_s, self._scheduler.step
+            loads,
+            stores or (),
+            self._scheduler.waits_for_loads(scheduler_output),
+            self._scheduler.recompute_s,
+            self._scheduler.step,
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -189,19 +234,27 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             with self._guard("step"):
                 self._scheduler.step_done(report, connector_output.finished_recving or ())
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See the interface; blocks may be freed at once, since stores have ended when their step has."""
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See the interface; blocks may be freed at once, since stores have ended when their
+        step has.
+        """
         if self._scheduler is not None:
             with self._guard("finish"):
                 self._scheduler.finished(request)
         return False, None
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """See the interface."""
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool:
-        """Weights may have been replaced: nothing that is cached is used from now on. It stays in the store, for others."""
+        """Weights may have been replaced: nothing that is cached is used from now on. It stays
+        in the store, for others.
+        """
         if self._scheduler is not None:
             self._scheduler.begin_epoch()
         return True
@@ -225,7 +278,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: what a step needs has been loaded before it."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Nothing to do: chunks are copied out once, when the step has ended."""
 
     def wait_for_save(self) -> None:
@@ -241,7 +296,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         """See the interface (0.30 and later)."""
         received, failed = self._take_received()
         told_by_block = self._worker is None or self._worker.reports_blocks
-        return base.KVConnectorTransferResults(finished_recving=received, failed_recving=set() if told_by_block else failed)
+        return base.KVConnectorTransferResults(
+            finished_recving=received, failed_recving=set() if told_by_block else failed
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See the interface."""
@@ -251,7 +308,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         """See the interface."""
         return None if self._worker is None else self._worker.take_report()
 
-    def _planned_stores(self, scheduler: SchedulerSide, output: Any, loads: Sequence[Load]) -> tuple[Store, ...] | None:
+    def _planned_stores(
+        self, scheduler: SchedulerSide, output: Any, loads: Sequence[Load]
+    ) -> tuple[Store, ...] | None:
         """The step's stores; None when planning them has failed."""
         planned = None
         with self._guard("plan_stores"):
@@ -272,19 +331,26 @@ def _options_of(vllm_config: Any) -> ConnectorOptions:
     transfer = vllm_config.kv_transfer_config
     if not (transfer.is_kv_producer and transfer.is_kv_consumer):
         # Blocks that a load may write to are kept from the steps underway for consumers only.
-        raise ConfigError(f'kv_role="{transfer.kv_role}": this connector both loads and stores; set kv_role to "kv_both"')
+        raise ConfigError(
+            f'kv_role="{transfer.kv_role}": this connector both loads and stores; set kv_role to'
+            ' "kv_both"'
+        )
     extra = transfer.kv_connector_extra_config
     return read_options(extra, vllm_config.device_config.device_type)
 
 
 def _release() -> str:
-    """vLLM's version, and the generation of its GPUs, which it asks without using one in this process."""
+    """vLLM's version, and the generation of its GPUs, which it asks without using one in this
+    process.
+    """
     capability = current_platform.get_device_capability()
     return vllm.__version__ if capability is None else f"{vllm.__version__};sm{tuple(capability)}"
 
 
 def _engine_id(vllm_config: Any, rank: int) -> str:
-    """Names the workers that must agree on what a chunk holds: of a pipeline, those of one stage."""
+    """Names the workers that must agree on what a chunk holds: of a pipeline, those of one
+    stage.
+    """
     engine_id, parallel = str(vllm_config.kv_transfer_config.engine_id), vllm_config.parallel_config
     stage = rank // parallel.tensor_parallel_size
     return f"{engine_id}/stage{stage}" if parallel.pipeline_parallel_size > 1 else engine_id
@@ -292,13 +358,17 @@ def _engine_id(vllm_config: Any, rank: int) -> str:
 
 def _steps_overlap(vllm_config: Any) -> bool:
     """Whether vLLM plans a step before it has heard of the one before."""
-    return bool(vllm_config.scheduler_config.async_scheduling) or vllm_config.parallel_config.pipeline_parallel_size > 1
+    return (
+        bool(vllm_config.scheduler_config.async_scheduling)
+        or vllm_config.parallel_config.pipeline_parallel_size > 1
+    )
 
 
 def _warn_of_policy(vllm_config: Any) -> None:
     policy = getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "recompute")
     if policy != "recompute":
         logger.warning(
-            'kv_load_failure_policy is "%s": a request whose KV is lost on the way then ends with an error; "recompute" computes it',
+            'kv_load_failure_policy is "%s": a request whose KV is lost on the way then ends with'
+            ' an error; "recompute" computes it',
             policy,
         )

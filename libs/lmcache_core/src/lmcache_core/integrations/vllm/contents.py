@@ -1,4 +1,6 @@
-"""What multimodal contents become for a model: decides about their KV, and is no part of what vLLM calls them."""
+"""What multimodal contents become for a model: decides about their KV, and is no part of what
+vLLM calls them.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocess
 
 
 def contents_fingerprint(vllm_config: Any) -> str | None:
-    """Text that differs where the same content becomes other numbers; None where contents have no names of their own.
+    """Text that differs where the same content becomes other numbers; None where contents have no
+    names of their own.
 
-    Where vLLM itself caches neither prompts nor contents, it only counts them. Every process counts anew, so another picture has that name
-    elsewhere.
+    Where vLLM itself caches neither prompts nor contents, it only counts them. Every process counts
+    anew, so another picture has that name elsewhere.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -34,7 +37,10 @@ def contents_fingerprint(vllm_config: Any) -> str | None:
     options = getattr(model, "multimodal_config", None)
     if options is None:
         return ""
-    if getattr(options, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching:
+    if (
+        getattr(options, "mm_processor_cache_gb", None) == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    ):
         return None
     facts = {name: getattr(options, name, None) for name in _OPTIONS}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())

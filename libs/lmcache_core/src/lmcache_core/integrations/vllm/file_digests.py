@@ -72,7 +72,9 @@ def file_digests(files: Sequence[Path], lock_wait_s: float | None = None) -> lis
         if [stat for stat, _ in known] == stats:
             return [digest for _, digest in known]
         begin = time.monotonic()
-        logger.info("reading the weights to name their KV: files=%d gb=%.1f", len(paths), num_bytes / 1e9)
+        logger.info(
+            "reading the weights to name their KV: files=%d gb=%.1f", len(paths), num_bytes / 1e9
+        )
         digests = _read(paths)
         took_s = time.monotonic() - begin
         rate = num_bytes / 1e9 / max(took_s, 1e-9)
@@ -89,15 +91,23 @@ def _read(paths: Sequence[Path]) -> list[str]:
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces) or 1)
     num_bytes, num_read, told_at = sum(stat[2] for stat in before), 0, time.monotonic()
     with ThreadPoolExecutor(num_threads, "lmcache-weights") as threads:
-        for (i, at), digest in zip(pieces, threads.map(lambda piece: _digest(paths[piece[0]], piece[1]), pieces), strict=True):
+        for (i, at), digest in zip(
+            pieces,
+            threads.map(lambda piece: _digest(paths[piece[0]], piece[1]), pieces),
+            strict=True,
+        ):
             whole[i].update(digest)
             num_read += min(SEGMENT_BYTES, before[i][2] - at)
             if time.monotonic() - told_at >= PROGRESS_S:
                 told_at = time.monotonic()
-                logger.info("reading the weights: gb=%.1f of_gb=%.1f", num_read / 1e9, num_bytes / 1e9)
+                logger.info(
+                    "reading the weights: gb=%.1f of_gb=%.1f", num_read / 1e9, num_bytes / 1e9
+                )
     for path, stat in zip(paths, before, strict=True):
         if _stat(path) != stat:
-            raise LayoutError(f"{path} changes while it is read: start vLLM when the model is complete")
+            raise LayoutError(
+                f"{path} changes while it is read: start vLLM when the model is complete"
+            )
     return [digest.hexdigest()[:32] for digest in whole]
 
 
@@ -119,7 +129,9 @@ def _stat(path: Path) -> _Stat:
 
 
 def _cache_directory() -> Path | None:
-    """Where digests are remembered; None where others could write there, or nothing can be written."""
+    """Where digests are remembered; None where others could write there, or nothing can be
+    written.
+    """
     try:
         directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmcache"
     except RuntimeError:  # a user without a home
@@ -131,14 +143,18 @@ def _cache_directory() -> Path | None:
         logger.info("digests of weights are not remembered: directory=%s error=%s", directory, exc)
         return None
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        logger.warning("digests of weights are not remembered, others can write there: directory=%s", directory)
+        logger.warning(
+            "digests of weights are not remembered, others can write there: directory=%s", directory
+        )
         return None
     return directory
 
 
 @contextmanager
 def _locked(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold a lock, so that one process reads and the others wait; none where locking fails, or takes too long."""
+    """Hold a lock, so that one process reads and the others wait; none where locking fails, or
+    takes too long.
+    """
     try:
         file = path.open("ab")
     except OSError:
@@ -156,7 +172,12 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
                     break
                 if now - told_at >= PROGRESS_S:
                     told_at = now
-                    logger.info("waiting for another process that reads the same weights: seconds=%.0f lock=%s", now - begin, path)
+                    logger.info(
+                        "waiting for another process that reads the same weights: seconds=%.0f"
+                        " lock=%s",
+                        now - begin,
+                        path,
+                    )
                 time.sleep(LOCK_POLL_S)
             except OSError:  # a file system without locks
                 break

@@ -36,7 +36,8 @@ class CacheGroup:
         layers: Names of its layers.
         spec: vLLM's description of the first layer, all that the scheduler's process is told.
         specs: In a worker, vLLM's description of each of these layers.
-        retained: Tokens in front of the window whose KV vLLM keeps all the same (it may compute them again for draft models).
+        retained: Tokens in front of the window whose KV vLLM keeps all the same (it may compute
+            them again for draft models).
     """
 
     number: int
@@ -50,17 +51,23 @@ class CacheGroup:
     retained: int = 0
 
     def num_dropped_tokens(self, num_computed: int) -> int:
-        """How many tokens, from the first, no longer have their KV in a block once so many are computed and another step begins."""
+        """How many tokens, from the first, no longer have their KV in a block once so many are
+        computed and another step begins.
+        """
         return 0 if self.window is None else max(0, num_computed - self.window + 1 - self.retained)
 
     def first_needed_token(self, num_computed: int) -> int:
-        """The first token whose KV vLLM still wants when so many are computed: the next one looks at it, or it is retained."""
+        """The first token whose KV vLLM still wants when so many are computed: the next one
+        looks at it, or it is retained.
+        """
         return self.num_dropped_tokens(num_computed)
 
     def describe(self) -> str:
-        """Text that differs when a block of this group means something else, the same in all processes of an engine.
+        """Text that differs when a block of this group means something else, the same in all
+        processes of an engine.
 
-        What only a worker knows, how its other layers differ from the first, is in the records of its chunks (`memory_of`).
+        What only a worker knows, how its other layers differ from the first, is in the records of
+        its chunks (`memory_of`).
         """
         facts = f"block={self.block_size};window={self.window};layers={len(self.layers)}"
         return f"{self.name!r}:{facts};{described(self.spec)}"
@@ -73,29 +80,57 @@ def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
         kv_cache_config: vLLM's `KVCacheConfig`.
 
     Raises:
-        LayoutError: A group's state is not one KV per token (state-space layers, for example), or there are more than `MAX_GROUPS`: such a
-            model is not cached.
+        LayoutError: A group's state is not one KV per token (state-space layers, for example), or
+            there are more than `MAX_GROUPS`: such a model is not cached.
     """
-    wanted = [(i, group) for i, group in enumerate(kv_cache_config.kv_cache_groups) if getattr(group, "enable_kv_transfer", True)]
+    wanted = [
+        (i, group)
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+        if getattr(group, "enable_kv_transfer", True)
+    ]
     if not wanted:
         raise LayoutError("the model has no KV cache")
     if len(wanted) > MAX_GROUPS:
-        raise LayoutError(f"the model has {len(wanted)} cache groups; at most {MAX_GROUPS} can be cached")
+        raise LayoutError(
+            f"the model has {len(wanted)} cache groups; at most {MAX_GROUPS} can be cached"
+        )
     groups = []
     for number, (index, group) in enumerate(wanted):
         specs = _layer_specs(group)
         kinds = {type(spec).__name__ for spec in specs}
         if not kinds <= FULL_SPECS | WINDOW_SPECS or getattr(group, "host_resident", False):
-            raise LayoutError(f"cache group {index} is of {', '.join(sorted(kinds))}: only full and sliding-window attention can be cached")
-        windows = {spec.sliding_window if type(spec).__name__ in WINDOW_SPECS else None for spec in specs}
+            raise LayoutError(
+                f"cache group {index} is of {', '.join(sorted(kinds))}: only full and"
+                " sliding-window attention can be cached"
+            )
+        windows = {
+            spec.sliding_window if type(spec).__name__ in WINDOW_SPECS else None for spec in specs
+        }
         sizes = {spec.block_size for spec in specs}
         if len(windows) != 1 or len(sizes) != 1:
-            raise LayoutError(f"cache group {index} has layers of windows {windows} and block sizes {sizes}: they must be the same")
+            raise LayoutError(
+                f"cache group {index} has layers of windows {windows} and block sizes {sizes}: they"
+                " must be the same"
+            )
         window = windows.pop()
-        name = "" if len(wanted) == 1 else f"{index}:{'full' if window is None else f'window{window}'}"
+        name = (
+            "" if len(wanted) == 1 else f"{index}:{'full' if window is None else f'window{window}'}"
+        )
         retained = max(getattr(spec, "extra_retained_tokens", 0) for spec in specs)
         first = _first_spec(group)
-        groups.append(CacheGroup(number, index, name, sizes.pop(), window, tuple(group.layer_names), first, specs, retained))
+        groups.append(
+            CacheGroup(
+                number,
+                index,
+                name,
+                sizes.pop(),
+                window,
+                tuple(group.layer_names),
+                first,
+                specs,
+                retained,
+            )
+        )
     return tuple(groups)
 
 
@@ -109,13 +144,16 @@ def check_chunk_size(groups: Iterable[CacheGroup], chunk_size: int) -> None:
         if chunk_size % group.block_size:
             fitting = -(-chunk_size // group.block_size) * group.block_size
             raise ValueError(
-                f"chunk_size={chunk_size} is not a multiple of vLLM's block size {group.block_size}: "
-                f'set "lmcache.chunk_size" to {fitting} in kv_connector_extra_config, or change --block-size'
+                f"chunk_size={chunk_size} is not a multiple of vLLM's block size"
+                f" {group.block_size}: "
+                f'set "lmcache.chunk_size" to {fitting} in kv_connector_extra_config, or change'
+                " --block-size"
             )
 
 
 def check_packing(groups: Iterable[CacheGroup], layout: str) -> None:
-    """Refuse KV that a backend packs, where chunks are to hold tokens: its shape does not say what is where in it.
+    """Refuse KV that a backend packs, where chunks are to hold tokens: its shape does not say what
+    is where in it.
 
     Raises:
         LayoutError: A layer has such KV.
@@ -128,21 +166,24 @@ def check_packing(groups: Iterable[CacheGroup], layout: str) -> None:
             if packing != _UNPACKED:
                 told = ", ".join(f"{name}={value}" for name, value in packing.items())
                 raise LayoutError(
-                    f"the attention backend packs its KV ({told}), which cannot be cut by token: set "
-                    '"lmcache.layout" to "blocks" and "lmcache.kv_cache_layout" to "LBHNC"'
+                    f"the attention backend packs its KV ({told}), which cannot be cut by token:"
+                    ' set "lmcache.layout" to "blocks" and "lmcache.kv_cache_layout" to "LBHNC"'
                 )
 
 
 def fails_by_block(groups: Sequence[CacheGroup]) -> bool:
     """Whether vLLM can be told of a failed load by blocks.
 
-    Not with several groups: it cannot tell their blocks apart. Nor with a window: it would compute again from the first such block on,
-    where the window reaches back to blocks that the request never had. It is then told of the request, which begins anew.
+    Not with several groups: it cannot tell their blocks apart. Nor with a window: it would compute
+    again from the first such block on, where the window reaches back to blocks that the request
+    never had. It is then told of the request, which begins anew.
     """
     return len(groups) == 1 and groups[0].window is None
 
 
-def blocks_of(table: Sequence[int], group: CacheGroup, chunk_size: int, first: int, num_chunks: int) -> tuple[int, ...]:
+def blocks_of(
+    table: Sequence[int], group: CacheGroup, chunk_size: int, first: int, num_chunks: int
+) -> tuple[int, ...]:
     """The blocks of consecutive chunks; `NULL_BLOCK` where the table has none."""
     per_chunk = chunk_size // group.block_size
     begin, end = first * per_chunk, (first + num_chunks) * per_chunk

@@ -1,4 +1,6 @@
-"""What the KV of a vLLM engine is: model, weights, layout, ranks; and the root of a request's chunk names."""
+"""What the KV of a vLLM engine is: model, weights, layout, ranks; and the root of a request's
+chunk names.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,14 @@ ROOT_APART = b"lmcache/vllm-root/1"
 FILE_FORMATS = frozenset(
     {
         *("auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral"),
-        *("npcache", "pt", "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
+        *(
+            "npcache",
+            "pt",
+            "runai_streamer",
+            "runai_streamer_sharded",
+            "safetensors",
+            "sharded_state",
+        ),
     }
 )
 """vLLM's load formats that read the model's own files. Others take weights from somewhere else."""
@@ -41,7 +50,8 @@ class KVIdentity:
     """What the KV is, the same in all processes of an engine.
 
     Attributes:
-        metadata: For the root of the chain of chunk hashes; its shape is that of the first group on one worker.
+        metadata: For the root of the chain of chunk hashes; its shape is that of the first group on
+            one worker.
         num_ranks: Workers whose KV of a token differs.
         replicas: Neighbouring workers that hold the same bytes; the first of them stores.
         contents: What else decides about the KV of multimodal contents, see `contents_fingerprint`.
@@ -78,24 +88,42 @@ def identity_of(
         groups: Those that are cached.
         options: Options.
         release: vLLM's version, and what GPU it runs on.
-        is_worker: Leave the weights out: chunks are named by the scheduler's side alone, so that one
-            process of an engine reads them.
+        is_worker: Leave the weights out: chunks are named by the scheduler's side alone, so that
+            one process of an engine reads them.
 
     Raises:
-        LayoutError: It depends on more than tokens and weights, or nothing tells which weights, or it is spread over workers in a way
-            that is not supported.
+        LayoutError: It depends on more than tokens and weights, or nothing tells which weights, or
+            it is spread over workers in a way that is not supported.
     """
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    if not getattr(model, "is_prefix_caching_supported", True):  # vLLM's own prefix cache is then off, but it would load ours
-        raise LayoutError("vLLM says that this model needs every token of a prompt computed (to pool over all of them, for example)")
+    model, parallel, cache = (
+        vllm_config.model_config,
+        vllm_config.parallel_config,
+        vllm_config.cache_config,
+    )
+    if not getattr(
+        model, "is_prefix_caching_supported", True
+    ):  # vLLM's own prefix cache is then off, but it would load ours
+        raise LayoutError(
+            "vLLM says that this model needs every token of a prompt computed (to pool over all of"
+            " them, for example)"
+        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise LayoutError(f"{name}={getattr(parallel, name)}: KV that is spread over workers by token cannot be cached")
+            raise LayoutError(
+                f"{name}={getattr(parallel, name)}: KV that is spread over workers by token cannot"
+                " be cached"
+            )
     num_nodes = getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1))
     if num_nodes > 1:
-        raise LayoutError(f"the workers of one engine are on {num_nodes} nodes: each node's sidecar would have a part of each chunk")
+        raise LayoutError(
+            f"the workers of one engine are on {num_nodes} nodes: each node's sidecar would have a"
+            " part of each chunk"
+        )
     if getattr(cache, "calculate_kv_scales", False):
-        raise LayoutError("calculate_kv_scales: the scales of quantised KV then depend on what an engine saw first, so it cannot be shared")
+        raise LayoutError(
+            "calculate_kv_scales: the scales of quantised KV then depend on what an engine saw"
+            " first, so it cannot be shared"
+        )
     replicas = _replicas(vllm_config, kv_cache_config)
     num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size // replicas
     spec = groups[0].spec
@@ -139,11 +167,15 @@ class Roots:
         self._salt = salt
 
     def begin_epoch(self) -> None:
-        """The model computes other KV from now on (its weights have been replaced): nothing that was named before is found again."""
+        """The model computes other KV from now on (its weights have been replaced): nothing that
+        was named before is found again.
+        """
         self._epoch = secrets.token_hex(16)
 
     def root_of(self, request: Any) -> bytes | None:
-        """The root for a vLLM request; None while the tenant's salt, or which weights its adapter has, is not known."""
+        """The root for a vLLM request; None while the tenant's salt, or which weights its
+        adapter has, is not known.
+        """
         salt, adapter = self._salt, self.adapters.name_of(getattr(request, "lora_request", None))
         if salt is None or adapter is None:
             return None
@@ -153,30 +185,46 @@ class Roots:
 
     def base_root(self) -> bytes | None:
         """The root of requests without adapter and without a salt of their own."""
-        return None if self._salt is None or self._epoch else identity_root(self._metadata, self._salt)
+        return (
+            None if self._salt is None or self._epoch else identity_root(self._metadata, self._salt)
+        )
 
 
 def _root_apart(root: bytes, cache_salt: str, epoch: str) -> bytes:
-    """The root of requests that share only among themselves; the length before each field keeps it from reading as another one.
+    """The root of requests that share only among themselves; the length before each field keeps it
+    from reading as another one.
 
     Source: `docs/protocols.md`, "Identity".
     """
     digest = hashlib.sha256()
-    for field in (ROOT_APART, root, cache_salt.encode("utf-8", "surrogatepass"), epoch.encode("ascii")):
+    for field in (
+        ROOT_APART,
+        root,
+        cache_salt.encode("utf-8", "surrogatepass"),
+        epoch.encode("ascii"),
+    ):
         digest.update(_LENGTH.pack(len(field)) + field)
     return digest.digest()
 
 
 def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Workers that hold the same KV: all those of a latent (MLA); newer releases say so, also where there are fewer heads than workers."""
+    """Workers that hold the same KV: all those of a latent (MLA); newer releases say so, also
+    where there are fewer heads than workers.
+    """
     told = getattr(kv_cache_config, "kv_tp_replicas", None)
     if told is not None:
         return int(told)
-    return int(vllm_config.parallel_config.tensor_parallel_size) if getattr(vllm_config.model_config, "use_mla", False) else 1
+    return (
+        int(vllm_config.parallel_config.tensor_parallel_size)
+        if getattr(vllm_config.model_config, "use_mla", False)
+        else 1
+    )
 
 
 def _short_name(model: str) -> str:
-    """The folder's own name, so that the same weights at two paths share; a hub's name is as it is."""
+    """The folder's own name, so that the same weights at two paths share; a hub's name is as it
+    is.
+    """
     return model.rstrip("/").rsplit("/", 1)[-1] if model.startswith(("/", ".", "~")) else model
 
 
@@ -186,51 +234,75 @@ def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
     is_dummy = getattr(getattr(vllm_config, "load_config", None), "load_format", "") == "dummy"
     weights = options.revision or ("" if is_dummy else _weights(vllm_config))
     if weights is None:
-        raise LayoutError(f'nothing tells which weights {model.model} has: say so with "lmcache.revision"')
+        raise LayoutError(
+            f'nothing tells which weights {model.model} has: say so with "lmcache.revision"'
+        )
     facts = {
         "weights": weights,
         "options": options_fingerprint(model.hf_config),
         "dtype": model.dtype,
         "quantization": model.quantization,
         "dummy": model.seed if is_dummy else "",
-        "draft": "" if draft is None else f"{getattr(draft, 'method', '')}:{getattr(draft, 'model', '')}",
+        "draft": (
+            "" if draft is None else f"{getattr(draft, 'method', '')}:{getattr(draft, 'model', '')}"
+        ),
     }
     return ";".join(f"{name}={value}" for name, value in facts.items())
 
 
 def _weights(vllm_config: Any) -> str | None:
-    """What tells the weights; None where they come from elsewhere than the model's folder or hub."""
+    """What tells the weights; None where they come from elsewhere than the model's folder or
+    hub.
+    """
     model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
     load_format: str = getattr(load, "load_format", "auto")
     if load_format not in FILE_FORMATS or getattr(model, "model_weights", None):
         return None
     has_own_config = getattr(model, "hf_config_path", None) in (None, model.model)
     config = model.hf_config if has_own_config else None
-    return model_fingerprint(model.model, model.revision, config, getattr(load, "download_dir", None))
+    return model_fingerprint(
+        model.model, model.revision, config, getattr(load, "download_dir", None)
+    )
 
 
-def _layout_text(vllm_config: Any, kv_cache_config: Any, groups: Sequence[CacheGroup], options: ConnectorOptions, release: str) -> str:
+def _layout_text(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    groups: Sequence[CacheGroup],
+    options: ConnectorOptions,
+    release: str,
+) -> str:
     """What a chunk's bytes mean."""
     parallel = vllm_config.parallel_config
-    partition = os.environ.get("VLLM_PP_LAYER_PARTITION", "") if parallel.pipeline_parallel_size > 1 else ""
+    partition = (
+        os.environ.get("VLLM_PP_LAYER_PARTITION", "") if parallel.pipeline_parallel_size > 1 else ""
+    )
     facts = {
         "groups": "|".join(group.describe() for group in groups),
         "tp": parallel.tensor_parallel_size,
         "pp": f"{parallel.pipeline_parallel_size}:{partition}",
         "kv": vllm_config.cache_config.cache_dtype,
-        "blocks": _block_text(vllm_config, kv_cache_config, release) if options.layout == BLOCKS else "",
+        "blocks": (
+            _block_text(vllm_config, kv_cache_config, release) if options.layout == BLOCKS else ""
+        ),
     }
     text = ";".join(f"{name}={value}" for name, value in facts.items())
     return f"vllm/1;{options.layout};{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _block_text(vllm_config: Any, kv_cache_config: Any, release: str) -> str:
-    """What decides about the inside of a block that only vLLM can read, as far as all its processes know.
+    """What decides about the inside of a block that only vLLM can read, as far as all its processes
+    know.
 
-    That is its release, the machine's instructions, and the layout and backend that were asked for. Which backend it has
-    chosen by itself only a worker knows: that is in the records of its chunks (`memory_of`).
+    That is its release, the machine's instructions, and the layout and backend that were asked for.
+    Which backend it has chosen by itself only a worker knows: that is in the records of its chunks
+    (`memory_of`).
     """
     cpu = f"{torch.backends.cpu.get_cpu_capability()},amx={torch.cpu._is_amx_tile_supported()}"
-    layout = getattr(kv_cache_config, "kv_cache_layout", None) or os.environ.get("VLLM_KV_CACHE_LAYOUT")
-    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None) or os.environ.get("VLLM_ATTENTION_BACKEND")
+    layout = getattr(kv_cache_config, "kv_cache_layout", None) or os.environ.get(
+        "VLLM_KV_CACHE_LAYOUT"
+    )
+    backend = getattr(
+        getattr(vllm_config, "attention_config", None), "backend", None
+    ) or os.environ.get("VLLM_ATTENTION_BACKEND")
     return f"{release};{platform.machine()};{cpu};layout={layout};backend={backend}"

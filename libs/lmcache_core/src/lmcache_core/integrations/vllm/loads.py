@@ -40,7 +40,9 @@ class LoadThread:
         refuse: Gives the result of a load that is not tried.
     """
 
-    def __init__(self, load: Callable[[Load], LoadResult], refuse: Callable[[Load], LoadResult]) -> None:
+    def __init__(
+        self, load: Callable[[Load], LoadResult], refuse: Callable[[Load], LoadResult]
+    ) -> None:
         self._load = load
         self._refuse = refuse
         self._waiting: queue.Queue[Load | None] = queue.Queue(MAX_WAITING_LOADS)
@@ -66,7 +68,9 @@ class LoadThread:
                 self._waiting.put_nowait(None)
             self._thread.join(JOIN_S)
             if self._thread.is_alive():
-                logger.error("load did not end, leaving it: thread=%s waited_s=%g", self._thread.name, JOIN_S)
+                logger.error(
+                    "load did not end, leaving it: thread=%s waited_s=%g", self._thread.name, JOIN_S
+                )
 
     def submit(self, load: Load) -> None:
         """Have a load done; beyond `MAX_WAITING_LOADS` it is refused."""
@@ -75,7 +79,9 @@ class LoadThread:
         try:
             self._waiting.put_nowait(load)
         except queue.Full:
-            logger.warning("%d loads are waiting; request %s is computed", MAX_WAITING_LOADS, load.request_id)
+            logger.warning(
+                "%d loads are waiting; request %s is computed", MAX_WAITING_LOADS, load.request_id
+            )
             self._done(self._refuse(load))
 
     def refuse(self, load: Load) -> None:
@@ -85,7 +91,9 @@ class LoadThread:
         self._done(self._refuse(load))
 
     def wait(self, limit_s: float) -> None:
-        """Wait until there is something to take, or nothing that it could come from; at most so long."""
+        """Wait until there is something to take, or nothing that it could come from; at most so
+        long.
+        """
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._results or not self._num_underway, limit_s)
 

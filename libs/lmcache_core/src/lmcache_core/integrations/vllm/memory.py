@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from lmcache_core.errors import LayoutError
-from lmcache_core.gpu_connectors import EngineMemory, KVLayout, LayerGroup, LogicalMemory, Order, Packing
+from lmcache_core.gpu_connectors import (
+    EngineMemory,
+    KVLayout,
+    LayerGroup,
+    LogicalMemory,
+    Order,
+    Packing,
+)
 from lmcache_core.integrations.vllm.groups import CacheGroup, described
 from lmcache_core.integrations.vllm.options import BLOCKS
 
@@ -34,10 +41,17 @@ class GroupMemory:
     unit_tokens: int
 
 
-def memory_of(group: CacheGroup, tensors: Mapping[str, torch.Tensor], num_blocks: int, mode: str, backends: str = "") -> GroupMemory:
+def memory_of(
+    group: CacheGroup,
+    tensors: Mapping[str, torch.Tensor],
+    num_blocks: int,
+    mode: str,
+    backends: str = "",
+) -> GroupMemory:
     """Match vLLM's tensors with what a group is said to be.
 
-    What only a worker knows of them names the tensors in the records of chunks: a record of an engine that differs there is a miss.
+    What only a worker knows of them names the tensors in the records of chunks: a record of an
+    engine that differs there is a miss.
 
     Args:
         group: The group.
@@ -60,7 +74,9 @@ def memory_of(group: CacheGroup, tensors: Mapping[str, torch.Tensor], num_blocks
 
 def attention_backends(vllm_config: Any, layers: Sequence[str]) -> str:
     """The classes of the attention backends of these layers; "" where vLLM has none of them."""
-    context = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
+    context = getattr(
+        getattr(vllm_config, "compilation_config", None), "static_forward_context", {}
+    )
     known = [context[name] for name in layers if hasattr(context.get(name), "get_attn_backend")]
     classes = {layer.get_attn_backend() for layer in known}
     return ",".join(sorted(f"{found.__module__}.{found.__qualname__}" for found in classes))
@@ -71,7 +87,8 @@ class BlockMemory:
 
     Args:
         layout: Layers of opaque blocks: what the connector declares "tokens" are blocks here.
-        tensors: vLLM's tensors, in the order of the layout's groups; the first dimension counts blocks.
+        tensors: vLLM's tensors, in the order of the layout's groups; the first dimension counts
+            blocks.
     """
 
     def __init__(self, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> None:
@@ -106,28 +123,42 @@ class BlockMemory:
         return [tensor[block] for tensor in self._tensors[group]]
 
 
-def _as_blocks(group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: int, backends: str) -> GroupMemory:
+def _as_blocks(
+    group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: int, backends: str
+) -> GroupMemory:
     """Each block of a layer as one run of bytes."""
     by_size: dict[int, list[int]] = {}
     for i, tensor in enumerate(layers):
         if tensor.shape[0] != num_blocks or not tensor[0].is_contiguous():
             raise LayoutError(
-                f"layer {group.layers[i]}: {list(tensor.shape)} with strides {list(tensor.stride())}: not {num_blocks} contiguous blocks"
+                f"layer {group.layers[i]}: {list(tensor.shape)} with strides"
+                f" {list(tensor.stride())}: not {num_blocks} contiguous blocks"
             )
         by_size.setdefault(tensor[0].numel() * tensor.element_size(), []).append(i)
     groups = [
-        LayerGroup(_name_of(group, number, members, backends), len(members), 1, size, "uint8", sides=1)
+        LayerGroup(
+            _name_of(group, number, members, backends), len(members), 1, size, "uint8", sides=1
+        )
         for number, (size, members) in enumerate(by_size.items())
     ]
     layout = KVLayout(tuple(groups))
     ordered = [layers[i] for members in by_size.values() for i in members]
-    return GroupMemory(layout, tuple(_bytes_of_blocks(tensor) for tensor in ordered), BlockMemory(layout, ordered), group.block_size)
+    return GroupMemory(
+        layout,
+        tuple(_bytes_of_blocks(tensor) for tensor in ordered),
+        BlockMemory(layout, ordered),
+        group.block_size,
+    )
 
 
 def _name_of(group: CacheGroup, number: int, members: Sequence[int], backends: str = "") -> str:
-    """The name of some of a group's layers in records: "" where the group's own description says all about them."""
+    """The name of some of a group's layers in records: "" where the group's own description says
+    all about them.
+    """
     facts = [(i, described(group.specs[i])) for i in members]
-    is_all_alike = len(members) == len(group.layers) and {text for _, text in facts} == {described(group.spec)}
+    is_all_alike = len(members) == len(group.layers) and {text for _, text in facts} == {
+        described(group.spec)
+    }
     if is_all_alike and not backends:
         return ""
     return f"{number}:{hashlib.sha256(repr((facts, backends)).encode()).hexdigest()[:16]}"
@@ -138,8 +169,12 @@ def _bytes_of_blocks(tensor: torch.Tensor) -> torch.Tensor:
     size = tensor[0].numel() * tensor.element_size()
     step = tensor.stride(0) * tensor.element_size()
     num_bytes = (tensor.shape[0] - 1) * step + size
-    elements = tensor.as_strided((num_bytes // tensor.element_size(),), (1,), tensor.storage_offset())
-    return elements.view(torch.uint8).as_strided((tensor.shape[0], 1, 1, size), (step, size, size, 1))
+    elements = tensor.as_strided(
+        (num_bytes // tensor.element_size(),), (1,), tensor.storage_offset()
+    )
+    return elements.view(torch.uint8).as_strided(
+        (tensor.shape[0], 1, 1, size), (step, size, size, 1)
+    )
 
 
 def _as_tokens(group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: int) -> GroupMemory:
@@ -148,15 +183,28 @@ def _as_tokens(group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: in
     for i, (tensor, spec) in enumerate(zip(layers, group.specs, strict=True)):
         shapes.setdefault(_declared(group, tensor, spec, num_blocks), []).append(i)
     groups = [
-        LayerGroup(_name_of(group, number, members), len(members), heads, size, dtype, sides, order, packing)
-        for number, ((heads, size, dtype, sides, order, packing), members) in enumerate(shapes.items())
+        LayerGroup(
+            _name_of(group, number, members),
+            len(members),
+            heads,
+            size,
+            dtype,
+            sides,
+            order,
+            packing,
+        )
+        for number, ((heads, size, dtype, sides, order, packing), members) in enumerate(
+            shapes.items()
+        )
     ]
     layout = KVLayout(tuple(groups))
     ordered = tuple(layers[i] for members in shapes.values() for i in members)
     return GroupMemory(layout, ordered, LogicalMemory(layout, ordered), 1)
 
 
-def _declared(group: CacheGroup, tensor: torch.Tensor, spec: Any, num_blocks: int) -> tuple[Any, ...]:
+def _declared(
+    group: CacheGroup, tensor: torch.Tensor, spec: Any, num_blocks: int
+) -> tuple[Any, ...]:
     """Heads, head size, dtype, sides, order and packing of a layer's tensor."""
     heads, size, tokens = spec.num_kv_heads, spec.head_size, group.block_size
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -168,14 +216,36 @@ def _declared(group: CacheGroup, tensor: torch.Tensor, spec: Any, num_blocks: in
         }
     else:
         forms = {
-            (num_blocks, heads, tokens, 2 * size): (heads, size, dtype, 2, Order.HND, Packing.LAST_DIM),
-            (num_blocks, 2, tokens, heads, size): (heads, size, dtype, 2, Order.NHD, Packing.BLOCK_FIRST),
-            (2, num_blocks, tokens, heads, size): (heads, size, dtype, 2, Order.NHD, Packing.KV_FIRST),
+            (num_blocks, heads, tokens, 2 * size): (
+                heads,
+                size,
+                dtype,
+                2,
+                Order.HND,
+                Packing.LAST_DIM,
+            ),
+            (num_blocks, 2, tokens, heads, size): (
+                heads,
+                size,
+                dtype,
+                2,
+                Order.NHD,
+                Packing.BLOCK_FIRST,
+            ),
+            (2, num_blocks, tokens, heads, size): (
+                heads,
+                size,
+                dtype,
+                2,
+                Order.NHD,
+                Packing.KV_FIRST,
+            ),
         }
     form = forms.get(tuple(tensor.shape))
     if form is None:
         raise LayoutError(
-            f"a KV tensor {list(tensor.shape)} is not of {num_blocks} blocks of {tokens} tokens with {heads} heads of {size}: "
-            'set "lmcache.layout" to "blocks", which moves blocks as they are'
+            f"a KV tensor {list(tensor.shape)} is not of {num_blocks} blocks of {tokens} tokens"
+            f' with {heads} heads of {size}: set "lmcache.layout" to "blocks", which moves blocks'
+            " as they are"
         )
     return form

@@ -40,7 +40,11 @@ class ChunkNames:
                 ids = tokens_as_uint32(token_ids[: num_chunks * size])
                 chain = chain_hashes(self._previous, ids, size, self._spans, first=known * size)
             else:
-                chain = chain_hashes(self._previous, tokens_as_uint32(token_ids[known * size : num_chunks * size]), size)
+                chain = chain_hashes(
+                    self._previous,
+                    tokens_as_uint32(token_ids[known * size : num_chunks * size]),
+                    size,
+                )
             self.hashes += [digest for _, _, digest in chain]
         return self.hashes
 
@@ -50,7 +54,8 @@ class ChunkNames:
 
 
 def spans_of(request: Any, contents: str | None = "") -> list[MultimodalSpan] | None:
-    """The multimodal contents of a vLLM request; None when one of them has no name, so that the request cannot be cached.
+    """The multimodal contents of a vLLM request; None when one of them has no name, so that the
+    request cannot be cached.
 
     Args:
         request: vLLM's request.
@@ -61,5 +66,7 @@ def spans_of(request: Any, contents: str | None = "") -> list[MultimodalSpan] | 
         identifier, position = feature.identifier, feature.mm_position
         if contents is None or not identifier:
             return None
-        spans.append(MultimodalSpan(f"{contents}{identifier}".encode(), position.offset, position.length))
+        spans.append(
+            MultimodalSpan(f"{contents}{identifier}".encode(), position.offset, position.length)
+        )
     return spans

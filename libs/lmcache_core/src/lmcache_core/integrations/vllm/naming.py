@@ -24,13 +24,17 @@ class Namer:
         self._contents = contents
 
     def name(self, state: RequestState) -> ChunkNames | None:
-        """The names of a request's chunks, as far as its tokens are known; None when they cannot be told (yet).
+        """The names of a request's chunks, as far as its tokens are known; None when they cannot be
+        told (yet).
 
-        Under other roots than before, nothing of the request counts as stored. Nor when its prompt has grown: a session that goes on
-        has dropped the token that was generated last, and may have new contents.
+        Under other roots than before, nothing of the request counts as stored. Nor when its prompt
+        has grown: a session that goes on has dropped the token that was generated last, and may
+        have new contents.
         """
         request = state.request
-        if state.names is not None and not self._roots.adapters.is_loaded(_adapter(request), state.adapter):
+        if state.names is not None and not self._roots.adapters.is_loaded(
+            _adapter(request), state.adapter
+        ):
             state.is_outdated = True
         if state.is_outdated:
             return None
@@ -43,11 +47,17 @@ class Namer:
             state.adapter = self._roots.adapters.name_of(_adapter(request)) or ""
             state.stored = [0] * len(state.stored)
         may_lose_tokens = getattr(request, "resumable", False)
-        state.names.extend(request.all_token_ids[: request.num_prompt_tokens] if may_lose_tokens else request.all_token_ids)
+        state.names.extend(
+            request.all_token_ids[: request.num_prompt_tokens]
+            if may_lose_tokens
+            else request.all_token_ids
+        )
         return state.names
 
     def check(self, state: RequestState) -> bool:
-        """Whether what the request computes now has the names that it was given; takes longer than `name`."""
+        """Whether what the request computes now has the names that it was given; takes longer
+        than `name`.
+        """
         state.is_outdated |= not self._roots.adapters.is_unchanged(_adapter(state.request))
         return not state.is_outdated
 

@@ -24,7 +24,8 @@ class Offer:
     """What can be loaded.
 
     Attributes:
-        num_chunks: How many chunks, from the first, are in memory for all ranks and groups, and stay there.
+        num_chunks: How many chunks, from the first, are in memory for all ranks and groups, and
+            stay there.
         origins: Where each of them was found, by the values of `StagedFrom`.
         is_complete: The chunks behind them were not stored when the store answered. False when it
             did not answer, or when a window shortened the offer.
@@ -45,9 +46,12 @@ class Offers:
         chunk_size: Tokens in a chunk.
     """
 
-    def __init__(self, store: ChunkStore, identity: KVIdentity, groups: Sequence[CacheGroup], chunk_size: int) -> None:
+    def __init__(
+        self, store: ChunkStore, identity: KVIdentity, groups: Sequence[CacheGroup], chunk_size: int
+    ) -> None:
         self._store = store
-        self._mark = f"{secrets.token_hex(4)}:"  # another connector of this engine may ask the same store about the same requests
+        # another connector of this engine may ask the same store about the same requests
+        self._mark = f"{secrets.token_hex(4)}:"
         self._model_name = identity.metadata.model_name
         self._num_ranks = identity.num_ranks
         self._chunk_size = chunk_size
@@ -65,7 +69,8 @@ class Offers:
         wait_s: float | None = None,
         saving_s: float = 0.0,
     ) -> tuple[Offer | None, bool]:
-        """What there is now of these chunks, and whether nothing more will come. No offer while the store has not answered.
+        """What there is now of these chunks, and whether nothing more will come. No offer while the
+        store has not answered.
 
         Args:
             ticket: Names the request; ask again with it to hear how far a lift is.
@@ -75,27 +80,40 @@ class Offers:
             wait_s: As for `ChunkStore.stage`.
             saving_s: As for `ChunkStore.stage`.
         """
-        stage = partial(self._store.stage, recompute_s=recompute_s, wait_s=wait_s, saving_s=saving_s)
+        stage = partial(
+            self._store.stage, recompute_s=recompute_s, wait_s=wait_s, saving_s=saving_s
+        )
         packed = b"".join(hashes)
         self._open.add(ticket)
-        # The windows are asked for when it is known up to where, which is not asked again when they take several calls.
+        # The windows are asked for when it is known up to where, which is not asked again when they
+        # take several calls.
         known, bound = self._bounds.pop(ticket, (b"", None))
         if bound is None or known != packed:
             bound, is_final = self._of_whole_groups(stage, ticket, packed)
             if bound is None or not is_final:
                 return bound, is_final
-        return self._shortened_to_windows(stage, ticket, packed, bound, num_tokens) if self._windowed else (bound, True)
+        return (
+            self._shortened_to_windows(stage, ticket, packed, bound, num_tokens)
+            if self._windowed
+            else (bound, True)
+        )
 
     def give_back(self, tickets: Collection[str]) -> None:
-        """What these requests were offered need not be kept any longer; those that were not asked for are passed over."""
+        """What these requests were offered need not be kept any longer; those that were not
+        asked for are passed over.
+        """
         ours = [self._mark + ticket for ticket in tickets if ticket in self._open]
         self._open.difference_update(tickets)
         for ticket in tickets:
             self._bounds.pop(ticket, None)
         if ours:
-            self._store.unstage([*ours, *(ticket + WINDOW_TICKET for ticket in ours if self._windowed)])
+            self._store.unstage(
+                [*ours, *(ticket + WINDOW_TICKET for ticket in ours if self._windowed)]
+            )
 
-    def _of_whole_groups(self, stage: Stage, ticket: str, packed: bytes) -> tuple[Offer | None, bool]:
+    def _of_whole_groups(
+        self, stage: Stage, ticket: str, packed: bytes
+    ) -> tuple[Offer | None, bool]:
         if not self._whole:
             return Offer(len(packed) // CHUNK_HASH_BYTES), True
         staged = stage(self._mark + ticket, [self._chain(group, packed) for group in self._whole])
@@ -107,27 +125,43 @@ class Offers:
         origins = bytes(max(chunk) for chunk in zip(*staged.tiers, strict=True))[:num_chunks]
         return Offer(num_chunks, origins, is_complete=staged.is_ready), staged.is_ready
 
-    def _shortened_to_windows(self, stage: Stage, ticket: str, packed: bytes, bound: Offer, num_tokens: int) -> tuple[Offer | None, bool]:
-        """The longest prefix whose windows are there too: a windowed group needs only the chunks that the next token looks at."""
+    def _shortened_to_windows(
+        self, stage: Stage, ticket: str, packed: bytes, bound: Offer, num_tokens: int
+    ) -> tuple[Offer | None, bool]:
+        """The longest prefix whose windows are there too: a windowed group needs only the chunks
+        that the next token looks at.
+        """
         num_chunks, origins = bound.num_chunks, bound.origins
         for _ in range(MAX_WINDOW_TRIES):
             if num_chunks == 0:
                 break
             end = min(num_chunks * self._chunk_size, num_tokens)
             firsts = [group.first_needed_token(end) // self._chunk_size for group in self._windowed]
-            chains = [self._chain(group, packed[32 * first : 32 * num_chunks]) for group, first in zip(self._windowed, firsts, strict=True)]
+            chains = [
+                self._chain(group, packed[32 * first : 32 * num_chunks])
+                for group, first in zip(self._windowed, firsts, strict=True)
+            ]
             staged = stage(self._mark + ticket + WINDOW_TICKET, chains, is_prefix=False)
             if staged is None:
                 return Offer(0), True
-            missing = [first + tiers.find(StagedFrom.NOWHERE) for first, tiers in zip(firsts, staged.tiers, strict=False) if 0 in tiers]
+            missing = [
+                first + tiers.find(StagedFrom.NOWHERE)
+                for first, tiers in zip(firsts, staged.tiers, strict=False)
+                if 0 in tiers
+            ]
             if staged.tiers and not missing:
                 is_complete = bound.is_complete and num_chunks == bound.num_chunks
-                return Offer(num_chunks, origins or bytes([StagedFrom.HOT]) * num_chunks, is_complete), True
+                return (
+                    Offer(num_chunks, origins or bytes([StagedFrom.HOT]) * num_chunks, is_complete),
+                    True,
+                )
             if not staged.is_ready:
                 is_complete = bound.is_complete and num_chunks == bound.num_chunks
                 self._bounds[ticket] = packed, Offer(num_chunks, origins, is_complete)
                 return (Offer(0) if staged.tiers else None), False
-            num_chunks = min(missing)  # every longer prefix up to this one has that chunk in its window, too
+            num_chunks = min(
+                missing
+            )  # every longer prefix up to this one has that chunk in its window, too
             origins = origins[:num_chunks]
         return Offer(0, is_complete=bound.is_complete and bound.num_chunks == 0), True
 

@@ -30,11 +30,12 @@ class ConnectorOptions:
 
     Attributes:
         engine: Options of the cache.
-        load: When KV is loaded: "async" (default), while the request waits and others go on; or "sync", before the forward pass of the
-            request's first step. When a synchronous load fails and the request ends before it has computed that KV, vLLM may take the
-            blocks for KV all the same; so this is for those who know that they need it.
-        layout: What a chunk holds: "tokens", so that engines with other layouts can use it; or "blocks", vLLM's blocks as they are, for
-            backends that pack their inside.
+        load: When KV is loaded: "async" (default), while the request waits and others go on; or
+            "sync", before the forward pass of the request's first step. When a synchronous load
+            fails and the request ends before it has computed that KV, vLLM may take the blocks for
+            KV all the same; so this is for those who know that they need it.
+        layout: What a chunk holds: "tokens", so that engines with other layouts can use it; or
+            "blocks", vLLM's blocks as they are, for backends that pack their inside.
         kv_cache_layout: Layout to ask vLLM for, in its words; None: whatever it likes.
         model_name: Name under which KV is shared; None: the model's.
         revision: Revision of the weights; None: their fingerprint.
@@ -57,24 +58,37 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
     """The options of an engine.
 
     Args:
-        extra: `kv_connector_extra_config`: options of `LMCacheEngineConfig` and those above, with or without the prefix "lmcache.".
+        extra: `kv_connector_extra_config`: options of `LMCacheEngineConfig` and those above, with
+            or without the prefix "lmcache.".
         device: Type of vLLM's device: on "cpu", blocks are packed.
 
     Raises:
         ConfigError: An option is unknown, or its value impossible.
     """
-    named = {name.removeprefix(PREFIX): value for name, value in extra.items() if name.startswith(PREFIX) or name in KNOWN}
+    named = {
+        name.removeprefix(PREFIX): value
+        for name, value in extra.items()
+        if name.startswith(PREFIX) or name in KNOWN
+    }
     unknown = [name for name in named if name not in KNOWN]
     if unknown:
-        raise ConfigError(f"kv_connector_extra_config: {PREFIX}{unknown[0]} is no option{did_you_mean(unknown[0], KNOWN)}")
+        raise ConfigError(
+            f"kv_connector_extra_config: {PREFIX}{unknown[0]} is no"
+            f" option{did_you_mean(unknown[0], KNOWN)}"
+        )
     for name in extra:
         meant = _meant(name)
         if name not in KNOWN and not name.startswith(PREFIX) and meant is not None:
-            raise ConfigError(f"kv_connector_extra_config: {name} is no option; did you mean {PREFIX}{meant!s}?")
+            raise ConfigError(
+                f"kv_connector_extra_config: {name} is no option; did you mean {PREFIX}{meant!s}?"
+            )
     own = {name: named.pop(name, None) for name in OWN_OPTIONS}
     for name in TEXTS:
         if own[name] is not None and not (isinstance(own[name], str) and own[name]):
-            raise ConfigError(f"kv_connector_extra_config: {PREFIX}{name}={own[name]!r}: must be text, or left out")
+            raise ConfigError(
+                f"kv_connector_extra_config: {PREFIX}{name}={own[name]!r}: must be text, or"
+                " left out"
+            )
     load = _one_of("load", own["load"] or ASYNC, (ASYNC, SYNC))
     layout = _one_of("layout", own["layout"] or AUTO, (AUTO, BLOCKS, TOKENS))
     if layout == AUTO:
@@ -82,22 +96,31 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
     engine = _engine_config(own["config_file"], named)
     if engine.sidecar_socket is not None and Path(engine.sidecar_socket).is_dir():
         raise ConfigError(
-            f"sidecar_socket={engine.sidecar_socket!r}: is a directory; set it to the socket that the sidecar names in its log"
+            f"sidecar_socket={engine.sidecar_socket!r}: is a directory; set it to the socket that"
+            " the sidecar names in its log"
         )
     if engine.enable_blending:
         raise ConfigError(
-            "enable_blending=True: vLLM lets a connector load prefixes only; set it to false, prefixes are reused all the same"
+            "enable_blending=True: vLLM lets a connector load prefixes only; set it to false,"
+            " prefixes are reused all the same"
         )
-    return ConnectorOptions(engine, load, layout, own["kv_cache_layout"], own["model_name"], own["revision"])
+    return ConnectorOptions(
+        engine, load, layout, own["kv_cache_layout"], own["model_name"], own["revision"]
+    )
 
 
 def _meant(name: str) -> str | None:
-    """The option that a name without our prefix is meant to be: it is spelt like one, or begins as ours do."""
+    """The option that a name without our prefix is meant to be: it is spelt like one, or begins
+    as ours do.
+    """
     spelt = _letters(name)
     same = [known for known in KNOWN if _letters(known) in (spelt, spelt.removeprefix("lmcache"))]
     if same or not spelt.startswith("lmcache"):
         return same[0] if same else None
-    return (difflib.get_close_matches(spelt.removeprefix("lmcache"), KNOWN, n=1, cutoff=0.0) or [KNOWN[0]])[0]
+    return (
+        difflib.get_close_matches(spelt.removeprefix("lmcache"), KNOWN, n=1, cutoff=0.0)
+        or [KNOWN[0]]
+    )[0]
 
 
 def _letters(name: str) -> str:
@@ -105,18 +128,36 @@ def _letters(name: str) -> str:
 
 
 def _engine_config(config_file: str | None, named: Mapping[str, Any]) -> LMCacheEngineConfig:
-    """The cache's options: the file's or the environment's, and over them what stands in the extra config."""
-    base = LMCacheEngineConfig.from_file(config_file) if config_file else LMCacheEngineConfig.from_env()
+    """The cache's options: the file's or the environment's, and over them what stands in the
+    extra config.
+    """
+    base = (
+        LMCacheEngineConfig.from_file(config_file)
+        if config_file
+        else LMCacheEngineConfig.from_env()
+    )
     in_environment = {name.removeprefix(ENV_PREFIX).lower() for name in read_environment()}
-    if not config_file and in_environment.isdisjoint((*TIER_OPTIONS, "config_file")) and set(named).isdisjoint(TIER_OPTIONS):
+    if (
+        not config_file
+        and in_environment.isdisjoint((*TIER_OPTIONS, "config_file"))
+        and set(named).isdisjoint(TIER_OPTIONS)
+    ):
         raise ConfigError(
-            f'kv_connector_extra_config names no place for KV: set "{PREFIX}sidecar_socket" to the socket of the pod\'s sidecar, or '
-            f'"{PREFIX}max_local_cpu_size" to some GB for a cache inside vLLM'
+            f'kv_connector_extra_config names no place for KV: set "{PREFIX}sidecar_socket" to the'
+            f' socket of the pod\'s sidecar, or "{PREFIX}max_local_cpu_size" to some GB for a cache'
+            " inside vLLM"
         )
-    return LMCacheEngineConfig(**{name: getattr(base, name) for name in OPTIONS} | dict(named) | {"save_unfull_chunk": False})
+    return LMCacheEngineConfig(
+        **{name: getattr(base, name) for name in OPTIONS}
+        | dict(named)
+        | {"save_unfull_chunk": False}
+    )
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
     if value not in choices:
-        raise ConfigError(f"kv_connector_extra_config: {PREFIX}{name}={value!r}: must be one of {', '.join(choices)}")
+        raise ConfigError(
+            f"kv_connector_extra_config: {PREFIX}{name}={value!r}: must be one of"
+            f" {', '.join(choices)}"
+        )
     return str(value)

@@ -1,4 +1,6 @@
-"""What the scheduler's side and the workers tell each other, each step. Picklable, and free of token ids."""
+"""What the scheduler's side and the workers tell each other, each step. Picklable, and free of
+token ids.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class ChunkRun:
         group: Number of the group among those that are cached (`CacheGroup.number`).
         first: Number of the first chunk in the request.
         hashes: Chunk hashes, 32 bytes each.
-        block_ids: vLLM's blocks of all these chunks, in their order; 0 where there is none (any more).
+        block_ids: vLLM's blocks of all these chunks, in their order; 0 where there is none (any
+            more).
     """
 
     group: int
@@ -42,7 +45,8 @@ class Load:
         begin: First token that vLLM does not have.
         end: One behind the last token that it was promised.
         runs: The chunks that overlap `[begin, end)`, one run for each group.
-        is_async: vLLM waits for the request's id in `finished_recving`; otherwise the load is over before the forward pass.
+        is_async: vLLM waits for the request's id in `finished_recving`; otherwise the load is over
+            before the forward pass.
         recompute_s: What computing one chunk anew costs; None: not known.
     """
 
@@ -61,7 +65,8 @@ class Store:
     Attributes:
         request_id: Whose.
         runs: The chunks.
-        num_unsure: How many of its tokens, from the first, belong to chunks that may be stored already.
+        num_unsure: How many of its tokens, from the first, belong to chunks that may be stored
+            already.
     """
 
     request_id: str
@@ -76,7 +81,8 @@ class StepPlan:
     Attributes:
         loads: What to load, or to begin to load.
         stores: What to store behind it.
-        waits_for_loads: Whether all requests wait for loads: nothing else can go on before one of these is over.
+        waits_for_loads: Whether all requests wait for loads: nothing else can go on before one of
+            these is over.
         recompute_s: As in `Load`.
         step: Its number, to be reported when it has ended; 0 where that is of no interest.
     """

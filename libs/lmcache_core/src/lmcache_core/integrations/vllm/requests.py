@@ -24,15 +24,18 @@ class RequestState:
         tables: Its blocks in each group, as the scheduler has told them.
         dropped: For each group, how many blocks from the first have been taken away again.
         stored: For each group, how many chunks from the first need no storing (any more).
-        num_local: Tokens that vLLM has itself, as it last said, and those that are loaded for it since.
+        num_local: Tokens that vLLM has itself, as it last said, and those that are loaded for it
+            since.
         offer: What can be loaded, once that is known.
         is_new: The store has answered that it has no more of its chunks than it offered.
-        asked_at: When its chunks were first asked for, since the last answer; None: they are not asked for. Seconds, monotonic.
+        asked_at: When its chunks were first asked for, since the last answer; None: they are not
+            asked for. Seconds, monotonic.
         polled_at: When they were last asked for.
         load: `[begin, end)` tokens that are to be loaded in the next step.
         is_loading: An asynchronous load is on its way.
         gave_up: Nothing more is loaded for it: a load failed.
-        is_outdated: The weights, or its adapter's, have been replaced since it began: its KV is neither loaded nor stored.
+        is_outdated: The weights, or its adapter's, have been replaced since it began: its KV is
+            neither loaded nor stored.
     """
 
     request: Any
@@ -59,7 +62,9 @@ class RequestState:
 
     @property
     def may_load(self) -> bool:
-        """Whether KV may be loaded for it: not once a load has failed, nor where vLLM needs every token computed (prompt logprobs)."""
+        """Whether KV may be loaded for it: not once a load has failed, nor where vLLM needs
+        every token computed (prompt logprobs).
+        """
         return not (self.gave_up or getattr(self.request, "skip_reading_prefix_cache", False))
 
     def forget_offer(self) -> None:
@@ -77,7 +82,9 @@ class RequestState:
             table.extend(block_ids[group.index])
 
     def drop_blocks(self, groups: Sequence[CacheGroup], num_computed: int) -> None:
-        """Forget blocks that vLLM takes away because no window reaches them any more. Without tables there are none to forget."""
+        """Forget blocks that vLLM takes away because no window reaches them any more. Without
+        tables there are none to forget.
+        """
         for table, group in zip(self.tables, groups, strict=False):
             end = min(group.num_dropped_tokens(num_computed) // group.block_size, len(table))
             begin = self.dropped[group.number]
@@ -85,23 +92,37 @@ class RequestState:
                 table[begin:end] = [NULL_BLOCK] * (end - begin)
                 self.dropped[group.number] = end
 
-    def complete_runs(self, groups: Sequence[CacheGroup], chunk_size: int, num_tokens: int) -> list[ChunkRun]:
-        """Chunks that are whole once so many tokens are computed, and are not stored yet; from now on they count as stored."""
+    def complete_runs(
+        self, groups: Sequence[CacheGroup], chunk_size: int, num_tokens: int
+    ) -> list[ChunkRun]:
+        """Chunks that are whole once so many tokens are computed, and are not stored yet; from
+        now on they count as stored.
+        """
         assert self.names is not None
         num_chunks = min(num_tokens // chunk_size, len(self.names.hashes))
         runs = []
         for group, table in zip(groups, self.tables, strict=True):
             first = self.stored[group.number]
             self.stored[group.number] = max(first, num_chunks)
-            while first < num_chunks and NULL_BLOCK in blocks_of(table, group, chunk_size, first, 1):
+            while first < num_chunks and NULL_BLOCK in blocks_of(
+                table, group, chunk_size, first, 1
+            ):
                 first += 1
             if first < num_chunks:
                 blocks = blocks_of(table, group, chunk_size, first, num_chunks - first)
-                runs.append(ChunkRun(group.number, first, tuple(self.names.hashes[first:num_chunks]), blocks))
+                runs.append(
+                    ChunkRun(
+                        group.number, first, tuple(self.names.hashes[first:num_chunks]), blocks
+                    )
+                )
         return runs
 
-    def load_runs(self, groups: Sequence[CacheGroup], chunk_size: int, begin: int, end: int) -> list[ChunkRun]:
-        """The chunks that tokens `[begin, end)` come from; of a windowed group only those that the next token looks at."""
+    def load_runs(
+        self, groups: Sequence[CacheGroup], chunk_size: int, begin: int, end: int
+    ) -> list[ChunkRun]:
+        """The chunks that tokens `[begin, end)` come from; of a windowed group only those that
+        the next token looks at.
+        """
         assert self.names is not None
         runs = []
         for group, table in zip(groups, self.tables, strict=True):
@@ -109,5 +130,7 @@ class RequestState:
             first, last = first_token // chunk_size, -(-end // chunk_size)
             if first < last:
                 blocks = blocks_of(table, group, chunk_size, first, last - first)
-                runs.append(ChunkRun(group.number, first, tuple(self.names.hashes[first:last]), blocks))
+                runs.append(
+                    ChunkRun(group.number, first, tuple(self.names.hashes[first:last]), blocks)
+                )
         return runs

@@ -1,4 +1,6 @@
-"""The scheduler's side: what each request can load, what is to be stored after each step. Imports nothing of vLLM."""
+"""The scheduler's side: what each request can load, what is to be stored after each step.
+Imports nothing of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ from lmcache_core.integrations.vllm.requests import RequestState
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.003
-"""Longest wait of the scheduler for an answer that others wait for as well: less than a step takes. Then the request is asked about again
-in the next step."""
+"""Longest wait of the scheduler for an answer that others wait for as well: less than a step takes.
+Then the request is asked about again in the next step.
+"""
 POLL_S = 0.002
-"""A request that waits for a lift is asked about in every step; the store not more often than this."""
+"""A request that waits for a lift is asked about in every step; the store not more often than
+this.
+"""
 PATIENCE_MARGIN_S = 0.5
 """What the store may take beyond its own deadline before a request goes on with what is there."""
 
@@ -52,7 +57,12 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, options: ConnectorOptions, groups: Sequence[CacheGroup], identity: KVIdentity, store: ChunkStore, roots: Roots
+        self,
+        options: ConnectorOptions,
+        groups: Sequence[CacheGroup],
+        identity: KVIdentity,
+        store: ChunkStore,
+        roots: Roots,
     ) -> None:
         self._options = options
         self._groups = tuple(groups)
@@ -63,7 +73,9 @@ class SchedulerSide:
         self._roots = roots
         self._namer = Namer(roots, self._chunk_size, identity.contents)
         self._states: dict[str, RequestState] = {}
-        self.stores = StorePlanner(options, groups, self._states, self._namer, identity.num_ranks * identity.replicas)
+        self.stores = StorePlanner(
+            options, groups, self._states, self._namer, identity.num_ranks * identity.replicas
+        )
         self._loads: dict[str, RequestState] = {}
         self._prefill = PrefillRate(options.engine.prefill_tokens_per_s)
         self.step = 0
@@ -79,12 +91,16 @@ class SchedulerSide:
             self._ask(state, wait_s=0.0)
 
     def num_matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
-        """How many tokens beyond vLLM's own can be loaded, and whether beside its steps; None: not known yet, ask again."""
+        """How many tokens beyond vLLM's own can be loaded, and whether beside its steps; None:
+        not known yet, ask again.
+        """
         state = self._state_of(request)
         state.num_local = num_local
         if not state.may_load or state.is_loading or self._is_out:
             return 0, False
-        if state.offer is not None and time.monotonic() - state.polled_at > self._shelf_life_s(state):
+        if state.offer is not None and time.monotonic() - state.polled_at > self._shelf_life_s(
+            state
+        ):
             self._end_offer(state)
         if self._loadable(state) < self._block_size:
             return 0, False  # vLLM has all of it: not worth waiting for an answer
@@ -92,12 +108,16 @@ class SchedulerSide:
             self._ask(state, wait_s=WAIT_S)
             if state.offer is None:
                 return (None, False) if state.asked_at is not None else (0, False)
-        num_tokens = min(state.offer.num_chunks * self._chunk_size, self._limit_of(state)) - num_local
+        num_tokens = (
+            min(state.offer.num_chunks * self._chunk_size, self._limit_of(state)) - num_local
+        )
         if num_tokens < self._block_size:
             return 0, False
         return num_tokens, self._options.is_async
 
-    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
+    def allocated(
+        self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int
+    ) -> None:
         """vLLM has given a request its blocks; `num_external` tokens of them are to be loaded."""
         state = self._state_of(request)
         if state.is_loading:
@@ -115,7 +135,9 @@ class SchedulerSide:
         self._loads[state.request_id] = state
 
     def origins_of(self, request: Any, num_external: int) -> dict[int, int]:
-        """How many of the tokens that are to be loaded came from where, by the values of `StagedFrom`."""
+        """How many of the tokens that are to be loaded came from where, by the values of
+        `StagedFrom`.
+        """
         state = self._states.get(request.request_id)
         if state is None or state.offer is None or state.load is None:
             return {}
@@ -134,9 +156,15 @@ class SchedulerSide:
         return loads
 
     def waits_for_loads(self, output: Any) -> bool:
-        """Whether a step (vLLM's `SchedulerOutput`) computes nothing, since all requests wait for loads beside steps."""
+        """Whether a step (vLLM's `SchedulerOutput`) computes nothing, since all requests wait
+        for loads beside steps.
+        """
         states = self._states.values()
-        return not output.total_num_scheduled_tokens and bool(states) and all(state.is_loading for state in states)
+        return (
+            not output.total_num_scheduled_tokens
+            and bool(states)
+            and all(state.is_loading for state in states)
+        )
 
     def plan_stores(self, output: Any, loads: Sequence[Load]) -> tuple[Store, ...]:
         """What the workers are to store after this step.
@@ -185,10 +213,16 @@ class SchedulerSide:
         self._offers.give_back(over)
 
     def _has_workers_elsewhere(self, report: WorkerReport) -> bool:
-        """Whether a worker is in another pod or on another node: it has another sidecar than the one that is asked here."""
+        """Whether a worker is in another pod or on another node: it has another sidecar than the
+        one that is asked here.
+        """
         elsewhere = report.hosts - {this_host()}
         if elsewhere:
-            logger.error("nothing is loaded, workers of this engine are on other hosts: host=%s others=%s", this_host(), sorted(elsewhere))
+            logger.error(
+                "nothing is loaded, workers of this engine are on other hosts: host=%s others=%s",
+                this_host(),
+                sorted(elsewhere),
+            )
         return bool(elsewhere)
 
     def finished(self, request: Any) -> None:
@@ -199,7 +233,9 @@ class SchedulerSide:
             self._offers.give_back([state.request_id])
 
     def begin_epoch(self) -> None:
-        """Whatever has been stored so far is not asked for again, and what runs now is not stored: the weights may be other ones."""
+        """Whatever has been stored so far is not asked for again, and what runs now is not
+        stored: the weights may be other ones.
+        """
         self._roots.begin_epoch()
         for state in self._states.values():
             state.gave_up = state.is_outdated = True
@@ -217,7 +253,8 @@ class SchedulerSide:
         return state
 
     def _ask(self, state: RequestState, wait_s: float) -> None:
-        """Ask the store for what a request can load; its answer is `state.offer`, or None while more may come.
+        """Ask the store for what a request can load; its answer is `state.offer`, or None while
+        more may come.
 
         The first call sends the question, and those that follow collect its answer.
         """
@@ -230,7 +267,14 @@ class SchedulerSide:
             state.asked_at = None
             return
         saving_s = self._prefill.recompute_s(self._loadable(state)) or 0.0
-        offer, is_final = self._offers.ask(state.request_id, names.hashes, self._limit_of(state), self.recompute_s, wait_s, saving_s)
+        offer, is_final = self._offers.ask(
+            state.request_id,
+            names.hashes,
+            self._limit_of(state),
+            self.recompute_s,
+            wait_s,
+            saving_s,
+        )
         if offer is None:
             state.polled_at = 0.0  # to look whether the answer has come costs nothing
         first_asked = state.asked_at if state.asked_at is not None else now
@@ -245,16 +289,29 @@ class SchedulerSide:
     def _limit_of(self, state: RequestState) -> int:
         """How many tokens can be loaded at most: the forward pass needs one.
 
-        In an asynchronous load vLLM itself steps back by that one, but a window then reaches back to a token whose block it has dropped.
+        In an asynchronous load vLLM itself steps back by that one, but a window then reaches back
+        to a token whose block it has dropped.
         """
-        return int(state.request.num_tokens) - (0 if self._options.is_async and not self._has_windows else 1)
+        return int(state.request.num_tokens) - (
+            0 if self._options.is_async and not self._has_windows else 1
+        )
 
     def _loadable(self, state: RequestState) -> int:
-        """How many tokens could be loaded if all of its chunks were there, beyond those that vLLM has itself."""
-        return min(int(state.request.num_tokens) // self._chunk_size * self._chunk_size, self._limit_of(state)) - state.num_local
+        """How many tokens could be loaded if all of its chunks were there, beyond those that
+        vLLM has itself.
+        """
+        return (
+            min(
+                int(state.request.num_tokens) // self._chunk_size * self._chunk_size,
+                self._limit_of(state),
+            )
+            - state.num_local
+        )
 
     def _shelf_life_s(self, state: RequestState) -> float:
-        """How long an offer is good: others may have stored more meanwhile, or the store may keep it no longer."""
+        """How long an offer is good: others may have stored more meanwhile, or the store may
+        keep it no longer.
+        """
         assert state.offer is not None
         is_whole = state.names is not None and state.offer.num_chunks == len(state.names.hashes)
         return WHOLE_OFFER_S if is_whole else PARTIAL_OFFER_S
@@ -272,10 +329,14 @@ class SchedulerSide:
         state.load = None
         if not state.is_loading:
             state.forget_offer()
-        return Load(state.request_id, begin, whole_blocks, tuple(runs), state.is_loading, self.recompute_s)
+        return Load(
+            state.request_id, begin, whole_blocks, tuple(runs), state.is_loading, self.recompute_s
+        )
 
     def _note_rate(self, step: int) -> None:
-        """A step has ended. Where steps overlap it began when the one before had ended, not when it was planned."""
+        """A step has ended. Where steps overlap it began when the one before had ended, not when
+        it was planned.
+        """
         now = time.monotonic()
         if step in self._timed:
             num_tokens, planned_at = self._timed[step]
@@ -290,7 +351,9 @@ class SchedulerSide:
         """
         state = self._states.get(request_id)
         if state is not None:
-            logger.warning("KV of request %s could not be loaded after all; it is computed", request_id)
+            logger.warning(
+                "KV of request %s could not be loaded after all; it is computed", request_id
+            )
             state.gave_up, state.is_new = True, False
             state.forget_offer()
             state.stored = [0] * len(self._groups)

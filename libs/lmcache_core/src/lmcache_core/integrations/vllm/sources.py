@@ -10,11 +10,19 @@ from typing import Any
 from lmcache_core.record import StagedFrom
 
 _MODULE = "vllm.v1.metrics.cache_hit_source"
-_NAMES: Mapping[int, str] = {StagedFrom.HOT: "HOST", StagedFrom.DISK: "DISK", StagedFrom.PEER: "P2P"}
+_NAMES: Mapping[int, str] = {
+    StagedFrom.HOT: "HOST",
+    StagedFrom.DISK: "DISK",
+    StagedFrom.PEER: "P2P",
+}
 
 
 def _sources() -> Any:
-    return importlib.import_module(_MODULE).CacheHitSource if importlib.util.find_spec(_MODULE) is not None else None
+    return (
+        importlib.import_module(_MODULE).CacheHitSource
+        if importlib.util.find_spec(_MODULE) is not None
+        else None
+    )
 
 
 HIT_SOURCE = getattr(_sources(), "HOST", None)
@@ -22,7 +30,9 @@ HIT_SOURCE = getattr(_sources(), "HOST", None)
 
 
 def hit_sources(origins: Mapping[int, int]) -> dict[Any, int]:
-    """Tokens by vLLM's source, from tokens by `StagedFrom`; a value of a later sidecar's is a source of no name."""
+    """Tokens by vLLM's source, from tokens by `StagedFrom`; a value of a later sidecar's is a
+    source of no name.
+    """
     counts: dict[Any, int] = {}
     for origin, num_tokens in origins.items():
         source = getattr(_sources(), _NAMES.get(origin, "EXTERNAL_UNSPECIFIED"))

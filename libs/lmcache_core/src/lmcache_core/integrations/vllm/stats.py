@@ -9,7 +9,10 @@ from typing import Any
 
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from lmcache_core.telemetry import (
     FAILED_CALLS_TOTAL,
@@ -32,7 +35,9 @@ DESCRIBED = MappingProxyType(
         STORED_CHUNKS_TOTAL: "Chunks stored.",
         STORED_BYTES_TOTAL: "Bytes stored.",
         UNSTORED_CHUNKS_TOTAL: "Chunks that were to be stored and found no room.",
-        FAILED_CALLS_TOTAL: "Calls of the connector that failed inside; vLLM went on without the cache.",
+        FAILED_CALLS_TOTAL: (
+            "Calls of the connector that failed inside; vLLM went on without the cache."
+        ),
     }
 )
 PROMETHEUS_PREFIX = "vllm:"
@@ -47,7 +52,9 @@ class LMCacheStats(KVConnectorStats):
     data: dict[str, int] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        """The field of that name: vLLM 0.27's `MultiConnector` takes figures that never left the process for a dictionary."""
+        """The field of that name: vLLM 0.27's `MultiConnector` takes figures that never left the
+        process for a dictionary.
+        """
         return getattr(self, name)
 
     def reset(self) -> None:
@@ -66,7 +73,11 @@ class LMCacheStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """For the log line."""
-        return {name.removeprefix("lmcache_").removesuffix("_total"): amount for name, amount in self.data.items() if amount}
+        return {
+            name.removeprefix("lmcache_").removesuffix("_total"): amount
+            for name, amount in self.data.items()
+            if amount
+        }
 
 
 class StatsTaker:
@@ -83,7 +94,11 @@ class StatsTaker:
     def take(self) -> LMCacheStats | None:
         """The growth; None when there is none."""
         now = {name: self._counters.value(name) for name in DESCRIBED}
-        growth = {name: value - self._last.get(name, 0) for name, value in now.items() if value > self._last.get(name, 0)}
+        growth = {
+            name: value - self._last.get(name, 0)
+            for name, value in now.items()
+            if value > self._last.get(name, 0)
+        }
         self._last = now
         return LMCacheStats(data=growth) if growth else None
 
@@ -91,14 +106,26 @@ class StatsTaker:
 class LMCachePromMetrics(KVConnectorPromMetrics):
     """One Prometheus counter for each figure, named `vllm:lmcache_…`."""
 
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         _make_known()
         kind = metric_types[Counter]
         self._metrics = {}
         for name, text in DESCRIBED.items():
-            metric = kind(name=PROMETHEUS_PREFIX + name.removesuffix("_total"), documentation=text, labelnames=labelnames)
-            self._metrics[name] = {index: metric.labels(*values) for index, values in per_engine_labelvalues.items()}
+            metric = kind(
+                name=PROMETHEUS_PREFIX + name.removesuffix("_total"),
+                documentation=text,
+                labelnames=labelnames,
+            )
+            self._metrics[name] = {
+                index: metric.labels(*values) for index, values in per_engine_labelvalues.items()
+            }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what has happened."""
@@ -108,7 +135,9 @@ class LMCachePromMetrics(KVConnectorPromMetrics):
 
 
 def _make_known() -> None:
-    """Tell vLLM our class by name. The process of its HTTP server makes the figures of a `MultiConnector`'s children anew by the names of
-    their classes, and ends where it does not know one, as it knows none that came by the path of its module."""
+    """Tell vLLM our class by name. The process of its HTTP server makes the figures of a
+    `MultiConnector`'s children anew by the names of their classes, and ends where it does not know
+    one, as it knows none that came by the path of its module.
+    """
     with contextlib.suppress(ValueError):  # known already, from an engine before
         KVConnectorFactory.register_connector(*CONNECTOR)

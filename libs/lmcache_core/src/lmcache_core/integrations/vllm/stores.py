@@ -1,4 +1,6 @@
-"""The chunk store behind a connector: the pod's sidecar, or tiers inside vLLM that both of its sides share."""
+"""The chunk store behind a connector: the pod's sidecar, or tiers inside vLLM that both of its
+sides share.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class OpenStore:
         is_alone: No other side of the engine uses it in this process, though it is inside vLLM.
     """
 
-    def __init__(self, store: ChunkStore, close: Callable[[], None], is_alone: bool = False) -> None:
+    def __init__(
+        self, store: ChunkStore, close: Callable[[], None], is_alone: bool = False
+    ) -> None:
         self.store = store
         self.is_alone = is_alone
         self._close = close
@@ -48,7 +52,8 @@ def open_store(
     """Open what the config names; a sidecar that is away is not an error.
 
     Args:
-        engine_id: vLLM's name of the engine; tiers inside vLLM are shared by the sides of one engine in one process.
+        engine_id: vLLM's name of the engine; tiers inside vLLM are shared by the sides of one
+            engine in one process.
         config: Options.
         metadata: What the KV is.
         groups: Names of the cache groups in keys; none for a side that does not name chunks.
@@ -66,7 +71,8 @@ def open_store(
 
 
 class _EmbeddedStores:
-    """Stores of this process, by engine and options: the scheduler's side looks up what the worker's side has stored.
+    """Stores of this process, by engine and options: the scheduler's side looks up what the
+    worker's side has stored.
 
     Two connectors of one engine (in a `MultiConnector`) share one where their options are the same.
     """
@@ -76,7 +82,12 @@ class _EmbeddedStores:
 
     @classmethod
     def open(
-        cls, engine_id: str, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, counters: Counters, on_salt: OnSalt
+        cls,
+        engine_id: str,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheEngineMetadata,
+        counters: Counters,
+        on_salt: OnSalt,
     ) -> OpenStore:
         name = engine_id, config
         with cls._lock:

@@ -17,18 +17,24 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 FileVersions = tuple[tuple[str, int, int], ...]
 """Name, size and time of the last change of each file."""
 _COMMIT = re.compile("[0-9a-f]{40}")
-_NOT_OF_THE_KV = frozenset({"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"})
+_NOT_OF_THE_KV = frozenset(
+    {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"}
+)
 
 
-def model_fingerprint(model: str, revision: str | None, hf_config: Any, download_dir: str | None = None) -> str | None:
-    """Text that differs for other weights, whatever path they have; None where nothing tells which weights they are.
+def model_fingerprint(
+    model: str, revision: str | None, hf_config: Any, download_dir: str | None = None
+) -> str | None:
+    """Text that differs for other weights, whatever path they have; None where nothing tells which
+    weights they are.
 
     Every byte of a folder's weights is read (`file_digests`).
 
     Args:
         model: Folder of the model, or its only file, or its name on a hub.
         revision: Its revision, if one was asked for.
-        hf_config: Its `transformers` configuration; None where it is not from the same place as the weights.
+        hf_config: Its `transformers` configuration; None where it is not from the same place as the
+            weights.
         download_dir: Where vLLM keeps what it downloads; None: where the hub's library does.
 
     Raises:
@@ -49,8 +55,12 @@ def model_fingerprint(model: str, revision: str | None, hf_config: Any, download
     return f"hub-{model}@{told}" if _COMMIT.fullmatch(told) else None
 
 
-def downloaded_folder(name: str, revision: str | None = None, download_dir: str | None = None) -> Path | None:
-    """Where a hub's repository has been downloaded to; None where it has not been, or the name is none."""
+def downloaded_folder(
+    name: str, revision: str | None = None, download_dir: str | None = None
+) -> Path | None:
+    """Where a hub's repository has been downloaded to; None where it has not been, or the name
+    is none.
+    """
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         options = {"revision": revision, "cache_dir": download_dir, "local_files_only": True}
@@ -60,9 +70,13 @@ def downloaded_folder(name: str, revision: str | None = None, download_dir: str 
 
 
 def options_fingerprint(hf_config: Any) -> str:
-    """Text that differs when the same weights would give other KV: position encoding, activation, attention, norm."""
+    """Text that differs when the same weights would give other KV: position encoding,
+    activation, attention, norm.
+    """
     options = hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config)
-    return hashlib.sha256(json.dumps(_without_names(options), sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return hashlib.sha256(
+        json.dumps(_without_names(options), sort_keys=True, default=str).encode()
+    ).hexdigest()[:32]
 
 
 def adapter_fingerprint(folder: Path) -> str:
@@ -74,7 +88,9 @@ def adapter_fingerprint(folder: Path) -> str:
 
 def adapter_version(folder: Path) -> FileVersions:
     """Changes when an adapter's files may have changed; cheap enough for every request."""
-    stats = ((file.name, file.stat()) for file in _files(folder, frozenset({".json", *WEIGHT_SUFFIXES})))
+    stats = (
+        (file.name, file.stat()) for file in _files(folder, frozenset({".json", *WEIGHT_SUFFIXES}))
+    )
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
@@ -91,5 +107,9 @@ def _files(folder: Path, suffixes: frozenset[str]) -> list[Path]:
 
 def _without_names(options: Any) -> Any:
     if isinstance(options, Mapping):
-        return {str(name): _without_names(value) for name, value in options.items() if name not in _NOT_OF_THE_KV}
+        return {
+            str(name): _without_names(value)
+            for name, value in options.items()
+            if name not in _NOT_OF_THE_KV
+        }
     return options

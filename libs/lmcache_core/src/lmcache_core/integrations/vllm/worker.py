@@ -28,8 +28,10 @@ from lmcache_core.telemetry import UNSTORED_CHUNKS_TOTAL, Counters
 logger = logging.getLogger(__name__)
 
 MAX_REST_S = 0.005
-"""So long a step that computes nothing waits for the loads that everybody waits for: steps that follow each other for nothing take the
-interpreter's lock from them. A request that comes meanwhile waits no longer than that."""
+"""So long a step that computes nothing waits for the loads that everybody waits for: steps that
+follow each other for nothing take the interpreter's lock from them. A request that comes meanwhile
+waits no longer than that.
+"""
 
 
 STORE_QUESTIONS = 2
@@ -47,10 +49,12 @@ class _Lane:
 
 
 class RefusingWorker:
-    """A worker's side where there can be none: every load fails at once, and the scheduler's side hears that this worker is out.
+    """A worker's side where there can be none: every load fails at once, and the scheduler's side
+    hears that this worker is out.
 
     Args:
-        reports_blocks: Whether asynchronous loads that fail are told by block; otherwise vLLM hears of requests.
+        reports_blocks: Whether asynchronous loads that fail are told by block; otherwise vLLM hears
+            of requests.
     """
 
     def __init__(self, reports_blocks: bool) -> None:
@@ -71,7 +75,9 @@ class RefusingWorker:
             self._report.failed.add(load.request_id)
             (self._received if load.is_async else self._report.loaded).add(load.request_id)
             if self.reports_blocks or not load.is_async:
-                self._bad_blocks.update(block for run in load.runs for block in run.block_ids if block != NULL_BLOCK)
+                self._bad_blocks.update(
+                    block for run in load.runs for block in run.block_ids if block != NULL_BLOCK
+                )
 
     def store(self, plan: StepPlan) -> None:
         """Store nothing."""
@@ -132,9 +138,13 @@ class WorkerSide:
         self._report = WorkerReport(hosts={this_host()})
 
     def register(
-        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, backends_of: Callable[[Sequence[str]], str] = lambda layers: ""
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        num_blocks: int,
+        backends_of: Callable[[Sequence[str]], str] = lambda layers: "",
     ) -> None:
-        """Take vLLM's KV tensors, and check with a pattern that they are read and written as vLLM does it.
+        """Take vLLM's KV tensors, and check with a pattern that they are read and written as vLLM
+        does it.
 
         Args:
             kv_caches: The tensor of each layer, by name; nobody uses them yet.
@@ -142,18 +152,24 @@ class WorkerSide:
             backends_of: Names the attention backends of layers.
 
         Raises:
-            LayoutError: They are not what vLLM says that they are, or the pattern did not come back.
+            LayoutError: They are not what vLLM says that they are, or the pattern did not come
+                back.
         """
         metadata = replace(self._identity.metadata, worker_id=self._kv_rank)
         self._workers.open()
         lanes = []
         for group in self._groups:
-            memory = memory_of(group, kv_caches, num_blocks, self._options.layout, backends_of(group.layers))
+            memory = memory_of(
+                group, kv_caches, num_blocks, self._options.layout, backends_of(group.layers)
+            )
             described = replace(metadata, kv_dtype=memory.layout.kv_dtype)
             tried = self._lane(group, memory, described)
-            run_canary(tried.connector, memory.kvcaches, memory.engine, tried.transfer.through_store)
-            # vLLM may call this inside a memory pool that sleep mode empties: what the canary has made on the device
-            # (addresses, staging) is dropped, and made again outside of it when it is first needed.
+            run_canary(
+                tried.connector, memory.kvcaches, memory.engine, tried.transfer.through_store
+            )
+            # vLLM may call this inside a memory pool that sleep mode empties: what the canary has
+            # made on the device (addresses, staging) is dropped, and made again outside of it when
+            # it is first needed.
             lanes.append(self._lane(group, memory, described))
         self._lanes = lanes
         self._loads.open()
@@ -186,9 +202,11 @@ class WorkerSide:
             self._loads.wait(MAX_REST_S)
 
     def store(self, plan: StepPlan) -> None:
-        """Copy out what the step has completed; vLLM may use its blocks for something else when this returns.
+        """Copy out what the step has completed; vLLM may use its blocks for something else when
+        this returns.
 
-        With speculative decoding this is called behind `take_bad_blocks`: the draft model writes KV as well.
+        With speculative decoding this is called behind `take_bad_blocks`: the draft model writes KV
+        as well.
         """
         if not self._stores or not self._lanes:
             return
@@ -204,10 +222,14 @@ class WorkerSide:
         results = self._loads.take_results()
         for result in results:
             self._note(result)
-        return {result.request_id for result in results}, {result.request_id for result in results if not result.is_good}
+        return {result.request_id for result in results}, {
+            result.request_id for result in results if not result.is_good
+        }
 
     def take_bad_blocks(self) -> set[int]:
-        """vLLM's blocks that do not hold what they were to be loaded with; ends the step's synchronous loads."""
+        """vLLM's blocks that do not hold what they were to be loaded with; ends the step's
+        synchronous loads.
+        """
         for result in self._sync_results:
             self._note(result)
             self._report.loaded.add(result.request_id)
@@ -221,10 +243,14 @@ class WorkerSide:
         report.is_out = not self._lanes
         return report if report != WorkerReport() else None
 
-    def _lane(self, group: CacheGroup, memory: GroupMemory, metadata: LMCacheEngineMetadata) -> _Lane:
+    def _lane(
+        self, group: CacheGroup, memory: GroupMemory, metadata: LMCacheEngineMetadata
+    ) -> _Lane:
         is_on_device = memory.kvcaches[0].device.type != "cpu"
         connector = PagedGPUConnector(memory.layout, self._units(memory) if is_on_device else 0)
-        transfer = KVTransfer(self._store, connector, metadata, self._counters, self._workers, memory.unit_tokens)
+        transfer = KVTransfer(
+            self._store, connector, metadata, self._counters, self._workers, memory.unit_tokens
+        )
         return _Lane(group, memory, connector, transfer)
 
     def _note(self, result: LoadResult) -> None:
@@ -252,7 +278,13 @@ class WorkerSide:
         for run in load.runs if self.reports_blocks else ():
             group = self._groups[run.group]
             start = run.first * self._options.engine.chunk_size
-            bad |= set(run.block_ids[(first_bad - start) // group.block_size : -(-(load.end - start) // group.block_size)])
+            bad |= set(
+                run.block_ids[
+                    (first_bad - start) // group.block_size : -(
+                        -(load.end - start) // group.block_size
+                    )
+                ]
+            )
         return LoadResult(load.request_id, frozenset(bad - {NULL_BLOCK}), is_good=False)
 
     def _load_run(self, run: ChunkRun, load: Load) -> int | None:
@@ -261,19 +293,33 @@ class WorkerSide:
         chunk_size, unit = self._options.engine.chunk_size, lane.memory.unit_tokens
         start = run.first * chunk_size
         end = min(load.end, start + len(run.hashes) * chunk_size)
-        num_absent = next((i for i, block in enumerate(run.block_ids) if block != NULL_BLOCK), len(run.block_ids))
+        num_absent = next(
+            (i for i, block in enumerate(run.block_ids) if block != NULL_BLOCK), len(run.block_ids)
+        )
         needed = max(load.begin, start, lane.group.first_needed_token(load.end))
         begin = max(load.begin, start, start + num_absent * lane.group.block_size)
-        blocks = run.block_ids[(begin - start) // lane.group.block_size : -(-(end - start) // lane.group.block_size)]
+        blocks = run.block_ids[
+            (begin - start) // lane.group.block_size : -(-(end - start) // lane.group.block_size)
+        ]
         if begin > needed or end < load.end or NULL_BLOCK in blocks:
-            logger.error("request %s has no block, or no chunk, for KV that is to be loaded", load.request_id)
+            logger.error(
+                "request %s has no block, or no chunk, for KV that is to be loaded", load.request_id
+            )
             return max(start, load.begin)
         wanted = ((begin - start) // unit, (end - start) // unit)
-        num_loaded = lane.transfer.load(self._named(run, lane), load.recompute_s, self._arguments(run, lane, *wanted), wanted)
-        return None if num_loaded == len(run.hashes) else max(start + num_loaded * chunk_size, load.begin)
+        num_loaded = lane.transfer.load(
+            self._named(run, lane), load.recompute_s, self._arguments(run, lane, *wanted), wanted
+        )
+        return (
+            None
+            if num_loaded == len(run.hashes)
+            else max(start + num_loaded * chunk_size, load.begin)
+        )
 
     def _store_run(self, run: ChunkRun, num_unsure: int, recompute_s: float) -> None:
-        """Store one group's chunks, unless the engine's step would wait longer for that than they are worth."""
+        """Store one group's chunks, unless the engine's step would wait longer for that than
+        they are worth.
+        """
         if not self._store.is_worth(recompute_s * len(run.hashes) / STORE_QUESTIONS):
             self._counters.add(UNSTORED_CHUNKS_TOTAL, len(run.hashes))
             return
@@ -281,24 +327,41 @@ class WorkerSide:
         named = self._named(run, lane)
         # The scheduler knows of the others that they were not there when the request came.
         num_asked = max(0, num_unsure // self._options.engine.chunk_size - run.first)
-        num_known = self._store.lookup([key for _, _, key in named[:num_asked]], [HOT_TIER]) if num_asked else 0
+        num_known = (
+            self._store.lookup([key for _, _, key in named[:num_asked]], [HOT_TIER])
+            if num_asked
+            else 0
+        )
         if num_known < len(named):
-            lane.transfer.store(named[num_known:], self._arguments(run, lane, named[num_known][0], named[-1][1]))
+            lane.transfer.store(
+                named[num_known:], self._arguments(run, lane, named[num_known][0], named[-1][1])
+            )
 
     def _named(self, run: ChunkRun, lane: _Lane) -> list[NamedChunk]:
         """The chunks of a run; their places count from its first slot."""
         units, metadata = self._units(lane.memory), self._identity.metadata
         keys = (
-            CacheEngineKey(FMT, metadata.model_name, self._identity.num_ranks, self._kv_rank, digest.hex(), lane.group.name)
+            CacheEngineKey(
+                FMT,
+                metadata.model_name,
+                self._identity.num_ranks,
+                self._kv_rank,
+                digest.hex(),
+                lane.group.name,
+            )
             for digest in run.hashes
         )
         return [(i * units, (i + 1) * units, key) for i, key in enumerate(keys)]
 
     def _arguments(self, run: ChunkRun, lane: _Lane, begin: int, end: int) -> dict[str, Any]:
-        """The GPU connector's arguments for slots `[begin, end)` of a run, checked once for all of its chunks."""
+        """The GPU connector's arguments for slots `[begin, end)` of a run, checked once for all
+        of its chunks.
+        """
         slots = torch.tensor(run.block_ids, dtype=torch.int64)
         if lane.memory.unit_tokens == 1:
-            slots = (slots[:, None] * lane.group.block_size + torch.arange(lane.group.block_size)).reshape(-1)
+            slots = (
+                slots[:, None] * lane.group.block_size + torch.arange(lane.group.block_size)
+            ).reshape(-1)
         return {"addresses": lane.connector.addresses_of(lane.memory.kvcaches, slots, begin, end)}
 
     def _units(self, memory: GroupMemory) -> int:

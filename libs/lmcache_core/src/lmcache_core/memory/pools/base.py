@@ -17,7 +17,8 @@ class KVObj:
     Attributes:
         chunk_idx: Which slot.
         size: Bytes of the chunk.
-        data: A view of the slot's memory in the shape and dtype of the chunk; its content is undefined until it is written.
+        data: A view of the slot's memory in the shape and dtype of the chunk; its content is
+            undefined until it is written.
     """
 
     chunk_idx: int

@@ -22,31 +22,38 @@ BYTES_PER_GB = 1 << 30
 class LocalPool(BasePool):
     """Slots in plain host memory, allocated and touched at construction. Thread-safe.
 
-    A chunk may have fewer tokens than a slot has room for, and come in either layout: `[num_layers, 2, num_tokens, num_kv_heads,
-    head_size]` (vllm) or `[num_layers, 2, num_kv_heads, num_tokens, head_size]` (huggingface). Its view is contiguous at the slot's start.
+    A chunk may have fewer tokens than a slot has room for, and come in either layout: `[num_layers,
+    2, num_tokens, num_kv_heads, head_size]` (vllm) or `[num_layers, 2, num_kv_heads, num_tokens,
+    head_size]` (huggingface). Its view is contiguous at the slot's start.
 
     Args:
-        metadata: `kv_shape` of a whole chunk, `(num_layers, 2, chunk_size, num_kv_heads, head_size)`; `kv_dtype`; and
-            `max_local_cache_size`, GB (2^30 bytes), which the slots never exceed.
+        metadata: `kv_shape` of a whole chunk, `(num_layers, 2, chunk_size, num_kv_heads,
+            head_size)`; `kv_dtype`; and `max_local_cache_size`, GB (2^30 bytes), which the slots
+            never exceed.
 
     Attributes:
         max_chunk_num: How many slots there are.
 
     Raises:
-        ConfigError: The size does not hold one chunk, or the shape has not five positive dimensions.
+        ConfigError: The size does not hold one chunk, or the shape has not five positive
+            dimensions.
         CapacityError: The machine does not have that much memory.
     """
 
     def __init__(self, metadata: LMCacheMemPoolMetadata) -> None:
         self._kv_shape = tuple(metadata.kv_shape)
         if len(self._kv_shape) != 5 or min(self._kv_shape) < 1:
-            raise ConfigError(f"kv_shape={self._kv_shape}: must be (num_layers, 2, chunk_size, num_kv_heads, head_size)")
+            raise ConfigError(
+                f"kv_shape={self._kv_shape}: must be (num_layers, 2, chunk_size, num_kv_heads,"
+                " head_size)"
+            )
         self._dtype: torch.dtype = getattr(torch, dtype_name(metadata.kv_dtype))
         chunk_bytes = num_bytes(self._kv_shape, self._dtype)
         self.max_chunk_num = self.init_max_chunk_num(metadata)
         if self.max_chunk_num < 1:
             raise ConfigError(
-                f"max_local_cache_size={metadata.max_local_cache_size} GB holds no chunk of {chunk_bytes / BYTES_PER_GB:.4f} GB: enlarge it"
+                f"max_local_cache_size={metadata.max_local_cache_size} GB holds no chunk of"
+                f" {chunk_bytes / BYTES_PER_GB:.4f} GB: enlarge it"
             )
         self._arena = self._make_arena(self.max_chunk_num * chunk_bytes)
         self._slots = self._arena.view(self.max_chunk_num, chunk_bytes).view(self._dtype)
@@ -61,7 +68,9 @@ class LocalPool(BasePool):
 
     def init_max_chunk_num(self, metadata: LMCacheMemPoolMetadata) -> int:
         """How many whole chunks fit into `max_local_cache_size`."""
-        return int(metadata.max_local_cache_size * BYTES_PER_GB) // num_bytes(metadata.kv_shape, metadata.kv_dtype)
+        return int(metadata.max_local_cache_size * BYTES_PER_GB) // num_bytes(
+            metadata.kv_shape, metadata.kv_dtype
+        )
 
     def allocate(self, kv_chunk: torch.Tensor) -> KVObj | None:
         """See `BasePool.allocate`."""
@@ -78,7 +87,9 @@ class LocalPool(BasePool):
         """See `BasePool.free`."""
         with self._lock:
             if self._handed_out.get(kv_obj.chunk_idx) is not kv_obj:
-                raise IntegrityError(f"slot {kv_obj.chunk_idx} is free already, or was handed out by another pool")
+                raise IntegrityError(
+                    f"slot {kv_obj.chunk_idx} is free already, or was handed out by another pool"
+                )
             del self._handed_out[kv_obj.chunk_idx]
             self._free.append(kv_obj.chunk_idx)
 
@@ -86,7 +97,10 @@ class LocalPool(BasePool):
         """See `BasePool.check_integrity`."""
         with self._lock:
             if sorted([*self._free, *self._handed_out]) != list(range(self.max_chunk_num)):
-                raise IntegrityError(f"{len(self._free)} slots are free and {len(self._handed_out)} handed out, of {self.max_chunk_num}")
+                raise IntegrityError(
+                    f"{len(self._free)} slots are free and {len(self._handed_out)} handed out, of"
+                    f" {self.max_chunk_num}"
+                )
 
     def _make_arena(self, size: int) -> torch.Tensor:
         """uint8 `[size]`, touched."""
@@ -94,7 +108,9 @@ class LocalPool(BasePool):
 
     def _require_fits(self, kv_chunk: torch.Tensor) -> None:
         if kv_chunk.dtype != self._dtype:
-            raise ValueError(f"a chunk of dtype {kv_chunk.dtype} does not fit a pool of {self._dtype}")
+            raise ValueError(
+                f"a chunk of dtype {kv_chunk.dtype} does not fit a pool of {self._dtype}"
+            )
         layers, pair, tokens, heads, head_size = self._kv_shape
         shape = tuple(kv_chunk.shape)
         fits = (
@@ -104,8 +120,9 @@ class LocalPool(BasePool):
         )
         if not fits or heads not in shape[2:4]:
             raise ValueError(
-                f"a chunk of shape {shape} does not fit a pool of chunks {self._kv_shape}: at most {tokens} tokens, "
-                f"as {layers, pair, 'tokens', heads, head_size} or {layers, pair, heads, 'tokens', head_size}"
+                f"a chunk of shape {shape} does not fit a pool of chunks {self._kv_shape}: at most"
+                f" {tokens} tokens, as {layers, pair, 'tokens', heads, head_size} or"
+                f" {layers, pair, heads, 'tokens', head_size}"
             )
 
 
@@ -119,7 +136,9 @@ class LocalCPUPool(LocalPool):
 
 
 class LocalCPUBufferPool(LocalCPUPool):
-    """Slots in host memory where chunks are staged on their way elsewhere: callers expect it to be full at times, and try again."""
+    """Slots in host memory where chunks are staged on their way elsewhere: callers expect it to
+    be full at times, and try again.
+    """
 
 
 class LocalGPUPool(LocalPool):

@@ -1,7 +1,8 @@
-"""The documented CacheGen surface: quantise KV, code it in one stream for each layer and channel, and back.
+"""The documented CacheGen surface: quantise KV, code it in one stream for each layer and channel,
+and back.
 
-Names are resolved on first use: most of them need torch, and coding needs numba (extra `codec`); a process without either can import this
-package and its configuration.
+Names are resolved on first use: most of them need torch, and coding needs numba (extra `codec`); a
+process without either can import this package and its configuration.
 """
 
 from __future__ import annotations
@@ -13,8 +14,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lmcache_core.serde.cachegen.config import CacheGenConfig, QuantizationSpec
     from lmcache_core.serde.cachegen.encoder_impl import CacheGenEncoderImpl
-    from lmcache_core.serde.cachegen.outputs import CacheGenEncoderOutput, CacheGenGPUBytestream, CacheGenGPUEncoderOutput
-    from lmcache_core.serde.cachegen.quantization import concat_max, do_dequantize, quant, torch_quant, torch_quant_vectorized
+    from lmcache_core.serde.cachegen.outputs import (
+        CacheGenEncoderOutput,
+        CacheGenGPUBytestream,
+        CacheGenGPUEncoderOutput,
+    )
+    from lmcache_core.serde.cachegen.quantization import (
+        concat_max,
+        do_dequantize,
+        quant,
+        torch_quant,
+        torch_quant_vectorized,
+    )
     from lmcache_core.serde.cachegen.streams import (
         collect_bytes,
         decode_chunk,

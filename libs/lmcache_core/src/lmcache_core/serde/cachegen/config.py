@@ -1,7 +1,9 @@
 """How many bins each layer's keys and values are quantised to. No torch, no numba.
 
-Source: the documented CacheGen configurations. Early layers lose more output quality for the same error than later ones (Liu et al.,
-"CacheGen: KV Cache Compression and Streaming for Fast Large Language Model Serving", SIGCOMM 2024, section 5.1.2), and get more bins.
+Source: the documented CacheGen configurations. Early layers lose more output quality for the same
+    error than later ones (Liu et al.,
+"CacheGen: KV Cache Compression and Streaming for Fast Large Language Model Serving", SIGCOMM 2024,
+section 5.1.2), and get more bins.
 """
 
 from __future__ import annotations
@@ -60,13 +62,19 @@ class QuantizationSpec:
     bins: int
 
     def __post_init__(self) -> None:
-        if not (_is_int(self.start_layer) and _is_int(self.end_layer) and 0 <= self.start_layer < self.end_layer <= MAX_LAYERS):
+        if not (
+            _is_int(self.start_layer)
+            and _is_int(self.end_layer)
+            and 0 <= self.start_layer < self.end_layer <= MAX_LAYERS
+        ):
             raise ConfigError(
-                f"start_layer {self.start_layer!r} and end_layer {self.end_layer!r} name no layers: "
-                f"give whole numbers, 0 <= start_layer < end_layer <= {MAX_LAYERS}"
+                f"start_layer {self.start_layer!r} and end_layer {self.end_layer!r} name no layers:"
+                f" give whole numbers, 0 <= start_layer < end_layer <= {MAX_LAYERS}"
             )
         if not (_is_int(self.bins) and MIN_BINS <= self.bins <= MAX_BINS and self.bins % 2 == 0):
-            raise ConfigError(f"bins {self.bins!r} cannot be used: give an even number, {MIN_BINS} to {MAX_BINS}")
+            raise ConfigError(
+                f"bins {self.bins!r} cannot be used: give an even number, {MIN_BINS} to {MAX_BINS}"
+            )
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,8 @@ class CacheGenConfig:
 
     Attributes:
         nlayers: How many layers it has.
-        kspecs: Bins of the keys: runs of layers, each beginning where the one before it ends, the first at 0, the last at or behind
-            `nlayers`. Any sequence is taken, a tuple is kept.
+        kspecs: Bins of the keys: runs of layers, each beginning where the one before it ends, the
+            first at 0, the last at or behind `nlayers`. Any sequence is taken, a tuple is kept.
         vspecs: Bins of the values, likewise.
 
     Raises:
@@ -89,7 +97,9 @@ class CacheGenConfig:
 
     def __post_init__(self) -> None:
         if not (_is_int(self.nlayers) and 1 <= self.nlayers <= MAX_LAYERS):
-            raise ConfigError(f"nlayers {self.nlayers!r} cannot be used: give a whole number, 1 to {MAX_LAYERS}")
+            raise ConfigError(
+                f"nlayers {self.nlayers!r} cannot be used: give a whole number, 1 to {MAX_LAYERS}"
+            )
         object.__setattr__(self, "kspecs", tuple(self.kspecs))
         object.__setattr__(self, "vspecs", tuple(self.vspecs))
         _check_cover("kspecs", self.kspecs, self.nlayers)
@@ -97,20 +107,27 @@ class CacheGenConfig:
 
     @classmethod
     def from_model_name(cls, model_name: str) -> CacheGenConfig:
-        """The configuration of a model: documented, or derived from how many layers it has. Never a refusal.
+        """The configuration of a model: documented, or derived from how many layers it has. Never a
+        refusal.
 
         Args:
-            model_name: One of the documented names; or a directory whose `config.json` names the layers; or the last part of a documented
-                name. For any other, 32 layers are assumed: the bins of layers beyond are those of the last one.
+            model_name: One of the documented names; or a directory whose `config.json` names the
+                layers; or the last part of a documented name. For any other, 32 layers are assumed:
+                the bins of layers beyond are those of the last one.
         """
-        layers = DOCUMENTED_LAYERS.get(model_name) or _layers_of_directory(model_name) or _layers_of_last_part(model_name)
+        layers = (
+            DOCUMENTED_LAYERS.get(model_name)
+            or _layers_of_directory(model_name)
+            or _layers_of_last_part(model_name)
+        )
         return cls.for_num_layers(layers or DEFAULT_LAYERS)
 
     @classmethod
     def for_num_layers(cls, n: int) -> CacheGenConfig:
         """The documented rule for a model of `n` layers.
 
-        With fewer than ten layers, 32 bins in all of them; else keys have 32 in layers 0 to 9, values in layers 0 and 1, and 16 behind.
+        With fewer than ten layers, 32 bins in all of them; else keys have 32 in layers 0 to 9,
+        values in layers 0 and 1, and 16 behind.
 
         Raises:
             ConfigError: `n` is not 1 to 4096.
@@ -121,7 +138,8 @@ class CacheGenConfig:
         """Bins of the keys of each layer.
 
         Args:
-            num_layers: How many layers to tell; None: `nlayers`. Layers beyond `nlayers` have the bins of the last one.
+            num_layers: How many layers to tell; None: `nlayers`. Layers beyond `nlayers` have the
+                bins of the last one.
         """
         return _bins_of(self.kspecs, self.nlayers, num_layers)
 
@@ -138,33 +156,50 @@ def _check_cover(name: str, specs: Sequence[QuantizationSpec], nlayers: int) -> 
     end = 0
     for spec in specs:
         if spec.start_layer != end:
-            raise ConfigError(f"{name}: {spec} begins at layer {spec.start_layer}: let it begin at {end}, where the one before it ends")
+            raise ConfigError(
+                f"{name}: {spec} begins at layer {spec.start_layer}: let it begin at {end}, where"
+                " the one before it ends"
+            )
         end = spec.end_layer
     if end < nlayers:
-        raise ConfigError(f"{name} end at layer {end} of {nlayers}: add a spec for layers {end} to {nlayers}")
+        raise ConfigError(
+            f"{name} end at layer {end} of {nlayers}: add a spec for layers {end} to {nlayers}"
+        )
 
 
 def _derived_specs(num_layers: int, fine_layers: int) -> tuple[QuantizationSpec, ...]:
     if not (_is_int(num_layers) and 1 <= num_layers <= MAX_LAYERS):
-        raise ConfigError(f"{num_layers!r} layers cannot be configured: give a whole number, 1 to {MAX_LAYERS}")
+        raise ConfigError(
+            f"{num_layers!r} layers cannot be configured: give a whole number, 1 to {MAX_LAYERS}"
+        )
     if num_layers < SHALLOW_LAYERS or num_layers <= fine_layers:
         return (QuantizationSpec(0, num_layers, FINE_BINS),)
-    return QuantizationSpec(0, fine_layers, FINE_BINS), QuantizationSpec(fine_layers, num_layers, COARSE_BINS)
+    return QuantizationSpec(0, fine_layers, FINE_BINS), QuantizationSpec(
+        fine_layers, num_layers, COARSE_BINS
+    )
 
 
-def _bins_of(specs: Sequence[QuantizationSpec], nlayers: int, num_layers: int | None) -> tuple[int, ...]:
-    bins = [spec.bins for spec in specs for _ in range(spec.start_layer, min(spec.end_layer, nlayers))]
+def _bins_of(
+    specs: Sequence[QuantizationSpec], nlayers: int, num_layers: int | None
+) -> tuple[int, ...]:
+    bins = [
+        spec.bins for spec in specs for _ in range(spec.start_layer, min(spec.end_layer, nlayers))
+    ]
     wanted = nlayers if num_layers is None else num_layers
     return (*bins[:wanted], *[bins[-1]] * (wanted - nlayers))
 
 
 def _layers_of_last_part(model_name: str) -> int | None:
     last = model_name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower()
-    return {name.rpartition("/")[2].lower(): layers for name, layers in DOCUMENTED_LAYERS.items()}.get(last)
+    return {
+        name.rpartition("/")[2].lower(): layers for name, layers in DOCUMENTED_LAYERS.items()
+    }.get(last)
 
 
 def _layers_of_directory(model_name: str) -> int | None:
-    """How many layers the `config.json` of a local model names, also that of a multimodal one's text part; None: it cannot be told."""
+    """How many layers the `config.json` of a local model names, also that of a multimodal one's
+    text part; None: it cannot be told.
+    """
     if not model_name:
         return None
     path = Path(model_name) / "config.json"

@@ -1,9 +1,12 @@
-"""The container of CacheGen outputs: a checked head, then tensors one behind the other. Needs torch.
+"""The container of CacheGen outputs: a checked head, then tensors one behind the other. Needs
+torch.
 
-    magic "LMCG" | version u8 | 3 zeros | head length u32 | zeros u32 | payload length u64 | digest | head | payload
+    magic "LMCG" | version u8 | 3 zeros | head length u32 | zeros u32 | payload length u64 | digest
+    | head | payload
 
-Integers are little-endian, and so are the elements of tensors. The digest is xxh3-128 of all that is before and behind it, 16 bytes. The
-head is MessagePack. The digest tells damage from whole bytes, not who wrote them: what a head claims under a right one is checked too.
+Integers are little-endian, and so are the elements of tensors. The digest is xxh3-128 of all that
+is before and behind it, 16 bytes. The head is MessagePack. The digest tells damage from whole
+bytes, not who wrote them: what a head claims under a right one is checked too.
 """
 
 from __future__ import annotations
@@ -59,8 +62,14 @@ class TensorHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         """
         if self.dtype not in DTYPE_ITEMSIZE or self.dtype == "bool":
             raise SerdeError(f"dtype {self.dtype!r} is not known")
-        if len(self.shape) > MAX_DIMENSIONS or math.prod(max(size, 1) for size in self.shape) > MAX_EXTENT:
-            raise SerdeError(f"shape {self.shape}: at most {MAX_DIMENSIONS} sizes, with a product of at most {MAX_EXTENT}, can be written")
+        if (
+            len(self.shape) > MAX_DIMENSIONS
+            or math.prod(max(size, 1) for size in self.shape) > MAX_EXTENT
+        ):
+            raise SerdeError(
+                f"shape {self.shape}: at most {MAX_DIMENSIONS} sizes, with a product of at most"
+                f" {MAX_EXTENT}, can be written"
+            )
         return math.prod(self.shape) * DTYPE_ITEMSIZE[self.dtype]
 
 
@@ -85,19 +94,31 @@ def seal(kind: str, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> 
         SerdeError: More, or larger, than a container may hold.
     """
     if len(tensors) > MAX_TENSORS or len(numbers) > MAX_NUMBERS:
-        raise SerdeError(f"{len(tensors)} tensors and {len(numbers)} numbers: at most {MAX_TENSORS} and {MAX_NUMBERS} can be written")
+        raise SerdeError(
+            f"{len(tensors)} tensors and {len(numbers)} numbers: at most {MAX_TENSORS} and"
+            f" {MAX_NUMBERS} can be written"
+        )
     heads = tuple(TensorHead(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
     payload_bytes = sum(head.num_bytes for head in heads)
     head = msgspec.msgpack.encode(Head(kind, tuple(numbers), heads))
     if payload_bytes > MAX_PAYLOAD_BYTES or len(head) > MAX_HEAD_BYTES:
-        raise SerdeError(f"{payload_bytes} bytes of tensors, {len(head)} of head: at most {MAX_PAYLOAD_BYTES} and {MAX_HEAD_BYTES}")
+        raise SerdeError(
+            f"{payload_bytes} bytes of tensors, {len(head)} of head: at most {MAX_PAYLOAD_BYTES}"
+            f" and {MAX_HEAD_BYTES}"
+        )
     prefix = _PREFIX.pack(MAGIC, VERSION, len(head), payload_bytes)
-    payload = [tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]
+    payload = [
+        tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for tensor in tensors
+    ]
     return b"".join((prefix, _digest((prefix, head, *payload)), head, *payload))
 
 
-def unseal(data: bytes | bytearray | memoryview, kind: str) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
-    """Read a container. Every length is checked against the bytes that are there before anything is allocated for it.
+def unseal(
+    data: bytes | bytearray | memoryview, kind: str
+) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
+    """Read a container. Every length is checked against the bytes that are there before anything is
+    allocated for it.
 
     Args:
         data: All bytes of it, and no more.
@@ -130,16 +151,23 @@ def unseal(data: bytes | bytearray | memoryview, kind: str) -> tuple[tuple[int, 
     return described.numbers, tuple(tensors)
 
 
-def check_tensor(name: str, tensor: torch.Tensor, dtypes: Sequence[str], shape: Sequence[int | None]) -> None:
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtypes: Sequence[str], shape: Sequence[int | None]
+) -> None:
     """Compare a tensor of an output with what it has to be; None stands for any size.
 
     Raises:
         SerdeError: It is something else.
     """
-    fits = len(shape) == tensor.ndim and all(wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True))
+    fits = len(shape) == tensor.ndim and all(
+        wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
+    )
     if str(tensor.dtype).removeprefix("torch.") not in dtypes or not fits:
         wanted_shape = ", ".join("any" if size is None else str(size) for size in shape)
-        raise SerdeError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, must be {' or '.join(dtypes)} [{wanted_shape}]")
+        raise SerdeError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, must be {' or '.join(dtypes)}"
+            f" [{wanted_shape}]"
+        )
 
 
 def check_numbers(numbers: Mapping[str, int]) -> None:
@@ -155,11 +183,20 @@ def check_numbers(numbers: Mapping[str, int]) -> None:
 
 def _checked_parts(view: memoryview) -> tuple[memoryview, memoryview]:
     if len(view) < _PREFIX.size:
-        raise SerdeError(f"{len(view)} bytes are too short for a CacheGen output, which begins with {_PREFIX.size}")
+        raise SerdeError(
+            f"{len(view)} bytes are too short for a CacheGen output, which begins with"
+            f" {_PREFIX.size}"
+        )
     magic, version, head_bytes, payload_bytes = _PREFIX.unpack_from(view)
     if magic != MAGIC or version != VERSION:
-        raise SerdeError(f"not a CacheGen output of version {VERSION}: the bytes begin with {bytes(view[:5]).hex()}")
-    if view[: _PREFIX.size] != _PREFIX.pack(magic, version, head_bytes, payload_bytes) or head_bytes > MAX_HEAD_BYTES:
+        raise SerdeError(
+            f"not a CacheGen output of version {VERSION}: the bytes begin with"
+            f" {bytes(view[:5]).hex()}"
+        )
+    if (
+        view[: _PREFIX.size] != _PREFIX.pack(magic, version, head_bytes, payload_bytes)
+        or head_bytes > MAX_HEAD_BYTES
+    ):
         raise SerdeError(f"a head of {head_bytes} bytes, or what must be zero is not")
     head_at = _PREFIX.size + DIGEST_BYTES
     if payload_bytes > MAX_PAYLOAD_BYTES or len(view) != head_at + head_bytes + payload_bytes:

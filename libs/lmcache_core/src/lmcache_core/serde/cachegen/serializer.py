@@ -1,4 +1,6 @@
-"""The documented CacheGen serde: a tensor as bytes and back, on the codec that chunks are encoded with. Needs torch and numba."""
+"""The documented CacheGen serde: a tensor as bytes and back, on the codec that chunks are
+encoded with. Needs torch and numba.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from lmcache_core.memory.dtypes import dtype_name
 from lmcache_core.memory.views import bytes_under
 from lmcache_core.record import RAW_SERDE, RecordHeader, TensorSpec
 from lmcache_core.serde.base import BytesLike, Deserializer, Serializer
-from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, LOSSLESS_SERDE, TABLES_MARK, CacheGenCodec
+from lmcache_core.serde.chunk_codec import (
+    CACHEGEN_SERDE,
+    LOSSLESS_SERDE,
+    TABLES_MARK,
+    CacheGenCodec,
+)
 from lmcache_core.serde.entropy.tables import bell_curves
 from lmcache_core.serde.profiles import Profile, quantiser_of
 from lmcache_core.serde.quantised.coder import NotQuantisableError
@@ -23,13 +30,16 @@ if TYPE_CHECKING:
     from lmcache_core.serde.cachegen.config import CacheGenConfig
 
 _AS_IT_IS, _TOKENS_THIRD, _TOKENS_FOURTH = 0, 1, 2
-"""How the axes of what was given lie: any; `[layers, 2, tokens, heads, size]`; `[layers, 2, heads, tokens, size]`."""
+"""How the axes of what was given lie: any; `[layers, 2, tokens, heads, size]`; `[layers, 2,
+heads, tokens, size]`.
+"""
 _ENCODINGS = (RAW_SERDE, LOSSLESS_SERDE, CACHEGEN_SERDE)
 HUGGINGFACE = "huggingface"
 
 
 class CacheGenSerializer(Serializer):
-    """Quantises and entropy-codes KV; what is no KV is encoded without loss. Constructing it makes the machine code ready.
+    """Quantises and entropy-codes KV; what is no KV is encoded without loss. Constructing it makes
+    the machine code ready.
 
     Args:
         config: `remote_serde` names the profile; the documented one where it names none.
@@ -48,8 +58,10 @@ class CacheGenSerializer(Serializer):
         self._axes = _TOKENS_FOURTH if metadata.fmt == HUGGINGFACE else _TOKENS_THIRD
 
     def to_bytes(self, tensor: torch.Tensor) -> bytes:
-        """See `Serializer.to_bytes`. KV is `[layers, 2, tokens, heads, size]` (of Hugging Face `[layers, 2, heads, tokens, size]`) or
-        `[2, layers, tokens, channels]`, of float32, float16 or bfloat16. On a CUDA device it is encoded there; the bytes are the same."""
+        """See `Serializer.to_bytes`. KV is `[layers, 2, tokens, heads, size]` (of Hugging Face
+        `[layers, 2, heads, tokens, size]`) or `[2, layers, tokens, channels]`, of float32, float16
+        or bfloat16. On a CUDA device it is encoded there; the bytes are the same.
+        """
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
             encoded = self.encode_where_it_lies(tensor)
             if encoded is not None:
@@ -60,11 +72,16 @@ class CacheGenSerializer(Serializer):
         raw = bytes_under(kv)
         spec = TensorSpec("", dtype_name(kv.dtype), tuple(kv.shape), 0, kv.nbytes)
         smaller = self._codec.encode((spec,), raw) if kv.nbytes else None
-        serde, profile, payload = (RAW_SERDE, "", raw) if smaller is None else (smaller.serde, smaller.profile, smaller.payload)
+        serde, profile, payload = (
+            (RAW_SERDE, "", raw)
+            if smaller is None
+            else (smaller.serde, smaller.profile, smaller.payload)
+        )
         return _sealed(given, axes, (serde, profile), payload)
 
     def encode_where_it_lies(self, tensor: torch.Tensor) -> bytes | None:
-        """`to_bytes` by kernels, on the tensor's device; None where the tensor is not to be quantised, or would not get smaller.
+        """`to_bytes` by kernels, on the tensor's device; None where the tensor is not to be
+        quantised, or would not get smaller.
 
         Raises:
             KernelInputError: There is no kernel for its device.
@@ -79,13 +96,17 @@ class CacheGenSerializer(Serializer):
         if tensor.device not in self._device_tables:
             self._device_tables[tensor.device] = device_tables(tables, tensor.device)
         try:
-            pieces, _ = encode_on_device(kv, quantiser_of(self._profile, kv.shape), self._device_tables[tensor.device])
+            pieces, _ = encode_on_device(
+                kv, quantiser_of(self._profile, kv.shape), self._device_tables[tensor.device]
+            )
         except NotQuantisableError:
             return None
         payload = b"".join(pieces)
         if len(payload) >= tensor.nbytes:
             return None
-        return _sealed(tensor, axes, (CACHEGEN_SERDE, f"{self._profile}{TABLES_MARK}{tables.id}"), payload)
+        return _sealed(
+            tensor, axes, (CACHEGEN_SERDE, f"{self._profile}{TABLES_MARK}{tables.id}"), payload
+        )
 
     def _axes_of(self, given: torch.Tensor) -> int:
         return self._axes if given.dim() == 5 and given.shape[1] == 2 else _AS_IT_IS
@@ -111,7 +132,12 @@ class CacheGenDeserializer(Deserializer):
         ConfigError: numba is not installed.
     """
 
-    def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, dtype: torch.dtype | str | None) -> None:
+    def __init__(
+        self,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheEngineMetadata,
+        dtype: torch.dtype | str | None,
+    ) -> None:
         super().__init__(dtype)
         self._codec = CacheGenCodec(Profile.STANDARD)
         self._codec.open()
@@ -120,13 +146,20 @@ class CacheGenDeserializer(Deserializer):
     def from_bytes(self, bs: BytesLike) -> torch.Tensor:
         """See `Deserializer.from_bytes`."""
         head, body = unseal(bs, SerdeId.CACHEGEN)
-        if len(body) < 3 or body[0] > _TOKENS_FOURTH or body[1] >= len(_ENCODINGS) or not 3 + body[2] <= len(body):
+        if (
+            len(body) < 3
+            or body[0] > _TOKENS_FOURTH
+            or body[1] >= len(_ENCODINGS)
+            or not 3 + body[2] <= len(body)
+        ):
             raise SerdeError("the payload names no known encoding")
         axes, serde = body[0], _ENCODINGS[body[1]]
         profile = bytes(body[3 : 3 + body[2]]).decode("ascii", "replace")
         payload = body[3 + body[2] :]
         if axes != _AS_IT_IS and (len(head.shape) != 5 or head.shape[1] != 2):
-            raise SerdeError(f"a tensor of shape {head.shape} has no tokens in a place of their own")
+            raise SerdeError(
+                f"a tensor of shape {head.shape} has no tokens in a place of their own"
+            )
         shape = _planes_shape(head.shape, axes)
         spec = TensorSpec("", head.dtype, shape, 0, len(payload))
         header = RecordHeader(b"", serde, profile, serde == CACHEGEN_SERDE, (spec,), b"")
@@ -145,9 +178,15 @@ class CacheGenDeserializer(Deserializer):
         return self._converted(_from_planes(kv, head.shape, axes))
 
     def get_output_buffer(self, nlayers: int, nchannels: int, ntokens: int) -> torch.Tensor:
-        """A buffer for `decode_function_gpu`, kept from call to call: uint8 `[ntokens, 2 * nlayers * nchannels]`."""
+        """A buffer for `decode_function_gpu`, kept from call to call: uint8 `[ntokens, 2 *
+        nlayers * nchannels]`.
+        """
         width = 2 * nlayers * nchannels
-        if self._buffer is None or self._buffer.shape[1] != width or self._buffer.shape[0] < ntokens:
+        if (
+            self._buffer is None
+            or self._buffer.shape[1] != width
+            or self._buffer.shape[0] < ntokens
+        ):
             self._buffer = torch.zeros((ntokens, width), dtype=torch.uint8)
         return self._buffer[:ntokens]
 
@@ -164,7 +203,9 @@ def _sealed(given: torch.Tensor, axes: int, encoding: tuple[str, str], payload: 
     """A payload, by serde and profile, in the container."""
     serde, profile = encoding[0], encoding[1].encode()
     body = b"".join((bytes([axes, _ENCODINGS.index(serde), len(profile)]), profile, payload))
-    return seal(TensorHead(SerdeId.CACHEGEN, dtype_name(given.dtype), tuple(given.shape), len(body)), body)
+    return seal(
+        TensorHead(SerdeId.CACHEGEN, dtype_name(given.dtype), tuple(given.shape), len(body)), body
+    )
 
 
 def _to_planes(given: torch.Tensor, axes: int) -> torch.Tensor:

@@ -1,7 +1,9 @@
-"""The documented functions of the CacheGen coder: KV to streams and back. Needs torch; coding needs numba.
+"""The documented functions of the CacheGen coder: KV to streams and back. Needs torch; coding needs
+numba.
 
-One stream for each layer (those of the keys first, then those of the values) and channel, coded with that channel's own distribution.
-Tensors may be on any device; the coder works on the CPU, so that those of another one are copied there and back.
+One stream for each layer (those of the keys first, then those of the values) and channel, coded
+with that channel's own distribution. Tensors may be on any device; the coder works on the CPU, so
+that those of another one are copied there and back.
 """
 
 from __future__ import annotations
@@ -38,20 +40,26 @@ _FAULTS = (
 
 
 def encode_function(
-    kv: torch.Tensor, config: CacheGenConfig, key_bins: torch.Tensor, value_bins: torch.Tensor, chunk_size: int
+    kv: torch.Tensor,
+    config: CacheGenConfig,
+    key_bins: torch.Tensor,
+    value_bins: torch.Tensor,
+    chunk_size: int,
 ) -> CacheGenGPUEncoderOutput:
     """Quantise KV, count what occurs, and code it.
 
     Args:
-        kv: Floating point, `[nlayers, 2, ntokens, num_heads, head_size]`, keys before values. Only read.
+        kv: Floating point, `[nlayers, 2, ntokens, num_heads, head_size]`, keys before values. Only
+            read.
         config: Of a model with that many layers.
         key_bins: Bins of the keys of each layer, `[nlayers]`.
         value_bins: Bins of the values, likewise.
         chunk_size: Most tokens of a data chunk, at least 1.
 
     Returns:
-        Data chunks in the order of the tokens, the last one with what is left; one distribution of all tokens, `[2 * nlayers, nchannels,
-        bins + 1]` with the largest number of bins of a layer; largest magnitudes in the dtype of `kv`. All new, on the device of `kv`.
+        Data chunks in the order of the tokens, the last one with what is left; one distribution of
+        all tokens, `[2 * nlayers, nchannels, bins + 1]` with the largest number of bins of a layer;
+        largest magnitudes in the dtype of `kv`. All new, on the device of `kv`.
 
     Raises:
         ConfigError: Bins cannot be used, or numba is not installed.
@@ -61,13 +69,18 @@ def encode_function(
         raise LayoutError(f"kv {tuple(kv.shape)}: give [nlayers, 2, ntokens, num_heads, head_size]")
     if config.nlayers != kv.shape[0]:
         raise LayoutError(
-            f"kv of {kv.shape[0]} layers with a config of {config.nlayers}: give CacheGenConfig.for_num_layers({kv.shape[0]})"
+            f"kv of {kv.shape[0]} layers with a config of {config.nlayers}: give"
+            f" CacheGenConfig.for_num_layers({kv.shape[0]})"
         )
     _check_chunk_size(chunk_size)
     num_layers, _, num_tokens, num_heads, head_size = kv.shape
     num_bins = max(*whole_bins(key_bins, num_layers), *whole_bins(value_bins, num_layers))
-    keys, max_keys = torch_quant_vectorized(key_bins, kv[:, 0].reshape(num_layers, num_tokens, num_heads * head_size))
-    values, max_values = torch_quant_vectorized(value_bins, kv[:, 1].reshape(num_layers, num_tokens, num_heads * head_size))
+    keys, max_keys = torch_quant_vectorized(
+        key_bins, kv[:, 0].reshape(num_layers, num_tokens, num_heads * head_size)
+    )
+    values, max_values = torch_quant_vectorized(
+        value_bins, kv[:, 1].reshape(num_layers, num_tokens, num_heads * head_size)
+    )
     symbols = torch.cat((keys, values))
     cdf = channel_distributions(symbols, num_bins)
     data_chunks = []
@@ -82,21 +95,27 @@ def encode_function(
 
 
 def encode_ntokens(
-    cdf_int: torch.Tensor, encode_input: torch.Tensor, output_buffer: torch.Tensor, output_lengths: torch.Tensor
+    cdf_int: torch.Tensor,
+    encode_input: torch.Tensor,
+    output_buffer: torch.Tensor,
+    output_lengths: torch.Tensor,
 ) -> torch.Tensor:
     """Code a batch of tokens.
 
     Args:
         cdf_int: int16 with the bits of uint16, `[nlayers, nchannels, bins + 1]`.
         encode_input: int8 or uint8, `[nlayers, ntokens, nchannels]`, values 0 to `bins - 1`.
-        output_buffer: uint8, `[nlayers, nchannels, BUFFER_SIZE]`; written. Four bytes and two for each token are always enough.
+        output_buffer: uint8, `[nlayers, nchannels, BUFFER_SIZE]`; written. Four bytes and two for
+            each token are always enough.
         output_lengths: int32, `[nlayers, nchannels]`; written: how much of each buffer is a stream.
 
     Returns:
-        All streams one behind the other (`collect_bytes`): uint8, one-dimensional, new, on the device of `output_buffer`.
+        All streams one behind the other (`collect_bytes`): uint8, one-dimensional, new, on the
+        device of `output_buffer`.
 
     Raises:
-        SerdeError: A buffer is too short, or a value has no probability. The outputs are partly written then.
+        SerdeError: A buffer is too short, or a value has no probability. The outputs are partly
+            written then.
         LayoutError: Shapes or dtypes are others.
         ConfigError: numba is not installed.
     """
@@ -110,14 +129,17 @@ def encode_ntokens(
     lengths = _on_host(output_lengths)
     symbols = _on_host(encode_input).view(torch.uint8)
     encode = compile_channel_streams().encode
-    _raise_fault(*encode(_table(cdf_int), symbols.numpy(), buffers.numpy(), lengths.numpy()), num_channels)
+    _raise_fault(
+        *encode(_table(cdf_int), symbols.numpy(), buffers.numpy(), lengths.numpy()), num_channels
+    )
     _write_back(buffers, output_buffer)
     _write_back(lengths, output_lengths)
     return collect_bytes(buffers, lengths).to(output_buffer.device)
 
 
 def collect_bytes(output_buffer: torch.Tensor, output_lengths: torch.Tensor) -> torch.Tensor:
-    """Put the streams of all layers and channels one behind the other, the channels of a layer together.
+    """Put the streams of all layers and channels one behind the other, the channels of a layer
+    together.
 
     Args:
         output_buffer: uint8, `[nlayers, nchannels, BUFFER_SIZE]`.
@@ -132,11 +154,18 @@ def collect_bytes(output_buffer: torch.Tensor, output_lengths: torch.Tensor) -> 
     """
     _check("output_buffer", output_buffer, (torch.uint8,), (None, None, None))
     _check("output_lengths", output_lengths, (torch.int32,), tuple(output_buffer.shape[:2]))
-    shortest, longest = (int(output_lengths.min()), int(output_lengths.max())) if output_lengths.numel() else (0, 0)
+    shortest, longest = (
+        (int(output_lengths.min()), int(output_lengths.max())) if output_lengths.numel() else (0, 0)
+    )
     if not 0 <= shortest <= longest <= output_buffer.shape[2]:
-        raise SerdeError(f"lengths of streams are {shortest} to {longest}, buffers have {output_buffer.shape[2]} bytes")
+        raise SerdeError(
+            f"lengths of streams are {shortest} to {longest}, buffers have {output_buffer.shape[2]}"
+            " bytes"
+        )
     positions = torch.arange(longest, dtype=torch.int32, device=output_buffer.device)
-    return output_buffer[:, :, :longest][positions < output_lengths.to(output_buffer.device)[:, :, None]]
+    return output_buffer[:, :, :longest][
+        positions < output_lengths.to(output_buffer.device)[:, :, None]
+    ]
 
 
 def recombine_bytes(bytes_tensor: torch.Tensor, output_lengths: torch.Tensor) -> torch.Tensor:
@@ -147,10 +176,12 @@ def recombine_bytes(bytes_tensor: torch.Tensor, output_lengths: torch.Tensor) ->
         output_lengths: int32, `[nlayers, nchannels]`: their lengths.
 
     Returns:
-        uint8, `[nlayers, nchannels, length of the longest]`, zeros behind the streams; new, on the device of `bytes_tensor`.
+        uint8, `[nlayers, nchannels, length of the longest]`, zeros behind the streams; new, on the
+        device of `bytes_tensor`.
 
     Raises:
-        SerdeError: The lengths do not add up to the bytes, or the result would be longer than `MAX_RECOMBINED_BYTES`.
+        SerdeError: The lengths do not add up to the bytes, or the result would be longer than
+            `MAX_RECOMBINED_BYTES`.
         LayoutError: Shapes or dtypes are others.
     """
     _check("output_lengths", output_lengths, (torch.int32,), (None, None))
@@ -158,42 +189,60 @@ def recombine_bytes(bytes_tensor: torch.Tensor, output_lengths: torch.Tensor) ->
     lengths = output_lengths.to(bytes_tensor.device)
     room = int(lengths.max()) if lengths.numel() else 0
     if lengths.numel() * room > MAX_RECOMBINED_BYTES:
-        raise SerdeError(f"{lengths.numel()} buffers of {room} bytes are more than {MAX_RECOMBINED_BYTES}")
+        raise SerdeError(
+            f"{lengths.numel()} buffers of {room} bytes are more than {MAX_RECOMBINED_BYTES}"
+        )
     buffers = torch.zeros((*lengths.shape, room), dtype=torch.uint8, device=bytes_tensor.device)
     positions = torch.arange(room, dtype=torch.int32, device=bytes_tensor.device)
     buffers[positions < lengths[:, :, None]] = bytes_tensor
     return buffers
 
 
-def decode_chunk(cdf: torch.Tensor, data_chunk: CacheGenGPUBytestream, target_buffer: torch.Tensor) -> None:
+def decode_chunk(
+    cdf: torch.Tensor, data_chunk: CacheGenGPUBytestream, target_buffer: torch.Tensor
+) -> None:
     """Decode one data chunk.
 
     Args:
         cdf: int16 with the bits of uint16, `[nlayers (of keys and values), nchannels, bins + 1]`.
         data_chunk: As `encode_function` made it; what it says of itself is checked.
-        target_buffer: int8 or uint8, `[nlayers, ntokens, nchannels]`, any strides; written, not at an error.
+        target_buffer: int8 or uint8, `[nlayers, ntokens, nchannels]`, any strides; written, not at
+            an error.
 
     Raises:
-        SerdeError: The chunk is damaged or does not fit the buffer. Damage that ends as a stream does is not noticed.
+        SerdeError: The chunk is damaged or does not fit the buffer. Damage that ends as a stream
+            does is not noticed.
         LayoutError: Shapes or dtypes are others.
         ConfigError: numba is not installed.
     """
     _check("target_buffer", target_buffer, _SYMBOL_DTYPES, (None, None, None))
     num_layers, num_tokens, num_channels = target_buffer.shape
     _check("cdf", cdf, (torch.int16,), (num_layers, num_channels, None))
-    _check("bytestream_lengths", data_chunk.bytestream_lengths, (torch.int32,), (num_layers, num_channels))
+    _check(
+        "bytestream_lengths",
+        data_chunk.bytestream_lengths,
+        (torch.int32,),
+        (num_layers, num_channels),
+    )
     _check_entries(cdf)
     if data_chunk.ntokens != num_tokens:
         raise SerdeError(f"a data chunk of {data_chunk.ntokens} tokens, a buffer for {num_tokens}")
     offsets = _stream_offsets(data_chunk.bytestream, data_chunk.bytestream_lengths)
     symbols = torch.empty((num_layers, num_tokens, num_channels), dtype=torch.uint8)
     decode = compile_channel_streams().decode
-    _raise_fault(*decode(_table(cdf), _on_host(data_chunk.bytestream).numpy(), offsets, symbols.numpy()), num_channels)
+    _raise_fault(
+        *decode(_table(cdf), _on_host(data_chunk.bytestream).numpy(), offsets, symbols.numpy()),
+        num_channels,
+    )
     target_buffer.view(torch.uint8).copy_(symbols)
 
 
 def decode_function_gpu(
-    cdf: torch.Tensor, data_chunks: Sequence[CacheGenGPUBytestream], layers_in_key: int, chunk_size: int, output: torch.Tensor
+    cdf: torch.Tensor,
+    data_chunks: Sequence[CacheGenGPUBytestream],
+    layers_in_key: int,
+    chunk_size: int,
+    output: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode all data chunks of an encoding.
 
@@ -202,14 +251,16 @@ def decode_function_gpu(
         data_chunks: In the order of the tokens.
         layers_in_key: `nlayers`.
         chunk_size: Most tokens of a data chunk.
-        output: int8 or uint8, `[ntokens, 2 * nlayers * nchannels]`, contiguous; written: for each token the values of all layers of the
-            keys, then of all layers of the values.
+        output: int8 or uint8, `[ntokens, 2 * nlayers * nchannels]`, contiguous; written: for each
+            token the values of all layers of the keys, then of all layers of the values.
 
     Returns:
-        The quantised keys and values, float32, each `[nlayers, ntokens, nchannels]`; new, on the device of `output`.
+        The quantised keys and values, float32, each `[nlayers, ntokens, nchannels]`; new, on the
+        device of `output`.
 
     Raises:
-        SerdeError: A chunk is damaged, longer than `chunk_size`, or all of them do not fit the output, which is partly written then.
+        SerdeError: A chunk is damaged, longer than `chunk_size`, or all of them do not fit the
+            output, which is partly written then.
         LayoutError: Shapes or dtypes are others.
         ConfigError: numba is not installed.
     """
@@ -222,7 +273,10 @@ def decode_function_gpu(
     num_tokens = output.shape[0]
     counts = [chunk.ntokens for chunk in data_chunks]
     if any(not 0 <= count <= chunk_size for count in counts) or sum(counts) != num_tokens:
-        raise SerdeError(f"data chunks of {counts} tokens: they do not fill {num_tokens} tokens in chunks of at most {chunk_size}")
+        raise SerdeError(
+            f"data chunks of {counts} tokens: they do not fill {num_tokens} tokens in chunks of at"
+            f" most {chunk_size}"
+        )
     symbols = output.view(torch.uint8).view(num_tokens, num_layers, num_channels).permute(1, 0, 2)
     start = 0
     for chunk in data_chunks:
@@ -232,11 +286,18 @@ def decode_function_gpu(
     return decoded[:layers_in_key], decoded[layers_in_key:]
 
 
-def _check(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], shape: tuple[int | None, ...]) -> None:
-    fits = tensor.ndim == len(shape) and all(wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True))
+def _check(
+    name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], shape: tuple[int | None, ...]
+) -> None:
+    fits = tensor.ndim == len(shape) and all(
+        wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
+    )
     if not fits or tensor.dtype not in dtypes:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        raise LayoutError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: give {' or '.join(map(str, dtypes))} [{sizes}]")
+        raise LayoutError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}: give {' or '.join(map(str, dtypes))}"
+            f" [{sizes}]"
+        )
 
 
 def _check_chunk_size(chunk_size: int) -> None:
@@ -246,7 +307,9 @@ def _check_chunk_size(chunk_size: int) -> None:
 
 def _check_entries(cdf: torch.Tensor) -> None:
     if not 2 <= cdf.shape[2] <= 257:
-        raise LayoutError(f"cdf has {cdf.shape[2]} entries: give one for each bin and one more, 2 to 257")
+        raise LayoutError(
+            f"cdf has {cdf.shape[2]} entries: give one for each bin and one more, 2 to 257"
+        )
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -264,13 +327,18 @@ def _table(cdf: torch.Tensor) -> Any:
 
 
 def _stream_offsets(bytestream: torch.Tensor, lengths: torch.Tensor) -> Any:
-    """Where each stream begins, and where the last one ends: int64, one more than there are streams, checked against the bytes."""
+    """Where each stream begins, and where the last one ends: int64, one more than there are
+    streams, checked against the bytes.
+    """
     _check("bytestream", bytestream, (torch.uint8,), (None,))
     sizes = _on_host(lengths).numpy().reshape(-1)
     offsets = np.zeros(sizes.size + 1, dtype=np.int64)
     np.cumsum(sizes, dtype=np.int64, out=offsets[1:])
     if (sizes < 0).any() or offsets[-1] != bytestream.numel():
-        raise SerdeError(f"lengths of streams add up to {int(offsets[-1])} bytes, {bytestream.numel()} are there, or one is negative")
+        raise SerdeError(
+            f"lengths of streams add up to {int(offsets[-1])} bytes, {bytestream.numel()} are"
+            " there, or one is negative"
+        )
     return offsets
 
 

@@ -1,12 +1,16 @@
-"""One stream of bytes for each (layer, channel): a single-lane range asymmetric numeral system, 32-bit state, one byte at a time.
+"""One stream of bytes for each (layer, channel): a single-lane range asymmetric numeral system,
+32-bit state, one byte at a time.
 
-The state is 2^23 before the first symbol and stays in [2^23, 2^31). Probabilities have 16 bits: symbol `s` of a channel spans
-`[cdf[s], cdf[s + 1])` of 2^16, the last one up to 2^16 itself, whatever the table says there. Tokens are coded last to first, so that they
-are decoded first to last. A stream is the final state, four bytes, little-endian, then the bytes in the order in which decoding takes them;
-it takes at most two bytes a token and these four. Decoding ends in the state in which coding began, with no byte left: damage that does not
-end there is noticed, other damage gives wrong symbols.
+The state is 2^23 before the first symbol and stays in [2^23, 2^31). Probabilities have 16 bits:
+symbol `s` of a channel spans `[cdf[s], cdf[s + 1])` of 2^16, the last one up to 2^16 itself,
+whatever the table says there. Tokens are coded last to first, so that they are decoded first to
+last. A stream is the final state, four bytes, little-endian, then the bytes in the order in which
+decoding takes them; it takes at most two bytes a token and these four. Decoding ends in the state
+in which coding began, with no byte left: damage that does not end there is noticed, other damage
+gives wrong symbols.
 
-Source: Duda, "Asymmetric numeral systems", arXiv 1311.2540, section 3; the byte-wise form is the usual one, with `freq << 15` as the bound
+Source: Duda, "Asymmetric numeral systems", arXiv 1311.2540, section 3; the byte-wise form is the
+    usual one, with `freq << 15` as the bound
 above which a byte leaves the state before a symbol of that frequency.
 """
 
@@ -34,7 +38,8 @@ FAULT_STREAM = 4
 
 @dataclass(frozen=True, slots=True)
 class ChannelStreams:
-    """The compiled loops. They release the GIL, and return a fault and the number of the stream (`layer * channels + channel`) that has it.
+    """The compiled loops. They release the GIL, and return a fault and the number of the stream
+    (`layer * channels + channel`) that has it.
 
     Attributes:
         encode: `encode_streams`.
@@ -47,15 +52,25 @@ class ChannelStreams:
 
 @functools.cache
 def compile_channel_streams() -> ChannelStreams:
-    """The loops as machine code: from the cache beside the source, or compiled, once a process; takes seconds then.
+    """The loops as machine code: from the cache beside the source, or compiled, once a process;
+    takes seconds then.
 
     Raises:
         ConfigError: numba is not installed.
     """
     require_numba()
     return ChannelStreams(
-        encode=compiled(encode_streams, ["UniTuple(int64, 2)(uint16[:, :, ::1], uint8[:, :, ::1], uint8[:, :, ::1], int32[:, ::1])"]),
-        decode=compiled(decode_streams, ["UniTuple(int64, 2)(uint16[:, :, ::1], uint8[::1], int64[::1], uint8[:, :, ::1])"]),
+        encode=compiled(
+            encode_streams,
+            [
+                "UniTuple(int64, 2)(uint16[:, :, ::1], uint8[:, :, ::1], uint8[:, :, ::1], int32[:,"
+                " ::1])"
+            ],
+        ),
+        decode=compiled(
+            decode_streams,
+            ["UniTuple(int64, 2)(uint16[:, :, ::1], uint8[::1], int64[::1], uint8[:, :, ::1])"],
+        ),
     )
 
 
@@ -74,7 +89,8 @@ def encode_streams(cdf: Any, symbols: Any, buffers: Any, lengths: Any) -> tuple[
         lengths: int32 `[layers, channels]`; written.
 
     Returns:
-        `NO_FAULT`, `FAULT_TABLE` (a symbol has no probability), `FAULT_SYMBOL` (there is no such) or `FAULT_ROOM`; and the stream.
+        `NO_FAULT`, `FAULT_TABLE` (a symbol has no probability), `FAULT_SYMBOL` (there is no such)
+        or `FAULT_ROOM`; and the stream.
     """
     num_layers, num_tokens, num_channels = symbols.shape
     last_symbol = cdf.shape[2] - 2
@@ -102,7 +118,9 @@ def encode_streams(cdf: Any, symbols: Any, buffers: Any, lengths: Any) -> tuple[
                     buffer[position] = state & np.uint64(0xFF)
                     state >>= np.uint64(8)
                 quotient = state // frequency
-                state = (quotient << np.uint64(16)) + (state - quotient * frequency) + np.uint64(low)
+                state = (
+                    (quotient << np.uint64(16)) + (state - quotient * frequency) + np.uint64(low)
+                )
             if position < STATE_BYTES:
                 return FAULT_ROOM, stream
             position -= STATE_BYTES
@@ -115,17 +133,19 @@ def encode_streams(cdf: Any, symbols: Any, buffers: Any, lengths: Any) -> tuple[
 
 
 def decode_streams(cdf: Any, data: Any, offsets: Any, symbols: Any) -> tuple[int, int]:
-    """Decode every channel of every layer. Reads nothing outside the arrays and ends, whatever they hold.
+    """Decode every channel of every layer. Reads nothing outside the arrays and ends, whatever they
+    hold.
 
     Args:
         cdf: uint16 `[layers, channels, entries]`, at least two entries.
         data: uint8, all streams.
-        offsets: int64 `[layers * channels + 1]`: where each stream begins in `data`, and where the last one ends. Never falling, and
-            within `data`: the caller has checked.
+        offsets: int64 `[layers * channels + 1]`: where each stream begins in `data`, and where the
+            last one ends. Never falling, and within `data`: the caller has checked.
         symbols: uint8 `[layers, tokens, channels]`; written, at a fault only in part.
 
     Returns:
-        `NO_FAULT`, `FAULT_TABLE` (a table does not begin at 0 or does not rise) or `FAULT_STREAM` (damaged); and the stream.
+        `NO_FAULT`, `FAULT_TABLE` (a table does not begin at 0 or does not rise) or `FAULT_STREAM`
+        (damaged); and the stream.
     """
     num_layers, num_tokens, num_channels = symbols.shape
     num_symbols = cdf.shape[2] - 1

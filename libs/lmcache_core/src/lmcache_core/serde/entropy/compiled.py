@@ -1,8 +1,10 @@
-"""Machine code of the inner loops: compiled once a process, before the first request, and kept beside the source where that can be written.
+"""Machine code of the inner loops: compiled once a process, before the first request, and kept
+beside the source where that can be written.
 
-Code that was compiled at install (`python -m lmcache_core.serde.warm_up`) is read from there, on a read-only file system too. Where none
-fits this machine's processor (or the common kind that was chosen at install: `processor.py`) and these sources, compiling takes some
-seconds at start-up. The files lie in `__pycache__`, trusted like Python's own.
+Code that was compiled at install (`python -m lmcache_core.serde.warm_up`) is read from there, on a
+read-only file system too. Where none fits this machine's processor (or the common kind that was
+chosen at install: `processor.py`) and these sources, compiling takes some seconds at start-up. The
+files lie in `__pycache__`, trusted like Python's own.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from lmcache_core.serde.entropy.processor import settle_processor
 
 
 def require_numba() -> None:
-    """Check that numba is there, and settle for which processors it compiles; before anything imports it.
+    """Check that numba is there, and settle for which processors it compiles; before anything
+    imports it.
 
     Raises:
         ConfigError: It is not.
@@ -36,11 +39,15 @@ def check_numba() -> None:
         ConfigError: It is not.
     """
     if importlib.util.find_spec("numba") is None:
-        raise ConfigError("this serde needs the package 'numba': install lmcache-core[codec], or run the image lmcache-sidecar-codec")
+        raise ConfigError(
+            "this serde needs the package 'numba': install lmcache-core[codec], or run the image"
+            " lmcache-sidecar-codec"
+        )
 
 
 def compiled(function: Callable[..., Any], signatures: Sequence[str]) -> Callable[..., Any]:
-    """A function as machine code that releases the GIL. Other argument types are refused with a `TypeError`, never compiled for.
+    """A function as machine code that releases the GIL. Other argument types are refused with a
+    `TypeError`, never compiled for.
 
     Args:
         function: Of a module in a file; only numba's subset of Python.
@@ -60,9 +67,12 @@ def compiled(function: Callable[..., Any], signatures: Sequence[str]) -> Callabl
                 super().ensure_cache_path()
 
         def get_source_stamp(self) -> bytes:
-            # numbers of this package become part of the machine code of others: those of the tables, and the options below
+            # numbers of this package become part of the machine code of others: those of the
+            # tables, and the options below
             sources = (Path(inspect.getfile(function)), *sorted(Path(__file__).parent.glob("*.py")))
-            return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in sources)).digest()
+            return hashlib.sha256(
+                b"".join(hashlib.sha256(path.read_bytes()).digest() for path in sources)
+            ).digest()
 
     class BesideSourceImpl(caching.CompileResultCacheImpl):
         _locator_classes = (BesideSource,)
@@ -82,7 +92,9 @@ def compiled(function: Callable[..., Any], signatures: Sequence[str]) -> Callabl
             except OSError:
                 self.is_kept = False
 
-    dispatcher = numba.njit(function, nogil=True, error_model="numpy", fastmath=False, boundscheck=False)
+    dispatcher = numba.njit(
+        function, nogil=True, error_model="numpy", fastmath=False, boundscheck=False
+    )
     dispatcher._cache = BesideSourceCache(function)
     for signature in signatures:
         dispatcher.compile(signature)

@@ -1,7 +1,9 @@
-"""For which processors machine code is made: this machine's own kind, or a common one, so that it serves on others too.
+"""For which processors machine code is made: this machine's own kind, or a common one, so that it
+serves on others too.
 
-numba looks kept code up by the exact kind of processor. An image is built on one machine and runs on others, where it would be compiled at
-every start: some twenty seconds of a processor. So code that is made for an image is made for a common kind, and a mark beside it says so.
+numba looks kept code up by the exact kind of processor. An image is built on one machine and runs
+on others, where it would be compiled at every start: some twenty seconds of a processor. So code
+that is made for an image is made for a common kind, and a mark beside it says so.
 """
 
 from __future__ import annotations
@@ -15,16 +17,22 @@ MARK = Path(__file__).parent / "__pycache__" / "lmcache-processor"
 GENERIC = "generic"
 """LLVM's name for what every processor of the architecture has."""
 AVX2 = "x86-64-v3"
-"""Servers of the last ten years. CacheGen's loops run 2 times as fast as `generic`, and at 0.8 of the speed of code for the very processor.
+"""Servers of the last ten years. CacheGen's loops run 2 times as fast as `generic`, and at 0.8 of
+the speed of code for the very processor.
 
 Source: `lmcachectl codec measure --threads 1` on an AMD EPYC, processor time.
 """
-FEATURES_OF_AVX2 = frozenset(["avx", "avx2", "bmi", "bmi2", "cx16", "f16c", "fma", "lzcnt", "movbe", "popcnt", "sse4.2"])
-"""LLVM's names for what `x86-64-v3` adds to the architecture. Source: x86-64 psABI, "Micro-architecture levels"."""
+FEATURES_OF_AVX2 = frozenset(
+    ["avx", "avx2", "bmi", "bmi2", "cx16", "f16c", "fma", "lzcnt", "movbe", "popcnt", "sse4.2"]
+)
+"""LLVM's names for what `x86-64-v3` adds to the architecture. Source: x86-64 psABI,
+"Micro-architecture levels".
+"""
 
 
 def mark_common_processor() -> str:
-    """Let all processes that use this package make their machine code for a common kind of processor, and look for code of that kind.
+    """Let all processes that use this package make their machine code for a common kind of
+    processor, and look for code of that kind.
 
     Returns:
         The kind: the best that this machine has.
@@ -39,7 +47,8 @@ def mark_common_processor() -> str:
 
 
 def settle_processor() -> None:
-    """Follow the mark, if there is one. Does nothing where this machine lacks what it names, or where numba may have compiled already.
+    """Follow the mark, if there is one. Does nothing where this machine lacks what it names, or
+    where numba may have compiled already.
 
     Whoever chose by numba's own variable NUMBA_CPU_NAME keeps that choice.
     """
@@ -53,7 +62,8 @@ def settle_processor() -> None:
         from numba.core import config
 
         if config.CPU_NAME is None:
-            # No features beside the kind's: numba would add this machine's own, and look for code with those.
+            # No features beside the kind's: numba would add this machine's own, and look for code
+            # with those.
             config.CPU_NAME, config.CPU_FEATURES = kind, ""
 
 

@@ -1,1 +1,3 @@
-"""Any tensor, smaller, bit for bit: what varies little in its elements (the exponent) is entropy-coded, the rest stays (docs/codec.md)."""
+"""Any tensor, smaller, bit for bit: what varies little in its elements (the exponent) is
+entropy-coded, the rest stays (docs/codec.md).
+"""

@@ -1,4 +1,6 @@
-"""Any tensor as a blob without loss, and back: one block of elements at a time, each on any thread."""
+"""Any tensor as a blob without loss, and back: one block of elements at a time, each on any
+thread.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from lmcache_core.serde.side_by_side import side_by_side
 Array = npt.NDArray[Any]
 
 ROTATED = frozenset({"float64", "float32", "float16", "bfloat16"})
-"""Dtypes whose sign goes to the low end; the exponent of the 8-bit ones shares its byte with the rest anyway."""
+"""Dtypes whose sign goes to the low end; the exponent of the 8-bit ones shares its byte with the
+rest anyway.
+"""
 RUN_ELEMENTS = 1 << 15
 MIN_BLOCK_ELEMENTS = 1 << 14
 MAX_BLOCK_ELEMENTS = 1 << 18
@@ -48,7 +52,8 @@ class LosslessCoder:
         Args:
             raw: Its bytes.
             dtype: Its dtype.
-            shape: Its shape; of `[sides, layers, tokens, channels]` each block holds whole layers, as far as that suits.
+            shape: Its shape; of `[sides, layers, tokens, channels]` each block holds whole layers,
+                as far as that suits.
 
         Returns:
             The pieces of the blob, in order.
@@ -60,10 +65,14 @@ class LosslessCoder:
         values = np.frombuffer(raw, np.uint8)
 
         def encode_block(start: int) -> tuple[bytes, Array, Array, Array]:
-            return self._encode_block(values[start * itemsize : (start + block) * itemsize], itemsize, rotated)
+            return self._encode_block(
+                values[start * itemsize : (start + block) * itemsize], itemsize, rotated
+            )
 
         blocks = side_by_side(self._pool, encode_block, range(0, elements, block))
-        head = Head(Mode.LOSSLESS, rotated, itemsize, (elements & 0xFFFFFFFF, elements >> 32, block, 0))
+        head = Head(
+            Mode.LOSSLESS, rotated, itemsize, (elements & 0xFFFFFFFF, elements >> 32, block, 0)
+        )
         tables, lengths, words, rest = zip(*blocks, strict=True) if blocks else ((), (), (), ())
         return [head.pack(), *tables, *lengths, *words, *rest]
 
@@ -80,10 +89,20 @@ class LosslessCoder:
         """
         itemsize, block = head.itemsize, head.sizes[2]
         elements = head.sizes[0] | head.sizes[1] << 32
-        if itemsize not in (1, 2, 4, 8) or head.dtype > 1 or elements * itemsize != len(out) or head.sizes[3]:
-            raise SerdeError(f"an encoded tensor of {elements} elements of {itemsize} bytes for {len(out)} bytes")
+        if (
+            itemsize not in (1, 2, 4, 8)
+            or head.dtype > 1
+            or elements * itemsize != len(out)
+            or head.sizes[3]
+        ):
+            raise SerdeError(
+                f"an encoded tensor of {elements} elements of {itemsize} bytes for {len(out)} bytes"
+            )
         if not MIN_BLOCK_ELEMENTS <= block <= MAX_BLOCK_ELEMENTS:
-            raise SerdeError(f"an encoded tensor in blocks of {block} elements; {MIN_BLOCK_ELEMENTS} to {MAX_BLOCK_ELEMENTS} share a table")
+            raise SerdeError(
+                f"an encoded tensor in blocks of {block} elements; {MIN_BLOCK_ELEMENTS} to"
+                f" {MAX_BLOCK_ELEMENTS} share a table"
+            )
         sizes = [min(block, elements - start) for start in range(0, elements, block)]
         tables = [_read_table(reader) for _ in sizes]
         runs_of = [-(-size // RUN_ELEMENTS) for size in sizes]
@@ -101,33 +120,50 @@ class LosslessCoder:
             start, size = index * block, sizes[index]
             low = rest[start * (itemsize - 1) : (start + size) * (itemsize - 1)]
             raw = values[start * itemsize : (start + size) * itemsize]
-            return self._decode_block(words[int(starts[index]) :], lengths_of[index], tables[index], low, raw, head)
+            return self._decode_block(
+                words[int(starts[index]) :], lengths_of[index], tables[index], low, raw, head
+            )
 
         if not all(side_by_side(self._pool, decode_block, range(len(sizes)))):
             raise SerdeError("the streams of an encoded tensor are not those of an encoder")
 
-    def _encode_block(self, raw: Array, itemsize: int, rotated: int) -> tuple[bytes, Array, Array, Array]:
+    def _encode_block(
+        self, raw: Array, itemsize: int, rotated: int
+    ) -> tuple[bytes, Array, Array, Array]:
         elements = raw.size // itemsize
         first, rest = np.empty(elements, np.uint8), np.empty(elements * (itemsize - 1), np.uint8)
         self._loops.split(raw, (itemsize, rotated), first, rest)
         counts = np.zeros((4, ALPHABET), np.int64)
         self._loops.count(first, counts)
         frequencies = normalised(counts.sum(0))
-        coder = np.stack([frequencies, np.cumsum(frequencies) - frequencies, *self._reciprocals[:, frequencies]], axis=1).astype(np.uint32)
+        coder = np.stack(
+            [frequencies, np.cumsum(frequencies) - frequencies, *self._reciprocals[:, frequencies]],
+            axis=1,
+        ).astype(np.uint32)
         lengths = np.zeros(-(-elements // RUN_ELEMENTS), np.int64)
         words = np.empty(lengths.size * max_words(RUN_ELEMENTS), np.uint16)
         runs = 1, elements, RUN_ELEMENTS, ALPHABET
-        start = self._loops.encode_sections(first, runs, self._first_table[:elements], coder, words, lengths)
+        start = self._loops.encode_sections(
+            first, runs, self._first_table[:elements], coder, words, lengths
+        )
         present = np.flatnonzero(frequencies)
-        table = bytes([present.size - 1]) + present.astype(np.uint8).tobytes() + frequencies[present].astype("<u2").tobytes()
+        table = (
+            bytes([present.size - 1])
+            + present.astype(np.uint8).tobytes()
+            + frequencies[present].astype("<u2").tobytes()
+        )
         return table, lengths.astype("<u4"), words[start:].copy(), rest
 
-    def _decode_block(self, words: Array, lengths: Array, frequencies: Array, rest: Array, raw: Array, head: Head) -> bool:
+    def _decode_block(
+        self, words: Array, lengths: Array, frequencies: Array, rest: Array, raw: Array, head: Head
+    ) -> bool:
         first = np.empty(raw.size // head.itemsize, np.uint8)
         slots = np.repeat(np.arange(ALPHABET, dtype=np.uint8), frequencies)
         starts = ((np.cumsum(frequencies) - frequencies) << 16 | frequencies).astype(np.uint32)
         runs = 0, 1, first.size, RUN_ELEMENTS, _ALPHABET_BITS
-        if self._loops.decode_sections(words, runs, lengths, self._first_table[: first.size], slots, starts, first):
+        if self._loops.decode_sections(
+            words, runs, lengths, self._first_table[: first.size], slots, starts, first
+        ):
             return False
         self._loops.join(first, rest, (head.itemsize, head.dtype), raw)
         return True
@@ -144,8 +180,12 @@ def block_elements(shape: Sequence[int]) -> int:
 
 
 def normalised(counts: Array) -> Array:
-    """Frequencies that sum to `TOTAL`, at least 1 for each symbol that occurs (one does), 0 for the others."""
-    frequencies = np.where(counts > 0, np.maximum(1, counts * TOTAL // int(counts.sum())), 0).astype(np.int64)
+    """Frequencies that sum to `TOTAL`, at least 1 for each symbol that occurs (one does), 0 for
+    the others.
+    """
+    frequencies = np.where(
+        counts > 0, np.maximum(1, counts * TOTAL // int(counts.sum())), 0
+    ).astype(np.int64)
     missing = TOTAL - int(frequencies.sum())
     while missing < 0:
         largest = int(frequencies.argmax())

@@ -1,6 +1,8 @@
-"""Elements taken apart into one byte that varies little and bytes that look random, and put together. Compiled by `entropy.compiled`.
+"""Elements taken apart into one byte that varies little and bytes that look random, and put
+together. Compiled by `entropy.compiled`.
 
-Of a floating-point element the sign goes to the low end first, so that for bfloat16 and float32 the first byte is the exponent.
+Of a floating-point element the sign goes to the low end first, so that for bfloat16 and float32 the
+first byte is the exponent.
 """
 
 from __future__ import annotations
@@ -9,8 +11,12 @@ from typing import Any
 
 from numba import int64, uint8, uint64
 
-SPLIT_SIGNATURE = "void(Array(uint8, 1, 'C', readonly=True), UniTuple(int64, 2), uint8[::1], uint8[::1])"
-JOIN_SIGNATURE = "void(uint8[::1], Array(uint8, 1, 'C', readonly=True), UniTuple(int64, 2), uint8[::1])"
+SPLIT_SIGNATURE = (
+    "void(Array(uint8, 1, 'C', readonly=True), UniTuple(int64, 2), uint8[::1], uint8[::1])"
+)
+JOIN_SIGNATURE = (
+    "void(uint8[::1], Array(uint8, 1, 'C', readonly=True), UniTuple(int64, 2), uint8[::1])"
+)
 COUNT_SIGNATURE = "void(uint8[::1], int64[:, ::1])"
 
 
@@ -69,7 +75,8 @@ def join(first: Any, rest: Any, shape: tuple[int, int], raw: Any) -> None:
 
 
 def count(symbols: Any, counts: Any) -> None:
-    """Count symbols, in turn in each row of `counts`, so that runs of one symbol do not wait for one another.
+    """Count symbols, in turn in each row of `counts`, so that runs of one symbol do not wait for
+    one another.
 
     Args:
         symbols: uint8.

@@ -40,7 +40,9 @@ class Quantiser:
 
 
 class NotQuantisableError(Exception):
-    """A value is not finite, or a scale cannot be divided by: the tensor is to be encoded without loss."""
+    """A value is not finite, or a scale cannot be divided by: the tensor is to be encoded
+    without loss.
+    """
 
 
 class _Scratch(threading.local):
@@ -71,7 +73,9 @@ class QuantisedCoder:
         self._pool = pool
         self._scratch = _Scratch()
 
-    def encode(self, raw: memoryview, dtype: str, layout: PlaneLayout, quantiser: Quantiser) -> tuple[list[Any], Array]:
+    def encode(
+        self, raw: memoryview, dtype: str, layout: PlaneLayout, quantiser: Quantiser
+    ) -> tuple[list[Any], Array]:
         """Encode a tensor.
 
         Args:
@@ -81,14 +85,17 @@ class QuantisedCoder:
             quantiser: How.
 
         Returns:
-            The pieces of the blob, in order, and int64 `[planes, 3]`: of each plane the largest error, the sum of squared errors (in
-            1/UNIT of their scale, squared) and the sum of squared values.
+            The pieces of the blob, in order, and int64 `[planes, 3]`: of each plane the largest
+            error, the sum of squared errors (in 1/UNIT of their scale, squared) and the sum of
+            squared values.
 
         Raises:
             NotQuantisableError: See there.
         """
         kind = KINDS[dtype]
-        values = np.frombuffer(raw, "<u4" if kind == FLOAT32 else "<u2").reshape(layout.planes, layout.tokens * layout.channels)
+        values = np.frombuffer(raw, "<u4" if kind == FLOAT32 else "<u2").reshape(
+            layout.planes, layout.tokens * layout.channels
+        )
         by_token = quantiser.mode is Mode.BY_TOKEN
         scales = np.zeros((layout.planes, layout.tokens if by_token else 1), np.uint32)
         shifts = np.zeros((layout.planes, layout.groups), np.int16)
@@ -99,12 +106,27 @@ class QuantisedCoder:
 
         def encode_plane(plane: int) -> Array:
             outputs = scales[plane], shifts[plane], shapes[plane], errors[plane], lengths[plane]
-            return self._encode_plane(values[plane], (kind, quantiser.levels[plane], quantiser.fineness), layout, outputs)
+            return self._encode_plane(
+                values[plane], (kind, quantiser.levels[plane], quantiser.fineness), layout, outputs
+            )
 
         streams = side_by_side(self._pool, encode_plane, range(layout.planes))
-        head = Head(quantiser.mode, kind, values.itemsize, (layout.planes, layout.tokens, layout.channels, 0))
+        head = Head(
+            quantiser.mode,
+            kind,
+            values.itemsize,
+            (layout.planes, layout.tokens, layout.channels, 0),
+        )
         levels = np.array(quantiser.levels, np.uint8)
-        return [head.pack(), levels, _packed_scales(scales, kind, by_token), shifts, shapes, lengths.astype("<u4"), *streams], errors
+        return [
+            head.pack(),
+            levels,
+            _packed_scales(scales, kind, by_token),
+            shifts,
+            shapes,
+            lengths.astype("<u4"),
+            *streams,
+        ], errors
 
     def decode(self, reader: Reader, head: Head, layout: PlaneLayout, out: memoryview) -> None:
         """Decode a blob behind its head.
@@ -120,21 +142,35 @@ class QuantisedCoder:
         """
         by_token = head.mode is Mode.BY_TOKEN
         kind = head.dtype
-        if head.sizes != (layout.planes, layout.tokens, layout.channels, 0) or kind not in KINDS.values():
+        if (
+            head.sizes != (layout.planes, layout.tokens, layout.channels, 0)
+            or kind not in KINDS.values()
+        ):
             raise SerdeError(f"an encoded tensor of sizes {head.sizes}, expected {layout}")
-        if head.itemsize != (4 if kind == FLOAT32 else 2) or len(out) != head.itemsize * layout.planes * layout.tokens * layout.channels:
-            raise SerdeError(f"an encoded tensor of {head.itemsize} bytes an element for {len(out)} bytes")
+        if (
+            head.itemsize != (4 if kind == FLOAT32 else 2)
+            or len(out) != head.itemsize * layout.planes * layout.tokens * layout.channels
+        ):
+            raise SerdeError(
+                f"an encoded tensor of {head.itemsize} bytes an element for {len(out)} bytes"
+            )
         levels = reader.array("u1", layout.planes)
         scales = _unpacked_scales(reader, layout, kind, by_token)
-        shifts = reader.array("<i2", layout.planes * layout.groups).reshape(layout.planes, layout.groups)
-        shapes = reader.array("u1", layout.planes * layout.groups).reshape(layout.planes, layout.groups)
+        shifts = reader.array("<i2", layout.planes * layout.groups).reshape(
+            layout.planes, layout.groups
+        )
+        shapes = reader.array("u1", layout.planes * layout.groups).reshape(
+            layout.planes, layout.groups
+        )
         lengths = reader.array("<u4", layout.planes * layout.sections).astype(np.int64)
         check_model((levels, shapes, lengths), layout, self._tables.levels)
         words = reader.array("<u2", int(lengths.sum()))
         reader.finish()
         lengths = lengths.reshape(layout.planes, layout.sections)
         starts = np.cumsum(lengths.sum(1)) - lengths.sum(1)
-        values = np.frombuffer(out, "<u4" if kind == FLOAT32 else "<u2").reshape(layout.planes, layout.tokens * layout.channels)
+        values = np.frombuffer(out, "<u4" if kind == FLOAT32 else "<u2").reshape(
+            layout.planes, layout.tokens * layout.channels
+        )
 
         def decode_plane(plane: int) -> bool:
             inputs = lengths[plane], scales[plane], shifts[plane], shapes[plane]
@@ -145,7 +181,11 @@ class QuantisedCoder:
             raise SerdeError("the streams of an encoded tensor are not those of an encoder")
 
     def _encode_plane(
-        self, raw: Array, how: tuple[int, int, int], layout: PlaneLayout, outputs: tuple[Array, Array, Array, Array, Array]
+        self,
+        raw: Array,
+        how: tuple[int, int, int],
+        layout: PlaneLayout,
+        outputs: tuple[Array, Array, Array, Array, Array],
     ) -> Array:
         kind, levels, fineness = how
         scales, shifts, shapes, errors, lengths = outputs
@@ -154,9 +194,13 @@ class QuantisedCoder:
         symbols = self._scratch.get("symbols", "u1", tokens * channels)
         rows = self._scratch.get("rows", "u4", 2 * channels)
         if fineness:
-            is_bad = self._loops.quantise_by_plane(raw, (tokens, channels, kind, fineness), quantised, scales, errors, rows)
+            is_bad = self._loops.quantise_by_plane(
+                raw, (tokens, channels, kind, fineness), quantised, scales, errors, rows
+            )
         else:
-            is_bad = self._loops.quantise_by_token(raw, (tokens, channels, kind, levels), quantised, scales, errors, rows)
+            is_bad = self._loops.quantise_by_token(
+                raw, (tokens, channels, kind, levels), quantised, scales, errors, rows
+            )
         if is_bad:
             raise NotQuantisableError
         tables = self._tables.of(levels)
@@ -164,13 +208,22 @@ class QuantisedCoder:
         how_chosen = tokens, channels, layout.group, levels, int(not fineness)
         self._loops.choose(quantised, how_chosen, tables.choice, shifts, shapes, sums, symbols)
         columns = _by_channel(shapes & (DELTA_FLAG - 1), layout)
-        words = self._scratch.get("words", "u2", sum(max_words(tokens * width) for width in layout.widths))
+        words = self._scratch.get(
+            "words", "u2", sum(max_words(tokens * width) for width in layout.widths)
+        )
         sections = tokens, channels, layout.section, tables.stride
-        start = self._loops.encode_sections(symbols, sections, columns, tables.coder, words, lengths)
+        start = self._loops.encode_sections(
+            symbols, sections, columns, tables.coder, words, lengths
+        )
         return words[start:].copy()
 
     def _decode_plane(
-        self, words: Array, place: tuple[int, int, int, int], inputs: tuple[Array, Array, Array, Array], layout: PlaneLayout, raw: Array
+        self,
+        words: Array,
+        place: tuple[int, int, int, int],
+        inputs: tuple[Array, Array, Array, Array],
+        layout: PlaneLayout,
+        raw: Array,
     ) -> bool:
         start, kind, levels, by_token = place
         lengths, scales, shifts, shapes = inputs
@@ -179,17 +232,29 @@ class QuantisedCoder:
         symbols = self._scratch.get("symbols", "u1", tokens * channels)
         columns = _by_channel(shapes & (DELTA_FLAG - 1), layout)
         sections = start, tokens, channels, layout.section, tables.stride.bit_length() - 1
-        if self._loops.decode_sections(words, sections, lengths, columns, tables.slot_symbol, tables.start_and_frequency, symbols):
+        if self._loops.decode_sections(
+            words,
+            sections,
+            lengths,
+            columns,
+            tables.slot_symbol,
+            tables.start_and_frequency,
+            symbols,
+        ):
             return False
         about = self._scratch.get("columns", "i4", 3 * channels).reshape(3, channels)
         about[0] = _by_channel(shifts, layout)
         about[1] = -(_by_channel(shapes, layout) >> 7).astype(np.int32)
         rows = self._scratch.get("rows", "u4", channels)
-        self._loops.restore(symbols, raw, (tokens, channels, kind, levels, by_token), scales, about, rows)
+        self._loops.restore(
+            symbols, raw, (tokens, channels, kind, levels, by_token), scales, about, rows
+        )
         return True
 
 
-def check_model(model: tuple[Array, Array, Array], layout: PlaneLayout, known_levels: tuple[int, ...]) -> None:
+def check_model(
+    model: tuple[Array, Array, Array], layout: PlaneLayout, known_levels: tuple[int, ...]
+) -> None:
     """Check what a decoder's loops are not to meet.
 
     Args:
@@ -198,19 +263,29 @@ def check_model(model: tuple[Array, Array, Array], layout: PlaneLayout, known_le
         known_levels: The alphabets that there are tables for.
 
     Raises:
-        SerdeError: There are no tables for a number of levels, or none of a number, or a stream cannot be so long.
+        SerdeError: There are no tables for a number of levels, or none of a number, or a stream
+            cannot be so long.
     """
     levels, shapes, lengths = model
     unknown = set(levels.tolist()) - set(known_levels)
     if unknown:
-        raise SerdeError(f"an encoded tensor with {min(unknown)} levels; there are tables for {known_levels}")
+        raise SerdeError(
+            f"an encoded tensor with {min(unknown)} levels; there are tables for {known_levels}"
+        )
     if ((shapes & (DELTA_FLAG - 1)) >= NUM_SHAPES).any():
-        raise SerdeError(f"an encoded tensor that names table {int((shapes & (DELTA_FLAG - 1)).max())} of {NUM_SHAPES}")
-    if (lengths < LANES * STATE_WORDS).any() or (lengths > max_words(layout.tokens * layout.section)).any():
+        raise SerdeError(
+            f"an encoded tensor that names table {int((shapes & (DELTA_FLAG - 1)).max())} of"
+            f" {NUM_SHAPES}"
+        )
+    if (lengths < LANES * STATE_WORDS).any() or (
+        lengths > max_words(layout.tokens * layout.section)
+    ).any():
         raise SerdeError("an encoded tensor with a stream of impossible length")
 
 
-def group_errors(errors: Array, groups: Sequence[tuple[str, slice]]) -> list[tuple[str, float, float]]:
+def group_errors(
+    errors: Array, groups: Sequence[tuple[str, slice]]
+) -> list[tuple[str, float, float]]:
     """Largest and root mean square error of groups of planes.
 
     Args:
@@ -218,7 +293,8 @@ def group_errors(errors: Array, groups: Sequence[tuple[str, slice]]) -> list[tup
         groups: Name and planes of each.
 
     Returns:
-        Name, largest error relative to its scale, root of the squared errors relative to that of the squared values.
+        Name, largest error relative to its scale, root of the squared errors relative to that of
+        the squared values.
     """
     figures = []
     for name, planes in groups:
@@ -238,7 +314,11 @@ def _packed_scales(scales: Array, kind: int, by_token: bool) -> Array:
     """Scales as they travel: by token as values of the dtype, by plane as float32."""
     if not by_token or kind == FLOAT32:
         return scales
-    return (scales >> 16).astype("<u2") if kind == KINDS["bfloat16"] else scales.view(np.float32).astype("<f2")
+    return (
+        (scales >> 16).astype("<u2")
+        if kind == KINDS["bfloat16"]
+        else scales.view(np.float32).astype("<f2")
+    )
 
 
 def _unpacked_scales(reader: Reader, layout: PlaneLayout, kind: int, by_token: bool) -> Array:

@@ -1,7 +1,9 @@
-"""The model of quantised values: what is expected of each channel, and what is left to code. Compiled by `entropy.compiled`.
+"""The model of quantised values: what is expected of each channel, and what is left to code.
+Compiled by `entropy.compiled`.
 
-A channel's values are coded relative to its mean (its shift), or, where that is smaller, each relative to the value of the token before
-(delta). What is left is a symbol in `-levels … levels`, modulo `2 * levels + 1`; its variance chooses the table.
+A channel's values are coded relative to its mean (its shift), or, where that is smaller, each
+relative to the value of the token before (delta). What is left is a symbol in `-levels … levels`,
+modulo `2 * levels + 1`; its variance chooses the table.
 """
 
 from __future__ import annotations
@@ -21,12 +23,17 @@ NUM_SUMS = 6
 _BLOCK = 512
 """Channels that are worked on together: what is known of each stays in the first-level cache."""
 
-CHOOSE_SIGNATURE = "void(int16[::1], UniTuple(int64, 5), int64[:, ::1], int16[::1], uint8[::1], int32[:, ::1], uint8[::1])"
+CHOOSE_SIGNATURE = (
+    "void(int16[::1], UniTuple(int64, 5), int64[:, ::1], int16[::1], uint8[::1], int32[:, ::1],"
+    " uint8[::1])"
+)
 
 
 @register_jitable
 def _fold(value: Any, levels: Any, size: Any) -> Any:
-    """A number in `-2 * size < value < 2 * size`, modulo `size`, in `-levels … levels`; written without branches."""
+    """A number in `-2 * size < value < 2 * size`, modulo `size`, in `-levels … levels`; written
+    without branches.
+    """
     value = value - size if value > levels else value
     return value + size if value < -levels else value
 
@@ -39,7 +46,9 @@ def _round_mean(total: Any, count: Any) -> Any:
 
 @register_jitable
 def _shape_of(squares: Any, count: Any, largest: Any, choice: Any) -> Any:
-    """The tight or wide table for symbols with that sum of squares and that largest absolute value."""
+    """The tight or wide table for symbols with that sum of squares and that largest absolute
+    value.
+    """
     variance = squares * int64(VARIANCE_UNIT) // count
     width = int64(0)
     for i in range(choice.shape[1]):
@@ -77,12 +86,19 @@ def _choose_shifts(quantised: Any, shape: Any, shifts: Any, sums: Any) -> None:
 
 @register_jitable
 def _measure(quantised: Any, shape: Any, sums: Any) -> None:
-    """Make values relative to their shift, in place, and add up squares of them (`sums[2]`) and of their deltas (`sums[3]`)."""
+    """Make values relative to their shift, in place, and add up squares of them (`sums[2]`) and
+    of their deltas (`sums[3]`).
+    """
     tokens, channels, _, top, _ = shape
     levels, size = int32(top), int32(2 * top + 1)
     for block in range(0, channels, _BLOCK):
         last = min(channels, block + _BLOCK)
-        shift, before, squares, deltas = sums[0, block:last], sums[1, block:last], sums[2, block:last], sums[3, block:last]
+        shift, before, squares, deltas = (
+            sums[0, block:last],
+            sums[1, block:last],
+            sums[2, block:last],
+            sums[3, block:last],
+        )
         for i in range(last - block):
             before[i], squares[i], deltas[i] = int32(0), int32(0), int32(0)
         for token in range(tokens):
@@ -98,7 +114,9 @@ def _measure(quantised: Any, shape: Any, sums: Any) -> None:
 
 @register_jitable
 def _choose_delta(shape: Any, shapes: Any, sums: Any) -> None:
-    """Write `DELTA_FLAG` or nothing for each group, and in `sums[4]` for each channel all bits where deltas are coded, none elsewhere."""
+    """Write `DELTA_FLAG` or nothing for each group, and in `sums[4]` for each channel all bits
+    where deltas are coded, none elsewhere.
+    """
     _, channels, per_group, _, _ = shape
     for group in range(shapes.size):
         first, last = group * per_group, min(channels, (group + 1) * per_group)
@@ -145,13 +163,22 @@ def _choose_shapes(shape: Any, choice: Any, shapes: Any, sums: Any) -> None:
         shapes[group] |= _shape_of(squares, int64(tokens) * int64(last - first), largest, choice)
 
 
-def choose(quantised: Any, shape: tuple[int, int, int, int, int], choice: Any, shifts: Any, shapes: Any, sums: Any, symbols: Any) -> None:
+def choose(
+    quantised: Any,
+    shape: tuple[int, int, int, int, int],
+    choice: Any,
+    shifts: Any,
+    shapes: Any,
+    sums: Any,
+    symbols: Any,
+) -> None:
     """Choose shift, delta and table of each group of channels, and write the symbols.
 
     Args:
         quantised: int16 `[tokens * channels]`; overwritten.
-        shape: Rows (tokens, at most 32,768), values of a row (channels), channels of a group, levels, and 1 where values are modulo
-            `2 * levels + 1`, 0 where those of a group span at most that.
+        shape: Rows (tokens, at most 32,768), values of a row (channels), channels of a group,
+            levels, and 1 where values are modulo `2 * levels + 1`, 0 where those of a group span at
+            most that.
         choice: See `ShapeTables.choice`.
         shifts: int16 `[groups]`, written.
         shapes: uint8 `[groups]`, written: number of the table, and `DELTA_FLAG`.

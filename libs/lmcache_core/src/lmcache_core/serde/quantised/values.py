@@ -1,7 +1,9 @@
-"""Floating-point KV to whole numbers and back: loops over the rows of one plane (one layer of keys or of values).
+"""Floating-point KV to whole numbers and back: loops over the rows of one plane (one layer of keys
+or of values).
 
-Every operation is one of IEEE 754 in float32, in the order written here, nothing fused, rounded to nearest, ties to even. Sums are of
-integers, so that their order is free. That makes the result the same on every machine and on a GPU. Compiled by `entropy.compiled`.
+Every operation is one of IEEE 754 in float32, in the order written here, nothing fused, rounded to
+nearest, ties to even. Sums are of integers, so that their order is free. That makes the result the
+same on every machine and on a GPU. Compiled by `entropy.compiled`.
 
 Raw values are uint16 (bfloat16, float16) or uint32 (float32) bit patterns.
 """
@@ -18,16 +20,22 @@ BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
 UNIT = 32767
 """Errors and values are summed in whole parts of 1/UNIT of their scale."""
 MAX_SPREAD = 252
-"""Steps between the smallest and the largest value of a channel, at most; symbols have room for 254."""
+"""Steps between the smallest and the largest value of a channel, at most; symbols have room for
+254.
+"""
 _TO_WHOLE = np.float32(12582912.0)
-"""1.5 * 2^23: adding and subtracting it rounds a float32 below 2^22 to a whole number, ties to even."""
+"""1.5 * 2^23: adding and subtracting it rounds a float32 below 2^22 to a whole number, ties to
+even.
+"""
 _FLOAT16_UP = np.float32(2.0**112)
 _SMALLEST_BITS = 27 << 23
 """2^-100, and"""
 _LARGEST_BITS = 227 << 23
 """2^100: scales outside are not divided by."""
 _LARGEST_HALF_BITS = 142 << 23
-"""2^15: in float16, values up to here and half a step beyond stay finite when the step is at most as large as they are."""
+"""2^15: in float16, values up to here and half a step beyond stay finite when the step is at
+most as large as they are.
+"""
 OK, NOT_FINITE = 0, 1
 _BLOCK = 256
 """Channels whose sums are kept at a time: they stay in the first-level cache."""
@@ -36,9 +44,15 @@ _READ_ONLY = "Array({}, 1, 'C', readonly=True)"
 _ROW_ARRAYS = "UniTuple(int64, 4), int16[::1], uint32[::1], int64[::1], uint32[::1])"
 _PLANE_ARRAYS = "UniTuple(int64, 4), int16[::1], uint32[::1], int64[::1], uint32[::1])"
 _RESTORE_ARRAYS = "UniTuple(int64, 5), uint32[::1], int32[:, ::1], uint32[::1])"
-BY_TOKEN_SIGNATURES = tuple(f"int64({_READ_ONLY.format(raw)}, {_ROW_ARRAYS}" for raw in ("uint16", "uint32"))
-BY_PLANE_SIGNATURES = tuple(f"int64({_READ_ONLY.format(raw)}, {_PLANE_ARRAYS}" for raw in ("uint16", "uint32"))
-RESTORE_SIGNATURES = tuple(f"void(uint8[::1], {raw}[::1], {_RESTORE_ARRAYS}" for raw in ("uint16", "uint32"))
+BY_TOKEN_SIGNATURES = tuple(
+    f"int64({_READ_ONLY.format(raw)}, {_ROW_ARRAYS}" for raw in ("uint16", "uint32")
+)
+BY_PLANE_SIGNATURES = tuple(
+    f"int64({_READ_ONLY.format(raw)}, {_PLANE_ARRAYS}" for raw in ("uint16", "uint32")
+)
+RESTORE_SIGNATURES = tuple(
+    f"void(uint8[::1], {raw}[::1], {_RESTORE_ARRAYS}" for raw in ("uint16", "uint32")
+)
 
 
 @register_jitable
@@ -65,17 +79,22 @@ def _widen(raw: Any, count: int, kind: int, bits: Any) -> None:
 
 @register_jitable
 def _narrow(bits: Any, count: int, kind: int) -> None:
-    """Round float32 bit patterns (finite) to the dtype, in place: the upper 16 bits for bfloat16, the lower ones for float16."""
+    """Round float32 bit patterns (finite) to the dtype, in place: the upper 16 bits for
+    bfloat16, the lower ones for float16.
+    """
     if kind == BFLOAT16:
         for i in range(count):
-            bits[i] = (bits[i] + uint32(0x7FFF) + ((bits[i] >> uint32(16)) & uint32(1))) & uint32(0xFFFF0000)
+            bits[i] = (bits[i] + uint32(0x7FFF) + ((bits[i] >> uint32(16)) & uint32(1))) & uint32(
+                0xFFFF0000
+            )
     elif kind == FLOAT16:
         values = bits.view(np.float32)
         for i in range(count):
             value = bits[i]
             sign = value & uint32(0x80000000)
             size = value & uint32(0x7FFFFFFF)
-            # below 2^-14 steps are 2^-24 apart: adding 0.5 leaves the rounded count of them in the last bits
+            # below 2^-14 steps are 2^-24 apart: adding 0.5 leaves the rounded count of them in the
+            # last bits
             rounded = size + uint32(0xFFF) + ((size >> uint32(13)) & uint32(1))
             usual = min((rounded - uint32(112 << 23)) >> uint32(13), uint32(0x7C00))
             bits[i] = size
@@ -95,8 +114,12 @@ def _largest_bits(bits: Any, count: int) -> Any:
 
 
 @register_jitable
-def _count_errors(raw: Any, count: int, kind: int, restored: Any, original: Any, scale: Any, errors: Any) -> None:
-    """Add up how far `restored` (float32 bits, narrowed here) is from the raw row (widened in `original`), in parts of `scale / UNIT`."""
+def _count_errors(
+    raw: Any, count: int, kind: int, restored: Any, original: Any, scale: Any, errors: Any
+) -> None:
+    """Add up how far `restored` (float32 bits, narrowed here) is from the raw row (widened in
+    `original`), in parts of `scale / UNIT`.
+    """
     _narrow(restored, count, kind)
     if kind == FLOAT16:
         for i in range(count):
@@ -117,8 +140,16 @@ def _count_errors(raw: Any, count: int, kind: int, restored: Any, original: Any,
     errors[2] += power
 
 
-def quantise_by_token(raw: Any, shape: tuple[int, int, int, int], quantised: Any, scales: Any, errors: Any, scratch: Any) -> int:
-    """q = rint(((x * C) / m) + C) - C, with m the largest absolute value of the token's row and C = levels.
+def quantise_by_token(
+    raw: Any,
+    shape: tuple[int, int, int, int],
+    quantised: Any,
+    scales: Any,
+    errors: Any,
+    scratch: Any,
+) -> int:
+    """q = rint(((x * C) / m) + C) - C, with m the largest absolute value of the token's row and C =
+    levels.
 
     Source: the documented CacheGen quantiser; restored as ((q / C) * m), rounded to the dtype.
 
@@ -127,11 +158,13 @@ def quantise_by_token(raw: Any, shape: tuple[int, int, int, int], quantised: Any
         shape: Rows (tokens), values of a row (channels), dtype, C.
         quantised: int16 `[tokens * channels]`, written: -C … C.
         scales: uint32 `[tokens]`, written: float32 bits of m, which is a value of the dtype.
-        errors: int64 `[3]`: the largest error is raised, the sums of squared errors and of squared values are added to.
+        errors: int64 `[3]`: the largest error is raised, the sums of squared errors and of squared
+            values are added to.
         scratch: uint32 `[2 * channels]`.
 
     Returns:
-        `NOT_FINITE` when a row has a value that is not finite, or a scale that cannot be divided by; else `OK`.
+        `NOT_FINITE` when a row has a value that is not finite, or a scale that cannot be divided
+        by; else `OK`.
     """
     tokens, channels, kind, levels = shape
     bits, restored = scratch[:channels], scratch[channels : 2 * channels]
@@ -160,15 +193,26 @@ def quantise_by_token(raw: Any, shape: tuple[int, int, int, int], quantised: Any
     return OK
 
 
-def quantise_by_plane(raw: Any, shape: tuple[int, int, int, int], quantised: Any, scales: Any, errors: Any, scratch: Any) -> int:
-    """q = rint(x / s), with one step s for the whole plane: `fineness / 256` of the standard deviation within its channels.
+def quantise_by_plane(
+    raw: Any,
+    shape: tuple[int, int, int, int],
+    quantised: Any,
+    scales: Any,
+    errors: Any,
+    scratch: Any,
+) -> int:
+    """q = rint(x / s), with one step s for the whole plane: `fineness / 256` of the standard
+    deviation within its channels.
 
-    One step for all channels puts the same error on each: what reverse water-filling asks for. Restored as q * s.
+    One step for all channels puts the same error on each: what reverse water-filling asks for.
+    Restored as q * s.
 
     Args:
         raw: `[tokens * channels]`.
-        shape: Rows (tokens, at most 32,768), values of a row (channels), dtype, and the step in 1/256 of the standard deviation, 1 … 1024.
-        quantised: int16 `[tokens * channels]`, written; of each channel the values span at most 254.
+        shape: Rows (tokens, at most 32,768), values of a row (channels), dtype, and the step in
+            1/256 of the standard deviation, 1 … 1024.
+        quantised: int16 `[tokens * channels]`, written; of each channel the values span at most
+            254.
         scales: uint32 `[1]`, written: float32 bits of s, 0 where every value is 0.
         errors: See `quantise_by_token`; relative to the plane's largest absolute value.
         scratch: uint32 `[2 * channels]`.
@@ -184,12 +228,18 @@ def quantise_by_plane(raw: Any, shape: tuple[int, int, int, int], quantised: Any
     if largest == uint32(0):
         quantised[: tokens * channels] = int16(0)
         return OK
-    if largest < uint32(_SMALLEST_BITS) or largest > uint32(_LARGEST_HALF_BITS if kind == FLOAT16 else _LARGEST_BITS):
+    if largest < uint32(_SMALLEST_BITS) or largest > uint32(
+        _LARGEST_HALF_BITS if kind == FLOAT16 else _LARGEST_BITS
+    ):
         return NOT_FINITE
     maximum = scales.view(np.float32)[0]
     variance, spread = _spread(raw, (tokens, channels, kind), maximum, bits)
-    step_units = _root((variance // int64(channels)) * int64(fineness) * int64(fineness)) >> int64(8)
-    step_units = max(max(step_units, int64(1)), (spread + int64(MAX_SPREAD - 1)) // int64(MAX_SPREAD))
+    step_units = _root((variance // int64(channels)) * int64(fineness) * int64(fineness)) >> int64(
+        8
+    )
+    step_units = max(
+        max(step_units, int64(1)), (spread + int64(MAX_SPREAD - 1)) // int64(MAX_SPREAD)
+    )
     scales.view(np.float32)[0] = float32(step_units) * (maximum / float32(UNIT))
     step = scales.view(np.float32)[0]
     for token in range(tokens):
@@ -206,7 +256,9 @@ def quantise_by_plane(raw: Any, shape: tuple[int, int, int, int], quantised: Any
 
 @register_jitable
 def _largest_raw(raw: Any, kind: int, bits: Any) -> Any:
-    """`_largest_bits` of raw values: patterns without their sign are in the order of what they stand for."""
+    """`_largest_bits` of raw values: patterns without their sign are in the order of what they
+    stand for.
+    """
     mask = uint32(0x7FFFFFFF) if kind == FLOAT32 else uint32(0x7FFF)
     largest = uint32(0)
     for i in range(raw.size):
@@ -219,18 +271,26 @@ def _largest_raw(raw: Any, kind: int, bits: Any) -> Any:
 
 @register_jitable
 def _spread(raw: Any, shape: Any, maximum: Any, bits: Any) -> Any:
-    """Sum of the variances of all channels, each rounded down, in 1/UNIT of the maximum, squared; and the widest span of a channel."""
+    """Sum of the variances of all channels, each rounded down, in 1/UNIT of the maximum,
+    squared; and the widest span of a channel.
+    """
     tokens, channels, kind = shape
     values = bits.view(np.float32)
     unit = float32(UNIT) / maximum
     variance, spread = int64(0), int64(0)
-    totals, lows, highs = np.empty(_BLOCK, np.int32), np.empty(_BLOCK, np.int32), np.empty(_BLOCK, np.int32)
+    totals, lows, highs = (
+        np.empty(_BLOCK, np.int32),
+        np.empty(_BLOCK, np.int32),
+        np.empty(_BLOCK, np.int32),
+    )
     squares = np.empty(_BLOCK, np.float64)
     for block in range(0, channels, _BLOCK):
         width = min(_BLOCK, channels - block)
         totals[:], lows[:], highs[:], squares[:] = int32(0), int32(UNIT), int32(-UNIT), 0.0
         for token in range(tokens):
-            _widen(raw[token * channels + block : token * channels + block + width], width, kind, bits)
+            _widen(
+                raw[token * channels + block : token * channels + block + width], width, kind, bits
+            )
             for i in range(width):
                 values[i] = (values[i] * unit + _TO_WHOLE) - _TO_WHOLE
             for i in range(width):
@@ -242,7 +302,9 @@ def _spread(raw: Any, shape: Any, maximum: Any, bits: Any) -> Any:
                 highs[i] = max(highs[i], whole)
         for i in range(width):
             total = int64(totals[i])
-            variance += (int64(tokens) * int64(squares[i]) - total * total) // (int64(tokens) * int64(tokens))
+            variance += (int64(tokens) * int64(squares[i]) - total * total) // (
+                int64(tokens) * int64(tokens)
+            )
             spread = max(spread, int64(highs[i]) - int64(lows[i]))
     return variance, spread
 
@@ -258,7 +320,14 @@ def _root(square: Any) -> Any:
     return root
 
 
-def restore(symbols: Any, raw: Any, shape: tuple[int, int, int, int, int], scales: Any, columns: Any, scratch: Any) -> None:
+def restore(
+    symbols: Any,
+    raw: Any,
+    shape: tuple[int, int, int, int, int],
+    scales: Any,
+    columns: Any,
+    scratch: Any,
+) -> None:
     """Raw values of a plane, of their symbols (see `symbols.choose`).
 
     Args:
@@ -266,7 +335,8 @@ def restore(symbols: Any, raw: Any, shape: tuple[int, int, int, int, int], scale
         raw: `[tokens * channels]`, written.
         shape: Rows (tokens), values of a row (channels), dtype, levels, and 1 by token, 0 by plane.
         scales: uint32 `[tokens]` by token, else `[1]`.
-        columns: int32 `[3, channels]`: shift of each column; all bits where its symbols are deltas, none elsewhere; scratch.
+        columns: int32 `[3, channels]`: shift of each column; all bits where its symbols are deltas,
+            none elsewhere; scratch.
         scratch: uint32 `[channels]`.
     """
     tokens, channels, kind, top, by_token = shape
@@ -294,6 +364,9 @@ def restore(symbols: Any, raw: Any, shape: tuple[int, int, int, int, int], scale
             for i in range(channels):
                 values[i] = float32(before[i] + shift[i]) * scale
         _narrow(scratch, channels, kind)
-        restored, unused = raw[token * channels : (token + 1) * channels], uint32(16 if kind == BFLOAT16 else 0)
+        restored, unused = (
+            raw[token * channels : (token + 1) * channels],
+            uint32(16 if kind == BFLOAT16 else 0),
+        )
         for i in range(channels):
             restored[i] = scratch[i] >> unused

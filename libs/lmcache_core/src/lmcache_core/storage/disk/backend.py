@@ -43,21 +43,24 @@ _Job = tuple[int, MemoryObj, "Future[Result]"]
 
 
 class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
-    """Chunks in a directory that one process owns. What is complete is served again after any kind of end.
+    """Chunks in a directory that one process owns. What is complete is served again after any kind
+    of end.
 
-    A disk that is full, read-only or failing turns into misses and refused writes; it is tried again by itself. Until the
-    directory has been read after a start, its chunks are misses and writes are refused.
+    A disk that is full, read-only or failing turns into misses and refused writes; it is tried
+    again by itself. Until the directory has been read after a start, its chunks are misses and
+    writes are refused.
 
     Args:
         root: The directory; made when missing.
         capacity_bytes: Hard bound on what lies in it, half-written files included.
         policy: Which chunks go first; see `eviction.DEFAULT_POLICY`. Belongs to this tier.
         on_removed: Called on the loop with every key that the tier gives up.
-        fsync: Wait for the device before a chunk counts as kept. Without it a power failure may cost recent chunks, which
-            are then misses.
+        fsync: Wait for the device before a chunk counts as kept. Without it a power failure may
+            cost recent chunks, which are then misses.
         num_threads: Bound on file operations at once.
         files: How files are touched.
-        memory_allocator: Where `get_blocking` and the other documented methods put what they read; without one, plain bytes.
+        memory_allocator: Where `get_blocking` and the other documented methods put what they read;
+            without one, plain bytes.
         limits: What it does not keep although it has room.
         clock: Tells the age of chunks; that of what lies there at the start is the files'.
 
@@ -82,12 +85,16 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         clock: Clock = time.time,
     ) -> None:
         if capacity_bytes <= 0:
-            raise ConfigError(f"disk tier {root}: capacity of {capacity_bytes} bytes; it must be positive")
+            raise ConfigError(
+                f"disk tier {root}: capacity of {capacity_bytes} bytes; it must be positive"
+            )
         self._layout = DiskLayout(root)
         self._files = files or DiskFiles()
         self._index = DiskIndex(capacity_bytes, policy or create_policy(), limits, clock)
         self._lock = DirectoryLock(self._layout.lock)
-        self._store = DiskStore(self._layout, self._index, self._files, self._report, fsync, self._lock)
+        self._store = DiskStore(
+            self._layout, self._index, self._files, self._report, fsync, self._lock
+        )
         self._pool = FilePool("lmcache-disk", num_threads)
         self._allocator = memory_allocator or BufferAllocator()
         self._put_tasks = PutTasks()
@@ -122,7 +129,9 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
                 self._loading.add_done_callback(_log_failure)
         except OSError as exc:  # a timeout, too
             await self.close()
-            raise UnavailableError(f"disk path {self._layout.root}: {exc.strerror or 'no answer'}") from exc
+            raise UnavailableError(
+                f"disk path {self._layout.root}: {exc.strerror or 'no answer'}"
+            ) from exc
         except BaseException:
             await self.close()
             raise
@@ -131,12 +140,17 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         self._tasks.start("look-again", self._look_again())
 
     async def close(self) -> None:
-        """Let running file operations end, for `CLOSE_WAIT_S` seconds, and give the directory up. Idempotent."""
+        """Let running file operations end, for `CLOSE_WAIT_S` seconds, and give the directory
+        up. Idempotent.
+        """
         await self._tasks.close()
         if await self._pool.close(CLOSE_WAIT_S):
             self._lock.release()
         elif self._acquiring is not None and self._acquiring.done():
-            logger.warning("disk tier %s does not answer; its directory stays locked until this process ends", self._layout.root)
+            logger.warning(
+                "disk tier %s does not answer; its directory stays locked until this process ends",
+                self._layout.root,
+            )
 
     async def wait_loaded(self) -> None:
         """Wait until it is open and the directory has been read, or could not be."""
@@ -145,15 +159,21 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
             await wait_all([self._loading])
 
     def call_when_restored(self, on_restored: Callable[[], None]) -> None:
-        """Call `on_restored` on the loop whenever chunks are served again that could not be read."""
+        """Call `on_restored` on the loop whenever chunks are served again that could not be
+        read.
+        """
         self._on_restored = on_restored
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""
         return self._index.contains_many(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
-        """See `StorageBackend.batched_get`. Files are read straight into memory from `allocate` and verified in the threads."""
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
+        """See `StorageBackend.batched_get`. Files are read straight into memory from `allocate`
+        and verified in the threads.
+        """
         self._pool.check_open()
         results: list[Result] = []
         jobs: list[_Job] = []
@@ -182,7 +202,9 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         return results
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. False also when the disk does not take writes just now."""
+        """See `StorageBackend.batched_put`. False also when the disk does not take writes just
+        now.
+        """
         if not self._takes_writes():
             return [False] * len(chunks)
         futures = [self._submit_write(chunk) for chunk in chunks]
@@ -190,7 +212,9 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
             await wait_all(futures)
         except BaseException:
             for future in futures:
-                future.cancel()  # one that has begun keeps its chunk's memory until it ends: the disk may still read it
+                # one that has begun keeps its chunk's memory until it ends: the disk may still read
+                # it
+                future.cancel()
             raise
         return [not future.cancelled() and future.result() for future in futures]
 
@@ -211,7 +235,9 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         return self._index.held()
 
     def peek_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
-        """What is known of chunks without touching a file; `corrupt` for one that was damaged and set aside. Not an access."""
+        """What is known of chunks without touching a file; `corrupt` for one that was damaged
+        and set aside. Not an access.
+        """
         return self._index.peek_many(keys)
 
     def stats(self) -> dict[str, int]:
@@ -231,7 +257,11 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         try:
             await wait_all([future for _, _, future in jobs], timeout_s)
             for _, _, future in jobs:
-                if future.done() and not future.cancelled() and (bug := future.exception()) is not None:
+                if (
+                    future.done()
+                    and not future.cancelled()
+                    and (bug := future.exception()) is not None
+                ):
                     raise bug
         except BaseException:
             for _, memory, future in jobs:
@@ -290,4 +320,6 @@ def _release_result(future: Future[Result]) -> None:
 
 def _log_failure(future: Future[None]) -> None:
     if not future.cancelled() and (failure := future.exception()) is not None:
-        logger.error("the disk tier's directory cannot be read, nothing is stored until it can: %s", failure)
+        logger.error(
+            "the disk tier's directory cannot be read, nothing is stored until it can: %s", failure
+        )

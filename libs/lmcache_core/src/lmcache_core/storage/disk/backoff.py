@@ -9,11 +9,14 @@ from collections.abc import Callable
 MIN_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 SETTLED_S = 10.0
-"""A disk counts as healed, for who is told of it, once no write has failed for so long: a full one takes a write now and then."""
+"""A disk counts as healed, for who is told of it, once no write has failed for so long: a full
+one takes a write now and then.
+"""
 
 
 class WriteBackoff:
-    """After a failed write none is tried for a while, twice as long after each failure in a row. Thread-safe.
+    """After a failed write none is tried for a while, twice as long after each failure in a row.
+    Thread-safe.
 
     Args:
         clock: Seconds that never go back.
@@ -34,7 +37,9 @@ class WriteBackoff:
         return self._pause_s > 0
 
     def allows(self) -> bool:
-        """Whether a write may be tried now. The first one after a pause is a probe: the others wait for another pause."""
+        """Whether a write may be tried now. The first one after a pause is a probe: the others
+        wait for another pause.
+        """
         with self._lock:
             if self._pause_s == 0:
                 return True

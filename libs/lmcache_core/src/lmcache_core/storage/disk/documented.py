@@ -1,4 +1,6 @@
-"""The documented methods of the disk tier: the same files and the same index, one chunk at a time, from any thread."""
+"""The documented methods of the disk tier: the same files and the same index, one chunk at a
+time, from any thread.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from concurrent.futures import Future
 
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
-from lmcache_core.record import RAW_SERDE, UNSEALED_DIGEST, Chunk, Miss, MissReason, RecordHeader, Result, raw_header
+from lmcache_core.record import (
+    RAW_SERDE,
+    UNSEALED_DIGEST,
+    Chunk,
+    Miss,
+    MissReason,
+    RecordHeader,
+    Result,
+    raw_header,
+)
 from lmcache_core.storage.disk.index import DiskIndex
 from lmcache_core.storage.disk.pool import FilePool
 from lmcache_core.storage.disk.store import TIER_NAME, DiskStore
@@ -35,7 +46,9 @@ class PutTasks:
             return key in self._keys
 
     def add(self, key: ChunkKey) -> bool:
-        """Note that a chunk is being written; False when it is already, or when there are `MAX_PUT_TASKS`."""
+        """Note that a chunk is being written; False when it is already, or when there are
+        `MAX_PUT_TASKS`.
+        """
         with self._lock:
             if key in self._keys or len(self._keys) >= MAX_PUT_TASKS:
                 return False
@@ -49,11 +62,13 @@ class PutTasks:
 
 
 class DocumentedDiskMethods:
-    """Chunks by key, as memory objects. Every method may be called from any thread while the tier is open.
+    """Chunks by key, as memory objects. Every method may be called from any thread while the tier
+    is open.
 
-    A key is a `CacheEngineKey`, which belongs to the default tenant, or a `ChunkKey`. What is read is verified, and comes in memory of the
-    tier's allocator, with the shape and dtype it was stored with; the caller owns the reference. Nothing raises for a chunk that is
-    missing, damaged or does not fit; a tier that is not open raises `UnavailableError`.
+    A key is a `CacheEngineKey`, which belongs to the default tenant, or a `ChunkKey`. What is read
+    is verified, and comes in memory of the tier's allocator, with the shape and dtype it was stored
+    with; the caller owns the reference. Nothing raises for a chunk that is missing, damaged or does
+    not fit; a tier that is not open raises `UnavailableError`.
     """
 
     _store: DiskStore
@@ -80,12 +95,13 @@ class DocumentedDiskMethods:
 
         Args:
             key: Its name.
-            memory_obj: Its payload. The task takes a reference of its own and gives it back when it is done; the content must not change
-                until then.
+            memory_obj: Its payload. The task takes a reference of its own and gives it back when it
+                is done; the content must not change until then.
 
         Returns:
-            Whether the chunk is held when the task has ended; cancelled when the tier is closed before. None: not taken, since it is
-            being written already, since `MAX_PUT_TASKS` are, or since the directory has not been read yet.
+            Whether the chunk is held when the task has ended; cancelled when the tier is closed
+            before. None: not taken, since it is being written already, since `MAX_PUT_TASKS` are,
+            or since the directory has not been read yet.
         """
         name = _name(key)
         self._pool.check_open()
@@ -100,7 +116,9 @@ class DocumentedDiskMethods:
         return future
 
     async def async_save_bytes_to_disk(self, key: DiskKey, memory_obj: MemoryObj) -> bool:
-        """`submit_put_task`, awaited; False also when the task was not taken. Cancelled, a write that has begun goes on."""
+        """`submit_put_task`, awaited; False also when the task was not taken. Cancelled, a write
+        that has begun goes on.
+        """
         future = self.submit_put_task(key, memory_obj)
         if future is None:
             return False
@@ -115,7 +133,8 @@ class DocumentedDiskMethods:
         """Read a chunk in the background.
 
         Returns:
-            The memory object, owned by whoever takes it from the future, or None when it could not be read after all. None instead of a
+            The memory object, owned by whoever takes it from the future, or None when it could not
+            be read after all. None instead of a
             future: the chunk is not held.
         """
         name = _name(key)
@@ -123,7 +142,9 @@ class DocumentedDiskMethods:
         return self._pool.submit(self.load_bytes_from_disk, name) if self.contains(name) else None
 
     def get_blocking(self, key: DiskKey) -> MemoryObj | None:
-        """Read a chunk in one of the tier's threads and wait for it, `BLOCKING_WAIT_S` seconds at most; None is a miss."""
+        """Read a chunk in one of the tier's threads and wait for it, `BLOCKING_WAIT_S` seconds
+        at most; None is a miss.
+        """
         future = self.submit_prefetch_task(key)
         if future is None:
             return None
@@ -136,9 +157,15 @@ class DocumentedDiskMethods:
             return None
 
     async def async_load_bytes_from_disk(self, key: DiskKey) -> MemoryObj | None:
-        """Read a chunk in one of the tier's threads; None is a miss. Cancelled, it gives its memory back."""
+        """Read a chunk in one of the tier's threads; None is a miss. Cancelled, it gives its
+        memory back.
+        """
         name = _name(key)
-        return await self._pool.run(self.load_bytes_from_disk, name, discard=_give_back) if self.contains(name) else None
+        return (
+            await self._pool.run(self.load_bytes_from_disk, name, discard=_give_back)
+            if self.contains(name)
+            else None
+        )
 
     def load_bytes_from_disk(self, key: DiskKey) -> MemoryObj | None:
         """Read a chunk in the caller's thread, for as long as the disk takes; None is a miss."""
@@ -146,7 +173,9 @@ class DocumentedDiskMethods:
         return result.memory if isinstance(result, Chunk) else None
 
     def load_disk(self, key: DiskKey) -> Result:
-        """Read a chunk in the caller's thread, with its record's header; or the reason why there is none."""
+        """Read a chunk in the caller's thread, with its record's header; or the reason why there
+        is none.
+        """
         self._pool.check_open()
         name = _name(key)
         entry = self._index.find(name)
@@ -156,10 +185,13 @@ class DocumentedDiskMethods:
         if isinstance(header, Miss):
             return header
         memory = _allocate(self._allocator, header, entry.payload_bytes)
-        return Miss(MissReason.NO_MEMORY) if memory is None else self._store.read(name, entry, memory)
+        return (
+            Miss(MissReason.NO_MEMORY) if memory is None else self._store.read(name, entry, memory)
+        )
 
     def insert_key(self, key: DiskKey, memory_obj: MemoryObj | None = None) -> bool:
-        """Serve a record that somebody has put in its place in the directory, without reading its payload.
+        """Serve a record that somebody has put in its place in the directory, without reading its
+        payload.
 
         Args:
             key: Its name.
@@ -175,7 +207,9 @@ class DocumentedDiskMethods:
         return self._store.adopt(name, None if memory_obj is None else memory_obj.get_size())
 
     def remove(self, key: DiskKey) -> bool:
-        """Forget a chunk and remove its file; whether it was held. Waits until the directory has been read, `BLOCKING_WAIT_S` at most."""
+        """Forget a chunk and remove its file; whether it was held. Waits until the directory has
+        been read, `BLOCKING_WAIT_S` at most.
+        """
         self._pool.check_open()
         if self._loading is not None:
             concurrent.futures.wait([self._loading], BLOCKING_WAIT_S)
@@ -201,14 +235,25 @@ def _chunk_of(name: ChunkKey, memory_obj: MemoryObj) -> Chunk:
     meta = memory_obj.metadata
     is_tensor = meta.dtype is not None
     header = raw_header(
-        name.key, meta.shape if is_tensor else (memory_obj.get_size(),), meta.dtype if is_tensor else "uint8", UNSEALED_DIGEST
+        name.key,
+        meta.shape if is_tensor else (memory_obj.get_size(),),
+        meta.dtype if is_tensor else "uint8",
+        UNSEALED_DIGEST,
     )
     return Chunk.unsealed(name, header, memory_obj, TIER_NAME)
 
 
-def _allocate(allocator: MemoryAllocatorInterface, header: RecordHeader, payload_bytes: int) -> MemoryObj | None:
-    """Memory of the shape and dtype of the one raw tensor in a record; flat bytes when it holds anything else."""
-    if header.serde == RAW_SERDE and len(header.tensors) == 1 and (spec := header.tensors[0]).dtype != "uint8":
+def _allocate(
+    allocator: MemoryAllocatorInterface, header: RecordHeader, payload_bytes: int
+) -> MemoryObj | None:
+    """Memory of the shape and dtype of the one raw tensor in a record; flat bytes when it holds
+    anything else.
+    """
+    if (
+        header.serde == RAW_SERDE
+        and len(header.tensors) == 1
+        and (spec := header.tensors[0]).dtype != "uint8"
+    ):
         return allocator.allocate(spec.shape, spec.dtype, MemoryFormat.KV_BLOB)
     return allocator.allocate((payload_bytes,), None, MemoryFormat.BINARY)
 
@@ -220,4 +265,10 @@ def _give_back(memory_obj: MemoryObj | None) -> None:
 
 def _give_back_later(future: Future[MemoryObj | None]) -> None:
     if not future.cancel():
-        future.add_done_callback(lambda done: _give_back(done.result()) if not done.cancelled() and done.exception() is None else None)
+        future.add_done_callback(
+            lambda done: (
+                _give_back(done.result())
+                if not done.cancelled() and done.exception() is None
+                else None
+            )
+        )

@@ -1,4 +1,6 @@
-"""Every operation on files that the disk tier does. Tests inject a subclass that fails, or kills its process, at a chosen one."""
+"""Every operation on files that the disk tier does. Tests inject a subclass that fails, or kills
+its process, at a chosen one.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class DiskFiles:
 
     def create(self, path: Path) -> int:
         """A descriptor for writing a file that must not exist yet."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        return os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE
+        )
 
     def write(self, fd: int, buffers: Sequence[bytes | memoryview]) -> None:
         """Append all buffers."""
@@ -64,15 +68,21 @@ class DiskFiles:
         path.unlink(missing_ok=True)
 
     def open(self, path: Path) -> int:
-        """A descriptor for reading a file; links are not followed, and a pipe that lies there instead is not waited for."""
+        """A descriptor for reading a file; links are not followed, and a pipe that lies there
+        instead is not waited for.
+        """
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def drop_cached(self, fd: int) -> None:
-        """Let the next read of a file come from its device or server, as far as the system does that."""
+        """Let the next read of a file come from its device or server, as far as the system does
+        that.
+        """
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, fd: int, buffer: bytearray | memoryview, at: int) -> int:
-        """Fill a buffer from the file's bytes at `at` on; the number of bytes read, fewer than it holds if the file ends before."""
+        """Fill a buffer from the file's bytes at `at` on; the number of bytes read, fewer than
+        it holds if the file ends before.
+        """
         left = memoryview(buffer).cast("B")
         begin = at
         while len(left):

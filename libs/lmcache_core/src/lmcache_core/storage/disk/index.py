@@ -1,4 +1,6 @@
-"""What a disk tier holds, and how much of its capacity is taken. In memory; thread-safe; never does I/O."""
+"""What a disk tier holds, and how much of its capacity is taken. In memory; thread-safe; never
+does I/O.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class DiskEntry:
         head_bytes: Its head.
         payload_bytes: Its payload.
         lossy: Whether its encoding loses something.
-        stored_at: When it was stored, seconds since the epoch; None, until the index holds it, means then.
+        stored_at: When it was stored, seconds since the epoch; None, until the index holds it,
+            means then.
     """
 
     head_bytes: int
@@ -47,7 +50,8 @@ class DiskEntry:
 
 
 class DiskIndex:
-    """Entries in the policy's order; entries and reservations together never exceed the capacity, nor those of a tenant its quota.
+    """Entries in the policy's order; entries and reservations together never exceed the capacity,
+    nor those of a tenant its quota.
 
     Args:
         capacity_bytes: Bound on what is charged.
@@ -56,7 +60,13 @@ class DiskIndex:
         clock: Tells the age of entries.
     """
 
-    def __init__(self, capacity_bytes: int, policy: EvictionPolicy, limits: TierLimits | None = None, clock: Clock = time.time) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        policy: EvictionPolicy,
+        limits: TierLimits | None = None,
+        clock: Clock = time.time,
+    ) -> None:
         self.capacity_bytes = capacity_bytes
         self._ledger = Ledger(policy, limits, clock)
         self._clock = clock
@@ -75,7 +85,8 @@ class DiskIndex:
     def find_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
         """The entries to read, or why there are none.
 
-        Counts as an access to all of them, the last one first: of a chain of chunks the head is then the most recent.
+        Counts as an access to all of them, the last one first: of a chain of chunks the head is
+        then the most recent.
         """
         with self._lock:
             for key in reversed(keys):
@@ -84,13 +95,20 @@ class DiskIndex:
             return [self._live(key) or self._miss(key) for key in keys]
 
     def peek_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
-        """Like `find_many`, but not an access, and what `note_damage` was told of one that has not come back since."""
+        """Like `find_many`, but not an access, and what `note_damage` was told of one that has
+        not come back since.
+        """
         with self._lock:
             found = [self._live(key) or self._miss(key) for key in keys]
-            return [self._damaged.miss(key) if entry == _NEVER_STORED else entry for key, entry in zip(keys, found, strict=True)]
+            return [
+                self._damaged.miss(key) if entry == _NEVER_STORED else entry
+                for key, entry in zip(keys, found, strict=True)
+            ]
 
     def note_damage(self, key: ChunkKey, reason: MissReason = MissReason.CORRUPT) -> None:
-        """Remember why a record is no longer held: `corrupt`, or `unavailable` if it cannot be read."""
+        """Remember why a record is no longer held: `corrupt`, or `unavailable` if it cannot be
+        read.
+        """
         with self._lock:
             self._damaged.add(key, reason)
 
@@ -99,13 +117,17 @@ class DiskIndex:
         return self.find_many([key])[0]
 
     def wants(self, key: ChunkKey, lossy: bool) -> bool:
-        """Whether a record would be kept: there is none, or one that loses something where the new one does not."""
+        """Whether a record would be kept: there is none, or one that loses something where the
+        new one does not.
+        """
         with self._lock:
             held = self._live(key)
             return held is None or (held.lossy and not lossy)
 
     def could_hold(self, tenant: str, charge: int) -> bool:
-        """Whether an entry of that size fits at all, whatever is given up for it; counted, if the quota is why not."""
+        """Whether an entry of that size fits at all, whatever is given up for it; counted, if
+        the quota is why not.
+        """
         quota = self._ledger.quota(tenant)
         if quota is None or charge <= quota:
             return charge <= self.capacity_bytes
@@ -113,17 +135,26 @@ class DiskIndex:
         return False
 
     def is_over_quota(self, tenant: str, charge: int = 0) -> bool:
-        """Whether the tenant's entries and reservations would exceed its quota with so much more."""
+        """Whether the tenant's entries and reservations would exceed its quota with so much
+        more.
+        """
         with self._lock:
             return self._is_over_quota(tenant, charge)
 
     def reserve(self, charge: int, tenant: str) -> bool:
-        """Take a part of the capacity and of a quota for a file that is about to be written; False when it is not free."""
+        """Take a part of the capacity and of a quota for a file that is about to be written;
+        False when it is not free.
+        """
         with self._lock:
-            if self._entry_bytes + self._reserved_bytes + charge > self.capacity_bytes or self._is_over_quota(tenant, charge):
+            if (
+                self._entry_bytes + self._reserved_bytes + charge > self.capacity_bytes
+                or self._is_over_quota(tenant, charge)
+            ):
                 return False
             self._reserved_bytes += charge
-            self._tenants_reserved_bytes[tenant] = self._tenants_reserved_bytes.get(tenant, 0) + charge
+            self._tenants_reserved_bytes[tenant] = (
+                self._tenants_reserved_bytes.get(tenant, 0) + charge
+            )
             return True
 
     def charge_anyway(self, charge: int) -> None:
@@ -132,7 +163,9 @@ class DiskIndex:
             self._reserved_bytes += charge
 
     def unreserve(self, charge: int, tenant: str | None = None) -> None:
-        """Give a part that was reserved (for a tenant), or charged anyway, back: its file is gone."""
+        """Give a part that was reserved (for a tenant), or charged anyway, back: its file is
+        gone.
+        """
         with self._lock:
             self._unreserve(charge, tenant)
 
@@ -198,7 +231,9 @@ class DiskIndex:
             return held
 
     def keys(self, tenant: str | None = None) -> list[ChunkKey]:
-        """Names of all chunks (of that tenant) that lie there, those whose time is over included."""
+        """Names of all chunks (of that tenant) that lie there, those whose time is over
+        included.
+        """
         with self._lock:
             return [key for key in self._entries if tenant is None or key.tenant == tenant]
 
@@ -229,7 +264,9 @@ class DiskIndex:
             return self._entry_bytes + self._reserved_bytes > self.capacity_bytes
 
     def stats(self) -> dict[str, int]:
-        """Figures; `used_bytes` counts whole file-system blocks, and everything that the tier has on disk."""
+        """Figures; `used_bytes` counts whole file-system blocks, and everything that the tier
+        has on disk.
+        """
         with self._lock:
             return {
                 "num_chunks": len(self._entries),
@@ -248,9 +285,18 @@ class DiskIndex:
             sizes = {key: entry.charge for key, entry in self._entries.items()}
             charged = sum(sizes.values())
             if charged != self._entry_bytes or self._reserved_bytes < 0:
-                raise IntegrityError(f"entries charge {charged} bytes, books say {self._entry_bytes}; reserved {self._reserved_bytes}")
-            if sum(self._tenants_reserved_bytes.values()) > self._reserved_bytes or 0 in self._tenants_reserved_bytes.values():
-                raise IntegrityError(f"tenants have reserved {self._tenants_reserved_bytes}, all together {self._reserved_bytes}")
+                raise IntegrityError(
+                    f"entries charge {charged} bytes, books say {self._entry_bytes}; reserved"
+                    f" {self._reserved_bytes}"
+                )
+            if (
+                sum(self._tenants_reserved_bytes.values()) > self._reserved_bytes
+                or 0 in self._tenants_reserved_bytes.values()
+            ):
+                raise IntegrityError(
+                    f"tenants have reserved {self._tenants_reserved_bytes}, all together"
+                    f" {self._reserved_bytes}"
+                )
             self._ledger.check_integrity(sizes)
 
     def _live(self, key: ChunkKey) -> DiskEntry | None:
@@ -261,7 +307,9 @@ class DiskIndex:
         return Miss(MissReason.EXPIRED) if key in self._entries else self._ledger.miss(key)
 
     def _is_over_quota(self, tenant: str, charge: int) -> bool:
-        return self._ledger.is_over_quota(tenant, self._tenants_reserved_bytes.get(tenant, 0) + charge)
+        return self._ledger.is_over_quota(
+            tenant, self._tenants_reserved_bytes.get(tenant, 0) + charge
+        )
 
     def _unreserve(self, charge: int, tenant: str | None) -> None:
         self._reserved_bytes -= charge

@@ -83,7 +83,9 @@ def tenant_directory(tenant: str) -> str:
     if name.startswith("."):
         name = "%2E" + name[1:]
     if not 0 < len(name) <= MAX_NAME_BYTES:
-        raise ValueError(f"tenant of {len(name)} quoted characters: a directory's name has 1 to {MAX_NAME_BYTES}")
+        raise ValueError(
+            f"tenant of {len(name)} quoted characters: a directory's name has 1 to {MAX_NAME_BYTES}"
+        )
     return name
 
 

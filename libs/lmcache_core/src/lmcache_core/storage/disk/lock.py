@@ -40,8 +40,9 @@ class DirectoryLock:
             owner = os.pread(fd, 32, 0).decode("ascii", errors="replace").strip()
             os.close(fd)
             raise ConfigError(
-                f"disk path {self._path.parent} is in use by another process (pid {owner or 'unknown'}): "
-                "give each process a directory of its own, or stop the other one"
+                f"disk path {self._path.parent} is in use by another process (pid"
+                f" {owner or 'unknown'}): give each process a directory of its own, or stop the"
+                " other one"
             ) from exc
         except BaseException:
             os.close(fd)

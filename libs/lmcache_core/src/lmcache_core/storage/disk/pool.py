@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 class FilePool:
-    """A bounded pool of threads. `submit` may be called from any thread, the coroutines belong to one loop.
+    """A bounded pool of threads. `submit` may be called from any thread, the coroutines belong to
+    one loop.
 
     Args:
         name: Prefix of the threads' names.
@@ -37,7 +38,8 @@ class FilePool:
         self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix=self.name)
 
     def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Run `work` in a thread; the caller owns the future, which is cancelled when the pool closes before its turn.
+        """Run `work` in a thread; the caller owns the future, which is cancelled when the pool
+        closes before its turn.
 
         Raises:
             UnavailableError: The pool is not open.
@@ -52,7 +54,9 @@ class FilePool:
         future.add_done_callback(self._running.discard)
         return future
 
-    async def run(self, work: Callable[..., T], *arguments: Any, discard: Callable[[T], object] | None = None) -> T:
+    async def run(
+        self, work: Callable[..., T], *arguments: Any, discard: Callable[[T], object] | None = None
+    ) -> T:
         """What `work` gives. When the caller is cancelled, work that has begun goes on.
 
         Args:
@@ -91,15 +95,21 @@ class FilePool:
             await wait_all(list(self._running), wait_s)
         if self._running:
             return False
-        await asyncio.to_thread(pool.shutdown)  # threads that only have to give back the memory of reads that nobody waited for
+        await asyncio.to_thread(
+            pool.shutdown
+        )  # threads that only have to give back the memory of reads that nobody waited for
         return True
 
 
 async def wait_all(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> None:
-    """Wait until they are done; what they hold is read from them afterwards. Cancelling the wait cancels none of them."""
+    """Wait until they are done; what they hold is read from them afterwards. Cancelling the wait
+    cancels none of them.
+    """
     if not futures:
         return
-    done, _ = await asyncio.wait([asyncio.wrap_future(future) for future in futures], timeout=timeout_s)
+    done, _ = await asyncio.wait(
+        [asyncio.wrap_future(future) for future in futures], timeout=timeout_s
+    )
     for future in done:
         if not future.cancelled():
             future.exception()  # seen, so that it is not reported as overlooked

@@ -1,4 +1,6 @@
-"""Damaged files: set aside for whoever wants to look, a bounded number of them, and gone as soon as their space is needed."""
+"""Damaged files: set aside for whoever wants to look, a bounded number of them, and gone as soon
+as their space is needed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ MAX_BAD_FILES = 8
 
 
 class Quarantine:
-    """Files that are charged but never served. Not thread-safe: the store calls it under its lock for names.
+    """Files that are charged but never served. Not thread-safe: the store calls it under its lock
+    for names.
 
     What could not be read is not among them: nothing is known about it.
 
@@ -49,10 +52,12 @@ class Quarantine:
         self._left[path] = charge
 
     def take(self, path: Path, charge: int) -> None:
-        """Set a damaged file aside; the oldest ones above `MAX_BAD_FILES` are removed. Never raises `OSError`.
+        """Set a damaged file aside; the oldest ones above `MAX_BAD_FILES` are removed. Never raises
+        `OSError`.
 
         Args:
-            path: The file. When it can be neither moved nor removed (a read-only disk), it stays charged where it is.
+            path: The file. When it can be neither moved nor removed (a read-only disk), it stays
+                charged where it is.
             charge: What it takes of the capacity; not charged yet.
         """
         held = self._layout.new_bad()

@@ -1,5 +1,6 @@
-"""The record in a file: written in one go, under another name first; read head first, its payload straight into memory and digested on
-the way. Blocking."""
+"""The record in a file: written in one go, under another name first; read head first, its payload
+straight into memory and digested on the way. Blocking.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +9,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lmcache_core.errors import RecordError
-from lmcache_core.record import Chunk, RecordHeader, RecordReason, check_digest, decode_prefix, payload_hasher
+from lmcache_core.record import (
+    Chunk,
+    RecordHeader,
+    RecordReason,
+    check_digest,
+    decode_prefix,
+    payload_hasher,
+)
 from lmcache_core.storage.disk.files import DiskFiles
 
 FIRST_READ_BYTES = 4096
 """Holds nearly every head, and is what a file system reads at least."""
 BLOCK_BYTES = 1 << 20
-"""A payload is digested block by block, while each is still in the processor's cache: with several threads reading, 1.25 times as fast as
-digesting it as a whole afterwards (32 MiB records from the page cache, two cores of an AMD EPYC with 1 MiB of L2 each; 0.5 to 4 MiB are
-alike)."""
+"""A payload is digested block by block, while each is still in the processor's cache: with several
+threads reading, 1.25 times as fast as digesting it as a whole afterwards (32 MiB records from the
+page cache, two cores of an AMD EPYC with 1 MiB of L2 each; 0.5 to 4 MiB are alike).
+"""
 
 
 @contextmanager
@@ -50,7 +59,9 @@ def read_head(files: DiskFiles, fd: int, first_bytes: int = FIRST_READ_BYTES) ->
     return bytes(memoryview(first)[: min(num_read, prefix.head_bytes)])
 
 
-def read_payload(files: DiskFiles, fd: int, at: int, header: RecordHeader, payload: memoryview) -> None:
+def read_payload(
+    files: DiskFiles, fd: int, at: int, header: RecordHeader, payload: memoryview
+) -> None:
     """Fill `payload` with the payload of a record, and verify it.
 
     Args:
@@ -64,10 +75,18 @@ def read_payload(files: DiskFiles, fd: int, at: int, header: RecordHeader, paylo
         RecordError: The file does not end with it, or the digest is another one.
         OSError: It cannot be read.
     """
-    _read_blocks(files, fd, at, header, (payload[begin : begin + BLOCK_BYTES] for begin in range(0, len(payload), BLOCK_BYTES)))
+    _read_blocks(
+        files,
+        fd,
+        at,
+        header,
+        (payload[begin : begin + BLOCK_BYTES] for begin in range(0, len(payload), BLOCK_BYTES)),
+    )
 
 
-def check_payload(files: DiskFiles, fd: int, at: int, header: RecordHeader, payload_bytes: int) -> None:
+def check_payload(
+    files: DiskFiles, fd: int, at: int, header: RecordHeader, payload_bytes: int
+) -> None:
     """Verify a payload of that length as `read_payload` does, in memory of its own.
 
     Raises:
@@ -75,10 +94,18 @@ def check_payload(files: DiskFiles, fd: int, at: int, header: RecordHeader, payl
         OSError: It cannot be read.
     """
     block = memoryview(bytearray(min(BLOCK_BYTES, payload_bytes)))
-    _read_blocks(files, fd, at, header, (block[: payload_bytes - begin] for begin in range(0, payload_bytes, BLOCK_BYTES)))
+    _read_blocks(
+        files,
+        fd,
+        at,
+        header,
+        (block[: payload_bytes - begin] for begin in range(0, payload_bytes, BLOCK_BYTES)),
+    )
 
 
-def _read_blocks(files: DiskFiles, fd: int, at: int, header: RecordHeader, blocks: Iterable[memoryview]) -> None:
+def _read_blocks(
+    files: DiskFiles, fd: int, at: int, header: RecordHeader, blocks: Iterable[memoryview]
+) -> None:
     hasher = payload_hasher()
     for block in blocks:
         if files.read(fd, block, at) != len(block):

@@ -13,11 +13,14 @@ from lmcache_core.storage.disk.quarantine import Quarantine
 
 MAX_VICTIMS_PER_WRITE = 1024
 MAX_EXPIRED_PER_CALL = 16
-"""Chunks whose time is over that a call removes on its way; more than one, so that they do not pile up."""
+"""Chunks whose time is over that a call removes on its way; more than one, so that they do not
+pile up.
+"""
 
 
 class DiskRoom:
-    """What goes, and in which order: chunks whose time is over, damaged files, then the policy's victims.
+    """What goes, and in which order: chunks whose time is over, damaged files, then the policy's
+    victims.
 
     Not thread-safe: the store calls it under its lock for names.
 
@@ -30,7 +33,12 @@ class DiskRoom:
     """
 
     def __init__(
-        self, layout: DiskLayout, index: DiskIndex, files: DiskFiles, quarantine: Quarantine, on_removed: Callable[[ChunkKey], None]
+        self,
+        layout: DiskLayout,
+        index: DiskIndex,
+        files: DiskFiles,
+        quarantine: Quarantine,
+        on_removed: Callable[[ChunkKey], None],
     ) -> None:
         self._layout = layout
         self._index = index
@@ -39,7 +47,8 @@ class DiskRoom:
         self._on_removed = on_removed
 
     def reserve(self, charge: int, tenant: str) -> bool:
-        """Take a part of the capacity and of the tenant's quota; False, and counted if the quota is why, when so much cannot be had.
+        """Take a part of the capacity and of the tenant's quota; False, and counted if the quota is
+        why, when so much cannot be had.
 
         Raises:
             OSError: A victim's file cannot be removed.
@@ -54,7 +63,9 @@ class DiskRoom:
         return False
 
     def shrink(self) -> None:
-        """Give up what exceeds quotas and capacity, after a start with smaller ones; as far as files can be removed."""
+        """Give up what exceeds quotas and capacity, after a start with smaller ones; as far as
+        files can be removed.
+        """
         with contextlib.suppress(OSError):
             for tenant in self._index.tenants():
                 while self._index.is_over_quota(tenant) and self._give_up_one(tenant):
@@ -63,7 +74,9 @@ class DiskRoom:
                 pass
 
     def expire(self, limit: int = MAX_EXPIRED_PER_CALL) -> bool:
-        """Remove chunks whose time is over, at most `limit` of them; whether there were any. What cannot be removed stays charged."""
+        """Remove chunks whose time is over, at most `limit` of them; whether there were any.
+        What cannot be removed stays charged.
+        """
         past = self._index.past(limit)
         for key in past:
             path = self._layout.record(key)
@@ -76,7 +89,9 @@ class DiskRoom:
         return bool(past)
 
     def _give_up_one(self, tenant: str | None = None, charge: int = 0) -> bool:
-        """Remove one file; for a tenant that is over its quota, or would be with so much more, one of its own."""
+        """Remove one file; for a tenant that is over its quota, or would be with so much more,
+        one of its own.
+        """
         if self.expire(1):
             return True
         is_own = tenant is not None and self._index.is_over_quota(tenant, charge)

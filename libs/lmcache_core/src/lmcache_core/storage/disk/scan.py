@@ -1,4 +1,6 @@
-"""Rebuilds what a disk tier holds from what lies in its directory. Heads are read, payloads are not."""
+"""Rebuilds what a disk tier holds from what lies in its directory. Heads are read, payloads are
+not.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import RecordReason, decode_head
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskEntry
-from lmcache_core.storage.disk.layout import FILE_DEPTH, DiskLayout, is_record, is_shard, record_name, tenant_of
+from lmcache_core.storage.disk.layout import (
+    FILE_DEPTH,
+    DiskLayout,
+    is_record,
+    is_shard,
+    record_name,
+    tenant_of,
+)
 from lmcache_core.storage.disk.record_file import opened, read_head
 
 LATER_VERSION = frozenset({RecordReason.VERSION, RecordReason.EXTENSION})
@@ -87,14 +96,20 @@ def _files_in(layout: DiskLayout, files: DiskFiles, path: Path, found: Found) ->
     for name in names:
         if depth == 0 and name in (layout.lock.name, layout.temporary.name, layout.bad.name):
             continue
-        is_ours = (tenant_of(name) is not None, is_shard(name), is_record(name) and name.startswith(path.name))[depth]
+        is_ours = (
+            tenant_of(name) is not None,
+            is_shard(name),
+            is_record(name) and name.startswith(path.name),
+        )[depth]
         if is_ours:
             yield from _files_in(layout, files, path / name, found)
         else:
             found.num_foreign += 1
 
 
-def read_entry(files: DiskFiles, tenant: str, path: Path, status: os.stat_result) -> tuple[ChunkKey, DiskEntry]:
+def read_entry(
+    files: DiskFiles, tenant: str, path: Path, status: os.stat_result
+) -> tuple[ChunkKey, DiskEntry]:
     """What a record file says that it holds.
 
     Args:
@@ -113,7 +128,9 @@ def read_entry(files: DiskFiles, tenant: str, path: Path, status: os.stat_result
         head = read_head(files, fd)
     header, payload_bytes = decode_head(head)
     if len(head) + payload_bytes != status.st_size:
-        raise RecordError(RecordReason.SHORT, f"{status.st_size} bytes, its head says {len(head) + payload_bytes}")
+        raise RecordError(
+            RecordReason.SHORT, f"{status.st_size} bytes, its head says {len(head) + payload_bytes}"
+        )
     key = header.engine_key()
     if record_name(key) != path.name:
         raise RecordError(RecordReason.WRONG_KEY, "the file is not named after its key")

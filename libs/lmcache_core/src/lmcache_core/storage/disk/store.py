@@ -1,4 +1,6 @@
-"""Records in files: written whole or not at all, verified when read. Blocking; runs in the tier's threads."""
+"""Records in files: written whole or not at all, verified when read. Blocking; runs in the
+tier's threads.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
 from lmcache_core.storage.disk.layout import FILE_DEPTH, DiskLayout, charged_bytes, tenant_of
 from lmcache_core.storage.disk.lock import DirectoryLock
 from lmcache_core.storage.disk.quarantine import Quarantine
-from lmcache_core.storage.disk.record_file import BLOCK_BYTES, name_record, opened, read_head, read_payload, write_record
+from lmcache_core.storage.disk.record_file import (
+    BLOCK_BYTES,
+    name_record,
+    opened,
+    read_head,
+    read_payload,
+    write_record,
+)
 from lmcache_core.storage.disk.room import DiskRoom
 from lmcache_core.storage.disk.scan import LATER_VERSION, Found, read_entry, scan
 from lmcache_core.telemetry import Counters
@@ -32,10 +41,14 @@ logger = logging.getLogger(__name__)
 
 TIER_NAME = "LocalDiskBackend"
 NOT_A_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ESPIPE})
-"""Errors that say that something else lies in the place of a record. All others are of the environment
-(no descriptors, no memory, no rights, a device that hiccups) and say nothing about the file."""
+"""Errors that say that something else lies in the place of a record. All others are of the
+environment (no descriptors, no memory, no rights, a device that hiccups) and say nothing about the
+file.
+"""
 AGAIN_S = 5.0
-"""A file whose device fails is set aside if it fails again so much later, while others can be read."""
+"""A file whose device fails is set aside if it fails again so much later, while others can be
+read.
+"""
 EVENTS = (
     "corrupt_chunks",
     "missing_files",
@@ -64,10 +77,11 @@ class _Unread(NamedTuple):
 class DiskStore:
     """The files of one tier. Thread-safe.
 
-    Names change (rename, unlink) only under one lock, together with the index, so that an entry always tells what its file
-    is. Contents are written and read without it.
+    Names change (rename, unlink) only under one lock, together with the index, so that an entry
+    always tells what its file is. Contents are written and read without it.
 
-    What cannot be read is left where it is, charged and not served, until `look_again` can read it or a new record takes its place.
+    What cannot be read is left where it is, charged and not served, until `look_again` can read it
+    or a new record takes its place.
 
     Args:
         layout: Where files lie.
@@ -107,7 +121,8 @@ class DiskStore:
         self.is_loaded = False
 
     def load(self) -> None:
-        """Take over what an earlier process left: whole records are served again, everything half-written goes.
+        """Take over what an earlier process left: whole records are served again, everything
+        half-written goes.
 
         Raises:
             OSError: The root cannot be read.
@@ -128,11 +143,22 @@ class DiskStore:
         self._counters.add("foreign_at_start", found.num_foreign)
         self._counters.add("failed_reads", len(found.unread))
         if found.damaged:
-            logger.warning("%d files in %s are damaged and are not served", len(found.damaged), root)
+            logger.warning(
+                "%d files in %s are damaged and are not served", len(found.damaged), root
+            )
         if found.later:
-            logger.warning("%d records in %s are of a later version, and are left for it", len(found.later), root)
+            logger.warning(
+                "%d records in %s are of a later version, and are left for it",
+                len(found.later),
+                root,
+            )
         if found.error is not None:
-            logger.warning("cannot read files, trying again: path=%s files=%d error=%s", root, len(found.unread), found.error.strerror)
+            logger.warning(
+                "cannot read files, trying again: path=%s files=%d error=%s",
+                root,
+                len(found.unread),
+                found.error.strerror,
+            )
 
     @property
     def has_unread(self) -> bool:
@@ -153,18 +179,33 @@ class DiskStore:
             return True
         with self._names_lock:
             unread = dict(self._unread)
-        places = [path for path, why in unread.items() if not why.needs_payload or self._is_readable(path)]
+        places = [
+            path for path, why in unread.items() if not why.needs_payload or self._is_readable(path)
+        ]
         found = scan(self._layout, self._files, places)
         if not self._lock.is_volume_there():
             return False  # a file that is not found is not gone
         with self._names_lock:
-            # A write or a removal may have come first: then the file is not ours to judge by what it was.
+            # A write or a removal may have come first: then the file is not ours to judge by what
+            # it was.
             still_unread = self._unread.keys() & set(places)
-            found.records = [(key, entry) for key, entry in found.records if self._is_below(self._layout.record(key), still_unread)]
-            doubtful = [path for path, _ in (*found.damaged, *found.later) if self._is_below(path, still_unread)]
+            found.records = [
+                (key, entry)
+                for key, entry in found.records
+                if self._is_below(self._layout.record(key), still_unread)
+            ]
+            doubtful = [
+                path
+                for path, _ in (*found.damaged, *found.later)
+                if self._is_below(path, still_unread)
+            ]
             judged = scan(self._layout, self._files, doubtful)
             found.damaged, found.later = judged.damaged, judged.later
-            found.unread = {path: size for path, size in found.unread.items() if self._is_below(path, still_unread)}
+            found.unread = {
+                path: size
+                for path, size in found.unread.items()
+                if self._is_below(path, still_unread)
+            }
             for path in still_unread:
                 self._forget_unread(path)
             self._take_over(found)
@@ -183,9 +224,15 @@ class DiskStore:
         if not self._index.wants(chunk.key, chunk.lossy):
             return True
         payload_bytes = chunk.memory.get_size()
-        entry = DiskEntry(chunk.num_bytes - payload_bytes, payload_bytes, chunk.lossy, chunk.stored_at)
+        entry = DiskEntry(
+            chunk.num_bytes - payload_bytes, payload_bytes, chunk.lossy, chunk.stored_at
+        )
         path = self._path(chunk.key)
-        if path is None or not self._index.could_hold(chunk.key.tenant, entry.charge) or not self._backoff.allows():
+        if (
+            path is None
+            or not self._index.could_hold(chunk.key.tenant, entry.charge)
+            or not self._backoff.allows()
+        ):
             self._counters.add("rejected_writes")
             return False
         if self._is_crowded_out(entry.charge):
@@ -197,7 +244,11 @@ class DiskStore:
         except OSError as exc:
             self._counters.add("failed_writes")
             if self._backoff.failed():
-                logger.warning("disk tier %s does not take writes: %s; it is tried again later", self._layout.root, exc.strerror)
+                logger.warning(
+                    "disk tier %s does not take writes: %s; it is tried again later",
+                    self._layout.root,
+                    exc.strerror,
+                )
             return False
         if not is_kept:  # the disk was not asked
             self._counters.add("rejected_writes")
@@ -211,7 +262,8 @@ class DiskStore:
         Args:
             key: Its name.
             entry: What the index said about it.
-            memory: Room for the payload; its reference passes to the chunk returned, or is given back.
+            memory: Room for the payload; its reference passes to the chunk returned, or is given
+                back.
         """
         try:
             head, header = self._read_into(key, entry, memory.byte_array)
@@ -240,8 +292,8 @@ class DiskStore:
             payload_bytes: Only if its payload has this length.
 
         Returns:
-            True when a record for that key is complete, as far as its head tells, and readable; False when the file is none of that
-            key, its time is over, or there is no room for it.
+            True when a record for that key is complete, as far as its head tells, and readable;
+            False when the file is none of that key, its time is over, or there is no room for it.
         """
         path = self._path(key)
         if path is None:
@@ -286,9 +338,15 @@ class DiskStore:
         return num_removed
 
     def clear(self, tenant: str | None = None) -> int:
-        """Remove everything (of that tenant); how many there were. What a directory holds that cannot be read stays."""
+        """Remove everything (of that tenant); how many there were. What a directory holds that
+        cannot be read stays.
+        """
         with self._names_lock:
-            self._writing = {write: key for write, key in self._writing.items() if tenant not in (None, key.tenant)}
+            self._writing = {
+                write: key
+                for write, key in self._writing.items()
+                if tenant not in (None, key.tenant)
+            }
         num_removed = self.remove(self._index.keys(tenant))
         with self._names_lock:
             for path in [*self._unread, *self._quarantine.paths()]:
@@ -309,7 +367,9 @@ class DiskStore:
         return figures | {
             "quarantined_files": len(self._quarantine),
             "unread_files": len(self._unread),
-            "is_failing": int(self._backoff.is_failing or self._is_crowded_out(self._crowded_out_bytes)),
+            "is_failing": int(
+                self._backoff.is_failing or self._is_crowded_out(self._crowded_out_bytes)
+            ),
         }
 
     def _path(self, key: ChunkKey) -> Path | None:
@@ -319,7 +379,9 @@ class DiskStore:
             return None
 
     def _is_crowded_out(self, charge: int) -> bool:
-        """Whether files that cannot be read leave no room for a write, whatever else is given up."""
+        """Whether files that cannot be read leave no room for a write, whatever else is given
+        up.
+        """
         return self._unread_bytes + charge > self._index.capacity_bytes
 
     def _note_crowded_out(self, charge: int) -> None:
@@ -328,7 +390,8 @@ class DiskStore:
         self._crowded_out_bytes = charge
         if is_news:
             logger.warning(
-                "no room for writes, files that cannot be read take it: path=%s unread_files=%d unread_bytes=%d",
+                "no room for writes, files that cannot be read take it: path=%s unread_files=%d"
+                " unread_bytes=%d",
                 self._layout.root,
                 len(self._unread),
                 self._unread_bytes,
@@ -346,7 +409,8 @@ class DiskStore:
             write_record(self._files, temporary, chunk, self._fsync)
             with self._names_lock:
                 if this_write not in self._writing:
-                    return False  # removed meanwhile: a write that hung for long must not bring the chunk back
+                    # removed meanwhile: a write that hung for long must not bring the chunk back
+                    return False
                 if self._index.wants(chunk.key, chunk.lossy):
                     name_record(self._files, temporary, path, self._layout.root, self._fsync)
                     self._forget(path)
@@ -426,12 +490,16 @@ class DiskStore:
         with self._names_lock:
             return self._room.reserve(charge, tenant)
 
-    def _read_into(self, key: ChunkKey, entry: DiskEntry, payload: memoryview) -> tuple[bytes, RecordHeader]:
+    def _read_into(
+        self, key: ChunkKey, entry: DiskEntry, payload: memoryview
+    ) -> tuple[bytes, RecordHeader]:
         with opened(self._files, self._layout.record(key)) as fd:
             head = read_head(self._files, fd, entry.head_bytes)
             header, payload_bytes = decode_head(head, key.key)
             if payload_bytes != len(payload):
-                raise RecordError(RecordReason.SHORT, f"payload of {payload_bytes} bytes, {len(payload)} expected")
+                raise RecordError(
+                    RecordReason.SHORT, f"payload of {payload_bytes} bytes, {len(payload)} expected"
+                )
             read_payload(self._files, fd, len(head), header, payload)
         return head, header
 
@@ -455,7 +523,9 @@ class DiskStore:
         self._counters.add("missing_files" if is_missing else "corrupt_chunks")
         if is_missing:
             return Miss(MissReason.NEVER_STORED)
-        logger.warning("chunk %s on disk is damaged (%s) and is not served", key.key.chunk_hash, exc)
+        logger.warning(
+            "chunk %s on disk is damaged (%s) and is not served", key.key.chunk_hash, exc
+        )
         is_other = isinstance(exc, RecordError) and exc.reason == RecordReason.WRONG_KEY
         return Miss(MissReason.IDENTITY if is_other else MissReason.CORRUPT)
 
@@ -474,7 +544,11 @@ class DiskStore:
             self._index.note_damage(key, MissReason.UNAVAILABLE)
             self._hold_unread(self._layout.record(key), _Unread(entry.charge, needs_payload=True))
         self._on_removed(key)
-        logger.warning("chunk cannot be read, not served until it can: chunk=%s error=%s", key.key.chunk_hash, exc.strerror)
+        logger.warning(
+            "chunk cannot be read, not served until it can: chunk=%s error=%s",
+            key.key.chunk_hash,
+            exc.strerror,
+        )
 
     def _remove_half_written(self, paths: Sequence[Path]) -> None:
         for path in paths:

@@ -21,7 +21,16 @@ POLICIES = MappingProxyType(
     }
 )
 
-__all__ = ["DEFAULT_POLICY", "POLICIES", "Clock", "EvictionPolicy", "Ledger", "TenantQuotas", "TierLimits", "create_policy"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICIES",
+    "Clock",
+    "EvictionPolicy",
+    "Ledger",
+    "TenantQuotas",
+    "TierLimits",
+    "create_policy",
+]
 
 
 def create_policy(name: str = DEFAULT_POLICY) -> EvictionPolicy:

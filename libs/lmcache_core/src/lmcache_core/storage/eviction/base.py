@@ -9,12 +9,14 @@ from lmcache_core.keys import ChunkKey
 
 
 class EvictionPolicy(ABC):
-    """Decides which chunks a full tier gives up first. Not thread-safe: the tier calls it under its own lock.
+    """Decides which chunks a full tier gives up first. Not thread-safe: the tier calls it under its
+    own lock.
 
     A policy belongs to exactly one tier. Every key is reported inserted once and removed once.
 
-    Chunks of one prompt form a chain: without its head the tail is of no use. Where a tier learns of several chunks at once, it
-    reports the last one first, so that the head counts as the most recent and the tail goes before it.
+    Chunks of one prompt form a chain: without its head the tail is of no use. Where a tier learns
+    of several chunks at once, it reports the last one first, so that the head counts as the most
+    recent and the tail goes before it.
     """
 
     @abstractmethod
@@ -42,14 +44,17 @@ class EvictionPolicy(ABC):
     def victims(self) -> Iterator[ChunkKey]:
         """Keys in the order in which to give them up, each at most once, lazily.
 
-        Before it asks for the next key the caller either reports the last one removed or declines it; a declined key is in
-        use, which the policy may count as an access. A caller that asks no more has not declined the last one. Nothing else may
-        be reported while the iterator is in use.
+        Before it asks for the next key the caller either reports the last one removed or declines
+        it; a declined key is in use, which the policy may count as an access. A caller that asks no
+        more has not declined the last one. Nothing else may be reported while the iterator is in
+        use.
         """
 
     @abstractmethod
     def coldest_first(self) -> list[ChunkKey]:
-        """All known keys, roughly in the order of `victims`: those that were never read again before the others. Changes nothing."""
+        """All known keys, roughly in the order of `victims`: those that were never read again
+        before the others. Changes nothing.
+        """
 
     @abstractmethod
     def __len__(self) -> int:

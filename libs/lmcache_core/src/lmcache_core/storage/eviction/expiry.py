@@ -12,11 +12,13 @@ Clock = Callable[[], float]
 
 
 class Expiry:
-    """When each chunk of a tier ends. Every call is O(1), amortised. Not thread-safe: its tier locks.
+    """When each chunk of a tier ends. Every call is O(1), amortised. Not thread-safe: its tier
+    locks.
 
-    All chunks live equally long, so that they end in the order in which they were stored. A chunk that comes from another tier brings its
-    age with it and may end before those in front of it: it is never served too long, but found by `past` only after them.
-    A chunk that was stored while the clock was ahead counts as stored when it is next looked at.
+    All chunks live equally long, so that they end in the order in which they were stored. A chunk
+    that comes from another tier brings its age with it and may end before those in front of it: it
+    is never served too long, but found by `past` only after them. A chunk that was stored while the
+    clock was ahead counts as stored when it is next looked at.
 
     Args:
         ttl_s: How long a chunk is served after it was stored, seconds.
@@ -36,7 +38,8 @@ class Expiry:
 
         Args:
             key: Its name, which is not known yet.
-            stored_at: When it was stored; None, or a time to come (a clock was set back), means now.
+            stored_at: When it was stored; None, or a time to come (a clock was set back), means
+                now.
         """
         assert key not in self._ends, "a key is added once"
         now = self._clock()

@@ -1,4 +1,6 @@
-"""The keys that probation has given up, remembered for as long as their chunks might have been of use."""
+"""The keys that probation has given up, remembered for as long as their chunks might have been
+of use.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from lmcache_core.keys import ChunkKey
 
 
 class GhostQueue:
-    """Keys without chunks, first in, first out, bounded by what the chunks took. Every call is O(1), amortised.
+    """Keys without chunks, first in, first out, bounded by what the chunks took. Every call is
+    O(1), amortised.
 
     Source: the ghost queue of S3-FIFO (see `s3fifo.py`).
     """
@@ -22,7 +25,8 @@ class GhostQueue:
 
         Args:
             key: One that is not remembered.
-            num_bytes: What its chunk took; one of no bytes counts as one byte, so that the limit bounds those too.
+            num_bytes: What its chunk took; one of no bytes counts as one byte, so that the limit
+                bounds those too.
             limit_bytes: What the chunks of all remembered keys may have taken.
         """
         assert key not in self._sizes, "a key is given up once"

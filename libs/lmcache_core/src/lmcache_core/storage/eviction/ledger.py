@@ -1,4 +1,6 @@
-"""What a tier knows of its chunks beside where they are: order, age, whose they are, and why others are gone."""
+"""What a tier knows of its chunks beside where they are: order, age, whose they are, and why
+others are gone.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class TierLimits:
 
 
 class Ledger:
-    """The books of one tier. Not thread-safe: the tier calls it under its own lock. Every call is O(1), amortised.
+    """The books of one tier. Not thread-safe: the tier calls it under its own lock. Every call is
+    O(1), amortised.
 
     Args:
         policy: Which chunks go first; belongs to this ledger.
@@ -44,7 +47,9 @@ class Ledger:
         clock: Tells the time.
     """
 
-    def __init__(self, policy: EvictionPolicy, limits: TierLimits | None = None, clock: Clock = time.time) -> None:
+    def __init__(
+        self, policy: EvictionPolicy, limits: TierLimits | None = None, clock: Clock = time.time
+    ) -> None:
         limits = limits or TierLimits()
         self._quotas = limits.quotas
         self._tenants = None if limits.quotas is None else TenantPolicy(policy)
@@ -120,7 +125,11 @@ class Ledger:
     def is_over_quota(self, tenant: str, more_bytes: int = 0) -> bool:
         """Whether that tenant's chunks would take more than its quota with so many bytes more."""
         quota = self.quota(tenant)
-        return quota is not None and self._tenants is not None and self._tenants.used_bytes(tenant) + more_bytes > quota
+        return (
+            quota is not None
+            and self._tenants is not None
+            and self._tenants.used_bytes(tenant) + more_bytes > quota
+        )
 
     def refuse(self) -> None:
         """A chunk was not kept because of its tenant's quota."""
@@ -150,7 +159,9 @@ class Ledger:
         if len(self._policy) != len(sizes):
             raise IntegrityError(f"{len(sizes)} chunks, but the policy knows {len(self._policy)}")
         if self._expiry is not None and len(self._expiry) != len(sizes):
-            raise IntegrityError(f"{len(sizes)} chunks, but the time of {len(self._expiry)} is known")
+            raise IntegrityError(
+                f"{len(sizes)} chunks, but the time of {len(self._expiry)} is known"
+            )
         if self._tenants is None:
             return
         used: dict[str, int] = {}
@@ -158,4 +169,7 @@ class Ledger:
             used[key.tenant] = used.get(key.tenant, 0) + num_bytes
         for tenant, num_bytes in used.items():
             if self._tenants.used_bytes(tenant) != num_bytes:
-                raise IntegrityError(f"a tenant's chunks take {num_bytes} bytes, its books say {self._tenants.used_bytes(tenant)}")
+                raise IntegrityError(
+                    f"a tenant's chunks take {num_bytes} bytes, its books say"
+                    f" {self._tenants.used_bytes(tenant)}"
+                )

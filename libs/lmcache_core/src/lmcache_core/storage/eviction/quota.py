@@ -50,9 +50,11 @@ class _Share:
 
 
 class TenantPolicy(EvictionPolicy):
-    """Another policy, over all tenants, and one more of its kind for each tenant, for when that one has to make room for itself.
+    """Another policy, over all tenants, and one more of its kind for each tenant, for when that one
+    has to make room for itself.
 
-    A full tier therefore gives up the same chunks with quotas as without; what one tenant stores beyond its quota only ever costs its own.
+    A full tier therefore gives up the same chunks with quotas as without; what one tenant stores
+    beyond its quota only ever costs its own.
 
     Args:
         policy: Orders all chunks; belongs to this one.
@@ -96,7 +98,9 @@ class TenantPolicy(EvictionPolicy):
         return self._policy.victims()
 
     def victims_of(self, tenant: str) -> Iterator[ChunkKey]:
-        """Like `victims`, but only that tenant's keys, in the order in which it gives them up for itself."""
+        """Like `victims`, but only that tenant's keys, in the order in which it gives them up
+        for itself.
+        """
         share = self._shares.get(tenant)
         return iter(()) if share is None else share.policy.victims()
 

@@ -11,7 +11,9 @@ MAX_RECENT_EVICTIONS = 16384
 
 
 class RecentEvictions:
-    """A bounded set of keys, each with the reason why it went, the oldest forgotten first. Not thread-safe: its tier locks."""
+    """A bounded set of keys, each with the reason why it went, the oldest forgotten first. Not
+    thread-safe: its tier locks.
+    """
 
     def __init__(self) -> None:
         self._reasons: OrderedDict[ChunkKey, MissReason] = OrderedDict()
@@ -27,5 +29,7 @@ class RecentEvictions:
         self._reasons.pop(key, None)
 
     def miss(self, key: ChunkKey) -> Miss:
-        """The miss to report for a chunk that is not held: evicted or expired, as far as remembered, or never stored."""
+        """The miss to report for a chunk that is not held: evicted or expired, as far as
+        remembered, or never stored.
+        """
         return Miss(self._reasons.get(key, MissReason.NEVER_STORED))

@@ -1,6 +1,8 @@
-"""S3-FIFO as published: a small queue on probation, a main queue, and the memory of what probation has given up.
+"""S3-FIFO as published: a small queue on probation, a main queue, and the memory of what probation
+has given up.
 
-Source: Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023, Algorithm 1.
+Source: Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023,
+    Algorithm 1.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class _Held:
 
     Attributes:
         num_bytes: What it takes.
-        num_reads: Reads since it came into its queue, less the times it was passed over for them; at most `MAX_READS`.
+        num_reads: Reads since it came into its queue, less the times it was passed over for them;
+            at most `MAX_READS`.
     """
 
     num_bytes: int
@@ -37,19 +40,23 @@ class _Held:
 class S3FIFOPolicy(EvictionPolicy):
     """S3-FIFO. Every call is O(1), `victims` amortised over the reads that have been reported.
 
-    A new chunk is on probation in the small queue. A read only counts. When room is needed and the small queue has its share, its oldest
-    chunk moves to the main queue if it was read more than once, and goes if not; its key is remembered, and when it comes back, it starts
-    in the main queue. Otherwise the oldest chunk of the main queue goes, but one that was read is put at the end again instead, with one
-    read less.
+    A new chunk is on probation in the small queue. A read only counts. When room is needed and the
+    small queue has its share, its oldest chunk moves to the main queue if it was read more than
+    once, and goes if not; its key is remembered, and when it comes back, it starts in the main
+    queue. Otherwise the oldest chunk of the main queue goes, but one that was read is put at the
+    end again instead, with one read less.
 
-    Sizes are in bytes, as chunks differ: the share, and the ghost queue, which remembers what would fill the main queue. Both are parts
-    of what is held now, not of a capacity: a tier's memory is shared with reservations, and nothing is ever given up before it is full.
+    Sizes are in bytes, as chunks differ: the share, and the ghost queue, which remembers what would
+    fill the main queue. Both are parts of what is held now, not of a capacity: a tier's memory is
+    shared with reservations, and nothing is ever given up before it is full.
     """
 
     def __init__(self) -> None:
         self._small: OrderedDict[ChunkKey, _Held] = OrderedDict()
         self._main: OrderedDict[ChunkKey, _Held] = OrderedDict()
-        self._declined: OrderedDict[ChunkKey, _Held] = OrderedDict()  # joins the main queue with the next `victims`: none is offered twice
+        self._declined: OrderedDict[ChunkKey, _Held] = (
+            OrderedDict()
+        )  # joins the main queue with the next `victims`: none is offered twice
         self._ghosts = GhostQueue()
         self._small_bytes = 0
         self._held_bytes = 0
@@ -83,7 +90,9 @@ class S3FIFOPolicy(EvictionPolicy):
             self._ghosts.add(key, held.num_bytes, self._held_bytes * (100 - SMALL_PERCENT) / 100)
 
     def victims(self) -> Iterator[ChunkKey]:
-        """See `EvictionPolicy.victims`; a declined key goes to the end of the main queue, as if it had been read often enough."""
+        """See `EvictionPolicy.victims`; a declined key goes to the end of the main queue, as if
+        it had been read often enough.
+        """
         self._main.update(self._declined)
         self._declined.clear()
         while self._small or self._main:
@@ -105,7 +114,11 @@ class S3FIFOPolicy(EvictionPolicy):
     def coldest_first(self) -> list[ChunkKey]:
         """See `EvictionPolicy.coldest_first`."""
         queues = (list(self._small.items()), [*self._main.items(), *self._declined.items()])
-        return [key for queue in queues for key, _ in sorted(queue, key=lambda entry: entry[1].num_reads)]
+        return [
+            key
+            for queue in queues
+            for key, _ in sorted(queue, key=lambda entry: entry[1].num_reads)
+        ]
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues())

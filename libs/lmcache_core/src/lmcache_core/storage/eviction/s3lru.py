@@ -1,6 +1,8 @@
-"""S3-LRU: what is new is on probation in a small queue, what was read again is kept in the order of its last access.
+"""S3-LRU: what is new is on probation in a small queue, what was read again is kept in the order of
+its last access.
 
-Source: the queues are those of S3-FIFO (see `s3fifo.py`); docs/adr/0007-eviction-default.md says why they are kept in another way.
+Source: the queues are those of S3-FIFO (see `s3fifo.py`); docs/adr/0007-eviction-default.md says
+    why they are kept in another way.
 """
 
 from __future__ import annotations
@@ -13,23 +15,29 @@ from lmcache_core.storage.eviction.base import EvictionPolicy
 from lmcache_core.storage.eviction.ghosts import GhostQueue
 
 SMALL_SHARE = 0.2
-"""Part of the held bytes that chunks on probation may take. Tuned: see `tests/bench/eviction.py`."""
+"""Part of the held bytes that chunks on probation may take. Tuned: see
+`tests/bench/eviction.py`.
+"""
 
 
 class S3LRUPolicy(EvictionPolicy):
-    """S3-FIFO with a main queue in the order of the last access, for chains of chunks. Every call is O(1).
+    """S3-FIFO with a main queue in the order of the last access, for chains of chunks. Every call
+    is O(1).
 
-    It takes from S3-FIFO the small queue on probation, first in, first out, which goes first as soon as it has more than its share, so that
-    what is used once (the question behind a document) cannot push out what is used again; and the ghost queue: a key that probation gave
-    up, and that comes back, starts in the main queue.
+    It takes from S3-FIFO the small queue on probation, first in, first out, which goes first as
+    soon as it has more than its share, so that what is used once (the question behind a document)
+    cannot push out what is used again; and the ghost queue: a key that probation gave up, and that
+    comes back, starts in the main queue.
 
-    Where it differs, measured in `tests/bench/eviction.py`: the main queue is in the order of the last access instead of FIFO with a
-    two-bit count, and one read promotes, at once, instead of two at the end of the small queue. Both keep the head of a chain behind its
-    tail, and a conversation that has ended leaves the cache sooner. A lock is held here anyway, so that the paper's reason for counting
-    instead of moving does not apply. The small queue takes 20 % instead of 10 %: the next turn of a conversation takes its time.
+    Where it differs, measured in `tests/bench/eviction.py`: the main queue is in the order of the
+    last access instead of FIFO with a two-bit count, and one read promotes, at once, instead of two
+    at the end of the small queue. Both keep the head of a chain behind its tail, and a conversation
+    that has ended leaves the cache sooner. A lock is held here anyway, so that the paper's reason
+    for counting instead of moving does not apply. The small queue takes 20 % instead of 10 %: the
+    next turn of a conversation takes its time.
 
-    The share is one of what is held now, not of a capacity: a tier's memory is shared with reservations, and nothing is ever given up
-    before it is full.
+    The share is one of what is held now, not of a capacity: a tier's memory is shared with
+    reservations, and nothing is ever given up before it is full.
     """
 
     def __init__(self) -> None:

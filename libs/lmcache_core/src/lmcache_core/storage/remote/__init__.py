@@ -15,7 +15,14 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.base import DEFAULT_TIMEOUT_S, REMOTE_TIER, Locate, RemoteOptions
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 
-__all__ = ["DEFAULT_TIMEOUT_S", "REMOTE_TIER", "Locate", "RemoteOptions", "check_remote_scheme", "create_remote_backend"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "REMOTE_TIER",
+    "Locate",
+    "RemoteOptions",
+    "check_remote_scheme",
+    "create_remote_backend",
+]
 
 _MODULES = MappingProxyType(
     {
@@ -43,13 +50,15 @@ def create_remote_backend(
     """The tier behind that URL, not opened.
 
     Args:
-        url: `lm://` or `lm+tls://host:port[,host:port…]`, `redis://` or `rediss://[user:password@]host:port/db[?ttl_s=…]`,
-            `redis-sentinel://[user:password@]host:port,host:port/service[?ttl_s=…]`, `http://` or `https://host:port`,
-            `file:///directory`, which exists and is shared by all who name it.
+        url: `lm://` or `lm+tls://host:port[,host:port…]`, `redis://` or
+            `rediss://[user:password@]host:port/db[?ttl_s=…]`,
+            `redis-sentinel://[user:password@]host:port,host:port/service[?ttl_s=…]`, `http://` or
+            `https://host:port`, `file:///directory`, which exists and is shared by all who name it.
         token: Bearer token for lm and http.
         timeout_s: Deadline of a call.
         client_name: This process, for the server's logs.
-        accepts: Which records the server may send, where the protocol can say it; by default only those without loss.
+        accepts: Which records the server may send, where the protocol can say it; by default only
+            those without loss.
         locate: Knows where chunks are that are not at home, for lm:// with several servers.
         tls: Whom lm+tls and https trust, and what they show; None: who is trusted on this machine.
 
@@ -62,8 +71,13 @@ def create_remote_backend(
     except ModuleNotFoundError as exc:
         package = (exc.name or "").partition(".")[0]
         extra = "[redis]" if package == "redis" else ""  # the other clients are no extras
-        raise ConfigError(f"remote url {mask_url(url)!r} needs the package {package!r}; install lmcache-core{extra}") from exc
-    backend: StorageBackend = module.create(url, RemoteOptions(token, timeout_s, client_name, accepts, locate, tls))
+        raise ConfigError(
+            f"remote url {mask_url(url)!r} needs the package {package!r}; install"
+            f" lmcache-core{extra}"
+        ) from exc
+    backend: StorageBackend = module.create(
+        url, RemoteOptions(token, timeout_s, client_name, accepts, locate, tls)
+    )
     return backend
 
 
@@ -75,7 +89,9 @@ def check_remote_scheme(url: str) -> str:
     """
     scheme = urlsplit(url).scheme
     if scheme not in _MODULES:
-        raise ConfigError(f"remote url {mask_url(url)!r}: its scheme must be one of {', '.join(_MODULES)}")
+        raise ConfigError(
+            f"remote url {mask_url(url)!r}: its scheme must be one of {', '.join(_MODULES)}"
+        )
     return scheme
 
 

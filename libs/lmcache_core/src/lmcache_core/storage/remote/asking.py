@@ -43,7 +43,9 @@ class Answers(Generic[T]):
 
 
 async def ask(servers: Servers, questions: Mapping[str, Awaitable[T]]) -> Answers[T]:
-    """Ask several servers side by side. Those that do not answer, or refuse, are left alone for a while."""
+    """Ask several servers side by side. Those that do not answer, or refuse, are left alone for
+    a while.
+    """
     tasks = {name: asyncio.ensure_future(question) for name, question in questions.items()}
     try:
         if tasks:
@@ -63,11 +65,19 @@ async def ask(servers: Servers, questions: Mapping[str, Awaitable[T]]) -> Answer
     return Answers(answers, failure)
 
 
-async def whereabouts(servers: Servers, keys: Sequence[ChunkKey], places: Places, timeout_s: float) -> Answers[Sequence[int]]:
+async def whereabouts(
+    servers: Servers, keys: Sequence[ChunkKey], places: Places, timeout_s: float
+) -> Answers[Sequence[int]]:
     """Which chunks are where they are asked for: their numbers, by server."""
-    questions = {name: servers[name].client.contains([keys[i] for i in at], timeout_s) for name, at in places.items()}
+    questions = {
+        name: servers[name].client.contains([keys[i] for i in at], timeout_s)
+        for name, at in places.items()
+    }
     answers = await ask(servers, questions)
-    present = {name: [i for i, is_there in zip(places[name], answer, strict=True) if is_there] for name, answer in answers.by_name.items()}
+    present = {
+        name: [i for i, is_there in zip(places[name], answer, strict=True) if is_there]
+        for name, answer in answers.by_name.items()
+    }
     return Answers(present, answers.failure)
 
 
@@ -107,12 +117,18 @@ class Remembered:
         found: dict[str, list[int]] = {}
         for i, key in enumerate(keys):
             seen_at = self._places.get(key)
-            name = seen_at if seen_at is not None and seen_at in servers else home(names, key.key.chunk_id())
+            name = (
+                seen_at
+                if seen_at is not None and seen_at in servers
+                else home(names, key.key.chunk_id())
+            )
             found.setdefault(name, []).append(i)
         return found
 
 
-def homes(keys: Sequence[ChunkKey], which: Iterable[int], names: Sequence[str]) -> dict[str, list[int]]:
+def homes(
+    keys: Sequence[ChunkKey], which: Iterable[int], names: Sequence[str]
+) -> dict[str, list[int]]:
     """The chunks with these numbers, by their homes among these servers."""
     found: dict[str, list[int]] = {}
     for i in which:

@@ -1,4 +1,6 @@
-"""What remote tiers share: their name, their options, their figures, and the check of a record that came as bytes."""
+"""What remote tiers share: their name, their options, their figures, and the check of a record
+that came as bytes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ DEFAULT_TIMEOUT_S = 2.0
 INLINE_VERIFY_BYTES = 1 << 20
 
 Locate = Callable[[Sequence[ChunkKey]], Awaitable[Sequence[Sequence[str]]]]
-"""Tells the names of the servers that hold each chunk, as far as somebody knows it, such as lookup; may raise `UnavailableError`."""
+"""Tells the names of the servers that hold each chunk, as far as somebody knows it, such as
+lookup; may raise `UnavailableError`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,14 @@ class RemoteOptions:
     """Options of every remote tier.
 
     Attributes:
-        token: Bearer token, where the protocol has one; one from a file is read again when it changes.
+        token: Bearer token, where the protocol has one; one from a file is read again when it
+            changes.
         timeout_s: Deadline of a call.
         client_name: This process, for the server's logs.
         accepts: Which records the server may send, where the protocol can say it.
         locate: Knows where chunks are that are not at home, where there are several servers.
-        tls: Whom to trust and what to show where the URL says TLS; None: who is trusted on this machine.
+        tls: Whom to trust and what to show where the URL says TLS; None: who is trusted on this
+            machine.
     """
 
     token: ShownToken = field(default=None, repr=False)
@@ -92,7 +98,9 @@ class RemoteFigures:
 
 def miss_for(error: RecordError) -> Miss:
     """The miss that a refused record is."""
-    return Miss(MissReason.IDENTITY if error.reason == RecordReason.WRONG_KEY else MissReason.CORRUPT)
+    return Miss(
+        MissReason.IDENTITY if error.reason == RecordReason.WRONG_KEY else MissReason.CORRUPT
+    )
 
 
 async def payload_is_whole(header: RecordHeader, payload: memoryview) -> bool:
@@ -108,7 +116,9 @@ async def payload_is_whole(header: RecordHeader, payload: memoryview) -> bool:
 
 
 async def chunk_from_record(record: bytes, key: ChunkKey, allocate: Allocate) -> Result:
-    """The chunk in a record that was read as a whole, copied into memory and verified there. The caller owns it."""
+    """The chunk in a record that was read as a whole, copied into memory and verified there. The
+    caller owns it.
+    """
     try:
         head, header, payload = _parts_of(record, key)
     except RecordError as exc:
@@ -129,7 +139,9 @@ async def chunk_from_record(record: bytes, key: ChunkKey, allocate: Allocate) ->
 
 
 def is_damaged(record: bytes, key: ChunkKey) -> bool:
-    """Whether a record that was read as a whole is refused for what it is, wherever it is copied to."""
+    """Whether a record that was read as a whole is refused for what it is, wherever it is copied
+    to.
+    """
     try:
         _, header, payload = _parts_of(record, key)
         verify_payload(header, payload)
@@ -149,7 +161,9 @@ def _parts_of(record: bytes, key: ChunkKey) -> tuple[bytes, RecordHeader, memory
 
 
 def all_answered(results: Sequence[Result | None], limit: asyncio.Timeout) -> list[Result]:
-    """Results with a miss where nothing came: late, if the caller's time was over, else never stored."""
+    """Results with a miss where nothing came: late, if the caller's time was over, else never
+    stored.
+    """
     unanswered = Miss(MissReason.DEADLINE if limit.expired() else MissReason.NEVER_STORED)
     return [unanswered if result is None else result for result in results]
 

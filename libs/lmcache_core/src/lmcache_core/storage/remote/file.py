@@ -1,4 +1,6 @@
-"""The remote tier in a directory that many processes and hosts share: a network file system, a mounted bucket."""
+"""The remote tier in a directory that many processes and hosts share: a network file system, a
+mounted bucket.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,20 @@ def create(url: str, options: RemoteOptions) -> FileBackend:
     except UnicodeEncodeError:  # its text would repeat the URL
         raise ConfigError("remote url: no directory has such a name") from None
     if parts.netloc or not path.strip("/") or "\0" in path or parts.query or parts.fragment:
-        raise ConfigError("remote url: must be file:///directory, the absolute path of a directory that exists")
+        raise ConfigError(
+            "remote url: must be file:///directory, the absolute path of a directory that exists"
+        )
     return FileBackend(Path(path), options)
 
 
 class FileBackend(StorageBackend):
     """Chunks as files, one record each, in a directory without an owner.
 
-    Any number of processes may write the same chunk at once: each writes a file of its own and renames it, and whichever comes last stays.
-    Nothing is remembered between calls, nothing is locked, and nothing is evicted: how much the directory may hold is its operators' to
-    see to, by a quota, or by removing files that were not read for long. The directory must exist; it is not made, so that a mount that is
-    not there is an unavailable tier and not a full local disk.
+    Any number of processes may write the same chunk at once: each writes a file of its own and
+    renames it, and whichever comes last stays. Nothing is remembered between calls, nothing is
+    locked, and nothing is evicted: how much the directory may hold is its operators' to see to, by
+    a quota, or by removing files that were not read for long. The directory must exist; it is not
+    made, so that a mount that is not there is an unavailable tier and not a full local disk.
 
     Args:
         root: The directory.
@@ -70,7 +75,9 @@ class FileBackend(StorageBackend):
         self._figures = RemoteFigures()
 
     async def open(self) -> None:
-        """Start the threads, and let one clear away what dead writers have left. The directory need not be there yet."""
+        """Start the threads, and let one clear away what dead writers have left. The directory
+        need not be there yet.
+        """
         self._pool.open()
         self._pool.submit(self._directory.remove_stale)
 
@@ -82,13 +89,19 @@ class FileBackend(StorageBackend):
         """See `StorageBackend.batched_contains`. One `stat` a chunk; the records are not read."""
         return await self._in_time(self._pool.run(self._directory.contains, keys))
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
-        """See `StorageBackend.batched_get`. Several files at once, each read straight into memory and verified in a thread."""
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
+        """See `StorageBackend.batched_get`. Several files at once, each read straight into
+        memory and verified in a thread.
+        """
         self._pool.check_open()
         results: list[Result | None] = [None] * len(keys)
         try:
             async with caller_limit(timeout_s) as limit:
-                await self._in_time(run_together(self._get(i, key, allocate, results) for i, key in enumerate(keys)))
+                await self._in_time(
+                    run_together(self._get(i, key, allocate, results) for i, key in enumerate(keys))
+                )
         except BaseException:
             release_all(results)
             raise
@@ -99,10 +112,14 @@ class FileBackend(StorageBackend):
         return answered
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. False when the directory takes no more, and for a while after that."""
+        """See `StorageBackend.batched_put`. False when the directory takes no more, and for a
+        while after that.
+        """
         self._pool.check_open()
         kept = [False] * len(chunks)
-        await self._in_time(run_together(self._put(i, chunk, kept) for i, chunk in enumerate(chunks)))
+        await self._in_time(
+            run_together(self._put(i, chunk, kept) for i, chunk in enumerate(chunks))
+        )
         self._figures.stored_chunks += sum(kept)
         return kept
 
@@ -111,14 +128,18 @@ class FileBackend(StorageBackend):
         return await self._in_time(self._pool.run(self._directory.remove, keys))
 
     async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`, for everybody who shares the directory. Walks it, without a deadline."""
+        """See `StorageBackend.clear`, for everybody who shares the directory. Walks it, without
+        a deadline.
+        """
         return await self._mapped(self._pool.run(self._directory.clear, tenant))
 
     def stats(self) -> dict[str, int]:
         """Figures of this process; how much the directory holds is its file system's to say."""
         return self._figures.as_stats()
 
-    async def _get(self, place: int, key: ChunkKey, allocate: Allocate, results: list[Result | None]) -> None:
+    async def _get(
+        self, place: int, key: ChunkKey, allocate: Allocate, results: list[Result | None]
+    ) -> None:
         async with self._turns:
             found = await self._pool.run(self._directory.find, key, discard=_close)
             if isinstance(found, Miss):
@@ -130,10 +151,14 @@ class FileBackend(StorageBackend):
             finally:
                 if memory is None:
                     found.close()
-            results[place] = Miss(MissReason.NO_MEMORY) if memory is None else await self._read(found, memory)
+            results[place] = (
+                Miss(MissReason.NO_MEMORY) if memory is None else await self._read(found, memory)
+            )
 
     async def _read(self, found: FoundRecord, memory: MemoryObj) -> Result:
-        """Hands `found` and `memory` over to a thread, which lives on when nobody waits for it any more."""
+        """Hands `found` and `memory` over to a thread, which lives on when nobody waits for it
+        any more.
+        """
 
         def give_back(reading: Future[Result] | None) -> None:
             if reading is None or reading.cancelled():

@@ -16,7 +16,13 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.byte_gate import ByteGate
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, all_answered, release_all
+from lmcache_core.storage.remote.base import (
+    REMOTE_TIER,
+    RemoteFigures,
+    RemoteOptions,
+    all_answered,
+    release_all,
+)
 from lmcache_core.storage.remote.http_transport import StreamTransport, body_of
 from lmcache_core.storage.remote.record_stream import RecordStream
 from lmcache_core.storage.sealing import seal_all
@@ -35,10 +41,14 @@ FEW_KEYS = 4
 LARGE_RECORD_BYTES = 1 << 20
 """Records that are asked for in few at once."""
 MAX_SENDING_BYTES = 64 << 20
-"""Of the bodies on their way at once. Two of 32 MiB keep a connection busy; eight only push one another out of the processor's cache."""
+"""Of the bodies on their way at once. Two of 32 MiB keep a connection busy; eight only push one
+another out of the processor's cache.
+"""
 
 _NOT_STORED = frozenset({408, 409, 413, 422, 429, 503, 507})
-"""What a PUT may be answered by a server that is well: it has no room, takes no more, or does not like this record. Reads go on."""
+"""What a PUT may be answered by a server that is well: it has no room, takes no more, or does
+not like this record. Reads go on.
+"""
 
 
 class _Present(msgspec.Struct):
@@ -57,18 +67,20 @@ def create(url: str, options: RemoteOptions) -> HttpBackend:
     parts = urlsplit(url)
     if "," in parts.netloc:
         raise ConfigError(
-            f"remote url {parts.scheme}://…: several hosts; write lm://host:port,host:port, which finds each chunk at its server, "
-            "or the one host that is meant"
+            f"remote url {parts.scheme}://…: several hosts; write lm://host:port,host:port, which"
+            " finds each chunk at its server, or the one host that is meant"
         )
     if not parts.hostname or parts.query or parts.fragment or parts.username or parts.password:
         raise ConfigError(
-            f"remote url {parts.scheme}://{parts.hostname}: must be {parts.scheme}://host:port, and the token an option of its own"
+            f"remote url {parts.scheme}://{parts.hostname}: must be {parts.scheme}://host:port, and"
+            " the token an option of its own"
         )
     return HttpBackend(url, options)
 
 
 class HttpBackend(StorageBackend):
-    """Chunks in a cache_storage server. The tenant is the one that the server authenticated; keys of one process have only one.
+    """Chunks in a cache_storage server. The tenant is the one that the server authenticated; keys
+    of one process have only one.
 
     Args:
         base_url: Of the server, without `/v1`.
@@ -78,7 +90,12 @@ class HttpBackend(StorageBackend):
 
     name = REMOTE_TIER
 
-    def __init__(self, base_url: str, options: RemoteOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        options: RemoteOptions,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         self._base_url = base_url
         self._options = options
         self._auth = BearerAuth(options.token, "remote url")
@@ -120,16 +137,23 @@ class HttpBackend(StorageBackend):
         async with self._mapped() as client:
             for begin in range(0, len(keys), BATCH_KEYS):
                 batch = keys[begin : begin + BATCH_KEYS]
-                async with client.stream("POST", "/v1/chunks:contains", json=_url_keys(batch)) as response:
+                async with client.stream(
+                    "POST", "/v1/chunks:contains", json=_url_keys(batch)
+                ) as response:
                     _check(response)
                     present += _read_present(await _bounded_body(response), len(batch))
         return present
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         """See `StorageBackend.batched_get`."""
         results: list[Result | None] = [None] * len(keys)
         try:
-            async with caller_limit(timeout_s) as limit, self._mapped() as client:  # outside, so that it decides when both end at once
+            async with (
+                caller_limit(timeout_s) as limit,
+                self._mapped() as client,
+            ):  # outside, so that it decides when both end at once
                 begin = 0
                 while begin < len(keys):
                     end = min(len(keys), begin + (FEW_KEYS if self._are_large else BATCH_KEYS))
@@ -174,15 +198,24 @@ class HttpBackend(StorageBackend):
         return self._figures.as_stats()
 
     async def _get_batch(
-        self, client: httpx.AsyncClient, keys: Sequence[ChunkKey], places: Sequence[int], allocate: Allocate, results: list[Result | None]
+        self,
+        client: httpx.AsyncClient,
+        keys: Sequence[ChunkKey],
+        places: Sequence[int],
+        allocate: Allocate,
+        results: list[Result | None],
     ) -> None:
-        """Read the records of one answer. Those of missing chunks are not in it; each names its key."""
+        """Read the records of one answer. Those of missing chunks are not in it; each names its
+        key.
+        """
         wanted: dict[bytes, list[int]] = {}
         for i in places:
             wanted.setdefault(keys[i].key.canonical(), []).append(i)
         rest: Miss | None = None
         body = _url_keys([keys[at[0]] for at in wanted.values()])
-        async with client.stream("POST", "/v1/chunks:get", json=body, headers={"Accept": RECORD_TYPE}) as response:
+        async with client.stream(
+            "POST", "/v1/chunks:get", json=body, headers={"Accept": RECORD_TYPE}
+        ) as response:
             _check(response)
             records = RecordStream(body_of(response))
             for _ in range(len(wanted)):
@@ -201,7 +234,9 @@ class HttpBackend(StorageBackend):
                     if isinstance(result, Chunk) and i != at[0]:
                         result.memory.ref_count_up()
             else:
-                await records.next_head()  # an answer that is read to its end leaves the connection open for the next call
+                await (
+                    records.next_head()
+                )  # an answer that is read to its end leaves the connection open for the next call
             rest = Miss(MissReason.CORRUPT) if records.is_damaged else rest
         for at in wanted.values():
             for i in at:
@@ -210,7 +245,10 @@ class HttpBackend(StorageBackend):
     async def _put(self, client: httpx.AsyncClient, chunk: Chunk) -> bool:
         headers = {"Content-Type": RECORD_TYPE, "Content-Length": str(chunk.num_bytes)}
         path = f"/v1/chunks/{chunk.key.key.to_url()}"
-        async with self._sending.using(chunk.num_bytes), client.stream("PUT", path, content=_parts(chunk), headers=headers) as response:
+        async with (
+            self._sending.using(chunk.num_bytes),
+            client.stream("PUT", path, content=_parts(chunk), headers=headers) as response,
+        ):
             is_refused = response.status_code in _NOT_STORED
             if not is_refused:
                 _check(response)
@@ -225,7 +263,9 @@ class HttpBackend(StorageBackend):
             async with asyncio.timeout(self._options.timeout_s):
                 yield self._client
         except TimeoutError as exc:
-            raise UnavailableError(f"{self._base_url}: no answer within {self._options.timeout_s} s") from exc
+            raise UnavailableError(
+                f"{self._base_url}: no answer within {self._options.timeout_s} s"
+            ) from exc
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, ProtocolError) as exc:
             raise UnavailableError(f"{self._base_url}: {type(exc).__name__}: {exc}") from exc
 

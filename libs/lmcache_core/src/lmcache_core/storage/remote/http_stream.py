@@ -22,7 +22,9 @@ class LineStream(FrameStream):
             ProtocolError: The line is longer.
             UnavailableError: The connection ended first.
         """
-        while (end := self._buffer.find(LINE_END, self._start, min(self._end, self._start + max_bytes))) < 0:
+        while (
+            end := self._buffer.find(LINE_END, self._start, min(self._end, self._start + max_bytes))
+        ) < 0:
             if self.num_staged >= max_bytes:
                 raise ProtocolError(f"a line of more than {max_bytes} bytes")
             await self.until_staged(self.num_staged + 1)

@@ -1,4 +1,6 @@
-"""HTTP/1.1 for bodies of megabytes: httpx' client over our own streams, which receive into memory instead of into pieces of 64 KiB."""
+"""HTTP/1.1 for bodies of megabytes: httpx' client over our own streams, which receive into
+memory instead of into pieces of 64 KiB.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ MAX_CHUNK_LINE_BYTES = 256
 MAX_INTERIM_ANSWERS = 8
 PIECE_BYTES = 64 << 10
 MAX_REST_S = 3.0
-"""A connection that has rested longer is not used again: servers end theirs after five seconds or more, and that may cross a request."""
+"""A connection that has rested longer is not used again: servers end theirs after five seconds
+or more, and that may cross a request.
+"""
 
 _WITHOUT_BODY = frozenset({204, 304})
 _BODY = "lmcache_body"
@@ -98,7 +102,11 @@ class StreamTransport(httpx.AsyncBaseTransport):
         port = url.port or (443 if is_encrypted else 80)
         try:
             _, stream = await asyncio.get_running_loop().create_connection(
-                LineStream, url.host, port, ssl=self._tls if is_encrypted else None, server_hostname=url.host if is_encrypted else None
+                LineStream,
+                url.host,
+                port,
+                ssl=self._tls if is_encrypted else None,
+                server_hostname=url.host if is_encrypted else None,
             )
         except (OSError, UnicodeError) as exc:
             raise httpx.ConnectError(f"{url.host}:{port}: {exc}") from exc
@@ -106,7 +114,9 @@ class StreamTransport(httpx.AsyncBaseTransport):
 
 
 def body_of(response: httpx.Response) -> Body:
-    """The body of an answer that is being streamed, whatever its transport: over ours it is received where it belongs."""
+    """The body of an answer that is being streamed, whatever its transport: over ours it is
+    received where it belongs.
+    """
     body = response.extensions.get(_BODY)
     return body if isinstance(body, Body) else PiecedBody(response.aiter_raw())
 
@@ -114,7 +124,9 @@ def body_of(response: httpx.Response) -> Body:
 class _Answer(httpx.AsyncByteStream):
     """The body of one answer: a `Body`, or pieces."""
 
-    def __init__(self, owner: StreamTransport, stream: LineStream, headers: httpx.Headers, has_body: bool) -> None:
+    def __init__(
+        self, owner: StreamTransport, stream: LineStream, headers: httpx.Headers, has_body: bool
+    ) -> None:
         self._owner = owner
         self._stream = stream
         self._is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
@@ -189,7 +201,12 @@ async def _send(stream: LineStream, request: httpx.Request) -> None:
 async def _read_head(stream: LineStream) -> tuple[int, httpx.Headers]:
     for _ in range(MAX_INTERIM_ANSWERS):
         words = (await stream.read_line(MAX_HEAD_BYTES)).split(b" ", 2)
-        if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit() or len(words[1]) != 3:
+        if (
+            len(words) < 2
+            or not words[0].startswith(b"HTTP/1.")
+            or not words[1].isdigit()
+            or len(words[1]) != 3
+        ):
             raise httpx.RemoteProtocolError("what came is no answer")
         num_bytes = 0
         headers: list[tuple[bytes, bytes]] = []

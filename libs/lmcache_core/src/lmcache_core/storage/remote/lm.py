@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 
 def create(url: str, options: RemoteOptions) -> StorageBackend:
-    """The backend for `lm://host[:port]` or `lm+tls://host[:port]`, or for several hosts with commas.
+    """The backend for `lm://host[:port]` or `lm+tls://host[:port]`, or for several hosts with
+    commas.
 
     A host that is a name stands for all the servers that it leads to, found again and again.
 
@@ -53,7 +54,11 @@ def members_of(url: str, options: RemoteOptions, hands_over: bool = False) -> Me
 
 def client_maker(url: str, options: RemoteOptions, hands_over: bool = False) -> MakeClient:
     """Makes clients of servers behind such a URL; arguments as of `members_of`."""
-    tls = (options.tls or ClientTls(client_context())) if url.partition("://")[0] == ENCRYPTED_SCHEME else None
+    tls = (
+        (options.tls or ClientTls(client_context()))
+        if url.partition("://")[0] == ENCRYPTED_SCHEME
+        else None
+    )
 
     def client(address: Address) -> LmClient:
         behaviour = ClientOptions(
@@ -70,7 +75,8 @@ def client_maker(url: str, options: RemoteOptions, hands_over: bool = False) -> 
 
 
 class LmBackend(StorageBackend):
-    """Chunks in a server that speaks lm://. The tenant is the one that the server authenticated; keys of one process have only one.
+    """Chunks in a server that speaks lm://. The tenant is the one that the server authenticated;
+    keys of one process have only one.
 
     Args:
         client: Closed with this tier.
@@ -93,7 +99,9 @@ class LmBackend(StorageBackend):
         """See `StorageBackend.batched_contains`."""
         return await _mapped(self._client.contains(keys))
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         """See `StorageBackend.batched_get`."""
         results = await _mapped(self._client.get(keys, allocate, timeout_s=timeout_s))
         self._figures.count_got(results)

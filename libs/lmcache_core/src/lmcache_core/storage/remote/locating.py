@@ -9,7 +9,9 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import LookupAnswer
 
 MAX_QUESTIONS = 4
-"""Lookup tells the longest prefix that somebody holds: each chunk that nobody holds costs a question."""
+"""Lookup tells the longest prefix that somebody holds: each chunk that nobody holds costs a
+question.
+"""
 
 
 class KnowsPrefixes(Protocol):

@@ -1,4 +1,6 @@
-"""The servers of a replicated remote tier: found by address, told apart by the name that each gives itself."""
+"""The servers of a replicated remote tier: found by address, told apart by the name that each
+gives itself.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ GREETING_S = 1.0
 MAX_ADDRESSES = 256
 REST_INITIAL_S = 0.5
 REST_CAP_S = 10.0
-"""A server that does not answer is not asked for that long; its chunks are then those of their next choice."""
+"""A server that does not answer is not asked for that long; its chunks are then those of their
+next choice.
+"""
 
 
 class Address(NamedTuple):
@@ -59,9 +63,13 @@ class Member:
 
     @property
     def name(self) -> str | None:
-        """What it calls itself, also while it is away; its address, if it has no name of its own; None: it was never reached."""
+        """What it calls itself, also while it is away; its address, if it has no name of its
+        own; None: it was never reached.
+        """
         server = self.client.server
-        return f"{self._address.host}:{self._address.port}" if server in (ANY_SERVER, "") else server
+        return (
+            f"{self._address.host}:{self._address.port}" if server in (ANY_SERVER, "") else server
+        )
 
     @property
     def is_resting(self) -> bool:
@@ -82,7 +90,8 @@ class Members:
     """Keeps the set of servers up to date. On one event loop.
 
     Args:
-        find: Tells the addresses there are now; may raise `UnavailableError`, and those known before then stay.
+        find: Tells the addresses there are now; may raise `UnavailableError`, and those known
+            before then stay.
         make_client: Makes the client for one of them.
         name: The set, for logs.
     """
@@ -107,16 +116,23 @@ class Members:
         await self._close(list(self._by_address))
 
     def by_name(self) -> dict[str, Member]:
-        """Every server that has told its name. One that several addresses lead to is there once, by one that is connected if any is."""
+        """Every server that has told its name. One that several addresses lead to is there once,
+        by one that is connected if any is.
+        """
         found: dict[str, Member] = {}
         for member in self._by_address.values():
             name = member.name
-            if name is not None and (name not in found or (member.client.is_connected and not found[name].client.is_connected)):
+            if name is not None and (
+                name not in found
+                or (member.client.is_connected and not found[name].client.is_connected)
+            ):
                 found[name] = member
         return found
 
     async def refresh(self) -> None:
-        """Take the addresses as they are now, and greet those that have not told their names or are not connected."""
+        """Take the addresses as they are now, and greet those that have not told their names or
+        are not connected.
+        """
         try:
             addresses = list(dict.fromkeys(await self._find()))[:MAX_ADDRESSES]
         except UnavailableError as exc:
@@ -128,12 +144,20 @@ class Members:
             for address in addresses:
                 if address not in self._by_address:
                     self._by_address[address] = Member(address, self._make_client(address))
-        await asyncio.gather(*(self._greet(member) for member in self._by_address.values() if not member.client.is_connected))
+        await asyncio.gather(
+            *(
+                self._greet(member)
+                for member in self._by_address.values()
+                if not member.client.is_connected
+            )
+        )
         self._report()
 
     async def _keep_fresh(self) -> None:
         while True:
-            is_complete = self._is_found and all(member.name is not None for member in self._by_address.values())
+            is_complete = self._is_found and all(
+                member.name is not None for member in self._by_address.values()
+            )
             await asyncio.sleep(REFRESH_S if is_complete else IMPATIENT_REFRESH_S)
             await self.refresh()
 
@@ -154,5 +178,7 @@ class Members:
     def _report(self) -> None:
         known = frozenset(self.by_name())
         if known != self._known:
-            logger.info("the servers of %s are %s", self._name, ", ".join(sorted(known)) or "not known")
+            logger.info(
+                "the servers of %s are %s", self._name, ", ".join(sorted(known)) or "not known"
+            )
             self._known = known

@@ -8,7 +8,17 @@ from typing import Protocol, runtime_checkable
 
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import PREFIX_BYTES, Allocate, Chunk, Miss, MissReason, RecordHeader, Result, decode_head, decode_prefix
+from lmcache_core.record import (
+    PREFIX_BYTES,
+    Allocate,
+    Chunk,
+    Miss,
+    MissReason,
+    RecordHeader,
+    Result,
+    decode_head,
+    decode_prefix,
+)
 from lmcache_core.storage.remote.base import REMOTE_TIER, payload_is_whole
 
 SKIPPED_AT_ONCE_BYTES = 64 << 10
@@ -19,7 +29,9 @@ class Body(Protocol):
     """Bytes that come one after the other."""
 
     async def fill(self, view: memoryview) -> int:
-        """Fill `view` with what comes next; how many bytes came, fewer than wanted only at the end."""
+        """Fill `view` with what comes next; how many bytes came, fewer than wanted only at the
+        end.
+        """
 
 
 class PiecedBody:
@@ -65,7 +77,8 @@ class RecordStream:
         body: What they are in.
 
     Attributes:
-        is_damaged: The stream ended within a record, or a head in it is none: where the next record begins is not known.
+        is_damaged: The stream ended within a record, or a head in it is none: where the next record
+            begins is not known.
     """
 
     def __init__(self, body: Body) -> None:
@@ -74,7 +87,9 @@ class RecordStream:
         self.is_damaged = False
 
     async def next_head(self) -> RecordHead | None:
-        """The head of the next record; None at the end, be it a good one or not (see `is_damaged`)."""
+        """The head of the next record; None at the end, be it a good one or not (see
+        `is_damaged`).
+        """
         assert self._current is None, "the payload before it has been neither taken nor skipped"
         if self.is_damaged:
             return None
@@ -86,7 +101,10 @@ class RecordStream:
             _require(num_bytes, PREFIX_BYTES)
             prefix = decode_prefix(data)
             data += bytes(prefix.head_bytes - PREFIX_BYTES)
-            _require(await self._body.fill(memoryview(data)[PREFIX_BYTES:]), prefix.head_bytes - PREFIX_BYTES)
+            _require(
+                await self._body.fill(memoryview(data)[PREFIX_BYTES:]),
+                prefix.head_bytes - PREFIX_BYTES,
+            )
             header, payload_bytes = decode_head(data)
         except (RecordError, EOFError):
             self.is_damaged = True
@@ -95,7 +113,9 @@ class RecordStream:
         return self._current
 
     async def chunk(self, key: ChunkKey, allocate: Allocate) -> Result:
-        """The record whose head was read last, as the chunk of that key, verified. The caller owns it."""
+        """The record whose head was read last, as the chunk of that key, verified. The caller
+        owns it.
+        """
         record, self._current = self._current, None
         assert record is not None, "no head has been read"
         memory = allocate(record.payload_bytes)

@@ -66,26 +66,35 @@ def create(url: str, options: RemoteOptions) -> RedisBackend:
     query = parse_qs(parts.query)
     ttl_text = query.pop(TTL_OPTION, ["0"])[-1]
     if not ttl_text.isascii() or not ttl_text.isdigit():
-        raise ConfigError(f"remote url: {TTL_OPTION}={ttl_text!r} must be whole seconds, 0 for no expiry")
+        raise ConfigError(
+            f"remote url: {TTL_OPTION}={ttl_text!r} must be whole seconds, 0 for no expiry"
+        )
     sentinels: list[redis.Redis] = []
     try:
         if parts.scheme == "redis-sentinel":
-            client, sentinels = _behind_sentinel(parts.netloc, parts.path.strip("/") or "mymaster", options.timeout_s)
+            client, sentinels = _behind_sentinel(
+                parts.netloc, parts.path.strip("/") or "mymaster", options.timeout_s
+            )
         else:
             bare = parts._replace(query=urlencode(query, doseq=True)).geturl()
-            pool = redis.BlockingConnectionPool.from_url(bare, timeout=options.timeout_s, **_connection_options(options.timeout_s))
+            pool = redis.BlockingConnectionPool.from_url(
+                bare, timeout=options.timeout_s, **_connection_options(options.timeout_s)
+            )
             client = redis.Redis.from_pool(pool)
     except ValueError as exc:
-        raise ConfigError(f"remote url {parts.scheme}://{parts.netloc.rpartition('@')[2]}: {exc}") from exc
+        raise ConfigError(
+            f"remote url {parts.scheme}://{parts.netloc.rpartition('@')[2]}: {exc}"
+        ) from exc
     return RedisBackend(client, options.timeout_s, int(ttl_text), sentinels)
 
 
 class RedisBackend(StorageBackend):
-    """Chunks in Redis, at `lmc:<tenant>:<url key>`. What comes back is checked like everything that enters the process.
+    """Chunks in Redis, at `lmc:<tenant>:<url key>`. What comes back is checked like everything that
+    enters the process.
 
-    A get or a put is one round trip, however many chunks: requests are sent without waiting for the answers before them. Redis is asked
-    for no more than about `AHEAD_BYTES` ahead of what has been read, by the size of the last record, and two values are in this process at
-    once.
+    A get or a put is one round trip, however many chunks: requests are sent without waiting for the
+    answers before them. Redis is asked for no more than about `AHEAD_BYTES` ahead of what has been
+    read, by the size of the last record, and two values are in this process at once.
 
     Args:
         client: Without response decoding; closed with this tier.
@@ -96,7 +105,13 @@ class RedisBackend(StorageBackend):
 
     name = REMOTE_TIER
 
-    def __init__(self, client: redis.Redis, timeout_s: float, ttl_s: int = 0, sentinels: Sequence[redis.Redis] = ()) -> None:
+    def __init__(
+        self,
+        client: redis.Redis,
+        timeout_s: float,
+        ttl_s: int = 0,
+        sentinels: Sequence[redis.Redis] = (),
+    ) -> None:
         self._client = client
         self._sentinels = sentinels
         self._timeout_s = timeout_s
@@ -116,16 +131,25 @@ class RedisBackend(StorageBackend):
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""
         async with self._mapped():
-            return [bool(found) for found in await self._pipelined([("EXISTS", _name(key)) for key in keys])]
+            return [
+                bool(found)
+                for found in await self._pipelined([("EXISTS", _name(key)) for key in keys])
+            ]
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         """See `StorageBackend.batched_get`. A value that is a damaged record, or none, is deleted.
 
-        A record is read once more before that: others share Redis, and it may be this host's memory that is bad.
+        A record is read once more before that: others share Redis, and it may be this host's memory
+        that is bad.
         """
         results: list[Result | None] = [None] * len(keys)
         try:
-            async with caller_limit(timeout_s) as limit, self._mapped():  # outside, so that it decides when both end at once
+            async with (
+                caller_limit(timeout_s) as limit,
+                self._mapped(),
+            ):  # outside, so that it decides when both end at once
                 await self._get(keys, allocate, results)
         except BaseException:
             release_all(results)
@@ -136,11 +160,16 @@ class RedisBackend(StorageBackend):
         return answered
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. A value that Redis refuses (out of memory, read-only) is False."""
+        """See `StorageBackend.batched_put`. A value that Redis refuses (out of memory,
+        read-only) is False.
+        """
         expiry = ("EX", self._ttl_s) if self._ttl_s else ()
         stored = [False] * len(chunks)
         await seal_all(chunks)
-        requests = [encoded("SET", _name(chunk.key), (chunk.head, chunk.memory.byte_array), *expiry) for chunk in chunks]
+        requests = [
+            encoded("SET", _name(chunk.key), (chunk.head, chunk.memory.byte_array), *expiry)
+            for chunk in chunks
+        ]
 
         async def note(i: int, answer: Any) -> None:
             stored[i] = not isinstance(answer, ResponseError)
@@ -154,16 +183,23 @@ class RedisBackend(StorageBackend):
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
         """See `StorageBackend.batched_remove`."""
         async with self._mapped():
-            return sum(int(count) for count in await self._pipelined([("UNLINK", _name(key)) for key in keys]))
+            return sum(
+                int(count)
+                for count in await self._pipelined([("UNLINK", _name(key)) for key in keys])
+            )
 
     async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`. Walks the whole key space; each step has the deadline of a call."""
+        """See `StorageBackend.clear`. Walks the whole key space; each step has the deadline of a
+        call.
+        """
         pattern = f"{KEY_PREFIX}:*" if tenant is None else f"{KEY_PREFIX}:{tenant}:*"
         num_removed = 0
         cursor = -1
         while cursor:
             async with self._mapped():
-                cursor, names = await self._client.scan(max(cursor, 0), match=pattern, count=BATCH_KEYS)
+                cursor, names = await self._client.scan(
+                    max(cursor, 0), match=pattern, count=BATCH_KEYS
+                )
                 num_removed += await self._client.unlink(*names) if names else 0
         return num_removed
 
@@ -171,7 +207,9 @@ class RedisBackend(StorageBackend):
         """Figures of this client; how much Redis holds is Redis' to say."""
         return self._figures.as_stats()
 
-    async def _get(self, keys: Sequence[ChunkKey], allocate: Allocate, results: list[Result | None]) -> None:
+    async def _get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, results: list[Result | None]
+    ) -> None:
         damaged: list[str] = []
         suspected: dict[int, bytes] = {}
 
@@ -186,11 +224,20 @@ class RedisBackend(StorageBackend):
                 return
             self._record_bytes = max(len(value), 1)
             results[i] = result = await chunk_from_record(value, keys[i], allocate)
-            if isinstance(result, Miss) and result.reason is not MissReason.NO_MEMORY and not _is_of_another_version(value):
+            if (
+                isinstance(result, Miss)
+                and result.reason is not MissReason.NO_MEMORY
+                and not _is_of_another_version(value)
+            ):
                 suspected[i] = await asyncio.to_thread(payload_digest, value)
 
         if keys:
-            await exchange(self._client, [encoded("GET", _name(key)) for key in keys], lambda: AHEAD_BYTES // self._record_bytes, take)
+            await exchange(
+                self._client,
+                [encoded("GET", _name(key)) for key in keys],
+                lambda: AHEAD_BYTES // self._record_bytes,
+                take,
+            )
         again = list(suspected)
 
         async def judge(at: int, value: Any) -> None:
@@ -204,7 +251,9 @@ class RedisBackend(StorageBackend):
                 results[i] = Miss(MissReason.UNAVAILABLE)
 
         if again:
-            await exchange(self._client, [encoded("GET", _name(keys[i])) for i in again], lambda: 1, judge)
+            await exchange(
+                self._client, [encoded("GET", _name(keys[i])) for i in again], lambda: 1, judge
+            )
         if damaged:
             await self._client.unlink(*damaged)
 
@@ -230,7 +279,8 @@ class RedisBackend(StorageBackend):
 
 
 def _connection_options(timeout_s: float) -> dict[str, Any]:
-    """No socket timeout: with one, the client waits by `asyncio.wait_for`, which in Python 3.11 can swallow a cancellation.
+    """No socket timeout: with one, the client waits by `asyncio.wait_for`, which in Python 3.11 can
+    swallow a cancellation.
 
     Calls have a deadline of their own.
     """
@@ -243,7 +293,9 @@ def _connection_options(timeout_s: float) -> dict[str, Any]:
     }
 
 
-def _behind_sentinel(netloc: str, service: str, timeout_s: float) -> tuple[redis.Redis, list[redis.Redis]]:
+def _behind_sentinel(
+    netloc: str, service: str, timeout_s: float
+) -> tuple[redis.Redis, list[redis.Redis]]:
     credentials, _, hosts = netloc.rpartition("@")
     user, _, password = credentials.partition(":")
     sentinels = []
@@ -252,9 +304,16 @@ def _behind_sentinel(netloc: str, service: str, timeout_s: float) -> tuple[redis
         if not host:
             raise ValueError("a sentinel without a host")
         sentinels.append((host, int(port or DEFAULT_SENTINEL_PORT)))
-    options = _connection_options(timeout_s) | {"username": unquote(user) or None, "password": unquote(password) or None}
+    options = _connection_options(timeout_s) | {
+        "username": unquote(user) or None,
+        "password": unquote(password) or None,
+    }
     share_s = timeout_s / len(sentinels)
-    limits = {"socket_timeout": share_s, "socket_connect_timeout": share_s, "retry": Retry(NoBackoff(), 0)}
+    limits = {
+        "socket_timeout": share_s,
+        "socket_connect_timeout": share_s,
+        "retry": Retry(NoBackoff(), 0),
+    }
     sentinel = SteadySentinels(sentinels, sentinel_kwargs=limits)  # type: ignore[no-untyped-call]
     client: redis.Redis = sentinel.master_for(service, **options)
     return client, list(sentinel.sentinels)
@@ -269,7 +328,9 @@ def _is_damaged_again(record: bytes, digest: bytes, key: ChunkKey) -> bool:
 
 
 def _is_of_another_version(record: bytes) -> bool:
-    """Whether a refused record is good to a reader of a later version, and so not ours to delete."""
+    """Whether a refused record is good to a reader of a later version, and so not ours to
+    delete.
+    """
     try:
         decode_head(record[: decode_prefix(record[:PREFIX_BYTES]).head_bytes])
     except RecordError as exc:

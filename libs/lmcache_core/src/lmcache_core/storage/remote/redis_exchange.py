@@ -1,4 +1,6 @@
-"""Requests that follow one another on one Redis connection, answered while later ones are on their way."""
+"""Requests that follow one another on one Redis connection, answered while later ones are on
+their way.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,33 @@ from lmcache_core.concurrency import cancel_and_join
 MAX_AHEAD = 256
 """Requests without an answer, at most."""
 SLICE_BYTES = 1 << 20
-"""What is copied and handed to the event loop at once: large enough, and still in the processor's cache when it is sent."""
+"""What is copied and handed to the event loop at once: large enough, and still in the
+processor's cache when it is sent.
+"""
 
 Request = Sequence[bytes | memoryview]
 OnAnswer = Callable[[int, Any], Awaitable[None]]
 
 
-async def exchange(client: redis.Redis, requests: Sequence[Request], num_ahead: Callable[[], int], on_answer: OnAnswer) -> None:
-    """Send requests over one connection and hand each answer over as it comes: one round trip altogether, and no more answers in memory
-    than the one that is read and the one that is being dealt with.
+async def exchange(
+    client: redis.Redis,
+    requests: Sequence[Request],
+    num_ahead: Callable[[], int],
+    on_answer: OnAnswer,
+) -> None:
+    """Send requests over one connection and hand each answer over as it comes: one round trip
+    altogether, and no more answers in memory than the one that is read and the one that is being
+    dealt with.
 
-    A connection that was lost before anything was answered is replaced once; requests are therefore such as may be sent twice.
+    A connection that was lost before anything was answered is replaced once; requests are therefore
+    such as may be sent twice.
 
     Args:
         client: Whose connections are used.
         requests: Encoded.
         num_ahead: How many may be without an answer, asked again and again; 1 to `MAX_AHEAD` are.
-        on_answer: Given the number of the request and its answer, a `ResponseError` where Redis refuses; never called for two at once.
+        on_answer: Given the number of the request and its answer, a `ResponseError` where Redis
+            refuses; never called for two at once.
 
     Raises:
         RedisError: The connection failed.
@@ -51,7 +63,9 @@ async def exchange(client: redis.Redis, requests: Sequence[Request], num_ahead: 
                 await dealing.close()
             finally:  # also when a second deadline passes meanwhile: the pool has few connections
                 if dealing.num_answers < len(requests):
-                    await connection.disconnect(nowait=True)  # what else comes on it answers nobody's question
+                    await connection.disconnect(
+                        nowait=True
+                    )  # what else comes on it answers nobody's question
                 await pool.release(connection)
 
 
@@ -81,7 +95,9 @@ class _Dealing:
             await cancel_and_join([self._task])
 
 
-async def _run(connection: Any, requests: Sequence[Request], num_ahead: Callable[[], int], dealing: _Dealing) -> None:
+async def _run(
+    connection: Any, requests: Sequence[Request], num_ahead: Callable[[], int], dealing: _Dealing
+) -> None:
     num_sent = 0
     for i in range(len(requests)):
         while num_sent < len(requests) and num_sent - i < min(max(num_ahead(), 1), MAX_AHEAD):
@@ -98,10 +114,18 @@ async def _run(connection: Any, requests: Sequence[Request], num_ahead: Callable
 
 
 def encoded(*words: bytes | str | int | Sequence[bytes | memoryview]) -> Request:
-    """A command in Redis' protocol; a sequence of buffers is one word, and none of them is copied."""
+    """A command in Redis' protocol; a sequence of buffers is one word, and none of them is
+    copied.
+    """
     request: list[bytes | memoryview] = [b"*%d\r\n" % len(words)]
     for word in words:
-        parts = [str(word).encode()] if isinstance(word, str | int) else [word] if isinstance(word, bytes) else list(word)
+        parts = (
+            [str(word).encode()]
+            if isinstance(word, str | int)
+            else [word]
+            if isinstance(word, bytes)
+            else list(word)
+        )
         request += [b"$%d\r\n" % sum(len(part) for part in parts), *parts, b"\r\n"]
     return request
 
@@ -109,7 +133,8 @@ def encoded(*words: bytes | str | int | Sequence[bytes | memoryview]) -> Request
 def _slices(request: Request) -> Iterator[bytes]:
     """The bytes of a request: what is small put together, what is large cut into slices.
 
-    Copies, the only ones that we make: the event loop may hold on to what it sends when the caller has given the memory back.
+    Copies, the only ones that we make: the event loop may hold on to what it sends when the caller
+    has given the memory back.
     """
     small = bytearray()
     for part in request:

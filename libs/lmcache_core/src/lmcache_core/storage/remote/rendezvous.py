@@ -1,7 +1,8 @@
 """Which of several servers is a chunk's home: rendezvous hashing.
 
-Every server gets a score for every chunk, and the best is its home. When a server comes, only the chunks that it wins move, to it; when
-one goes, only its own chunks move, each to its second choice. Golden vectors: `tests/contract/golden/rendezvous.json`.
+Every server gets a score for every chunk, and the best is its home. When a server comes, only the
+chunks that it wins move, to it; when one goes, only its own chunks move, each to its second choice.
+Golden vectors: `tests/contract/golden/rendezvous.json`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import xxhash
 
 
 def ranked(names: Iterable[str], chunk_id: bytes) -> list[str]:
-    """All servers for that chunk, the best first: its home, its second choice, and so on. The same in every process.
+    """All servers for that chunk, the best first: its home, its second choice, and so on. The same
+    in every process.
 
     Args:
         names: Of the servers, in any order, each once.
@@ -23,9 +25,13 @@ def ranked(names: Iterable[str], chunk_id: bytes) -> list[str]:
 
 def home(names: Sequence[str], chunk_id: bytes) -> str:
     """The first of `ranked`. There must be a name."""
-    return names[0] if len(names) == 1 else min(names, key=lambda name: (-score(name, chunk_id), name))
+    return (
+        names[0] if len(names) == 1 else min(names, key=lambda name: (-score(name, chunk_id), name))
+    )
 
 
 def score(name: str, chunk_id: bytes) -> int:
-    """How well that server suits that chunk: xxh3-64 over the name in UTF-8, a zero byte and the chunk id."""
+    """How well that server suits that chunk: xxh3-64 over the name in UTF-8, a zero byte and the
+    chunk id.
+    """
     return xxhash.xxh3_64_intdigest(b"%b\0%b" % (name.encode(), chunk_id))

@@ -9,29 +9,51 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.asking import Answers, Places, Remembered, Servers, ask, best_places, homes, whereabouts
+from lmcache_core.storage.remote.asking import (
+    Answers,
+    Places,
+    Remembered,
+    Servers,
+    ask,
+    best_places,
+    homes,
+    whereabouts,
+)
 from lmcache_core.storage.remote.base import REMOTE_TIER, Locate, RemoteFigures, release_all
 from lmcache_core.storage.remote.members import Members
 from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.sealing import seal_all
 
 MAX_FURTHER_CHOICES = 3
-"""Servers beside its home that are asked for a chunk: those where it would be if its home were not there, or had not been."""
+"""Servers beside its home that are asked for a chunk: those where it would be if its home were
+not there, or had not been.
+"""
 LOCATE_TIMEOUT_S = 0.25
 
-_MAY_BE_ELSEWHERE = frozenset({MissReason.NEVER_STORED, MissReason.EVICTED, MissReason.EXPIRED, MissReason.UNAVAILABLE, MissReason.CORRUPT})
+_MAY_BE_ELSEWHERE = frozenset(
+    {
+        MissReason.NEVER_STORED,
+        MissReason.EVICTED,
+        MissReason.EXPIRED,
+        MissReason.UNAVAILABLE,
+        MissReason.CORRUPT,
+    }
+)
 _IS_SILENCE = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
 
 
 class ReplicatedBackend(StorageBackend):
-    """Chunks in servers that speak lm://. A chunk is put at its home; what is not there is looked for at its next choices.
+    """Chunks in servers that speak lm://. A chunk is put at its home; what is not there is looked
+    for at its next choices.
 
-    A server that does not answer is left alone for a while, and its chunks belong to their next choice meanwhile.
+    A server that does not answer is left alone for a while, and its chunks belong to their next
+    choice meanwhile.
 
     Args:
         members: The servers; opened and closed with this tier.
         timeout_s: Deadline of a call.
-        locate: Asked about what is not at home; without it, and where it does not know, the next choices are.
+        locate: Asked about what is not at home; without it, and where it does not know, the next
+            choices are.
     """
 
     name = REMOTE_TIER
@@ -57,13 +79,19 @@ class ReplicatedBackend(StorageBackend):
         servers = self._servers()
         places = self._seen.places(keys, servers)
         answers = await whereabouts(servers, keys, places, self._timeout_s)
-        found = best_places(keys, answers.by_name if len(places) < len(servers) else answers.require_one())
-        found |= await self._search(keys, [i for i in range(len(keys)) if i not in found], places, servers, self._timeout_s)
+        found = best_places(
+            keys, answers.by_name if len(places) < len(servers) else answers.require_one()
+        )
+        found |= await self._search(
+            keys, [i for i in range(len(keys)) if i not in found], places, servers, self._timeout_s
+        )
         for i, name in found.items():
             self._seen.note(keys[i], name, servers)
         return [i in found for i in range(len(keys))]
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         """See `StorageBackend.batched_get`."""
         now = asyncio.get_running_loop().time
         deadline = now() + (self._timeout_s if timeout_s is None else timeout_s)
@@ -75,22 +103,32 @@ class ReplicatedBackend(StorageBackend):
             answers = await fetch.run(places)
             if len(places) == len(servers):  # else others may have what those hold that are silent
                 answers.require_one()
-            missing = [i for i, result in enumerate(results) if isinstance(result, Miss) and result.reason in _MAY_BE_ELSEWHERE]
+            missing = [
+                i
+                for i, result in enumerate(results)
+                if isinstance(result, Miss) and result.reason in _MAY_BE_ELSEWHERE
+            ]
             self._seen.forget(keys[i] for i in missing)
             elsewhere: dict[str, list[int]] = {}
-            for i, name in (await self._search(keys, missing, places, servers, deadline - now())).items():
+            for i, name in (
+                await self._search(keys, missing, places, servers, deadline - now())
+            ).items():
                 elsewhere.setdefault(name, []).append(i)
                 self._seen.note(keys[i], name, servers)
             await fetch.run(elsewhere)
         except BaseException:
             release_all(results)
             raise
-        self._num_found_elsewhere += sum(isinstance(results[i], Chunk) for at in elsewhere.values() for i in at)
+        self._num_found_elsewhere += sum(
+            isinstance(results[i], Chunk) for at in elsewhere.values() for i in at
+        )
         self._figures.count_got(results)
         return results
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. What its home does not take, since it is full, ends or is away, goes to the second choice."""
+        """See `StorageBackend.batched_put`. What its home does not take, since it is full, ends
+        or is away, goes to the second choice.
+        """
         await seal_all(chunks)
         servers = self._servers()
         stored = [False] * len(chunks)
@@ -99,7 +137,11 @@ class ReplicatedBackend(StorageBackend):
         answers = await self._put(chunks, at_home, servers, stored)
         second: dict[str, list[int]] = {}
         for name, places in at_home.items():
-            others = [other for other, server in servers.items() if other != name and not server.is_resting]
+            others = [
+                other
+                for other, server in servers.items()
+                if other != name and not server.is_resting
+            ]
             left = [i for i in places if not stored[i]] if others else []
             for other, at in homes(keys, left, others).items():
                 second.setdefault(other, []).extend(at)
@@ -110,10 +152,22 @@ class ReplicatedBackend(StorageBackend):
         return stored
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `StorageBackend.batched_remove`. All servers forget them: a chunk may be at more than one."""
+        """See `StorageBackend.batched_remove`. All servers forget them: a chunk may be at more
+        than one.
+        """
         servers = self._servers()
-        there = await whereabouts(servers, keys, dict.fromkeys(servers, range(len(keys))), self._timeout_s)
-        (await ask(servers, {name: server.client.remove(keys, self._timeout_s) for name, server in servers.items()})).require_one()
+        there = await whereabouts(
+            servers, keys, dict.fromkeys(servers, range(len(keys))), self._timeout_s
+        )
+        (
+            await ask(
+                servers,
+                {
+                    name: server.client.remove(keys, self._timeout_s)
+                    for name, server in servers.items()
+                },
+            )
+        ).require_one()
         self._seen.forget(keys)
         return len({keys[i] for at in there.by_name.values() for i in at})
 
@@ -126,7 +180,9 @@ class ReplicatedBackend(StorageBackend):
         servers = self._members.by_name().values()
         return self._figures.as_stats() | {
             "num_replicas": len(servers),
-            "num_replicas_away": sum(server.is_resting or not server.client.is_connected for server in servers),
+            "num_replicas_away": sum(
+                server.is_resting or not server.client.is_connected for server in servers
+            ),
             "found_elsewhere_chunks": self._num_found_elsewhere,
         }
 
@@ -137,9 +193,14 @@ class ReplicatedBackend(StorageBackend):
             raise UnavailableError("no server of this remote tier has been reached yet")
         return {name: server for name, server in known.items() if not server.is_resting} or known
 
-    async def _put(self, chunks: Sequence[Chunk], places: Places, servers: Servers, stored: list[bool]) -> Answers[list[bool]]:
+    async def _put(
+        self, chunks: Sequence[Chunk], places: Places, servers: Servers, stored: list[bool]
+    ) -> Answers[list[bool]]:
         """Put chunks there, and note in `stored` what is."""
-        puts = {name: servers[name].client.put([chunks[i] for i in at], self._timeout_s) for name, at in places.items()}
+        puts = {
+            name: servers[name].client.put([chunks[i] for i in at], self._timeout_s)
+            for name, at in places.items()
+        }
         answers = await ask(servers, puts)
         for name, taken in answers.by_name.items():
             for i, is_stored in zip(places[name], taken, strict=True):
@@ -147,9 +208,16 @@ class ReplicatedBackend(StorageBackend):
         return answers
 
     async def _search(
-        self, keys: Sequence[ChunkKey], missing: Sequence[int], asked: Places, servers: Servers, timeout_s: float
+        self,
+        keys: Sequence[ChunkKey],
+        missing: Sequence[int],
+        asked: Places,
+        servers: Servers,
+        timeout_s: float,
     ) -> dict[int, str]:
-        """Who else holds these chunks: as is known elsewhere, or else by asking their next choices, all at once."""
+        """Who else holds these chunks: as is known elsewhere, or else by asking their next
+        choices, all at once.
+        """
         if not missing or len(servers) == 1 or timeout_s <= 0:
             return {}
         already = {i: name for name, at in asked.items() for i in at}
@@ -160,9 +228,17 @@ class ReplicatedBackend(StorageBackend):
                 others = [name for name in servers if name != already[i]]
                 for name in ranked(others, keys[i].key.chunk_id())[:MAX_FURTHER_CHOICES]:
                     choices.setdefault(name, []).append(i)
-        return found | best_places(keys, (await whereabouts(servers, keys, choices, timeout_s)).by_name)
+        return found | best_places(
+            keys, (await whereabouts(servers, keys, choices, timeout_s)).by_name
+        )
 
-    async def _located(self, keys: Sequence[ChunkKey], missing: Sequence[int], already: dict[int, str], servers: Servers) -> dict[int, str]:
+    async def _located(
+        self,
+        keys: Sequence[ChunkKey],
+        missing: Sequence[int],
+        already: dict[int, str],
+        servers: Servers,
+    ) -> dict[int, str]:
         if self._locate is None:
             return {}
         try:
@@ -179,9 +255,18 @@ class ReplicatedBackend(StorageBackend):
 
 
 class _Fetch:
-    """Reads chunks of one call into its results; whatever happens, every chunk that came is there."""
+    """Reads chunks of one call into its results; whatever happens, every chunk that came is
+    there.
+    """
 
-    def __init__(self, keys: Sequence[ChunkKey], servers: Servers, allocate: Allocate, deadline: float, results: list[Result]) -> None:
+    def __init__(
+        self,
+        keys: Sequence[ChunkKey],
+        servers: Servers,
+        allocate: Allocate,
+        deadline: float,
+        results: list[Result],
+    ) -> None:
         self._keys = keys
         self._servers = servers
         self._allocate = allocate
@@ -190,7 +275,9 @@ class _Fetch:
 
     async def run(self, places: Places) -> Answers[bool]:
         """Read them there. An answer tells whether anything came in time."""
-        answers = await ask(self._servers, {name: self._read(name, at) for name, at in places.items()})
+        answers = await ask(
+            self._servers, {name: self._read(name, at) for name, at in places.items()}
+        )
         for name, is_alive in answers.by_name.items():
             if not is_alive:
                 self._servers[name].failed()
@@ -198,7 +285,9 @@ class _Fetch:
 
     async def _read(self, name: str, at: Sequence[int]) -> bool:
         left_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
-        got = await self._servers[name].client.get([self._keys[i] for i in at], self._allocate, timeout_s=left_s)
+        got = await self._servers[name].client.get(
+            [self._keys[i] for i in at], self._allocate, timeout_s=left_s
+        )
         for i, result in zip(at, got, strict=True):
             self._results[i] = result
         return not all(isinstance(result, Miss) and result.reason in _IS_SILENCE for result in got)

@@ -1,4 +1,6 @@
-"""Records in a directory that has no owner: what is there is asked of the file system, every time. Blocking, thread-safe."""
+"""Records in a directory that has no owner: what is there is asked of the file system, every
+time. Blocking, thread-safe.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +17,50 @@ from pathlib import Path
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.record import Chunk, Miss, MissReason, RecordHeader, RecordReason, Result, decode_head
+from lmcache_core.record import (
+    Chunk,
+    Miss,
+    MissReason,
+    RecordHeader,
+    RecordReason,
+    Result,
+    decode_head,
+)
 from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.layout import DiskLayout, is_record, is_shard, tenant_of
-from lmcache_core.storage.disk.record_file import check_payload, name_record, opened, read_head, read_payload, write_record
+from lmcache_core.storage.disk.record_file import (
+    check_payload,
+    name_record,
+    opened,
+    read_head,
+    read_payload,
+    write_record,
+)
 from lmcache_core.storage.remote.base import REMOTE_TIER, miss_for
 
 logger = logging.getLogger(__name__)
 
 GROWING_S = 60.0
-"""On some mounts a file can be seen while it is still being uploaded: one that looks damaged is left alone until it is that old."""
+"""On some mounts a file can be seen while it is still being uploaded: one that looks damaged is
+left alone until it is that old.
+"""
 STALE_S = 86400.0
 """A temporary file that old was left by a writer that died."""
 MAX_STALE_FILES = 1024
 """So many of them are removed at once."""
 
-_TAKES_NO_MORE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM})
+_TAKES_NO_MORE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+)
 """What a write may be answered by a directory that can be read all the same."""
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRecord:
-    """A record whose head has been read and is the one that was asked for. Its file is open until `SharedDirectory.read` or `close`.
+    """A record whose head has been read and is the one that was asked for. Its file is open until
+    `SharedDirectory.read` or `close`.
 
     Attributes:
         key: Its name.
@@ -116,7 +138,8 @@ class SharedDirectory:
 
         Args:
             found: What `find` gave.
-            memory: Room for the payload; its reference passes to the chunk returned, or is given back.
+            memory: Room for the payload; its reference passes to the chunk returned, or is given
+                back.
         """
         try:
             read_payload(self._files, found.fd, len(found.head), found.header, memory.byte_array)
@@ -137,7 +160,8 @@ class SharedDirectory:
         """Keep one chunk. The caller holds its memory until this returns.
 
         Returns:
-            True when a whole record has its name; False when the directory takes no more, or did not a short while ago.
+            True when a whole record has its name; False when the directory takes no more, or did
+            not a short while ago.
 
         Raises:
             OSError: The directory is not there, or fails in another way.
@@ -160,7 +184,11 @@ class SharedDirectory:
             if exc.errno not in _TAKES_NO_MORE:
                 raise
             if self._backoff.failed():
-                logger.warning("shared directory %s takes no writes: %s; it is tried again later", self._layout.root, exc.strerror)
+                logger.warning(
+                    "shared directory %s takes no writes: %s; it is tried again later",
+                    self._layout.root,
+                    exc.strerror,
+                )
             return False
         if self._backoff.succeeded():
             logger.info("shared directory %s takes writes again", self._layout.root)
@@ -172,7 +200,9 @@ class SharedDirectory:
         Raises:
             OSError: One of them cannot be removed.
         """
-        present = [path for key in keys if self._is_file(key) and (path := self._path(key)) is not None]
+        present = [
+            path for key in keys if self._is_file(key) and (path := self._path(key)) is not None
+        ]
         for path in present:
             self._files.unlink(path)
         return len(present)
@@ -190,7 +220,9 @@ class SharedDirectory:
         return num_removed
 
     def remove_stale(self) -> None:
-        """Remove what writers that died have left. Never raises `OSError`: others may be at it too."""
+        """Remove what writers that died have left. Never raises `OSError`: others may be at it
+        too.
+        """
         with contextlib.suppress(OSError):
             for name in self._files.list_directory(self._layout.temporary)[:MAX_STALE_FILES]:
                 path = self._layout.temporary / name
@@ -226,11 +258,16 @@ class SharedDirectory:
             return Miss(MissReason.UNAVAILABLE)
         return FoundRecord(key, path, fd, status, head, header, payload_bytes)
 
-    def _read_head(self, key: ChunkKey, fd: int, status: os.stat_result) -> tuple[bytes, RecordHeader, int]:
+    def _read_head(
+        self, key: ChunkKey, fd: int, status: os.stat_result
+    ) -> tuple[bytes, RecordHeader, int]:
         head = read_head(self._files, fd)
         header, payload_bytes = decode_head(head, key.key)
         if status.st_size != len(head) + payload_bytes:
-            raise RecordError(RecordReason.SHORT, f"{status.st_size} bytes, its head says {len(head) + payload_bytes}")
+            raise RecordError(
+                RecordReason.SHORT,
+                f"{status.st_size} bytes, its head says {len(head) + payload_bytes}",
+            )
         return head, header, payload_bytes
 
     def _holds(self, path: Path, chunk: Chunk) -> bool:
@@ -246,10 +283,11 @@ class SharedDirectory:
             self._files.close(fd)
 
     def _refuse(self, key: ChunkKey, path: Path, status: os.stat_result, exc: RecordError) -> Miss:
-        """Remove a damaged record, if its name still is its own: not what a good one has just replaced, and not a later version's.
+        """Remove a damaged record, if its name still is its own: not what a good one has just
+        replaced, and not a later version's.
 
-        It is read once more before that, and removed only if the same is wrong with it again: others share the directory, and it may be
-        this host's memory that is bad.
+        It is read once more before that, and removed only if the same is wrong with it again:
+        others share the directory, and it may be this host's memory that is bad.
         """
         is_ours = exc.reason not in (RecordReason.VERSION, RecordReason.EXTENSION)
         if not is_ours or time.time() - status.st_mtime <= GROWING_S:
@@ -258,7 +296,12 @@ class SharedDirectory:
             if self._is_still(path, status):
                 again = self._error_of(key, path)
                 if again != str(exc):
-                    logger.warning("file read in two ways, left: path=%s first=%s second=%s", path, exc, again or "whole")
+                    logger.warning(
+                        "file read in two ways, left: path=%s first=%s second=%s",
+                        path,
+                        exc,
+                        again or "whole",
+                    )
                     return Miss(MissReason.UNAVAILABLE)
                 if self._is_still(path, status):
                     self._files.unlink(path)
@@ -274,7 +317,9 @@ class SharedDirectory:
         return os.path.samestat(now, status) and now.st_mtime_ns == status.st_mtime_ns
 
     def _error_of(self, key: ChunkKey, path: Path) -> str:
-        """What is wrong with a record, read as a whole into memory of its own; nothing if it is whole."""
+        """What is wrong with a record, read as a whole into memory of its own; nothing if it is
+        whole.
+        """
         with opened(self._files, path) as fd:
             self._files.drop_cached(fd)
             try:

@@ -40,7 +40,9 @@ class WrapperBackend(StorageBackend):
         """See `StorageBackend.batched_contains`."""
         return await self._backend.batched_contains(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         """See `StorageBackend.batched_get`."""
         return await self._backend.batched_get(keys, allocate, timeout_s)
 
@@ -62,7 +64,9 @@ class WrapperBackend(StorageBackend):
 
 
 def lister_of(backend: StorageBackend) -> ListsKeys | None:
-    """Who can tell what this tier holds: the tier itself or the one inside its wrappers. None when it does not know."""
+    """Who can tell what this tier holds: the tier itself or the one inside its wrappers. None
+    when it does not know.
+    """
     while isinstance(backend, WrapperBackend):
         backend = backend.wrapped
     return backend if isinstance(backend, ListsKeys) else None

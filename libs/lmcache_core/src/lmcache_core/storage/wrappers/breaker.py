@@ -1,4 +1,6 @@
-"""A tier that may fail or hang: every call ends, failures are misses, and while it keeps failing it is left alone."""
+"""A tier that may fail or hang: every call ends, failures are misses, and while it keeps failing
+it is left alone.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class BreakerOptions:
         cool_down_s: Wait before the first probe; doubles with each probe that fails.
         cool_down_cap_s: Longest wait.
         slow_call_s: A call that its caller gave up after at least this long counts as a failure.
-        timeout_s: Longest wait for a call that has no limit of its caller's; what is put or removed adds to it by its size.
+        timeout_s: Longest wait for a call that has no limit of its caller's; what is put or removed
+            adds to it by its size.
     """
 
     num_failures: int = 5
@@ -93,12 +96,22 @@ class _Breaker:
 
     def failed(self, cause: str) -> None:
         self._num_failures += 1
-        if self._state is _State.OPEN or (self._state is _State.CLOSED and self._num_failures < self._options.num_failures):
+        if self._state is _State.OPEN or (
+            self._state is _State.CLOSED and self._num_failures < self._options.num_failures
+        ):
             return
-        wait_s = min(self._options.cool_down_cap_s, self._options.cool_down_s * 2 ** min(self._num_openings, _MAX_EXPONENT))
+        wait_s = min(
+            self._options.cool_down_cap_s,
+            self._options.cool_down_s * 2 ** min(self._num_openings, _MAX_EXPONENT),
+        )
         if self._state is _State.CLOSED:
             self.num_opened += 1
-            logger.warning("tier %s is bypassed after %d failures, the last: %s", self._name, self._num_failures, cause)
+            logger.warning(
+                "tier %s is bypassed after %d failures, the last: %s",
+                self._name,
+                self._num_failures,
+                cause,
+            )
         self._state = _State.OPEN
         self._num_openings += 1
         self._probe_at = self._clock() + wait_s
@@ -129,18 +142,21 @@ class _Attempt:
 
 
 class BreakerBackend(WrapperBackend):
-    """Turns `UnavailableError` into misses, and after several failures in a row bypasses the tier until a probe succeeds.
+    """Turns `UnavailableError` into misses, and after several failures in a row bypasses the tier
+    until a probe succeeds.
 
-    Every call has a deadline. A get that brings no chunk and a miss for want of the tier (`unavailable`, `deadline`) is a failure too, and
-    so is a call that its caller gave up after `slow_call_s`; one whose caller had less time than that tells nothing. While open, calls
-    return at once: misses with reason `breaker_open`, False, 0.
+    Every call has a deadline. A get that brings no chunk and a miss for want of the tier
+    (`unavailable`, `deadline`) is a failure too, and so is a call that its caller gave up after
+    `slow_call_s`; one whose caller had less time than that tells nothing. While open, calls return
+    at once: misses with reason `breaker_open`, False, 0.
 
-    One put that does not end opens a breaker for writes alone, which only a put closes: reads of such a tier may be sound. A tier must
-    be safe to abandon: what it still reads after a cancelled put it keeps referenced.
+    One put that does not end opens a breaker for writes alone, which only a put closes: reads of
+    such a tier may be sound. A tier must be safe to abandon: what it still reads after a cancelled
+    put it keeps referenced.
 
-    An answer that needed no device proves nothing about it, so it neither opens nor closes a breaker. A tier that lists its keys gives
-    such answers to `batched_contains`, to a put that adds no chunk, and to a get or removal that finds none; every tier does so to a
-    call without keys.
+    An answer that needed no device proves nothing about it, so it neither opens nor closes a
+    breaker. A tier that lists its keys gives such answers to `batched_contains`, to a put that adds
+    no chunk, and to a get or removal that finds none; every tier does so to a call without keys.
 
     Args:
         backend: What is wrapped.
@@ -148,11 +164,18 @@ class BreakerBackend(WrapperBackend):
         options: When to open and close.
     """
 
-    def __init__(self, backend: StorageBackend, clock: Callable[[], float] = time.monotonic, options: BreakerOptions | None = None) -> None:
+    def __init__(
+        self,
+        backend: StorageBackend,
+        clock: Callable[[], float] = time.monotonic,
+        options: BreakerOptions | None = None,
+    ) -> None:
         super().__init__(backend)
         self._options = options or BreakerOptions()
         self._breaker = _Breaker(backend.name, self._options, clock)
-        self._writes = _Breaker(f"{backend.name} (writes)", replace(self._options, num_failures=1), clock)
+        self._writes = _Breaker(
+            f"{backend.name} (writes)", replace(self._options, num_failures=1), clock
+        )
         lister = lister_of(backend)
         self._lister: StorageBackend | None = lister if isinstance(lister, StorageBackend) else None
 
@@ -172,18 +195,30 @@ class BreakerBackend(WrapperBackend):
                 return found
         return [False] * len(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         """See `StorageBackend.batched_get`."""
         if not keys:
             return []
         if not self._breaker.admit():
             return [Miss(MissReason.BREAKER_OPEN)] * len(keys)
         results: list[Result] = [Miss(MissReason.UNAVAILABLE)] * len(keys)
-        limit_s = self._options.timeout_s if timeout_s is None else max(0.0, timeout_s) + READ_GRACE_S
+        limit_s = (
+            self._options.timeout_s if timeout_s is None else max(0.0, timeout_s) + READ_GRACE_S
+        )
         async with self._attempt(limit_s) as attempt:
             results = await self._backend.batched_get(keys, allocate, timeout_s)
-            trouble = [result.reason for result in results if isinstance(result, Miss) and result.reason in _TROUBLE]
-            is_short = set(trouble) == {MissReason.DEADLINE} and timeout_s is not None and timeout_s < self._options.slow_call_s
+            trouble = [
+                result.reason
+                for result in results
+                if isinstance(result, Miss) and result.reason in _TROUBLE
+            ]
+            is_short = (
+                set(trouble) == {MissReason.DEADLINE}
+                and timeout_s is not None
+                and timeout_s < self._options.slow_call_s
+            )
             if not any(isinstance(result, Chunk) for result in results):
                 attempt.tells_nothing = is_short if trouble else self._lister is not None
                 if trouble and not is_short:
@@ -200,11 +235,18 @@ class BreakerBackend(WrapperBackend):
             return kept
         try:
             if self._breaker.admit():
-                limit_s = self._options.timeout_s + sum(chunk.num_bytes for chunk in chunks) / MIN_BYTES_PER_S
+                limit_s = (
+                    self._options.timeout_s
+                    + sum(chunk.num_bytes for chunk in chunks) / MIN_BYTES_PER_S
+                )
                 async with self._attempt(limit_s) as attempt:
-                    known = kept if self._lister is None else await self._lister.batched_contains(keys)
+                    known = (
+                        kept if self._lister is None else await self._lister.batched_contains(keys)
+                    )
                     kept = await self._backend.batched_put(chunks)
-                    has_added = any(is_kept and not was for is_kept, was in zip(kept, known, strict=True))
+                    has_added = any(
+                        is_kept and not was for is_kept, was in zip(kept, known, strict=True)
+                    )
                     attempt.tells_nothing = self._lister is not None and not has_added
                     if not attempt.tells_nothing:
                         self._writes.succeeded()
@@ -236,11 +278,16 @@ class BreakerBackend(WrapperBackend):
     def stats(self) -> dict[str, int]:
         """The backend's figures, whether the breaker is open now and how often it opened."""
         num_opened = self._breaker.num_opened + self._writes.num_opened
-        return self._backend.stats() | {"breaker_open": int(self.is_open), "breaker_openings": num_opened}
+        return self._backend.stats() | {
+            "breaker_open": int(self.is_open),
+            "breaker_openings": num_opened,
+        }
 
     @asynccontextmanager
     async def _attempt(self, limit_s: float) -> AsyncIterator[_Attempt]:
-        """End the call inside after `limit_s` seconds, and judge it by how it ends; swallows `UnavailableError`."""
+        """End the call inside after `limit_s` seconds, and judge it by how it ends; swallows
+        `UnavailableError`.
+        """
         attempt = _Attempt()
         began = self._breaker.now
         limit = asyncio.timeout(limit_s)
@@ -249,7 +296,11 @@ class BreakerBackend(WrapperBackend):
                 yield attempt
         except (UnavailableError, TimeoutError) as exc:
             attempt.is_hung = limit.expired()
-            attempt.cause = f"no answer within {limit_s:.1f} s" if attempt.is_hung else str(exc) or type(exc).__name__
+            attempt.cause = (
+                f"no answer within {limit_s:.1f} s"
+                if attempt.is_hung
+                else str(exc) or type(exc).__name__
+            )
             self._breaker.failed(attempt.cause)
         except asyncio.CancelledError:
             if self._breaker.now - began >= self._options.slow_call_s:

@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 MAX_ENCODING_BYTES = 128 << 20
 """Raw bytes of one tier that are encoded and not yet written; further puts wait."""
 MAX_DECODE_SHARE = 0.5
-"""Of a caller's time, kept for decoding what the tier brings; as much as decoding took lately, at most this."""
+"""Of a caller's time, kept for decoding what the tier brings; as much as decoding took lately,
+at most this.
+"""
 NEWEST_WEIGHT = 0.5
 MAX_NAMED_SERDES = 16
 
@@ -35,21 +37,30 @@ _Job = tuple[int, Decoding, Future[Result]]
 class EncodedBackend(WrapperBackend):
     """Encodes what is put, decodes what is got, and lets in only what its user accepts.
 
-    Raw records pass as they are. With a lossy serde everything that can be decoded here is accepted; otherwise a lossy record is a miss
-    (`encoding`), its key is said not to be there, and a lossless chunk of that key takes its place; the same of one that does not decode
-    (`corrupt`). What cannot be decoded here alone (`encoding`, `profile`) is said not to be there either, and stays, since others may read
-    it. Work on bytes is done in the threads of `codecs`, the event loop does none of it.
+    Raw records pass as they are. With a lossy serde everything that can be decoded here is
+    accepted; otherwise a lossy record is a miss (`encoding`), its key is said not to be there, and
+    a lossless chunk of that key takes its place; the same of one that does not decode (`corrupt`).
+    What cannot be decoded here alone (`encoding`, `profile`) is said not to be there either, and
+    stays, since others may read it. Work on bytes is done in the threads of `codecs`, the event
+    loop does none of it.
 
     Args:
         backend: What is wrapped.
         codecs: Opened with this tier, and closed when all who share them have closed.
-        serde: How raw chunks are encoded, one that `codecs` was made with; None or "naive": not at all.
+        serde: How raw chunks are encoded, one that `codecs` was made with; None or "naive": not at
+            all.
         accepts_lossy: Whether lossy records are let in; by default if `serde` is lossy.
-        seals: Compute digests of decoded chunks in the same threads, where somebody will ask for them.
+        seals: Compute digests of decoded chunks in the same threads, where somebody will ask for
+            them.
     """
 
     def __init__(
-        self, backend: StorageBackend, codecs: Codecs, serde: str | None = None, accepts_lossy: bool | None = None, seals: bool = False
+        self,
+        backend: StorageBackend,
+        codecs: Codecs,
+        serde: str | None = None,
+        accepts_lossy: bool | None = None,
+        seals: bool = False,
     ) -> None:
         super().__init__(backend)
         self._codecs = codecs
@@ -90,16 +101,27 @@ class EncodedBackend(WrapperBackend):
                 await self._codecs.close()
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`; what is known to be there and not to be served is not there."""
+        """See `StorageBackend.batched_contains`; what is known to be there and not to be served
+        is not there.
+        """
         found = await self._backend.batched_contains(keys)
         ways = self._in_the_way, self._left_alone
-        return [is_there and not any(key in way for way in ways) for key, is_there in zip(keys, found, strict=True)]
+        return [
+            is_there and not any(key in way for way in ways)
+            for key, is_there in zip(keys, found, strict=True)
+        ]
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
-        """See `StorageBackend.batched_get`. Encoded payloads lie in memory from `allocate` too, until they are decoded."""
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
+        """See `StorageBackend.batched_get`. Encoded payloads lie in memory from `allocate` too,
+        until they are decoded.
+        """
         now = asyncio.get_running_loop().time
         deadline = None if timeout_s is None else now() + timeout_s
-        results = await self._backend.batched_get(keys, allocate, self._time_to_read(timeout_s, len(keys)))
+        results = await self._backend.batched_get(
+            keys, allocate, self._time_to_read(timeout_s, len(keys))
+        )
         began = now()
         is_late = deadline is not None and began >= deadline
         jobs: list[_Job] = []
@@ -110,7 +132,10 @@ class EncodedBackend(WrapperBackend):
                     results[i] = self._let_in(i, result, None if is_late else allocate, jobs)
                 elif result.reason is MissReason.ENCODING and not self._accepts_lossy:
                     self._in_the_way.note(key)  # its server has filtered what would be refused here
-            await wait_all([future for _, _, future in jobs], None if deadline is None else max(0.0, deadline - began))
+            await wait_all(
+                [future for _, _, future in jobs],
+                None if deadline is None else max(0.0, deadline - began),
+            )
             ended = [future.done() for _, _, future in jobs]
             for (_, _, future), has_ended in zip(jobs, ended, strict=True):
                 if has_ended and not future.cancelled() and (bug := future.exception()) is not None:
@@ -131,7 +156,9 @@ class EncodedBackend(WrapperBackend):
         return results
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. Lossy chunks are not kept where only lossless ones are served."""
+        """See `StorageBackend.batched_put`. Lossy chunks are not kept where only lossless ones
+        are served.
+        """
         kept: list[bool] = []
         for group in _groups(chunks):
             async with self._gate.using(sum(chunk.memory.get_size() for chunk in group)):
@@ -152,15 +179,24 @@ class EncodedBackend(WrapperBackend):
         return num_removed
 
     def stats(self) -> dict[str, int]:
-        """The backend's figures, what was encoded and decoded, and how many records were refused for their encoding."""
-        return self._backend.stats() | self._figures.stats() | {"refused_encodings": self._num_refused}
+        """The backend's figures, what was encoded and decoded, and how many records were refused
+        for their encoding.
+        """
+        return (
+            self._backend.stats() | self._figures.stats() | {"refused_encodings": self._num_refused}
+        )
 
     def _time_to_read(self, timeout_s: float | None, num_chunks: int) -> float | None:
         """What is left of the caller's time for the tier itself."""
-        return None if timeout_s is None else timeout_s - min(self._decode_s * num_chunks, timeout_s * MAX_DECODE_SHARE)
+        return (
+            None
+            if timeout_s is None
+            else timeout_s - min(self._decode_s * num_chunks, timeout_s * MAX_DECODE_SHARE)
+        )
 
     def _let_in(self, i: int, chunk: Chunk, allocate: Allocate | None, jobs: list[_Job]) -> Result:
-        """The chunk if it may pass as it is, else why it may not. One that is to be decoded is a job more, and late until that is done.
+        """The chunk if it may pass as it is, else why it may not. One that is to be decoded is a
+        job more, and late until that is done.
 
         Takes over the chunk's reference. Without `allocate` it is too late to decode anything.
         """
@@ -202,27 +238,41 @@ class EncodedBackend(WrapperBackend):
         if name not in self._named_serdes and len(self._named_serdes) < MAX_NAMED_SERDES:
             self._named_serdes.add(name)
             kind = "lossy " if header.lossy else ""
-            logger.warning("tier %s has %srecords of the serde %r, which are misses here: %s", self.name, kind, header.serde, reason.value)
+            logger.warning(
+                "tier %s has %srecords of the serde %r, which are misses here: %s",
+                self.name,
+                kind,
+                header.serde,
+                reason.value,
+            )
         self._num_refused += 1
         chunk.release()
         return Miss(reason)
 
     async def _put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Encode and write chunks that are few enough to be held twice."""
-        accepted = [i for i, c in enumerate(chunks) if (self._accepts_lossy or not c.lossy) and c.key not in self._left_alone]
+        accepted = [
+            i
+            for i, c in enumerate(chunks)
+            if (self._accepts_lossy or not c.lossy) and c.key not in self._left_alone
+        ]
         records = await self._encoded([chunks[i] for i in accepted])
         replaced = [record.key for record in records if record.key in self._in_the_way]
         if replaced:
             await self._backend.batched_remove(replaced)
         kept = [False] * len(chunks)
-        for i, record, is_kept in zip(accepted, records, await self._backend.batched_put(records), strict=True):
+        for i, record, is_kept in zip(
+            accepted, records, await self._backend.batched_put(records), strict=True
+        ):
             kept[i] = is_kept
             if is_kept:
                 self._in_the_way.forget([record.key])
         return kept
 
     async def _encoded(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """These chunks as they are to be written; what is encoded lies outside any arena, the others are the caller's."""
+        """These chunks as they are to be written; what is encoded lies outside any arena, the
+        others are the caller's.
+        """
         encoder = self._encoder
         if encoder is None:
             return list(chunks)
@@ -231,7 +281,9 @@ class EncodedBackend(WrapperBackend):
             if chunk.described.serde == RAW_SERDE:
                 chunk.memory.ref_count_up()
                 try:
-                    futures[i] = self._codecs.encoding.submit(encoded_chunk, encoder, chunk, self._figures)
+                    futures[i] = self._codecs.encoding.submit(
+                        encoded_chunk, encoder, chunk, self._figures
+                    )
                 except BaseException:
                     chunk.release()
                     raise
@@ -246,7 +298,9 @@ class EncodedBackend(WrapperBackend):
 
 
 def _groups(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    """The chunks in runs of at most `MAX_ENCODING_BYTES`, or of one that is larger; one empty run when there are none."""
+    """The chunks in runs of at most `MAX_ENCODING_BYTES`, or of one that is larger; one empty
+    run when there are none.
+    """
     begin = num_bytes = 0
     for i, chunk in enumerate(chunks):
         size = chunk.memory.get_size()

@@ -23,9 +23,12 @@ class FaultPlan:
         seed: Decides when.
         delayed_calls: Share of calls that take longer.
         delay_s: By how much at most.
-        failed_calls: Share of calls that end with `UnavailableError`, half of them after the tier has done its work.
-        lost_chunks: Share of chunks that a get does not find, and that a put claims to have kept and has not.
-        damaged_chunks: Share of chunks that are kept with one bit flipped. The tier's own check must find it when it reads them.
+        failed_calls: Share of calls that end with `UnavailableError`, half of them after the tier
+            has done its work.
+        lost_chunks: Share of chunks that a get does not find, and that a put claims to have kept
+            and has not.
+        damaged_chunks: Share of chunks that are kept with one bit flipped. The tier's own check
+            must find it when it reads them.
     """
 
     seed: int
@@ -37,7 +40,8 @@ class FaultPlan:
 
 
 class FaultyBackend(WrapperBackend):
-    """Does to a tier what disks and networks do. What happens depends on the seed and on the order of the calls alone.
+    """Does to a tier what disks and networks do. What happens depends on the seed and on the order
+    of the calls alone.
 
     Args:
         backend: What is wrapped.
@@ -60,7 +64,9 @@ class FaultyBackend(WrapperBackend):
         self._fail(fails_late)
         return found
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         """See `StorageBackend.batched_get`."""
         lost = self._draw(len(keys), self._plan.lost_chunks)
         fails_late = await self._before()
@@ -98,7 +104,9 @@ class FaultyBackend(WrapperBackend):
         return self._backend.stats() | {"injected_faults": self._num_faults}
 
     async def _before(self) -> bool:
-        """Be late or fail, if it is this call's turn; whether the call is to fail when it is done."""
+        """Be late or fail, if it is this call's turn; whether the call is to fail when it is
+        done.
+        """
         plan = self._plan
         [is_delayed] = self._draw(1, plan.delayed_calls)
         [fails] = self._draw(1, plan.failed_calls)
@@ -118,7 +126,9 @@ class FaultyBackend(WrapperBackend):
         return drawn
 
     def _damaged(self, chunk: Chunk) -> Chunk:
-        """The same record with one bit of its payload flipped, in memory of its own: the caller's stays whole."""
+        """The same record with one bit of its payload flipped, in memory of its own: the
+        caller's stays whole.
+        """
         payload = bytearray(chunk.sealed().memory.byte_array)
         if payload:
             payload[self._random.randrange(len(payload))] ^= 1 << self._random.randrange(8)

@@ -24,7 +24,8 @@ class _Outcome:
 
 
 class LoggedBackend(WrapperBackend):
-    """Writes one debug line a call: how many chunks, bytes and milliseconds, the first chunk's hash, and the failure if there was one.
+    """Writes one debug line a call: how many chunks, bytes and milliseconds, the first chunk's
+    hash, and the failure if there was one.
 
     Args:
         backend: What is wrapped.
@@ -42,7 +43,9 @@ class LoggedBackend(WrapperBackend):
             outcome.num_done = sum(found)
         return found
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         """See `StorageBackend.batched_get`."""
         with self._line("get", keys) as outcome:
             results = await self._backend.batched_get(keys, allocate, timeout_s)
@@ -56,7 +59,9 @@ class LoggedBackend(WrapperBackend):
         with self._line("put", [chunk.key for chunk in chunks]) as outcome:
             kept = await self._backend.batched_put(chunks)
             outcome.num_done = sum(kept)
-            outcome.num_bytes = sum(chunk.num_bytes for chunk, is_kept in zip(chunks, kept, strict=True) if is_kept)
+            outcome.num_bytes = sum(
+                chunk.num_bytes for chunk, is_kept in zip(chunks, kept, strict=True) if is_kept
+            )
         return kept
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:

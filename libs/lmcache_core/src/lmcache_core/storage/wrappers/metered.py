@@ -26,15 +26,22 @@ _PREFIX, _SUFFIX = "lmcache_tier_", "_total"
 class MeteredBackend(WrapperBackend):
     """Counts calls, chunks, bytes, failed calls and time, each by operation, and misses by reason.
 
-    A call that raises, or that its caller gives up, is a failure; its time counts too. Chunks are those found, got, kept, removed.
+    A call that raises, or that its caller gives up, is a failure; its time counts too. Chunks are
+    those found, got, kept, removed.
 
     Args:
         backend: What is wrapped.
-        counters: Where to count; for this tier alone, since the one label that a counter has is the operation or the reason.
+        counters: Where to count; for this tier alone, since the one label that a counter has is the
+            operation or the reason.
         clock: Seconds, monotonic.
     """
 
-    def __init__(self, backend: StorageBackend, counters: Counters | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        backend: StorageBackend,
+        counters: Counters | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         super().__init__(backend)
         self._counters = Counters() if counters is None else counters
         self._clock = clock
@@ -46,7 +53,9 @@ class MeteredBackend(WrapperBackend):
         self._counters.add(TIER_CHUNKS_TOTAL, sum(found), "contains")
         return found
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         """See `StorageBackend.batched_get`."""
         with self._call("get"):
             results = await self._backend.batched_get(keys, allocate, timeout_s)
@@ -81,9 +90,13 @@ class MeteredBackend(WrapperBackend):
         return num_removed
 
     def stats(self) -> dict[str, int]:
-        """The backend's figures, and what was counted: `get_calls`, `get_bytes`, `put_microseconds`, `missed_evicted` and so on."""
+        """The backend's figures, and what was counted: `get_calls`, `get_bytes`,
+        `put_microseconds`, `missed_evicted` and so on.
+        """
         return self._backend.stats() | {
-            _figure(name, label): value for (name, label), value in self._counters.snapshot().items() if label and value
+            _figure(name, label): value
+            for (name, label), value in self._counters.snapshot().items()
+            if label and value
         }
 
     def _count_chunk(self, operation: str, chunk: Chunk) -> None:
@@ -100,8 +113,14 @@ class MeteredBackend(WrapperBackend):
         finally:
             self._counters.add(TIER_CALLS_TOTAL, 1, operation)
             self._counters.add(TIER_FAILURES_TOTAL, int(has_failed), operation)
-            self._counters.add(TIER_MICROSECONDS_TOTAL, int((self._clock() - began) * 1e6), operation)
+            self._counters.add(
+                TIER_MICROSECONDS_TOTAL, int((self._clock() - began) * 1e6), operation
+            )
 
 
 def _figure(name: str, label: str) -> str:
-    return f"missed_{label}" if name == MISSED_CHUNKS_TOTAL else f"{label}_{name.removeprefix(_PREFIX).removesuffix(_SUFFIX)}"
+    return (
+        f"missed_{label}"
+        if name == MISSED_CHUNKS_TOTAL
+        else f"{label}_{name.removeprefix(_PREFIX).removesuffix(_SUFFIX)}"
+    )

@@ -12,21 +12,27 @@ from lmcache_core.telemetry.request_context import step
 
 
 class TracedBackend(WrapperBackend):
-    """Makes a span of each call, named after the tier; one that raises, or that its caller gives up, has failed.
+    """Makes a span of each call, named after the tier; one that raises, or that its caller gives
+    up, has failed.
 
-    Where nothing is traced that is one look at a context variable. What is written behind belongs to no request, and has no span.
+    Where nothing is traced that is one look at a context variable. What is written behind belongs
+    to no request, and has no span.
     """
 
     def __init__(self, backend: StorageBackend) -> None:
         super().__init__(backend)
-        self._contains, self._get, self._put, self._remove = (span_name(self.name, what) for what in ("contains", "get", "put", "remove"))
+        self._contains, self._get, self._put, self._remove = (
+            span_name(self.name, what) for what in ("contains", "get", "put", "remove")
+        )
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""
         with step(self._contains):
             return await self._backend.batched_contains(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
         """See `StorageBackend.batched_get`."""
         with step(self._get):
             return await self._backend.batched_get(keys, allocate, timeout_s)
