@@ -11,10 +11,12 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from lmcache_core.documented import disk as documented
+from lmcache_core.documented.disk import LocalDiskBackend
 from lmcache_core.errors import UnavailableError
 from lmcache_core.memory import ArenaAllocator, MemoryFormat
 from lmcache_core.record import Chunk, Miss, MissReason
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend, documented
+from lmcache_core.storage.disk import DiskFiles
 from lmcache_core.testing.backend_suite import payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 
