@@ -12,7 +12,7 @@ from lmcache_core.security import TokenFile, client_context
 from lmcache_core.security.watched_files import WatchedFiles
 from lmcache_core.storage.remote.base import RemoteOptions
 from lmcache_core.storage.remote.http import HttpBackend
-from lmcache_core.wire.bearer import BearerAuth, context_for
+from lmcache_core.wire.http_client import BearerAuth, context_for
 from lmcache_core.wire.json_http import JsonHttpClient
 
 
