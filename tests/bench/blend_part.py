@@ -100,7 +100,7 @@ def quality_section(name: str, full: ArmQuality, rows: Mapping[Arm, ArmQuality])
         )
     headings = (
         "policy",
-        "anew",
+        "recomputed",
         "computed",
         "loss, nats an answer",
         "over full recompute",
@@ -160,7 +160,7 @@ def text_section(
         title,
         (
             "policy",
-            "anew",
+            "recomputed",
             "loss over full recompute",
             "divergence, nats",
             "equal first choices",

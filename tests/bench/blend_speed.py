@@ -264,7 +264,7 @@ def first_tokens(measured: Sequence[Measured]) -> Section:
     headings = (
         "model",
         "tokens",
-        "computed anew",
+        "recomputed",
         "TFLOP",
         "share of full",
         "first token, s",
