@@ -115,7 +115,7 @@ class PeerGroup:
 
         return soon
 
-    async def open(self, stack: TierStack, disk: LocalDiskBackend | None) -> None:
+    async def open(self, stack: TierStack, disk: DiskBackend | None) -> None:
         """Serve the local tiers of a stack and register, in the background. Where the address is
         taken, peers are asked and not served.
 

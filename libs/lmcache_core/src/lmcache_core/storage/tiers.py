@@ -156,7 +156,7 @@ class TierSet:
     hot: LocalCPUBackend
     lower: tuple[StorageBackend, ...] = ()
     written: tuple[StorageBackend, ...] = ()
-    disk_files: LocalDiskBackend | None = None
+    disk_files: DiskBackend | None = None
     guarded_disk: StorageBackend | None = None
     disk: StorageBackend | None = None
     remote: StorageBackend | None = None
