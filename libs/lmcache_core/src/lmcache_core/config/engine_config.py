@@ -12,7 +12,6 @@ from lmcache_core.config import sources
 from lmcache_core.config.blend_options import BlendOptions
 from lmcache_core.config.contradictions import refuse_contradictions
 from lmcache_core.config.documented_options import DocumentedOptions
-from lmcache_core.config.legacy import tiers_of
 from lmcache_core.config.options import (
     DISK_SERDES,
     EVICTION_POLICIES,
@@ -261,6 +260,8 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         """
         values = _flat(locals())
         del values["backend"]
+        from lmcache_core.documented.legacy_config import tiers_of
+
         return _build(values | tiers_of(backend, values), "from_legacy")
 
     @staticmethod
