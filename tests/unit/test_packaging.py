@@ -24,9 +24,12 @@ MANIFESTS = sorted(
         *ROOT.glob("services/*/pyproject.toml"),
     ]
 )
-# Imported only where they are there anyway: by vLLM's process, and where the doctor reads another
-# package's settings.
-GIVEN = {"lmcache-core": {"vllm", "prometheus-client"}, "lmcache-ctl": {"lmcache-servicekit"}}
+# Imported only where they are there anyway: by vLLM's process, by a type checker, and where the
+# doctor reads another package's settings.
+GIVEN = {
+    "lmcache-core": {"vllm", "prometheus-client", "typing-extensions"},
+    "lmcache-ctl": {"lmcache-servicekit"},
+}
 EXTRA = re.compile(r"\b(lmcache-[a-z]+)\[([a-z0-9,_]+)\]")
 TEXTS = [
     ROOT / "README.md",
