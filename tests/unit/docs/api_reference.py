@@ -45,11 +45,13 @@ INDEX = """\
 # API
 
 Every call, from the OpenAPI document that each service serves at `/openapi.json`. Written by
-`make api-docs`. Bodies are JSON unless named otherwise; errors are `application/problem+json`. A
-`?` marks an optional field or parameter, `[]` an array, `{}` a map. How calls work together:
-[protocols.md](../protocols.md).
+`make api-docs`. Bodies are JSON, in lookup also MessagePack; errors are
+`application/problem+json`. A `?` marks an optional field or parameter, `[]` an array, `{}` a map.
+How calls work together: [protocols.md](../protocols.md).
 
 """
+# A schema's description of so few words says no more than its name does.
+NUM_WORDS_OF_A_TITLE = 8
 SHARED = {"/v1/log-level", "/healthz", "/readyz", "/metrics"}
 COMMON = "# Calls of every service\n\nThe webhook has no log levels.\n\n"
 
@@ -108,7 +110,7 @@ def _content(body: Json) -> str:
     for media, content in body.get("content", {}).items():
         kinds.setdefault(_type(content.get("schema", {})), []).append(f"`{media}`")
     told = "; ".join(
-        kind if media == ["`application/json`"] else f"{kind} as {', '.join(media)}"
+        kind if "`application/json`" in media else f"{kind} as {', '.join(media)}"
         for kind, media in kinds.items()
     )
     return told or _line(body.get("description", "")) or "no body"
@@ -116,7 +118,8 @@ def _content(body: Json) -> str:
 
 def _schema(schema: Json) -> Iterator[str]:
     """Yield a line for each field; fields without a meaning share one if they have one type."""
-    if text := _line(schema.get("description", "")):
+    text = _line(schema.get("description", ""))
+    if len(text.split()) > NUM_WORDS_OF_A_TITLE:
         yield from (text, "")
     properties = schema.get("properties")
     if not properties:
