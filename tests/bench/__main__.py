@@ -212,7 +212,7 @@ def measure_blend_quality(bench: Bench, console: Console, machine: str) -> None:
     for line in found.remarks:
         console.print(line)
     BLEND_PLOT.write_text(found.plot, encoding="utf-8")
-    picture = f"![Share of the gap closed by share of tokens computed anew]({BLEND_PLOT.name})"
+    picture = f"![Gap closed by share of tokens recomputed]({BLEND_PLOT.name})"
     tables = [section.as_markdown() for section in found.sections]
     report.rewrite(
         DOCUMENT, "blend-quality", f"Machine: {machine}.", [*tables, *found.remarks, picture]

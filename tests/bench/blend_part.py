@@ -153,7 +153,7 @@ def text_section(
             )
         )
     title = (
-        f"Blend: {TEXT_ENDING_TOKENS} tokens of running text behind {TEXT_DOCUMENTS} documents of"
+        f"Blend: {TEXT_ENDING_TOKENS} tokens of running text after {TEXT_DOCUMENTS} documents of"
         f" {TEXT_DOCUMENT_TOKENS}, the first model"
     )
     return Section(
