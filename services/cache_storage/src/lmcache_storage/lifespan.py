@@ -14,7 +14,7 @@ from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import BrokerClient, Peer, PeerFigures, PeerRegistration, distributed_url_of
 from lmcache_core.p2p.figures import tier_figures
-from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
+from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.guard import GuardOptions
@@ -234,7 +234,7 @@ class _Opening:
         return build_tiers(spec)
 
     async def _join_lookup(
-        self, hot: LocalCPUBackend, disk: LocalDiskBackend | None
+        self, hot: LocalCPUBackend, disk: DiskBackend | None
     ) -> InstanceReporter | None:
         """Tell lookup what is held, in the background: it is not waited for."""
         settings = self._settings

@@ -8,7 +8,7 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, MissReason
-from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
+from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.testing.backend_suite import Arena, payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
@@ -86,7 +86,7 @@ async def test_chunks_are_lost_on_both_ways(hot: LocalCPUBackend, arena: Arena) 
 async def test_what_was_damaged_on_its_way_is_found_by_the_tier_and_the_caller_keeps_it_whole(
     tmp_path, arena: Arena
 ) -> None:
-    disk = LocalDiskBackend(tmp_path, 1 << 20)
+    disk = DiskBackend(tmp_path, 1 << 20)
     tier = FaultyBackend(disk, FaultPlan(seed=11, damaged_chunks=1.0))
     await tier.open()
     chunk = make_chunk("a")

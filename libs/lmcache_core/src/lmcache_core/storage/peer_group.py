@@ -33,7 +33,7 @@ from lmcache_core.security import (
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import OnRemoved
 from lmcache_core.storage.codecs import create_codecs
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.encoding_store import EncodingStore
 from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
@@ -115,7 +115,7 @@ class PeerGroup:
 
         return soon
 
-    async def open(self, stack: TierStack, disk: LocalDiskBackend | None) -> None:
+    async def open(self, stack: TierStack, disk: DiskBackend | None) -> None:
         """Serve the local tiers of a stack and register, in the background. Where the address is
         taken, peers are asked and not served.
 

@@ -1,7 +1,7 @@
 """Builds the tiers of a process, embedded engine or service, from one description.
 
     TierStack ─┬─ LocalCPUBackend                                   hot
-               ├─ Guard(EncodedBackend(LocalDiskBackend))           disk
+               ├─ Guard(EncodedBackend(DiskBackend))           disk
                ├─ Guard(EncodedBackend(P2PBackend))                 peers, never written to
                ├─ Guard(EncodedBackend(remote tier of a URL))       remote
                └─ Guard(any other tier, such as a bucket)           further
@@ -30,7 +30,7 @@ from lmcache_core.storage.stack import StackListener, TierStack
 if TYPE_CHECKING:
     from lmcache_core.p2p.pull_parts import PulledBytes
     from lmcache_core.storage.codecs import Codecs
-    from lmcache_core.storage.disk import LocalDiskBackend
+    from lmcache_core.storage.disk import DiskBackend
     from lmcache_core.storage.peer import P2PBackend
     from lmcache_core.storage.remote import Locate
 
@@ -156,14 +156,14 @@ class TierSet:
     hot: LocalCPUBackend
     lower: tuple[StorageBackend, ...] = ()
     written: tuple[StorageBackend, ...] = ()
-    disk_files: LocalDiskBackend | None = None
+    disk_files: DiskBackend | None = None
     guarded_disk: StorageBackend | None = None
     disk: StorageBackend | None = None
     remote: StorageBackend | None = None
     pulled: PulledBytes | None = None
 
     @property
-    def local(self) -> tuple[LocalCPUBackend | LocalDiskBackend, ...]:
+    def local(self) -> tuple[LocalCPUBackend | DiskBackend, ...]:
         """Return the tiers that keep chunks in this pod, bare."""
         return (self.hot,) if self.disk_files is None else (self.hot, self.disk_files)
 
@@ -234,14 +234,14 @@ def build_tiers(spec: TiersSpec, hot: LocalCPUBackend | None = None) -> TierSet:
     )
 
 
-def _disk(spec: TiersSpec, disk: DiskSpec) -> LocalDiskBackend:
-    from lmcache_core.storage.disk import LocalDiskBackend
+def _disk(spec: TiersSpec, disk: DiskSpec) -> DiskBackend:
+    from lmcache_core.storage.disk import DiskBackend
 
-    return LocalDiskBackend(
+    return DiskBackend(
         disk.path,
         disk.capacity_bytes,
         create_policy(spec.policy),
-        spec.removed_from(LocalDiskBackend.name),
+        spec.removed_from(DiskBackend.name),
         disk.fsync,
         limits=disk.limits,
     )
