@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.storage.wrappers import FaultPlan, FaultyBackend
 
@@ -110,8 +110,8 @@ def test_nothing_wrong_is_loaded_and_nothing_leaks(
         figures = cache.engine.stats()
         assert figures["LocalDiskBackend"]["evicted_chunks"] > 0, "the disk was never full"
         assert not local_cpu or figures["Hot"]["evicted_chunks"] > 0, "memory was never full"
-        disk = cache.lower(LocalDiskBackend)
-        assert isinstance(disk, LocalDiskBackend)
+        disk = cache.lower(DiskBackend)
+        assert isinstance(disk, DiskBackend)
         disk.check_integrity()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
+from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.eviction import create_policy
@@ -63,7 +63,7 @@ class DiskUnderTest(BackendUnderTest):
         self, root: Path, wrap: Callable[[StorageBackend], StorageBackend] = lambda backend: backend
     ) -> None:
         self._root = root
-        self.disk = LocalDiskBackend(root, CAPACITY_BYTES)
+        self.disk = DiskBackend(root, CAPACITY_BYTES)
         self.backend = wrap(self.disk)
 
     def raw_set(self, key: ChunkKey, record: bytes) -> None:

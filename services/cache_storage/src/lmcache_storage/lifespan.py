@@ -14,7 +14,7 @@ from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import BrokerClient, Peer, PeerFigures, PeerRegistration, distributed_url_of
 from lmcache_core.p2p.figures import tier_figures
-from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
+from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.eviction import create_policy
@@ -219,7 +219,7 @@ class _Opening:
             self._exits.push_async_callback(server.close, float(self._settings.shutdown_grace_s))
             self._state.ports["lmcache_compat_port"] = server.port
 
-    async def _make_tiers(self) -> tuple[LocalCPUBackend, LocalDiskBackend | None]:
+    async def _make_tiers(self) -> tuple[LocalCPUBackend, DiskBackend | None]:
         settings = self._settings
         try:
             arena = await asyncio.to_thread(ArenaAllocator.anonymous, settings.memory_bytes)
@@ -237,17 +237,17 @@ class _Opening:
         )
         if settings.disk_path is None:
             return hot, None
-        return hot, LocalDiskBackend(
+        return hot, DiskBackend(
             settings.disk_path,
             settings.disk_bytes,
             create_policy(settings.eviction_policy),
-            self._announcer.removed_from(LocalDiskBackend.name),
+            self._announcer.removed_from(DiskBackend.name),
             settings.disk_fsync,
             limits=settings.disk_limits,
         )
 
     async def _join_lookup(
-        self, hot: LocalCPUBackend, disk: LocalDiskBackend | None
+        self, hot: LocalCPUBackend, disk: DiskBackend | None
     ) -> InstanceReporter | None:
         """Tell lookup what is held, in the background: it is not waited for."""
         settings = self._settings

@@ -21,7 +21,7 @@ from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration, distributed_u
 from lmcache_core.security import Principal, TicketKeyFile, TicketVerifier
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.codecs import Codecs, create_codecs
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.encoding_store import EncodingStore
 from lmcache_core.storage.hot import RECEIVING_SHARE, LocalCPUBackend
 from lmcache_core.storage.local_store import LocalStore
@@ -166,7 +166,7 @@ class _Opening:
                 self._tls,
             )
             sources.append(peers)
-        listed = next((tier for tier in tiers.local if isinstance(tier, LocalDiskBackend)), None)
+        listed = next((tier for tier in tiers.local if isinstance(tier, DiskBackend)), None)
         chunks = LocalChunks(settings.tenant, tiers.hot, listed, tiers.disk)
         handover = Handover(chunks, sources, settings.tier_timeout_s, counters)
         if holders is not None:
@@ -296,11 +296,7 @@ class _Opening:
         )
         self._announcer.connect(
             parts.reporter,
-            [
-                tier
-                for tier in parts.local_tiers
-                if isinstance(tier, LocalCPUBackend | LocalDiskBackend)
-            ],
+            [tier for tier in parts.local_tiers if isinstance(tier, LocalCPUBackend | DiskBackend)],
         )
         settings = self._settings
         peer = Peer(
@@ -319,7 +315,7 @@ class _Opening:
             await part.open()
             self._exits.push_async_callback(part.close)
         for tier in parts.local_tiers:
-            if isinstance(tier, LocalDiskBackend):
+            if isinstance(tier, DiskBackend):
                 self._tasks.start("announce-disk", self._announcer.announce_when_loaded(tier))
 
     def _add_health_checks(self, parts: SidecarParts) -> None:

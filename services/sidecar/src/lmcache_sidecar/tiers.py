@@ -13,7 +13,7 @@ from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.codecs import Codecs
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend, OnKept
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
@@ -125,15 +125,15 @@ class TierMaker:
             pulled=None if pulling is None else pulling.pulled,
         )
 
-    def _disk(self) -> LocalDiskBackend | None:
+    def _disk(self) -> DiskBackend | None:
         settings = self._settings
         if settings.disk_path is None:
             return None
-        return LocalDiskBackend(
+        return DiskBackend(
             settings.disk_path,
             settings.disk_bytes,
             create_policy(settings.eviction_policy),
-            self._announcer.removed_from(LocalDiskBackend.name),
+            self._announcer.removed_from(DiskBackend.name),
             settings.disk_fsync,
             limits=settings.disk_limits,
         )

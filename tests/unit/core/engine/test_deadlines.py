@@ -17,7 +17,7 @@ from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.cost import MIN_OBSERVATIONS
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.manager import MARGIN_S
 from lmcache_core.storage.stack import GRACE_S
 from lmcache_core.storage.wrappers.base import WrapperBackend
@@ -163,8 +163,8 @@ def test_what_comes_in_time_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     opened = DiskFiles.open
     with moody_engine(tmp_path, 0.05) as cache:
         store_cold(cache)
-        disk = cache.lower(LocalDiskBackend)
-        assert isinstance(disk, LocalDiskBackend)
+        disk = cache.lower(DiskBackend)
+        assert isinstance(disk, DiskBackend)
         stuck = disk._layout.record(ChunkKey(DEFAULT_TENANT, cache.keys(TOKENS)[2]))
 
         def slow(self: DiskFiles, path: Path) -> int:

@@ -25,7 +25,7 @@ from lmcache_core.record import (
     encode_head,
     payload_digest,
 )
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import TierLimits, create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
@@ -62,8 +62,8 @@ def store(cache: Embedded, tokens: torch.Tensor = TOKENS) -> None:
 
 
 def record_path(cache: Embedded, key: CacheEngineKey) -> Path:
-    disk = cache.lower(LocalDiskBackend)
-    assert isinstance(disk, LocalDiskBackend)
+    disk = cache.lower(DiskBackend)
+    assert isinstance(disk, DiskBackend)
     return disk._layout.record(ChunkKey(DEFAULT_TENANT, key))
 
 

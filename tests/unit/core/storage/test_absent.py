@@ -14,7 +14,7 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.storage import absent as absent_module
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend, backend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles, backend
 from lmcache_core.storage.disk.lock import DirectoryLock
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -36,8 +36,8 @@ async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
 
 
 @asynccontextmanager
-async def stack_on(path: Path) -> AsyncIterator[tuple[TierStack, LocalDiskBackend]]:
-    disk = LocalDiskBackend(path, 1 << 20)
+async def stack_on(path: Path) -> AsyncIterator[tuple[TierStack, DiskBackend]]:
+    disk = DiskBackend(path, 1 << 20)
     stack = TierStack(LocalCPUBackend(ArenaAllocator.anonymous(1 << 20), create_policy()), [disk])
     await stack.open()
     try:
@@ -83,7 +83,7 @@ async def test_a_disk_that_was_not_there_is_read_and_written_once_it_is(
 
 
 async def test_tiers_keep_their_order_however_late_they_come(tmp_path: Path) -> None:
-    class Late(LocalDiskBackend):
+    class Late(DiskBackend):
         def __init__(self, name: str, num_failures: int) -> None:
             super().__init__(tmp_path / name, 1 << 20)
             self.name = name
@@ -118,7 +118,7 @@ async def test_a_directory_that_another_process_took_meanwhile_is_waited_for(
     async with stack_on(volume / "disk") as (stack, _):
         volume.unlink()
         (volume / "disk").mkdir(parents=True)
-        other = DirectoryLock(LocalDiskBackend(volume / "disk", 1 << 20)._layout.lock)
+        other = DirectoryLock(DiskBackend(volume / "disk", 1 << 20)._layout.lock)
         other.acquire()
         await asyncio.sleep(0.2)
         assert stack.lower == ()
@@ -148,7 +148,7 @@ async def test_a_disk_that_hangs_is_waited_for_with_one_thread(
             assert answers.wait(30)
             super().make_directory(path)
 
-    disk = LocalDiskBackend(tmp_path / "disk", 1 << 20, files=Hanging())
+    disk = DiskBackend(tmp_path / "disk", 1 << 20, files=Hanging())
     try:
         for _ in range(5):
             with pytest.raises(UnavailableError):
@@ -161,6 +161,6 @@ async def test_a_disk_that_hangs_is_waited_for_with_one_thread(
     await disk.open()
     assert await disk.batched_put([make_chunk(1)]) == [True]
     await disk.close()
-    again = LocalDiskBackend(tmp_path / "disk", 1 << 20)
+    again = DiskBackend(tmp_path / "disk", 1 << 20)
     await again.open()
     await again.close()

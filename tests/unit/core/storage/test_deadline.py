@@ -12,7 +12,7 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions
 from lmcache_core.storage.wrappers import breaker as module
 from lmcache_core.testing.chunks import make_chunk, make_key
@@ -205,7 +205,7 @@ async def test_a_probe_of_writes_that_tells_nothing_is_followed_by_another(
 async def test_what_a_tier_answers_from_memory_excuses_no_hung_read(tmp_path: Path) -> None:
     """The index of a disk tier says what is there, however long the disk hangs."""
     files = HangingFiles()
-    disk = LocalDiskBackend(tmp_path, 1 << 20, files=files)
+    disk = DiskBackend(tmp_path, 1 << 20, files=files)
     backend = BreakerBackend(disk, options=BreakerOptions(num_failures=3))
     await backend.open()
     await backend.batched_put([make_chunk(1)])

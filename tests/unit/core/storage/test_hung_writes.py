@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.storage.codecs import Codecs
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backend import DEFAULT_NUM_THREADS
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -58,7 +58,7 @@ def arena() -> ArenaAllocator:
 
 @pytest.fixture
 async def stack(tmp_path: Path, files: Hanging, arena: ArenaAllocator) -> AsyncIterator[TierStack]:
-    disk = LocalDiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
+    disk = DiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
     options = BreakerOptions(timeout_s=0.1, cool_down_s=0.2, cool_down_cap_s=0.4)
     tier = PricedBackend(
         BreakerBackend(MeteredBackend(EncodedBackend(disk, Codecs({}))), options=options)
@@ -85,7 +85,7 @@ async def until(is_so) -> None:
 
 
 def figures(stack: TierStack) -> dict[str, int]:
-    return stack.stats()[LocalDiskBackend.name]
+    return stack.stats()[DiskBackend.name]
 
 
 async def test_it_is_bypassed_and_memory_comes_back(
@@ -182,7 +182,7 @@ async def test_what_reached_the_disk_although_another_write_hung_is_announced(
             told.append(tier)
 
     files = OneHangs()
-    disk = LocalDiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
+    disk = DiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
     tier = BreakerBackend(disk, options=BreakerOptions(timeout_s=1.0))
     hot = LocalCPUBackend(arena, create_policy())
     stack = TierStack(hot, [tier], listener=Listener())
@@ -228,7 +228,7 @@ async def test_a_start_on_a_disk_that_hangs_ends(
             assert may_go_on.wait(60)
             super().make_directory(path)
 
-    disk = LocalDiskBackend(tmp_path / "disk", ARENA_BYTES, files=Stuck())
+    disk = DiskBackend(tmp_path / "disk", ARENA_BYTES, files=Stuck())
     stack = TierStack(
         LocalCPUBackend(ArenaAllocator.anonymous(ARENA_BYTES), create_policy()), [disk]
     )

@@ -16,7 +16,7 @@ from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.cost import MIN_OBSERVATIONS
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -116,7 +116,7 @@ async def test_what_a_disk_has_read_by_the_deadline_is_served(
 ) -> None:
     files = StuckFiles(DiskLayout(tmp_path).record(make_key(3)))
     async with over(
-        PricedBackend(BreakerBackend(LocalDiskBackend(tmp_path, 1 << 22, files=files)))
+        PricedBackend(BreakerBackend(DiskBackend(tmp_path, 1 << 22, files=files)))
     ) as stack:
         await store(stack, *range(8))
         stack.hot.clear_now()
@@ -153,7 +153,7 @@ async def test_a_tier_that_does_not_heed_its_limit_gets_some_grace_and_no_more(
     over: MakeStack, tmp_path: Path, limit_s: float
 ) -> None:
     plan = FaultPlan(1, delayed_calls=1.0, delay_s=1000.0)
-    async with over(FaultyBackend(LocalDiskBackend(tmp_path, 1 << 22), plan)) as stack:
+    async with over(FaultyBackend(DiskBackend(tmp_path, 1 << 22), plan)) as stack:
         begin = asyncio.get_running_loop().time()
         assert await get(stack, names(3), limit_s) == [MissReason.DEADLINE] * 3
         assert asyncio.get_running_loop().time() - begin >= limit_s + GRACE_S - 0.01
@@ -277,7 +277,7 @@ async def test_of_a_long_prompt_the_part_that_comes_in_time_is_read(over: MakeSt
 async def test_short_deadlines_do_not_make_a_sound_tier_look_broken(
     over: MakeStack, tmp_path: Path
 ) -> None:
-    breaker = BreakerBackend(LocalDiskBackend(tmp_path, 1 << 22))
+    breaker = BreakerBackend(DiskBackend(tmp_path, 1 << 22))
     async with over(breaker) as stack:
         await store(stack, *range(4))
         for _ in range(30):

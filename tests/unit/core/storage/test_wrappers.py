@@ -11,7 +11,7 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Allocate, Chunk, MissReason, Result
-from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend, StorageBackend
+from lmcache_core.storage import DiskBackend, LocalCPUBackend, StorageBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.wrappers import (
     FaultPlan,
@@ -250,7 +250,7 @@ class TestFaulty:
     async def test_what_was_damaged_on_its_way_is_found_by_the_tier_and_the_caller_keeps_it_whole(
         self, tmp_path, arena: Arena
     ) -> None:
-        disk = LocalDiskBackend(tmp_path, 1 << 20)
+        disk = DiskBackend(tmp_path, 1 << 20)
         tier = FaultyBackend(disk, FaultPlan(seed=11, damaged_chunks=1.0))
         await tier.open()
         chunk = make_chunk("a")

@@ -58,14 +58,14 @@ def create_lower_tiers(
     around = surroundings or Alone()
     tiers: list[StorageBackend] = []
     if config.local_disk is not None:
-        from lmcache_core.storage.disk import LocalDiskBackend
+        from lmcache_core.storage.disk import DiskBackend
 
         path = Path(directory_of_url(config.local_disk))
         capacity_bytes = int(config.max_local_disk_size * BYTES_PER_GB)
         limits = TierLimits(ttl_s=config.chunk_ttl_s)
-        on_removed = around.removed_from(LocalDiskBackend.name)
+        on_removed = around.removed_from(DiskBackend.name)
         policy = create_policy(config.eviction_policy)
-        disk = LocalDiskBackend(
+        disk = DiskBackend(
             path, capacity_bytes, policy, on_removed, fsync=config.disk_fsync, limits=limits
         )
         around.note_disk(disk)

@@ -34,7 +34,7 @@ from lmcache_core.security import (
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.codecs import create_codecs
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.encoding_store import EncodingStore
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.local_store import LocalStore
@@ -90,7 +90,7 @@ class Neighbours:
         self._exits = AsyncExitStack()
         self._codecs = create_codecs([RAW])
         self._announcer = TierAnnouncer(DEFAULT_TENANT)
-        self._disk: LocalDiskBackend | None = None
+        self._disk: DiskBackend | None = None
 
     @property
     def locate(self) -> Locate:
@@ -104,7 +104,7 @@ class Neighbours:
         peers = PeerPool(self._instance, PEER_TIER, self._timeout_s, tls=self._client_tls)
         return [P2PBackend(self._instance, self._lookup, self._broker, peers)]
 
-    def note_disk(self, disk: LocalDiskBackend) -> None:
+    def note_disk(self, disk: DiskBackend) -> None:
         """The engine has a disk tier, to be opened once."""
         self._disk = disk
 

@@ -9,6 +9,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from lmcache_core.documented.cachegen import channel_streams
+from lmcache_core.documented.cachegen.quantization import channel_distributions
 from lmcache_core.errors import LayoutError, SerdeError
 from lmcache_core.serde.cachegen import (
     CacheGenGPUBytestream,
@@ -17,8 +19,6 @@ from lmcache_core.serde.cachegen import (
     encode_ntokens,
     recombine_bytes,
 )
-from lmcache_core.serde.cachegen.distributions import channel_distributions
-from lmcache_core.serde.entropy import channel_streams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

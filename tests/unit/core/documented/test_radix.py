@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lmcache_core.documented import radix
 from lmcache_core.errors import IntegrityError
 from lmcache_core.testing.token_database_suite import (
     CHUNK_SIZE,
@@ -17,7 +18,6 @@ from lmcache_core.token_database import (
     ChunkedTokenDatabase,
     MultimodalSpan,
     RadixTokenDatabase,
-    radix,
 )
 
 CAT = [MultimodalSpan(b"cat", 5, 2)]

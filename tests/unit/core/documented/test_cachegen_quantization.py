@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from lmcache_core.documented.cachegen.quantization import CacheGenEncoderImpl, bins_tensor
 from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.serde.cachegen import (
     CacheGenConfig,
@@ -18,8 +19,6 @@ from lmcache_core.serde.cachegen import (
     torch_quant,
     torch_quant_vectorized,
 )
-from lmcache_core.serde.cachegen.encoder_impl import CacheGenEncoderImpl
-from lmcache_core.serde.cachegen.quantization import bins_tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lmcache_core.errors import SerdeError
-from lmcache_core.serde.cachegen.container import (
+from lmcache_core.documented.cachegen.container import (
     KIND_CHANNEL_STREAMS,
     KIND_STREAMS,
     check_numbers,
@@ -17,6 +16,7 @@ from lmcache_core.serde.cachegen.container import (
     seal,
     unseal,
 )
+from lmcache_core.errors import SerdeError
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from lmcache_core.serde import (
     SerializerDebugWrapper,
 )
 
-LOGGER = "lmcache_core.serde.debug"
+LOGGER = "lmcache_core.documented.debug_serde"
 
 
 class Recorded(Serializer):

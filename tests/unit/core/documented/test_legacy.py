@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from lmcache_core.config import LEGACY_BACKENDS, LMCacheEngineConfig
+from lmcache_core.config import LMCacheEngineConfig
+from lmcache_core.documented.legacy_config import LEGACY_BACKENDS
 from lmcache_core.errors import ConfigError
 
 

@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.serde.base import BytesLike, Deserializer, Serializer
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,8 @@ class SerializerDebugWrapper(Serializer):
     def __init__(self, s: Serializer) -> None:
         self._wrapped = s
 
+    @override
     def to_bytes(self, t: torch.Tensor) -> bytes:
-        """See `Serializer.to_bytes`."""
         begin = time.perf_counter()
         encoded = self._wrapped.to_bytes(t)
         name, shape = type(self._wrapped).__name__, tuple(t.shape)
@@ -50,8 +51,8 @@ class DeserializerDebugWrapper(Deserializer):
         super().__init__(d.dtype)
         self._wrapped = d
 
+    @override
     def from_bytes(self, bs: BytesLike) -> torch.Tensor:
-        """See `Deserializer.from_bytes`."""
         begin = time.perf_counter()
         tensor = self._wrapped.from_bytes(bs)
         num_bytes = memoryview(bs).nbytes

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from lmcache_core._typing import override
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
+from lmcache_core.documented.radix_tree import RadixTree
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.token_database.base import MultimodalSpan, TokenDatabase
 from lmcache_core.token_database.hashing import (
@@ -22,7 +24,6 @@ from lmcache_core.token_database.hashing import (
     tokens_as_uint32,
 )
 from lmcache_core.token_database.masks import num_masked_tokens
-from lmcache_core.token_database.radix_tree import RadixTree
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,13 +88,14 @@ class RadixTokenDatabase(TokenDatabase):
         """Chunks in the tree."""
         return self._memory.tree.num_blocks
 
+    @override
     def process_tokens(
         self,
         tokens: torch.Tensor,
         mask: torch.Tensor | None = None,
         spans: Sequence[MultimodalSpan] = (),
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
-        """See `TokenDatabase.process_tokens`. All is done at once; the result only reads it out."""
+        """All is done at once; the result only reads it out."""
         ids = tokens_as_uint32(tokens)
         num_skipped = num_masked_tokens(mask, len(ids), self.chunk_size)
         keys = self._keys(ids, spans)
@@ -116,8 +118,9 @@ class RadixTokenDatabase(TokenDatabase):
         with memory.lock:
             return memory.tree.prefix_length(blocks) * self.chunk_size
 
+    @override
     def use_salt(self, salt: str) -> None:
-        """See `TokenDatabase.use_salt`. Forgets what was named with the salt before."""
+        """Forgets what was named with the salt before."""
         self._memory = _Memory(identity_root(self._metadata, salt), self._max_chunks)
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from lmcache_core.documented.radix_tree import RadixTree
 from lmcache_core.errors import IntegrityError
-from lmcache_core.token_database.radix_tree import RadixTree
 
 
 def blocks(text: str) -> list[bytes]:

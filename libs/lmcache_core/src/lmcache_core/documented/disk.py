@@ -1,17 +1,17 @@
-"""The documented methods of the disk tier: the same files and the same index, one chunk at a
-time, from any thread.
-"""
+"""The disk tier with methods for one chunk at a time, from any thread."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import threading
-from abc import abstractmethod
 from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
 
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
+from lmcache_core.memory.buffer import BufferAllocator
 from lmcache_core.record import (
     RAW_SERDE,
     UNSEALED_DIGEST,
@@ -22,9 +22,8 @@ from lmcache_core.record import (
     Result,
     raw_header,
 )
-from lmcache_core.storage.disk.index import DiskIndex
-from lmcache_core.storage.disk.pool import FilePool
-from lmcache_core.storage.disk.store import TIER_NAME, DiskStore
+from lmcache_core.storage.disk.backend import DiskBackend
+from lmcache_core.storage.disk.store import TIER_NAME
 
 MAX_PUT_TASKS = 1024
 """So many chunks may wait to be written; each keeps its memory until then."""
@@ -61,26 +60,33 @@ class PutTasks:
             self._keys.discard(key)
 
 
-class DocumentedDiskMethods:
-    """Chunks by key, as memory objects. Every method may be called from any thread while the tier
-    is open.
+class LocalDiskBackend(DiskBackend):
+    """A disk tier that also keeps and returns single chunks as memory objects.
 
-    A key is a `CacheEngineKey`, which belongs to the default tenant, or a `ChunkKey`. What is read
-    is verified, and comes in memory of the tier's allocator, with the shape and dtype it was stored
-    with; the caller owns the reference. Nothing raises for a chunk that is missing, damaged or does
-    not fit; a tier that is not open raises `UnavailableError`.
+    A key is a `CacheEngineKey`, which belongs to the default tenant, or a `ChunkKey`. Each method
+    may be called from any thread while the tier is open. What is read is verified; it comes in
+    memory of the tier's allocator with the shape and dtype it was stored with, and the caller owns
+    the reference. Nothing raises for a chunk that is missing, damaged or does not fit; a tier that
+    is not open raises `UnavailableError`.
+
+    Args:
+        root: See `DiskBackend`.
+        capacity_bytes: See `DiskBackend`.
+        memory_allocator: Where chunks are read to; without one, plain bytes.
+        options: Further arguments of `DiskBackend`.
     """
 
-    _store: DiskStore
-    _index: DiskIndex
-    _pool: FilePool
-    _allocator: MemoryAllocatorInterface
-    _put_tasks: PutTasks
-    _loading: Future[None] | None
-
-    @abstractmethod
-    def _takes_writes(self) -> bool:
-        """Whether the directory has been read, so that chunks may be written."""
+    def __init__(
+        self,
+        root: Path,
+        capacity_bytes: int,
+        *,
+        memory_allocator: MemoryAllocatorInterface | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(root, capacity_bytes, **options)
+        self._allocator = memory_allocator or BufferAllocator()
+        self._put_tasks = PutTasks()
 
     def contains(self, key: DiskKey) -> bool:
         """Whether a chunk is held. Does not count as an access."""
@@ -105,7 +111,7 @@ class DocumentedDiskMethods:
         """
         name = _name(key)
         self._pool.check_open()
-        if not self._takes_writes() or not self._put_tasks.add(name):
+        if not self._store.is_loaded or not self._put_tasks.add(name):
             return None
         try:
             future = self._submit_write(_chunk_of(name, memory_obj))
@@ -202,7 +208,7 @@ class DocumentedDiskMethods:
         """
         self._pool.check_open()
         name = _name(key)
-        if not self._takes_writes():
+        if not self._store.is_loaded:
             return False
         return self._store.adopt(name, None if memory_obj is None else memory_obj.get_size())
 
@@ -214,17 +220,6 @@ class DocumentedDiskMethods:
         if self._loading is not None:
             concurrent.futures.wait([self._loading], BLOCKING_WAIT_S)
         return self._store.remove([_name(key)]) == 1
-
-    def _submit_write(self, chunk: Chunk) -> Future[bool]:
-        self._pool.check_open()
-        chunk.memory.ref_count_up()
-        try:
-            future = self._pool.submit(self._store.write, chunk)
-        except BaseException:
-            chunk.release()
-            raise
-        future.add_done_callback(lambda _: chunk.release())
-        return future
 
 
 def _name(key: DiskKey) -> ChunkKey:

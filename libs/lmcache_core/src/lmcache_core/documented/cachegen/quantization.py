@@ -18,13 +18,17 @@ reciprocal, which rounds otherwise.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from lmcache_core.errors import ConfigError, LayoutError
-from lmcache_core.serde.cachegen.config import MAX_BINS, MIN_BINS
+from lmcache_core.serde.cachegen import MAX_BINS, MIN_BINS, CacheGenConfig
 
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+HEADROOM = 32
+"""Of the 16 bits of a distribution, kept for values that do not occur; more bins keep one each.
+"""
 
 
 def torch_quant(bins: int, qA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,6 +147,117 @@ def concat_max(max1: Mapping[int, torch.Tensor]) -> torch.Tensor:
             "largest magnitudes differ in shape or dtype between layers: give equal ones"
         )
     return torch.stack(layers)
+
+
+def channel_distributions(symbols: torch.Tensor, num_bins: int) -> torch.Tensor:
+    """The cumulative distribution of each channel of each layer: `cdf[i] = (0xFFFF - 32) * count /
+    total + i`, rounded down.
+
+    `count` is how many of the `total` tokens have a value below `i`. So every value has a
+    probability, also one that does not occur.
+
+    Args:
+        symbols: uint8 or int8, `[nlayers, ntokens, nchannels]`, values 0 to `num_bins - 1`, any
+            device.
+        num_bins: The largest number of bins of a layer, at most 256.
+
+    Returns:
+        int16 with the bits of uint16, `[nlayers, nchannels, num_bins + 1]`, rising, 0 at first; on
+        the device of `symbols`. New.
+    """
+    num_layers, num_tokens, num_channels = symbols.shape
+    values = symbols.view(torch.uint8)
+    table = torch.zeros(
+        num_layers, num_channels, num_bins + 1, dtype=torch.int64, device=symbols.device
+    )
+    rows = torch.arange(num_channels, device=symbols.device) * num_bins
+    for layer in range(num_layers):
+        occurrences = torch.bincount(
+            (values[layer] + rows).flatten(), minlength=num_channels * num_bins
+        )
+        table[layer, :, 1:] = occurrences.view(num_channels, num_bins).cumsum(dim=1)
+    scaled = table * (0xFFFF - max(HEADROOM, num_bins)) // max(num_tokens, 1)
+    scaled += torch.arange(num_bins + 1, device=symbols.device)
+    return ((scaled ^ 0x8000) - 0x8000).to(torch.int16)
+
+
+class CacheGenEncoderImpl:
+    """Quantises keys and values, and counts what occurs. Not thread-safe.
+
+    Args:
+        kwargs: `fp_k` and `fp_v`, the keys and values: floating point, `[nlayers, ntokens,
+            nchannels]`, any device; only read. `config`, the `CacheGenConfig` of a model with that
+            many layers.
+
+    Attributes:
+        fp_k: As given.
+        fp_v: As given.
+        config: As given.
+        quantized_key: For each layer its quantised keys, float32 `[ntokens, nchannels]`; empty
+            before `quantize`.
+        quantized_value: Likewise of the values.
+        max_tensors_key: For each layer the largest magnitudes of its keys, `[ntokens, 1]`; for
+            `concat_max`.
+        max_tensors_value: Likewise of the values.
+
+    Raises:
+        LayoutError: A field is missing or unknown, or shapes do not fit the config.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        if set(kwargs) != {"fp_k", "fp_v", "config"}:
+            raise LayoutError(f"fields {sorted(kwargs)}: give fp_k, fp_v, config, and no other")
+        self.fp_k: torch.Tensor = kwargs["fp_k"]
+        self.fp_v: torch.Tensor = kwargs["fp_v"]
+        self.config: CacheGenConfig = kwargs["config"]
+        for name, values in (("fp_k", self.fp_k), ("fp_v", self.fp_v)):
+            if values.ndim != 3 or values.shape[0] != self.config.nlayers:
+                raise LayoutError(
+                    f"{name} {tuple(values.shape)}: give [{self.config.nlayers}, ntokens,"
+                    " nchannels], as the config has layers"
+                )
+        self.quantized_key: dict[int, torch.Tensor] = {}
+        self.quantized_value: dict[int, torch.Tensor] = {}
+        self.max_tensors_key: dict[int, torch.Tensor] = {}
+        self.max_tensors_value: dict[int, torch.Tensor] = {}
+
+    def quantize(self) -> None:
+        """Quantise all keys and values, each layer with its bins.
+
+        Raises:
+            LayoutError: A dtype cannot be quantised, or there are no channels.
+        """
+        for layer, bins in enumerate(self.config.bins_of_keys()):
+            self.quantized_key[layer], self.max_tensors_key[layer] = torch_quant(
+                bins, self.fp_k[layer]
+            )
+        for layer, bins in enumerate(self.config.bins_of_values()):
+            self.quantized_value[layer], self.max_tensors_value[layer] = torch_quant(
+                bins, self.fp_v[layer]
+            )
+
+    def compute_cdf(self, is_key: bool) -> torch.Tensor:
+        """The distribution of each channel of the quantised keys or values. Call `quantize` before.
+
+        Args:
+            is_key: Of the keys, else of the values.
+
+        Returns:
+            int16 with the bits of uint16, `[nlayers, nchannels, bins + 1]`, with the largest number
+            of bins of a layer of these; new.
+
+        Raises:
+            LayoutError: Nothing is quantised yet.
+        """
+        quantised = self.quantized_key if is_key else self.quantized_value
+        if not quantised:
+            raise LayoutError("nothing is quantised yet: call quantize() before compute_cdf()")
+        symbols = torch.stack(
+            [quantised[layer].to(torch.uint8) for layer in range(self.config.nlayers)]
+        )
+        return channel_distributions(
+            symbols, max(self.config.bins_of_keys() if is_key else self.config.bins_of_values())
+        )
 
 
 def bins_tensor(bins: Sequence[int]) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.errors import IntegrityError
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache_core.memory.buffer import BufferAllocator, BytesBufferMemoryObj
@@ -55,31 +56,32 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
         """Bytes of buffers handed out."""
         return self._buffers.used_bytes
 
+    @override
     def allocate(
         self,
         shape: Sequence[int],
         dtype: torch.dtype | str | None,
         fmt: MemoryFormat = MemoryFormat.KV_BLOB,
     ) -> TensorMemoryObj | BytesBufferMemoryObj | None:
-        """See `MemoryAllocatorInterface.allocate`."""
         if fmt is MemoryFormat.BINARY_BUFFER:
             return self._buffers.allocate(shape, dtype, fmt)
         return self._arena.allocate(shape, dtype, fmt)
 
+    @override
     def free(self, memory_obj: MemoryObj) -> None:
-        """See `MemoryAllocatorInterface.free`; takes the memory whatever the references.
+        """Takes the memory whatever the references.
 
         Raises:
             IntegrityError: The object is free already, or was handed out by another allocator.
         """
         self._side_of(memory_obj).free(memory_obj)
 
+    @override
     def get_ref_count(self, memory_obj: MemoryObj) -> int:
-        """See `MemoryAllocatorInterface.get_ref_count`."""
         return self._side_of(memory_obj).get_ref_count(memory_obj)
 
+    @override
     def check_integrity(self) -> None:
-        """See `MemoryAllocatorInterface.check_integrity`."""
         self._arena.check_integrity()
         self._buffers.check_integrity()
 

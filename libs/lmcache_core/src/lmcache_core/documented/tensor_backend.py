@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryObj
@@ -130,8 +131,9 @@ class StackTensorBackend(LMCBackendInterface):
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="lmcache-tensor-put")
         self._turns = threading.BoundedSemaphore(MAX_PENDING_PUTS)
 
+    @override
     def put(self, key: CacheEngineKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
-        """See `LMCBackendInterface.put`. The tensor has been copied when this returns, be it
+        """The tensor has been copied when this returns, be it
         blocking or not.
 
         Args:
@@ -146,12 +148,14 @@ class StackTensorBackend(LMCBackendInterface):
         """
         self.batched_put([(key, kv_chunk)], blocking)
 
+    @override
     def contains(self, key: CacheEngineKey) -> bool:
-        """See `LMCBackendInterface.contains`; all tiers are asked."""
+        """All tiers are asked."""
         return self._store.lookup([key], None) == 1
 
+    @override
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
-        """See `LMCBackendInterface.get`. What is damaged, late, or no single raw tensor is not
+        """What is damaged, late, or no single raw tensor is not
         there.
         """
         tensors = self._copies([key])
@@ -170,8 +174,9 @@ class StackTensorBackend(LMCBackendInterface):
             num_stored += self._publish(chunks) if blocking else self._publish_soon(chunks)
         return num_stored
 
+    @override
     def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterator[torch.Tensor | None]:
-        """See `LMCBackendInterface.batched_get`; `BATCH_CHUNKS` are read at a time."""
+        """`BATCH_CHUNKS` are read at a time."""
         asked = iter(keys)
         while rest := list(islice(asked, BATCH_CHUNKS)):
             while rest:

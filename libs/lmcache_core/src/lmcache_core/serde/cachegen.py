@@ -1,20 +1,87 @@
 """How many bins each layer's keys and values are quantised to. No torch, no numba.
 
+The other documented names of this module are resolved on first use: they need both, and are in
+`lmcache_core.documented.cachegen`.
+
 Source: the documented CacheGen configurations. Early layers lose more output quality for the same
-    error than later ones (Liu et al.,
-"CacheGen: KV Cache Compression and Streaming for Fast Large Language Model Serving", SIGCOMM 2024,
-section 5.1.2), and get more bins.
+    error than later ones (Liu et al., "CacheGen: KV Cache Compression and Streaming for Fast Large
+    Language Model Serving", SIGCOMM 2024, section 5.1.2), and get more bins.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache_core.documented.cachegen.outputs import (
+        CacheGenEncoderOutput,
+        CacheGenGPUBytestream,
+        CacheGenGPUEncoderOutput,
+    )
+    from lmcache_core.documented.cachegen.quantization import (
+        CacheGenEncoderImpl,
+        concat_max,
+        do_dequantize,
+        quant,
+        torch_quant,
+        torch_quant_vectorized,
+    )
+    from lmcache_core.documented.cachegen.streams import (
+        collect_bytes,
+        decode_chunk,
+        decode_function_gpu,
+        encode_function,
+        encode_ntokens,
+        recombine_bytes,
+    )
+
+_RESOLVED_LATER = MappingProxyType(
+    {
+        "CacheGenEncoderImpl": "quantization",
+        "CacheGenEncoderOutput": "outputs",
+        "CacheGenGPUBytestream": "outputs",
+        "CacheGenGPUEncoderOutput": "outputs",
+        "collect_bytes": "streams",
+        "concat_max": "quantization",
+        "decode_chunk": "streams",
+        "decode_function_gpu": "streams",
+        "do_dequantize": "quantization",
+        "encode_function": "streams",
+        "encode_ntokens": "streams",
+        "quant": "quantization",
+        "recombine_bytes": "streams",
+        "torch_quant": "quantization",
+        "torch_quant_vectorized": "quantization",
+    }
+)
+
+__all__ = [
+    "CacheGenConfig",
+    "CacheGenEncoderImpl",
+    "CacheGenEncoderOutput",
+    "CacheGenGPUBytestream",
+    "CacheGenGPUEncoderOutput",
+    "QuantizationSpec",
+    "collect_bytes",
+    "concat_max",
+    "decode_chunk",
+    "decode_function_gpu",
+    "do_dequantize",
+    "encode_function",
+    "encode_ntokens",
+    "quant",
+    "recombine_bytes",
+    "torch_quant",
+    "torch_quant_vectorized",
+]
 
 FINE_BINS = 32
 COARSE_BINS = 16
@@ -219,3 +286,12 @@ def _layers_of_directory(model_name: str) -> int | None:
                 if _is_int(part.get(field)) and 1 <= part[field] <= MAX_LAYERS:
                     return int(part[field])
     return None
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RESOLVED_LATER:
+        module = importlib.import_module(
+            f"lmcache_core.documented.cachegen.{_RESOLVED_LATER[name]}"
+        )
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,12 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmcache_core.errors import LayoutError, SerdeError
-from lmcache_core.serde.cachegen.config import CacheGenConfig
-from lmcache_core.serde.cachegen.distributions import channel_distributions
-from lmcache_core.serde.cachegen.outputs import CacheGenGPUBytestream, CacheGenGPUEncoderOutput
-from lmcache_core.serde.cachegen.quantization import torch_quant_vectorized, whole_bins
-from lmcache_core.serde.entropy.channel_streams import (
+from lmcache_core.documented.cachegen.channel_streams import (
     FAULT_ROOM,
     FAULT_STREAM,
     FAULT_SYMBOL,
@@ -28,6 +23,14 @@ from lmcache_core.serde.entropy.channel_streams import (
     compile_channel_streams,
     max_stream_bytes,
 )
+from lmcache_core.documented.cachegen.outputs import CacheGenGPUBytestream, CacheGenGPUEncoderOutput
+from lmcache_core.documented.cachegen.quantization import (
+    channel_distributions,
+    torch_quant_vectorized,
+    whole_bins,
+)
+from lmcache_core.errors import LayoutError, SerdeError
+from lmcache_core.serde.cachegen import CacheGenConfig
 
 MAX_RECOMBINED_BYTES = 1 << 30
 _SYMBOL_DTYPES = (torch.int8, torch.uint8)

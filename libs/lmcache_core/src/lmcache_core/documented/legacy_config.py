@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmcache_core.config.options import shown
+from lmcache_core.config.sources import DEFAULT_DISK_GB
 from lmcache_core.errors import ConfigError
 
 LEGACY_BACKENDS = (
@@ -18,7 +19,6 @@ LEGACY_BACKENDS = (
     "local_cpu_disk_remote",
 )
 DEFAULT_DISK_PATH = "file:///var/lib/lmcache/disk"
-DEFAULT_DISK_GB = 5.0
 _DECIDED = ("local_cpu", "local_disk")
 
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from lmcache_core.documented.cachegen.quantization import bins_tensor
 from lmcache_core.errors import ConfigError, LayoutError, SerdeError
 from lmcache_core.serde.cachegen import (
     CacheGenConfig,
@@ -20,7 +21,6 @@ from lmcache_core.serde.cachegen import (
     encode_function,
     torch_quant_vectorized,
 )
-from lmcache_core.serde.cachegen.quantization import bins_tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import dtype_name
@@ -27,7 +28,7 @@ from lmcache_core.serde.quantised.layout import can_be_quantised
 from lmcache_core.serde.tensor_bytes import SerdeId, TensorHead, check_elements, dense, seal, unseal
 
 if TYPE_CHECKING:
-    from lmcache_core.serde.cachegen.config import CacheGenConfig
+    from lmcache_core.serde.cachegen import CacheGenConfig
 
 _AS_IT_IS, _TOKENS_THIRD, _TOKENS_FOURTH = 0, 1, 2
 """How the axes of what was given lie: any; `[layers, 2, tokens, heads, size]`; `[layers, 2,
@@ -57,8 +58,9 @@ class CacheGenSerializer(Serializer):
         self._device_tables: dict[torch.device, Any] = {}
         self._axes = _TOKENS_FOURTH if metadata.fmt == HUGGINGFACE else _TOKENS_THIRD
 
+    @override
     def to_bytes(self, tensor: torch.Tensor) -> bytes:
-        """See `Serializer.to_bytes`. KV is `[layers, 2, tokens, heads, size]` (of Hugging Face
+        """KV is `[layers, 2, tokens, heads, size]` (of Hugging Face
         `[layers, 2, heads, tokens, size]`) or `[2, layers, tokens, channels]`, of float32, float16
         or bfloat16. On a CUDA device it is encoded there; the bytes are the same.
         """
@@ -86,7 +88,7 @@ class CacheGenSerializer(Serializer):
         Raises:
             KernelInputError: There is no kernel for its device.
         """
-        from lmcache_core.serde.device import device_tables, encode_on_device
+        from lmcache_core.documented.cachegen.device import device_tables, encode_on_device
 
         axes = self._axes_of(tensor)
         kv = _to_planes(tensor.detach(), axes)
@@ -143,8 +145,8 @@ class CacheGenDeserializer(Deserializer):
         self._codec.open()
         self._buffer: torch.Tensor | None = None
 
+    @override
     def from_bytes(self, bs: BytesLike) -> torch.Tensor:
-        """See `Deserializer.from_bytes`."""
         head, body = unseal(bs, SerdeId.CACHEGEN)
         if (
             len(body) < 3

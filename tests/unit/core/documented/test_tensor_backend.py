@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from lmcache_core.concurrency import LoopThread
+from lmcache_core.documented import tensor_backend as module
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import Chunk
 from lmcache_core.storage import LMCBackendInterface, StackTensorBackend, StorageManager
-from lmcache_core.storage import tensor_backend as module
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_key
 

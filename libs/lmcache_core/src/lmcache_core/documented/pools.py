@@ -1,22 +1,74 @@
-"""Pools in this machine's memory: one arena, cut into slots of one whole chunk."""
+"""Pools: one arena, cut into equal slots of one whole chunk. Needs torch."""
 
 from __future__ import annotations
 
 import math
 import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.errors import ConfigError, IntegrityError
 from lmcache_core.memory.arena_tensors import device_arena, host_arena, pin
 from lmcache_core.memory.dtypes import dtype_name, num_bytes
-from lmcache_core.memory.pools.base import BasePool, KVObj
 
 if TYPE_CHECKING:
     from lmcache_core.config import LMCacheMemPoolMetadata
 
 BYTES_PER_GB = 1 << 30
+
+
+@dataclass(eq=False)
+class KVObj:
+    """A slot of a pool, and the part of it that one chunk fills.
+
+    Attributes:
+        chunk_idx: Which slot.
+        size: Bytes of the chunk.
+        data: A view of the slot's memory in the shape and dtype of the chunk; its content is
+            undefined until it is written.
+    """
+
+    chunk_idx: int
+    size: int
+    data: torch.Tensor
+
+
+class BasePool(ABC):
+    """Hands out slots."""
+
+    @abstractmethod
+    def allocate(self, kv_chunk: torch.Tensor) -> KVObj | None:
+        """A slot for a chunk of that shape and dtype; moves no data.
+
+        Args:
+            kv_chunk: The KV that is to be kept.
+
+        Returns:
+            A slot, owned by the caller until `free`; None when the pool is full.
+
+        Raises:
+            ValueError: Such a chunk does not fit a slot, whether the pool is full or not.
+        """
+
+    @abstractmethod
+    def free(self, kv_obj: KVObj) -> None:
+        """Take a slot back; its `data` is not to be used any more.
+
+        Raises:
+            IntegrityError: It is free already, or another pool's.
+        """
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Compare the books: each slot is free or handed out, once.
+
+        Raises:
+            IntegrityError: They do not balance.
+        """
 
 
 class LocalPool(BasePool):
@@ -72,8 +124,8 @@ class LocalPool(BasePool):
             metadata.kv_shape, metadata.kv_dtype
         )
 
+    @override
     def allocate(self, kv_chunk: torch.Tensor) -> KVObj | None:
-        """See `BasePool.allocate`."""
         self._require_fits(kv_chunk)
         with self._lock:
             if not self._free:
@@ -83,8 +135,8 @@ class LocalPool(BasePool):
             kv_obj = self._handed_out[index] = KVObj(index, data.nbytes, data)
         return kv_obj
 
+    @override
     def free(self, kv_obj: KVObj) -> None:
-        """See `BasePool.free`."""
         with self._lock:
             if self._handed_out.get(kv_obj.chunk_idx) is not kv_obj:
                 raise IntegrityError(
@@ -93,8 +145,8 @@ class LocalPool(BasePool):
             del self._handed_out[kv_obj.chunk_idx]
             self._free.append(kv_obj.chunk_idx)
 
+    @override
     def check_integrity(self) -> None:
-        """See `BasePool.check_integrity`."""
         with self._lock:
             if sorted([*self._free, *self._handed_out]) != list(range(self.max_chunk_num)):
                 raise IntegrityError(

@@ -11,6 +11,13 @@ import msgspec
 import pytest
 import torch
 import xxhash
+from lmcache_core.documented.cachegen.container import (
+    MAX_DATA_CHUNKS,
+    MAX_EXTENT,
+    MAX_HEAD_BYTES,
+    MAX_PAYLOAD_BYTES,
+)
+from lmcache_core.documented.cachegen.quantization import bins_tensor
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.cachegen import (
     CacheGenConfig,
@@ -19,13 +26,6 @@ from lmcache_core.serde.cachegen import (
     CacheGenGPUEncoderOutput,
     encode_function,
 )
-from lmcache_core.serde.cachegen.container import (
-    MAX_DATA_CHUNKS,
-    MAX_EXTENT,
-    MAX_HEAD_BYTES,
-    MAX_PAYLOAD_BYTES,
-)
-from lmcache_core.serde.cachegen.quantization import bins_tensor
 
 PREFIX = struct.Struct("<4sB3xI4xQ")
 BODY_AT = PREFIX.size + 16
@@ -126,7 +126,7 @@ def test_the_container_is_pinned() -> None:
 
 
 def test_devices_are_logged(caplog) -> None:
-    with caplog.at_level(logging.DEBUG, logger="lmcache_core.serde.cachegen.outputs"):
+    with caplog.at_level(logging.DEBUG, logger="lmcache_core.documented.cachegen.outputs"):
         gpu_output().debug_print_device()
     assert [record.levelno for record in caplog.records] == [logging.DEBUG] * 6
     assert all("cpu" in record.message for record in caplog.records)
