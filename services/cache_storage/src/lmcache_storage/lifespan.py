@@ -17,10 +17,10 @@ from lmcache_core.p2p.figures import tier_figures
 from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.client_view import ClientView
 from lmcache_core.storage.guard import GuardOptions
 from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.pin_board import PinBoard
-from lmcache_core.storage.served_door import ServedDoor
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.tiers import DiskSpec, HotSpec, TierSet, TiersSpec, build_tiers
 from lmcache_core.telemetry import Counters
@@ -95,12 +95,12 @@ class _Opening:
         limits = self._limits()
         held = HeldChunks(hot, disk, tiers.guarded_disk, settings.tier_timeout_s)
         leaving = Leaving()
-        served = ServedDoor(
+        served = ClientView(
             StayingStore(
                 LocalStore(stack, gate.is_open, settings.tier_timeout_s, tiers=None), leaving
             )
         )
-        near = ServedDoor(
+        near = ClientView(
             StayingStore(LocalStore(stack, gate.is_open, settings.tier_timeout_s), leaving)
         )
         store = HandoverDoor(served, counters, held, stack, leaving, gate.is_open)

@@ -247,6 +247,9 @@ class _Opening:
         await codecs.open()
         self._exits.push_async_callback(codecs.close)
         limits = self._settings.memory_limits
+        clients = None
+        if self._lookup is not None and self._broker is not None:
+            clients = self._lookup, self._broker
         tiers = build_tiers(
             self._settings,
             HotSpec(memory=keeper.allocator, limits=limits, on_kept=keeper.on_kept),
@@ -254,8 +257,7 @@ class _Opening:
             self._announcer,
             self._token,
             self._tls,
-            lookup=self._lookup,
-            broker=self._broker,
+            clients,
         )
         stack = tiers.stack(self._announcer)
         self._exits.push_async_callback(stack.close)  # what can be written has been, by the drain

@@ -24,11 +24,9 @@ def build_tiers(
     announcer: TierAnnouncer,
     token: ShownToken,
     tls: ClientTls,
-    *,
-    lookup: LookupClient | None = None,
-    broker: BrokerClient | None = None,
+    clients: tuple[LookupClient, BrokerClient] | None,
 ) -> TierSet:
-    """Build all tiers, peers only where both lookup and broker are known. Nothing is opened.
+    """Build all tiers, peers only where lookup and broker are known. Nothing is opened.
 
     Each has a codec, since others may have written what lies there: engines are handed nothing
     that was not asked for.
@@ -40,8 +38,7 @@ def build_tiers(
         announcer: Told of what the tiers give up.
         token: What the remote tier is shown.
         tls: Whom to trust behind `lm+tls://` and `https://`, and what to show there.
-        lookup: The lookup service.
-        broker: The broker.
+        clients: Of lookup and broker.
     """
     disk = peers = remote = None
     if settings.disk_path is not None:
@@ -52,12 +49,12 @@ def build_tiers(
             fsync=settings.disk_fsync,
             serde=settings.disk_serde,
         )
-    if lookup is not None and broker is not None:
+    if clients is not None:
         # Peers encode as they are set; what is taken from them is what this sidecar would send.
         accepts = Accepts(codecs.is_lossy(settings.peer_serde), frozenset(codecs.decodable()))
         instance, timeout_s = settings.instance_id, settings.tier_timeout_s
         pool = PeerPool(instance, PEER_TIER, timeout_s, accepts=accepts, tls=tls)
-        backend = P2PBackend(instance, lookup, broker, pool)
+        backend = P2PBackend(instance, *clients, pool)
         peers = PeersSpec(backend=backend, accepts_lossy=accepts.lossy)
     if settings.remote_url is not None:
         remote = RemoteSpec(
@@ -66,7 +63,7 @@ def build_tiers(
             token=token,
             serde=settings.remote_serde,
             tls=tls,
-            locate=None if lookup is None else LookupLocator(lookup),
+            locate=None if clients is None else LookupLocator(clients[0]),
         )
     return build(
         TiersSpec(

@@ -16,8 +16,8 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.disk.pool import wait_all
-from lmcache_core.storage.in_the_way import InTheWay
 from lmcache_core.storage.transcoding import Decoding, encoded_chunk
+from lmcache_core.storage.unusable import UnusableRecords
 from lmcache_core.telemetry import CodecFigures
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ class EncodedBackend(StorageBackend):
         self._seals = seals
         self._figures = CodecFigures(whole=codecs.figures)
         self._gate = ByteGate(MAX_ENCODING_BYTES)
-        self._in_the_way = InTheWay()
-        self._left_alone = InTheWay()
+        self._in_the_way = UnusableRecords()
+        self._left_alone = UnusableRecords()
         self._decode_s = 0.0
         self._num_refused = 0
         self._named_serdes: set[tuple[str, str]] = set()

@@ -18,8 +18,7 @@ from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result, St
 from lmcache_core.storage.engine_spec import engine_spec
 from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.staging import SWEEP_INTERVAL_S, Staging
-from lmcache_core.storage.staging_room import STAGED_SHARE, StagingRoom
+from lmcache_core.storage.staging import STAGED_SHARE, SWEEP_INTERVAL_S, ChunkBudget, Stager
 from lmcache_core.storage.tiers import build_tiers
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 
@@ -86,7 +85,7 @@ class StorageManager:
         self._loop = LoopThread("lmcache-storage")
         self._tasks = TaskSupervisor("lmcache-storage")
         self._stack: TierStack | None = None
-        self._staging: Staging | None = None
+        self._staging: Stager | None = None
         self._salt = config.salt
         self._prefetches = threading.Semaphore(MAX_PREFETCHES)
 
@@ -306,8 +305,8 @@ class StorageManager:
         except BaseException:
             await stack.close()
             raise
-        room = StagingRoom(self._hot.stats()["capacity_bytes"] // STAGED_SHARE)
-        self._staging = Staging(stack, DEFAULT_TENANT, room, self._start_lift)
+        room = ChunkBudget(self._hot.stats()["capacity_bytes"] // STAGED_SHARE)
+        self._staging = Stager(stack, DEFAULT_TENANT, room, self._start_lift)
         self._tasks = TaskSupervisor("lmcache-storage")
         self._tasks.repeat("stage-leases", self._expire_tickets, SWEEP_INTERVAL_S)
         return stack

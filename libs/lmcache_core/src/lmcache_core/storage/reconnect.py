@@ -1,4 +1,4 @@
-"""Tiers that cannot be had at the start: tried again until they can."""
+"""Opens tiers, and retries those that are not available."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
 
 
-class AbsentTiers:
-    """Opens tiers, and goes on trying those that are not available.
+class TierReconnector:
+    """Opens tiers, and retries in the background.
 
     Args:
-        on_open: Called on the loop with each that could be opened later; from then on it belongs to
-            who is called.
+        on_open: Called on the loop with each tier that was opened later, which belongs to the
+            callee from then on.
     """
 
     def __init__(self, on_open: Callable[[StorageBackend], None]) -> None:
         self._on_open = on_open
-        self._tasks = TaskSupervisor("absent-tiers")
+        self._tasks = TaskSupervisor("reconnect-tiers")
 
-    async def opens(self, tier: StorageBackend) -> bool:
-        """Open it; False when it cannot be had now, and is tried again in the background.
+    async def open(self, tier: StorageBackend) -> bool:
+        """Open a tier; False when it is unavailable now, and retried.
 
         Raises:
             ConfigError: Its options are wrong, or another process owns its directory.
@@ -37,13 +37,13 @@ class AbsentTiers:
         try:
             await tier.open()
         except UnavailableError as exc:
-            logger.error("going on without the tier %s, which is tried again: %s", tier.name, exc)
+            logger.error("tier unavailable, retrying: tier=%s error=%s", tier.name, exc)
             self._tasks.start(tier.name, self._open_later(tier))
             return False
         return True
 
     async def close(self) -> None:
-        """Try no more. Idempotent."""
+        """Stop retrying. Idempotent."""
         await self._tasks.close()
 
     async def _open_later(self, tier: StorageBackend) -> None:
@@ -57,8 +57,8 @@ class AbsentTiers:
             except (UnavailableError, ConfigError) as exc:
                 if str(exc) != last:
                     last = str(exc)
-                    logger.warning("the tier %s cannot be had yet: %s", tier.name, exc)
+                    logger.warning("tier still unavailable: tier=%s error=%s", tier.name, exc)
                 continue
-            logger.info("the tier %s can be had now", tier.name)
+            logger.info("tier available: tier=%s", tier.name)
             self._on_open(tier)
             return

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Miss, MissReason, Result
-from lmcache_core.storage.in_the_way import InTheWay
+from lmcache_core.storage.unusable import UnusableRecords
 from lmcache_core.wire import ServedStore
 from lmcache_core.wire.capabilities import Accepts
 
@@ -53,7 +53,7 @@ class LosslessStore(WrappedStore):
 
     def __init__(self, store: ServedStore) -> None:
         super().__init__(store)
-        self._in_the_way = InTheWay()
+        self._in_the_way = UnusableRecords()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `ServedStore.contains`; that a record is lossy is known when it has been asked
@@ -95,7 +95,7 @@ class LosslessStore(WrappedStore):
         return Miss(MissReason.ENCODING)
 
 
-class ServedDoor(WrappedStore):
+class ClientView(WrappedStore):
     """A store that holds records as they come, and `AdaptsToClients`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Records that are there and of no use here."""
+"""Records that exist but that this reader cannot use."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterable
 
 from lmcache_core.keys import ChunkKey
 
-MAX_KEYS_IN_THE_WAY = 4096
+MAX_UNUSABLE_KEYS = 4096
 NOTED_S = 300.0
-"""Then a key is forgotten: another writer may have put it right, and who is told that a chunk is
-not there does not ask for it.
+"""Then a key is forgotten: another writer may have replaced the record, and a reader that is told
+that a chunk does not exist does not ask for it.
 """
 
 
-class InTheWay:
-    """Remembers which chunks were not served though a record of them is there; the oldest are
-    forgotten first.
+class UnusableRecords:
+    """Remembers which chunks were not served although a record exists; the oldest are forgotten
+    first.
 
-    Whoever asks then computes the chunk anew and stores it: it must not be told that the chunk is
-    there already, and, where what is there is to give place (a lossy record where lossless is
-    asked, a damaged one), that must go first. On one event loop.
+    The reader then computes the chunk and stores it. It must not be told that the chunk exists
+    already, and a record that is to be replaced (lossy where lossless is asked for, or damaged)
+    must be removed first. On one event loop.
 
     Args:
         clock: Seconds, monotonic.
@@ -40,14 +40,14 @@ class InTheWay:
         return len(self._keys)
 
     def note(self, key: ChunkKey) -> None:
-        """Such a record of that chunk has just been seen."""
+        """Remember that an unusable record of that chunk was seen."""
         self._keys[key] = self._clock()
         self._keys.move_to_end(key)
-        if len(self._keys) > MAX_KEYS_IN_THE_WAY:
+        if len(self._keys) > MAX_UNUSABLE_KEYS:
             self._keys.popitem(last=False)
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """These chunks are gone, or can be served."""
+        """Forget chunks that are gone, or can be served."""
         for key in keys:
             self._keys.pop(key, None)
 

@@ -1,4 +1,4 @@
-"""Long work in steps: an event loop that does it has its other work done in between."""
+"""Long work in steps, so that an event loop can do its other work in between."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Work that yields where others may have their turn. What it found before may be otherwise then;
-closed there, it leaves nothing behind.
+"""A generator that yields at safe preemption points. State read before a yield may be stale after
+it; closing the generator at a yield releases everything that it holds.
 """
 
 
-def at_once(steps: Steps[T]) -> T:
-    """Do all of it here and now."""
+def run_blocking(steps: Steps[T]) -> T:
+    """Run all steps here and now."""
     while True:
         try:
             next(steps)
@@ -24,9 +24,9 @@ def at_once(steps: Steps[T]) -> T:
             return result
 
 
-async def in_turns(steps: Steps[T], lock: threading.Lock) -> T:
-    """Do it on this event loop, step by step, each under the lock. Cancelled between two of
-    them, the work is closed.
+async def run_cooperatively(steps: Steps[T], lock: threading.Lock) -> T:
+    """Run the steps on this event loop, each under the lock, with other work in between. Cancelled
+    between two steps, the generator is closed.
     """
     try:
         while True:

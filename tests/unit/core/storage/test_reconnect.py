@@ -1,4 +1,4 @@
-"""A tier that cannot be had at the start comes by itself when it can."""
+"""A tier that is unavailable at the start is opened as soon as it can be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.storage import absent as absent_module
+from lmcache_core.storage import reconnect as reconnect_module
 from lmcache_core.storage.disk import DiskBackend, DiskFiles, backend
 from lmcache_core.storage.disk.lock import DirectoryLock
 from lmcache_core.storage.eviction import create_policy
@@ -24,8 +24,8 @@ from lmcache_core.testing.chunks import make_chunk, make_key
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(absent_module, "FIRST_RETRY_S", 0.02)
-    monkeypatch.setattr(absent_module, "MAX_RETRY_S", 0.05)
+    monkeypatch.setattr(reconnect_module, "FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr(reconnect_module, "MAX_RETRY_S", 0.05)
 
 
 async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
@@ -79,7 +79,7 @@ async def test_a_disk_that_was_not_there_is_read_and_written_once_it_is(
         assert await stack.batched_tiers([make_key(1), make_key(2)]) == ["LocalDiskBackend", "Hot"]
         await store(stack, 3)
         assert set(disk.keys()) == {make_key(1), make_key(3)}
-    assert "the tier LocalDiskBackend can be had now" in caplog.text
+    assert "tier available: tier=LocalDiskBackend" in caplog.text
 
 
 async def test_tiers_keep_their_order_however_late_they_come(tmp_path: Path) -> None:
