@@ -20,7 +20,6 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.lifts import IsUnwanted, Lift, Lifts
 from lmcache_core.storage.time_limit import ReadLimit
-from lmcache_core.storage.wrappers.priced import KnowsItsPrice
 from lmcache_core.storage.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -349,8 +348,7 @@ class TierStack:
     ) -> None:
         limit_s = limit.left_s(len(missing))
         num_asked = len(missing) if limit_s > 0 else 0
-        if isinstance(tier, KnowsItsPrice):
-            num_asked = tier.num_worth(num_asked, limit_s, limit.recompute_s)
+        num_asked = tier.num_worth(num_asked, limit_s, limit.recompute_s)
         wanted = [keys[i] for i in missing[:num_asked]]
         got: Sequence[Result] = [Miss(MissReason.DEADLINE)] * len(wanted)
         if wanted:

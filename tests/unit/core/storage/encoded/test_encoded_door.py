@@ -9,9 +9,9 @@ import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, Miss, MissReason, TensorSpec, encode_head
 from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.in_the_way import MAX_KEYS_IN_THE_WAY, InTheWay
-from lmcache_core.storage.wrappers import EncodedBackend
 from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, decoded_from_lossy, encoded_by, seen_lossily

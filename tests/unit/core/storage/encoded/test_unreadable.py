@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from lmcache_core.record import Chunk, MissReason, TensorSpec, encode_head
 from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.in_the_way import NOTED_S, InTheWay
-from lmcache_core.storage.wrappers import EncodedBackend
 from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, encoded_by

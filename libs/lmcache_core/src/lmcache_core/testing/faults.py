@@ -1,4 +1,4 @@
-"""A tier that fails on purpose, from a seed, so that what fails once fails again."""
+"""Tiers for tests: one that forwards everything, and one that fails on purpose, from a seed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,71 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lmcache_core._typing import override
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.wrappers.base import WrapperBackend
+
+
+class ForwardingBackend(StorageBackend):
+    """A tier around another one, under its name, for tests to override.
+
+    Args:
+        backend: Opened and closed with this one.
+    """
+
+    def __init__(self, backend: StorageBackend) -> None:
+        self.name = backend.name
+        self.wrapped = backend
+        self._backend = backend
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._backend!r})"
+
+    @property
+    @override
+    def is_bypassed(self) -> bool:
+        return self._backend.is_bypassed
+
+    @override
+    def num_worth(self, num_chunks: int, limit_s: float, recompute_s: float | None = None) -> int:
+        return self._backend.num_worth(num_chunks, limit_s, recompute_s)
+
+    @override
+    async def open(self) -> None:
+        await self._backend.open()
+
+    @override
+    async def close(self) -> None:
+        await self._backend.close()
+
+    @override
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return await self._backend.batched_contains(keys)
+
+    @override
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
+        return await self._backend.batched_get(keys, allocate, timeout_s)
+
+    @override
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        return await self._backend.batched_put(chunks)
+
+    @override
+    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        return await self._backend.batched_remove(keys)
+
+    @override
+    async def clear(self, tenant: str | None = None) -> int:
+        return await self._backend.clear(tenant)
+
+    @override
+    def stats(self) -> dict[str, int]:
+        return self._backend.stats()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +98,12 @@ class FaultPlan:
     damaged_chunks: float = 0.0
 
 
-class FaultyBackend(WrapperBackend):
+class FaultyBackend(ForwardingBackend):
     """Does to a tier what disks and networks do. What happens depends on the seed and on the order
     of the calls alone.
 
     Args:
-        backend: What is wrapped.
+        backend: The tier.
         plan: What goes wrong.
     """
 
@@ -57,17 +116,17 @@ class FaultyBackend(WrapperBackend):
     def __repr__(self) -> str:
         return f"FaultyBackend({self._backend!r}, {self._plan!r})"
 
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`."""
         fails_late = await self._before()
         found = await self._backend.batched_contains(keys)
         self._fail(fails_late)
         return found
 
+    @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """See `StorageBackend.batched_get`."""
         lost = self._draw(len(keys), self._plan.lost_chunks)
         fails_late = await self._before()
         results = await self._backend.batched_get(keys, allocate, timeout_s)
@@ -78,8 +137,8 @@ class FaultyBackend(WrapperBackend):
         self._fail(fails_late)
         return results
 
+    @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`."""
         lost = self._draw(len(chunks), self._plan.lost_chunks)
         damaged = self._draw(len(chunks), self._plan.damaged_chunks)
         given = [
@@ -92,15 +151,16 @@ class FaultyBackend(WrapperBackend):
         self._fail(fails_late)
         return [is_lost or next(kept) for is_lost in lost]
 
+    @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `StorageBackend.batched_remove`."""
         fails_late = await self._before()
         num_removed = await self._backend.batched_remove(keys)
         self._fail(fails_late)
         return num_removed
 
+    @override
     def stats(self) -> dict[str, int]:
-        """The backend's figures, and `injected_faults`."""
+        """Return the tier's figures, and `injected_faults`."""
         return self._backend.stats() | {"injected_faults": self._num_faults}
 
     async def _before(self) -> bool:

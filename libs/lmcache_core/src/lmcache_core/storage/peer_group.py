@@ -1,5 +1,5 @@
-"""An engine among peers where it has no sidecar: it pulls what they hold, and serves what it
-holds itself at its `distributed_url`.
+"""Joins an embedded engine to its peers: it pulls what they hold, and serves what it holds itself
+at its `distributed_url`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -32,11 +31,10 @@ from lmcache_core.security import (
     server_context,
 )
 from lmcache_core.storage.announcer import TierAnnouncer
-from lmcache_core.storage.base import OnRemoved, StorageBackend
+from lmcache_core.storage.base import OnRemoved
 from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.encoding_store import EncodingStore
-from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote import Locate
@@ -50,12 +48,14 @@ CLIENT_TIMEOUT_S: Final = 1.0
 RAW: Final = "naive"
 
 
-class Neighbours:
-    """What joins an engine to its peers. Opened and closed on one event loop, as often as the
-    engine is.
+class PeerGroup:
+    """The peers of an engine. Opened and closed on one event loop, as often as the engine is.
 
     Args:
         config: With `enable_p2p`, and what goes with it.
+
+    Attributes:
+        announcer: Tells lookup what the engine's tiers hold.
 
     Raises:
         ConfigError: A file or a URL cannot be read.
@@ -89,28 +89,23 @@ class Neighbours:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exits = AsyncExitStack()
         self._codecs = create_codecs([RAW])
-        self._announcer = TierAnnouncer(DEFAULT_TENANT)
-        self._disk: DiskBackend | None = None
+        self.announcer = TierAnnouncer(DEFAULT_TENANT)
 
     @property
     def locate(self) -> Locate:
-        """Tells which server of a remote tier holds what; while the engine is closed it says
-        that it cannot.
+        """Return what tells which server of a remote tier holds what; it is unavailable while the
+        engine is closed.
         """
         return LookupLocator(self._lookup)
 
-    def make_tiers(self) -> list[StorageBackend]:
-        """The tier that reads from peers, to be opened once."""
-        peers = PeerPool(self._instance, PEER_TIER, self._timeout_s, tls=self._client_tls)
-        return [P2PBackend(self._instance, self._lookup, self._broker, peers)]
-
-    def note_disk(self, disk: DiskBackend) -> None:
-        """The engine has a disk tier, to be opened once."""
-        self._disk = disk
+    def make_tier(self) -> P2PBackend:
+        """Return a new tier that reads from peers."""
+        pool = PeerPool(self._instance, PEER_TIER, self._timeout_s, tls=self._client_tls)
+        return P2PBackend(self._instance, self._lookup, self._broker, pool)
 
     def removed_from(self, tier: str) -> OnRemoved:
-        """What a tier calls, from any thread, with every key that it gives up."""
-        removed = self._announcer.removed_from(tier)
+        """Return what a tier calls, from any thread, with every key that it gives up."""
+        removed = self.announcer.removed_from(tier)
 
         def soon(key: ChunkKey) -> None:
             loop = self._loop
@@ -120,19 +115,13 @@ class Neighbours:
 
         return soon
 
-    def make_stack(
-        self, hot: LocalCPUBackend, lower: Sequence[StorageBackend], *, keep_hot: bool
-    ) -> TierStack:
-        """A stack that tells of what it keeps, and writes nothing to peers."""
-        written = [tier for tier in lower if tier.name != PEER_TIER]
-        return TierStack(hot, lower, written=written, listener=self._announcer, keep_hot=keep_hot)
-
-    async def open(self, stack: TierStack) -> None:
-        """Serve the local tiers of a stack and become known, in the background. An address that is
-        taken costs only that.
+    async def open(self, stack: TierStack, disk: DiskBackend | None) -> None:
+        """Serve the local tiers of a stack and register, in the background. Where the address is
+        taken, peers are asked and not served.
 
         Args:
-            stack: Open, of `make_stack`.
+            stack: Open; `announcer` is its listener.
+            disk: Its disk tier.
         """
         self._loop = asyncio.get_running_loop()
         for client in (self._lookup, self._broker):
@@ -153,28 +142,26 @@ class Neighbours:
         try:
             await server.open(self._server_tls)
         except UnavailableError as exc:
-            logger.warning("peers are not served, only asked: %s", exc)
+            logger.warning("peers are asked but not served: error=%s", exc)
             return
         self._exits.push_async_callback(server.close)
         reporter = InstanceReporter(
-            self._lookup, self._instance, "sidecar", self._announcer.snapshot
+            self._lookup, self._instance, "sidecar", self.announcer.snapshot
         )
-        self._announcer.connect(
-            reporter, [stack.hot] if self._disk is None else [stack.hot, self._disk]
-        )
+        self.announcer.connect(reporter, [stack.hot] if disk is None else [stack.hot, disk])
         registration = PeerRegistration(
             self._broker, Peer(self._instance, time.time_ns(), self._url)
         )
         for part in (reporter, registration):
             await part.open()
             self._exits.push_async_callback(part.close)
-        if self._disk is not None:
-            tasks = TaskSupervisor("neighbours", max_tasks=1)
-            tasks.start("announce-disk", self._announcer.announce_when_loaded(self._disk))
+        if disk is not None:
+            tasks = TaskSupervisor("peer-group", max_tasks=1)
+            tasks.start("announce-disk", self.announcer.announce_when_loaded(disk))
             self._exits.push_async_callback(tasks.close)
 
     async def close(self) -> None:
-        """Leave. Idempotent."""
+        """Stop serving and end the registration. Idempotent."""
         self._loop = None
         await self._exits.aclose()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from lmcache_core._typing import override
 from lmcache_core.errors import RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import RAW_SERDE, Allocate, Chunk, Miss, MissReason, Result, decoded_bytes
@@ -17,7 +18,6 @@ from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.disk.pool import wait_all
 from lmcache_core.storage.in_the_way import InTheWay
 from lmcache_core.storage.transcoding import Decoding, encoded_chunk
-from lmcache_core.storage.wrappers.base import WrapperBackend
 from lmcache_core.telemetry import CodecFigures
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ MAX_NAMED_SERDES = 16
 _Job = tuple[int, Decoding, Future[Result]]
 
 
-class EncodedBackend(WrapperBackend):
+class EncodedBackend(StorageBackend):
     """Encodes what is put, decodes what is got, and lets in only what its user accepts.
 
     Raw records pass as they are. With a lossy serde everything that can be decoded here is
@@ -45,7 +45,7 @@ class EncodedBackend(WrapperBackend):
     loop does none of it.
 
     Args:
-        backend: What is wrapped.
+        backend: The tier; opened and closed with this one.
         codecs: Opened with this tier, and closed when all who share them have closed.
         serde: How raw chunks are encoded, one that `codecs` was made with; None or "naive": not at
             all.
@@ -62,7 +62,9 @@ class EncodedBackend(WrapperBackend):
         accepts_lossy: bool | None = None,
         seals: bool = False,
     ) -> None:
-        super().__init__(backend)
+        self.name = backend.name
+        self.wrapped = backend
+        self._backend = backend
         self._codecs = codecs
         self._encoder = codecs.named(serde)
         self._accepts_lossy = codecs.is_lossy(serde) if accepts_lossy is None else accepts_lossy
@@ -76,6 +78,10 @@ class EncodedBackend(WrapperBackend):
         self._named_serdes: set[tuple[str, str]] = set()
         self._is_open = False
 
+    def __repr__(self) -> str:
+        return f"EncodedBackend({self._backend!r})"
+
+    @override
     async def open(self) -> None:
         """Make the codecs ready, which may take a minute the first time, then open the tier.
 
@@ -91,8 +97,9 @@ class EncodedBackend(WrapperBackend):
             raise
         self._is_open = True
 
+    @override
     async def close(self) -> None:
-        """See `StorageBackend.close`. Waits until what is being decoded has ended."""
+        """Close the tier once what is being decoded has ended. Idempotent."""
         was_open, self._is_open = self._is_open, False
         try:
             await self._backend.close()
@@ -100,9 +107,10 @@ class EncodedBackend(WrapperBackend):
             if was_open:
                 await self._codecs.close()
 
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`; what is known to be there and not to be served
-        is not there.
+        """Return which of them a `batched_get` would find now; records that are known to be
+        unusable here are not there.
         """
         found = await self._backend.batched_contains(keys)
         ways = self._in_the_way, self._left_alone
@@ -111,11 +119,12 @@ class EncodedBackend(WrapperBackend):
             for key, is_there in zip(keys, found, strict=True)
         ]
 
+    @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """See `StorageBackend.batched_get`. Encoded payloads lie in memory from `allocate` too,
-        until they are decoded.
+        """Read and decode chunks. Encoded payloads lie in memory from `allocate` too, until they
+        are decoded.
         """
         now = asyncio.get_running_loop().time
         deadline = None if timeout_s is None else now() + timeout_s
@@ -155,32 +164,32 @@ class EncodedBackend(WrapperBackend):
             self._decode_s += NEWEST_WEIGHT * ((now() - began) / len(jobs) - self._decode_s)
         return results
 
+    @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. Lossy chunks are not kept where only lossless ones
-        are served.
-        """
+        """Encode and keep chunks; lossy ones are not kept where only lossless ones are served."""
         kept: list[bool] = []
         for group in _groups(chunks):
             async with self._gate.using(sum(chunk.memory.get_size() for chunk in group)):
                 kept += await self._put(group)
         return kept
 
+    @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `StorageBackend.batched_remove`."""
         num_removed = await self._backend.batched_remove(keys)
         self._forget(keys)
         return num_removed
 
+    @override
     async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`."""
         num_removed = await self._backend.clear(tenant)
         self._in_the_way.clear()
         self._left_alone.clear()
         return num_removed
 
+    @override
     def stats(self) -> dict[str, int]:
-        """The backend's figures, what was encoded and decoded, and how many records were refused
-        for their encoding.
+        """Return the tier's figures, what was encoded and decoded, and how many records were
+        refused for their encoding.
         """
         return (
             self._backend.stats() | self._figures.stats() | {"refused_encodings": self._num_refused}
