@@ -32,10 +32,14 @@ TERMINAL_ONLY = frozenset(
         "divergence, nats",
         "TFLOP",
         "loss, nats an answer",
+        "gap closed, ±",
         "ratio",
+        "share of a copy",
+        "times torchac",
+        "deviation of K and V",
     }
 )
-"""Headings of columns that the terminal shows and the document leaves out."""
+"""Headings of columns, and first cells of rows, that the document leaves out."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Section:
         console.print(table)
 
     def as_markdown(self) -> str:
-        """Return the table for the document, without empty columns and those of `TERMINAL_ONLY`."""
+        """Return the table for the document: without empty columns and without `TERMINAL_ONLY`."""
         last = len(self.headings) - 1
         shown = [
             i
@@ -77,7 +81,14 @@ class Section:
             "|" + "|".join(marks) + "|",
         ]
         return "\n".join(
-            [*lines, *("| " + " | ".join(row[i] for i in shown) + " |" for row in self.rows)]
+            [
+                *lines,
+                *(
+                    "| " + " | ".join(row[i] for i in shown) + " |"
+                    for row in self.rows
+                    if row[0] not in TERMINAL_ONLY
+                ),
+            ]
         )
 
 

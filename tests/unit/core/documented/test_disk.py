@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -16,7 +18,8 @@ from lmcache_core.documented.disk import LocalDiskBackend
 from lmcache_core.errors import UnavailableError
 from lmcache_core.memory import ArenaAllocator, MemoryFormat
 from lmcache_core.record import Chunk, Miss, MissReason
-from lmcache_core.storage.disk import DiskFiles
+from lmcache_core.storage.disk import DiskFiles, backend
+from lmcache_core.storage.eviction import TierLimits
 from lmcache_core.testing.backend_suite import payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 
@@ -332,3 +335,46 @@ async def test_without_an_allocator_what_is_read_lies_in_plain_bytes(tmp_path):
 def test_close_and_the_async_methods_are_coroutines():
     for name in ("close", "async_save_bytes_to_disk", "async_load_bytes_from_disk"):
         assert inspect.iscoroutinefunction(getattr(LocalDiskBackend, name))
+
+
+async def test_a_file_whose_time_is_over_is_not_inserted(tmp_path):
+    now = time.time()
+    disk = LocalDiskBackend(
+        tmp_path, CAPACITY_BYTES, limits=TierLimits(ttl_s=60.0), clock=lambda: now
+    )
+    await disk.open()
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+    [path] = tmp_path.rglob("*.kvr")
+    record = path.read_bytes()
+    assert disk.remove(make_key("a"))
+    path.write_bytes(record)
+    os.utime(path, (now - 60.0, now - 60.0))
+    assert disk.insert_key(make_key("a")) is False
+    assert not disk.contains(make_key("a"))
+    assert await disk.batched_put([make_chunk("b")]) == [True]
+    assert len(list(tmp_path.rglob("*.kvr"))) == 1, "the next write removes it"
+    await disk.close()
+
+
+async def test_what_a_thread_removes_while_the_directory_is_read_is_gone(tmp_path, monkeypatch):
+    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
+    await disk.open()
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+    await disk.close()
+    may_list = threading.Event()
+
+    class Slow(DiskFiles):
+        def list_directory(self, path):
+            may_list.wait(10)
+            return super().list_directory(path)
+
+    monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.01)
+    again = LocalDiskBackend(tmp_path, CAPACITY_BYTES, files=Slow())
+    await again.open()
+    removing = asyncio.ensure_future(asyncio.to_thread(again.remove, make_key("a")))
+    await asyncio.sleep(0.02)
+    may_list.set()
+    assert await removing is True
+    await again.wait_loaded()
+    assert again.keys() == []
+    await again.close()

@@ -138,19 +138,6 @@ async def test_an_expired_chunk_is_stored_anew(disk, clock):
     assert await get(disk, "a") == [make_payload("a")]
 
 
-async def test_a_file_whose_time_is_over_is_not_inserted(disk, clock, tmp_path):
-    await put(disk, "a")
-    [path] = tmp_path.rglob("*.kvr")
-    record = path.read_bytes()
-    assert disk.remove(make_key("a"))
-    path.write_bytes(record)
-    os.utime(path, (clock.now - TTL_S, clock.now - TTL_S))
-    assert disk.insert_key(make_key("a")) is False
-    assert not disk.contains(make_key("a"))
-    await put(disk, "b")
-    assert num_files(tmp_path) == 1, "the next write removes it"
-
-
 async def test_an_expired_file_that_cannot_be_removed_stays_charged_and_stops_nobody(
     clock, removed, tmp_path
 ):

@@ -270,17 +270,6 @@ async def test_a_large_directory_is_read_in_the_background(tmp_path, monkeypatch
     await disk.close()
 
 
-async def test_what_a_thread_removes_while_the_directory_is_read_is_gone(tmp_path, monkeypatch):
-    disk, may_go_on = await being_read(tmp_path, monkeypatch)
-    removing = asyncio.ensure_future(asyncio.to_thread(disk.remove, make_key("a")))
-    await asyncio.sleep(0.02)
-    may_go_on.set()
-    assert await removing is True
-    await disk.wait_loaded()
-    assert await get(disk, "a") == [MissReason.NEVER_STORED]
-    await disk.close()
-
-
 async def test_nothing_counts_as_removed_while_the_directory_cannot_be_read(tmp_path, monkeypatch):
     """It would come back with the first look that can read it."""
 

@@ -16,6 +16,9 @@ from lmcache_core.config.sources import (
     SERVICE_ENV_PREFIXES,
 )
 
+EMPTY_VALUES = re.compile(r"(?:^|, )null, empty")
+OBVIOUS_FIX = re.compile(r"(?:; |^)(?:leave it out|set it to \w+)(?:; )?$|^leave it out; ")
+
 _HEAD = f"""\
 # Configuration of the engine
 
@@ -147,10 +150,10 @@ def _foreign_names() -> Iterator[str]:
     rows: dict[tuple[str, str], list[str]] = {}
     for name, known in FOREIGN_NAMES.items():
         if not _is_part(known):
-            accepted = re.sub(r"(?:^|, )null, empty", "", known.accepted)
+            accepted = EMPTY_VALUES.sub("", known.accepted)
             rows.setdefault((accepted.lstrip("; "), known.instead), []).append(name)
     for (accepted, instead), names in rows.items():
-        fix = re.sub(r"(?:; |^)(?:leave it out|set it to \w+)(?:; )?$|^leave it out; ", "", instead)
+        fix = OBVIOUS_FIX.sub("", instead)
         yield f"| {_names(names)} | {_cell(accepted)} | {_cell(fix)} |"
 
 
