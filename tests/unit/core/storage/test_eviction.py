@@ -4,7 +4,7 @@ import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.eviction import DEFAULT_POLICY, create_policy
-from lmcache_core.storage.eviction.recent import MAX_RECENT_EVICTIONS, RecentEvictions
+from lmcache_core.storage.eviction.ledger import MAX_RECENT_EVICTIONS, RecentEvictions
 from lmcache_core.storage.eviction.s3lru import S3LRUPolicy
 from lmcache_core.testing.chunks import make_key
 

@@ -142,7 +142,7 @@ class DiskBackend(StorageBackend):
             self._lock.release()
         elif self._acquiring is not None and self._acquiring.done():
             logger.warning(
-                "disk tier %s does not answer; its directory stays locked until this process ends",
+                "disk does not answer, directory stays locked until this process ends: path=%s",
                 self._layout.root,
             )
 
@@ -325,5 +325,5 @@ def _release_result(future: Future[Result]) -> None:
 def _log_failure(future: Future[None]) -> None:
     if not future.cancelled() and (failure := future.exception()) is not None:
         logger.error(
-            "the disk tier's directory cannot be read, nothing is stored until it can: %s", failure
+            "cannot read the disk tier's directory, storing nothing until it can: error=%r", failure
         )
