@@ -5,34 +5,39 @@ checks and meanings.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from lmcache_core.config import sources
-from lmcache_core.config.blend_options import BlendOptions
 from lmcache_core.config.contradictions import refuse_contradictions
-from lmcache_core.config.documented_options import DocumentedOptions
 from lmcache_core.config.options import (
+    BLEND_POLICIES,
+    DIRECTORY_URL,
     DISK_SERDES,
     EVICTION_POLICIES,
     NON_EMPTY,
+    REMOTE_SERDES,
+    REMOTE_URL,
     SOCKET_PATH,
     UTF8,
     VERIFY_HOT_MODES,
-    about,
     as_directory_url,
     did_you_mean,
+    option,
     options_of,
     problems_of,
 )
-from lmcache_core.config.peer_options import PeerOptions
 from lmcache_core.errors import ConfigError
 
 _TEN_YEARS_S = 10 * 365 * 86400
+_PEERS_ARE_THE_SIDECARS = (
+    "leave it out, peers are found and served by the sidecar, by its settings lookup_url,"
+    " broker_url and distributed_url"
+)
 
 
 @dataclass(frozen=True, repr=False)
-class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
+class LMCacheEngineConfig:
     """Options of an `LMCacheEngine`; sizes are in GB (2^30 bytes). Each one's meaning stands with
     it, and in docs/configuration.md.
 
@@ -43,164 +48,316 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         ConfigError: Values are impossible, a line for each, or contradict one another.
     """
 
-    _: KW_ONLY
-    sidecar_socket: str | None = field(
-        default=None,
-        metadata=about(
-            "Sidecar",
-            "Unix socket of the pod's sidecar, whose tiers the engine then uses instead of its"
-            " own.",
-            form=SOCKET_PATH,
-        ),
+    chunk_size: int = option(
+        "Chunks",
+        "Tokens in a chunk, the unit that is hashed, stored and found.",
+        unit="tokens",
+        low=1,
+        high=65536,
     )
-    verify_hot: str = field(
-        default="always",
-        metadata=about(
-            "Host memory",
-            "Check the digest of chunks that are loaded from host memory: each, 1 in 16, or none."
-            " What comes from elsewhere always is.",
-            choices=VERIFY_HOT_MODES,
-            beside_sidecar="set the sidecar's verify_hot",
-        ),
+    local_cpu: bool = option(
+        "Host memory",
+        "Keep chunks in host memory.",
+        beside_sidecar="leave it true, the sidecar keeps chunks in its memory",
     )
-    tier_timeout_s: float = field(
-        default=2.0,
-        metadata=about(
-            "Time and failures",
-            "Longest wait on a tier or the sidecar.",
-            unit="seconds",
-            low=0.001,
-            high=3600,
-        ),
+    max_local_cpu_size: float = option(
+        "Host memory",
+        "Host memory for chunks. Needed with `local_cpu` off too: chunks pass through it."
+        " Beside a sidecar unused: its `arena_gb`.",
+        unit="GB",
+        low=0,
+        high=1 << 20,
     )
-    salt: str = field(
-        default="",
-        metadata=about(
-            "Chunks",
-            "Second line between tenants: part of every chunk's hash, so that chunks made under"
-            " another salt are never found. A secret.",
-            form=UTF8,
-            secret=True,
-            beside_sidecar="set the sidecar's salt_file",
-        ),
+    local_disk: str | None = option(
+        "Disk",
+        "Directory for chunks.",
+        form=DIRECTORY_URL,
+        beside_sidecar="set the sidecar's disk_path and disk_gb",
     )
-    eviction_policy: str = field(
-        default="s3lru",
-        metadata=about(
-            "Host memory",
-            "Which chunks go first when memory is full.",
-            choices=EVICTION_POLICIES,
-            beside_sidecar="leave it out, the sidecar decides what its memory keeps",
-        ),
+    max_local_disk_size: float = option(
+        "Disk",
+        "Disk space for chunks. A file that names `local_disk` alone gets 5. Without"
+        " `local_disk` unused.",
+        unit="GB",
+        low=0,
+        high=1 << 24,
+        beside_sidecar="set the sidecar's disk_gb",
     )
-    chunk_ttl_s: float | None = field(
-        default=None,
-        metadata=about(
-            "Chunks",
-            "How long a chunk is served after it was stored; none: for ever.",
-            unit="seconds",
-            low=0.001,
-            high=_TEN_YEARS_S,
-            beside_sidecar="leave it out, the sidecar decides how long it keeps chunks",
-        ),
+    remote_url: str | None = option(
+        "Remote tier",
+        "Where chunks are shared. With nobody listening it costs one refused connection and one"
+        " log line, then its breaker opens. From a file or the environment the default is"
+        " none.",
+        form=REMOTE_URL,
+        beside_sidecar="set the sidecar's remote_url",
     )
-    prefill_tokens_per_s: float | None = field(
-        default=None,
-        metadata=about(
-            "Time and failures",
-            "How fast the engine computes a prompt; none: learned. Gives each retrieve its"
-            " deadline, at most `tier_timeout_s`.",
-            unit="tokens per second",
-            low=0.001,
-            high=10**9,
-        ),
+    remote_serde: str | None = option(
+        "Remote tier",
+        "How chunks are encoded for the remote tier. naive, or none: as they are. lossless:"
+        " fewer bytes, the same values. cachegen: several times fewer, with the documented"
+        " loss; cachegen:high and cachegen:low: finer and coarser levels of our own. All of"
+        " these need lmcache-core[codec]. torch, safetensor, fast: the documented formats, no"
+        " smaller. What was stored with loss is a miss for all who did not choose a cachegen.",
+        choices=REMOTE_SERDES,
+        beside_sidecar="set the sidecar's remote_serde",
     )
-    close_drain_s: float = field(
-        default=5.0,
-        metadata=about(
-            "Time and failures",
-            "How long closing waits for slower tiers to finish writing.",
-            unit="seconds",
-            low=0,
-            high=3600,
-        ),
+    save_decode_cache: bool = option(
+        "Chunks",
+        "Also store the KV of generated tokens, so that the next turn of a conversation finds"
+        " the answer too.",
     )
-    disk_fsync: bool = field(
-        default=False,
-        metadata=about(
-            "Disk",
-            "Wait until the disk has each chunk. Without it a power cut may cost the newest ones;"
-            " what survives is whole either way.",
-            beside_sidecar="set the sidecar's disk_fsync",
-        ),
+    enable_blending: bool = option(
+        "Blending",
+        "Reuse chunks that are not a prefix, for a model with a certificate in"
+        " `blend_certificates`. For Hugging Face transformers: vLLM loads prefixes only.",
     )
-    remote_token_file: str | None = field(
-        default=None,
-        metadata=about(
-            "Remote tier",
-            "File with the bearer token for `remote_url`, if that is lm, lm+tls, http or https."
-            " Read again when it changes.",
-            form=NON_EMPTY,
-            beside_sidecar="set the sidecar's service_token_file",
-        ),
+    blend_recompute_ratio: float = option(
+        "Blending",
+        "Share of the reused tokens that are computed anew, as `blend_policy` selects them.",
+        low=0,
+        high=1,
     )
-    save_unfull_chunk: bool = field(
-        default=True,
-        metadata=about(
-            "Chunks", "Store the last chunk of a prompt though it is shorter than the others."
-        ),
+    blend_min_tokens: int = option(
+        "Blending",
+        "Shortest prompt that is blended; shorter ones are computed.",
+        unit="tokens",
+        low=0,
+        high=(1 << 31) - 1,
     )
-    local_disk_serde: str = field(
-        default="naive",
-        metadata=about(
-            "Disk",
-            "How chunks are encoded for the local disk; as `remote_serde`, without the formats that"
-            " are no smaller.",
-            choices=DISK_SERDES,
-            beside_sidecar="set the sidecar's disk_serde",
-        ),
+    enable_p2p: bool = option(
+        "Peers",
+        "Ask peers for chunks, and serve them. For an engine without a sidecar; needs"
+        " `lookup_url`, `broker_url`, `distributed_url`.",
+        beside_sidecar=_PEERS_ARE_THE_SIDECARS,
     )
-    remote_tls_ca_file: str | None = field(
-        default=None,
-        metadata=about(
-            "Remote tier",
-            "Authorities (PEM) that may sign the certificate of `remote_url`, if that is lm+tls or"
-            " https; none: those of this machine.",
-            form=NON_EMPTY,
-            beside_sidecar="set the sidecar's tls_ca_file",
-        ),
+    lookup_url: str | None = option(
+        "Peers",
+        "The lookup service, `http://host:port` or `https://host:port`. Unused without"
+        " `enable_p2p`.",
+        form=NON_EMPTY,
     )
-    remote_tls_cert_file: str | None = field(
-        default=None,
-        metadata=about(
-            "Remote tier",
-            "Certificate (PEM) that is shown to `remote_url`, with the key behind it or in"
-            " `remote_tls_key_file`.",
-            form=NON_EMPTY,
-            beside_sidecar="set the sidecar's tls_client_cert_file",
-        ),
+    distributed_url: str | None = option(
+        "Peers",
+        "Where this engine serves its chunks to peers, `lm+tls://host:port` or, unencrypted,"
+        " `lm://host:port`; it listens there. Unused without `enable_p2p`.",
+        form=NON_EMPTY,
     )
-    remote_tls_key_file: str | None = field(
-        default=None,
-        metadata=about(
-            "Remote tier",
-            "Key (PEM, no passphrase) of `remote_tls_cert_file`.",
-            form=NON_EMPTY,
-            beside_sidecar="set the sidecar's tls_client_key_file",
-        ),
+    error_handling: bool = option(
+        "Time and failures",
+        "True: whatever goes wrong inside the cache while the engine calls it is logged,"
+        " counted and answered as a miss. False: it is raised. Wrong arguments raise ValueError"
+        " in either case.",
     )
 
-    otlp_endpoint: str | None = field(
+    _: KW_ONLY
+    broker_url: str | None = option(
+        "Peers",
+        "The broker, `http://host:port` or `https://host:port`.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's broker_url",
         default=None,
-        metadata=about(
-            "Time and failures",
-            "Collector of traces, OTLP over HTTP, `http://host:4318`; none: no traces.",
-            form=NON_EMPTY,
-        ),
     )
-    trace_sample_ratio: float = field(
-        default=0.01,
-        metadata=about("Time and failures", "Share of the calls that are traced.", high=1),
+    peer_token_file: str | None = option(
+        "Peers",
+        "File with the bearer token for lookup and broker. Read again when it changes.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's service_token_file",
+        default=None,
+    )
+    peer_ticket_keys_file: str | None = option(
+        "Peers",
+        "Keys that the broker signs tickets with, `id:base64`, one a line; peers are then"
+        " served by ticket alone.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's ticket_keys_file",
+        default=None,
+    )
+    peer_tls_cert_file: str | None = option(
+        "Peers",
+        "Certificate (PEM) that peers are served with at a `distributed_url` with lm+tls, and"
+        " that is shown to lookup, broker and peers that ask for one. Read again when it"
+        " changes, as the other `peer_tls` files.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_cert_file and tls_client_cert_file",
+        default=None,
+    )
+    peer_tls_key_file: str | None = option(
+        "Peers",
+        "Key (PEM, no passphrase) of `peer_tls_cert_file`, where it is not in the same file.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_key_file and tls_client_key_file",
+        default=None,
+    )
+    peer_tls_ca_file: str | None = option(
+        "Peers",
+        "Authorities (PEM) that may sign the certificates of lookup and broker behind https,"
+        " and of peers behind lm+tls; none: those of this machine.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_ca_file",
+        default=None,
+    )
+    peer_tls_client_ca_file: str | None = option(
+        "Peers",
+        "Authorities (PEM), one of which must have signed a certificate that peers show at"
+        " `distributed_url`; none: they show none.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_client_ca_file",
+        default=None,
+    )
+    peer_tls_name: str | None = option(
+        "Peers",
+        "What the certificates of peers name, where that is not the host of their URL.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_peer_name",
+        default=None,
+    )
+    peer_allow_plaintext: bool = option(
+        "Peers",
+        "Allows a `distributed_url` with lm that other machines reach: chunks and tickets cross"
+        " a network that is trusted, or encrypts by itself.",
+        beside_sidecar="set the sidecar's allow_plaintext",
+        default=False,
+    )
+
+    blend_policy: str = option(
+        "Blending",
+        "Which of the reused tokens are computed anew. deviation: those whose KV is furthest"
+        " from the fresh on an early layer (CacheBlend). first_of_chunk: the first of each text"
+        " (EPIC). none: none at all.",
+        choices=BLEND_POLICIES,
+        default="deviation",
+    )
+    blend_certificates: str | None = option(
+        "Blending",
+        "Folder of the certificates that `lmcachectl certify blend` makes. A model without one"
+        " that it passed is not blended.",
+        form=NON_EMPTY,
+        default=None,
+    )
+
+    sidecar_socket: str | None = option(
+        "Sidecar",
+        "Unix socket of the pod's sidecar, whose tiers the engine then uses instead of its own.",
+        form=SOCKET_PATH,
+        default=None,
+    )
+    verify_hot: str = option(
+        "Host memory",
+        "Check the digest of chunks that are loaded from host memory: each, 1 in 16, or none."
+        " What comes from elsewhere always is.",
+        choices=VERIFY_HOT_MODES,
+        beside_sidecar="set the sidecar's verify_hot",
+        default="always",
+    )
+    tier_timeout_s: float = option(
+        "Time and failures",
+        "Longest wait on a tier or the sidecar.",
+        unit="seconds",
+        low=0.001,
+        high=3600,
+        default=2.0,
+    )
+    salt: str = option(
+        "Chunks",
+        "Second line between tenants: part of every chunk's hash, so that chunks made under"
+        " another salt are never found. A secret.",
+        form=UTF8,
+        secret=True,
+        beside_sidecar="set the sidecar's salt_file",
+        default="",
+    )
+    eviction_policy: str = option(
+        "Host memory",
+        "Which chunks go first when memory is full.",
+        choices=EVICTION_POLICIES,
+        beside_sidecar="leave it out, the sidecar decides what its memory keeps",
+        default="s3lru",
+    )
+    chunk_ttl_s: float | None = option(
+        "Chunks",
+        "How long a chunk is served after it was stored; none: for ever.",
+        unit="seconds",
+        low=0.001,
+        high=_TEN_YEARS_S,
+        beside_sidecar="leave it out, the sidecar decides how long it keeps chunks",
+        default=None,
+    )
+    prefill_tokens_per_s: float | None = option(
+        "Time and failures",
+        "How fast the engine computes a prompt; none: learned. Gives each retrieve its"
+        " deadline, at most `tier_timeout_s`.",
+        unit="tokens per second",
+        low=0.001,
+        high=10**9,
+        default=None,
+    )
+    close_drain_s: float = option(
+        "Time and failures",
+        "How long closing waits for slower tiers to finish writing.",
+        unit="seconds",
+        low=0,
+        high=3600,
+        default=5.0,
+    )
+    disk_fsync: bool = option(
+        "Disk",
+        "Wait until the disk has each chunk. Without it a power cut may cost the newest ones;"
+        " what survives is whole either way.",
+        beside_sidecar="set the sidecar's disk_fsync",
+        default=False,
+    )
+    remote_token_file: str | None = option(
+        "Remote tier",
+        "File with the bearer token for `remote_url`, if that is lm, lm+tls, http or https."
+        " Read again when it changes.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's service_token_file",
+        default=None,
+    )
+    save_unfull_chunk: bool = option(
+        "Chunks",
+        "Store the last chunk of a prompt though it is shorter than the others.",
+        default=True,
+    )
+    local_disk_serde: str = option(
+        "Disk",
+        "How chunks are encoded for the local disk; as `remote_serde`, without the formats that"
+        " are no smaller.",
+        choices=DISK_SERDES,
+        beside_sidecar="set the sidecar's disk_serde",
+        default="naive",
+    )
+    remote_tls_ca_file: str | None = option(
+        "Remote tier",
+        "Authorities (PEM) that may sign the certificate of `remote_url`, if that is lm+tls or"
+        " https; none: those of this machine.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_ca_file",
+        default=None,
+    )
+    remote_tls_cert_file: str | None = option(
+        "Remote tier",
+        "Certificate (PEM) that is shown to `remote_url`, with the key behind it or in"
+        " `remote_tls_key_file`.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_client_cert_file",
+        default=None,
+    )
+    remote_tls_key_file: str | None = option(
+        "Remote tier",
+        "Key (PEM, no passphrase) of `remote_tls_cert_file`.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_client_key_file",
+        default=None,
+    )
+    otlp_endpoint: str | None = option(
+        "Time and failures",
+        "Collector of traces, OTLP over HTTP, `http://host:4318`; none: no traces.",
+        form=NON_EMPTY,
+        default=None,
+    )
+    trace_sample_ratio: float = option(
+        "Time and failures", "Share of the calls that are traced.", high=1, default=0.01
     )
 
     def __post_init__(self) -> None:
@@ -234,7 +391,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         error_handling: bool = False,
         **options: Any,
     ) -> LMCacheEngineConfig:
-        """The documented defaults; `options` are further attributes of this class.
+        """Return the documented defaults; `options` are further attributes of this class.
 
         Raises:
             ConfigError: An option is unknown, its value impossible, or it contradicts another.
@@ -258,7 +415,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         error_handling: bool = False,
         **options: Any,
     ) -> LMCacheEngineConfig:
-        """A config from one of the documented backend names (`cpu`, `local_disk`, `remote`,
+        """Return a config from one of the documented backend names (`cpu`, `local_disk`, `remote`,
         `local_cpu_disk_remote` …).
 
         Args other than `backend` are attributes of this class; the backend decides which tiers
@@ -275,8 +432,8 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
 
     @staticmethod
     def from_file(file_path: str) -> LMCacheEngineConfig:
-        """A config from a YAML file; names that it leaves out have their default, and no remote
-        tier.
+        """Return a config from a YAML file; names that it leaves out have their default, and no
+        remote tier.
 
         LMCache's own names are accepted where they mean the same (docs/configuration.md).
 
@@ -307,7 +464,7 @@ OPTIONS = options_of(LMCacheEngineConfig, LMCacheEngineConfig.from_defaults)
 
 
 def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a function, those in its `**options` among them."""
+    """Return the arguments of a function, those in its `**options` among them."""
     return {
         **{name: value for name, value in arguments.items() if name != "options"},
         **arguments["options"],

@@ -104,7 +104,7 @@ the wire (docs/protocols.md).
 
 
 def reference() -> str:
-    """The text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     groups: dict[str, list[Option]] = {}
     for option in OPTIONS.values():
         groups.setdefault(option.about.group, []).append(option)
@@ -149,7 +149,7 @@ def _contradictions() -> Iterator[str]:
 
 
 def _foreign_names() -> Iterator[str]:
-    """One row for a name, one for all that belong to the same switch and are left out for the
+    """Yield one row for a name, one for all that belong to the same switch and are left out for the
     same reason.
     """
     rows: dict[tuple[str, str], list[str]] = {}
