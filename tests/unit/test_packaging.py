@@ -50,10 +50,20 @@ def name_of(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~; ]", requirement)[0]).lower()
 
 
+class AtRunTime(ast.NodeTransformer):
+    """Drop what only type checkers import."""
+
+    def visit_If(self, node: ast.If) -> Any:
+        if ast.unparse(node.test) == "TYPE_CHECKING":
+            return [self.visit(each) for each in node.orelse]
+        return self.generic_visit(node)
+
+
 def imported_by(source: Path) -> set[str]:
     found: set[str] = set()
     for path in source.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = AtRunTime().visit(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:

@@ -62,8 +62,8 @@ class LMCacheEngineConfig:
     )
     max_local_cpu_size: float = option(
         "Host memory",
-        "Host memory for chunks. Needed with `local_cpu` off too: chunks pass through it."
-        " Beside a sidecar unused: its `arena_gb`.",
+        "Host memory for chunks; needed with `local_cpu` off too, since chunks pass "
+        "through it. Ignored with a sidecar.",
         unit="GB",
         low=0,
         high=1 << 20,
@@ -76,8 +76,7 @@ class LMCacheEngineConfig:
     )
     max_local_disk_size: float = option(
         "Disk",
-        "Disk space for chunks. A file that names `local_disk` alone gets 5. Without"
-        " `local_disk` unused.",
+        "Disk space for chunks; 5 in a file that sets only `local_disk`.",
         unit="GB",
         low=0,
         high=1 << 24,
@@ -85,166 +84,144 @@ class LMCacheEngineConfig:
     )
     remote_url: str | None = option(
         "Remote tier",
-        "Where chunks are shared. With nobody listening it costs one refused connection and one"
-        " log line, then its breaker opens. From a file or the environment the default is"
-        " none.",
+        "Where chunks are shared. From a file or the environment the default is none. "
+        "If nothing listens, it costs one refused connection and one log line until "
+        "the breaker retries.",
         form=REMOTE_URL,
         beside_sidecar="set the sidecar's remote_url",
     )
     remote_serde: str | None = option(
         "Remote tier",
-        "How chunks are encoded for the remote tier. naive, or none: as they are. lossless:"
-        " fewer bytes, the same values. cachegen: several times fewer, with the documented"
-        " loss; cachegen:high and cachegen:low: finer and coarser levels of our own. All of"
-        " these need lmcache-core[codec]. torch, safetensor, fast: the documented formats, no"
-        " smaller. What was stored with loss is a miss for all who did not choose a cachegen.",
+        "Encoding in the remote tier. lossless: smaller, exact. cachegen: several "
+        "times smaller, with the documented loss; cachegen:high and cachegen:low: "
+        "finer and coarser. These need lmcache-core[codec]. torch, safetensor, fast: "
+        "documented formats, no smaller. Lossy chunks are misses for readers without a "
+        "cachegen serde.",
         choices=REMOTE_SERDES,
         beside_sidecar="set the sidecar's remote_serde",
     )
     save_decode_cache: bool = option(
-        "Chunks",
-        "Also store the KV of generated tokens, so that the next turn of a conversation finds"
-        " the answer too.",
+        "Chunks", "Also store generated tokens, for the next turn of a conversation."
     )
     enable_blending: bool = option(
         "Blending",
-        "Reuse chunks that are not a prefix, for a model with a certificate in"
-        " `blend_certificates`. For Hugging Face transformers: vLLM loads prefixes only.",
+        "Reuse chunks that are not a prefix, for models with a passed certificate. Not in vLLM.",
     )
     blend_recompute_ratio: float = option(
-        "Blending",
-        "Share of the reused tokens that are computed anew, as `blend_policy` selects them.",
-        low=0,
-        high=1,
+        "Blending", "Share of reused tokens to recompute.", low=0, high=1
     )
     blend_min_tokens: int = option(
-        "Blending",
-        "Shortest prompt that is blended; shorter ones are computed.",
-        unit="tokens",
-        low=0,
-        high=(1 << 31) - 1,
+        "Blending", "Shorter prompts are not blended.", unit="tokens", low=0, high=(1 << 31) - 1
     )
     enable_p2p: bool = option(
         "Peers",
-        "Ask peers for chunks, and serve them. For an engine without a sidecar; needs"
-        " `lookup_url`, `broker_url`, `distributed_url`.",
+        "Pull from peers and serve them, without a sidecar. Needs `lookup_url`, "
+        "`broker_url`, `distributed_url`.",
         beside_sidecar=_PEERS_ARE_THE_SIDECARS,
     )
     lookup_url: str | None = option(
-        "Peers",
-        "The lookup service, `http://host:port` or `https://host:port`. Unused without"
-        " `enable_p2p`.",
-        form=NON_EMPTY,
+        "Peers", "Lookup service, `http://host:port` or `https://host:port`.", form=NON_EMPTY
     )
     distributed_url: str | None = option(
         "Peers",
-        "Where this engine serves its chunks to peers, `lm+tls://host:port` or, unencrypted,"
-        " `lm://host:port`; it listens there. Unused without `enable_p2p`.",
+        "Where this engine listens for peers, `lm+tls://host:port` or `lm://host:port` "
+        "(plaintext).",
         form=NON_EMPTY,
     )
     error_handling: bool = option(
         "Time and failures",
-        "True: whatever goes wrong inside the cache while the engine calls it is logged,"
-        " counted and answered as a miss. False: it is raised. Wrong arguments raise ValueError"
-        " in either case.",
+        "True: errors inside the cache are logged, counted and answered as a miss. "
+        "False: they are raised. Wrong arguments always raise ValueError.",
     )
 
     _: KW_ONLY
     broker_url: str | None = option(
         "Peers",
-        "The broker, `http://host:port` or `https://host:port`.",
+        "Broker, `http://host:port` or `https://host:port`.",
         form=NON_EMPTY,
         beside_sidecar="set the sidecar's broker_url",
         default=None,
     )
     peer_token_file: str | None = option(
         "Peers",
-        "File with the bearer token for lookup and broker. Read again when it changes.",
+        "Bearer token file for lookup and broker. Re-read when it changes.",
         form=NON_EMPTY,
         beside_sidecar="set the sidecar's service_token_file",
         default=None,
     )
     peer_ticket_keys_file: str | None = option(
         "Peers",
-        "Keys that the broker signs tickets with, `id:base64`, one a line; peers are then"
-        " served by ticket alone.",
+        "The broker's ticket keys, one `id:base64` per line; peers then need tickets.",
         form=NON_EMPTY,
         beside_sidecar="set the sidecar's ticket_keys_file",
         default=None,
     )
     peer_tls_cert_file: str | None = option(
         "Peers",
-        "Certificate (PEM) that peers are served with at a `distributed_url` with lm+tls, and"
-        " that is shown to lookup, broker and peers that ask for one. Read again when it"
-        " changes, as the other `peer_tls` files.",
+        "Certificate (PEM) for peers at an lm+tls `distributed_url`, and as a client. "
+        "All `peer_tls` files are re-read when they change.",
         form=NON_EMPTY,
         beside_sidecar="set the sidecar's tls_cert_file and tls_client_cert_file",
         default=None,
     )
     peer_tls_key_file: str | None = option(
         "Peers",
-        "Key (PEM, no passphrase) of `peer_tls_cert_file`, where it is not in the same file.",
+        "Key (PEM, no passphrase), if not in `peer_tls_cert_file`.",
         form=NON_EMPTY,
         beside_sidecar="set the sidecar's tls_key_file and tls_client_key_file",
         default=None,
     )
     peer_tls_ca_file: str | None = option(
         "Peers",
-        "Authorities (PEM) that may sign the certificates of lookup and broker behind https,"
-        " and of peers behind lm+tls; none: those of this machine.",
+        "CA (PEM) for lookup, broker and peers; none: the system's.",
         form=NON_EMPTY,
         beside_sidecar="set the sidecar's tls_ca_file",
         default=None,
     )
     peer_tls_client_ca_file: str | None = option(
         "Peers",
-        "Authorities (PEM), one of which must have signed a certificate that peers show at"
-        " `distributed_url`; none: they show none.",
+        "CA (PEM) of client certificates that peers must show; none: no client certificates.",
         form=NON_EMPTY,
         beside_sidecar="set the sidecar's tls_client_ca_file",
         default=None,
     )
     peer_tls_name: str | None = option(
         "Peers",
-        "What the certificates of peers name, where that is not the host of their URL.",
+        "Name in peers' certificates, if not their host.",
         form=NON_EMPTY,
         beside_sidecar="set the sidecar's tls_peer_name",
         default=None,
     )
     peer_allow_plaintext: bool = option(
         "Peers",
-        "Allows a `distributed_url` with lm that other machines reach: chunks and tickets cross"
-        " a network that is trusted, or encrypts by itself.",
+        "Allow an lm `distributed_url` that other machines reach, on a trusted or "
+        "encrypted network.",
         beside_sidecar="set the sidecar's allow_plaintext",
         default=False,
     )
 
     blend_policy: str = option(
         "Blending",
-        "Which of the reused tokens are computed anew. deviation: those whose KV is furthest"
-        " from the fresh on an early layer (CacheBlend). first_of_chunk: the first of each text"
-        " (EPIC). none: none at all.",
+        "Which reused tokens are recomputed. deviation: those whose KV differs most on "
+        "an early layer (CacheBlend). first_of_chunk: each text's first (EPIC). none: "
+        "none.",
         choices=BLEND_POLICIES,
         default="deviation",
     )
     blend_certificates: str | None = option(
-        "Blending",
-        "Folder of the certificates that `lmcachectl certify blend` makes. A model without one"
-        " that it passed is not blended.",
-        form=NON_EMPTY,
-        default=None,
+        "Blending", "Folder written by `lmcachectl certify blend`.", form=NON_EMPTY, default=None
     )
 
     sidecar_socket: str | None = option(
         "Sidecar",
-        "Unix socket of the pod's sidecar, whose tiers the engine then uses instead of its own.",
+        "Unix socket of the pod's sidecar, whose tiers replace the engine's own.",
         form=SOCKET_PATH,
         default=None,
     )
     verify_hot: str = option(
         "Host memory",
-        "Check the digest of chunks that are loaded from host memory: each, 1 in 16, or none."
-        " What comes from elsewhere always is.",
+        "Check digests of chunks loaded from host memory: each, 1 in 16, or none. "
+        "Chunks from elsewhere are always checked.",
         choices=VERIFY_HOT_MODES,
         beside_sidecar="set the sidecar's verify_hot",
         default="always",
@@ -259,8 +236,7 @@ class LMCacheEngineConfig:
     )
     salt: str = option(
         "Chunks",
-        "Second line between tenants: part of every chunk's hash, so that chunks made under"
-        " another salt are never found. A secret.",
+        "Part of every chunk's hash: other salts never find these chunks. A secret.",
         form=UTF8,
         secret=True,
         beside_sidecar="set the sidecar's salt_file",
@@ -268,14 +244,14 @@ class LMCacheEngineConfig:
     )
     eviction_policy: str = option(
         "Host memory",
-        "Which chunks go first when memory is full.",
+        "Which chunks are evicted first.",
         choices=EVICTION_POLICIES,
         beside_sidecar="leave it out, the sidecar decides what its memory keeps",
         default="s3lru",
     )
     chunk_ttl_s: float | None = option(
         "Chunks",
-        "How long a chunk is served after it was stored; none: for ever.",
+        "How long a chunk is served after it was stored; none: no limit.",
         unit="seconds",
         low=0.001,
         high=_TEN_YEARS_S,
@@ -284,8 +260,7 @@ class LMCacheEngineConfig:
     )
     prefill_tokens_per_s: float | None = option(
         "Time and failures",
-        "How fast the engine computes a prompt; none: learned. Gives each retrieve its"
-        " deadline, at most `tier_timeout_s`.",
+        "Prefill speed; none: learned. Sets each retrieve's deadline, at most `tier_timeout_s`.",
         unit="tokens per second",
         low=0.001,
         high=10**9,
@@ -293,7 +268,7 @@ class LMCacheEngineConfig:
     )
     close_drain_s: float = option(
         "Time and failures",
-        "How long closing waits for slower tiers to finish writing.",
+        "How long closing waits for pending writes.",
         unit="seconds",
         low=0,
         high=3600,
@@ -301,44 +276,37 @@ class LMCacheEngineConfig:
     )
     disk_fsync: bool = option(
         "Disk",
-        "Wait until the disk has each chunk. Without it a power cut may cost the newest ones;"
-        " what survives is whole either way.",
+        "Sync each chunk. Without it a power cut may lose the newest chunks, never damage any.",
         beside_sidecar="set the sidecar's disk_fsync",
         default=False,
     )
     remote_token_file: str | None = option(
         "Remote tier",
-        "File with the bearer token for `remote_url`, if that is lm, lm+tls, http or https."
-        " Read again when it changes.",
+        "Bearer token file for lm, lm+tls, http and https. Re-read when it changes.",
         form=NON_EMPTY,
         beside_sidecar="set the sidecar's service_token_file",
         default=None,
     )
     save_unfull_chunk: bool = option(
-        "Chunks",
-        "Store the last chunk of a prompt though it is shorter than the others.",
-        default=True,
+        "Chunks", "Also store a prompt's last, shorter chunk.", default=True
     )
     local_disk_serde: str = option(
         "Disk",
-        "How chunks are encoded for the local disk; as `remote_serde`, without the formats that"
-        " are no smaller.",
+        "Encoding on disk; see `remote_serde`.",
         choices=DISK_SERDES,
         beside_sidecar="set the sidecar's disk_serde",
         default="naive",
     )
     remote_tls_ca_file: str | None = option(
         "Remote tier",
-        "Authorities (PEM) that may sign the certificate of `remote_url`, if that is lm+tls or"
-        " https; none: those of this machine.",
+        "CA (PEM) for lm+tls and https; none: the system's.",
         form=NON_EMPTY,
         beside_sidecar="set the sidecar's tls_ca_file",
         default=None,
     )
     remote_tls_cert_file: str | None = option(
         "Remote tier",
-        "Certificate (PEM) that is shown to `remote_url`, with the key behind it or in"
-        " `remote_tls_key_file`.",
+        "Client certificate (PEM), with its key or `remote_tls_key_file`.",
         form=NON_EMPTY,
         beside_sidecar="set the sidecar's tls_client_cert_file",
         default=None,
@@ -352,12 +320,12 @@ class LMCacheEngineConfig:
     )
     otlp_endpoint: str | None = option(
         "Time and failures",
-        "Collector of traces, OTLP over HTTP, `http://host:4318`; none: no traces.",
+        "Trace collector, OTLP over HTTP, `http://host:4318`; none: no traces.",
         form=NON_EMPTY,
         default=None,
     )
     trace_sample_ratio: float = option(
-        "Time and failures", "Share of the calls that are traced.", high=1, default=0.01
+        "Time and failures", "Share of calls that are traced.", high=1, default=0.01
     )
 
     def __post_init__(self) -> None:
@@ -391,7 +359,7 @@ class LMCacheEngineConfig:
         error_handling: bool = False,
         **options: Any,
     ) -> LMCacheEngineConfig:
-        """Return the documented defaults; `options` are further attributes of this class.
+        """The documented defaults; `options` are further attributes of this class.
 
         Raises:
             ConfigError: An option is unknown, its value impossible, or it contradicts another.
@@ -415,7 +383,7 @@ class LMCacheEngineConfig:
         error_handling: bool = False,
         **options: Any,
     ) -> LMCacheEngineConfig:
-        """Return a config from one of the documented backend names (`cpu`, `local_disk`, `remote`,
+        """A config from one of the documented backend names (`cpu`, `local_disk`, `remote`,
         `local_cpu_disk_remote` …).
 
         Args other than `backend` are attributes of this class; the backend decides which tiers
@@ -432,8 +400,8 @@ class LMCacheEngineConfig:
 
     @staticmethod
     def from_file(file_path: str) -> LMCacheEngineConfig:
-        """Return a config from a YAML file; names that it leaves out have their default, and no
-        remote tier.
+        """A config from a YAML file; names that it leaves out have their default, and no remote
+        tier.
 
         LMCache's own names are accepted where they mean the same (docs/configuration.md).
 
@@ -464,7 +432,7 @@ OPTIONS = options_of(LMCacheEngineConfig, LMCacheEngineConfig.from_defaults)
 
 
 def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a function, those in its `**options` among them."""
+    """The arguments of a function, those in its `**options` among them."""
     return {
         **{name: value for name, value in arguments.items() if name != "options"},
         **arguments["options"],

@@ -15,14 +15,14 @@ from lmcache_core.telemetry import FAILED_CALLS_TOTAL, Counters
 logger = logging.getLogger(__name__)
 
 
-class Guard(Protocol):
+class CallGuard(Protocol):
     """Stands around every call of the engine; chosen once, by `error_handling`."""
 
     def __call__(self, operation: str) -> AbstractContextManager[None]:
         """Return a context for one call of that name."""
 
 
-class RaisingGuard(Guard):
+class RaisingGuard(CallGuard):
     """Lets everything through."""
 
     @override
@@ -30,7 +30,7 @@ class RaisingGuard(Guard):
         return nullcontext()
 
 
-class DegradingGuard(Guard):
+class DegradingGuard(CallGuard):
     """Ends the call quietly, logged and counted, whatever failed in it.
 
     This is the degrading wrapper among the places where any exception is caught.
