@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_core.token_database.masks import num_masked_tokens
+from lmcache_core.token_database.chunked import num_masked_tokens
 
 
 @given(st.lists(st.booleans(), max_size=12))

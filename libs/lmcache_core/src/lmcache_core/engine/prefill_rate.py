@@ -47,7 +47,7 @@ class PrefillRate:
         return self._configured if self._configured is not None else self._learned
 
     def recompute_s(self, num_tokens: int) -> float | None:
-        """Seconds that computing so many tokens takes; None while nothing is known."""
+        """Return seconds that computing so many tokens takes; None while nothing is known."""
         rate = self.tokens_per_s
         return None if rate is None else num_tokens / rate
 

@@ -149,8 +149,8 @@ def _check_same_kv(declared: KVLayout, engine: KVLayout) -> None:
 
 
 def _choose_spots(engine: EngineMemory) -> list[_Spots]:
-    """Slots at both ends of each group's blocks, at other places in the block for the source
-    than for the target.
+    """Return the slots at both ends of each group's blocks, at other places in the block for the
+    source than for the target.
     """
     sizes = [engine.num_slots(i) for i in range(len(engine.layout.groups))]
     chosen: list[tuple[list[int], list[int]]] = []
@@ -193,7 +193,7 @@ def _choose_spots(engine: EngineMemory) -> list[_Spots]:
 
 
 def _slots_in(first: int, second: int, block_size: int) -> list[int]:
-    """All slots of two blocks, or of the one that both are."""
+    """Return all slots of two blocks, or of the one that both are."""
     return [
         block * block_size + i
         for block in dict.fromkeys((first, second))

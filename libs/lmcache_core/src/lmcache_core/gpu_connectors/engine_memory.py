@@ -24,7 +24,7 @@ class EngineMemory(Protocol):
         """What the engine's KV is."""
 
     def num_slots(self, group: int) -> tuple[int, int]:
-        """Blocks of a group, and slots in a block."""
+        """Return the blocks of a group, and slots in a block."""
 
     def write(self, group: int, layer: int, slot: int, cells: torch.Tensor) -> None:
         """Put a token's KV into a slot. `cells`: `[sides, num_kv_heads, head_size]` of the
@@ -32,10 +32,12 @@ class EngineMemory(Protocol):
         """
 
     def read(self, group: int, layer: int, slot: int) -> torch.Tensor:
-        """The KV in a slot, as `cells` of `write`."""
+        """Return the KV in a slot, as `cells` of `write`."""
 
     def block_memory(self, group: int, block: int) -> Sequence[torch.Tensor]:
-        """Views of all that `write` may change in a block, in all layers of the group."""
+        """Return the views of all that `write` may change in a block, in all layers of the
+        group.
+        """
 
 
 class LogicalMemory:

@@ -46,7 +46,7 @@ class MeasuredError:
     rms_relative: float
 
     def worst_with(self, other: MeasuredError) -> MeasuredError:
-        """The larger of each."""
+        """Return the larger of each."""
         return MeasuredError(
             max(self.max_relative, other.max_relative), max(self.rms_relative, other.rms_relative)
         )
@@ -78,7 +78,7 @@ class CodecFigures:
             self._whole.encoded(serde, raw_bytes, encoded_bytes, elapsed_s)
 
     def left_raw(self, serde: str, elapsed_s: float) -> None:
-        """A chunk would not have become smaller, and stays as it is."""
+        """A chunk would not have become smaller, and stays unchanged."""
         self._counters.add(CODEC_UNENCODED_CHUNKS_TOTAL, 1, serde)
         self._counters.add(CODEC_ENCODE_MICROSECONDS_TOTAL, int(elapsed_s * 1e6), serde)
         if self._whole is not None:
@@ -106,13 +106,13 @@ class CodecFigures:
             self._whole.measured(profile, bounded)
 
     def errors(self) -> dict[str, tuple[MeasuredError, MeasuredError]]:
-        """The last and the worst errors, by profile."""
+        """Return the last and the worst errors, by profile."""
         with self._lock:
             return {profile: (last, self._worst[profile]) for profile, last in self._last.items()}
 
     def stats(self) -> dict[str, int]:
-        """Figures for status pages, over all serdes: `encoded_raw_bytes`, `encoded_bytes` and so
-        on; errors in parts per million.
+        """Return the figures for status pages, over all serdes: `encoded_raw_bytes`,
+        `encoded_bytes` and so on; errors in parts per million.
         """
         figures: dict[str, int] = {}
         for (name, _), value in self._counters.snapshot().items():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_SPANS: Final = 2048
-"""Beyond, spans are dropped: whoever works never waits for the collector."""
+"""Beyond, spans are dropped: workers never wait for the collector."""
 MAX_BATCH_SPANS: Final = 512
 SEND_INTERVAL_MS: Final = 1000
 SEND_TIMEOUT_S: Final = 2.0
@@ -103,7 +103,7 @@ class _Tracing:
         return _Span(self._tracer, self._tracer.start_span(name, parent, kind))
 
     def close(self) -> None:
-        """See `Tracer.close`. A collector that hangs is left to a thread that nobody waits for."""
+        """See `Tracer.close`. A collector that hangs is left to a thread that is not joined."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -148,7 +148,7 @@ class _Span:
 
 
 def _quiet(sender: Any) -> Any:
-    """The exporter, whose failures are one line a minute instead of one for each attempt."""
+    """Return the exporter, whose failures are one line a minute instead of one for each attempt."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Quiet(SpanExporter):
@@ -184,5 +184,5 @@ def _quiet(sender: Any) -> Any:
 
 
 def _of_others(record: logging.LogRecord) -> bool:
-    """Whether somebody else's exporter says this; a serving engine may have one of its own."""
+    """Return whether another exporter logs this; a serving engine may have one of its own."""
     return not _SENDING.get()

@@ -1,5 +1,5 @@
 """Elements taken apart into one byte that varies little and bytes that look random, and put
-together. Compiled by `entropy.compiled`.
+together. Compiled by `machine_code`.
 
 Of a floating-point element the sign goes to the low end first, so that for bfloat16 and float32 the
 first byte is the exponent.

@@ -3,7 +3,7 @@
 
 A section (some columns of a plane, all its rows) is coded by `LANES` coders in turn: its symbol i,
 row by row, belongs to lane `i % LANES`. The stream begins with the final state of each lane (two
-words, upper half first) and goes on with the words in the order in which a decoder needs them.
+words, upper half first) followed by the words in the order in which a decoder needs them.
 Encoding runs backwards.
 
 Source: Duda, arXiv:1311.2540; Giesen, "Interleaved entropy coders", arXiv:1402.3392.
@@ -17,7 +17,7 @@ import numpy as np
 from numba import int64, uint8, uint16, uint32, uint64
 from numba.extending import register_jitable
 
-from lmcache_core.serde.entropy.tables import PRECISION_BITS
+from lmcache_core.serde.tables import PRECISION_BITS
 
 LANES = 32
 STATE_WORDS = 2
@@ -35,7 +35,9 @@ DECODE_SIGNATURE = (
 
 
 def max_words(num_symbols: int) -> int:
-    """Words that a run of so many symbols takes at most: no symbol takes more than one."""
+    """Return the words that a run of so many symbols takes at most: no symbol takes more than
+    one.
+    """
     return num_symbols + LANES * STATE_WORDS
 
 
@@ -139,7 +141,7 @@ def decode_sections(
         place: Where the first section's stream begins, rows (tokens), symbols of a row (channels),
             columns of a section, binary logarithm of the entries of one table.
         lengths: int64 `[sections]`: words of each section, each at least `LANES * STATE_WORDS`;
-            none ends behind `words`.
+            none ends past `words`.
         columns: uint8 `[channels]`: which table each column has.
         slot_symbol: uint8, of each (table, slot).
         start_and_frequency: uint32, of each (table, symbol).

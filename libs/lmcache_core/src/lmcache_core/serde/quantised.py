@@ -1,27 +1,117 @@
-"""A quantised tensor as a blob, and back: one plane at a time, each on any thread."""
+"""A quantised tensor as a blob, and back: one plane at a time, each on any thread.
+
+How a tensor is cut into planes, groups of channels and sections follows from its shape
+(docs/codec.md).
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache_core.errors import SerdeError
-from lmcache_core.serde.blob import Head, Mode, Reader
-from lmcache_core.serde.entropy.rans import LANES, STATE_WORDS, max_words
-from lmcache_core.serde.entropy.tables import NUM_SHAPES, TableSet
-from lmcache_core.serde.loops import Loops
-from lmcache_core.serde.quantised.layout import KINDS, PlaneLayout
-from lmcache_core.serde.quantised.symbols import DELTA_FLAG, NUM_SUMS
-from lmcache_core.serde.quantised.values import FLOAT32, UNIT
-from lmcache_core.serde.side_by_side import side_by_side
+from lmcache_core.serde.blob import Head, Mode, Reader, next_power_of_two
+from lmcache_core.serde.cachegen import MAX_LAYERS
+from lmcache_core.serde.machine_code import Loops, side_by_side
+from lmcache_core.serde.rans import LANES, STATE_WORDS, max_words
+from lmcache_core.serde.symbols import DELTA_FLAG, NUM_SUMS
+from lmcache_core.serde.tables import NUM_SHAPES, TableSet
+from lmcache_core.serde.values import BFLOAT16, FLOAT16, FLOAT32, UNIT
 
 Array = npt.NDArray[Any]
+
+KINDS = MappingProxyType({"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32})
+MAX_TOKENS = 1 << 15
+MAX_CHANNELS = 1 << 20
+MAX_PLANES = 1 << 16
+SECTION_CHANNELS = 128
+SECTION_TOKENS = 128
+"""A section has `SECTION_CHANNELS` channels, or more where it has fewer than `SECTION_TOKENS`
+tokens.
+"""
+GROUP_SYMBOLS = 64
+"""Channels share a table where they have fewer symbols than this."""
+
+
+@dataclass(frozen=True)
+class PlaneLayout:
+    """The shape of a quantised tensor `[sides, layers, tokens, channels]`; a plane is one layer of
+    one side.
+
+    Attributes:
+        planes: Number of planes.
+        tokens: Rows of a plane.
+        channels: Values of a row.
+    """
+
+    planes: int
+    tokens: int
+    channels: int
+
+    def __post_init__(self) -> None:
+        if not (
+            0 < self.planes <= MAX_PLANES
+            and 0 < self.tokens <= MAX_TOKENS
+            and 0 < self.channels <= MAX_CHANNELS
+        ):
+            raise SerdeError(
+                f"{self.planes} planes of {self.tokens} tokens of {self.channels} channels cannot"
+                " be quantised"
+            )
+
+    @property
+    def group(self) -> int:
+        """Channels that share shift and table."""
+        return next_power_of_two(-(-GROUP_SYMBOLS // self.tokens))
+
+    @property
+    def groups(self) -> int:
+        """Groups of a plane."""
+        return -(-self.channels // self.group)
+
+    @property
+    def section(self) -> int:
+        """Channels of a section; the last section of a plane may have fewer."""
+        return min(
+            self.channels, SECTION_CHANNELS * next_power_of_two(-(-SECTION_TOKENS // self.tokens))
+        )
+
+    @property
+    def sections(self) -> int:
+        """Sections of a plane."""
+        return -(-self.channels // self.section)
+
+    @property
+    def widths(self) -> list[int]:
+        """Channels of each section of a plane."""
+        return [
+            min(self.section, self.channels - first)
+            for first in range(0, self.channels, self.section)
+        ]
+
+
+def can_be_quantised(dtype: str, shape: Sequence[int]) -> bool:
+    """Return whether a tensor is KV `[sides, layers, tokens, channels]` of a floating-point dtype
+    wide enough to quantise.
+    """
+    if dtype not in KINDS or len(shape) != 4:
+        return False
+    sides, layers, tokens, channels = shape
+    return (
+        0 < sides * layers <= MAX_PLANES
+        and layers <= MAX_LAYERS
+        and 0 < tokens <= MAX_TOKENS
+        and 0 < channels <= MAX_CHANNELS
+        and math.prod(shape) < 1 << 31
+    )
 
 
 @dataclass(frozen=True)
@@ -129,10 +219,10 @@ class QuantisedCoder:
         ], errors
 
     def decode(self, reader: Reader, head: Head, layout: PlaneLayout, out: memoryview) -> None:
-        """Decode a blob behind its head.
+        """Decode a blob after its head.
 
         Args:
-            reader: Behind the head.
+            reader: After the head.
             head: The head, of mode by token or by plane.
             layout: The tensor's shape; the blob's must be the same.
             out: The tensor's bytes, written.
@@ -286,7 +376,7 @@ def check_model(
 def group_errors(
     errors: Array, groups: Sequence[tuple[str, slice]]
 ) -> list[tuple[str, float, float]]:
-    """Largest and root mean square error of groups of planes.
+    """Return the largest and root mean square error of groups of planes.
 
     Args:
         errors: int64 `[planes, 3]`, of `QuantisedCoder.encode`.
@@ -306,12 +396,12 @@ def group_errors(
 
 
 def _by_channel(of_group: Array, layout: PlaneLayout) -> Array:
-    """What groups have, for each channel."""
+    """Return what groups have, for each channel."""
     return of_group if layout.group == 1 else np.repeat(of_group, layout.group)[: layout.channels]
 
 
 def _packed_scales(scales: Array, kind: int, by_token: bool) -> Array:
-    """Scales as they travel: by token as values of the dtype, by plane as float32."""
+    """Return the scales as they travel: by token as values of the dtype, by plane as float32."""
     if not by_token or kind == FLOAT32:
         return scales
     return (
@@ -322,7 +412,7 @@ def _packed_scales(scales: Array, kind: int, by_token: bool) -> Array:
 
 
 def _unpacked_scales(reader: Reader, layout: PlaneLayout, kind: int, by_token: bool) -> Array:
-    """Scales as `restore` wants them: float32 bits, finite, not negative.
+    """Return the scales as `restore` wants them: float32 bits, finite, not negative.
 
     Raises:
         SerdeError: They are not.

@@ -1,5 +1,6 @@
-"""Any tensor as a blob without loss, and back: one block of elements at a time, each on any
-thread.
+"""Any tensor as a blob without loss, and back: one block of elements at a time, each on any thread.
+
+What varies little in its elements (the exponent) is entropy-coded, the rest stays (docs/codec.md).
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import numpy.typing as npt
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE
 from lmcache_core.serde.blob import Head, Mode, Reader
-from lmcache_core.serde.entropy.rans import LANES, STATE_WORDS, max_words
-from lmcache_core.serde.entropy.tables import PRECISION_BITS, TOTAL, reciprocals
-from lmcache_core.serde.loops import Loops
-from lmcache_core.serde.side_by_side import side_by_side
+from lmcache_core.serde.machine_code import Loops, side_by_side
+from lmcache_core.serde.rans import LANES, STATE_WORDS, max_words
+from lmcache_core.serde.tables import PRECISION_BITS, TOTAL, reciprocals
 
 Array = npt.NDArray[Any]
 
@@ -77,10 +77,10 @@ class LosslessCoder:
         return [head.pack(), *tables, *lengths, *words, *rest]
 
     def decode(self, reader: Reader, head: Head, out: memoryview) -> None:
-        """Decode a blob behind its head.
+        """Decode a blob after its head.
 
         Args:
-            reader: Behind the head.
+            reader: After the head.
             head: The head, of mode lossless.
             out: The tensor's bytes, written.
 
@@ -170,7 +170,7 @@ class LosslessCoder:
 
 
 def block_elements(shape: Sequence[int]) -> int:
-    """Elements that share a table: whole layers of KV where that gives a fair number."""
+    """Return the elements that share a table: whole layers of KV where that gives a fair number."""
     if len(shape) != 4:
         return MAX_BLOCK_ELEMENTS
     layer = shape[2] * shape[3]
@@ -180,8 +180,8 @@ def block_elements(shape: Sequence[int]) -> int:
 
 
 def normalised(counts: Array) -> Array:
-    """Frequencies that sum to `TOTAL`, at least 1 for each symbol that occurs (one does), 0 for
-    the others.
+    """Return the frequencies that sum to `TOTAL`, at least 1 for each symbol that occurs (one
+    does), 0 for the others.
     """
     frequencies = np.where(
         counts > 0, np.maximum(1, counts * TOTAL // int(counts.sum())), 0

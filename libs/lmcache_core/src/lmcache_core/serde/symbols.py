@@ -13,10 +13,10 @@ from typing import Any
 from numba import int16, int32, int64, uint8
 from numba.extending import register_jitable
 
-from lmcache_core.serde.entropy.tables import VARIANCE_UNIT
+from lmcache_core.serde.tables import VARIANCE_UNIT
 
 DELTA_FLAG = 128
-"""In a channel's byte, beside its shape."""
+"""In a channel's byte, along with its shape."""
 _DELTA_GAIN_NUMERATOR, _DELTA_GAIN_DENOMINATOR = 15, 16
 """Deltas are coded where their variance is below this part of the variance about the mean."""
 NUM_SUMS = 6
@@ -31,8 +31,8 @@ CHOOSE_SIGNATURE = (
 
 @register_jitable
 def _fold(value: Any, levels: Any, size: Any) -> Any:
-    """A number in `-2 * size < value < 2 * size`, modulo `size`, in `-levels … levels`; written
-    without branches.
+    """Return a number in `-2 * size < value < 2 * size`, modulo `size`, in `-levels … levels`;
+    written without branches.
     """
     value = value - size if value > levels else value
     return value + size if value < -levels else value
@@ -46,7 +46,7 @@ def _round_mean(total: Any, count: Any) -> Any:
 
 @register_jitable
 def _shape_of(squares: Any, count: Any, largest: Any, choice: Any) -> Any:
-    """The tight or wide table for symbols with that sum of squares and that largest absolute
+    """Return the tight or wide table for symbols with that sum of squares and that largest absolute
     value.
     """
     variance = squares * int64(VARIANCE_UNIT) // count

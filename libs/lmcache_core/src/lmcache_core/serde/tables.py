@@ -105,7 +105,7 @@ class TableSet:
         return tuple(self._tables)
 
     def of(self, levels: int) -> ShapeTables:
-        """The tables for symbols in `-levels … levels`.
+        """Return the tables for symbols in `-levels … levels`.
 
         Raises:
             SerdeError: There are none.
@@ -120,12 +120,12 @@ class TableSet:
 
 @functools.cache
 def bell_curves() -> TableSet:
-    """The tables that every process has."""
+    """Return the tables that every process has."""
     return TableSet({levels: _bell_rows(levels) for levels in LEVELS})
 
 
 def flattened(levels: int, frequencies: I64) -> ShapeTables:
-    """Tables as the loops want them.
+    """Return the tables as the loops want them.
 
     Raises:
         SerdeError: See `TableSet`.
@@ -205,8 +205,8 @@ def _bell_rows(levels: int) -> I64:
 
 
 def _bell_row(levels: int, width: Decimal, support: int) -> I64:
-    """Frequencies of a normal density with that standard deviation, at least 1 within the
-    support, 0 outside; they sum to `TOTAL`.
+    """Return the frequencies of a normal density with that standard deviation, at least 1 within
+    the support, 0 outside; they sum to `TOTAL`.
     """
     doubled_variance = _CONTEXT.multiply(Decimal(2), _CONTEXT.multiply(width, width))
     density = [

@@ -271,7 +271,7 @@ def _largest_raw(raw: Any, kind: int, bits: Any) -> Any:
 
 @register_jitable
 def _spread(raw: Any, shape: Any, maximum: Any, bits: Any) -> Any:
-    """Sum of the variances of all channels, each rounded down, in 1/UNIT of the maximum,
+    """Return the sum of the variances of all channels, each rounded down, in 1/UNIT of the maximum,
     squared; and the widest span of a channel.
     """
     tokens, channels, kind = shape
@@ -311,7 +311,7 @@ def _spread(raw: Any, shape: Any, maximum: Any, bits: Any) -> Any:
 
 @register_jitable
 def _root(square: Any) -> Any:
-    """The whole part of the square root of a number below 2^52."""
+    """Return the whole part of the square root of a number below 2^52."""
     root = int64(np.sqrt(np.float64(square)))
     while root * root > square:
         root -= 1
