@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_broker.lifespan import create_shared_peers
+from lmcache_broker.app import create_shared_peers
 from lmcache_broker.peers.redis_peers import RedisPeers
 from lmcache_broker.peers.shared import PullClaim, PullVerdict, SharedPeer
 from lmcache_broker.settings import BrokerSettings

@@ -15,7 +15,7 @@ from typing import Final
 from lmcache_core.errors import UnavailableError
 
 from lmcache_broker.discovery.cluster import ClusterApi
-from lmcache_broker.discovery.service import Discovery
+from lmcache_broker.discovery.discovery import Discovery
 from lmcache_broker.peers.registry import PeerRegistry
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from lmcache_core.p2p import CopyOrder, DrainReport, Lease, Peer, PeerFigures, P
 from lmcache_core.security import Principal
 from lmcache_servicekit.errors import ConflictError
 
+from lmcache_broker.peers.directory import Census, PeerDirectory, owner_of
 from lmcache_broker.peers.pulls import Pull, PullBook, Requester
 from lmcache_broker.peers.record import PeerRecord
-from lmcache_broker.peers.service import Census, PeerDirectory, owner_of
 from lmcache_broker.peers.shared import (
     PlacedOrder,
     PullClaim,

@@ -43,7 +43,7 @@ class _Waiter:
     answer: asyncio.Future[TransferPlan]
 
 
-class TransferDesk:
+class TransferScheduler:
     """Answers requests at once, or when a place is free.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Final
 from lmcache_core.errors import CapacityError
 from lmcache_core.p2p import Peer
 
-from lmcache_broker.discovery.sighting import Sighting
+from lmcache_broker.discovery.slices import Sighting
 from lmcache_broker.peers.registry import PeerRegistry
 
 logger = logging.getLogger(__name__)
