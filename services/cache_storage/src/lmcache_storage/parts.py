@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import InstanceReporter
 from lmcache_core.p2p import PeerRegistration
-from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
+from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.wire import LmServer
@@ -44,7 +44,7 @@ class StorageParts:
     instance: str
     advertise_url: str
     stack: TierStack
-    tiers: tuple[LocalCPUBackend | LocalDiskBackend, ...]
+    tiers: tuple[LocalCPUBackend | DiskBackend, ...]
     chunks: ChunkDoor
     lm_server: LmServer
     reporter: InstanceReporter | None

@@ -10,7 +10,7 @@ from typing import Protocol
 from lmcache_core.errors import CapacityError, RecordError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, RecordReason
-from lmcache_core.storage.remote.record_stream import PiecedBody, RecordStream
+from lmcache_core.storage.remote.record_stream import RecordStream
 from lmcache_core.wire import AdaptsToClients, ServedStore, ServerLimits
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.stream import paced
@@ -146,7 +146,7 @@ class ChunkService:
             raise NotFoundError("the chunk is not here")
 
     async def _receive(self, key: ChunkKey, body: IncomingBody) -> Chunk:
-        records = RecordStream(PiecedBody(body.pieces()))
+        records = RecordStream(body.pieces())
         try:
             async with asyncio.timeout(self.limits.transfer_s(0)):
                 head = await records.next_head()

@@ -9,7 +9,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import MemoryObj
 from lmcache_core.memory.buffer import BufferAllocator
 from lmcache_core.record import Chunk
-from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
+from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.storage.base import StorageBackend
 
 from lmcache_storage.compat.values import is_foreign
@@ -31,7 +31,7 @@ class HeldChunks:
     def __init__(
         self,
         hot: LocalCPUBackend,
-        listed: LocalDiskBackend | None,
+        listed: DiskBackend | None,
         disk: StorageBackend | None,
         timeout_s: float,
     ) -> None:
