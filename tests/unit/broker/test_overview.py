@@ -24,7 +24,7 @@ from lmcache_broker.overview import (
     MAX_SHOWN_PEERS,
     OTHER_LABEL,
     History,
-    Work,
+    WorkCounts,
 )
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.settings import BrokerSettings
@@ -292,7 +292,7 @@ def test_history_is_bounded() -> None:
 
 def test_names_are_bounded_whatever_peers_tell() -> None:
     peers = [PeerFigures(missed_chunks={f"{peer}-{i}": 2 for i in range(32)}) for peer in range(4)]
-    work, both = Work(), Work()
+    work, both = WorkCounts(), WorkCounts()
     for figures in peers:
         work.add(figures)
     both.merge(work)

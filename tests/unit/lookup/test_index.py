@@ -23,7 +23,7 @@ from lmcache_lookup.index.guarded import FAILURES_BEFORE_PAUSE, GuardedIndex
 from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_key, bucket_of, split_by_bucket
 from lmcache_lookup.index.redis_index import MAX_TENANTS_KEPT, BucketReads
 from lmcache_lookup.settings import LookupSettings
-from lmcache_servicekit.errors import RefusedError
+from lmcache_servicekit.errors import StoreRefusedError
 from lmcache_servicekit.redis_url import RedisUrl
 from lmcache_servicekit.settings import ServiceSettings
 from pydantic import SecretStr, ValidationError
@@ -310,14 +310,14 @@ async def test_a_refusal_holds_nothing_back_and_is_told() -> None:
     guarded = GuardedIndex(index, clock=clock)
     index.here = index.is_full = True
     for _ in range(2 * FAILURES_BEFORE_PAUSE):
-        with pytest.raises(RefusedError):
+        with pytest.raises(StoreRefusedError):
             await guarded.apply("t", EventBatch("a", 1, 0, []))
     assert await guarded.holders("t", [b"x"]) == [[]]
-    with pytest.raises(RefusedError, match="full"):
+    with pytest.raises(StoreRefusedError, match="full"):
         await guarded.ping()
     clock.now_s += 61
     await guarded.ping()
-    with pytest.raises(RefusedError):
+    with pytest.raises(StoreRefusedError):
         await guarded.apply("t", EventBatch("a", 1, 0, []))
     index.is_full = False
     await guarded.apply("t", EventBatch("a", 1, 0, []))

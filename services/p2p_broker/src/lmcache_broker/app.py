@@ -18,7 +18,7 @@ from lmcache_servicekit.state import service_state
 
 from lmcache_broker.discovery import create_discovery
 from lmcache_broker.metrics import BrokerCollector, DiscoveryCollector
-from lmcache_broker.overview import Overview
+from lmcache_broker.overview import BrokerOverview
 from lmcache_broker.page import create_page_router
 from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_broker.peers.redis_peers import MAX_CONNECTIONS, RedisPeers
@@ -62,7 +62,7 @@ def create_lifespan(
         scheduler = TransferScheduler(transfers, hot)
         state = service_state(app)
         state.registry.register(BrokerCollector(registry, scheduler, transfers.figures, hot))
-        overview = Overview(settings.instance_id, registry, hot, settings.history_interval_s)
+        overview = BrokerOverview(settings.instance_id, registry, hot, settings.history_interval_s)
         app.state.broker = BrokerParts(settings, registry, scheduler, hot, overview)
         tasks = TaskSupervisor("broker")
         if settings.redis_url is not None:
@@ -121,6 +121,6 @@ def create_app(settings: BrokerSettings) -> FastAPI:
     app = create_service_app(
         settings, "lmcache-broker", lifespan=lifespan, routers=routers, bodies=_BODIES
     )
-    # Not among the routers that let callers in first: its files are the same for everybody.
+    # Not among the routers that let callers in first: its files are the same for every caller.
     app.include_router(create_page_router())
     return app

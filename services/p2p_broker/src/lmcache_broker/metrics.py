@@ -89,7 +89,7 @@ class BrokerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the broker."""
-        census = self._registry.census()
+        census = self._registry.directory.census()
         figures = self._figures
         yield GaugeMetricFamily(PEERS, "Peers with a live lease.", census.num_peers)
         yield GaugeMetricFamily(

@@ -39,7 +39,7 @@ OTHER_LABEL: Final = "other"
 
 
 @dataclass(slots=True)
-class Work:
+class WorkCounts:
     """What engines asked for and got.
 
     Attributes:
@@ -65,7 +65,7 @@ class Work:
         _grow(self.loaded_bytes, figures.loaded_bytes, known.loaded_bytes)
         _grow(self.missed_chunks, figures.missed_chunks, known.missed_chunks)
 
-    def merge(self, other: Work) -> None:
+    def merge(self, other: WorkCounts) -> None:
         """Count what another one has counted."""
         self.requested_chunks += other.requested_chunks
         self.stored_bytes += other.stored_bytes
@@ -79,7 +79,7 @@ class Sample:
     """One interval: Unix time in milliseconds at its end, and what was done in it."""
 
     ended_ms: int
-    work: Work
+    work: WorkCounts
 
 
 class History:
@@ -94,7 +94,7 @@ class History:
 
     def __init__(self, wall_ms: Callable[[], int] = unix_ms) -> None:
         self._wall_ms = wall_ms
-        self._samples: deque[tuple[int, Mapping[str, Work]]] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[tuple[int, Mapping[str, WorkCounts]]] = deque(maxlen=MAX_SAMPLES)
         self._last: dict[str, tuple[int, PeerFigures]] = {}
 
     def sample(self, records: Iterable[PeerRecord]) -> None:
@@ -103,7 +103,7 @@ class History:
         Args:
             records: All live peers.
         """
-        by_owner: dict[str, Work] = {}
+        by_owner: dict[str, WorkCounts] = {}
         seen: dict[str, tuple[int, PeerFigures]] = {}
         for record in records:
             figures, known = record.figures, self._last.get(record.field)
@@ -116,7 +116,9 @@ class History:
                 continue
             incarnation, before = known
             is_same_life = incarnation == record.peer.incarnation
-            by_owner.setdefault(record.owner, Work()).add(figures, before if is_same_life else None)
+            by_owner.setdefault(record.owner, WorkCounts()).add(
+                figures, before if is_same_life else None
+            )
         self._last = seen
         self._samples.append((self._wall_ms(), by_owner))
 
@@ -126,7 +128,7 @@ class History:
         for ended_ms, by_owner in list(self._samples)[
             len(self._samples) - min(max_samples, len(self._samples)) :
         ]:
-            work = Work()
+            work = WorkCounts()
             for owner in owners:
                 if owner in by_owner:
                     work.merge(by_owner[owner])
@@ -139,7 +141,7 @@ def _grow(counts: Counter[str], now: Mapping[str, int], before: Mapping[str, int
         growth = count - before.get(name, 0)
         if growth <= 0:
             continue
-        if name not in counts:  # interned: each heartbeat brings the same few names anew
+        if name not in counts:  # interned: each heartbeat brings the same few names
             name = sys.intern(name) if len(counts) < MAX_LABELS else OTHER_LABEL
         counts[name] += growth
 
@@ -157,9 +159,8 @@ them, and a small cluster is always shown as it is.
 MAX_REST_S: Final = 2.0
 
 
-class Overview:
-    """See `OverviewView`. What it shows is checked already and not checked again: people look while
-    peers pull.
+class BrokerOverview:
+    """Builds `OverviewView`. Values were checked when they came and are not checked again.
 
     Args:
         broker: This broker's name among its peers.
@@ -208,7 +209,7 @@ class Overview:
             self._registry.directory.records(principal),
             key=lambda record: (not record.draining, record.peer.id),
         )
-        totals = Work()
+        totals = WorkCounts()
         for record in records:
             if record.figures is not None:
                 totals.add(record.figures)
@@ -236,7 +237,7 @@ class Overview:
         )
 
 
-def _work(work: Work) -> WorkView:
+def _work(work: WorkCounts) -> WorkView:
     return WorkView.model_construct(
         requested_chunks=work.requested_chunks,
         loaded_chunks=work.loaded_chunks,

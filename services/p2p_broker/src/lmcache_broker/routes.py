@@ -29,7 +29,7 @@ from lmcache_broker.bodies import (
     TransferBody,
     TransferView,
 )
-from lmcache_broker.overview import MAX_SAMPLES, Overview
+from lmcache_broker.overview import MAX_SAMPLES, BrokerOverview
 from lmcache_broker.peers.directory import Census
 from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.settings import BrokerSettings
@@ -45,7 +45,7 @@ class BrokerParts:
     registry: PeerRegistry
     scheduler: TransferScheduler
     hot: HotChunks
-    overview: Overview
+    overview: BrokerOverview
 
     async def copies_for(self, principal: Principal, peer_id: str) -> list[CopyView]:
         """What a peer is to copy to others, as this broker and the others want it; it is told

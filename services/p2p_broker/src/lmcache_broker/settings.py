@@ -109,7 +109,7 @@ _EPHEMERAL_KEY_ID: Final = "ephemeral"
 
 
 class BrokerSettings(DiscoverySettings, RedisSettings):
-    """Options of the broker, beside those of discovery and those that say where Redis is, in which
+    """Options of the broker, besides those of discovery and those that say where Redis is, in which
     several brokers share leases and pulls.
 
     Attributes:

@@ -230,7 +230,7 @@ class LookupClient:
         *,
         timeout_s: float | None = None,
     ) -> ContainsAnswer:
-        """Ask of each of these chunks whether somebody holds it.
+        """Ask of each of these chunks whether any instance holds it.
 
         Args:
             chunk_ids: 16 bytes each, at most 8192, in any order.
@@ -258,7 +258,7 @@ class LookupClient:
     async def locations(
         self, chunk_id: bytes, *, timeout_s: float | None = None
     ) -> LocationsAnswer:
-        """Ask for everybody who holds one chunk.
+        """Ask for all holders of one chunk.
 
         Args:
             chunk_id: 16 bytes.

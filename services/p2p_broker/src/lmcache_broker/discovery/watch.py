@@ -41,7 +41,7 @@ class _UnreadableError(UnavailableError):
 
 
 class EndpointWatch:
-    """See the module. The constructor connects to nothing.
+    """Watches the endpoints of one service. The constructor connects to nothing.
 
     Args:
         api: Open for as long as this is followed.
