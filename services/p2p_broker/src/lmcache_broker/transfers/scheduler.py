@@ -1,8 +1,8 @@
 """Requests for pulls, and the fair queue of those that find every holder busy.
 
 The next free place goes to the tenant with the fewest pulls underway, then to its requester with
-the fewest, then to who came first. While somebody waits for a peer, nobody who comes later is
-served there before.
+the fewest, then to who came first. While a request waits for a peer, no later one is served
+there first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Waiter:
     answer: asyncio.Future[TransferPlan]
 
 
-class TransferDesk:
+class TransferScheduler:
     """Answers requests at once, or when a place is free.
 
     Args:
@@ -86,7 +86,7 @@ class TransferDesk:
     async def ask(
         self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], wait_ms: int
     ) -> TransferPlan:
-        """See `TransferService.assign`.
+        """Assign chunks to peers, at once or when a place is free.
 
         Args:
             principal: Who asks.
@@ -108,7 +108,7 @@ class TransferDesk:
         return plan
 
     async def end(self, principal: Principal, requester: str, pull_ids: Sequence[str]) -> int:
-        """See `TransferService.end`."""
+        """End pulls before their tickets end; returns how many there were."""
         num_ended = await self._service.end(principal, requester, pull_ids)
         if num_ended:
             self._freed.set()
@@ -117,7 +117,7 @@ class TransferDesk:
     async def renew(
         self, principal: Principal, requester: str, pull_ids: Sequence[str]
     ) -> list[RenewedPull]:
-        """See `TransferService.renew`."""
+        """Renew the tickets of pulls that are underway."""
         return await self._service.renew(principal, requester, pull_ids)
 
     async def _wait(
@@ -187,8 +187,8 @@ class TransferDesk:
             pass
 
     async def _serve_one(self) -> bool:
-        """Serve the first, in the order of fairness, for whom there is something; False when
-        there is nobody.
+        """Serve the first waiter, in the order of fairness, for whom there is a place. Returns
+        whether there was one.
         """
         for waiter in sorted(self._waiting, key=self._turn):
             if waiter.answer.done() or not self._has_room(waiter):

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 from lmcache_broker.peers import pulls
-from lmcache_broker.peers.service import PeerDirectory, PeerLimits
-from lmcache_broker.transfers import desk as module
+from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
+from lmcache_broker.transfers import scheduler as module
 from lmcache_broker.transfers.choice import WantedFrom
-from lmcache_broker.transfers.desk import TransferDesk
+from lmcache_broker.transfers.scheduler import TransferScheduler
 from lmcache_broker.transfers.service import TransferPlan
 from lmcache_core.security import Principal, TicketVerifier
 
@@ -31,7 +31,7 @@ class Office:
         self.service = transfer_service(
             self.directory, self.clock, max_pulls=MAX_PULLS, ticket_ttl_ms=TTL_MS
         )
-        self.desk = TransferDesk(self.service)
+        self.desk = TransferScheduler(self.service)
         self.directory.announce(OPERATOR, peer("a"), load=0.0, ttl_ms=600_000, draining=False)
         self.served: list[str] = []
 

@@ -10,7 +10,7 @@ from typing import Final
 from lmcache_core.errors import CapacityError
 from lmcache_core.p2p import Peer
 
-from lmcache_broker.discovery.sighting import Sighting
+from lmcache_broker.discovery.slices import Sighting
 from lmcache_broker.peers.registry import PeerRegistry
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 SIGHTING_TTL_S: Final = 60.0
 RENEW_S: Final = 15.0
 LEAVING_RENEW_S: Final = 1.0
-"""While somebody is about to end: it may register only now, at a broker that has just started,
+"""Used while a peer is about to end: it may register only now, at a broker that has just started,
 and has little time left for its drain.
 """
 
@@ -52,11 +52,11 @@ class Discovery:
 
     @property
     def num_seen(self) -> int:
-        """See the class."""
+        """Number of peers that are seen now."""
         return len(self._seen)
 
     def see(self, seen: Mapping[str, Sighting]) -> None:
-        """These are all there are. Returns at once."""
+        """Replace the set of peers that are seen. Returns at once."""
         self._seen = dict(seen)
         self._changed.set()
 
@@ -91,4 +91,4 @@ class Discovery:
         try:
             self._registry.directory.sight(self._owner, peer, SIGHTING_TTL_S)
         except CapacityError as exc:
-            logger.warning("peer %s was seen and is not taken: %s", sighting.id, exc)
+            logger.warning("seen peer not registered: peer=%s error=%s", sighting.id, exc)

@@ -95,8 +95,7 @@ class PeerDirectory:
         drain: DrainReport | None = None,
         figures: PeerFigures | None = None,
     ) -> Lease:
-        """Register a peer or renew its lease. A drain lasts for the incarnation, whoever asked for
-        it.
+        """Register a peer or renew its lease. A drain lasts for the incarnation.
 
         Raises:
             PermissionDeniedError: The caller's role does not register peers of that kind.
@@ -232,7 +231,7 @@ class PeerDirectory:
         stays.
 
         Args:
-            peers: Their state now; bounds are those of whoever heard of them.
+            peers: Their state now; bounds are those of the broker that heard of them.
         """
         now_s = self._clock()
         for shared in peers:
@@ -286,7 +285,7 @@ class PeerDirectory:
         ]
 
     def census(self) -> Census:
-        """Figures of all live peers, whoever owns them."""
+        """Count all live peers of all owners."""
         now_s = self._clock()
         self._forget_expired(now_s)
         return Census.of([record.status(now_s) for record in self._records.values()])
@@ -317,7 +316,7 @@ class PeerDirectory:
         self._records = live
 
     def _forget_sightings_of(self, record: PeerRecord) -> None:
-        """It speaks for itself now, whoever it was taken to belong to."""
+        """Forget what was seen of a peer that has registered, whatever owner it was given."""
         for other in self.at(record.peer.id, record.peer.distributed_url):
             if other is not record and _is_sighting_of(other, record.peer):
                 self.forget(other)
