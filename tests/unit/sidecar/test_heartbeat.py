@@ -18,6 +18,7 @@ from lmcache_core.p2p.figures import MAX_COUNTED_PEERS
 from lmcache_core.p2p.pull_parts import PulledBytes
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_sidecar import metrics
@@ -25,7 +26,6 @@ from lmcache_sidecar.handover import LocalChunks
 from lmcache_sidecar.heartbeat import HeartbeatFigures
 from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.sole import MAX_SAMPLED_CHUNKS, SoleBytes
-from lmcache_sidecar.tiers import SidecarTiers
 
 NUM_CHUNKS = 4
 
@@ -141,7 +141,7 @@ def test_figures_are_the_sidecars_counters() -> None:
         counters.add(name, amount, label)
     pulled.add("b", 300)
     pulled.add("b", 200)
-    tiers = SidecarTiers(hot, (hot,), (), (), pulled=pulled)
+    tiers = TierSet(hot=hot, pulled=pulled)
     stats = hot.stats()
     assert HeartbeatFigures(tiers, counters, None)() == PeerFigures(
         9,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Result
-from lmcache_core.storage.served_door import ServedDoor, WrappedStore
+from lmcache_core.storage.client_view import ClientView, WrappedStore
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import ServedStore
 from lmcache_core.wire.capabilities import Accepts
@@ -68,14 +68,14 @@ class CountedStore(WrappedStore):
 
 
 class CountedDoor(CountedStore):
-    """A `ServedDoor`, counted; it `AdaptsToClients` too.
+    """A `ClientView`, counted; it `AdaptsToClients` too.
 
     Args:
         door: Gives each client what it can take.
         counters: As of `CountedStore`.
     """
 
-    def __init__(self, door: ServedDoor, counters: Counters) -> None:
+    def __init__(self, door: ClientView, counters: Counters) -> None:
         super().__init__(door, counters)
         self._door = door
 

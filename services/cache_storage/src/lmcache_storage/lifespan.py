@@ -17,18 +17,12 @@ from lmcache_core.p2p.figures import tier_figures
 from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.client_view import ClientView
+from lmcache_core.storage.guard import GuardOptions
 from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.pin_board import PinBoard
-from lmcache_core.storage.served_door import ServedDoor
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.wrappers import (
-    BreakerBackend,
-    BreakerOptions,
-    LoggedBackend,
-    MeteredBackend,
-    TracedBackend,
-)
+from lmcache_core.storage.tiers import DiskSpec, HotSpec, TierSet, TiersSpec, build_tiers
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import LmServer, ServedStore, ServerLimits
 from lmcache_servicekit.audit import handover_audit
@@ -90,32 +84,23 @@ class _Opening:
 
     async def open(self) -> StorageParts:
         settings = self._settings
-        hot, disk = await self._make_tiers()
-        below = None if disk is None else BreakerBackend(TracedBackend(MeteredBackend(disk)))
         bucket = create_s3_backend(settings)
-        further = (
-            None
-            if bucket is None
-            else BreakerBackend(
-                TracedBackend(LoggedBackend(MeteredBackend(bucket))),
-                options=BreakerOptions(timeout_s=BUCKET_CALLS * settings.s3_timeout_s),
-            )
-        )
-        slower = [tier for tier in (below, further) if tier is not None]
+        tiers = await self._make_tiers(bucket)
+        hot, disk = tiers.hot, tiers.disk_files
         pending_bytes = {S3_TIER: settings.memory_bytes // PENDING_S3_SHARE}
-        stack = TierStack(hot, slower, listener=self._announcer, pending_bytes=pending_bytes)
+        stack = tiers.stack(self._announcer, pending_bytes=pending_bytes)
         self._exits.push_async_callback(stack.close, settings.drain_timeout_s)
         await stack.open()
         gate, counters = Gate(), Counters()
         limits = self._limits()
-        held = HeldChunks(hot, disk, below, settings.tier_timeout_s)
+        held = HeldChunks(hot, disk, tiers.guarded_disk, settings.tier_timeout_s)
         leaving = Leaving()
-        served = ServedDoor(
+        served = ClientView(
             StayingStore(
                 LocalStore(stack, gate.is_open, settings.tier_timeout_s, tiers=None), leaving
             )
         )
-        near = ServedDoor(
+        near = ClientView(
             StayingStore(LocalStore(stack, gate.is_open, settings.tier_timeout_s), leaving)
         )
         store = HandoverDoor(served, counters, held, stack, leaving, gate.is_open)
@@ -219,7 +204,7 @@ class _Opening:
             self._exits.push_async_callback(server.close, float(self._settings.shutdown_grace_s))
             self._state.ports["lmcache_compat_port"] = server.port
 
-    async def _make_tiers(self) -> tuple[LocalCPUBackend, DiskBackend | None]:
+    async def _make_tiers(self, bucket: StorageBackend | None) -> TierSet:
         settings = self._settings
         try:
             arena = await asyncio.to_thread(ArenaAllocator.anonymous, settings.memory_bytes)
@@ -228,23 +213,25 @@ class _Opening:
                 f"memory_gb={settings.memory_gb}: {exc.strerror}; lower it or give the container"
                 " more memory"
             ) from exc
-        policy = create_policy(settings.eviction_policy)
-        hot = LocalCPUBackend(
-            arena,
-            policy,
-            self._announcer.removed_from(LocalCPUBackend.name),
-            limits=settings.memory_limits,
+        disk = None
+        if settings.disk_path is not None:
+            disk = DiskSpec(
+                path=settings.disk_path,
+                capacity_bytes=settings.disk_bytes,
+                limits=settings.disk_limits,
+                fsync=settings.disk_fsync,
+            )
+        bucket_guard = GuardOptions(timeout_s=BUCKET_CALLS * settings.s3_timeout_s)
+        spec = TiersSpec(
+            hot=HotSpec(memory=arena, limits=settings.memory_limits),
+            disk=disk,
+            further=bucket,
+            policy=settings.eviction_policy,
+            is_priced=False,  # who asks cannot compute anything here
+            guards={S3_TIER: bucket_guard},
+            removed_from=self._announcer.removed_from,
         )
-        if settings.disk_path is None:
-            return hot, None
-        return hot, DiskBackend(
-            settings.disk_path,
-            settings.disk_bytes,
-            create_policy(settings.eviction_policy),
-            self._announcer.removed_from(DiskBackend.name),
-            settings.disk_fsync,
-            limits=settings.disk_limits,
-        )
+        return build_tiers(spec)
 
     async def _join_lookup(
         self, hot: LocalCPUBackend, disk: DiskBackend | None

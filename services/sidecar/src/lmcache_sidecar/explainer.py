@@ -14,9 +14,9 @@ from lmcache_core.lookup import Holder
 from lmcache_core.record import Miss, MissReason
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.peer import PEER_TIER
+from lmcache_core.storage.tiers import TierSet
 
 from lmcache_sidecar.holders import Holders
-from lmcache_sidecar.tiers import SidecarTiers
 
 MAX_QUESTIONS = 64
 """To lookup, for the chunks of one rank and group."""
@@ -79,7 +79,7 @@ class Explainer:
 
     def __init__(
         self,
-        tiers: SidecarTiers,
+        tiers: TierSet,
         holders: Holders | None,
         timeout_s: float,
         clock: Callable[[], float] = time.time,

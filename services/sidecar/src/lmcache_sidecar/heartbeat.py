@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from lmcache_core.p2p import PeerFigures
 from lmcache_core.p2p.figures import MAX_COUNT, MAX_COUNTED_PEERS, bounded, tier_figures
+from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
 
 from lmcache_sidecar import metrics
 from lmcache_sidecar.sole import SoleBytes
-from lmcache_sidecar.tiers import SidecarTiers
 
 
 class HeartbeatFigures:
@@ -20,7 +20,7 @@ class HeartbeatFigures:
         sole: How much only it holds; None where nobody can be asked.
     """
 
-    def __init__(self, tiers: SidecarTiers, counters: Counters, sole: SoleBytes | None) -> None:
+    def __init__(self, tiers: TierSet, counters: Counters, sole: SoleBytes | None) -> None:
         self._tiers = tiers
         self._counters = counters
         self._sole = sole

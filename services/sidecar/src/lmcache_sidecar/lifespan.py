@@ -27,6 +27,7 @@ from lmcache_core.storage.hot import RECEIVING_SHARE, LocalCPUBackend
 from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.tiers import HotSpec, TierSet
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import Authenticate, LmServer, ServerLimits
 from lmcache_servicekit.collectors import CodecErrorCollector, CounterCollector, TierCollector
@@ -58,7 +59,7 @@ from lmcache_sidecar.run_directory import make_private
 from lmcache_sidecar.settings import SidecarSettings, default_arena_directory, default_run_directory
 from lmcache_sidecar.socket import SessionContext, SocketServer
 from lmcache_sidecar.sole import MEASURE_INTERVAL_S, SoleBytes
-from lmcache_sidecar.tiers import SidecarTiers, TierMaker
+from lmcache_sidecar.tiers import build_tiers
 
 logger = logging.getLogger(__name__)
 wait_before_retry = asyncio.sleep
@@ -149,7 +150,7 @@ class _Opening:
         self,
         context: SessionContext,
         keeper: ArenaKeeper,
-        tiers: SidecarTiers,
+        tiers: TierSet,
         socket_server: SocketServer,
     ) -> SidecarParts:
         settings, stack, counters = self._settings, context.stack, context.counters
@@ -239,17 +240,26 @@ class _Opening:
             await client.open()
             self._exits.push_async_callback(client.close)
 
-    async def _open_tiers(
-        self, keeper: ArenaKeeper, codecs: Codecs
-    ) -> tuple[TierStack, SidecarTiers]:
+    async def _open_tiers(self, keeper: ArenaKeeper, codecs: Codecs) -> tuple[TierStack, TierSet]:
         """Open the codecs, which may take a while, and then all tiers: nothing is compiled once
         something is served.
         """
         await codecs.open()
         self._exits.push_async_callback(codecs.close)
-        maker = TierMaker(self._settings, self._announcer, codecs, self._token, self._tls)
-        tiers = maker.make(keeper.allocator, keeper.on_kept, self._lookup, self._broker)
-        stack = TierStack(tiers.hot, tiers.lower, written=tiers.written, listener=self._announcer)
+        limits = self._settings.memory_limits
+        clients = None
+        if self._lookup is not None and self._broker is not None:
+            clients = self._lookup, self._broker
+        tiers = build_tiers(
+            self._settings,
+            HotSpec(memory=keeper.allocator, limits=limits, on_kept=keeper.on_kept),
+            codecs,
+            self._announcer,
+            self._token,
+            self._tls,
+            clients,
+        )
+        stack = tiers.stack(self._announcer)
         self._exits.push_async_callback(stack.close)  # what can be written has been, by the drain
         await stack.open()
         return stack, tiers

@@ -13,6 +13,7 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.tiers import TierSet
 from lmcache_servicekit.errors import ConflictError, PermissionDeniedError
 from lmcache_servicekit.settings import is_loopback
 
@@ -22,7 +23,6 @@ from lmcache_sidecar.explainer import Explainer
 from lmcache_sidecar.handover import Drain
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_sidecar.socket import SocketServer
-from lmcache_sidecar.tiers import SidecarTiers
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class SidecarParts:
     settings: SidecarSettings
     keeper: ArenaKeeper
     stack: TierStack
-    tiers: SidecarTiers
+    tiers: TierSet
     socket_server: SocketServer
     drain: Drain
     pins: PinBoard

@@ -13,12 +13,12 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk
 from lmcache_core.security import Principal
 from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage.client_view import ClientView
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.remote.members import Address, Members
 from lmcache_core.storage.remote.rendezvous import home, ranked
-from lmcache_core.storage.served_door import ServedDoor
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_chunk, make_key
@@ -86,7 +86,7 @@ class Here:
         self.drain = Drain(timeout_s, self.stack, self.held, self.neighbours, self.mover)
         self.pins = PinBoard(self.stack, arena.capacity_bytes, 1.0)
         self.leaving = Leaving()
-        served = ServedDoor(StayingStore(LocalStore(self.stack, lambda: True), self.leaving))
+        served = ClientView(StayingStore(LocalStore(self.stack, lambda: True), self.leaving))
         self.door = HandoverDoor(
             served, self.counters, self.held, self.stack, self.leaving, lambda: True
         )

@@ -182,7 +182,7 @@ class ServerLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class LmService:
     """Everything that the sessions of one server share.
 
     Attributes:

@@ -34,7 +34,7 @@ from lmcache_core.wire.served import (
     HasRole,
     HasTenant,
     ServerLimits,
-    Service,
+    LmService,
     TakesHandovers,
     VerifyTicket,
 )
@@ -67,7 +67,7 @@ class LmSession:
     def __init__(
         self,
         stream: FrameStream,
-        service: Service,
+        service: LmService,
         let_in: Callable[[], bool],
         tracer: Tracer | None = None,
     ) -> None:

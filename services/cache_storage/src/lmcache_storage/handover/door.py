@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
-from lmcache_core.storage.served_door import ServedDoor
+from lmcache_core.storage.client_view import ClientView
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 
@@ -42,7 +42,7 @@ class HandoverDoor(CountedDoor):
 
     def __init__(
         self,
-        door: ServedDoor,
+        door: ClientView,
         counters: Counters,
         chunks: HeldChunks,
         stack: TierStack,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmcache_core.record import RAW_SERDE, Chunk
-from lmcache_core.storage.served_door import WrappedStore
+from lmcache_core.storage.client_view import WrappedStore
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import ServedStore
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmcache_core.sidecar import messages as m
-from lmcache_core.storage.staging_room import STAGED_SHARE, StagingRoom
+from lmcache_core.storage.staging import STAGED_SHARE, ChunkBudget
 
 from lmcache_sidecar.socket.names import KeyMemo
 from lmcache_sidecar.socket.reservations import KEPT_SHARE, ReservationRoom
@@ -25,9 +25,9 @@ class Commons:
 
     def __init__(self, tenant: str, arena_bytes: int) -> None:
         self.names = KeyMemo(tenant)
-        self.room = StagingRoom(arena_bytes // STAGED_SHARE)
+        self.room = ChunkBudget(arena_bytes // STAGED_SHARE)
         self.reserved = ReservationRoom(arena_bytes)
-        self.pinned = StagingRoom(arena_bytes - arena_bytes // KEPT_SHARE)
+        self.pinned = ChunkBudget(arena_bytes - arena_bytes // KEPT_SHARE)
         self._greeted: list[m.Hello] = []
 
     def greet(self, hello: m.Hello) -> str | None:
