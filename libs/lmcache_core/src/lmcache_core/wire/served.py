@@ -183,7 +183,7 @@ class ServerLimits:
 
 @dataclass(frozen=True, slots=True)
 class LmService:
-    """Everything that the sessions of one server share.
+    """What the sessions of one lm:// server share.
 
     Attributes:
         store: Where chunks are; may be one that `AdaptsToClients`.

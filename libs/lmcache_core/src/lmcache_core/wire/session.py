@@ -33,8 +33,8 @@ from lmcache_core.wire.served import (
     AdaptsToClients,
     HasRole,
     HasTenant,
-    ServerLimits,
     LmService,
+    ServerLimits,
     TakesHandovers,
     VerifyTicket,
 )
