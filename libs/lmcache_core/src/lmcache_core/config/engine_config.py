@@ -14,7 +14,6 @@ from lmcache_core.config.contradictions import refuse_contradictions
 from lmcache_core.config.documented_options import DocumentedOptions
 from lmcache_core.config.options import (
     DISK_SERDES,
-    EVICTION_POLICIES,
     NON_EMPTY,
     SOCKET_PATH,
     UTF8,
@@ -26,6 +25,7 @@ from lmcache_core.config.options import (
     problems_of,
 )
 from lmcache_core.config.peer_options import PeerOptions
+from lmcache_core.config.registry import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from lmcache_core.errors import ConfigError
 
 _TEN_YEARS_S = 10 * 365 * 86400
@@ -83,11 +83,11 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         ),
     )
     eviction_policy: str = field(
-        default="s3lru",
+        default=DEFAULT_EVICTION_POLICY,
         metadata=about(
             "Host memory",
             "Which chunks are evicted first.",
-            choices=EVICTION_POLICIES,
+            choices=tuple(EVICTION_POLICIES),
             beside_sidecar="leave it out, the sidecar decides what its memory keeps",
         ),
     )
