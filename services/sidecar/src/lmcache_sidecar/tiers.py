@@ -46,12 +46,17 @@ class SidecarTiers:
     """
 
     hot: LocalCPUBackend
-    local: tuple[StorageBackend, ...]
+    local: tuple[LocalCPUBackend | LocalDiskBackend, ...]
     lower: tuple[StorageBackend, ...]
     written: tuple[StorageBackend, ...]
     disk: StorageBackend | None = None
     remote: StorageBackend | None = None
     pulled: PulledBytes | None = None
+
+    @property
+    def listed(self) -> LocalDiskBackend | None:
+        """The disk tier, which lists what it holds; None without one."""
+        return next((tier for tier in self.local if isinstance(tier, LocalDiskBackend)), None)
 
 
 class TierMaker:
