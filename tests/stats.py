@@ -30,6 +30,7 @@ class Module:
     """A parsed source file.
 
     Attributes:
+        path: The file.
         name: Dotted name.
         num_lines: All lines of the file.
         tree: Its syntax tree.
@@ -37,6 +38,7 @@ class Module:
     """
 
     def __init__(self, path: Path, root: Path) -> None:
+        self.path = path
         text = path.read_text(encoding="utf-8")
         parts = path.relative_to(root).with_suffix("").parts
         self.is_package = parts[-1] == "__init__"

@@ -93,7 +93,8 @@ def quality_section(name: str, full: ArmQuality, rows: Mapping[Arm, ArmQuality])
                 f"{row.added.value:+.4f} ± {row.added.half_width:.4f}",
                 f"{row.accuracy:.1%}",
                 f"{row.divergence_nats:.4f}",
-                f"{row.closed.value:.1%} ± {row.closed.half_width:.1%}",
+                f"{row.closed.value:.1%}",
+                f"{row.closed.half_width:.1%}",
                 note,
             )
         )
@@ -106,6 +107,7 @@ def quality_section(name: str, full: ArmQuality, rows: Mapping[Arm, ArmQuality])
         "right answers",
         "divergence, nats",
         "gap closed",
+        "gap closed, ±",
         "note",
     )
     return Section(f"Blend: answers that need {name}", headings, cells)

@@ -8,9 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from lmcache_core.documented.cachegen.device import (
+    decode_on_device,
+    device_tables,
+    encode_on_device,
+)
 from lmcache_core.serde.blob import Mode
 from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE
-from lmcache_core.serde.device import decode_on_device, device_tables, encode_on_device
 from lmcache_core.serde.entropy.tables import bell_curves
 from lmcache_core.serde.profiles import Profile, quantiser_of
 from lmcache_core.serde.quantised.coder import Quantiser

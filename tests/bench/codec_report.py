@@ -75,7 +75,9 @@ def speeds(rows: Sequence[SpeedRow], yardsticks: Sequence[SpeedRow]) -> Section:
         "threads",
         "times smaller",
         "encode, GB/s",
+        "encode, slowest … fastest",
         "decode, GB/s",
+        "decode, slowest … fastest",
         "share of a copy",
         *held,
         "times one thread",
@@ -85,8 +87,8 @@ def speeds(rows: Sequence[SpeedRow], yardsticks: Sequence[SpeedRow]) -> Section:
             row.name,
             str(row.num_threads),
             f"{row.ratio:.2f}",
-            _pace(row.encode),
-            _pace(row.decode),
+            *_pace(row.encode),
+            *_pace(row.decode),
             f"{row.encode.copy_share:.3f} / {row.decode.copy_share:.3f}",
             *("" if row in yardsticks else _times(row, yardstick) for yardstick in yardsticks),
             "" if row.num_threads == 1 else f"{row.encode.scaling:.2f} / {row.decode.scaling:.2f}",
@@ -130,9 +132,9 @@ def break_evens(rows: Sequence[SpeedRow]) -> Section:
     )
 
 
-def _pace(pace: Pace) -> str:
+def _pace(pace: Pace) -> tuple[str, str]:
     low, high = pace.spread
-    return f"{pace.rate:.3f} ({low:.3f} … {high:.3f})"
+    return f"{pace.rate:.3f}", f"{low:.3f} … {high:.3f}"
 
 
 def _times(row: SpeedRow, yardstick: SpeedRow) -> str:

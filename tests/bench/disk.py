@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 
 from tests.bench.chunk_set import ChunkSet
 from tests.bench.measure import ROUNDS, Figure, in_turn
@@ -73,7 +73,7 @@ def _measure(directory: Path, chunks: ChunkSet, fsync: bool, rounds: int) -> lis
     directory.mkdir()
     raw = RawFiles(directory / "raw", chunks.payloads[0].byte_array, fsync)
     with asyncio.Runner() as runner:
-        backend = LocalDiskBackend(directory / "tier", 2 * TOTAL_BYTES, fsync=fsync)
+        backend = DiskBackend(directory / "tier", 2 * TOTAL_BYTES, fsync=fsync)
         runner.run(backend.open())
 
         def make_room(turn: int) -> None:

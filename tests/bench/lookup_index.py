@@ -146,8 +146,7 @@ def _read_row(
     assert all(len(holders) == len(INSTANCES) for holders in found), "every chunk has both holders"
     mine, beside = runner.run(read())
     note = (
-        f"{statistics.median(beside):.2f} ms: redis-py, one MGET of as many values, which names no"
-        " holder"
+        f"{statistics.median(beside):.2f} ms: redis-py, one MGET, no holders"
         if beside
         else "three servers asked at once"
     )
@@ -164,9 +163,7 @@ async def _elapsed_ms(call: Callable[[], Awaitable[object]]) -> float:
 
 
 def _event_row(where: str, loaded: Loaded) -> Sequence[str]:
-    note = (
-        f"batches of {BATCH_EVENTS}, one after the other; a second holder is appended to the first"
-    )
+    note = f"batches of {BATCH_EVENTS}"
     return (f"{where}: events", f"{loaded.events_per_s:,.0f} a second", "", "", note)
 
 
@@ -175,7 +172,7 @@ def _memory_row(where: str, num_chunks: int, used_bytes: int) -> Sequence[str]:
         f"{where}: {num_chunks:,} chunks",
         f"{used_bytes / num_chunks:.0f}",
         str(GOAL_BYTES),
-        "used_memory of INFO, less that of an empty server",
+        "used_memory of INFO, net",
     )
 
 

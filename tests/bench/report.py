@@ -16,6 +16,31 @@ from tests.bench.identity import NamingCost
 from tests.bench.measure import Figure
 from tests.bench.questions import AnswerTime
 
+TERMINAL_ONLY = frozenset(
+    {
+        "slowest … fastest",
+        "fastest … slowest",
+        "fastest … nine in ten",
+        "encode, slowest … fastest",
+        "decode, slowest … fastest",
+        "what limits it",
+        "what it is made of",
+        "held against",
+        "bits count",
+        "computed",
+        "over full recompute",
+        "divergence, nats",
+        "TFLOP",
+        "loss, nats an answer",
+        "gap closed, ±",
+        "ratio",
+        "share of a copy",
+        "times torchac",
+        "deviation of K and V",
+    }
+)
+"""Headings of columns, and first cells of rows, that the document leaves out."""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -41,17 +66,30 @@ class Section:
         console.print(table)
 
     def as_markdown(self) -> str:
-        """For the document."""
-        marks = [
-            "---:" if 0 < i < len(self.headings) - 1 else "---" for i in range(len(self.headings))
+        """Return the table for the document: without empty columns and without `TERMINAL_ONLY`."""
+        last = len(self.headings) - 1
+        shown = [
+            i
+            for i, heading in enumerate(self.headings)
+            if heading not in TERMINAL_ONLY and any(row[i] for row in self.rows)
         ]
+        marks = ["---:" if 0 < i < last else "---" for i in shown]
         lines = [
             f"### {self.title}",
             "",
-            "| " + " | ".join(self.headings) + " |",
+            "| " + " | ".join(self.headings[i] for i in shown) + " |",
             "|" + "|".join(marks) + "|",
         ]
-        return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in self.rows)])
+        return "\n".join(
+            [
+                *lines,
+                *(
+                    "| " + " | ".join(row[i] for i in shown) + " |"
+                    for row in self.rows
+                    if row[0] not in TERMINAL_ONLY
+                ),
+            ]
+        )
 
 
 def rates(title: str, figures: Sequence[Figure]) -> Section:

@@ -33,22 +33,22 @@ GOAL_STORE = 0.03
 Run = Callable[[str, Callable[[], Any]], Any]
 
 FIRST_TOKEN_ROWS = {
-    rounds.COLD: ("cold", "nothing is loaded, nothing is stored"),
-    rounds.PREFIX: ("vLLM's own prefix cache", "an engine without our connector"),
+    rounds.COLD: ("cold", "nothing loaded or stored"),
+    rounds.PREFIX: ("vLLM's own prefix cache", "without our connector"),
     rounds.PREFIX_BESIDE_US: (
         "vLLM's own prefix cache, with the connector",
-        "it is asked, and has nothing to do",
+        "asked, nothing to do",
     ),
     rounds.MEMORY: (
         "memory of the sidecar, sync",
         f"goal: {GOAL_MEMORY:g} times vLLM's prefix cache",
     ),
-    rounds.MEMORY_ASYNC: ("memory of the sidecar, async", "loaded in a thread beside vLLM's steps"),
+    rounds.MEMORY_ASYNC: ("memory of the sidecar, async", "loaded in a second thread"),
     rounds.EMBEDDED: ("memory inside vLLM, sync", "no sidecar"),
-    rounds.ON_DISK: ("disk of the sidecar", "its memory is empty; the files are in the page cache"),
+    rounds.ON_DISK: ("disk of the sidecar", "files in the page cache"),
     rounds.PEER: (
         "sidecar of another pod",
-        "found by lookup and broker, pulled by lm:// over loopback",
+        "lm:// over loopback",
     ),
     rounds.STORAGE: ("storage service", "lm:// over loopback"),
 }
@@ -168,7 +168,7 @@ def overhead(
             "vLLM waits for the scheduler's side",
             scheduler_s,
             cold_s,
-            "it asks for KV that nobody has, and names what is stored",
+            "asks for KV, names what is stored",
         ),
         ("processor time of a cold request", cold_cpu_s, cold_cpu_s, "of vLLM, all threads"),
         (
@@ -182,7 +182,7 @@ def overhead(
             "processor time of a store, in the sidecar",
             sidecar_s,
             cold_cpu_s,
-            "with disk, storage, lookup behind it; mean",
+            "mean, background writes included",
         ),
         ("processor time of a store, together", store_cpu_s + sidecar_s, cold_cpu_s, goal),
     )

@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 
@@ -59,7 +59,7 @@ def say(*words: str) -> None:
 
 
 async def main(root: str, capacity_bytes: str, point: str) -> None:
-    disk = LocalDiskBackend(
+    disk = DiskBackend(
         Path(root), int(capacity_bytes), fsync=True, num_threads=1, files=KillingFiles(int(point))
     )
     await disk.open()
@@ -76,7 +76,7 @@ async def main(root: str, capacity_bytes: str, point: str) -> None:
     say("end")
 
 
-async def store(disk: LocalDiskBackend, name: str) -> None:
+async def store(disk: DiskBackend, name: str) -> None:
     say("begin", name)
     [is_kept] = await disk.batched_put([make_chunk(name)])
     assert is_kept

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.record import MissReason
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.testing.backend_suite import Arena, payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
@@ -46,7 +46,7 @@ def expected_after(said: list[str]) -> set[str]:
 
 
 async def check(root: Path, said: list[str]) -> None:
-    disk = LocalDiskBackend(root, CAPACITY_BYTES)
+    disk = DiskBackend(root, CAPACITY_BYTES)
     await disk.open()
     try:
         results = [

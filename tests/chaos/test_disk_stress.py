@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import MissReason
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.layout import BLOCK_BYTES, charged_bytes
 from lmcache_core.testing.backend_suite import payload_of
@@ -66,7 +66,7 @@ def payload_for(i: int, is_lossy: bool) -> bytes:
     return make_payload(f"{i}/{is_lossy}", 300 + 400 * i)
 
 
-async def call(disk: LocalDiskBackend, arena: ArenaAllocator, rng: random.Random) -> None:
+async def call(disk: DiskBackend, arena: ArenaAllocator, rng: random.Random) -> None:
     for _ in range(NUM_STEPS):
         picked = [rng.randrange(NUM_NAMES) for _ in range(rng.randint(1, 3))]
         action = rng.random()
@@ -95,7 +95,7 @@ async def test_whatever_is_served_is_right_and_the_books_balance(tmp_path: Path,
     rng = random.Random(seed)
     files = MoodyFiles(rng)
     arena = ArenaAllocator.anonymous(1 << 20)
-    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, fsync=True, files=files)
+    disk = DiskBackend(tmp_path, CAPACITY_BYTES, fsync=True, files=files)
     clock = iter(range(10**9))
     disk._store._backoff = WriteBackoff(lambda: float(next(clock)))
     await disk.open()
@@ -111,7 +111,7 @@ async def test_whatever_is_served_is_right_and_the_books_balance(tmp_path: Path,
     await disk.close()
     assert arena.used_bytes == 0
 
-    again = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
+    again = DiskBackend(tmp_path, CAPACITY_BYTES)
     await again.open()
     assert set(again.keys()) <= set(map(make_key, range(NUM_NAMES)))
     assert again.stats()["used_bytes"] <= CAPACITY_BYTES

@@ -14,9 +14,10 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage.codecs import create_codecs
-from lmcache_core.storage.disk import LocalDiskBackend
-from lmcache_core.storage.wrappers import EncodedBackend, FaultPlan, FaultyBackend
+from lmcache_core.storage.disk import DiskBackend
+from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_core.testing.faults import FaultPlan, FaultyBackend
 
 from tests.fixtures.codecs import decoded_from_lossy
 from tests.fixtures.wire import Arena
@@ -95,7 +96,7 @@ async def test_nothing_wrong_is_served_and_nothing_leaks(tmp_path: Path, round_:
     print(f"seed {seed}")
     arena = Arena(1 << 20)
     codecs = create_codecs(["lossless"])
-    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
+    disk = DiskBackend(tmp_path, CAPACITY_BYTES)
     plan = FaultPlan(
         seed,
         delayed_calls=0.2,

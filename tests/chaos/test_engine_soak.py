@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
-from lmcache_core.storage.wrappers import FaultPlan, FaultyBackend
+from lmcache_core.testing.faults import FaultPlan, FaultyBackend
 
 from tests.fixtures.embedded import Embedded, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
@@ -110,8 +110,8 @@ def test_nothing_wrong_is_loaded_and_nothing_leaks(
         figures = cache.engine.stats()
         assert figures["LocalDiskBackend"]["evicted_chunks"] > 0, "the disk was never full"
         assert not local_cpu or figures["Hot"]["evicted_chunks"] > 0, "memory was never full"
-        disk = cache.lower(LocalDiskBackend)
-        assert isinstance(disk, LocalDiskBackend)
+        disk = cache.lower(DiskBackend)
+        assert isinstance(disk, DiskBackend)
         disk.check_integrity()
 
 

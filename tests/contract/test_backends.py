@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
-from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage import DiskBackend, LocalCPUBackend
+from lmcache_core.storage.base import StorageBackend, lister_of
 from lmcache_core.storage.codecs import Codecs
+from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.wrappers import (
-    BreakerBackend,
-    EncodedBackend,
-    FaultPlan,
-    FaultyBackend,
-    LoggedBackend,
-    MeteredBackend,
-    TracedBackend,
-    WrapperBackend,
-    lister_of,
-)
+from lmcache_core.storage.guard import Guard
 from lmcache_core.testing.backend_suite import BackendSuite, BackendUnderTest, ReadingBackendSuite
+from lmcache_core.testing.faults import FaultPlan, FaultyBackend, ForwardingBackend
 
 from tests.fixtures.encoded_suite import EncodedReadingSuite, EncodedSuite, encoding
 
@@ -32,14 +25,12 @@ CAPACITY_BYTES = 4 << 20
 
 
 WRAPPERS: dict[str, Callable[[StorageBackend], StorageBackend]] = {
-    "nothing added": WrapperBackend,
-    "breaker": BreakerBackend,
-    "logged": LoggedBackend,
-    "metered": MeteredBackend,
-    "traced": TracedBackend,
+    "nothing added": ForwardingBackend,
+    "guard": Guard,
+    "guard, priced, without observers": partial(Guard, is_priced=True, observers=()),
     "faults": lambda backend: FaultyBackend(backend, FaultPlan(seed=0)),
     "encoded, nothing to encode": lambda backend: EncodedBackend(backend, Codecs({})),
-    "all": lambda backend: BreakerBackend(TracedBackend(LoggedBackend(MeteredBackend(backend)))),
+    "all": lambda backend: Guard(EncodedBackend(backend, Codecs({})), is_priced=True),
 }
 
 
@@ -63,7 +54,7 @@ class DiskUnderTest(BackendUnderTest):
         self, root: Path, wrap: Callable[[StorageBackend], StorageBackend] = lambda backend: backend
     ) -> None:
         self._root = root
-        self.disk = LocalDiskBackend(root, CAPACITY_BYTES)
+        self.disk = DiskBackend(root, CAPACITY_BYTES)
         self.backend = wrap(self.disk)
 
     def raw_set(self, key: ChunkKey, record: bytes) -> None:

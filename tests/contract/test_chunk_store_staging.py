@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +63,7 @@ class Open:
 def embedded(directory: Path) -> Iterator[Open]:
     allocator, shelf = HostMemoryAllocator(ARENA_BYTES), Shelf()
     manager = StorageManager(make_config(tier_timeout_s=DEADLINE_S), allocator, Counters())
-    manager._lower = [shelf]
+    manager._tiers = replace(manager._tiers, lower=(shelf,), written=(shelf,))
     manager.open(lambda salt: None)
     try:
         yield Open(manager, manager._hot, shelf)

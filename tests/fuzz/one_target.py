@@ -14,6 +14,7 @@ import atheris
 
 INSTRUMENTED = [
     "lmcache_core.serde",
+    "lmcache_core.documented.cachegen",
     "lmcache_core.record",
     "lmcache_core.sidecar",
     "lmcache_core.memory.dtypes",
@@ -23,7 +24,7 @@ INSTRUMENTED = [
 ]
 COMPILED = [
     "lmcache_core.serde.entropy.rans",
-    "lmcache_core.serde.entropy.channel_streams",
+    "lmcache_core.documented.cachegen.channel_streams",
     "lmcache_core.serde.quantised.symbols",
     "lmcache_core.serde.quantised.values",
     "lmcache_core.serde.lossless.planes",
@@ -46,7 +47,7 @@ def prepared(name: str, has_plain_loops: bool, corpus: Path) -> Callable[[bytes]
         loops, streams = plain_loops.plain_loops(), plain_loops.plain_channel_streams()
         mock.patch("lmcache_core.serde.chunk_codec.load_loops", return_value=loops).start()
         mock.patch(
-            "lmcache_core.serde.cachegen.streams.compile_channel_streams", return_value=streams
+            "lmcache_core.documented.cachegen.streams.compile_channel_streams", return_value=streams
         ).start()
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(target.seeds()):

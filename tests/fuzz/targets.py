@@ -17,6 +17,9 @@ import msgspec
 import torch
 import xxhash
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
+from lmcache_core.documented.cachegen.outputs import CacheGenGPUEncoderOutput
+from lmcache_core.documented.cachegen.serializer import CacheGenDeserializer, CacheGenSerializer
+from lmcache_core.documented.cachegen.streams import decode_function_gpu, encode_function
 from lmcache_core.errors import LayoutError, ProtocolError, RecordError, SerdeError
 from lmcache_core.keys import CacheEngineKey, ChunkChain
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, num_bytes
@@ -38,10 +41,7 @@ from lmcache_core.serde import (
     TorchDeserializer,
     TorchSerializer,
 )
-from lmcache_core.serde.cachegen.config import CacheGenConfig
-from lmcache_core.serde.cachegen.outputs import CacheGenGPUEncoderOutput
-from lmcache_core.serde.cachegen.serializer import CacheGenDeserializer, CacheGenSerializer
-from lmcache_core.serde.cachegen.streams import decode_function_gpu, encode_function
+from lmcache_core.serde.cachegen import CacheGenConfig
 from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, CacheGenCodec
 from lmcache_core.serde.encoding_report import encoding_report
 from lmcache_core.serde.entropy.tables import bell_curves

@@ -101,7 +101,7 @@ def test_plain_loops_stay_within_their_arrays_whatever_is_read() -> None:
         for i in range(3):
             decode_blob(codec, near(seed, 1000 * number + i))
     with mock.patch(
-        "lmcache_core.serde.cachegen.streams.compile_channel_streams", plain_channel_streams
+        "lmcache_core.documented.cachegen.streams.compile_channel_streams", plain_channel_streams
     ):
         for number, seed in enumerate(seeds_of_gpu_outputs()):
             for i in range(20):

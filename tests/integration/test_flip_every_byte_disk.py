@@ -7,7 +7,7 @@ import random
 import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import MissReason
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.testing.backend_suite import payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
@@ -44,13 +44,13 @@ class Flipper:
 
 
 async def stored(root, num_bytes: int) -> None:
-    disk = LocalDiskBackend(root, 2 * LARGE_PAYLOAD_BYTES)
+    disk = DiskBackend(root, 2 * LARGE_PAYLOAD_BYTES)
     await disk.open()
     assert await disk.batched_put([make_chunk("a", payload=make_payload("a", num_bytes))]) == [True]
     await disk.close()
 
 
-async def read_once(disk: LocalDiskBackend, arena: ArenaAllocator) -> bytes | MissReason:
+async def read_once(disk: DiskBackend, arena: ArenaAllocator) -> bytes | MissReason:
     [result] = await disk.batched_get([make_key("a")], lambda size: arena.allocate((size,), None))
     return payload_of(result)
 
@@ -61,7 +61,7 @@ async def test_every_byte_of_a_small_record_while_it_is_open(tmp_path, mask):
     flipper = Flipper(tmp_path)
     assert flipper.num_bytes <= 8192
     arena = ArenaAllocator.anonymous(8192)
-    disk = LocalDiskBackend(tmp_path, LARGE_PAYLOAD_BYTES)
+    disk = DiskBackend(tmp_path, LARGE_PAYLOAD_BYTES)
     await disk.open()
     for at in range(flipper.num_bytes):
         flipper.flip(at, mask)
@@ -83,7 +83,7 @@ async def test_every_byte_of_a_head_before_a_start(tmp_path):
     arena = ArenaAllocator.anonymous(4096)
     for at in range(flipper.num_bytes):
         flipper.flip(at, 0x10)
-        disk = LocalDiskBackend(tmp_path, LARGE_PAYLOAD_BYTES)
+        disk = DiskBackend(tmp_path, LARGE_PAYLOAD_BYTES)
         await disk.open()
         await disk.wait_loaded()
         assert isinstance(await read_once(disk, arena), MissReason), f"byte {at}"
@@ -104,7 +104,7 @@ async def test_random_bytes_of_a_large_record(tmp_path):
     ]:
         mask = 1 << rng.randrange(8)
         flipper.flip(at, mask)
-        disk = LocalDiskBackend(tmp_path, 2 * LARGE_PAYLOAD_BYTES)
+        disk = DiskBackend(tmp_path, 2 * LARGE_PAYLOAD_BYTES)
         await disk.open()
         await disk.wait_loaded()
         assert isinstance(await read_once(disk, arena), MissReason), (
@@ -113,7 +113,7 @@ async def test_random_bytes_of_a_large_record(tmp_path):
         await disk.close()
         flipper.find_again(at)
         flipper.flip(at, mask)
-    disk = LocalDiskBackend(tmp_path, 2 * LARGE_PAYLOAD_BYTES)
+    disk = DiskBackend(tmp_path, 2 * LARGE_PAYLOAD_BYTES)
     await disk.open()
     assert await read_once(disk, arena) == make_payload("a", LARGE_PAYLOAD_BYTES)
     await disk.close()

@@ -15,7 +15,6 @@ from lmcache_core.memory import (
     MemoryFormat,
     MemoryObj,
     MixedMemoryAllocator,
-    PinSession,
 )
 from lmcache_core.testing.allocator_suite import BoundedAllocator, has_pattern, write_pattern
 
@@ -38,17 +37,12 @@ DTYPES = st.sampled_from([None, "uint8", "bfloat16", "float32"])
 
 
 class Held:
-    """One object, what was written into it, and who holds how many references on it."""
+    """One object, what was written into it, and how many references there are."""
 
     def __init__(self, memory_obj: MemoryObj, seed: int) -> None:
         self.memory_obj = memory_obj
         self.seed = seed
-        self.num_own = 1
-        self.num_pinned = {0: 0, 1: 0}
-
-    @property
-    def num_references(self) -> int:
-        return self.num_own + sum(self.num_pinned.values())
+        self.num_references = 1
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -58,7 +52,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         super().__init__()
         self.allocator = self.make()
         self.held: list[Held] = []
-        self.sessions = {0: PinSession("0"), 1: PinSession("1")}
         self.num_made = 0
 
     def make(self) -> BoundedAllocator:
@@ -86,48 +79,22 @@ class AllocatorMachine(RuleBasedStateMachine):
     def ref_up(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from(self.held))
         held.memory_obj.ref_count_up()
-        held.num_own += 1
+        held.num_references += 1
 
-    @precondition(lambda self: any(held.num_own for held in self.held))
+    @precondition(lambda self: self.held)
     @rule(data=st.data())
     def ref_down(self, data: st.DataObject) -> None:
-        held = data.draw(st.sampled_from([held for held in self.held if held.num_own]))
-        held.num_own -= 1
+        held = data.draw(st.sampled_from(self.held))
+        held.num_references -= 1
         held.memory_obj.ref_count_down()
         self.forget_free()
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), name=st.sampled_from([0, 1]))
-    def pin(self, data: st.DataObject, name: int) -> None:
-        held = data.draw(st.sampled_from(self.held))
-        self.sessions[name].pin(held.memory_obj)
-        held.num_pinned[name] += 1
-
-    @rule(data=st.data(), name=st.sampled_from([0, 1]))
-    def unpin(self, data: st.DataObject, name: int) -> None:
-        pinned = [held for held in self.held if held.num_pinned[name]]
-        if pinned:
-            held = data.draw(st.sampled_from(pinned))
-            held.num_pinned[name] -= 1
-            self.sessions[name].unpin(held.memory_obj)
-            self.forget_free()
-
-    @rule(name=st.sampled_from([0, 1]))
-    def end_session(self, name: int) -> None:
-        self.sessions[name].close()
-        self.sessions[name] = PinSession(str(name))
-        for held in self.held:
-            held.num_pinned[name] = 0
-        self.forget_free()
-
-    @precondition(lambda self: any(not sum(held.num_pinned.values()) for held in self.held))
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        held = data.draw(
-            st.sampled_from([held for held in self.held if not sum(held.num_pinned.values())])
-        )
+        held = data.draw(st.sampled_from(self.held))
         self.allocator.free(held.memory_obj)
-        held.num_own = 0
+        held.num_references = 0
         self.forget_free()
 
     @invariant()
@@ -137,16 +104,12 @@ class AllocatorMachine(RuleBasedStateMachine):
             held.memory_obj.metadata.phy_size for held in self.held
         )
         self.allocator.check_integrity()
-        for session in self.sessions.values():
-            session.check_integrity()
 
     def teardown(self) -> None:
-        for name in self.sessions:
-            self.end_session(name)
         while self.held:
             held = self.held.pop()
-            while held.num_own:
-                held.num_own -= 1
+            while held.num_references:
+                held.num_references -= 1
                 held.memory_obj.ref_count_down()
         assert self.allocator.used_bytes == 0
         whole = self.allocator.allocate((CAPACITY_BYTES,), None, self.fmt)

@@ -12,6 +12,7 @@ import torch
 import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lmcache_core.documented.cachegen.quantization import bins_tensor
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.cachegen import (
     CacheGenConfig,
@@ -24,7 +25,6 @@ from lmcache_core.serde.cachegen import (
     encode_function,
     torch_quant_vectorized,
 )
-from lmcache_core.serde.cachegen.quantization import bins_tensor
 
 MEMORY_BOUND_BYTES = 4 << 20
 PREFIX = struct.Struct("<4sB3xI4xQ")

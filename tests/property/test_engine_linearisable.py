@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.wrappers.base import WrapperBackend
+from lmcache_core.testing.faults import ForwardingBackend
 
 from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
@@ -53,7 +53,7 @@ STEPS = st.tuples(
 PROGRAMS = st.lists(st.lists(STEPS, min_size=1, max_size=12), min_size=2, max_size=NUM_THREADS)
 
 
-class Lingering(WrapperBackend):
+class Lingering(ForwardingBackend):
     """A tier that takes its time before it begins and before it answers, so that others come in
     between.
     """

@@ -8,9 +8,9 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from lmcache_core.documented.radix_tree import RadixTree
 from lmcache_core.testing.token_database_suite import CHUNK_SIZE, METADATA, make_config, named
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, RadixTokenDatabase
-from lmcache_core.token_database.radix_tree import RadixTree
 
 MAX_BLOCKS = 7
 SEQUENCES = st.lists(st.sampled_from([b"a", b"b"]), max_size=9)

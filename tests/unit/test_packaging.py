@@ -24,9 +24,12 @@ MANIFESTS = sorted(
         *ROOT.glob("services/*/pyproject.toml"),
     ]
 )
-# Imported only where they are there anyway: by vLLM's process, and where the doctor reads another
-# package's settings.
-GIVEN = {"lmcache-core": {"vllm", "prometheus-client"}, "lmcache-ctl": {"lmcache-servicekit"}}
+# Imported only where they are there anyway: by vLLM's process, by a type checker, and where the
+# doctor reads another package's settings.
+GIVEN = {
+    "lmcache-core": {"vllm", "prometheus-client", "typing-extensions"},
+    "lmcache-ctl": {"lmcache-servicekit"},
+}
 EXTRA = re.compile(r"\b(lmcache-[a-z]+)\[([a-z0-9,_]+)\]")
 TEXTS = [
     ROOT / "README.md",
@@ -47,10 +50,20 @@ def name_of(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~; ]", requirement)[0]).lower()
 
 
+class AtRunTime(ast.NodeTransformer):
+    """Drop what only type checkers import."""
+
+    def visit_If(self, node: ast.If) -> Any:
+        if ast.unparse(node.test) == "TYPE_CHECKING":
+            return [self.visit(each) for each in node.orelse]
+        return self.generic_visit(node)
+
+
 def imported_by(source: Path) -> set[str]:
     found: set[str] = set()
     for path in source.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = AtRunTime().visit(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:

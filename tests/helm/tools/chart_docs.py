@@ -1,17 +1,16 @@
-"""Writes what is derived from the chart: "Values" in its README, and the snapshot of its default
+"""Write what is derived from the chart: "Values" in its README, and the snapshot of its default
 rendering (`make chart-docs`).
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -19,113 +18,75 @@ from tests.helm.conftest import HELM_FOLDER, Chart, fetch_helms
 from tests.helm.snapshot import SNAPSHOT, snapshot_of
 
 if TYPE_CHECKING:
-    from yaml.nodes import MappingNode, Node
+    from yaml.nodes import MappingNode
 
 README = HELM_FOLDER / "lmcache" / "README.md"
 VALUES = HELM_FOLDER / "lmcache" / "values.yaml"
-BAR = r"\|"
 HEADING = "## Values"
 INTRODUCTION = """\
-Written by `make chart-docs` from the comments of values.yaml; `values.schema.json` has the type of each, and refuses names that are not
-here."""
+`helm show values helm/lmcache` prints every value with its default and meaning.
+`values.schema.json` has the types; unknown names are refused.
+`make chart-docs` writes this list of the groups from values.yaml."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One value.
+    """A value of the chart.
 
     Attributes:
         path: Its dotted name.
-        default: As JSON; "" for a heading.
-        meaning: Its comment.
+        meaning: Its comment, or that of the first value of the same name.
     """
 
     path: str
-    default: str
     meaning: str
 
 
-class Values:
-    """The values of a file with their comments.
-
-    Args:
-        text: Of values.yaml.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._lines = text.splitlines()
-        self._root = yaml.compose(text)
-        self._meanings: dict[str, str] = {}
-        self._seen: dict[int, str] = {}
-
-    def sections(self) -> Iterator[tuple[Value, list[Value]]]:
-        """Each top-level name, and what is below it."""
-        for key, node in _pairs(self._root):
-            meaning = self._meaning(key.start_mark.line, key.value)
-            rows = list(self._below(key.value, node)) if _is_open(node) else []
-            yield Value(key.value, "" if rows else _default(node), meaning), rows
-
-    def _below(self, path: str, parent: Node) -> Iterator[Value]:
-        for key, node in _pairs(parent):
-            own = f"{path}.{key.value}"
-            meaning = self._meaning(key.start_mark.line, key.value)
-            if not _is_open(node):
-                yield Value(own, _default(node), meaning)
-                continue
-            twin = self._seen.setdefault(id(node), own)
-            if twin != own:
-                yield Value(own, "", f"{meaning} As `{twin}`.".strip())
-                continue
-            if meaning and meaning[0].isupper():
-                yield Value(own, "", meaning)
-            yield from self._below(own, node)
-
-    def _meaning(self, line: int, name: str) -> str:
-        """The comment right above; for a name that has none that of its first appearance."""
-        comment: list[str] = []
-        while line > 0 and self._lines[line - 1].lstrip().startswith("#"):
-            line -= 1
-            comment.insert(0, self._lines[line].lstrip("# "))
-        if comment:
-            self._meanings.setdefault(name, " ".join(comment))
-        return " ".join(comment) or self._meanings.get(name, "")
+def groups(text: str) -> list[Value]:
+    """Return the top-level values."""
+    return [one for one in explained(text) if "." not in one.path]
 
 
-def _pairs(node: Node | None) -> list[tuple[Any, Node]]:
-    assert isinstance(node, yaml.MappingNode)
-    mapping: MappingNode = node
-    return list(mapping.value)
+def explained(text: str) -> Iterator[Value]:
+    """Yield every value of values.yaml with its comment."""
+    lines = text.splitlines()
+    meanings: dict[str, str] = {}
+    anchored = set[int]()
+
+    def below(parent: MappingNode, prefix: str) -> Iterator[Value]:
+        for key, node in parent.value:
+            comment = _comment_above(lines, key.start_mark.line)
+            if comment:
+                meanings.setdefault(key.value, comment)
+            path = f"{prefix}{key.value}"
+            yield Value(path, comment or meanings.get(key.value, ""))
+            if isinstance(node, yaml.MappingNode) and id(node) not in anchored:
+                anchored.add(id(node))  # an alias repeats the node of its anchor
+                yield from below(node, f"{path}.")
+
+    root = yaml.compose(text)
+    assert isinstance(root, yaml.MappingNode)
+    yield from below(root, "")
 
 
-def _is_open(node: Node) -> bool:
-    return isinstance(node, yaml.MappingNode) and bool(node.value)
-
-
-def _default(node: Node) -> str:
-    return json.dumps(yaml.safe_load(yaml.serialize(node)), ensure_ascii=False)
+def _comment_above(lines: list[str], line: int) -> str:
+    comment: list[str] = []
+    while line > 0 and lines[line - 1].lstrip().startswith("#"):
+        line -= 1
+        comment.insert(0, lines[line].lstrip("# "))
+    return " ".join(comment)
 
 
 def values_section(text: str) -> str:
-    """The README's section about the values of that text."""
-    lines = [HEADING, "", INTRODUCTION]
-    for heading, rows in Values(text).sections():
-        default = f" Default: `{heading.default}`." if heading.default else ""
-        lines += ["", f"### {heading.path}", "", f"{_text(heading.meaning)}{default}".strip()]
-        if rows:
-            lines += ["", "| value | default | meaning |", "|---|---|---|"]
-            lines += [
-                f"| `{row.path}` | {_code(row.default)} | {_text(row.meaning)} |" for row in rows
-            ]
-    return "\n".join(lines) + "\n"
+    """Return the README's section about the groups of values.yaml."""
+    told = {one.path: one.meaning.partition(" Example:")[0] for one in groups(text)}
+    rows = [f"| `{name}` | {_escaped(meaning)} |" for name, meaning in told.items()]
+    return "\n".join([HEADING, "", INTRODUCTION, "", "| group | meaning |", "|---|---|", *rows, ""])
 
 
-def _text(meaning: str) -> str:
-    """As Markdown, which would take <name> for HTML and | for the next column."""
-    return meaning.replace("<", "&lt;").replace("|", BAR)
-
-
-def _code(default: str) -> str:
-    return f"`{default.replace('|', BAR)}`" if default else ""
+def _escaped(meaning: str) -> str:
+    """Escape what Markdown would take for HTML or for the next column."""
+    return meaning.replace("<", "&lt;").replace("|", r"\|")
 
 
 def with_section(readme: str, section: str) -> str:

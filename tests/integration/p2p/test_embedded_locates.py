@@ -14,9 +14,11 @@ from lmcache_core.lookup import LookupClient, StoreEvent
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import MissReason
 from lmcache_core.security import Principal
-from lmcache_core.storage.assembly import create_hot_tier, create_lower_tiers, create_surroundings
+from lmcache_core.storage.engine_spec import engine_spec
+from lmcache_core.storage.peer_group import PeerGroup
 from lmcache_core.storage.remote.rendezvous import ranked
 from lmcache_core.storage.remote.replicas import MAX_FURTHER_CHOICES
+from lmcache_core.storage.tiers import build_tiers
 from lmcache_core.testing.backend_suite import payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire import LmServer
@@ -80,15 +82,15 @@ async def test_lookup_tells_where_a_chunk_is(tmp_path: Path, is_announced: bool)
                 remote_url=url,
                 tier_timeout_s=10.0,
             )
-            around = create_surroundings(config)
-            hot = create_hot_tier(config, HostMemoryAllocator(1 << 20), around)
-            remote = create_lower_tiers(config, surroundings=around)[-1]
-            stack = around.make_stack(hot, [remote], keep_hot=False)
+            peers = PeerGroup(config)
+            tiers = build_tiers(engine_spec(config, HostMemoryAllocator(1 << 20), peers))
+            stack = tiers.stack(peers.announcer, keep_hot=False)
             await stack.open()
             exits.push_async_callback(stack.close)
-            exits.push_async_callback(around.close)
-            await around.open(stack)
-            [got] = await remote.batched_get([KEY], hot.allocate, 10.0)
+            exits.push_async_callback(peers.close)
+            await peers.open(stack, tiers.disk_files)
+            remote = tiers.lower[-1]
+            [got] = await remote.batched_get([KEY], tiers.hot.allocate, 10.0)
             assert payload_of(got) == (
                 make_payload("a") if is_announced else MissReason.NEVER_STORED
             )

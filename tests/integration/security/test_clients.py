@@ -10,14 +10,15 @@ import pytest
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.lookup import LookupClient
-from lmcache_core.memory import ArenaAllocator
+from lmcache_core.memory import ArenaAllocator, HostMemoryAllocator
 from lmcache_core.p2p import BrokerClient
 from lmcache_core.p2p.pool import PeerPool, peer_client
 from lmcache_core.record import Chunk, Result
 from lmcache_core.security import ClientTls, TokenFile
-from lmcache_core.storage.assembly import create_lower_tiers
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.engine_spec import engine_spec
 from lmcache_core.storage.remote import create_remote_backend
+from lmcache_core.storage.tiers import build_tiers
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire import ClientOptions, LmServer
 
@@ -73,16 +74,15 @@ async def test_the_remote_tier_of_an_embedded_engine(guarded: Guarded, tmp_path:
         "remote_tls_cert_file": str(guarded.pod.cert),
         "remote_tls_key_file": str(guarded.pod.key),
     }
-    (tier,) = create_lower_tiers(LMCacheEngineConfig.from_defaults(**options))
+    memory = HostMemoryAllocator(1 << 16)
+    spec = engine_spec(LMCacheEngineConfig.from_defaults(**options), memory)
+    (tier,) = build_tiers(spec).lower
     await tier.open()
     await there_and_back(tier, "embedded")
     await tier.close()
+    options["remote_tls_ca_file"] = str(tmp_path / "absent")
     with pytest.raises(ConfigError, match="absent"):
-        create_lower_tiers(
-            LMCacheEngineConfig.from_defaults(
-                **options | {"remote_tls_ca_file": str(tmp_path / "absent")}
-            )
-        )
+        engine_spec(LMCacheEngineConfig.from_defaults(**options), memory)
 
 
 async def test_a_host_that_is_a_name_is_what_the_certificate_has_to_name(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import pytest
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Miss, MissReason
 from lmcache_core.storage.codecs import create_codecs
+from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.remote import create_remote_backend
-from lmcache_core.storage.wrappers.encoded import EncodedBackend
 from lmcache_core.wire.capabilities import Accepts
 
 from tests.fixtures.compat import ABOUT, GET, LIST, PUT, compat_client, request_bytes

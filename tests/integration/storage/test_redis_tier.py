@@ -15,9 +15,9 @@ import redis
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.guard import Guard, GuardOptions
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.remote.redis import AHEAD_BYTES, BATCH_KEYS, RedisBackend
-from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 from tests.fixtures.redis_server import RedisServer, redis_executable, running_redis
@@ -77,8 +77,8 @@ async def test_frozen_and_thawed(server: RedisServer) -> None:
 
 async def test_a_breaker_bypasses_a_frozen_server_and_finds_it_again(server: RedisServer) -> None:
     inner = create_remote_backend(server.url, timeout_s=0.1)
-    backend = BreakerBackend(
-        inner, options=BreakerOptions(num_failures=2, cool_down_s=0.05, cool_down_cap_s=0.1)
+    backend = Guard(
+        inner, options=GuardOptions(num_failures=2, cool_down_s=0.05, cool_down_cap_s=0.1)
     )
     await works(backend)
     server.pause()
@@ -89,7 +89,7 @@ async def test_a_breaker_bypasses_a_frozen_server_and_finds_it_again(server: Red
     assert time.monotonic() - began < 0.05
     server.resume()
     async with asyncio.timeout(5):
-        while backend.is_open:
+        while backend.is_bypassed:
             await asyncio.sleep(0.02)
             await backend.batched_contains([make_key(1)])
     await works(backend)

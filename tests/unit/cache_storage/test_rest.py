@@ -12,7 +12,7 @@ import httpx
 import pytest
 from lmcache_core.lookup import InstanceReporter
 from lmcache_core.record import encode_head
-from lmcache_core.storage import LocalDiskBackend
+from lmcache_core.storage import DiskBackend
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from lmcache_storage.chunks.responses import SLICE_BYTES
 from lmcache_storage.storage import StorageNode
@@ -343,13 +343,13 @@ async def test_a_disk_that_comes_later_is_announced(
         assert await parts.stack.drain(5)
     volume.rename(tmp_path / "elsewhere")
     volume.write_text("what is mounted there is away")
-    monkeypatch.setattr("lmcache_core.storage.absent.FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr("lmcache_core.storage.reconnect.FIRST_RETRY_S", 0.02)
     num_announced: list[int] = []
     async with serving(
         disk_path=volume / "disk", disk_gb=0.01, lookup_url="http://127.0.0.1:1"
     ) as (_, parts):
         disk = parts.local_tiers[1]
-        assert isinstance(disk, LocalDiskBackend)
+        assert isinstance(disk, DiskBackend)
         monkeypatch.setattr(
             InstanceReporter, "announce_again", lambda _: num_announced.append(len(disk.held()))
         )

@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 import yaml
 from lmcache_broker.settings import BrokerSettings
+from lmcache_core.config import OPTIONS
 from lmcache_core.config.sources import CONFIG_FILE_ENV, IGNORED_ENV_NAMES
 from lmcache_ctl.settings import CONFIG_NAME, PREFIX, CtlSettings
 from lmcache_lookup.settings import LookupSettings
@@ -68,13 +69,7 @@ def known_variables() -> set[str]:
         for name in (*each.model_fields, "config")
     }
     ctl = {f"{PREFIX}{name}".upper() for name in (*CtlSettings.__struct_fields__, CONFIG_NAME)}
-    engine = set(
-        re.findall(
-            r"^\| `\w+`°? \| `(\w+)`",
-            (ROOT / "docs/configuration.md").read_text(encoding="utf-8"),
-            re.MULTILINE,
-        )
-    )
+    engine = {f"LMCACHE_{name}".upper() for name in OPTIONS}
     return {CONFIG_FILE_ENV, *IGNORED_ENV_NAMES} | services | ctl | engine
 
 

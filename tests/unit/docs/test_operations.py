@@ -1,4 +1,4 @@
-"""docs/operations.md and docs/protocols.md say of encodings what the code does."""
+"""docs/operations.md, metrics.md and protocols.md say of encodings what the code does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_metric_of_codecs_is_listed_and_none_that_is_not() -> None:
         for value in vars(telemetry).values()
         if isinstance(value, str) and CODEC_METRIC.fullmatch(value)
     }
-    assert set(CODEC_METRIC.findall((DOCS / "operations.md").read_text(encoding="utf-8"))) == known
+    assert set(CODEC_METRIC.findall((DOCS / "metrics.md").read_text(encoding="utf-8"))) == known
     shown = {name for name in DESCRIBED if CODEC_METRIC.fullmatch(name)}
     shown |= {family.name for family in CodecErrorCollector(dict).collect()}
     assert shown == known, "and every one of them is exported"

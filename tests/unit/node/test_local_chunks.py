@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, Miss, MissReason
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
@@ -24,8 +24,8 @@ def hot() -> LocalCPUBackend:
 
 
 @pytest.fixture
-async def disk(tmp_path: Path) -> AsyncIterator[LocalDiskBackend]:
-    backend = LocalDiskBackend(tmp_path, 1 << 20)
+async def disk(tmp_path: Path) -> AsyncIterator[DiskBackend]:
+    backend = DiskBackend(tmp_path, 1 << 20)
     await backend.open()
     yield backend
     await backend.close()
@@ -39,7 +39,7 @@ def put(hot: LocalCPUBackend, *names: object) -> None:
 
 
 async def test_memory_comes_before_the_disk_and_no_chunk_twice(
-    hot: LocalCPUBackend, disk: LocalDiskBackend
+    hot: LocalCPUBackend, disk: DiskBackend
 ) -> None:
     put(hot, "a", "b")
     for chunk in (
@@ -55,7 +55,7 @@ async def test_memory_comes_before_the_disk_and_no_chunk_twice(
 
 
 async def test_reading_the_disk_makes_no_room_in_memory(
-    hot: LocalCPUBackend, disk: LocalDiskBackend
+    hot: LocalCPUBackend, disk: DiskBackend
 ) -> None:
     put(hot, 0, 1, 2, 3)
     await disk.batched_put([make_chunk(name) for name in ("x", "y")])
@@ -73,7 +73,7 @@ async def test_reading_the_disk_makes_no_room_in_memory(
 
 
 async def test_a_disk_that_is_away_is_a_miss(hot: LocalCPUBackend, tmp_path: Path) -> None:
-    closed = LocalDiskBackend(tmp_path, 1 << 20)
+    closed = DiskBackend(tmp_path, 1 << 20)
     put(hot, "a")
     first, second = await local_chunks(hot, closed).read([make_key("a"), make_key("b")])
     assert isinstance(first, Chunk)

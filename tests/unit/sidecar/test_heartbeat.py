@@ -18,6 +18,7 @@ from lmcache_core.p2p.figures import MAX_COUNTED_PEERS
 from lmcache_core.p2p.pull_parts import PulledBytes
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_node.local_chunks import LocalChunks
@@ -25,7 +26,6 @@ from lmcache_sidecar import metrics
 from lmcache_sidecar.exclusive_chunks import MAX_SAMPLED_CHUNKS, ExclusiveBytes
 from lmcache_sidecar.heartbeat import heartbeat_figures
 from lmcache_sidecar.holders import Holders
-from lmcache_sidecar.tiers import SidecarTiers
 
 from tests.fixtures.local_chunks import local_chunks
 
@@ -146,7 +146,7 @@ def test_figures_are_the_sidecars_counters() -> None:
         counters.add(name, amount, label)
     pulled.add("b", 300)
     pulled.add("b", 200)
-    tiers = SidecarTiers(hot, (hot,), (), (), pulled=pulled)
+    tiers = TierSet(hot=hot, pulled=pulled)
     stats = hot.stats()
     assert heartbeat_figures(tiers, counters, None) == PeerFigures(
         9,

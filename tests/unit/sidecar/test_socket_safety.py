@@ -20,7 +20,7 @@ from lmcache_core.memory import MemoryObj
 from lmcache_core.record import Extension, encode_head, payload_digest, raw_header
 from lmcache_core.sidecar import SidecarConnection
 from lmcache_core.sidecar import messages as m
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_sidecar.arena import UnrecordedExtents
 from lmcache_sidecar.socket import server as server_module
 
@@ -30,7 +30,7 @@ from tests.fixtures.sidecar import TIMEOUT_S, RunningSocket, engine_at, running_
 HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "org/model", "layout")
 
 
-class SlowDisk(LocalDiskBackend):
+class SlowDisk(DiskBackend):
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         await asyncio.sleep(60)
         return [True] * len(keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import UnavailableError
-from lmcache_core.storage import LocalDiskBackend
+from lmcache_core.storage import DiskBackend
 from lmcache_servicekit.health import HealthRegistry
 
 from lmcache_storage.problems import DrainingError
@@ -43,7 +43,7 @@ def add_health_checks(storage: StorageNode) -> None:
     health.add("stores", stores)
     health.add("arena", arena)
     for tier in storage.local_tiers:
-        if isinstance(tier, LocalDiskBackend):
+        if isinstance(tier, DiskBackend):
             _add_disk_check(health, tier)
     if storage.bucket is not None:
         _add_bucket_check(health, storage.bucket)
@@ -53,7 +53,7 @@ def add_health_checks(storage: StorageNode) -> None:
         health.add("broker", broker, required=False)
 
 
-def _add_disk_check(health: HealthRegistry, disk: LocalDiskBackend) -> None:
+def _add_disk_check(health: HealthRegistry, disk: DiskBackend) -> None:
     async def takes_writes() -> str:
         figures = disk.stats()
         if figures["is_failing"]:

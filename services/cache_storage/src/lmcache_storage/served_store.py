@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Result
-from lmcache_core.storage import LocalDiskBackend
-from lmcache_core.storage.served_door import ServedDoor, WrappedStore
+from lmcache_core.storage import DiskBackend
+from lmcache_core.storage.client_view import ClientView, WrappedStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import AdaptsToClients, ServedStore
@@ -98,10 +98,10 @@ class HandoverStore(CountedStore, AdaptsToClients, TakesHandovers):
 
     def __init__(
         self,
-        view: ServedDoor,
+        view: ClientView,
         counters: Counters,
         stack: TierStack,
-        disk: LocalDiskBackend | None,
+        disk: DiskBackend | None,
         departures: Departures,
         takes_chunks: Callable[[], bool],
     ) -> None:

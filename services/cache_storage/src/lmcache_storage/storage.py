@@ -13,21 +13,13 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import PeerFigures
-from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
-from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.client_view import ClientView
+from lmcache_core.storage.guard import GuardOptions
 from lmcache_core.storage.local_store import LocalStore
-from lmcache_core.storage.served_door import ServedDoor
-from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.wrappers import (
-    BreakerBackend,
-    BreakerOptions,
-    LoggedBackend,
-    MeteredBackend,
-    TracedBackend,
-)
+from lmcache_core.storage.tiers import HotSpec, TierSet, TiersSpec, build_tiers
 from lmcache_core.wire import LmServer, ServerLimits
 from lmcache_node.local_chunks import LocalChunks
-from lmcache_node.node import Node
+from lmcache_node.node import Node, disk_spec
 from lmcache_servicekit.audit import handover_audit
 from lmcache_servicekit.listening import naming_listener
 from lmcache_servicekit.state import ServiceState, service_state
@@ -72,7 +64,7 @@ class StorageNode(Node[StorageSettings]):
     bucket: S3Backend | None
     limits: ServerLimits
     store: HandoverStore
-    near: ServedDoor
+    near: ClientView
     servers: OtherServers | None
 
     def __init__(self, state: ServiceState) -> None:
@@ -84,25 +76,22 @@ class StorageNode(Node[StorageSettings]):
     async def open(self) -> None:
         settings = self.settings
         await self.open_clients()
-        hot, disk = await self._make_tiers()
-        below = None if disk is None else BreakerBackend(TracedBackend(MeteredBackend(disk)))
         self.bucket = create_s3_backend(settings)
-        further = (
-            None
-            if self.bucket is None
-            else BreakerBackend(
-                TracedBackend(LoggedBackend(MeteredBackend(self.bucket))),
-                options=BreakerOptions(timeout_s=BUCKET_CALLS * settings.s3_timeout_s),
-            )
-        )
-        slower = [tier for tier in (below, further) if tier is not None]
         pending_bytes = {S3_TIER: settings.memory_bytes // PENDING_S3_SHARE}
-        stack = TierStack(hot, slower, listener=self.announcer, pending_bytes=pending_bytes)
-        local = (hot,) if disk is None else (hot, disk)
-        await self.open_tiers(stack, local, DESCRIBED, settings.drain_timeout_s)
+        await self.open_tiers(
+            await self._make_tiers(),
+            DESCRIBED,
+            pending_bytes=pending_bytes,
+            drain_s=settings.drain_timeout_s,
+        )
+        tiers, stack = self.tiers, self.stack
         # LMCache clients know one server, and would not find their values at another.
         chunks = LocalChunks(
-            hot, disk, below, settings.tier_timeout_s, lambda key: not is_foreign(key)
+            tiers.hot,
+            tiers.disk_files,
+            tiers.guarded_disk,
+            settings.tier_timeout_s,
+            lambda key: not is_foreign(key),
         )
         members = create_members(settings, self.broker, self.token, self.tls)
         self.servers = mover = None
@@ -113,12 +102,12 @@ class StorageNode(Node[StorageSettings]):
         departures, timeout_s = Departures(), settings.tier_timeout_s
         whole = LocalStore(stack, self.takes_chunks, timeout_s, tiers=None)
         near = LocalStore(stack, self.takes_chunks, timeout_s)
-        self.near = ServedDoor(KeepingStore(near, departures))
+        self.near = ClientView(KeepingStore(near, departures))
         self.store = HandoverStore(
-            ServedDoor(KeepingStore(whole, departures)),
+            ClientView(KeepingStore(whole, departures)),
             self.counters,
             stack,
-            disk,
+            tiers.disk_files,
             departures,
             self.takes_chunks,
         )
@@ -176,7 +165,7 @@ class StorageNode(Node[StorageSettings]):
         ordered = sorted(found.items(), key=lambda item: item[0].key.canonical())
         return [(key, num_bytes, names) for key, (num_bytes, names) in ordered]
 
-    async def _make_tiers(self) -> tuple[LocalCPUBackend, LocalDiskBackend | None]:
+    async def _make_tiers(self) -> TierSet:
         settings = self.settings
         try:
             arena = await asyncio.to_thread(ArenaAllocator.anonymous, settings.memory_bytes)
@@ -185,21 +174,16 @@ class StorageNode(Node[StorageSettings]):
                 f"memory_gb={settings.memory_gb}: {exc.strerror}; lower it or give the container"
                 " more memory"
             ) from exc
-        hot = LocalCPUBackend(
-            arena,
-            create_policy(settings.eviction_policy),
-            self.announcer.removed_from(LocalCPUBackend.name),
-            limits=settings.memory_limits,
-        )
-        if settings.disk_path is None:
-            return hot, None
-        return hot, LocalDiskBackend(
-            settings.disk_path,
-            settings.disk_bytes,
-            create_policy(settings.eviction_policy),
-            self.announcer.removed_from(LocalDiskBackend.name),
-            settings.disk_fsync,
-            limits=settings.disk_limits,
+        return build_tiers(
+            TiersSpec(
+                hot=HotSpec(memory=arena, limits=settings.memory_limits),
+                disk=disk_spec(settings),
+                further=self.bucket,
+                policy=settings.eviction_policy,
+                is_priced=False,  # a caller of this server cannot compute anything here
+                guards={S3_TIER: GuardOptions(timeout_s=BUCKET_CALLS * settings.s3_timeout_s)},
+                removed_from=self.announcer.removed_from,
+            )
         )
 
     async def _open_compat(self, grace_s: float) -> None:

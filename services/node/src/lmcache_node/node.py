@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Generic, Literal, Protocol, Self, TypeVar
 
 from lmcache_core.concurrency import TaskSupervisor
@@ -21,10 +21,11 @@ from lmcache_core.p2p import (
     distributed_url_of,
 )
 from lmcache_core.p2p.figures import tier_figures
-from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
+from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.tiers import DiskSpec, TierSet
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import LmServer
 from lmcache_servicekit.listening import naming_listener
@@ -37,8 +38,6 @@ from lmcache_node.settings import NodeSettings
 
 CLIENT_TIMEOUT_S = 1.0
 PIN_CHECK_S = 1.0
-
-LocalTier = LocalCPUBackend | LocalDiskBackend
 
 
 class Part(Protocol):
@@ -81,8 +80,9 @@ class Node(ABC, Generic[S]):
         counters: What was asked for and what became of it.
         tasks: Owns background work; ends before the tiers are closed.
         announcer: Tells lookup what tiers gain and lose.
-        stack: All tiers.
-        local_tiers: Those that keep chunks in this process.
+        tiers: All tiers, by what they are.
+        stack: The same as one.
+        local_tiers: Those that keep chunks in this process, bare.
         pins: What operators keep in memory.
         drain: The way to the end.
         lm_server: Serves lm://.
@@ -92,8 +92,9 @@ class Node(ABC, Generic[S]):
         started_at: On the monotonic clock.
     """
 
+    tiers: TierSet
     stack: TierStack
-    local_tiers: tuple[LocalTier, ...]
+    local_tiers: tuple[LocalCPUBackend | DiskBackend, ...]
     pins: PinBoard
     drain: NodeDrain
     lm_server: LmServer
@@ -161,20 +162,22 @@ class Node(ABC, Generic[S]):
 
     async def open_tiers(
         self,
-        stack: TierStack,
-        local_tiers: Sequence[LocalTier],
+        tiers: TierSet,
         described: Mapping[str, Described],
+        *,
+        pending_bytes: Mapping[str, int] = MappingProxyType({}),
         drain_s: float = 0.0,
     ) -> None:
         """Open the tiers and show their figures.
 
         Args:
-            stack: All tiers.
-            local_tiers: Those that keep chunks in this process, bare.
+            tiers: Not opened.
             described: What the counters of this service mean.
-            drain_s: How long pending writes may take when the stack is closed.
+            pending_bytes: As of `TierStack`.
+            drain_s: How long pending writes may take when the tiers are closed.
         """
-        self.stack, self.local_tiers = stack, tuple(local_tiers)
+        self.tiers, self.local_tiers = tiers, tiers.local
+        self.stack = stack = tiers.stack(self.announcer, pending_bytes=pending_bytes)
         self.exits.push_async_callback(stack.close, drain_s)
         await stack.open()
         self.state.registry.register(CounterCollector(self.counters, described))
@@ -232,7 +235,7 @@ class Node(ABC, Generic[S]):
             self.announcer.connect(self.reporter, self.local_tiers)
             await self.opened(self.reporter)
             for tier in self.local_tiers:
-                if isinstance(tier, LocalDiskBackend):
+                if isinstance(tier, DiskBackend):
                     self.tasks.start("announce-disk", self.announcer.announce_when_loaded(tier))
         if self.broker is not None:
             peer = Peer(
@@ -283,3 +286,16 @@ class Node(ABC, Generic[S]):
         self.pins.close()
         if self.registration is not None:
             self.registration.drain()
+
+
+def disk_spec(settings: NodeSettings, serde: str | None = None) -> DiskSpec | None:
+    """Describe the disk tier that the settings name; None where they name none."""
+    if settings.disk_path is None:
+        return None
+    return DiskSpec(
+        path=settings.disk_path,
+        capacity_bytes=settings.disk_bytes,
+        limits=settings.disk_limits,
+        fsync=settings.disk_fsync,
+        serde=serde,
+    )

@@ -13,9 +13,9 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import Holder
 from lmcache_core.record import Miss, MissReason
 from lmcache_core.storage.peer import PEER_TIER
+from lmcache_core.storage.tiers import TierSet
 
 from lmcache_sidecar.holders import Holders
-from lmcache_sidecar.tiers import SidecarTiers
 
 MAX_QUESTIONS = 64
 """To lookup, for the chunks of one rank and group."""
@@ -78,13 +78,13 @@ class Explainer:
 
     def __init__(
         self,
-        tiers: SidecarTiers,
+        tiers: TierSet,
         holders: Holders | None,
         timeout_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._hot = tiers.hot
-        self._listed = tiers.listed
+        self._listed = tiers.disk_files
         self._disk = tiers.disk
         self._remote = tiers.remote
         self._holders = holders

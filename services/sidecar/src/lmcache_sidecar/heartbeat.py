@@ -6,10 +6,10 @@ import os
 
 from lmcache_core.p2p import PeerFigures
 from lmcache_core.p2p.figures import MAX_COUNT, MAX_COUNTED_PEERS, bounded, tier_figures
+from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
 
 from lmcache_sidecar import metrics
-from lmcache_sidecar.tiers import SidecarTiers
 
 
 def machine_load() -> float:
@@ -20,7 +20,7 @@ def machine_load() -> float:
 
 
 def heartbeat_figures(
-    tiers: SidecarTiers, counters: Counters, exclusive_bytes: int | None
+    tiers: TierSet, counters: Counters, exclusive_bytes: int | None
 ) -> PeerFigures:
     """Read the figures of this moment from the sidecar's counters, so that the broker shows what
     `/metrics` shows.

@@ -18,7 +18,7 @@ from lmcache_core.memory import SharedArena
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.storage.local_store import LOCAL_TIERS
-from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.tiers import HotSpec
 from lmcache_node.collectors import CodecErrorCollector
 from lmcache_node.local_chunks import LocalChunks
 from lmcache_node.node import Node
@@ -41,7 +41,7 @@ from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.peer_server import create_peer_server
 from lmcache_sidecar.settings import SidecarSettings, make_default_directories
 from lmcache_sidecar.socket import SessionContext, SocketServer
-from lmcache_sidecar.tiers import SidecarTiers, TierMaker
+from lmcache_sidecar.tiers import build_sidecar_tiers
 
 logger = logging.getLogger(__name__)
 wait_before_retry = asyncio.sleep
@@ -54,13 +54,11 @@ class SidecarNode(Node[SidecarSettings]):
 
     Attributes:
         arena_owner: The shared memory, and what of it outlives this process.
-        tiers: All tiers, by what they are.
         socket_server: Serves the engines of the pod.
         explainer: Tells where chunks are.
     """
 
     arena_owner: ArenaOwner
-    tiers: SidecarTiers
     socket_server: SocketServer
     explainer: Explainer
 
@@ -81,19 +79,17 @@ class SidecarNode(Node[SidecarSettings]):
         serdes = [settings.disk_serde, settings.remote_serde, settings.peer_serde]
         # Codecs compile when they open, so that nothing is compiled while a request waits.
         codecs = await self.opened(create_codecs(serdes, counters=self.counters))
-        maker = TierMaker(settings, self.announcer, codecs, self.token, self.tls)
         owner = self.arena_owner
-        self.tiers = maker.make(owner.allocator, owner.on_kept, self.lookup, self.broker)
-        await self.open_tiers(
-            TierStack(
-                self.tiers.hot,
-                self.tiers.lower,
-                written=self.tiers.written,
-                listener=self.announcer,
-            ),
-            self.tiers.local,
-            DESCRIBED,
+        tiers = build_sidecar_tiers(
+            settings,
+            HotSpec(memory=owner.allocator, limits=settings.memory_limits, on_kept=owner.on_kept),
+            codecs,
+            self.announcer,
+            self.token,
+            self.tls,
+            None if self.lookup is None or self.broker is None else (self.lookup, self.broker),
         )
+        await self.open_tiers(tiers, DESCRIBED)
         self.state.registry.register(CodecErrorCollector(codecs.figures.errors))
         self.exits.callback(owner.seal)  # before the tiers are emptied
         context = SessionContext(
@@ -116,7 +112,7 @@ class SidecarNode(Node[SidecarSettings]):
         # Other tenants' chunks on a disk would arrive elsewhere under this tenant's name.
         chunks = LocalChunks(
             self.tiers.hot,
-            self.tiers.listed,
+            self.tiers.disk_files,
             self.tiers.disk,
             settings.tier_timeout_s,
             lambda key: key.tenant == settings.tenant,

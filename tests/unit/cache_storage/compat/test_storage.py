@@ -8,7 +8,7 @@ import asyncio
 from pathlib import Path
 
 from lmcache_core.keys import CacheEngineKey
-from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
+from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.testing.chunks import make_key, make_record
 from lmcache_storage.app import create_app
 from lmcache_storage.settings import StorageSettings
@@ -128,7 +128,7 @@ async def test_values_stay_at_the_server_where_their_client_looks_for_them(tmp_p
         assert len(listed.json()["chunks"]) == 2
         hot, disk_tier = parts.local_tiers
         assert isinstance(hot, LocalCPUBackend)
-        assert isinstance(disk_tier, LocalDiskBackend)
+        assert isinstance(disk_tier, DiskBackend)
         moving = parts.drain._handover._chunks  # type: ignore[attr-defined]
         assert [key for key, _ in moving.hottest_first()] == [make_key("a")]
         hot.clear_now()

@@ -34,12 +34,10 @@ def test_every_option_has_its_row(name):
     (row,) = [
         line
         for line in reference().splitlines()
-        if line.startswith((f"| `{name}` | `LMCACHE_", f"| `{name}`° | `LMCACHE_"))
+        if line.startswith((f"| `{name}` |", f"| `{name}`° |")) and line.count(" | ") == 3
     ]
     cells = [cell.strip() for cell in row.strip("|").split(" | ")]
-    assert len(cells) == 7
-    assert cells[1] == f"`LMCACHE_{name.upper()}`"
-    assert cells[6].startswith(OPTIONS[name].about.meaning[:20])
+    assert cells[3].startswith(OPTIONS[name].about.meaning[:20])
     assert cells[0].endswith("°") is not OPTIONS[name].documented
 
 

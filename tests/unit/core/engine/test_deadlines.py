@@ -17,11 +17,11 @@ from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.cost import MIN_OBSERVATIONS
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
+from lmcache_core.storage.guard import Guard
 from lmcache_core.storage.manager import MARGIN_S
 from lmcache_core.storage.stack import GRACE_S
-from lmcache_core.storage.wrappers.base import WrapperBackend
-from lmcache_core.storage.wrappers.priced import PricedBackend
+from lmcache_core.testing.faults import ForwardingBackend
 
 from tests.fixtures.embedded import Embedded, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
@@ -34,7 +34,7 @@ NOISE_S = 0.6
 LONG_S = 30.0
 
 
-class Moody(WrapperBackend):
+class Moody(ForwardingBackend):
     """A tier that hangs, blocks everybody, or takes its time, when told; and counts its reads."""
 
     def __init__(self, backend: StorageBackend) -> None:
@@ -163,8 +163,8 @@ def test_what_comes_in_time_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     opened = DiskFiles.open
     with moody_engine(tmp_path, 0.05) as cache:
         store_cold(cache)
-        disk = cache.lower(LocalDiskBackend)
-        assert isinstance(disk, LocalDiskBackend)
+        disk = cache.lower(DiskBackend)
+        assert isinstance(disk, DiskBackend)
         stuck = disk._layout.record(ChunkKey(DEFAULT_TENANT, cache.keys(TOKENS)[2]))
 
         def slow(self: DiskFiles, path: Path) -> int:
@@ -188,7 +188,7 @@ def test_a_tier_slower_than_computing_is_soon_not_waited_for(tmp_path: Path) -> 
     ) as cache:
         store_cold(cache)
         (priced,) = cache.stack.lower
-        assert isinstance(priced, PricedBackend)
+        assert isinstance(priced, Guard)
         moody = priced._backend = Moody(priced.wrapped)
         moody.delay_s = LONG_S
         for _ in range(MIN_OBSERVATIONS):

@@ -20,7 +20,7 @@ from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import Allocate, Result
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
 from lmcache_core.token_database import ChunkedTokenDatabase
 
@@ -87,10 +87,10 @@ def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
     engine.open()
     engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
     engine.close()
-    read = LocalDiskBackend.batched_get
+    read = DiskBackend.batched_get
 
     async def blocked(
-        self: LocalDiskBackend,
+        self: DiskBackend,
         keys: Sequence[ChunkKey],
         allocate: Allocate,
         timeout_s: float | None = None,
@@ -99,7 +99,7 @@ def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
         time.sleep(1.0)
         return results
 
-    monkeypatch.setattr(LocalDiskBackend, "batched_get", blocked)
+    monkeypatch.setattr(DiskBackend, "batched_get", blocked)
     engine = build(allocator, **disk_options(tmp_path))
     engine.open()
     begin = time.monotonic()
@@ -114,7 +114,7 @@ def test_a_disk_that_hangs_is_soon_left_alone(
     allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def hang(
-        self: LocalDiskBackend,
+        self: DiskBackend,
         keys: Sequence[ChunkKey],
         allocate: Allocate,
         timeout_s: float | None = None,
@@ -122,7 +122,7 @@ def test_a_disk_that_hangs_is_soon_left_alone(
         await asyncio.sleep(60)
         return []
 
-    monkeypatch.setattr(LocalDiskBackend, "batched_get", hang)
+    monkeypatch.setattr(DiskBackend, "batched_get", hang)
     engine = build(allocator, **disk_options(tmp_path))
     engine.open()
     lasted = []
@@ -140,10 +140,10 @@ def test_prefetches_are_bounded(
     allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    read = LocalDiskBackend.batched_get
+    read = DiskBackend.batched_get
 
     async def counted(
-        self: LocalDiskBackend,
+        self: DiskBackend,
         keys: Sequence[ChunkKey],
         allocate: Allocate,
         timeout_s: float | None = None,
@@ -151,7 +151,7 @@ def test_prefetches_are_bounded(
         asked.append(len(keys))
         return await read(self, keys, allocate)
 
-    monkeypatch.setattr(LocalDiskBackend, "batched_get", counted)
+    monkeypatch.setattr(DiskBackend, "batched_get", counted)
     engine = build(allocator, **disk_options(tmp_path))
     engine.open()
     gate = threading.Event()

@@ -16,8 +16,8 @@ from lmcache_core.errors import LayoutError, LMCacheError, UnavailableError
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.storage.wrappers.base import WrapperBackend
 from lmcache_core.telemetry import FAILED_CALLS_TOTAL, Counters
+from lmcache_core.testing.faults import ForwardingBackend
 from lmcache_core.token_database import ChunkedTokenDatabase
 
 from tests.fixtures.embedded import Embedded, embedded_engine
@@ -213,7 +213,7 @@ def test_a_broken_store(method: str, error_handling: bool, monkeypatch: pytest.M
 def test_a_bug_of_a_tier_is_never_taken_for_a_wrong_argument(
     error_handling: bool, tmp_path: Path
 ) -> None:
-    class Broken(WrapperBackend):
+    class Broken(ForwardingBackend):
         async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
             return [bool(int("no number"))]
 

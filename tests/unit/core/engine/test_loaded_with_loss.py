@@ -8,7 +8,7 @@ import pytest
 import torch
 from lmcache_core.engine import loaded_with_loss
 from lmcache_core.engine.loaded_with_loss import LoadedWithLoss
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.testing.chunks import make_key
 
 from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine
@@ -54,7 +54,7 @@ def test_loss_does_not_lose_its_mark_in_the_serving_engine(tmp_path: Path) -> No
         embedded.forget_hot()  # and then the engine stores its whole prompt
         embedded.engine.store(TOKENS, kvcaches=kv)
         embedded.drain()
-        assert embedded.lower(LocalDiskBackend).stats()["num_chunks"] == 0, (
+        assert embedded.lower(DiskBackend).stats()["num_chunks"] == 0, (
             "this disk has what has no loss"
         )
     with embedded_engine(disk, **PATIENT) as embedded:

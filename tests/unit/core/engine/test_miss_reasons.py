@@ -25,14 +25,14 @@ from lmcache_core.record import (
     encode_head,
     payload_digest,
 )
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import TierLimits, create_policy
+from lmcache_core.storage.guard import Guard
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.wrappers import BreakerBackend
-from lmcache_core.storage.wrappers.base import WrapperBackend
 from lmcache_core.telemetry import RETRIEVED_CHUNKS_TOTAL
 from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_core.testing.faults import ForwardingBackend
 
 from tests.fixtures.embedded import PATIENCE_S, Embedded, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
@@ -62,8 +62,8 @@ def store(cache: Embedded, tokens: torch.Tensor = TOKENS) -> None:
 
 
 def record_path(cache: Embedded, key: CacheEngineKey) -> Path:
-    disk = cache.lower(LocalDiskBackend)
-    assert isinstance(disk, LocalDiskBackend)
+    disk = cache.lower(DiskBackend)
+    assert isinstance(disk, DiskBackend)
     return disk._layout.record(ChunkKey(DEFAULT_TENANT, key))
 
 
@@ -82,7 +82,7 @@ def put_on_disk(cache: Embedded, key: CacheEngineKey, tensor: TensorSpec) -> Non
     chunk.release()
 
 
-class Moody(WrapperBackend):
+class Moody(ForwardingBackend):
     """Inside the breaker: away, or lost in thought, when told."""
 
     is_away = False
@@ -99,8 +99,8 @@ class Moody(WrapperBackend):
 
 def moody_of(cache: Embedded) -> Moody:
     """Put a moody tier between the breaker and the disk."""
-    breaker = cache.lower(BreakerBackend)
-    assert isinstance(breaker, BreakerBackend)
+    breaker = cache.lower(Guard)
+    assert isinstance(breaker, Guard)
     moody = Moody(breaker.wrapped)
     breaker._backend = moody
     return moody

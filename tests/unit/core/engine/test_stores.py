@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.storage import StorageManager
-from lmcache_core.storage.assembly import create_lower_tiers
-from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.wrappers import BreakerBackend, WrapperBackend
+from lmcache_core.storage.engine_spec import engine_spec
+from lmcache_core.storage.guard import Guard
+from lmcache_core.storage.tiers import build_tiers
 from lmcache_core.telemetry import Counters
 
 from tests.fixtures.kv import make_config, make_metadata
@@ -33,22 +32,13 @@ def test_the_config_chooses_once() -> None:
         create_chunk_store(make_config(), make_metadata(), None, Counters())
 
 
-def layers_of(tier: StorageBackend) -> Iterator[StorageBackend]:
-    yield tier
-    while isinstance(tier, WrapperBackend):
-        tier = tier.wrapped
-        yield tier
-
-
-def test_every_slower_tier_has_a_breaker(tmp_path: Path) -> None:
+def test_every_slower_tier_has_a_guard(tmp_path: Path) -> None:
     config = make_config(
         local_disk=f"file://{tmp_path}/", max_local_disk_size=0.01, remote_url="lm://localhost:1"
     )
-    tiers = create_lower_tiers(config)
+    tiers = build_tiers(engine_spec(config, HostMemoryAllocator(1 << 16))).lower
     assert [tier.name for tier in tiers] == ["LocalDiskBackend", "RemoteBackend"]
-    assert all(
-        any(isinstance(layer, BreakerBackend) for layer in layers_of(tier)) for tier in tiers
-    )
+    assert all(isinstance(tier, Guard) for tier in tiers)
 
 
 @pytest.mark.parametrize(

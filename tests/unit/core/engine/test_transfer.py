@@ -20,13 +20,13 @@ from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskFiles
 from lmcache_core.storage.manager import MARGIN_S
-from lmcache_core.storage.wrappers.base import WrapperBackend
 from lmcache_core.telemetry import (
     RETRIEVED_TOKENS_TOTAL,
     STORED_BYTES_TOTAL,
     STORED_CHUNKS_TOTAL,
     UNSTORED_CHUNKS_TOTAL,
 )
+from lmcache_core.testing.faults import ForwardingBackend
 
 from tests.fixtures.embedded import Embedded, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
@@ -245,7 +245,7 @@ def test_close_abandons_what_takes_too_long(
         assert cache.engine.lookup(TOKENS) == 0
 
 
-class Lingering(WrapperBackend):
+class Lingering(ForwardingBackend):
     """Its reads end when it has been closed; its close may last."""
 
     def __init__(self, backend: StorageBackend, close_s: float = 0.0) -> None:

@@ -10,8 +10,12 @@ import sys
 import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_core.serde import cachegen
-from lmcache_core.serde.cachegen import CacheGenConfig, QuantizationSpec
-from lmcache_core.serde.cachegen.config import MAX_LAYERS, MAX_MODEL_CONFIG_BYTES
+from lmcache_core.serde.cachegen import (
+    MAX_LAYERS,
+    MAX_MODEL_CONFIG_BYTES,
+    CacheGenConfig,
+    QuantizationSpec,
+)
 
 DOCUMENTED = {
     "mistralai/Mistral-7B-Instruct-v0.2": 32,

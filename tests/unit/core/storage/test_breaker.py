@@ -13,11 +13,11 @@ from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions
+from lmcache_core.storage.guard import Guard, GuardOptions
 from lmcache_core.testing.chunks import make_chunk, make_key
 
 KEYS = [make_key(1), make_key(2)]
-OPTIONS = BreakerOptions(num_failures=3, cool_down_s=1.0, cool_down_cap_s=4.0, slow_call_s=0.5)
+OPTIONS = GuardOptions(num_failures=3, cool_down_s=1.0, cool_down_cap_s=4.0, slow_call_s=0.5)
 
 
 class Clock:
@@ -91,18 +91,18 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def breaker(inner: Moody, clock: Clock) -> BreakerBackend:
-    return BreakerBackend(inner, clock, OPTIONS)
+def breaker(inner: Moody, clock: Clock) -> Guard:
+    return Guard(inner, OPTIONS, clock=clock)
 
 
-async def trip(breaker: BreakerBackend, inner: Moody) -> None:
+async def trip(breaker: Guard, inner: Moody) -> None:
     inner.error = UnavailableError("gone")
     for _ in range(OPTIONS.num_failures):
         await breaker.batched_contains(KEYS)
-    assert breaker.is_open
+    assert breaker.is_bypassed
 
 
-async def test_while_all_is_well_it_is_not_there(breaker: BreakerBackend, inner: Moody) -> None:
+async def test_while_all_is_well_it_is_not_there(breaker: Guard, inner: Moody) -> None:
     await breaker.open()
     assert breaker.name == "Moody"
     assert await breaker.batched_contains(KEYS) == [True, True]
@@ -110,19 +110,22 @@ async def test_while_all_is_well_it_is_not_there(breaker: BreakerBackend, inner:
     assert await breaker.batched_put([make_chunk(1)]) == [True]
     assert await breaker.batched_remove(KEYS) == 2
     assert await breaker.clear() == 7
-    assert breaker.stats() == {"num_chunks": 5, "breaker_open": 0, "breaker_openings": 0}
+    assert (
+        breaker.stats().items()
+        >= {"num_chunks": 5, "breaker_open": 0, "breaker_openings": 0}.items()
+    )
     await breaker.close()
 
 
 @pytest.mark.parametrize("error", [UnavailableError("gone"), TimeoutError()])
-async def test_failures_are_misses(breaker: BreakerBackend, inner: Moody, error: Exception) -> None:
+async def test_failures_are_misses(breaker: Guard, inner: Moody, error: Exception) -> None:
     inner.error = error
     assert await breaker.batched_get(KEYS, plain) == [Miss(MissReason.UNAVAILABLE)] * 2
     assert await breaker.batched_contains(KEYS) == [False, False]
-    assert breaker.is_open is False
+    assert breaker.is_bypassed is False
 
 
-async def test_open_it_answers_at_once(breaker: BreakerBackend, inner: Moody) -> None:
+async def test_open_it_answers_at_once(breaker: Guard, inner: Moody) -> None:
     await trip(breaker, inner)
     num_calls = inner.num_calls
     assert await breaker.batched_get(KEYS, plain) == [Miss(MissReason.BREAKER_OPEN)] * 2
@@ -134,28 +137,28 @@ async def test_open_it_answers_at_once(breaker: BreakerBackend, inner: Moody) ->
     assert breaker.stats()["breaker_open"] == 1
 
 
-async def test_only_failures_in_a_row_count(breaker: BreakerBackend, inner: Moody) -> None:
+async def test_only_failures_in_a_row_count(breaker: Guard, inner: Moody) -> None:
     for _ in range(10):
         inner.error = UnavailableError("gone")
         for _ in range(OPTIONS.num_failures - 1):
             await breaker.batched_contains(KEYS)
         inner.error = None
         await breaker.batched_contains(KEYS)
-    assert not breaker.is_open
+    assert not breaker.is_bypassed
 
 
-async def test_a_probe_closes_it(breaker: BreakerBackend, inner: Moody, clock: Clock) -> None:
+async def test_a_probe_closes_it(breaker: Guard, inner: Moody, clock: Clock) -> None:
     await trip(breaker, inner)
     inner.error = None
     clock.now += 0.99
     assert await breaker.batched_contains(KEYS) == [False, False]
     clock.now += 0.01
     assert await breaker.batched_contains(KEYS) == [True, True]
-    assert not breaker.is_open
+    assert not breaker.is_bypassed
 
 
 async def test_cool_downs_grow_to_their_cap_and_begin_anew(
-    breaker: BreakerBackend, inner: Moody, clock: Clock
+    breaker: Guard, inner: Moody, clock: Clock
 ) -> None:
     await trip(breaker, inner)
     for wait_s in (1.0, 2.0, 4.0, 4.0, 4.0):
@@ -177,7 +180,7 @@ async def test_cool_downs_grow_to_their_cap_and_begin_anew(
     assert breaker.stats()["breaker_openings"] == 2
 
 
-async def test_one_probe_at_a_time(breaker: BreakerBackend, inner: Moody, clock: Clock) -> None:
+async def test_one_probe_at_a_time(breaker: Guard, inner: Moody, clock: Clock) -> None:
     await trip(breaker, inner)
     inner.error, inner.gate = None, asyncio.Event()
     clock.now += 1.01
@@ -187,20 +190,20 @@ async def test_one_probe_at_a_time(breaker: BreakerBackend, inner: Moody, clock:
     assert inner.num_calls == num_calls + 1
     inner.gate.set()
     assert sorted(await asyncio.gather(*calls)) == [[False, False]] * 4 + [[True, True]]
-    assert not breaker.is_open
+    assert not breaker.is_bypassed
 
 
 @pytest.mark.parametrize("reason", [MissReason.DEADLINE, MissReason.UNAVAILABLE])
 async def test_misses_for_want_of_the_tier_count(
-    breaker: BreakerBackend, inner: Moody, reason: MissReason
+    breaker: Guard, inner: Moody, reason: MissReason
 ) -> None:
     inner.results = [Miss(MissReason.NEVER_STORED), Miss(reason)]
     for _ in range(OPTIONS.num_failures):
         assert await breaker.batched_get(KEYS, plain) == inner.results
-    assert breaker.is_open
+    assert breaker.is_bypassed
 
 
-async def test_ordinary_misses_do_not(breaker: BreakerBackend, inner: Moody) -> None:
+async def test_ordinary_misses_do_not(breaker: Guard, inner: Moody) -> None:
     kinds: list[list[Result]] = [
         [Miss(MissReason.CORRUPT)] * 2,
         [Miss(MissReason.NEVER_STORED)] * 2,
@@ -210,12 +213,12 @@ async def test_ordinary_misses_do_not(breaker: BreakerBackend, inner: Moody) -> 
         inner.results = results
         for _ in range(10):
             await breaker.batched_get(KEYS, plain)
-    assert not breaker.is_open
+    assert not breaker.is_bypassed
 
 
 @pytest.mark.parametrize(("lasted_s", "opens"), [(0.4, False), (0.6, True)])
 async def test_a_call_given_up_counts_when_it_was_slow(
-    breaker: BreakerBackend, inner: Moody, clock: Clock, lasted_s: float, opens: bool
+    breaker: Guard, inner: Moody, clock: Clock, lasted_s: float, opens: bool
 ) -> None:
     inner.gate = asyncio.Event()
     for _ in range(OPTIONS.num_failures):
@@ -225,11 +228,11 @@ async def test_a_call_given_up_counts_when_it_was_slow(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert breaker.is_open is opens
+    assert breaker.is_bypassed is opens
 
 
 async def test_a_probe_given_up_early_leaves_its_place(
-    breaker: BreakerBackend, inner: Moody, clock: Clock
+    breaker: Guard, inner: Moody, clock: Clock
 ) -> None:
     await trip(breaker, inner)
     inner.error, inner.gate = None, asyncio.Event()
@@ -242,7 +245,7 @@ async def test_a_probe_given_up_early_leaves_its_place(
     assert await breaker.batched_contains(KEYS) == [True, True]
 
 
-async def test_a_bug_is_not_hidden(breaker: BreakerBackend, inner: Moody, clock: Clock) -> None:
+async def test_a_bug_is_not_hidden(breaker: Guard, inner: Moody, clock: Clock) -> None:
     inner.error = KeyError("a bug")
     with pytest.raises(KeyError):
         await breaker.batched_contains(KEYS)
@@ -256,7 +259,7 @@ async def test_a_bug_is_not_hidden(breaker: BreakerBackend, inner: Moody, clock:
 
 
 async def test_one_line_per_change(
-    breaker: BreakerBackend, inner: Moody, clock: Clock, caplog: pytest.LogCaptureFixture
+    breaker: Guard, inner: Moody, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     await trip(breaker, inner)
@@ -268,8 +271,8 @@ async def test_one_line_per_change(
     for _ in range(20):
         await breaker.batched_get(KEYS, plain)
     assert [record.getMessage() for record in caplog.records] == [
-        "tier Moody is bypassed after 3 failures, the last: gone",
-        "tier Moody answers again",
+        "tier bypassed until a probe succeeds: tier=Moody failures=3 last='gone'",
+        "tier answers again: tier=Moody",
     ]
 
 
@@ -307,13 +310,13 @@ class Knowing(Moody):
         return list(self.names.items())
 
 
-async def hang_a_put(clock: Clock) -> tuple[Knowing, BreakerBackend]:
+async def hang_a_put(clock: Clock) -> tuple[Knowing, Guard]:
     inner = Knowing()
-    breaker = BreakerBackend(inner, clock, BreakerOptions(timeout_s=0.05, cool_down_s=1.0))
+    breaker = Guard(inner, GuardOptions(timeout_s=0.05, cool_down_s=1.0), clock=clock)
     assert await breaker.batched_put([make_chunk("known")]) == [True]
     inner.gate = asyncio.Event()
     assert await breaker.batched_put([make_chunk("fresh")]) == [False]
-    assert breaker.is_open
+    assert breaker.is_bypassed
     clock.now += 1.01
     return inner, breaker
 
@@ -324,15 +327,15 @@ async def test_a_put_that_asks_no_device_does_not_end_the_bypass(
 ) -> None:
     inner, breaker = await hang_a_put(clock)
     assert await breaker.batched_put([make_chunk(name) for name in names]) == [True] * len(names)
-    assert breaker.is_open
+    assert breaker.is_bypassed
     inner.gate = None
     assert await breaker.batched_put([make_chunk("fresh")]) == [True], "the next put is the probe"
-    assert not breaker.is_open
+    assert not breaker.is_bypassed
 
 
 @pytest.mark.parametrize("call", ["contains", "get", "put", "remove"])
 async def test_a_call_for_no_chunks_is_no_probe(
-    breaker: BreakerBackend, inner: Moody, clock: Clock, call: str
+    breaker: Guard, inner: Moody, clock: Clock, call: str
 ) -> None:
     await trip(breaker, inner)
     clock.now += 1.01
@@ -345,21 +348,21 @@ async def test_a_call_for_no_chunks_is_no_probe(
         "remove": lambda: breaker.batched_remove([]),
     }
     assert not await calls[call]()
-    assert breaker.is_open
+    assert breaker.is_bypassed
     assert inner.num_calls == num_calls
 
 
 @pytest.mark.parametrize("call", ["remove", "clear"])
 async def test_a_removal_of_nothing_is_no_success_of_a_device(clock: Clock, call: str) -> None:
     inner = Knowing()
-    breaker = BreakerBackend(inner, clock, OPTIONS)
+    breaker = Guard(inner, OPTIONS, clock=clock)
     inner.error = UnavailableError("gone")
     for name in range(OPTIONS.num_failures):
         await breaker.batched_put([make_chunk(name)])
-    assert breaker.is_open
+    assert breaker.is_bypassed
     clock.now += 1.01
     assert await (breaker.batched_remove(KEYS) if call == "remove" else breaker.clear()) == 0
-    assert breaker.is_open
+    assert breaker.is_bypassed
 
 
 async def test_what_a_hung_put_has_kept_counts_as_kept(clock: Clock) -> None:
@@ -369,6 +372,6 @@ async def test_what_a_hung_put_has_kept_counts_as_kept(clock: Clock) -> None:
             await asyncio.Event().wait()
             raise AssertionError
 
-    breaker = BreakerBackend(Partial(), clock, BreakerOptions(timeout_s=0.05))
+    breaker = Guard(Partial(), GuardOptions(timeout_s=0.05), clock=clock)
     assert await breaker.batched_put([make_chunk(1), make_chunk(2)]) == [True, False]
-    assert breaker.is_open
+    assert breaker.is_bypassed

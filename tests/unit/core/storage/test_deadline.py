@@ -11,10 +11,10 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.storage import guard as module
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
-from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions
-from lmcache_core.storage.wrappers import breaker as module
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
+from lmcache_core.storage.guard import Guard, GuardOptions
 from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.wire import Arena
@@ -97,13 +97,13 @@ def inner() -> Slow:
 
 
 @pytest.fixture
-def backend(inner: Slow, monkeypatch: pytest.MonkeyPatch) -> BreakerBackend:
+def backend(inner: Slow, monkeypatch: pytest.MonkeyPatch) -> Guard:
     monkeypatch.setattr(module, "CLEAR_TIMEOUT_S", 0.02)
     monkeypatch.setattr(module, "READ_GRACE_S", 0.0)
-    return BreakerBackend(inner, options=BreakerOptions(num_failures=5, timeout_s=0.02))
+    return Guard(inner, options=GuardOptions(num_failures=5, timeout_s=0.02))
 
 
-async def test_late_calls_are_misses_and_give_their_memory_back(backend: BreakerBackend) -> None:
+async def test_late_calls_are_misses_and_give_their_memory_back(backend: Guard) -> None:
     arena = Arena()
     assert await backend.batched_get(KEYS, arena) == [Miss(MissReason.UNAVAILABLE)] * 2
     assert (
@@ -117,7 +117,7 @@ async def test_late_calls_are_misses_and_give_their_memory_back(backend: Breaker
     assert backend.stats()["breaker_open"] == 1
 
 
-async def test_calls_in_time_pass(backend: BreakerBackend, inner: Slow) -> None:
+async def test_calls_in_time_pass(backend: Guard, inner: Slow) -> None:
     inner.wait_s = 0
     await backend.open()
     arena = Arena()
@@ -132,7 +132,7 @@ async def test_calls_in_time_pass(backend: BreakerBackend, inner: Slow) -> None:
     await backend.close()
 
 
-async def test_a_cancelled_call_is_cancelled(backend: BreakerBackend) -> None:
+async def test_a_cancelled_call_is_cancelled(backend: Guard) -> None:
     task = asyncio.create_task(backend.batched_contains(KEYS))
     await asyncio.sleep(0)
     task.cancel()
@@ -145,7 +145,7 @@ async def test_what_is_put_and_removed_adds_to_the_time_by_its_size(
 ) -> None:
     chunk = make_chunk(1)
     inner.wait_s = 0.2
-    backend = BreakerBackend(inner, options=BreakerOptions(timeout_s=0.01))
+    backend = Guard(inner, options=GuardOptions(timeout_s=0.01))
     monkeypatch.setattr(module, "MIN_BYTES_PER_S", chunk.num_bytes / 10)
     assert await backend.batched_put([chunk]) == [True]
     monkeypatch.setattr(module, "REMOVAL_S", 10)
@@ -154,9 +154,9 @@ async def test_what_is_put_and_removed_adds_to_the_time_by_its_size(
 
 async def test_one_put_that_does_not_end_is_enough_and_only_a_put_ends_it(inner: Slow) -> None:
     clock = Clock()
-    backend = BreakerBackend(inner, clock, BreakerOptions(timeout_s=0.02, cool_down_s=1.0))
+    backend = Guard(inner, GuardOptions(timeout_s=0.02, cool_down_s=1.0), clock=clock)
     assert await backend.batched_put([make_chunk(1)]) == [False]
-    assert backend.stats() == {"num_chunks": 5, "breaker_open": 1, "breaker_openings": 1}
+    assert backend.stats().items() >= {"breaker_open": 1, "breaker_openings": 1}.items()
     inner.wait_s = 0
     assert await backend.batched_put([make_chunk(1)]) == [False], "not asked"
     clock.now = 1.1
@@ -164,7 +164,7 @@ async def test_one_put_that_does_not_end_is_enough_and_only_a_put_ends_it(inner:
         True,
         True,
     ], "reads go on, and prove nothing for writes"
-    assert backend.is_open
+    assert backend.is_bypassed
     inner.wait_s = 10.0
     assert await backend.batched_put([make_chunk(1)]) == [False], "a probe that hangs again"
     inner.wait_s = 0
@@ -172,7 +172,7 @@ async def test_one_put_that_does_not_end_is_enough_and_only_a_put_ends_it(inner:
     assert await backend.batched_put([make_chunk(1)]) == [False], "after twice the time"
     clock.now = 3.3
     assert await backend.batched_put([make_chunk(1)]) == [True]
-    assert not backend.is_open
+    assert not backend.is_bypassed
 
 
 @pytest.mark.parametrize("how", ["cancelled", "unavailable", "bypassed"])
@@ -181,8 +181,8 @@ async def test_a_probe_of_writes_that_tells_nothing_is_followed_by_another(
 ) -> None:
     """Or writes would be bypassed for good."""
     clock = Clock()
-    backend = BreakerBackend(
-        inner, clock, BreakerOptions(num_failures=2, cool_down_s=1.0, timeout_s=0.05)
+    backend = Guard(
+        inner, GuardOptions(num_failures=2, cool_down_s=1.0, timeout_s=0.05), clock=clock
     )
     assert await backend.batched_put([make_chunk(1)]) == [False]
     clock.now = 5.0
@@ -199,14 +199,14 @@ async def test_a_probe_of_writes_that_tells_nothing_is_followed_by_another(
     inner.wait_s, inner.is_away = 0, False
     clock.now = 10.0
     assert await backend.batched_put([make_chunk(1)]) == [True]
-    assert not backend.is_open
+    assert not backend.is_bypassed
 
 
 async def test_what_a_tier_answers_from_memory_excuses_no_hung_read(tmp_path: Path) -> None:
     """The index of a disk tier says what is there, however long the disk hangs."""
     files = HangingFiles()
-    disk = LocalDiskBackend(tmp_path, 1 << 20, files=files)
-    backend = BreakerBackend(disk, options=BreakerOptions(num_failures=3))
+    disk = DiskBackend(tmp_path, 1 << 20, files=files)
+    backend = Guard(disk, options=GuardOptions(num_failures=3))
     await backend.open()
     await backend.batched_put([make_chunk(1)])
     files.may_read.clear()
@@ -218,6 +218,6 @@ async def test_what_a_tier_answers_from_memory_excuses_no_hung_read(tmp_path: Pa
         assert await backend.batched_get(KEYS[:1], Arena(), timeout_s=0.11) == [
             Miss(MissReason.DEADLINE)
         ]
-    assert backend.is_open
+    assert backend.is_bypassed
     files.may_read.set()
     await backend.close()

@@ -8,7 +8,7 @@ import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, MissReason
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.layout import charged_bytes, tenant_directory, tenant_of
 from lmcache_core.testing.backend_suite import payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
@@ -38,7 +38,7 @@ def removed():
 
 @pytest.fixture
 async def disk(tmp_path, removed):
-    backend = LocalDiskBackend(tmp_path, CAPACITY_BYTES, on_removed=removed.append)
+    backend = DiskBackend(tmp_path, CAPACITY_BYTES, on_removed=removed.append)
     await backend.open()
     yield backend
     await backend.close()
@@ -46,14 +46,14 @@ async def disk(tmp_path, removed):
     assert ARENA.used_bytes == 0
 
 
-async def get(disk: LocalDiskBackend, *names: object) -> list[bytes | MissReason]:
+async def get(disk: DiskBackend, *names: object) -> list[bytes | MissReason]:
     return [
         payload_of(result)
         for result in await disk.batched_get([make_key(name) for name in names], allocate)
     ]
 
 
-async def put(disk: LocalDiskBackend, *names: object) -> None:
+async def put(disk: DiskBackend, *names: object) -> None:
     for name in names:
         assert await disk.batched_put([make_chunk(name)]) == [True]
 
@@ -92,7 +92,7 @@ async def test_the_capacity_also_bounds_what_is_being_written(tmp_path):
                 super().unlink(path)
 
     files = Watched()
-    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, files=files)
+    disk = DiskBackend(tmp_path, CAPACITY_BYTES, files=files)
     await disk.open()
     await asyncio.gather(*(disk.batched_put([make_chunk(i), make_chunk(-i)]) for i in range(1, 20)))
     await disk.close()
@@ -167,7 +167,7 @@ async def test_a_damaged_file_is_set_aside_and_its_space_is_used_when_needed(
 
 
 async def test_no_more_than_a_few_damaged_files_are_kept(tmp_path):
-    disk = LocalDiskBackend(tmp_path, 100 * CHARGE)
+    disk = DiskBackend(tmp_path, 100 * CHARGE)
     await disk.open()
     await put(disk, *range(20))
     for path in tmp_path.rglob("*.kvr"):
@@ -178,14 +178,14 @@ async def test_no_more_than_a_few_damaged_files_are_kept(tmp_path):
 
 
 async def test_a_second_owner_is_refused_with_the_remedy(disk, tmp_path):
-    other = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
+    other = DiskBackend(tmp_path, CAPACITY_BYTES)
     with pytest.raises(
         ConfigError, match=r"in use by another process \(pid \d+\): give each process a directory"
     ):
         await other.open()
     await put(disk, "a")
     await disk.close()
-    again = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
+    again = DiskBackend(tmp_path, CAPACITY_BYTES)
     await again.open()
     assert await get(again, "a") == [make_payload("a")]
     await again.close()
@@ -194,7 +194,7 @@ async def test_a_second_owner_is_refused_with_the_remedy(disk, tmp_path):
 async def test_a_path_that_cannot_be_a_directory_is_unavailable(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UnavailableError, match="file"):
-        await LocalDiskBackend(tmp_path / "file", CAPACITY_BYTES).open()
+        await DiskBackend(tmp_path / "file", CAPACITY_BYTES).open()
 
 
 async def test_a_directory_that_cannot_be_read_is_unavailable(tmp_path):
@@ -202,16 +202,16 @@ async def test_a_directory_that_cannot_be_read_is_unavailable(tmp_path):
         def list_directory(self, path):
             raise PermissionError(13, "Permission denied")
 
-    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, files=Unreadable())
+    disk = DiskBackend(tmp_path, CAPACITY_BYTES, files=Unreadable())
     with pytest.raises(UnavailableError, match="Permission denied"):
         await disk.open()
-    again = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
+    again = DiskBackend(tmp_path, CAPACITY_BYTES)
     await again.open()
     await again.close()
 
 
 async def test_nobody_else_may_look_into_the_directory(tmp_path):
-    disk = LocalDiskBackend(tmp_path / "made", CAPACITY_BYTES)
+    disk = DiskBackend(tmp_path / "made", CAPACITY_BYTES)
     await disk.open()
     await put(disk, "a")
     await disk.close()
@@ -221,11 +221,11 @@ async def test_nobody_else_may_look_into_the_directory(tmp_path):
 
 def test_a_capacity_of_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="must be positive"):
-        LocalDiskBackend(tmp_path, 0)
+        DiskBackend(tmp_path, 0)
 
 
 async def test_a_closed_tier_is_unavailable(tmp_path):
-    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
+    disk = DiskBackend(tmp_path, CAPACITY_BYTES)
     await disk.open()
     await put(disk, "a")
     await disk.close()
@@ -251,7 +251,7 @@ async def test_fsync_comes_before_the_name_and_again_behind_it(tmp_path):
             calls.append(path)
             super().sync_directory(path)
 
-    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, fsync=True, files=Recorded())
+    disk = DiskBackend(tmp_path, CAPACITY_BYTES, fsync=True, files=Recorded())
     await disk.open()
     await put(disk, "a")
     shard = disk._layout.record(make_key("a")).parent
@@ -277,7 +277,7 @@ async def test_a_stalled_disk_stops_nobody_who_does_not_read_it(tmp_path):
             may_go_on.wait(10)
             return super().read(fd, buffer, at)
 
-    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, files=Stalled(), num_threads=2)
+    disk = DiskBackend(tmp_path, CAPACITY_BYTES, files=Stalled(), num_threads=2)
     await disk.open()
     await put(disk, *range(NUM_SLOTS))
     with pytest.raises(TimeoutError):

@@ -8,7 +8,7 @@ import resource
 
 import pytest
 from lmcache_core.record import MissReason
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, SETTLED_S, WriteBackoff
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.testing.backend_suite import Arena, payload_of
@@ -70,7 +70,7 @@ def clock():
 
 @pytest.fixture
 async def disk(tmp_path, files, clock):
-    backend = LocalDiskBackend(tmp_path, NUM_SLOTS * BLOCK_BYTES, fsync=True, files=files)
+    backend = DiskBackend(tmp_path, NUM_SLOTS * BLOCK_BYTES, fsync=True, files=files)
     backend._store._backoff = WriteBackoff(clock)
     await backend.open()
     yield backend

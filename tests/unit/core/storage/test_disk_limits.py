@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import MissReason
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -45,9 +45,9 @@ def removed():
     return []
 
 
-async def opened(root: Path, clock, removed, limits=None, **options) -> LocalDiskBackend:
+async def opened(root: Path, clock, removed, limits=None, **options) -> DiskBackend:
     limits = limits or TierLimits(TTL_S, QUOTAS)
-    disk = LocalDiskBackend(
+    disk = DiskBackend(
         root, CAPACITY_BYTES, on_removed=removed.append, limits=limits, clock=clock, **options
     )
     await disk.open()
@@ -62,7 +62,7 @@ async def disk(tmp_path, clock, removed):
     backend.check_integrity()
 
 
-def held_by(tier: LocalDiskBackend, tenant: str) -> int:
+def held_by(tier: DiskBackend, tenant: str) -> int:
     return sum(key.tenant == tenant for key, _ in tier.held())
 
 
@@ -138,19 +138,6 @@ async def test_an_expired_chunk_is_stored_anew(disk, clock):
     assert await get(disk, "a") == [make_payload("a")]
 
 
-async def test_a_file_whose_time_is_over_is_not_inserted(disk, clock, tmp_path):
-    await put(disk, "a")
-    [path] = tmp_path.rglob("*.kvr")
-    record = path.read_bytes()
-    assert disk.remove(make_key("a"))
-    path.write_bytes(record)
-    os.utime(path, (clock.now - TTL_S, clock.now - TTL_S))
-    assert disk.insert_key(make_key("a")) is False
-    assert not disk.contains(make_key("a"))
-    await put(disk, "b")
-    assert num_files(tmp_path) == 1, "the next write removes it"
-
-
 async def test_an_expired_file_that_cannot_be_removed_stays_charged_and_stops_nobody(
     clock, removed, tmp_path
 ):
@@ -179,7 +166,7 @@ async def test_an_expired_file_that_cannot_be_removed_stays_charged_and_stops_no
 
 
 async def test_a_chunk_lifted_into_memory_keeps_its_age(clock, removed, tmp_path):
-    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, limits=TierLimits(TTL_S), clock=clock)
+    disk = DiskBackend(tmp_path, CAPACITY_BYTES, limits=TierLimits(TTL_S), clock=clock)
     hot = LocalCPUBackend(
         ArenaAllocator.anonymous(1 << 16), create_policy(), limits=TierLimits(TTL_S), clock=clock
     )

@@ -10,7 +10,7 @@ import threading
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import MissReason
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend, backend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles, backend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.testing.backend_suite import Arena, payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
@@ -18,8 +18,8 @@ from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 CAPACITY_BYTES = 64 * BLOCK_BYTES
 
 
-async def opened(root, capacity_bytes=CAPACITY_BYTES, **options) -> LocalDiskBackend:
-    disk = LocalDiskBackend(root, capacity_bytes, **options)
+async def opened(root, capacity_bytes=CAPACITY_BYTES, **options) -> DiskBackend:
+    disk = DiskBackend(root, capacity_bytes, **options)
     await disk.open()
     return disk
 
@@ -240,7 +240,7 @@ async def test_damaged_files_of_earlier_runs_are_charged_and_bounded(tmp_path):
     await disk.close()
 
 
-async def being_read(root, monkeypatch) -> tuple[LocalDiskBackend, threading.Event]:
+async def being_read(root, monkeypatch) -> tuple[DiskBackend, threading.Event]:
     """A tier with the chunk "a" that goes on reading its directory when the event is set."""
     await fill(root, "a")
     monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.01)
@@ -267,17 +267,6 @@ async def test_a_large_directory_is_read_in_the_background(tmp_path, monkeypatch
     assert disk.stats()["is_loading"] == 0
     assert await get(disk, "a") == [make_payload("a")]
     assert await disk.batched_put([make_chunk("b")]) == [True]
-    await disk.close()
-
-
-async def test_what_a_thread_removes_while_the_directory_is_read_is_gone(tmp_path, monkeypatch):
-    disk, may_go_on = await being_read(tmp_path, monkeypatch)
-    removing = asyncio.ensure_future(asyncio.to_thread(disk.remove, make_key("a")))
-    await asyncio.sleep(0.02)
-    may_go_on.set()
-    assert await removing is True
-    await disk.wait_loaded()
-    assert await get(disk, "a") == [MissReason.NEVER_STORED]
     await disk.close()
 
 

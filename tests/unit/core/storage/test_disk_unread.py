@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.record import MissReason
 from lmcache_core.storage.announcer import TierAnnouncer
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend, store
+from lmcache_core.storage.disk import DiskBackend, DiskFiles, store
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.testing.backend_suite import Arena, payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
@@ -75,8 +75,8 @@ def files(monkeypatch):
     return Trouble()
 
 
-async def opened(root, files=None, capacity_bytes=CAPACITY_BYTES, **options) -> LocalDiskBackend:
-    disk = LocalDiskBackend(root, capacity_bytes, files=files, **options)
+async def opened(root, files=None, capacity_bytes=CAPACITY_BYTES, **options) -> DiskBackend:
+    disk = DiskBackend(root, capacity_bytes, files=files, **options)
     await disk.open()
     return disk
 
@@ -402,7 +402,7 @@ async def test_a_look_while_the_volume_is_gone_forgets_nothing(tmp_path, files):
 class Announced:
     """How many chunks each full announcement told of."""
 
-    def __init__(self, disk: LocalDiskBackend) -> None:
+    def __init__(self, disk: DiskBackend) -> None:
         self.counts: list[int] = []
         self.announcer = TierAnnouncer("default")
         self.announcer.connect(self, [disk])
@@ -460,7 +460,7 @@ async def test_a_chunk_that_was_set_aside_is_announced_when_it_is_back(
 CHILD = """
     import asyncio, os, resource, sys
     from pathlib import Path
-    from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+    from lmcache_core.storage.disk import DiskFiles, DiskBackend
     from lmcache_core.testing.chunks import make_chunk
 
     class Tight(DiskFiles):
@@ -479,19 +479,19 @@ CHILD = """
                 return names
 
     async def main(root):
-        disk = LocalDiskBackend(root, 1 << 20)
+        disk = DiskBackend(root, 1 << 20)
         await disk.open()
         assert all(await disk.batched_put([make_chunk(i) for i in range(20)]))
         await disk.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         tight = Tight()
-        disk = LocalDiskBackend(root, 1 << 20, files=tight)
+        disk = DiskBackend(root, 1 << 20, files=tight)
         await disk.open()
         print("without descriptors:", disk.stats()["num_chunks"])
         for fd in tight.held:
             os.close(fd)
         await disk.close()
-        disk = LocalDiskBackend(root, 1 << 20)
+        disk = DiskBackend(root, 1 << 20)
         await disk.open()
         print("with descriptors:", disk.stats()["num_chunks"])
         await disk.close()

@@ -12,18 +12,13 @@ from pathlib import Path
 import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.storage.codecs import Codecs
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backend import DEFAULT_NUM_THREADS
+from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.guard import Guard, GuardOptions
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.wrappers import (
-    BreakerBackend,
-    BreakerOptions,
-    EncodedBackend,
-    MeteredBackend,
-)
-from lmcache_core.storage.wrappers.priced import PricedBackend
 from lmcache_core.testing.backend_suite import payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
@@ -58,11 +53,9 @@ def arena() -> ArenaAllocator:
 
 @pytest.fixture
 async def stack(tmp_path: Path, files: Hanging, arena: ArenaAllocator) -> AsyncIterator[TierStack]:
-    disk = LocalDiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
-    options = BreakerOptions(timeout_s=0.1, cool_down_s=0.2, cool_down_cap_s=0.4)
-    tier = PricedBackend(
-        BreakerBackend(MeteredBackend(EncodedBackend(disk, Codecs({}))), options=options)
-    )
+    disk = DiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
+    options = GuardOptions(timeout_s=0.1, cool_down_s=0.2, cool_down_cap_s=0.4)
+    tier = Guard(EncodedBackend(disk, Codecs({})), options, is_priced=True)
     made = TierStack(LocalCPUBackend(arena, create_policy()), [tier])
     await made.open()
     yield made
@@ -85,7 +78,7 @@ async def until(is_so) -> None:
 
 
 def figures(stack: TierStack) -> dict[str, int]:
-    return stack.stats()[LocalDiskBackend.name]
+    return stack.stats()[DiskBackend.name]
 
 
 async def test_it_is_bypassed_and_memory_comes_back(
@@ -182,8 +175,8 @@ async def test_what_reached_the_disk_although_another_write_hung_is_announced(
             told.append(tier)
 
     files = OneHangs()
-    disk = LocalDiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
-    tier = BreakerBackend(disk, options=BreakerOptions(timeout_s=1.0))
+    disk = DiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
+    tier = Guard(disk, options=GuardOptions(timeout_s=1.0))
     hot = LocalCPUBackend(arena, create_policy())
     stack = TierStack(hot, [tier], listener=Listener())
     await stack.open()
@@ -220,7 +213,7 @@ async def test_a_start_on_a_disk_that_hangs_ends(
 ) -> None:
     monkeypatch.setattr("lmcache_core.storage.disk.backend.ACQUIRE_WAIT_S", 0.05)
     monkeypatch.setattr("lmcache_core.storage.disk.backend.CLOSE_WAIT_S", 0.05)
-    monkeypatch.setattr("lmcache_core.storage.absent.FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr("lmcache_core.storage.reconnect.FIRST_RETRY_S", 0.05)
     may_go_on = threading.Event()
 
     class Stuck(DiskFiles):
@@ -228,7 +221,7 @@ async def test_a_start_on_a_disk_that_hangs_ends(
             assert may_go_on.wait(60)
             super().make_directory(path)
 
-    disk = LocalDiskBackend(tmp_path / "disk", ARENA_BYTES, files=Stuck())
+    disk = DiskBackend(tmp_path / "disk", ARENA_BYTES, files=Stuck())
     stack = TierStack(
         LocalCPUBackend(ArenaAllocator.anonymous(ARENA_BYTES), create_policy()), [disk]
     )

@@ -10,7 +10,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.memory.buffer import BufferAllocator
 from lmcache_core.record import Chunk, Miss, MissReason
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -81,7 +81,7 @@ def test_the_hottest_come_first(make_hot: Callable[[], LocalCPUBackend]) -> None
 
 
 async def test_the_disk_remembers_what_was_damaged(tmp_path: Path) -> None:
-    disk = LocalDiskBackend(tmp_path, NUM_SLOTS * BLOCK_BYTES)
+    disk = DiskBackend(tmp_path, NUM_SLOTS * BLOCK_BYTES)
     await disk.open()
     await disk.batched_put([make_chunk("a"), make_chunk("b")])
     keys = [make_key("a"), make_key("b"), make_key("c")]

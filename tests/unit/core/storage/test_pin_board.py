@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.storage import pin_board as module
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.pin_board import PIN_BOUND, PinBoard
@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 async def stack(tmp_path: Path) -> AsyncIterator[TierStack]:
     hot = LocalCPUBackend(ArenaAllocator.anonymous(NUM_SLOTS * SLOT_BYTES), create_policy("lru"))
-    made = TierStack(hot, [LocalDiskBackend(tmp_path, 1 << 20)])
+    made = TierStack(hot, [DiskBackend(tmp_path, 1 << 20)])
     await made.open()
     yield made
     hot.check_integrity()

@@ -12,10 +12,8 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.record import Allocate, Miss, MissReason, Result
-from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.cost import MIN_OBSERVATIONS
-from lmcache_core.storage.wrappers import BreakerBackend
-from lmcache_core.storage.wrappers.priced import PROBE_INTERVAL, KnowsItsPrice, PricedBackend
+from lmcache_core.storage.guard import PROBE_INTERVAL, Guard, GuardOptions
 from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.timed_tier import Timed
@@ -29,39 +27,42 @@ def tier() -> Timed:
 
 
 @pytest.fixture
-def priced(tier: Timed) -> PricedBackend:
-    return PricedBackend(tier, tier.clock)
+def priced(tier: Timed) -> Guard:
+    return guarded(tier)
+
+
+def guarded(tier: Timed) -> Guard:
+    """Without a breaker that opens."""
+    return Guard(tier, GuardOptions(num_failures=1 << 20), is_priced=True, clock=tier.clock)
 
 
 def plain(num_bytes: int) -> BytesBufferMemoryObj:
     return BytesBufferMemoryObj(bytearray(num_bytes))
 
 
-async def read(
-    priced: PricedBackend, num: int, times: int = 1, limit_s: float | None = None
-) -> None:
+async def read(priced: Guard, num: int, times: int = 1, limit_s: float | None = None) -> None:
     for _ in range(times):
         await priced.batched_get([make_key(i) for i in range(num)], plain, limit_s)
 
 
-async def learn(priced: PricedBackend) -> None:
+async def learn(priced: Guard) -> None:
     """Enough to know latency and bandwidth."""
     for num in (1, 4, 2, 8, 1, 4, 2, 8):
         await read(priced, num)
 
 
-def test_it_has_the_ability_and_the_tier_inside_has_not(priced: PricedBackend, tier: Timed) -> None:
-    assert isinstance(priced, KnowsItsPrice)
-    assert not isinstance(tier, KnowsItsPrice)
+def test_without_a_price_everything_is_asked_for(tier: Timed) -> None:
+    assert tier.num_worth(7, 1e-9, 1e-9) == 7
+    assert Guard(tier).num_worth(7, 1e-9, 1e-9) == 7
 
 
-async def test_what_is_not_known_is_tried(priced: PricedBackend) -> None:
+async def test_what_is_not_known_is_tried(priced: Guard) -> None:
     assert priced.num_worth(7, 1e-9, 1e-9) == 7
     await read(priced, 2, MIN_OBSERVATIONS - 1)
     assert priced.num_worth(7, 1e-9, 1e-9) == 7
 
 
-async def test_a_read_that_fits_is_asked_for_as_a_whole(priced: PricedBackend, tier: Timed) -> None:
+async def test_a_read_that_fits_is_asked_for_as_a_whole(priced: Guard, tier: Timed) -> None:
     tier.s_per_chunk = 0.01
     await learn(priced)
     assert priced.num_worth(9, LIMIT_S) == 9
@@ -69,7 +70,7 @@ async def test_a_read_that_fits_is_asked_for_as_a_whole(priced: PricedBackend, t
 
 
 async def test_of_a_read_that_is_too_long_the_part_that_fits_is_asked_for(
-    priced: PricedBackend, tier: Timed
+    priced: Guard, tier: Timed
 ) -> None:
     tier.s_per_chunk = 0.01
     await learn(priced)
@@ -80,7 +81,7 @@ async def test_of_a_read_that_is_too_long_the_part_that_fits_is_asked_for(
 
 
 async def test_a_read_dearer_than_computing_is_worth_nothing_whatever_the_limit(
-    priced: PricedBackend, tier: Timed
+    priced: Guard, tier: Timed
 ) -> None:
     tier.s_per_chunk = 0.01
     await learn(priced)
@@ -91,16 +92,14 @@ async def test_a_read_dearer_than_computing_is_worth_nothing_whatever_the_limit(
     )
 
 
-async def test_latency_is_worth_it_for_many_chunks_only(priced: PricedBackend, tier: Timed) -> None:
+async def test_latency_is_worth_it_for_many_chunks_only(priced: Guard, tier: Timed) -> None:
     tier.latency_s, tier.s_per_chunk = 0.05, 0.001
     await learn(priced)
     assert priced.num_worth(2, 10.0, recompute_s=0.01) == 0
     assert priced.num_worth(20, 10.0, recompute_s=0.01) == 20
 
 
-async def test_a_tier_that_is_too_dear_is_probed_now_and_then(
-    priced: PricedBackend, tier: Timed
-) -> None:
+async def test_a_tier_that_is_too_dear_is_probed_now_and_then(priced: Guard, tier: Timed) -> None:
     tier.latency_s = 1.0
     await learn(priced)
     answers = [priced.num_worth(3, LIMIT_S) for _ in range(3 * PROBE_INTERVAL)]
@@ -108,7 +107,7 @@ async def test_a_tier_that_is_too_dear_is_probed_now_and_then(
     assert priced.stats()["reads_too_dear"] == 3 * PROBE_INTERVAL
 
 
-async def test_no_chunks_are_no_probe(priced: PricedBackend, tier: Timed) -> None:
+async def test_no_chunks_are_no_probe(priced: Guard, tier: Timed) -> None:
     tier.latency_s = 1.0
     await learn(priced)
     assert [priced.num_worth(0, LIMIT_S) for _ in range(2 * PROBE_INTERVAL)] == [
@@ -117,7 +116,7 @@ async def test_no_chunks_are_no_probe(priced: PricedBackend, tier: Timed) -> Non
     assert priced.stats()["reads_too_dear"] == 0
 
 
-async def test_two_probes_show_that_it_has_recovered(priced: PricedBackend, tier: Timed) -> None:
+async def test_two_probes_show_that_it_has_recovered(priced: Guard, tier: Timed) -> None:
     tier.latency_s = 2.0
     await read(priced, 4, 40)
     assert priced.num_worth(4, LIMIT_S) == 0
@@ -130,14 +129,14 @@ async def test_two_probes_show_that_it_has_recovered(priced: PricedBackend, tier
     assert priced.num_worth(4, LIMIT_S) == 4
 
 
-async def test_reads_that_were_late_are_learned_from(priced: PricedBackend, tier: Timed) -> None:
+async def test_reads_that_were_late_are_learned_from(priced: Guard, tier: Timed) -> None:
     tier.latency_s = 5.0
     await read(priced, 4, MIN_OBSERVATIONS, LIMIT_S)  # ends at the limit, with nothing
     assert priced.num_worth(4, LIMIT_S * 0.99) == 0
 
 
 async def test_a_tier_that_does_not_heed_its_limit_is_learned_from(
-    priced: PricedBackend, tier: Timed
+    priced: Guard, tier: Timed
 ) -> None:
     tier.hangs = True
     for _ in range(MIN_OBSERVATIONS):
@@ -150,9 +149,7 @@ async def test_a_tier_that_does_not_heed_its_limit_is_learned_from(
     assert priced.num_worth(4, LIMIT_S) == 0
 
 
-async def test_a_caller_that_gives_up_early_teaches_nothing(
-    priced: PricedBackend, tier: Timed
-) -> None:
+async def test_a_caller_that_gives_up_early_teaches_nothing(priced: Guard, tier: Timed) -> None:
     tier.hangs = True
     for limit_s in (None, LIMIT_S):
         for _ in range(MIN_OBSERVATIONS):
@@ -184,13 +181,12 @@ class Refusing(Timed):
 async def test_what_is_not_there_says_nothing_about_the_price(answer: MissReason | None) -> None:
     tier = Refusing()
     tier.answer = answer
-    wrapped: StorageBackend = BreakerBackend(tier) if answer is None else tier
-    priced = PricedBackend(wrapped, tier.clock)
+    priced = guarded(tier)
     await read(priced, 4, 3 * MIN_OBSERVATIONS)
     assert priced.num_worth(4, 1e-9) == 4
 
 
-async def test_everything_else_goes_through(priced: PricedBackend) -> None:
+async def test_everything_else_goes_through(priced: Guard) -> None:
     assert await priced.batched_contains([make_key(1)]) == [True]
     assert await priced.batched_put([make_chunk(1)]) == [True]
     assert priced.name == "Timed"

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from lmcache_core.record import Chunk, Miss, MissReason
-from lmcache_core.storage.remote.record_stream import PiecedBody, RecordStream
+from lmcache_core.storage.remote.record_stream import RecordStream
 from lmcache_core.testing.chunks import make_key, make_payload, make_record
 
 from tests.fixtures.wire import Arena
@@ -19,7 +19,7 @@ async def pieces(data: bytes, size: int) -> AsyncIterator[bytes]:
 
 
 async def payloads(data: bytes, size: int, arena: Arena) -> tuple[list[bytes | MissReason], bool]:
-    stream = RecordStream(PiecedBody(pieces(data, size)))
+    stream = RecordStream(pieces(data, size))
     got: list[bytes | MissReason] = []
     while (head := await stream.next_head()) is not None:
         key = next(key for key in map(make_key, range(5)) if key.key.canonical() == head.header.key)
@@ -84,7 +84,7 @@ async def test_without_memory_the_payload_is_passed_over() -> None:
 
 
 async def test_a_payload_may_be_skipped() -> None:
-    stream = RecordStream(PiecedBody(pieces(make_record(0) + make_record(1), 100)))
+    stream = RecordStream(pieces(make_record(0) + make_record(1), 100))
     assert await stream.next_head() is not None
     await stream.skip_payload()
     assert await stream.next_head() is not None

@@ -20,7 +20,7 @@ from lmcache_core.errors import (
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import RemoteOptions, create_remote_backend
-from lmcache_core.storage.remote.http import HttpBackend
+from lmcache_core.storage.remote.http import MAX_CONNECTIONS, HttpBackend
 from lmcache_core.storage.remote.lm import LmBackend
 from lmcache_core.storage.remote.redis import RedisBackend
 from lmcache_core.testing.chunks import make_chunk, make_key, make_record
@@ -189,6 +189,12 @@ ANSWERS = {
     "too long": b"HTTP/1.1 200 OK\r\nContent-Length: 9000000\r\n\r\n" + b" " * 9_000_000,
     "bad chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
     "endless header": b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 100_000,
+    "one long header": b"HTTP/1.1 200 OK\r\nX: " + b"x" * 1_000_000,
+    "no header": b"HTTP/1.1 200 OK\r\nno header\r\n\r\n",
+    "chunk too long": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabc\r\n0\r\n\r\n",
+    "no last chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n",
+    "interim only": b"HTTP/1.1 100 Continue\r\n\r\n" * 20,
+    "another protocol": b"SSH-2.0-OpenSSH\r\n",
 }
 
 
@@ -199,6 +205,56 @@ async def test_answers_that_are_none(rest: RestServer, answer: bytes) -> None:
     await backend.open()
     with pytest.raises(UnavailableError):
         await backend.batched_contains([make_key(1)])
+    await backend.close()
+
+
+async def test_a_connection_is_used_again_when_its_answer_was_read_to_the_end(
+    rest: RestServer,
+) -> None:
+    backend = HttpBackend(rest.url, RemoteOptions())
+    await backend.open()
+    for call in CALLS.values():
+        await call(backend, Arena())
+    assert rest.num_connections == 1
+    name = make_key(1).key.to_url()
+    for damaged in (b"x" * 600, make_record(1)[:-1]):
+        rest.records[name] = damaged
+        for _ in range(2 * MAX_CONNECTIONS):
+            assert await backend.batched_get([make_key(1)], Arena()) == [Miss(MissReason.CORRUPT)]
+    rest.records[name] = make_record(1)
+    [result] = await backend.batched_get([make_key(1)], Arena())
+    assert isinstance(result, Chunk), "answers that were left gave their connections' places back"
+    result.release()
+    await backend.close()
+
+
+async def test_calls_beyond_the_bound_wait_and_a_cancelled_one_frees_its_place(
+    rest: RestServer,
+) -> None:
+    waiting = asyncio.Event()
+    serve_one = rest._serve_one
+
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        await waiting.wait()
+        return await serve_one(reader, writer)
+
+    rest._serve_one = never  # type: ignore[method-assign]
+    backend = HttpBackend(rest.url, RemoteOptions())
+    await backend.open()
+    calls = [
+        asyncio.ensure_future(backend.batched_contains([make_key(1)]))
+        for _ in range(MAX_CONNECTIONS + 1)
+    ]
+    async with asyncio.timeout(5):
+        while rest.num_connections < MAX_CONNECTIONS:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        assert rest.num_connections == MAX_CONNECTIONS
+        calls[0].cancel()
+        while rest.num_connections == MAX_CONNECTIONS:
+            await asyncio.sleep(0.005)
+    waiting.set()
+    assert await asyncio.gather(*calls[1:]) == [[False]] * MAX_CONNECTIONS
     await backend.close()
 
 

@@ -15,7 +15,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage import write_behind
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.local_store import LocalStore
@@ -26,7 +26,7 @@ ARENA_BYTES = 1 << 20
 CHUNK_BYTES = 1000
 
 
-class Disk(LocalDiskBackend):
+class Disk(DiskBackend):
     """A disk tier that can be told to be slow or away."""
 
     delay_s = 0.0
@@ -254,7 +254,7 @@ async def test_a_tier_that_answers_from_memory_lets_the_loop_turn_between_batche
     listener = Listener()
     stack = TierStack(
         LocalCPUBackend(arena, create_policy()),
-        [LocalDiskBackend(tmp_path, ARENA_BYTES)],
+        [DiskBackend(tmp_path, ARENA_BYTES)],
         listener=listener,
     )
     await stack.open()
@@ -456,7 +456,7 @@ async def test_a_stack_is_writing_while_chunks_wait_by_name(
     arena: ArenaAllocator, tmp_path: Path
 ) -> None:
     """Between two batches no bytes may be pending although the rest of a long store still waits."""
-    disk = LocalDiskBackend(tmp_path, 1 << 22)
+    disk = DiskBackend(tmp_path, 1 << 22)
     hot = LocalCPUBackend(arena, create_policy())
     stack = TierStack(hot, [disk], pending_bytes={disk.name: 17 * CHUNK_BYTES})
     await stack.open()

@@ -16,15 +16,15 @@ from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.cost import MIN_OBSERVATIONS
-from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.guard import PROBE_INTERVAL, Guard, GuardOptions
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.stack import GRACE_S, TierStack
-from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions, FaultPlan, FaultyBackend
-from lmcache_core.storage.wrappers.priced import PROBE_INTERVAL, PricedBackend
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+from lmcache_core.testing.faults import FaultPlan, FaultyBackend, ForwardingBackend
 
 from tests.fixtures.timed_tier import Slow, Timed
 from tests.fixtures.wire import MemoryStore, serving
@@ -115,9 +115,7 @@ async def test_what_a_disk_has_read_by_the_deadline_is_served(
     over: MakeStack, arena: ArenaAllocator, tmp_path: Path
 ) -> None:
     files = StuckFiles(DiskLayout(tmp_path).record(make_key(3)))
-    async with over(
-        PricedBackend(BreakerBackend(LocalDiskBackend(tmp_path, 1 << 22, files=files)))
-    ) as stack:
+    async with over(Guard(DiskBackend(tmp_path, 1 << 22, files=files), is_priced=True)) as stack:
         await store(stack, *range(8))
         stack.hot.clear_now()
         assert await get(stack, names(8), 0.3) == [
@@ -137,7 +135,7 @@ async def test_a_slow_server_is_a_miss_and_then_serves(
     server_store = MemoryStore()
     async with serving(server_store) as server:
         remote = create_remote_backend(f"lm://127.0.0.1:{server.port}", None, PATIENCE_S)
-        async with over(PricedBackend(BreakerBackend(remote))) as stack:
+        async with over(Guard(remote, is_priced=True)) as stack:
             await store(stack, *range(4))
             stack.hot.clear_now()
             await store(stack, 0)
@@ -153,7 +151,7 @@ async def test_a_tier_that_does_not_heed_its_limit_gets_some_grace_and_no_more(
     over: MakeStack, tmp_path: Path, limit_s: float
 ) -> None:
     plan = FaultPlan(1, delayed_calls=1.0, delay_s=1000.0)
-    async with over(FaultyBackend(LocalDiskBackend(tmp_path, 1 << 22), plan)) as stack:
+    async with over(FaultyBackend(DiskBackend(tmp_path, 1 << 22), plan)) as stack:
         begin = asyncio.get_running_loop().time()
         assert await get(stack, names(3), limit_s) == [MissReason.DEADLINE] * 3
         assert asyncio.get_running_loop().time() - begin >= limit_s + GRACE_S - 0.01
@@ -209,7 +207,7 @@ async def test_the_next_tier_has_what_is_left_of_the_time(over: MakeStack) -> No
         assert limit_s <= 0.41
 
 
-class Without(PricedBackend):
+class Without(ForwardingBackend):
     """A tier that looks for a while, and has nothing."""
 
     async def batched_get(
@@ -231,7 +229,7 @@ async def test_a_tier_that_is_slower_than_computing_is_left_alone_and_tried_now_
 ) -> None:
     tier = Slow()
     tier.latency_s = 0.02
-    async with over(PricedBackend(tier)) as stack:
+    async with over(Guard(tier, is_priced=True)) as stack:
         for _ in range(MIN_OBSERVATIONS):
             await read_cold(stack, 2, recompute_s=0.005)
         assert tier.num_calls == MIN_OBSERVATIONS, "nobody knew better"
@@ -252,7 +250,7 @@ async def test_a_tier_that_is_slower_than_computing_is_left_alone_and_tried_now_
 async def test_a_tier_that_is_fast_enough_goes_on_being_asked(over: MakeStack) -> None:
     tier = Slow()
     tier.latency_s = 0.005
-    async with over(PricedBackend(tier)) as stack:
+    async with over(Guard(tier, is_priced=True)) as stack:
         for _ in range(3 * MIN_OBSERVATIONS):
             assert all(isinstance(one, bytes) for one in await read_cold(stack, 3, recompute_s=1.0))
         assert tier.num_calls == 3 * MIN_OBSERVATIONS
@@ -262,7 +260,7 @@ async def test_of_a_long_prompt_the_part_that_comes_in_time_is_read(over: MakeSt
     """A read that is too long as a whole was once not made at all."""
     tier = Slow()
     tier.latency_s, tier.s_per_chunk = 0.005, 0.005
-    async with over(PricedBackend(tier)) as stack:
+    async with over(Guard(tier, is_priced=True)) as stack:
         for num in (1, 4, 2, 8, 1, 4, 2, 8):
             await read_cold(stack, num)
         tier.asked = []
@@ -277,19 +275,19 @@ async def test_of_a_long_prompt_the_part_that_comes_in_time_is_read(over: MakeSt
 async def test_short_deadlines_do_not_make_a_sound_tier_look_broken(
     over: MakeStack, tmp_path: Path
 ) -> None:
-    breaker = BreakerBackend(LocalDiskBackend(tmp_path, 1 << 22))
+    breaker = Guard(DiskBackend(tmp_path, 1 << 22))
     async with over(breaker) as stack:
         await store(stack, *range(4))
         for _ in range(30):
             stack.hot.clear_now()
             await get(stack, names(4), 1e-5)
-        assert not breaker.is_open
+        assert not breaker.is_bypassed
         stack.hot.clear_now()
         assert await get(stack, names(4)) == [make_payload(i) for i in range(4)]
 
 
 SHORT_S, LONG_S = 0.02, 0.2
-OPTIONS = BreakerOptions(num_failures=3, cool_down_s=1.0, slow_call_s=0.1)
+OPTIONS = GuardOptions(num_failures=3, cool_down_s=1.0, slow_call_s=0.1)
 
 
 def plain(num_bytes: int) -> None:
@@ -300,26 +298,26 @@ async def test_late_answers_to_short_deadlines_tell_a_breaker_nothing() -> None:
     """Neither do they open it, nor do they excuse the failures around them."""
     tier = Timed()
     tier.latency_s = 10.0
-    breaker = BreakerBackend(tier, tier.clock, OPTIONS)
+    breaker = Guard(tier, OPTIONS, clock=tier.clock)
     for _ in range(10):
         assert await breaker.batched_get(names(1), plain, SHORT_S) == [LATE]
-    assert not breaker.is_open
+    assert not breaker.is_bypassed
     for _ in range(OPTIONS.num_failures):
-        assert not breaker.is_open
+        assert not breaker.is_bypassed
         await breaker.batched_get(names(1), plain, LONG_S)
         await breaker.batched_get(names(1), plain, SHORT_S)
-    assert breaker.is_open
+    assert breaker.is_bypassed
 
 
 async def test_a_probe_with_a_short_deadline_does_not_close_a_breaker() -> None:
     tier = Timed()
     tier.latency_s = 10.0
-    breaker = BreakerBackend(tier, tier.clock, OPTIONS)
+    breaker = Guard(tier, OPTIONS, clock=tier.clock)
     for _ in range(OPTIONS.num_failures):
         await breaker.batched_get(names(1), plain, LONG_S)
     tier.now += OPTIONS.cool_down_s
     assert await breaker.batched_get(names(1), plain, SHORT_S) == [LATE]
-    assert breaker.is_open
+    assert breaker.is_bypassed
     assert await breaker.batched_get(names(1), plain, LONG_S) == [LATE], (
         "the next call is the probe"
     )

@@ -11,7 +11,7 @@ import pytest
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
@@ -21,7 +21,7 @@ from lmcache_core.testing.chunks import make_chunk, make_key
 NUM_CHUNKS = 3 * BATCH_CHUNKS
 
 
-class HeldDisk(LocalDiskBackend):
+class HeldDisk(DiskBackend):
     """A disk tier whose writes wait until they are let go, or fail as a bug would."""
 
     bug: type[Exception] | None = None

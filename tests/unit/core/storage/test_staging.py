@@ -21,8 +21,7 @@ from lmcache_core.storage import staging as staging_module
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.staging import STAGE_LEASE_S, Staging
-from lmcache_core.storage.staging_room import StagingRoom
+from lmcache_core.storage.staging import STAGE_LEASE_S, ChunkBudget, Stager
 
 from tests.fixtures.chains import PAYLOAD_BYTES, TAKEN_BYTES, Shelf, chain_of, chunk_in, names_of
 
@@ -35,8 +34,8 @@ class World:
 
     allocator: ArenaAllocator
     stack: TierStack
-    room: StagingRoom
-    staging: Staging
+    room: ChunkBudget
+    staging: Stager
     now: float = 0.0
 
     def make_hot(self, names: Iterable[ChunkKey]) -> int:
@@ -73,9 +72,9 @@ async def world(*lower: Shelf, num_chunks: int = 64, keep_hot: bool = True) -> A
     )
     await stack.open()
     tasks = TaskSupervisor("test")
-    room = StagingRoom(num_chunks * TAKEN_BYTES // 2)
+    room = ChunkBudget(num_chunks * TAKEN_BYTES // 2)
     made: list[World] = []
-    staging = Staging(
+    staging = Stager(
         stack, "default", room, lambda lift: tasks.start("lift", lift), lambda: made[0].now
     )
     made.append(World(allocator, stack, room, staging))

@@ -16,8 +16,7 @@ from lmcache_core.storage import staging as staging_module
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.staging import STAGE_LEASE_S, Staging
-from lmcache_core.storage.staging_room import StagingRoom
+from lmcache_core.storage.staging import STAGE_LEASE_S, ChunkBudget, Stager
 
 from tests.fixtures.chains import PAYLOAD_BYTES, TAKEN_BYTES, chain_of, chunk_in, names_of
 
@@ -40,9 +39,9 @@ class World:
         self.stack = TierStack(
             LocalCPUBackend(ArenaAllocator.anonymous(4 * NUM_CHUNKS * TAKEN_BYTES), create_policy())
         )
-        self.room = StagingRoom(2 * NUM_CHUNKS * TAKEN_BYTES)
+        self.room = ChunkBudget(2 * NUM_CHUNKS * TAKEN_BYTES)
         self.now = 0.0
-        self.staging = Staging(
+        self.staging = Stager(
             self.stack,
             "default",
             self.room,
@@ -57,7 +56,7 @@ class World:
             chunk.release()
 
     async def stage(self, ticket: str, num_chunks: int = NUM_CHUNKS) -> Staged:
-        return await self.staging.stage_in_turns(
+        return await self.staging.stage_cooperatively(
             ticket, [CHAIN.part(0, num_chunks)], 1.0, True, None
         )
 
@@ -98,7 +97,7 @@ async def test_others_have_their_turn_while_many_chunks_are_taken_and_given_back
         lambda w: w.stage(
             "t", NUM_CHUNKS - 1
         ),  # another question, in whose favour the first is given up
-        lambda w: w.staging.unstage_in_turns(["t"]),
+        lambda w: w.staging.unstage_cooperatively(["t"]),
     ]
     async with world() as w:
         assert [await turns_during(work(w)) >= NUM_CHUNKS // BLOCK_KEYS for work in works] == [
@@ -106,10 +105,10 @@ async def test_others_have_their_turn_while_many_chunks_are_taken_and_given_back
         ] * 3
         await w.stage("t")
         w.now += STAGE_LEASE_S
-        assert await turns_during(w.staging.expire_in_turns()) >= NUM_CHUNKS // BLOCK_KEYS
+        assert await turns_during(w.staging.expire_cooperatively()) >= NUM_CHUNKS // BLOCK_KEYS
         assert w.num_held == 0
         await w.stage("t")
-        assert await turns_during(w.staging.close_in_turns()) >= NUM_CHUNKS // BLOCK_KEYS
+        assert await turns_during(w.staging.close_cooperatively()) >= NUM_CHUNKS // BLOCK_KEYS
         assert w.num_held == 0
 
 
@@ -144,7 +143,7 @@ async def test_a_client_that_goes_meanwhile_is_promised_nothing(num_steps: int, 
 async def test_one_that_goes_while_it_gives_back_has_given_back_all_of_it() -> None:
     async with world() as w:
         await w.stage("t")
-        unstaging = asyncio.ensure_future(w.staging.unstage_in_turns(["t"]))
+        unstaging = asyncio.ensure_future(w.staging.unstage_cooperatively(["t"]))
         await asyncio.sleep(0)
         assert 0 < w.num_held < NUM_CHUNKS
         unstaging.cancel()

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import UNSEALED_DIGEST, Chunk
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.remote import create_remote_backend
@@ -70,9 +70,7 @@ async def test_a_chunk_that_stays_in_memory_is_never_sealed() -> None:
 async def test_what_reaches_the_disk_is_a_whole_record(tmp_path: Path) -> None:
     arena = ArenaAllocator.anonymous(1 << 20)
     for is_written in (True, False):
-        stack = TierStack(
-            LocalCPUBackend(arena, create_policy()), [LocalDiskBackend(tmp_path, 1 << 22)]
-        )
+        stack = TierStack(LocalCPUBackend(arena, create_policy()), [DiskBackend(tmp_path, 1 << 22)])
         await stack.open()
         if is_written:
             await put(stack)
@@ -113,7 +111,7 @@ async def test_two_tiers_that_write_at_once_write_the_same(tmp_path: Path) -> No
     async with serving(store) as server:
         remote = create_remote_backend(f"lm://127.0.0.1:{server.port}", None, PATIENCE_S)
         stack = TierStack(
-            LocalCPUBackend(arena, create_policy()), [LocalDiskBackend(tmp_path, 1 << 22), remote]
+            LocalCPUBackend(arena, create_policy()), [DiskBackend(tmp_path, 1 << 22), remote]
         )
         await stack.open()
         await put(stack)

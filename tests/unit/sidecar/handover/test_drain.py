@@ -116,7 +116,9 @@ class Hanging(StorageBackend):
 async def test_a_tier_that_hangs_does_not_keep_it_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_sidecar.tiers.create_remote_backend", lambda *_, **__: Hanging())
+    monkeypatch.setattr(
+        "lmcache_core.storage.remote.create_remote_backend", lambda *_, **__: Hanging()
+    )
     async with serving(tmp_path, remote_url="lm://localhost", drain_timeout_s=0.6) as (_, parts):
         await store(parts, *KEYS)
         begin = time.monotonic()

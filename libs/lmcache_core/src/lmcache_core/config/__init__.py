@@ -9,7 +9,6 @@ ConfigError
 from __future__ import annotations
 
 from lmcache_core.config.engine_config import OPTIONS, LMCacheEngineConfig
-from lmcache_core.config.legacy import DEFAULT_DISK_GB, DEFAULT_DISK_PATH, LEGACY_BACKENDS
 from lmcache_core.config.metadata import LMCacheEngineMetadata, LMCacheMemPoolMetadata
 from lmcache_core.config.options import (
     DISK_SERDES,
@@ -23,12 +22,9 @@ from lmcache_core.config.sources import CONFIG_FILE_ENV, ENV_PREFIX, SERVICE_ENV
 
 __all__ = [
     "CONFIG_FILE_ENV",
-    "DEFAULT_DISK_GB",
-    "DEFAULT_DISK_PATH",
     "DISK_SERDES",
     "ENV_PREFIX",
     "EVICTION_POLICIES",
-    "LEGACY_BACKENDS",
     "LMCacheEngineConfig",
     "LMCacheEngineMetadata",
     "LMCacheMemPoolMetadata",

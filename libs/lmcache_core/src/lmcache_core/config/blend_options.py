@@ -19,9 +19,9 @@ class BlendOptions:
         default="deviation",
         metadata=about(
             "Blending",
-            "Which of the reused tokens are computed anew. deviation: those whose KV is furthest"
-            " from the fresh on an early layer (CacheBlend). first_of_chunk: the first of each text"
-            " (EPIC). none: none at all.",
+            "Which reused tokens are recomputed. deviation: those whose KV differs most on "
+            "an early layer (CacheBlend). first_of_chunk: each text's first (EPIC). none: "
+            "none.",
             choices=BLEND_POLICIES,
         ),
     )
@@ -29,8 +29,7 @@ class BlendOptions:
         default=None,
         metadata=about(
             "Blending",
-            "Folder of the certificates that `lmcachectl certify blend` makes. A model without one"
-            " that it passed is not blended.",
+            "Folder written by `lmcachectl certify blend`.",
             form=NON_EMPTY,
         ),
     )

@@ -37,8 +37,8 @@ class DocumentedOptions:
     max_local_cpu_size: float = field(
         metadata=about(
             "Host memory",
-            "Host memory for chunks. Needed with `local_cpu` off too: chunks pass through it."
-            " Beside a sidecar unused: its `arena_gb`.",
+            "Host memory for chunks; needed with `local_cpu` off too, since chunks pass "
+            "through it. Ignored with a sidecar.",
             unit="GB",
             low=0,
             high=1 << 20,
@@ -55,8 +55,7 @@ class DocumentedOptions:
     max_local_disk_size: float = field(
         metadata=about(
             "Disk",
-            "Disk space for chunks. A file that names `local_disk` alone gets 5. Without"
-            " `local_disk` unused.",
+            "Disk space for chunks; 5 in a file that sets only `local_disk`.",
             unit="GB",
             low=0,
             high=1 << 24,
@@ -66,9 +65,9 @@ class DocumentedOptions:
     remote_url: str | None = field(
         metadata=about(
             "Remote tier",
-            "Where chunks are shared. With nobody listening it costs one refused connection and one"
-            " log line, then its breaker opens. From a file or the environment the default is"
-            " none.",
+            "Where chunks are shared. From a file or the environment the default is none. "
+            "If nothing listens, it costs one refused connection and one log line until "
+            "the breaker retries.",
             form=REMOTE_URL,
             beside_sidecar="set the sidecar's remote_url",
         )
@@ -76,11 +75,11 @@ class DocumentedOptions:
     remote_serde: str | None = field(
         metadata=about(
             "Remote tier",
-            "How chunks are encoded for the remote tier. naive, or none: as they are. lossless:"
-            " fewer bytes, the same values. cachegen: several times fewer, with the documented"
-            " loss; cachegen:high and cachegen:low: finer and coarser levels of our own. All of"
-            " these need lmcache-core[codec]. torch, safetensor, fast: the documented formats, no"
-            " smaller. What was stored with loss is a miss for all who did not choose a cachegen.",
+            "Encoding in the remote tier. lossless: smaller, exact. cachegen: several "
+            "times smaller, with the documented loss; cachegen:high and cachegen:low: "
+            "finer and coarser. These need lmcache-core[codec]. torch, safetensor, fast: "
+            "documented formats, no smaller. Lossy chunks are misses for readers without a "
+            "cachegen serde.",
             choices=REMOTE_SERDES,
             beside_sidecar="set the sidecar's remote_serde",
         )
@@ -88,21 +87,20 @@ class DocumentedOptions:
     save_decode_cache: bool = field(
         metadata=about(
             "Chunks",
-            "Also store the KV of generated tokens, so that the next turn of a conversation finds"
-            " the answer too.",
+            "Also store generated tokens, for the next turn of a conversation.",
         )
     )
     enable_blending: bool = field(
         metadata=about(
             "Blending",
-            "Reuse chunks that are not a prefix, for a model with a certificate in"
-            " `blend_certificates`. For Hugging Face transformers: vLLM loads prefixes only.",
+            "Reuse chunks that are not a prefix, for models with a passed certificate. Not "
+            "in vLLM.",
         )
     )
     blend_recompute_ratio: float = field(
         metadata=about(
             "Blending",
-            "Share of the reused tokens that are computed anew, as `blend_policy` selects them.",
+            "Share of reused tokens to recompute.",
             low=0,
             high=1,
         )
@@ -110,7 +108,7 @@ class DocumentedOptions:
     blend_min_tokens: int = field(
         metadata=about(
             "Blending",
-            "Shortest prompt that is blended; shorter ones are computed.",
+            "Shorter prompts are not blended.",
             unit="tokens",
             low=0,
             high=(1 << 31) - 1,
@@ -119,32 +117,30 @@ class DocumentedOptions:
     enable_p2p: bool = field(
         metadata=about(
             "Peers",
-            "Ask peers for chunks, and serve them. For an engine without a sidecar; needs"
-            " `lookup_url`, `broker_url`, `distributed_url`.",
+            "Pull from peers and serve them, without a sidecar. Needs `lookup_url`, "
+            "`broker_url`, `distributed_url`.",
             beside_sidecar=_PEERS_ARE_THE_SIDECARS,
         )
     )
     lookup_url: str | None = field(
         metadata=about(
             "Peers",
-            "The lookup service, `http://host:port` or `https://host:port`. Unused without"
-            " `enable_p2p`.",
+            "Lookup service, `http://host:port` or `https://host:port`.",
             form=NON_EMPTY,
         )
     )
     distributed_url: str | None = field(
         metadata=about(
             "Peers",
-            "Where this engine serves its chunks to peers, `lm+tls://host:port` or, unencrypted,"
-            " `lm://host:port`; it listens there. Unused without `enable_p2p`.",
+            "Where this engine listens for peers, `lm+tls://host:port` or `lm://host:port` "
+            "(plaintext).",
             form=NON_EMPTY,
         )
     )
     error_handling: bool = field(
         metadata=about(
             "Time and failures",
-            "True: whatever goes wrong inside the cache while the engine calls it is logged,"
-            " counted and answered as a miss. False: it is raised. Wrong arguments raise ValueError"
-            " in either case.",
+            "True: errors inside the cache are logged, counted and answered as a miss. "
+            "False: they are raised. Wrong arguments always raise ValueError.",
         )
     )

@@ -12,7 +12,6 @@ from lmcache_core.config import sources
 from lmcache_core.config.blend_options import BlendOptions
 from lmcache_core.config.contradictions import refuse_contradictions
 from lmcache_core.config.documented_options import DocumentedOptions
-from lmcache_core.config.legacy import tiers_of
 from lmcache_core.config.options import (
     DISK_SERDES,
     EVICTION_POLICIES,
@@ -49,8 +48,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=None,
         metadata=about(
             "Sidecar",
-            "Unix socket of the pod's sidecar, whose tiers the engine then uses instead of its"
-            " own.",
+            "Unix socket of the pod's sidecar, whose tiers replace the engine's own.",
             form=SOCKET_PATH,
         ),
     )
@@ -58,8 +56,8 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default="always",
         metadata=about(
             "Host memory",
-            "Check the digest of chunks that are loaded from host memory: each, 1 in 16, or none."
-            " What comes from elsewhere always is.",
+            "Check digests of chunks loaded from host memory: each, 1 in 16, or none. "
+            "Chunks from elsewhere are always checked.",
             choices=VERIFY_HOT_MODES,
             beside_sidecar="set the sidecar's verify_hot",
         ),
@@ -78,8 +76,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default="",
         metadata=about(
             "Chunks",
-            "Second line between tenants: part of every chunk's hash, so that chunks made under"
-            " another salt are never found. A secret.",
+            "Part of every chunk's hash: other salts never find these chunks. A secret.",
             form=UTF8,
             secret=True,
             beside_sidecar="set the sidecar's salt_file",
@@ -89,7 +86,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default="s3lru",
         metadata=about(
             "Host memory",
-            "Which chunks go first when memory is full.",
+            "Which chunks are evicted first.",
             choices=EVICTION_POLICIES,
             beside_sidecar="leave it out, the sidecar decides what its memory keeps",
         ),
@@ -98,7 +95,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=None,
         metadata=about(
             "Chunks",
-            "How long a chunk is served after it was stored; none: for ever.",
+            "How long a chunk is served after it was stored; none: no limit.",
             unit="seconds",
             low=0.001,
             high=_TEN_YEARS_S,
@@ -109,8 +106,8 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=None,
         metadata=about(
             "Time and failures",
-            "How fast the engine computes a prompt; none: learned. Gives each retrieve its"
-            " deadline, at most `tier_timeout_s`.",
+            "Prefill speed; none: learned. Sets each retrieve's deadline, at most "
+            "`tier_timeout_s`.",
             unit="tokens per second",
             low=0.001,
             high=10**9,
@@ -120,7 +117,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=5.0,
         metadata=about(
             "Time and failures",
-            "How long closing waits for slower tiers to finish writing.",
+            "How long closing waits for pending writes.",
             unit="seconds",
             low=0,
             high=3600,
@@ -130,8 +127,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=False,
         metadata=about(
             "Disk",
-            "Wait until the disk has each chunk. Without it a power cut may cost the newest ones;"
-            " what survives is whole either way.",
+            "Sync each chunk. Without it a power cut may lose the newest chunks, never damage any.",
             beside_sidecar="set the sidecar's disk_fsync",
         ),
     )
@@ -139,24 +135,20 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=None,
         metadata=about(
             "Remote tier",
-            "File with the bearer token for `remote_url`, if that is lm, lm+tls, http or https."
-            " Read again when it changes.",
+            "Bearer token file for lm, lm+tls, http and https. Re-read when it changes.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's service_token_file",
         ),
     )
     save_unfull_chunk: bool = field(
         default=True,
-        metadata=about(
-            "Chunks", "Store the last chunk of a prompt though it is shorter than the others."
-        ),
+        metadata=about("Chunks", "Also store a prompt's last, shorter chunk."),
     )
     local_disk_serde: str = field(
         default="naive",
         metadata=about(
             "Disk",
-            "How chunks are encoded for the local disk; as `remote_serde`, without the formats that"
-            " are no smaller.",
+            "Encoding on disk; see `remote_serde`.",
             choices=DISK_SERDES,
             beside_sidecar="set the sidecar's disk_serde",
         ),
@@ -165,8 +157,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=None,
         metadata=about(
             "Remote tier",
-            "Authorities (PEM) that may sign the certificate of `remote_url`, if that is lm+tls or"
-            " https; none: those of this machine.",
+            "CA (PEM) for lm+tls and https; none: the system's.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_ca_file",
         ),
@@ -175,8 +166,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=None,
         metadata=about(
             "Remote tier",
-            "Certificate (PEM) that is shown to `remote_url`, with the key behind it or in"
-            " `remote_tls_key_file`.",
+            "Client certificate (PEM), with its key or `remote_tls_key_file`.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_client_cert_file",
         ),
@@ -195,13 +185,13 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         default=None,
         metadata=about(
             "Time and failures",
-            "Collector of traces, OTLP over HTTP, `http://host:4318`; none: no traces.",
+            "Trace collector, OTLP over HTTP, `http://host:4318`; none: no traces.",
             form=NON_EMPTY,
         ),
     )
     trace_sample_ratio: float = field(
         default=0.01,
-        metadata=about("Time and failures", "Share of the calls that are traced.", high=1),
+        metadata=about("Time and failures", "Share of calls that are traced.", high=1),
     )
 
     def __post_init__(self) -> None:
@@ -270,6 +260,8 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         """
         values = _flat(locals())
         del values["backend"]
+        from lmcache_core.documented.legacy_config import tiers_of
+
         return _build(values | tiers_of(backend, values), "from_legacy")
 
     @staticmethod

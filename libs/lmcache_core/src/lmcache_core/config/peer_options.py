@@ -20,7 +20,7 @@ class PeerOptions:
         default=None,
         metadata=about(
             "Peers",
-            "The broker, `http://host:port` or `https://host:port`.",
+            "Broker, `http://host:port` or `https://host:port`.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's broker_url",
         ),
@@ -29,7 +29,7 @@ class PeerOptions:
         default=None,
         metadata=about(
             "Peers",
-            "File with the bearer token for lookup and broker. Read again when it changes.",
+            "Bearer token file for lookup and broker. Re-read when it changes.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's service_token_file",
         ),
@@ -38,8 +38,7 @@ class PeerOptions:
         default=None,
         metadata=about(
             "Peers",
-            "Keys that the broker signs tickets with, `id:base64`, one a line; peers are then"
-            " served by ticket alone.",
+            "The broker's ticket keys, one `id:base64` per line; peers then need tickets.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's ticket_keys_file",
         ),
@@ -48,9 +47,8 @@ class PeerOptions:
         default=None,
         metadata=about(
             "Peers",
-            "Certificate (PEM) that peers are served with at a `distributed_url` with lm+tls, and"
-            " that is shown to lookup, broker and peers that ask for one. Read again when it"
-            " changes, as the other `peer_tls` files.",
+            "Certificate (PEM) for peers at an lm+tls `distributed_url`, and as a client. "
+            "All `peer_tls` files are re-read when they change.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_cert_file and tls_client_cert_file",
         ),
@@ -59,7 +57,7 @@ class PeerOptions:
         default=None,
         metadata=about(
             "Peers",
-            "Key (PEM, no passphrase) of `peer_tls_cert_file`, where it is not in the same file.",
+            "Key (PEM, no passphrase), if not in `peer_tls_cert_file`.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_key_file and tls_client_key_file",
         ),
@@ -68,8 +66,7 @@ class PeerOptions:
         default=None,
         metadata=about(
             "Peers",
-            "Authorities (PEM) that may sign the certificates of lookup and broker behind https,"
-            " and of peers behind lm+tls; none: those of this machine.",
+            "CA (PEM) for lookup, broker and peers; none: the system's.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_ca_file",
         ),
@@ -78,8 +75,7 @@ class PeerOptions:
         default=None,
         metadata=about(
             "Peers",
-            "Authorities (PEM), one of which must have signed a certificate that peers show at"
-            " `distributed_url`; none: they show none.",
+            "CA (PEM) of client certificates that peers must show; none: no client certificates.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_client_ca_file",
         ),
@@ -88,7 +84,7 @@ class PeerOptions:
         default=None,
         metadata=about(
             "Peers",
-            "What the certificates of peers name, where that is not the host of their URL.",
+            "Name in peers' certificates, if not their host.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_peer_name",
         ),
@@ -97,8 +93,8 @@ class PeerOptions:
         default=False,
         metadata=about(
             "Peers",
-            "Allows a `distributed_url` with lm that other machines reach: chunks and tickets cross"
-            " a network that is trusted, or encrypts by itself.",
+            "Allow an lm `distributed_url` that other machines reach, on a trusted or "
+            "encrypted network.",
             beside_sidecar="set the sidecar's allow_plaintext",
         ),
     )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.config.foreign_names import FOREIGN_NAMES, in_our_names
-from lmcache_core.config.legacy import DEFAULT_DISK_GB
 from lmcache_core.config.options import Option, did_you_mean, shown
 from lmcache_core.errors import ConfigError
 
@@ -19,6 +18,8 @@ SERVICE_ENV_PREFIXES = tuple(
 )
 CONFIG_FILE_ENV = "LMCACHE_CONFIG_FILE"
 MAX_FILE_BYTES = 1 << 20
+DEFAULT_DISK_GB = 5.0
+"""Room for a disk that a file, or a documented backend, names without a size."""
 MAX_FOREIGN_CHARS = 1 << 10
 """Of a variable whose text is YAML, which may be a stranger's: PyYAML takes about 10 µs a
 character.

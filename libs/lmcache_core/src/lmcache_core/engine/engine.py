@@ -14,7 +14,7 @@ import torch
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.engine.chunk_store import ChunkStore
-from lmcache_core.engine.guard import DegradingGuard, Guard, RaisingGuard
+from lmcache_core.engine.guard import CallGuard, DegradingGuard, RaisingGuard
 from lmcache_core.engine.prefill_rate import PrefillRate
 from lmcache_core.engine.stores import create_chunk_store
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
@@ -69,7 +69,7 @@ class LMCacheEngine:
             self._store, gpu_connector, metadata, self.counters, self._workers
         )
         self._prefill = PrefillRate(config.prefill_tokens_per_s)
-        self._guard: Guard = (
+        self._guard: CallGuard = (
             DegradingGuard(self.counters) if config.error_handling else RaisingGuard()
         )
 

@@ -14,7 +14,7 @@ from lmcache_core.telemetry import FAILED_CALLS_TOTAL, Counters
 logger = logging.getLogger(__name__)
 
 
-class Guard(Protocol):
+class CallGuard(Protocol):
     """Stands around every call of the engine; chosen once, by `error_handling`."""
 
     def __call__(self, operation: str) -> AbstractContextManager[None]:
@@ -25,7 +25,7 @@ class RaisingGuard:
     """Lets everything through."""
 
     def __call__(self, operation: str) -> AbstractContextManager[None]:
-        """See `Guard.__call__`."""
+        """See `CallGuard.__call__`."""
         return nullcontext()
 
 
@@ -47,7 +47,7 @@ class DegradingGuard:
 
     @contextmanager
     def __call__(self, operation: str) -> Iterator[None]:
-        """See `Guard.__call__`."""
+        """See `CallGuard.__call__`."""
         try:
             yield
         except self._raised:

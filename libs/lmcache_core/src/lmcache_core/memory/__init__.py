@@ -20,14 +20,11 @@ from lmcache_core.memory.base import (
 )
 from lmcache_core.memory.buffer import BufferAllocator, BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name, num_bytes
-from lmcache_core.memory.pins import PinSession
 from lmcache_core.memory.shared import SharedArena, attach_shared_arena, create_shared_arena
 
 if TYPE_CHECKING:
-    from lmcache_core.memory.arena import ArenaAllocator, ArenaMemoryObj
-    from lmcache_core.memory.free_list import ALIGN_BYTES, FreeList
-    from lmcache_core.memory.mixed import MixedMemoryAllocator
-    from lmcache_core.memory.pools import (
+    from lmcache_core.documented.mixed_allocator import MixedMemoryAllocator
+    from lmcache_core.documented.pools import (
         BasePool,
         KVObj,
         LocalCPUBufferPool,
@@ -35,6 +32,8 @@ if TYPE_CHECKING:
         LocalGPUPool,
         LocalPool,
     )
+    from lmcache_core.memory.arena import ArenaAllocator, ArenaMemoryObj
+    from lmcache_core.memory.free_list import ALIGN_BYTES, FreeList
     from lmcache_core.memory.tensor import (
         GPUMemoryAllocator,
         HostMemoryAllocator,
@@ -45,22 +44,22 @@ if TYPE_CHECKING:
 
 _RESOLVED_LATER = MappingProxyType(
     {
-        "ALIGN_BYTES": "free_list",
-        "ArenaAllocator": "arena",
-        "ArenaMemoryObj": "arena",
-        "BasePool": "pools",
-        "FreeList": "free_list",
-        "GPUMemoryAllocator": "tensor",
-        "HostMemoryAllocator": "tensor",
-        "KVObj": "pools",
-        "LocalCPUBufferPool": "pools",
-        "LocalCPUPool": "pools",
-        "LocalGPUPool": "pools",
-        "LocalPool": "pools",
-        "MixedMemoryAllocator": "mixed",
-        "PinMemoryAllocator": "tensor",
-        "TensorMemoryAllocator": "tensor",
-        "TensorMemoryObj": "tensor",
+        "ALIGN_BYTES": "memory.free_list",
+        "ArenaAllocator": "memory.arena",
+        "ArenaMemoryObj": "memory.arena",
+        "BasePool": "documented.pools",
+        "FreeList": "memory.free_list",
+        "GPUMemoryAllocator": "memory.tensor",
+        "HostMemoryAllocator": "memory.tensor",
+        "KVObj": "documented.pools",
+        "LocalCPUBufferPool": "documented.pools",
+        "LocalCPUPool": "documented.pools",
+        "LocalGPUPool": "documented.pools",
+        "LocalPool": "documented.pools",
+        "MixedMemoryAllocator": "documented.mixed_allocator",
+        "PinMemoryAllocator": "memory.tensor",
+        "TensorMemoryAllocator": "memory.tensor",
+        "TensorMemoryObj": "memory.tensor",
     }
 )
 
@@ -88,7 +87,6 @@ __all__ = [
     "MemoryObjMetadata",
     "MixedMemoryAllocator",
     "PinMemoryAllocator",
-    "PinSession",
     "SharedArena",
     "TensorMemoryAllocator",
     "TensorMemoryObj",
@@ -101,5 +99,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _RESOLVED_LATER:
-        return getattr(importlib.import_module(f"{__name__}.{_RESOLVED_LATER[name]}"), name)
+        return getattr(importlib.import_module(f"lmcache_core.{_RESOLVED_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

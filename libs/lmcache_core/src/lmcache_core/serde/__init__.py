@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lmcache_core.documented.cachegen.serializer import CacheGenDeserializer, CacheGenSerializer
+    from lmcache_core.documented.debug_serde import DeserializerDebugWrapper, SerializerDebugWrapper
     from lmcache_core.serde.base import Deserializer, Serializer
-    from lmcache_core.serde.cachegen.serializer import CacheGenDeserializer, CacheGenSerializer
-    from lmcache_core.serde.debug import DeserializerDebugWrapper, SerializerDebugWrapper
     from lmcache_core.serde.fast_serde import FastDeserializer, FastSerializer
     from lmcache_core.serde.registry import create_codec
     from lmcache_core.serde.safe_serde import SafeDeserializer, SafeSerializer
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 _RESOLVED_LATER = MappingProxyType(
     {
-        "CacheGenDeserializer": "cachegen.serializer",
-        "CacheGenSerializer": "cachegen.serializer",
-        "Deserializer": "base",
-        "DeserializerDebugWrapper": "debug",
-        "FastDeserializer": "fast_serde",
-        "FastSerializer": "fast_serde",
-        "SafeDeserializer": "safe_serde",
-        "SafeSerializer": "safe_serde",
-        "Serializer": "base",
-        "SerializerDebugWrapper": "debug",
-        "TorchDeserializer": "torch_serde",
-        "TorchSerializer": "torch_serde",
-        "create_codec": "registry",
+        "CacheGenDeserializer": "documented.cachegen.serializer",
+        "CacheGenSerializer": "documented.cachegen.serializer",
+        "Deserializer": "serde.base",
+        "DeserializerDebugWrapper": "documented.debug_serde",
+        "FastDeserializer": "serde.fast_serde",
+        "FastSerializer": "serde.fast_serde",
+        "SafeDeserializer": "serde.safe_serde",
+        "SafeSerializer": "serde.safe_serde",
+        "Serializer": "serde.base",
+        "SerializerDebugWrapper": "documented.debug_serde",
+        "TorchDeserializer": "serde.torch_serde",
+        "TorchSerializer": "serde.torch_serde",
+        "create_codec": "serde.registry",
     }
 )
 
@@ -56,5 +56,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _RESOLVED_LATER:
-        return getattr(importlib.import_module(f"{__name__}.{_RESOLVED_LATER[name]}"), name)
+        return getattr(importlib.import_module(f"lmcache_core.{_RESOLVED_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

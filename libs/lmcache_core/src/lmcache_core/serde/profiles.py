@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from lmcache_core.serde.blob import Mode
-from lmcache_core.serde.cachegen.config import CacheGenConfig
+from lmcache_core.serde.cachegen import CacheGenConfig
 from lmcache_core.serde.quantised.coder import Quantiser
 
 SHORT_TOKENS = 64

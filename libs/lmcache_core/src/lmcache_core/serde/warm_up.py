@@ -50,10 +50,7 @@ def warm_up() -> WarmUp:
     """
     began = time.monotonic()
     loops = load_loops()
-    from lmcache_core.serde.entropy.channel_streams import compile_channel_streams
-
-    streams = compile_channel_streams()
-    dispatchers = [getattr(part, field.name) for part in (loops, streams) for field in fields(part)]
+    dispatchers = [getattr(loops, field.name) for field in fields(loops)]
     stats = [dispatcher.stats for dispatcher in dispatchers]
     return WarmUp(
         sum(sum(stat.cache_misses.values()) for stat in stats),

@@ -10,17 +10,19 @@ from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 
 if TYPE_CHECKING:
-    from lmcache_core.storage.disk import LocalDiskBackend
+    from lmcache_core.documented.disk import LocalDiskBackend
+    from lmcache_core.documented.tensor_backend import LMCBackendInterface, StackTensorBackend
+    from lmcache_core.storage.disk import DiskBackend
     from lmcache_core.storage.hot import LocalCPUBackend
     from lmcache_core.storage.manager import StorageManager
-    from lmcache_core.storage.tensor_backend import LMCBackendInterface, StackTensorBackend
 
 _LAZY = MappingProxyType(
     {
-        "LMCBackendInterface": "lmcache_core.storage.tensor_backend",
+        "DiskBackend": "lmcache_core.storage.disk",
+        "LMCBackendInterface": "lmcache_core.documented.tensor_backend",
         "LocalCPUBackend": "lmcache_core.storage.hot",
-        "LocalDiskBackend": "lmcache_core.storage.disk",
-        "StackTensorBackend": "lmcache_core.storage.tensor_backend",
+        "LocalDiskBackend": "lmcache_core.documented.disk",
+        "StackTensorBackend": "lmcache_core.documented.tensor_backend",
         "StorageManager": "lmcache_core.storage.manager",
     }
 )
@@ -28,6 +30,7 @@ _LAZY = MappingProxyType(
 __all__ = [
     "Allocate",
     "Chunk",
+    "DiskBackend",
     "LMCBackendInterface",
     "LocalCPUBackend",
     "LocalDiskBackend",

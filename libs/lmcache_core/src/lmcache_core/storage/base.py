@@ -21,6 +21,24 @@ class StorageBackend(ABC):
     """
 
     name: str
+    wrapped: StorageBackend | None = None
+    """The tier inside, of one that adds something to another."""
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether calls, or writes alone, are answered without asking the device."""
+        return False
+
+    def num_worth(self, num_chunks: int, limit_s: float, recompute_s: float | None = None) -> int:
+        """Return how many chunks, from the first, a read should ask for; all where that is unknown.
+
+        Args:
+            num_chunks: How many are wanted.
+            limit_s: The read must be over by then.
+            recompute_s: What computing one chunk instead costs; a read that costs more than
+                computing what it brings is worth nothing.
+        """
+        return num_chunks
 
     @abstractmethod
     async def open(self) -> None:
@@ -81,3 +99,12 @@ class ListsKeys(Protocol):
 
     def held(self) -> list[tuple[ChunkKey, int]]:
         """Name and size (whole record, bytes) of every chunk held now."""
+
+
+def lister_of(backend: StorageBackend) -> ListsKeys | None:
+    """Return what can tell which chunks this tier holds, the tier itself or one inside it; None
+    when it does not know.
+    """
+    while backend.wrapped is not None:
+        backend = backend.wrapped
+    return backend if isinstance(backend, ListsKeys) else None

@@ -9,9 +9,9 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.buffer import BufferAllocator
 from lmcache_core.record import RAW_SERDE, Chunk, Result
 from lmcache_core.serde.codec import ChunkCodec
+from lmcache_core.storage.client_view import ClientView, WrappedStore
 from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.disk.pool import wait_all
-from lmcache_core.storage.served_door import ServedDoor, WrappedStore
 from lmcache_core.storage.transcoding import encoded_chunk
 from lmcache_core.telemetry import CodecFigures
 from lmcache_core.wire import ServedStore
@@ -25,7 +25,7 @@ MAX_SENDING_BYTES = 256 << 20
 """Encoded bytes that are held until they are sent."""
 
 
-class EncodingStore(ServedDoor):
+class EncodingStore(ClientView):
     """Serves raw chunks encoded, to clients who say that they decode the serde (and, if it loses
     something, that they take that).
 

@@ -6,7 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_core.concurrency import LoopThread, TaskSupervisor, Workers
 from lmcache_core.config import LMCacheEngineConfig
@@ -14,12 +15,15 @@ from lmcache_core.errors import LMCacheError, UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkChain, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result, Staged
-from lmcache_core.storage.assembly import create_hot_tier, create_lower_tiers, create_surroundings
+from lmcache_core.storage.engine_spec import engine_spec
 from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.staging import SWEEP_INTERVAL_S, Staging
-from lmcache_core.storage.staging_room import STAGED_SHARE, StagingRoom
+from lmcache_core.storage.staging import STAGED_SHARE, SWEEP_INTERVAL_S, ChunkBudget, Stager
+from lmcache_core.storage.tiers import build_tiers
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
+
+if TYPE_CHECKING:
+    from lmcache_core.storage.peer_group import PeerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +63,14 @@ class StorageManager:
         counters: Counters,
         workers: Workers | None = None,
     ) -> None:
-        self._around = create_surroundings(config)
-        self._hot = create_hot_tier(config, memory_allocator, self._around)
-        self._config = config
-        self._lower = create_lower_tiers(config, counters, self._around)
+        self._peers: PeerGroup | None = None
+        if config.enable_p2p:
+            from lmcache_core.storage.peer_group import PeerGroup
+
+            self._peers = PeerGroup(config)
+        self._spec = partial(engine_spec, config, memory_allocator, self._peers, counters)
+        self._tiers = build_tiers(self._spec())
+        self._hot = self._tiers.hot
         self._open_timeout_s = (
             CODECS_OPEN_TIMEOUT_S
             if {config.remote_serde, config.local_disk_serde} - {None, "naive"}
@@ -77,7 +85,7 @@ class StorageManager:
         self._loop = LoopThread("lmcache-storage")
         self._tasks = TaskSupervisor("lmcache-storage")
         self._stack: TierStack | None = None
-        self._staging: Staging | None = None
+        self._staging: Stager | None = None
         self._salt = config.salt
         self._prefetches = threading.Semaphore(MAX_PREFETCHES)
 
@@ -110,14 +118,13 @@ class StorageManager:
             except UnavailableError as exc:
                 logger.warning(
                     "tiers did not close, leaving them: tiers=%s error=%s",
-                    ",".join(tier.name for tier in self._lower),
+                    ",".join(tier.name for tier in self._tiers.lower),
                     exc,
                 )
             self._loop.close()
-            self._lower = create_lower_tiers(
-                self._config, self._counters, self._around
-            )  # a tier is opened once, an engine perhaps again
-            # if the tiers did not close in time, and what was put or lifted meanwhile
+            # A slower tier is opened once, an engine perhaps again.
+            self._tiers = build_tiers(self._spec(), self._hot)
+            # What was put or lifted meanwhile, or if the tiers did not close in time.
             self._hot.clear_now()
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
@@ -133,7 +140,7 @@ class StorageManager:
         num_hot = next((i for i, has in enumerate(hot) if not has), len(names))
         if (
             num_hot == len(names)
-            or not self._lower
+            or not self._tiers.lower
             or (search_range is not None and set(search_range) <= {self._hot.name})
         ):
             return num_hot
@@ -198,7 +205,7 @@ class StorageManager:
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `ChunkStore.put`."""
         stack = self._stack
-        if stack is not None and not self._lower and self._keep_hot:
+        if stack is not None and not self._tiers.lower and self._keep_hot:
             kept_hot = self._hot.put_many(chunks)
             if self._stack is None:
                 self._hot.clear_now()  # closed in this moment
@@ -289,22 +296,25 @@ class StorageManager:
             raise LMCacheError(f"a tier failed: {exc!r}") from exc
 
     async def _open_stack(self) -> TierStack:
-        stack = self._around.make_stack(self._hot, self._lower, keep_hot=self._keep_hot)
+        tiers, peers = self._tiers, self._peers
+        stack = tiers.stack(None if peers is None else peers.announcer, keep_hot=self._keep_hot)
         try:
             await stack.open()
-            await self._around.open(stack)
+            if peers is not None:
+                await peers.open(stack, tiers.disk_files)
         except BaseException:
             await stack.close()
             raise
-        room = StagingRoom(self._hot.stats()["capacity_bytes"] // STAGED_SHARE)
-        self._staging = Staging(stack, DEFAULT_TENANT, room, self._start_lift)
+        room = ChunkBudget(self._hot.stats()["capacity_bytes"] // STAGED_SHARE)
+        self._staging = Stager(stack, DEFAULT_TENANT, room, self._start_lift)
         self._tasks = TaskSupervisor("lmcache-storage")
         self._tasks.repeat("stage-leases", self._expire_tickets, SWEEP_INTERVAL_S)
         return stack
 
     async def _close_stack(self, stack: TierStack) -> None:
         await self._tasks.close()
-        await self._around.close()
+        if self._peers is not None:
+            await self._peers.close()
         await stack.close(self._close_drain_s)
 
     def _start_lift(self, work: Coroutine[Any, Any, None]) -> bool:
@@ -326,13 +336,13 @@ class StorageManager:
 
     def _all_from_hot(self, names: Sequence[ChunkKey]) -> list[Result] | None:
         """What host memory says to these chunks; None when slower tiers may have more to say."""
-        if self._lower and not all(self._hot.contains_many(names)):
+        if self._tiers.lower and not all(self._hot.contains_many(names)):
             return None
         results = [
             self._hot.miss(name) if chunk is None else chunk
             for name, chunk in zip(names, self._hot.get_many(names), strict=True)
         ]
-        if self._lower and any(
+        if self._tiers.lower and any(
             isinstance(result, Miss) for result in results
         ):  # evicted in this moment
             _release_all(results)

@@ -15,12 +15,11 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Miss, MissReason, Result
-from lmcache_core.storage.absent import AbsentTiers
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.storage.lifts import IsUnwanted, Lift, Lifts
+from lmcache_core.storage.inflight import InflightRead, InflightReads, IsUnwanted
+from lmcache_core.storage.reconnect import TierReconnector
 from lmcache_core.storage.time_limit import ReadLimit
-from lmcache_core.storage.wrappers.priced import KnowsItsPrice
 from lmcache_core.storage.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -69,10 +68,10 @@ class TierStack:
     ) -> None:
         self.hot = hot
         self.lower = self._tiers = tuple(lower)
-        self._absent = AbsentTiers(self._came)
+        self._reconnector = TierReconnector(self._came)
         self._listener = listener
         self._keep_hot = keep_hot
-        self._lifts = Lifts()
+        self._reads = InflightReads()
         behind = self.lower if written is None else written
         num_unnamed = sum(tier.name not in pending_bytes for tier in behind)
         share = hot.stats()["capacity_bytes"] // DEFAULT_PENDING_SHARE // max(1, num_unnamed)
@@ -96,7 +95,7 @@ class TierStack:
             ConfigError: A tier's options are wrong, or another process owns its directory.
         """
         await self.hot.open()
-        self.lower = tuple([tier for tier in self._tiers if await self._absent.opens(tier)])
+        self.lower = tuple([tier for tier in self._tiers if await self._reconnector.open(tier)])
         for tier in self.lower:
             self._write_to(tier)
 
@@ -105,7 +104,7 @@ class TierStack:
 
         A tier that has not closed after `TIER_CLOSE_S` is logged and left.
         """
-        await self._absent.close()
+        await self._reconnector.close()
         await asyncio.gather(*(writer.close(drain_s) for writer in self._writers.values()))
         try:
             await _close_all(self.lower)
@@ -242,7 +241,7 @@ class TierStack:
             for writer in self._writers.values():
                 held.enter_context(writer.holding_back(is_unwanted))
             if self.hot in tiers:
-                held.enter_context(self._lifts.removing(is_unwanted))
+                held.enter_context(self._reads.removing(is_unwanted))
             # Chunks stay hot until what is on its way to a tier is there, or a reader would see
             # them go and come back.
             await asyncio.gather(
@@ -319,7 +318,7 @@ class TierStack:
     ) -> None:
         """Fill in what the slower tiers bring in time."""
         missing = _missing(results)
-        if self._keep_hot and await self._lifts.wait_for_others(
+        if self._keep_hot and await self._reads.wait_for_others(
             [keys[i] for i in missing], limit.left_s(len(missing))
         ):
             for i, result in zip(
@@ -327,16 +326,13 @@ class TierStack:
             ):
                 results[i] = result
             missing = _missing(results)
-        lift = self._lifts.begin([keys[i] for i in missing])
-        try:
+        with self._reads.reading([keys[i] for i in missing]) as read:
             for tier in self.lower:
                 missing = _missing(results)
                 if not missing:
                     break
                 if search_range is None or tier.name in search_range:
-                    await self._fill(tier, keys, missing, results, limit, lift)
-        finally:
-            self._lifts.end(lift)
+                    await self._fill(tier, keys, missing, results, limit, read)
 
     async def _fill(
         self,
@@ -345,12 +341,11 @@ class TierStack:
         missing: list[int],
         results: list[Result],
         limit: ReadLimit,
-        lift: Lift,
+        read: InflightRead,
     ) -> None:
         limit_s = limit.left_s(len(missing))
         num_asked = len(missing) if limit_s > 0 else 0
-        if isinstance(tier, KnowsItsPrice):
-            num_asked = tier.num_worth(num_asked, limit_s, limit.recompute_s)
+        num_asked = tier.num_worth(num_asked, limit_s, limit.recompute_s)
         wanted = [keys[i] for i in missing[:num_asked]]
         got: Sequence[Result] = [Miss(MissReason.DEADLINE)] * len(wanted)
         if wanted:
@@ -366,7 +361,7 @@ class TierStack:
             [
                 result
                 for result in got
-                if isinstance(result, Chunk) and result.key not in lift.unwanted
+                if isinstance(result, Chunk) and result.key not in read.unwanted
             ]
         )
         for i, result in zip(missing, got, strict=True):

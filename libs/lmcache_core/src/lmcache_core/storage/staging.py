@@ -1,5 +1,5 @@
-"""Tickets: what requests are going to load is lifted while they wait, and what they were
-promised stays in host memory.
+"""Staging: a request asks early for what it is going to load, under the name of a ticket. What is
+hot is held for it from then on, and the rest is lifted from slower tiers while the request waits.
 """
 
 from __future__ import annotations
@@ -8,38 +8,182 @@ import asyncio
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from lmcache_core.keys import ChunkChain
-from lmcache_core.record import Chunk, Staged, StagedFrom
+from lmcache_core.keys import ChunkChain, ChunkKey
+from lmcache_core.record import Chunk, Result, Staged, StagedFrom
+from lmcache_core.storage.cooperative import Steps, run_blocking, run_cooperatively
+from lmcache_core.storage.peer import PEER_TIER
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.staging_room import StagingRoom
-from lmcache_core.storage.ticket import StagedChain, Ticket, code_of, ending, whole
-from lmcache_core.storage.turns import Steps, at_once, in_turns
 
 MAX_TICKETS = 4096
 STAGE_LEASE_S = 120.0
-"""So long after the last word about a ticket it is forgotten: whoever asked has gone or does not
-need it.
-"""
+"""A ticket is forgotten so long after its client last asked about it."""
 SWEEP_INTERVAL_S = 5.0
 """How often an owner calls `expire`."""
 HOT_BLOCK_KEYS = 512
-"""So many chunks are taken or given back in one step."""
+"""Chunks that are taken or given back in one step."""
 LIFT_BLOCK_KEYS = 4096
-"""So many keys are looked at in one go: of a long chain of which little is there, the rest costs
+"""Keys that are looked at together: of a long chain of which little is stored, the rest costs
 nothing.
 """
 PROBE_SHARE = 2
 """Finding out who has what may take one part in this many of a lift's time: a tier that hangs
 leaves time to read from the others.
 """
+STAGED_SHARE = 2
+"""What is staged may hold one part in this many of the host memory: the rest is for stores,
+loads and lifts.
+"""
+MAX_LIFTS = 64
+
+_CODES = MappingProxyType(
+    {
+        "Hot": StagedFrom.HOT,
+        "LocalDiskBackend": StagedFrom.DISK,
+        PEER_TIER: StagedFrom.PEER,
+        "RemoteBackend": StagedFrom.REMOTE,
+    }
+)
+
 
 StartLift = Callable[[Coroutine[Any, Any, None]], bool]
 
 
-class Staging:
+class ChunkBudget:
+    """Bounds the memory of chunks that are held together, and the lifts at once; a chunk that is
+    held several times counts once. Thread-safe.
+
+    Args:
+        max_bytes: Bound on the memory of all chunks held.
+        max_lifts: Bound on lifts at once.
+    """
+
+    def __init__(self, max_bytes: int, max_lifts: int = MAX_LIFTS) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._num_holders: dict[int, int] = {}
+        self._lifts = threading.Semaphore(max_lifts)
+        self.used_bytes = 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Return how many bytes may still be held."""
+        return max(0, self._max_bytes - self.used_bytes)
+
+    def take(self, chunks: Sequence[Chunk], unit: int) -> int:
+        """Count chunks as held, as many from the first as there is room for.
+
+        Args:
+            chunks: Their references belong to the caller, and stay for as long as they are counted
+                here.
+            unit: So many belong together, and are taken together.
+
+        Returns:
+            How many units were taken.
+        """
+        with self._lock:
+            if self._add(chunks):
+                return len(chunks) // unit
+            for at in range(0, len(chunks), unit):
+                if not self._add(chunks[at : at + unit]):
+                    return at // unit
+        return len(chunks) // unit
+
+    def give(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Undo `take`; return the chunks that are not held any more."""
+        with self._lock:
+            return self._forget(chunks)
+
+    def begin_lift(self) -> bool:
+        """Whether one more lift may run; call `end_lift` after it."""
+        return self._lifts.acquire(blocking=False)
+
+    def end_lift(self) -> None:
+        """Count a lift as over."""
+        self._lifts.release()
+
+    def _add(self, chunks: Sequence[Chunk]) -> bool:
+        """All of them, or none."""
+        num_holders = self._num_holders
+        for chunk in chunks:
+            name = id(chunk.memory)
+            num_before = num_holders.get(name)
+            if num_before is None:
+                num_holders[name] = 1
+                self.used_bytes += chunk.memory.metadata.phy_size
+            else:
+                num_holders[name] = num_before + 1
+        if self.used_bytes <= self._max_bytes:
+            return True
+        self._forget(chunks)
+        return False
+
+    def _forget(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        num_holders = self._num_holders
+        unheld = []
+        for chunk in chunks:
+            name = id(chunk.memory)
+            num_left = num_holders[name] - 1
+            if num_left:
+                num_holders[name] = num_left
+            else:
+                del num_holders[name]
+                self.used_bytes -= chunk.memory.metadata.phy_size
+                unheld.append(chunk)
+        return unheld
+
+
+class StagedChain:
+    """One chain of a ticket; `tiers` has a `StagedFrom` for each chunk, 0 while it is not held."""
+
+    def __init__(self, tenant: str, chain: ChunkChain) -> None:
+        self.num_ranks = chain.world_size
+        self.tiers = bytearray(chain.num_chunks)
+        self._tenant = tenant
+        self._chain = chain
+
+    def names_of(self, numbers: Sequence[int]) -> list[ChunkKey]:
+        """Name these chunks, in ascending order, the ranks of one chunk together."""
+        start, end = numbers[0], numbers[-1] + 1
+        names = [
+            ChunkKey(self._tenant, key) for key in self._chain.part(start, end).keys_by_chunk()
+        ]
+        if len(numbers) == end - start:
+            return names
+        num_ranks = self.num_ranks
+        return [
+            name
+            for i in numbers
+            for name in names[(i - start) * num_ranks : (i - start + 1) * num_ranks]
+        ]
+
+    def blocks(self, numbers: Sequence[int], num_keys: int) -> Iterator[Sequence[int]]:
+        """Split these chunks into pieces of about so many keys."""
+        step = max(1, num_keys // self.num_ranks)
+        return (numbers[at : at + step] for at in range(0, len(numbers), step))
+
+
+class StageTicket:
+    """What was asked for, what is known of it, and what is held for it."""
+
+    def __init__(self, tenant: str, chains: Sequence[ChunkChain], is_prefix: bool) -> None:
+        self.asked = (tuple(chains), is_prefix)
+        self.is_prefix = is_prefix
+        self.chains = [StagedChain(tenant, chain) for chain in chains]
+        self.held: list[Chunk] = []
+        self.is_ready = True
+        self.is_over = False
+        self.last_asked_at = 0.0
+
+    def staged(self) -> Staged:
+        """Return the answer as of now."""
+        return Staged(self.is_ready, tuple(bytes(chain.tiers) for chain in self.chains))
+
+
+class Stager:
     """The tickets of one client. Thread-safe; no call waits for a tier.
 
     Args:
@@ -55,7 +199,7 @@ class Staging:
         self,
         stack: TierStack,
         tenant: str,
-        room: StagingRoom,
+        room: ChunkBudget,
         start_lift: StartLift,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,13 +209,13 @@ class Staging:
         self._start_lift = start_lift
         self._clock = clock
         self._lock = threading.Lock()
-        self._tickets: OrderedDict[str, Ticket] = OrderedDict()
+        self._tickets: OrderedDict[str, StageTicket] = OrderedDict()
         self._may_lift = True
         self._is_closed = False
 
     @property
     def num_tickets(self) -> int:
-        """Tickets that are known."""
+        """Return the number of tickets that are known."""
         return len(self._tickets)
 
     def stage(
@@ -83,12 +227,11 @@ class Staging:
         is_prefix: bool = True,
         recompute_s: float | None = None,
     ) -> Staged:
-        """What of these chunks is in host memory for all ranks, held from now on; what is not
-        begins to be lifted.
+        """Hold what of these chunks is in host memory for all ranks, and begin to lift the rest.
 
         Args:
-            ticket: Name of the question.
-            chains: What is asked for; none, or those of the first time: how far the lift is.
+            ticket: Name of the request.
+            chains: What is asked for; none, or the same as before, to ask how far the lift is.
             deadline_s: Longest that the lift may take.
             is_prefix: Nothing behind the first missing chunk of a chain counts or is lifted.
                 Otherwise each chunk counts for itself.
@@ -96,9 +239,9 @@ class Staging:
                 takes no longer than that for each chunk.
         """
         with self._lock:
-            return at_once(self._staging(ticket, chains, deadline_s, is_prefix, recompute_s))
+            return run_blocking(self._staging(ticket, chains, deadline_s, is_prefix, recompute_s))
 
-    async def stage_in_turns(
+    async def stage_cooperatively(
         self,
         ticket: str,
         chains: Sequence[ChunkChain],
@@ -106,50 +249,49 @@ class Staging:
         is_prefix: bool,
         recompute_s: float | None,
     ) -> Staged:
-        """`stage` for who serves others on the same event loop: they have their turn every few
-        hundred chunks.
+        """Do the same as `stage` on an event loop, yielding to other work every few hundred chunks.
 
-        A chunk that is removed meanwhile counts as it was seen. Closed or cancelled meanwhile, it
-        holds nothing.
+        A chunk that is removed meanwhile counts as it was seen. Closed or cancelled meanwhile, the
+        ticket holds nothing.
         """
-        return await in_turns(
+        return await run_cooperatively(
             self._staging(ticket, chains, deadline_s, is_prefix, recompute_s), self._lock
         )
 
     def unstage(self, tickets: Sequence[str]) -> None:
-        """Hold nothing for these tickets any more; unknown ones are passed over. What is being
-        read for them goes on, and stays hot.
+        """Stop holding anything for these tickets; unknown ones are ignored. What is being read
+        for them is read to the end, and stays hot.
         """
         with self._lock:
-            at_once(self._unstaging(tickets))
+            run_blocking(self._unstaging(tickets))
 
-    async def unstage_in_turns(self, tickets: Sequence[str]) -> None:
-        """`unstage` for who serves others on the same event loop."""
-        await in_turns(self._unstaging(tickets), self._lock)
+    async def unstage_cooperatively(self, tickets: Sequence[str]) -> None:
+        """Do the same as `unstage`, yielding to other work."""
+        await run_cooperatively(self._unstaging(tickets), self._lock)
 
     def expire(self) -> None:
-        """Forget tickets about which nothing was heard for `STAGE_LEASE_S`."""
+        """Forget tickets that no client asked about for `STAGE_LEASE_S`."""
         with self._lock:
-            at_once(self._expiring())
+            run_blocking(self._expiring())
 
-    async def expire_in_turns(self) -> None:
-        """`expire` for who serves others on the same event loop."""
-        await in_turns(self._expiring(), self._lock)
+    async def expire_cooperatively(self) -> None:
+        """Do the same as `expire`, yielding to other work."""
+        await run_cooperatively(self._expiring(), self._lock)
 
     def stop_lifting(self) -> None:
-        """From now on only what is hot is staged."""
+        """Stage only what is hot from now on."""
         self._may_lift = False
 
     def close(self) -> None:
         """Forget every ticket and take no more. Idempotent."""
         with self._lock:
-            at_once(self._closing())
+            run_blocking(self._closing())
 
-    async def close_in_turns(self) -> None:
-        """`close` for who serves others on the same event loop. Cancelled, it has not forgotten
-        all of them: `close` does then.
+    async def close_cooperatively(self) -> None:
+        """Do the same as `close`, yielding to other work. When cancelled, it may not have forgotten
+        all tickets: call `close` then.
         """
-        await in_turns(self._closing(), self._lock)
+        await run_cooperatively(self._closing(), self._lock)
 
     def _staging(
         self,
@@ -162,30 +304,29 @@ class Staging:
         yield from self._expiring()
         known = self._tickets.get(name)
         if known is not None and (not chains or known.asked == (tuple(chains), is_prefix)):
-            known.last_word = self._clock()
+            known.last_asked_at = self._clock()
             self._tickets.move_to_end(name)
             return known.staged()
-        ticket = Ticket(self._tenant, chains, is_prefix)
+        ticket = StageTicket(self._tenant, chains, is_prefix)
         if not chains or not self._takes(name):
             return ticket.staged()
         try:
             for chain in ticket.chains:
                 yield from self._holding_hot(ticket, chain)
-            if not self._takes(name):  # others have had their turn
-                at_once(self._ending(ticket))
-                return Ticket(self._tenant, chains, is_prefix).staged()
+            if not self._takes(name):  # the state may have changed at a yield
+                run_blocking(self._ending(ticket))
+                return StageTicket(self._tenant, chains, is_prefix).staged()
         except BaseException:
-            at_once(self._ending(ticket))
+            run_blocking(self._ending(ticket))
             raise
         known = self._tickets.pop(name, None)
-        ticket.last_word = self._clock()
+        ticket.last_asked_at = self._clock()
         self._tickets[name] = ticket
         self._begin_lift(ticket, deadline_s, recompute_s)
         staged = ticket.staged()
         if known is not None:
-            yield from self._ending(
-                known
-            )  # after the new one has taken its own, so that what both want is held all the time
+            # After the new one has taken its own, so that what both want is held all the time.
+            yield from self._ending(known)
         return staged
 
     def _takes(self, name: str) -> bool:
@@ -201,7 +342,7 @@ class Staging:
     def _expiring(self) -> Steps[None]:
         while self._tickets:
             name, ticket = next(iter(self._tickets.items()))
-            if self._clock() - ticket.last_word < STAGE_LEASE_S:
+            if self._clock() - ticket.last_asked_at < STAGE_LEASE_S:
                 return
             del self._tickets[name]
             yield from self._ending(ticket)
@@ -211,10 +352,28 @@ class Staging:
         while self._tickets:
             yield from self._ending(self._tickets.popitem()[1])
 
-    def _ending(self, ticket: Ticket) -> Steps[None]:
-        return ending(ticket, self._stack, self._room, HOT_BLOCK_KEYS)
+    def _ending(self, ticket: StageTicket) -> Steps[None]:
+        """Give back what a forgotten ticket holds, a block of chunks in each step; closed, all of
+        the rest.
+        """
+        ticket.is_over = True
+        try:
+            while len(ticket.held) > HOT_BLOCK_KEYS:
+                self._give_back(ticket, HOT_BLOCK_KEYS)
+                yield
+        finally:
+            self._give_back(ticket, len(ticket.held))
 
-    def _holding_hot(self, ticket: Ticket, chain: StagedChain) -> Steps[None]:
+    def _give_back(self, ticket: StageTicket, num_chunks: int) -> None:
+        given = ticket.held[:num_chunks]
+        del ticket.held[:num_chunks]
+        unheld = self._room.give(given)
+        if not self._stack.keeps_hot:
+            self._stack.hot.remove_many([chunk.key for chunk in unheld])
+        for chunk in given:
+            chunk.release()
+
+    def _holding_hot(self, ticket: StageTicket, chain: StagedChain) -> Steps[None]:
         for numbers in chain.blocks(range(len(chain.tiers)), HOT_BLOCK_KEYS):
             if numbers[0]:
                 yield
@@ -224,7 +383,7 @@ class Staging:
 
     def _hold(
         self,
-        ticket: Ticket,
+        ticket: StageTicket,
         chain: StagedChain,
         numbers: Sequence[int],
         codes: Sequence[int] | None = None,
@@ -233,13 +392,13 @@ class Staging:
         room for.
 
         Args:
-            ticket: Who holds them.
+            ticket: Holds them.
             chain: What they belong to.
             numbers: Their places in it.
             codes: Where each is from; None: all from host memory.
         """
         found = self._stack.hot.get_many(chain.names_of(numbers))
-        complete = whole(found, chain.num_ranks, ticket.is_prefix)
+        complete = _whole(found, chain.num_ranks, ticket.is_prefix)
         num_ranks = chain.num_ranks
         runs = (
             [found[: len(complete) * num_ranks]]
@@ -257,7 +416,9 @@ class Staging:
                 if chunk is not None and i // num_ranks not in held:
                     chunk.release()
 
-    def _begin_lift(self, ticket: Ticket, deadline_s: float, recompute_s: float | None) -> None:
+    def _begin_lift(
+        self, ticket: StageTicket, deadline_s: float, recompute_s: float | None
+    ) -> None:
         num_missing = max(chain.tiers.count(0) for chain in ticket.chains)
         can_lift = num_missing and self._may_lift and self._stack.lower and self._num_affordable(1)
         if not can_lift or not self._room.begin_lift():
@@ -268,7 +429,7 @@ class Staging:
             ticket.is_ready = True
             self._room.end_lift()
 
-    async def _lift(self, ticket: Ticket, limit_s: float, recompute_s: float | None) -> None:
+    async def _lift(self, ticket: StageTicket, limit_s: float, recompute_s: float | None) -> None:
         try:
             async with asyncio.TaskGroup() as chains:
                 for chain in ticket.chains:
@@ -278,11 +439,9 @@ class Staging:
             self._room.end_lift()
 
     async def _lift_chain(
-        self, ticket: Ticket, chain: StagedChain, limit_s: float, recompute_s: float | None
+        self, ticket: StageTicket, chain: StagedChain, limit_s: float, recompute_s: float | None
     ) -> None:
-        """Bring the chunks of a chain that some tier has for all ranks; what nobody has whole is
-        not read at all.
-        """
+        """Bring the chunks of a chain that the tiers have for all ranks; others are not read."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
         missing = [i for i, tier in enumerate(chain.tiers) if not tier][
@@ -297,7 +456,7 @@ class Staging:
 
     async def _lift_block(
         self,
-        ticket: Ticket,
+        ticket: StageTicket,
         chain: StagedChain,
         numbers: Sequence[int],
         limit_s: float,
@@ -307,7 +466,7 @@ class Staging:
         deadline = clock() + limit_s
         num_ranks = chain.num_ranks
         tiers = await self._stack.batched_tiers(chain.names_of(numbers), limit_s / PROBE_SHARE)
-        wanted = [numbers[i] for i in whole(tiers, num_ranks, ticket.is_prefix)]
+        wanted = [numbers[i] for i in _whole(tiers, num_ranks, ticket.is_prefix)]
         if not wanted:
             return
         results = await self._stack.batched_get(
@@ -318,7 +477,7 @@ class Staging:
             recompute_s=None if recompute_s is None else recompute_s / num_ranks,
         )
         codes = [
-            max(map(code_of, results[i * num_ranks : (i + 1) * num_ranks]))
+            max(map(_code_of, results[i * num_ranks : (i + 1) * num_ranks]))
             for i in range(len(wanted))
         ]
         arrived = [result for result in results if isinstance(result, Chunk)]
@@ -326,19 +485,37 @@ class Staging:
             with self._lock:
                 if not self._stack.keeps_hot and not ticket.is_over:
                     self._stack.hot.put_many(arrived)
-                # Not the results: what the tier keeps is what a load is going to find, and may be
-                # another copy.
+                # Hold what the tier keeps, not the results: a load finds that, maybe another copy.
                 self._hold(ticket, chain, wanted, codes)
         finally:
             for chunk in arrived:
                 chunk.release()
 
     def _num_affordable(self, num_ranks: int) -> int:
-        """How many more chunks are likely to find room: what does not is not worth reading, nor
-        pushing others out for.
+        """Estimate how many more chunks will find room: others are not worth reading, nor evicting
+        for.
         """
         figures = self._stack.hot.stats()
-        mean_bytes = max(
-            1, figures["used_bytes"] // max(1, figures["num_chunks"])
-        )  # of unknown size, a byte at least
+        mean_bytes = max(1, figures["used_bytes"] // max(1, figures["num_chunks"]))
         return self._room.left_bytes // (mean_bytes * num_ranks)
+
+
+def _whole(found: Sequence[object | None], num_ranks: int, is_prefix: bool) -> Sequence[int]:
+    """Return the numbers of the chunks found for all ranks; with `is_prefix` only those before the
+    first that was not.
+    """
+    if is_prefix:
+        num_found = next((i for i, what in enumerate(found) if what is None), len(found))
+        return range(num_found // num_ranks)
+    return [
+        i
+        for i in range(len(found) // num_ranks)
+        if None not in found[i * num_ranks : (i + 1) * num_ranks]
+    ]
+
+
+def _code_of(result: Result) -> int:
+    """Return where a rank's chunk came from; a miss is hot if another read brought it meanwhile."""
+    return (
+        _CODES.get(result.tier, StagedFrom.OTHER) if isinstance(result, Chunk) else StagedFrom.HOT
+    )

@@ -16,9 +16,8 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.lifts import IsUnwanted
+from lmcache_core.storage.inflight import IsUnwanted
 from lmcache_core.storage.sealing import seal_all
-from lmcache_core.storage.wrappers.breaker import breaker_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,6 @@ class WriteBehind:
         find: FindChunks | None = None,
     ) -> None:
         self._backend = backend
-        self._breaker = breaker_of(backend)
         self._find = find
         self._later: deque[ChunkKey] = deque()
         self._max_pending_bytes = max_pending_bytes
@@ -234,7 +232,7 @@ class WriteBehind:
 
     def _has_room(self, chunk: Chunk) -> bool:
         bound = self._max_pending_bytes
-        if self._breaker is not None and self._breaker.is_open:
+        if self._backend.is_bypassed:
             bound = min(bound, max(bound // BYPASSED_SHARE, chunk.num_bytes))  # enough for a probe
         return self.pending_bytes + chunk.num_bytes <= bound
 

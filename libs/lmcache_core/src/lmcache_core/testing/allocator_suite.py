@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lmcache_core.errors import IntegrityError
-from lmcache_core.memory import ALIGN_BYTES, MemoryFormat, MemoryObj, PinSession
+from lmcache_core.memory import ALIGN_BYTES, MemoryFormat, MemoryObj
 
 CAPACITY_BYTES = 16 * ALIGN_BYTES
 DTYPES = (
@@ -266,40 +266,28 @@ class AllocatorSuite(ABC):
         ours.ref_count_down()
         theirs.ref_count_down()
 
-    def test_a_session_that_ends_gives_its_pins_back(self, allocator: BoundedAllocator) -> None:
-        objects = [self.take(allocator, 100) for _ in range(3)]
-        with PinSession("engine 1") as session:
-            for memory_obj in (*objects, objects[0]):
-                session.pin(memory_obj)
-                session.check_integrity()
-            for memory_obj in objects:
-                memory_obj.ref_count_down()
-            assert [memory_obj.get_ref_count() for memory_obj in objects] == [2, 1, 1]
-            session.unpin(objects[1])
-            assert objects[1].get_ref_count() == 0
-        assert allocator.used_bytes == 0
-
     def test_threads_leak_nothing_and_write_over_nothing(self, allocator: BoundedAllocator) -> None:
         failures: list[str] = []
 
         def work(seed: int) -> None:
             rng = random.Random(seed)  # noqa: S311 (test data)
-            session = PinSession(f"thread {seed}")
+            held: list[MemoryObj] = []
             for turn in range(NUM_TURNS):
                 memory_obj = allocator.allocate((rng.randrange(1500),), torch.uint8, self.fmt)
                 if memory_obj is None:
-                    session.close()
-                    session = PinSession(f"thread {seed}")
+                    while held:
+                        held.pop().ref_count_down()
                     allocator.check_integrity()
                     continue
                 write_pattern(memory_obj, turn)
-                session.pin(memory_obj)
-                memory_obj.ref_count_down()
                 if not has_pattern(memory_obj, turn):
                     failures.append(f"thread {seed}, turn {turn}: another object was written over")
                 if rng.random() < 0.5:
-                    session.unpin(memory_obj)
-            session.close()
+                    memory_obj.ref_count_down()
+                else:
+                    held.append(memory_obj)
+            for memory_obj in held:
+                memory_obj.ref_count_down()
 
         interleave(work)
         assert not failures

@@ -13,11 +13,14 @@ from lmcache_core.token_database.base import MultimodalSpan, TokenDatabase
 from lmcache_core.token_database.hashing import chain_hashes, identity_root
 
 if TYPE_CHECKING:
+    from lmcache_core.documented.radix import RadixTokenDatabase
     from lmcache_core.token_database.chunked import ChunkedTokenDatabase
-    from lmcache_core.token_database.radix import RadixTokenDatabase
 
 _RESOLVED_LATER = MappingProxyType(
-    {"ChunkedTokenDatabase": "chunked", "RadixTokenDatabase": "radix"}
+    {
+        "ChunkedTokenDatabase": "token_database.chunked",
+        "RadixTokenDatabase": "documented.radix",
+    }
 )
 
 __all__ = [
@@ -32,5 +35,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _RESOLVED_LATER:
-        return getattr(importlib.import_module(f"{__name__}.{_RESOLVED_LATER[name]}"), name)
+        return getattr(importlib.import_module(f"lmcache_core.{_RESOLVED_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

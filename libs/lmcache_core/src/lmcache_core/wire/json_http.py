@@ -7,15 +7,14 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import httpx
 import msgspec
 
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.security import ShownToken, why_silent
-from lmcache_core.telemetry.request_context import carried
-from lmcache_core.wire.bearer import BearerAuth, context_for
+from lmcache_core.wire.http_client import BearerAuth, context_for, http_client
 
 T = TypeVar("T")
 
@@ -33,13 +32,7 @@ class _Problem(msgspec.Struct):
 
 
 class Reply(NamedTuple):
-    """An answer.
-
-    Attributes:
-        status: HTTP status.
-        content_type: As sent, "" for none.
-        data: Its body.
-    """
+    """An answer, whatever its status. `content_type` is "" where none was sent."""
 
     status: int
     content_type: str
@@ -91,18 +84,14 @@ class JsonHttpClient:
         """Make the connection pool. Connects to nothing yet."""
         if self._client is not None:
             return
-        # identity: a compressed answer could grow past its bound. trust_env: a proxy for the
-        # internet is no way to a peer.
-        headers = {"accept": "application/json", "accept-encoding": "identity"}
-        self._client = httpx.AsyncClient(
-            base_url=self._base_url,
-            headers=headers,
-            auth=self._auth,
-            timeout=self._timeout_s,
-            limits=httpx.Limits(max_connections=MAX_CONNECTIONS),
-            transport=self._transport,
-            verify=self._tls,
-            trust_env=False,
+        self._client = http_client(
+            self._base_url,
+            self._auth,
+            self._timeout_s,
+            self._tls,
+            httpx.Limits(max_connections=MAX_CONNECTIONS),
+            self._transport,
+            {"accept": "application/json"},
         )
 
     async def close(self) -> None:
@@ -175,12 +164,7 @@ class JsonHttpClient:
                 for attempt in range(MAX_ATTEMPTS):
                     try:
                         async with self._client.stream(
-                            method,
-                            path,
-                            content=content,
-                            headers={**headers, **_whose()},
-                            timeout=limit_s,
-                            extensions={"trace": _Handshake().trace},
+                            method, path, content=content, headers=headers, timeout=limit_s
                         ) as response:
                             data = await self._read(response)
                         break
@@ -234,28 +218,6 @@ class JsonHttpClient:
             if len(data) > MAX_RESPONSE_BYTES:
                 raise self.unusable(f"it is longer than {MAX_RESPONSE_BYTES} bytes")
         return bytes(data)
-
-
-class _Handshake:
-    """Closes the connection of a TLS handshake that is cut off. httpx does so after an error,
-    but not after a cancellation.
-    """
-
-    def __init__(self) -> None:
-        self._connected: Any = None
-
-    async def trace(self, event: str, info: dict[str, Any]) -> None:
-        """What httpx tells of a request."""
-        if event == "connection.connect_tcp.complete":
-            self._connected = info["return_value"]
-        elif event == "connection.start_tls.failed" and self._connected is not None:
-            await self._connected.aclose()
-
-
-def _whose() -> dict[str, str]:
-    """Headers that say whose request it is, where that is known."""
-    own = carried()
-    return {} if own is None else own.headers()
 
 
 def check_base_url(service: str, base_url: str) -> str:

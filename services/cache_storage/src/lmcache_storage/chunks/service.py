@@ -9,7 +9,7 @@ from functools import partial
 from lmcache_core.errors import CapacityError, RecordError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, RecordReason
-from lmcache_core.storage.remote.record_stream import PiecedBody, RecordStream
+from lmcache_core.storage.remote.record_stream import RecordStream
 from lmcache_core.wire import ServedStore, ServerLimits
 from lmcache_core.wire.stream import paced
 from lmcache_servicekit.errors import NotFoundError
@@ -103,7 +103,7 @@ class ChunkService:
             raise NotFoundError("the chunk is not here")
 
     async def _receive(self, key: ChunkKey, body: IncomingBody) -> Chunk:
-        records = RecordStream(PiecedBody(body.pieces()))
+        records = RecordStream(body.pieces())
         try:
             async with asyncio.timeout(self.limits.transfer_s(0)):
                 head = await records.next_head()

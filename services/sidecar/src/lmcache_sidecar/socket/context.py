@@ -8,7 +8,7 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.memory import SharedArena
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.staging_room import STAGED_SHARE, StagingRoom
+from lmcache_core.storage.staging import STAGED_SHARE, ChunkBudget
 from lmcache_core.telemetry import Counters
 from lmcache_core.telemetry.request_context import Tracer
 
@@ -97,9 +97,9 @@ class SharedState:
 
     def __init__(self, tenant: str, arena_bytes: int) -> None:
         self.names = KeyMemo(tenant)
-        self.room = StagingRoom(arena_bytes // STAGED_SHARE)
+        self.room = ChunkBudget(arena_bytes // STAGED_SHARE)
         self.reserved = ReservationRoom(arena_bytes)
-        self.pinned = StagingRoom(arena_bytes - arena_bytes // KEPT_SHARE)
+        self.pinned = ChunkBudget(arena_bytes - arena_bytes // KEPT_SHARE)
         self._greeted: list[m.Hello] = []
 
     def greet(self, hello: m.Hello) -> str | None:

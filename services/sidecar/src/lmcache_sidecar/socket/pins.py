@@ -11,7 +11,7 @@ from lmcache_core.errors import ProtocolError, RecordError
 from lmcache_core.record import Chunk, Miss, MissReason, Result, verify_payload
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.storage.staging_room import StagingRoom
+from lmcache_core.storage.staging import ChunkBudget
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class ClientPins:
         ids: Where the names of pins come from.
     """
 
-    def __init__(self, hot: LocalCPUBackend, room: StagingRoom, ids: Iterator[int]) -> None:
+    def __init__(self, hot: LocalCPUBackend, room: ChunkBudget, ids: Iterator[int]) -> None:
         self._hot = hot
         self._room = room
         self._ids = ids

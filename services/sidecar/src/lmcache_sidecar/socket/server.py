@@ -174,7 +174,7 @@ class SocketServer:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 await self._talk(session, reader, writer)
             logger.debug("a client of the socket went away")
-            await session.close_in_turns()
+            await session.close_cooperatively()
         except asyncio.CancelledError:
             if not self._is_closed:
                 raise

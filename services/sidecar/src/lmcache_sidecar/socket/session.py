@@ -13,7 +13,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import MemoryObj
 from lmcache_core.record import Chunk, Miss, decode_head
 from lmcache_core.sidecar import messages as m
-from lmcache_core.storage.staging import Staging
+from lmcache_core.storage.staging import Stager
 
 from lmcache_sidecar import metrics
 from lmcache_sidecar.socket.context import SessionContext, SharedState
@@ -42,7 +42,7 @@ class EngineSession:
         self._ids: Iterator[int] = itertools.count(1)
         self._reservations = Reservations(context, shared.reserved, self._ids)
         self._pins = ClientPins(context.stack.hot, shared.pinned, self._ids)
-        self._staging = Staging(
+        self._staging = Stager(
             context.stack,
             context.tenant,
             shared.room,
@@ -82,7 +82,7 @@ class EngineSession:
 
     async def expire_tickets(self) -> None:
         """Forget tickets that the client no longer speaks about."""
-        await self._staging.expire_in_turns()
+        await self._staging.expire_cooperatively()
 
     def abandon(self) -> None:
         """The sidecar ends; the client may not know yet, and goes on writing to what is reserved
@@ -90,12 +90,12 @@ class EngineSession:
         """
         self._reservations.abandon()
 
-    async def close_in_turns(self) -> None:
+    async def close_cooperatively(self) -> None:
         """`close`, with turns for others while promises are given back, which may be many.
         Cancelled, `close` does the rest.
         """
         self._give_up_memory()
-        await self._staging.close_in_turns()
+        await self._staging.close_cooperatively()
 
     def close(self) -> None:
         """Give back every reservation, pin and promise: the client is gone. Idempotent."""
@@ -133,7 +133,7 @@ class EngineSession:
             case m.Stage():
                 return await self._stage(request)
             case m.Unstage():
-                await self._staging.unstage_in_turns(request.tickets)
+                await self._staging.unstage_cooperatively(request.tickets)
                 return m.UnstageOk()
             case m.Describe():
                 return self._describe(request)
@@ -303,7 +303,7 @@ class EngineSession:
     async def _stage(self, request: m.Stage) -> m.StageOk:
         check_chains(request.chains)
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
-        staged = await self._staging.stage_in_turns(
+        staged = await self._staging.stage_cooperatively(
             request.ticket,
             request.chains,
             request.deadline_ms / 1000,

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.wrappers import EncodedBackend
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of
 from tests.fixtures.encoded_tier import opened

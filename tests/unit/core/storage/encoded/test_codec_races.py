@@ -12,10 +12,10 @@ import pytest
 from lmcache_core.concurrency import LoopThread
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk
-from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage import LocalCPUBackend, encoded
 from lmcache_core.storage import codecs as codecs_module
 from lmcache_core.storage.codecs import MAX_CODEC_THREADS
-from lmcache_core.storage.wrappers import EncodedBackend, encoded
+from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of

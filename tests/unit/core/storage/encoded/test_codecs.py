@@ -9,8 +9,8 @@ from lmcache_core.errors import ConfigError, SerdeError, UnavailableError
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import MissReason
 from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.wrappers import EncodedBackend
 from lmcache_core.testing.chunks import make_chunk
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, encoded_by

@@ -12,10 +12,11 @@ from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, Miss, MissReason, decoded_header
 from lmcache_core.serde.codec import GroupError
 from lmcache_core.serde.encoding_report import encoding_report
-from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage import LocalCPUBackend, encoded
+from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.wrappers import EncodedBackend, FaultPlan, FaultyBackend, encoded
 from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_core.testing.faults import FaultPlan, FaultyBackend
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, encoded_by
 from tests.fixtures.encoded_tier import DATA, content, got, inside, opened

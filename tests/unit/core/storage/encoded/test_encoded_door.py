@@ -9,9 +9,9 @@ import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, Miss, MissReason, TensorSpec, encode_head
 from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.in_the_way import MAX_KEYS_IN_THE_WAY, InTheWay
-from lmcache_core.storage.wrappers import EncodedBackend
+from lmcache_core.storage.unusable import MAX_UNUSABLE_KEYS, UnusableRecords
 from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, decoded_from_lossy, encoded_by, seen_lossily
@@ -179,10 +179,10 @@ async def test_sizes_are_checked_before_anything_is_allocated(
 
 
 def test_what_is_in_the_way_is_bounded() -> None:
-    way = InTheWay()
-    for name in range(MAX_KEYS_IN_THE_WAY + 1):
+    way = UnusableRecords()
+    for name in range(MAX_UNUSABLE_KEYS + 1):
         way.note(make_key(name))
-    assert len(way) == MAX_KEYS_IN_THE_WAY
+    assert len(way) == MAX_UNUSABLE_KEYS
     assert make_key(0) not in way
     way.note(make_key(1))
     way.note(make_key("new"))

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.storage import encoding_store
+from lmcache_core.storage.client_view import ClientView
 from lmcache_core.storage.encoding_store import EncodingStore
-from lmcache_core.storage.served_door import ServedDoor
 from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire import ClientOptions, LmClient, LmServer, ServedStore
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
@@ -46,8 +46,8 @@ def store(lossless: ZlibCodec, lossy: ZlibCodec) -> Iterator[MemoryStore]:
 
 
 @pytest_asyncio.fixture
-async def door(store: MemoryStore) -> ServedDoor:
-    return ServedDoor(store)
+async def door(store: MemoryStore) -> ClientView:
+    return ClientView(store)
 
 
 @asynccontextmanager
@@ -101,12 +101,12 @@ def _kind(result: Result) -> str:
     )
 
 
-async def test_a_door_holds_records_as_they_come(door: ServedDoor, arena: Arena) -> None:
+async def test_a_door_holds_records_as_they_come(door: ClientView, arena: Arena) -> None:
     async with client_of(door, EVERYTHING) as client:
         assert await kinds(client, arena) == ["naive", "flate", "half!", "naive!", "never_stored"]
 
 
-async def test_who_takes_no_loss_gets_none(door: ServedDoor, arena: Arena) -> None:
+async def test_who_takes_no_loss_gets_none(door: ClientView, arena: Arena) -> None:
     async with client_of(door, ONLY_LOSSLESS) as client:
         assert await kinds(client, arena) == [
             "naive",
@@ -121,7 +121,7 @@ async def test_who_takes_no_loss_gets_none(door: ServedDoor, arena: Arena) -> No
 
 
 async def test_what_is_lossy_gives_place_to_what_is_not(
-    door: ServedDoor, store: MemoryStore, arena: Arena
+    door: ClientView, store: MemoryStore, arena: Arena
 ) -> None:
     keys = [make_key("lossy"), make_key("raw")]
     async with client_of(door, ONLY_LOSSLESS) as client, client_of(door, EVERYTHING) as other:
@@ -139,7 +139,7 @@ async def test_what_is_lossy_gives_place_to_what_is_not(
 
 
 async def test_a_lossy_chunk_takes_nothings_place(
-    door: ServedDoor, store: MemoryStore, arena: Arena
+    door: ClientView, store: MemoryStore, arena: Arena
 ) -> None:
     async with client_of(door, ONLY_LOSSLESS) as client:
         await client.get([make_key("lossy")], arena)

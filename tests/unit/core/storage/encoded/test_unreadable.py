@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from lmcache_core.record import Chunk, MissReason, TensorSpec, encode_head
 from lmcache_core.storage import LocalCPUBackend
-from lmcache_core.storage.in_the_way import NOTED_S, InTheWay
-from lmcache_core.storage.wrappers import EncodedBackend
+from lmcache_core.storage.encoded import EncodedBackend
+from lmcache_core.storage.unusable import NOTED_S, UnusableRecords
 from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, encoded_by
@@ -98,7 +98,7 @@ def test_what_was_noted_is_looked_at_again_after_a_while() -> None:
     it.
     """
     now = 0.0
-    way = InTheWay(clock=lambda: now)
+    way = UnusableRecords(clock=lambda: now)
     way.note(make_key(1))
     now = NOTED_S / 2
     way.note(make_key(2))

@@ -12,7 +12,7 @@ import torch
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine import ChunkStore
-from lmcache_core.engine.guard import Guard
+from lmcache_core.engine.guard import CallGuard
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup, fails_by_block
@@ -119,7 +119,7 @@ class WorkerSide:
         rank: int,
         store: ChunkStore,
         counters: Counters,
-        guard: Guard,
+        guard: CallGuard,
     ) -> None:
         self._options = options
         self._groups = tuple(groups)

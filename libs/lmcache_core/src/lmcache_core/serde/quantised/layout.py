@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.blob import next_power_of_two
-from lmcache_core.serde.cachegen.config import MAX_LAYERS
+from lmcache_core.serde.cachegen import MAX_LAYERS
 from lmcache_core.serde.quantised.values import BFLOAT16, FLOAT16, FLOAT32
 
 KINDS = MappingProxyType({"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32})

@@ -13,11 +13,9 @@ from pathlib import Path
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryObj
-from lmcache_core.memory.buffer import BufferAllocator
+from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
-from lmcache_core.storage.disk.documented import DocumentedDiskMethods, PutTasks
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
 from lmcache_core.storage.disk.layout import DiskLayout
@@ -42,7 +40,7 @@ LOOK_AGAIN_SHARE = 0.05
 _Job = tuple[int, MemoryObj, "Future[Result]"]
 
 
-class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
+class DiskBackend(StorageBackend):
     """Chunks in a directory that one process owns. What is complete is served again after any kind
     of end.
 
@@ -59,8 +57,6 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
             cost recent chunks, which are then misses.
         num_threads: Bound on file operations at once.
         files: How files are touched.
-        memory_allocator: Where `get_blocking` and the other documented methods put what they read;
-            without one, plain bytes.
         limits: What it does not keep although it has room.
         clock: Tells the age of chunks; that of what lies there at the start is the files'.
 
@@ -79,7 +75,6 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         fsync: bool = False,
         num_threads: int = DEFAULT_NUM_THREADS,
         files: DiskFiles | None = None,
-        memory_allocator: MemoryAllocatorInterface | None = None,
         *,
         limits: TierLimits | None = None,
         clock: Clock = time.time,
@@ -96,8 +91,6 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
             self._layout, self._index, self._files, self._report, fsync, self._lock
         )
         self._pool = FilePool("lmcache-disk", num_threads)
-        self._allocator = memory_allocator or BufferAllocator()
-        self._put_tasks = PutTasks()
         self._on_removed = on_removed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._acquiring: Future[None] | None = None
@@ -205,7 +198,7 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         """See `StorageBackend.batched_put`. False also when the disk does not take writes just
         now.
         """
-        if not self._takes_writes():
+        if not self._store.is_loaded:
             return [False] * len(chunks)
         futures = [self._submit_write(chunk) for chunk in chunks]
         try:
@@ -272,8 +265,16 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         self._files.make_directory(self._layout.root)
         self._lock.acquire()
 
-    def _takes_writes(self) -> bool:
-        return self._store.is_loaded
+    def _submit_write(self, chunk: Chunk) -> Future[bool]:
+        self._pool.check_open()
+        chunk.memory.ref_count_up()
+        try:
+            future = self._pool.submit(self._store.write, chunk)
+        except BaseException:
+            chunk.release()
+            raise
+        future.add_done_callback(lambda _: chunk.release())
+        return future
 
     async def _look_again(self) -> None:
         await self.wait_loaded()

@@ -1,4 +1,6 @@
-"""The remote tier over cache_storage's REST."""
+"""The remote tier over cache_storage's REST, on stock httpx. It works where only HTTP gets through;
+lm:// is the fast way.
+"""
 
 from __future__ import annotations
 
@@ -23,31 +25,34 @@ from lmcache_core.storage.remote.base import (
     all_answered,
     release_all,
 )
-from lmcache_core.storage.remote.http_transport import StreamTransport, body_of
 from lmcache_core.storage.remote.record_stream import RecordStream
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.time_limit import caller_limit
-from lmcache_core.telemetry.request_context import carried
-from lmcache_core.wire.bearer import BearerAuth, context_for
+from lmcache_core.wire.http_client import BearerAuth, context_for, http_client
 
 RECORD_TYPE = "application/vnd.lmcache.record"
 ACCEPT_HEADER = "LMCache-Accept"
 ACCEPT_LOSSLESS = "lossless"
 MAX_CONNECTIONS = 8
+MAX_REST_S = 3.0
+"""An idle connection is not used again after this: servers end theirs after five seconds or more,
+and that may cross a request.
+"""
 MAX_JSON_BYTES = 1 << 20
 BATCH_KEYS = 128
 FEW_KEYS = 4
-"""Records of a server's answer that it tells the length of, which is then received as it comes."""
+"""Large records are asked for this many at a time: the server then tells their length."""
 LARGE_RECORD_BYTES = 1 << 20
-"""Records that are asked for in few at once."""
+SENT_AT_ONCE_BYTES = 1 << 20
+"""The HTTP library copies each piece of a body that it sends."""
 MAX_SENDING_BYTES = 64 << 20
 """Of the bodies on their way at once. Two of 32 MiB keep a connection busy; eight only push one
 another out of the processor's cache.
 """
 
 _NOT_STORED = frozenset({408, 409, 413, 422, 429, 503, 507})
-"""What a PUT may be answered by a server that is well: it has no room, takes no more, or does
-not like this record. Reads go on.
+"""A healthy server's refusals of a PUT: no room, takes no more, or not this record. Reads are not
+affected.
 """
 
 
@@ -107,20 +112,21 @@ class HttpBackend(StorageBackend):
 
     async def open(self) -> None:
         """Set the client up; it connects when first needed."""
-        headers = {"User-Agent": self._options.client_name, "Accept-Encoding": "identity"}
+        headers = {"User-Agent": self._options.client_name}
         if not self._options.accepts.lossy:
             headers[ACCEPT_HEADER] = ACCEPT_LOSSLESS
         configured = self._options.tls
         tls = context_for(self._base_url, None if configured is None else configured.context)
+        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=MAX_REST_S)
         try:
-            self._client = httpx.AsyncClient(
-                base_url=self._base_url,
-                headers=headers,
-                auth=self._auth,
-                timeout=self._options.timeout_s,
-                transport=self._transport or StreamTransport(tls, MAX_CONNECTIONS),
-                event_hooks={"request": [_tell_whose]},
-                trust_env=False,
+            self._client = http_client(
+                self._base_url,
+                self._auth,
+                self._options.timeout_s,
+                tls,
+                limits,
+                self._transport,
+                headers,
             )
         except (httpx.InvalidURL, ValueError) as exc:
             raise ConfigError(f"remote url: {exc}") from exc
@@ -217,7 +223,7 @@ class HttpBackend(StorageBackend):
             "POST", "/v1/chunks:get", json=body, headers={"Accept": RECORD_TYPE}
         ) as response:
             _check(response)
-            records = RecordStream(body_of(response))
+            records = RecordStream(response.aiter_raw())
             for _ in range(len(wanted)):
                 head = await records.next_head()
                 if head is None:
@@ -234,9 +240,8 @@ class HttpBackend(StorageBackend):
                     if isinstance(result, Chunk) and i != at[0]:
                         result.memory.ref_count_up()
             else:
-                await (
-                    records.next_head()
-                )  # an answer that is read to its end leaves the connection open for the next call
+                # Only an answer that is read to its end leaves the connection open.
+                await records.next_head()
             rest = Miss(MissReason.CORRUPT) if records.is_damaged else rest
         for at in wanted.values():
             for i in at:
@@ -299,13 +304,8 @@ def _read_present(body: bytes, num_keys: int) -> list[bool]:
     return present
 
 
-async def _tell_whose(request: httpx.Request) -> None:
-    """Say whose request it is, where that is known."""
-    own = carried()
-    if own is not None:
-        request.headers.update(own.headers())
-
-
 async def _parts(chunk: Chunk) -> AsyncIterator[bytes]:
     yield chunk.head
-    yield chunk.memory.byte_array  # type: ignore[misc]  # any transport joins bytes and views alike; ours sends them from where they are
+    payload = chunk.memory.byte_array
+    for at in range(0, len(payload), SENT_AT_ONCE_BYTES):
+        yield payload[at : at + SENT_AT_ONCE_BYTES]  # type: ignore[misc]  # it is joined to bytes

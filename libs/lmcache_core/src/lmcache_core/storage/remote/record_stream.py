@@ -1,10 +1,9 @@
-"""Reads records that come back to back in one body, each payload straight into memory."""
+"""Records that come back to back in one HTTP body, each payload read straight into memory."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import ChunkKey
@@ -24,43 +23,6 @@ from lmcache_core.storage.remote.base import REMOTE_TIER, payload_is_whole
 SKIPPED_AT_ONCE_BYTES = 64 << 10
 
 
-@runtime_checkable
-class Body(Protocol):
-    """Bytes that come one after the other."""
-
-    async def fill(self, view: memoryview) -> int:
-        """Fill `view` with what comes next; how many bytes came, fewer than wanted only at the
-        end.
-        """
-
-
-class PiecedBody:
-    """A `Body` in pieces of any size, of which it holds one at a time.
-
-    Args:
-        pieces: Bytes as they come; none of them is looked at once the next one is asked for.
-    """
-
-    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
-        self._pieces = pieces
-        self._piece = memoryview(b"")
-
-    async def fill(self, view: memoryview) -> int:
-        """See `Body.fill`."""
-        at = 0
-        while at < len(view):
-            while not len(self._piece):
-                piece = await anext(self._pieces, None)
-                if piece is None:
-                    return at
-                self._piece = memoryview(piece)
-            taken = min(len(view) - at, len(self._piece))
-            view[at : at + taken] = self._piece[:taken]
-            self._piece = self._piece[taken:]
-            at += taken
-        return at
-
-
 @dataclass(frozen=True, slots=True)
 class RecordHead:
     """The head of a record whose payload comes next."""
@@ -74,37 +36,35 @@ class RecordStream:
     """A pulled sequence of records.
 
     Args:
-        body: What they are in.
+        pieces: The bytes that they are in, in pieces of any size. One piece is held at a time, and
+            none is looked at once the next one is asked for.
 
     Attributes:
-        is_damaged: The stream ended within a record, or a head in it is none: where the next record
-            begins is not known.
+        is_damaged: The stream ended within a record, or one's head cannot be read: where the next
+            record begins is not known.
     """
 
-    def __init__(self, body: Body) -> None:
-        self._body = body
+    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
+        self._pieces = pieces
+        self._piece = memoryview(b"")
         self._current: RecordHead | None = None
         self.is_damaged = False
 
     async def next_head(self) -> RecordHead | None:
-        """The head of the next record; None at the end, be it a good one or not (see
-        `is_damaged`).
-        """
+        """Return the head of the next record, None at the end or where `is_damaged`."""
         assert self._current is None, "the payload before it has been neither taken nor skipped"
         if self.is_damaged:
             return None
         data = bytearray(PREFIX_BYTES)
-        num_bytes = await self._body.fill(memoryview(data))
+        num_bytes = await self._fill(memoryview(data))
         if not num_bytes:
             return None
         try:
-            _require(num_bytes, PREFIX_BYTES)
+            if num_bytes < PREFIX_BYTES:
+                raise EOFError
             prefix = decode_prefix(data)
             data += bytes(prefix.head_bytes - PREFIX_BYTES)
-            _require(
-                await self._body.fill(memoryview(data)[PREFIX_BYTES:]),
-                prefix.head_bytes - PREFIX_BYTES,
-            )
+            await self._fill_whole(memoryview(data)[PREFIX_BYTES:])
             header, payload_bytes = decode_head(data)
         except (RecordError, EOFError):
             self.is_damaged = True
@@ -113,8 +73,8 @@ class RecordStream:
         return self._current
 
     async def chunk(self, key: ChunkKey, allocate: Allocate) -> Result:
-        """The record whose head was read last, as the chunk of that key, verified. The caller
-        owns it.
+        """Return the record whose head was read last as the chunk of that key, verified. The
+        caller owns it.
         """
         record, self._current = self._current, None
         assert record is not None, "no head has been read"
@@ -124,7 +84,7 @@ class RecordStream:
             return Miss(MissReason.NO_MEMORY)
         is_whole = False
         try:
-            _require(await self._body.fill(memory.byte_array), record.payload_bytes)
+            await self._fill_whole(memory.byte_array)
             is_whole = await payload_is_whole(record.header, memory.byte_array)
         except EOFError:
             self.is_damaged = True
@@ -146,10 +106,24 @@ class RecordStream:
         dropped = memoryview(bytearray(min(num_bytes, SKIPPED_AT_ONCE_BYTES)))
         while num_bytes and not self.is_damaged:
             part = dropped[:num_bytes]
-            self.is_damaged = await self._body.fill(part) < len(part)
+            self.is_damaged = await self._fill(part) < len(part)
             num_bytes -= len(part)
 
+    async def _fill_whole(self, view: memoryview) -> None:
+        if await self._fill(view) < len(view):
+            raise EOFError
 
-def _require(num_bytes: int, wanted: int) -> None:
-    if num_bytes < wanted:
-        raise EOFError
+    async def _fill(self, view: memoryview) -> int:
+        """Fill `view` with what comes next and return how much came: less only at the end."""
+        at = 0
+        while at < len(view):
+            while not len(self._piece):
+                piece = await anext(self._pieces, None)
+                if piece is None:
+                    return at
+                self._piece = memoryview(piece)
+            taken = min(len(view) - at, len(self._piece))
+            view[at : at + taken] = self._piece[:taken]
+            self._piece = self._piece[taken:]
+            at += taken
+        return at

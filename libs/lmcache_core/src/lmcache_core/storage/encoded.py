@@ -1,0 +1,343 @@
+"""A tier whose records are encoded: raw chunks on this side, fewer bytes on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from lmcache_core._typing import override
+from lmcache_core.errors import RecordError, UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import RAW_SERDE, Allocate, Chunk, Miss, MissReason, Result, decoded_bytes
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.byte_gate import ByteGate
+from lmcache_core.storage.codecs import Codecs
+from lmcache_core.storage.disk.pool import wait_all
+from lmcache_core.storage.transcoding import Decoding, encoded_chunk
+from lmcache_core.storage.unusable import UnusableRecords
+from lmcache_core.telemetry import CodecFigures
+
+logger = logging.getLogger(__name__)
+
+MAX_ENCODING_BYTES = 128 << 20
+"""Raw bytes of one tier that are encoded and not yet written; further puts wait."""
+MAX_DECODE_SHARE = 0.5
+"""Of a caller's time, kept for decoding what the tier brings; as much as decoding took lately,
+at most this.
+"""
+NEWEST_WEIGHT = 0.5
+MAX_NAMED_SERDES = 16
+
+_Job = tuple[int, Decoding, Future[Result]]
+
+
+class EncodedBackend(StorageBackend):
+    """Encodes what is put, decodes what is got, and lets in only what its user accepts.
+
+    Raw records pass as they are. With a lossy serde everything that can be decoded here is
+    accepted; otherwise a lossy record is a miss (`encoding`), its key is said not to be there, and
+    a lossless chunk of that key takes its place; the same of one that does not decode (`corrupt`).
+    What cannot be decoded here alone (`encoding`, `profile`) is said not to be there either, and
+    stays, since others may read it. Work on bytes is done in the threads of `codecs`, the event
+    loop does none of it.
+
+    Args:
+        backend: The tier; opened and closed with this one.
+        codecs: Opened with this tier, and closed when all who share them have closed.
+        serde: How raw chunks are encoded, one that `codecs` was made with; None or "naive": not at
+            all.
+        accepts_lossy: Whether lossy records are let in; by default if `serde` is lossy.
+        seals: Compute digests of decoded chunks in the same threads, where somebody will ask for
+            them.
+    """
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        codecs: Codecs,
+        serde: str | None = None,
+        accepts_lossy: bool | None = None,
+        seals: bool = False,
+    ) -> None:
+        self.name = backend.name
+        self.wrapped = backend
+        self._backend = backend
+        self._codecs = codecs
+        self._encoder = codecs.named(serde)
+        self._accepts_lossy = codecs.is_lossy(serde) if accepts_lossy is None else accepts_lossy
+        self._seals = seals
+        self._figures = CodecFigures(whole=codecs.figures)
+        self._gate = ByteGate(MAX_ENCODING_BYTES)
+        self._in_the_way = UnusableRecords()
+        self._left_alone = UnusableRecords()
+        self._decode_s = 0.0
+        self._num_refused = 0
+        self._named_serdes: set[tuple[str, str]] = set()
+        self._is_open = False
+
+    def __repr__(self) -> str:
+        return f"EncodedBackend({self._backend!r})"
+
+    @override
+    async def open(self) -> None:
+        """Make the codecs ready, which may take a minute the first time, then open the tier.
+
+        Raises:
+            ConfigError: A package that the serde needs is not installed.
+            UnavailableError: The tier cannot be opened.
+        """
+        await self._codecs.open()
+        try:
+            await self._backend.open()
+        except BaseException:
+            await self._codecs.close()
+            raise
+        self._is_open = True
+
+    @override
+    async def close(self) -> None:
+        """Close the tier once what is being decoded has ended. Idempotent."""
+        was_open, self._is_open = self._is_open, False
+        try:
+            await self._backend.close()
+        finally:
+            if was_open:
+                await self._codecs.close()
+
+    @override
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Return which of them a `batched_get` would find now; records that are known to be
+        unusable here are not there.
+        """
+        found = await self._backend.batched_contains(keys)
+        ways = self._in_the_way, self._left_alone
+        return [
+            is_there and not any(key in way for way in ways)
+            for key, is_there in zip(keys, found, strict=True)
+        ]
+
+    @override
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
+        """Read and decode chunks. Encoded payloads lie in memory from `allocate` too, until they
+        are decoded.
+        """
+        now = asyncio.get_running_loop().time
+        deadline = None if timeout_s is None else now() + timeout_s
+        results = await self._backend.batched_get(
+            keys, allocate, self._time_to_read(timeout_s, len(keys))
+        )
+        began = now()
+        is_late = deadline is not None and began >= deadline
+        jobs: list[_Job] = []
+        try:
+            for i, (key, result) in enumerate(zip(keys, results, strict=True)):
+                if isinstance(result, Chunk):
+                    results[i] = Miss(MissReason.DEADLINE)  # the chunk belongs to `_let_in` now
+                    results[i] = self._let_in(i, result, None if is_late else allocate, jobs)
+                elif result.reason is MissReason.ENCODING and not self._accepts_lossy:
+                    self._in_the_way.note(key)  # its server has filtered what would be refused here
+            await wait_all(
+                [future for _, _, future in jobs],
+                None if deadline is None else max(0.0, deadline - began),
+            )
+            ended = [future.done() for _, _, future in jobs]
+            for (_, _, future), has_ended in zip(jobs, ended, strict=True):
+                if has_ended and not future.cancelled() and (bug := future.exception()) is not None:
+                    raise bug
+        except BaseException:
+            for _, decoding, future in jobs:
+                decoding.abandon(future)
+            for result in results:
+                if isinstance(result, Chunk):
+                    result.release()
+            raise
+        for (i, decoding, future), has_ended in zip(jobs, ended, strict=True):
+            results[i] = result = _taken(decoding, future, has_ended)
+            if isinstance(result, Miss) and result.reason is MissReason.CORRUPT:
+                self._in_the_way.note(keys[i])
+        if jobs:
+            self._decode_s += NEWEST_WEIGHT * ((now() - began) / len(jobs) - self._decode_s)
+        return results
+
+    @override
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """Encode and keep chunks; lossy ones are not kept where only lossless ones are served."""
+        kept: list[bool] = []
+        for group in _groups(chunks):
+            async with self._gate.using(sum(chunk.memory.get_size() for chunk in group)):
+                kept += await self._put(group)
+        return kept
+
+    @override
+    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        num_removed = await self._backend.batched_remove(keys)
+        self._forget(keys)
+        return num_removed
+
+    @override
+    async def clear(self, tenant: str | None = None) -> int:
+        num_removed = await self._backend.clear(tenant)
+        self._in_the_way.clear()
+        self._left_alone.clear()
+        return num_removed
+
+    @override
+    def stats(self) -> dict[str, int]:
+        """Return the tier's figures, what was encoded and decoded, and how many records were
+        refused for their encoding.
+        """
+        return (
+            self._backend.stats() | self._figures.stats() | {"refused_encodings": self._num_refused}
+        )
+
+    def _time_to_read(self, timeout_s: float | None, num_chunks: int) -> float | None:
+        """What is left of the caller's time for the tier itself."""
+        return (
+            None
+            if timeout_s is None
+            else timeout_s - min(self._decode_s * num_chunks, timeout_s * MAX_DECODE_SHARE)
+        )
+
+    def _let_in(self, i: int, chunk: Chunk, allocate: Allocate | None, jobs: list[_Job]) -> Result:
+        """The chunk if it may pass as it is, else why it may not. One that is to be decoded is a
+        job more, and late until that is done.
+
+        Takes over the chunk's reference. Without `allocate` it is too late to decode anything.
+        """
+        header = chunk.described
+        self._forget([chunk.key])
+        if header.lossy and not self._accepts_lossy:
+            self._in_the_way.note(chunk.key)
+            return self._refused(chunk, MissReason.ENCODING)
+        if header.serde == RAW_SERDE:
+            return chunk
+        codec = self._codecs.decoder_of(header)
+        if isinstance(codec, MissReason):
+            self._left_alone.note(chunk.key)
+            return self._refused(chunk, codec)
+        try:
+            num_bytes = decoded_bytes(header)
+        except RecordError:
+            self._in_the_way.note(chunk.key)
+            return self._refused(chunk, MissReason.CORRUPT)
+        memory = None if allocate is None else allocate(num_bytes)
+        if memory is None:
+            chunk.release()
+            return Miss(MissReason.DEADLINE if allocate is None else MissReason.NO_MEMORY)
+        decoding = Decoding(codec, chunk, memory, self._figures, self._seals)
+        try:
+            jobs.append((i, decoding, self._codecs.decoding.submit(decoding.run)))
+        except BaseException:
+            decoding.release()
+            raise
+        return Miss(MissReason.DEADLINE)
+
+    def _forget(self, keys: Sequence[ChunkKey]) -> None:
+        self._in_the_way.forget(keys)
+        self._left_alone.forget(keys)
+
+    def _refused(self, chunk: Chunk, reason: MissReason) -> Miss:
+        header = chunk.described
+        name = (header.serde, reason.value)
+        if name not in self._named_serdes and len(self._named_serdes) < MAX_NAMED_SERDES:
+            self._named_serdes.add(name)
+            kind = "lossy " if header.lossy else ""
+            logger.warning(
+                "tier %s has %srecords of the serde %r, which are misses here: %s",
+                self.name,
+                kind,
+                header.serde,
+                reason.value,
+            )
+        self._num_refused += 1
+        chunk.release()
+        return Miss(reason)
+
+    async def _put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """Encode and write chunks that are few enough to be held twice."""
+        accepted = [
+            i
+            for i, c in enumerate(chunks)
+            if (self._accepts_lossy or not c.lossy) and c.key not in self._left_alone
+        ]
+        records = await self._encoded([chunks[i] for i in accepted])
+        replaced = [record.key for record in records if record.key in self._in_the_way]
+        if replaced:
+            await self._backend.batched_remove(replaced)
+        kept = [False] * len(chunks)
+        for i, record, is_kept in zip(
+            accepted, records, await self._backend.batched_put(records), strict=True
+        ):
+            kept[i] = is_kept
+            if is_kept:
+                self._in_the_way.forget([record.key])
+        return kept
+
+    async def _encoded(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """These chunks as they are to be written; what is encoded lies outside any arena, the
+        others are the caller's.
+        """
+        encoder = self._encoder
+        if encoder is None:
+            return list(chunks)
+        futures: dict[int, Future[Chunk | None]] = {}
+        for i, chunk in enumerate(chunks):
+            if chunk.described.serde == RAW_SERDE:
+                chunk.memory.ref_count_up()
+                try:
+                    futures[i] = self._codecs.encoding.submit(
+                        encoded_chunk, encoder, chunk, self._figures
+                    )
+                except BaseException:
+                    chunk.release()
+                    raise
+                futures[i].add_done_callback(partial(_let_go, chunk))
+        try:
+            await wait_all(list(futures.values()))
+        except BaseException:
+            for future in futures.values():
+                future.cancel()
+            raise
+        return [_encoded_or_raw(chunk, futures.get(i)) for i, chunk in enumerate(chunks)]
+
+
+def _groups(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+    """The chunks in runs of at most `MAX_ENCODING_BYTES`, or of one that is larger; one empty
+    run when there are none.
+    """
+    begin = num_bytes = 0
+    for i, chunk in enumerate(chunks):
+        size = chunk.memory.get_size()
+        if i > begin and num_bytes + size > MAX_ENCODING_BYTES:
+            yield chunks[begin:i]
+            begin, num_bytes = i, 0
+        num_bytes += size
+    yield chunks[begin:]
+
+
+def _taken(decoding: Decoding, future: Future[Result], has_ended: bool) -> Result:
+    """What a decoding has come to; nothing, if it had not ended when that was looked at."""
+    if future.cancelled():
+        decoding.release()
+        return Miss(MissReason.UNAVAILABLE)
+    if not has_ended:
+        decoding.abandon(future)
+        return Miss(MissReason.DEADLINE)
+    return future.result()
+
+
+def _let_go(chunk: Chunk, _: Future[Chunk | None]) -> None:
+    chunk.release()
+
+
+def _encoded_or_raw(chunk: Chunk, future: Future[Chunk | None] | None) -> Chunk:
+    if future is None:
+        return chunk
+    if future.cancelled():
+        raise UnavailableError("the codecs were closed")
+    return future.result() or chunk

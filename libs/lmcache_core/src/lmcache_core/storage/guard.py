@@ -1,0 +1,421 @@
+"""What stands before every slower tier: deadlines, breaker, price and observers.
+
+The order is fixed here: admission (breaker; the price is asked for beforehand), the deadline, the
+observers, then the tier with its codec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from lmcache_core._typing import override
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.storage.base import StorageBackend, lister_of
+from lmcache_core.storage.cost import ReadCost
+from lmcache_core.storage.observers import (
+    LogObserver,
+    MetricsObserver,
+    Observer,
+    Operation,
+    TierCall,
+    TraceObserver,
+)
+
+logger = logging.getLogger(__name__)
+
+_TROUBLE = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
+_MAX_EXPONENT = 32
+MIN_BYTES_PER_S = 8 << 20
+"""A tier that writes more slowly than this hangs, as far as its callers can tell."""
+REMOVAL_S = 0.01
+"""What the removal of one chunk may take."""
+CLEAR_TIMEOUT_S = 300.0
+READ_GRACE_S = 1.0
+"""What a get may need beyond its caller's limit to give back what it has."""
+PROBE_INTERVAL = 16
+"""Of so many reads that look too expensive, one is made all the same (within its deadline), or a
+tier that has recovered would never be seen.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class GuardOptions:
+    """When calls of a tier end, and when its breaker opens and closes.
+
+    Attributes:
+        num_failures: Failures in a row that open the breaker.
+        cool_down_s: Wait before the first probe; doubles with each probe that fails.
+        cool_down_cap_s: Longest wait.
+        slow_call_s: A call that its caller gave up after at least this long counts as a failure.
+        timeout_s: Longest wait for a call that has no limit of its caller's; what is put or removed
+            adds to it by its size.
+    """
+
+    num_failures: int = 5
+    cool_down_s: float = 0.5
+    cool_down_cap_s: float = 30.0
+    slow_call_s: float = 0.1
+    timeout_s: float = 10.0
+
+
+class _State(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+class _Breaker:
+    """Counts failures and decides which calls may pass."""
+
+    def __init__(self, name: str, options: GuardOptions, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._options = options
+        self._clock = clock
+        self._state = _State.CLOSED
+        self._num_failures = 0
+        self._num_openings = 0
+        self._probe_at = 0.0
+        self.num_opened = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._state is not _State.CLOSED
+
+    def admit(self) -> bool:
+        """Whether a call may go through; when the cool-down is over one probe may."""
+        if self._state is _State.CLOSED:
+            return True
+        if self._state is _State.PROBING or self._clock() < self._probe_at:
+            return False
+        self._state = _State.PROBING
+        return True
+
+    def succeeded(self) -> None:
+        if self._state is not _State.CLOSED:
+            logger.info("tier answers again: tier=%s", self._name)
+        self._state = _State.CLOSED
+        self._num_failures = 0
+        self._num_openings = 0
+
+    def failed(self, cause: str) -> None:
+        self._num_failures += 1
+        if self._state is _State.OPEN or (
+            self._state is _State.CLOSED and self._num_failures < self._options.num_failures
+        ):
+            return
+        wait_s = min(
+            self._options.cool_down_cap_s,
+            self._options.cool_down_s * 2 ** min(self._num_openings, _MAX_EXPONENT),
+        )
+        if self._state is _State.CLOSED:
+            self.num_opened += 1
+            logger.warning(
+                "tier bypassed until a probe succeeds: tier=%s failures=%d last=%r",
+                self._name,
+                self._num_failures,
+                cause,
+            )
+        self._state = _State.OPEN
+        self._num_openings += 1
+        self._probe_at = self._clock() + wait_s
+
+    def learned_nothing(self) -> None:
+        """The call proved nothing: if it was the probe, the next call is."""
+        if self._state is _State.PROBING:
+            self._state = _State.OPEN
+
+
+@dataclass(slots=True)
+class _Attempt(TierCall):
+    """A call that was let through, and how the breaker is to judge it.
+
+    Attributes:
+        proves_nothing: It ended neither well nor badly.
+        failure: Why the tier failed although the call returned, "" if it did not.
+        is_hung: The guard's deadline ended it.
+    """
+
+    proves_nothing: bool = False
+    failure: str = ""
+    is_hung: bool = False
+
+
+class Guard(StorageBackend):
+    """A tier that may fail or hang: every call ends, failures are misses, and while the tier keeps
+    failing it is bypassed.
+
+    Every call has a deadline. `UnavailableError` becomes misses, False or 0. A get that brings no
+    chunk and a miss for want of the tier (`unavailable`, `deadline`) is a failure too, and so is a
+    call that its caller gave up after `slow_call_s`; one whose caller had less time than that
+    proves nothing. After several failures in a row calls return at once, as misses with reason
+    `breaker_open`, False or 0, until a probe succeeds.
+
+    One put that does not end opens a breaker for writes alone, which only a put closes: reads of
+    such a tier may be sound. A tier must be safe to abandon: what it still reads after a cancelled
+    put it keeps referenced.
+
+    An answer that needed no device proves nothing about it, so it neither opens nor closes a
+    breaker. A tier that lists its keys gives such answers to `batched_contains`, to a put that adds
+    no chunk, and to a get or removal that finds none; every tier does so to a call without keys.
+
+    Args:
+        backend: The tier; opened and closed with this one.
+        options: Its deadlines, and when to bypass it.
+        is_priced: Measure what reads cost, so that `num_worth` can say whether one pays off. For
+            readers that can compute instead.
+        observers: Told of every call that is let through; by default trace, log and metrics.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        options: GuardOptions | None = None,
+        *,
+        is_priced: bool = False,
+        observers: Sequence[Observer] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = backend.name
+        self.wrapped = backend
+        self._backend = backend
+        self._options = options or GuardOptions()
+        self._clock = clock
+        self._breaker = _Breaker(backend.name, self._options, clock)
+        self._writes = _Breaker(
+            f"{backend.name} (writes)", replace(self._options, num_failures=1), clock
+        )
+        lister = lister_of(backend)
+        self._lister: StorageBackend | None = lister if isinstance(lister, StorageBackend) else None
+        self._cost = ReadCost() if is_priced else None
+        self._num_too_dear = 0
+        self._observers = (
+            (TraceObserver(), LogObserver(), MetricsObserver())
+            if observers is None
+            else tuple(observers)
+        )
+
+    def __repr__(self) -> str:
+        return f"Guard({self._backend!r})"
+
+    @property
+    @override
+    def is_bypassed(self) -> bool:
+        return self._breaker.is_open or self._writes.is_open
+
+    @override
+    def num_worth(self, num_chunks: int, limit_s: float, recompute_s: float | None = None) -> int:
+        if self._cost is None or not num_chunks:
+            return num_chunks
+        num = self._cost.num_within(num_chunks, limit_s)
+        expected_s = self._cost.expected_s(num) or 0.0
+        if recompute_s is not None and expected_s > num * recompute_s:
+            num = 0
+        if num == 0:
+            self._num_too_dear += 1
+            return num_chunks if self._num_too_dear % PROBE_INTERVAL == 0 else 0
+        return num
+
+    @override
+    async def open(self) -> None:
+        await self._backend.open()
+
+    @override
+    async def close(self) -> None:
+        await self._backend.close()
+
+    @override
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        if keys and self._breaker.admit():
+            async with self._attempt("contains", keys, self._options.timeout_s) as attempt:
+                found = await self._backend.batched_contains(keys)
+                attempt.num_chunks = sum(found)
+                attempt.proves_nothing = self._lister is not None
+                return found
+        return [False] * len(keys)
+
+    @override
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
+        if not keys:
+            return []
+        if not self._breaker.admit():
+            return [Miss(MissReason.BREAKER_OPEN)] * len(keys)
+        results: list[Result] = [Miss(MissReason.UNAVAILABLE)] * len(keys)
+        limit_s = (
+            self._options.timeout_s if timeout_s is None else max(0.0, timeout_s) + READ_GRACE_S
+        )
+        began = self._clock()
+        try:
+            async with self._attempt("get", keys, limit_s) as attempt:
+                results = await self._backend.batched_get(keys, allocate, timeout_s)
+                self._judge_get(attempt, results, timeout_s)
+        except asyncio.CancelledError:
+            # The caller gave up. Where its time was over, the tier did not heed its limit.
+            elapsed_s = self._clock() - began
+            if self._cost is not None and timeout_s is not None and elapsed_s >= timeout_s:
+                self._cost.observe(0, 0, elapsed_s)
+            raise
+        if self._cost is not None and (attempt.num_chunks or MissReason.DEADLINE in attempt.misses):
+            self._cost.observe(attempt.num_chunks, attempt.num_bytes, self._clock() - began)
+        return results
+
+    @override
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """Keep chunks; of a put that hung, those that the tier has by then are True."""
+        kept = [False] * len(chunks)
+        if not chunks or not self._writes.admit():
+            return kept
+        keys = [chunk.key for chunk in chunks]
+        limit_s = self._options.timeout_s + sum(c.num_bytes for c in chunks) / MIN_BYTES_PER_S
+        try:
+            if self._breaker.admit():
+                async with self._attempt("put", keys, limit_s) as attempt:
+                    known = (
+                        kept if self._lister is None else await self._lister.batched_contains(keys)
+                    )
+                    kept = await self._backend.batched_put(chunks)
+                    attempt.num_chunks = sum(kept)
+                    attempt.num_bytes = sum(
+                        chunk.num_bytes for chunk, has in zip(chunks, kept, strict=True) if has
+                    )
+                    has_added = any(has and not had for has, had in zip(kept, known, strict=True))
+                    attempt.proves_nothing = self._lister is not None and not has_added
+                    if not attempt.proves_nothing:
+                        self._writes.succeeded()
+                if attempt.is_hung:
+                    self._writes.failed(attempt.failure)
+                    kept = await self.batched_contains(keys)
+        finally:
+            self._writes.learned_nothing()
+        return kept
+
+    @override
+    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        if not keys:
+            return 0
+        limit_s = self._options.timeout_s + REMOVAL_S * len(keys)
+        return await self._remove(
+            "remove", keys, limit_s, lambda: self._backend.batched_remove(keys)
+        )
+
+    @override
+    async def clear(self, tenant: str | None = None) -> int:
+        return await self._remove("clear", (), CLEAR_TIMEOUT_S, lambda: self._backend.clear(tenant))
+
+    @override
+    def stats(self) -> dict[str, int]:
+        """Return the tier's figures, those of the observers, whether the tier or writes to it are
+        bypassed, how often that began, and how many reads looked too expensive.
+        """
+        figures = self._backend.stats() | {
+            "breaker_open": int(self.is_bypassed),
+            "breaker_openings": self._breaker.num_opened + self._writes.num_opened,
+        }
+        if self._cost is not None:
+            figures["reads_too_dear"] = self._num_too_dear
+        for observer in self._observers:
+            figures |= observer.stats()
+        return figures
+
+    def _judge_get(
+        self, attempt: _Attempt, results: Sequence[Result], timeout_s: float | None
+    ) -> None:
+        chunks = [result for result in results if isinstance(result, Chunk)]
+        misses = Counter(result.reason for result in results if isinstance(result, Miss))
+        attempt.num_chunks = len(chunks)
+        attempt.num_bytes = sum(chunk.num_bytes for chunk in chunks)
+        attempt.misses = misses
+        if chunks:
+            return
+        trouble = [reason for reason in misses if reason in _TROUBLE]
+        is_short = (
+            trouble == [MissReason.DEADLINE]
+            and timeout_s is not None
+            and timeout_s < self._options.slow_call_s
+        )
+        if not trouble:
+            attempt.proves_nothing = self._lister is not None
+        elif is_short:
+            attempt.proves_nothing = True
+        else:
+            attempt.failure = trouble[0].value
+
+    async def _remove(
+        self,
+        operation: Operation,
+        keys: Sequence[ChunkKey],
+        limit_s: float,
+        remove: Callable[[], Awaitable[int]],
+    ) -> int:
+        if self._breaker.admit():
+            async with self._attempt(operation, keys, limit_s) as attempt:
+                attempt.num_chunks = await remove()
+                attempt.proves_nothing = self._lister is not None and not attempt.num_chunks
+                return attempt.num_chunks
+        return 0
+
+    @asynccontextmanager
+    async def _attempt(
+        self, operation: Operation, keys: Sequence[ChunkKey], limit_s: float
+    ) -> AsyncIterator[_Attempt]:
+        """End the call inside after `limit_s` seconds, tell the observers, and judge it by how it
+        ends; swallows `UnavailableError`.
+        """
+        attempt = _Attempt(self.name, operation, keys)
+        began = self._clock()
+        limit = asyncio.timeout(limit_s)
+        try:
+            async with limit:
+                with self._observed(attempt):
+                    yield attempt
+        except (UnavailableError, TimeoutError) as exc:
+            attempt.is_hung = limit.expired()
+            attempt.failure = (
+                f"no answer within {limit_s:.1f} s"
+                if attempt.is_hung
+                else str(exc) or type(exc).__name__
+            )
+            self._breaker.failed(attempt.failure)
+        except asyncio.CancelledError:
+            if self._clock() - began >= self._options.slow_call_s:
+                self._breaker.failed("given up by its caller")
+            else:
+                self._breaker.learned_nothing()
+            raise
+        except BaseException:
+            self._breaker.learned_nothing()
+            raise
+        else:
+            if attempt.failure:
+                self._breaker.failed(attempt.failure)
+            elif attempt.proves_nothing:
+                self._breaker.learned_nothing()
+            else:
+                self._breaker.succeeded()
+
+    @contextmanager
+    def _observed(self, call: TierCall) -> Iterator[None]:
+        began = self._clock()
+        try:
+            with ExitStack() as contexts:
+                for observer in self._observers:
+                    contexts.enter_context(observer.during(call))
+                yield
+        except BaseException as exc:
+            call.error = type(exc).__name__
+            raise
+        finally:
+            call.seconds = self._clock() - began
+            for observer in self._observers:
+                observer.ended(call)

@@ -1,0 +1,151 @@
+"""What is told of every call of a tier: the log, the counters, and the trace of a request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from lmcache_core._typing import override
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import MissReason
+from lmcache_core.telemetry import (
+    MISSED_CHUNKS_TOTAL,
+    TIER_BYTES_TOTAL,
+    TIER_CALLS_TOTAL,
+    TIER_CHUNKS_TOTAL,
+    TIER_FAILURES_TOTAL,
+    TIER_MICROSECONDS_TOTAL,
+    Counters,
+)
+from lmcache_core.telemetry.request_context import step
+
+logger = logging.getLogger(__name__)
+
+HASH_CHARS: Final = 12
+"""So much of a chunk's hash finds it in another log line; nothing else of its key is logged."""
+_PREFIX, _SUFFIX = "lmcache_tier_", "_total"
+
+Operation = Literal["contains", "get", "put", "remove", "clear"]
+
+
+@dataclass(slots=True)
+class TierCall:
+    """One call of a tier.
+
+    Attributes:
+        tier: Its name.
+        operation: What it was asked for.
+        keys: Of the chunks it was asked for; empty for `clear`.
+        num_chunks: Chunks found, got, kept or removed.
+        num_bytes: Of the records got or kept.
+        misses: Chunks that a get did not bring, by reason.
+        seconds: How long it took; known when it has ended.
+        error: Name of the exception that ended it, "" for none. A call that its caller gave up,
+            or that reached its deadline, ends with `CancelledError`.
+    """
+
+    tier: str
+    operation: Operation
+    keys: Sequence[ChunkKey]
+    num_chunks: int = 0
+    num_bytes: int = 0
+    misses: Mapping[MissReason, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    error: str = ""
+
+
+class Observer:
+    """Follows the calls of one tier on the event loop; must not block. Does nothing by itself."""
+
+    def during(self, call: TierCall) -> AbstractContextManager[None]:
+        """Return a context in which the tier does the work of a call."""
+        return nullcontext()
+
+    def ended(self, call: TierCall) -> None:
+        """Take note of a call, however it ended."""
+
+    def stats(self) -> dict[str, int]:
+        """Return figures for the statistics of the tier."""
+        return {}
+
+
+class TraceObserver(Observer):
+    """Makes a span of each call, named after the tier.
+
+    Where nothing is traced that is one look at a context variable. What is written behind belongs
+    to no request, and has no span.
+    """
+
+    @override
+    def during(self, call: TierCall) -> AbstractContextManager[None]:
+        return step(f"tier {call.tier} {call.operation}")
+
+
+class LogObserver(Observer):
+    """Writes one line a call at level debug.
+
+    Args:
+        logger: Where the lines go.
+    """
+
+    def __init__(self, logger: logging.Logger = logger) -> None:
+        self._logger = logger
+
+    @override
+    def ended(self, call: TierCall) -> None:
+        if not self._logger.isEnabledFor(logging.DEBUG):
+            return
+        self._logger.debug(
+            "tier called: tier=%s operation=%s first=%s chunks=%d of=%d bytes=%d ms=%.1f error=%s",
+            call.tier,
+            call.operation,
+            call.keys[0].key.chunk_hash[:HASH_CHARS] if call.keys else "-",
+            call.num_chunks,
+            len(call.keys),
+            call.num_bytes,
+            call.seconds * 1e3,
+            call.error or "-",
+        )
+
+
+class MetricsObserver(Observer):
+    """Counts calls, chunks, bytes, failed calls and time by operation, and misses by reason.
+
+    Args:
+        counters: Where to count; for one tier alone, since the one label that a counter has is the
+            operation or the reason.
+    """
+
+    def __init__(self, counters: Counters | None = None) -> None:
+        self._counters = Counters() if counters is None else counters
+
+    @override
+    def ended(self, call: TierCall) -> None:
+        add, operation = self._counters.add, call.operation
+        add(TIER_CALLS_TOTAL, 1, operation)
+        add(TIER_FAILURES_TOTAL, int(bool(call.error)), operation)
+        add(TIER_MICROSECONDS_TOTAL, int(call.seconds * 1e6), operation)
+        add(TIER_CHUNKS_TOTAL, call.num_chunks, operation)
+        add(TIER_BYTES_TOTAL, call.num_bytes, operation)
+        for reason, num_chunks in call.misses.items():
+            add(MISSED_CHUNKS_TOTAL, num_chunks, reason)
+
+    @override
+    def stats(self) -> dict[str, int]:
+        """Return `get_calls`, `get_bytes`, `put_microseconds`, `missed_evicted` and so on."""
+        return {
+            _figure(name, label): value
+            for (name, label), value in self._counters.snapshot().items()
+            if label and value
+        }
+
+
+def _figure(name: str, label: str) -> str:
+    return (
+        f"missed_{label}"
+        if name == MISSED_CHUNKS_TOTAL
+        else f"{label}_{name.removeprefix(_PREFIX).removesuffix(_SUFFIX)}"
+    )

@@ -1,0 +1,274 @@
+"""Builds the tiers of a process, embedded engine or service, from one description.
+
+    TierStack ─┬─ LocalCPUBackend                                   hot
+               ├─ Guard(EncodedBackend(DiskBackend))           disk
+               ├─ Guard(EncodedBackend(P2PBackend))                 peers, never written to
+               ├─ Guard(EncodedBackend(remote tier of a URL))       remote
+               └─ Guard(any other tier, such as a bucket)           further
+
+Decisions: every slower tier has the same guard. Reads are priced where the reader can compute
+instead (engine, sidecar), not in a server that keeps chunks for others. A server without codecs
+keeps and gives records as they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from lmcache_core.memory.base import MemoryAllocatorInterface
+from lmcache_core.security import ClientTls, ShownToken
+from lmcache_core.storage.base import OnRemoved, StorageBackend
+from lmcache_core.storage.eviction import DEFAULT_POLICY, TierLimits, create_policy
+from lmcache_core.storage.guard import Guard, GuardOptions
+from lmcache_core.storage.hot import LocalCPUBackend, OnKept
+from lmcache_core.storage.stack import StackListener, TierStack
+
+if TYPE_CHECKING:
+    from lmcache_core.p2p.pull_parts import PulledBytes
+    from lmcache_core.storage.codecs import Codecs
+    from lmcache_core.storage.disk import DiskBackend
+    from lmcache_core.storage.peer import P2PBackend
+    from lmcache_core.storage.remote import Locate
+
+
+def _not_reported(tier: str) -> OnRemoved | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotSpec:
+    """The tier in host memory.
+
+    Attributes:
+        memory: The arena.
+        limits: What the tier does not keep although it has room.
+        on_kept: Called with every chunk that it keeps; see `LocalCPUBackend`.
+    """
+
+    memory: MemoryAllocatorInterface
+    limits: TierLimits = field(default_factory=TierLimits)
+    on_kept: OnKept | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSpec:
+    """The tier on a disk.
+
+    Attributes:
+        path: Its directory.
+        capacity_bytes: Hard bound on what lies there.
+        limits: What the tier does not keep although it has room.
+        fsync: Wait for the device before a chunk counts as kept.
+        serde: How raw chunks are encoded there; one of the codecs.
+    """
+
+    path: Path
+    capacity_bytes: int
+    limits: TierLimits = field(default_factory=TierLimits)
+    fsync: bool = False
+    serde: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeersSpec:
+    """The tier that reads from peers.
+
+    Attributes:
+        backend: Made by the caller, since its clients belong to the caller.
+        accepts_lossy: Whether records that were encoded with loss are let in.
+    """
+
+    backend: P2PBackend
+    accepts_lossy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSpec:
+    """The tier that a URL names.
+
+    Attributes:
+        url: See `create_remote_backend`.
+        timeout_s: Deadline of a call to its server.
+        token: Bearer token that it is shown.
+        serde: How raw chunks are encoded there; one of the codecs.
+        tls: Whom to trust and what to show.
+        locate: Knows which of several servers holds what.
+    """
+
+    url: str
+    timeout_s: float
+    token: ShownToken = field(default=None, repr=False)
+    serde: str | None = None
+    tls: ClientTls | None = None
+    locate: Locate | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersSpec:
+    """The tiers of a process.
+
+    Attributes:
+        hot: Host memory.
+        disk: None for no such tier, as for all others.
+        peers: Other pods.
+        remote: A server or directory that many share.
+        further: The last tier, made by the caller, such as a bucket.
+        policy: Which chunks hot tier and disk give up first.
+        codecs: With the serdes of disk and remote; None: records are neither encoded nor decoded.
+        seals: Compute digests of what is decoded, where the reader will ask for them.
+        is_priced: Ask a tier only for what it can bring faster than the reader computes it.
+        guards: Options of the guard, by name of the tier.
+        removed_from: Returns what a tier, by its name, calls with every key that it gives up.
+    """
+
+    hot: HotSpec
+    disk: DiskSpec | None = None
+    peers: PeersSpec | None = None
+    remote: RemoteSpec | None = None
+    further: StorageBackend | None = None
+    policy: str = DEFAULT_POLICY
+    codecs: Codecs | None = None
+    seals: bool = True
+    is_priced: bool = True
+    guards: Mapping[str, GuardOptions] = field(default_factory=dict)
+    removed_from: Callable[[str], OnRemoved | None] = _not_reported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSet:
+    """Tiers, not opened.
+
+    Attributes:
+        hot: Host memory.
+        lower: All slower ones behind their guards, fastest first.
+        written: Those of them that every new chunk is written to.
+        disk_files: The disk tier itself, which lists what it holds.
+        guarded_disk: The same behind its guard.
+        disk: The disk tier with its codec and without its guard: it fails rather than misses.
+        remote: The same of the remote tier.
+        pulled: What came from peers.
+    """
+
+    hot: LocalCPUBackend
+    lower: tuple[StorageBackend, ...] = ()
+    written: tuple[StorageBackend, ...] = ()
+    disk_files: DiskBackend | None = None
+    guarded_disk: StorageBackend | None = None
+    disk: StorageBackend | None = None
+    remote: StorageBackend | None = None
+    pulled: PulledBytes | None = None
+
+    @property
+    def local(self) -> tuple[LocalCPUBackend | DiskBackend, ...]:
+        """Return the tiers that keep chunks in this pod, bare."""
+        return (self.hot,) if self.disk_files is None else (self.hot, self.disk_files)
+
+    def stack(
+        self,
+        listener: StackListener | None = None,
+        *,
+        keep_hot: bool = True,
+        pending_bytes: Mapping[str, int] = MappingProxyType({}),
+    ) -> TierStack:
+        """Return them as one; for the arguments see `TierStack`."""
+        return TierStack(
+            self.hot,
+            self.lower,
+            written=self.written,
+            listener=listener,
+            keep_hot=keep_hot,
+            pending_bytes=pending_bytes,
+        )
+
+
+def build_tiers(spec: TiersSpec, hot: LocalCPUBackend | None = None) -> TierSet:
+    """Build the tiers of a process. Nothing is opened.
+
+    Args:
+        spec: Which there are.
+        hot: A hot tier to keep, where only the slower ones are built again.
+
+    Raises:
+        ConfigError: The policy or the URL is none.
+    """
+    if hot is None:
+        hot = LocalCPUBackend(
+            spec.hot.memory,
+            create_policy(spec.policy),
+            spec.removed_from(LocalCPUBackend.name),
+            limits=spec.hot.limits,
+            on_kept=spec.hot.on_kept,
+        )
+    files = None if spec.disk is None else _disk(spec, spec.disk)
+    disk = None
+    if files is not None and spec.disk is not None:
+        disk = _decoded(spec, files, spec.disk.serde)
+    peers = None
+    if spec.peers is not None:
+        peers = _decoded(spec, spec.peers.backend, None, spec.peers.accepts_lossy)
+    remote = None
+    if spec.remote is not None:
+        remote = _decoded(spec, _remote(spec, spec.remote), spec.remote.serde)
+
+    def guarded(*tiers: StorageBackend | None) -> list[StorageBackend]:
+        return [
+            Guard(tier, spec.guards.get(tier.name), is_priced=spec.is_priced)
+            for tier in tiers
+            if tier is not None
+        ]
+
+    on_disk, pulling, distant = guarded(disk), guarded(peers), guarded(remote, spec.further)
+    return TierSet(
+        hot=hot,
+        lower=(*on_disk, *pulling, *distant),
+        written=(*on_disk, *distant),
+        disk_files=files,
+        guarded_disk=on_disk[0] if on_disk else None,
+        disk=disk,
+        remote=remote,
+        pulled=None if spec.peers is None else spec.peers.backend.pulled,
+    )
+
+
+def _disk(spec: TiersSpec, disk: DiskSpec) -> DiskBackend:
+    from lmcache_core.storage.disk import DiskBackend
+
+    return DiskBackend(
+        disk.path,
+        disk.capacity_bytes,
+        create_policy(spec.policy),
+        spec.removed_from(DiskBackend.name),
+        disk.fsync,
+        limits=disk.limits,
+    )
+
+
+def _remote(spec: TiersSpec, remote: RemoteSpec) -> StorageBackend:
+    from lmcache_core.storage.remote import create_remote_backend
+    from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
+
+    accepts = ONLY_LOSSLESS
+    if spec.codecs is not None:
+        accepts = Accepts(spec.codecs.is_lossy(remote.serde), frozenset(spec.codecs.decodable()))
+    return create_remote_backend(
+        remote.url,
+        remote.token,
+        remote.timeout_s,
+        accepts=accepts,
+        locate=remote.locate,
+        tls=remote.tls,
+    )
+
+
+def _decoded(
+    spec: TiersSpec, tier: StorageBackend, serde: str | None, accepts_lossy: bool | None = None
+) -> StorageBackend:
+    if spec.codecs is None:
+        return tier
+    from lmcache_core.storage.encoded import EncodedBackend
+
+    return EncodedBackend(tier, spec.codecs, serde, accepts_lossy, seals=spec.seals)

@@ -1,0 +1,307 @@
+"""Measure how many random faults the tests notice: `make mutants`.
+
+Each mutant is a copy of the repository in which one expression or statement of the product is
+changed. The tests nearest to the changed module run against it; a mutant that they all accept has
+survived. The same seed gives the same mutants of the same code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import local
+
+from tests.stats import Module, product
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = {
+    "core": "lmcache_core",
+    "storage": "lmcache_core.storage",
+    "wire": "lmcache_core.wire",
+    "node": ("lmcache_node", "lmcache_sidecar", "lmcache_storage"),
+}
+COPIED = ("libs", "services", "kernels", "tests", "docs", "helm", "docker")
+MAX_TEST_FILES = 40
+MAX_DISTANCE = 3
+"""Imports between a test file and the changed module."""
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.BitOr: ast.BitAnd,
+    ast.BitAnd: ast.BitOr,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
+UNSEEN_CALLS = ("logger", "warnings", "super")
+"""Nothing that a user relies on is lost with such a call, or too much."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one module.
+
+    Attributes:
+        module: Dotted name.
+        line: Where it is.
+        change: What was done, for people.
+        source: The module's text with the change.
+    """
+
+    module: str
+    line: int
+    change: str
+    source: str
+
+
+class Points(ast.NodeVisitor):
+    """Collect the nodes of a module that a mutant may change."""
+
+    def __init__(self) -> None:
+        self.found: list[ast.AST] = []
+
+    def generic_visit(self, node: ast.AST) -> None:
+        if _is_changeable(node):
+            self.found.append(node)
+        for name, value in ast.iter_fields(node):
+            # An annotation, a decorator or a base class is no behaviour.
+            if name in {"annotation", "returns", "decorator_list", "bases", "type_params"}:
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    self.visit(child)
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" not in ast.unparse(node.test):
+            self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        """The message of an error is no behaviour; that it is raised is its condition's."""
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        """Only a programmer's error breaks it."""
+
+
+def _is_changeable(node: ast.AST) -> bool:
+    match node:
+        case ast.Compare(ops=[op]):
+            return type(op) in SWAPS
+        case ast.BinOp(op=op) | ast.BoolOp(op=op) | ast.AugAssign(op=op):
+            return type(op) in SWAPS
+        case ast.UnaryOp(op=ast.Not()):
+            return True
+        case ast.Constant(value=bool()):
+            return True
+        case ast.Constant(value=int() as value):
+            return 0 <= value < 1 << 20
+        case (
+            ast.Expr(value=ast.Call(func=func))
+            | ast.Expr(value=ast.Await(value=ast.Call(func=func)))
+        ):
+            return not ast.unparse(func).startswith(UNSEEN_CALLS)
+        case ast.Return(value=ast.expr() as value):
+            return not isinstance(value, ast.Constant | ast.Tuple | ast.List)
+    return False
+
+
+def _change(node: ast.AST) -> str:
+    """Change a node in place; return what was done."""
+    before = ast.unparse(node).split("\n")[0]
+    match node:
+        case ast.Compare():
+            node.ops[0] = SWAPS[type(node.ops[0])]()  # type: ignore[call-overload]
+        case ast.BinOp() | ast.BoolOp() | ast.AugAssign():
+            node.op = SWAPS[type(node.op)]()  # type: ignore[assignment]
+        case ast.UnaryOp():
+            node.op = ast.UAdd()
+            node.operand = ast.Call(ast.Name("bool"), [node.operand], [])
+        case ast.Constant(value=bool() as value):
+            node.value = not value
+        case ast.Constant(value=int() as value):
+            node.value = value + 1
+        case ast.Expr():
+            node.value = ast.Constant(None)
+        case ast.Return():
+            node.value = ast.Constant(None)
+    return f"{before} -> {ast.unparse(ast.fix_missing_locations(node))}"
+
+
+def draw(modules: dict[str, Module], count: int, rng: random.Random) -> Iterator[Mutant]:
+    """Yield random mutants; a line of code is as likely to be hit as any other."""
+    points = {}
+    for name, module in modules.items():
+        visitor = Points()
+        visitor.visit(module.tree)
+        points[name] = len(visitor.found)
+    names = [name for name, number in points.items() for _ in range(number)]
+    for name in rng.sample(names, min(count, len(names))):
+        tree = copy.deepcopy(modules[name].tree)
+        visitor = Points()
+        visitor.visit(tree)
+        node = rng.choice(visitor.found)
+        line = getattr(node, "lineno", 0)
+        change = _change(node)
+        yield Mutant(name, line, change, ast.unparse(ast.fix_missing_locations(tree)))
+
+
+def nearest_tests(module: str, modules: dict[str, Module]) -> list[str]:
+    """Return the test files that import a module, directly ones first."""
+    imports = {name: one.imported(modules) for name, one in modules.items()}
+    tests = {
+        str(path.relative_to(ROOT)): Module(path, ROOT).imported(modules)
+        for folder in ("unit", "contract", "property", "integration")
+        for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))
+        if "vllm" not in path.parts and "releases" not in path.parts
+    }
+    found: list[str] = []
+    reached = {module}
+    for _ in range(MAX_DISTANCE):
+        near = [path for path, used in tests.items() if used & reached and path not in found]
+        # Among equally near files, those in a folder of the module's name tell most.
+        words = set(module.split("."))
+        found += sorted(near, key=lambda path: -len(words & set(Path(path).parts)))
+        reached |= {name for name, used in imports.items() if used & reached}
+    return found[:MAX_TEST_FILES]
+
+
+class Workplace(local):
+    """A copy of the repository for each thread."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="mutants-"))
+        for folder in COPIED:
+            ignored = shutil.ignore_patterns("__pycache__", ".*")
+            shutil.copytree(ROOT / folder, self.path / folder, ignore=ignored)
+        for name in ("pyproject.toml", "Makefile", "README.md", "constraints.txt"):
+            shutil.copy(ROOT / name, self.path / name)
+
+    def run(self, mutant: Mutant, file: Path, tests: list[str], timeout_s: float) -> str:
+        """Return the test that killed a mutant, or an empty string."""
+        if not tests:
+            return ""
+        target = self.path / file
+        original = target.read_text(encoding="utf-8")
+        target.write_text(mutant.source, encoding="utf-8")
+        try:
+            killer = self._first_failure(tests, timeout_s)
+        finally:
+            target.write_text(original, encoding="utf-8")
+        # On a busy machine a test may fail without a mutant too: then it proves nothing.
+        if "::" in killer and self._first_failure([killer], timeout_s):
+            return self.run(
+                mutant, file, [one for one in tests if not killer.startswith(one)], timeout_s
+            )
+        return killer
+
+    def _first_failure(self, tests: list[str], timeout_s: float) -> str:
+        sources = [self.path / "kernels/src", self.path]
+        sources += [
+            one for where in ("libs", "services") for one in self.path.glob(f"{where}/*/src")
+        ]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, sources)),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-n0",
+            "-p",
+            "no:cacheprovider",
+            *tests,
+        ]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=self.path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+            )
+        except subprocess.TimeoutExpired:
+            return "the time limit"
+        if done.returncode == 0:
+            return ""
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if not failed:
+            return f"exit status {done.returncode}"
+        return failed[0].split(" ", 1)[1].split(" - ")[0]
+
+
+def main() -> None:
+    """Draw mutants, run the tests against each, print what survived."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="mutants to draw")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--timeout-s", type=float, default=240.0, help="for the tests of one mutant"
+    )
+    parser.add_argument("--part", action="append", choices=PARTS, help="default: all of them")
+    options = parser.parse_args()
+    prefixes = tuple(
+        prefix
+        for part in options.part or PARTS
+        for prefix in ((PARTS[part],) if isinstance(PARTS[part], str) else PARTS[part])
+    )
+    modules = product()
+    chosen = {
+        name: module
+        for name, module in modules.items()
+        if name.startswith(prefixes) and ".testing" not in name and ".documented" not in name
+    }
+    mutants = list(draw(chosen, options.count, random.Random(options.seed)))
+    workplace = Workplace()
+    begin = time.monotonic()
+
+    def judge(mutant: Mutant) -> str:
+        file = modules[mutant.module].path.relative_to(ROOT)
+        tests = nearest_tests(mutant.module, modules)
+        return workplace.run(mutant, file, tests, options.timeout_s)
+
+    survivors = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for number, (mutant, killer) in enumerate(
+            zip(mutants, pool.map(judge, mutants), strict=True), 1
+        ):
+            survivors += not killer
+            print(
+                f"{number}/{len(mutants)} {time.monotonic() - begin:.0f} s"
+                f" {mutant.module}:{mutant.line} {mutant.change!r}: {killer or 'SURVIVED'}",
+                flush=True,
+            )
+    killed = len(mutants) - survivors
+    print(f"killed={killed} of={len(mutants)} rate={killed / len(mutants):.1%} seed={options.seed}")
+
+
+if __name__ == "__main__":
+    main()

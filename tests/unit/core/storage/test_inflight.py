@@ -1,0 +1,70 @@
+"""Reads in progress: others wait for them, and they do not bring back what is removed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+import pytest
+from lmcache_core.storage.inflight import InflightReads
+from lmcache_core.testing.chunks import make_key
+
+A, B, C = (make_key(name) for name in "abc")
+
+
+@pytest.fixture
+def reads() -> InflightReads:
+    return InflightReads()
+
+
+async def test_a_chunk_that_no_task_reads_is_not_waited_for(reads: InflightReads) -> None:
+    assert not await reads.wait_for_others([A], 5.0)
+    with reads.reading([B, C]):
+        assert not await reads.wait_for_others([A], 5.0)
+
+
+async def test_every_read_of_a_chunk_is_waited_for(reads: InflightReads) -> None:
+    with reads.reading([B, C]):
+        with reads.reading([A]):
+            waiting = asyncio.create_task(reads.wait_for_others([A, B], 5.0))
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiting.done(), "the other one still reads"
+    assert await waiting
+
+
+@pytest.mark.parametrize("timeout_s", [0.02, 0.0, -1.0])
+async def test_the_wait_ends_at_its_limit(reads: InflightReads, timeout_s: float) -> None:
+    with reads.reading([A]):
+        begin = asyncio.get_running_loop().time()
+        assert await reads.wait_for_others([A], timeout_s)
+        assert asyncio.get_running_loop().time() - begin < 2.0
+
+
+async def test_what_is_removed_is_unwanted_from_reads_before_and_during_the_removal(
+    reads: InflightReads,
+) -> None:
+    with ExitStack() as contexts:
+        before = contexts.enter_context(reads.reading([A, B]))
+        with reads.removing({A}.__contains__):
+            amid = contexts.enter_context(reads.reading([A, C]))
+            with reads.removing({C}.__contains__):
+                pass
+        after = contexts.enter_context(reads.reading([A, B, C]))
+    assert (before.unwanted, amid.unwanted, after.unwanted) == ({A}, {A, C}, set())
+
+
+async def test_a_removal_that_fails_ends_too(reads: InflightReads) -> None:
+    with pytest.raises(LookupError), reads.removing({A}.__contains__):
+        raise LookupError
+    with reads.reading([A]) as read:
+        assert read.unwanted == set()
+
+
+async def test_two_removals_of_the_same_chunk_are_two(reads: InflightReads) -> None:
+    is_unwanted = {A}.__contains__
+    with reads.removing(is_unwanted):
+        with reads.removing(is_unwanted):
+            pass
+        with reads.reading([A]) as read:
+            assert read.unwanted == {A}
