@@ -1,4 +1,4 @@
-"""The order of a drain, its bound, and what asking twice does."""
+"""What a sidecar's drain hands on, and its bound; `tests/unit/node/test_drain.py` has the rest."""
 
 from __future__ import annotations
 
@@ -76,16 +76,6 @@ async def test_a_drain_that_left_something_is_tried_again_and_one_that_did_not_i
     assert shared.drain.progress is last
 
 
-async def test_all_who_ask_wait_for_the_same_drain(shared: SidecarNode, tmp_path: Path) -> None:
-    (tmp_path / "shared").mkdir()
-    await store(shared, *KEYS)
-    num_begun = []
-    shared.drain.when_it_begins(lambda: num_begun.append(1))
-    await asyncio.gather(*(shared.drain.run() for _ in range(3)))
-    assert num_begun == [1]
-    assert shared.drain.progress.total == len(KEYS)
-
-
 async def test_nothing_new_is_taken_from_its_beginning(shared: SidecarNode, tmp_path: Path) -> None:
     assert shared.takes_handovers()
     shared.drain.begin()
@@ -142,16 +132,6 @@ async def test_without_anywhere_to_go_it_is_over_at_once_and_no_reason_to_warn(
     assert {
         record.levelname for record in caplog.records if "drained: chunks=5" in record.getMessage()
     } == {"INFO"}
-
-
-async def test_what_nobody_took_although_there_is_somebody_is_warned_of(
-    shared: SidecarNode, caplog: pytest.LogCaptureFixture
-) -> None:
-    await store(shared, *KEYS)
-    await shared.drain.run()
-    assert [
-        record.levelname for record in caplog.records if "drained: chunks=5" in record.getMessage()
-    ] == ["WARNING"]
 
 
 async def test_the_disk_alone_is_handed_on_too(tmp_path: Path) -> None:
