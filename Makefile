@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
-# How to get PyTorch; more of pip's options may follow its name (README, "CPU or GPU")
+# How to get PyTorch; more of pip's options may follow its name (README, "Try it")
 TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin

@@ -20,6 +20,7 @@ import redis
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LookupIndex
 from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_key, bucket_of
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
+from lmcache_servicekit.redis_connections import RedisAccess
 
 from tests.bench.report import Section
 from tests.fixtures.redis_cluster import NUM_MASTERS, running_cluster
@@ -56,7 +57,7 @@ def measure() -> list[Section]:
     speed: list[Sequence[str]] = []
     with running_redis() as server, server.client() as plain:
         empty = _used_bytes([server])
-        index = RedisIndex(server.url, OPTIONS)
+        index = RedisIndex(RedisAccess.parse(server.url), OPTIONS)
         with asyncio.Runner() as runner:
             loaded = runner.run(_load(index, NUM_CHUNKS))
             used = _used_bytes([server]) - empty
@@ -72,7 +73,7 @@ def measure() -> list[Section]:
     with running_cluster() as cluster, cluster.servers[0].client() as plain:
         masters = cluster.servers[:NUM_MASTERS]
         empty = _used_bytes(masters)
-        index = RedisIndex(cluster.url, OPTIONS)
+        index = RedisIndex(RedisAccess.parse(cluster.url), OPTIONS)
         with asyncio.Runner() as runner:
             loaded = runner.run(_load(index, NUM_CHUNKS_IN_CLUSTER))
             memory.append(

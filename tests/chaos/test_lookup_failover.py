@@ -19,9 +19,10 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup import EventsAck, Holding, InstanceLease, InstanceReporter, ReporterTiming
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LookupIndex
-from lmcache_lookup.index.cluster_map import NUM_SLOTS, slot_of
 from lmcache_lookup.index.packing import LEASES_KEY, bucket_key
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
+from lmcache_servicekit.redis_cluster import NUM_SLOTS, slot_of
+from lmcache_servicekit.redis_connections import RedisAccess
 
 from tests.fixtures.redis_cluster import NUM_MASTERS, running_cluster
 from tests.fixtures.redis_sentinel import watched_redis
@@ -267,7 +268,7 @@ async def test_a_master_fails_under_load(kind: str, end: str) -> None:
         "cluster, chunks": lambda: in_a_cluster(key_beside_no_lease()),
     }[kind]
     with servers() as (url, master):
-        indexes: list[LookupIndex] = [RedisIndex(url, OPTIONS) for _ in range(2)]
+        indexes: list[LookupIndex] = [RedisIndex(RedisAccess.parse(url), OPTIONS) for _ in range(2)]
         instances = [
             Instance(ThroughIndex(indexes), f"i-{place}", chunk_ids, random.Random(SEED + place))
             for place in range(NUM_INSTANCES)

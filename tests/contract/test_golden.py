@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import xxhash
 from lmcache_core.config import LMCacheEngineMetadata
-from lmcache_core.keys import CacheEngineKey
+from lmcache_core.keys import CacheEngineKey, Lane
 from lmcache_core.record import (
     PREFIX_BYTES,
     Extension,
@@ -222,12 +222,12 @@ def test_records_from_the_specification(case: dict[str, Any]) -> None:
 def message_of(case: dict[str, Any]) -> Message:
     def plain(field: Any) -> Any:
         if isinstance(field, dict):
-            return bytes.fromhex(field["hex"])
-        return (
-            [tuple(item) if isinstance(item, list) else plain(item) for item in field]
-            if isinstance(field, list)
-            else field
-        )
+            return Lane(*field["lane"]) if "lane" in field else bytes.fromhex(field["hex"])
+        if isinstance(field, list):
+            return [
+                tuple(map(plain, item)) if isinstance(item, list) else plain(item) for item in field
+            ]
+        return field
 
     name, *fields = case["message"]
     message: Message = getattr(messages, name)(*map(plain, fields))
@@ -265,19 +265,16 @@ def test_frames_from_the_specification(case: dict[str, Any]) -> None:
         "Remove",
         "RemoveOk",
     ]
-    numbers += ["Ping", "Pong", "ErrorMessage", "Handover", "Context", "Held"]
+    numbers += ["Ping", "Pong", "ErrorMessage", "Handover", "Context", "Held", "DeclareLane"]
     name, *fields = case["message"]
     blob = bytes.fromhex(case["blob"])
-    meta = msgspec.msgpack.encode(
-        [
-            (
-                [bytes.fromhex(i["hex"]) if isinstance(i, dict) else i for i in f]
-                if isinstance(f, list)
-                else f
-            )
-            for f in fields
-        ]
-    )
+
+    def plain(field: Any) -> Any:
+        if isinstance(field, dict):
+            return field["lane"] if "lane" in field else bytes.fromhex(field["hex"])
+        return [plain(item) for item in field] if isinstance(field, list) else field
+
+    meta = msgspec.msgpack.encode(plain(fields))
     first = struct.pack("<4sB3xQI", b"LMF1", numbers.index(name) + 1, case["id"], len(meta))
     last = struct.pack("<Q", len(blob))
     checksum = struct.pack("<I", xxhash.xxh3_64_intdigest(first + last) % (1 << 32))

@@ -82,7 +82,8 @@ plain = st.recursive(
 )
 @example(FrameType.CONTAINS, b"\x91\xdd\xff\xff\xff\xff")
 @example(FrameType.HELLO, b"\x95\x01\x01\xdd\xff\xff\xff\xff")
-@example(FrameType.GET, b"\x93\x91\xc6\xff\xff\xff\xff")
+@example(FrameType.GET, b"\x93\x91\x92\x00\xc6\xff\xff\xff\xff")
+@example(FrameType.LANE, b"\x92\x00\x95\xdb\xff\xff\xff\xff")
 @example(FrameType.ERROR, b"\x92\xa2\xff\xfe\xa0")
 def test_any_meta_is_refused_or_a_message(kind: FrameType, meta: bytes) -> None:
     try:

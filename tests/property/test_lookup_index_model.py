@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LeaseState, LookupIndex
 from lmcache_lookup.index.embedded import EmbeddedIndex
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
+from lmcache_servicekit.redis_connections import RedisAccess
 
 from tests.fixtures.redis_cluster import RedisClusterServers, running_cluster
 from tests.fixtures.redis_server import RedisServer, running_redis
@@ -150,7 +151,7 @@ async def follow(urls: Sequence[str], plan: Sequence[tuple[object, ...]]) -> Non
     model = Model()
     indexes: list[LookupIndex] = [
         EmbeddedIndex(1000, 100),
-        *(RedisIndex(url, RedisIndexOptions(10, 10)) for url in urls),
+        *(RedisIndex(RedisAccess.parse(url), RedisIndexOptions(10, 10)) for url in urls),
     ]
     try:
         for step in plan:

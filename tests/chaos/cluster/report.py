@@ -104,14 +104,16 @@ def figures(outcome: Outcome) -> Section:
 def faults(outcome: Outcome) -> Section:
     """What was done, by kind."""
     counts = Counter(fault.kind for fault in outcome.plan)
-    rows = [
-        (kind, f"{counts[kind]}", f"{DONE[kind]} ({', '.join(_families(kind))})") for kind in KINDS
-    ]
+    rows = [(kind, f"{counts[kind]}", f"{DONE[kind]} ({_families(kind)})") for kind in KINDS]
     return Section("Chaos: what was done", ("kind", "times", "what it is, and to whom"), rows)
 
 
-def _families(kind: str) -> list[str]:
-    return sorted({target.split("-")[0] for target in KINDS[kind].targets})
+def _families(kind: str) -> str:
+    hit, every = (
+        {target.split("-")[0] for one in kinds for target in KINDS[one].targets}
+        for kinds in ([kind], KINDS)
+    )
+    return "all" if hit == every else ", ".join(sorted(hit))
 
 
 def _sort_of(fault: str) -> str:

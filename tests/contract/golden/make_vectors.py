@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.config import LMCacheEngineMetadata
-from lmcache_core.keys import CacheEngineKey
+from lmcache_core.keys import CacheEngineKey, Lane
 from lmcache_core.record import Extension, RecordHeader, TensorSpec, encode_head, payload_digest
 from lmcache_core.token_database import MultimodalSpan, chain_hashes, identity_root
 from lmcache_core.token_database.hashing import tokens_as_uint32
@@ -142,16 +142,16 @@ FRAMES: list[dict[str, Any]] = [
     {"id": 1, "message": ["Hello", 1, 1, [], None, "pod-7"]},
     {"id": 1, "message": ["Hello", 1, 3, ["zstd"], "a bearer token", ""]},
     {"id": 1, "message": ["HelloOk", 1, [], "lmcache", 128]},
-    {"id": 2, "message": ["Contains", [{"hex": "6b31"}, {"hex": "6b32"}]]},
+    {"id": 2, "message": ["Contains", [[0, {"hex": "c4" * 64}], [None, {"hex": "6b32"}]]]},
     {"id": 2, "message": ["ContainsOk", [True, False]]},
-    {"id": 3, "message": ["Get", [{"hex": "6b31"}], True, None]},
+    {"id": 3, "message": ["Get", [[255, {"hex": "c4" * 32}]], True, None]},
     {"id": 18446744073709551615, "message": ["Get", [], False, "v1.payload.code"]},
     {"id": 3, "message": ["ChunkHead", 127], "blob": "000102"},
     {"id": 3, "message": ["GetEnd", [[0, "never_stored"], [2, "evicted"]]]},
     {"id": 4, "message": ["Put"], "blob": "ff" * 40},
     {"id": 4, "message": ["PutOk", True, ""]},
     {"id": 4, "message": ["PutOk", False, "no_memory"]},
-    {"id": 5, "message": ["Remove", [{"hex": "6b31"}]]},
+    {"id": 5, "message": ["Remove", [[1, {"hex": "c4" * 32}]]]},
     {"id": 5, "message": ["RemoveOk", 1]},
     {"id": 6, "message": ["Ping"]},
     {"id": 6, "message": ["Pong"]},
@@ -161,7 +161,8 @@ FRAMES: list[dict[str, Any]] = [
         "id": 8,
         "message": ["Context", "r-1", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"],
     },
-    {"id": 9, "message": ["Held", "acme", [{"hex": "6b31"}]]},
+    {"id": 9, "message": ["Held", "acme", [[0, {"hex": "c4" * 32}]]]},
+    {"id": 0, "message": ["DeclareLane", 0, {"lane": ["vllm", "org/model", 2, 1, "window"]}]},
 ]
 
 
@@ -255,9 +256,11 @@ def frames() -> dict[str, Any]:
 
 def _plain(field: Any) -> Any:
     if isinstance(field, dict):
-        return bytes.fromhex(field["hex"])
+        return Lane(*field["lane"]) if "lane" in field else bytes.fromhex(field["hex"])
     if isinstance(field, list):
-        return [tuple(item) if isinstance(item, list) else _plain(item) for item in field]
+        return [
+            tuple(map(_plain, item)) if isinstance(item, list) else _plain(item) for item in field
+        ]
     return field
 
 

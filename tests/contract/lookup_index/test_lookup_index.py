@@ -18,6 +18,7 @@ from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LeaseState,
 from lmcache_lookup.index.base import MAX_STORED_HOLDERS_PER_CHUNK
 from lmcache_lookup.index.embedded import EmbeddedIndex
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
+from lmcache_servicekit.redis_connections import RedisAccess
 
 from tests.fixtures.redis_cluster import NUM_MASTERS, RedisClusterServers
 from tests.fixtures.redis_server import RedisServer
@@ -44,7 +45,7 @@ async def index(request: pytest.FixtureRequest) -> AsyncIterator[LookupIndex]:
     if request.param == "embedded":
         made = EmbeddedIndex(1000, MAX_INSTANCES, MAX_CHUNKS_PER_TENANT, MAX_INSTANCES_PER_TENANT)
     else:
-        made = RedisIndex(emptied_redis(request), OPTIONS)
+        made = RedisIndex(RedisAccess.parse(emptied_redis(request)), OPTIONS)
     await made.open()
     yield made
     await made.close()

@@ -12,9 +12,7 @@ import pytest
 import pytest_asyncio
 from lmcache_core.errors import UnavailableError
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LeaseState
-from lmcache_lookup.index import cluster_scripts as scripts
-from lmcache_lookup.index.cluster_map import ClusterMap, slot_of
-from lmcache_lookup.index.cluster_shards import MASTERS_FRESH_S, MAX_CLOCK_SKEW_MS, ClusterShards
+from lmcache_lookup.index import redis_scripts as scripts
 from lmcache_lookup.index.packing import (
     LEASES_KEY,
     MARKS_KEY,
@@ -30,9 +28,10 @@ from lmcache_lookup.index.packing import (
     pack_number,
 )
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
-from lmcache_lookup.index.redis_scripts import RENEW
-from lmcache_lookup.index.redis_shards import incarnation_text
-from lmcache_lookup.index.redis_urls import read_redis_url
+from lmcache_lookup.index.redis_writer import MASTERS_FRESH_S, MAX_CLOCK_SKEW_MS, incarnation_text
+from lmcache_servicekit.redis_client import RedisClient, create_redis_client
+from lmcache_servicekit.redis_cluster import slot_of
+from lmcache_servicekit.redis_connections import RedisAccess
 from redis.exceptions import ResponseError
 
 from tests.fixtures.redis_cluster import NUM_MASTERS, RedisClusterServers
@@ -49,21 +48,16 @@ CHUNKS = [bytes([place << 2]) * 16 for place in range(NUM_BUCKETS)]
 @pytest_asyncio.fixture
 async def index(cluster: RedisClusterServers) -> AsyncIterator[RedisIndex]:
     cluster.flush()
-    made = RedisIndex(cluster.url, OPTIONS)
+    made = RedisIndex(RedisAccess.parse(cluster.url), OPTIONS)
     yield made
     await made.close()
 
 
 @pytest_asyncio.fixture
-async def shards(cluster: RedisClusterServers) -> AsyncIterator[ClusterShards]:
-    made = shards_of(cluster)
+async def shards(cluster: RedisClusterServers) -> AsyncIterator[RedisClient]:
+    made = create_redis_client(RedisAccess.parse(cluster.url), 2)
     yield made
     await made.close()
-
-
-def shards_of(cluster: RedisClusterServers) -> ClusterShards:
-    target = read_redis_url(cluster.url)
-    return ClusterShards(ClusterMap(target.addresses, target.members(2)), 2)
 
 
 async def join(index: RedisIndex, instance: str = "a", incarnation: int = 1) -> LeaseState:
@@ -89,7 +83,7 @@ async def num_held(index: RedisIndex) -> int:
 
 
 async def claim(
-    shards: ClusterShards,
+    shards: RedisClient,
     name: str,
     num_events: int = 1,
     hold_ms: int = 60_000,
@@ -101,7 +95,7 @@ async def claim(
 
 
 async def take(
-    shards: ClusterShards, chunk_id: bytes, number: int, ends_ms: int, incarnation: int = 1
+    shards: RedisClient, chunk_id: bytes, number: int, ends_ms: int, incarnation: int = 1
 ) -> None:
     argv = [ends_ms, pack_number(number), 64, 1000, chunk_id, pack_life(incarnation, 5, "hot"), 1]
     await shards.run(scripts.TAKE, [bucket_key("acme", bucket_of(chunk_id))], argv)
@@ -123,7 +117,7 @@ def test_buckets_are_spread_evenly_over_any_number_of_masters() -> None:
 async def test_a_batch_with_a_server_missing_is_not_taken_and_can_be_repeated(
     cluster: RedisClusterServers, index: RedisIndex
 ) -> None:
-    hurried = RedisIndex(cluster.url, HURRIED)
+    hurried = RedisIndex(RedisAccess.parse(cluster.url), HURRIED)
     await join(index)
     silent = cluster.servers[other_server(cluster)]
     silent.pause()
@@ -161,7 +155,7 @@ async def test_a_batch_that_a_server_refuses_can_be_repeated_at_once(
 
 
 async def test_an_instances_events_are_taken_by_one_replica_at_a_time(
-    index: RedisIndex, shards: ClusterShards
+    index: RedisIndex, shards: RedisClient
 ) -> None:
     await join(index)
     _, _, number, _ = await claim(shards, "x")
@@ -178,7 +172,7 @@ async def test_an_instances_events_are_taken_by_one_replica_at_a_time(
 
 
 async def test_a_claim_is_taken_over_when_it_has_ended_for_all_clocks(
-    index: RedisIndex, shards: ClusterShards
+    index: RedisIndex, shards: RedisClient
 ) -> None:
     await join(index)
     assert (await claim(shards, "x", hold_ms=1, grace_ms=1000))[2] > 0
@@ -195,7 +189,7 @@ async def test_a_claim_is_taken_over_when_it_has_ended_for_all_clocks(
     ) == [1, 0, 1]
 
 
-async def test_what_is_late_is_not_written(index: RedisIndex, shards: ClusterShards) -> None:
+async def test_what_is_late_is_not_written(index: RedisIndex, shards: RedisClient) -> None:
     await join(index)
     _, _, number, ends_ms = await claim(shards, "x", hold_ms=1000)
     await take(shards, CHUNKS[0], number, ends_ms)
@@ -206,7 +200,7 @@ async def test_what_is_late_is_not_written(index: RedisIndex, shards: ClusterSha
 
 
 async def test_an_earlier_life_does_not_write_over_a_later_one(
-    index: RedisIndex, shards: ClusterShards
+    index: RedisIndex, shards: RedisClient
 ) -> None:
     """Nor does the number of bits between them matter."""
     await join(index)
@@ -219,7 +213,7 @@ async def test_an_earlier_life_does_not_write_over_a_later_one(
 
 
 async def test_a_lease_that_ended_meanwhile_settles_nothing(
-    index: RedisIndex, shards: ClusterShards
+    index: RedisIndex, shards: RedisClient
 ) -> None:
     await join(index)
     await claim(shards, "x")
@@ -232,7 +226,7 @@ async def test_a_lease_that_ended_meanwhile_settles_nothing(
 async def test_a_call_that_was_given_up_leaves_no_answer_for_the_next(
     cluster: RedisClusterServers, index: RedisIndex
 ) -> None:
-    hurried = RedisIndex(cluster.url, HURRIED)
+    hurried = RedisIndex(RedisAccess.parse(cluster.url), HURRIED)
     await join(index)
     await index.apply("acme", EventBatch("a", 1, 0, stores(CHUNKS[::2])))
     assert await num_held(hurried) == NUM_BUCKETS // 2
@@ -300,7 +294,7 @@ async def test_a_server_that_is_emptied_is_noticed_with_the_next_renewal(
         await index.apply("acme", EventBatch(instance, 1, 0, stores()))
     with cluster.servers[which(cluster)].client() as raw:
         raw.flushall()
-    other = RedisIndex(cluster.url, OPTIONS)
+    other = RedisIndex(RedisAccess.parse(cluster.url), OPTIONS)
     assert await join(other, "a") in (LeaseState(NUM_BUCKETS, True), LeaseState(0, False))
     assert await join(other, "b") in (LeaseState(NUM_BUCKETS, True), LeaseState(0, False))
     await asyncio.sleep(MASTERS_FRESH_S)
@@ -315,7 +309,7 @@ async def test_a_server_that_is_emptied_is_noticed_with_the_next_renewal(
 
 
 async def test_an_older_look_asks_nobody_to_announce_again(
-    index: RedisIndex, shards: ClusterShards
+    index: RedisIndex, shards: RedisClient
 ) -> None:
     """Replicas look at different times; what one saw before a server was emptied may reach the
     leases after what another saw.
@@ -324,7 +318,7 @@ async def test_an_older_look_asks_nobody_to_announce_again(
     async def renew(marks: str) -> list[int]:
         argv = ["acme/a", incarnation_text(1), "sidecar", 60_000, 8, 0, "", marks, 8]
         answer: list[int] = await shards.run(
-            RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY, MARKS_KEY], argv
+            scripts.RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY, MARKS_KEY], argv
         )
         return answer
 
@@ -348,7 +342,7 @@ async def test_what_a_lost_lease_left_behind_is_nobody_elses(
 
 
 async def test_a_cluster_that_cannot_be_reached_is_unavailability() -> None:
-    index = RedisIndex("redis-cluster://127.0.0.1:1", HURRIED)
+    index = RedisIndex(RedisAccess.parse("redis-cluster://127.0.0.1:1"), HURRIED)
     with pytest.raises(UnavailableError):
         await index.ping()
     with pytest.raises(UnavailableError):
@@ -357,7 +351,9 @@ async def test_a_cluster_that_cannot_be_reached_is_unavailability() -> None:
 
 
 async def test_one_server_that_is_no_cluster_is_unavailability(server: RedisServer) -> None:
-    index = RedisIndex(server.url.replace("redis://", "redis-cluster://"), HURRIED)
+    index = RedisIndex(
+        RedisAccess.parse(server.url.replace("redis://", "redis-cluster://")), HURRIED
+    )
     with pytest.raises(UnavailableError):
         await index.ping()
     await index.close()

@@ -25,8 +25,8 @@ from lmcache_lookup.index.packing import (
     unpack_holders,
 )
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
-from lmcache_lookup.index.redis_node import CLIENT_ERRORS
 from lmcache_lookup.index.redis_sweeper import MAX_BUCKETS_PER_STEP, SWEEP_PAGE_CHUNKS
+from lmcache_servicekit.redis_connections import CLIENT_ERRORS, RedisAccess
 
 from tests.fixtures.redis_server import RedisServer, running_redis
 
@@ -44,7 +44,9 @@ def raw(server: RedisServer) -> Iterator[redis.Redis]:
 
 @pytest_asyncio.fixture
 async def index(server: RedisServer, raw: redis.Redis) -> AsyncIterator[RedisIndex]:
-    made = RedisIndex(server.url, RedisIndexOptions(read_timeout_s=2, write_timeout_s=2))
+    made = RedisIndex(
+        RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+    )
     await made.open()
     yield made
     await made.close()
@@ -129,7 +131,9 @@ async def test_a_bucket_of_another_type_holds_nothing_and_is_replaced(
 async def test_a_read_only_redis_with_buckets_of_an_earlier_release_is_swept() -> None:
     """Their time to live cannot be taken away then, which is no reason to call the index away."""
     with running_redis() as server, server.client() as raw:
-        index = RedisIndex(server.url, RedisIndexOptions(read_timeout_s=2, write_timeout_s=2))
+        index = RedisIndex(
+            RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+        )
         await put(index)
         raw.expire(KEY, 86_400)
         raw.replicaof("127.0.0.1", "1")
@@ -158,7 +162,9 @@ async def test_sweeping_writes_nothing_where_nothing_is_dead(
 async def test_a_full_redis_is_swept_where_a_chunk_keeps_another_holder() -> None:
     """To write down who is left takes no more room than there was."""
     with running_redis() as server, server.client() as raw:
-        index = RedisIndex(server.url, RedisIndexOptions(read_timeout_s=2, write_timeout_s=2))
+        index = RedisIndex(
+            RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+        )
         await put(index, "a")
         await put(index, "b")
         await index.end("acme", "a")
@@ -191,7 +197,9 @@ async def test_after_a_flush_old_entries_stay_dead_whoever_comes_first(
 
 
 async def test_two_replicas_agree_at_once(index: RedisIndex, server: RedisServer) -> None:
-    other = RedisIndex(server.url, RedisIndexOptions(read_timeout_s=2, write_timeout_s=2))
+    other = RedisIndex(
+        RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+    )
     await put(index)
     assert (await other.holders("acme", [CHUNK]))[0]
     await index.end("acme", "a")
@@ -225,7 +233,10 @@ async def test_redis_without_room_takes_nothing_and_keeps_the_number(
 
 async def test_a_redis_that_does_not_answer_costs_its_timeout_once() -> None:
     with running_redis() as server:
-        index = RedisIndex(server.url, RedisIndexOptions(read_timeout_s=0.1, write_timeout_s=0.2))
+        index = RedisIndex(
+            RedisAccess.parse(server.url),
+            RedisIndexOptions(read_timeout_s=0.1, write_timeout_s=0.2),
+        )
         await put(index)
         server.pause()
         started = asyncio.get_running_loop().time()
@@ -280,7 +291,9 @@ async def test_a_large_bucket_is_swept_in_pages(index: RedisIndex, raw: redis.Re
 
 async def test_connections_that_a_restart_has_cut_are_replaced() -> None:
     with running_redis() as server:
-        index = RedisIndex(server.url, RedisIndexOptions(read_timeout_s=2, write_timeout_s=2))
+        index = RedisIndex(
+            RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+        )
         await put(index)
         await asyncio.gather(*(index.holders("acme", [CHUNK]) for _ in range(8)))
         server.kill()

@@ -37,6 +37,7 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[FrameHeader, bytes]:
     return header, head + await reader.readexactly(header.meta_bytes + header.blob_bytes)
 
 
+UNANSWERED = frozenset({FrameType.LANE, FrameType.CONTEXT})
 LAST = frozenset(set(FrameType) - {FrameType.CHUNK})
 """Frames that end an answer."""
 
@@ -66,11 +67,12 @@ async def ask_lm(
     """Send a frame; all frames that answer it."""
     writer.write(frame)
     answers: list[bytes] = []
-    while True:
+    while parse_header(frame[:HEADER_BYTES]).type not in UNANSWERED:
         header, data = await read_frame(reader)
         answers.append(data)
         if header.type in LAST:
-            return answers
+            break
+    return answers
 
 
 def read_message(connection: socket.socket) -> bytes:

@@ -7,10 +7,12 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from lmcache_broker.peers import redis_peers
+from lmcache_broker.peers import redis_peers, redis_scripts
 from lmcache_broker.peers.redis_peers import RedisPeers
+from lmcache_broker.peers.redis_scripts import KEYS
 from lmcache_broker.peers.shared import (
     PlacedOrder,
     PullClaim,
@@ -20,7 +22,8 @@ from lmcache_broker.peers.shared import (
 )
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures, TierFigures
-from lmcache_servicekit.redis_target import RedisTarget
+from lmcache_servicekit.redis_client import Argument, RedisCommand, create_redis_client
+from lmcache_servicekit.redis_connections import RedisAccess
 
 from tests.fixtures.redis_cluster import running_cluster
 from tests.fixtures.redis_sentinel import watched_redis
@@ -43,11 +46,20 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
             yield server.url
 
 
+def peers_at(url: str, timeout_s: float = 5.0) -> RedisPeers:
+    return RedisPeers(create_redis_client(RedisAccess.parse(url), timeout_s), timeout_s)
+
+
+async def raw(broker: RedisPeers, *words: Argument) -> Any:
+    """What the server with the brokers' keys answers."""
+    return (await broker._client.many([RedisCommand(KEYS[0], words)]))[0]
+
+
 @pytest.fixture
 async def pair(url: str) -> AsyncIterator[tuple[RedisPeers, RedisPeers]]:
     """Two brokers, and nothing in Redis."""
-    brokers = RedisPeers(RedisTarget.read(url), 5.0), RedisPeers(RedisTarget.read(url), 5.0)
-    await brokers[0]._redis.flushall()
+    brokers = peers_at(url), peers_at(url)
+    await raw(brokers[0], "FLUSHALL")
     yield brokers
     for broker in brokers:
         await broker.close()
@@ -115,8 +127,8 @@ async def test_what_peers_tell_of_their_work_is_shared_and_what_other_versions_w
     await one.announce([replace(shared(), figures=figures)])
     (found,) = (await two.changes()).peers
     assert found.figures == figures
-    records = redis_peers.scripts.KEYS[0]
-    written = await one._redis.hget(records, "acme/a")
+    records = redis_scripts.KEYS[0]
+    written = await raw(one, "HGET", records, "acme/a")
     head, told = written[:37], json.loads(written[37:])
     for others, wanted in (
         (told[:6], None),
@@ -124,8 +136,8 @@ async def test_what_peers_tell_of_their_work_is_shared_and_what_other_versions_w
         ([*told[:6], {**told[6], "watts": 3}], figures),
         ([*told[:6], {"requested_chunks": "many"}], None),
     ):
-        await one._redis.hset(records, "acme/a", head + json.dumps(others).encode())
-        fresh = RedisPeers(RedisTarget.read(url), 5.0)
+        await raw(one, "HSET", records, "acme/a", head + json.dumps(others).encode())
+        fresh = peers_at(url)
         (found,) = (await fresh.changes()).peers
         await fresh.close()
         assert (found.peer, found.figures) == (shared().peer, wanted)
@@ -147,11 +159,15 @@ async def test_a_drain_that_another_version_writes_keeps_no_peer_from_being_know
 ) -> None:
     one, two = pair
     await one.announce([shared("b"), shared()])
-    records = redis_peers.scripts.KEYS[0]
-    written = await one._redis.hget(records, "acme/a")
+    records = redis_scripts.KEYS[0]
+    written = await raw(one, "HGET", records, "acme/a")
     told = json.loads(written[37:])
-    await one._redis.hset(
-        records, "acme/a", written[:37] + json.dumps([*told[:5], drain, *told[6:]]).encode()
+    await raw(
+        one,
+        "HSET",
+        records,
+        "acme/a",
+        written[:37] + json.dumps([*told[:5], drain, *told[6:]]).encode(),
     )
     other, found = (await two.changes()).peers
     assert (other.peer.id, found.peer, found.drain) == ("b", shared().peer, wanted)
@@ -203,7 +219,7 @@ async def test_pulls_are_counted_for_each_life_and_end(pair: tuple[RedisPeers, R
     assert [peer.num_pulls for peer in (await two.changes()).peers] == [1], (
         "nobody said that it was over"
     )
-    assert await one._redis.hlen("lmcache:{broker}:owners") == 2
+    assert await raw(one, "HLEN", "lmcache:{broker}:owners") == 2
 
 
 async def test_a_pull_goes_on_whoever_is_asked(
@@ -262,7 +278,7 @@ async def test_a_memory_that_was_lost_is_noticed(pair: tuple[RedisPeers, RedisPe
     await one.announce([shared()])
     assert (await two.changes()).is_anew, "the first look"
     assert not (await two.changes()).is_anew
-    await one._redis.flushall()
+    await raw(one, "FLUSHALL")
     await one.announce([shared("b"), shared("c")])
     changes = await two.changes()
     assert changes.is_anew
@@ -276,10 +292,10 @@ async def test_peers_that_are_long_over_are_forgotten(pair: tuple[RedisPeers, Re
     one, two = pair
     await one.announce([shared(), shared("b")])
     field = "acme/a"
-    raw = await one._redis.hget("lmcache:{broker}:records", field)
-    await one._redis.hset("lmcache:{broker}:records", field, raw[:22] + b"0" * 15 + raw[37:])
+    record = await raw(one, "HGET", "lmcache:{broker}:records", field)
+    await raw(one, "HSET", "lmcache:{broker}:records", field, record[:22] + b"0" * 15 + record[37:])
     assert await names(two) == ["b"]
-    assert await one._redis.hkeys("lmcache:{broker}:records") == [b"acme/b"]
+    assert await raw(one, "HKEYS", "lmcache:{broker}:records") == [b"acme/b"]
 
 
 async def test_more_than_fit_into_one_call(pair: tuple[RedisPeers, RedisPeers]) -> None:
@@ -289,7 +305,7 @@ async def test_more_than_fit_into_one_call(pair: tuple[RedisPeers, RedisPeers]) 
 
 
 async def test_a_redis_that_is_away_costs_one_deadline(tmp_path: Path) -> None:
-    away = RedisPeers(RedisTarget.read(f"unix://{tmp_path / 'nobody'}"), 0.5)
+    away = peers_at(f"unix://{tmp_path / 'nobody'}", 0.5)
     with pytest.raises(UnavailableError, match=r"redis at /.* cannot be reached"):
         await away.changes()
     with pytest.raises(UnavailableError, match="a moment ago"):
@@ -308,13 +324,13 @@ async def test_a_redis_that_is_away_costs_one_deadline(tmp_path: Path) -> None:
 )
 def test_urls_that_cannot_be_read(url: str) -> None:
     with pytest.raises(ConfigError, match="redis_url cannot be read") as failure:
-        RedisPeers(RedisTarget.read(url), 1.0)
+        peers_at(url, 1.0)
     assert "secret" not in str(failure.value)
 
 
 async def test_a_redis_that_is_full_is_still_read() -> None:
     with running_redis() as server, server.client() as raw:
-        broker = RedisPeers(RedisTarget.read(server.url), 5.0)
+        broker = peers_at(server.url)
         await broker.announce([shared()])
         raw.config_set("maxmemory", "1")
         with pytest.raises(UnavailableError, match=f"redis at 127.0.0.1:{server.port} is full"):

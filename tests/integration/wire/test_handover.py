@@ -18,7 +18,7 @@ from lmcache_core.record import Chunk
 from lmcache_core.security import Principal
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire import ClientOptions, LmClient, LmServer, ServerLimits
-from lmcache_core.wire.handover_log import HandoverLog
+from lmcache_core.wire.intake import HandoverLog
 from lmcache_core.wire.messages import ErrorMessage, Handover, Held, Ping, Put, PutOk
 from lmcache_core.wire.served import HandoverNote
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
+from lmcache_core.keys import Lane
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from lmcache_core.wire import ServerLimits, messages
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
@@ -30,6 +31,7 @@ QUICK = ServerLimits(
     hello_timeout_s=0.2, idle_timeout_s=0.3, transfer_timeout_s=0.3, min_bytes_per_s=100 << 20
 )
 
+LANE = Lane("vllm", "m", 1, 0)
 Attack = Callable[[RawConnection], Awaitable[object]]
 
 
@@ -52,6 +54,40 @@ async def unknown_version(raw: RawConnection) -> None:
 async def hello_twice(raw: RawConnection) -> None:
     await raw.hello()
     await raw.say(2, messages.Hello(1, 1, [], None, "again"))
+
+
+async def lane_before_hello(raw: RawConnection) -> None:
+    await raw.say(0, messages.DeclareLane(0, LANE))
+
+
+async def lane_out_of_order(raw: RawConnection) -> None:
+    await raw.hello()
+    await raw.say(0, messages.DeclareLane(1, LANE))
+
+
+async def lane_twice(raw: RawConnection) -> None:
+    await raw.hello()
+    await raw.say(0, messages.DeclareLane(0, LANE))
+    await raw.say(0, messages.DeclareLane(0, LANE))
+
+
+async def lane_of_long_names(raw: RawConnection) -> None:
+    await raw.hello()
+    await raw.say(0, messages.DeclareLane(0, Lane("f", "ä" * 1000, 1, 0)))
+
+
+async def endless_lanes(raw: RawConnection) -> None:
+    await raw.hello()
+    for number in range(messages.MAX_LANES):
+        await raw.say(0, messages.DeclareLane(number, Lane("f", "m", 1, number)))
+    await raw.say(0, messages.DeclareLane(messages.MAX_LANES, LANE))
+
+
+async def lane_between_context_and_request(raw: RawConnection) -> None:
+    await raw.hello(capabilities=["context"])
+    await raw.say(2, messages.Context("r-1", ""))
+    await raw.say(0, messages.DeclareLane(0, LANE))
+    await raw.say(2, messages.Ping())
 
 
 async def servers_frame(raw: RawConnection) -> None:
@@ -147,7 +183,7 @@ async def half_a_header(raw: RawConnection) -> None:
 
 async def half_a_meta(raw: RawConnection) -> None:
     await raw.hello()
-    await raw.send(build_frame(2, messages.Contains([make_key(1).key.canonical()]))[:-5])
+    await raw.send(build_frame(2, messages.Contains([(None, make_key(1).key.canonical())]))[:-5])
 
 
 async def half_a_blob(raw: RawConnection) -> None:
@@ -174,6 +210,12 @@ async def half_a_frame_and_away(raw: RawConnection) -> None:
 ATTACKS = [
     garbage,
     no_hello,
+    lane_before_hello,
+    lane_out_of_order,
+    lane_twice,
+    lane_of_long_names,
+    endless_lanes,
+    lane_between_context_and_request,
     unknown_version,
     hello_twice,
     servers_frame,
@@ -264,14 +306,18 @@ async def test_a_put_is_answered_only_when_it_is_whole() -> None:
         assert (await raw.read())[1] == messages.PutOk(True, "")
 
 
-async def test_keys_that_are_none_fail_their_request_alone() -> None:
+async def test_names_that_are_none_fail_their_request_alone() -> None:
     async with serving(MemoryStore()) as server, connected(server.port) as raw:
         await raw.hello()
+        await raw.say(0, messages.DeclareLane(0, make_key(1).key.lane()))
         for correlation_id, message in enumerate(
             (
-                messages.Contains([b"x"]),
-                messages.Get([b""], False, None),
-                messages.Remove([b"LMK1"]),
+                messages.Contains([(None, b"x")]),
+                messages.Get([(None, b"")], False, None),
+                messages.Remove([(None, b"LMK1")]),
+                messages.Contains([(0, bytes(31))]),
+                messages.Contains([(1, bytes(32))]),
+                messages.Contains([(0, bytes(32 * 128)), (0, bytes(32))]),
             ),
             2,
         ):
@@ -284,6 +330,19 @@ async def test_keys_that_are_none_fail_their_request_alone() -> None:
         assert (await raw.read())[1] == messages.Pong()
 
 
+async def test_names_of_all_spellings_are_answered_in_order() -> None:
+    store = MemoryStore()
+    async with serving(store) as server, client_of(server.port) as client:
+        await client.put([make_chunk(i) for i in range(3)])
+        async with connected(server.port) as raw:
+            await raw.hello()
+            names = [make_key(i).key.hash_bytes() or b"" for i in range(4)]
+            await raw.say(0, messages.DeclareLane(0, make_key(0).key.lane()))
+            runs = [(0, names[3] + names[2]), (None, make_key(1).key.canonical()), (0, names[0])]
+            await raw.say(2, messages.Contains(runs))
+            assert (await raw.read())[1] == messages.ContainsOk([False, True, True, True])
+
+
 async def test_a_client_that_does_not_read_is_let_go_and_its_chunks_with_it() -> None:
     store = MemoryStore(32 << 20)
     async with serving(store, QUICK) as server, client_of(server.port) as honest:
@@ -293,7 +352,7 @@ async def test_a_client_that_does_not_read_is_let_go_and_its_chunks_with_it() ->
             raw.reader._transport.pause_reading()  # type: ignore[attr-defined]
             for correlation_id in range(2, 10):
                 await raw.say(
-                    correlation_id, messages.Get([make_key(1).key.canonical()], False, None)
+                    correlation_id, messages.Get([(None, make_key(1).key.canonical())], False, None)
                 )
             chunk = next(iter(store.chunks.values()))
             async with asyncio.timeout(5):
@@ -312,7 +371,7 @@ async def test_a_flood_of_requests_is_held_back() -> None:
         connected(server.port) as raw,
     ):
         await raw.hello()
-        request = messages.Contains([make_key(i).key.canonical() for i in range(100)])
+        request = messages.Contains([(None, make_key(i).key.canonical()) for i in range(100)])
         running = 0
 
         async def count(keys: object) -> list[bool]:

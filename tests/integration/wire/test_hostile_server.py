@@ -345,7 +345,7 @@ async def test_requests_on_the_wire_are_what_the_specification_says() -> None:
             await raw.reader.readexactly(header.meta_bytes + header.blob_bytes)
             if header.type is FrameType.HELLO:
                 await raw.say(header.correlation_id, messages.HelloOk(1, [], "", 128))
-            else:
+            elif header.type is not FrameType.LANE:
                 await raw.say(
                     header.correlation_id,
                     messages.Pong() if header.type is FrameType.PING else messages.RemoveOk(0),
@@ -354,10 +354,13 @@ async def test_requests_on_the_wire_are_what_the_specification_says() -> None:
     async with hostile_server(behave) as port, client_of(port) as client:
         await client.ping()
         await client.remove(keys_of(1))
+        await client.remove(keys_of(2, 3))
         await client.ping()
     assert seen == [
         (FrameType.HELLO, 1),
         (FrameType.PING, 2),
+        (FrameType.LANE, 0),
         (FrameType.REMOVE, 3),
-        (FrameType.PING, 4),
+        (FrameType.REMOVE, 4),
+        (FrameType.PING, 5),
     ]

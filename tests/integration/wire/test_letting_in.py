@@ -61,7 +61,7 @@ async def test_clients_that_are_not_let_in_do_not_fill_the_log(
             async with client_of(server.port) as client:
                 with pytest.raises(UnavailableError, match="busy"):
                     await client.ping()
-    assert [caplog.text.count(words) for words in ("refused: no", "turned away")] == [1, 1]
+    assert [caplog.text.count(words) for words in ("reason=no", "turned away")] == [1, 1]
 
 
 async def test_the_authenticator_sees_the_token() -> None:

@@ -1,7 +1,8 @@
-"""Writes docs/api from the services' OpenAPI documents: `make api-docs`."""
+"""Write docs/api from the services' OpenAPI documents: `make api-docs`."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,56 +33,70 @@ SERVICES: Mapping[str, Callable[[], FastAPI]] = {
 }
 Json = Mapping[str, Any]
 BOUNDS = {
-    "minimum": "at least {}",
-    "maximum": "at most {}",
-    "exclusiveMinimum": "more than {}",
-    "minLength": "at least {} characters",
-    "maxLength": "at most {} characters",
-    "minItems": "at least {} items",
-    "maxItems": "at most {} items",
+    "minimum": "≥{}",
+    "maximum": "≤{}",
+    "exclusiveMinimum": ">{}",
+    "minLength": "≥{} chars",
+    "maxLength": "≤{} chars",
+    "minItems": "≥{} items",
+    "maxItems": "≤{} items",
 }
+INDEX = """\
+# API
+
+Every call, from the OpenAPI document that each service serves at `/openapi.json`. Written by
+`make api-docs`. Bodies are JSON, in lookup also MessagePack; errors are
+`application/problem+json`. A `?` marks an optional field or parameter, `[]` an array, `{}` a map.
+How calls work together: [protocols.md](../protocols.md).
+
+"""
+# A schema's description of so few words says no more than its name does.
+NUM_WORDS_OF_A_TITLE = 8
+SHARED = {"/v1/log-level", "/healthz", "/readyz", "/metrics"}
+COMMON = "# Calls of every service\n\nThe webhook has no log levels.\n\n"
 
 
 def pages() -> dict[str, str]:
-    """Every page of docs/api, by file name."""
-    index = [
-        "# API",
-        "",
-        (
-            "Every call of every service, from the OpenAPI document that it serves at"
-            " `/openapi.json`. `make api-docs` writes these pages;"
-        ),
-        "a test compares.",
-        (
-            "What calls mean together is in [protocols.md](../protocols.md); errors are"
-            " `application/problem+json`."
-        ),
-        "",
-        *(f"- [{name}]({name}.md)" for name in SERVICES),
-    ]
-    return {"README.md": "\n".join(index) + "\n"} | {
-        f"{name}.md": page(name, create().openapi()) for name, create in SERVICES.items()
-    }
+    """Return every page of docs/api by file name; what all services share is on one page."""
+    documents = {name: create().openapi() for name, create in SERVICES.items()}
+    names = ["common", *SERVICES]
+    written = {"README.md": INDEX + "".join(f"- [{name}]({name}.md)\n" for name in names)}
+    written["common.md"] = COMMON + _body(documents["lookup"], SHARED)
+    for name, document in documents.items():
+        own = set(document["paths"]) - SHARED
+        written[f"{name}.md"] = f"# API of {name}\n\n" + _body(document, own)
+    return written
 
 
-def page(name: str, document: Json) -> str:
-    """One service's page."""
-    lines = [f"# API of {name}", "", "Written by `make api-docs`; do not edit.", ""]
+def _body(document: Json, paths: set[str]) -> str:
+    """Return these calls, and the schemas that they lead to."""
+    lines = []
     for path, operations in document["paths"].items():
-        for method, operation in operations.items():
+        for method, operation in operations.items() if path in paths else ():
             lines += [f"## {method.upper()} {path}", "", *_operation(operation)]
     lines += ["## Schemas", ""]
-    for title, schema in sorted(document["components"]["schemas"].items()):
-        lines += [f"### {title}", "", *_schema(schema)]
+    schemas = document["components"]["schemas"]
+    for title in sorted(_reached(schemas, [document["paths"][path] for path in paths])):
+        lines += [f"### {title}", "", *_schema(schemas[title])]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _reached(schemas: Json, start: list[Any]) -> set[str]:
+    found = set[str]()
+    rest = [json.dumps(start)]
+    while rest:
+        for title in set(re.findall(r'"#/components/schemas/([^"]+)"', rest.pop())) - found:
+            found.add(title)
+            rest.append(json.dumps(schemas[title]))
+    return found
 
 
 def _operation(operation: Json) -> Iterator[str]:
     yield f"{operation['summary']}. {_line(operation.get('description', ''))}".strip()
     yield ""
     for parameter in operation.get("parameters", ()):
-        needed = "" if parameter.get("required") else ", optional"
-        yield f"- {parameter['in']} `{parameter['name']}`{needed}: {_type(parameter['schema'])}"
+        mark = "" if parameter.get("required") else "?"
+        yield f"- {parameter['in']} `{parameter['name']}`{mark}: {_type(parameter['schema'])}"
     if "requestBody" in operation:
         yield f"- body: {_content(operation['requestBody'])}"
     for status, response in operation["responses"].items():
@@ -94,24 +109,30 @@ def _content(body: Json) -> str:
     kinds: dict[str, list[str]] = {}
     for media, content in body.get("content", {}).items():
         kinds.setdefault(_type(content.get("schema", {})), []).append(f"`{media}`")
-    told = "; ".join(f"{kind} as {', '.join(media)}" for kind, media in kinds.items())
+    told = "; ".join(
+        kind if "`application/json`" in media else f"{kind} as {', '.join(media)}"
+        for kind, media in kinds.items()
+    )
     return told or _line(body.get("description", "")) or "no body"
 
 
 def _schema(schema: Json) -> Iterator[str]:
-    if text := _line(schema.get("description", "")):
+    """Yield a line for each field; fields without a meaning share one if they have one type."""
+    text = _line(schema.get("description", ""))
+    if len(text.split()) > NUM_WORDS_OF_A_TITLE:
         yield from (text, "")
     properties = schema.get("properties")
     if not properties:
         yield from (_type(schema), "")
         return
-    yield from ("| field | type | needed | meaning |", "|---|---|---|---|")
     needed = schema.get("required", ())
+    lines: dict[str, list[str]] = {}
     for name, field in properties.items():
-        yield (
-            f"| `{name}` | {_type(field)} | {'yes' if name in needed else 'no'} |"
-            f" {_cell(field.get('description', ''))} |"
-        )
+        meaning = _line(field.get("description", ""))
+        shown = f"`{name}`{'' if name in needed else '?'}"
+        lines.setdefault(f"{_type(field)}. {meaning}".removesuffix(". "), []).append(shown)
+    for told, names in lines.items():
+        yield f"- {', '.join(names)}: {told}"
     yield ""
 
 
@@ -128,21 +149,13 @@ def _type(schema: Json) -> str:
         return f"`{schema['const']}`"
     kind = str(schema.get("type", "any"))
     if kind == "array":
-        kind = f"array of {_type(schema['items'])}" if "items" in schema else "array"
+        kind = f"{_type(schema.get('items', {}))}[]"
     if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
-        kind = f"map to {_type(schema['additionalProperties'])}"
+        kind = f"{{{_type(schema['additionalProperties'])}}}"
     if "format" in schema:
         kind += f" ({schema['format']})"
-    return ", ".join(
-        [
-            kind,
-            *(
-                text.format(_number(schema[bound]))
-                for bound, text in BOUNDS.items()
-                if bound in schema
-            ),
-        ]
-    )
+    bounds = [text.format(_number(schema[name])) for name, text in BOUNDS.items() if name in schema]
+    return " ".join([kind, *bounds])
 
 
 def _number(bound: float) -> float:
@@ -153,10 +166,6 @@ def _line(text: str) -> str:
     return re.sub(
         r"\s+", " ", text.partition("\n\nAttributes:")[0].partition("\n\nArgs:")[0]
     ).strip()
-
-
-def _cell(text: str) -> str:
-    return _line(text).replace("|", "\\|")
 
 
 def main() -> int:

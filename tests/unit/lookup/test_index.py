@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections import Counter
 
+import hiredis
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.wire.backoff import Backoff
@@ -16,12 +18,13 @@ from lmcache_lookup.index import (
     LookupIndex,
     create_index,
 )
-from lmcache_lookup.index.base import RefusedError
 from lmcache_lookup.index.embedded import DROPS_PER_LOOK, SWEEP_CHUNKS, EmbeddedIndex
 from lmcache_lookup.index.guarded import FAILURES_BEFORE_PAUSE, GuardedIndex
-from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_of
-from lmcache_lookup.index.redis_urls import read_redis_url
+from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_key, bucket_of, split_by_bucket
+from lmcache_lookup.index.redis_index import MAX_TENANTS_KEPT, BucketReads
 from lmcache_lookup.settings import LookupSettings
+from lmcache_servicekit.errors import RefusedError
+from lmcache_servicekit.redis_url import RedisUrl
 from lmcache_servicekit.settings import ServiceSettings
 from pydantic import SecretStr, ValidationError
 
@@ -92,18 +95,18 @@ def test_redis_urls(url: str) -> None:
 
 
 def test_addresses_in_redis_urls() -> None:
-    assert read_redis_url("redis-cluster://u:p@a:1,[::1]:2,b").addresses == (
+    assert RedisUrl.parse("redis-cluster://u:p@a:1,[::1]:2,b").addresses == (
         ("a", 1),
         ("::1", 2),
         ("b", 6379),
     )
-    sentinels = read_redis_url("rediss-sentinel://a,b:3/main")
+    sentinels = RedisUrl.parse("rediss-sentinel://a,b:3/main")
     assert (sentinels.addresses, sentinels.service, sentinels.is_cluster) == (
         (("a", 26379), ("b", 3)),
         "main",
         False,
     )
-    assert "hunter2" not in repr(read_redis_url("redis://:hunter2@h"))
+    assert "hunter2" not in repr(RedisUrl.parse("redis://:hunter2@h"))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_addresses_in_redis_urls() -> None:
     ],
 )
 def test_where_redis_is_for_people(url: str, where: str) -> None:
-    assert read_redis_url(url).where == where
+    assert RedisUrl.parse(url).where == where
 
 
 def test_contradicting_ttls_are_refused() -> None:
@@ -328,3 +331,30 @@ def test_the_breaker_guards_every_method() -> None:
         if not name.startswith("_")
     ]
     assert set(methods) <= set(vars(GuardedIndex))
+
+
+def test_commands_are_as_the_client_library_encodes_them() -> None:
+    chunk_ids = [os.urandom(16) for _ in range(400)]
+    reads = BucketReads()
+    for number in range(MAX_TENANTS_KEPT + 2):
+        tenant = f"tenant-{number}"
+        commands = reads.of(tenant, split_by_bucket(chunk_ids))
+        keys = sorted({bucket_key(tenant, bucket_of(chunk_id)) for chunk_id in chunk_ids})
+        assert [command.key for command in commands] == keys
+        for command in commands if number in (0, MAX_TENANTS_KEPT + 1) else ():
+            inside = [
+                chunk_id
+                for chunk_id in chunk_ids
+                if bucket_key(tenant, bucket_of(chunk_id)) == command.key
+            ]
+            assert (
+                command.short()
+                == command.full()
+                == hiredis.pack_command(("HMGET", command.key, *inside))
+            )  # type: ignore[arg-type]
+    assert reads.of("tenant-0", split_by_bucket([])) == []
+
+
+def test_ids_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        split_by_bucket([b"x" * 16, b"y" * 33])

@@ -1,5 +1,5 @@
-"""Names of cached KV: the documented `CacheEngineKey`, the tenant's `ChunkKey`, and the anonymous
-chunk id.
+"""Names of cached KV: the documented `CacheEngineKey`, the tenant's `ChunkKey`, the anonymous chunk
+id, and the `Lane` of what many chunks' names have in common.
 
 Source: `docs/protocols.md`, "Identity". Golden vectors: `tests/contract/golden/identity.json`.
 """
@@ -169,6 +169,20 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
             raise IdentityError(f"key {text[:80]!r} in a URL is not in its canonical spelling")
         return key
 
+    def lane(self) -> Lane:
+        """Return everything of this name but the chunk hash."""
+        return Lane(self.fmt, self.model_name, self.world_size, self.worker_id, self.group)
+
+    def hash_bytes(self) -> bytes | None:
+        """Return the chunk hash as its 32 bytes, None where it is not 64 lower case hex digits."""
+        if len(self.chunk_hash) != 2 * CHUNK_HASH_BYTES:
+            return None
+        try:
+            data = bytes.fromhex(self.chunk_hash)
+        except ValueError:
+            return None
+        return data if data.hex() == self.chunk_hash else None
+
     def chunk_id(self) -> bytes:
         """The anonymous name of this chunk for lookup and broker: 16 bytes that tell no model
         and no token.
@@ -188,6 +202,43 @@ class ChunkKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
 DEFAULT_TENANT = "default"
 
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_KEY_FIELD_BYTES)]
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class Lane(
+    msgspec.Struct,
+    frozen=True,
+    gc=False,
+    cache_hash=True,
+    array_like=True,
+    forbid_unknown_fields=True,
+):
+    """What the names of successive chunks of one rank have in common; a chunk's name is its lane
+    and the 32 bytes of its hash. Fields as in `CacheEngineKey`. Immutable and hashable.
+    """
+
+    fmt: _Text
+    model_name: _Text
+    world_size: _Number
+    worker_id: _Number
+    group: _Text = ""
+
+    def check(self) -> None:
+        """Raise `IdentityError` where keys of this lane could not be spelled."""
+        self.keys(bytes(CHUNK_HASH_BYTES))[0].canonical()
+
+    def keys(self, hashes: bytes) -> list[CacheEngineKey]:
+        """Return the keys of chunk hashes that are packed in order."""
+        fmt, model_name, world_size, rank = (
+            self.fmt,
+            self.model_name,
+            self.world_size,
+            self.worker_id,
+        )
+        return [
+            CacheEngineKey(fmt, model_name, world_size, rank, chunk_hash, self.group)
+            for chunk_hash in _hex_of_each(hashes)
+        ]
 
 
 class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -225,19 +276,16 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return len(self.hashes) // CHUNK_HASH_BYTES
 
     def keys_of_rank(self, rank: int) -> list[CacheEngineKey]:
-        """The keys of one worker, in order."""
-        fmt, model_name, world_size, group = self.fmt, self.model_name, self.world_size, self.group
-        return [
-            CacheEngineKey(fmt, model_name, world_size, rank, chunk_hash, group)
-            for chunk_hash in self._hex_hashes()
-        ]
+        """Return the keys of one worker, in order."""
+        lane = Lane(self.fmt, self.model_name, self.world_size, rank, self.group)
+        return lane.keys(self.hashes)
 
     def keys_by_chunk(self) -> list[CacheEngineKey]:
         """All keys: those of the first chunk by rank, then those of the second, and so on."""
         fmt, model_name, world_size, group = self.fmt, self.model_name, self.world_size, self.group
         return [
             CacheEngineKey(fmt, model_name, world_size, rank, chunk_hash, group)
-            for chunk_hash in self._hex_hashes()
+            for chunk_hash in _hex_of_each(self.hashes)
             for rank in range(world_size)
         ]
 
@@ -247,12 +295,13 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
             self, hashes=self.hashes[start * CHUNK_HASH_BYTES : end * CHUNK_HASH_BYTES]
         )
 
-    def _hex_hashes(self) -> list[str]:
-        digits = self.hashes.hex()
-        return [
-            digits[at : at + 2 * CHUNK_HASH_BYTES]
-            for at in range(0, len(digits), 2 * CHUNK_HASH_BYTES)
-        ]
+
+def _hex_of_each(hashes: bytes) -> list[str]:
+    """Return packed hashes as hex digits; one conversion for all, since lookups name many."""
+    digits = hashes.hex()
+    return [
+        digits[at : at + 2 * CHUNK_HASH_BYTES] for at in range(0, len(digits), 2 * CHUNK_HASH_BYTES)
+    ]
 
 
 @lru_cache(maxsize=_MAX_CACHED_PREFIXES, typed=True)

@@ -9,15 +9,15 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import TicketKeys, TicketSigner
-from lmcache_servicekit.redis_target import RedisTarget
-from lmcache_servicekit.sentinel_login import sentinel_login
+from lmcache_servicekit.redis_client import create_redis_client
+from lmcache_servicekit.redis_connections import RedisAccess
 from lmcache_servicekit.state import service_state
 
 from lmcache_broker.dependencies import BrokerParts
 from lmcache_broker.discovery import create_discovery
 from lmcache_broker.metrics import BrokerCollector, DiscoveryCollector
 from lmcache_broker.overview.service import Overview
-from lmcache_broker.peers.redis_peers import RedisPeers
+from lmcache_broker.peers.redis_peers import MAX_CONNECTIONS, RedisPeers
 from lmcache_broker.peers.registry import REFRESH_INTERVAL_S, PeerRegistry
 from lmcache_broker.peers.service import PeerDirectory, PeerLimits
 from lmcache_broker.settings import BrokerSettings
@@ -95,9 +95,8 @@ def create_shared_peers(settings: BrokerSettings) -> RedisPeers | None:
     Raises:
         ConfigError: The URL, a file for TLS, or the password of the sentinels cannot be read.
     """
-    if settings.redis_url is None:
+    access = RedisAccess.of(settings)
+    if access is None:
         return None
-    target = RedisTarget.read(
-        settings.redis_url.get_secret_value(), settings.redis_tls, sentinel_login(settings)
-    )
-    return RedisPeers(target, settings.redis_timeout_ms / 1000)
+    timeout_s = settings.redis_timeout_ms / 1000
+    return RedisPeers(create_redis_client(access, timeout_s, MAX_CONNECTIONS), timeout_s)

@@ -4,15 +4,17 @@ LMCacheError
 |-- NotFoundError          the named resource does not exist in the caller's namespace
 |-- ConflictError          the request contradicts the resource's present state
 |-- PermissionDeniedError  the caller is known, but its role does not allow this
-`-- CapacityError
-    `-- ThrottledError     the caller has too much in flight, or asks too often; it may try again
+|-- CapacityError
+|   `-- ThrottledError     the caller has too much in flight, or asks too often; it may try again
+`-- UnavailableError
+    `-- RefusedError       a store answered, and refused this call
 
 They know no HTTP: `lmcache_servicekit.problems` maps them.
 """
 
 from __future__ import annotations
 
-from lmcache_core.errors import CapacityError, LMCacheError
+from lmcache_core.errors import CapacityError, LMCacheError, UnavailableError
 
 
 class NotFoundError(LMCacheError):
@@ -38,3 +40,7 @@ class ThrottledError(CapacityError):
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RefusedError(UnavailableError):
+    """A store answered, and refused: it is full, or read-only. Other calls may succeed."""

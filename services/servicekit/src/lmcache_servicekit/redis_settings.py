@@ -8,23 +8,18 @@ from typing import Annotated, Final, Self
 from lmcache_core.security.tls import TlsFiles
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 
+from lmcache_servicekit.redis_url import REDIS_SCHEMES, SENTINEL_SCHEMES, TLS_SCHEMES
 from lmcache_servicekit.settings import ServiceSettings
 
-_TLS_SCHEMES: Final = ("rediss://", "rediss-sentinel://", "rediss-cluster://")
-_SENTINEL_SCHEMES: Final = ("redis-sentinel://", "rediss-sentinel://")
-_REDIS_SCHEMES: Final = (
-    "redis://",
-    "redis-sentinel://",
-    "redis-cluster://",
-    *_TLS_SCHEMES,
-    "unix://",
-)
+_TLS_PREFIXES: Final = tuple(f"{scheme}://" for scheme in TLS_SCHEMES)
+_SENTINEL_PREFIXES: Final = tuple(f"{scheme}://" for scheme in SENTINEL_SCHEMES)
+_PREFIXES: Final = tuple(f"{scheme}://" for scheme in REDIS_SCHEMES)
 
 
 def _check_redis_url(url: SecretStr) -> SecretStr:
     """The text of the error does not repeat the URL: it may hold a password."""
-    if not url.get_secret_value().startswith(_REDIS_SCHEMES):
-        raise ValueError(f"a Redis URL begins with one of {', '.join(_REDIS_SCHEMES)}")
+    if not url.get_secret_value().startswith(_PREFIXES):
+        raise ValueError(f"a Redis URL begins with one of {', '.join(_PREFIXES)}")
     return url
 
 
@@ -64,9 +59,9 @@ class RedisSettings(ServiceSettings):
                 " key out"
             )
         has_files = self.redis_tls_ca_file or self.redis_tls_cert_file
-        if has_files and not self._redis_url_begins_with(_TLS_SCHEMES):
+        if has_files and not self._redis_url_begins_with(_TLS_PREFIXES):
             raise ValueError(
-                f"redis_tls_… files are set, but redis_url is none of {', '.join(_TLS_SCHEMES)}:"
+                f"redis_tls_… files are set, but redis_url is none of {', '.join(_TLS_PREFIXES)}:"
                 " write it so, or leave them out"
             )
         return self
@@ -78,10 +73,12 @@ class RedisSettings(ServiceSettings):
                 "redis_sentinel_username is set, but redis_sentinel_password_file is not: set it,"
                 " or leave the name out"
             )
-        if self.redis_sentinel_password_file and not self._redis_url_begins_with(_SENTINEL_SCHEMES):
+        if self.redis_sentinel_password_file and not self._redis_url_begins_with(
+            _SENTINEL_PREFIXES
+        ):
             raise ValueError(
                 "redis_sentinel_password_file is set, but redis_url is neither of"
-                f" {', '.join(_SENTINEL_SCHEMES)}: write it so, or leave it out"
+                f" {', '.join(_SENTINEL_PREFIXES)}: write it so, or leave it out"
             )
         return self
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 import xxhash
-from formats import key_of, payload_of, read_record, record_of
+from formats import canonical_key, chunk_hash_of, key_of, payload_of, read_record, record_of
 
 HELLO, HELLO_OK, CONTAINS, CONTAINS_OK, GET, CHUNK, GET_END, PUT, PUT_OK, REMOVE, REMOVE_OK, PING, PONG, ERROR, _, CONTEXT = range(1, 17)
-NUM_FIELDS = {CONTAINS: 1, GET: 3, PUT: 0, REMOVE: 1, PING: 0, CONTEXT: 2}
+LANE = 18
+NUM_FIELDS = {CONTAINS: 1, GET: 3, PUT: 0, REMOVE: 1, PING: 0, CONTEXT: 2, LANE: 2}
 NUM_ANSWERED = {CONTAINS_OK: 1, CHUNK: 1, GET_END: 1, PUT_OK: 2, REMOVE_OK: 1, PONG: 0}
-MAX_META_BYTES, MAX_BATCH = 1 << 20, 128
+MAX_META_BYTES, MAX_BATCH, MAX_LANES, HASH_BYTES = 1 << 20, 128, 256, 32
 TIMEOUT_S = 10.0
 
 
@@ -66,6 +67,15 @@ class Client:
         assert set(self.agreed) <= set(capabilities), meta
         assert isinstance(self.server, str)
         assert 0 < self.max_batch <= MAX_BATCH
+        self.has_lane = False
+
+    def names(self, names: list[str]) -> list[list[Any]]:
+        """The first spelled in full, the others as hashes in a lane."""
+        if not self.has_lane:
+            self.has_lane = True
+            send(self.connection, LANE, 0, [0, ["vllm", "test/model", 1, 0, ""]])
+        hashes = b"".join(bytes.fromhex(chunk_hash_of(name)) for name in names[1:])
+        return [[None, key_of(names[0])], [0, hashes]]
 
     def read(self) -> tuple[int, int, list[Any], bytes]:
         frame = receive(self.connection)
@@ -85,8 +95,9 @@ class Client:
 
     def get(self, names: list[str], prefix_only: bool = False) -> tuple[list[int], list[list[Any]]]:
         """Places of the chunks that came, and the misses."""
+        named = self.names(names)
         self.number += 1
-        send(self.connection, GET, self.number, [[key_of(name) for name in names], prefix_only, None])
+        send(self.connection, GET, self.number, [named, prefix_only, None])
         came = []
         while True:
             kind, number, meta, blob = self.read()
@@ -101,17 +112,17 @@ class Client:
 def converse(port: int, capabilities: list[str]) -> dict[str, Any]:
     """What a client wants of a server; what came of it."""
     client = Client(port, capabilities)
-    keys = [key_of(name) for name in ("one", "two", "three")]
+    names = ["one", "two", "three"]
     said: dict[str, Any] = {"ping": client.ask(PING, []), "put": [client.ask(PUT, [], record_of(name))[0] for name in ("one", "two")]}
     damaged = record_of("three")
     said["damaged"] = client.ask(PUT, [], damaged[:-1] + bytes([damaged[-1] ^ 1]))
-    said["contains"] = client.ask(CONTAINS, [keys])
+    said["contains"] = client.ask(CONTAINS, [client.names(names)])
     said["get"] = client.get(["one", "three", "two"])
     said["prefix"] = client.get(["one", "three", "two"], prefix_only=True)
     other = Client(port, capabilities)
     said["other"] = other.get(["two"])
-    said["remove"] = client.ask(REMOVE, [keys])
-    said["after"] = other.ask(CONTAINS, [keys])
+    said["remove"] = client.ask(REMOVE, [client.names(names)])
+    said["after"] = other.ask(CONTAINS, [other.names(names)])
     said["agreed"] = client.agreed
     return said
 
@@ -126,6 +137,7 @@ class Connection(socketserver.BaseRequestHandler):
     """Serves what release 0.1.0 knows, and ends the connection at anything else."""
 
     server: Store
+    lanes: list[tuple[str, str, int, int, str]]
 
     def handle(self) -> None:
         with contextlib.suppress(ConnectionError):
@@ -141,11 +153,17 @@ class Connection(socketserver.BaseRequestHandler):
         assert meta[0] <= 1 <= meta[1], meta
         agreed = [name for name in meta[2] if name in self.server.capabilities]
         send(self.request, HELLO_OK, last, [1, agreed, "frozen-0", MAX_BATCH])
-        context = None
+        context, self.lanes = None, []
         while (frame := receive(self.request)) is not None:
             kind, number, meta, blob = frame
-            assert number > last, f"{number} behind {last}"
             assert len(meta) == NUM_FIELDS[kind], f"{kind} has fields that release 0.1.0 does not know: {meta}"
+            if kind == LANE:
+                assert (number, meta[0], context) == (0, len(self.lanes), None)
+                assert len(self.lanes) < MAX_LANES
+                fmt, model, world_size, rank, group = meta[1]
+                self.lanes.append((fmt, model, world_size, rank, group))
+                continue
+            assert number > last, f"{number} behind {last}"
             if kind == CONTEXT:
                 assert "context" in agreed, "CONTEXT, of which HELLO_OK has said nothing"
                 context = number
@@ -153,6 +171,18 @@ class Connection(socketserver.BaseRequestHandler):
             assert context in (None, number), f"CONTEXT {context} before {number}"
             context, last = None, number
             self.answer(kind, number, meta, blob)
+
+    def keys(self, named: list[list[Any]]) -> list[bytes]:
+        keys: list[bytes] = []
+        for lane, data in named:
+            if lane is None:
+                keys.append(data)
+            else:
+                assert not len(data) % HASH_BYTES, data
+                hashes = [data[at : at + HASH_BYTES].hex() for at in range(0, len(data), HASH_BYTES)]
+                keys += [canonical_key(chunk_hash, *self.lanes[lane]) for chunk_hash in hashes]
+        assert len(keys) <= MAX_BATCH, len(keys)
+        return keys
 
     def answer(self, kind: int, number: int, meta: list[Any], blob: bytes) -> None:
         records = self.server.records
@@ -165,13 +195,13 @@ class Connection(socketserver.BaseRequestHandler):
             except ValueError:
                 send(self.request, PUT_OK, number, [False, "corrupt"])
         elif kind == CONTAINS:
-            send(self.request, CONTAINS_OK, number, [[key in records for key in meta[0]]])
+            send(self.request, CONTAINS_OK, number, [[key in records for key in self.keys(meta[0])]])
         elif kind == REMOVE:
-            send(self.request, REMOVE_OK, number, [sum(records.pop(key, None) is not None for key in meta[0])])
+            send(self.request, REMOVE_OK, number, [sum(records.pop(key, None) is not None for key in self.keys(meta[0]))])
         else:
-            keys, prefix_only, _ = meta
+            named, prefix_only, _ = meta
             misses = []
-            for place, key in enumerate(keys):
+            for place, key in enumerate(self.keys(named)):
                 if key in records:
                     send(self.request, CHUNK, number, [place], records[key])
                 else:

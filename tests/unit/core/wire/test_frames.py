@@ -63,7 +63,7 @@ def test_what_is_built_is_parsed(header: FrameHeader) -> None:
     [
         pytest.param(raw(magic=b"LMF2"), id="magic"),
         pytest.param(raw(kind=0), id="type 0"),
-        pytest.param(raw(kind=18), id="type 18"),
+        pytest.param(raw(kind=19), id="type 19"),
         pytest.param(raw(kind=255), id="type 255"),
         pytest.param(raw(reserved=b"\0\0\1"), id="reserved"),
         pytest.param(raw(correlation_id=0), id="correlation id"),

@@ -5,25 +5,26 @@ from __future__ import annotations
 import msgspec
 import pytest
 from lmcache_core.errors import ProtocolError
-from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES
+from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES, MAX_KEY_FIELD_BYTES, Lane
 from lmcache_core.wire import messages
 from lmcache_core.wire.frames import HEADER_BYTES, MAX_META_BYTES, FrameType, parse_header
-from lmcache_core.wire.messages import MAX_BATCH_KEYS, Message, build_frame, parse_meta
+from lmcache_core.wire.messages import MAX_BATCH_KEYS, MAX_LANES, Message, build_frame, parse_meta
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 SAMPLES = [
     (messages.Hello(1, 1, ["later"], None, "me"), [1, 1, ["later"], None, "me"]),
     (messages.Hello(1, 3, [], "secret", ""), [1, 3, [], "secret", ""]),
     (messages.HelloOk(1, [], "it", 128), [1, [], "it", 128]),
-    (messages.Contains([b"a", b"b"]), [[b"a", b"b"]]),
+    (messages.Contains([(None, b"a"), (7, b"b" * 64)]), [[[None, b"a"], [7, b"b" * 64]]]),
     (messages.ContainsOk([True, False]), [[True, False]]),
-    (messages.Get([b"a"], True, None), [[b"a"], True, None]),
-    (messages.Get([b"a"], False, "ticket"), [[b"a"], False, "ticket"]),
+    (messages.Get([(0, b"a" * 32)], True, None), [[[0, b"a" * 32]], True, None]),
+    (messages.Get([], False, "ticket"), [[], False, "ticket"]),
     (messages.ChunkHead(5), [5]),
     (messages.GetEnd([(0, "never_stored")]), [[[0, "never_stored"]]]),
     (messages.Put(), []),
     (messages.Handover("acme", 86400123, True), ["acme", 86400123, True]),
-    (messages.Held("acme", [b"a"]), ["acme", [b"a"]]),
+    (messages.Held("acme", [(None, b"a")]), ["acme", [[None, b"a"]]]),
+    (messages.DeclareLane(3, Lane("vllm", "m", 2, 1)), [3, ["vllm", "m", 2, 1, ""]]),
     (messages.PutOk(False, "corrupt"), [False, "corrupt"]),
     (messages.Remove([]), [[]]),
     (messages.RemoveOk(3), [3]),
@@ -53,16 +54,28 @@ def test_every_type_of_frame_has_a_message() -> None:
 @pytest.mark.parametrize(
     ("frame_type", "plain"),
     [
-        (FrameType.CONTAINS, [[b""] * (MAX_BATCH_KEYS + 1)]),
-        (FrameType.CONTAINS, [[bytes(MAX_CANONICAL_KEY_BYTES + 1)]]),
-        (FrameType.CONTAINS, [["text"]]),
+        (FrameType.CONTAINS, [[[None, b""]] * (MAX_BATCH_KEYS + 1)]),
+        (FrameType.CONTAINS, [[[None, bytes(MAX_CANONICAL_KEY_BYTES + 1)]]]),
+        (FrameType.CONTAINS, [[[0, bytes(MAX_CANONICAL_KEY_BYTES + 1)]]]),
+        (FrameType.CONTAINS, [[[MAX_LANES, b""]]]),
+        (FrameType.CONTAINS, [[[-1, b""]]]),
+        (FrameType.CONTAINS, [[[0, "text"]]]),
+        (FrameType.CONTAINS, [[[0]]]),
+        (FrameType.CONTAINS, [[b"k"]]),
+        (FrameType.LANE, [MAX_LANES, ["f", "m", 1, 0, ""]]),
+        (FrameType.LANE, [0, ["f", "m" * (MAX_KEY_FIELD_BYTES + 1), 1, 0, ""]]),
+        (FrameType.LANE, [0, ["f", "m", 1 << 32, 0, ""]]),
+        (FrameType.LANE, [0, ["f", "m", 1, -1, ""]]),
+        (FrameType.LANE, [0, ["f", "m", 1, 0, "", "more"]]),
+        (FrameType.LANE, [0, ["f", "m", 1]]),
+        (FrameType.LANE, [0]),
         (FrameType.HANDOVER, ["a tenant", 0, True]),
         (FrameType.HANDOVER, ["acme\n", 0, True]),
         (FrameType.HANDOVER, ["acme", -1, True]),
         (FrameType.HANDOVER, ["acme", 0, 1]),
         (FrameType.HANDOVER, ["acme", 0]),
         (FrameType.HELD, ["a tenant", []]),
-        (FrameType.HELD, ["acme", [b""] * (MAX_BATCH_KEYS + 1)]),
+        (FrameType.HELD, ["acme", [[None, b""]] * (MAX_BATCH_KEYS + 1)]),
         (FrameType.HELD, ["acme"]),
         (FrameType.CONTAINS, []),
         (FrameType.CONTAINS, [[], 1]),
@@ -123,6 +136,6 @@ def test_messages_that_cross_versions_may_carry_more() -> None:
 
 
 def test_the_largest_request_fits_its_bound() -> None:
-    keys = [bytes(MAX_CANONICAL_KEY_BYTES)] * MAX_BATCH_KEYS
-    frame = build_frame(1, messages.Get(keys, True, "t" * 4096))
+    names = [(None, bytes(MAX_CANONICAL_KEY_BYTES))] * MAX_BATCH_KEYS
+    frame = build_frame(1, messages.Get(names, True, "t" * 4096))
     assert parse_header(frame[:HEADER_BYTES]).meta_bytes < MAX_META_BYTES

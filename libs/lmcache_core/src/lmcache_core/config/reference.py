@@ -88,17 +88,23 @@ LMCACHE_ERROR_HANDLING=true
 _FOREIGN_HEAD = f"""\
 ## LMCache's names
 
-LMCache's YAML files and `{ENV_PREFIX}…` variables work where they mean the same or ask for nothing:
-null and empty values always pass. Anything else is refused: leave it out, or follow the table.
-Names that are equal in both are not listed; `local_disk` may be a plain path. LMCache's `lm://` is
+LMCache's YAML files and `{ENV_PREFIX}…` variables work where they mean the same or ask for nothing.
+To see what each becomes, or why it is refused and what to do instead:
+`python -m lmcache_core.config lmcache.yaml`. Names that are equal in both are not listed;
+`local_disk` may be a plain path. LMCache's `lm://` is
 [another protocol](protocols.md#lmcache-compatibility-tcp).
 
-| name | accepted | otherwise |
-|---|---|---|
+| name | accepted |
+|---|---|
+"""
+
+_HARMLESS_HEAD = """\
+Accepted only if null, empty, or as shown:
+
 """
 
 _PARTS_HEAD = """\
-These belong to a switch above. They pass while it is off; otherwise leave both out:
+Accepted while their switch is off:
 
 | switch | names |
 |---|---|
@@ -117,6 +123,7 @@ def reference() -> str:
     parts += [
         _SOURCES,
         _FOREIGN_HEAD + "\n".join(_foreign_names()) + "\n",
+        _HARMLESS_HEAD + "\n".join(_harmless_names()) + "\n",
         _PARTS_HEAD + "\n".join(_foreign_parts()) + "\n",
         _EXAMPLES,
     ]
@@ -146,28 +153,35 @@ def _beside_sidecar() -> Iterator[str]:
 
 
 def _foreign_names() -> Iterator[str]:
-    """Yield a row for all names that accept the same values and have the same way out."""
-    rows: dict[tuple[str, str], list[str]] = {}
     for name, known in FOREIGN_NAMES.items():
-        if not _is_part(known):
-            accepted = EMPTY_VALUES.sub("", known.accepted)
-            rows.setdefault((accepted.lstrip("; "), known.instead), []).append(name)
-    for (accepted, instead), names in rows.items():
-        fix = OBVIOUS_FIX.sub("", instead)
-        yield f"| {_names(names)} | {_cell(accepted)} | {_cell(fix)} |"
+        if not known.part_of and _harmless(known) is None:
+            yield f"| `{name}` | {_cell(known.accepted)} |"
+
+
+def _harmless_names() -> Iterator[str]:
+    """Yield a line for each value that names may have here, if they only ask for nothing."""
+    lines: dict[str, list[str]] = {}
+    for name, known in FOREIGN_NAMES.items():
+        value = _harmless(known)
+        if not known.part_of and value is not None:
+            lines.setdefault(value, []).append(name)
+    for value, names in lines.items():
+        yield f"- {value}: {_names(names)}" if value else f"- {_names(names)}"
+
+
+def _harmless(known: ForeignName) -> str | None:
+    """Return the one value besides null and empty that is accepted; None if it is not so."""
+    match = re.fullmatch(r"(?:(\S+), )?null, empty", known.accepted)
+    return match and (match[1] or "")
 
 
 def _foreign_parts() -> Iterator[str]:
     rows: dict[str, list[str]] = {}
     for name, known in FOREIGN_NAMES.items():
-        if _is_part(known):
+        if known.part_of:
             rows.setdefault(known.part_of, []).append(name)
     for switch, names in rows.items():
         yield f"| `{switch}` | {_names(names)} |"
-
-
-def _is_part(known: ForeignName) -> bool:
-    return known.part_of != "" and known.part_of not in OPTIONS
 
 
 def _names(names: list[str]) -> str:

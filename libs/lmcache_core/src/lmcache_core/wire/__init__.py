@@ -1,4 +1,39 @@
-"""lm://, the protocol that chunks travel by between sidecars and cache_storage. No torch."""
+"""lm://, the protocol that chunks travel by between sidecars and cache_storage. No torch.
+
+A frame is a checked 32-byte header, a MessagePack array and, for a record, raw bytes behind it
+(`frames`, `messages`; `docs/protocols.md` has every field). Each request has its own correlation
+id, and answers of different requests may interleave.
+
+    frame                      answer              meaning
+    HELLO                      HELLO_OK | ERROR    version, capabilities, token, client's name
+    LANE                                           a number for format, model, ranks, group
+    CONTEXT                                        whose the next request is
+    CONTAINS names             CONTAINS_OK         which are there
+    HELD tenant, names         CONTAINS_OK         which of another tenant's are there to stay
+    GET names, ticket          CHUNK*, GET_END     a record each, then why the others are missing
+    PUT + record               PUT_OK              kept, or why not
+    HANDOVER tenant + record   PUT_OK              kept for another tenant, by a server that ends
+    REMOVE names               REMOVE_OK           how many were there
+    PING                       PONG
+    ERROR                                          ends a request; with id 0 the connection
+
+A chunk's name is its lane and the 32 bytes of its hash. A client declares a lane once, before the
+first name in it; from then on a run of names is the lane's number and the packed hashes (`lanes`).
+A key whose hash is not 32 bytes is spelled in full. The tenant is never named but in HELD and
+HANDOVER: it is the token's, or the ticket's.
+
+States of a connection, at the server (`session`):
+
+    stranger --HELLO, good token--> served       --token withdrawn, or a frame that breaks a
+    stranger --HELLO, no token----> ticket only    bound-->  ERROR, closed
+    ticket only --GET with a good ticket--> served for that request
+    served --drain--> answers what is underway, then closed
+
+Bounds: frames and fields in `frames` and `messages`, what one client can make a server do in
+`ServerLimits`, what one server can make a client hold in `connection`. A sender that stalls loses
+its connection by the bytes that have come, not by those that it announced. A record is believed
+only when its digest has been computed here and its key is the one that was asked for.
+"""
 
 from lmcache_core.wire.client import DEFAULT_PORT, ClientOptions, LmClient
 from lmcache_core.wire.served import (

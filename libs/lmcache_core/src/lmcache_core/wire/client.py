@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
@@ -15,14 +16,30 @@ from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.security import ClientTls, ShownToken, token_text, why_silent
 from lmcache_core.wire.backoff import Backoff
 from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, HELD, ONLY_LOSSLESS, Accepts
-from lmcache_core.wire.connection import Call, ClientConnection
+from lmcache_core.wire.connection import Arrival, Call, ClientConnection
 from lmcache_core.wire.frames import FrameType
-from lmcache_core.wire.messages import Contains, ContainsOk, Held, Message, Ping, Remove, RemoveOk
-from lmcache_core.wire.pull import Pull
-from lmcache_core.wire.push import Announce, Push, as_handover, as_put
+from lmcache_core.wire.incoming import Received
+from lmcache_core.wire.messages import (
+    Contains,
+    ContainsOk,
+    Get,
+    GetEnd,
+    Handover,
+    Held,
+    Message,
+    NameRun,
+    Ping,
+    Put,
+    PutOk,
+    Remove,
+    RemoveOk,
+)
 from lmcache_core.wire.stream import FrameStream
 
 DEFAULT_PORT = 65432
+
+Announce = Callable[[Chunk], Message]
+Question = Callable[[list[NameRun]], Message]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +130,9 @@ class LmClient:
     async def ping(self, timeout_s: float | None = None) -> None:
         """Ask for a sign of life."""
         deadline = self._deadline(timeout_s)
-        await self._ask(await self._connect(deadline), Ping(), FrameType.PONG, deadline)
+        await self._ask(
+            await self._connect(deadline), (), lambda _: Ping(), FrameType.PONG, deadline
+        )
 
     async def contains(
         self, keys: Sequence[ChunkKey], timeout_s: float | None = None
@@ -128,19 +147,14 @@ class LmClient:
         return await self._ask_for(keys, lambda names: Held(tenant, names), timeout_s)
 
     async def _ask_for(
-        self,
-        keys: Sequence[ChunkKey],
-        question: Callable[[list[bytes]], Message],
-        timeout_s: float | None,
+        self, keys: Sequence[ChunkKey], question: Question, timeout_s: float | None
     ) -> list[bool]:
         deadline = self._deadline(timeout_s)
         present: list[bool] = []
         while len(present) < len(keys):
             connection = await self._connect(deadline)
             batch = keys[len(present) : len(present) + connection.max_batch]
-            answer = await self._ask(
-                connection, question(_names(batch)), FrameType.CONTAINS_OK, deadline
-            )
+            answer = await self._ask(connection, batch, question, FrameType.CONTAINS_OK, deadline)
             if not isinstance(answer, ContainsOk) or len(answer.present) != len(batch):
                 connection.abort()
                 raise ProtocolError(f"{self._name} did not answer with one boolean a key")
@@ -176,15 +190,15 @@ class LmClient:
         results: list[Result] = []
         try:
             while len(results) < len(keys):
-                pull = Pull(
+                fetch = _Fetch(
                     connection,
                     keys[len(results) : len(results) + connection.max_batch],
                     allocate,
                     self._options.tier,
                 )
-                results += await pull.run(prefix_only, ticket, deadline)
+                results += await fetch.run(prefix_only, ticket, deadline)
                 last = results[-1]
-                if isinstance(last, Miss) and (prefix_only or not pull.is_complete):
+                if isinstance(last, Miss) and (prefix_only or not fetch.is_complete):
                     results += [last] * (len(keys) - len(results))
         except BaseException:
             for result in results:
@@ -197,7 +211,7 @@ class LmClient:
         """Store chunks (borrowed), several on their way at once. True: the server has the whole,
         verified chunk.
         """
-        return await self._push(chunks, as_put, timeout_s)
+        return await self._push(chunks, lambda chunk: Put(), timeout_s)
 
     async def hand_over(
         self, chunks: Sequence[Chunk], may_evict: bool, timeout_s: float | None = None
@@ -210,7 +224,12 @@ class LmClient:
             may_evict: Whether the server may give up others for them.
             timeout_s: Limit on this call instead of the client's.
         """
-        return await self._push(chunks, as_handover(may_evict), timeout_s)
+
+        def announce(chunk: Chunk) -> Message:
+            age_s = 0.0 if chunk.stored_at is None else max(0.0, time.time() - chunk.stored_at)
+            return Handover(chunk.key.tenant, int(age_s * 1000), may_evict)
+
+        return await self._push(chunks, announce, timeout_s)
 
     async def remove(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> int:
         """Forget chunks; the number that were there."""
@@ -220,9 +239,7 @@ class LmClient:
         while at < len(keys):
             connection = await self._connect(deadline)
             batch = keys[at : at + connection.max_batch]
-            answer = await self._ask(
-                connection, Remove(_names(batch)), FrameType.REMOVE_OK, deadline
-            )
+            answer = await self._ask(connection, batch, Remove, FrameType.REMOVE_OK, deadline)
             num_removed += answer.count if isinstance(answer, RemoveOk) else 0
             at += len(batch)
         return num_removed
@@ -238,25 +255,59 @@ class LmClient:
     async def _push(
         self, chunks: Sequence[Chunk], announce: Announce, timeout_s: float | None
     ) -> list[bool]:
+        """Send chunks (borrowed), each behind the message that `announce` makes."""
         deadline = self._deadline(timeout_s)
-        return await Push(await self._connect(deadline), self._options.put_window, self._name).run(
-            chunks, announce, deadline
-        )
+        connection = await self._connect(deadline)
+        unanswered: deque[Call] = deque()
+        stored: list[bool] = []
+
+        async def take_answer() -> None:
+            answer = await connection.next_item(unanswered[0])
+            unanswered.popleft()
+            stored.append(isinstance(answer, PutOk) and answer.stored)
+
+        try:
+            async with asyncio.timeout_at(deadline):
+                for chunk in chunks:
+                    if len(unanswered) >= self._options.put_window:
+                        await take_answer()
+                    blob = (chunk.head, chunk.memory.byte_array)
+                    unanswered.append(
+                        await connection.start(announce(chunk), FrameType.PUT_OK, *blob)
+                    )
+                while unanswered:
+                    await take_answer()
+        except TimeoutError:
+            for call in unanswered:
+                connection.expire(call)
+            raise UnavailableError(
+                f"{self._name}: {len(chunks) - len(stored)} of {len(chunks)} chunks not stored in"
+                " time"
+            ) from None
+        except BaseException:
+            for call in unanswered:
+                connection.abandon(call)
+            raise
+        return stored
 
     async def _ask(
-        self, connection: ClientConnection, message: Message, answer: FrameType, deadline: float
+        self,
+        connection: ClientConnection,
+        keys: Sequence[ChunkKey],
+        question: Question,
+        answer: FrameType,
+        deadline: float,
     ) -> Message:
+        """Ask one question about keys, at most `connection.max_batch`."""
         call: Call | None = None
         try:
             async with asyncio.timeout_at(deadline):
-                call = await connection.start(message, answer)
+                call = await connection.start(question(await connection.names(keys)), answer)
                 item = await connection.next_item(call)
         except TimeoutError:
             if call is not None:
                 connection.expire(call)
-            raise UnavailableError(
-                f"{self._name} did not answer {message.frame_type.name} in time"
-            ) from None
+            raise UnavailableError(f"{self._name}: no {answer.name} in time") from None
         except BaseException:
             if call is not None:
                 connection.abandon(call)
@@ -361,5 +412,115 @@ class _NotConnectedYetError(UnavailableError):
     """The caller's time was over before the connection stood."""
 
 
-def _names(keys: Sequence[ChunkKey]) -> list[bytes]:
-    return [k.key.canonical() for k in keys]
+class _Fetch:
+    """One GET: collects what arrives, verifies it, and says why the rest is missing.
+
+    Args:
+        connection: Open.
+        keys: At most `connection.max_batch`.
+        allocate: Where payloads go.
+        tier: Name that the chunks carry.
+    """
+
+    def __init__(
+        self, connection: ClientConnection, keys: Sequence[ChunkKey], allocate: Allocate, tier: str
+    ) -> None:
+        self._connection = connection
+        self._keys = keys
+        self._allocate = allocate
+        self._tier = tier
+        self._results: list[Result | None] = [None] * len(keys)
+        self.is_complete = False
+
+    async def run(self, prefix_only: bool, ticket: str | None, deadline: float) -> list[Result]:
+        """Ask, and collect until the answer is complete, the deadline passes or the connection is
+        lost.
+
+        Args:
+            prefix_only: Stop at the first that is missing.
+            ticket: A broker's ticket.
+            deadline: Time of the event loop.
+
+        Returns:
+            One result a key; the caller owns the chunks. `is_complete` tells whether the server
+            gave its whole answer.
+
+        Raises:
+            AuthenticationError: The server refused.
+        """
+        call: Call | None = None
+        rest = MissReason.UNAVAILABLE
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = Get(await self._connection.names(self._keys), prefix_only, ticket)
+                keys = [k.key for k in self._keys]
+                call = await self._connection.start(
+                    message, FrameType.GET_END, keys=keys, allocate=self._allocate
+                )
+                rest = await self._collect(call, prefix_only)
+                self.is_complete = True
+        except TimeoutError:
+            rest = MissReason.DEADLINE
+            if call is not None:
+                self._connection.expire(call)
+        except UnavailableError:
+            if call is not None:
+                self._connection.abandon(call)
+        except BaseException:
+            if call is not None:
+                self._connection.abandon(call)
+            self._release()
+            raise
+        return [Miss(rest) if result is None else result for result in self._results]
+
+    async def _collect(self, call: Call, prefix_only: bool) -> MissReason:
+        """Fill in results until GET_END; the reason that stands for the keys it does not name."""
+        while True:
+            item = await self._connection.next_item(call)
+            if isinstance(item, Arrival):
+                self._results[item.index] = await self._verified(item.index, item.record)
+            elif isinstance(item, GetEnd):
+                return self._finish(item, prefix_only)
+
+    async def _verified(self, index: int, record: Received | Miss) -> Result:
+        if isinstance(record, Miss):
+            return record
+        try:
+            is_whole = await record.verify()
+        except BaseException:
+            record.memory.ref_count_down()
+            raise
+        if not is_whole:
+            record.memory.ref_count_down()
+            return Miss(MissReason.CORRUPT)
+        return Chunk(self._keys[index], record.header, record.head, record.memory, self._tier)
+
+    def _finish(self, end: GetEnd, prefix_only: bool) -> MissReason:
+        reasons = [_reason(text) for _, text in end.misses]
+        for (index, _), reason in zip(end.misses, reasons, strict=True):
+            if index >= len(self._results) or self._results[index] is not None:
+                raise self._broken(
+                    f"it names key {index}, which is answered already or was not asked for"
+                )
+            self._results[index] = Miss(reason)
+        if prefix_only and reasons:
+            return reasons[0]
+        if None in self._results:
+            raise self._broken("it leaves a key unanswered")
+        return MissReason.UNAVAILABLE
+
+    def _broken(self, why: str) -> UnavailableError:
+        self._connection.abort()
+        return UnavailableError(f"GET_END breaks the protocol: {why}")
+
+    def _release(self) -> None:
+        for result in self._results:
+            if isinstance(result, Chunk):
+                result.release()
+
+
+def _reason(text: str) -> MissReason:
+    try:
+        return MissReason(text)
+    except ValueError:
+        return MissReason.UNAVAILABLE

@@ -15,12 +15,13 @@ from lmcache_core.errors import (
     UnavailableError,
     VersionError,
 )
-from lmcache_core.keys import CacheEngineKey
+from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Allocate, Miss
 from lmcache_core.telemetry.request_context import carried
 from lmcache_core.wire.capabilities import CONTEXT
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.incoming import IncomingRecord, Received
+from lmcache_core.wire.lanes import DeclaredLanes
 from lmcache_core.wire.messages import (
     VERSION_MAX,
     VERSION_MIN,
@@ -31,6 +32,7 @@ from lmcache_core.wire.messages import (
     Hello,
     HelloOk,
     Message,
+    NameRun,
     build_frame,
 )
 from lmcache_core.wire.stream import FrameStream
@@ -104,6 +106,7 @@ class ClientConnection:
     def __init__(self, stream: FrameStream, name: str) -> None:
         self._stream = stream
         self._name = name
+        self._lanes = DeclaredLanes(stream)
         self._calls: dict[int, Call] = {}
         self._last_id = _HELLO_ID
         self._current: FrameHeader | None = None
@@ -155,6 +158,10 @@ class ClientConnection:
         self.server = answer.server
         self.capabilities = frozenset(answer.capabilities)
         self._reader = asyncio.create_task(self._read_frames(), name=f"lm-client/{self._name}")
+
+    async def names(self, keys: Sequence[ChunkKey]) -> list[NameRun]:
+        """Return keys as a request on this connection names them; see `DeclaredLanes.names`."""
+        return await self._lanes.names(keys)
 
     async def start(
         self,

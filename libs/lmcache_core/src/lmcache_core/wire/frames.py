@@ -48,9 +48,13 @@ class FrameType(IntEnum):
     HANDOVER = 15
     CONTEXT = 16
     HELD = 17
+    LANE = 18
 
 
-_WITH_BLOB = frozenset({FrameType.CHUNK, FrameType.PUT, FrameType.HANDOVER})
+WITH_RECORD = frozenset({FrameType.PUT, FrameType.HANDOVER})
+_WITH_BLOB = WITH_RECORD | {FrameType.CHUNK}
+_OF_NO_REQUEST = frozenset({FrameType.ERROR, FrameType.LANE})
+"""Frames that may be about the connection itself."""
 
 
 class FrameHeader(NamedTuple):
@@ -108,7 +112,7 @@ def parse_header(data: bytes | bytearray | memoryview) -> FrameHeader:
 
 
 def _check_bounds(header: FrameHeader) -> None:
-    low = 0 if header.type is FrameType.ERROR else 1
+    low = 0 if header.type in _OF_NO_REQUEST else 1
     if not low <= header.correlation_id <= MAX_CORRELATION_ID:
         raise ProtocolError(f"{header.type.name} with correlation id {header.correlation_id}")
     if not 0 < header.meta_bytes <= MAX_META_BYTES:

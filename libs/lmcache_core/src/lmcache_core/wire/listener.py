@@ -11,7 +11,6 @@ from typing import Final, Protocol
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.concurrency.listening import stop_listening
 from lmcache_core.errors import UnavailableError
-from lmcache_core.wire.goodbye import end, say_goodbye
 from lmcache_core.wire.messages import ErrorMessage
 from lmcache_core.wire.stream import FrameStream
 
@@ -186,6 +185,6 @@ class FrameListener:
             self._strangers.pop(stream, None)
 
     async def _turn_away(self, stream: FrameStream, goodbye: ErrorMessage) -> None:
-        await say_goodbye(stream, goodbye)
-        await end(stream)
+        await stream.say_goodbye(goodbye)
+        await stream.end()
         self._leaving.discard(stream)

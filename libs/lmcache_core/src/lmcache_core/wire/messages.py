@@ -15,8 +15,15 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from lmcache_core.errors import ProtocolError
-from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES
+from lmcache_core.errors import (
+    AuthenticationError,
+    CapacityError,
+    IdentityError,
+    LMCacheError,
+    ProtocolError,
+    VersionError,
+)
+from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES, Lane
 from lmcache_core.security.names import TENANT_PATTERN
 from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS, MAX_TRACEPARENT_CHARS
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
@@ -24,6 +31,8 @@ from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 VERSION_MIN = 1
 VERSION_MAX = 1
 MAX_BATCH_KEYS = 128
+MAX_LANES = 256
+"""Declared by one connection; keys of further lanes are spelled in full."""
 MAX_TOKEN_CHARS = 512
 MAX_TICKET_CHARS = 4096
 MAX_NAME_CHARS = 128
@@ -34,14 +43,16 @@ ANY_SERVER = "lmcache"
 """What a server calls itself that has no name of its own."""
 
 _Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
-_Names = Annotated[list[_Name], Meta(max_length=MAX_CAPABILITIES)]
+_Capabilities = Annotated[list[_Name], Meta(max_length=MAX_CAPABILITIES)]
 _Version = Annotated[int, Meta(ge=0, le=65535)]
 _Index = Annotated[int, Meta(ge=0, lt=MAX_BATCH_KEYS)]
 _Tenant = Annotated[str, Meta(pattern=rf"^{TENANT_PATTERN}$(?!\n)", max_length=63)]
-_Keys = Annotated[
-    list[Annotated[bytes, Meta(max_length=MAX_CANONICAL_KEY_BYTES)]],
-    Meta(max_length=MAX_BATCH_KEYS),
-]
+_LaneNumber = Annotated[int, Meta(ge=0, lt=MAX_LANES)]
+NameRun = tuple[_LaneNumber | None, Annotated[bytes, Meta(max_length=MAX_CANONICAL_KEY_BYTES)]]
+"""Chunk names in a row: a lane's number and the packed hashes, `CHUNK_HASH_BYTES` each. Without a
+number, one canonical key, of a chunk whose hash is not 32 bytes or whose lane found no number.
+"""
+_NameRuns = Annotated[list[NameRun], Meta(max_length=MAX_BATCH_KEYS)]
 
 
 class ErrorCode(StrEnum):
@@ -75,7 +86,7 @@ class Hello(Message, frozen=True, array_like=True):
     frame_type = FrameType.HELLO
     version_min: _Version
     version_max: _Version
-    capabilities: _Names
+    capabilities: _Capabilities
     token: Annotated[str, Meta(max_length=MAX_TOKEN_CHARS)] | None
     client: _Name
 
@@ -92,20 +103,20 @@ class HelloOk(Message, frozen=True, array_like=True):
 
     frame_type = FrameType.HELLO_OK
     version: _Version
-    capabilities: _Names
+    capabilities: _Capabilities
     server: _Name
     max_batch: Annotated[int, Meta(ge=1, le=MAX_BATCH_KEYS)]
 
 
 class Contains(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Asks which keys are there."""
+    """Asks which chunks are there."""
 
     frame_type = FrameType.CONTAINS
-    keys: _Keys
+    names: _NameRuns
 
 
 class ContainsOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Answers CONTAINS, in the order of its keys."""
+    """Answers CONTAINS and HELD, in the order of the names."""
 
     frame_type = FrameType.CONTAINS_OK
     present: Annotated[list[bool], Meta(max_length=MAX_BATCH_KEYS)]
@@ -115,13 +126,13 @@ class Get(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Asks for chunks.
 
     Attributes:
-        keys: Their names.
+        names: Which ones.
         prefix_only: Stop at the first that is missing.
         ticket: A broker's ticket, nil without one.
     """
 
     frame_type = FrameType.GET
-    keys: _Keys
+    names: _NameRuns
     prefix_only: bool
     ticket: Annotated[str, Meta(max_length=MAX_TICKET_CHARS)] | None
 
@@ -167,12 +178,12 @@ class Held(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     Attributes:
         tenant: Whose chunks.
-        keys: Their names.
+        names: Which ones.
     """
 
     frame_type = FrameType.HELD
     tenant: _Tenant
-    keys: _Keys
+    names: _NameRuns
 
 
 class PutOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -187,7 +198,7 @@ class Remove(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Asks to forget chunks."""
 
     frame_type = FrameType.REMOVE
-    keys: _Keys
+    names: _NameRuns
 
 
 class RemoveOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -207,6 +218,19 @@ class Pong(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Answers PING."""
 
     frame_type = FrameType.PONG
+
+
+class DeclareLane(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Gives a lane a number, for the names of later requests of this connection. No answer.
+
+    Attributes:
+        number: 0 for the connection's first lane, then the next number.
+        lane: What it stands for.
+    """
+
+    frame_type = FrameType.LANE
+    number: _LaneNumber
+    lane: Lane
 
 
 class Context(Message, frozen=True, array_like=True):
@@ -235,6 +259,24 @@ class ErrorMessage(Message, frozen=True, array_like=True):
     code: _Name
     message: Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
 
+    @classmethod
+    def about(cls, exc: LMCacheError) -> ErrorMessage:
+        """Return the frame that tells of a refusal."""
+        match exc:
+            case VersionError():
+                code = ErrorCode.VERSION
+            case ProtocolError():
+                code = ErrorCode.PROTOCOL
+            case AuthenticationError():
+                code = ErrorCode.AUTHENTICATION
+            case IdentityError():
+                code = ErrorCode.BAD_REQUEST
+            case CapacityError():
+                code = ErrorCode.BUSY
+            case _:
+                code = ErrorCode.UNAVAILABLE
+        return cls(code.value, str(exc)[:MAX_ERROR_CHARS])
+
 
 _MESSAGES: tuple[type[Message], ...] = (
     Hello,
@@ -254,6 +296,7 @@ _MESSAGES: tuple[type[Message], ...] = (
     Handover,
     Context,
     Held,
+    DeclareLane,
 )
 _DECODERS = MappingProxyType({kind.frame_type: msgspec.msgpack.Decoder(kind) for kind in _MESSAGES})
 _ENCODER = msgspec.msgpack.Encoder()

@@ -12,7 +12,7 @@ from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.listener import FrameListener
 from lmcache_core.wire.messages import ANY_SERVER, ErrorCode, ErrorMessage
 from lmcache_core.wire.served import Authenticate, ServedStore, ServerLimits, Service, VerifyTicket
-from lmcache_core.wire.session import Session
+from lmcache_core.wire.session import LmSession
 from lmcache_core.wire.stream import FrameStream
 
 logger = logging.getLogger(__name__)
@@ -93,8 +93,10 @@ class LmServer:
         """
         await self._listener.close(drain_s)
 
-    def _begin(self, stream: FrameStream) -> Session:
-        return Session(stream, self._service, partial(self._listener.let_in, stream), self._tracer)
+    def _begin(self, stream: FrameStream) -> LmSession:
+        return LmSession(
+            stream, self._service, partial(self._listener.let_in, stream), self._tracer
+        )
 
     def _turned_away(self, stream: FrameStream) -> None:
         message = "lm connection turned away, too many are open: client=%s num_connections=%d"

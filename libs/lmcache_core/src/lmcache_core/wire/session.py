@@ -1,4 +1,4 @@
-"""The server's side of one connection."""
+"""The server's side of one connection: reads frames in order, answers requests side by side."""
 
 from __future__ import annotations
 
@@ -7,31 +7,28 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import (
     AuthenticationError,
     CapacityError,
-    IdentityError,
     LMCacheError,
     ProtocolError,
     UnavailableError,
     VersionError,
 )
-from lmcache_core.keys import CacheEngineKey, ChunkKey
+from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.security import speaks_for_all_tenants
-from lmcache_core.telemetry.request_context import Tracer
+from lmcache_core.telemetry.request_context import Carried, Tracer, working_for
 from lmcache_core.wire import messages
 from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, HELD, Accepts
-from lmcache_core.wire.contexts import Contexts
-from lmcache_core.wire.frames import FrameHeader, FrameType
-from lmcache_core.wire.goodbye import end, error_message, say_goodbye
-from lmcache_core.wire.handover_log import HandoverLog
-from lmcache_core.wire.intake import Intake
-from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, Message
+from lmcache_core.wire.frames import WITH_RECORD, FrameHeader, FrameType
+from lmcache_core.wire.intake import HandoverLog, Intake
+from lmcache_core.wire.lanes import KnownLanes
+from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, ErrorMessage, Message, NameRun
 from lmcache_core.wire.served import (
     AdaptsToClients,
     HasRole,
@@ -47,22 +44,24 @@ logger = logging.getLogger(__name__)
 
 PACE_PAUSE_S = 0.02
 
-_WITH_RECORD = frozenset({FrameType.PUT, FrameType.HANDOVER})
-_REQUESTS = (
-    frozenset({FrameType.CONTAINS, FrameType.GET, FrameType.REMOVE, FrameType.PING, FrameType.HELD})
-    | _WITH_RECORD
-)
+_REQUESTS = WITH_RECORD | {
+    FrameType.CONTAINS,
+    FrameType.GET,
+    FrameType.REMOVE,
+    FrameType.PING,
+    FrameType.HELD,
+}
 
 
-class Session:
-    """Serves one connection: reads frames in order, answers requests side by side.
+class LmSession:
+    """Serves one connection.
 
     Args:
         stream: The connection.
         service: What is served.
         let_in: Called when the client has shown a good token or ticket; False: there is no place
             for it.
-        tracer: Traces requests; None: nobody does.
+        tracer: Traces requests; None: no traces.
     """
 
     def __init__(
@@ -76,11 +75,12 @@ class Session:
         self._let_in = let_in
         self._service = service
         self._served = service.store
-        self._contexts = Contexts(stream, service.limits, tracer)
+        self._tracer = tracer
+        self._carried: Carried | None = None
+        self._lanes = KnownLanes()
         self._limits = service.limits
-        self._requests = TaskSupervisor(
-            "lm-session", 2 * service.limits.max_in_flight
-        )  # those that end are still counted there
+        # Twice, since requests that end are still counted there.
+        self._requests = TaskSupervisor("lm-session", 2 * service.limits.max_in_flight)
         self._free_slots = asyncio.Semaphore(service.limits.max_in_flight)
         self._num_underway = 0
         self._intake = Intake(stream)
@@ -104,19 +104,22 @@ class Session:
             await self._serve()
             await self._requests.close(self._limits.transfer_timeout_s)
         except CapacityError as exc:
-            await say_goodbye(self._stream, error_message(exc))
+            await self._stream.say_goodbye(ErrorMessage.about(exc))
         except (ProtocolError, AuthenticationError) as exc:
             self._service.log.log(
-                logging.INFO, "lm connection from %s refused: %s", self._stream.peer(), exc
+                logging.INFO,
+                "lm connection refused: client=%s reason=%s",
+                self._stream.peer(),
+                exc,
             )
-            await say_goodbye(self._stream, error_message(exc))
+            await self._stream.say_goodbye(ErrorMessage.about(exc))
         except (UnavailableError, TimeoutError) as exc:
-            logger.debug("lm connection from %s ended: %s", self._stream.peer(), exc)
+            logger.debug("lm connection ended: client=%s reason=%s", self._stream.peer(), exc)
         finally:
             await self._requests.close()
             self._intake.close()
             self._handed_over.tell()
-            await end(self._stream)
+            await self._stream.end()
 
     def drain(self) -> None:
         """Take no more requests; the connection ends when those underway are answered."""
@@ -180,10 +183,7 @@ class Session:
     async def _serve(self) -> None:
         while True:
             await self._free_slots.acquire()
-            header = await self._next_header()
-            if header is not None and header.type is FrameType.CONTEXT:
-                await self._contexts.take(header, self._last_id)
-                header = _of_context(header.correlation_id, await self._next_header())
+            header = await self._next_request()
             if header is None:
                 return
             self._check_token()
@@ -200,9 +200,9 @@ class Session:
             self._last_id = header.correlation_id
             async with self._stream.paced(self._limits.transfer_s):
                 message = await self._stream.read_message(header)
-                if header.type in _WITH_RECORD:
+                if header.type in WITH_RECORD:
                     await self._receive_record(header, message)
-            work = self._contexts.work(header.type)
+            work = self._work(header.type)
             if not self._requests.start(
                 header.type.name, self._answer(header.correlation_id, message, work)
             ):
@@ -227,8 +227,46 @@ class Session:
                 "the token belongs to another tenant or role now; connect again"
             )
 
+    async def _next_request(self) -> FrameHeader | None:
+        """Return the next request's header, after the frames that prepare it; None when the
+        session takes no more.
+        """
+        header = await self._next_header()
+        while header is not None and header.type is FrameType.LANE:
+            message = await self._read_message(header)
+            assert isinstance(message, messages.DeclareLane)
+            self._lanes.add(message)
+            header = await self._next_header()
+        if header is None or header.type is not FrameType.CONTEXT:
+            return header
+        told = header.correlation_id
+        if told <= self._last_id:
+            raise ProtocolError(f"CONTEXT {told} behind {self._last_id} belongs to no request")
+        message = await self._read_message(header)
+        assert isinstance(message, messages.Context)
+        self._carried = Carried.checked(message.request_id, message.traceparent)
+        header = await self._next_header()
+        # Another request's name must not stand beside this one's in logs.
+        if header is not None and header.correlation_id != told:
+            raise ProtocolError(
+                f"CONTEXT {told} before {header.type.name} {header.correlation_id}, to which it"
+                " does not belong"
+            )
+        return header
+
+    async def _read_message(self, header: FrameHeader) -> Message:
+        async with asyncio.timeout(self._limits.transfer_s(0)):
+            return await self._stream.read_message(header)
+
+    def _work(self, kind: FrameType) -> AbstractContextManager[None]:
+        """Return the context in which the request that has just been read is answered."""
+        came, self._carried = self._carried, None
+        if came is None and self._tracer is None:
+            return nullcontext()
+        return _traced(f"lm {kind.name}", came, self._tracer)
+
     async def _next_header(self) -> FrameHeader | None:
-        """The next request's header; None when the session takes no more."""
+        """Return the next frame's header; None when the session takes no more."""
         while not self._is_draining:
             try:
                 async with asyncio.timeout(self._limits.idle_timeout_s):
@@ -264,7 +302,7 @@ class Session:
         except LMCacheError as exc:
             if self._stream.is_open:
                 with contextlib.suppress(UnavailableError, TimeoutError):
-                    await self._send(correlation_id, error_message(exc))
+                    await self._send(correlation_id, ErrorMessage.about(exc))
         except TimeoutError:
             self._stream.abort()
         except Exception:
@@ -286,7 +324,7 @@ class Session:
                     correlation_id, messages.ContainsOk(await self._present(self._keys(message)))
                 )
             case messages.Held():
-                keys = self._keys_of(message.keys, self._tenant_of(message))
+                keys = self._keys_of(message.names, self._tenant_of(message))
                 await self._send(correlation_id, messages.ContainsOk(await self._present(keys)))
             case messages.Get():
                 await self._send_chunks(correlation_id, self._keys(message), message.prefix_only)
@@ -353,12 +391,10 @@ class Session:
         await self._send(correlation_id, messages.GetEnd(misses))
 
     def _keys(self, message: messages.Contains | messages.Get | messages.Remove) -> list[ChunkKey]:
-        return self._keys_of(message.keys, self._tenant_for(message))
+        return self._keys_of(message.names, self._tenant_for(message))
 
-    def _keys_of(self, keys: Sequence[bytes], tenant: str) -> list[ChunkKey]:
-        if len(keys) > self._limits.max_batch:
-            raise IdentityError(f"{len(keys)} keys; the limit is {self._limits.max_batch}")
-        return [ChunkKey(tenant, CacheEngineKey.from_canonical(key)) for key in keys]
+    def _keys_of(self, names: Sequence[NameRun], tenant: str) -> list[ChunkKey]:
+        return self._lanes.keys(names, tenant, self._limits.max_batch)
 
     def _tenant_of(self, message: messages.Held) -> str:
         """The tenant that HELD names, for a caller that may speak for it."""
@@ -385,16 +421,11 @@ class Session:
             await self._stream.send_message(correlation_id, message, *blob)
 
 
-def _of_context(told: int, header: FrameHeader | None) -> FrameHeader | None:
-    """The header behind a CONTEXT frame: of its own request, since another one's name must not
-    stand beside this one in logs.
-    """
-    if header is not None and header.correlation_id != told:
-        raise ProtocolError(
-            f"CONTEXT {told} before {header.type.name} {header.correlation_id}, to which it does"
-            " not belong"
-        )
-    return header
+@contextmanager
+def _traced(name: str, came: Carried | None, tracer: Tracer | None) -> Iterator[None]:
+    with working_for(name, came, tracer):
+        yield
+        logger.debug("%s is answered", name)
 
 
 def _speaks_for_all(caller: HasTenant) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -10,11 +11,12 @@ from typing import cast
 
 from lmcache_core.errors import UnavailableError
 from lmcache_core.wire.frames import HEADER_BYTES, FrameHeader, parse_header
-from lmcache_core.wire.messages import Message, build_frame, parse_meta
+from lmcache_core.wire.messages import ErrorMessage, Message, build_frame, parse_meta
 
 STAGING_BYTES = 64 << 10
 STAGED_READ_BYTES = 4 << 10
 SLICE_BYTES = 1 << 20
+GOODBYE_TIMEOUT_S = 1.0
 
 OnOpen = Callable[["FrameStream"], None]
 
@@ -84,18 +86,12 @@ class FrameStream(asyncio.BufferedProtocol):
             await self._receive(len(view) - num_staged, view[num_staged:])
             return
         if self.num_staged < len(view):
-            await self.until_staged(len(view))
+            self._num_wanted = len(view)
+            try:
+                await self._wait_for_bytes()
+            finally:
+                self._num_wanted = 0
         self._unstage(view)
-
-    async def until_staged(self, num_bytes: int) -> None:
-        """Wait until so many bytes, more than now and at most `STAGING_BYTES`, are staged.
-        Raises as `readinto`; may be cancelled.
-        """
-        self._num_wanted = num_bytes
-        try:
-            await self._wait_for_bytes()
-        finally:
-            self._num_wanted = 0
 
     async def discard(self, num_bytes: int) -> None:
         """Read that many bytes and drop them. Raises as `readinto`; cancelled, it aborts the
@@ -176,6 +172,22 @@ class FrameStream(asyncio.BufferedProtocol):
         """Close at once; buffered bytes are lost."""
         if self._transport is not None:
             self._transport.abort()
+
+    async def say_goodbye(self, message: ErrorMessage) -> None:
+        """Tell the other side why its connection ends, if it reads that in time."""
+        with contextlib.suppress(UnavailableError, TimeoutError):
+            async with asyncio.timeout(GOODBYE_TIMEOUT_S):
+                await self.send_message(0, message)
+
+    async def end(self) -> None:
+        """Send what is buffered, for a little while, and close."""
+        self.close()
+        try:
+            async with asyncio.timeout(GOODBYE_TIMEOUT_S):
+                await self.wait_closed()
+        except TimeoutError:
+            self.abort()
+            await self.wait_closed()
 
     async def wait_closed(self) -> None:
         """Wait for the end of a connection that was closed or aborted."""

@@ -13,7 +13,6 @@ from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.telemetry import Counters
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire import FrameStream
-from lmcache_core.wire.goodbye import end
 
 from lmcache_storage import metrics
 from lmcache_storage.compat.dialect import Command, Dialect, Request
@@ -109,7 +108,7 @@ class CompatSession:
         except UnavailableError:
             pass  # the client went while it was answered, or the service ends
         finally:
-            await end(self._stream)
+            await self._stream.end()
 
     def drain(self) -> None:
         """Take no more requests; the connection ends when the one underway is answered."""

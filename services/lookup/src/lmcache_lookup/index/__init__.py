@@ -46,18 +46,18 @@ def create_index(settings: LookupSettings) -> LookupIndex:
             settings.max_chunks_per_tenant,
             settings.max_instances_per_tenant,
         )
-    from lmcache_servicekit.sentinel_login import sentinel_login
+    from lmcache_servicekit.redis_connections import RedisAccess
 
     from lmcache_lookup.index.guarded import GuardedIndex
     from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 
+    access = RedisAccess.of(settings)
+    assert access is not None
     options = RedisIndexOptions(
         read_timeout_s=settings.redis_timeout_ms / 1000,
         write_timeout_s=settings.redis_write_timeout_ms / 1000,
         max_instances=settings.max_instances,
         max_instances_per_tenant=settings.max_instances_per_tenant,
         max_chunks_per_tenant=settings.max_chunks_per_tenant,
-        tls=settings.redis_tls,
-        sentinel_login=sentinel_login(settings),
     )
-    return GuardedIndex(RedisIndex(settings.redis_url.get_secret_value(), options))
+    return GuardedIndex(RedisIndex(access, options))

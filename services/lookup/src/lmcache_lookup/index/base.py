@@ -22,12 +22,6 @@ from lmcache_core.lookup import Holder, InstanceKind
 MAX_STORED_HOLDERS_PER_CHUNK: Final = 64
 
 
-class RefusedError(UnavailableError):
-    """The place where the index lives answered, and refused: it is full, or read-only. Other
-    calls may do well.
-    """
-
-
 class ClaimedElsewhereError(UnavailableError):
     """Another replica is taking events of this instance, or was until it failed. The index is
     there: trying again in a moment helps.

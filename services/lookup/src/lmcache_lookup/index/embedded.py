@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lmcache_core.lookup import Holder, InstanceKind
+from typing_extensions import override
 
 from lmcache_lookup.index.base import (
     MAX_STORED_HOLDERS_PER_CHUNK,
@@ -107,9 +108,11 @@ class EmbeddedIndex(LookupIndex):
         self._to_sweep: deque[str] = deque()
         self._cleared: deque[_TenantChunks] = deque()
 
+    @override
     async def open(self) -> None:
         """Nothing to get ready."""
 
+    @override
     async def close(self) -> None:
         """Forget everything."""
         self._leases.clear()
@@ -117,11 +120,12 @@ class EmbeddedIndex(LookupIndex):
         self._cleared.clear()
         self._num_chunks = 0
 
+    @override
     async def ping(self) -> None:
         """Always there."""
 
+    @override
     async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
-        """See `LookupIndex.renew`."""
         key = (owner, claim.instance)
         lease = self._leases.get(key)
         alive = lease is not None and self._is_alive(lease)
@@ -136,8 +140,8 @@ class EmbeddedIndex(LookupIndex):
         lease.expires_at = self._clock() + claim.ttl_ms / 1000
         return LeaseState(lease.next_sequence, lease.resync)
 
+    @override
     async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
-        """See `LookupIndex.end`."""
         lease = self._leases.get((owner, instance))
         if lease is None or incarnation not in (None, lease.incarnation):
             return False
@@ -145,8 +149,8 @@ class EmbeddedIndex(LookupIndex):
         self._drop((owner, instance))
         return alive
 
+    @override
     async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
-        """See `LookupIndex.apply`."""
         lease = self._leases.get((owner, batch.instance))
         if (
             lease is None
@@ -162,13 +166,13 @@ class EmbeddedIndex(LookupIndex):
             lease.next_sequence += 1
         return LeaseState(lease.next_sequence, False)
 
+    @override
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
-        """See `LookupIndex.holders`."""
         chunks = self._tenants.get(tenant) or _TenantChunks()
         return [self._holders_of(chunks.get(chunk_id) or {}) for chunk_id in chunk_ids]
 
+    @override
     async def instances(self, owner: str) -> list[InstanceStatus]:
-        """See `LookupIndex.instances`."""
         now = self._clock()
         return [
             InstanceStatus(
@@ -182,15 +186,16 @@ class EmbeddedIndex(LookupIndex):
             if lease.owner == owner and self._is_alive(lease)
         ]
 
+    @override
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
-        """See `LookupIndex.evict`."""
         chunks = self._tenants.get(tenant) or _TenantChunks()
         num_known = sum(chunks.pop(chunk_id) is not None for chunk_id in chunk_ids)
         self._num_chunks -= num_known
         return num_known
 
+    @override
     async def clear(self, tenant: str) -> None:
-        """See `LookupIndex.clear`: the sweep frees the memory, a little at a time."""
+        # The sweep frees the memory, a little at a time.
         chunks = self._tenants.pop(tenant, None)
         if chunks:
             self._num_chunks -= len(chunks)
@@ -199,8 +204,8 @@ class EmbeddedIndex(LookupIndex):
         for lease in self._leases.values():
             lease.resync = lease.resync or lease.owner == tenant
 
+    @override
     async def sweep(self) -> int:
-        """See `LookupIndex.sweep`: looks at 1024 chunks a call."""
         num_swept = 0
         for _ in range(SWEEP_CHUNKS):
             if self._cleared:
@@ -214,13 +219,13 @@ class EmbeddedIndex(LookupIndex):
                 break
         return num_swept
 
+    @override
     async def stats(self, tenant: str) -> IndexStats:
-        """See `LookupIndex.stats`."""
         num_instances = len(await self.instances(tenant))
         return IndexStats(len(self._tenants.get(tenant) or ()), num_instances)
 
+    @override
     async def tenants(self) -> list[str]:
-        """See `LookupIndex.tenants`."""
         return sorted(tenant for tenant, chunks in self._tenants.items() if chunks)
 
     def _is_alive(self, lease: _Lease) -> bool:

@@ -11,6 +11,8 @@ from typing import Final, TypeVar
 from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup import Holder
 from lmcache_core.wire.backoff import Backoff
+from lmcache_servicekit.errors import RefusedError
+from typing_extensions import override
 
 from lmcache_lookup.index.base import (
     ClaimedElsewhereError,
@@ -20,7 +22,6 @@ from lmcache_lookup.index.base import (
     LeaseClaim,
     LeaseState,
     LookupIndex,
-    RefusedError,
 )
 
 FAILURES_BEFORE_PAUSE: Final = 3
@@ -59,14 +60,15 @@ class GuardedIndex(LookupIndex):
         self.name = inner.name
         self.where = inner.where
 
+    @override
     async def open(self) -> None:
-        """Open the guarded index."""
         await self._inner.open()
 
+    @override
     async def close(self) -> None:
-        """Close the guarded index."""
         await self._inner.close()
 
+    @override
     async def ping(self) -> None:
         """Ask, even while other calls are held back."""
         await self._watch(self._inner.ping())
@@ -74,52 +76,52 @@ class GuardedIndex(LookupIndex):
             if self._clock() < until:
                 raise error
 
+    @override
     async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
-        """See `LookupIndex.renew`."""
         self._check()
         return await self._note_refusals("renew", self._inner.renew(owner, claim))
 
+    @override
     async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
-        """See `LookupIndex.end`."""
         self._check()
         return await self._watch(self._inner.end(owner, instance, incarnation))
 
+    @override
     async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
-        """See `LookupIndex.apply`."""
         self._check()
         return await self._note_refusals("apply", self._inner.apply(owner, batch))
 
+    @override
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
-        """See `LookupIndex.holders`."""
         self._check()
         return await self._watch(self._inner.holders(tenant, chunk_ids))
 
+    @override
     async def instances(self, owner: str) -> list[InstanceStatus]:
-        """See `LookupIndex.instances`."""
         self._check()
         return await self._watch(self._inner.instances(owner))
 
+    @override
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
-        """See `LookupIndex.evict`."""
         self._check()
         return await self._watch(self._inner.evict(tenant, chunk_ids))
 
+    @override
     async def clear(self, tenant: str) -> None:
-        """See `LookupIndex.clear`."""
         self._check()
         await self._watch(self._inner.clear(tenant))
 
+    @override
     async def sweep(self) -> int:
-        """See `LookupIndex.sweep`; while the index is away there is nothing to sweep."""
         return 0 if self._backoff.wait_s > 0 else await self._watch(self._inner.sweep())
 
+    @override
     async def stats(self, tenant: str) -> IndexStats:
-        """See `LookupIndex.stats`."""
         self._check()
         return await self._watch(self._inner.stats(tenant))
 
+    @override
     async def tenants(self) -> list[str]:
-        """See `LookupIndex.tenants`."""
         self._check()
         return await self._watch(self._inner.tenants())
 

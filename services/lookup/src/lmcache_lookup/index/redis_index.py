@@ -12,9 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from lmcache_core.keys import CHUNK_ID_BYTES
 from lmcache_core.lookup import Holder
-from lmcache_core.security.tls import TlsFiles
-from lmcache_servicekit.sentinel_login import SentinelLogin
+from lmcache_servicekit.redis_client import Argument, RedisCommand, create_redis_client
+from lmcache_servicekit.redis_cluster import RedisClusterClient
+from lmcache_servicekit.redis_connections import RedisAccess
+from typing_extensions import override
 
 from lmcache_lookup.index import redis_scripts as scripts
 from lmcache_lookup.index.base import (
@@ -27,11 +30,6 @@ from lmcache_lookup.index.base import (
     LookupIndex,
     check_places,
 )
-from lmcache_lookup.index.bucket_reads import BucketReads
-from lmcache_lookup.index.cluster_map import ClusterMap
-from lmcache_lookup.index.cluster_shards import ClusterShards
-from lmcache_lookup.index.live_table import LiveTable
-from lmcache_lookup.index.one_server import OneServer
 from lmcache_lookup.index.packing import (
     LEASES_KEY,
     MARKS_KEY,
@@ -40,18 +38,25 @@ from lmcache_lookup.index.packing import (
     NUMBERS_KEY,
     TENANTS_KEY,
     VERSION_KEY,
+    LiveTable,
     bucket_key,
     lease_field,
     split_by_bucket,
     unpack_holders,
 )
-from lmcache_lookup.index.redis_node import Argument, Command, within
-from lmcache_lookup.index.redis_shards import RedisShards, Taking, incarnation_text
 from lmcache_lookup.index.redis_sweeper import BucketSweeper
-from lmcache_lookup.index.redis_urls import RedisTarget, read_redis_url
+from lmcache_lookup.index.redis_writer import (
+    ClusterWriter,
+    ServerWriter,
+    WriteBounds,
+    incarnation_text,
+)
 
 T = TypeVar("T")
 
+MAX_TENANTS_KEPT: Final = 256
+
+_BEFORE_ID: Final = b"\r\n$%d\r\n" % CHUNK_ID_BYTES
 _NO_TABLE: Final = LiveTable(b"", stale_at=float("-inf"))
 
 
@@ -65,8 +70,6 @@ class RedisIndexOptions:
         max_instances: Bound on leases.
         max_instances_per_tenant: Bound on leases of one owner.
         max_chunks_per_tenant: Bound on chunks of one tenant, enforced in each bucket.
-        tls: Whom to trust and what to show, where the URL is one with TLS.
-        sentinel_login: What sentinels are told; None: nothing.
     """
 
     read_timeout_s: float = 0.1
@@ -74,15 +77,13 @@ class RedisIndexOptions:
     max_instances: int = 4096
     max_instances_per_tenant: int = 1024
     max_chunks_per_tenant: int = 1_000_000
-    tls: TlsFiles | None = None
-    sentinel_login: SentinelLogin | None = None
 
 
 class RedisIndex(LookupIndex):
-    """See `packing` for the layout, `redis_scripts` for what is atomic, and `redis_urls` for URLs.
+    """An index in Redis; see `packing` for its layout, and `redis_scripts` for what is atomic.
 
     Args:
-        url: Where, password included.
+        access: Where Redis is.
         options: Bounds.
         clock: Seconds, monotonic.
 
@@ -93,58 +94,66 @@ class RedisIndex(LookupIndex):
     name = "redis"
 
     def __init__(
-        self, url: str, options: RedisIndexOptions, clock: Callable[[], float] = time.monotonic
+        self,
+        access: RedisAccess,
+        options: RedisIndexOptions,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
         self._clock = clock
         self._table = _NO_TABLE
-        target = read_redis_url(url, options.tls, options.sentinel_login)
-        self._shards = _shards_of(target, options.write_timeout_s)
-        self.where = target.where
+        self._client = create_redis_client(access, options.write_timeout_s)
+        self.where = self._client.where
+        bounds = WriteBounds(
+            MAX_STORED_HOLDERS_PER_CHUNK, -(-options.max_chunks_per_tenant // NUM_BUCKETS)
+        )
+        self._writer = (
+            ClusterWriter(self._client, bounds, options.write_timeout_s)
+            if isinstance(self._client, RedisClusterClient)
+            else ServerWriter(self._client, bounds)
+        )
         self._reads = BucketReads()
-        self._sweeper = BucketSweeper(self._shards, self._current_table)
+        self._sweeper = BucketSweeper(self._client, self._current_table)
 
+    @override
     async def open(self) -> None:
         """Connections are made when they are needed."""
 
+    @override
     async def close(self) -> None:
         """Close the connections."""
-        await self._shards.close()
+        await self._client.close()
 
+    @override
     async def ping(self) -> None:
-        """See `LookupIndex.ping`."""
-        await within(self.where, self._options.read_timeout_s, self._shards.ping())
+        await self._client.within(self._options.read_timeout_s, self._client.ping(VERSION_KEY))
 
+    @override
     async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
-        """See `LookupIndex.renew`."""
         return await self._write(self._renew(owner, claim))
 
+    @override
     async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
-        """See `LookupIndex.end`."""
         argv = [
             lease_field(owner, instance),
             "" if incarnation is None else incarnation_text(incarnation),
         ]
         return bool(
-            await self._write(self._shards.run(scripts.END, [LEASES_KEY, VERSION_KEY], argv))
+            await self._write(self._client.run(scripts.END, [LEASES_KEY, VERSION_KEY], argv))
         )
 
+    @override
     async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
-        """See `LookupIndex.apply`."""
-        field = lease_field(owner, batch.instance)
-        max_bucket_chunks = -(-self._options.max_chunks_per_tenant // NUM_BUCKETS)
-        return await self._write(
-            self._shards.take(Taking(field, batch, MAX_STORED_HOLDERS_PER_CHUNK, max_bucket_chunks))
-        )
+        return await self._write(self._writer.take(lease_field(owner, batch.instance), batch))
 
+    @override
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
-        """See `LookupIndex.holders`."""
-        return await within(
-            self.where, self._options.read_timeout_s, self._holders(tenant, chunk_ids)
+        return await self._client.within(
+            self._options.read_timeout_s, self._holders(tenant, chunk_ids)
         )
 
+    @override
     async def instances(self, owner: str) -> list[InstanceStatus]:
-        """See `LookupIndex.instances`."""
         asked_at = self._clock()
         table = await self._write(self._load_table())
         return sorted(
@@ -162,44 +171,42 @@ class RedisIndex(LookupIndex):
             key=lambda status: status.instance,
         )
 
+    @override
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
-        """See `LookupIndex.evict`."""
         asked = [
             (bucket_key(tenant, bucket), inside)
             for bucket, inside in enumerate(split_by_bucket(chunk_ids))
             if inside
         ]
-        commands = [Command(key, ("HDEL", key, *inside)) for key, inside in asked]
-        return sum(count or 0 for count in await self._write(self._shards.many(commands)))
+        commands = [RedisCommand(key, ("HDEL", key, *inside)) for key, inside in asked]
+        return sum(count or 0 for count in await self._write(self._client.many(commands)))
 
+    @override
     async def clear(self, tenant: str) -> None:
-        """See `LookupIndex.clear`: the instances are asked to begin anew first, so that nothing
-        counts which is taken meanwhile.
-        """
-        await self._write(self._shards.run(scripts.RESYNC, [LEASES_KEY], [tenant]))
-        await self._write(self._shards.many(_to_every_bucket("UNLINK", tenant)))
+        # The instances are asked to begin again first, so that nothing taken meanwhile counts.
+        await self._write(self._client.run(scripts.RESYNC, [LEASES_KEY], [tenant]))
+        await self._write(self._client.many(_to_every_bucket("UNLINK", tenant)))
 
+    @override
     async def sweep(self) -> int:
-        """See `LookupIndex.sweep`."""
         return await self._write(self._sweeper.step())
 
+    @override
     async def stats(self, tenant: str) -> IndexStats:
-        """See `LookupIndex.stats`."""
         num_chunks = sum(
             count or 0
-            for count in await self._write(self._shards.many(_to_every_bucket("HLEN", tenant)))
+            for count in await self._write(self._client.many(_to_every_bucket("HLEN", tenant)))
         )
         return IndexStats(num_chunks, len(await self.instances(tenant)))
 
+    @override
     async def tenants(self) -> list[str]:
-        """See `LookupIndex.tenants`."""
-        found = (
-            await self._write(self._shards.many([Command(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))]))
-        )[0]
+        asking = RedisCommand(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))
+        found = (await self._write(self._client.many([asking])))[0]
         return sorted(tenant.decode() for tenant in found or ())
 
     async def _renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
-        seen = await self._shards.masters_seen()
+        seen = await self._writer.masters_seen()
         lease: list[Argument] = [
             lease_field(owner, claim.instance),
             incarnation_text(claim.incarnation),
@@ -216,24 +223,26 @@ class RedisIndex(LookupIndex):
             bounds.max_instances_per_tenant,
         ]
         keys = [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY, MARKS_KEY]
-        next_sequence, resync, taken = await self._shards.run(scripts.RENEW, keys, argv)
+        next_sequence, resync, taken = await self._client.run(scripts.RENEW, keys, argv)
         check_places(taken != 0, taken >= 0, bounds.max_instances, bounds.max_instances_per_tenant)
         return LeaseState(next_sequence, bool(resync))
 
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
-        """The version is asked for with the values, and on its server before them: who is alive
-        by it was so after the call began.
-        """
+        # The version is asked for with the values, and on its server before them: an instance that
+        # lives by it was alive after the call began.
         buckets = split_by_bucket(chunk_ids)
-        commands = [Command(VERSION_KEY, ("GET", VERSION_KEY)), *self._reads.of(tenant, buckets)]
-        version, *values_of_buckets = await self._shards.many(commands)
+        commands = [
+            RedisCommand(VERSION_KEY, ("GET", VERSION_KEY)),
+            *self._reads.of(tenant, buckets),
+        ]
+        version, *values_of_buckets = await self._client.many(commands)
         await self._refresh_table(version or b"")
         # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are
         # read once.
         asked_buckets = [inside for inside in buckets if inside]
         values: list[bytes | None] = list(
             itertools.chain.from_iterable(
-                # A foreign value in the place of a bucket holds nothing.
+                # A foreign value under a bucket's key holds nothing.
                 [None] * len(inside) if answer is None else answer
                 for inside, answer in zip(asked_buckets, values_of_buckets, strict=True)
             )
@@ -254,7 +263,7 @@ class RedisIndex(LookupIndex):
         ]
 
     async def _current_table(self) -> LiveTable:
-        version = (await self._shards.many([Command(VERSION_KEY, ("GET", VERSION_KEY))]))[0]
+        version = (await self._client.many([RedisCommand(VERSION_KEY, ("GET", VERSION_KEY))]))[0]
         await self._refresh_table(version or b"")
         return self._table
 
@@ -264,20 +273,50 @@ class RedisIndex(LookupIndex):
 
     async def _load_table(self) -> LiveTable:
         asked_at = self._clock()
-        reply: Any = await self._shards.run(scripts.TABLE, [LEASES_KEY, VERSION_KEY], [])
+        reply: Any = await self._client.run(scripts.TABLE, [LEASES_KEY, VERSION_KEY], [])
         self._table = LiveTable.from_reply(reply, asked_at)
         return self._table
 
     async def _write(self, call: Awaitable[T]) -> T:
-        return await within(self.where, self._options.write_timeout_s, call)
+        return await self._client.within(self._options.write_timeout_s, call)
 
 
-def _shards_of(target: RedisTarget, timeout_s: float) -> RedisShards:
-    if not target.is_cluster:
-        return OneServer(target.node(timeout_s))
-    return ClusterShards(ClusterMap(target.addresses, target.members(timeout_s)), timeout_s)
+class BucketReads:
+    """Makes the commands of a lookup: one `HMGET` for each bucket asked, of hundreds of chunk ids,
+    which are joined and not looked at one by one.
+
+    Keeps what the commands of a tenant have in common: their keys, and their bytes between the
+    number of words and the first id.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[tuple[str, bytes]]] = {}
+
+    def of(self, tenant: str, buckets: Sequence[Sequence[bytes]]) -> list[RedisCommand]:
+        """Return the commands in the order of the buckets; one without ids is not asked."""
+        kept = self._kept.get(tenant)
+        if kept is None:
+            if len(self._kept) >= MAX_TENANTS_KEPT:
+                self._kept.clear()
+            keys = [bucket_key(tenant, bucket) for bucket in range(NUM_BUCKETS)]
+            kept = self._kept[tenant] = [
+                (
+                    key,
+                    b"\r\n$5\r\nHMGET\r\n$%d\r\n%b%b" % (len(key), key.encode("ascii"), _BEFORE_ID),
+                )
+                for key in keys
+            ]
+        return [
+            RedisCommand(
+                key,
+                (),
+                packed=b"*%d%b%b\r\n" % (len(inside) + 2, head, _BEFORE_ID.join(inside)),
+            )
+            for (key, head), inside in zip(kept, buckets, strict=True)
+            if inside
+        ]
 
 
-def _to_every_bucket(name: str, tenant: str) -> list[Command]:
+def _to_every_bucket(name: str, tenant: str) -> list[RedisCommand]:
     keys = [bucket_key(tenant, bucket) for bucket in range(NUM_BUCKETS)]
-    return [Command(key, (name, key)) for key in keys]
+    return [RedisCommand(key, (name, key)) for key in keys]

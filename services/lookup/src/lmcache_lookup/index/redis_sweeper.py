@@ -6,19 +6,18 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
+from lmcache_servicekit.redis_client import Argument, RedisClient, RedisCommand
 from redis.exceptions import ResponseError
 
 from lmcache_lookup.index import redis_scripts as scripts
-from lmcache_lookup.index.live_table import LiveTable
 from lmcache_lookup.index.packing import (
     NUM_BUCKETS,
     TENANTS_KEY,
+    LiveTable,
     bucket_key,
     pack_identity,
     unpack_holders,
 )
-from lmcache_lookup.index.redis_node import Argument, Command
-from lmcache_lookup.index.redis_shards import RedisShards
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +31,12 @@ class BucketSweeper:
     """Goes round the buckets of all tenants, and begins again.
 
     Args:
-        shards: Where they are.
+        client: Where they are.
         read_table: The leases as of now.
     """
 
-    def __init__(self, shards: RedisShards, read_table: Callable[[], Awaitable[LiveTable]]) -> None:
-        self._shards = shards
+    def __init__(self, client: RedisClient, read_table: Callable[[], Awaitable[LiveTable]]) -> None:
+        self._client = client
         self._read_table = read_table
         self._buckets: Iterator[str] = iter(())
         self._bucket: str | None = None
@@ -64,9 +63,8 @@ class BucketSweeper:
         self._cursor = _BEGIN
         self._bucket = next(self._buckets, None)
         if self._bucket is None:
-            tenants = (await self._shards.many([Command(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))]))[
-                0
-            ]
+            asking = RedisCommand(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))
+            tenants = (await self._client.many([asking]))[0]
             names = sorted(tenant.decode() for tenant in tenants or ())
             self._buckets = (
                 bucket_key(name, bucket) for bucket in range(NUM_BUCKETS) for name in names
@@ -74,14 +72,14 @@ class BucketSweeper:
             self._bucket = next(self._buckets, None)
 
     async def _page(self, bucket: str) -> dict[bytes, bytes]:
-        look = Command(bucket, ("HSCAN", bucket, self._cursor, "COUNT", SWEEP_PAGE_CHUNKS))
+        look = RedisCommand(bucket, ("HSCAN", bucket, self._cursor, "COUNT", SWEEP_PAGE_CHUNKS))
         answer: Any
-        answer, ttl_ms = await self._shards.many([look, Command(bucket, ("PTTL", bucket))])
+        answer, ttl_ms = await self._client.many([look, RedisCommand(bucket, ("PTTL", bucket))])
         if ttl_ms > 0:
             await self._keep(bucket)
         if answer is None:
-            logger.warning("deleting a foreign value in the place of a bucket: key=%s", bucket)
-            await self._shards.many([Command(bucket, ("UNLINK", bucket))])
+            logger.warning("deleting a foreign value under a bucket's key: key=%s", bucket)
+            await self._client.many([RedisCommand(bucket, ("UNLINK", bucket))])
             self._cursor = _BEGIN
             return {}
         self._cursor, flat = answer
@@ -93,7 +91,7 @@ class BucketSweeper:
         What the bucket names may be held for longer.
         """
         try:
-            await self._shards.many([Command(bucket, ("PERSIST", bucket))])
+            await self._client.many([RedisCommand(bucket, ("PERSIST", bucket))])
         except ResponseError as exc:
             # The next round tries again.
             logger.debug(
@@ -101,13 +99,13 @@ class BucketSweeper:
             )
 
     async def _prune(self, bucket: str, page: dict[bytes, bytes]) -> int:
-        """The leases are read after the entries: whoever wrote them had its lease before."""
         if not page:
             return 0
+        # The leases are read after the entries: an instance had its lease before it wrote them.
         alive = (await self._read_table()).by_identity
         dead: list[Argument] = []
         for chunk_id, value in page.items():
             for packed in unpack_holders(value):
                 if (packed.number, packed.incarnation) not in alive:
                     dead += [chunk_id, pack_identity(packed.number, packed.incarnation)]
-        return int(await self._shards.run(scripts.PRUNE, [bucket], dead)) if dead else 0
+        return int(await self._client.run(scripts.PRUNE, [bucket], dead)) if dead else 0

@@ -4,17 +4,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures
-from lmcache_servicekit.redis_target import RedisLimits, RedisTarget, describe_failure
-from redis.exceptions import RedisClusterException, RedisError, ResponseError
+from lmcache_servicekit.errors import RefusedError
+from lmcache_servicekit.redis_client import RedisClient, Script
 
 from lmcache_broker.peers import redis_scripts as scripts
 from lmcache_broker.peers.pulls import MAX_PULL_S
@@ -27,6 +26,8 @@ from lmcache_broker.peers.shared import (
     SharedPeer,
 )
 
+T = TypeVar("T")
+
 MAX_CONNECTIONS: Final = 32
 MAX_TOLD_AT_ONCE: Final = 256
 MAX_ORDERING_PEERS: Final = 4096
@@ -37,33 +38,22 @@ its deadline.
 """
 
 _HEAD_CHARS: Final = 37
-_CLIENT_ERRORS: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
 
 
 class RedisPeers:
     """See `SharedPeers`. The constructor connects to nothing.
 
     Args:
-        target: Where it is.
+        client: Redis; belongs to this object.
         timeout_s: Limit on a call, from waiting for a connection to the last byte.
         clock: Seconds, monotonic.
-
-    Raises:
-        ConfigError: The URL or a file for TLS cannot be read.
     """
 
     def __init__(
-        self, target: RedisTarget, timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self, client: RedisClient, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        limits = RedisLimits(timeout_s, MAX_CONNECTIONS, num_retries=1)
-        self._redis: Any
-        self._sentinels: Sequence[Any] = ()
-        if target.is_cluster:
-            self._redis = target.cluster(limits)
-        else:
-            self._redis, self._sentinels = target.client(limits)
-        self.where = target.where
-        self._turns = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._client = client
+        self.where = client.where
         self._timeout_s = timeout_s
         self._clock = clock
         self._away_until = float("-inf")
@@ -167,31 +157,25 @@ class RedisPeers:
 
     async def ping(self) -> None:
         """See `SharedPeers.ping`."""
-        await self._within(self._redis.ping)
+        await self._within(self._client.ping(scripts.KEYS[0]))
 
     async def close(self) -> None:
         """See `SharedPeers.close`."""
-        for client in (self._redis, *self._sentinels):
-            await client.aclose()
+        await self._client.close()
 
-    async def _run(self, script: str, argv: Sequence[str | int]) -> Any:
+    async def _run(self, script: Script, argv: Sequence[str | int]) -> Any:
         if self._clock() < self._away_until:
             raise UnavailableError("redis did not answer a moment ago")
-        return await self._within(
-            lambda: self._redis.eval(script, len(scripts.KEYS), *scripts.KEYS, *argv)
-        )
+        return await self._within(self._client.run(script, scripts.KEYS, argv))
 
-    async def _within(self, call: Callable[[], Any]) -> Any:
-        """Make a call. Only the kind of a failure is kept, since its text may hold credentials."""
+    async def _within(self, work: Awaitable[T]) -> T:
         try:
-            async with asyncio.timeout(self._timeout_s), self._turns:
-                answer = await call()
-        except _CLIENT_ERRORS as exc:
-            if not isinstance(
-                exc, ResponseError
-            ):  # a refusal is quick, and other calls may do well
-                self._away_until = self._clock() + RETRY_S
-            raise UnavailableError(describe_failure(self.where, exc, self._timeout_s)) from exc
+            answer = await self._client.within(self._timeout_s, work)
+        except RefusedError:  # a refusal is quick, and other calls may succeed
+            raise
+        except UnavailableError:
+            self._away_until = self._clock() + RETRY_S
+            raise
         self._away_until = float("-inf")
         return answer
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from lmcache_servicekit.redis_client import Script
+
 KEYS: Final = tuple(
     f"lmcache:{{broker}}:{name}"
     for name in ("records", "changes", "seq", "epoch", "pulls", "counts", "owners", "orders")
@@ -77,7 +79,7 @@ end
 
 # ARGV for each peer: field, incarnation, draining, ttl_ms, rest. Returns for each 0 or 1
 # (draining), or -1: a newer one is live.
-ANNOUNCE: Final = (
+ANNOUNCE: Final = Script(
     _COMMON
     + """
 local found = {}
@@ -105,7 +107,7 @@ return found
 )
 
 # ARGV field.
-REMOVE: Final = (
+REMOVE: Final = Script(
     _COMMON
     + """
 local known = load(ARGV[1])
@@ -114,7 +116,7 @@ if known and known.gone == '0' then save(ARGV[1], known.incarnation, known.drain
 )
 
 # ARGV field.
-DRAIN: Final = (
+DRAIN: Final = Script(
     _COMMON
     + """
 local known = load(ARGV[1])
@@ -124,7 +126,7 @@ if known and known.live and known.draining == '0' then save(ARGV[1], known.incar
 
 # ARGV number of the last change seen. Returns {epoch, seq, now_ms, then for each peer field,
 # record, pulls}; what was over a minute ago is forgotten on the way.
-CHANGES: Final = (
+CHANGES: Final = Script(
     _COMMON
     + """
 purge()
@@ -150,7 +152,7 @@ return found
 
 # ARGV requester, max_pulls, ttl_ms, then for each pull its life and its id. Returns for each
 # whether it is granted (0 or 1), and the life's pulls.
-CLAIM: Final = (
+CLAIM: Final = Script(
     _COMMON
     + """
 purge()
@@ -169,7 +171,7 @@ return found
 )
 
 # ARGV for each pull requester, life, id, age_ms, ttl_ms.
-RESTORE_PULLS: Final = (
+RESTORE_PULLS: Final = Script(
     _COMMON
     + """
 for i = 1, #ARGV, 5 do
@@ -183,7 +185,7 @@ keep()
 
 # ARGV requester, ttl_ms, longest age in ms, then the ids. Returns for each the life, or an empty
 # text.
-RENEW_PULLS: Final = (
+RENEW_PULLS: Final = Script(
     _COMMON
     + """
 purge()
@@ -202,7 +204,7 @@ return found
 )
 
 # ARGV requester, then the ids. Returns for each whether there was such a pull (0 or 1).
-END_PULLS: Final = (
+END_PULLS: Final = Script(
     _COMMON
     + """
 purge()
@@ -220,7 +222,7 @@ return found
 # ARGV ttl_ms, most peers, most bytes for each, then for each order the field of who is to make the
 # copy, and its line without the end. Orders are worth little: when they have grown too many, all
 # are forgotten.
-ORDER_COPIES: Final = (
+ORDER_COPIES: Final = Script(
     _COMMON
     + """
 for i = 4, #ARGV, 2 do
@@ -235,7 +237,7 @@ redis.call('PEXPIRE', ORDERS, ARGV[1])
 )
 
 # ARGV field. Returns {now_ms, lines}, which are told once.
-TAKE_ORDERS: Final = (
+TAKE_ORDERS: Final = Script(
     _COMMON
     + """
 local lines = redis.call('HGET', ORDERS, ARGV[1]) or ''

@@ -290,7 +290,7 @@ async def test_a_store_that_does_not_adapt_serves_all_the_same(
 
 
 def test_reasons_that_an_old_client_does_not_know() -> None:
-    from lmcache_core.wire.pull import _reason
+    from lmcache_core.wire.client import _reason
 
     assert _reason("encoding") is MissReason.ENCODING
     assert _reason("of a later version") is MissReason.UNAVAILABLE

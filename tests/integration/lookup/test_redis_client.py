@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from lmcache_core.security.tls import TlsFiles
-from lmcache_lookup.index.redis_node import Command, RedisNode
-from lmcache_lookup.index.redis_urls import read_redis_url
-from lmcache_servicekit.redis_target import describe_failure
+from lmcache_servicekit.redis_client import RedisCommand as Command
+from lmcache_servicekit.redis_client import RedisNode
+from lmcache_servicekit.redis_connections import RedisAccess, describe_failure
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import ResponseError
 
@@ -20,10 +19,14 @@ NUM_LARGE = 300
 LARGE_BYTES = 7001
 
 
+def node_at(url: str) -> RedisNode:
+    return RedisNode(*RedisAccess.parse(url).server(timeout_s=5, max_connections=4))
+
+
 @pytest_asyncio.fixture
 async def node() -> AsyncIterator[RedisNode]:
     with running_redis() as server:
-        made = read_redis_url(server.url, TlsFiles()).node(5)
+        made = node_at(server.url)
         yield made
         await made.close()
 
@@ -68,7 +71,7 @@ async def test_a_refused_write_does_not_cost_the_answers_sent_with_it(
 async def test_a_server_that_sentinels_no_longer_call_master_is_left() -> None:
     """Sentinels are asked again for each new connection, so a read-only server's one is closed."""
     with watched_redis(down_after_ms=10_000) as watched:
-        node = read_redis_url(watched.url, TlsFiles()).node(5)
+        node = node_at(watched.url)
         await node.exchange([Command("a", ("REPLICAOF", "127.0.0.1", "1"))])
         number = await node.exchange([Command("a", ("CLIENT", "ID"))])
         with pytest.raises(LostConnectionError):

@@ -1,6 +1,4 @@
-"""Who has which slot of a Redis Cluster, as its servers say, and when they do not agree or do
-not answer.
-"""
+"""Who has which slot of a Redis Cluster, and where its commands go, whatever its servers say."""
 
 from __future__ import annotations
 
@@ -9,16 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from lmcache_lookup.index.cluster_map import (
+from lmcache_servicekit.redis_client import RedisCommand
+from lmcache_servicekit.redis_cluster import (
+    MAX_REDIRECTIONS,
     MAX_SERVERS_ASKED,
     NUM_SLOTS,
     ClusterMap,
     SlotsUnknownError,
     slot_of,
 )
-from lmcache_lookup.index.redis_node import CLIENT_ERRORS, Command
+from lmcache_servicekit.redis_connections import CLIENT_ERRORS
+from redis.exceptions import AskError, MovedError, ResponseError
 from redis.exceptions import ConnectionError as LostConnectionError
-from redis.exceptions import ResponseError
+
+from tests.fixtures.fake_cluster import HIGH, LOW, FakeCluster
 
 LAST = NUM_SLOTS - 1
 HALF = NUM_SLOTS // 2
@@ -33,7 +35,7 @@ class Server:
         self.is_closed = False
         self.num_asked = 0
 
-    async def exchange(self, commands: Sequence[Command]) -> list[Any]:
+    async def exchange(self, commands: Sequence[RedisCommand]) -> list[Any]:
         self.num_asked += 1
         await asyncio.sleep(0)
         if self.answer is None:
@@ -161,3 +163,53 @@ async def test_who_has_no_slots_any_more_is_let_go_when_nobody_waits_for_it() ->
     assert not world.servers["a", 1].is_closed
     await known.close()
     assert world.servers["a", 1].is_closed
+
+
+async def test_each_is_asked_for_its_own() -> None:
+    world = FakeCluster(b"low", b"high")
+    assert await world.client.many([HIGH, LOW, HIGH]) == [b"high", b"low", b"high"]
+    assert (world.a.asked, world.b.asked) == ([LOW.words], [HIGH.words] * 2)
+    assert await world.client.many([]) == []
+
+
+@pytest.mark.parametrize("is_low_refused", [True, False])
+async def test_an_answer_that_is_lost_says_more_than_one_that_is_refused(
+    is_low_refused: bool,
+) -> None:
+    lost, refused = LostConnectionError("gone"), ResponseError("OOM")
+    world = FakeCluster(*((refused, lost) if is_low_refused else (lost, refused)))
+    with pytest.raises(LostConnectionError):
+        await world.client.many([LOW, HIGH])
+    assert world.map.is_stale
+
+
+async def test_a_refusal_is_raised_when_all_have_answered() -> None:
+    world = FakeCluster(ResponseError("OOM"), b"high")
+    with pytest.raises(ResponseError, match="OOM"):
+        await world.client.many([LOW, HIGH])
+    assert world.b.asked == [HIGH.words]
+
+
+async def test_only_what_has_moved_is_sent_again() -> None:
+    world = FakeCluster(b"low", b"high")
+
+    def move(command: RedisCommand) -> Any:
+        world.owners = ("b", "b")
+        return MovedError("1 b:1")
+
+    world.a.answer = move
+    assert await world.client.many([LOW, HIGH]) == [b"high", b"high"]
+    assert world.b.asked == [HIGH.words, LOW.words]
+
+
+async def test_who_is_sent_in_circles_gives_up() -> None:
+    world = FakeCluster(MovedError("1 b:1"), b"high")
+    with pytest.raises(MovedError):
+        await world.client.many([LOW])
+    assert len(world.a.asked) == MAX_REDIRECTIONS
+
+
+async def test_a_slot_on_its_way_is_asked_for_where_it_goes() -> None:
+    world = FakeCluster(AskError("1 b:1"), b"high")
+    assert await world.client.many([LOW, HIGH]) == [b"asked", b"high"]
+    assert ("ASKING", *LOW.words) in world.b.asked

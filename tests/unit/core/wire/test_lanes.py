@@ -1,0 +1,90 @@
+"""Names on a connection: what a client sends is what its server understands."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from lmcache_core.errors import IdentityError
+from lmcache_core.keys import CacheEngineKey, ChunkKey
+from lmcache_core.testing.chunks import make_key
+from lmcache_core.wire.lanes import DeclaredLanes, KnownLanes
+from lmcache_core.wire.messages import MAX_LANES, DeclareLane, Message
+
+HASH = "0f" * 32
+
+
+class Line:
+    """A stream that the server's table is at the other end of."""
+
+    def __init__(self) -> None:
+        self.known = KnownLanes()
+        self.declared: list[DeclareLane] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def send_message(self, correlation_id: int, message: Message) -> None:
+        assert correlation_id == 0
+        assert isinstance(message, DeclareLane)
+        await self.gate.wait()
+        self.known.add(message)
+        self.declared.append(message)
+
+
+def key(lane: int = 0, chunk_hash: str = HASH, group: str = "") -> ChunkKey:
+    return ChunkKey("default", CacheEngineKey("vllm", "m", 1 << 20, lane, chunk_hash, group))
+
+
+MIXED = [
+    [],
+    [make_key(i) for i in range(5)],
+    [key(), key(1), key(), key(group="window"), key(1, "ff" * 32)],
+    [key(chunk_hash=text) for text in ("", "a name", HASH.upper(), " " * 64, "ä" * 64, "0" * 63)],
+    [key(lane) for lane in range(MAX_LANES + 3)] + [key(), key(MAX_LANES + 1)],
+]
+
+
+@pytest.mark.parametrize("keys", MIXED, ids=range(len(MIXED)))
+async def test_the_server_understands_what_the_client_names(keys: list[ChunkKey]) -> None:
+    line = Line()
+    lanes = DeclaredLanes(line)  # type: ignore[arg-type]
+    for _ in range(2):
+        names = await lanes.names(keys)
+        assert line.known.keys(names, "default", len(keys)) == keys
+    assert len(line.declared) == len({message.lane for message in line.declared}) <= MAX_LANES
+
+
+async def test_keys_of_one_lane_are_one_run() -> None:
+    names = await DeclaredLanes(Line()).names([make_key(i) for i in range(5)])  # type: ignore[arg-type]
+    assert [(number, len(data)) for number, data in names] == [(0, 5 * 32)]
+
+
+async def test_a_declaration_that_is_cancelled_is_made_by_the_next_request() -> None:
+    line = Line()
+    lanes = DeclaredLanes(line)  # type: ignore[arg-type]
+    line.gate.clear()
+    calls = [asyncio.ensure_future(lanes.names([key(lane)])) for lane in (0, 1, 1)]
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    line.gate.set()
+    assert [await call for call in calls[1:]] == [[(0, bytes.fromhex(HASH))]] * 2
+    assert await lanes.names([key(0)]) == [(1, bytes.fromhex(HASH))]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        CacheEngineKey("vllm", "m", 1, -1, HASH),
+        CacheEngineKey("vllm", "m" * 2000, 1, 0, HASH),
+        CacheEngineKey("vllm", "\ud800", 1, 0, HASH),
+        CacheEngineKey("vllm", "m", 1, 0, "x" * 2000),
+    ],
+    ids=range(4),
+)
+async def test_a_key_that_cannot_be_spelled_is_refused_before_it_is_sent(
+    bad: CacheEngineKey,
+) -> None:
+    line = Line()
+    with pytest.raises(IdentityError):
+        await DeclaredLanes(line).names([ChunkKey("default", bad)])  # type: ignore[arg-type]
+    assert not line.declared
