@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from lmcache_core.errors import ConfigError
 from lmcache_core.p2p import is_encrypted
 from lmcache_core.security import validate_tenant
-from lmcache_core.storage.eviction import DEFAULT_POLICY, TenantQuotas, TierLimits
+from lmcache_core.storage.eviction import DEFAULT_POLICY, POLICIES, TenantQuotas, TierLimits
 from lmcache_core.wire.json_http import check_base_url
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from lmcache_servicekit.settings import ServiceSettings
 
+if TYPE_CHECKING:
+    PolicyName = str
+else:
+    PolicyName = Literal[tuple(POLICIES)]
 BYTES_PER_GB = 1 << 30
 MAX_GB = 1 << 20
 MAX_TTL_S = 10 * 365 * 86400
@@ -73,7 +77,7 @@ class TierSettings(ServiceSettings):
     disk_path: Path | None = None
     disk_gb: float = Field(default=0.0, ge=0, le=MAX_GB)
     disk_fsync: bool = False
-    eviction_policy: Literal["s3lru", "s3fifo", "lru"] = DEFAULT_POLICY
+    eviction_policy: PolicyName = DEFAULT_POLICY
     chunk_ttl_s: float | None = Field(default=None, gt=0, le=MAX_TTL_S)
     tenant_quota_gb: QuotaGb | None = None
     tenant_disk_quota_gb: QuotaGb | None = None

@@ -13,12 +13,11 @@ from lmcache_core.config.metadata import LMCacheEngineMetadata, LMCacheMemPoolMe
 from lmcache_core.config.options import (
     BLEND_POLICIES,
     DISK_SERDES,
-    EVICTION_POLICIES,
-    REMOTE_SCHEMES,
     REMOTE_SERDES,
     VERIFY_HOT_MODES,
     Option,
 )
+from lmcache_core.config.registry import EVICTION_POLICIES, REMOTE_SCHEMES
 from lmcache_core.config.sources import CONFIG_FILE_ENV, ENV_PREFIX, SERVICE_ENV_PREFIXES
 
 __all__ = [

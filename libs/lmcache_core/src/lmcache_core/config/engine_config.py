@@ -14,7 +14,6 @@ from lmcache_core.config.options import (
     BLEND_POLICIES,
     DIRECTORY_URL,
     DISK_SERDES,
-    EVICTION_POLICIES,
     NON_EMPTY,
     REMOTE_SERDES,
     REMOTE_URL,
@@ -27,6 +26,7 @@ from lmcache_core.config.options import (
     options_of,
     problems_of,
 )
+from lmcache_core.config.registry import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from lmcache_core.errors import ConfigError
 
 _TEN_YEARS_S = 10 * 365 * 86400
@@ -245,9 +245,9 @@ class LMCacheEngineConfig:
     eviction_policy: str = option(
         "Host memory",
         "Which chunks are evicted first.",
-        choices=EVICTION_POLICIES,
+        choices=tuple(EVICTION_POLICIES),
         beside_sidecar="leave it out, the sidecar decides what its memory keeps",
-        default="s3lru",
+        default=DEFAULT_EVICTION_POLICY,
     )
     chunk_ttl_s: float | None = option(
         "Chunks",

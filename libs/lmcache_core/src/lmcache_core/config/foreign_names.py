@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lmcache_core.config.options import Option, as_directory_url, did_you_mean, problems_of, shown
+from lmcache_core.config.registry import EVICTION_POLICIES
 from lmcache_core.errors import ConfigError
 
 _Translation = Callable[[Any, Mapping[str, Any]], dict[str, Any] | None]
@@ -174,7 +175,8 @@ _NO_CONTROLLER = (
     "there is no controller; use the lookup service and the broker (the sidecar's lookup_url and"
     " broker_url)"
 )
-_NO_OTHER_POLICY = "set eviction_policy to s3lru, s3fifo or lru"
+*_FIRST_POLICIES, _LAST_POLICY = EVICTION_POLICIES
+_NO_OTHER_POLICY = f"set eviction_policy to {', '.join(_FIRST_POLICIES)} or {_LAST_POLICY}"
 _NO_GDS = "there is no GPU-direct tier; use local_disk"
 _SEPARATOR_IS_AN_ARGUMENT = (
     "give the separator as token ids, CachedCausalLM(model, engine, separator)"

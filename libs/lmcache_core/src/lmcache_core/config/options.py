@@ -16,11 +16,10 @@ from types import MappingProxyType, NoneType
 from typing import Any
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
+from lmcache_core.config.registry import REMOTE_SCHEMES
 from lmcache_core.errors import ConfigError
 
-REMOTE_SCHEMES = ("lm", "lm+tls", "redis", "rediss", "redis-sentinel", "http", "https", "file")
 VERIFY_HOT_MODES = ("always", "sampled", "never")
-EVICTION_POLICIES = ("s3lru", "s3fifo", "lru")
 DISK_SERDES = ("naive", "cachegen", "cachegen:high", "cachegen:low", "lossless")
 """How a process without torch can encode chunks; "naive" is not at all."""
 REMOTE_SERDES = (*DISK_SERDES, "torch", "safetensor", "fast")

@@ -158,7 +158,7 @@ class Codecs:
                 self.decoding.close(CLOSE_WAIT_S), self.encoding.close(CLOSE_WAIT_S)
             )
             if not all(have_ended):
-                logger.warning("codecs do not come to an end; their threads go on")
+                logger.warning("codecs did not stop in time, leaving their threads")
         finally:
             await asyncio.to_thread(
                 _close_all, opened
@@ -185,7 +185,11 @@ def _open_all(
             try:
                 codec.open()
             except ConfigError as exc:
-                logger.info("records of the serde %s are not decoded here: %s", codec.serde, exc)
+                logger.info(
+                    "serde unavailable, not decoding its records: serde=%s error=%s",
+                    codec.serde,
+                    exc,
+                )
             else:
                 opened.append(codec)
     except BaseException:
