@@ -60,7 +60,8 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     group: str = ""
 
     def canonical(self) -> bytes:
-        """Unambiguous bytes of this key: length-prefixed UTF-8 fields and two little-endian uint32.
+        """Return unambiguous bytes of this key: length-prefixed UTF-8 fields and two little-endian
+        uint32.
 
         Raises:
             IdentityError: A field is longer than `MAX_KEY_FIELD_BYTES` or no Unicode text, the key
@@ -105,8 +106,8 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         return cls(fmt, model_name, world_size, worker_id, chunk_hash, group)
 
     def to_string(self) -> str:
-        """Readable form `fmt@model@world_size@worker_id@chunk_hash[@group]`, with `@`, `%` and
-        control characters escaped.
+        """Return the readable form `fmt@model@world_size@worker_id@chunk_hash[@group]`, with `@`,
+        `%` and control characters escaped.
 
         Raises:
             IdentityError: A field is no Unicode text.
@@ -148,7 +149,7 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         return cls(names[0], names[1], int(parts[2]), int(parts[3]), *names[2:])
 
     def to_url(self) -> str:
-        """URL-safe text of the canonical bytes: base64url without padding."""
+        """Return the canonical bytes as URL-safe text: base64url without padding."""
         return base64.urlsafe_b64encode(self.canonical()).rstrip(b"=").decode("ascii")
 
     @classmethod

@@ -205,7 +205,7 @@ class CertificateFolder:
         return None
 
     def _nearest(self, model_name: str, identity: str, profile: BlendProfile) -> str:
-        """In what one of the same model differs, where there is any."""
+        """Return in what a certificate of the same model differs, where there is one."""
         found = []
         for path in itertools.islice(self._folder.glob("blend-*.json"), MAX_CERTIFICATES_COMPARED):
             try:

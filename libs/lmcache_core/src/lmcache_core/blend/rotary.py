@@ -208,7 +208,7 @@ class RotaryEmbedding:
     def mover(
         self, original_positions: torch.Tensor, positions: torch.Tensor
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`decode` at the original positions and `encode` at the new ones, in one step and one
+        """Decode at the original positions and encode at the new ones, in one step and one
         rounding.
 
         Args:

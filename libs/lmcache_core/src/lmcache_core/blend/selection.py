@@ -171,5 +171,5 @@ def create_policy(name: str, recompute_ratio: float) -> SelectionPolicy:
 
 
 def share_of(count: int, ratio: float) -> int:
-    """`count * ratio`, rounded down."""
+    """Return `count * ratio`, rounded down."""
     return min(count, int(count * ratio + _SLACK))

@@ -359,7 +359,7 @@ class LMCacheEngineConfig:
         error_handling: bool = False,
         **options: Any,
     ) -> LMCacheEngineConfig:
-        """The documented defaults; `options` are further attributes of this class.
+        """Return the documented defaults; `options` are further attributes of this class.
 
         Raises:
             ConfigError: An option is unknown, its value impossible, or it contradicts another.
@@ -383,7 +383,7 @@ class LMCacheEngineConfig:
         error_handling: bool = False,
         **options: Any,
     ) -> LMCacheEngineConfig:
-        """A config from one of the documented backend names (`cpu`, `local_disk`, `remote`,
+        """Return a config from one of the documented backend names (`cpu`, `local_disk`, `remote`,
         `local_cpu_disk_remote` …).
 
         Args other than `backend` are attributes of this class; the backend decides which tiers
@@ -400,8 +400,8 @@ class LMCacheEngineConfig:
 
     @staticmethod
     def from_file(file_path: str) -> LMCacheEngineConfig:
-        """A config from a YAML file; names that it leaves out have their default, and no remote
-        tier.
+        """Return a config from a YAML file; names that it leaves out have their default, and no
+        remote tier.
 
         LMCache's own names are accepted where they mean the same (docs/configuration.md).
 
@@ -412,8 +412,8 @@ class LMCacheEngineConfig:
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> LMCacheEngineConfig:
-        """Defaults without a remote tier, overridden by the file that `LMCACHE_CONFIG_FILE` names,
-        overridden by `LMCACHE_<OPTION>`.
+        """Return the defaults without a remote tier, overridden by the file that
+        `LMCACHE_CONFIG_FILE` names, overridden by `LMCACHE_<OPTION>`.
 
         Args:
             environ: Instead of the process's environment.
@@ -432,7 +432,7 @@ OPTIONS = options_of(LMCacheEngineConfig, LMCacheEngineConfig.from_defaults)
 
 
 def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a function, those in its `**options` among them."""
+    """Return the arguments of a function, those in its `**options` among them."""
     return {
         **{name: value for name, value in arguments.items() if name != "options"},
         **arguments["options"],

@@ -86,7 +86,7 @@ def _local_device(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | Non
 
 
 def _max_local_cache_size(value: Any, named: Mapping[str, Any]) -> dict[str, Any]:
-    """It sizes whatever `local_device` is."""
+    """Set the size of the tier that `local_device` names."""
     on_disk = "local_disk" in (_local_device(named.get("local_device", "cpu"), named) or {})
     return {"max_local_disk_size" if on_disk else "max_local_cpu_size": value}
 

@@ -55,7 +55,7 @@ class PutTasks:
             return True
 
     def discard(self, key: ChunkKey) -> None:
-        """It is written, or will not be."""
+        """Forget a chunk that is written, or will not be."""
         with self._lock:
             self._keys.discard(key)
 
@@ -122,7 +122,7 @@ class LocalDiskBackend(DiskBackend):
         return future
 
     async def async_save_bytes_to_disk(self, key: DiskKey, memory_obj: MemoryObj) -> bool:
-        """`submit_put_task`, awaited; False also when the task was not taken. Cancelled, a write
+        """Await `submit_put_task`; False also when the task was not taken. Cancelled, a write
         that has begun continues.
         """
         future = self.submit_put_task(key, memory_obj)

@@ -98,7 +98,7 @@ class TensorStore(Protocol):
         """Return memory to fill, one object a shape, None where there is no room."""
 
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Make filled memory visible; the caller still owns its references."""
+        """Store the KV of a chunk. The tensor has been copied on return, blocking or not."""
 
     def get(self, keys: Sequence[CacheEngineKey]) -> list[Chunk]:
         """Return the longest prefix of these chunks that can be had in time, verified; each goes to
@@ -174,7 +174,7 @@ class StackTensorBackend(LMCBackendInterface):
 
     @override
     def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterator[torch.Tensor | None]:
-        """`BATCH_CHUNKS` are read at a time."""
+        """Yield several chunks, `BATCH_CHUNKS` read at a time."""
         asked = iter(keys)
         while rest := list(islice(asked, BATCH_CHUNKS)):
             while rest:

@@ -111,8 +111,8 @@ class ChunkStore(Protocol):
         """
 
     def reject(self, chunk: Chunk) -> None:
-        """The bytes of that chunk do not have its digest: it is not served again if that can be
-        helped. Still to be released.
+        """Report that the bytes of a chunk do not have its digest, so that it is not served
+        again. Still to be released.
         """
 
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:

@@ -40,7 +40,7 @@ class FillingDigest:
         self._follower: Future[None] | None = None
 
     def filled(self, num_bytes: int) -> None:
-        """So many bytes, from the first, will not change any more."""
+        """Note that so many bytes, from the first, will not change any more."""
         self._num_filled = num_bytes
         if (
             self._follower is None or self._follower.done()
@@ -95,7 +95,7 @@ class FollowingDigest:
         self._num_digested = 0
 
     def copied(self, num_bytes: int) -> None:
-        """So many bytes, from the first, have been copied."""
+        """Note that so many bytes, from the first, have been copied."""
         if num_bytes - self._num_digested >= CHECK_STEP_BYTES:
             self._hasher.update(self._payload[self._num_digested : num_bytes])
             self._num_digested = num_bytes

@@ -124,7 +124,7 @@ def _hello(metadata: LMCacheEngineMetadata, client: str) -> Hello:
 def _describing(
     config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, groups: tuple[str, ...]
 ) -> Callable[[str], Describe]:
-    """Says, once the salt is known, how this engine names chunks."""
+    """Return what tells, once the salt is known, how this engine names chunks."""
 
     def describe(salt: str) -> Describe:
         from lmcache_core.sidecar.messages import Describe

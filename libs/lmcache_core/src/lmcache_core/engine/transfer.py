@@ -214,7 +214,7 @@ class KVTransfer:
         kwargs: dict[str, Any],
         wanted: tuple[int, int] | None,
     ) -> bool:
-        """As `_copy`, but only what is wanted."""
+        """Copy only the tokens that are wanted; see `_copy`."""
         low, high = (start, end) if wanted is None else (max(start, wanted[0]), min(end, wanted[1]))
         if (low, high) == (start, end):
             return self._copy(chunk, start, end, kwargs)
@@ -327,7 +327,7 @@ class LoadedWithLoss:
             return key in self._keys
 
     def note(self, key: CacheEngineKey, is_lossy: bool) -> None:
-        """That chunk has just been loaded."""
+        """Note that a chunk has just been loaded, and whether with loss."""
         with self._lock:
             self._keys.pop(key, None)
             if is_lossy:

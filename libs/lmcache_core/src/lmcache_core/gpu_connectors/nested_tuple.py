@@ -33,7 +33,7 @@ class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Needs `kvcaches`."""
+        """Copy from `kvcaches`, which must be given."""
         progress = kwargs.get("progress")
         # plain memory, whatever mode the engine made its tensors in, or for autograd; and quicker
         with torch.inference_mode():
@@ -50,7 +50,7 @@ class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
 
     @override
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Needs `kvcaches`."""
+        """Copy to `kvcaches`, which must be given."""
         progress = kwargs.get("progress")
         with torch.inference_mode():
             slices = self._slices(memory_obj, start, end, kwargs, is_filled=False)

@@ -93,7 +93,7 @@ class PagedConnector(OrderedGPUConnector):
         """
 
     def _fill(self, memory_obj: MemoryObj, start: int, end: int, kwargs: dict[str, Any]) -> None:
-        """`from_gpu` of a memory object of any format."""
+        """Fill a memory object of any format; see `from_gpu`."""
         progress = kwargs.get("progress")
         addresses = self._addresses(start, end, kwargs)
         binding = addresses.binding

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def touched_memory(size: int) -> memoryview:
-    """At least `size` bytes of private host memory in whole pages, writable, aligned to a page,
-    touched so that no first use is slow.
+    """Return at least `size` bytes of private host memory in whole pages: writable, page-aligned,
+    and touched so that no first use is slow.
 
     Huge pages where the kernel has them: touching them is several times faster.
 

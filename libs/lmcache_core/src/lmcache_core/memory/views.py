@@ -34,7 +34,7 @@ def tensor_over(
 
 @cache
 def _warn_unseen() -> None:
-    """torch warns of buffers that are not writable once in a process: trigger that here."""
+    """Trigger, unseen, the warning that torch gives once a process for a read-only buffer."""
     import torch
 
     with warnings.catch_warnings():

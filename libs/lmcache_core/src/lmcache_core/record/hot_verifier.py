@@ -31,8 +31,8 @@ class HotVerifier:
 
     @classmethod
     def lenient(cls, mode: str) -> HotVerifier:
-        """As told by a sidecar, which may be newer than we are: a mode that is not known reads
-        as "always".
+        """Make a verifier of the mode that a sidecar names; an unknown mode, of a newer
+        sidecar, reads as "always".
         """
         return cls(mode if mode in MODES else "always")
 

@@ -81,14 +81,14 @@ class PlainDeserializer(Deserializer):
 
     @override
     def from_bytes(self, bs: BytesLike) -> torch.Tensor:
-        """Converting takes up to eight times the bytes that were
-        stored (uint8 to float64).
+        """Decode and convert; takes up to eight times the bytes that were stored (uint8 to
+        float64).
         """
         return self._converted(self.from_bytes_normal(bs))
 
     @abstractmethod
     def from_bytes_normal(self, b: BytesLike) -> torch.Tensor:
-        """`from_bytes` without conversion: the tensor in the dtype that was stored.
+        """Decode without conversion: return the tensor in the dtype that was stored.
 
         Raises:
             SerdeError: As of `from_bytes`.

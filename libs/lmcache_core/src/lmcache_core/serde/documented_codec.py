@@ -76,7 +76,7 @@ class DocumentedCodec(ChunkCodec):
 
     @override
     def encode(self, tensors: Sequence[TensorSpec], payload: memoryview) -> EncodedPayload | None:
-        """Never None, though the result is a little longer: who chooses
+        """Encode a raw payload. Never None, though the result is a little longer: a user of
         such a serde wants that encoding.
         """
         serializer = self._serializer

@@ -40,7 +40,7 @@ def _fold(value: Any, levels: Any, size: Any) -> Any:
 
 @register_jitable
 def _round_mean(total: Any, count: Any) -> Any:
-    """Mean, rounded to a whole number, halves up."""
+    """Return the mean, rounded to a whole number, halves up."""
     return (int64(2) * total + count) // (int64(2) * count)
 
 

@@ -57,7 +57,7 @@ RESTORE_SIGNATURES = tuple(
 
 @register_jitable
 def _widen(raw: Any, count: int, kind: int, bits: Any) -> None:
-    """float32 bit patterns of the first raw values."""
+    """Write the float32 bit patterns of the first raw values."""
     if kind == BFLOAT16:
         for i in range(count):
             bits[i] = uint32(raw[i]) << uint32(16)
@@ -106,7 +106,9 @@ def _narrow(bits: Any, count: int, kind: int) -> None:
 
 @register_jitable
 def _largest_bits(bits: Any, count: int) -> Any:
-    """Bit pattern of the largest absolute value; one that is not finite is larger than any."""
+    """Return the bit pattern of the largest absolute value; one that is not finite is larger
+    than any.
+    """
     largest = uint32(0)
     for i in range(count):
         largest = max(largest, bits[i] & uint32(0x7FFFFFFF))
@@ -256,8 +258,8 @@ def quantise_by_plane(
 
 @register_jitable
 def _largest_raw(raw: Any, kind: int, bits: Any) -> Any:
-    """`_largest_bits` of raw values: patterns without their sign are in the order of what they
-    stand for.
+    """Return `_largest_bits` of raw values: without their sign, patterns are in the order of
+    their values.
     """
     mask = uint32(0x7FFFFFFF) if kind == FLOAT32 else uint32(0x7FFF)
     largest = uint32(0)
@@ -328,7 +330,7 @@ def restore(
     columns: Any,
     scratch: Any,
 ) -> None:
-    """Raw values of a plane, of their symbols (see `symbols.choose`).
+    """Write the raw values of a plane from their symbols (see `symbols.choose`).
 
     Args:
         symbols: uint8 `[tokens * channels]`, each at most `2 * levels`.

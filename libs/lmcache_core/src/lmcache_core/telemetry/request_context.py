@@ -81,7 +81,7 @@ class Carried(NamedTuple):
         )
 
     def headers(self) -> dict[str, str]:
-        """As HTTP headers."""
+        """Return both as HTTP headers."""
         named = {REQUEST_ID_HEADER: self.request_id, TRACEPARENT_HEADER: self.traceparent}
         return {name: value for name, value in named.items() if value}
 

@@ -46,9 +46,7 @@ class ChunkedTokenDatabase(TokenDatabase):
         mask: torch.Tensor | None = None,
         spans: Sequence[MultimodalSpan] = (),
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
-        """Arguments are checked at once, chunks are hashed
-        as they are taken.
-        """
+        """Check the arguments at once, and hash each chunk when it is taken."""
         ids = tokens_as_uint32(tokens)
         num_skipped = num_masked_tokens(mask, len(ids), self.chunk_size)
         chain = chain_hashes(self._root, ids, self.chunk_size, spans)

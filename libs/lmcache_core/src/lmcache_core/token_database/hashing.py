@@ -110,7 +110,7 @@ def chain_hashes_of_bytes(
     spans: Sequence[MultimodalSpan] = (),
     first: int = 0,
 ) -> Iterator[tuple[int, int, bytes]]:
-    """As `chain_hashes`, of what `tokens_as_bytes` returns."""
+    """Yield as `chain_hashes` does, for the bytes that `tokens_as_bytes` returns."""
     num_tokens = len(data) // TOKEN_BYTES
     extras = extras_of_chunks(spans, num_tokens, chunk_size)
     # A copy of a digest that has read the tag, and updates instead of one joined message: the

@@ -75,7 +75,7 @@ def compile_channel_streams() -> ChannelStreams:
 
 
 def max_stream_bytes(num_tokens: int) -> int:
-    """No stream of so many tokens is longer."""
+    """Return the most bytes that a stream of so many tokens can have."""
     return STATE_BYTES + MAX_BYTES_PER_SYMBOL * num_tokens
 
 

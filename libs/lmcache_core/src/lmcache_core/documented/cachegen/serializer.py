@@ -82,8 +82,8 @@ class CacheGenSerializer(Serializer):
         return _sealed(given, axes, (serde, profile), payload)
 
     def encode_where_it_lies(self, tensor: torch.Tensor) -> bytes | None:
-        """`to_bytes` by kernels, on the tensor's device; None where the tensor is not to be
-        quantised, or would not get smaller.
+        """Encode by kernels, on the tensor's device; None where the tensor is not to be quantised,
+        or would not get smaller.
 
         Raises:
             KernelInputError: There is no kernel for its device.
@@ -211,7 +211,7 @@ def _sealed(given: torch.Tensor, axes: int, encoding: tuple[str, str], payload: 
 
 
 def _to_planes(given: torch.Tensor, axes: int) -> torch.Tensor:
-    """`[2, layers, tokens, channels]`, where the axes are known."""
+    """Return `[2, layers, tokens, channels]`, where the axes are known."""
     if axes == _AS_IT_IS:
         return given
     order = (1, 0, 2, 3, 4) if axes == _TOKENS_THIRD else (1, 0, 3, 2, 4)
