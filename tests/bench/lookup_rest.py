@@ -19,8 +19,14 @@ from pathlib import Path
 
 import msgspec
 from lmcache_core.lookup import LookupClient, StoreEvent
-from lmcache_core.lookup.requests import JSON, MSGPACK, ChunksRequest, PackedChunksRequest, pack_ids
-from lmcache_core.lookup.runs import PackedLookupAnswer
+from lmcache_core.lookup.messages import (
+    JSON,
+    MSGPACK,
+    ChunksRequest,
+    PackedChunksRequest,
+    PackedLookupAnswer,
+    pack_ids,
+)
 
 from tests.bench.codec_neighbours import PROC_STAT, busy_ticks
 from tests.bench.lookup_callers import (

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from lmcache_broker.peers.service import PeerDirectory, PeerLimits
+from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_core.p2p import Peer
 from lmcache_core.security import Principal, TicketVerifier
 from lmcache_servicekit.errors import ConflictError

@@ -18,7 +18,7 @@ from lmcache_core.lookup import Holder
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim
 from lmcache_lookup.index.packing import (
     NUM_BUCKETS,
-    PackedHolder,
+    StoredHolder,
     bucket_key,
     bucket_of,
     pack_holder,
@@ -66,7 +66,7 @@ async def put(index: RedisIndex, instance: str = "a", incarnation: int = 7) -> N
 
 
 def test_golden_bytes() -> None:
-    holder = PackedHolder(1, 7, 5, "hot")
+    holder = StoredHolder(1, 7, 5, "hot")
     assert (
         pack_holder(holder).hex()
         == "01000000" + "0700000000000000" + "0500000000000000" + "03" + "686f74"
@@ -79,22 +79,22 @@ async def test_a_store_lies_where_the_layout_says(index: RedisIndex, raw: redis.
     await put(index)
     number = number_of(raw)
     assert abs(number - time.time()) < 60
-    assert raw.hgetall(KEY) == {CHUNK: pack_holder(PackedHolder(number, 7, 5, "hot"))}
+    assert raw.hgetall(KEY) == {CHUNK: pack_holder(StoredHolder(number, 7, 5, "hot"))}
     assert raw.ttl(KEY) == -1
     assert raw.smembers("lmc2:{i}:tenants") == {b"acme"}
 
 
 async def test_what_another_replica_wrote_is_read(index: RedisIndex, raw: redis.Redis) -> None:
     await put(index)
-    raw.hset(KEY, CHUNK, pack_holder(PackedHolder(number_of(raw), 7, 99, "disk")))
+    raw.hset(KEY, CHUNK, pack_holder(StoredHolder(number_of(raw), 7, 99, "disk")))
     assert await index.holders("acme", [CHUNK]) == [[Holder("a", "sidecar", "disk", 99)]]
 
 
 @pytest.mark.parametrize("kind", ["empty", "short", "cut", "other number", "long"])
 async def test_foreign_bytes_hold_nothing(index: RedisIndex, raw: redis.Redis, kind: str) -> None:
     await put(index)
-    ours = pack_holder(PackedHolder(number_of(raw), 7, 5, "hot"))
-    others = pack_holder(PackedHolder(number_of(raw) + 1, 7, 5, "hot"))
+    ours = pack_holder(StoredHolder(number_of(raw), 7, 5, "hot"))
+    others = pack_holder(StoredHolder(number_of(raw) + 1, 7, 5, "hot"))
     raw.hset(
         KEY,
         CHUNK,

@@ -15,7 +15,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
-from lmcache_core.lookup.requests import MSGPACK
+from lmcache_core.lookup.messages import MSGPACK
 from schemathesis import GenerationMode
 from schemathesis.transport.serialization import Binary
 

@@ -78,12 +78,13 @@ async def test_a_certificate_for_another_name_is_refused(tmp_path: Path) -> None
         await is_refused(index_of(f"rediss{rest}", authority))
 
 
-async def test_new_connections_read_replaced_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["server", "sentinel", "cluster"])
+async def test_new_connections_read_replaced_files(kind: str, tmp_path: Path) -> None:
     authority, later = Authority(tmp_path), Authority(tmp_path, "later")
     trusted = tmp_path / "trusted.pem"
     stranger = Authority(tmp_path, "stranger")
     replace(trusted, stranger.file.read_bytes())
-    async with redis_over_tls("server", server_tls(later.sign("redis")), tmp_path) as rest:
+    async with redis_over_tls(kind, server_tls(later.sign("redis")), tmp_path) as rest:
         settings = LookupSettings(
             redis_url=SecretStr(f"rediss{rest}"), redis_tls_ca_file=trusted, redis_timeout_ms=10_000
         )
@@ -111,10 +112,9 @@ def test_files_that_cannot_be_read_fail_the_start(tmp_path: Path) -> None:
     for path in (missing, empty):
         with pytest.raises(ConfigError, match=path.name):
             create_index(LookupSettings(redis_url=SecretStr("rediss://h"), redis_tls_ca_file=path))
-    with pytest.raises(ConfigError, match=r"missing\.pem"):
-        create_index(
-            LookupSettings(redis_url=SecretStr("rediss-cluster://h"), redis_tls_cert_file=missing)
-        )
+    for url in ("rediss-sentinel://h/s", "rediss-cluster://h"):
+        with pytest.raises(ConfigError, match=r"missing\.pem"):
+            create_index(LookupSettings(redis_url=SecretStr(url), redis_tls_cert_file=missing))
 
 
 def test_files_without_tls_are_refused(tmp_path: Path) -> None:

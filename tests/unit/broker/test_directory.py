@@ -1,5 +1,5 @@
 import pytest
-from lmcache_broker.peers.service import Census, PeerDirectory, PeerLimits
+from lmcache_broker.peers.directory import Census, PeerDirectory, PeerLimits
 from lmcache_broker.peers.shared import SharedPeer
 from lmcache_core.errors import CapacityError
 from lmcache_core.p2p import Lease, Peer

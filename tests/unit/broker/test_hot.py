@@ -1,5 +1,5 @@
 import pytest
-from lmcache_broker.peers.service import PeerDirectory, PeerLimits
+from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_broker.transfers import hot as module
 from lmcache_broker.transfers.choice import WantedFrom
 from lmcache_broker.transfers.hot import ORDER_TTL_S, WINDOW_S, HotChunks, HotLimits

@@ -8,25 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import lmcache_broker.overview as overview_service
 import pytest
 from fastapi import FastAPI
-from lmcache_broker import lifespan
+from lmcache_broker import app as broker_app
 from lmcache_broker.app import create_app
-from lmcache_broker.overview import service as overview_service
-from lmcache_broker.overview.history import (
+from lmcache_broker.bodies import OverviewView
+from lmcache_broker.overview import (
+    MAX_KEPT_VIEWS,
     MAX_LABELS,
     MAX_SAMPLED_OWNERS,
     MAX_SAMPLES,
-    OTHER_LABEL,
-    History,
-    Work,
-)
-from lmcache_broker.overview.schemas import OverviewView
-from lmcache_broker.overview.service import (
-    MAX_KEPT_VIEWS,
     MAX_SHOWN_CHUNKS,
     MAX_SHOWN_LINKS,
     MAX_SHOWN_PEERS,
+    OTHER_LABEL,
+    History,
+    WorkCounts,
 )
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.settings import BrokerSettings
@@ -199,7 +197,7 @@ async def test_a_start_that_fails_leaves_no_sampler_behind(monkeypatch: pytest.M
     async def fail(*_: object) -> None:
         raise ConfigError("no cluster")
 
-    monkeypatch.setattr(lifespan, "create_discovery", fail)
+    monkeypatch.setattr(broker_app, "create_discovery", fail)
     app = create_app(BrokerSettings())
     with pytest.raises(ConfigError, match="no cluster"):
         async with app.router.lifespan_context(app):
@@ -294,7 +292,7 @@ def test_history_is_bounded() -> None:
 
 def test_names_are_bounded_whatever_peers_tell() -> None:
     peers = [PeerFigures(missed_chunks={f"{peer}-{i}": 2 for i in range(32)}) for peer in range(4)]
-    work, both = Work(), Work()
+    work, both = WorkCounts(), WorkCounts()
     for figures in peers:
         work.add(figures)
     both.merge(work)

@@ -64,6 +64,10 @@ def bearer(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer {TOKENS[name]}"}
 
 
+def wants(*chunks: Any, **options: Any) -> dict[str, Any]:
+    return {"requester": "me", "chunks": list(chunks), **options}
+
+
 def assert_problem(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status
     assert response.headers["content-type"] == "application/problem+json"
@@ -221,27 +225,17 @@ async def test_the_longest_request_of_the_protocol_fits(rest: httpx.AsyncClient)
     "body",
     [
         {"chunks": []},
-        {"requester": "../x", "chunks": []},
-        {"requester": "me", "chunks": [{"chunk_id": "xyz", "holders": []}]},
-        {"requester": "me", "chunks": [{"chunk_id": CHUNK.upper(), "holders": []}]},
-        {"requester": "me", "chunks": [{"chunk_id": CHUNK + "\n", "holders": []}]},
-        {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a b"]}]},
-        {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a"] * 17}]},
-        {
-            "requester": "me",
-            "chunks": [{"chunk_id": CHUNK, "holders": ["a", "b"], "tiers": ["Hot"]}],
-        },
-        {
-            "requester": "me",
-            "chunks": [{"chunk_id": CHUNK, "holders": ["a"], "tiers": ["no tier"]}],
-        },
-        {"requester": "me", "chunks": [], "wait_ms": -1},
-        {"requester": "me", "chunks": [], "wait_ms": 10_001},
-        {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": []}] * 2},
-        {
-            "requester": "me",
-            "chunks": [{"chunk_id": f"{i:032x}", "holders": []} for i in range(4097)],
-        },
+        wants(requester="../x"),
+        *(
+            wants({"chunk_id": chunk_id, "holders": []})
+            for chunk_id in ("xyz", CHUNK.upper(), CHUNK + "\n")
+        ),
+        *(wants({"chunk_id": CHUNK, "holders": holders}) for holders in (["a b"], ["a"] * 17)),
+        wants({"chunk_id": CHUNK, "holders": ["a", "b"], "tiers": ["Hot"]}),
+        wants({"chunk_id": CHUNK, "holders": ["a"], "tiers": ["no tier"]}),
+        *(wants(wait_ms=wait_ms) for wait_ms in (-1, 10_001)),
+        wants(*[{"chunk_id": CHUNK, "holders": []}] * 2),
+        wants(*({"chunk_id": f"{i:032x}", "holders": []} for i in range(4097))),
     ],
 )
 async def test_bad_transfers(rest: httpx.AsyncClient, body: dict[str, Any]) -> None:
@@ -338,20 +332,6 @@ async def test_roles_and_tenants(guarded: httpx.AsyncClient) -> None:
 async def test_health_needs_no_token(guarded: httpx.AsyncClient) -> None:
     for path in ("/healthz", "/readyz", "/metrics", "/openapi.json"):
         assert (await guarded.get(path)).status_code == 200
-
-
-async def test_the_documented_surface_is_there(rest: httpx.AsyncClient) -> None:
-    paths = (await rest.get("/openapi.json")).json()["paths"]
-    assert {(method.upper(), path) for path, methods in paths.items() for method in methods} >= {
-        ("PUT", "/v1/peers/{peer_id}"),
-        ("GET", "/v1/peers/{peer_id}"),
-        ("DELETE", "/v1/peers/{peer_id}"),
-        ("GET", "/v1/peers"),
-        ("POST", "/v1/peers/{peer_id}:drain"),
-        ("POST", "/v1/transfers"),
-        ("POST", "/v1/transfers:done"),
-        ("GET", "/v1/stats"),
-    }
 
 
 @pytest.mark.parametrize(

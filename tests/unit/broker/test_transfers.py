@@ -1,5 +1,5 @@
 import pytest
-from lmcache_broker.peers.service import PeerDirectory, PeerLimits
+from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_broker.transfers.service import TransferPlan
 from lmcache_core.p2p import Peer
 from lmcache_core.security import Principal, Ticket, TicketVerifier

@@ -10,8 +10,13 @@ import httpx
 import msgspec
 import pytest
 from lmcache_core.lookup import ContainsAnswer, LocationsAnswer, LookupAnswer, RouteAnswer
-from lmcache_core.lookup.requests import JSON, MSGPACK, PackedEvictRequest, pack_ids
-from lmcache_core.lookup.runs import PackedLookupAnswer
+from lmcache_core.lookup.messages import (
+    JSON,
+    MSGPACK,
+    PackedEvictRequest,
+    PackedLookupAnswer,
+    pack_ids,
+)
 
 from tests.fixtures.lookup_index import AwayIndex
 from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, write_tokens

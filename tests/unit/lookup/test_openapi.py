@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from lmcache_core.lookup.requests import JSON, MSGPACK, ChunksRequest
-from lmcache_core.lookup.runs import PackedLookupAnswer
-from lmcache_lookup.app import BODIES, create_app
+from lmcache_core.lookup.messages import JSON, MSGPACK, ChunksRequest, PackedLookupAnswer
+from lmcache_lookup.app import create_app
+from lmcache_lookup.routes import bodies
 from lmcache_lookup.settings import LookupSettings
 
 
@@ -36,7 +36,7 @@ def test_every_reference_leads_somewhere_and_every_schema_is_used(document: dict
 
 
 def test_every_type_is_described_with_its_own_fields(document: dict[str, Any]) -> None:
-    for kind in BODIES:
+    for kind in bodies.types:
         schema = document["components"]["schemas"][kind.__name__]
         fields = msgspec.structs.fields(kind)
         assert schema["description"] == inspect.getdoc(kind)

@@ -14,9 +14,8 @@ import pytest
 from fastapi import APIRouter, Depends, Request, Response
 from lmcache_core.lookup import MAX_CHUNKS_PER_LOOKUP, MAX_EVENTS_PER_BATCH
 from lmcache_lookup.app import create_app
-from lmcache_lookup.dependencies import Lookup, Parts
 from lmcache_lookup.index import LookupIndex, create_index
-from lmcache_lookup.lookup.direct import DirectRoute
+from lmcache_lookup.routes import DirectRoute, Service, Settings
 from lmcache_lookup.settings import LookupSettings
 from lmcache_servicekit.auth import ClientPrincipal
 
@@ -306,16 +305,16 @@ def test_a_direct_route_refuses_what_it_would_not_run() -> None:
 
     async def check() -> None: ...
 
-    async def plain(request: Request, caller: ClientPrincipal, service: Lookup) -> Response:
+    async def plain(request: Request, caller: ClientPrincipal, service: Service) -> Response:
         return Response()
 
     async def more(
-        request: Request, caller: ClientPrincipal, service: Lookup, parts: Parts
+        request: Request, caller: ClientPrincipal, service: Service, settings: Settings
     ) -> Response:
         return Response()
 
     async def queried(
-        request: Request, caller: ClientPrincipal, service: Lookup, limit: int = 1
+        request: Request, caller: ClientPrincipal, service: Service, limit: int = 1
     ) -> Response:
         return Response()
 

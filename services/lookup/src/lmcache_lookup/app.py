@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
 from fastapi import FastAPI
-from lmcache_core.lookup import (
-    ContainsAnswer,
-    EventsAck,
-    InstanceLease,
-    LocationsAnswer,
-    LookupAnswer,
-    RouteAnswer,
-)
-from lmcache_core.lookup.runs import PackedLookupAnswer
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import UnavailableError
 from lmcache_servicekit.app import BodyBounds, create_service_app
 from lmcache_servicekit.log_level import create_log_router
 from lmcache_servicekit.runner import run_service
+from lmcache_servicekit.state import service_state
 
-from lmcache_lookup.admin.routes import router as admin_router
-from lmcache_lookup.admin.schemas import EVICT, EvictedAnswer, StatsAnswer, TenantsAnswer
-from lmcache_lookup.events.routes import router as events_router
-from lmcache_lookup.events.schemas import EVENTS
 from lmcache_lookup.index import LookupIndex, create_index
-from lmcache_lookup.instances.routes import router as instances_router
-from lmcache_lookup.instances.schemas import LEASE, InstancesAnswer
-from lmcache_lookup.lifespan import lifespan_of
-from lmcache_lookup.lookup.routes import questions
-from lmcache_lookup.lookup.routes import router as lookup_router
-from lmcache_lookup.lookup.schemas import CHUNKS
-from lmcache_lookup.openapi import schemas_of
+from lmcache_lookup.metrics import LookupMetrics
+from lmcache_lookup.routes import ROUTERS, bodies
+from lmcache_lookup.service import LookupService
 from lmcache_lookup.settings import LookupSettings
+
+logger = logging.getLogger(__name__)
 
 NAME = "lmcache-lookup"
 
 # 8192 chunk ids, or 2048 events, with room to spare.
 MAX_BODY_BYTES: Final = 1 << 20
-
-_QUESTIONS: Final = tuple(
-    kind for body in (CHUNKS, LEASE, EVENTS, EVICT) for kind in (body.plain, body.packed)
-)
-_ANSWERS: Final = (
-    *(LookupAnswer, PackedLookupAnswer, RouteAnswer, ContainsAnswer, LocationsAnswer),
-    *(InstanceLease, InstancesAnswer, EventsAck, StatsAnswer, TenantsAnswer, EvictedAnswer),
-)
-BODIES: Final = (*_QUESTIONS, *_ANSWERS)
-"""Everything that the service reads and writes, as the OpenAPI document names it."""
 
 
 def create_app(settings: LookupSettings, index: LookupIndex | None = None) -> FastAPI:
@@ -61,19 +42,52 @@ def create_app(settings: LookupSettings, index: LookupIndex | None = None) -> Fa
     app = create_service_app(
         settings,
         NAME,
-        lifespan=lifespan_of(settings, index or create_index(settings)),
-        routers=[
-            questions,
-            lookup_router,
-            instances_router,
-            events_router,
-            admin_router,
-            create_log_router(),
-        ],
+        lifespan=_lifespan_of(settings, index or create_index(settings)),
+        routers=[*ROUTERS, create_log_router()],
         bodies=BodyBounds(MAX_BODY_BYTES),
     )
-    app.describe(schemas_of(*BODIES))
+    app.describe(bodies.schemas())
     return app
+
+
+def _lifespan_of(
+    settings: LookupSettings, index: LookupIndex
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return the lifespan of an app over `index`, which it opens and closes. An index that is away
+    does not stop the service from starting.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state = service_state(app)
+        metrics = LookupMetrics(state.registry)
+        app.state.lookup = LookupService(index, metrics)
+        app.state.lookup_settings = settings
+
+        async def probe() -> str:
+            await index.ping()
+            return index.name
+
+        async def sweep() -> None:
+            try:
+                metrics.swept_entries.inc(await index.sweep())
+            except UnavailableError as exc:
+                logger.debug("sweep skipped: error=%s", exc)
+
+        # Without the index the answers are `degraded`, which is quicker for callers than no service
+        # at all.
+        timeout_s = settings.redis_write_timeout_ms / 1000
+        state.health.add("index", probe, timeout_s=timeout_s, required=False, where=index.where)
+        supervisor = TaskSupervisor("lookup")
+        await index.open()
+        try:
+            supervisor.repeat("sweep", sweep, settings.sweep_interval_s)
+            yield
+        finally:
+            await supervisor.close()
+            await index.close()
+
+    return lifespan
 
 
 def main() -> int:

@@ -1,29 +1,34 @@
-"""Bodies in two formats, JSON for people and MessagePack for programs: `Content-Type` says which
-it is, `Accept` which is wanted.
+"""Bodies in two formats, JSON for people and MessagePack for programs.
+
+`Content-Type` says which it is, `Accept` which is wanted. The OpenAPI document is made from the
+types that read and write them.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from lmcache_core.lookup.requests import JSON, MSGPACK
+from lmcache_core.lookup.messages import JSON, MSGPACK, NO_LINE_END
 
 FORMATS: Final = (JSON, MSGPACK)
 
 J = TypeVar("J", bound=msgspec.Struct)
 P = TypeVar("P", bound=msgspec.Struct)
 
+_COMPONENT: Final = "#/components/schemas/{name}"
+
 # msgspec repeats what it was given in this case alone; it may be large, or secret.
 _REPEATED: Final = re.compile(r"^(Invalid enum value) .*?( - at `[^`]*`)?$", re.DOTALL)
 _PLACE: Final = re.compile(r"^(.*) - at `\$\.?([^`]*)`$", re.DOTALL)
 
 
-class Body(Generic[J, P]):
-    """What a request says.
+class RequestBody(Generic[J, P]):
+    """Reads what a request says.
 
     Args:
         plain: Its type where it is JSON.
@@ -56,9 +61,8 @@ class Body(Generic[J, P]):
             raise RequestValidationError([_told(exc)]) from None
 
     def _read_json(self, data: bytes) -> J:
-        """JSON knows one kind of number: 1.0 is an integer too, which is looked at only where
-        something is wrong.
-        """
+        # JSON knows one kind of number, so 1.0 is an integer too. That is looked at only where
+        # something is wrong.
         try:
             return self._read_plain(data)
         except msgspec.ValidationError:
@@ -66,7 +70,7 @@ class Body(Generic[J, P]):
 
 
 def wants_packed(request: Request) -> bool:
-    """Whether the caller takes MessagePack rather than JSON; with no preference it gets JSON.
+    """Return whether the caller prefers MessagePack; with no preference it gets JSON.
 
     Raises:
         HTTPException: 406: it takes neither.
@@ -84,7 +88,7 @@ def wants_packed(request: Request) -> bool:
 
 
 def answered(request: Request, answer: msgspec.Struct) -> Response:
-    """An answer that both formats say alike.
+    """Encode an answer that both formats say alike.
 
     Raises:
         HTTPException: 406: the caller takes neither.
@@ -97,14 +101,12 @@ def answered(request: Request, answer: msgspec.Struct) -> Response:
 
 
 def packed_answer(answer: msgspec.Struct) -> Response:
-    """An answer as MessagePack."""
+    """Encode an answer as MessagePack."""
     return Response(msgspec.msgpack.encode(answer), media_type=MSGPACK)
 
 
 def _with_integers(value: Any) -> Any:
-    """The same with integers in the place of floats that are whole; depth is bounded by what
-    read it.
-    """
+    """Replace whole floats by integers; the parser has bounded the depth."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -119,7 +121,7 @@ def _bare(content_type: str) -> str:
 
 
 def _weights(accept: str) -> dict[str, float]:
-    """Media ranges and how much each is wanted; a weight that cannot be read counts as 1."""
+    """Return the weight of each media range; one that cannot be read counts as 1."""
     found: dict[str, float] = {}
     for part in accept.split(","):
         name, *parameters = (piece.strip().lower() for piece in part.split(";"))
@@ -129,12 +131,12 @@ def _weights(accept: str) -> dict[str, float]:
 
 
 def _weight(weights: dict[str, float], kind: str) -> float:
-    """How much a media type is wanted: the most exact range that names it counts."""
+    """Return the weight of a media type, by the most exact range that names it."""
     return next((weights[name] for name in (kind, "application/*", "*/*") if name in weights), 0.0)
 
 
 def _told(error: Exception) -> dict[str, object]:
-    """An error as the handler of validation errors wants it."""
+    """Return an error as the handler of validation errors wants it."""
     text = (
         _REPEATED.sub(r"\1\2", str(error))
         if isinstance(error, msgspec.DecodeError)
@@ -148,3 +150,63 @@ def _told(error: Exception) -> dict[str, object]:
         "loc": ("body", at) if at else ("body",),
         "msg": message,
     }
+
+
+class BodyTypes:
+    """The types of all bodies, which routes add as they are declared, and their OpenAPI schemas."""
+
+    def __init__(self) -> None:
+        self.types: list[type] = []
+
+    def route(
+        self,
+        body: RequestBody[Any, Any] | None = None,
+        answer: type | None = None,
+        packed: type | None = None,
+    ) -> dict[str, Any]:
+        """Return the arguments of a route's decorator that say what it reads and writes.
+
+        Args:
+            body: What it reads, if it reads something.
+            answer: What it writes as JSON; None for an empty answer, which is not documented here.
+            packed: What it writes as MessagePack where that differs.
+        """
+        options: dict[str, Any] = {"response_class": Response}
+        if answer is not None:
+            sentence = (answer.__doc__ or "").partition("\n")[0]
+            content = self._contents(answer, packed or answer)
+            options["responses"] = {200: {"description": sentence, "content": content}}
+        if body is not None:
+            content = self._contents(body.plain, body.packed)
+            options["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
+        return options
+
+    def schemas(self) -> dict[str, Any]:
+        """Return the schemas of the types and of all that they are made of, by name."""
+        _, found = msgspec.json.schema_components(self.types, ref_template=_COMPONENT)
+        return {name: _cleaned(schema) for name, schema in found.items()}
+
+    def _contents(self, plain: type, packed: type) -> dict[str, Any]:
+        self.types += [kind for kind in (plain, packed) if kind not in self.types]
+        return {
+            kind: {"schema": {"$ref": _COMPONENT.format(name=one.__name__)}}
+            for kind, one in ((JSON, plain), (MSGPACK, packed))
+        }
+
+
+def _cleaned(schema: Any) -> Any:
+    """Remove what only Python's regular expressions need, and describe bytes as MessagePack holds
+    them.
+    """
+    if isinstance(schema, list):
+        return [_cleaned(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("contentEncoding") == "base64":
+        return {"type": "string", "format": "binary", "description": schema["description"]}
+    cleaned = {name: _cleaned(value) for name, value in schema.items()}
+    if isinstance(cleaned.get("pattern"), str):
+        cleaned["pattern"] = cleaned["pattern"].removesuffix(NO_LINE_END)
+    if isinstance(cleaned.get("description"), str):
+        cleaned["description"] = inspect.cleandoc(cleaned["description"])
+    return cleaned

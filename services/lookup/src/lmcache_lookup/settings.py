@@ -9,7 +9,7 @@ from pydantic_settings import SettingsConfigDict
 
 
 class LookupSettings(RedisSettings):
-    """Options of `lmcache-lookup`, beside those that say where Redis is; variables are
+    """Options of `lmcache-lookup`, besides those that say where Redis is; variables are
     `LMCACHE_LOOKUP_…`. The index lies in Redis.
 
     Attributes:

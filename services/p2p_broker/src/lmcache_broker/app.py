@@ -1,19 +1,110 @@
-"""The broker's app."""
+"""The broker's app: its parts, opened and closed."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
 from fastapi import FastAPI
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.security import TicketKeys, TicketSigner
 from lmcache_servicekit.app import BodyBounds, create_service_app
 from lmcache_servicekit.log_level import create_log_router
+from lmcache_servicekit.redis_client import create_redis_client
+from lmcache_servicekit.redis_connections import RedisAccess
+from lmcache_servicekit.state import service_state
 
-from lmcache_broker.lifespan import create_lifespan
-from lmcache_broker.overview.routes import router as overview_router
-from lmcache_broker.page.routes import create_page_router
-from lmcache_broker.peers.routes import router as peers_router
+from lmcache_broker.discovery import create_discovery
+from lmcache_broker.metrics import BrokerCollector, DiscoveryCollector
+from lmcache_broker.overview import BrokerOverview
+from lmcache_broker.page import create_page_router
+from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
+from lmcache_broker.peers.redis_peers import MAX_CONNECTIONS, RedisPeers
+from lmcache_broker.peers.registry import REFRESH_INTERVAL_S, PeerRegistry
+from lmcache_broker.routes import BrokerParts, overview_router, peers_router, transfers_router
 from lmcache_broker.settings import BrokerSettings, load_ticket_keys
-from lmcache_broker.transfers.routes import router as transfers_router
+from lmcache_broker.transfers.hot import HotChunks, HotLimits
+from lmcache_broker.transfers.scheduler import TransferScheduler
+from lmcache_broker.transfers.service import TransferLimits, TransferService
+
+logger = logging.getLogger(__name__)
+
+
+def create_lifespan(
+    settings: BrokerSettings, ticket_keys: TicketKeys
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """The lifespan of a broker that signs with the first of `ticket_keys`."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if settings.ticket_keys is None and settings.ticket_keys_file is None:
+            logger.warning(
+                "no ticket keys are set: peers that check tickets will refuse those of this broker"
+            )
+        shared = create_shared_peers(settings)
+        registry = PeerRegistry(
+            PeerDirectory(
+                PeerLimits(
+                    settings.max_peers, settings.max_peers_per_tenant, settings.max_lease_ttl_ms
+                )
+            ),
+            shared,
+        )
+        signer = TicketSigner(ticket_keys)
+        transfers = TransferService(
+            registry, signer, TransferLimits(settings.max_pulls_per_peer, settings.ticket_ttl_ms)
+        )
+        hot = HotChunks(
+            registry.directory, HotLimits(settings.hot_chunk_pulls, settings.hot_chunk_copies)
+        )
+        scheduler = TransferScheduler(transfers, hot)
+        state = service_state(app)
+        state.registry.register(BrokerCollector(registry, scheduler, transfers.figures, hot))
+        overview = BrokerOverview(settings.instance_id, registry, hot, settings.history_interval_s)
+        app.state.broker = BrokerParts(settings, registry, scheduler, hot, overview)
+        tasks = TaskSupervisor("broker")
+        if settings.redis_url is not None:
+            assert shared is not None
+            timeout_s = settings.redis_timeout_ms / 1000
+            state.health.add(
+                "redis", registry.ping, timeout_s=timeout_s, required=False, where=shared.where
+            )
+        discovering = await create_discovery(settings, registry)
+        state.registry.register(DiscoveryCollector(discovering))
+        await scheduler.open()
+        try:
+            tasks.repeat("sample", overview.sample, settings.history_interval_s)
+            if settings.redis_url is not None:
+                tasks.repeat("refresh", registry.keep_fresh, REFRESH_INTERVAL_S)
+            if discovering is not None:
+                await discovering.open()
+                if discovering.watch is not None:
+                    state.health.add("kubernetes", discovering.watch.ping, required=False)
+            yield
+        finally:
+            if discovering is not None:
+                await discovering.close()
+            await scheduler.close()
+            await tasks.close()
+            await registry.close()
+
+    return lifespan
+
+
+def create_shared_peers(settings: BrokerSettings) -> RedisPeers | None:
+    """What brokers share, as the settings say; None where this one is alone. Connects to nothing.
+
+    Raises:
+        ConfigError: The URL, a file for TLS, or the password of the sentinels cannot be read.
+    """
+    access = RedisAccess.of(settings)
+    if access is None:
+        return None
+    timeout_s = settings.redis_timeout_ms / 1000
+    return RedisPeers(create_redis_client(access, timeout_s, MAX_CONNECTIONS), timeout_s)
+
 
 # 4096 chunks with 16 holders of the longest names fit.
 _BODIES: Final = BodyBounds(max_body_bytes=64 << 10, overrides={"/v1/transfers": 12 << 20})
@@ -30,7 +121,6 @@ def create_app(settings: BrokerSettings) -> FastAPI:
     app = create_service_app(
         settings, "lmcache-broker", lifespan=lifespan, routers=routers, bodies=_BODIES
     )
-    app.include_router(
-        create_page_router()
-    )  # not among those that have to let callers in: its files are the same for everybody
+    # Not among the routers that let callers in first: its files are the same for every caller.
+    app.include_router(create_page_router())
     return app

@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 
 from lmcache_broker.discovery import Discovering
 from lmcache_broker.peers.registry import PeerRegistry
-from lmcache_broker.transfers.desk import TransferDesk
 from lmcache_broker.transfers.hot import HotChunks
+from lmcache_broker.transfers.scheduler import TransferScheduler
 from lmcache_broker.transfers.service import TransferFigures
 
 PEERS: Final = "lmcache_broker_peers"
@@ -76,16 +76,20 @@ class BrokerCollector(Collector):
     """Reads the figures when Prometheus asks."""
 
     def __init__(
-        self, registry: PeerRegistry, desk: TransferDesk, figures: TransferFigures, hot: HotChunks
+        self,
+        registry: PeerRegistry,
+        scheduler: TransferScheduler,
+        figures: TransferFigures,
+        hot: HotChunks,
     ) -> None:
         self._registry = registry
-        self._desk = desk
+        self._scheduler = scheduler
         self._figures = figures
         self._hot = hot
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the broker."""
-        census = self._registry.census()
+        census = self._registry.directory.census()
         figures = self._figures
         yield GaugeMetricFamily(PEERS, "Peers with a live lease.", census.num_peers)
         yield GaugeMetricFamily(
@@ -109,17 +113,17 @@ class BrokerCollector(Collector):
             UNASSIGNED_CHUNKS_TOTAL, "Chunks that no live peer could serve.", figures.num_unassigned
         )
         yield GaugeMetricFamily(
-            WAITING_REQUESTS, "Requests that wait for a busy peer.", self._desk.num_waiting
+            WAITING_REQUESTS, "Requests that wait for a busy peer.", self._scheduler.num_waiting
         )
         yield CounterMetricFamily(
             QUEUED_REQUESTS_TOTAL,
             "Requests that had to wait for a busy peer.",
-            self._desk.num_queued,
+            self._scheduler.num_queued,
         )
         yield CounterMetricFamily(
             TURNED_AWAY_REQUESTS_TOTAL,
             "Requests for which the queue had no room.",
-            self._desk.num_turned_away,
+            self._scheduler.num_turned_away,
         )
         yield CounterMetricFamily(
             ORDERED_COPIES_TOTAL,

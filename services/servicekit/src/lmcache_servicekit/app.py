@@ -115,11 +115,11 @@ def create_service_app(
             `include_router` does not reach the metrics' route label.
         bodies: Bounds of request bodies; None means 4 MiB everywhere.
         problems: Entries for the service's own errors.
-        only_tenant: Whose service this is; None: everybody's.
+        only_tenant: Whose service this is; None: all tenants'.
 
     Raises:
         ConfigError: The token file or a certificate cannot be read.
-        TypeError: A route lets in whoever comes.
+        TypeError: A route lets in any caller.
     """
     _refuse_unguarded(routers)
     version = version_of(distribution)

@@ -7,7 +7,7 @@ LMCacheError
 |-- CapacityError
 |   `-- ThrottledError     the caller has too much in flight, or asks too often; it may try again
 `-- UnavailableError
-    `-- RefusedError       a store answered, and refused this call
+    `-- StoreRefusedError  a store answered, and refused this call
 
 They know no HTTP: `lmcache_servicekit.problems` maps them.
 """
@@ -42,5 +42,5 @@ class ThrottledError(CapacityError):
         self.retry_after_s = retry_after_s
 
 
-class RefusedError(UnavailableError):
+class StoreRefusedError(UnavailableError):
     """A store answered, and refused: it is full, or read-only. Other calls may succeed."""

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
+from typing_extensions import override
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -80,8 +81,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.app = self._bounded(self.app)
 
+    @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self.flow = _HeldFlow(transport, self)
         if hasattr(transport, "max_size"):  # of asyncio's own; TLS and uvloop have fixed ones
@@ -96,8 +97,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._idle[self] = None
         self._start_timer()
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         self._held = memoryview(b"")
         self._stop_timer()
         self._stop_write_timer()
@@ -109,8 +110,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().eof_received()
         self._bound_writing()
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         self._held = memoryview(bytes(self._held) + data if self._held else data)
         self._parse()
 
@@ -151,13 +152,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._body_left -= len(body)
         super().on_body(body)
 
+    @override
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         super().pause_writing()
         self._bound_writing()
 
+    @override
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         self._stop_write_timer()
         super().resume_writing()
         # Below the low-water mark is not empty, and a transport that is closing is never paused

@@ -91,7 +91,7 @@ class MetricsMiddleware:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on and account for it; a failure that nobody answered counts as 500."""
+        """Pass a request on and account for it; an unanswered failure counts as 500."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

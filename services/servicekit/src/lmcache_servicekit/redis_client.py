@@ -19,7 +19,7 @@ from redis.asyncio.sentinel import SentinelManagedConnection
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, ResponseError
 
-from lmcache_servicekit.errors import RefusedError
+from lmcache_servicekit.errors import StoreRefusedError
 from lmcache_servicekit.redis_connections import CLIENT_ERRORS, RedisAccess, describe_failure
 
 T = TypeVar("T")
@@ -205,7 +205,7 @@ class RedisClient:
         """Await commands for at most `timeout_s`, and say in words what failed.
 
         Raises:
-            RefusedError: Redis answered, and refused.
+            StoreRefusedError: Redis answered, and refused.
             UnavailableError: Redis failed, or did not answer in time.
         """
         try:
@@ -214,7 +214,9 @@ class RedisClient:
         except CLIENT_ERRORS as exc:
             text = describe_failure(self.where, exc, timeout_s)
             raise (
-                RefusedError(text) if isinstance(exc, ResponseError) else UnavailableError(text)
+                StoreRefusedError(text)
+                if isinstance(exc, ResponseError)
+                else UnavailableError(text)
             ) from exc
 
 

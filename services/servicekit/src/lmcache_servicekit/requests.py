@@ -28,7 +28,7 @@ _BEGIN: Final = re.compile(
     r"/v1/(?:admin/)?[a-z-]{1,12}(?::[a-z]{1,12})?(?![^/])|/mutate$|/healthz$|/readyz$|/metrics$"
 )
 _UNTRACED: Final = frozenset({"/healthz", "/readyz", "/metrics"})
-"""What is asked all the time, by nobody's request."""
+"""Paths that are polled, not asked for by a user's request."""
 
 
 class RequestMiddleware:

@@ -281,7 +281,7 @@ def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def _write_port_file(path: Path, ports: Mapping[str, int]) -> None:
-    """Whoever waits for the file never reads half of it."""
+    """Replace the file atomically: a reader never sees half of it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(dict(ports)) + "\n")
     temporary.replace(path)

@@ -20,21 +20,21 @@ from lmcache_servicekit.worker_metrics import WorkerMetrics
 
 @dataclass(slots=True)
 class ServiceState:
-    """The shared parts of one running app. A service's own parts live in `app.state` beside it.
+    """The shared parts of one running app. A service's own parts live next to it in `app.state`.
 
     Attributes:
         settings: As loaded.
         tokens: Who may call; read again when its file changes.
         health: The checks of `/readyz`; a lifespan adds its own.
         registry: Where the service's metrics are registered.
-        ports: Ports beside the HTTP one that a lifespan opened, by name; written to the port file.
+        ports: Ports besides the HTTP one that a lifespan opened, by name; written to the port file.
         siblings: Where the metrics of all workers of the port are; None: there is only this
             process.
         tls: What REST and lm:// are encrypted with; None: they are not.
         limiter: How much each tenant may ask; None: as much as it likes.
-        only_tenant: Whose service this is; None: everybody's. Callers of other tenants are let in
+        only_tenant: Whose service this is; None: all tenants'. Callers of other tenants are let in
             only with the role `admin`.
-        tracer: Traces requests while the app runs; None: nobody does.
+        tracer: Traces requests while the app runs; None: they are not traced.
         before_stop: Awaited one after the other on SIGTERM, while requests are still answered; each
             bounds its own time and fails never.
     """

@@ -72,7 +72,7 @@ class WorkerMetrics:
             return None
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Whoever connects is told what `/metrics` tells anyone."""
+        """Answer every connection with what `/metrics` shows to any caller."""
         try:
             async with asyncio.timeout(SIBLING_TIMEOUT_S):
                 writer.write(generate_latest(self._registry))

@@ -19,7 +19,7 @@ from lmcache_core.lookup import (
     RouteEntry,
     StoreEvent,
 )
-from lmcache_core.lookup.requests import MSGPACK
+from lmcache_core.lookup.messages import MSGPACK
 
 A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
 HOLDER = {"instance": "pod-1", "kind": "sidecar", "tier": "hot", "size_bytes": 7}

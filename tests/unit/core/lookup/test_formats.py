@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup import LookupAnswer, LookupClient, StoreEvent
-from lmcache_core.lookup.formats import JSON_ONLY_S, FormatChooser
-from lmcache_core.lookup.requests import (
+from lmcache_core.lookup.client import JSON_ONLY_S, FormatChooser
+from lmcache_core.lookup.messages import (
     JSON,
     MSGPACK,
     ChunksRequest,

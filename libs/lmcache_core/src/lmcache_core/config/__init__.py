@@ -11,6 +11,7 @@ from __future__ import annotations
 from lmcache_core.config.engine_config import OPTIONS, LMCacheEngineConfig
 from lmcache_core.config.metadata import LMCacheEngineMetadata, LMCacheMemPoolMetadata
 from lmcache_core.config.options import (
+    BLEND_POLICIES,
     DISK_SERDES,
     REMOTE_SERDES,
     VERIFY_HOT_MODES,
@@ -20,6 +21,7 @@ from lmcache_core.config.registry import EVICTION_POLICIES, REMOTE_SCHEMES
 from lmcache_core.config.sources import CONFIG_FILE_ENV, ENV_PREFIX, SERVICE_ENV_PREFIXES
 
 __all__ = [
+    "BLEND_POLICIES",
     "CONFIG_FILE_ENV",
     "DISK_SERDES",
     "ENV_PREFIX",

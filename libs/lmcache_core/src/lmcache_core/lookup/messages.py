@@ -1,16 +1,24 @@
-"""What instances, engines and the lookup service tell each other (see `docs/protocols.md`,
-lookup).
+"""Messages of the lookup service (`docs/protocols.md`, lookup).
+
+Client and service read and write these types, and the service's OpenAPI document is made from them.
+Bodies are JSON for people and MessagePack with raw bytes for programs. What both formats say alike
+is one type. The others come in pairs: `ids` of both returns the chunk ids as bytes.
 """
 
 from __future__ import annotations
 
 import re
+import struct
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
 from lmcache_core.keys import CHUNK_ID_BYTES
 from lmcache_core.security.names import INSTANCE_PATTERN, TENANT_PATTERN
+
+MSGPACK: Final = "application/vnd.msgpack"
+JSON: Final = "application/json"
 
 InstanceKind = Literal["sidecar", "storage"]
 EventOp = Literal["store", "remove"]
@@ -21,6 +29,8 @@ MAX_INSTANCES_PER_ANSWER: Final = 4096
 MAX_EVENTS_PER_BATCH: Final = 2048
 MAX_EXCLUDED: Final = 1024
 MAX_LOCATIONS: Final = 64
+MAX_LEASES: Final = 65_536
+MAX_TENANTS_PER_ANSWER: Final = 1024
 MAX_INCARNATION: Final = (1 << 63) - 1
 MAX_SEQUENCE: Final = (1 << 53) - 1
 MAX_SIZE_BYTES: Final = 1 << 40
@@ -32,6 +42,7 @@ that a document leaves it out.
 """
 
 _TIER = re.compile(TIER_PATTERN)
+_ID: Final = struct.Struct(f"{CHUNK_ID_BYTES}s")
 
 ChunkIdText = Annotated[
     str,
@@ -48,9 +59,26 @@ InstanceText = Annotated[
 ]
 TenantText = Annotated[str, msgspec.Meta(pattern=f"^{TENANT_PATTERN}${NO_LINE_END}", max_length=63)]
 TierText = Annotated[str, msgspec.Meta(pattern=f"^{TIER_PATTERN}${NO_LINE_END}", max_length=32)]
+PackedIds = Annotated[
+    bytes,
+    msgspec.Meta(
+        max_length=MAX_CHUNKS_PER_LOOKUP * CHUNK_ID_BYTES,
+        description="Chunk ids of 16 bytes, one behind the other: MessagePack's bin.",
+    ),
+]
+PackedId = Annotated[
+    bytes,
+    msgspec.Meta(
+        min_length=CHUNK_ID_BYTES,
+        max_length=CHUNK_ID_BYTES,
+        description="A chunk id: 16 bytes, MessagePack's bin.",
+    ),
+]
+Excluded = Annotated[list[InstanceText], msgspec.Meta(max_length=MAX_EXCLUDED)]
 SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE_BYTES)]
 Incarnation = Annotated[int, msgspec.Meta(ge=0, le=MAX_INCARNATION)]
-Sequence = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
+SequenceNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 TtlMs = Annotated[int, msgspec.Meta(gt=0, le=MAX_TTL_MS)]
 
 
@@ -99,6 +127,104 @@ class Holder(msgspec.Struct, frozen=True):
     size_bytes: SizeBytes
 
 
+class _TextIds(msgspec.Struct, frozen=True):
+    """Chunk ids as JSON."""
+
+    chunk_ids: ChunkIdTexts
+
+    @property
+    def ids(self) -> list[bytes]:
+        """Chunk ids, 16 bytes each."""
+        return read_ids(self.chunk_ids)
+
+
+class _PackedIds(msgspec.Struct, frozen=True):
+    """Chunk ids as MessagePack."""
+
+    chunk_ids: PackedIds
+
+    def __post_init__(self) -> None:
+        if len(self.chunk_ids) % CHUNK_ID_BYTES:
+            raise ValueError(
+                f"{len(self.chunk_ids)} bytes are no list of chunk ids: each has {CHUNK_ID_BYTES}"
+            )
+
+    @property
+    def ids(self) -> list[bytes]:
+        """Chunk ids, 16 bytes each."""
+        return split_ids(self.chunk_ids)
+
+
+class ChunksRequest(_TextIds, frozen=True, omit_defaults=True):
+    """Which chunks, in order, and instances whose holdings do not count."""
+
+    exclude: Excluded = msgspec.field(default_factory=list)
+
+
+class PackedChunksRequest(_PackedIds, frozen=True, omit_defaults=True):
+    """`ChunksRequest` as MessagePack."""
+
+    exclude: Excluded = msgspec.field(default_factory=list)
+
+
+class LeaseRequest(msgspec.Struct, frozen=True):
+    """What an instance says of itself; without `ttl_ms` it gets the service's default."""
+
+    incarnation: Incarnation
+    kind: InstanceKind
+    ttl_ms: TtlMs | None = None
+
+
+class EventsRequest(msgspec.Struct, frozen=True):
+    """Events with consecutive numbers from `first_sequence` on."""
+
+    instance: InstanceText
+    incarnation: Incarnation
+    first_sequence: SequenceNumber
+    events: Annotated[list[StoreEvent], msgspec.Meta(max_length=MAX_EVENTS_PER_BATCH)]
+
+    @property
+    def ids(self) -> list[bytes]:
+        """The events' chunk ids, 16 bytes each."""
+        return read_ids([event.chunk_id for event in self.events])
+
+
+class PackedEvent(msgspec.Struct, frozen=True, array_like=True):
+    """`StoreEvent` as MessagePack: an array."""
+
+    op: EventOp
+    chunk_id: PackedId
+    tier: TierText
+    size_bytes: SizeBytes = 0
+    tenant: TenantText | None = None
+
+
+class PackedEventsRequest(msgspec.Struct, frozen=True):
+    """`EventsRequest` as MessagePack."""
+
+    instance: InstanceText
+    incarnation: Incarnation
+    first_sequence: SequenceNumber
+    events: Annotated[list[PackedEvent], msgspec.Meta(max_length=MAX_EVENTS_PER_BATCH)]
+
+    @property
+    def ids(self) -> list[bytes]:
+        """The events' chunk ids, 16 bytes each."""
+        return [event.chunk_id for event in self.events]
+
+
+class EvictRequest(_TextIds, frozen=True):
+    """Which chunks to forget; without `tenant` those of the caller's."""
+
+    tenant: TenantText | None = None
+
+
+class PackedEvictRequest(_PackedIds, frozen=True):
+    """`EvictRequest` as MessagePack."""
+
+    tenant: TenantText | None = None
+
+
 _HoldersOfChunk = Annotated[
     list[Holder], msgspec.Meta(min_length=1, max_length=MAX_HOLDERS_PER_CHUNK)
 ]
@@ -116,6 +242,49 @@ class LookupAnswer(msgspec.Struct, frozen=True):
     num_prefix: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS_PER_LOOKUP)]
     holders: Annotated[list[_HoldersOfChunk], msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP)]
     degraded: bool = False
+
+
+class PackedHolder(msgspec.Struct, frozen=True, array_like=True):
+    """`Holder` as MessagePack: an array."""
+
+    instance: InstanceText
+    kind: InstanceKind
+    tier: TierText
+    size_bytes: SizeBytes
+
+
+class HolderRun(msgspec.Struct, frozen=True, array_like=True):
+    """So many chunks, one behind the other, that have the same holders."""
+
+    num_chunks: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNKS_PER_LOOKUP)]
+    holders: Annotated[
+        list[PackedHolder], msgspec.Meta(min_length=1, max_length=MAX_HOLDERS_PER_CHUNK)
+    ]
+
+    def unpack(self) -> list[Holder]:
+        """The holders."""
+        return [Holder(one.instance, one.kind, one.tier, one.size_bytes) for one in self.holders]
+
+
+class PackedLookupAnswer(msgspec.Struct, frozen=True):
+    """`LookupAnswer` as MessagePack: the prefix is `runs`, one behind the other."""
+
+    num_prefix: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS_PER_LOOKUP)]
+    runs: Annotated[list[HolderRun], msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP)]
+    degraded: bool = False
+
+    def unpack(self) -> LookupAnswer:
+        """The answer; chunks of a run share one list of holders.
+
+        Raises:
+            ValueError: The runs are not `num_prefix` chunks long.
+        """
+        if sum(run.num_chunks for run in self.runs) != self.num_prefix:
+            raise ValueError(f"its runs do not add up to {self.num_prefix} chunks")
+        holders: list[list[Holder]] = []
+        for run in self.runs:
+            holders += [run.unpack()] * run.num_chunks
+        return LookupAnswer(self.num_prefix, holders, self.degraded)
 
 
 class RouteEntry(msgspec.Struct, frozen=True):
@@ -160,15 +329,55 @@ class InstanceLease(msgspec.Struct, frozen=True):
     """
 
     ttl_ms: TtlMs
-    next_sequence: Sequence
+    next_sequence: SequenceNumber
     resync: bool
 
 
 class EventsAck(msgspec.Struct, frozen=True):
     """Answer to a batch of events; the fields are those of `InstanceLease`."""
 
-    next_sequence: Sequence
+    next_sequence: SequenceNumber
     resync: bool
+
+
+class InstanceEntry(msgspec.Struct, frozen=True):
+    """A live lease."""
+
+    instance: InstanceText
+    kind: InstanceKind
+    incarnation: Incarnation
+    next_sequence: SequenceNumber
+    expires_in_ms: Annotated[int, msgspec.Meta(ge=0, le=MAX_TTL_MS)]
+
+
+class InstancesAnswer(msgspec.Struct, frozen=True):
+    """The live leases that tokens of the caller's tenant took."""
+
+    instances: Annotated[list[InstanceEntry], msgspec.Meta(max_length=MAX_LEASES)]
+
+
+class StatsAnswer(msgspec.Struct, frozen=True):
+    """Figures of one tenant; without the index they are missing and `degraded` is set."""
+
+    index: str
+    degraded: bool
+    num_chunks: Count | None
+    num_instances: Count | None
+
+
+class TenantsAnswer(msgspec.Struct, frozen=True):
+    """Tenants in whose namespaces chunks were stored, sorted; `next_after` is where to go on,
+    null at the end.
+    """
+
+    tenants: Annotated[list[TenantText], msgspec.Meta(max_length=MAX_TENANTS_PER_ANSWER)]
+    next_after: TenantText | None
+
+
+class EvictedAnswer(msgspec.Struct, frozen=True):
+    """How many of the chunks were known."""
+
+    num_evicted: Count
 
 
 def chunk_id_text(chunk_id: bytes) -> str:
@@ -191,3 +400,47 @@ def validate_tier(tier: str) -> str:
     if _TIER.fullmatch(tier) is None:
         raise ValueError(f"a tier's name matches {TIER_PATTERN}")
     return tier
+
+
+def read_ids(texts: Sequence[str]) -> list[bytes]:
+    """Chunk ids from their hex digits."""
+    return split_ids(bytes.fromhex("".join(texts)))
+
+
+def split_ids(packed: bytes) -> list[bytes]:
+    """Chunk ids that lie one behind the other."""
+    return [chunk_id for (chunk_id,) in _ID.iter_unpack(packed)]
+
+
+def pack_ids(chunk_ids: Sequence[bytes]) -> bytes:
+    """Chunk ids one behind the other.
+
+    Raises:
+        ValueError: One has not 16 bytes.
+    """
+    for chunk_id in chunk_ids:
+        if len(chunk_id) != CHUNK_ID_BYTES:
+            chunk_id_text(chunk_id)  # its complaint says which length it has
+    return b"".join(chunk_ids)
+
+
+def packed_events(request: EventsRequest) -> PackedEventsRequest:
+    """The same events as MessagePack says them."""
+    events = [
+        PackedEvent(
+            event.op, bytes.fromhex(event.chunk_id), event.tier, event.size_bytes, event.tenant
+        )
+        for event in request.events
+    ]
+    return PackedEventsRequest(
+        request.instance, request.incarnation, request.first_sequence, events
+    )
+
+
+def pack_run(num_chunks: int, holders: Sequence[Holder]) -> HolderRun:
+    """A run of chunks that all have these holders, of which the first 16 are named."""
+    named = [
+        PackedHolder(one.instance, one.kind, one.tier, one.size_bytes)
+        for one in holders[:MAX_HOLDERS_PER_CHUNK]
+    ]
+    return HolderRun(num_chunks, named)

@@ -17,8 +17,8 @@ class Outbox:
     events are not kept, since the announcement that follows says everything.
 
     Args:
-        max_pending: Bound on events beside the announcement; one more loses them all and asks for a
-            resync.
+        max_pending: Bound on events besides the announcement; one more loses them all and asks
+            for a resync.
     """
 
     def __init__(self, max_pending: int) -> None:

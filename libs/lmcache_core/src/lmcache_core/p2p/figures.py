@@ -49,7 +49,7 @@ class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
         stored_bytes: Bytes of these.
         pulled_bytes: Bytes that came from peers, by the peer's id.
         tiers: How full its own tiers are.
-        sole_bytes: Bytes of chunks that nobody else holds, as far as it knows; None where it does
+        sole_bytes: Bytes of chunks that no other peer holds, as far as it knows; None where it does
             not.
     """
 

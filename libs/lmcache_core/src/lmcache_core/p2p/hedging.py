@@ -18,7 +18,7 @@ UNKNOWN_SHARE: Final = 0.25
 """Of the time that is left, while too few pulls are known."""
 MAX_HEDGES_SAVED: Final = 5.0
 HEDGES_PER_PULL: Final = 0.1
-"""A slow network makes all pulls late; asking everybody twice then makes it slower."""
+"""A slow network makes all pulls late; asking every peer twice then makes it slower."""
 
 
 class PullTimes:
@@ -31,7 +31,7 @@ class PullTimes:
 
     def observe(self, num_chunks: int, elapsed_s: float) -> None:
         """A pull of so many chunks took that long, or was given up after that long because
-        somebody else was faster.
+        another peer was faster.
         """
         self._classes[_size_class(num_chunks)].append(elapsed_s)
 

@@ -63,8 +63,8 @@ class DrainReport(msgspec.Struct, frozen=True):
         state: `serving`, `writing`, `handing_over` or `done`; a newer instance may name others.
         total: Chunks that it holds; the sum of the others.
         handed_over: Sent to peers or storage, and kept there.
-        already_elsewhere: Held by somebody else already.
-        failed: Nobody took them, or they could not be read.
+        already_elsewhere: Held by another peer already.
+        failed: No peer took them, or they could not be read.
         left: Not dealt with so far.
     """
 

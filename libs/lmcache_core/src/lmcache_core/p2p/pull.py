@@ -51,11 +51,11 @@ class _Race:
     Attributes:
         assignment: Who.
         ticket: What it is shown from now on.
-        open: Places of its chunks that nobody has brought.
+        open: Places of its chunks that have not come yet.
         num_chunks: How many it was asked for.
         began: On the loop's clock.
         moved: When something last came from it.
-        is_hedge: Somebody else was asked for the same before.
+        is_hedge: Another peer was asked for the same before.
         work: What pulls.
     """
 
@@ -115,7 +115,7 @@ class PeerPull:
         return await self._assigned(range(len(self._untried)), wait_s=self._stall_s)
 
     async def run(self, assignments: Sequence[Assignment]) -> list[Result]:
-        """Pull what can be had by the deadline, which is heeded here: nobody need break this off.
+        """Pull what comes before the deadline, which is kept here: callers need no limit.
 
         Args:
             assignments: Of `assign`.

@@ -10,6 +10,8 @@ import time
 import weakref
 from typing import Any, Final
 
+from lmcache_core._typing import override
+
 logger = logging.getLogger(__name__)
 
 MAX_HANDSHAKES: Final = 256
@@ -27,8 +29,8 @@ class CountedObject(ssl.SSLObject):
     began_at: float | None = None
 
     def do_handshake(self) -> None:
-        """See `ssl.SSLObject.do_handshake`. The first call raises `ssl.SSLError` where too many
-        are underway.
+        """Go on with the handshake. The first call raises `ssl.SSLError` where too many are
+        underway.
         """
         if self.listener is not None and self.began_at is None:
             self.began_at = time.monotonic()
@@ -84,8 +86,8 @@ class BoundedContext(ssl.SSLContext):
         bounded._logged_at = float("-inf")
         return bounded
 
+    @override
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """See `ssl.SSLContext.wrap_bio`."""
         made = self._context.wrap_bio(*args, **kwargs)
         assert isinstance(made, CountedObject), "the context is of server_context"
         made.listener = self

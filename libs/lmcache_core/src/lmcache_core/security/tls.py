@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmcache_core._typing import override
 from lmcache_core.errors import ConfigError
 from lmcache_core.security.handshakes import CountedObject
 from lmcache_core.security.watched_files import WatchedFiles
@@ -90,7 +91,7 @@ class ReloadingContext(ssl.SSLContext):
     if_silent: str
 
     def __new__(cls, build: Callable[[], ssl.SSLContext], files: TlsFiles) -> ReloadingContext:
-        """See `server_context` and `client_context`."""
+        """Make a context for `server_context` and `client_context`."""
         context = super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
         context._build = build
         context._watch = WatchedFiles(files.paths)
@@ -98,13 +99,13 @@ class ReloadingContext(ssl.SSLContext):
         context.if_silent = ""
         return context
 
+    @override
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """See `ssl.SSLContext.wrap_bio`."""
         self._look()
         return self._in_force.wrap_bio(*args, **kwargs)
 
+    @override
     def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
-        """See `ssl.SSLContext.wrap_socket`."""
         self._look()
         return self._in_force.wrap_socket(*args, **kwargs)
 

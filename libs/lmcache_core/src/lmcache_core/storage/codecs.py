@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from lmcache_core.errors import ConfigError
 from lmcache_core.record import MissReason, RecordHeader
+from lmcache_core.serde import DOCUMENTED_NAMES, create_codec
 from lmcache_core.serde.codec import ChunkCodec
 from lmcache_core.serde.documented_codec import DocumentedCodec
-from lmcache_core.serde.registry import DOCUMENTED_NAMES, create_codec
 from lmcache_core.storage.disk.pool import FilePool
 from lmcache_core.telemetry import CodecFigures, Counters
 

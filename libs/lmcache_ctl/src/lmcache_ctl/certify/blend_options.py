@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 from lmcache_core.blend.certificate import QualityBounds
-from lmcache_core.config.blend_options import BLEND_POLICIES
+from lmcache_core.config import BLEND_POLICIES
 
 from lmcache_ctl.errors import UsageError
 

@@ -26,7 +26,7 @@ def checked_profiles(profiles: list[str]) -> list[str]:
     """These profiles; all of them where none is named. Raises `typer.BadParameter` for what is
     none.
     """
-    from lmcache_core.serde.registry import CODEC_NAMES
+    from lmcache_core.serde import CODEC_NAMES
 
     for profile in profiles:
         if profile not in CODEC_NAMES:

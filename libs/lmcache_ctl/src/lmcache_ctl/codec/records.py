@@ -13,7 +13,7 @@ import msgspec
 from lmcache_core.errors import RecordError
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import RecordHeader, TensorSpec, decode_head, decoded_bytes, payload_hasher
-from lmcache_core.serde.encoding_report import encoding_report
+from lmcache_core.serde.codec import encoding_report
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.layout import RECORD_SUFFIX, record_name
 from lmcache_core.storage.disk.record_file import read_head

@@ -33,6 +33,8 @@ MODELS: Final = MappingProxyType(
 """Module and name of each service's model, and the directory of `services/` that its package is
 in.
 """
+NODES: Final = ("sidecar", "storage")
+"""Services that need `lmcache-node` too."""
 SECRET_FILES: Final = (
     *("auth_tokens_file", "service_token_file", "ticket_keys_file", "salt_file"),
     *("tls_key_file", "tls_client_key_file", "redis_tls_key_file", "redis_sentinel_password_file"),
@@ -103,9 +105,9 @@ def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded
         try:
             settings = _load(file)
         except ModuleNotFoundError as exc:
-            packages = (
-                f"./libs/lmcache_core ./services/servicekit ./services/{MODELS[file.kind][2]}"
-            )
+            node = "./services/node " if file.kind in NODES else ""
+            folder = MODELS[file.kind][2]
+            packages = f"./libs/lmcache_core ./services/servicekit {node}./services/{folder}"
             findings.append(
                 Finding(
                     Level.WARNING,

@@ -41,7 +41,7 @@ class LeaseClaim:
 @dataclass(frozen=True, slots=True)
 class LeaseState:
     """What an instance has to know: the number of the event that is waited for, and whether it
-    has to begin anew.
+    has to begin again.
     """
 
     next_sequence: int

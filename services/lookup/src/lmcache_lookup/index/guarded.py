@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup import Holder
 from lmcache_core.wire.backoff import Backoff
-from lmcache_servicekit.errors import RefusedError
+from lmcache_servicekit.errors import StoreRefusedError
 from typing_extensions import override
 
 from lmcache_lookup.index.base import (
@@ -56,7 +56,7 @@ class GuardedIndex(LookupIndex):
         self._backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, time.monotonic)
         self._clock = clock
         self._num_failures = 0
-        self._refused: dict[str, tuple[RefusedError, float]] = {}
+        self._refused: dict[str, tuple[StoreRefusedError, float]] = {}
         self.name = inner.name
         self.where = inner.where
 
@@ -137,7 +137,7 @@ class GuardedIndex(LookupIndex):
         """
         try:
             result = await self._watch(call)
-        except RefusedError as exc:
+        except StoreRefusedError as exc:
             self._refused[kind] = (exc, self._clock() + REFUSAL_COUNTS_S)
             raise
         self._refused.pop(kind, None)
@@ -146,7 +146,7 @@ class GuardedIndex(LookupIndex):
     async def _watch(self, call: Awaitable[T]) -> T:
         try:
             result = await call
-        except (ClaimedElsewhereError, RefusedError):
+        except (ClaimedElsewhereError, StoreRefusedError):
             self._went_well()
             raise
         except UnavailableError:

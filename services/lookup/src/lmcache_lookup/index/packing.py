@@ -55,7 +55,7 @@ _BUCKET_PREFIXES: Final = tuple(
 _HOLDER = struct.Struct("<IQQB")
 
 
-class PackedHolder(NamedTuple):
+class StoredHolder(NamedTuple):
     """One holder of a chunk as it is stored."""
 
     number: int
@@ -99,7 +99,7 @@ def lease_field(owner: str, instance: str) -> str:
     return f"{owner}/{instance}"
 
 
-def pack_holder(holder: PackedHolder) -> bytes:
+def pack_holder(holder: StoredHolder) -> bytes:
     """The bytes of one holder."""
     tier = holder.tier.encode("ascii")
     return _HOLDER.pack(holder.number, holder.incarnation, holder.size_bytes, len(tier)) + tier
@@ -107,10 +107,10 @@ def pack_holder(holder: PackedHolder) -> bytes:
 
 def pack_life(incarnation: int, size_bytes: int, tier: str) -> bytes:
     """The bytes of one holder from its incarnation on: the number is Redis' to know."""
-    return pack_holder(PackedHolder(0, incarnation, size_bytes, tier))[NUMBER_BYTES:]
+    return pack_holder(StoredHolder(0, incarnation, size_bytes, tier))[NUMBER_BYTES:]
 
 
-def unpack_holders(data: bytes) -> Iterator[PackedHolder]:
+def unpack_holders(data: bytes) -> Iterator[StoredHolder]:
     """Read a bucket's value; bytes that are cut off or foreign end the reading, since an unknown
     holder is as good as none.
     """
@@ -122,7 +122,7 @@ def unpack_holders(data: bytes) -> Iterator[PackedHolder]:
         tier = data[begin:at]
         if len(tier) != length or not tier.isascii():
             return
-        yield PackedHolder(number, incarnation, size_bytes, tier.decode("ascii"))
+        yield StoredHolder(number, incarnation, size_bytes, tier.decode("ascii"))
 
 
 def pack_identity(number: int, incarnation: int) -> bytes:

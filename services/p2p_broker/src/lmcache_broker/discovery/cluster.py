@@ -47,7 +47,7 @@ class ClusterOptions:
 
 
 class ClusterApi:
-    """See the module. The constructor connects to nothing.
+    """Client of the Kubernetes API. The constructor connects to nothing.
 
     Args:
         options: Where it is.

@@ -15,7 +15,7 @@ from typing import Final
 from lmcache_core.errors import UnavailableError
 
 from lmcache_broker.discovery.cluster import ClusterApi
-from lmcache_broker.discovery.service import Discovery
+from lmcache_broker.discovery.discovery import Discovery
 from lmcache_broker.peers.registry import PeerRegistry
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _BYTES_PER_UNIT: Final = 1 << 20
 
 
 class DeletionCosts:
-    """See the module.
+    """Annotates pods with what would be lost with them.
 
     Args:
         api: Open for as long as this is repeated.
@@ -91,7 +91,7 @@ class DeletionCosts:
             self._is_refused = is_refused
             logger.log(
                 logging.WARNING if is_refused else logging.INFO,
-                "the deletion costs of pods %s",
+                "deletion costs of pods %s",
                 detail,
             )
 

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-from lmcache_core.p2p import parse_distributed_url
+from lmcache_core.p2p import PeerKind, parse_distributed_url
 from lmcache_core.security import validate_instance_id
 
-from lmcache_broker.discovery.sighting import Sighting
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What a list or the cluster tells of a peer.
+
+    Attributes:
+        id: The instance's id; in a cluster the pod's name.
+        distributed_url: Where it serves.
+        kind: What it is.
+        zone: Failure domain, or empty.
+        node: Machine, or empty.
+        is_ready: It may be asked for chunks, though it has not registered.
+        is_leaving: It is about to end.
+    """
+
+    id: str
+    distributed_url: str
+    kind: PeerKind = "sidecar"
+    zone: str = ""
+    node: str = ""
+    is_ready: bool = True
+    is_leaving: bool = False
+
 
 MAX_SLICES: Final = 4096
 

@@ -19,8 +19,7 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.wire.backoff import Backoff
 
 from lmcache_broker.discovery.cluster import GONE, WATCH_SECONDS, ClusterApi, GoneError
-from lmcache_broker.discovery.sighting import Sighting
-from lmcache_broker.discovery.slices import SliceTable
+from lmcache_broker.discovery.slices import Sighting, SliceTable
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class _UnreadableError(UnavailableError):
 
 
 class EndpointWatch:
-    """See the module. The constructor connects to nothing.
+    """Watches the endpoints of one service. The constructor connects to nothing.
 
     Args:
         api: Open for as long as this is followed.

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from lmcache_broker.peers.record import PeerRecord
 
 MAX_PULL_S: Final = 600.0
-"""From its beginning; then it is not renewed any more, so that nobody keeps a place for ever."""
+"""Since its beginning; then it is renewed no more, so that no requester keeps a place for ever."""
 
 
 class Requester(NamedTuple):
@@ -30,7 +30,7 @@ class Requester(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class BookedPull:
     """One pull. Times are monotonic seconds.
 
     Attributes:
@@ -54,24 +54,24 @@ class PullBook:
     """
 
     def __init__(self) -> None:
-        self._pulls: dict[str, Pull] = {}
+        self._pulls: dict[str, BookedPull] = {}
         self._by_tenant: Counter[str] = Counter()
         self._by_requester: Counter[Requester] = Counter()
 
     def __len__(self) -> int:
         return len(self._pulls)
 
-    def __iter__(self) -> Iterator[Pull]:
+    def __iter__(self) -> Iterator[BookedPull]:
         return iter(list(self._pulls.values()))
 
-    def add(self, pull: Pull) -> None:
+    def add(self, pull: BookedPull) -> None:
         """A pull begins."""
         self._pulls[pull.pull_id] = pull
         self._by_tenant[pull.requester.tenant] += 1
         self._by_requester[pull.requester] += 1
         pull.record.add_pull(pull.ends_s, pull.pull_id)
 
-    def end(self, pull_id: str, requester: Requester) -> Pull | None:
+    def end(self, pull_id: str, requester: Requester) -> BookedPull | None:
         """That pull of that requester is over; None when there is none."""
         pull = self._find(pull_id, requester)
         if pull is not None:
@@ -79,14 +79,18 @@ class PullBook:
             pull.record.end_pull(pull_id)
         return pull
 
-    def renew(self, pull_id: str, requester: Requester, now_s: float, ends_s: float) -> Pull | None:
+    def renew(
+        self, pull_id: str, requester: Requester, now_s: float, ends_s: float
+    ) -> BookedPull | None:
         """That pull of that requester goes on until then; None when there is none, or it has
         gone on for too long.
         """
         pull = self._find(pull_id, requester)
         if pull is None or now_s - pull.began_s > MAX_PULL_S:
             return None
-        renewed = self._pulls[pull_id] = Pull(pull_id, requester, pull.record, pull.began_s, ends_s)
+        renewed = self._pulls[pull_id] = BookedPull(
+            pull_id, requester, pull.record, pull.began_s, ends_s
+        )
         self._pulls[pull_id] = self._pulls.pop(pull_id)  # the last to expire
         pull.record.renew_pull(pull_id, ends_s)
         return renewed
@@ -103,11 +107,11 @@ class PullBook:
         """Pulls of its tenant, and its own: who has the fewest is next."""
         return (self._by_tenant[requester.tenant], self._by_requester[requester])
 
-    def _find(self, pull_id: str, requester: Requester) -> Pull | None:
+    def _find(self, pull_id: str, requester: Requester) -> BookedPull | None:
         pull = self._pulls.get(pull_id)
         return pull if pull is not None and pull.requester == requester else None
 
-    def _drop(self, pull: Pull) -> None:
+    def _drop(self, pull: BookedPull) -> None:
         del self._pulls[pull.pull_id]
         tenant = pull.requester.tenant
         self._by_tenant[tenant] -= 1

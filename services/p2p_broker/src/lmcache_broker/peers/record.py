@@ -78,7 +78,7 @@ class PeerRecord:
             self.add_pull(ends_s, pull_id)
 
     def share_pulls(self, num_pulls: int) -> None:
-        """What all brokers together know of its pulls, believed until said anew or doubted."""
+        """Set what all brokers together know of its pulls, until it is set again or doubted."""
         self._shared_pulls = (num_pulls, math.inf)
 
     def doubt_pulls(self, until_s: float) -> None:

@@ -12,8 +12,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures
-from lmcache_servicekit.errors import RefusedError
+from lmcache_servicekit.errors import StoreRefusedError
 from lmcache_servicekit.redis_client import RedisClient, Script
+from typing_extensions import override
 
 from lmcache_broker.peers import redis_scripts as scripts
 from lmcache_broker.peers.pulls import MAX_PULL_S
@@ -24,6 +25,7 @@ from lmcache_broker.peers.shared import (
     PullUnderway,
     PullVerdict,
     SharedPeer,
+    SharedPeers,
 )
 
 T = TypeVar("T")
@@ -40,8 +42,8 @@ its deadline.
 _HEAD_CHARS: Final = 37
 
 
-class RedisPeers:
-    """See `SharedPeers`. The constructor connects to nothing.
+class RedisPeers(SharedPeers):
+    """Peers in Redis. The constructor connects to nothing.
 
     Args:
         client: Redis; belongs to this object.
@@ -60,8 +62,8 @@ class RedisPeers:
         self._epoch = b""
         self._seen = 0
 
+    @override
     async def announce(self, peers: Sequence[SharedPeer]) -> list[bool | None]:
-        """See `SharedPeers.announce`."""
         found: list[bool | None] = []
         for begin in range(0, len(peers), MAX_TOLD_AT_ONCE):
             argv: list[str | int] = []
@@ -80,16 +82,16 @@ class RedisPeers:
             ]
         return found
 
+    @override
     async def remove(self, owner: str, peer_id: str) -> None:
-        """See `SharedPeers.remove`."""
         await self._run(scripts.REMOVE, [_field(owner, peer_id)])
 
+    @override
     async def drain(self, owner: str, peer_id: str) -> None:
-        """See `SharedPeers.drain`."""
         await self._run(scripts.DRAIN, [_field(owner, peer_id)])
 
+    @override
     async def changes(self) -> Changes:
-        """See `SharedPeers.changes`."""
         epoch, seq, now_ms, *rest = await self._run(scripts.CHANGES, [self._seen])
         is_anew = epoch != self._epoch
         if is_anew and self._seen:  # what it told was told of another life of the numbers
@@ -101,10 +103,10 @@ class RedisPeers:
         self._epoch, self._seen = epoch, seq
         return Changes(peers, is_anew)
 
+    @override
     async def claim(
         self, who: str, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int
     ) -> list[PullVerdict]:
-        """See `SharedPeers.claim`."""
         argv: list[str | int] = [who, max_pulls, ttl_ms]
         for claim in claims:
             argv += [claim.life, claim.pull_id]
@@ -114,29 +116,29 @@ class RedisPeers:
             for granted, num in zip(found[::2], found[1::2], strict=True)
         ]
 
+    @override
     async def restore_pulls(self, pulls: Sequence[PullUnderway]) -> None:
-        """See `SharedPeers.restore_pulls`."""
         for begin in range(0, len(pulls), MAX_TOLD_AT_ONCE):
             argv: list[str | int] = []
             for pull in pulls[begin : begin + MAX_TOLD_AT_ONCE]:
                 argv += [pull.who, pull.claim.life, pull.claim.pull_id, pull.age_ms, pull.ttl_ms]
             await self._run(scripts.RESTORE_PULLS, argv)
 
+    @override
     async def renew_pulls(self, who: str, pull_ids: Sequence[str], ttl_ms: int) -> list[str | None]:
-        """See `SharedPeers.renew_pulls`."""
         lives = await self._run(
             scripts.RENEW_PULLS, [who, ttl_ms, round(MAX_PULL_S * 1000), *pull_ids]
         )
         return [life.decode() or None for life in lives]
 
+    @override
     async def end_pulls(self, who: str, pull_ids: Sequence[str]) -> list[bool]:
-        """See `SharedPeers.end_pulls`."""
         return [
             bool(was_there) for was_there in await self._run(scripts.END_PULLS, [who, *pull_ids])
         ]
 
+    @override
     async def order_copies(self, orders: Sequence[PlacedOrder], ttl_ms: int) -> None:
-        """See `SharedPeers.order_copies`."""
         for begin in range(0, len(orders), MAX_TOLD_AT_ONCE):
             argv: list[str | int] = [ttl_ms, MAX_ORDERING_PEERS, MAX_ORDER_BYTES_PER_PEER]
             for placed in orders[begin : begin + MAX_TOLD_AT_ONCE]:
@@ -147,20 +149,20 @@ class RedisPeers:
                 ]
             await self._run(scripts.ORDER_COPIES, argv)
 
+    @override
     async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
-        """See `SharedPeers.take_orders`."""
         now_ms, lines = await self._run(scripts.TAKE_ORDERS, [_field(tenant, peer_id)])
         found = [line.split(" ") for line in lines.decode().splitlines()]
         return list(
             dict.fromkeys(CopyOrder(*order) for end_ms, *order in found if int(end_ms) > now_ms)
         )
 
+    @override
     async def ping(self) -> None:
-        """See `SharedPeers.ping`."""
         await self._within(self._client.ping(scripts.KEYS[0]))
 
+    @override
     async def close(self) -> None:
-        """See `SharedPeers.close`."""
         await self._client.close()
 
     async def _run(self, script: Script, argv: Sequence[str | int]) -> Any:
@@ -171,7 +173,7 @@ class RedisPeers:
     async def _within(self, work: Awaitable[T]) -> T:
         try:
             answer = await self._client.within(self._timeout_s, work)
-        except RefusedError:  # a refusal is quick, and other calls may succeed
+        except StoreRefusedError:  # a refusal is quick, and other calls may succeed
             raise
         except UnavailableError:
             self._away_until = self._clock() + RETRY_S

@@ -20,9 +20,9 @@ from lmcache_core.p2p import CopyOrder, DrainReport, Lease, Peer, PeerFigures, P
 from lmcache_core.security import Principal
 from lmcache_servicekit.errors import ConflictError
 
-from lmcache_broker.peers.pulls import Pull, PullBook, Requester
+from lmcache_broker.peers.directory import PeerDirectory, owner_of
+from lmcache_broker.peers.pulls import BookedPull, PullBook, Requester
 from lmcache_broker.peers.record import PeerRecord
-from lmcache_broker.peers.service import Census, PeerDirectory, owner_of
 from lmcache_broker.peers.shared import (
     PlacedOrder,
     PullClaim,
@@ -122,22 +122,22 @@ class PeerRegistry:
         return Lease(lease.ttl_ms, state)
 
     async def get(self, principal: Principal, peer_id: str) -> PeerStatus:
-        """See `PeerDirectory.get`."""
+        """Return a live peer as callers see it; raises `NotFoundError`."""
         await self.refresh()
         return self.directory.get(principal, peer_id)
 
     async def visible(self, principal: Principal) -> list[PeerStatus]:
-        """See `PeerDirectory.visible`."""
+        """Return all live peers that `principal` sees, by id."""
         await self.refresh()
         return self.directory.visible(principal)
 
     async def remove(self, principal: Principal, peer_id: str) -> None:
-        """See `PeerDirectory.remove`."""
+        """End a lease that `principal` could have taken; none is fine."""
         self.directory.remove(principal, peer_id)
         await self._tell(lambda shared: shared.remove(owner_of(principal), peer_id))
 
     async def drain(self, principal: Principal, peer_id: str) -> PeerStatus:
-        """See `PeerDirectory.drain`."""
+        """Give a peer no new pulls; raises `NotFoundError`."""
         await self.refresh()
         record = self.directory.require(principal, peer_id)
         status = self.directory.drain(principal, peer_id)
@@ -145,9 +145,7 @@ class PeerRegistry:
         return status
 
     async def see_leaving(self, peer_id: str, distributed_url: str) -> None:
-        """The peer there is about to end: it gets no new pulls, and learns of it with its next
-        heartbeat.
-        """
+        """Give no new pulls to a peer that is about to end; its next heartbeat tells it."""
         for record in self.directory.at(peer_id, distributed_url):
             if record.draining:
                 continue
@@ -155,14 +153,10 @@ class PeerRegistry:
             await self._tell(partial(_drain, record))
 
     async def forget(self, peer_id: str, distributed_url: str) -> None:
-        """The peer there is gone, whatever its lease says."""
+        """Forget a peer that is gone, whatever its lease says."""
         for record in self.directory.at(peer_id, distributed_url):
             self.directory.forget(record)
             await self._tell(partial(_remove, record))
-
-    def census(self) -> Census:
-        """See `PeerDirectory.census`."""
-        return self.directory.census()
 
     async def claim(
         self,
@@ -196,7 +190,7 @@ class PeerRegistry:
                 record.share_pulls(verdict.num_pulls)
         for (record, pull_id), is_granted in zip(pulls, granted, strict=True):
             if is_granted:
-                self.book.add(Pull(pull_id, requester, record, now_s, now_s + ttl_s))
+                self.book.add(BookedPull(pull_id, requester, record, now_s, now_s + ttl_s))
         return granted
 
     async def renew_pulls(
@@ -266,7 +260,7 @@ class PeerRegistry:
         """
         if self._shared is None or self._clock() < self._fresh_until:
             return
-        async with self._lock:  # whoever waited here finds it done
+        async with self._lock:  # callers that waited here find it done
             if self._clock() >= self._fresh_until:
                 await self._refresh(self._shared)
                 self._fresh_until = self._clock() + max_stale_s
@@ -303,7 +297,7 @@ class PeerRegistry:
             return
         if not self._is_shared:
             self._is_shared = True
-            logger.info("the peers are shared with other brokers again")
+            logger.info("shared peer store available again")
 
     async def _tell(self, call: Callable[[SharedPeers], Awaitable[None]]) -> bool:
         """Tell the other brokers; False where there are none, or where they cannot be told now."""
@@ -337,8 +331,7 @@ class PeerRegistry:
             self._is_shared = False
             self.directory.doubt_pulls(self._clock() + PULLS_BELIEVED_S)
             logger.warning(
-                "peers are not shared with other brokers, this one answers from what it was told"
-                " itself: %s",
+                "shared peer store unavailable, answering from local registrations: error=%s",
                 exc,
             )
 

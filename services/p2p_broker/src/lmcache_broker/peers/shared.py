@@ -20,7 +20,7 @@ class SharedPeer:
         draining: It gets no new pulls.
         ttl_ms: What is left of its lease; 0 when it has run out.
         num_pulls: Pulls that all brokers together have granted and that are not over.
-        is_gone: It said goodbye.
+        is_gone: It ended its lease.
         drain: How far it is on its way to its end.
         figures: What it has done and holds, if it has said so.
     """

@@ -12,8 +12,8 @@ from typing import Final
 from lmcache_core.p2p import Peer
 from lmcache_core.security import Principal
 
+from lmcache_broker.peers.directory import PeerDirectory
 from lmcache_broker.peers.record import PeerRecord
-from lmcache_broker.peers.service import PeerDirectory
 
 MEMORY_TIER: Final = "Hot"
 SLOW_TIER_PRESSURE: Final = 0.5

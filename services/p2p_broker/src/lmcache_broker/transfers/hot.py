@@ -15,7 +15,7 @@ from lmcache_core.p2p import CopyOrder, PeerStatus
 from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE
 from lmcache_core.security import Principal
 
-from lmcache_broker.peers.service import PeerDirectory
+from lmcache_broker.peers.directory import PeerDirectory
 from lmcache_broker.peers.shared import PlacedOrder
 from lmcache_broker.transfers.choice import WantedFrom
 from lmcache_broker.transfers.service import TransferPlan

@@ -67,7 +67,7 @@ class TransferPlan:
     Attributes:
         assignments: At most one per peer.
         unassigned: Chunks that no live holder can serve now.
-        busy: Those of them that somebody holds who serves as many pulls as he may.
+        busy: Those of them whose live holders all serve as many pulls as they may.
     """
 
     assignments: Sequence[GrantedPull]
@@ -90,7 +90,7 @@ class TransferLimits:
 
     Attributes:
         max_pulls: Pulls that one peer serves at once.
-        ticket_ttl_ms: Life of a ticket; a pull whose end nobody tells ends with it.
+        ticket_ttl_ms: Life of a ticket; a pull whose end is not reported ends with it.
     """
 
     max_pulls: int

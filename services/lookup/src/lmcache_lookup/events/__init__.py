@@ -1,1 +1,0 @@
-"""Sequenced stores and removals."""

@@ -1,0 +1,277 @@
+"""The service's REST interface. Its messages are those of `lmcache_core.lookup.messages`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, Final
+
+import msgspec
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from lmcache_core.lookup.messages import (
+    JSON,
+    MAX_INCARNATION,
+    MAX_TENANTS_PER_ANSWER,
+    ChunksRequest,
+    ContainsAnswer,
+    EventsAck,
+    EventsRequest,
+    EvictedAnswer,
+    EvictRequest,
+    InstanceEntry,
+    InstanceLease,
+    InstancesAnswer,
+    LeaseRequest,
+    LocationsAnswer,
+    LookupAnswer,
+    PackedChunksRequest,
+    PackedEventsRequest,
+    PackedEvictRequest,
+    PackedLookupAnswer,
+    RouteAnswer,
+    StatsAnswer,
+    TenantsAnswer,
+)
+from lmcache_core.security.names import INSTANCE_PATTERN, TENANT_PATTERN
+from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
+
+from lmcache_lookup.formats import BodyTypes, RequestBody, answered, packed_answer, wants_packed
+from lmcache_lookup.index import LeaseClaim
+from lmcache_lookup.service import LookupService, tenant_for
+from lmcache_lookup.settings import LookupSettings
+
+CHUNKS: Final = RequestBody(ChunksRequest, PackedChunksRequest)
+LEASE: Final = RequestBody(LeaseRequest, LeaseRequest)
+EVENTS: Final = RequestBody(EventsRequest, PackedEventsRequest)
+EVICT: Final = RequestBody(EvictRequest, PackedEvictRequest)
+
+bodies: Final = BodyTypes()
+
+
+async def _service(request: Request) -> LookupService:
+    # A coroutine: FastAPI runs plain functions in a thread, which costs more than the rest of a
+    # call.
+    service = request.app.state.lookup
+    assert isinstance(service, LookupService)
+    return service
+
+
+async def _settings(request: Request) -> LookupSettings:
+    settings = request.app.state.lookup_settings
+    assert isinstance(settings, LookupSettings)
+    return settings
+
+
+Service = Annotated[LookupService, Depends(_service)]
+Settings = Annotated[LookupSettings, Depends(_settings)]
+ChunkIdInPath = Annotated[
+    str, Path(pattern=r"^[0-9a-f]{32}$", description="A chunk id: 32 hex digits.")
+]
+InstanceInPath = Annotated[str, Path(pattern=f"^{INSTANCE_PATTERN}$", max_length=128)]
+IncarnationInQuery = Annotated[int, Query(ge=0, le=MAX_INCARNATION)]
+TenantInQuery = Annotated[str, Query(pattern=f"^{TENANT_PATTERN}$", max_length=63)]
+Limit = Annotated[int, Query(ge=1, le=MAX_TENANTS_PER_ANSWER)]
+
+
+class DirectRoute(GuardedRoute):
+    """Hands its endpoint `request`, `caller` and `service`, which are all that it may take.
+
+    FastAPI finds them, too, and documents them as ever; but that takes longer than all else that
+    HTTP costs a lookup.
+
+    Raises:
+        TypeError: The route has further parameters or dependencies, which nothing would run.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        parameters = set(inspect.signature(endpoint).parameters)
+        # FastAPI knows two dependencies: those of `caller` and `service`.
+        if parameters != {"request", "caller", "service"} or len(self.dependant.dependencies) != 2:
+            rule = "must take request, caller and service, and have no further dependencies"
+            raise TypeError(f"{path}: a DirectRoute {rule}; make it a GuardedRoute")
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request."""
+        guard = self.guard()
+        endpoint: Callable[..., Coroutine[Any, Any, Response]] = self.endpoint
+
+        async def handle(request: Request) -> Response:
+            caller = await guard.admit(request)
+            service = await _service(request)
+            return await endpoint(request=request, caller=caller, service=service)
+
+        return handle
+
+
+questions = APIRouter(prefix="/v1", tags=["lookup"], route_class=DirectRoute)
+lookup_router = APIRouter(prefix="/v1", tags=["lookup"], route_class=GuardedRoute)
+instances_router = APIRouter(prefix="/v1", tags=["instances"], route_class=GuardedRoute)
+events_router = APIRouter(prefix="/v1", tags=["events"], route_class=GuardedRoute)
+admin_router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
+ROUTERS: Final = (questions, lookup_router, instances_router, events_router, admin_router)
+
+
+@questions.post(
+    "/lookup",
+    summary="Longest cached prefix and who holds it",
+    **bodies.route(CHUNKS, LookupAnswer, PackedLookupAnswer),
+)
+async def lookup(request: Request, caller: ClientPrincipal, service: Service) -> Response:
+    """Answers up to 8192 chunks in one round trip; without the index the answer is empty and
+    `degraded`.
+    """
+    packed = wants_packed(request)
+    body = await CHUNKS.read(request)
+    answer = await service.lookup(caller.tenant, body.ids, body.exclude)
+    return packed_answer(answer) if packed else Response(plain_json(answer), media_type=JSON)
+
+
+@questions.post(
+    "/route", summary="Longest prefix that each instance holds", **bodies.route(CHUNKS, RouteAnswer)
+)
+async def route(request: Request, caller: ClientPrincipal, service: Service) -> Response:
+    """For routers that send a request to the engine which has most of its prefix."""
+    body = await CHUNKS.read(request)
+    return answered(request, await service.route(caller.tenant, body.ids, body.exclude))
+
+
+@questions.post(
+    "/contains",
+    summary="Which of these chunks somebody holds",
+    **bodies.route(CHUNKS, ContainsAnswer),
+)
+async def contains(request: Request, caller: ClientPrincipal, service: Service) -> Response:
+    """Each chunk by itself, wherever it stands."""
+    body = await CHUNKS.read(request)
+    return answered(request, await service.contains(caller.tenant, body.ids, body.exclude))
+
+
+@lookup_router.get(
+    "/chunks/{chunk_id}/locations",
+    summary="Everybody who holds a chunk",
+    **bodies.route(answer=LocationsAnswer),
+)
+async def locations(
+    request: Request, chunk_id: ChunkIdInPath, caller: ClientPrincipal, service: Service
+) -> Response:
+    """An empty list where nobody is known to hold it."""
+    return answered(request, await service.locations(caller.tenant, bytes.fromhex(chunk_id)))
+
+
+@instances_router.put(
+    "/instances/{instance}", summary="Take or renew a lease", **bodies.route(LEASE, InstanceLease)
+)
+async def renew(
+    request: Request,
+    instance: InstanceInPath,
+    caller: ClientPrincipal,
+    service: Service,
+    settings: Settings,
+) -> Response:
+    """What the instance holds counts until the lease ends."""
+    body = await LEASE.read(request)
+    ttl_ms = settings.granted_ttl_ms(body.ttl_ms)
+    state = await service.index.renew(
+        caller.tenant, LeaseClaim(instance, body.incarnation, body.kind, ttl_ms)
+    )
+    service.metrics.resyncs.inc(state.resync)
+    return answered(request, InstanceLease(ttl_ms, state.next_sequence, state.resync))
+
+
+@instances_router.delete("/instances/{instance}", summary="End a lease", status_code=204)
+async def end(
+    instance: InstanceInPath,
+    caller: ClientPrincipal,
+    service: Service,
+    incarnation: IncarnationInQuery | None = None,
+) -> None:
+    """Fine where there is none. With `incarnation`, a lease that a later life of the instance
+    took meanwhile is left alone.
+    """
+    await service.index.end(caller.tenant, instance, incarnation)
+
+
+@instances_router.get("/instances", summary="Live leases", **bodies.route(answer=InstancesAnswer))
+async def instances(request: Request, caller: ClientPrincipal, service: Service) -> Response:
+    """Those that tokens of the caller's tenant took."""
+    found = await service.index.instances(caller.tenant)
+    entries = [
+        InstanceEntry(
+            one.instance, one.kind, one.incarnation, one.next_sequence, max(one.expires_in_ms, 0)
+        )
+        for one in found
+    ]
+    return answered(request, InstancesAnswer(entries))
+
+
+@events_router.post(
+    "/events", summary="Report stores and removals", **bodies.route(EVENTS, EventsAck)
+)
+async def take_events(request: Request, caller: ClientPrincipal, service: Service) -> Response:
+    """A batch that was taken before is skipped; a gap takes nothing and asks for a resync."""
+    state = await service.take(caller, await EVENTS.read(request))
+    return answered(request, EventsAck(state.next_sequence, state.resync))
+
+
+@admin_router.get(
+    "/stats", summary="Which index, and how much is in it", **bodies.route(answer=StatsAnswer)
+)
+async def stats(
+    request: Request, caller: ClientPrincipal, service: Service, tenant: TenantInQuery | None = None
+) -> Response:
+    """Figures of the caller's tenant, or of the one that an admin names."""
+    return answered(request, await service.stats(tenant_for(caller, tenant)))
+
+
+@admin_router.get(
+    "/tenants", summary="Whose chunks are in the index", **bodies.route(answer=TenantsAnswer)
+)
+async def tenants(
+    request: Request,
+    caller: AdminPrincipal,
+    service: Service,
+    after: TenantInQuery | None = None,
+    limit: Limit = MAX_TENANTS_PER_ANSWER,
+) -> Response:
+    """A page of names, behind `after`."""
+    found = [tenant for tenant in await service.index.tenants() if tenant > (after or "")]
+    page = found[:limit]
+    return answered(request, TenantsAnswer(page, page[-1] if len(found) > limit else None))
+
+
+@admin_router.post(
+    "/admin/evict", summary="Forget who holds chunks", **bodies.route(EVICT, EvictedAnswer)
+)
+async def evict(request: Request, caller: AdminPrincipal, service: Service) -> Response:
+    """Only the index forgets; the instances keep the chunks and may announce them again."""
+    body = await EVICT.read(request)
+    return answered(
+        request, EvictedAnswer(await service.index.evict(tenant_for(caller, body.tenant), body.ids))
+    )
+
+
+@admin_router.post("/admin/clear", summary="Forget everything of a tenant", status_code=204)
+async def clear(
+    caller: AdminPrincipal, service: Service, tenant: TenantInQuery | None = None
+) -> None:
+    """Instances of the tenant are asked to announce what they hold again: a remedy for an index
+    that is in doubt.
+    """
+    await service.index.clear(tenant_for(caller, tenant))
+
+
+class _Encoded(msgspec.Struct):
+    """`LookupAnswer` whose lists of holders are encoded already."""
+
+    num_prefix: int
+    holders: list[msgspec.Raw]
+    degraded: bool
+
+
+def plain_json(answer: PackedLookupAnswer) -> bytes:
+    """The JSON of a `LookupAnswer`."""
+    holders: list[msgspec.Raw] = []
+    for run in answer.runs:
+        holders += [msgspec.Raw(msgspec.json.encode(run.unpack()))] * run.num_chunks
+    return msgspec.json.encode(_Encoded(answer.num_prefix, holders, answer.degraded))

@@ -1,0 +1,197 @@
+"""What the service does with its index."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from lmcache_core.errors import UnavailableError
+from lmcache_core.lookup.messages import (
+    MAX_LOCATIONS,
+    ContainsAnswer,
+    EventsRequest,
+    Holder,
+    HolderRun,
+    LocationsAnswer,
+    PackedEvent,
+    PackedEventsRequest,
+    PackedLookupAnswer,
+    RouteAnswer,
+    RouteEntry,
+    StatsAnswer,
+    StoreEvent,
+    pack_run,
+)
+from lmcache_core.security import Principal, speaks_for_all_tenants
+from lmcache_servicekit.errors import PermissionDeniedError
+
+from lmcache_lookup.index import EventBatch, IndexEvent, LeaseState, LookupIndex
+from lmcache_lookup.metrics import LookupMetrics
+
+logger = logging.getLogger(__name__)
+
+MAX_ROUTED_INSTANCES: Final = 4096
+
+
+class LookupService:
+    """Answers questions of one tenant at a time, and takes events of one instance at a time.
+
+    Args:
+        index: Who holds what.
+        metrics: Where both are counted.
+    """
+
+    def __init__(self, index: LookupIndex, metrics: LookupMetrics) -> None:
+        self.index = index
+        self.metrics = metrics
+
+    async def lookup(
+        self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]
+    ) -> PackedLookupAnswer:
+        """Return the longest prefix of `chunk_ids` that instances outside `exclude` hold, with at
+        most 16 holders for each chunk.
+        """
+        found = await self._holders(tenant, chunk_ids)
+        if found is None:
+            return PackedLookupAnswer(0, [], degraded=True)
+        excluded = frozenset(exclude)
+        runs: list[HolderRun] = []
+        num_prefix = 0
+        for holders, num_chunks in _runs(found):
+            others = _without(holders, excluded)
+            if not others:
+                break
+            runs.append(pack_run(num_chunks, others))
+            num_prefix += num_chunks
+        self.metrics.found_chunks.inc(num_prefix)
+        return PackedLookupAnswer(num_prefix, runs)
+
+    async def route(
+        self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]
+    ) -> RouteAnswer:
+        """Return how long a prefix each instance that has the first chunk holds by itself."""
+        found = await self._holders(tenant, chunk_ids)
+        if found is None:
+            return RouteAnswer([], degraded=True)
+        lengths: dict[str, int] = {}
+        running: set[str] | None = None
+        place = 0
+        for holders, num_chunks in _runs(found):
+            here = {holder.instance for holder in holders}
+            running = here.difference(exclude) if running is None else running & here
+            if not running:
+                break
+            place += num_chunks
+            lengths.update(dict.fromkeys(running, place))
+        longest_first = sorted(lengths.items(), key=lambda item: (-item[1], item[0]))
+        return RouteAnswer(
+            [
+                RouteEntry(instance, length)
+                for instance, length in longest_first[:MAX_ROUTED_INSTANCES]
+            ]
+        )
+
+    async def contains(
+        self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]
+    ) -> ContainsAnswer:
+        """Return for each of `chunk_ids` whether an instance outside `exclude` holds it."""
+        found = await self._holders(tenant, chunk_ids)
+        if found is None:
+            return ContainsAnswer([False] * len(chunk_ids), degraded=True)
+        excluded = frozenset(exclude)
+        present: list[bool] = []
+        for holders, num_chunks in _runs(found):
+            present += [bool(_without(holders, excluded))] * num_chunks
+        self.metrics.found_chunks.inc(sum(present))
+        return ContainsAnswer(present)
+
+    async def locations(self, tenant: str, chunk_id: bytes) -> LocationsAnswer:
+        """Return all holders of one chunk."""
+        found = await self._holders(tenant, [chunk_id])
+        if found is None:
+            return LocationsAnswer([], degraded=True)
+        self.metrics.found_chunks.inc(bool(found[0]))
+        return LocationsAnswer(list(found[0][:MAX_LOCATIONS]))
+
+    async def take(
+        self, caller: Principal, body: EventsRequest | PackedEventsRequest
+    ) -> LeaseState:
+        """Take a batch.
+
+        Raises:
+            PermissionDeniedError: An event is in another tenant's namespace, and the caller's role
+                speaks for its own alone.
+            UnavailableError: The index is away; sending the batch again is safe.
+        """
+        told: Sequence[StoreEvent | PackedEvent] = body.events
+        events = [
+            IndexEvent(
+                event.op, event.tenant or caller.tenant, chunk_id, event.tier, event.size_bytes
+            )
+            for event, chunk_id in zip(told, body.ids, strict=True)
+        ]
+        if not speaks_for_all_tenants(caller.role) and any(
+            event.tenant != caller.tenant for event in events
+        ):
+            raise PermissionDeniedError(
+                "reporting for another tenant needs a token with the role storage or admin"
+            )
+        state = await self.index.apply(
+            caller.tenant, EventBatch(body.instance, body.incarnation, body.first_sequence, events)
+        )
+        self.metrics.resyncs.inc(state.resync)
+        self.metrics.events.inc(0 if state.resync else len(events))
+        return state
+
+    async def stats(self, tenant: str) -> StatsAnswer:
+        """Return figures of one tenant; an index that is away is part of the answer."""
+        try:
+            stats = await self.index.stats(tenant)
+        except UnavailableError:
+            return StatsAnswer(self.index.name, True, None, None)
+        return StatsAnswer(self.index.name, False, stats.num_chunks, stats.num_instances)
+
+    async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]] | None:
+        self.metrics.requested_chunks.inc(len(chunk_ids))
+        try:
+            return await self.index.holders(tenant, chunk_ids)
+        except UnavailableError as exc:
+            logger.debug("answered without the index: %s", exc)
+            self.metrics.degraded_answers.inc()
+            return None
+
+
+def _runs(found: Sequence[list[Holder]]) -> list[tuple[list[Holder], int]]:
+    """Return each list of holders with the number of chunks in a row that have it: the chunks of a
+    prompt mostly have the same holders.
+    """
+    runs: list[tuple[list[Holder], int]] = []
+    begin = 0
+    current = found[0] if found else []
+    for place, holders in enumerate(found):
+        # An index may return one object for equal chunks, which is quick to see.
+        if holders is not current and holders != current:
+            runs.append((current, place - begin))
+            begin, current = place, holders
+    if found:
+        runs.append((current, len(found) - begin))
+    return runs
+
+
+def _without(holders: Sequence[Holder], excluded: frozenset[str]) -> list[Holder]:
+    return [holder for holder in holders if holder.instance not in excluded]
+
+
+def tenant_for(caller: Principal, asked: str | None) -> str:
+    """Return the tenant that a call is about.
+
+    Raises:
+        PermissionDeniedError: It is another one than the caller's, and the caller's token has not
+            the role `admin`.
+    """
+    if asked is None or asked == caller.tenant:
+        return caller.tenant
+    if caller.role != "admin":
+        raise PermissionDeniedError("asking about another tenant needs a token with the role admin")
+    return asked

@@ -1,0 +1,350 @@
+"""The directory of live peers: leases, ownership, pulls in flight. All of it is soft state that
+one heartbeat brings back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lmcache_core.errors import CapacityError
+from lmcache_core.p2p import (
+    DrainReport,
+    Lease,
+    Peer,
+    PeerFigures,
+    PeerStatus,
+    parse_distributed_url,
+)
+from lmcache_core.security import Principal, speaks_for_all_tenants
+from lmcache_servicekit.errors import ConflictError, NotFoundError, PermissionDeniedError
+
+from lmcache_broker.peers.record import PeerRecord
+from lmcache_broker.peers.shared import SharedPeer
+
+SHARED_OWNER: Final = "*"
+"""Owner of peers that serve every tenant: storage servers, and what an admin registered.
+
+No tenant can have this name.
+"""
+STORAGE_KIND: Final = "storage"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLimits:
+    """Bounds of the directory.
+
+    Attributes:
+        max_peers: Live peers, all owners together.
+        max_peers_per_owner: Live peers of one tenant, so that it cannot crowd out the others.
+        max_lease_ttl_ms: Longest lease granted.
+    """
+
+    max_peers: int
+    max_peers_per_owner: int
+    max_lease_ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Figures of a set of live peers."""
+
+    num_peers: int
+    num_draining: int
+    num_pulls: int
+
+    @classmethod
+    def of(cls, peers: Sequence[PeerStatus]) -> Census:
+        """Count `peers`."""
+        return cls(
+            len(peers), sum(peer.draining for peer in peers), sum(peer.num_pulls for peer in peers)
+        )
+
+
+class PeerDirectory:
+    """Live peers by owner and id.
+
+    A client's peers belong to its tenant; storage servers and an admin's peers serve every tenant.
+    A principal sees its tenant's peers and the shared ones; where both have an id, the tenant's own
+    comes first. So no tenant can see, replace or squat on another one's peers.
+
+    Storage servers show each other their tokens and hand each other all tenants' chunks. Who is one
+    is therefore never what a client says: `may_register`.
+
+    Args:
+        limits: Bounds.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, limits: PeerLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._records: dict[tuple[str, str], PeerRecord] = {}
+        self._num_expired = 0
+
+    def announce(
+        self,
+        principal: Principal,
+        peer: Peer,
+        *,
+        load: float,
+        ttl_ms: int,
+        draining: bool,
+        drain: DrainReport | None = None,
+        figures: PeerFigures | None = None,
+    ) -> Lease:
+        """Register a peer or renew its lease. A drain lasts for the incarnation.
+
+        Raises:
+            PermissionDeniedError: The caller's role does not register peers of that kind.
+            ConflictError: A newer incarnation is live: the caller is a left-over process.
+            CapacityError: It is new and the directory, or its owner's share, is full.
+        """
+        if not may_register(principal, peer):
+            needed = "storage" if peer.kind == STORAGE_KIND else "client"
+            raise PermissionDeniedError(
+                f"kind={peer.kind}: needs a token with the role {needed} (or admin), this one has"
+                f" {principal.role}"
+            )
+        now_s = self._clock()
+        key = (owner_of(principal), peer.id)
+        ttl_ms = min(ttl_ms, self._limits.max_lease_ttl_ms)
+        lease_ends_s = now_s + ttl_ms / 1000
+        known = self._live(key, now_s)
+        if known is None:
+            self._make_room(key[0], now_s)
+        elif peer.incarnation < known.peer.incarnation:
+            raise ConflictError(
+                f"peer {peer.id}: incarnation {known.peer.incarnation} is registered"
+            )
+        if known is None or peer.incarnation > known.peer.incarnation:
+            record = self._records[key] = PeerRecord(peer, key[0], load, draining, lease_ends_s)
+            self._forget_sightings_of(record)
+        else:
+            record = known
+            record.peer, record.load, record.lease_ends_s = peer, load, lease_ends_s
+            record.draining = record.draining or draining
+        record.drain, record.figures = drain, figures
+        sighted = self._records.get((SHARED_OWNER, peer.id))
+        if sighted is not None and sighted is not record and _is_sighting_of(sighted, peer):
+            self.forget(sighted)
+        return Lease(ttl_ms, record.draining)
+
+    def find(self, principal: Principal, peer_id: str) -> PeerRecord | None:
+        """The live peer of that id that `principal` sees."""
+        now_s = self._clock()
+        return self._live((principal.tenant, peer_id), now_s) or self._live(
+            (SHARED_OWNER, peer_id), now_s
+        )
+
+    def get(self, principal: Principal, peer_id: str) -> PeerStatus:
+        """Like `find`, as seen by callers.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        return self.require(principal, peer_id).status(self._clock())
+
+    def visible(self, principal: Principal) -> list[PeerStatus]:
+        """All live peers that `principal` sees, by id."""
+        now_s = self._clock()
+        return sorted(
+            (record.status(now_s) for record in self.records(principal)), key=lambda peer: peer.id
+        )
+
+    def records(self, principal: Principal | None = None) -> list[PeerRecord]:
+        """The records of these, or of all live peers; for looking at."""
+        self._forget_expired(self._clock())
+        return [
+            record
+            for record in self._records.values()
+            if principal is None or record.owner in (principal.tenant, SHARED_OWNER)
+        ]
+
+    def remove(self, principal: Principal, peer_id: str) -> None:
+        """End a lease that `principal` could have taken; none is fine."""
+        self._records.pop((owner_of(principal), peer_id), None)
+
+    def drain(self, principal: Principal, peer_id: str) -> PeerStatus:
+        """Let a peer get no new pulls.
+
+        Raises:
+            NotFoundError: There is none of that id.
+        """
+        record = self.require(principal, peer_id)
+        record.draining = True
+        return record.status(self._clock())
+
+    def sight(self, owner: str, peer: Peer, ttl_s: float) -> None:
+        """A peer was seen from outside. If it has registered, that counts and this does not.
+
+        Args:
+            owner: Whom it belongs to until it registers.
+            peer: With the incarnation 0, which any registration beats.
+            ttl_s: How long that holds.
+
+        Raises:
+            CapacityError: It is new and the directory, or its owner's share, is full.
+        """
+        now_s = self._clock()
+        found = self.at(peer.id, peer.distributed_url)
+        if any(record.peer.incarnation > 0 and record.peer.kind == peer.kind for record in found):
+            sighted = self._records.get((owner, peer.id))
+            if sighted is not None and sighted.peer.incarnation == 0:
+                self.forget(sighted)
+            return
+        key = (owner, peer.id)
+        known = self._live(key, now_s)
+        if known is None:
+            self._make_room(owner, now_s)
+            self._records[key] = PeerRecord(peer, owner, 0.0, False, now_s + ttl_s)
+        elif known.peer.incarnation == 0:
+            known.peer, known.lease_ends_s = peer, now_s + ttl_s
+
+    def at(self, peer_id: str, distributed_url: str) -> list[PeerRecord]:
+        """Live peers of that id, of whatever owner, whose address has that host: two tenants may
+        have peers of one name.
+        """
+        now_s, host = self._clock(), parse_distributed_url(distributed_url).host
+        return [
+            record
+            for key, record in self._records.items()
+            if key[1] == peer_id
+            and self._live(key, now_s)
+            and parse_distributed_url(record.peer.distributed_url).host == host
+        ]
+
+    def forget(self, record: PeerRecord) -> None:
+        """A peer is gone, whatever its lease says."""
+        self._records.pop((record.owner, record.peer.id), None)
+
+    def note_drain(self, principal: Principal, peer_id: str) -> None:
+        """Others have asked the peer to drain that `principal` announced."""
+        record = self._records.get((owner_of(principal), peer_id))
+        if record is not None:
+            record.draining = True
+
+    def adopt(self, peers: Iterable[SharedPeer]) -> None:
+        """Take over what another broker has heard. What this one has heard of a later incarnation
+        stays.
+
+        Args:
+            peers: Their state now; bounds are those of the broker that heard of them.
+        """
+        now_s = self._clock()
+        for shared in peers:
+            if shared.peer.kind == STORAGE_KIND and shared.owner != SHARED_OWNER:
+                continue  # what a broker of an earlier version took from a client
+            key = (shared.owner, shared.peer.id)
+            known = self._live(key, now_s)
+            if known is not None and shared.peer.incarnation < known.peer.incarnation:
+                continue
+            if shared.is_gone:
+                self._records.pop(key, None)
+            if shared.is_gone or shared.ttl_ms <= 0:
+                continue  # a lease that ran out there may have been renewed here
+            lease_ends_s = now_s + shared.ttl_ms / 1000
+            if known is None or shared.peer.incarnation > known.peer.incarnation:
+                known = self._records[key] = PeerRecord(
+                    shared.peer, shared.owner, shared.load, shared.draining, lease_ends_s
+                )
+            known.peer, known.load, known.lease_ends_s = (
+                shared.peer,
+                shared.load,
+                max(known.lease_ends_s, lease_ends_s),
+            )
+            known.draining, known.drain, known.figures = (
+                known.draining or shared.draining,
+                shared.drain,
+                shared.figures,
+            )
+            known.share_pulls(shared.num_pulls)
+
+    def doubt_pulls(self, until_s: float) -> None:
+        """Other brokers cannot be heard: what they said of pulls counts for no longer than that."""
+        for record in self._records.values():
+            record.doubt_pulls(until_s)
+
+    def told(self) -> list[SharedPeer]:
+        """All live peers, as other brokers are told of them."""
+        now_s = self._clock()
+        self._forget_expired(now_s)
+        return [
+            SharedPeer(
+                record.owner,
+                record.peer,
+                record.load,
+                record.draining,
+                max(1, round((record.lease_ends_s - now_s) * 1000)),
+                drain=record.drain,
+                figures=record.figures,
+            )
+            for record in self._records.values()
+        ]
+
+    def census(self) -> Census:
+        """Count all live peers of all owners."""
+        now_s = self._clock()
+        self._forget_expired(now_s)
+        return Census.of([record.status(now_s) for record in self._records.values()])
+
+    @property
+    def num_expired(self) -> int:
+        """Leases that ran out without having been ended, as far as noticed."""
+        return self._num_expired
+
+    def require(self, principal: Principal, peer_id: str) -> PeerRecord:
+        """Like `find`.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        record = self.find(principal, peer_id)
+        if record is None:
+            raise NotFoundError(f"no live peer {peer_id}")
+        return record
+
+    def _live(self, key: tuple[str, str], now_s: float) -> PeerRecord | None:
+        record = self._records.get(key)
+        return record if record is not None and now_s < record.lease_ends_s else None
+
+    def _forget_expired(self, now_s: float) -> None:
+        live = {key: record for key, record in self._records.items() if now_s < record.lease_ends_s}
+        self._num_expired += len(self._records) - len(live)
+        self._records = live
+
+    def _forget_sightings_of(self, record: PeerRecord) -> None:
+        """Forget what was seen of a peer that has registered, whatever owner it was given."""
+        for other in self.at(record.peer.id, record.peer.distributed_url):
+            if other is not record and _is_sighting_of(other, record.peer):
+                self.forget(other)
+
+    def _make_room(self, owner: str, now_s: float) -> None:
+        self._forget_expired(now_s)
+        if len(self._records) >= self._limits.max_peers:
+            raise CapacityError(f"max_peers ({self._limits.max_peers}) is reached")
+        if sum(key[0] == owner for key in self._records) >= self._limits.max_peers_per_owner:
+            raise CapacityError(
+                f"max_peers_per_tenant ({self._limits.max_peers_per_owner}) is reached"
+            )
+
+
+def owner_of(principal: Principal) -> str:
+    """Who the peers belong to that `principal` registers."""
+    return SHARED_OWNER if speaks_for_all_tenants(principal.role) else principal.tenant
+
+
+def may_register(principal: Principal, peer: Peer) -> bool:
+    """Whether a caller may register a peer of that kind: clients register sidecars, the role
+    `storage` storage servers, admins both.
+    """
+    return principal.role == "admin" or (principal.role == "storage") == (peer.kind == STORAGE_KIND)
+
+
+def _is_sighting_of(record: PeerRecord, peer: Peer) -> bool:
+    """Whether a peer that has registered takes the place of that record; a sidecar's never takes
+    a storage server's.
+    """
+    return record.peer.incarnation == 0 and record.peer.kind == peer.kind

@@ -1,0 +1,262 @@
+"""The queue before busy peers: who is next, and that nobody waits for ever or in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from lmcache_broker.peers import pulls
+from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
+from lmcache_broker.transfers import scheduler as module
+from lmcache_broker.transfers.choice import WantedFrom
+from lmcache_broker.transfers.scheduler import TransferScheduler
+from lmcache_broker.transfers.service import TransferPlan
+from lmcache_core.security import Principal, TicketVerifier
+
+from tests.fixtures.broker import ACME, KEYS, OPERATOR, RIVAL, FakeClock, peer, transfer_service
+
+MAX_PULLS = 2
+TTL_MS = 5_000
+WAIT_MS = 5_000
+
+
+class Office:
+    """A desk, and one shared peer `a` that serves two pulls at once."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.directory = PeerDirectory(PeerLimits(100, 100, 3_600_000), self.clock)
+        self.service = transfer_service(
+            self.directory, self.clock, max_pulls=MAX_PULLS, ticket_ttl_ms=TTL_MS
+        )
+        self.desk = TransferScheduler(self.service)
+        self.directory.announce(OPERATOR, peer("a"), load=0.0, ttl_ms=600_000, draining=False)
+        self.served: list[str] = []
+
+    async def ask(
+        self,
+        requester: str,
+        who: Principal = ACME,
+        wait_ms: int = WAIT_MS,
+        holders: tuple[str, ...] = ("a",),
+    ) -> TransferPlan:
+        plan = await self.desk.ask(who, requester, {"c": WantedFrom(holders)}, wait_ms)
+        if plan.assignments:
+            self.served.append(requester)
+        return plan
+
+    async def queue(self, requester: str, who: Principal = ACME) -> asyncio.Task[TransferPlan]:
+        before = self.desk.num_waiting
+        task = asyncio.create_task(self.ask(requester, who))
+        async with asyncio.timeout(2):
+            while self.desk.num_waiting == before:
+                await asyncio.sleep(0)
+        return task
+
+    async def end(self, plan: TransferPlan, requester: str, who: Principal = ACME) -> None:
+        assert await self.desk.end(who, requester, [pull.pull for pull in plan.assignments]) == 1
+
+    async def until_served(self, *requesters: str) -> None:
+        async with asyncio.timeout(2):
+            while self.served[-len(requesters) :] != list(requesters):
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def office() -> AsyncIterator[Office]:
+    running = Office()
+    await running.desk.open()
+    yield running
+    await running.desk.close()
+    assert running.desk.num_waiting == 0
+
+
+async def test_who_does_not_wait_is_told_that_holders_are_busy(office: Office) -> None:
+    for name in ("r1", "r2"):
+        await office.ask(name)
+    plan = await office.ask("r3", wait_ms=0)
+    assert (plan.assignments, plan.unassigned, plan.busy) == ([], ["c"], ["c"])
+    assert (await office.ask("r4", wait_ms=WAIT_MS, holders=("nobody",))).busy == [], (
+        "that is not worth a wait"
+    )
+
+
+async def test_a_place_that_is_free_again_goes_to_who_waits(office: Office) -> None:
+    first = await office.ask("r1")
+    await office.ask("r2")
+    waiting = await office.queue("r3")
+    await office.end(first, "r1")
+    assert len((await waiting).assignments) == 1
+    assert office.directory.get(ACME, "a").num_pulls == MAX_PULLS
+
+
+async def test_the_end_of_a_ticket_frees_a_place_too(office: Office) -> None:
+    for name in ("r1", "r2"):
+        await office.ask(name)
+    waiting = await office.queue("r3")
+    office.clock.now_s += TTL_MS / 1000
+    assert len((await waiting).assignments) == 1
+
+
+async def test_the_tenant_with_the_fewest_pulls_is_next_then_its_requester(office: Office) -> None:
+    """One that asks for a hundred pulls does not keep another one waiting for all of them."""
+    held = [await office.ask("greedy"), await office.ask("greedy")]
+    tasks = [
+        await office.queue("greedy"),
+        await office.queue("greedy"),
+        await office.queue("modest"),
+        await office.queue("other", RIVAL),
+    ]
+    await office.end(held[0], "greedy")
+    await office.until_served("other")
+    await office.end(await tasks[3], "other", RIVAL)
+    await office.until_served("other", "modest")
+    await office.end(await tasks[2], "modest")
+    await office.until_served("other", "modest", "greedy")
+    await office.end(held[1], "greedy")
+    await office.until_served("other", "modest", "greedy", "greedy")
+    await asyncio.gather(*tasks)
+
+
+async def test_who_comes_later_does_not_overtake(office: Office) -> None:
+    first = await office.ask("r1")
+    await office.ask("r2")
+    waiting = await office.queue("r3")
+    record = office.directory.find(ACME, "a")
+    assert record is not None
+    record.end_pull(first.assignments[0].pull)  # free, and the queue has not looked yet
+    assert (await office.ask("r4", wait_ms=0)).assignments == []
+    assert len((await waiting).assignments) == 1
+
+
+async def test_a_wait_ends(office: Office) -> None:
+    for name in ("r1", "r2"):
+        await office.ask(name)
+    plan = await office.ask("r3", wait_ms=30)
+    assert plan.busy == ["c"]
+    assert office.desk.num_waiting == 0
+
+
+async def test_who_gives_up_takes_no_place(office: Office) -> None:
+    first = await office.ask("r1")
+    await office.ask("r2")
+    waiting = await office.queue("r3")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await office.end(first, "r1")
+    await asyncio.sleep(0.1)
+    assert office.directory.get(ACME, "a").num_pulls == MAX_PULLS - 1
+
+
+async def test_nobody_ends_another_ones_pull(office: Office) -> None:
+    plan = await office.ask("r1")
+    ids = [pull.pull for pull in plan.assignments]
+    assert await office.desk.end(ACME, "r2", ids) == 0
+    assert await office.desk.end(RIVAL, "r1", ids) == 0
+    assert await office.desk.end(ACME, "r1", ids) == 1
+    assert await office.desk.end(ACME, "r1", ids) == 0
+
+
+async def test_who_waits_holds_nobody_off_from_peers_that_it_cannot_see(office: Office) -> None:
+    """It may name any id as a holder, also that of another tenant's peer."""
+    office.directory.announce(RIVAL, peer("theirs"), load=0.0, ttl_ms=600_000, draining=False)
+    for name in ("r1", "r2"):
+        await office.ask(name)
+    waiting = asyncio.create_task(office.ask("r3", holders=("a", "theirs")))
+    async with asyncio.timeout(2):
+        while not office.desk.num_waiting:
+            await asyncio.sleep(0)
+    assert len((await office.ask("r", RIVAL, wait_ms=0, holders=("theirs",))).assignments) == 1
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_who_is_served_when_its_time_is_just_over_has_its_place(office: Office) -> None:
+    """Otherwise the place would be taken until the end of the ticket, and nobody would use it."""
+    for name in ("r1", "r2"):
+        await office.ask(name)
+    loop = asyncio.get_running_loop()
+    waiting = asyncio.create_task(office.ask("r3", wait_ms=20))
+    async with asyncio.timeout(2):
+        while not office.desk.num_waiting:
+            await asyncio.sleep(0)
+    (waiter,) = office.desk._waiting
+    served = TransferPlan([], ["c"], [])
+    time.sleep(
+        0.03
+    )  # its time is over when the loop looks next, and right before that it is served
+    loop.call_soon(waiter.answer.set_result, served)
+    assert (await waiting) is served
+
+
+async def test_a_pull_goes_on_for_its_requester_alone(office: Office) -> None:
+    plan = await office.ask("r1")
+    (pull,) = plan.assignments
+    for _ in range(3):
+        office.clock.now_s += TTL_MS / 1000 * 0.6
+        assert await office.desk.renew(ACME, "r2", [pull.pull]) == []
+        assert await office.desk.renew(RIVAL, "r1", [pull.pull]) == []
+        (renewed,) = await office.desk.renew(ACME, "r1", [pull.pull, "unheard-of"])
+        assert (renewed.pull, renewed.ttl_ms) == (pull.pull, TTL_MS)
+        assert (
+            TicketVerifier(KEYS, "a", office.clock.unix_ms).verify(renewed.ticket).requester == "r1"
+        )
+    assert office.directory.get(ACME, "a").num_pulls == 1
+    office.clock.now_s += TTL_MS / 1000
+    assert await office.desk.renew(ACME, "r1", [pull.pull]) == [], "it has ended"
+    assert office.directory.get(ACME, "a").num_pulls == 0
+
+
+async def test_a_pull_does_not_go_on_for_ever_or_at_another_life_of_its_peer(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (old,) = (await office.ask("r1")).assignments
+    monkeypatch.setattr(pulls, "MAX_PULL_S", 4.0)
+    office.clock.now_s += 4.5
+    assert await office.desk.renew(ACME, "r1", [old.pull]) == []
+    (pull,) = (await office.ask("r2")).assignments
+    office.directory.announce(
+        OPERATOR, peer("a", incarnation=2), load=0.0, ttl_ms=600_000, draining=False
+    )
+    assert await office.desk.renew(ACME, "r2", [pull.pull]) == []
+
+
+async def test_the_queue_is_bounded_for_each_tenant_and_for_all(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 3)
+    monkeypatch.setattr(module, "MAX_WAITING_PER_TENANT", 2)
+    for name in ("r1", "r2"):
+        await office.ask(name)
+    tasks = [await office.queue("r3"), await office.queue("r4")]
+    assert (await office.ask("r5")).busy == ["c"], "its tenant's share is full"
+    tasks.append(await office.queue("r6", RIVAL))
+    assert (await office.ask("r7", OPERATOR)).busy == ["c"], "all of it is full"
+    assert office.desk.num_turned_away == 2
+    await office.desk.close()
+    assert all(plan.busy == ["c"] for plan in await asyncio.gather(*tasks)), (
+        "the end answers who waits"
+    )
+
+
+async def test_memory_before_disk_but_near_before_far() -> None:
+    office = Office()
+    office.directory.announce(ACME, peer("me", node="n1"), load=0.0, ttl_ms=600_000, draining=False)
+    for name, node, load in (("disk", "n2", 0.0), ("memory", "n3", 0.4), ("here", "n1", 0.9)):
+        office.directory.announce(
+            ACME, peer(name, node=node), load=load, ttl_ms=600_000, draining=False
+        )
+
+    async def chosen(*holders: tuple[str, str]) -> str:
+        names, tiers = zip(*holders, strict=True)
+        plan = await office.service.assign(ACME, "me", {"c": WantedFrom(names, tiers)})
+        await office.service.end(ACME, "me", [pull.pull for pull in plan.assignments])
+        return plan.assignments[0].instance
+
+    disk, memory = ("disk", "LocalDiskBackend"), ("memory", "Hot")
+    assert await chosen(disk, memory) == "memory"
+    assert await chosen(("disk", "Hot"), memory) == "disk", "then the idle one"
+    assert await chosen(disk, memory, ("here", "LocalDiskBackend")) == "here"
