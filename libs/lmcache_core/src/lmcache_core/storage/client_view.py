@@ -54,7 +54,7 @@ class LosslessStore(WrappedStore):
 
     def __init__(self, store: ServedStore) -> None:
         super().__init__(store)
-        self._in_the_way = UnusableRecords()
+        self._replaceable = UnusableRecords()
 
     @override
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -63,7 +63,7 @@ class LosslessStore(WrappedStore):
         """
         found = await self._store.contains(keys)
         return [
-            is_there and key not in self._in_the_way
+            is_there and key not in self._replaceable
             for key, is_there in zip(keys, found, strict=True)
         ]
 
@@ -73,26 +73,26 @@ class LosslessStore(WrappedStore):
 
     @override
     async def put(self, chunk: Chunk) -> bool:
-        if chunk.key in self._in_the_way and not chunk.lossy:
+        if chunk.key in self._replaceable and not chunk.lossy:
             await self._store.remove(
                 [chunk.key]
             )  # from every tier: those that write later would keep the record that they have
-            self._in_the_way.forget([chunk.key])
+            self._replaceable.forget([chunk.key])
         return await self._store.put(chunk)
 
     @override
     async def remove(self, keys: Sequence[ChunkKey]) -> int:
         num_removed = await self._store.remove(keys)
-        self._in_the_way.forget(keys)
+        self._replaceable.forget(keys)
         return num_removed
 
     def _let_out(self, result: Result) -> Result:
         if isinstance(result, Miss):
             return result
         if not result.lossy:
-            self._in_the_way.forget([result.key])
+            self._replaceable.forget([result.key])
             return result
-        self._in_the_way.note(result.key)
+        self._replaceable.note(result.key)
         result.release()
         return Miss(MissReason.ENCODING)
 

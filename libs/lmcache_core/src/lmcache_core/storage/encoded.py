@@ -71,8 +71,8 @@ class EncodedBackend(StorageBackend):
         self._seals = seals
         self._figures = CodecFigures(whole=codecs.figures)
         self._gate = ByteGate(MAX_ENCODING_BYTES)
-        self._in_the_way = UnusableRecords()
-        self._left_alone = UnusableRecords()
+        self._replaceable = UnusableRecords()
+        self._undecodable = UnusableRecords()
         self._decode_s = 0.0
         self._num_refused = 0
         self._named_serdes: set[tuple[str, str]] = set()
@@ -113,9 +113,8 @@ class EncodedBackend(StorageBackend):
         unusable here are not there.
         """
         found = await self._backend.batched_contains(keys)
-        ways = self._in_the_way, self._left_alone
         return [
-            is_there and not any(key in way for way in ways)
+            is_there and key not in self._replaceable and key not in self._undecodable
             for key, is_there in zip(keys, found, strict=True)
         ]
 
@@ -140,7 +139,9 @@ class EncodedBackend(StorageBackend):
                     results[i] = Miss(MissReason.DEADLINE)  # the chunk belongs to `_let_in` now
                     results[i] = self._let_in(i, result, None if is_late else allocate, jobs)
                 elif result.reason is MissReason.ENCODING and not self._accepts_lossy:
-                    self._in_the_way.note(key)  # its server has filtered what would be refused here
+                    self._replaceable.note(
+                        key
+                    )  # its server has filtered what would be refused here
             await wait_all(
                 [future for _, _, future in jobs],
                 None if deadline is None else max(0.0, deadline - began),
@@ -159,7 +160,7 @@ class EncodedBackend(StorageBackend):
         for (i, decoding, future), has_ended in zip(jobs, ended, strict=True):
             results[i] = result = _taken(decoding, future, has_ended)
             if isinstance(result, Miss) and result.reason is MissReason.CORRUPT:
-                self._in_the_way.note(keys[i])
+                self._replaceable.note(keys[i])
         if jobs:
             self._decode_s += NEWEST_WEIGHT * ((now() - began) / len(jobs) - self._decode_s)
         return results
@@ -182,8 +183,8 @@ class EncodedBackend(StorageBackend):
     @override
     async def clear(self, tenant: str | None = None) -> int:
         num_removed = await self._backend.clear(tenant)
-        self._in_the_way.clear()
-        self._left_alone.clear()
+        self._replaceable.clear()
+        self._undecodable.clear()
         return num_removed
 
     @override
@@ -212,18 +213,18 @@ class EncodedBackend(StorageBackend):
         header = chunk.described
         self._forget([chunk.key])
         if header.lossy and not self._accepts_lossy:
-            self._in_the_way.note(chunk.key)
+            self._replaceable.note(chunk.key)
             return self._refused(chunk, MissReason.ENCODING)
         if header.serde == RAW_SERDE:
             return chunk
         codec = self._codecs.decoder_of(header)
         if isinstance(codec, MissReason):
-            self._left_alone.note(chunk.key)
+            self._undecodable.note(chunk.key)
             return self._refused(chunk, codec)
         try:
             num_bytes = decoded_bytes(header)
         except RecordError:
-            self._in_the_way.note(chunk.key)
+            self._replaceable.note(chunk.key)
             return self._refused(chunk, MissReason.CORRUPT)
         memory = None if allocate is None else allocate(num_bytes)
         if memory is None:
@@ -238,8 +239,8 @@ class EncodedBackend(StorageBackend):
         return Miss(MissReason.DEADLINE)
 
     def _forget(self, keys: Sequence[ChunkKey]) -> None:
-        self._in_the_way.forget(keys)
-        self._left_alone.forget(keys)
+        self._replaceable.forget(keys)
+        self._undecodable.forget(keys)
 
     def _refused(self, chunk: Chunk, reason: MissReason) -> Miss:
         header = chunk.described
@@ -263,10 +264,10 @@ class EncodedBackend(StorageBackend):
         accepted = [
             i
             for i, c in enumerate(chunks)
-            if (self._accepts_lossy or not c.lossy) and c.key not in self._left_alone
+            if (self._accepts_lossy or not c.lossy) and c.key not in self._undecodable
         ]
         records = await self._encoded([chunks[i] for i in accepted])
-        replaced = [record.key for record in records if record.key in self._in_the_way]
+        replaced = [record.key for record in records if record.key in self._replaceable]
         if replaced:
             await self._backend.batched_remove(replaced)
         kept = [False] * len(chunks)
@@ -275,7 +276,7 @@ class EncodedBackend(StorageBackend):
         ):
             kept[i] = is_kept
             if is_kept:
-                self._in_the_way.forget([record.key])
+                self._replaceable.forget([record.key])
         return kept
 
     async def _encoded(self, chunks: Sequence[Chunk]) -> list[Chunk]:
