@@ -194,7 +194,7 @@ def test_a_peer_takes_over_and_serves_itself_and_others(site: Site) -> None:
     eventually(lambda: leaving.get("/v1/status")["settled"])
     leaving.terminate()
     assert leaving.wait() == 0
-    assert f"{NUM_CHUNKS} of them handed over" in leaving.process.tail()
+    assert f"handed_over={NUM_CHUNKS}" in leaving.process.tail()
     held = [sidecar.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] for sidecar in (heir, third)]
     assert sum(held) == NUM_CHUNKS
     taker, other = (heir, third) if held[0] else (third, heir)
@@ -276,7 +276,7 @@ def test_a_target_that_hangs_does_not_keep_it_beyond_its_time(
     )
     assert sidecar.wait() == 0
     assert 1.5 < time.monotonic() - begin < 6.0
-    assert f"0 refused, {NUM_CHUNKS} left" in sidecar.process.tail()
+    assert f"refused=0 left={NUM_CHUNKS}" in sidecar.process.tail()
     assert not sidecar.socket.exists()
 
 
