@@ -12,18 +12,20 @@ RUN python -m venv --without-pip /opt/lmcache
 COPY constraints.txt docker/dependencies.py ./
 COPY libs/lmcache_core/pyproject.toml libs/lmcache_core/
 COPY services/servicekit/pyproject.toml services/servicekit/
+COPY services/node/pyproject.toml services/node/
 COPY services/sidecar/pyproject.toml services/sidecar/
-RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast,traces]' "services/sidecar${VARIANT:+[codec]}" > requirements.txt \
+RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast,traces]' services/node "services/sidecar${VARIANT:+[codec]}" > requirements.txt \
     && pip --python /opt/lmcache/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt \
     && find /opt/lmcache/lib -type d -name tests -prune -exec rm -r {} +
 
 COPY libs/lmcache_core libs/lmcache_core
 COPY services/servicekit services/servicekit
+COPY services/node services/node
 COPY services/sidecar services/sidecar
 # The machine code of the codecs, where it has them, is compiled here, for nodes of other kinds too: the root file system
 # cannot be written.
 RUN pip --python /opt/lmcache/bin/python install --no-cache-dir --no-deps \
-    ./libs/lmcache_core ./services/servicekit ./services/sidecar \
+    ./libs/lmcache_core ./services/servicekit ./services/node ./services/sidecar \
     && if [ -n "$VARIANT" ]; then /opt/lmcache/bin/python -m lmcache_core.serde.warm_up --portable; fi
 
 FROM python:3.12-slim

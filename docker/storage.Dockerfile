@@ -9,15 +9,17 @@ RUN python -m venv --without-pip /opt/lmcache
 COPY constraints.txt docker/dependencies.py ./
 COPY libs/lmcache_core/pyproject.toml libs/lmcache_core/
 COPY services/servicekit/pyproject.toml services/servicekit/
+COPY services/node/pyproject.toml services/node/
 COPY services/cache_storage/pyproject.toml services/cache_storage/
-RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast,traces]' 'services/cache_storage[s3]' > requirements.txt \
+RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast,traces]' services/node 'services/cache_storage[s3]' > requirements.txt \
     && pip --python /opt/lmcache/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
 
 COPY libs/lmcache_core libs/lmcache_core
 COPY services/servicekit services/servicekit
+COPY services/node services/node
 COPY services/cache_storage services/cache_storage
 RUN pip --python /opt/lmcache/bin/python install --no-cache-dir --no-deps \
-    ./libs/lmcache_core ./services/servicekit ./services/cache_storage
+    ./libs/lmcache_core ./services/servicekit ./services/node ./services/cache_storage
 
 FROM python:3.12-slim
 LABEL org.opencontainers.image.title="lmcache-storage" \

@@ -100,7 +100,7 @@ def quality_section(name: str, full: ArmQuality, rows: Mapping[Arm, ArmQuality])
         )
     headings = (
         "policy",
-        "anew",
+        "recomputed",
         "computed",
         "loss, nats an answer",
         "over full recompute",
@@ -153,14 +153,14 @@ def text_section(
             )
         )
     title = (
-        f"Blend: {TEXT_ENDING_TOKENS} tokens of running text behind {TEXT_DOCUMENTS} documents of"
+        f"Blend: {TEXT_ENDING_TOKENS} tokens of running text after {TEXT_DOCUMENTS} documents of"
         f" {TEXT_DOCUMENT_TOKENS}, the first model"
     )
     return Section(
         title,
         (
             "policy",
-            "anew",
+            "recomputed",
             "loss over full recompute",
             "divergence, nats",
             "equal first choices",

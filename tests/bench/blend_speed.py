@@ -86,11 +86,11 @@ class BlendSpeed:
     """What was measured.
 
     Attributes:
-        sections: Its tables.
+        sections: The table of first tokens, and that of the dtypes that were tried.
         remark: In what dtype, and what else the machine did.
     """
 
-    sections: Sequence[Section]
+    sections: tuple[Section, Section]
     remark: str
 
 
@@ -264,7 +264,7 @@ def first_tokens(measured: Sequence[Measured]) -> Section:
     headings = (
         "model",
         "tokens",
-        "computed anew",
+        "recomputed",
         "TFLOP",
         "share of full",
         "first token, s",

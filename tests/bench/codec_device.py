@@ -14,11 +14,9 @@ from lmcache_core.documented.cachegen.device import (
     encode_on_device,
 )
 from lmcache_core.serde.blob import Mode
-from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE
-from lmcache_core.serde.entropy.tables import bell_curves
-from lmcache_core.serde.profiles import Profile, quantiser_of
-from lmcache_core.serde.quantised.coder import Quantiser
-from lmcache_core.serde.quantised.layout import PlaneLayout
+from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, Profile, quantiser_of
+from lmcache_core.serde.quantised import PlaneLayout, Quantiser
+from lmcache_core.serde.tables import bell_curves
 from lmcache_kernels.cachegen_decode import cachegen_decode
 from lmcache_kernels.cachegen_encode import cachegen_encode
 from lmcache_kernels.cachegen_quantize import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lmcache_core.serde.registry import CODEC_NAMES
+from lmcache_core.serde import CODEC_NAMES
 
 from tests.bench import codec_plot, codec_report, codec_torchac
 from tests.bench.codec_model import Reader

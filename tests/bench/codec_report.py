@@ -41,7 +41,7 @@ def quality(rows: Sequence[QualityRow], notes: Mapping[str, str]) -> Section:
         for row in rows
     ]
     return Section(
-        "Quality: the shipped model's own KV, and its loss on the text behind it", headings, cells
+        "Quality: the shipped model's own KV, and its loss on the text after it", headings, cells
     )
 
 

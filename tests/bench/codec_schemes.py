@@ -26,7 +26,7 @@ from lmcache_core.serde.codec import ChunkCodec, EncodedPayload
 
 from tests.bench import codec_documented
 
-RAW_NAME, RAW_BITS = "bf16, as it is", 16
+RAW_NAME, RAW_BITS = "bf16, raw", 16
 SCALE_BITS = 16
 GROUP_SIZE = 32
 ZSTD_LEVEL = 3

@@ -185,7 +185,7 @@ def _measure(directory: Path) -> list[Section]:
                         _time_row(
                             "400 chunks, our client",
                             asyncio.run(_timed_client(service.url, chunk_ids)),
-                            "httpx beside it",
+                            "with httpx",
                         )
                     )
             for one in asked:

@@ -156,35 +156,35 @@ def overhead(
     )
     goal = f"goal: {GOAL_STORE:.0%}"
     figures = (
-        ("a cold request that is not stored", cold_s, cold_s, "wall clock"),
+        ("cold request, not stored", cold_s, cold_s, "wall clock"),
         (
-            "what one that is stored takes longer",
+            "storing adds",
             longer_s,
             cold_s,
             f"{goal}; median over the pairs",
         ),
-        ("vLLM waits for the store", store_s, cold_s, goal),
+        ("vLLM waits to store", store_s, cold_s, goal),
         (
-            "vLLM waits for the scheduler's side",
+            "vLLM waits in the scheduler",
             scheduler_s,
             cold_s,
             "asks for KV, names what is stored",
         ),
-        ("processor time of a cold request", cold_cpu_s, cold_cpu_s, "of vLLM, all threads"),
+        ("CPU time of a cold request", cold_cpu_s, cold_cpu_s, "of vLLM, all threads"),
         (
-            "what one that is stored takes more of it",
+            "storing adds to it",
             longer_cpu_s,
             cold_cpu_s,
             "median over the pairs",
         ),
-        ("processor time of a store, in vLLM", store_cpu_s, cold_cpu_s, "copy and digest"),
+        ("CPU time of a store: vLLM", store_cpu_s, cold_cpu_s, "copy and digest"),
         (
-            "processor time of a store, in the sidecar",
+            "CPU time of a store: sidecar",
             sidecar_s,
             cold_cpu_s,
             "mean, background writes included",
         ),
-        ("processor time of a store, together", store_cpu_s + sidecar_s, cold_cpu_s, goal),
+        ("CPU time of a store: total", store_cpu_s + sidecar_s, cold_cpu_s, goal),
     )
     rows = [
         (name, f"{seconds * 1e3:.1f}", f"{seconds / of_s:.2%}", note)

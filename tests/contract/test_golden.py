@@ -265,7 +265,7 @@ def test_frames_from_the_specification(case: dict[str, Any]) -> None:
         "Remove",
         "RemoveOk",
     ]
-    numbers += ["Ping", "Pong", "ErrorMessage", "Handover", "Context", "Held", "DeclareLane"]
+    numbers += ["Ping", "Pong", "ErrorMessage", "HandoverChunk", "Context", "Held", "DeclareLane"]
     name, *fields = case["message"]
     blob = bytes.fromhex(case["blob"])
 

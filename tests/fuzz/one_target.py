@@ -23,11 +23,11 @@ INSTRUMENTED = [
     "lmcache_webhook.injection",
 ]
 COMPILED = [
-    "lmcache_core.serde.entropy.rans",
+    "lmcache_core.serde.rans",
     "lmcache_core.documented.cachegen.channel_streams",
-    "lmcache_core.serde.quantised.symbols",
-    "lmcache_core.serde.quantised.values",
-    "lmcache_core.serde.lossless.planes",
+    "lmcache_core.serde.symbols",
+    "lmcache_core.serde.values",
+    "lmcache_core.serde.planes",
 ]
 """numba compiles byte code as it finds it: what is compiled is not instrumented, unless it runs
 as plain Python.

@@ -14,10 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from lmcache_core.documented.cachegen import channel_streams
 from lmcache_core.documented.cachegen.channel_streams import ChannelStreams
-from lmcache_core.serde.entropy import rans
-from lmcache_core.serde.loops import Loops
-from lmcache_core.serde.lossless import planes
-from lmcache_core.serde.quantised import symbols, values
+from lmcache_core.serde import planes, rans, symbols, values
+from lmcache_core.serde.machine_code import Loops
 
 
 class Checked(np.ndarray):

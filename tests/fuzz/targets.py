@@ -42,10 +42,9 @@ from lmcache_core.serde import (
     TorchSerializer,
 )
 from lmcache_core.serde.cachegen import CacheGenConfig
-from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, CacheGenCodec
-from lmcache_core.serde.encoding_report import encoding_report
-from lmcache_core.serde.entropy.tables import bell_curves
-from lmcache_core.serde.profiles import Profile
+from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, CacheGenCodec, Profile
+from lmcache_core.serde.codec import encoding_report
+from lmcache_core.serde.tables import bell_curves
 from lmcache_core.sidecar import messages
 from lmcache_core.testing.chunks import make_record
 from lmcache_core.testing.codec_payloads import decode_between_guards, kv_payload, specs_of

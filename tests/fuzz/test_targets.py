@@ -10,8 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from lmcache_core.serde.chunk_codec import CacheGenCodec
-from lmcache_core.serde.profiles import Profile
+from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile
 from lmcache_core.testing.codec_payloads import (
     decode_between_guards,
     header_of,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from lmcache_servicekit.collectors import TIER_EVENTS
+from lmcache_node.collectors import TIER_EVENTS
 from lmcache_webhook.injection.wishes import INJECTED
 
 from tests.fixtures.exposition import scraped_services
@@ -93,13 +93,13 @@ def check_expression(expression: str, exposed: Exposed) -> None:
         assert one.matchers["lmcache_release"] == "inference/cache", expression
         labels = exposed[one.metric]
         if labels:
-            assert (
-                set(one.matchers) - OF_TARGETS <= labels
-            ), f"{one.metric} has the labels {labels}: {expression}"
+            assert set(one.matchers) - OF_TARGETS <= labels, (
+                f"{one.metric} has the labels {labels}: {expression}"
+            )
         for pattern in one.matchers.get("event", TIER_EVENTS[0]).split("|"):
-            assert any(
-                re.fullmatch(pattern, event) for event in TIER_EVENTS
-            ), f"no tier tells of {pattern}: {expression}"
+            assert any(re.fullmatch(pattern, event) for event in TIER_EVENTS), (
+                f"no tier tells of {pattern}: {expression}"
+            )
 
 
 def test_off_unless_wanted(chart: Chart) -> None:
@@ -306,9 +306,9 @@ def test_dashboards_are_well_made(path: Any) -> None:
     dashboard = json.loads(path.read_bytes())
     assert dashboard["uid"] == f"lmcache-{path.stem}"
     assert "id" not in dashboard
-    assert (
-        dashboard["schemaVersion"] >= 36
-    ), "older ones name data sources instead of referring to them"
+    assert dashboard["schemaVersion"] >= 36, (
+        "older ones name data sources instead of referring to them"
+    )
     assert not re.search(
         r'"uid": "(?!\$\{datasource\}|lmcache-)', path.read_text(encoding="utf-8")
     ), "a data source of one Grafana alone"

@@ -15,7 +15,7 @@ from lmcache_core.errors import AuthenticationError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.wire import LmClient
 from lmcache_core.wire.client import ClientOptions
-from lmcache_servicekit.outgoing import client_tls, shown_token
+from lmcache_node.outgoing import client_tls, shown_token
 from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 

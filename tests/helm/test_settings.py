@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import jsonschema
 import pytest
 import yaml
-from lmcache_core.storage.eviction import TenantQuotas, TierLimits
+from lmcache_core.storage.eviction import POLICIES, TenantQuotas, TierLimits
 from lmcache_servicekit.settings import ServiceSettings, load_settings
 from pydantic import TypeAdapter
 
@@ -329,6 +329,12 @@ def test_every_option_in_values_is_one(chart: Chart) -> None:
     for service, (module, name) in MODELS.items():
         model: type[ServiceSettings] = getattr(importlib.import_module(module), name)
         assert set(values[service]["config"]) <= set(model.model_fields), service
+
+
+def test_the_schema_names_every_eviction_policy(chart: Chart) -> None:
+    schema = (chart.path / "values.schema.json").read_text(encoding="utf-8")
+    named = re.findall(r'"eviction_policy": \{"enum": (\[.*?\])\}', schema)
+    assert [json.loads(names) for names in named] == [list(POLICIES)] * 2
 
 
 @pytest.mark.parametrize("service", sorted(MODELS))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from lmcache_servicekit.tier_settings import TierSettings
+from lmcache_node.settings import NodeSettings
 
 from tests.helm.test_settings import MODELS, settings_of
 
@@ -88,7 +88,7 @@ def test_callers_encrypt_and_know_whom_they_call(
     chart: Chart, service: str, tmp_path: Path
 ) -> None:
     settings, _ = settings_of(chart.render(MUTUAL), service, tmp_path)
-    assert isinstance(settings, TierSettings)
+    assert isinstance(settings, NodeSettings)
     assert str(settings.tls_ca_file) == CA
     assert str(settings.tls_client_cert_file) == "/run/secrets/tls/tls.crt"
     assert settings.tls_peer_name == "cache-lmcache.inference.svc"
@@ -96,7 +96,7 @@ def test_callers_encrypt_and_know_whom_they_call(
     assert len(urls) >= 4
     assert all(url.startswith(("https://", "lm+tls://")) for url in urls.values()), urls
     without, _ = settings_of(chart.render(TLS), service, tmp_path)
-    assert isinstance(without, TierSettings)
+    assert isinstance(without, NodeSettings)
     assert without.tls_client_cert_file is None
 
 
@@ -150,9 +150,8 @@ def test_the_bundled_redis_is_encrypted(chart: Chart) -> None:
     config = rendering.get("ConfigMap", "redis")["data"]["redis.conf"].splitlines()
     assert {"port 0", "tls-port 6379", "tls-auth-clients yes"} <= set(config)
     assert (
-        "tls-auth-clients no" in chart.render(TLS).get("ConfigMap", "redis")["data"][
-            "redis.conf"
-        ].splitlines()
+        "tls-auth-clients no"
+        in chart.render(TLS).get("ConfigMap", "redis")["data"]["redis.conf"].splitlines()
     )
     assert "rediss://:$(REDIS_PASSWORD)@" in rendering.text
     assert "redis://:$(REDIS_PASSWORD)@" not in rendering.text
@@ -202,7 +201,7 @@ def test_issued_certificates_name_what_is_called(chart: Chart, tmp_path: Path) -
     assert set(certificates) == {"storage", "lookup", "broker", "redis", "vllm"}
     for service in ("sidecar", "storage"):
         settings, _ = settings_of(rendering, service, tmp_path)
-        assert isinstance(settings, TierSettings)
+        assert isinstance(settings, NodeSettings)
         assert settings.tls_peer_name in certificates["vllm"]["dnsNames"]
         assert settings.tls_peer_name in certificates["storage"]["dnsNames"]
         for name in ("lookup", "broker"):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.telemetry import LABEL_PROFILE, MeasuredError
-from lmcache_servicekit.collectors import TIER_EVENTS, CodecErrorCollector, TierCollector
+from lmcache_node.collectors import TIER_EVENTS, CodecErrorCollector, TierCollector
 from lmcache_sidecar.metrics import DESCRIBED as OF_SIDECAR
-from lmcache_storage.compat.dialect import Command
+from lmcache_storage.compat.dialect import CompatCommand
 from lmcache_storage.compat.refusals import CloseReason
 from lmcache_storage.metrics import COMPAT_CLOSED_TOTAL, COMPAT_REQUESTS_TOTAL
 from lmcache_storage.metrics import DESCRIBED as OF_STORAGE
@@ -111,7 +111,7 @@ def test_all_values_of_a_label_are_known_but_for_what_is_configured() -> None:
             assert bool(one.values) == (one.label in ("reason", "outcome", "command")), name
     assert OF_STORAGE[COMPAT_CLOSED_TOTAL].values == tuple(CloseReason)
     assert OF_STORAGE[COMPAT_REQUESTS_TOTAL].values == tuple(
-        command.name.lower() for command in Command
+        command.name.lower() for command in CompatCommand
     )
 
 

@@ -30,6 +30,7 @@ FIGURES = {"lmcache_sidecar": "/v1/tiers", "lmcache_webhook": "/metrics"}
 OURS = {
     "lmcache-core": "libs/lmcache_core/src",
     "lmcache-servicekit": "services/servicekit/src",
+    "lmcache-node": "services/node/src",
     "lmcache-lookup": "services/lookup/src",
     "lmcache-broker": "services/p2p_broker/src",
     "lmcache-storage": "services/cache_storage/src",

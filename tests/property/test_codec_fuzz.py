@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import RecordHeader, TensorSpec
-from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, CacheGenCodec
-from lmcache_core.serde.entropy.tables import bell_curves
-from lmcache_core.serde.profiles import Profile
+from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, CacheGenCodec, Profile
+from lmcache_core.serde.tables import bell_curves
 from lmcache_core.testing.codec_payloads import decode_between_guards, kv_payload, specs_of
 
 TENSORS = (

@@ -1,5 +1,5 @@
-"""Bytes from anywhere at the listener for LMCache clients: only `RefusedError` comes of headers
-that are none, and the service lives.
+"""Hostile bytes at the listener for LMCache clients: malformed headers raise
+`CompatRefusedError`, and the service lives.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import struct
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lmcache_storage.compat.dialect import DIALECTS, Command, Request
-from lmcache_storage.compat.refusals import RefusedError
+from lmcache_storage.compat.dialect import DIALECTS, CompatCommand, Request
+from lmcache_storage.compat.refusals import CompatRefusedError
 
 from tests.fixtures.compat import (
     EXIST,
@@ -45,7 +45,7 @@ def test_arbitrary_bytes_are_refused_or_a_request_within_its_bounds(
     header = data.draw(st.binary(min_size=dialect.request.size, max_size=dialect.request.size))
     try:
         request = dialect.parse(header, MAX_VALUE_BYTES)
-    except RefusedError:
+    except CompatRefusedError:
         return
     _check(request)
 
@@ -60,7 +60,7 @@ def test_any_header_reads_as_what_was_written_or_is_refused(
     header = request_bytes(name, command, key, num_bytes, about)
     assert struct.unpack_from("<2i", header) == (command, num_bytes)
     if _is_wrong(command, key, num_bytes):
-        with pytest.raises(RefusedError):
+        with pytest.raises(CompatRefusedError):
             DIALECTS[name].parse(header, MAX_VALUE_BYTES)
         return
     request = DIALECTS[name].parse(header, MAX_VALUE_BYTES)
@@ -72,13 +72,13 @@ def test_any_header_reads_as_what_was_written_or_is_refused(
 
 
 def _check(request: Request) -> None:
-    assert request.command in set(Command)
+    assert request.command in set(CompatCommand)
     assert (
         (0 < request.num_bytes <= MAX_VALUE_BYTES)
-        if request.command is Command.PUT
+        if request.command is CompatCommand.PUT
         else request.num_bytes == 0
     )
-    assert bool(request.key) != (request.command is Command.HEALTH)
+    assert bool(request.key) != (request.command is CompatCommand.HEALTH)
 
 
 def _is_wrong(command: int, key: bytes, num_bytes: int) -> bool:

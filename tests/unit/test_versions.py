@@ -46,7 +46,7 @@ def test_packages_have_the_chart_s_version() -> None:
         ]
         for path in PACKAGES
     }
-    assert len(versions) == 10
+    assert len(versions) == 11
     assert versions == dict.fromkeys(versions, VERSION)
 
 

@@ -15,14 +15,14 @@ from tests.chaos.cluster.worker import BOUND_S
 PLOT = "chaos-hit-ratio.svg"
 SECTION = "chaos"
 DONE = {
-    "kill": "SIGKILL, and started again up to 3 s later",
+    "kill": "SIGKILL, restarted within 3 s",
     "stop": "SIGSTOP for up to 4 s",
-    "flush": "FLUSHALL of Redis",
-    "full": "no file may grow by a chunk for up to 12 s: its disk takes nothing",
-    "cut": "all connections of an address ended without a word",
-    "delay": "each piece that passes kept for 10 to 300 ms, for up to 6 s",
-    "freeze": "nothing passes for up to 4 s",
-    "corrupt": "one bit turned in 5 to 50 % of the pieces that pass, for up to 8 s",
+    "flush": "FLUSHALL",
+    "full": "disk refuses writes for up to 12 s",
+    "cut": "all connections of an address closed",
+    "delay": "traffic delayed by 10 to 300 ms, for up to 6 s",
+    "freeze": "no traffic for up to 4 s",
+    "corrupt": "a bit flipped in 5 to 50 % of the pieces, for up to 8 s",
 }
 
 

@@ -19,7 +19,7 @@ from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, num_bytes
 from lmcache_core.record import RecordHeader, TensorSpec, decoded_bytes
 from lmcache_core.serde import create_codec
 from lmcache_core.serde.codec import ChunkCodec
-from lmcache_core.serde.entropy.tables import bell_curves
+from lmcache_core.serde.tables import bell_curves
 
 DIRECTORY = Path(__file__).parent
 NAMES = ("cachegen", "cachegen:high", "cachegen:low", "lossless")

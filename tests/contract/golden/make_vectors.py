@@ -156,7 +156,7 @@ FRAMES: list[dict[str, Any]] = [
     {"id": 6, "message": ["Ping"]},
     {"id": 6, "message": ["Pong"]},
     {"id": 0, "message": ["ErrorMessage", "protocol", "not a frame"]},
-    {"id": 7, "message": ["Handover", "acme", 86400123, True], "blob": "00ff10"},
+    {"id": 7, "message": ["HandoverChunk", "acme", 86400123, True], "blob": "00ff10"},
     {
         "id": 8,
         "message": ["Context", "r-1", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"],

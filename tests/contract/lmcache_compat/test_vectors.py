@@ -5,7 +5,7 @@ byte for byte.
 from __future__ import annotations
 
 import pytest
-from lmcache_storage.compat.dialect import DIALECTS, Command
+from lmcache_storage.compat.dialect import DIALECTS, CompatCommand
 
 from tests.contract.lmcache_compat.vectors import EXCHANGES, REPLY_BYTES, REQUEST_BYTES, VALUE
 from tests.fixtures.compat import GET, PUT, listening, request_bytes
@@ -54,7 +54,7 @@ def test_a_put_reads_as_what_its_client_put(dialect: str) -> None:
     put = bytes.fromhex(EXCHANGES[dialect][2][0])[: REQUEST_BYTES[dialect]]
     request = DIALECTS[dialect].parse(put, len(VALUE))
     assert (request.command, request.key, request.num_bytes, request.about) == (
-        Command.PUT,
+        CompatCommand.PUT,
         KEYS[dialect],
         64,
         (1, 3, 2, 2, 4, 2),

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 import pytest
+from lmcache_ctl import top
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.settings import CtlSettings
-from lmcache_ctl.top import watching
-from lmcache_ctl.top.rates import Moment
+from lmcache_ctl.top import Moment
 
 from tests.fixtures.ctl import SmallCluster
 from tests.fixtures.kubernetes_pods import pod, pods_api
@@ -97,7 +97,7 @@ def test_a_terminal_sees_it_refreshed(cluster: SmallCluster) -> None:
 def test_a_pod_that_comes_later_is_seen_and_one_that_goes_is_not(
     cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "FIND_EVERY_S", 0.0)
+    monkeypatch.setattr(top, "FIND_EVERY_S", 0.0)
     lookup, storage = pod("demo-lookup-0", "lookup", 8081), pod("demo-storage-0", "storage", 8080)
     with pods_api() as api:
         api.pods = [lookup]
@@ -108,7 +108,7 @@ def test_a_pod_that_comes_later_is_seen_and_one_that_goes_is_not(
 
         async def watch() -> list[Moment]:
             seen = []
-            watched = watching.moments(reach.settings, find, 0.05)
+            watched = top.moments(reach.settings, find, 0.05)
             async for found in watched:
                 seen.append(found)
                 match len(seen):

@@ -154,7 +154,7 @@ def test_what_storage_missed_while_it_was_away_it_has_when_the_sidecar_is_gone(s
     site.storage(lm_port)
     first.terminate()
     assert first.wait() == 0
-    assert f"drained: {NUM_CHUNKS} chunks, {NUM_CHUNKS} of them handed over" in first.process.tail()
+    assert f"drained: chunks={NUM_CHUNKS} handed_over={NUM_CHUNKS}" in first.process.tail()
     assert_hit(site.sidecar("fresh"), "RemoteBackend")
 
 
@@ -214,7 +214,7 @@ def test_peers_that_refuse_or_drain_are_left_alone(site: Site) -> None:
     leaving.terminate()
     assert leaving.wait() == 0
     assert (
-        "drained: 4 chunks, 0 of them handed over, 0 elsewhere already, 4 refused, 0 left"
+        "drained: chunks=4 handed_over=0 already_elsewhere=0 refused=4 left=0"
         in leaving.process.tail()
     )
     assert [heir.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] for heir in heirs] == [0, 0]

@@ -17,8 +17,8 @@ from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 from lmcache_core.wire.messages import Put, PutOk, build_frame
 from lmcache_servicekit.state import service_state
 from lmcache_storage.app import create_app
-from lmcache_storage.parts import StorageParts
 from lmcache_storage.settings import StorageSettings
+from lmcache_storage.storage import StorageNode
 
 from tests.fixtures.compat import PUT as COMPAT_PUT
 from tests.fixtures.compat import request_bytes
@@ -37,7 +37,7 @@ BLOCK_BYTES = 4096
 @asynccontextmanager
 async def full_storage(
     directory: Path, **options: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, StorageParts, dict[str, int]]]:
+) -> AsyncIterator[tuple[httpx.AsyncClient, StorageNode, dict[str, int]]]:
     """A storage whose memory `acme` has filled: REST, its parts, its ports."""
     settings = StorageSettings(
         **{
@@ -56,7 +56,7 @@ async def full_storage(
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://storage") as rest,
     ):
-        parts: StorageParts = app.state.storage
+        parts: StorageNode = app.state.storage
         for i in range(NUM_CHUNKS):
             assert (await put(rest, "acme", i, CHUNK_BYTES)).status_code == 201
         assert held(parts, "acme") == NUM_CHUNKS
@@ -64,11 +64,11 @@ async def full_storage(
     assert parts.stack.hot.stats()["arena_used_bytes"] == 0, "a reference was not given back"
 
 
-def held(parts: StorageParts, tenant: str) -> int:
+def held(parts: StorageNode, tenant: str) -> int:
     return sum(key.tenant == tenant for key, _ in parts.stack.hot.held())
 
 
-def incoming_bytes(parts: StorageParts) -> int:
+def incoming_bytes(parts: StorageNode) -> int:
     figures = parts.stack.hot.stats()
     return figures["arena_used_bytes"] - figures["used_bytes"]
 

@@ -134,7 +134,7 @@ async def test_what_does_not_fit_goes_coldest_first_and_is_counted(tmp_path: Pat
             assert all(map(is_right, hot_others, await read(made, tier, hot_others)))
         leaving = made.services[1]
         assert await made.stop(1) == [0]
-        assert re.search(r"WARNING.*drained: 30 chunks", leaving.output), "what was lost is told"
+        assert re.search(r"WARNING.*drained: chunks=30", leaving.output), "what was lost is told"
         kept = await made.held(0)
         assert url_keys(hot_ours) <= kept
         assert url_keys(hot_others) <= kept

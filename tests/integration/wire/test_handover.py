@@ -19,7 +19,7 @@ from lmcache_core.security import Principal
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire import ClientOptions, LmClient, LmServer, ServerLimits
 from lmcache_core.wire.intake import HandoverLog
-from lmcache_core.wire.messages import ErrorMessage, Handover, Held, Ping, Put, PutOk
+from lmcache_core.wire.messages import ErrorMessage, HandoverChunk, Held, Ping, Put, PutOk
 from lmcache_core.wire.served import HandoverNote
 
 from tests.fixtures.wire import MemoryStore, RawConnection, connected
@@ -168,13 +168,13 @@ async def test_who_has_not_asked_for_it_is_refused(caplog: pytest.LogCaptureFixt
     async with serving(TakingStore()) as server, connected(server.port) as raw:
         await raw.hello("admin")
         chunk = make_chunk("a")
-        await raw.say(2, Handover("acme", 0, True), chunk.head + make_payload("a"))
+        await raw.say(2, HandoverChunk("acme", 0, True), chunk.head + make_payload("a"))
         _, message, _ = await raw.read()
         assert isinstance(message, ErrorMessage)
         assert await raw.is_closed()
 
 
-async def say(raw: RawConnection, number: int, message: Put | Handover, blob: bytes) -> PutOk:
+async def say(raw: RawConnection, number: int, message: Put | HandoverChunk, blob: bytes) -> PutOk:
     await raw.say(number, message, blob)
     _, answer, _ = await raw.read()
     assert isinstance(answer, PutOk)
@@ -186,9 +186,9 @@ async def test_a_damaged_one_is_refused_and_the_connection_goes_on() -> None:
     async with serving(store) as server, connected(server.port) as raw:
         await raw.hello("admin", capabilities=["handover"])
         record = bytearray(make_chunk("a").head + make_payload("a"))
-        assert await say(raw, 2, Handover("acme", 0, True), bytes(record)) == PutOk(True, "")
+        assert await say(raw, 2, HandoverChunk("acme", 0, True), bytes(record)) == PutOk(True, "")
         record[-1] ^= 1
-        assert await say(raw, 3, Handover("rival", 0, True), bytes(record)) == PutOk(
+        assert await say(raw, 3, HandoverChunk("rival", 0, True), bytes(record)) == PutOk(
             False, "corrupt"
         )
         assert await say(raw, 4, Put(), bytes(record)) == PutOk(False, "corrupt")
@@ -210,11 +210,13 @@ async def test_who_has_lost_the_role_since_hello_is_refused(
     ):
         await raw.hello("any", capabilities=["handover", "held"])
         record = make_chunk("a").head + make_payload("a")
-        assert await say(raw, 2, Handover("acme", 0, True), record) == PutOk(True, "")
+        assert await say(raw, 2, HandoverChunk("acme", 0, True), record) == PutOk(True, "")
         roles[0] = "client"
-        asked = {"handover": Handover("rival", 0, True), "held": Held("acme", []), "ping": Ping()}[
-            message
-        ]
+        asked = {
+            "handover": HandoverChunk("rival", 0, True),
+            "held": Held("acme", []),
+            "ping": Ping(),
+        }[message]
         await raw.say(3, asked, record if message == "handover" else b"")
         _, answer, _ = await raw.read()
         assert isinstance(answer, ErrorMessage)
@@ -281,7 +283,7 @@ async def test_what_is_handed_over_and_what_is_refused_is_told() -> None:
             async with connected(server.port) as raw:
                 await raw.hello(token, capabilities=["handover"])
                 await raw.say(
-                    2, Handover("acme", 0, True), make_chunk("d").head + make_payload("d")
+                    2, HandoverChunk("acme", 0, True), make_chunk("d").head + make_payload("d")
                 )
                 _, message, _ = await raw.read()
                 assert isinstance(message, ErrorMessage)

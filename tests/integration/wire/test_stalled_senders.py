@@ -13,7 +13,7 @@ from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire import ServerLimits
 from lmcache_core.wire.messages import Put, PutOk, build_frame
 from lmcache_storage.chunks.bodies import IncomingBody
-from lmcache_storage.chunks.service import ChunkService, Gate
+from lmcache_storage.chunks.service import ChunkService
 from lmcache_storage.problems import SlowClientError
 
 from tests.fixtures.compat import PUT, listening, request_bytes
@@ -79,7 +79,7 @@ async def test_a_stalled_body_over_rest() -> None:
         await asyncio.Event().wait()
 
     body = IncomingBody(SimpleNamespace(stream=stalled), len(head) + len(payload))  # type: ignore[arg-type]
-    service = ChunkService(store, store, Gate(), LIMITS)
+    service = ChunkService(store, store, lambda: True, LIMITS)
     async with asyncio.timeout(BOUND_S):
         with pytest.raises(SlowClientError):
             await service.put("default", make_key("a").key.to_url(), body)

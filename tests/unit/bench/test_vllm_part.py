@@ -37,11 +37,11 @@ def test_what_a_store_costs_is_a_share_of_the_cold_request() -> None:
     }
     sidecar_cpu = {rounds.COLD: [0.1, 0.1, 0.1], rounds.STORED: [0.2, 0.2, 0.5]}
     rows = {row[0]: row[1:3] for row in vllm_part.overhead(found, sidecar_cpu).rows}
-    assert rows["what one that is stored takes longer"] == ("200.0", "2.00%")
-    assert rows["vLLM waits for the store"] == ("50.0", "0.50%")
-    assert rows["vLLM waits for the scheduler's side"] == ("20.0", "0.20%")
-    assert rows["processor time of a store, in the sidecar"] == ("200.0", "2.00%")
-    assert rows["processor time of a store, together"] == ("300.0", "3.00%")
+    assert rows["storing adds"] == ("200.0", "2.00%")
+    assert rows["vLLM waits to store"] == ("50.0", "0.50%")
+    assert rows["vLLM waits in the scheduler"] == ("20.0", "0.20%")
+    assert rows["CPU time of a store: sidecar"] == ("200.0", "2.00%")
+    assert rows["CPU time of a store: total"] == ("300.0", "3.00%")
 
 
 def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from lmcache_core.record import encode_head
 from lmcache_core.storage import DiskBackend
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from lmcache_storage.chunks.responses import SLICE_BYTES
-from lmcache_storage.parts import StorageParts
+from lmcache_storage.storage import StorageNode
 
 from tests.fixtures.storage_app import assert_problem, serving
 
@@ -24,18 +24,18 @@ RECORD_TYPE = "application/vnd.lmcache.record"
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[tuple[httpx.AsyncClient, StorageParts]]:
+async def running() -> AsyncIterator[tuple[httpx.AsyncClient, StorageNode]]:
     async with serving() as both:
         yield both
 
 
 @pytest.fixture
-def rest(running: tuple[httpx.AsyncClient, StorageParts]) -> httpx.AsyncClient:
+def rest(running: tuple[httpx.AsyncClient, StorageNode]) -> httpx.AsyncClient:
     return running[0]
 
 
 @pytest.fixture
-def parts(running: tuple[httpx.AsyncClient, StorageParts]) -> StorageParts:
+def parts(running: tuple[httpx.AsyncClient, StorageNode]) -> StorageNode:
     return running[1]
 
 
@@ -69,7 +69,7 @@ async def test_records_of_any_size_in_pieces_of_any_size(
     assert (await rest.get(f"/v1/chunks/{A}")).content == record
 
 
-async def test_a_miss_says_why(rest: httpx.AsyncClient, parts: StorageParts) -> None:
+async def test_a_miss_says_why(rest: httpx.AsyncClient, parts: StorageNode) -> None:
     await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
     assert (await rest.post("/v1/admin/evict", json={"num_bytes": 1})).json() == {
         "freed_bytes": 1024
@@ -121,7 +121,7 @@ BAD_BODIES = {
 
 @pytest.mark.parametrize(("body", "reason"), BAD_BODIES.values(), ids=BAD_BODIES)
 async def test_a_body_that_is_no_record_of_that_key_is_refused(
-    rest: httpx.AsyncClient, parts: StorageParts, body: bytes, reason: str
+    rest: httpx.AsyncClient, parts: StorageNode, body: bytes, reason: str
 ) -> None:
     assert reason in assert_problem(
         await rest.put(f"/v1/chunks/{A}", content=body), 422, "bad-record"
@@ -131,7 +131,7 @@ async def test_a_body_that_is_no_record_of_that_key_is_refused(
 
 
 async def test_every_flipped_byte_is_refused_and_nothing_is_stored(
-    rest: httpx.AsyncClient, parts: StorageParts
+    rest: httpx.AsyncClient, parts: StorageNode
 ) -> None:
     record = make_record("a", make_payload("a", 300))
     assert len(record) <= 1024
@@ -144,7 +144,7 @@ async def test_every_flipped_byte_is_refused_and_nothing_is_stored(
 
 
 async def test_a_body_above_the_bound_is_refused(
-    rest: httpx.AsyncClient, parts: StorageParts
+    rest: httpx.AsyncClient, parts: StorageNode
 ) -> None:
     record = make_record("a", bytes(1 << 20))
     response = await rest.put(f"/v1/chunks/{A}", content=record)
@@ -160,7 +160,7 @@ async def test_a_body_above_the_bound_is_refused(
 
 
 async def test_a_head_that_promises_too_much_takes_no_memory(
-    rest: httpx.AsyncClient, parts: StorageParts
+    rest: httpx.AsyncClient, parts: StorageNode
 ) -> None:
     chunk = make_chunk("a", payload=b"")
     header = make_chunk("a", payload=bytes(100 << 20)).header
@@ -176,7 +176,7 @@ async def test_a_head_that_promises_too_much_takes_no_memory(
 
 
 async def test_no_room_while_everything_is_referenced(
-    rest: httpx.AsyncClient, parts: StorageParts
+    rest: httpx.AsyncClient, parts: StorageNode
 ) -> None:
     held = parts.stack.allocate(parts.stack.hot.stats()["capacity_bytes"])
     assert held is not None
@@ -188,7 +188,7 @@ async def test_no_room_while_everything_is_referenced(
 
 
 async def test_a_client_that_stalls_gives_its_memory_back(
-    rest: httpx.AsyncClient, parts: StorageParts
+    rest: httpx.AsyncClient, parts: StorageNode
 ) -> None:
     record = make_record("a")
 
@@ -303,16 +303,16 @@ async def test_a_draining_storage_serves_and_takes_nothing(tmp_path: Path) -> No
 async def test_listing_chunks_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as (rest, _):
         assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a"))).status_code == 201
-        holdings, go_on = StorageParts.holdings, threading.Event()
+        holdings, go_on = StorageNode.holdings, threading.Event()
         num_listing = 0
 
-        def slow(self: StorageParts, tenant: str) -> Any:
+        def slow(self: StorageNode, tenant: str) -> Any:
             nonlocal num_listing
             num_listing += 1
             assert go_on.wait(10), "the loop has had no turn"
             return holdings(self, tenant)
 
-        monkeypatch.setattr(StorageParts, "holdings", slow)
+        monkeypatch.setattr(StorageNode, "holdings", slow)
         asked = [asyncio.create_task(rest.get("/v1/chunks")) for _ in range(8)]
         assert (await rest.get(f"/v1/chunks/{A}")).content == make_record("a")
         assert num_listing <= 1, "other work needs these threads, too"
@@ -324,7 +324,7 @@ async def test_a_disk_that_fails_degrades_and_heals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(disk_path=tmp_path, disk_gb=0.01) as (rest, parts):
-        disk = parts.tiers[1]
+        disk = parts.local_tiers[1]
         monkeypatch.setattr(
             type(disk), "stats", lambda self: {"is_failing": 1, "is_loading": 0, "num_chunks": 0}
         )
@@ -348,7 +348,7 @@ async def test_a_disk_that_comes_later_is_announced(
     async with serving(
         disk_path=volume / "disk", disk_gb=0.01, lookup_url="http://127.0.0.1:1"
     ) as (_, parts):
-        disk = parts.tiers[1]
+        disk = parts.local_tiers[1]
         assert isinstance(disk, DiskBackend)
         monkeypatch.setattr(
             InstanceReporter, "announce_again", lambda _: num_announced.append(len(disk.held()))

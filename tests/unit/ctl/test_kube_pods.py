@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import jsonpatch
 import pytest
-from lmcache_ctl.kube.access import Cluster
+from lmcache_ctl.kube.access import KubeApi
 from lmcache_ctl.kube.pods import pods_of
 from lmcache_webhook.app import injection_options
 from lmcache_webhook.injection.injector import review_pod
@@ -52,5 +52,5 @@ def injected(by: str) -> Pod:
 def test_injected_pods_are_found_however_they_have_asked(by: str) -> None:
     ours = {"metadata": {"name": "ours", "labels": {"app.kubernetes.io/part-of": "lmcache"}}}
     strange = {"metadata": {"name": "strange", "labels": {"lmcache.io/inject": "true"}}}
-    cluster = cast(Cluster, Namespace(ours, strange, injected(by)))
+    cluster = cast(KubeApi, Namespace(ours, strange, injected(by)))
     assert [one.metadata.name for one in pods_of(cluster, None)] == ["ours", f"by-{by}"]

@@ -9,15 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lmcache_ctl.cluster.services import Kind
-from lmcache_ctl.cluster.states import Drain, ServiceState, State, Tier, Traffic
-from lmcache_ctl.drain.tables import print_drains
-from lmcache_ctl.drain.watching import DrainOutcome
+from lmcache_ctl.drain import DrainOutcome, print_drains
 from lmcache_ctl.output import Columns, print_table, print_text
-from lmcache_ctl.status.overview import summed
-from lmcache_ctl.status.tables import print_overview
-from lmcache_ctl.top.commands import print_moment
-from lmcache_ctl.top.rates import moment
+from lmcache_ctl.services import Kind
+from lmcache_ctl.states import DrainProgress, ServiceStatus, State, Tier, Traffic
+from lmcache_ctl.status import print_status, summed
+from lmcache_ctl.top import moment, print_moment
 
 EVIL = "a\x1b]0;title\x07b\x9b2Jc\rd[red]e"
 
@@ -25,7 +22,7 @@ EVIL = "a\x1b]0;title\x07b\x9b2Jc\rd[red]e"
 def test_what_a_service_says_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     print_text(EVIL)
     print_table("", Columns(("of", "what"), left=2), [(EVIL, "x")])
-    state = ServiceState(Kind.LOOKUP, EVIL, "http://h", State.OK, problem=EVIL)
+    state = ServiceStatus(Kind.LOOKUP, EVIL, "http://h", State.OK, problem=EVIL)
     print_moment(moment([state], [state], 1.0))
     shown = capsys.readouterr().out
     assert not set("\x1b\x07\x9b\r") & set(shown)
@@ -36,15 +33,15 @@ POD = "cache-lmcache-llama-3-1-8b-7d9f8b6c5-x2x4z"
 TIERS = [Tier("Hot", 12_345, 3 << 30, 4 << 30), Tier("LocalDiskBackend", 90, 3 << 30, 10 << 30)]
 
 
-def busy(growth: int) -> ServiceState:
+def busy(growth: int) -> ServiceStatus:
     """A sidecar of a pod as the chart names it."""
     found = 600 + 9 * growth
     traffic = Traffic(
         100 + 98_765 * growth, 1000 + 10 * growth, found, growth << 27, growth << 30, {"Hot": found}
     )
-    drain = Drain("handing_over", 40_000, 20_000, 5, 1, 19_994)
+    drain = DrainProgress("handing_over", 40_000, 20_000, 5, 1, 19_994)
     facts = {"engines": "1", "registered": "yes", "models": "meta-llama/Llama-3.1-8B-Instruct"}
-    return ServiceState(
+    return ServiceStatus(
         Kind.SIDECAR,
         POD,
         "http://h",
@@ -59,7 +56,7 @@ def busy(growth: int) -> ServiceState:
 
 
 def show_status() -> None:
-    print_overview(summed([busy(0)]))
+    print_status(summed([busy(0)]))
 
 
 def show_top() -> None:

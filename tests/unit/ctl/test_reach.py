@@ -10,10 +10,10 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from lmcache_ctl.cluster import asking
-from lmcache_ctl.cluster.services import Kind
+from lmcache_ctl import asking
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.reach import Reach
+from lmcache_ctl.services import Kind
 from lmcache_ctl.settings import CtlSettings
 
 ANSWERS = {

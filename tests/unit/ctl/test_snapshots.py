@@ -13,26 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_ctl.bench.report import Latency, Load, Phase, Report
-from lmcache_ctl.bench.tables import print_report
-from lmcache_ctl.certify.gate import Bounds, Certificate, Verdict
-from lmcache_ctl.certify.tables import print_certificate
-from lmcache_ctl.cluster.services import Kind
-from lmcache_ctl.cluster.states import Check, Drain, Link, ServiceState, State, Tier, Traffic
-from lmcache_ctl.cluster.targets import Outcome
+from lmcache_ctl.bench.report import BenchLoad, Latency, Phase, Report, print_report
+from lmcache_ctl.certify.codec import CodecBounds, CodecCertificate, CodecVerdict, print_certificate
 from lmcache_ctl.doctor.findings import Finding, Level, diagnosis_of, print_diagnosis
-from lmcache_ctl.drain.tables import print_drains
-from lmcache_ctl.drain.watching import DrainOutcome
+from lmcache_ctl.drain import DrainOutcome, print_drains
 from lmcache_ctl.output import OutputFormat, show
-from lmcache_ctl.pin.tables import print_pins
-from lmcache_ctl.status.overview import summed
-from lmcache_ctl.status.tables import print_overview
-from lmcache_ctl.top.commands import print_moment
-from lmcache_ctl.top.rates import moment
+from lmcache_ctl.pin import print_pins
+from lmcache_ctl.services import Kind
+from lmcache_ctl.states import Check, DrainProgress, Link, ServiceStatus, State, Tier, Traffic
+from lmcache_ctl.status import print_status, summed
+from lmcache_ctl.targets import TargetResult
+from lmcache_ctl.top import moment, print_moment
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 GIB = 1 << 30
-DRAIN = Drain("handing_over", 40, 20, 5, 1, 14)
+DRAIN = DrainProgress("handing_over", 40, 20, 5, 1, 14)
 TIERS = [Tier("Hot", 40, GIB, 4 * GIB), Tier("LocalDiskBackend", 90, 3 * GIB, 10 * GIB)]
 
 
@@ -44,13 +39,13 @@ def state(
     version: str = "0.1.0",
     latency_ms: float = 1.5,
     **more: Any,
-) -> ServiceState:
-    return ServiceState(
+) -> ServiceStatus:
+    return ServiceStatus(
         kind, name, f"http://10.0.0.{host}:8080", how, version, latency_ms, 0.2, **more
     )
 
 
-def states(growth: int) -> list[ServiceState]:
+def states(growth: int) -> list[ServiceStatus]:
     found = 600 + 9 * growth
     loads = Traffic(
         100 + growth,
@@ -63,7 +58,7 @@ def states(growth: int) -> list[ServiceState]:
     )
     link = Link("pod-a", "sidecar", "lm://10.0.0.7:65433", "z1", "n1", 0.25, True, 3, DRAIN)
     slow = [Check("index", False, "no answer within 1 s")]
-    hung = ServiceState(
+    hung = ServiceStatus(
         Kind.STORAGE,
         "10.0.0.4:8080",
         "http://10.0.0.4:8080",
@@ -106,7 +101,7 @@ def states(growth: int) -> list[ServiceState]:
 
 
 def report() -> Report:
-    load = Load("storage", "lm://10.0.0.3:65432", 10.0, 64, 4 << 20, 4, 4)
+    load = BenchLoad("storage", "lm://10.0.0.3:65432", 10.0, 64, 4 << 20, 4, 4)
     way = Phase("round trip", 200, 0, 0, 0.08, 2500.0, 0.0, Latency(0.4, 0.45, 0.5, 0.9), {}, {})
     store = Phase(
         "store",
@@ -135,12 +130,12 @@ def report() -> Report:
     return Report(load, [way, store, fetch], 59, 1)
 
 
-def pins() -> list[Outcome]:
+def pins() -> list[TargetResult]:
     figures: dict[str, Any] = {"pinned_bytes": 3 << 20, "max_pinned_bytes": 2 * GIB}
     missing = [{"chunk_hash": "ab" * 32, "rank": 0, "group": "", "reason": "never_stored"}]
     return [
-        Outcome(Kind.SIDECAR, "pod-a", {"num_pinned": 2, "not_pinned": missing, **figures}),
-        Outcome(
+        TargetResult(Kind.SIDECAR, "pod-a", {"num_pinned": 2, "not_pinned": missing, **figures}),
+        TargetResult(
             Kind.SIDECAR, "pod-b", problem="an engine must have connected to this sidecar once"
         ),
     ]
@@ -177,7 +172,7 @@ def findings() -> Any:
 
 
 def drains() -> list[DrainOutcome]:
-    done = DrainOutcome("sidecar", "pod-a", Drain("done", 40, 30, 10, 0, 0))
+    done = DrainOutcome("sidecar", "pod-a", DrainProgress("done", 40, 30, 10, 0, 0))
     return [
         done,
         DrainOutcome("peer", "pod-b", DRAIN, "not done within 10 s"),
@@ -185,16 +180,18 @@ def drains() -> list[DrainOutcome]:
     ]
 
 
-def certificate() -> Certificate:
+def certificate() -> CodecCertificate:
     verdicts = [
-        Verdict("lossless", True, [], None),
-        Verdict("cachegen:low", False, ["error 18.8% is above 15.0%"], None),
+        CodecVerdict("lossless", True, [], None),
+        CodecVerdict("cachegen:low", False, ["error 18.8% is above 15.0%"], None),
     ]
-    return Certificate("KV of a file", 512, Bounds(0.15, 1.0), "0.1.0", "x86_64 Linux", verdicts)
+    return CodecCertificate(
+        "KV of a file", 512, CodecBounds(0.15, 1.0), "0.1.0", "x86_64 Linux", verdicts
+    )
 
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "status": (lambda: summed(states(0)), print_overview),
+    "status": (lambda: summed(states(0)), print_status),
     "top": (lambda: moment(states(0), states(8), 2.0), print_moment),
     "doctor": (findings, print_diagnosis),
     "pin": (pins, print_pins),

@@ -9,7 +9,7 @@ from lmcache_core import telemetry
 from lmcache_core.config import DISK_SERDES, REMOTE_SERDES
 from lmcache_core.record import REPORT_EXTENSION
 from lmcache_core.wire.capabilities import LOSSY, SERDE_PREFIX
-from lmcache_servicekit.collectors import CodecErrorCollector
+from lmcache_node.collectors import CodecErrorCollector
 from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.settings import SidecarSettings
 

@@ -21,11 +21,13 @@ from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_node.local_chunks import LocalChunks
 from lmcache_sidecar import metrics
-from lmcache_sidecar.handover import LocalChunks
-from lmcache_sidecar.heartbeat import HeartbeatFigures
+from lmcache_sidecar.exclusive_chunks import MAX_SAMPLED_CHUNKS, ExclusiveBytes
+from lmcache_sidecar.heartbeat import heartbeat_figures
 from lmcache_sidecar.holders import Holders
-from lmcache_sidecar.sole import MAX_SAMPLED_CHUNKS, SoleBytes
+
+from tests.fixtures.local_chunks import local_chunks
 
 NUM_CHUNKS = 4
 
@@ -70,8 +72,8 @@ def hot_with(num_chunks: int) -> LocalCPUBackend:
     return hot
 
 
-def sole(hot: LocalCPUBackend, lookup: Lookup, remote: Remote | None = None) -> SoleBytes:
-    return SoleBytes(LocalChunks("default", hot, None, None), remote, Holders(lookup, "a"), 1.0)  # type: ignore[arg-type]
+def sole(hot: LocalCPUBackend, lookup: Lookup, remote: Remote | None = None) -> ExclusiveBytes:
+    return ExclusiveBytes(local_chunks(hot), remote, Holders(lookup, "a"), 1.0)  # type: ignore[arg-type]
 
 
 async def test_what_neither_storage_nor_peers_hold_is_held_alone() -> None:
@@ -120,9 +122,12 @@ async def test_engines_do_not_wait_while_chunks_are_listed() -> None:
             assert others_had_their_turn.wait(5.0), "nothing else runs on the loop"
             return super().hottest_first()
 
-    estimate = SoleBytes(
-        Slow("default", hot_with(NUM_CHUNKS), None, None), None, Holders(Lookup(), "a"), 1.0
-    )  # type: ignore[arg-type]
+    estimate = ExclusiveBytes(
+        Slow(hot_with(NUM_CHUNKS), None, None, 1.0, lambda key: True),
+        None,
+        Holders(Lookup(), "a"),  # type: ignore[arg-type]
+        1.0,
+    )
     asyncio.get_running_loop().call_soon(others_had_their_turn.set)
     await estimate.measure()
     assert estimate.num_bytes
@@ -143,7 +148,7 @@ def test_figures_are_the_sidecars_counters() -> None:
     pulled.add("b", 200)
     tiers = TierSet(hot=hot, pulled=pulled)
     stats = hot.stats()
-    assert HeartbeatFigures(tiers, counters, None)() == PeerFigures(
+    assert heartbeat_figures(tiers, counters, None) == PeerFigures(
         9,
         {"P2PBackend": 5},
         {"P2PBackend": 500},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 import threading
 import time
 from contextlib import AsyncExitStack
@@ -16,7 +19,7 @@ from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire import LmClient
 from lmcache_servicekit.settings import load_settings
 from lmcache_servicekit.state import service_state
-from lmcache_sidecar import lifespan as opening
+from lmcache_sidecar import sidecar as opening
 from lmcache_sidecar.app import create_app
 from lmcache_sidecar.arena import OpenedArena, open_arena
 from lmcache_sidecar.settings import SidecarSettings
@@ -227,7 +230,7 @@ async def test_the_arena_is_as_its_settings_say(tmp_path: Path) -> None:
         arena = app.state.sidecar.arena
         assert arena.path.stat().st_mode & 0o777 == 0o600
         assert arena.path.stat().st_blocks * 512 >= arena.size
-        assert not app.state.sidecar.keeper.status.is_recorded
+        assert not app.state.sidecar.arena_owner.status.is_recorded
     assert list((tmp_path / "arena").iterdir()) == []
 
 
@@ -241,4 +244,22 @@ async def test_a_start_that_cannot_listen_leaves_the_arena_to_the_next(tmp_path:
             pass
     (tmp_path / "s.sock").unlink()
     async with opening.lifespan(app := create_app(settings)):
-        assert app.state.sidecar.keeper.status.recovery.found_chunks == 1
+        assert app.state.sidecar.arena_owner.status.recovery.found_chunks == 1
+
+
+async def test_a_socket_that_cannot_be_set_up_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chmod = Path.chmod
+
+    def fail(path: Path, mode: int) -> None:
+        if path.name == "s.sock":
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        chmod(path, mode)
+
+    monkeypatch.setattr(Path, "chmod", fail)
+    with pytest.raises(ConfigError, match="choose another path"):
+        async with opening.lifespan(create_app(make_settings(tmp_path))):
+            pass
+    with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as engine:
+        engine.connect(str(tmp_path / "s.sock"))

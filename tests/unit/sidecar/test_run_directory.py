@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_sidecar import settings
-from lmcache_sidecar.run_directory import make_private
+from lmcache_sidecar.settings import make_private
 
 
 def test_it_is_made_for_this_user_alone(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     group: str = ""
 
     def canonical(self) -> bytes:
-        """Unambiguous bytes of this key: length-prefixed UTF-8 fields and two little-endian uint32.
+        """Return unambiguous bytes of this key: length-prefixed UTF-8 fields and two little-endian
+        uint32.
 
         Raises:
             IdentityError: A field is longer than `MAX_KEY_FIELD_BYTES` or no Unicode text, the key
@@ -101,12 +102,12 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         except (struct.error, IndexError, UnicodeDecodeError) as exc:
             raise IdentityError(f"not a canonical key: {exc}") from exc
         if at != len(data):
-            raise IdentityError("not a canonical key: bytes behind its end")
+            raise IdentityError("not a canonical key: bytes after its end")
         return cls(fmt, model_name, world_size, worker_id, chunk_hash, group)
 
     def to_string(self) -> str:
-        """Readable form `fmt@model@world_size@worker_id@chunk_hash[@group]`, with `@`, `%` and
-        control characters escaped.
+        """Return the readable form `fmt@model@world_size@worker_id@chunk_hash[@group]`, with `@`,
+        `%` and control characters escaped.
 
         Raises:
             IdentityError: A field is no Unicode text.
@@ -148,7 +149,7 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         return cls(names[0], names[1], int(parts[2]), int(parts[3]), *names[2:])
 
     def to_url(self) -> str:
-        """URL-safe text of the canonical bytes: base64url without padding."""
+        """Return the canonical bytes as URL-safe text: base64url without padding."""
         return base64.urlsafe_b64encode(self.canonical()).rstrip(b"=").decode("ascii")
 
     @classmethod
@@ -184,8 +185,8 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         return data if data.hex() == self.chunk_hash else None
 
     def chunk_id(self) -> bytes:
-        """The anonymous name of this chunk for lookup and broker: 16 bytes that tell no model
-        and no token.
+        """Return the anonymous name of this chunk for lookup and broker: 16 bytes that tell no
+        model and no token.
         """
         return hashlib.sha256(_CHUNK_ID_TAG + self.canonical()).digest()[:CHUNK_ID_BYTES]
 
@@ -281,7 +282,9 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return lane.keys(self.hashes)
 
     def keys_by_chunk(self) -> list[CacheEngineKey]:
-        """All keys: those of the first chunk by rank, then those of the second, and so on."""
+        """Return all keys: those of the first chunk by rank, then those of the second, and so
+        on.
+        """
         fmt, model_name, world_size, group = self.fmt, self.model_name, self.world_size, self.group
         return [
             CacheEngineKey(fmt, model_name, world_size, rank, chunk_hash, group)
@@ -290,7 +293,7 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         ]
 
     def part(self, start: int, end: int) -> ChunkChain:
-        """The chain of the chunks from number `start` to the one in front of `end`."""
+        """Return the chain of the chunks from number `start` to the one in front of `end`."""
         return msgspec.structs.replace(
             self, hashes=self.hashes[start * CHUNK_HASH_BYTES : end * CHUNK_HASH_BYTES]
         )
@@ -306,7 +309,7 @@ def _hex_of_each(hashes: bytes) -> list[str]:
 
 @lru_cache(maxsize=_MAX_CACHED_PREFIXES, typed=True)
 def _canonical_prefix(fmt: str, model_name: str, world_size: int, worker_id: int) -> bytes:
-    """What the canonical bytes of all chunks of one worker begin with; a pure function,
+    """Return what the canonical bytes of all chunks of one worker begin with; a pure function,
     remembered because lookups spell many keys.
     """
     try:
@@ -327,7 +330,7 @@ def _end_of_prefix(data: bytes) -> int:
 
 @lru_cache(maxsize=_MAX_CACHED_PREFIXES)
 def _read_prefix(prefix: bytes) -> tuple[str, str, int, int]:
-    """The counterpart of `_canonical_prefix`, remembered for the same reason."""
+    """Return the counterpart of `_canonical_prefix`, remembered for the same reason."""
     fmt, at = _read_field(prefix, len(_CANONICAL_MAGIC))
     model_name, at = _read_field(prefix, at)
     world_size, worker_id = _NUMBERS.unpack_from(prefix, at)

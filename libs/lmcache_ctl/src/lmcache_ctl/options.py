@@ -14,100 +14,59 @@ from typing import Annotated, Any, Final
 
 import typer
 
-_URL = "REST address of a {}; may be given several times."
+from lmcache_ctl.reach import Reach
+
+Command = Callable[..., None]
+
+_WHERE, _HOW = "Where services are", "How they are asked"
 _CALLED: Final = {
     "lookup": "lookup service",
     "broker": "broker",
     "storage": "cache_storage",
     "sidecar": "sidecar",
 }
-_WHERE = "Where services are"
-_HOW = "How they are asked"
 
 
-def _url(kind: str) -> Any:
-    help_text = _URL.format(_CALLED[kind])
-    return Annotated[
-        list[str] | None,
-        typer.Option(f"--{kind}-url", metavar="URL", help=help_text, rich_help_panel=_WHERE),
-    ]
+def _option(kind: Any, panel: str, text: str, *names: str, **more: Any) -> Any:
+    return Annotated[kind | None, typer.Option(*names, help=text, rich_help_panel=panel, **more)]
+
+
+def _url(kind: str, *names: str, hidden: bool = False) -> Any:
+    text = f"REST address of a {_CALLED[kind]}; may be given several times."
+    names = (*names, f"--{kind}-url")
+    return _option(list[str], _WHERE, text, *names, metavar="URL", hidden=hidden)
 
 
 _OPTIONS: Final[dict[str, Any]] = {
-    "lookup_urls": _url("lookup"),
-    "broker_urls": _url("broker"),
-    "storage_urls": _url("storage"),
-    "sidecar_urls": _url("sidecar"),
-    "namespace": Annotated[
-        str | None,
-        typer.Option(
-            "--namespace",
-            "-n",
-            help="Find pods there, through the Kubernetes API.",
-            rich_help_panel=_WHERE,
-        ),
-    ],
-    "release": Annotated[
-        str | None,
-        typer.Option("--release", help="Only this Helm release's pods.", rich_help_panel=_WHERE),
-    ],
-    "context": Annotated[
-        str | None,
-        typer.Option("--context", help="Context of the kubeconfig.", rich_help_panel=_WHERE),
-    ],
-    "kubeconfig": Annotated[
-        Path | None,
-        typer.Option(
-            "--kubeconfig",
-            help="Kubeconfig; by default as kubectl finds it.",
-            rich_help_panel=_WHERE,
-        ),
-    ],
-    "config": Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            help="File with any of these options; else LMCACHE_CTL_CONFIG.",
-            rich_help_panel=_HOW,
-        ),
-    ],
-    "token_file": Annotated[
-        Path | None,
-        typer.Option("--token-file", help="File with the token to show.", rich_help_panel=_HOW),
-    ],
-    "tls": Annotated[
-        str | None,
-        typer.Option(
-            "--tls",
-            metavar="CA[,CERT[,KEY]]",
-            help="For https: authorities to trust; certificate to show, and its key (PEM).",
-            rich_help_panel=_HOW,
-        ),
-    ],
-    "tls_name": Annotated[
-        str | None,
-        typer.Option(
-            "--tls-name", help="What certificates name, where not the host.", rich_help_panel=_HOW
-        ),
-    ],
-    "timeout_s": Annotated[
-        float | None,
-        typer.Option(
-            "--timeout",
-            metavar="SECONDS",
-            help="Longest wait for one service (5).",
-            rich_help_panel=_HOW,
-        ),
-    ],
+    "namespace": _option(
+        str, _WHERE, "Find pods there, through the Kubernetes API.", "--namespace", "-n"
+    ),
+    "release": _option(str, _WHERE, "Only this Helm release's pods.", "--release"),
+    "context": _option(str, _WHERE, "Context of the kubeconfig.", "--context"),
+    "kubeconfig": _option(
+        Path, _WHERE, "Kubeconfig; by default as kubectl finds it.", "--kubeconfig"
+    ),
+    "config": _option(
+        Path, _HOW, "File with any of these options; else LMCACHE_CTL_CONFIG.", "--config"
+    ),
+    "token_file": _option(Path, _HOW, "File with the token to show.", "--token-file"),
+    "tls": _option(
+        str,
+        _HOW,
+        "For https: authorities to trust; certificate to show, and its key (PEM).",
+        "--tls",
+        metavar="CA[,CERT[,KEY]]",
+    ),
+    "tls_name": _option(str, _HOW, "What certificates name, where not the host.", "--tls-name"),
+    "timeout_s": _option(
+        float, _HOW, "Longest wait for one service (5).", "--timeout", metavar="SECONDS"
+    ),
 }
-_PLACES: Final = frozenset(f"{kind}_urls" for kind in _CALLED)
-
-Command = Callable[..., None]
 
 
 def reaches_services(command: Command) -> Command:
     """Give a command the options that name services of any kind."""
-    return _with_options(command, dict(_OPTIONS))
+    return _with_options(command, {f"{kind}_urls": _url(kind) for kind in _CALLED} | _OPTIONS)
 
 
 def reaches(kind: str) -> Callable[[Command], Command]:
@@ -116,19 +75,11 @@ def reaches(kind: str) -> Callable[[Command], Command]:
     It takes those of the other kinds too, and passes them over, so that all commands may be given
     the same ones.
     """
-    options = {name: annotation for name, annotation in _OPTIONS.items() if name not in _PLACES}
-    for other in _CALLED:
-        names, is_hidden = (("--url",), False) if other == kind else ((), True)
-        option = typer.Option(
-            *names,
-            f"--{other}-url",
-            metavar="URL",
-            help=_URL.format(_CALLED[other]),
-            rich_help_panel=_WHERE,
-            hidden=is_hidden,
-        )
-        options[f"{other}_urls"] = Annotated[list[str] | None, option]
-    return lambda command: _with_options(command, options)
+    urls = {
+        f"{other}_urls": _url(other, "--url") if other == kind else _url(other, hidden=True)
+        for other in _CALLED
+    }
+    return lambda command: _with_options(command, _OPTIONS | urls)
 
 
 def _with_options(command: Command, options: dict[str, Any]) -> Command:
@@ -136,8 +87,6 @@ def _with_options(command: Command, options: dict[str, Any]) -> Command:
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        from lmcache_ctl.reach import Reach
-
         chosen = {name: given.pop(name) for name in options}
         command(Reach.of(chosen), **given)
 

@@ -1,19 +1,21 @@
-"""How commands print: JSON or YAML for programs, tables for people."""
+"""Print what commands find: JSON or YAML for programs, tables for people."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 import typer
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -45,52 +47,32 @@ Output = Annotated[
 
 
 def show(value: T, output: OutputFormat, as_table: Callable[[T], None]) -> None:
-    """Print what a command has found.
+    """Print what a command has found: structs, lists, dicts.
 
     Args:
-        value: Structs, lists, dicts.
+        value: What it has found.
         output: How.
         as_table: Prints it for people.
     """
     if output is OutputFormat.JSON:
-        print_json(value)
+        typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
     elif output is OutputFormat.YAML:
-        print_yaml(value)
+        import yaml
+
+        plain_value = msgspec.to_builtins(value, str_keys=True)
+        text = yaml.safe_dump(plain_value, sort_keys=False, allow_unicode=True, width=1000)
+        typer.echo(text, nl=False)
     else:
         as_table(value)
 
 
-def print_json(value: Any) -> None:
-    """Print structs, lists and dicts as indented JSON."""
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-
-
-def print_yaml(value: Any) -> None:
-    """Print structs, lists and dicts as YAML, in their own order."""
-    import yaml
-
-    typer.echo(
-        yaml.safe_dump(
-            msgspec.to_builtins(value, str_keys=True),
-            sort_keys=False,
-            allow_unicode=True,
-            width=1000,
-        ),
-        nl=False,
-    )
-
-
 def plain(text: str) -> str:
-    """Text of a service, a file or a cluster that may be shown on a terminal: what would steer
-    it is a question mark.
-    """
+    """Return text that a terminal may show: a character that would steer it is a question mark."""
     return _STEERING.sub("?", text)
 
 
 def console() -> Console:
-    """Return what prints on standard output, as wide as its terminal; a pipe or a file has no
-    end of a line.
-    """
+    """Return a console on standard output, as wide as its terminal; a pipe never wraps a line."""
     width = shutil.get_terminal_size((UNLIMITED_COLUMNS, 24)).columns
     return Console(highlight=False, markup=False, width=width)
 
@@ -102,9 +84,7 @@ def print_text(text: str) -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return text that may be shown, broken between words alone: rich would break a long name in
-    two.
-    """
+    """Return text broken between words alone: rich would break a long name in two."""
     lines = plain(text).split("\n")
     return "\n".join(
         textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines
@@ -121,6 +101,22 @@ def confirm(question: str) -> None:
         typer.confirm(question, abort=True, err=True)
     except typer.Abort as exc:
         raise CtlError("nothing was done: answer y, or give --yes") from exc
+
+
+@contextlib.contextmanager
+def progress(*columns: ProgressColumn) -> Iterator[tuple[Console, Progress | None]]:
+    """Yield standard error, and bars on it while it is a terminal.
+
+    Args:
+        columns: Of the bars, after their description.
+    """
+    to = Console(stderr=True, highlight=False, markup=False)
+    if not to.is_terminal:
+        yield to, None
+        return
+    described = TextColumn("{task.description}", markup=False)
+    with Progress(described, BarColumn(), *columns, console=to) as bars:
+        yield to, bars
 
 
 Cell = str | Text
@@ -144,9 +140,7 @@ class Columns(msgspec.Struct, frozen=True):
 
 
 def table_of(columns: Columns, rows: Sequence[Sequence[Cell]], width: int) -> Table:
-    """Return a table that fits into `width` if leaving out spare columns is enough, else a wider
-    one.
-    """
+    """Return a table that fits into `width`, or a wider one if leaving out spare columns fails."""
     num_columns = len(columns.headings)
     widths = [
         max(cell_len(heading), *(cell_len(str(row[number])) for row in rows), 0)
@@ -171,19 +165,15 @@ def table_of(columns: Columns, rows: Sequence[Sequence[Cell]], width: int) -> Ta
             min_width=widths[number],
         )
     for row in rows:
-        table.add_row(
-            *(
-                Text(plain(cell)) if isinstance(cell, str) else cell
-                for cell in (row[number] for number in kept)
-            )
-        )
+        cells = (row[number] for number in kept)
+        table.add_row(*(Text(plain(cell)) if isinstance(cell, str) else cell for cell in cells))
     needed = _table_width(widths[number] for number in kept)
     table.width = needed if needed > width else None  # or rich would cut every cell to make it fit
     return table
 
 
 def _table_width(widths: Iterable[int]) -> int:
-    """With the blanks between columns and around them."""
+    """Return the width with the blanks between columns and around them."""
     found = list(widths)
     return sum(found) + 2 * len(found) + 1
 
@@ -203,7 +193,7 @@ def print_table(title: str, columns: Columns, rows: Sequence[Sequence[Cell]]) ->
 
 
 def size_text(num_bytes: int) -> str:
-    """A number of bytes in the unit that suits it, for example `1.5 MiB`."""
+    """Return a number of bytes in the unit that suits it, for example `1.5 MiB`."""
     size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= KIB and len(units) > 1:
         size /= KIB
@@ -212,25 +202,20 @@ def size_text(num_bytes: int) -> str:
 
 
 def ratio_text(ratio: float | None) -> str:
-    """How many times smaller, for example `4.14x`."""
+    """Return how many times smaller, for example `4.14x`."""
     return UNKNOWN if ratio is None else f"{ratio:.2f}x"
 
 
 def speed_text(bytes_per_s: float | None) -> str:
-    """Gigabytes (10^9 bytes) a second, two digits."""
+    """Return gigabytes (10^9 bytes) a second, two digits."""
     return UNKNOWN if bytes_per_s is None else f"{bytes_per_s / GB:.2f}"
 
 
 def error_text(error: float | None) -> str:
-    """A relative error in percent."""
+    """Return a relative error in percent."""
     return UNKNOWN if error is None else f"{100 * error:.2f}%"
 
 
 def share_text(share: float | None) -> str:
-    """A share of one in percent."""
+    """Return a share of one in percent."""
     return UNKNOWN if share is None else f"{100 * share:.1f}%"
-
-
-def count_text(number: float) -> str:
-    """A number of things, with thousands apart."""
-    return f"{number:,.0f}"

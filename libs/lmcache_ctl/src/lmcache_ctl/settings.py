@@ -1,10 +1,9 @@
-"""Where services are and how they are asked: the settings file, then variables `LMCACHE_CTL_…`,
-then options.
-"""
+"""Read the settings: the settings file, then variables `LMCACHE_CTL_…`, then options."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -20,6 +19,8 @@ MAX_CONFIG_FILE_BYTES: Final = 1 << 20
 MAX_URLS: Final = 1024
 MAX_TIMEOUT_S: Final = 600.0
 DEFAULT_TIMEOUT_S: Final = 5.0
+UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 Urls = Annotated[
     tuple[Annotated[str, msgspec.Meta(pattern="^https?://")], ...],
@@ -28,7 +29,7 @@ Urls = Annotated[
 
 
 class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every command is told.
+    """Where services are and how they are asked.
 
     Attributes:
         lookup_urls: REST addresses of lookup services; a name that leads to several addresses
@@ -71,10 +72,24 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def names_cluster(self) -> bool:
         """Whether services are to be found through the Kubernetes API."""
-        return any(
-            value is not None
-            for value in (self.kubeconfig, self.context, self.namespace, self.release)
+        named = (self.kubeconfig, self.context, self.namespace, self.release)
+        return any(value is not None for value in named)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as `512MiB`.
+
+    Raises:
+        UsageError: It is no such number, or less than one byte.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    size = int(float(found[1]) * UNITS.get(found[2], 0)) if found is not None else 0
+    if not size:
+        raise UsageError(
+            f"{text!r} is no size: write a number and one of"
+            f" {', '.join(unit for unit in UNITS if unit)}, such as 512MiB"
         )
+    return size
 
 
 def load_settings(

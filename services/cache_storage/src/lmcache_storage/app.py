@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from lmcache_node.outgoing import check_outgoing
 from lmcache_servicekit.app import BodyBounds, create_service_app
 from lmcache_servicekit.log_level import create_log_router
-from lmcache_servicekit.outgoing import check_outgoing
 
-from lmcache_storage.admin.pin_routes import router as pin_router
-from lmcache_storage.admin.routes import router as admin_router
-from lmcache_storage.chunks.routes import router as chunks_router
-from lmcache_storage.lifespan import lifespan
+from lmcache_storage.admin import admin, pins
+from lmcache_storage.chunks import routes
 from lmcache_storage.problems import PROBLEMS
 from lmcache_storage.settings import StorageSettings
+from lmcache_storage.storage import lifespan
 
 RECORD_PATHS = "/v1/chunks/"
 
@@ -23,12 +22,12 @@ def create_app(settings: StorageSettings) -> FastAPI:
     Raises:
         ConfigError: A token file or a certificate cannot be read.
     """
-    check_outgoing(settings, settings.service_token_file)
+    check_outgoing(settings)
     return create_service_app(
         settings,
         "lmcache-storage",
         lifespan=lifespan,
-        routers=[chunks_router, admin_router, pin_router, create_log_router()],
+        routers=[routes.router, admin.router, pins.router, create_log_router()],
         bodies=BodyBounds(overrides={RECORD_PATHS: settings.max_record_bytes}),
         problems=PROBLEMS,
     )

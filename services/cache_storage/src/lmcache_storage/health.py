@@ -8,47 +8,48 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.storage import DiskBackend
 from lmcache_servicekit.health import HealthRegistry
 
-from lmcache_storage.parts import StorageParts
 from lmcache_storage.problems import DrainingError
 
 if TYPE_CHECKING:
     from lmcache_storage.s3.backend import S3Backend
+    from lmcache_storage.storage import StorageNode
 
 
-def add_health_checks(health: HealthRegistry, parts: StorageParts) -> None:
+def add_health_checks(storage: StorageNode) -> None:
     """Register the checks. Without disk, bucket, lookup or broker the storage still serves from
     memory: they only degrade it.
     """
+    health = storage.state.health
 
     async def stores() -> str:
-        if not parts.chunks.gate.is_open():
+        if not storage.takes_chunks():
             raise DrainingError("draining")
         return "new chunks are taken"
 
     async def arena() -> str:
-        figures = parts.stack.hot.stats()
+        figures = storage.stack.hot.stats()
         return f"{figures['used_bytes']} of {figures['capacity_bytes']} bytes used"
 
     async def lookup() -> str:
-        if parts.reporter is None or not parts.reporter.registered:
+        if storage.reporter is None or not storage.reporter.registered:
             raise UnavailableError("not registered at lookup; others cannot find what is held here")
         return "registered"
 
     async def broker() -> str:
-        if parts.registration is None or not parts.registration.registered:
+        if storage.registration is None or not storage.registration.registered:
             raise UnavailableError("not registered at the broker; others are not sent here")
         return "registered"
 
     health.add("stores", stores)
     health.add("arena", arena)
-    for tier in parts.tiers:
+    for tier in storage.local_tiers:
         if isinstance(tier, DiskBackend):
             _add_disk_check(health, tier)
-    if parts.bucket is not None:
-        _add_bucket_check(health, parts.bucket)
-    if parts.reporter is not None:
+    if storage.bucket is not None:
+        _add_bucket_check(health, storage.bucket)
+    if storage.reporter is not None:
         health.add("lookup", lookup, required=False)
-    if parts.registration is not None:
+    if storage.registration is not None:
         health.add("broker", broker, required=False)
 
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from lmcache_core.record import MissReason
 from lmcache_core.telemetry import LABEL_REASON, LABEL_TIER
-from lmcache_servicekit.collectors import Described
+from lmcache_node.collectors import Described
 
 SERVED_CHUNKS_TOTAL: Final = "lmcache_storage_served_chunks_total"
 SERVED_BYTES_TOTAL: Final = "lmcache_storage_served_bytes_total"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
 from typing import Literal
 
 from lmcache_core.errors import ConfigError
-from lmcache_core.p2p import parse_distributed_url
-from lmcache_core.security import validate_tenant
 from lmcache_core.storage.remote.addresses import hosts_of
+from lmcache_node.settings import BYTES_PER_GB, DistributedUrlText, Tenant
 from lmcache_servicekit.settings import Port, is_loopback
-from lmcache_servicekit.tier_settings import BYTES_PER_GB, ServiceUrl
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
+from typing_extensions import override
 
 from lmcache_storage.s3.settings import S3Settings
 
@@ -21,13 +19,12 @@ BYTES_PER_MB = 1 << 20
 
 
 class StorageSettings(S3Settings):
-    """Options of the storage beside those of every tier and of the further store; sizes are in GB
-    (2^30 bytes) and MB (2^20 bytes).
+    """Options that only the cache storage has; sizes are in GB (2^30 bytes) and MB (2^20 bytes).
+    The role of `service_token_file` must be `storage` (or `admin`): other servers of the tier take
+    chunks of all tenants only from it, and chunks of other tenants are announced under their names.
 
     Attributes:
         port: REST.
-        lm_host: Where to serve lm://.
-        lm_port: Port for lm://; 0 takes a free one.
         memory_gb: Host memory for chunks, taken at the start.
         max_record_mb: Largest record that is taken.
         max_connections: lm:// connections at once.
@@ -39,8 +36,6 @@ class StorageSettings(S3Settings):
         lmcache_compat_tenant: Whose namespace, quota and tiers they use; needed with
             lmcache_compat_port.
         lmcache_compat_max_connections: Their connections at once.
-        lookup_url: The lookup service, which is told what this instance holds; or none.
-        broker_url: The broker, which is told that this instance serves; or none.
         advertise_url: Where others reach lm:// of this instance; by default lm_host and lm_port.
         replicas_url: All servers of this tier, `lm://host:port,host:port` or a name that leads to
             all of them, this one included: it gives them the chunks that belong there, all of them
@@ -48,20 +43,11 @@ class StorageSettings(S3Settings):
         rebalance: Move chunks to their homes when other servers have come or gone.
         hand_over_on_stop: Hand all chunks to the others also on SIGTERM; without it only `POST
             /v1/admin/drain` does.
-        service_token_file: Token that this service shows to lookup, broker and the other servers of
-            its tier, which take chunks of all tenants only from the role `storage` (or `admin`).
-        tenant: Tenant of that token; chunks of other tenants are announced under their names, which
-            needs that role.
-        zone: Failure domain of this instance.
-        node: Machine of this instance.
-        tier_timeout_s: Longest wait on the disk and the bucket for one request, seconds.
-        drain_timeout_s: How long pending writes and the handover may take at the end, seconds.
     """
 
     model_config = SettingsConfigDict(env_prefix="LMCACHE_STORAGE_")
 
     port: Port = 8080
-    lm_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
     lm_port: Port = 65432
     memory_gb: float = Field(default=1.0, gt=0, le=65536)
     max_record_mb: int = Field(default=512, ge=1, le=4096)
@@ -69,20 +55,12 @@ class StorageSettings(S3Settings):
     lmcache_compat_port: Port | None = None
     lmcache_compat_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
     lmcache_compat_dialect: Literal["v0.2", "v0.3+"] = "v0.3+"
-    lmcache_compat_tenant: str | None = None
+    lmcache_compat_tenant: Tenant | None = None
     lmcache_compat_max_connections: int = Field(default=64, ge=1, le=65536)
-    lookup_url: ServiceUrl | None = None
-    broker_url: ServiceUrl | None = None
-    advertise_url: str | None = None
+    advertise_url: DistributedUrlText | None = None
     replicas_url: str | None = None
     rebalance: bool = True
     hand_over_on_stop: bool = True
-    service_token_file: Path | None = None
-    tenant: str = "default"
-    zone: str = Field(default="", max_length=253)
-    node: str = Field(default="", max_length=253)
-    tier_timeout_s: float = Field(default=2.0, gt=0, le=3600)
-    drain_timeout_s: float = Field(default=10.0, ge=0, le=3600)
 
     @property
     def memory_bytes(self) -> int:
@@ -93,23 +71,6 @@ class StorageSettings(S3Settings):
     def max_record_bytes(self) -> int:
         """`max_record_mb` in bytes."""
         return self.max_record_mb * BYTES_PER_MB
-
-    @field_validator("tenant")
-    @classmethod
-    def _check_tenant(cls, value: str) -> str:
-        return validate_tenant(value)
-
-    @field_validator("lmcache_compat_tenant")
-    @classmethod
-    def _check_compat_tenant(cls, value: str | None) -> str | None:
-        return None if value is None else validate_tenant(value)
-
-    @field_validator("advertise_url")
-    @classmethod
-    def _check_advertise_url(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_distributed_url(value)
-        return value
 
     @field_validator("replicas_url")
     @classmethod
@@ -148,12 +109,12 @@ class StorageSettings(S3Settings):
             )
         return self
 
+    @override
     def listeners(self) -> dict[str, tuple[str, int]]:
-        """See `ServiceSettings.listeners`."""
         compat = self._optional(
             "lmcache_compat_port", self.lmcache_compat_host, self.lmcache_compat_port
         )
-        return super().listeners() | {"lm_port": (self.lm_host, self.lm_port)} | compat
+        return super().listeners() | compat
 
     @model_validator(mode="after")
     def _check_compat(self) -> StorageSettings:

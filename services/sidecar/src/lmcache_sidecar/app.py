@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from lmcache_core.security import TicketKeyFile
+from lmcache_node.outgoing import check_outgoing
 from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.log_level import create_log_router
-from lmcache_servicekit.outgoing import check_outgoing
 from lmcache_servicekit.secret_file import read_secret_file
 
-from lmcache_sidecar.admin import explain_routes, pin_routes, routes
-from lmcache_sidecar.lifespan import lifespan
+from lmcache_sidecar.admin import explain, pins, status
 from lmcache_sidecar.settings import SidecarSettings
+from lmcache_sidecar.sidecar import lifespan
 
 
 def create_app(settings: SidecarSettings) -> FastAPI:
@@ -20,11 +20,11 @@ def create_app(settings: SidecarSettings) -> FastAPI:
     Raises:
         ConfigError: A file with a token, a key or a certificate cannot be read.
     """
-    check_outgoing(settings, settings.service_token_file)
+    check_outgoing(settings)
     read_secret_file(settings.salt_file, "salt_file")
     if settings.ticket_keys_file is not None:
         TicketKeyFile(settings.ticket_keys_file)
-    routers = [routes.router, pin_routes.router, explain_routes.router, create_log_router()]
+    routers = [status.router, pins.router, explain.router, create_log_router()]
     return create_service_app(
         settings, "lmcache-sidecar", lifespan=lifespan, routers=routers, only_tenant=settings.tenant
     )

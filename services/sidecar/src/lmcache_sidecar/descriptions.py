@@ -111,7 +111,7 @@ class NamedChunk:
     end: int | None = None
 
 
-class Namer:
+class ChunkNamer:
     """Names chunks as one description says.
 
     Args:
@@ -183,8 +183,8 @@ class Namer:
 
 
 def namers(
-    tenant: str, descriptions: Sequence[Describe], check: Callable[[Namer], None]
-) -> list[tuple[Describe, Namer]]:
+    tenant: str, descriptions: Sequence[Describe], check: Callable[[ChunkNamer], None]
+) -> list[tuple[Describe, ChunkNamer]]:
     """Those of the descriptions by which everything that is asked for can be named: one that cannot
     does not cost the others their answer.
 
@@ -196,10 +196,10 @@ def namers(
     Raises:
         ConfigError: It is too much for all of them; what the first says.
     """
-    able: list[tuple[Describe, Namer]] = []
+    able: list[tuple[Describe, ChunkNamer]] = []
     errors: list[ConfigError] = []
     for description in descriptions:
-        namer = Namer(tenant, description)
+        namer = ChunkNamer(tenant, description)
         try:
             check(namer)
         except ConfigError as exc:

@@ -12,7 +12,6 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import Holder
 from lmcache_core.record import Miss, MissReason
-from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.peer import PEER_TIER
 from lmcache_core.storage.tiers import TierSet
 
@@ -85,7 +84,7 @@ class Explainer:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._hot = tiers.hot
-        self._listed = next((tier for tier in tiers.local if isinstance(tier, DiskBackend)), None)
+        self._listed = tiers.disk_files
         self._disk = tiers.disk
         self._remote = tiers.remote
         self._holders = holders

@@ -22,7 +22,7 @@ from lmcache_core.telemetry import (
     LABEL_SERDE,
     LABEL_TIER,
 )
-from lmcache_servicekit.collectors import Described
+from lmcache_node.collectors import Described
 
 REQUESTED_CHUNKS_TOTAL: Final = "lmcache_sidecar_requested_chunks_total"
 LOADED_CHUNKS_TOTAL: Final = "lmcache_sidecar_loaded_chunks_total"

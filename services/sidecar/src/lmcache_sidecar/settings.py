@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,12 +12,10 @@ from typing import Annotated, Any, Literal
 from lmcache_core.config import DISK_SERDES
 from lmcache_core.config.options import did_you_mean
 from lmcache_core.errors import ConfigError
-from lmcache_core.p2p import parse_distributed_url
-from lmcache_core.security import validate_tenant
 from lmcache_core.storage.remote import check_remote_scheme
 from lmcache_core.storage.remote.addresses import hosts_of
+from lmcache_node.settings import DistributedUrlText, NodeSettings
 from lmcache_servicekit.settings import Port, is_loopback
-from lmcache_servicekit.tier_settings import ServiceUrl, TierSettings
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
@@ -26,19 +25,19 @@ TEMPORARY = "/tmp"  # noqa: S108 (the same)
 
 
 def default_run_directory() -> Path:
-    """Where the socket is unless told otherwise; see `run_directory.make_private`."""
+    """Return the directory of the socket where the settings name none; see `make_private`."""
     try:
         temporary = tempfile.gettempdir()
-    # nothing can be written, as in a container with a read-only root: that matters only to who uses
-    # this path
     except FileNotFoundError:
+        # Nothing is writable, as in a container with a read-only root. That is an error only if
+        # this path is used.
         temporary = TEMPORARY
     return Path(temporary) / f"lmcache-{os.getuid()}"
 
 
 def default_arena_directory() -> Path:
-    """Where the arena is unless told otherwise: in memory where the system has a place for that,
-    since a file that is mapped from a disk is written back to it.
+    """Return the directory of the arena where the settings name none: in memory if the system has
+    a place for that, since a file that is mapped from a disk is written back to it.
     """
     return (
         SHARED_MEMORY / f"lmcache-{os.getuid()}"
@@ -48,10 +47,10 @@ def default_arena_directory() -> Path:
 
 
 def known_serde(value: str) -> str:
-    """The name, if it is one of `DISK_SERDES`.
+    """Return the name of a serde.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is none of `DISK_SERDES`.
     """
     if value not in DISK_SERDES:
         raise ValueError(
@@ -61,8 +60,8 @@ def known_serde(value: str) -> str:
 
 
 def _accepts_handover(values: dict[str, Any]) -> bool:
-    """Where it is known who puts. On loopback that is not: any user of the machine could store
-    KV of his own under an engine's names.
+    """Accept handovers only from authenticated peers: on loopback any user of the machine could
+    store KV under an engine's names.
     """
     return values.get("auth_tokens_file") is not None
 
@@ -70,8 +69,8 @@ def _accepts_handover(values: dict[str, Any]) -> bool:
 Serde = Annotated[str, AfterValidator(known_serde)]
 
 
-class SidecarSettings(TierSettings):
-    """Options of the sidecar beside those of every tier; sizes are in GB (2^30 bytes).
+class SidecarSettings(NodeSettings):
+    """Options that only the sidecar has; sizes are in GB (2^30 bytes).
 
     Attributes:
         port: REST for people and probes inside the pod.
@@ -93,22 +92,11 @@ class SidecarSettings(TierSettings):
         disk_serde: The same for the disk.
         peer_serde: The same for chunks that are served to peers who can read it; also decides
             whether what peers send with loss is taken.
-        lookup_url: The lookup service.
-        broker_url: The broker.
-        lm_host: Where to serve chunks to peers.
-        lm_port: Port for peers; 0 takes a free one.
         distributed_url: Where peers reach this sidecar; by default lm_host and lm_port.
         ticket_keys_file: Keys that the broker signs tickets with.
-        service_token_file: Token that this sidecar shows to lookup, broker and storage.
         salt_file: Salt of this pod's tenant, handed to its engines.
-        tenant: Namespace of this pod's chunks.
-        zone: Failure domain of this pod, so that peers close by serve it.
-        node: Machine of this pod.
         verify_hot: What engines verify when they load from shared memory: every chunk, 1 in 16, or
             none; `auto`: 1 in 16 where their KV is on a GPU, else every chunk.
-        tier_timeout_s: Longest wait on lower tiers for one request, seconds.
-        drain_timeout_s: How long it may take at the end to finish pending writes and to hand on
-            what only this sidecar holds, seconds.
         accept_handover: Whether peers that end may hand over their chunks to this sidecar. By
             default, if peers show tokens: whoever may put chunks decides what engines load.
     """
@@ -127,20 +115,11 @@ class SidecarSettings(TierSettings):
     remote_serde: Serde = "naive"
     disk_serde: Serde = "naive"
     peer_serde: Serde = "naive"
-    lookup_url: ServiceUrl | None = None
-    broker_url: ServiceUrl | None = None
-    lm_host: str = "127.0.0.1"
     lm_port: Port = 65433
-    distributed_url: str | None = None
+    distributed_url: DistributedUrlText | None = None
     ticket_keys_file: Path | None = None
-    service_token_file: Path | None = None
     salt_file: Path | None = None
-    tenant: str = "default"
-    zone: str = Field(default="", max_length=253)
-    node: str = Field(default="", max_length=253)
     verify_hot: Literal["auto", "always", "sampled", "never"] = "auto"
-    tier_timeout_s: float = Field(default=2.0, gt=0, le=3600)
-    drain_timeout_s: float = Field(default=10.0, ge=0, le=3600)
     accept_handover: bool = Field(default_factory=_accepts_handover)
 
     @field_validator("arena_mode", mode="before")
@@ -153,11 +132,6 @@ class SidecarSettings(TierSettings):
             )
         return value
 
-    @field_validator("tenant")
-    @classmethod
-    def _check_tenant(cls, value: str) -> str:
-        return validate_tenant(value)
-
     @field_validator("remote_url")
     @classmethod
     def _check_remote_url(cls, value: str | None) -> str | None:
@@ -168,17 +142,6 @@ class SidecarSettings(TierSettings):
                     hosts_of(value)
             except ConfigError as exc:
                 raise ValueError(str(exc)) from None
-        return value
-
-    def listeners(self) -> dict[str, tuple[str, int]]:
-        """See `ServiceSettings.listeners`."""
-        return super().listeners() | {"lm_port": (self.lm_host, self.lm_port)}
-
-    @field_validator("distributed_url")
-    @classmethod
-    def _check_distributed_url(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_distributed_url(value)
         return value
 
     @model_validator(mode="after")
@@ -221,3 +184,36 @@ class SidecarSettings(TierSettings):
         self.refuse_plaintext("lm_host", self.lm_host)
         self.check_scheme("distributed_url", self.distributed_url)
         return self
+
+
+def make_default_directories(settings: SidecarSettings) -> None:
+    """Make those default directories that these settings use.
+
+    Raises:
+        ConfigError: One cannot be made, is a link, belongs to another user, or others may enter it.
+    """
+    used = (*settings.socket_path.parents, settings.arena_path, *settings.arena_path.parents)
+    for directory in (default_run_directory(), default_arena_directory()):
+        if directory in used:
+            make_private(directory)
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that this user alone may enter, or check that it is one: in a shared
+    temporary directory another user may have made it first, to put a socket or memory there.
+    """
+    fix = "set socket_path and arena_path to a directory of your own"
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.lstat()
+    except OSError as exc:
+        raise ConfigError(f"{directory}: {exc.strerror}; {fix}") from exc
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.getuid()
+        or stat.S_IMODE(status.st_mode) & 0o077
+    ):
+        raise ConfigError(
+            f"{directory} is not a directory that belongs to this user and that nobody else may"
+            f" enter; {fix}"
+        )

@@ -10,14 +10,21 @@ from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote.locating import LookupLocator
-from lmcache_core.storage.tiers import DiskSpec, HotSpec, PeersSpec, RemoteSpec, TierSet, TiersSpec
-from lmcache_core.storage.tiers import build_tiers as build
+from lmcache_core.storage.tiers import (
+    HotSpec,
+    PeersSpec,
+    RemoteSpec,
+    TierSet,
+    TiersSpec,
+    build_tiers,
+)
 from lmcache_core.wire.capabilities import Accepts
+from lmcache_node.node import disk_spec
 
 from lmcache_sidecar.settings import SidecarSettings
 
 
-def build_tiers(
+def build_sidecar_tiers(
     settings: SidecarSettings,
     hot: HotSpec,
     codecs: Codecs,
@@ -40,15 +47,7 @@ def build_tiers(
         tls: Whom to trust behind `lm+tls://` and `https://`, and what to show there.
         clients: Of lookup and broker.
     """
-    disk = peers = remote = None
-    if settings.disk_path is not None:
-        disk = DiskSpec(
-            path=settings.disk_path,
-            capacity_bytes=settings.disk_bytes,
-            limits=settings.disk_limits,
-            fsync=settings.disk_fsync,
-            serde=settings.disk_serde,
-        )
+    peers = remote = None
     if clients is not None:
         # Peers encode as they are set; what is taken from them is what this sidecar would send.
         accepts = Accepts(codecs.is_lossy(settings.peer_serde), frozenset(codecs.decodable()))
@@ -65,10 +64,10 @@ def build_tiers(
             tls=tls,
             locate=None if clients is None else LookupLocator(clients[0]),
         )
-    return build(
+    return build_tiers(
         TiersSpec(
             hot=hot,
-            disk=disk,
+            disk=disk_spec(settings, settings.disk_serde),
             peers=peers,
             remote=remote,
             policy=settings.eviction_policy,

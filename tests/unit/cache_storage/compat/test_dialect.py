@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from lmcache_storage.compat.dialect import DIALECTS, Command
-from lmcache_storage.compat.refusals import CloseReason, RefusedError
+from lmcache_storage.compat.dialect import DIALECTS, CompatCommand
+from lmcache_storage.compat.refusals import CloseReason, CompatRefusedError
 
 from tests.fixtures.compat import (
     ABOUT,
@@ -25,7 +25,7 @@ both = pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_put_is_read(dialect: str, key: str) -> None:
     request = DIALECTS[dialect].parse(request_bytes(dialect, PUT, key, MAX, ABOUT), MAX)
     assert (request.command, request.key, request.num_bytes, request.about) == (
-        Command.PUT,
+        CompatCommand.PUT,
         key,
         MAX,
         ABOUT,
@@ -74,7 +74,7 @@ def test_health_needs_no_key(dialect: str) -> None:
 def test_what_is_no_request_is_refused(
     dialect: str, command: int, key: str | bytes, num_bytes: int, reason: CloseReason
 ) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(CompatRefusedError) as refused:
         DIALECTS[dialect].parse(request_bytes(dialect, command, key, num_bytes), MAX)
     assert refused.value.reason is reason
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lmcache_storage.compat.dialect import DIALECTS, Command
+from lmcache_storage.compat.dialect import DIALECTS, CompatCommand
 from lmcache_storage.compat.refusals import CloseReason
 from lmcache_storage.compat.values import ABOUT_EXTENSION
 from lmcache_storage.metrics import DESCRIBED
@@ -24,7 +24,7 @@ def test_every_option_metric_and_reason_is_explained() -> None:
     assert set(re.findall(r"lmcache_storage_compat_\w+", metrics)) == {
         name for name in DESCRIBED if "compat" in name
     }
-    for name in (*CloseReason, *(command.name.lower() for command in Command)):
+    for name in (*CloseReason, *(command.name.lower() for command in CompatCommand)):
         assert f"`{name}`" in metrics, name
 
 
@@ -39,5 +39,5 @@ def test_every_dialect_and_command_is_in_the_protocol() -> None:
             section,
         )
     assert {int(number) for number in re.findall(r"^\| (\d) [A-Z]", section, re.MULTILINE)} == set(
-        Command
+        CompatCommand
     )

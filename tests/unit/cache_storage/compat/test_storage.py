@@ -11,7 +11,6 @@ from lmcache_core.keys import CacheEngineKey
 from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.testing.chunks import make_key, make_record
 from lmcache_storage.app import create_app
-from lmcache_storage.handover.held import HeldChunks
 from lmcache_storage.settings import StorageSettings
 
 from tests.fixtures.compat import ABOUT, compat_client, storage_with_compat
@@ -127,18 +126,13 @@ async def test_values_stay_at_the_server_where_their_client_looks_for_them(tmp_p
         assert [tier["num_chunks"] for tier in stats["tiers"].values()] == [2, 2]
         listed = await rest.get("/v1/chunks")
         assert len(listed.json()["chunks"]) == 2
-        hot, disk_tier = parts.tiers
+        hot, disk_tier = parts.local_tiers
         assert isinstance(hot, LocalCPUBackend)
         assert isinstance(disk_tier, DiskBackend)
-        for moving in (
-            HeldChunks(hot, disk_tier, disk_tier, 1.0),
-            HeldChunks(hot, None, None, 1.0),
-        ):
-            assert [key for key, _ in moving.hottest_first()] == [make_key("a")]
+        moving = parts.drain._handover._chunks  # type: ignore[attr-defined]
+        assert [key for key, _ in moving.hottest_first()] == [make_key("a")]
         hot.clear_now()
-        assert [key for key, _ in HeldChunks(hot, disk_tier, disk_tier, 1.0).hottest_first()] == [
-            make_key("a")
-        ]
+        assert [key for key, _ in moving.hottest_first()] == [make_key("a")]
 
 
 async def test_the_largest_record_bounds_a_value() -> None:

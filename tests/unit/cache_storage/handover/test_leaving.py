@@ -13,9 +13,9 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.remote.rendezvous import home
 from lmcache_core.testing.chunks import make_chunk
 from lmcache_core.wire import ClientOptions, LmClient, LmServer
-from lmcache_storage.handover import leaving as leaving_chunks
+from lmcache_storage.handover import departures as departures_module
 from lmcache_storage.handover import rebalancer as rebalancing
-from lmcache_storage.handover.leaving import Leaving
+from lmcache_storage.handover.departures import Departures
 
 from tests.unit.cache_storage.handover.test_moves import ADMIN, KEYS, Here, here
 
@@ -31,7 +31,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def asked_by(made: Here, *, hands_over: bool) -> AsyncIterator[LmClient]:
     """What `made` says to another server, or to a client."""
-    server = LmServer(made.door, lambda token: ADMIN, name="s-0")
+    server = LmServer(made.store, lambda token: ADMIN, name="s-0")
     await server.open()
     client = LmClient(
         "127.0.0.1", server.port, None, ClientOptions(timeout_s=2, hands_over=hands_over)
@@ -125,7 +125,7 @@ async def test_what_a_dead_server_took_stays() -> None:
 async def test_storing_waits_until_the_old_copy_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    leaving, key, go = Leaving(), KEYS[0], asyncio.Event()
+    leaving, key, go = Departures(), KEYS[0], asyncio.Event()
     seen: list[str] = []
 
     async def remove() -> None:
@@ -148,7 +148,7 @@ async def test_storing_waits_until_the_old_copy_is_forgotten(
     assert seen == ["stored", "removed", "stored"]
     assert key not in leaving
 
-    monkeypatch.setattr(leaving_chunks, "MAX_REMOVAL_WAIT_S", 0.05)
+    monkeypatch.setattr(departures_module, "MAX_REMOVAL_WAIT_S", 0.05)
     go.clear()
     forgetting = asyncio.create_task(leaving.forget([key], remove()))
     await asyncio.sleep(0)

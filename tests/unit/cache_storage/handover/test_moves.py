@@ -23,21 +23,24 @@ from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire import ClientOptions, LmClient, LmServer
+from lmcache_node.drain import DrainProgress, DrainState, NodeDrain
+from lmcache_node.local_chunks import LocalChunks
 from lmcache_storage import metrics
 from lmcache_storage.handover import rebalancer as rebalancing
-from lmcache_storage.handover.door import HandoverDoor
-from lmcache_storage.handover.drain import Drain, num_hottest
-from lmcache_storage.handover.held import HeldChunks
-from lmcache_storage.handover.leaving import Leaving, StayingStore
-from lmcache_storage.handover.mover import WINDOW_CHUNKS, Mover
-from lmcache_storage.handover.neighbours import Neighbours
-from lmcache_storage.handover.progress import DrainState, Moved
+from lmcache_storage.handover.departures import Departures, KeepingStore
+from lmcache_storage.handover.mover import WINDOW_CHUNKS, Mover, ServerHandover, num_hottest
 from lmcache_storage.handover.rebalancer import Rebalancer
+from lmcache_storage.handover.servers import OtherServers
+from lmcache_storage.served_store import HandoverStore
 
 from tests.fixtures.wire import MemoryStore
 
 ADMIN = Principal("default", "admin", "servers")
 KEYS = [make_key(i) for i in range(40)]
+
+
+def done(total: int, **figures: int) -> DrainProgress:
+    return DrainProgress(total, **figures, state=DrainState.DONE)
 
 
 class Taking(MemoryStore):
@@ -76,22 +79,30 @@ class Here:
         self.others: dict[str, Taking] = {}
         self.servers: dict[str, LmServer] = {}
         self.members = Members(self._find, self._client, "test")
-        self.neighbours = Neighbours(self.members, "s-0", "default")
+        self.known = OtherServers(self.members, "s-0", "default")
         arena = ArenaAllocator.anonymous(4 << 20)
         self.hot = LocalCPUBackend(arena, create_policy("lru"))
         self.stack = TierStack(self.hot)
-        self.held = HeldChunks(self.hot, None, None, 1.0)
+        self.held = LocalChunks(self.hot, None, None, 1.0, lambda key: True)
         self.counters = Counters()
-        self.mover = Mover(self.held, self.neighbours, self.counters)
-        self.drain = Drain(timeout_s, self.stack, self.held, self.neighbours, self.mover)
+        self.mover = Mover(self.held, self.known, self.counters)
+        self.drain = NodeDrain(
+            timeout_s, self.stack, ServerHandover(self.held, self.known, self.mover)
+        )
         self.pins = PinBoard(self.stack, arena.capacity_bytes, 1.0)
-        self.leaving = Leaving()
-        served = ClientView(StayingStore(LocalStore(self.stack, lambda: True), self.leaving))
-        self.door = HandoverDoor(
-            served, self.counters, self.held, self.stack, self.leaving, lambda: True
+        self.departures = Departures()
+        served = ClientView(KeepingStore(LocalStore(self.stack, lambda: True), self.departures))
+        self.store = HandoverStore(
+            served, self.counters, self.stack, None, self.departures, lambda: True
         )
         self.rebalancer = Rebalancer(
-            self.held, self.stack, self.neighbours, self.mover, self.door, self.pins, lambda: True
+            self.held,
+            self.stack,
+            self.known,
+            self.mover,
+            self.store,
+            self.pins,
+            lambda: True,
         )
 
     async def start(self, *names: str) -> None:
@@ -145,7 +156,7 @@ async def test_a_drain_gives_each_chunk_to_its_home_the_hottest_first() -> None:
             assert chunk is not None
             chunk.release()
         await made.drain.run()
-        assert made.drain.moved == Moved(total=40, handed_over=40)
+        assert made.drain.progress == done(total=40, handed_over=40)
         assert made.drain.is_complete
         for key in KEYS:
             assert [name for name, store in made.others.items() if key in store.chunks] == [
@@ -171,7 +182,9 @@ async def test_what_is_there_is_not_sent_and_what_is_refused_goes_to_the_second_
         )
         made.others["s-1"].chunks[there].release()
         await made.drain.run()
-        assert made.drain.moved == Moved(total=40, handed_over=39, already_elsewhere=1)
+        assert made.drain.progress == DrainProgress(
+            total=40, handed_over=39, already_elsewhere=1, state=DrainState.DONE
+        )
         for key in KEYS:
             first, second, _ = ranked(made.others, key.key.chunk_id())
             assert key in made.others[second if first == "s-2" else first].chunks
@@ -182,7 +195,7 @@ async def test_one_that_is_dead_or_silent_costs_little_and_its_part_goes_elsewhe
         await made.put(KEYS)
         await made.servers["s-1"].close()
         await made.drain.run()
-        assert made.drain.moved == Moved(total=40, handed_over=40)
+        assert made.drain.progress == done(total=40, handed_over=40)
         assert not made.others["s-1"].chunks
 
 
@@ -191,19 +204,23 @@ async def test_only_the_hotter_half_pushes_others_out() -> None:
         await made.put(KEYS)
         made.others["s-1"].room = False
         await made.drain.run()
-        assert made.drain.moved == Moved(total=40, handed_over=20, failed=20)
+        assert made.drain.progress == DrainProgress(
+            total=40, handed_over=20, failed=20, state=DrainState.DONE
+        )
         assert set(made.others["s-1"].chunks) == set(KEYS[20:])  # the last ones that were used
         made.others["s-1"].room = True
         await made.drain.run()  # it has left something, so that it tries again
-        assert made.drain.moved == Moved(total=40, handed_over=20, already_elsewhere=20)
+        assert made.drain.progress == DrainProgress(
+            total=40, handed_over=20, already_elsewhere=20, state=DrainState.DONE
+        )
 
 
 async def test_nobody_there_leaves_everything_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     async with here() as made:
         await made.put(KEYS)
         await made.drain.run()
-        assert made.drain.moved == Moved(total=40, failed=40)
-        assert "40 refused" in caplog.text
+        assert made.drain.progress == done(total=40, failed=40)
+        assert "refused=40" in caplog.text
 
 
 async def test_a_drain_ends_in_time_whoever_hangs() -> None:
@@ -213,8 +230,8 @@ async def test_a_drain_ends_in_time_whoever_hangs() -> None:
         began = asyncio.get_running_loop().time()
         await made.drain.run()
         assert asyncio.get_running_loop().time() - began < 5
-        assert made.drain.state is DrainState.DONE
-        assert (made.drain.moved.total, made.drain.moved.left) == (40, 40)
+        assert made.drain.progress.state is DrainState.DONE
+        assert (made.drain.progress.total, made.drain.progress.left) == (40, 40)
         made.others["s-1"].gate.set()
 
 
@@ -297,7 +314,7 @@ async def test_what_arrives_at_the_wrong_server_moves_on() -> None:
             await made.rebalancer.look()
         stranger = next(key for key in KEYS if home(["s-0", "s-1"], key.key.chunk_id()) == "s-1")
         chunk = make_chunk(KEYS.index(stranger), allocate=made.stack.allocate)
-        assert await made.door.take_over(chunk)
+        assert await made.store.take_over(chunk)
         chunk.release()
         for _ in range(rebalancing.STEADY_LOOKS + 1):
             await made.rebalancer.look()

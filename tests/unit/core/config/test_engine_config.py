@@ -19,7 +19,7 @@ from lmcache_core.config import (
 from lmcache_core.config.contradictions import CONTRADICTIONS
 from lmcache_core.config.options import directory_of_url
 from lmcache_core.errors import ConfigError
-from lmcache_core.serde.registry import CODEC_NAMES, SERDE_NAMES
+from lmcache_core.serde import CODEC_NAMES, SERDE_NAMES
 
 
 def from_yaml(tmp_path, text):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lmcache_core.engine import loaded_with_loss
-from lmcache_core.engine.loaded_with_loss import LoadedWithLoss
+from lmcache_core.engine import transfer
+from lmcache_core.engine.transfer import LoadedWithLoss
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.testing.chunks import make_key
 
@@ -65,7 +65,7 @@ def test_loss_does_not_lose_its_mark_in_the_serving_engine(tmp_path: Path) -> No
 
 
 def test_what_is_loaded_without_loss_is_exact_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded_with_loss, "MAX_REMEMBERED_KEYS", 2)
+    monkeypatch.setattr(transfer, "MAX_REMEMBERED_KEYS", 2)
     loaded = LoadedWithLoss()
     keys = [make_key(i).key for i in range(3)]
     for key in keys:

@@ -9,8 +9,8 @@ import pytest
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.blob import HEAD, Head, Mode, Reader, next_power_of_two
 from lmcache_core.serde.cachegen import MAX_LAYERS
-from lmcache_core.serde.profiles import Profile, error_groups, quantiser_of
-from lmcache_core.serde.quantised.layout import (
+from lmcache_core.serde.chunk_codec import Profile, error_groups, quantiser_of
+from lmcache_core.serde.quantised import (
     MAX_CHANNELS,
     MAX_TOKENS,
     PlaneLayout,

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lmcache_core.serde.entropy import compiled as compiled_module
-from lmcache_core.serde.entropy.compiled import compiled
+from lmcache_core.serde import machine_code
+from lmcache_core.serde.machine_code import compiled
 from numba.core import caching
 
 SOURCE = (
@@ -130,7 +130,8 @@ def test_code_with_numbers_of_other_tables_is_not_taken(
     package = tmp_path / "package"
     package.mkdir()
     (package / "tables.py").write_text("PRECISION_BITS = 12\n")
-    monkeypatch.setattr(compiled_module, "__file__", str(package / "compiled.py"))
+    (package / "machine_code.py").write_text("")
+    monkeypatch.setattr(machine_code, "__file__", str(package / "machine_code.py"))
     load(path)
     assert hits_and_misses(load(path)) == (1, 0)
     (package / "tables.py").write_text("PRECISION_BITS = 13\n")

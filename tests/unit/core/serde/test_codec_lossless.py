@@ -15,9 +15,7 @@ import pytest
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE
 from lmcache_core.serde.blob import HEAD, Reader
-from lmcache_core.serde.entropy.tables import TOTAL
-from lmcache_core.serde.loops import load_loops
-from lmcache_core.serde.lossless.coder import (
+from lmcache_core.serde.lossless import (
     MAX_BLOCK_ELEMENTS,
     MIN_BLOCK_ELEMENTS,
     ROTATED,
@@ -26,6 +24,8 @@ from lmcache_core.serde.lossless.coder import (
     block_elements,
     normalised,
 )
+from lmcache_core.serde.machine_code import load_loops
+from lmcache_core.serde.tables import TOTAL
 
 Array = npt.NDArray[Any]
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from lmcache_core.serde.loops import load_loops
-from lmcache_core.serde.quantised import values
-from lmcache_core.serde.quantised.values import NOT_FINITE, OK
+from lmcache_core.serde import values
+from lmcache_core.serde.machine_code import load_loops
+from lmcache_core.serde.values import NOT_FINITE, OK
 
 from tests.fixtures import codec_reference
 from tests.fixtures.codec_reference import KINDS, WORDS, Quantised, widened

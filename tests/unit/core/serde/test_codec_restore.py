@@ -18,7 +18,7 @@ from lmcache_core.documented.cachegen.quantization import (
 from lmcache_core.record import decoded_bytes
 from lmcache_core.serde import create_codec
 from lmcache_core.serde.cachegen import CacheGenConfig
-from lmcache_core.serde.loops import load_loops
+from lmcache_core.serde.machine_code import load_loops
 from lmcache_core.testing.codec_payloads import header_of, kv_payload, specs_of
 from lmcache_core.testing.serde_suite import bits_of
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from lmcache_core.serde.entropy import rans
-from lmcache_core.serde.entropy.rans import LANES, STATE_WORDS, max_words
-from lmcache_core.serde.entropy.tables import (
+from lmcache_core.serde import rans
+from lmcache_core.serde.machine_code import load_loops
+from lmcache_core.serde.rans import LANES, STATE_WORDS, max_words
+from lmcache_core.serde.tables import (
     LEVELS,
     NUM_SHAPES,
     PRECISION_BITS,
@@ -19,7 +20,6 @@ from lmcache_core.serde.entropy.tables import (
     ShapeTables,
     bell_curves,
 )
-from lmcache_core.serde.loops import load_loops
 
 from tests.fixtures import codec_reference
 

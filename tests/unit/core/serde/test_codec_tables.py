@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lmcache_core.errors import SerdeError
-from lmcache_core.serde.entropy import tables
-from lmcache_core.serde.entropy.tables import (
+from lmcache_core.serde import tables
+from lmcache_core.serde.tables import (
     LEVELS,
     NUM_SHAPES,
     NUM_WIDTHS,

@@ -5,8 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 from lmcache_core.record import REPORT_EXTENSION, Extension, RecordHeader, encode_head
-from lmcache_core.serde.codec import EncodingReport, GroupError
-from lmcache_core.serde.encoding_report import MAX_REPORT_BYTES, encoding_report, report_extension
+from lmcache_core.serde.codec import (
+    MAX_REPORT_BYTES,
+    EncodingReport,
+    GroupError,
+    encoding_report,
+    report_extension,
+)
 from lmcache_core.testing.chunks import make_chunk
 
 REPORT = EncodingReport(

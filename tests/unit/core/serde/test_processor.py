@@ -11,8 +11,8 @@ from pathlib import Path
 
 import lmcache_core
 import pytest
+from lmcache_core.serde import machine_code as processor
 from lmcache_core.serde import warm_up
-from lmcache_core.serde.entropy import processor
 
 # What the codec that a service opens is compiled for; llvmlite says what this machine has, so it
 # may be made to say less.
@@ -20,7 +20,7 @@ OPENED = """
 from llvmlite import binding
 {lacking}
 {before}
-from lmcache_core.serde.registry import create_codec
+from lmcache_core.serde import create_codec
 create_codec("cachegen")
 from numba.core.registry import cpu_target
 _, kind, features = cpu_target.target_context.codegen().magic_tuple()

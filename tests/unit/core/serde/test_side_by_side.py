@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from lmcache_core.errors import SerdeError
 from lmcache_core.record import RecordHeader, TensorSpec
-from lmcache_core.serde.chunk_codec import CacheGenCodec
+from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile
 from lmcache_core.serde.codec import EncodedPayload
-from lmcache_core.serde.profiles import Profile
-from lmcache_core.serde.side_by_side import side_by_side
+from lmcache_core.serde.machine_code import side_by_side
 
 SHAPE = (2, 2, 256, 128)
 LATE_S = 0.1

@@ -122,13 +122,9 @@ async def test_a_full_disk_is_told_once_and_once_that_it_has_healed(disk, files,
         files.failing = {} if i % 3 == 2 else {"write": errno.ENOSPC}
         await disk.batched_put([make_chunk(f"{i}-{j}") for j in range(4)])
         clock.now += MAX_PAUSE_S if i == 10 else 1.0
-    assert [
-        record.getMessage().partition(str(disk._layout.root))[2] for record in caplog.records
-    ] == [
-        " does not take writes: No space left on device; it is tried again later",
-        " takes writes again",
-        " does not take writes: No space left on device; it is tried again later",
-    ]
+    path = f"path={disk._layout.root}"
+    refused = f"disk refuses writes, retrying later: {path} error='No space left on device'"
+    assert caplog.messages == [refused, f"disk takes writes again: {path}", refused]
     files.failing.clear()
     for seconds in (MIN_PAUSE_S, 1.0, SETTLED_S, 1.0):
         clock.now += seconds

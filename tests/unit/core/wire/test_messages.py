@@ -22,7 +22,7 @@ SAMPLES = [
     (messages.ChunkHead(5), [5]),
     (messages.GetEnd([(0, "never_stored")]), [[[0, "never_stored"]]]),
     (messages.Put(), []),
-    (messages.Handover("acme", 86400123, True), ["acme", 86400123, True]),
+    (messages.HandoverChunk("acme", 86400123, True), ["acme", 86400123, True]),
     (messages.Held("acme", [(None, b"a")]), ["acme", [[None, b"a"]]]),
     (messages.DeclareLane(3, Lane("vllm", "m", 2, 1)), [3, ["vllm", "m", 2, 1, ""]]),
     (messages.PutOk(False, "corrupt"), [False, "corrupt"]),

@@ -19,7 +19,7 @@ from lmcache_core.blend.certificate import BlendProfile, CertificateFolder
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.integrations.transformers import metadata_of
 from lmcache_ctl.certify.blend import cut_prompts
-from lmcache_ctl.certify.blend_options import Cut
+from lmcache_ctl.certify.options import PromptCut
 from lmcache_ctl.cli import main
 from lmcache_ctl.errors import CtlError
 from lmcache_demo import model as demo_model
@@ -216,7 +216,7 @@ def test_a_short_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_prompts_are_slices_from_all_over_the_text() -> None:
     tokens, separator = torch.arange(100), torch.tensor([-1, -2])
-    cut = Cut(prompts=4, documents=2, document_tokens=6, ending_tokens=3)
+    cut = PromptCut(prompts=4, documents=2, document_tokens=6, ending_tokens=3)
     first, *_, last = cut_prompts(cut, tokens, separator)
     assert [document.tolist() for document in first.documents] == [
         [0, 1, 2, 3, -1, -2],

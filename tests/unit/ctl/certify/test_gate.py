@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lmcache_core.errors import ConfigError
-from lmcache_ctl.certify import gate
-from lmcache_ctl.certify.gate import Bounds, certify, reasons_against
+from lmcache_ctl.certify import codec as gate
+from lmcache_ctl.certify.codec import CodecBounds, certify_codecs, reasons_against
 from lmcache_ctl.cli import main
 from lmcache_ctl.codec.kv import Kv, KvTensor
-from lmcache_ctl.codec.measurement import measure
+from lmcache_ctl.codec.measure import measure_profile
 from lmcache_ctl.errors import CtlError
 
-LOOSE = Bounds(max_error=1.0, min_ratio=1.0)
+LOOSE = CodecBounds(max_error=1.0, min_ratio=1.0)
 
 
 def gaussian() -> Kv:
@@ -24,21 +24,23 @@ def gaussian() -> Kv:
 
 
 def test_a_bound_decides() -> None:
-    found = certify(gaussian(), ["lossless", "cachegen"], LOOSE)
+    found = certify_codecs(gaussian(), ["lossless", "cachegen"], LOOSE)
     assert found.has_passed
     error = found.verdicts[1].measurement
     assert error is not None
     assert error.rms_relative is not None
-    strict = certify(gaussian(), ["lossless", "cachegen"], Bounds(error.rms_relative * 0.99, 1.0))
+    strict = certify_codecs(
+        gaussian(), ["lossless", "cachegen"], CodecBounds(error.rms_relative * 0.99, 1.0)
+    )
     assert [verdict.has_passed for verdict in strict.verdicts] == [True, False]
     assert "is above" in strict.verdicts[1].reasons[0]
-    small = certify(gaussian(), ["lossless"], Bounds(1.0, 50.0))
+    small = certify_codecs(gaussian(), ["lossless"], CodecBounds(1.0, 50.0))
     assert "50.00 is wanted" in small.verdicts[0].reasons[0]
 
 
 def test_an_error_that_cannot_be_measured_does_not_pass() -> None:
     values = np.random.default_rng(3).integers(0, 64, (1, 1, 256, 64), np.uint8)
-    found = measure(Kv("a test", (KvTensor("", "uint8", values),)), "lossless", 1)
+    found = measure_profile(Kv("a test", (KvTensor("", "uint8", values),)), "lossless", 1)
     assert reasons_against(found, LOOSE) == []
     import msgspec
 
@@ -52,8 +54,8 @@ def test_a_codec_that_lost_something_fails_and_a_missing_package_is_no_verdict(
     def lose(kv: Kv, profile: str) -> None:
         raise CtlError("what it decoded differs")
 
-    monkeypatch.setattr(gate, "measure", lose)
-    [verdict] = certify(gaussian(), ["lossless"], LOOSE).verdicts
+    monkeypatch.setattr(gate, "measure_profile", lose)
+    [verdict] = certify_codecs(gaussian(), ["lossless"], LOOSE).verdicts
     assert (verdict.has_passed, verdict.reasons, verdict.measurement) == (
         False,
         ["what it decoded differs"],
@@ -63,9 +65,9 @@ def test_a_codec_that_lost_something_fails_and_a_missing_package_is_no_verdict(
     def lack(kv: Kv, profile: str) -> None:
         raise ConfigError("install numba")
 
-    monkeypatch.setattr(gate, "measure", lack)
+    monkeypatch.setattr(gate, "measure_profile", lack)
     with pytest.raises(ConfigError):
-        certify(gaussian(), ["lossless"], LOOSE)
+        certify_codecs(gaussian(), ["lossless"], LOOSE)
 
 
 @pytest.mark.parametrize(("max_error", "code"), [("1", 0), ("0.0001", 1)])

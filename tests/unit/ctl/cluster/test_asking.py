@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from lmcache_ctl.cluster.asking import Asker, Caller
-from lmcache_ctl.cluster.services import Kind, Service
+from lmcache_ctl.asking import Asker, Caller
 from lmcache_ctl.errors import CtlError
+from lmcache_ctl.services import Endpoint, Kind
 from lmcache_ctl.settings import CtlSettings
 
 
@@ -25,6 +25,6 @@ async def test_a_request_that_cannot_be_written_shows_no_token() -> None:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(CtlError, match="not valid HTTP") as told:
             await Asker(CtlSettings(token="s3cret\nX")).one(
-                Service(Kind.STORAGE, "s", url), question
+                Endpoint(Kind.STORAGE, "s", url), question
             )
     assert "s3cret" not in str(told.value)

@@ -6,11 +6,10 @@ import socket
 from typing import Any
 
 import pytest
-from lmcache_ctl.cluster.services import Kind, services_of
-from lmcache_ctl.cluster.targets import parse_target
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.settings import CtlSettings
-from lmcache_ctl.sizes import parse_size
+from lmcache_ctl.services import Kind, services_of
+from lmcache_ctl.settings import CtlSettings, parse_size
+from lmcache_ctl.targets import parse_target
 
 
 def test_without_any_url_this_machine_is_asked() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lmcache_ctl.codec.kv import CHUNK_TOKENS, kv_of_file, load_kv, synthetic_kv
-from lmcache_ctl.codec.model_kv import kv_of_model
+from lmcache_ctl.codec.kv import CHUNK_TOKENS, kv_of_file, kv_of_model, load_kv, synthetic_kv
 from lmcache_ctl.errors import CtlError
 from lmcache_demo.model import MODEL_DIR, load_model
 from safetensors.torch import save_file

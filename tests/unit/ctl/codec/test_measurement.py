@@ -10,9 +10,9 @@ import pytest
 from lmcache_core.record import TensorSpec
 from lmcache_core.serde.codec import EncodedPayload, EncodingReport
 from lmcache_ctl.cli import main
-from lmcache_ctl.codec import measurement
+from lmcache_ctl.codec import measure as measurement
 from lmcache_ctl.codec.kv import Kv, KvTensor
-from lmcache_ctl.codec.measurement import measure
+from lmcache_ctl.codec.measure import measure_profile
 from lmcache_ctl.errors import CtlError
 
 NUM_TOKENS = 300
@@ -28,7 +28,7 @@ def gaussian() -> np.ndarray:
 
 @pytest.mark.parametrize("profile", ["cachegen", "cachegen:high", "cachegen:low"])
 def test_a_lossy_profile(profile: str) -> None:
-    result = measure(kv_of(gaussian()), profile, 1)
+    result = measure_profile(kv_of(gaussian()), profile, 1)
     assert (result.profile, result.num_chunks, result.num_kept_raw) == (profile, 2, 0)
     assert result.raw_bytes == 2 * 2 * NUM_TOKENS * 64 * 4
     assert (
@@ -47,7 +47,7 @@ def test_a_lossy_profile(profile: str) -> None:
 
 
 def test_lossless_is_equal() -> None:
-    result = measure(kv_of(gaussian()), "lossless", 1)
+    result = measure_profile(kv_of(gaussian()), "lossless", 1)
     assert result.is_equal
     assert (result.errors, result.rms_relative) == ([], 0.0)
     assert result.ratio > 1
@@ -55,7 +55,7 @@ def test_lossless_is_equal() -> None:
 
 def test_what_does_not_become_smaller_stays_raw() -> None:
     noise = np.random.default_rng(3).integers(0, 256, (1, 1, NUM_TOKENS, 64), np.uint8)
-    result = measure(kv_of(noise, "uint8"), "lossless", 1)
+    result = measure_profile(kv_of(noise, "uint8"), "lossless", 1)
     assert (result.num_chunks, result.num_kept_raw, result.ratio, result.bits_per_element) == (
         2,
         2,
@@ -69,7 +69,7 @@ def test_what_does_not_become_smaller_stays_raw() -> None:
 def test_values_that_are_not_finite_spoil_no_figure() -> None:
     values = gaussian()
     values[0, 0, 0, 0], values[0, 0, 1, 0] = np.nan, np.inf
-    result = measure(kv_of(values), "cachegen:low", 1)
+    result = measure_profile(kv_of(values), "cachegen:low", 1)
     assert result.rms_relative is not None
     assert np.isfinite(result.rms_relative)
 
@@ -102,21 +102,21 @@ def test_the_error_is_measured_on_what_was_decoded(monkeypatch: pytest.MonkeyPat
     """By this codec every second value is lost, and the encoder does not say so."""
     monkeypatch.setattr(measurement, "create_codec", lambda *_: Rounding(lossy=True))
     values = np.full((1, 1, 8, 2), 3, np.uint8)
-    result = measure(kv_of(values, "uint8"), "half")
+    result = measure_profile(kv_of(values, "uint8"), "half")
     assert not result.is_equal
     assert result.rms_relative == pytest.approx(0.5**0.5)
-    assert measure(kv_of(values, "float8_e4m3fn"), "half").rms_relative is None
+    assert measure_profile(kv_of(values, "float8_e4m3fn"), "half").rms_relative is None
 
 
 def test_a_lossless_codec_that_loses_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "create_codec", lambda *_: Rounding(lossy=False))
     with pytest.raises(CtlError, match="is said to lose nothing"):
-        measure(kv_of(np.full((1, 1, 8, 2), 3, np.uint8), "uint8"), "half")
+        measure_profile(kv_of(np.full((1, 1, 8, 2), 3, np.uint8), "uint8"), "half")
 
 
 def test_naive_is_nothing_to_measure() -> None:
     with pytest.raises(CtlError, match="encodes nothing"):
-        measure(kv_of(gaussian()), "naive")
+        measure_profile(kv_of(gaussian()), "naive")
 
 
 @pytest.mark.parametrize("output", ["json", "table"])

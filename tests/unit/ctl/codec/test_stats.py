@@ -9,12 +9,11 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from lmcache_ctl.cluster.asking import MAX_ANSWER_BYTES
-from lmcache_ctl.cluster.services import Kind
-from lmcache_ctl.codec.stats import CodecStats, ProfileErrors, fetch_stats, read_stats
-from lmcache_ctl.codec.tables import print_stats
+from lmcache_ctl.asking import MAX_ANSWER_BYTES
+from lmcache_ctl.codec.stats import CodecStats, ProfileErrors, fetch_stats, print_stats, read_stats
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.reach import Reach
+from lmcache_ctl.services import Kind
 from lmcache_ctl.settings import CtlSettings
 
 URL = "http://sidecar:8083"

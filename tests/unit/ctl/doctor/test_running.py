@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lmcache_ctl.cluster.services import Kind
-from lmcache_ctl.cluster.states import Check, Link, ServiceState, State
 from lmcache_ctl.doctor.findings import Level
 from lmcache_ctl.doctor.running import check_services
+from lmcache_ctl.services import Kind
+from lmcache_ctl.states import Check, Link, ServiceStatus, State
 
 
-def state(kind: Kind, name: str, **more: Any) -> ServiceState:
+def state(kind: Kind, name: str, **more: Any) -> ServiceStatus:
     known: dict[str, Any] = {
         "state": State.OK,
         "version": "0.1.0",
@@ -19,10 +19,10 @@ def state(kind: Kind, name: str, **more: Any) -> ServiceState:
         "clock_skew_s": 0.0,
         "facts": {"a": "b"},
     }
-    return ServiceState(kind, name, f"http://{name}", **(known | more))
+    return ServiceStatus(kind, name, f"http://{name}", **(known | more))
 
 
-def wrong(*states: ServiceState) -> list[tuple[Level, str, str]]:
+def wrong(*states: ServiceStatus) -> list[tuple[Level, str, str]]:
     return [
         (one.level, one.check, one.what)
         for one in check_services(states)

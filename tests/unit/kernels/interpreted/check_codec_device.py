@@ -14,8 +14,8 @@ from lmcache_core.documented.cachegen.device import (
 )
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.blob import HEAD, Mode
-from lmcache_core.serde.profiles import Profile, quantiser_of
-from lmcache_core.serde.quantised.coder import NotQuantisableError, Quantiser
+from lmcache_core.serde.chunk_codec import Profile, quantiser_of
+from lmcache_core.serde.quantised import NotQuantisableError, Quantiser
 
 FINENESS = 144
 SIZES = (2, 1, 3, 34)

@@ -10,10 +10,9 @@ import pytest
 import torch
 import triton
 from lmcache_core.serde.blob import Mode, Reader
-from lmcache_core.serde.entropy.tables import TableSet, bell_curves
-from lmcache_core.serde.loops import load_loops
-from lmcache_core.serde.quantised.coder import QuantisedCoder, Quantiser
-from lmcache_core.serde.quantised.layout import PlaneLayout
+from lmcache_core.serde.machine_code import load_loops
+from lmcache_core.serde.quantised import PlaneLayout, QuantisedCoder, Quantiser
+from lmcache_core.serde.tables import TableSet, bell_curves
 from lmcache_kernels.codec_shape import WORD_DTYPES, CodecShape, EncodedPlanes
 from lmcache_kernels.codec_tables import CodecTables
 

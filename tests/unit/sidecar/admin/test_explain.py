@@ -13,7 +13,7 @@ from lmcache_core.lookup import Holder
 from lmcache_core.lookup.messages import LookupAnswer
 from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32
 from lmcache_sidecar.holders import Holders
-from lmcache_sidecar.parts import SidecarParts
+from lmcache_sidecar.sidecar import SidecarNode
 
 from tests.fixtures.sidecar_app import ROOT, describe, hash_of, key_of, serving, store
 
@@ -173,7 +173,7 @@ class LookupOf:
         return LookupAnswer(len(prefix), prefix)
 
 
-def use(parts: SidecarParts, lookup: LookupOf | None = None, remote: object | None = None) -> None:
+def use(parts: SidecarNode, lookup: LookupOf | None = None, remote: object | None = None) -> None:
     parts.explainer._holders = None if lookup is None else Holders(lookup, "test")  # type: ignore[arg-type]
     parts.explainer._remote = remote  # type: ignore[assignment]
 

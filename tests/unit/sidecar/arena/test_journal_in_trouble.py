@@ -17,9 +17,8 @@ import pytest
 from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory.arena_locks import generations_in, join_generation
 from lmcache_core.testing.chunks import make_key
-from lmcache_sidecar.arena import books as books_module
-from lmcache_sidecar.arena import journal as journal_module
-from lmcache_sidecar.arena.journal import FILE_NAME, Journal, JournalFile
+from lmcache_sidecar.arena import arena_journal, journal_file
+from lmcache_sidecar.arena.journal_file import FILE_NAME, JournalFile, JournalFiles
 
 from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, names_of
 
@@ -39,7 +38,7 @@ def test_a_journal_that_cannot_be_written_is_given_up_and_serving_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = ArenaStart(tmp_path)
-    client = join_generation(tmp_path, start.keeper.arena.generation)
+    client = join_generation(tmp_path, start.owner.arena.generation)
     start.recover()
     start.store("a")
     with full_volume():
@@ -57,7 +56,7 @@ def test_a_journal_that_cannot_be_written_is_given_up_and_serving_goes_on(
     second.recover()
     assert second.served() == {}
     lent.byte_array[:] = b"\xee" * 1000
-    assert not any(second.keeper.arena.load_view)
+    assert not any(second.owner.arena.load_view)
     client.release()
     second.stop()
 
@@ -65,7 +64,7 @@ def test_a_journal_that_cannot_be_written_is_given_up_and_serving_goes_on(
 def test_a_journal_is_begun_again_when_there_is_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(books_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(arena_journal, "RETRY_S", 0.0)
     start = ArenaStart(tmp_path)
     start.recover()
     with full_volume():
@@ -76,13 +75,13 @@ def test_a_journal_is_begun_again_when_there_is_room_again(
     start.look()
     assert is_recorded(start)
     start.store("b")
-    client = join_generation(tmp_path, start.keeper.arena.generation)
+    client = join_generation(tmp_path, start.owner.arena.generation)
     start.kill()
     second = ArenaStart(tmp_path)
     second.recover()
     second.look()
     assert second.served() == names_of(second, "ab")
-    assert second.keeper.status.lent_bytes == lent.metadata.phy_size
+    assert second.owner.status.lent_bytes == lent.metadata.phy_size
     client.release()
     second.stop()
 
@@ -97,7 +96,7 @@ def test_a_start_that_cannot_write_a_journal_serves_and_is_not_followed(tmp_path
     assert second.store("b")
     second.kill()
     third = ArenaStart(tmp_path)
-    assert third.keeper.arena.inode != second.keeper.arena.inode
+    assert third.owner.arena.inode != second.owner.arena.inode
     third.stop()
 
 
@@ -105,7 +104,7 @@ def test_a_journal_that_can_neither_be_written_nor_removed_ends_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next start would believe it, and hand out what clients write to."""
-    monkeypatch.setattr(books_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(arena_journal, "RETRY_S", 0.0)
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(1, "not permitted")
@@ -118,12 +117,12 @@ def test_a_journal_that_can_neither_be_written_nor_removed_ends_stores(
     with monkeypatch.context() as patch, full_volume():
         patch.setattr(Path, "unlink", refuse)
         patch.setattr(os, "pwrite", refuse)
-        assert not start.keeper.extents.reserved([memory])
+        assert not start.owner.extents.reserved([memory])
         start.look()
-        assert not start.keeper.extents.reserved([memory])
+        assert not start.owner.extents.reserved([memory])
     assert start.served() == names_of(start, "a")
     start.look()
-    assert start.keeper.extents.reserved([memory])
+    assert start.owner.extents.reserved([memory])
     memory.ref_count_down()
     start.stop()
 
@@ -143,7 +142,7 @@ def test_a_journal_is_spoilt_in_place_where_it_cannot_be_removed(
     assert (tmp_path / FILE_NAME).exists()
     start.kill()
     second = ArenaStart(tmp_path)
-    assert second.keeper.arena.inode != start.keeper.arena.inode
+    assert second.owner.arena.inode != start.owner.arena.inode
     second.stop()
 
 
@@ -200,7 +199,7 @@ def test_a_start_that_cannot_look_at_what_is_there_loses_none_of_it(
     start = ArenaStart(tmp_path)
     start.store("a")
     start.store("b")
-    client = join_generation(tmp_path, start.keeper.arena.generation)
+    client = join_generation(tmp_path, start.owner.arena.generation)
     (lent,) = start.reserve(1000)
     start.kill()
     failing = failing_for(None, code, getattr(os, call))
@@ -211,7 +210,7 @@ def test_a_start_that_cannot_look_at_what_is_there_loses_none_of_it(
                 os,
                 "stat",
                 failing_for(
-                    tmp_path / f"{start.keeper.arena.generation:016x}.generation", code, os.stat
+                    tmp_path / f"{start.owner.arena.generation:016x}.generation", code, os.stat
                 ),
             )
             patch.setattr(Path, "lstat", failing)
@@ -243,9 +242,9 @@ def failing_for(path: Path | None, code: int, call: Callable[..., Any]) -> Calla
 def test_a_long_journal_is_written_anew_and_says_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "MIN_REWRITE_BYTES", 4096)
+    monkeypatch.setattr(journal_file, "MIN_REWRITE_BYTES", 4096)
     start = ArenaStart(tmp_path)
-    client = join_generation(tmp_path, start.keeper.arena.generation)
+    client = join_generation(tmp_path, start.owner.arena.generation)
     start.recover()
     (lent,) = start.reserve(3000)
     longest = 0
@@ -260,7 +259,7 @@ def test_a_long_journal_is_written_anew_and_says_the_same(
     second = ArenaStart(tmp_path)
     second.recover()
     assert second.served() == held
-    assert second.keeper.status.lent_bytes == lent.metadata.phy_size
+    assert second.owner.status.lent_bytes == lent.metadata.phy_size
     client.release()
     second.stop()
 
@@ -268,29 +267,29 @@ def test_a_long_journal_is_written_anew_and_says_the_same(
 def test_what_happens_while_a_journal_is_written_anew_is_in_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "MIN_REWRITE_BYTES", 0)
-    monkeypatch.setattr(journal_module, "REWRITE_RATIO", 0)
+    monkeypatch.setattr(journal_file, "MIN_REWRITE_BYTES", 0)
+    monkeypatch.setattr(journal_file, "REWRITE_RATIO", 0)
     start = ArenaStart(tmp_path)
-    client = join_generation(tmp_path, start.keeper.arena.generation)
+    client = join_generation(tmp_path, start.owner.arena.generation)
     start.store("a")
-    draft = Journal.draft
+    draft = JournalFiles.draft
     lent = []
 
-    def slow_draft(journal: Journal, bodies: object) -> JournalFile:
+    def slow_draft(journal: JournalFiles, bodies: object) -> JournalFile:
         done = draft(journal, bodies)  # type: ignore[arg-type]
         start.store("b")
         start.hot.remove_many([make_key("a")])
         lent.extend(start.reserve(2000))
         return done
 
-    monkeypatch.setattr(Journal, "draft", slow_draft)
+    monkeypatch.setattr(JournalFiles, "draft", slow_draft)
     start.look()
-    monkeypatch.setattr(Journal, "draft", draft)
+    monkeypatch.setattr(JournalFiles, "draft", draft)
     start.kill()
     second = ArenaStart(tmp_path)
     second.recover()
     assert second.served() == names_of(second, "b")
-    assert second.keeper.status.lent_bytes == 2048
+    assert second.owner.status.lent_bytes == 2048
     client.release()
     second.stop()
 
@@ -298,7 +297,7 @@ def test_what_happens_while_a_journal_is_written_anew_is_in_both(
 def test_chunks_beyond_the_bound_of_the_journal_are_served_and_not_recovered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(books_module, "MAX_WEIGHT_BYTES", 700)
+    monkeypatch.setattr(arena_journal, "MAX_WEIGHT_BYTES", 700)
     start = ArenaStart(tmp_path)
     start.recover()
     for name in "abcd":
@@ -308,7 +307,7 @@ def test_chunks_beyond_the_bound_of_the_journal_are_served_and_not_recovered(
     second = ArenaStart(tmp_path)
     second.recover()
     assert second.served() == names_of(second, "ab")
-    assert second.keeper.status.lent_bytes == 0
+    assert second.owner.status.lent_bytes == 0
     second.stop()
 
 
@@ -316,7 +315,7 @@ def test_a_journal_that_grows_beyond_its_bound_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = ArenaStart(tmp_path)
-    monkeypatch.setattr(journal_module, "MAX_JOURNAL_BYTES", 1000)
+    monkeypatch.setattr(journal_file, "MAX_JOURNAL_BYTES", 1000)
     for number in range(10):
         assert start.store(number)
     assert not is_recorded(start)
@@ -326,11 +325,11 @@ def test_a_journal_that_grows_beyond_its_bound_is_given_up(
 
 def test_a_client_that_holds_nothing_does_not_hold_up_the_next_start(tmp_path: Path) -> None:
     first = ArenaStart(tmp_path)
-    client = join_generation(tmp_path, first.keeper.arena.generation)
+    client = join_generation(tmp_path, first.owner.arena.generation)
     first.store("a")
     first.kill()
     second = ArenaStart(tmp_path)
-    assert generations_in(tmp_path) == [second.keeper.arena.generation]
-    assert second.keeper.status.lent_bytes == 0
+    assert generations_in(tmp_path) == [second.owner.arena.generation]
+    assert second.owner.status.lent_bytes == 0
     client.release()
     second.stop()

@@ -24,8 +24,8 @@ from lmcache_sidecar.arena.entries import (
     with_padding,
     without_padding,
 )
-from lmcache_sidecar.arena.journal import FILE_NAME, MAX_JOURNAL_BYTES, Journal
-from lmcache_sidecar.arena.replay import Found, replay
+from lmcache_sidecar.arena.journal_file import FILE_NAME, MAX_JOURNAL_BYTES, JournalFiles
+from lmcache_sidecar.arena.replay import FoundExtents, replay
 
 SIZE, INODE = 64 << 10, 7
 BEGIN = Begin(VERSION, SIZE, INODE)
@@ -51,7 +51,7 @@ def written(entries: list[AnyEntry]) -> bytes:
     return b"".join(framed(encode_entry(entry), place) for place, entry in enumerate(entries))
 
 
-def believed(data: bytes) -> Found:
+def believed(data: bytes) -> FoundExtents:
     return replay(read_entries(data), SIZE, INODE)
 
 
@@ -190,4 +190,4 @@ def test_a_file_that_somebody_else_may_have_written_is_not_read(tmp_path: Path, 
         with path.open("r+b") as file:
             file.truncate(2 * MAX_JOURNAL_BYTES + 1)
     with pytest.raises(JournalError):
-        list(Journal(tmp_path).read())
+        list(JournalFiles(tmp_path).read())

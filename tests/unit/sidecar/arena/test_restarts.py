@@ -10,7 +10,7 @@ from lmcache_core.memory.shared import FILE_NAME as ARENA_NAME
 from lmcache_core.storage.eviction import TenantQuotas, TierLimits
 from lmcache_core.testing.chunks import make_key
 from lmcache_sidecar import metrics
-from lmcache_sidecar.arena.journal import FILE_NAME
+from lmcache_sidecar.arena.journal_file import FILE_NAME
 
 from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, make_bytes, names_of
 
@@ -24,8 +24,8 @@ def test_chunks_are_served_again_once_they_are_checked(
     leave(tmp_path, "abc", end)
     start = ArenaStart(tmp_path)
     assert start.served() == {}
-    assert start.keeper.status.recovery.found_chunks == 3
-    assert start.keeper.allocator.used_bytes == 3 * 1024
+    assert start.owner.status.recovery.found_chunks == 3
+    assert start.owner.allocator.used_bytes == 3 * 1024
     caplog.set_level("INFO")
     start.recover()
     assert "of 3 chunks 3 are served again, 0 were damaged, 0 are not kept" in caplog.text
@@ -34,7 +34,7 @@ def test_chunks_are_served_again_once_they_are_checked(
     assert start.counters.snapshot() == {(metrics.RECOVERED_CHUNKS_TOTAL, ""): 3}
     start.check_integrity()
     assert start.hot.clear_now() == 3
-    assert start.keeper.allocator.used_bytes == 0
+    assert start.owner.allocator.used_bytes == 0
     start.stop()
 
 
@@ -80,14 +80,14 @@ def test_a_damaged_chunk_is_freed_and_counted(tmp_path: Path) -> None:
     start = ArenaStart(tmp_path)
     start.recover()
     assert start.served() == names_of(start, "ac")
-    assert start.keeper.status.recovery.damaged_chunks == 1
+    assert start.owner.status.recovery.damaged_chunks == 1
     assert start.counters.snapshot()[metrics.UNRECOVERED_CHUNKS_TOTAL, "damaged"] == 1
-    assert start.keeper.allocator.used_bytes == 2048
+    assert start.owner.allocator.used_bytes == 2048
     start.check_integrity()
     start.look()
     start.kill()
     again = ArenaStart(tmp_path)
-    assert again.keeper.status.recovery.found_chunks == 2, "it is not looked at twice"
+    assert again.owner.status.recovery.found_chunks == 2, "it is not looked at twice"
     again.stop()
 
 
@@ -111,7 +111,7 @@ def test_tenants_quotas_and_ages_are_respected(tmp_path: Path) -> None:
     third.recover()
     assert third.served() == {}
     assert third.announced == []
-    assert third.keeper.status.recovery.dropped_chunks == 3
+    assert third.owner.status.recovery.dropped_chunks == 3
     third.stop()
 
 
@@ -121,15 +121,15 @@ def test_a_chunk_that_was_stored_anew_meanwhile_stays(tmp_path: Path) -> None:
     assert start.store("a")
     start.recover()
     assert start.served() == names_of(start, "a")
-    assert start.keeper.allocator.used_bytes == 1024
-    assert start.keeper.status.recovery.dropped_chunks == 1
+    assert start.owner.allocator.used_bytes == 1024
+    assert start.owner.status.recovery.dropped_chunks == 1
     start.check_integrity()
     start.stop()
 
 
 def test_memory_that_a_client_may_still_write_to_is_used_by_nobody(tmp_path: Path) -> None:
     first = ArenaStart(tmp_path)
-    client = join_generation(tmp_path, first.keeper.arena.generation)
+    client = join_generation(tmp_path, first.owner.arena.generation)
     (lent,) = first.reserve(3000)
     first.store("a")
     first.kill()
@@ -137,7 +137,7 @@ def test_memory_that_a_client_may_still_write_to_is_used_by_nobody(tmp_path: Pat
         start = ArenaStart(tmp_path)
         start.recover()
         start.look()
-        assert start.keeper.status.lent_bytes == lent.metadata.phy_size
+        assert start.owner.status.lent_bytes == lent.metadata.phy_size
         for number in range(2 * ARENA_BYTES // 1024):
             assert start.store(number)
         assert (
@@ -150,24 +150,24 @@ def test_memory_that_a_client_may_still_write_to_is_used_by_nobody(tmp_path: Pat
     client.release()
     last = ArenaStart(tmp_path)
     last.look()
-    assert last.keeper.status.lent_bytes == 0
-    assert generations_in(tmp_path) == [last.keeper.arena.generation]
+    assert last.owner.status.lent_bytes == 0
+    assert generations_in(tmp_path) == [last.owner.arena.generation]
     last.recover()
     last.hot.clear_now()
-    assert last.keeper.allocator.used_bytes == 0
+    assert last.owner.allocator.used_bytes == 0
     last.check_integrity()
     last.stop()
 
 
 def test_memory_that_was_given_back_is_free_at_the_next_start(tmp_path: Path) -> None:
     first = ArenaStart(tmp_path)
-    client = join_generation(tmp_path, first.keeper.arena.generation)
+    client = join_generation(tmp_path, first.owner.arena.generation)
     for memory in first.reserve(1000, 2000):
         memory.ref_count_down()
     first.look()
     first.kill()
     start = ArenaStart(tmp_path)
-    assert start.keeper.allocator.used_bytes == 0
+    assert start.owner.allocator.used_bytes == 0
     client.release()
     start.stop()
 
@@ -176,26 +176,26 @@ def test_what_is_abandoned_at_the_end_is_lent_at_the_next_start(tmp_path: Path) 
     """A sidecar that ends in order closes its sockets first: clients may not have noticed yet."""
     first = ArenaStart(tmp_path)
     first.recover()
-    client = join_generation(tmp_path, first.keeper.arena.generation)
-    first.keeper.extents.abandoned(first.reserve(1000))
-    assert first.keeper.allocator.used_bytes == 1024
+    client = join_generation(tmp_path, first.owner.arena.generation)
+    first.owner.extents.abandoned(first.reserve(1000))
+    assert first.owner.allocator.used_bytes == 1024
     first.stop()
-    assert first.keeper.allocator.used_bytes == 0
+    assert first.owner.allocator.used_bytes == 0
     second = ArenaStart(tmp_path)
     second.look()
-    assert second.keeper.status.lent_bytes == 1024
+    assert second.owner.status.lent_bytes == 1024
     client.release()
     second.look()
-    assert second.keeper.status.lent_bytes == 0
+    assert second.owner.status.lent_bytes == 0
     second.stop()
 
 
 def test_nothing_is_lent_once_the_end_has_begun(tmp_path: Path) -> None:
     start = ArenaStart(tmp_path)
-    start.keeper.seal()
+    start.owner.seal()
     memory = start.hot.allocate(1000)
     assert memory is not None
-    assert not start.keeper.extents.reserved([memory])
+    assert not start.owner.extents.reserved([memory])
     memory.ref_count_down()
     start.stop()
 
@@ -238,12 +238,12 @@ def test_what_cannot_be_trusted_is_not_used_again(tmp_path: Path, spoil: object)
     assert callable(spoil)
     spoil(tmp_path)
     second = ArenaStart(tmp_path)
-    assert second.keeper.arena.inode != first.keeper.arena.inode
-    assert second.keeper.allocator.used_bytes == 0
+    assert second.owner.arena.inode != first.owner.arena.inode
+    assert second.owner.allocator.used_bytes == 0
     second.recover()
     assert second.served() == {}
     lent.byte_array[:] = b"\xee" * 1000
-    assert not any(second.keeper.arena.load_view), (
+    assert not any(second.owner.arena.load_view), (
         "who still writes, writes to a file that nobody reads"
     )
     second.store("b")
@@ -259,7 +259,7 @@ def test_another_size_starts_empty(tmp_path: Path, size: int) -> None:
     leave(tmp_path, "a")
     start = ArenaStart(tmp_path, size=size)
     start.recover()
-    assert (start.served(), start.keeper.arena.size) == ({}, size)
+    assert (start.served(), start.owner.arena.size) == ({}, size)
     start.stop()
 
 
@@ -271,7 +271,7 @@ def test_without_recovery_nothing_is_looked_for_and_nothing_is_left(tmp_path: Pa
     assert start.served() == {}
     assert not is_recorded(start)
     assert start.store("b")
-    start.keeper.extents.abandoned(start.reserve(1000))
+    start.owner.extents.abandoned(start.reserve(1000))
     start.stop()
     assert list(tmp_path.iterdir()) == []
 

@@ -13,9 +13,11 @@ from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_key, make_payload
 from lmcache_sidecar import metrics
-from lmcache_sidecar.handover import Copier, LocalChunks, PeerSource
-from lmcache_sidecar.handover import copies as module
+from lmcache_sidecar.handover import replication_requests as module
+from lmcache_sidecar.handover.replication_requests import Copier
+from lmcache_sidecar.handover.takers import PeerSource
 
+from tests.fixtures.local_chunks import local_chunks
 from tests.unit.sidecar.handover.test_peers import (
     KEYS,
     NUM_CHUNKS,
@@ -41,8 +43,8 @@ class Giver:
         self.tasks = TaskSupervisor("test")
         self.counters = Counters()
         source = PeerSource("a", Broker(), Lookup(), token, 2.0)  # type: ignore[arg-type]
-        chunks = LocalChunks("default", hot or make_hot(), None, None)
-        self.copier = Copier(chunks, source.connect, self.tasks, 1.0, self.counters)
+        chunks = local_chunks(hot or make_hot())
+        self.copier = Copier(chunks, source.connect, self.tasks, self.counters)
 
     async def copy(self, orders: Sequence[CopyOrder]) -> float:
         """Bytes that were copied when all is done."""

@@ -1,4 +1,4 @@
-"""The order of a drain, its bound, and what asking twice does."""
+"""What a sidecar's drain hands on, and its bound; `tests/unit/node/test_drain.py` has the rest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from lmcache_core.record import Miss
 from lmcache_core.storage.base import StorageBackend
-from lmcache_sidecar.handover import DrainState
-from lmcache_sidecar.parts import SidecarParts
+from lmcache_node.drain import DrainState
+from lmcache_sidecar.sidecar import SidecarNode
 
 from tests.fixtures.sidecar_app import hash_of, key_of, serving, store
 
@@ -20,7 +20,7 @@ KEYS = [key_of(hash_of(i)) for i in range(5)]
 
 
 @pytest.fixture
-async def shared(tmp_path: Path) -> AsyncIterator[SidecarParts]:
+async def shared(tmp_path: Path) -> AsyncIterator[SidecarNode]:
     """A sidecar whose remote tier is a directory that is not there yet."""
     async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared", accept_handover=True) as (
         _,
@@ -29,7 +29,7 @@ async def shared(tmp_path: Path) -> AsyncIterator[SidecarParts]:
         yield parts
 
 
-async def until_not_written(parts: SidecarParts) -> None:
+async def until_not_written(parts: SidecarNode) -> None:
     """Nobody waits for writes that have failed, but of several at once some may still be about to
     look whether the directory is there.
 
@@ -45,7 +45,7 @@ async def until_not_written(parts: SidecarParts) -> None:
 
 
 async def test_a_tier_that_was_away_when_chunks_were_stored_gets_them_at_the_end(
-    shared: SidecarParts, tmp_path: Path
+    shared: SidecarNode, tmp_path: Path
 ) -> None:
     await store(shared, *KEYS)
     await until_not_written(shared)
@@ -63,7 +63,7 @@ async def test_a_tier_that_was_away_when_chunks_were_stored_gets_them_at_the_end
 
 
 async def test_a_drain_that_left_something_is_tried_again_and_one_that_did_not_is_over(
-    shared: SidecarParts, tmp_path: Path
+    shared: SidecarNode, tmp_path: Path
 ) -> None:
     await store(shared, *KEYS)
     await shared.drain.run()
@@ -76,22 +76,10 @@ async def test_a_drain_that_left_something_is_tried_again_and_one_that_did_not_i
     assert shared.drain.progress is last
 
 
-async def test_all_who_ask_wait_for_the_same_drain(shared: SidecarParts, tmp_path: Path) -> None:
-    (tmp_path / "shared").mkdir()
-    await store(shared, *KEYS)
-    num_begun = []
-    shared.drain.when_it_begins(lambda: num_begun.append(1))
-    await asyncio.gather(*(shared.drain.run() for _ in range(3)))
-    assert num_begun == [1]
-    assert shared.drain.progress.total == len(KEYS)
-
-
-async def test_nothing_new_is_taken_from_its_beginning(
-    shared: SidecarParts, tmp_path: Path
-) -> None:
+async def test_nothing_new_is_taken_from_its_beginning(shared: SidecarNode, tmp_path: Path) -> None:
     assert shared.takes_handovers()
     shared.drain.begin()
-    assert shared.is_draining
+    assert not shared.takes_chunks()
     assert not shared.takes_handovers()
     await shared.drain.run()
 
@@ -142,18 +130,8 @@ async def test_without_anywhere_to_go_it_is_over_at_once_and_no_reason_to_warn(
         assert time.monotonic() - begin < 2
         assert parts.drain.progress.left == len(KEYS)
     assert {
-        record.levelname for record in caplog.records if "drained: 5 chunks" in record.getMessage()
+        record.levelname for record in caplog.records if "drained: chunks=5" in record.getMessage()
     } == {"INFO"}
-
-
-async def test_what_nobody_took_although_there_is_somebody_is_warned_of(
-    shared: SidecarParts, caplog: pytest.LogCaptureFixture
-) -> None:
-    await store(shared, *KEYS)
-    await shared.drain.run()
-    assert [
-        record.levelname for record in caplog.records if "drained: 5 chunks" in record.getMessage()
-    ] == ["WARNING"]
 
 
 async def test_the_disk_alone_is_handed_on_too(tmp_path: Path) -> None:

@@ -16,9 +16,12 @@ from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+from lmcache_node.drain import DrainProgress
 from lmcache_sidecar import metrics
-from lmcache_sidecar.handover import DrainProgress, Handover, LocalChunks
 from lmcache_sidecar.handover import handover as module
+from lmcache_sidecar.handover.handover import PodHandover
+
+from tests.fixtures.local_chunks import local_chunks
 
 NUM_CHUNKS = 40
 KEYS = [make_key(i) for i in range(NUM_CHUNKS)]
@@ -93,9 +96,7 @@ async def hand_over(
     hot: LocalCPUBackend, *sources: Place, seconds: float = 5.0, counters: Counters | None = None
 ) -> DrainProgress:
     progress = DrainProgress()
-    handover = Handover(
-        LocalChunks("default", hot, None, None), sources, 1.0, counters or Counters()
-    )
+    handover = PodHandover(local_chunks(hot), sources, counters or Counters())
     await handover.run(progress, asyncio.get_running_loop().time() + seconds)
     await handover.close()
     assert all(source.num_closed for source in sources)

@@ -25,10 +25,15 @@ from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire import LmServer
+from lmcache_node.drain import DrainProgress
 from lmcache_sidecar import metrics
-from lmcache_sidecar.handover import DrainProgress, Handover, HandoverDoor, LocalChunks, PeerSource
 from lmcache_sidecar.handover import handover as module
+from lmcache_sidecar.handover.handover import PodHandover
+from lmcache_sidecar.handover.takers import PeerSource
 from lmcache_sidecar.holders import Holders
+from lmcache_sidecar.peer_server import PeerStore
+
+from tests.fixtures.local_chunks import local_chunks
 
 NUM_CHUNKS = 6
 KEYS = [make_key(i) for i in range(NUM_CHUNKS)]
@@ -102,7 +107,7 @@ async def peer(
     stack, counters = TierStack(hot), Counters()
     await stack.open()
     made = Peer(hot, PEER, counters)
-    door = HandoverDoor(LocalStore(stack, lambda: made.is_open), tenant, False, counters)
+    door = PeerStore(LocalStore(stack, lambda: made.is_open), tenant, False, counters)
     server = LmServer(door, TokenTable.from_file(tokens).authenticate)
     await server.open()
     fields = {name: getattr(PEER, name) for name in PEER.__struct_fields__} | {
@@ -134,9 +139,7 @@ async def hand_over(
     broker: Broker, lookup: Lookup, hot: LocalCPUBackend | None = None, token: str | None = TOKEN
 ) -> DrainProgress:
     source = PeerSource("a", broker, Holders(lookup, "a"), token, 2.0)  # type: ignore[arg-type]
-    handover = Handover(
-        LocalChunks("default", hot or make_hot(), None, None), [source], 1.0, Counters()
-    )
+    handover = PodHandover(local_chunks(hot or make_hot()), [source], Counters())
     progress = DrainProgress()
     await handover.run(progress, asyncio.get_running_loop().time() + 10)
     await handover.close()

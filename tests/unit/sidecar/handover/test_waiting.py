@@ -6,13 +6,13 @@ import random
 
 import pytest
 from lmcache_core.testing.chunks import make_key
-from lmcache_sidecar.handover.waiting import MAX_BATCH_BYTES, MAX_BATCH_CHUNKS, Waiting
+from lmcache_sidecar.handover.waiting import MAX_BATCH_BYTES, MAX_BATCH_CHUNKS, WaitingChunks
 
 KEYS = [make_key(i) for i in range(40)]
 
 
-def queue(num_chunks: int = len(KEYS), num_bytes: int = 10) -> Waiting:
-    return Waiting([(key, num_bytes) for key in KEYS[:num_chunks]])
+def queue(num_chunks: int = len(KEYS), num_bytes: int = 10) -> WaitingChunks:
+    return WaitingChunks([(key, num_bytes) for key in KEYS[:num_chunks]])
 
 
 def test_the_hottest_are_given_out_first_and_those_not_settled_come_back() -> None:

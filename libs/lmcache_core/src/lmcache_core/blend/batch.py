@@ -124,7 +124,7 @@ class Layer:
     def checked_retrieved(
         self, k: torch.Tensor | None, v: torch.Tensor | None, batch: Batch
     ) -> Pair | None:
-        """The retrieved pair of all tokens; None where nothing is valid.
+        """Return the retrieved pair of all tokens; None where nothing is valid.
 
         Raises:
             ValueError: It has another shape, dtype or device than the fresh.
@@ -154,5 +154,5 @@ class Layer:
         return k, v
 
     def taken(self, side: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """These tokens of Q, K or V."""
+        """Return these tokens of Q, K or V."""
         return side.index_select(self.token_dim, indices)

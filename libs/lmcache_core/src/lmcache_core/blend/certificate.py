@@ -28,7 +28,7 @@ class BlendProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How KV is blended: what a certificate holds for.
 
     Attributes:
-        policy: Which tokens are computed anew: one of `selection.POLICY_NAMES`.
+        policy: Which tokens are recomputed: one of `selection.POLICY_NAMES`.
         recompute_ratio: Share of them, 0 … 1.
         separator: Token ids that end a document.
     """
@@ -43,7 +43,7 @@ class BlendProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured of blended prompts against full recompute, over the tokens behind the
+    """What was measured of blended prompts against full recompute, over the tokens after the
     documents that are judged.
 
     Attributes:
@@ -81,7 +81,7 @@ class QualityBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_delta_loss_nats: float = 0.02
 
     def reasons_against(self, quality: Quality) -> list[str]:
-        """Why KV of that quality may not be used; empty if it may."""
+        """Return why KV of that quality may not be used; empty if it may."""
         reasons = []
         if not quality.reused_share > 0:
             reasons.append("no KV was reused, so what was measured says nothing of blending")
@@ -139,7 +139,7 @@ class CertificateFolder:
         self._folder = folder
 
     def path_of(self, model_name: str, identity: str, profile: BlendProfile) -> Path:
-        """Where the certificate of a model and profile lies, if there is one."""
+        """Return where the certificate of a model and profile lies, if there is one."""
         ratio = float(profile.recompute_ratio)  # 1 and 1.0 are one ratio, and not one text
         named = msgspec.json.encode(
             (
@@ -152,7 +152,8 @@ class CertificateFolder:
         return self._folder / f"blend-{hashlib.sha256(named).hexdigest()[:32]}.json"
 
     def save(self, certificate: BlendCertificate) -> Path:
-        """Keep a certificate in the place of an older one; whole or not at all, whoever else saves.
+        """Keep a certificate in the place of an older one; whole or not at all, even if others save
+        too.
 
         Returns:
             Where it lies.
@@ -172,7 +173,7 @@ class CertificateFolder:
         return path
 
     def reason_against(self, model_name: str, identity: str, profile: BlendProfile) -> str | None:
-        """Why that model may not be blended so; None if it may. A certificate that cannot be
+        """Return why that model may not be blended so; None if it may. A certificate that cannot be
         read is a reason, too.
         """
         path = self.path_of(model_name, identity, profile)
@@ -204,7 +205,7 @@ class CertificateFolder:
         return None
 
     def _nearest(self, model_name: str, identity: str, profile: BlendProfile) -> str:
-        """In what one of the same model differs, where there is any."""
+        """Return in what a certificate of the same model differs, where there is one."""
         found = []
         for path in itertools.islice(self._folder.glob("blend-*.json"), MAX_CERTIFICATES_COMPARED):
             try:

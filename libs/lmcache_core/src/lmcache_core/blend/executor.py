@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from lmcache_kernels.blend_select import blend_deviation
 
+from lmcache_core._typing import override
 from lmcache_core.blend.batch import Batch, Layer, Pair
 from lmcache_core.blend.indices import create_index, indices_to_mask, mask_to_indices
 from lmcache_core.blend.interfaces import BlendExecutor, BlendOutput
@@ -41,7 +42,7 @@ class _Selected:
 
     Attributes:
         indices: Rows of the whole batch that are still computed, on its device.
-        valid_mask: As it was there: every layer behind it needs these rows.
+        valid_mask: As it was there: every layer after it needs these rows.
         move: Moves K of all tokens of the batch.
     """
 
@@ -51,16 +52,16 @@ class _Selected:
 
 
 class CacheBlendImpl(BlendExecutor):
-    """Moves retrieved K to its new positions and computes anew the share of tokens that a policy
+    """Moves retrieved K to its new positions and recomputes the share of tokens that a policy
     selects.
 
-    Layers before the policy's check layer are computed in full. On it tokens are selected; behind
+    Layers before the policy's check layer are computed in full. On it tokens are selected; after
     it only these are computed. Tokens without valid KV and the last of each request are always
     among them. For one batch at a time: layer 0 begins a new one, and so may every layer up to the
     check layer. What is refused leaves the batch as it was.
 
     Args:
-        recompute_ratio: Share of each request's valid tokens that are computed anew, 0 … 1.
+        recompute_ratio: Share of each request's valid tokens that are recomputed, 0 … 1.
         policy: How they are selected; by default those that deviate most on layer 1.
 
     Raises:
@@ -88,6 +89,7 @@ class CacheBlendImpl(BlendExecutor):
         """Set both in one step, which rounds once; it goes before the two encoders."""
         self._mover = mover
 
+    @override
     def blend(
         self,
         layer_id: int,
@@ -102,11 +104,9 @@ class CacheBlendImpl(BlendExecutor):
         query_start_loc: torch.Tensor,
         token_dim: int,
     ) -> BlendOutput:
-        """See `BlendExecutor.blend`.
-
-        Raises:
-            ValueError: Lengths, shapes or positions do not fit together; a layer came out of order;
-                or K would have to be moved and no positional encoders were set.
+        """Raises:
+        ValueError: Lengths, shapes or positions do not fit together; a layer came out of order;
+            or K would have to be moved and no positional encoders were set.
         """
         selected = self._selected_before(layer_id)
         is_whole = layer_id <= self.policy.check_layer
@@ -137,7 +137,7 @@ class CacheBlendImpl(BlendExecutor):
         return out
 
     def _selected_before(self, layer_id: int) -> _Selected | None:
-        """What was chosen on an earlier layer of this batch."""
+        """Return what was chosen on an earlier layer of this batch."""
         if 0 <= layer_id <= self.policy.check_layer:
             return None
         if layer_id != self._next_layer:
@@ -165,7 +165,7 @@ class CacheBlendImpl(BlendExecutor):
         )
         is_selected = with_the_rest(
             self.policy.choose(candidates), candidates
-        )  # whatever a policy of somebody else forgot
+        )  # which a foreign policy may have left out
         indices = mask_to_indices(is_selected)
         counts = torch.cat([is_selected.new_zeros(1, dtype=torch.int64), is_selected.cumsum(0)])
         starts = counts[batch.query_start_loc.to(device).long()].to(batch.query_start_loc)
@@ -182,7 +182,9 @@ class CacheBlendImpl(BlendExecutor):
         retrieved: Pair | None,
         positions: torch.Tensor,
     ) -> BlendOutput:
-        """All tokens' KV: the retrieved, moved, and the fresh in its place where there is any."""
+        """Return all tokens' KV: the retrieved, moved, and the fresh in its place where there is
+        any.
+        """
         if len(selected.valid_mask) != batch.num_tokens:
             raise ValueError(
                 f"a layer has {batch.num_tokens} tokens, that at which they were selected"

@@ -8,7 +8,7 @@ import torch
 def create_index(
     ndims: int, target_dim: int, index: torch.Tensor | slice
 ) -> tuple[torch.Tensor | slice, ...]:
-    """An index of `ndims` dimensions that takes everything but for one.
+    """Return an index of `ndims` dimensions that takes everything but for one.
 
     Args:
         ndims: Dimensions of the tensor to be indexed.
@@ -26,7 +26,7 @@ def create_index(
 
 
 def indices_to_mask(indices: torch.Tensor, size: int) -> torch.Tensor:
-    """Booleans `[size]` on the device of the indices, True at these.
+    """Return booleans `[size]` on the device of the indices, True at these.
 
     Raises:
         ValueError: An index is negative or not below `size`.
@@ -41,5 +41,7 @@ def indices_to_mask(indices: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def mask_to_indices(mask: torch.Tensor) -> torch.Tensor:
-    """int64 indices, in order, of what is not zero in a one-dimensional mask, on its device."""
+    """Return int64 indices, in order, of what is not zero in a one-dimensional mask, on its
+    device.
+    """
     return mask.nonzero().flatten()

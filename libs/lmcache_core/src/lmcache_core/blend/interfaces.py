@@ -81,7 +81,7 @@ class BlendRetriever(ABC):
 
 
 class BlendExecutor(ABC):
-    """Decides, layer by layer, which tokens are computed anew, and puts their KV in the place of
+    """Decides, layer by layer, which tokens are recomputed, and puts their KV in the place of
     the retrieved.
     """
 

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.blend.interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
@@ -18,14 +19,14 @@ from lmcache_core.engine import LMCacheEngine
 MAX_SEGMENTS_AT_ONCE = 8
 """Segments that are retrieved at the same time."""
 RETRIEVAL_TIMEOUT_S = 120.0
-"""For all segments of a batch together. Beyond every deadline of the tiers: whoever waits longer
+"""For all segments of a batch together. Beyond every deadline of the tiers: a longer wait
 has met a defect.
 """
 _FORMATS = ("vllm", "huggingface")
 
 
 def split_behind(tokens: torch.Tensor, separator: torch.Tensor) -> list[torch.Tensor]:
-    """The parts of a prompt, each but the last with the separator at its end.
+    """Return the parts of a prompt, each but the last with the separator at its end.
 
     Args:
         tokens: Token ids `[num_tokens]`.
@@ -93,8 +94,9 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
         self._token_segments = token_segments
         self._tasks = tasks
 
+    @override
     def result(self, layer_id: int) -> BlendRetrieverResult:
-        """See `BlendRetrieverTask.result`; K and V are `[num_tokens, num_heads * head_size]`.
+        """Return K and V are `[num_tokens, num_heads * head_size]`.
 
         Raises:
             ValueError: There is no such layer.
@@ -149,7 +151,7 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
 
 
 class SPTBlendRetriever(BlendRetriever):
-    """Splits prompts behind each occurrence of a special token sequence and retrieves every segment
+    """Splits prompts after each occurrence of a special token sequence and retrieves every segment
     as a prompt of its own.
 
     Of `x x x spt y y spt z z` the segments are `x x x spt`, `y y spt` and `z z`; so a text to be
@@ -194,10 +196,11 @@ class SPTBlendRetriever(BlendRetriever):
         self._is_closed = True
         self._threads.close()
 
+    @override
     def new_request(
         self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor
     ) -> SPTBlendRetrieverTask:
-        """See `BlendRetriever.new_request`. Of each prompt of several segments it first asks the
+        """Of each prompt of several segments it first asks the
         tiers how much is cached as a prefix.
 
         That is one prompt after the other, each within the deadlines of the tiers.
@@ -235,8 +238,8 @@ class SPTBlendRetriever(BlendRetriever):
         )
 
     def _segments(self, tokens: torch.Tensor) -> list[_Segment]:
-        """The parts of one request. Those that are cached as the prefix that they are here are
-        one: nothing of it needs mending.
+        """Return the parts of one request. Those that are cached as the prefix that they are here
+        are one: nothing of it needs mending.
         """
         parts = split_behind(tokens, self._spt)
         segments = [_Segment(part, part) for part in parts]

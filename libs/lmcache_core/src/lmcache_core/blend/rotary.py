@@ -96,7 +96,7 @@ class RopeParameters:
         return _yarn_scale(self.factor, 1.0)
 
     def frequencies(self, num_positions: int | None = None) -> torch.Tensor:
-        """Radians per position.
+        """Return the radians per position.
 
         Args:
             num_positions: Length of the prompt, which only "dynamic" asks for; None: at most
@@ -139,7 +139,7 @@ class RopeParameters:
         return 1.0 / (self.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
     def _dimension_of(self, num_rotations: float) -> float:
-        """The dimension that turns so often in the prompts of the training."""
+        """Return the dimension that turns so often in the prompts of the training."""
         turns = self._trained_positions / (num_rotations * 2 * math.pi)
         return self.num_rotated * math.log(turns) / (2 * math.log(self.theta))
 
@@ -208,7 +208,7 @@ class RotaryEmbedding:
     def mover(
         self, original_positions: torch.Tensor, positions: torch.Tensor
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`decode` at the original positions and `encode` at the new ones, in one step and one
+        """Decode at the original positions and encode at the new ones, in one step and one
         rounding.
 
         Args:
@@ -238,8 +238,8 @@ class RotaryEmbedding:
         return move
 
     def _table(self, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        """Cosines and sines of every position up to the largest, float32 `[num_positions,
-        num_rotated]`.
+        """Return the cosines and sines of every position up to the largest, float32
+        `[num_positions, num_rotated]`.
         """
         num_positions = int(positions.max()) + 1 if len(positions) else 0
         cos, sin = self._angles(torch.arange(num_positions, device=positions.device), frequencies)
@@ -248,7 +248,7 @@ class RotaryEmbedding:
     def _angles(
         self, positions: torch.Tensor, frequencies: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, float32 `[num_tokens, 1, num_rotated / 2]`."""
+        """Return the cosines and sines, float32 `[num_tokens, 1, num_rotated / 2]`."""
         angles = positions.float()[:, None, None] * frequencies.to(positions.device)
         return angles.cos(), angles.sin()
 

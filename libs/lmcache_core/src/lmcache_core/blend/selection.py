@@ -1,4 +1,4 @@
-"""Which tokens of a request are computed anew, though their KV was retrieved."""
+"""Which tokens of a request are recomputed, though their KV was retrieved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from lmcache_kernels.blend_select import blend_select
 
-from lmcache_core.config.blend_options import BLEND_POLICIES
+from lmcache_core.config import BLEND_POLICIES
 
 RECOMPUTED_TAIL_TOKENS = 1
 """Tokens at the end of each request that are always computed: logits are not cached."""
@@ -30,7 +30,7 @@ class Candidates:
         positions: `[num_tokens]`: where they stand in their requests.
         starts: Where each request begins, and the number of tokens.
         deviation: float32 `[num_tokens]`: how far the retrieved KV is from the fresh, 0 where not
-            valid; None if nobody needs it.
+            valid; None if unused.
     """
 
     valid_mask: torch.Tensor
@@ -42,18 +42,18 @@ class Candidates:
 
 
 class SelectionPolicy(Protocol):
-    """Chooses the tokens that are computed anew."""
+    """Chooses the tokens that are recomputed."""
 
     @property
     def check_layer(self) -> int:
-        """The layer on which tokens are chosen; behind it only these are computed."""
+        """The layer on which tokens are chosen; after it only these are computed."""
 
     @property
     def needs_deviation(self) -> bool:
         """Whether the choice depends on values."""
 
     def choose(self, candidates: Candidates) -> torch.Tensor:
-        """Booleans `[num_tokens]` on the device of the candidates.
+        """Return booleans `[num_tokens]` on the device of the candidates.
 
         What is not valid, and the last `RECOMPUTED_TAIL_TOKENS` of each request, is computed
         whether it is among them or not.
@@ -129,7 +129,7 @@ class FirstOfChunk:
 
 @dataclass(frozen=True)
 class NoneAtAll:
-    """Retrieved KV is taken as it is: the least work, and for comparison."""
+    """Takes retrieved KV unchanged: the least work, and for comparison."""
 
     check_layer: int = 0
     needs_deviation: bool = False
@@ -140,7 +140,7 @@ class NoneAtAll:
 
 
 def with_the_rest(chosen: torch.Tensor, candidates: Candidates) -> torch.Tensor:
-    """Booleans `[num_tokens]`, new: what was chosen, and what is computed in any case."""
+    """Return booleans `[num_tokens]`, new: what was chosen, and what is computed in any case."""
     chosen = chosen | ~candidates.is_valid
     for start, end in pairwise(candidates.starts):
         chosen[max(start, end - RECOMPUTED_TAIL_TOKENS) : end] = True
@@ -154,7 +154,7 @@ POLICY_NAMES = BLEND_POLICIES
 
 
 def create_policy(name: str, recompute_ratio: float) -> SelectionPolicy:
-    """The policy of that name.
+    """Return the policy of that name.
 
     Args:
         name: One of `POLICY_NAMES`.
@@ -171,5 +171,5 @@ def create_policy(name: str, recompute_ratio: float) -> SelectionPolicy:
 
 
 def share_of(count: int, ratio: float) -> int:
-    """`count * ratio`, rounded down."""
+    """Return `count * ratio`, rounded down."""
     return min(count, int(count * ratio + _SLACK))

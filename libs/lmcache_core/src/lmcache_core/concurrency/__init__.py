@@ -3,8 +3,7 @@ loop, threads for digests.
 """
 
 from lmcache_core.concurrency.bridge import LoopThread
-from lmcache_core.concurrency.supervisor import TaskSupervisor, cancel_and_join
-from lmcache_core.concurrency.together import run_together
+from lmcache_core.concurrency.supervisor import TaskSupervisor, cancel_and_join, run_together
 from lmcache_core.concurrency.workers import Workers
 
 __all__ = ["LoopThread", "TaskSupervisor", "Workers", "cancel_and_join", "run_together"]

@@ -16,11 +16,11 @@ async def stop_listening(server: asyncio.Server) -> None:
 
     asyncio loses a connection that it is accepting while its server closes: the other side waits at
     a socket that stays open until it is collected. Here accepting stops first, and the server
-    closes a few turns of the loop later. Whoever calls this has decided before what becomes of
+    closes a few turns of the loop later. The caller has decided before what becomes of
     connections that are still made in between.
 
     Args:
-        server: Of the loop that runs; what it has accepted goes on. Closed already, nothing is
+        server: Of the loop that runs; accepted connections continue. Closed already, nothing is
             done.
     """
     loop = asyncio.get_running_loop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, Final
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ async def cancel_and_join(tasks: Collection[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait for their ends; one that has not ended `CANCEL_WAIT_S` later is logged
     by its name and left.
 
-    The results and failures of those that have ended can still be asked of them; a failure that
-    nobody asks for is not reported.
+    The results and failures of those that have ended can still be asked of them; a failure that is
+    not asked for is not reported.
     """
     for task in tasks:
         task.cancel()
@@ -113,6 +113,22 @@ async def cancel_and_join(tasks: Collection[asyncio.Future[Any]]) -> None:
         logger.error(
             "task ignored its cancellation, leaving it: task=%s waited_s=%g", name, CANCEL_WAIT_S
         )
+
+
+async def run_together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run several pieces of work at once; the first failure, or cancellation, ends all of them.
+
+    The caller bounds how many there are and how long they take.
+
+    Raises:
+        BaseException: What the first of them raised that failed. When it is raised, all of them
+            have ended, but for those that ignore their cancellation: see `cancel_and_join`.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await cancel_and_join(tasks)
 
 
 def _name_of(task: asyncio.Future[Any]) -> str:

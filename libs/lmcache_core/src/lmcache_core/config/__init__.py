@@ -11,16 +11,17 @@ from __future__ import annotations
 from lmcache_core.config.engine_config import OPTIONS, LMCacheEngineConfig
 from lmcache_core.config.metadata import LMCacheEngineMetadata, LMCacheMemPoolMetadata
 from lmcache_core.config.options import (
+    BLEND_POLICIES,
     DISK_SERDES,
-    EVICTION_POLICIES,
-    REMOTE_SCHEMES,
     REMOTE_SERDES,
     VERIFY_HOT_MODES,
     Option,
 )
+from lmcache_core.config.registry import EVICTION_POLICIES, REMOTE_SCHEMES
 from lmcache_core.config.sources import CONFIG_FILE_ENV, ENV_PREFIX, SERVICE_ENV_PREFIXES
 
 __all__ = [
+    "BLEND_POLICIES",
     "CONFIG_FILE_ENV",
     "DISK_SERDES",
     "ENV_PREFIX",

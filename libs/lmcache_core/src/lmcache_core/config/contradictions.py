@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
 from lmcache_core.config.options import Option
+from lmcache_core.config.registry import REMOTE_SCHEMES
 from lmcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache_core.config.engine_config import LMCacheEngineConfig
 
-TOKEN_SCHEMES = ("lm", "lm+tls", "http", "https")
+TOKEN_SCHEMES = tuple(name for name, scheme in REMOTE_SCHEMES.items() if scheme.takes_token)
 TLS_SCHEMES = ("lm+tls", "https")
 
 

@@ -5,34 +5,39 @@ checks and meanings.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from lmcache_core.config import sources
-from lmcache_core.config.blend_options import BlendOptions
 from lmcache_core.config.contradictions import refuse_contradictions
-from lmcache_core.config.documented_options import DocumentedOptions
 from lmcache_core.config.options import (
+    BLEND_POLICIES,
+    DIRECTORY_URL,
     DISK_SERDES,
-    EVICTION_POLICIES,
     NON_EMPTY,
+    REMOTE_SERDES,
+    REMOTE_URL,
     SOCKET_PATH,
     UTF8,
     VERIFY_HOT_MODES,
-    about,
     as_directory_url,
     did_you_mean,
+    option,
     options_of,
     problems_of,
 )
-from lmcache_core.config.peer_options import PeerOptions
+from lmcache_core.config.registry import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from lmcache_core.errors import ConfigError
 
 _TEN_YEARS_S = 10 * 365 * 86400
+_PEERS_ARE_THE_SIDECARS = (
+    "leave it out, peers are found and served by the sidecar, by its settings lookup_url,"
+    " broker_url and distributed_url"
+)
 
 
 @dataclass(frozen=True, repr=False)
-class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
+class LMCacheEngineConfig:
     """Options of an `LMCacheEngine`; sizes are in GB (2^30 bytes). Each one's meaning stands with
     it, and in docs/configuration.md.
 
@@ -43,155 +48,284 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         ConfigError: Values are impossible, a line for each, or contradict one another.
     """
 
-    _: KW_ONLY
-    sidecar_socket: str | None = field(
-        default=None,
-        metadata=about(
-            "Sidecar",
-            "Unix socket of the pod's sidecar, whose tiers replace the engine's own.",
-            form=SOCKET_PATH,
-        ),
+    chunk_size: int = option(
+        "Chunks",
+        "Tokens in a chunk, the unit that is hashed, stored and found.",
+        unit="tokens",
+        low=1,
+        high=65536,
     )
-    verify_hot: str = field(
-        default="always",
-        metadata=about(
-            "Host memory",
-            "Check digests of chunks loaded from host memory: each, 1 in 16, or none. "
-            "Chunks from elsewhere are always checked.",
-            choices=VERIFY_HOT_MODES,
-            beside_sidecar="set the sidecar's verify_hot",
-        ),
+    local_cpu: bool = option(
+        "Host memory",
+        "Keep chunks in host memory.",
+        beside_sidecar="leave it true, the sidecar keeps chunks in its memory",
     )
-    tier_timeout_s: float = field(
-        default=2.0,
-        metadata=about(
-            "Time and failures",
-            "Longest wait on a tier or the sidecar.",
-            unit="seconds",
-            low=0.001,
-            high=3600,
-        ),
+    max_local_cpu_size: float = option(
+        "Host memory",
+        "Host memory for chunks; needed with `local_cpu` off too, since chunks pass "
+        "through it. Ignored with a sidecar.",
+        unit="GB",
+        low=0,
+        high=1 << 20,
     )
-    salt: str = field(
-        default="",
-        metadata=about(
-            "Chunks",
-            "Part of every chunk's hash: other salts never find these chunks. A secret.",
-            form=UTF8,
-            secret=True,
-            beside_sidecar="set the sidecar's salt_file",
-        ),
+    local_disk: str | None = option(
+        "Disk",
+        "Directory for chunks.",
+        form=DIRECTORY_URL,
+        beside_sidecar="set the sidecar's disk_path and disk_gb",
     )
-    eviction_policy: str = field(
-        default="s3lru",
-        metadata=about(
-            "Host memory",
-            "Which chunks are evicted first.",
-            choices=EVICTION_POLICIES,
-            beside_sidecar="leave it out, the sidecar decides what its memory keeps",
-        ),
+    max_local_disk_size: float = option(
+        "Disk",
+        "Disk space for chunks; 5 in a file that sets only `local_disk`.",
+        unit="GB",
+        low=0,
+        high=1 << 24,
+        beside_sidecar="set the sidecar's disk_gb",
     )
-    chunk_ttl_s: float | None = field(
-        default=None,
-        metadata=about(
-            "Chunks",
-            "How long a chunk is served after it was stored; none: no limit.",
-            unit="seconds",
-            low=0.001,
-            high=_TEN_YEARS_S,
-            beside_sidecar="leave it out, the sidecar decides how long it keeps chunks",
-        ),
+    remote_url: str | None = option(
+        "Remote tier",
+        "Where chunks are shared. From a file or the environment the default is none. "
+        "If nothing listens, it costs one refused connection and one log line until "
+        "the breaker retries.",
+        form=REMOTE_URL,
+        beside_sidecar="set the sidecar's remote_url",
     )
-    prefill_tokens_per_s: float | None = field(
-        default=None,
-        metadata=about(
-            "Time and failures",
-            "Prefill speed; none: learned. Sets each retrieve's deadline, at most "
-            "`tier_timeout_s`.",
-            unit="tokens per second",
-            low=0.001,
-            high=10**9,
-        ),
+    remote_serde: str | None = option(
+        "Remote tier",
+        "Encoding in the remote tier. lossless: smaller, exact. cachegen: several "
+        "times smaller, with the documented loss; cachegen:high and cachegen:low: "
+        "finer and coarser. These need lmcache-core[codec]. torch, safetensor, fast: "
+        "documented formats, no smaller. Lossy chunks are misses for readers without a "
+        "cachegen serde.",
+        choices=REMOTE_SERDES,
+        beside_sidecar="set the sidecar's remote_serde",
     )
-    close_drain_s: float = field(
-        default=5.0,
-        metadata=about(
-            "Time and failures",
-            "How long closing waits for pending writes.",
-            unit="seconds",
-            low=0,
-            high=3600,
-        ),
+    save_decode_cache: bool = option(
+        "Chunks", "Also store generated tokens, for the next turn of a conversation."
     )
-    disk_fsync: bool = field(
-        default=False,
-        metadata=about(
-            "Disk",
-            "Sync each chunk. Without it a power cut may lose the newest chunks, never damage any.",
-            beside_sidecar="set the sidecar's disk_fsync",
-        ),
+    enable_blending: bool = option(
+        "Blending",
+        "Reuse chunks that are not a prefix, for models with a passed certificate. Not in vLLM.",
     )
-    remote_token_file: str | None = field(
-        default=None,
-        metadata=about(
-            "Remote tier",
-            "Bearer token file for lm, lm+tls, http and https. Re-read when it changes.",
-            form=NON_EMPTY,
-            beside_sidecar="set the sidecar's service_token_file",
-        ),
+    blend_recompute_ratio: float = option(
+        "Blending", "Share of reused tokens to recompute.", low=0, high=1
     )
-    save_unfull_chunk: bool = field(
-        default=True,
-        metadata=about("Chunks", "Also store a prompt's last, shorter chunk."),
+    blend_min_tokens: int = option(
+        "Blending", "Shorter prompts are not blended.", unit="tokens", low=0, high=(1 << 31) - 1
     )
-    local_disk_serde: str = field(
-        default="naive",
-        metadata=about(
-            "Disk",
-            "Encoding on disk; see `remote_serde`.",
-            choices=DISK_SERDES,
-            beside_sidecar="set the sidecar's disk_serde",
-        ),
+    enable_p2p: bool = option(
+        "Peers",
+        "Pull from peers and serve them, without a sidecar. Needs `lookup_url`, "
+        "`broker_url`, `distributed_url`.",
+        beside_sidecar=_PEERS_ARE_THE_SIDECARS,
     )
-    remote_tls_ca_file: str | None = field(
-        default=None,
-        metadata=about(
-            "Remote tier",
-            "CA (PEM) for lm+tls and https; none: the system's.",
-            form=NON_EMPTY,
-            beside_sidecar="set the sidecar's tls_ca_file",
-        ),
+    lookup_url: str | None = option(
+        "Peers", "Lookup service, `http://host:port` or `https://host:port`.", form=NON_EMPTY
     )
-    remote_tls_cert_file: str | None = field(
-        default=None,
-        metadata=about(
-            "Remote tier",
-            "Client certificate (PEM), with its key or `remote_tls_key_file`.",
-            form=NON_EMPTY,
-            beside_sidecar="set the sidecar's tls_client_cert_file",
-        ),
+    distributed_url: str | None = option(
+        "Peers",
+        "Where this engine listens for peers, `lm+tls://host:port` or `lm://host:port` "
+        "(plaintext).",
+        form=NON_EMPTY,
     )
-    remote_tls_key_file: str | None = field(
-        default=None,
-        metadata=about(
-            "Remote tier",
-            "Key (PEM, no passphrase) of `remote_tls_cert_file`.",
-            form=NON_EMPTY,
-            beside_sidecar="set the sidecar's tls_client_key_file",
-        ),
+    error_handling: bool = option(
+        "Time and failures",
+        "True: errors inside the cache are logged, counted and answered as a miss. "
+        "False: they are raised. Wrong arguments always raise ValueError.",
     )
 
-    otlp_endpoint: str | None = field(
+    _: KW_ONLY
+    broker_url: str | None = option(
+        "Peers",
+        "Broker, `http://host:port` or `https://host:port`.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's broker_url",
         default=None,
-        metadata=about(
-            "Time and failures",
-            "Trace collector, OTLP over HTTP, `http://host:4318`; none: no traces.",
-            form=NON_EMPTY,
-        ),
     )
-    trace_sample_ratio: float = field(
-        default=0.01,
-        metadata=about("Time and failures", "Share of calls that are traced.", high=1),
+    peer_token_file: str | None = option(
+        "Peers",
+        "Bearer token file for lookup and broker. Re-read when it changes.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's service_token_file",
+        default=None,
+    )
+    peer_ticket_keys_file: str | None = option(
+        "Peers",
+        "The broker's ticket keys, one `id:base64` per line; peers then need tickets.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's ticket_keys_file",
+        default=None,
+    )
+    peer_tls_cert_file: str | None = option(
+        "Peers",
+        "Certificate (PEM) for peers at an lm+tls `distributed_url`, and as a client. "
+        "All `peer_tls` files are re-read when they change.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_cert_file and tls_client_cert_file",
+        default=None,
+    )
+    peer_tls_key_file: str | None = option(
+        "Peers",
+        "Key (PEM, no passphrase), if not in `peer_tls_cert_file`.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_key_file and tls_client_key_file",
+        default=None,
+    )
+    peer_tls_ca_file: str | None = option(
+        "Peers",
+        "CA (PEM) for lookup, broker and peers; none: the system's.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_ca_file",
+        default=None,
+    )
+    peer_tls_client_ca_file: str | None = option(
+        "Peers",
+        "CA (PEM) of client certificates that peers must show; none: no client certificates.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_client_ca_file",
+        default=None,
+    )
+    peer_tls_name: str | None = option(
+        "Peers",
+        "Name in peers' certificates, if not their host.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_peer_name",
+        default=None,
+    )
+    peer_allow_plaintext: bool = option(
+        "Peers",
+        "Allow an lm `distributed_url` that other machines reach, on a trusted or "
+        "encrypted network.",
+        beside_sidecar="set the sidecar's allow_plaintext",
+        default=False,
+    )
+
+    blend_policy: str = option(
+        "Blending",
+        "Which reused tokens are recomputed. deviation: those whose KV differs most on "
+        "an early layer (CacheBlend). first_of_chunk: each text's first (EPIC). none: "
+        "none.",
+        choices=BLEND_POLICIES,
+        default="deviation",
+    )
+    blend_certificates: str | None = option(
+        "Blending", "Folder written by `lmcachectl certify blend`.", form=NON_EMPTY, default=None
+    )
+
+    sidecar_socket: str | None = option(
+        "Sidecar",
+        "Unix socket of the pod's sidecar, whose tiers replace the engine's own.",
+        form=SOCKET_PATH,
+        default=None,
+    )
+    verify_hot: str = option(
+        "Host memory",
+        "Check digests of chunks loaded from host memory: each, 1 in 16, or none. "
+        "Chunks from elsewhere are always checked.",
+        choices=VERIFY_HOT_MODES,
+        beside_sidecar="set the sidecar's verify_hot",
+        default="always",
+    )
+    tier_timeout_s: float = option(
+        "Time and failures",
+        "Longest wait on a tier or the sidecar.",
+        unit="seconds",
+        low=0.001,
+        high=3600,
+        default=2.0,
+    )
+    salt: str = option(
+        "Chunks",
+        "Part of every chunk's hash: other salts never find these chunks. A secret.",
+        form=UTF8,
+        secret=True,
+        beside_sidecar="set the sidecar's salt_file",
+        default="",
+    )
+    eviction_policy: str = option(
+        "Host memory",
+        "Which chunks are evicted first.",
+        choices=tuple(EVICTION_POLICIES),
+        beside_sidecar="leave it out, the sidecar decides what its memory keeps",
+        default=DEFAULT_EVICTION_POLICY,
+    )
+    chunk_ttl_s: float | None = option(
+        "Chunks",
+        "How long a chunk is served after it was stored; none: no limit.",
+        unit="seconds",
+        low=0.001,
+        high=_TEN_YEARS_S,
+        beside_sidecar="leave it out, the sidecar decides how long it keeps chunks",
+        default=None,
+    )
+    prefill_tokens_per_s: float | None = option(
+        "Time and failures",
+        "Prefill speed; none: learned. Sets each retrieve's deadline, at most `tier_timeout_s`.",
+        unit="tokens per second",
+        low=0.001,
+        high=10**9,
+        default=None,
+    )
+    close_drain_s: float = option(
+        "Time and failures",
+        "How long closing waits for pending writes.",
+        unit="seconds",
+        low=0,
+        high=3600,
+        default=5.0,
+    )
+    disk_fsync: bool = option(
+        "Disk",
+        "Sync each chunk. Without it a power cut may lose the newest chunks, never damage any.",
+        beside_sidecar="set the sidecar's disk_fsync",
+        default=False,
+    )
+    remote_token_file: str | None = option(
+        "Remote tier",
+        "Bearer token file for lm, lm+tls, http and https. Re-read when it changes.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's service_token_file",
+        default=None,
+    )
+    save_unfull_chunk: bool = option(
+        "Chunks", "Also store a prompt's last, shorter chunk.", default=True
+    )
+    local_disk_serde: str = option(
+        "Disk",
+        "Encoding on disk; see `remote_serde`.",
+        choices=DISK_SERDES,
+        beside_sidecar="set the sidecar's disk_serde",
+        default="naive",
+    )
+    remote_tls_ca_file: str | None = option(
+        "Remote tier",
+        "CA (PEM) for lm+tls and https; none: the system's.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_ca_file",
+        default=None,
+    )
+    remote_tls_cert_file: str | None = option(
+        "Remote tier",
+        "Client certificate (PEM), with its key or `remote_tls_key_file`.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_client_cert_file",
+        default=None,
+    )
+    remote_tls_key_file: str | None = option(
+        "Remote tier",
+        "Key (PEM, no passphrase) of `remote_tls_cert_file`.",
+        form=NON_EMPTY,
+        beside_sidecar="set the sidecar's tls_client_key_file",
+        default=None,
+    )
+    otlp_endpoint: str | None = option(
+        "Time and failures",
+        "Trace collector, OTLP over HTTP, `http://host:4318`; none: no traces.",
+        form=NON_EMPTY,
+        default=None,
+    )
+    trace_sample_ratio: float = option(
+        "Time and failures", "Share of calls that are traced.", high=1, default=0.01
     )
 
     def __post_init__(self) -> None:
@@ -225,7 +359,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         error_handling: bool = False,
         **options: Any,
     ) -> LMCacheEngineConfig:
-        """The documented defaults; `options` are further attributes of this class.
+        """Return the documented defaults; `options` are further attributes of this class.
 
         Raises:
             ConfigError: An option is unknown, its value impossible, or it contradicts another.
@@ -249,7 +383,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         error_handling: bool = False,
         **options: Any,
     ) -> LMCacheEngineConfig:
-        """A config from one of the documented backend names (`cpu`, `local_disk`, `remote`,
+        """Return a config from one of the documented backend names (`cpu`, `local_disk`, `remote`,
         `local_cpu_disk_remote` …).
 
         Args other than `backend` are attributes of this class; the backend decides which tiers
@@ -266,8 +400,8 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
 
     @staticmethod
     def from_file(file_path: str) -> LMCacheEngineConfig:
-        """A config from a YAML file; names that it leaves out have their default, and no remote
-        tier.
+        """Return a config from a YAML file; names that it leaves out have their default, and no
+        remote tier.
 
         LMCache's own names are accepted where they mean the same (docs/configuration.md).
 
@@ -278,8 +412,8 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> LMCacheEngineConfig:
-        """Defaults without a remote tier, overridden by the file that `LMCACHE_CONFIG_FILE` names,
-        overridden by `LMCACHE_<OPTION>`.
+        """Return the defaults without a remote tier, overridden by the file that
+        `LMCACHE_CONFIG_FILE` names, overridden by `LMCACHE_<OPTION>`.
 
         Args:
             environ: Instead of the process's environment.
@@ -298,7 +432,7 @@ OPTIONS = options_of(LMCacheEngineConfig, LMCacheEngineConfig.from_defaults)
 
 
 def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a function, those in its `**options` among them."""
+    """Return the arguments of a function, those in its `**options` among them."""
     return {
         **{name: value for name, value in arguments.items() if name != "options"},
         **arguments["options"],

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lmcache_core.config.options import Option, as_directory_url, did_you_mean, problems_of, shown
+from lmcache_core.config.registry import EVICTION_POLICIES
 from lmcache_core.errors import ConfigError
 
 _Translation = Callable[[Any, Mapping[str, Any]], dict[str, Any] | None]
@@ -39,7 +40,7 @@ class ForeignName:
 def in_our_names(
     named: Mapping[str, Any], options: Mapping[str, Option], origin: str
 ) -> dict[str, Any]:
-    """Options under our names.
+    """Return the options under our names.
 
     Args:
         named: Values by our names and LMCache's.
@@ -85,7 +86,7 @@ def _local_device(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | Non
 
 
 def _max_local_cache_size(value: Any, named: Mapping[str, Any]) -> dict[str, Any]:
-    """It sizes whatever `local_device` is."""
+    """Set the size of the tier that `local_device` names."""
     on_disk = "local_disk" in (_local_device(named.get("local_device", "cpu"), named) or {})
     return {"max_local_disk_size" if on_disk else "max_local_cpu_size": value}
 
@@ -107,7 +108,7 @@ def _hash_algorithm(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _only(*defaults: Any, instead: str) -> ForeignName:
-    """A name whose value is accepted while it asks for nothing: LMCache's default, null or
+    """Return a name whose value is accepted while it asks for nothing: LMCache's default, null or
     empty.
     """
 
@@ -125,7 +126,7 @@ def _only(*defaults: Any, instead: str) -> ForeignName:
 
 
 def _either(*values: Any, because: str) -> ForeignName:
-    """A name whose values all get what is done anyway."""
+    """Return a name whose values all get what is done anyway."""
     said = ", ".join(str(v).lower() for v in values)
     return ForeignName(
         f"{said}, null: {because}",
@@ -135,8 +136,8 @@ def _either(*values: Any, because: str) -> ForeignName:
 
 
 def _part_of(switch: str, *names: str) -> dict[str, ForeignName]:
-    """Names that LMCache reads only where `switch` is set, which is refused by itself; any value
-    goes where it is not.
+    """Return the names that LMCache reads only where `switch` is set, which is refused by itself;
+    any value goes where it is not.
     """
 
     def translate(_value: Any, named: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -152,8 +153,8 @@ def _part_of(switch: str, *names: str) -> dict[str, ForeignName]:
 
 
 def _beside(switch: str, *names: str, instead: str) -> dict[str, ForeignName]:
-    """Names that LMCache reads only where `switch` is set, which is an option here too, though
-    these are not.
+    """Return the names that LMCache reads only where `switch` is set, which is an option here too,
+    though these are not.
     """
 
     def translate(value: Any, named: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -174,8 +175,8 @@ _NO_CONTROLLER = (
     "there is no controller; use the lookup service and the broker (the sidecar's lookup_url and"
     " broker_url)"
 )
-_NO_OTHER_POLICY = "set eviction_policy to s3lru, s3fifo or lru"
-_NO_PLUGINS = "nothing is loaded by name from a configuration; leave it out"
+*_FIRST_POLICIES, _LAST_POLICY = EVICTION_POLICIES
+_NO_OTHER_POLICY = f"set eviction_policy to {', '.join(_FIRST_POLICIES)} or {_LAST_POLICY}"
 _NO_GDS = "there is no GPU-direct tier; use local_disk"
 _SEPARATOR_IS_AN_ARGUMENT = (
     "give the separator as token ids, CachedCausalLM(model, engine, separator)"
@@ -276,12 +277,10 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         "enable_lazy_memory_allocator": _only(False, instead=_ALLOCATED_AT_ONCE),
         **_part_of(
             "enable_lazy_memory_allocator",
-            *(
-                "lazy_memory_initial_ratio",
-                "lazy_memory_expand_trigger_ratio",
-                "lazy_memory_step_ratio",
-                "lazy_memory_safe_size",
-            ),
+            "lazy_memory_initial_ratio",
+            "lazy_memory_expand_trigger_ratio",
+            "lazy_memory_step_ratio",
+            "lazy_memory_safe_size",
         ),
         **_beside(
             "enable_blending",
@@ -317,12 +316,9 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             "controller_url",
             "controller_pull_url",
             "controller_reply_url",
-        ),
-        **_part_of(
-            "enable_controller", "lmcache_worker_port", "lmcache_worker_ports", "lmcache_worker_ids"
-        ),
-        **_part_of(
-            "enable_controller",
+            "lmcache_worker_port",
+            "lmcache_worker_ports",
+            "lmcache_worker_ids",
             "lmcache_worker_heartbeat_delay_time",
             "lmcache_worker_heartbeat_time",
         ),
@@ -331,54 +327,39 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         "enable_nixl": _only(False, instead=_NO_PD),
         **_part_of(
             "enable_pd",
-            *(
-                f"pd_{name}"
-                for name in ("role", "buffer_size", "buffer_device", "peer_host", "peer_init_port")
-            ),
-        ),
-        **_part_of(
-            "enable_pd",
-            *(
-                f"pd_{name}"
-                for name in ("peer_alloc_port", "peer_query_port", "proxy_host", "proxy_port")
-            ),
-        ),
-        **_part_of(
-            "enable_pd",
-            *(
-                f"pd_{name}"
-                for name in ("allocation_timeout_sec", "shutdown_timeout_sec", "max_prefill_len")
-            ),
-        ),
-        **_part_of(
-            "enable_pd",
-            *(
-                f"pd_{name}"
-                for name in (
-                    "condition_poll_interval_sec",
-                    "backend_mode",
-                    "skip_proxy_notification",
-                )
-            ),
-        ),
-        **_part_of("enable_pd", "pd_bidirectional", "transfer_channel", "nixl_backends"),
-        **_part_of(
-            "enable_nixl",
-            *(f"nixl_{name}" for name in ("role", "buffer_size", "buffer_device", "enable_gc")),
+            "pd_role",
+            "pd_buffer_size",
+            "pd_buffer_device",
+            "pd_peer_host",
+            "pd_peer_init_port",
+            "pd_peer_alloc_port",
+            "pd_peer_query_port",
+            "pd_proxy_host",
+            "pd_proxy_port",
+            "pd_allocation_timeout_sec",
+            "pd_shutdown_timeout_sec",
+            "pd_max_prefill_len",
+            "pd_condition_poll_interval_sec",
+            "pd_backend_mode",
+            "pd_skip_proxy_notification",
+            "pd_bidirectional",
+            "transfer_channel",
+            "nixl_backends",
         ),
         **_part_of(
             "enable_nixl",
-            *(
-                f"nixl_{name}"
-                for name in ("peer_host", "peer_port", "peer_init_port", "peer_alloc_port")
-            ),
-        ),
-        **_part_of(
-            "enable_nixl",
-            *(
-                f"nixl_{name}"
-                for name in ("receiver_host", "receiver_port", "proxy_host", "proxy_port")
-            ),
+            "nixl_role",
+            "nixl_buffer_size",
+            "nixl_buffer_device",
+            "nixl_enable_gc",
+            "nixl_peer_host",
+            "nixl_peer_port",
+            "nixl_peer_init_port",
+            "nixl_peer_alloc_port",
+            "nixl_receiver_host",
+            "nixl_receiver_port",
+            "nixl_proxy_host",
+            "nixl_proxy_port",
         ),
         "gds_path": _only(instead=_NO_GDS),
         **_part_of(
@@ -399,20 +380,19 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             "internal_api_server_host",
             "internal_api_server_port_start",
             "script_allowed_imports",
-        ),
-        **_part_of(
-            "internal_api_server_enabled",
             "internal_api_server_include_index_list",
             "internal_api_server_socket_path_prefix",
         ),
-        **{
-            name: _only(instead=_NO_PLUGINS)
-            for name in ("plugin_locations", "runtime_plugin_locations", "external_backends")
-        },
-        **{
-            name: _only(instead=_NO_PLUGINS)
-            for name in ("storage_plugins", "remote_storage_plugins")
-        },
+        **dict.fromkeys(
+            (
+                "plugin_locations",
+                "runtime_plugin_locations",
+                "external_backends",
+                "storage_plugins",
+                "remote_storage_plugins",
+            ),
+            _only(instead="nothing is loaded by name from a configuration; leave it out"),
+        ),
         "remote_config_url": _only(
             instead="configuration is read from a file and the environment; leave it out"
         ),
@@ -424,9 +404,9 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             "enable_chunk_statistics",
             "chunk_statistics_auto_start_statistics",
             "chunk_statistics_strategy",
+            "chunk_statistics_auto_exit_timeout_hours",
+            "chunk_statistics_auto_exit_target_unique_chunks",
         ),
-        **_part_of("enable_chunk_statistics", "chunk_statistics_auto_exit_timeout_hours"),
-        **_part_of("enable_chunk_statistics", "chunk_statistics_auto_exit_target_unique_chunks"),
         "enable_hidden_state_cache": _only(False, instead="only KV is cached; set it to false"),
         **_part_of(
             "enable_hidden_state_cache",

@@ -80,8 +80,8 @@ class LMCacheEngineMetadata:
         return dtype_name_of(self.kv_dtype)
 
     def layout_fingerprint(self) -> str:
-        """Text that differs whenever the bytes of a chunk mean something else: sides, layers,
-        heads, head size, layout.
+        """Return the text that differs whenever the bytes of a chunk mean something else: sides,
+        layers, heads, head size, layout.
         """
         layers, sides, _, heads, head_size = self.kv_shape
         return f"KV_BLOB/1;layers={layers};sides={sides};heads={heads};head_size={head_size};{self.layout}"  # noqa: E501
@@ -109,7 +109,7 @@ class LMCacheMemPoolMetadata:
 
 
 def dtype_name_of(dtype: torch.dtype | str) -> str:
-    """The name of a dtype, whether it came as one or as its name."""
+    """Return the name of a dtype, whether it came as one or as its name."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -16,14 +16,14 @@ from types import MappingProxyType, NoneType
 from typing import Any
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
+from lmcache_core.config.registry import REMOTE_SCHEMES
 from lmcache_core.errors import ConfigError
 
-REMOTE_SCHEMES = ("lm", "lm+tls", "redis", "rediss", "redis-sentinel", "http", "https", "file")
 VERIFY_HOT_MODES = ("always", "sampled", "never")
-EVICTION_POLICIES = ("s3lru", "s3fifo", "lru")
 DISK_SERDES = ("naive", "cachegen", "cachegen:high", "cachegen:low", "lossless")
 """How a process without torch can encode chunks; "naive" is not at all."""
 REMOTE_SERDES = (*DISK_SERDES, "torch", "safetensor", "fast")
+BLEND_POLICIES = ("deviation", "first_of_chunk", "none")
 MAX_SHOWN_CHARS = 200
 _METADATA_KEY = "option"
 _SCHEME = re.compile(r"['\"]?\w[\w+.-]*://")
@@ -134,7 +134,7 @@ class Option:
             )
 
     def shown(self, value: Any) -> str:
-        """A value as people may see it: neither a secret nor the credentials in a URL."""
+        """Return a value as people may see it: neither a secret nor the credentials in a URL."""
         return "…" if self.about.secret and value != "" else shown(value)
 
     def _holds(self, value: Any) -> bool:
@@ -150,13 +150,15 @@ class Option:
         return self.about.form is None or self.about.form.fits(value)
 
 
-def about(group: str, meaning: str, **facts: Any) -> dict[str, About]:
-    """Metadata of a dataclass field that is an option; see `About`."""
-    return {_METADATA_KEY: About(group, meaning, **facts)}
+def option(group: str, meaning: str, *, default: Any = dataclasses.MISSING, **facts: Any) -> Any:
+    """Return a dataclass field that is an option; see `About`."""
+    return dataclasses.field(
+        default=default, metadata={_METADATA_KEY: About(group, meaning, **facts)}
+    )
 
 
 def options_of(model: Any, documented_defaults: Callable[..., Any]) -> Mapping[str, Option]:
-    """The options of a dataclass whose fields all carry `about(...)`, in their order.
+    """Return the options of a dataclass whose fields are all made by `option`, in their order.
 
     Args:
         model: The dataclass; a field with a default is one of this library's own.
@@ -181,7 +183,7 @@ def options_of(model: Any, documented_defaults: Callable[..., Any]) -> Mapping[s
 
 
 def shown(value: Any) -> str:
-    """A value as an error may show it: bounded, without a URL's credentials and query; of a
+    """Return a value as an error may show it: bounded, without a URL's credentials and query; of a
     mapping only the names.
     """
     text = f"{{{', '.join(map(str, value))}}}" if isinstance(value, Mapping) else repr(value)
@@ -196,13 +198,13 @@ def shown(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a name that is none: the nearest one, or all."""
+    """Return the end of an error about a name that is none: the nearest one, or all."""
     names = list(known)
     return _nearest(name, names) or f"; known: {', '.join(names)}"
 
 
 def _nearest(value: Any, known: Iterable[Any]) -> str:
-    """The text of `did_you_mean` where one of the known ones is near; else nothing."""
+    """Return the text of `did_you_mean` where one of the known ones is near; else nothing."""
     near = (
         difflib.get_close_matches(value, [name for name in known if isinstance(name, str)], n=1)
         if isinstance(value, str)
@@ -212,8 +214,8 @@ def _nearest(value: Any, known: Iterable[Any]) -> str:
 
 
 def is_remote_url(text: str) -> bool:
-    """Whether a text is a URL with one of `REMOTE_SCHEMES` that names a host, or hosts, and no
-    impossible port (for `file`: a path).
+    """Return whether a text is a URL with one of `REMOTE_SCHEMES` that names a host, or hosts, and
+    no impossible port (for `file`: a path).
     """
     try:
         parts = urlsplit(text)
@@ -227,7 +229,7 @@ def is_remote_url(text: str) -> bool:
 
 
 def _is_host(text: str) -> bool:
-    """Whether a text is a host, or host:port."""
+    """Return whether a text is a host, or host:port."""
     try:
         parts = urlsplit(f"//{text}")
         return bool(parts.hostname) and parts.port != 0
@@ -247,8 +249,8 @@ def problems_of(values: Mapping[str, Any], options: Mapping[str, Option]) -> lis
 
 
 def as_directory_url(value: Any) -> Any:
-    """A plain absolute path, as LMCache also takes it, in our form; its lists with commas stay
-    what they are, and are refused.
+    """Return a plain absolute path, as LMCache also takes it, in our form; its lists with commas
+    stay what they are, and are refused.
     """
     if not (
         isinstance(value, str)
@@ -277,7 +279,7 @@ def _is_file_name(text: str) -> bool:
 
 
 def is_directory_url(text: str) -> bool:
-    """Whether a text is `file:///dir/`, one directory below the root."""
+    """Return whether a text is `file:///dir/`, one directory below the root."""
     path = text.removeprefix("file://")
     if path == text or not _is_file_name(path):
         return False

@@ -19,6 +19,7 @@ from lmcache_core.config.sources import (
 EMPTY_VALUES = re.compile(r"(?:^|, )null, empty")
 OBVIOUS_FIX = re.compile(r"(?:; |^)(?:leave it out|set it to \w+)(?:; )?$|^leave it out; ")
 
+_HARMLESS = re.compile(r"(?:(\S+), )?null, empty")
 _HEAD = f"""\
 # Configuration of the engine
 
@@ -171,7 +172,7 @@ def _harmless_names() -> Iterator[str]:
 
 def _harmless(known: ForeignName) -> str | None:
     """Return the one value besides null and empty that is accepted; None if it is not so."""
-    match = re.fullmatch(r"(?:(\S+), )?null, empty", known.accepted)
+    match = _HARMLESS.fullmatch(known.accepted)
     return match and (match[1] or "")
 
 

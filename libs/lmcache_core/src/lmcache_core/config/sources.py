@@ -36,7 +36,7 @@ _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables with our prefix, of the process or of `environ`."""
+    """Return the variables with our prefix, of the process or of `environ`."""
     variables = os.environ if environ is None else environ
     return {name: text for name, text in variables.items() if name.startswith(ENV_PREFIX)}
 
@@ -44,7 +44,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]
 def values_of_environment(
     variables: Mapping[str, str], options: Mapping[str, Option]
 ) -> dict[str, Any]:
-    """The options that variables set.
+    """Return the options that variables set.
 
     Args:
         variables: See `read_environment`.
@@ -70,8 +70,8 @@ def values_of_environment(
 
 
 def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
-    """The options that a YAML file sets: no remote tier unless it names one, and some room for a
-    disk that it names without.
+    """Return the options that a YAML file sets: no remote tier unless it names one, and some room
+    for a disk that it names without.
 
     Args:
         path: The file, at most `MAX_FILE_BYTES` long.
@@ -104,8 +104,8 @@ def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def _parse_yaml(text: bytes, path: str) -> Any:
-    """The file's contents. Errors are cut off from their cause: PyYAML's quote the file, and a
-    file may hold a secret.
+    """Return the file's contents. Errors are cut off from their cause: PyYAML's quote the file, and
+    a file may hold a secret.
     """
     import yaml  # here, since a process that reads no file may be without it
 

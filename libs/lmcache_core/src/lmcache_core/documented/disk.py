@@ -55,7 +55,7 @@ class PutTasks:
             return True
 
     def discard(self, key: ChunkKey) -> None:
-        """It is written, or will not be."""
+        """Forget a chunk that is written, or will not be."""
         with self._lock:
             self._keys.discard(key)
 
@@ -89,11 +89,11 @@ class LocalDiskBackend(DiskBackend):
         self._put_tasks = PutTasks()
 
     def contains(self, key: DiskKey) -> bool:
-        """Whether a chunk is held. Does not count as an access."""
+        """Return whether a chunk is held. Does not count as an access."""
         return self._index.contains_many([_name(key)])[0]
 
     def exists_in_put_tasks(self, key: DiskKey) -> bool:
-        """Whether `submit_put_task` or `async_save_bytes_to_disk` is about to write it."""
+        """Return whether `submit_put_task` or `async_save_bytes_to_disk` is about to write it."""
         return _name(key) in self._put_tasks
 
     def submit_put_task(self, key: DiskKey, memory_obj: MemoryObj) -> Future[bool] | None:
@@ -122,8 +122,8 @@ class LocalDiskBackend(DiskBackend):
         return future
 
     async def async_save_bytes_to_disk(self, key: DiskKey, memory_obj: MemoryObj) -> bool:
-        """`submit_put_task`, awaited; False also when the task was not taken. Cancelled, a write
-        that has begun goes on.
+        """Await `submit_put_task`; False also when the task was not taken. Cancelled, a write
+        that has begun continues.
         """
         future = self.submit_put_task(key, memory_obj)
         if future is None:
@@ -139,8 +139,8 @@ class LocalDiskBackend(DiskBackend):
         """Read a chunk in the background.
 
         Returns:
-            The memory object, owned by whoever takes it from the future, or None when it could not
-            be read after all. None instead of a
+            The memory object, owned by the one who takes it from the future, or None when it could
+            not be read after all. None instead of a
             future: the chunk is not held.
         """
         name = _name(key)
@@ -196,8 +196,8 @@ class LocalDiskBackend(DiskBackend):
         )
 
     def insert_key(self, key: DiskKey, memory_obj: MemoryObj | None = None) -> bool:
-        """Serve a record that somebody has put in its place in the directory, without reading its
-        payload.
+        """Serve a record that another process has put in its place in the directory, without
+        reading its payload.
 
         Args:
             key: Its name.
@@ -241,8 +241,8 @@ def _chunk_of(name: ChunkKey, memory_obj: MemoryObj) -> Chunk:
 def _allocate(
     allocator: MemoryAllocatorInterface, header: RecordHeader, payload_bytes: int
 ) -> MemoryObj | None:
-    """Memory of the shape and dtype of the one raw tensor in a record; flat bytes when it holds
-    anything else.
+    """Return memory of the shape and dtype of the one raw tensor in a record; flat bytes when it
+    holds anything else.
     """
     if (
         header.serde == RAW_SERDE

@@ -23,7 +23,7 @@ _DECIDED = ("local_cpu", "local_disk")
 
 
 def tiers_of(backend: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a backend decides.
+    """Return the options that a backend decides.
 
     Args:
         backend: One of `LEGACY_BACKENDS`.

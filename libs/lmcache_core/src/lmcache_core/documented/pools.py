@@ -42,7 +42,7 @@ class BasePool(ABC):
 
     @abstractmethod
     def allocate(self, kv_chunk: torch.Tensor) -> KVObj | None:
-        """A slot for a chunk of that shape and dtype; moves no data.
+        """Return a slot for a chunk of that shape and dtype; moves no data.
 
         Args:
             kv_chunk: The KV that is to be kept.
@@ -119,7 +119,7 @@ class LocalPool(BasePool):
         return len(self._free)
 
     def init_max_chunk_num(self, metadata: LMCacheMemPoolMetadata) -> int:
-        """How many whole chunks fit into `max_local_cache_size`."""
+        """Return how many whole chunks fit into `max_local_cache_size`."""
         return int(metadata.max_local_cache_size * BYTES_PER_GB) // num_bytes(
             metadata.kv_shape, metadata.kv_dtype
         )
@@ -155,7 +155,7 @@ class LocalPool(BasePool):
                 )
 
     def _make_arena(self, size: int) -> torch.Tensor:
-        """uint8 `[size]`, touched."""
+        """Return uint8 `[size]`, touched."""
         return host_arena(size)
 
     def _require_fits(self, kv_chunk: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.documented.radix_tree import RadixTree
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.token_database.base import MultimodalSpan, TokenDatabase
+from lmcache_core.token_database.chunked import num_masked_tokens
 from lmcache_core.token_database.hashing import (
     TOKEN_BYTES,
     chain_hashes,
@@ -23,7 +24,6 @@ from lmcache_core.token_database.hashing import (
     named_chunks,
     tokens_as_uint32,
 )
-from lmcache_core.token_database.masks import num_masked_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +49,7 @@ class RadixTokenDatabase(TokenDatabase):
     it knows instead of hashing them.
 
     The full chunks of every sequence are kept in a radix tree, together with their keys. What is
-    left of a sequence behind its longest known prefix is hashed and put into the tree; a last,
+    left of a sequence after its longest known prefix is hashed and put into the tree; a last,
     partial chunk is hashed every time. The tree is an index of what has been *named*, not of what
     is *cached*. Multimodal contents take part: a chunk that spans overlap is known by its tokens
     and a SHA-256 of its extras.
@@ -95,7 +95,7 @@ class RadixTokenDatabase(TokenDatabase):
         mask: torch.Tensor | None = None,
         spans: Sequence[MultimodalSpan] = (),
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
-        """All is done at once; the result only reads it out."""
+        """Do all work at once; the result only reads it out."""
         ids = tokens_as_uint32(tokens)
         num_skipped = num_masked_tokens(mask, len(ids), self.chunk_size)
         keys = self._keys(ids, spans)
@@ -104,7 +104,7 @@ class RadixTokenDatabase(TokenDatabase):
         return zip(starts, ends, keys[num_skipped // self.chunk_size :], strict=False)
 
     def longest_prefix(self, tokens: torch.Tensor, spans: Sequence[MultimodalSpan] = ()) -> int:
-        """How many tokens, from the first, are known: whole chunks. Does not count as a use.
+        """Return how many tokens, from the first, are known: whole chunks. Does not count as a use.
 
         Args:
             tokens: As in `process_tokens`.
@@ -140,7 +140,9 @@ class RadixTokenDatabase(TokenDatabase):
     def _keys(
         self, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]
     ) -> list[CacheEngineKey]:
-        """Keys of all chunks, a last partial one included. Hashing is done without the lock."""
+        """Return the keys of all chunks, a last partial one included. Hashing is done without the
+        lock.
+        """
         memory, blocks = self._memory, self._blocks(ids, spans)
         with memory.lock:
             keys = memory.tree.find(blocks)
@@ -155,7 +157,7 @@ class RadixTokenDatabase(TokenDatabase):
         return keys
 
     def _blocks(self, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]) -> list[bytes]:
-        """What makes each full chunk the one it is, given those before it: its tokens, and a
+        """Return what makes each full chunk the one it is, given those before it: its tokens, and a
         hash of its extras if it has any.
         """
         num_bytes = self.chunk_size * TOKEN_BYTES

@@ -6,7 +6,7 @@ root ── [A B C] ──┬── [D E]        sequences seen: A B C D E, A B 
 ```
 A node is a run of blocks. Runs end where sequences part, and where a shorter sequence was used
 later than a longer one, so that all blocks of a run were used at the same time: eviction takes
-blocks in exactly the order of their use, and never one with blocks behind it.
+blocks in exactly the order of their use, and never one with blocks after it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RadixTree(Generic[V]):
         return len(self._by_use)
 
     def prefix_length(self, blocks: Sequence[bytes]) -> int:
-        """How many blocks, from the first, are held. Does not count as a use."""
+        """Return how many blocks, from the first, are held. Does not count as a use."""
         node, at = self._root, 0
         while at < len(blocks) and (child := node.children.get(blocks[at])) is not None:
             num_common = _num_common(child.blocks, blocks[at : at + len(child.blocks)])
@@ -75,14 +75,14 @@ class RadixTree(Generic[V]):
         return at
 
     def find(self, blocks: Sequence[bytes]) -> list[V]:
-        """The values of the longest prefix that is held; counts as a use of it."""
+        """Return the values of the longest prefix that is held; counts as a use of it."""
         values: list[V] = []
         for node in self._use(blocks):
             values += node.values
         return values
 
     def insert(self, blocks: Sequence[bytes], values: Sequence[V]) -> None:
-        """Hold a sequence; counts as a use. What is held already stays as it is; of more than
+        """Hold a sequence; counts as a use. What is held already stays unchanged; of more than
         `max_blocks` the first are held.
 
         Args:
@@ -142,8 +142,8 @@ class RadixTree(Generic[V]):
             )
 
     def _use(self, blocks: Sequence[bytes]) -> list[_Node[V]]:
-        """The runs that make up the longest prefix held, from the root on. They are now the most
-        recently used, and end where it ends.
+        """Return the runs that make up the longest prefix held, from the root on. They are now the
+        most recently used, and end where it ends.
         """
         self._num_uses += 1
         path: list[_Node[V]] = []
@@ -176,7 +176,7 @@ class RadixTree(Generic[V]):
         return head
 
     def _join(self, node: _Node[V]) -> None:
-        """Make one run of this one and those behind it, as long as there is only one and both
+        """Make one run of this one and those after it, as long as there is only one and both
         were used at the same time.
         """
         while node is not self._root and len(node.children) == 1:
@@ -192,7 +192,7 @@ class RadixTree(Generic[V]):
             del self._by_use[child]
 
     def _append(self, node: _Node[V], blocks: list[bytes], values: list[V]) -> None:
-        """Put blocks behind a run that has just been used."""
+        """Put blocks after a run that has just been used."""
         if node is not self._root and not node.children:
             node.blocks += blocks
             node.values += values
@@ -218,7 +218,9 @@ class RadixTree(Generic[V]):
 
 
 def _num_common(run: Sequence[bytes], wanted: Sequence[bytes]) -> int:
-    """How many blocks two sequences share from their beginnings; `wanted` is not the longer one."""
+    """Return how many blocks two sequences share from their beginnings; `wanted` is not the longer
+    one.
+    """
     if run == wanted:
         return len(run)
     return next(

@@ -58,11 +58,11 @@ class LMCBackendInterface(ABC):
 
     @abstractmethod
     def contains(self, key: CacheEngineKey) -> bool:
-        """Whether a chunk can be retrieved."""
+        """Return whether a chunk can be retrieved."""
 
     @abstractmethod
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
-        """A chunk as it was stored, on `dst_device`; None when it is not there."""
+        """Return a chunk as it was stored, on `dst_device`; None when it is not there."""
 
     def batched_put(self, keys_and_chunks: Iterable[KeyedTensor], blocking: bool = True) -> int:
         """Store several chunks; see `put`. Returns how many were given."""
@@ -73,7 +73,7 @@ class LMCBackendInterface(ABC):
         return num_chunks
 
     def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterable[torch.Tensor | None]:
-        """Several chunks, one after the other as they are asked for; see `get`."""
+        """Return several chunks, one after the other as they are asked for; see `get`."""
         for key in keys:
             yield self.get(key)
 
@@ -92,16 +92,16 @@ class TensorStore(Protocol):
         """Whether chunks should come to `put` with their digests."""
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
-        """How many chunks, from the first, are cached."""
+        """Return how many chunks, from the first, are cached."""
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
-        """Memory to fill, one object a shape, None where there is no room."""
+        """Return memory to fill, one object a shape, None where there is no room."""
 
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Make filled memory visible; the caller still owns its references."""
+        """Store the KV of a chunk. The tensor has been copied on return, blocking or not."""
 
     def get(self, keys: Sequence[CacheEngineKey]) -> list[Chunk]:
-        """The longest prefix of these chunks that can be had in time, verified; each goes to
+        """Return the longest prefix of these chunks that can be had in time, verified; each goes to
         `release`.
         """
 
@@ -150,14 +150,12 @@ class StackTensorBackend(LMCBackendInterface):
 
     @override
     def contains(self, key: CacheEngineKey) -> bool:
-        """All tiers are asked."""
+        """Ask all tiers."""
         return self._store.lookup([key], None) == 1
 
     @override
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
-        """What is damaged, late, or no single raw tensor is not
-        there.
-        """
+        """Return what is damaged, late, or no single raw tensor is not there."""
         tensors = self._copies([key])
         return tensors[0] if tensors else None
 
@@ -176,7 +174,7 @@ class StackTensorBackend(LMCBackendInterface):
 
     @override
     def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterator[torch.Tensor | None]:
-        """`BATCH_CHUNKS` are read at a time."""
+        """Yield several chunks, `BATCH_CHUNKS` read at a time."""
         asked = iter(keys)
         while rest := list(islice(asked, BATCH_CHUNKS)):
             while rest:
@@ -192,7 +190,7 @@ class StackTensorBackend(LMCBackendInterface):
         self._store.close()
 
     def _filled(self, batch: Sequence[KeyedTensor]) -> list[Chunk]:
-        """Copies of the tensors that found room."""
+        """Return copies of the tensors that found room."""
         chunks: list[Chunk] = []
         try:
             for key, tensor in batch:
@@ -239,7 +237,7 @@ class StackTensorBackend(LMCBackendInterface):
             logger.error("chunks could not be made visible: %s", failure)
 
     def _copies(self, keys: Sequence[CacheEngineKey]) -> list[torch.Tensor]:
-        """The longest prefix of these chunks as tensors of their own."""
+        """Return the longest prefix of these chunks as tensors of their own."""
         if not keys:
             return []
         chunks = self._store.get(keys)
@@ -256,7 +254,7 @@ class StackTensorBackend(LMCBackendInterface):
 
 
 def _header_of(key: CacheEngineKey, tensor: torch.Tensor) -> RecordHeader:
-    """Header of the record of a tensor, without its digest.
+    """Return the header of the record of a tensor, without its digest.
 
     Raises:
         ValueError: A record cannot hold a tensor of that dtype or shape.
@@ -270,7 +268,9 @@ def _header_of(key: CacheEngineKey, tensor: torch.Tensor) -> RecordHeader:
 
 
 def _tensor_in(chunk: Chunk) -> torch.Tensor | None:
-    """The one raw tensor of a chunk, sharing its memory; None when it holds anything else."""
+    """Return the one raw tensor of a chunk, sharing its memory; None when it holds anything
+    else.
+    """
     header = chunk.described
     if header.serde != RAW_SERDE or len(header.tensors) != 1:
         return None

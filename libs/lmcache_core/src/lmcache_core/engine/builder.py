@@ -28,7 +28,7 @@ class LMCacheEngineBuilder:
         metadata: LMCacheEngineMetadata,
         gpu_connector: GPUConnectorInterface,
     ) -> LMCacheEngine:
-        """The engine of that id, made and opened if it does not exist.
+        """Return the engine of that id, made and opened if it does not exist.
 
         Raises:
             ValueError: It exists with another config or metadata.
@@ -48,7 +48,7 @@ class LMCacheEngineBuilder:
 
     @classmethod
     def get(cls, instance_id: str) -> LMCacheEngine | None:
-        """The engine of that id, or None."""
+        """Return the engine of that id, or None."""
         with cls._lock:
             return cls._instances.get(instance_id)
 

@@ -1,5 +1,5 @@
-"""What the engine needs of storage. Embedded and sidecar mode differ in which object stands
-behind it.
+"""What the engine needs of storage. Embedded and sidecar mode differ in which object implements
+it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ class ChunkStore(Protocol):
         """Finish or abandon background writes by deadline and stop. Idempotent."""
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
-        """How many chunks, from the first, are cached in the tiers named (any tier when None)."""
+        """Return how many chunks, from the first, are cached in the tiers named (any tier when
+        None).
+        """
 
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
         """Begin to lift chunks into host memory; returns at once."""
 
     def is_worth(self, saving_s: float) -> bool:
-        """Whether a question that can save so much time is worth asking now. Asks nothing.
+        """Return whether a question that can save so much time is worth asking now. Asks nothing.
 
         False while the store is away, or answers so late that waiting would cost more than a small
         part of that time.
@@ -48,19 +50,19 @@ class ChunkStore(Protocol):
         wait_s: float | None = None,
         saving_s: float = 0.0,
     ) -> Staged | None:
-        """What of these chunks is in host memory for all ranks, kept there from now on; the rest
-        begins to be lifted. Waits for no tier.
+        """Return what of these chunks is in host memory for all ranks, kept there from now on; the
+        rest begins to be lifted. Waits for no tier.
 
-        A chunk that is promised is not evicted until `unstage`, or until nobody has asked about the
-        ticket for a while (minutes). Asked again with the same ticket and chains it says how far
-        the lift is; other chains under the same ticket are a new question.
+        A chunk that is promised is not evicted until `unstage`, or until it has not been
+        asked about for a while (minutes). Asked again with the same ticket and chains it says how
+        far the lift is; other chains under the same ticket are a new question.
 
         Args:
             ticket: Name of the question, for example the request's id.
             chains: What is asked for.
-            is_prefix: Nothing behind the first missing chunk of a chain counts or is lifted.
+            is_prefix: Nothing after the first missing chunk of a chain counts or is lifted.
                 Otherwise each chunk counts for itself.
-            recompute_s: What computing one chunk anew costs, as far as is known: a lift does not
+            recompute_s: What recomputing one chunk costs, as far as is known: a lift does not
                 take longer than that for each chunk.
             wait_s: How long to wait for the answer; asked again with the same ticket and chains,
                 wait for the same answer. None: until the store's own deadline.
@@ -76,8 +78,8 @@ class ChunkStore(Protocol):
         """Keep what these tickets were promised no longer; unknown tickets are passed over."""
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
-        """Memory to fill, one object a shape, None where there is no room. Each goes on to `put`
-        (then `release`) or to `abort`.
+        """Return memory to fill, one object a shape, None where there is no room. Each goes on to
+        `put` (then `release`) or to `abort`.
         """
 
     @property
@@ -95,26 +97,26 @@ class ChunkStore(Protocol):
         recompute_s: float | None = None,
         check_later: bool = False,
     ) -> list[Chunk]:
-        """The longest prefix of these chunks that can be had in time, verified. Each goes to
+        """Return the longest prefix of these chunks that can be had in time, verified. Each goes to
         `release` when it has been copied.
 
         What is missing is counted with its reason.
 
         Args:
             keys: Their names.
-            recompute_s: What computing one chunk anew costs, as far as is known: what takes longer
+            recompute_s: What recomputing one chunk costs, as far as is known: what takes longer
                 to load is a miss.
             check_later: Leave chunks whose digest is due `is_unchecked`: the caller compares it
-                beside its copy, and calls `reject`.
+                along with its copy, and calls `reject`.
         """
 
     def reject(self, chunk: Chunk) -> None:
-        """The bytes of that chunk do not have its digest: it is not served again if that can be
-        helped. Still to be released.
+        """Report that the bytes of a chunk do not have its digest, so that it is not served
+        again. Still to be released.
         """
 
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Drop chunks that nobody will ask for again, where that is cheap; the others age like
+        """Drop chunks that will not be asked for again, where that is cheap; the others age like
         any.
         """
 
@@ -130,4 +132,4 @@ class ChunkStore(Protocol):
         """Give reserved memory back unused."""
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Figures by tier."""
+        """Return the figures by tier."""

@@ -19,7 +19,8 @@ larger steps than the copying thread.
 
 
 class FillingDigest:
-    """The digest of a payload that is being filled, computed in another thread behind the copy.
+    """The digest of a payload that is being filled, computed in another thread that follows the
+    copy.
 
     That thread looks by itself how far the copy is: to wake it for each step would slow the copy by
     several percent.
@@ -39,7 +40,7 @@ class FillingDigest:
         self._follower: Future[None] | None = None
 
     def filled(self, num_bytes: int) -> None:
-        """So many bytes, from the first, will not change any more."""
+        """Note that so many bytes, from the first, will not change any more."""
         self._num_filled = num_bytes
         if (
             self._follower is None or self._follower.done()
@@ -47,7 +48,7 @@ class FillingDigest:
             self._follower = self._workers.submit(self._follow)
 
     def finish(self) -> Future[bytes]:
-        """All bytes are filled; their digest."""
+        """Return the digest of the payload, whose bytes are all filled now."""
         self._num_filled = len(self._payload)
         self._is_over = True
         return self._workers.submit(self._digest, self._follower)
@@ -81,7 +82,7 @@ class FillingDigest:
 
 
 class FollowingDigest:
-    """The digest of a payload that is being copied, taken in the copying thread right behind each
+    """The digest of a payload that is being copied, taken in the copying thread right after each
     piece.
 
     Args:
@@ -94,12 +95,12 @@ class FollowingDigest:
         self._num_digested = 0
 
     def copied(self, num_bytes: int) -> None:
-        """So many bytes, from the first, have been copied."""
+        """Note that so many bytes, from the first, have been copied."""
         if num_bytes - self._num_digested >= CHECK_STEP_BYTES:
             self._hasher.update(self._payload[self._num_digested : num_bytes])
             self._num_digested = num_bytes
 
     def finish(self) -> bytes:
-        """All bytes have been copied; their digest."""
+        """Return the digest of the payload, whose bytes have all been copied."""
         self._hasher.update(self._payload[self._num_digested :])
         return self._hasher.digest()

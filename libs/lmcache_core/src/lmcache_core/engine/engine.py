@@ -100,7 +100,7 @@ class LMCacheEngine:
         the layout is checked.
 
         Args:
-            kvcaches: What the connector will be given in service; nobody else uses its first and
+            kvcaches: What the connector will be given in service; nothing else uses its first and
                 last blocks meanwhile.
             engine_memory: The serving engine's own view of that memory, for example
                 `LogicalMemory`.
@@ -131,7 +131,7 @@ class LMCacheEngine:
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype.
             mask: Booleans, shape `[seq_len]`, Falses first: tokens whose KV is already kept.
-            spans: Images and the like behind placeholder tokens; without them equal placeholders
+            spans: Images and the like for placeholder tokens; without them equal placeholders
                 would share KV.
             **kwargs: For the GPU connector, for example `kvcaches`.
 
@@ -169,7 +169,7 @@ class LMCacheEngine:
 
         Returns:
             Booleans on CPU, shape `[seq_len]`: True where KV has been put into the serving engine.
-            Behind these, memory that was meant for this KV may hold parts of a chunk that turned
+            After these, memory that was meant for this KV may hold parts of a chunk that turned
             out damaged: it is to be computed in any case.
 
         Raises:
@@ -195,7 +195,7 @@ class LMCacheEngine:
         search_range: list[str] | None = None,
         spans: Sequence[MultimodalSpan] = (),
     ) -> int:
-        """How many tokens, from the first, are cached.
+        """Return how many tokens, from the first, are cached.
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype.
@@ -239,14 +239,14 @@ class LMCacheEngine:
         self._prefill.note(num_tokens, elapsed_s)
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Figures of the tiers, by name."""
+        """Return the figures of the tiers, by name."""
         return self._store.stats()
 
     def _named(
         self, tokens: torch.Tensor, mask: torch.Tensor | None, spans: Sequence[MultimodalSpan]
     ) -> list[NamedChunk]:
-        """The chunks of these tokens. A token database that knows no spans is not given any, as
-        long as there are none.
+        """Return the chunks of these tokens. A token database that knows no spans is not given any,
+        as long as there are none.
         """
         if spans:
             return list(self._token_database.process_tokens(tokens, mask, spans))

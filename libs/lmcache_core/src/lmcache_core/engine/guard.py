@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+from lmcache_core._typing import override
 from lmcache_core.telemetry import FAILED_CALLS_TOTAL, Counters
 
 logger = logging.getLogger(__name__)
@@ -18,18 +19,18 @@ class CallGuard(Protocol):
     """Stands around every call of the engine; chosen once, by `error_handling`."""
 
     def __call__(self, operation: str) -> AbstractContextManager[None]:
-        """A context for one call of that name."""
+        """Return a context for one call of that name."""
 
 
-class RaisingGuard:
+class RaisingGuard(CallGuard):
     """Lets everything through."""
 
+    @override
     def __call__(self, operation: str) -> AbstractContextManager[None]:
-        """See `CallGuard.__call__`."""
         return nullcontext()
 
 
-class DegradingGuard:
+class DegradingGuard(CallGuard):
     """Ends the call quietly, logged and counted, whatever failed in it.
 
     This is the degrading wrapper among the places where any exception is caught.
@@ -45,9 +46,9 @@ class DegradingGuard:
         self._counters = counters
         self._raised = raised
 
+    @override
     @contextmanager
     def __call__(self, operation: str) -> Iterator[None]:
-        """See `CallGuard.__call__`."""
         try:
             yield
         except self._raised:

@@ -47,12 +47,12 @@ class PrefillRate:
         return self._configured if self._configured is not None else self._learned
 
     def recompute_s(self, num_tokens: int) -> float | None:
-        """Seconds that computing so many tokens takes; None while nothing is known."""
+        """Return seconds that computing so many tokens takes; None while nothing is known."""
         rate = self.tokens_per_s
         return None if rate is None else num_tokens / rate
 
     def note(self, num_tokens: int, elapsed_s: float) -> None:
-        """The serving engine computed so many tokens in that time."""
+        """Learn from so many tokens that the serving engine computed in that time."""
         if num_tokens < MIN_PREFILL_TOKENS or not MIN_PREFILL_S <= elapsed_s <= MAX_PREFILL_S:
             return
         rate = num_tokens / elapsed_s
@@ -63,8 +63,8 @@ class PrefillRate:
                 self._learned += (RISE if rate > self._learned else FALL) * (rate - self._learned)
 
     def missed(self, key: Hashable) -> None:
-        """A retrieve found everything in front of this chunk, and not this one: the serving
-        engine begins to compute.
+        """Note a retrieve that found everything before this chunk, and not the chunk: the
+        serving engine begins to compute.
         """
         with self._lock:
             self._open[key] = self._clock()
@@ -73,7 +73,7 @@ class PrefillRate:
                 self._open.popitem(last=False)
 
     def stored(self, key: Hashable, num_tokens: int) -> None:
-        """A store begins with this chunk and brings so many tokens."""
+        """Note a store that begins with this chunk and brings so many tokens."""
         with self._lock:
             began = self._open.pop(key, None)
         if began is not None:

@@ -1,4 +1,4 @@
-"""Chooses, once, what stands behind the engine: embedded tiers or the pod's sidecar."""
+"""Chooses, once, the chunk store of the engine: embedded tiers or the pod's sidecar."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SidecarClient:
-    """How a process is to the sidecar.
+    """How this process identifies itself to the sidecar.
 
     Attributes:
         name: Names the engine, the same for all of its processes; by default this process.
@@ -49,7 +49,7 @@ def create_chunk_store(
     workers: Workers | None = None,
     client: SidecarClient = NAMELESS,
 ) -> ChunkStore:
-    """The chunk store that the config names; not opened. Traced where the config says so.
+    """Return the chunk store that the config names; not opened. Traced where the config says so.
 
     Args:
         config: Options.
@@ -124,7 +124,7 @@ def _hello(metadata: LMCacheEngineMetadata, client: str) -> Hello:
 def _describing(
     config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, groups: tuple[str, ...]
 ) -> Callable[[str], Describe]:
-    """Says, once the salt is known, how this engine names chunks."""
+    """Return what tells, once the salt is known, how this engine names chunks."""
 
     def describe(salt: str) -> Describe:
         from lmcache_core.sidecar.messages import Describe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lmcache_core._typing import override
 from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.keys import CacheEngineKey, ChunkChain
 from lmcache_core.memory.base import MemoryObj
@@ -11,9 +12,9 @@ from lmcache_core.record import Chunk, Staged
 from lmcache_core.telemetry.request_context import Carried, RequestIds, Tracer, working_for
 
 
-class TracedChunkStore:
+class TracedChunkStore(ChunkStore):
     """Wraps a chunk store; each call that may reach a tier is a span, and has an id for the logs of
-    whoever works for it.
+    all that work for it.
 
     Args:
         store: Is wrapped.
@@ -25,33 +26,34 @@ class TracedChunkStore:
         self._tracer = tracer
         self._ids = RequestIds()
 
+    @override
     def open(self, on_salt: Callable[[str], None]) -> None:
-        """See `ChunkStore.open`."""
         self._store.open(on_salt)
 
+    @override
     def close(self) -> None:
-        """See `ChunkStore.close`."""
         try:
             self._store.close()
         finally:
             self._tracer.close()
 
+    @override
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
-        """See `ChunkStore.lookup`."""
         with working_for("engine lookup", Carried(self._ids.next()), self._tracer, is_server=False):
             return self._store.lookup(keys, search_range)
 
+    @override
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
-        """See `ChunkStore.prefetch`."""
         with working_for(
             "engine prefetch", Carried(self._ids.next()), self._tracer, is_server=False
         ):
             self._store.prefetch(keys)
 
+    @override
     def is_worth(self, saving_s: float) -> bool:
-        """See `ChunkStore.is_worth`."""
         return self._store.is_worth(saving_s)
 
+    @override
     def stage(
         self,
         ticket: str,
@@ -62,7 +64,6 @@ class TracedChunkStore:
         wait_s: float | None = None,
         saving_s: float = 0.0,
     ) -> Staged | None:
-        """See `ChunkStore.stage`."""
         with working_for("engine stage", Carried(self._ids.next()), self._tracer, is_server=False):
             return self._store.stage(
                 ticket,
@@ -73,53 +74,53 @@ class TracedChunkStore:
                 saving_s=saving_s,
             )
 
+    @override
     def unstage(self, tickets: Sequence[str]) -> None:
-        """See `ChunkStore.unstage`."""
         self._store.unstage(tickets)
 
+    @override
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
-        """See `ChunkStore.reserve`."""
         with working_for(
             "engine reserve", Carried(self._ids.next()), self._tracer, is_server=False
         ):
             return self._store.reserve(shapes, dtype)
 
     @property
+    @override
     def needs_digests(self) -> bool:
-        """See `ChunkStore.needs_digests`."""
         return self._store.needs_digests
 
+    @override
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `ChunkStore.put`."""
         with working_for("engine put", Carried(self._ids.next()), self._tracer, is_server=False):
             return self._store.put(chunks)
 
+    @override
     def get(
         self,
         keys: Sequence[CacheEngineKey],
         recompute_s: float | None = None,
         check_later: bool = False,
     ) -> list[Chunk]:
-        """See `ChunkStore.get`."""
         with working_for("engine get", Carried(self._ids.next()), self._tracer, is_server=False):
             return self._store.get(keys, recompute_s, check_later)
 
+    @override
     def reject(self, chunk: Chunk) -> None:
-        """See `ChunkStore.reject`."""
         self._store.reject(chunk)
 
+    @override
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
-        """See `ChunkStore.forget`."""
         self._store.forget(keys)
 
+    @override
     def release(self, chunks: Sequence[Chunk]) -> bool:
-        """See `ChunkStore.release`."""
         return self._store.release(chunks)
 
+    @override
     def abort(self, memories: Sequence[MemoryObj]) -> None:
-        """See `ChunkStore.abort`."""
         self._store.abort(memories)
 
+    @override
     def stats(self) -> dict[str, dict[str, int]]:
-        """See `ChunkStore.stats`."""
         return self._store.stats()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import secrets
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from itertools import takewhile
@@ -16,7 +18,6 @@ from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.engine.digests import FillingDigest, FollowingDigest
-from lmcache_core.engine.loaded_with_loss import LoadedWithLoss
 from lmcache_core.gpu_connectors.base import (
     DescribesTensors,
     GPUConnectorInterface,
@@ -48,8 +49,9 @@ from lmcache_core.telemetry import (
     Counters,
 )
 
+MAX_REMEMBERED_KEYS = 1 << 14
 NamedChunk = tuple[int, int, CacheEngineKey]
-"""First token, one behind the last, key."""
+"""First token, one past the last, key."""
 
 
 class KVTransfer:
@@ -61,7 +63,7 @@ class KVTransfer:
         metadata: What the KV is.
         counters: Where chunks are counted.
         workers: Threads for digests.
-        unit_tokens: Tokens behind what the connector counts as one: more than 1 where it moves
+        unit_tokens: Tokens in what the connector counts as one: more than 1 where it moves
             whole blocks.
     """
 
@@ -133,9 +135,9 @@ class KVTransfer:
 
         Args:
             named: Which; in order.
-            recompute_s: What computing one of them anew costs, None when not known.
+            recompute_s: What recomputing one of them costs, None when not known.
             kwargs: For the GPU connector.
-            wanted: First token, one behind the last, to be written; of chunks that reach beyond,
+            wanted: First token, one past the last, to be written; of chunks that reach beyond,
                 only the part inside. None: everything.
 
         Returns:
@@ -164,8 +166,8 @@ class KVTransfer:
         return num_loaded
 
     def through_store(self, memory: MemoryObj) -> MemoryObj:
-        """A copy of that memory that has been through the chunk store; the memory itself when
-        the store takes nothing just now.
+        """Return a copy of that memory that has been through the chunk store; the memory itself
+        when the store takes nothing just now.
         """
         shape = tuple(memory.metadata.shape)
         key = CacheEngineKey("canary", "canary", 1, 0, secrets.token_hex(32))
@@ -212,7 +214,7 @@ class KVTransfer:
         kwargs: dict[str, Any],
         wanted: tuple[int, int] | None,
     ) -> bool:
-        """As `_copy`, but only what is wanted."""
+        """Copy only the tokens that are wanted; see `_copy`."""
         low, high = (start, end) if wanted is None else (max(start, wanted[0]), min(end, wanted[1]))
         if (low, high) == (start, end):
             return self._copy(chunk, start, end, kwargs)
@@ -237,7 +239,7 @@ class KVTransfer:
         return digest.finish() == chunk.header.digest
 
     def _followed(self, kwargs: dict[str, Any], progress: Callable[[int], None]) -> dict[str, Any]:
-        """The connector's arguments, so that it tells how far it is, if it can."""
+        """Return the connector's arguments, so that it tells how far it is, if it can."""
         return {**kwargs, "progress": progress} if self._is_ordered else kwargs
 
     def _describe(self, key: CacheEngineKey, memory: MemoryObj, num_tokens: int) -> Chunk:
@@ -254,7 +256,7 @@ class KVTransfer:
         return (TensorSpec("", self._dtype, shape, 0, num_bytes(shape, self._dtype)),)
 
     def _misfit(self, chunk: Chunk, key: CacheEngineKey, num_tokens: int) -> MissReason | None:
-        """Why a chunk is not exactly the KV that the connector takes (raw, these tensors and
+        """Return why a chunk is not exactly the KV that the connector takes (raw, these tensors and
         nothing else); None if it is.
 
         Whether it may have been encoded with loss is decided where it comes in, by the tier that it
@@ -268,7 +270,7 @@ class KVTransfer:
         return None if is_kv and is_whole else MissReason.LAYOUT
 
     def _as_kv(self, chunk: Chunk, num_tokens: int) -> MemoryObj:
-        """The chunk's bytes as the KV_BLOB that the connector takes; borrows the chunk's
+        """Return the chunk's bytes as the KV_BLOB that the connector takes; borrows the chunk's
         reference.
         """
         shape = torch.Size(self._gpu_connector.get_shape(num_tokens))
@@ -278,7 +280,7 @@ class KVTransfer:
         )
 
     def _part(self, chunk: Chunk, num_tokens: int, low: int, high: int) -> MemoryObj:
-        """Tokens `[low, high)` of a chunk of so many, as a KV_BLOB of its own."""
+        """Return tokens `[low, high)` of a chunk of so many, as a KV_BLOB of its own."""
         whole = np.frombuffer(chunk.memory.byte_array, np.uint8)
         specs = self._tensors(high - low)
         part = np.zeros(specs[-1].offset + specs[-1].length, np.uint8)
@@ -307,3 +309,28 @@ class KVTransfer:
         self._counters.add(RETRIEVED_TOKENS_TOTAL, num_tokens * self._unit_tokens, chunk.tier)
         self._counters.add(RETRIEVED_CHUNKS_TOTAL, 1, chunk.tier)
         self._counters.add(RETRIEVED_BYTES_TOTAL, chunk.memory.get_size(), chunk.tier)
+
+
+class LoadedWithLoss:
+    """Keys of chunks that the serving engine loaded with loss; the oldest go first. Thread-safe.
+
+    The serving engine may store such a chunk again once no tier of this process has it any more.
+    Its values are still not the computed ones and must not be stored as if they were.
+    """
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[CacheEngineKey, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __contains__(self, key: CacheEngineKey) -> bool:
+        with self._lock:
+            return key in self._keys
+
+    def note(self, key: CacheEngineKey, is_lossy: bool) -> None:
+        """Note that a chunk has just been loaded, and whether with loss."""
+        with self._lock:
+            self._keys.pop(key, None)
+            if is_lossy:
+                self._keys[key] = None
+                if len(self._keys) > MAX_REMEMBERED_KEYS:
+                    self._keys.popitem(last=False)

@@ -24,7 +24,7 @@ class Addresses:
     Attributes:
         binding: The pages.
         begin: First token.
-        end: One behind the last.
+        end: One past the last.
         slots: Of each group.
     """
 
@@ -41,7 +41,7 @@ class Addresses:
             binding: The pages.
             slot_mapping: As `PagedGPUConnector` takes it.
             begin: First token.
-            end: One behind the last.
+            end: One past the last.
 
         Raises:
             ValueError: There is no slot mapping.
@@ -75,12 +75,12 @@ class Addresses:
     def copies(
         self, staged: torch.Tensor, start: int, end: int, writes_pages: bool
     ) -> list[tuple[int, PagedCopy]]:
-        """One copy for each group, all checked, and where it begins in the chunk, bytes.
+        """Return one copy for each group, all checked, and where it begins in the chunk, bytes.
 
         Args:
             staged: The chunk's bytes, on the pages' device.
             start: First token, of those that were checked.
-            end: One behind the last.
+            end: One past the last.
             writes_pages: Whether the pages are written.
 
         Raises:
@@ -114,7 +114,7 @@ class Addresses:
 
 
 def _mappings(slot_mapping: Any, names: Sequence[str]) -> list[torch.Tensor]:
-    """One slot mapping for each group."""
+    """Return one slot mapping for each group."""
     if isinstance(slot_mapping, torch.Tensor):
         return [slot_mapping] * len(names)
     if isinstance(slot_mapping, Mapping):

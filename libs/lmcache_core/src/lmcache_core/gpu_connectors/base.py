@@ -25,7 +25,7 @@ class GPUConnectorInterface(ABC):
         Args:
             memory_obj: Filled; the caller holds a reference.
             start: First token.
-            end: One behind the last token.
+            end: One past the last token.
             **kwargs: The serving engine's memory, as each connector defines it.
 
         Raises:
@@ -41,7 +41,7 @@ class GPUConnectorInterface(ABC):
 
     @abstractmethod
     def get_shape(self, num_tokens: int) -> torch.Size:
-        """Shape of the memory object for that many tokens: `[2, num_layers, num_tokens,
+        """Return the shape of the memory object for that many tokens: `[2, num_layers, num_tokens,
         hidden_dim]`.
         """
 
@@ -53,7 +53,7 @@ class DescribesTensors(Protocol):
     """
 
     def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...]:
-        """Each tensor's group, dtype, shape, and place in the memory object, bytes."""
+        """Return each tensor's group, dtype, shape, and place in the memory object, bytes."""
 
 
 class OrderedGPUConnector(GPUConnectorInterface):

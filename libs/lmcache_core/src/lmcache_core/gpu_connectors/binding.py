@@ -64,7 +64,7 @@ class BindingCache:
         self._last: tuple[Signature, Binding] | None = None
 
     def binding_of(self, kvcaches: Any) -> Binding:
-        """The binding of these tensors.
+        """Return the binding of these tensors.
 
         Raises:
             LayoutError: They are not as declared.
@@ -161,7 +161,7 @@ def bind_pairs(num_layers: int, hidden_size: int, kvcaches: Any) -> Binding:
 
 
 def layers_of(layout: KVLayout, kvcaches: Any) -> list[Any]:
-    """The tensor (or pair) of each layer, group after group.
+    """Return the tensor (or pair) of each layer, group after group.
 
     Args:
         layout: Says how many there are, and their names.
@@ -189,7 +189,7 @@ def layers_of(layout: KVLayout, kvcaches: Any) -> list[Any]:
 
 
 def layer_sides(group: LayerGroup, layer: Any, name: str) -> tuple[torch.Tensor, ...]:
-    """K and V of a layer (or its latent) as views `[num_blocks, block_size, num_kv_heads,
+    """Return K and V of a layer (or its latent) as views `[num_blocks, block_size, num_kv_heads,
     head_size]`.
 
     Args:

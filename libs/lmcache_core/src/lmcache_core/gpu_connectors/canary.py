@@ -100,7 +100,7 @@ def _send(
     patterns: list[torch.Tensor],
     spots: list[_Spots],
 ) -> None:
-    """From the source slots to the target slots."""
+    """Copy from the source slots to the target slots."""
     num_tokens = len(spots[0].source)
     source, target = [spot.source for spot in spots], [spot.target for spot in spots]
     with allocate(connector.get_shape(num_tokens), engine.layout.kv_dtype) as memory:
@@ -149,8 +149,8 @@ def _check_same_kv(declared: KVLayout, engine: KVLayout) -> None:
 
 
 def _choose_spots(engine: EngineMemory) -> list[_Spots]:
-    """Slots at both ends of each group's blocks, at other places in the block for the source
-    than for the target.
+    """Return the slots at both ends of each group's blocks, at other places in the block for the
+    source than for the target.
     """
     sizes = [engine.num_slots(i) for i in range(len(engine.layout.groups))]
     chosen: list[tuple[list[int], list[int]]] = []
@@ -193,7 +193,7 @@ def _choose_spots(engine: EngineMemory) -> list[_Spots]:
 
 
 def _slots_in(first: int, second: int, block_size: int) -> list[int]:
-    """All slots of two blocks, or of the one that both are."""
+    """Return all slots of two blocks, or of the one that both are."""
     return [
         block * block_size + i
         for block in dict.fromkeys((first, second))
@@ -202,13 +202,13 @@ def _slots_in(first: int, second: int, block_size: int) -> list[int]:
 
 
 def _ends(slots: list[int], num_tokens: int) -> list[int]:
-    """So many slots, half from the begin and half from the end."""
+    """Return so many slots, half from the begin and half from the end."""
     return slots[: num_tokens - num_tokens // 2] + slots[len(slots) - num_tokens // 2 :]
 
 
 def _pattern(group: LayerGroup, index: int, num_tokens: int) -> torch.Tensor:
-    """Finite numbers that differ by layer, side, token, head and element: `[sides, num_layers,
-    num_tokens, num_kv_heads, head_size]`.
+    """Return finite numbers that differ by layer, side, token, head and element: `[sides,
+    num_layers, num_tokens, num_kv_heads, head_size]`.
     """
     dtype: torch.dtype = getattr(torch, group.dtype)
     shape = (*group.shape(num_tokens)[:3], group.num_kv_heads, group.head_size * dtype.itemsize)
@@ -241,7 +241,7 @@ def _write(engine: EngineMemory, contents: list[torch.Tensor], slots: list[list[
 
 
 def _read(engine: EngineMemory, group: int, slots: list[int]) -> torch.Tensor:
-    """`[sides, num_layers, num_tokens, num_kv_heads, head_size]`."""
+    """Return `[sides, num_layers, num_tokens, num_kv_heads, head_size]`."""
     layers = range(engine.layout.groups[group].num_layers)
     cells = [[_raw(engine.read(group, layer, slot)) for slot in slots] for layer in layers]
     stacked = torch.stack([torch.stack(of_layer, dim=1) for of_layer in cells], dim=1)

@@ -25,7 +25,7 @@ def check_format(memory_obj: MemoryObj) -> None:
 def checked_tensor(
     memory_obj: MemoryObj, shape: Sequence[int], dtype: torch.dtype, is_filled: bool
 ) -> torch.Tensor:
-    """The tensor in a memory object.
+    """Return the tensor in a memory object.
 
     Args:
         memory_obj: Of any format.

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors.binding import layers_of
 from lmcache_core.gpu_connectors.layout import KVLayout, LayerGroup, Order, Packing
@@ -24,7 +25,7 @@ class EngineMemory(Protocol):
         """What the engine's KV is."""
 
     def num_slots(self, group: int) -> tuple[int, int]:
-        """Blocks of a group, and slots in a block."""
+        """Return the blocks of a group, and slots in a block."""
 
     def write(self, group: int, layer: int, slot: int, cells: torch.Tensor) -> None:
         """Put a token's KV into a slot. `cells`: `[sides, num_kv_heads, head_size]` of the
@@ -32,13 +33,15 @@ class EngineMemory(Protocol):
         """
 
     def read(self, group: int, layer: int, slot: int) -> torch.Tensor:
-        """The KV in a slot, as `cells` of `write`."""
+        """Return the KV in a slot, as `cells` of `write`."""
 
     def block_memory(self, group: int, block: int) -> Sequence[torch.Tensor]:
-        """Views of all that `write` may change in a block, in all layers of the group."""
+        """Return the views of all that `write` may change in a block, in all layers of the
+        group.
+        """
 
 
-class LogicalMemory:
+class LogicalMemory(EngineMemory):
     """The engine's tensors, indexed one token at a time by the shape that the engine gives them.
 
     Args:
@@ -73,12 +76,12 @@ class LogicalMemory:
             at += group.num_layers
 
     @property
+    @override
     def layout(self) -> KVLayout:
-        """See `EngineMemory.layout`."""
         return self._layout
 
+    @override
     def num_slots(self, group: int) -> tuple[int, int]:
-        """See `EngineMemory.num_slots`."""
         declared = self._layout.groups[group]
         shape = list(self._layers[group][0][0].shape)
         if declared.packing in (Packing.KV_FIRST, Packing.BLOCK_FIRST):
@@ -86,20 +89,20 @@ class LogicalMemory:
         is_headless = len(shape) == 3
         return shape[0], shape[1 if declared.order is Order.NHD or is_headless else 2]
 
+    @override
     def write(self, group: int, layer: int, slot: int, cells: torch.Tensor) -> None:
-        """See `EngineMemory.write`."""
         for side, cell in enumerate(cells):
             self._cells(group, layer, side, slot).copy_(cell)
 
+    @override
     def read(self, group: int, layer: int, slot: int) -> torch.Tensor:
-        """See `EngineMemory.read`."""
         sides = range(self._layout.groups[group].sides)
         return torch.stack(
             [self._cells(group, layer, side, slot).cpu().view(torch.uint8) for side in sides]
         ).view(self._layers[group][layer][0].dtype)
 
+    @override
     def block_memory(self, group: int, block: int) -> Sequence[torch.Tensor]:
-        """See `EngineMemory.block_memory`."""
         is_behind_sides = self._layout.groups[group].packing is Packing.KV_FIRST
         return [
             tensor[:, block] if is_behind_sides else tensor[block]
@@ -108,7 +111,7 @@ class LogicalMemory:
         ]
 
     def _cells(self, group: int, layer: int, side: int, slot: int) -> torch.Tensor:
-        """`[num_kv_heads, head_size]` of one token, sharing memory."""
+        """Return `[num_kv_heads, head_size]` of one token, sharing memory."""
         declared, tensors = self._layout.groups[group], self._layers[group][layer]
         block, offset = divmod(slot, self.num_slots(group)[1])
         if declared.packing is Packing.KV_FIRST:

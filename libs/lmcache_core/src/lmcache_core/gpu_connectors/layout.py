@@ -99,11 +99,11 @@ class LayerGroup:
         return self.num_kv_heads * self.head_size
 
     def shape(self, num_tokens: int) -> tuple[int, int, int, int]:
-        """Shape of the group in a memory object."""
+        """Return the shape of the group in a memory object."""
         return self.sides, self.num_layers, num_tokens, self.hidden_size
 
     def tensor_shape(self) -> str:
-        """Shape of the engine's tensors of a layer, for people."""
+        """Return the shape of the engine's tensors of a layer, for people."""
         inner = (
             f"block_size, {self.num_kv_heads}"
             if self.order is Order.NHD
@@ -146,7 +146,8 @@ class KVLayout:
         return dtypes.pop() if len(dtypes) == 1 else "uint8"
 
     def fingerprint(self) -> str:
-        """Text that is equal for two layouts exactly when their memory objects mean the same.
+        """Return the text that is equal for two layouts exactly when their memory objects mean the
+        same.
 
         Order, packing and layer names of the engine's tensors are not in it: they do not show in a
         memory object.
@@ -158,8 +159,8 @@ class KVLayout:
         return "kv/1;" + ";".join(parts)
 
     def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...]:
-        """Where each group lies in a memory object of that many tokens, bytes; each begins at a
-        multiple of 512.
+        """Return where each group lies in a memory object of that many tokens, bytes; each begins
+        at a multiple of 512.
         """
         specs, at = [], 0
         for group in self.groups:
@@ -170,13 +171,13 @@ class KVLayout:
         return tuple(specs)
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Bytes of a memory object of that many tokens."""
+        """Return the bytes of a memory object of that many tokens."""
         last = self.tensor_specs(num_tokens)[-1]
         return last.offset + last.length
 
     def shape(self, num_tokens: int) -> tuple[int, ...]:
-        """Shape of a memory object in elements of `kv_dtype`: `[sides, num_layers, num_tokens,
-        hidden]` of one group, else flat.
+        """Return the shape of a memory object in elements of `kv_dtype`: `[sides, num_layers,
+        num_tokens, hidden]` of one group, else flat.
         """
         if len(self.groups) == 1:
             return self.groups[0].shape(num_tokens)
@@ -184,7 +185,7 @@ class KVLayout:
 
 
 def gaps_between(specs: Sequence[TensorSpec]) -> list[slice]:
-    """Bytes of a memory object that belong to no group."""
+    """Return the bytes of a memory object that belong to no group."""
     ends = [spec.offset + spec.length for spec in specs]
     return [
         slice(end, spec.offset)

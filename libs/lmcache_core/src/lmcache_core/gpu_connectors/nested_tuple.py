@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors.base import OrderedGPUConnector
 from lmcache_core.gpu_connectors.content import check_format, checked_tensor
@@ -30,8 +31,9 @@ class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
         self.hidden_dim_size = hidden_dim_size
         self.num_layers = num_layers
 
+    @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """See `GPUConnectorInterface.from_gpu`; needs `kvcaches`."""
+        """Copy from `kvcaches`, which must be given."""
         progress = kwargs.get("progress")
         # plain memory, whatever mode the engine made its tensors in, or for autograd; and quicker
         with torch.inference_mode():
@@ -46,8 +48,9 @@ class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
                     progress(i * step_bytes)
         _finish(slices)
 
+    @override
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """See `GPUConnectorInterface.to_gpu`; needs `kvcaches`."""
+        """Copy to `kvcaches`, which must be given."""
         progress = kwargs.get("progress")
         with torch.inference_mode():
             slices = self._slices(memory_obj, start, end, kwargs, is_filled=False)
@@ -59,15 +62,15 @@ class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
                     progress(i * step_bytes)
         _finish(slices)
 
+    @override
     def get_shape(self, num_tokens: int) -> torch.Size:
-        """See `GPUConnectorInterface.get_shape`."""
         return torch.Size((2, self.num_layers, num_tokens, self.hidden_dim_size))
 
     def _slices(
         self, memory_obj: MemoryObj, start: int, end: int, kwargs: dict[str, Any], is_filled: bool
     ) -> Slices:
-        """The same tokens in engine memory and in the memory object, K of every layer, then V,
-        checked.
+        """Return the same tokens in engine memory and in the memory object, K of every layer, then
+        V, checked.
         """
         check_format(memory_obj)
         if kwargs.get("kvcaches") is None:
@@ -90,7 +93,7 @@ class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
     def _checked_sides(
         self, layers: list[tuple[torch.Tensor, ...]], end: int
     ) -> tuple[torch.Size, torch.dtype]:
-        """Shape and dtype of K and V, which all layers have in common."""
+        """Return the shape and dtype of K and V, which all layers have in common."""
         for i, pair in enumerate(layers):
             if len(pair) != 2 or not (
                 isinstance(pair[0], torch.Tensor) and isinstance(pair[1], torch.Tensor)

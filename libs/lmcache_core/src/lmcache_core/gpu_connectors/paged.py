@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lmcache_kernels.paged_gather import paged_gather_steps
 from lmcache_kernels.paged_scatter import paged_scatter_steps
 
+from lmcache_core._typing import override
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors.addresses import Addresses
 from lmcache_core.gpu_connectors.base import OrderedGPUConnector
 from lmcache_core.gpu_connectors.binding import Binding, BindingCache, bind_declared, bind_pairs
 from lmcache_core.gpu_connectors.content import check_format, checked_tensor
 from lmcache_core.gpu_connectors.layout import KVLayout, gaps_between
-from lmcache_core.gpu_connectors.staging import Staging
 from lmcache_core.memory.base import MemoryFormat, MemoryObj
 from lmcache_core.record import TensorSpec
 
@@ -34,17 +37,19 @@ class PagedConnector(OrderedGPUConnector):
 
     def __init__(self, staging_tokens: int = 0) -> None:
         self._bindings = BindingCache(self._bind)
-        self._staging = Staging(staging_tokens)
+        self._staging = StagingBuffer(staging_tokens)
 
+    @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """See `GPUConnectorInterface.from_gpu`; needs `kvcaches` and `slot_mapping`, or
+        """Needs `kvcaches` and `slot_mapping`, or
         `addresses` instead of both.
         """
         check_format(memory_obj)
         self._fill(memory_obj, start, end, kwargs)
 
+    @override
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """See `GPUConnectorInterface.to_gpu`; needs `kvcaches` and `slot_mapping`, or
+        """Needs `kvcaches` and `slot_mapping`, or
         `addresses` instead of both.
         """
         check_format(memory_obj)
@@ -62,7 +67,7 @@ class PagedConnector(OrderedGPUConnector):
             _finish(binding.device)
 
     def binding_of(self, kvcaches: Any) -> Binding:
-        """The layout and the pages that this connector sees in these tensors.
+        """Return the layout and the pages that this connector sees in these tensors.
 
         Raises:
             ValueError: There are none, or they are not as declared.
@@ -72,8 +77,8 @@ class PagedConnector(OrderedGPUConnector):
         return self._bindings.binding_of(kvcaches)
 
     def addresses_of(self, kvcaches: Any, slot_mapping: Any, begin: int, end: int) -> Addresses:
-        """Where tokens `[begin, end)` lie, checked once for many chunks: pass it as `addresses`, as
-        long as the engine's tensors stay.
+        """Return where tokens `[begin, end)` lie, checked once for many chunks: pass it as
+        `addresses`, as long as the engine's tensors stay.
 
         Raises:
             ValueError: An argument is missing.
@@ -88,7 +93,7 @@ class PagedConnector(OrderedGPUConnector):
         """
 
     def _fill(self, memory_obj: MemoryObj, start: int, end: int, kwargs: dict[str, Any]) -> None:
-        """`from_gpu` of a memory object of any format."""
+        """Fill a memory object of any format; see `from_gpu`."""
         progress = kwargs.get("progress")
         addresses = self._addresses(start, end, kwargs)
         binding = addresses.binding
@@ -99,7 +104,8 @@ class PagedConnector(OrderedGPUConnector):
             for gap in gaps_between(binding.layout.tensor_specs(end - start)):
                 staged[
                     gap
-                    # the digest covers these bytes, and what lay there before is nobody's business
+                    # the digest covers these bytes, and what lay there before must not leave the
+                    # process
                 ].zero_()
             for offset, copy in copies:
                 for num_pages in paged_gather_steps(copy):
@@ -148,11 +154,11 @@ class PagedGPUConnector(PagedConnector):
         return self.layout.kv_dtype
 
     def get_shape(self, num_tokens: int) -> torch.Size:
-        """Shape of the memory object for that many tokens, in elements of `kv_dtype`."""
+        """Return the shape of the memory object for that many tokens, in elements of `kv_dtype`."""
         return torch.Size(self.layout.shape(num_tokens))
 
     def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...]:
-        """Each group's name, dtype, shape, and place in the memory object, bytes."""
+        """Return each group's name, dtype, shape, and place in the memory object, bytes."""
         return self.layout.tensor_specs(num_tokens)
 
     def _bind(self, kvcaches: Any) -> Binding:
@@ -177,8 +183,8 @@ class VLLMPagedMemGPUConnector(PagedConnector):
         self.hidden_dim_size = hidden_dim_size
         self.num_layers = num_layers
 
+    @override
     def get_shape(self, num_tokens: int) -> torch.Size:
-        """See `GPUConnectorInterface.get_shape`."""
         return torch.Size((2, self.num_layers, num_tokens, self.hidden_dim_size))
 
     def _bind(self, kvcaches: Any) -> Binding:
@@ -223,10 +229,11 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
             torch.device(kwargs["device"]) if use_gpu and kwargs.get("device") is not None else None
         )
         if use_gpu:
-            self._staging = Staging(int(chunk_size or 0))
+            self._staging = StagingBuffer(int(chunk_size or 0))
 
+    @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """See `GPUConnectorInterface.from_gpu`; needs `kvcaches` and `slot_mapping`. Sets the
+        """Needs `kvcaches` and `slot_mapping`. Sets the
         memory object's format to KV_BLOB.
         """
         self._fill(memory_obj, start, end, kwargs)
@@ -252,7 +259,7 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
 def _content(
     memory_obj: MemoryObj, layout: KVLayout, num_tokens: int, is_filled: bool
 ) -> torch.Tensor:
-    """All bytes of a memory object, flat."""
+    """Return all bytes of a memory object, flat."""
     tensor = checked_tensor(
         memory_obj, layout.shape(num_tokens), getattr(torch, layout.kv_dtype), is_filled
     )
@@ -262,3 +269,51 @@ def _content(
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+class StagingBuffer:
+    """Lends bytes on the pages' device, from a buffer that is kept when it is large enough.
+    Thread-safe: one borrower at a time.
+
+    Args:
+        num_tokens: Room of the kept buffer; 0 keeps none. It is allocated when it is first needed.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._buffer: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def near(
+        self, content: torch.Tensor, binding: Binding, num_tokens: int
+    ) -> Iterator[torch.Tensor]:
+        """Bytes on the pages' device for a memory object's content: the content itself where it is
+        there and no buffer is kept.
+
+        The device must have finished with them when the block ends.
+
+        Args:
+            content: uint8, flat.
+            binding: Says where the pages are.
+            num_tokens: Tokens in the content.
+        """
+        if self.num_tokens == 0 and content.device == binding.device:
+            yield content
+        elif num_tokens > self.num_tokens:
+            yield torch.empty_like(content, device=binding.device)
+        else:
+            with self._lock:
+                capacity_bytes = binding.layout.num_bytes(self.num_tokens)
+                if (
+                    self._buffer is None
+                    or self._buffer.device != binding.device
+                    or self._buffer.shape[0] < capacity_bytes
+                ):
+                    with torch.inference_mode(
+                        False
+                    ):  # it outlives the caller's mode, and could be written in that one only
+                        self._buffer = torch.empty(
+                            capacity_bytes, dtype=torch.uint8, device=binding.device
+                        )
+                yield self._buffer[: content.shape[0]]

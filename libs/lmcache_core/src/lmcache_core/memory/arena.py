@@ -9,6 +9,7 @@ import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lmcache_core._typing import override
 from lmcache_core.errors import CapacityError
 from lmcache_core.memory.base import FreeBlock, MemoryFormat, MemoryObjMetadata
 from lmcache_core.memory.counted import CountedMemoryObj, CountingAllocator, OnFreed
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def touched_memory(size: int) -> memoryview:
-    """At least `size` bytes of private host memory in whole pages, writable, aligned to a page,
-    touched so that no first use is slow.
+    """Return at least `size` bytes of private host memory in whole pages: writable, page-aligned,
+    and touched so that no first use is slow.
 
     Huge pages where the kernel has them: touching them is several times faster.
 
@@ -30,7 +31,7 @@ def touched_memory(size: int) -> memoryview:
         CapacityError: The machine does not have that much.
     """
     if size < 0:
-        raise ValueError(f"size={size}: an arena cannot have less than no bytes")
+        raise ValueError(f"size={size}: must not be negative")
     length = max(-(-size // mmap.PAGESIZE), 1) * mmap.PAGESIZE
     try:
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -55,14 +56,14 @@ class ArenaMemoryObj(CountedMemoryObj):
         self._view = view
 
     @property
+    @override
     def byte_array(self) -> memoryview:
-        """See `MemoryObj.byte_array`."""
         self._require_held()
         return self._view
 
     @property
+    @override
     def tensor(self) -> torch.Tensor:
-        """See `MemoryObj.tensor`."""
         self._require_held()
         return tensor_over(self._view, self._metadata.shape, self._metadata.dtype)
 
@@ -88,18 +89,18 @@ class ArenaAllocator(CountingAllocator):
 
     @classmethod
     def anonymous(cls, size: int) -> ArenaAllocator:
-        """An arena of `size` bytes (at least one page) of private memory, touched so that no
+        """Return an arena of `size` bytes (at least one page) of private memory, touched so that no
         first use is slow.
         """
         return cls(touched_memory(size)[: max(size, mmap.PAGESIZE)])
 
+    @override
     def allocate(
         self,
         shape: Sequence[int],
         dtype: torch.dtype | str | None,
         fmt: MemoryFormat = MemoryFormat.KV_BLOB,
     ) -> ArenaMemoryObj | None:
-        """See `MemoryAllocatorInterface.allocate`."""
         meta = self._take(tuple(shape), dtype, fmt)
         return None if meta is None else self._object(meta)
 

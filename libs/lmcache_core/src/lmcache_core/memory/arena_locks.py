@@ -79,12 +79,13 @@ def own_directory(directory: Path) -> FileLock:
 
 
 def generation_path(directory: Path, generation: int) -> Path:
-    """The file that clients of that generation hold a lock on."""
+    """Return the file that clients of that generation hold a lock on."""
     return directory / f"{generation:016x}{GENERATION_SUFFIX}"
 
 
 def begin_generation(directory: Path, generation: int, mode: int) -> None:
-    """Make the file that clients of a new generation lock, for whoever may open the arena.
+    """Make the file that clients of a new generation lock, for the processes that may open the
+    arena.
 
     Raises:
         OSError: It cannot be made.
@@ -121,8 +122,8 @@ def join_generation(directory: Path, generation: int) -> FileLock:
 
 
 def is_over(directory: Path, generation: int) -> bool:
-    """Whether no client of an earlier generation is left. One whose file is gone is not known to
-    be over.
+    """Return whether no client of an earlier generation is left. One whose file is gone is not
+    known to be over.
     """
     try:
         fd = os.open(generation_path(directory, generation), _READ)
@@ -144,7 +145,7 @@ def forget_generation(directory: Path, generation: int) -> None:
 
 
 def generations_in(directory: Path) -> list[int]:
-    """The generations that have a file in this directory."""
+    """Return the generations that have a file in this directory."""
     found = []
     for path in directory.glob(f"*{GENERATION_SUFFIX}"):
         with contextlib.suppress(ValueError):

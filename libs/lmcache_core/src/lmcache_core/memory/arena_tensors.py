@@ -22,7 +22,7 @@ MAX_PIECE_BYTES = 64 << 30
 
 
 def host_arena(size: int) -> torch.Tensor:
-    """uint8 `[size]` in host memory, aligned to a page and touched.
+    """Return uint8 `[size]` in host memory, aligned to a page and touched.
 
     Raises:
         ValueError: The size is negative.
@@ -32,7 +32,7 @@ def host_arena(size: int) -> torch.Tensor:
 
 
 def device_arena(size: int, device: str) -> torch.Tensor:
-    """uint8 `[size]` on that device, touched.
+    """Return uint8 `[size]` on that device, touched.
 
     Raises:
         ValueError: The size is negative.
@@ -48,7 +48,7 @@ def device_arena(size: int, device: str) -> torch.Tensor:
     if where.type == "cpu":
         return host_arena(size)
     if size < 0:
-        raise ValueError(f"size={size}: an arena cannot have less than no bytes")
+        raise ValueError(f"size={size}: must not be negative")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device={device!r}: this process sees {torch.cuda.device_count()} CUDA devices;"
@@ -125,7 +125,7 @@ def _take_pending_error() -> int | None:
 
 
 def _loaded_runtimes() -> list[str]:
-    """Paths of the CUDA runtime libraries that this process has mapped."""
+    """Return the paths of the CUDA runtime libraries that this process has mapped."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/maps").read_text().splitlines()
         paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart" in line}

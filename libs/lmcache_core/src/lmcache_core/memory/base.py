@@ -13,6 +13,7 @@ from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from lmcache_core._typing import override
 from lmcache_core.memory.dtypes import num_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class MemoryFormat(Enum):
     """Encoded bytes outside any arena."""
 
     def token_dim(self) -> int:
-        """Which dimension counts tokens."""
+        """Return which dimension counts tokens."""
         return 2 if self is MemoryFormat.KV_BLOB else 0
 
 
@@ -58,12 +59,12 @@ class MemoryObjMetadata:
     fmt: MemoryFormat = MemoryFormat.UNDEFINED
 
     def get_size(self) -> int:
-        """Bytes of the content, without alignment."""
+        """Return the bytes of the content, without alignment."""
         return num_bytes(self.shape, self.dtype if self.dtype is not None else "uint8")
 
 
 class MemoryObj(ABC):
-    """A reference-counted piece of memory. Whoever holds a reference gives it back: `with obj:`
+    """A reference-counted piece of memory. The holder of a reference gives it back: `with obj:`
     or `ref_count_down()`.
     """
 
@@ -74,7 +75,7 @@ class MemoryObj(ABC):
 
     @abstractmethod
     def get_memory_format(self) -> MemoryFormat:
-        """How to read it."""
+        """Return how to read it."""
 
     @abstractmethod
     def ref_count_up(self) -> None:
@@ -86,7 +87,7 @@ class MemoryObj(ABC):
 
     @abstractmethod
     def get_ref_count(self) -> int:
-        """References held now."""
+        """Return the references held now."""
 
     @property
     @abstractmethod
@@ -103,7 +104,7 @@ class MemoryObj(ABC):
         """
 
     def get_size(self) -> int:
-        """Bytes of the content, without alignment."""
+        """Return the bytes of the content, without alignment."""
         return self.metadata.get_size()
 
     def __enter__(self) -> MemoryObj:
@@ -119,7 +120,8 @@ class MemoryObj(ABC):
 
 
 class DescribedMemoryObj(MemoryObj):
-    """A memory object that keeps its metadata beside its bytes: what all of ours have in common.
+    """A memory object that keeps its metadata along with its bytes: what all of ours have in
+    common.
 
     Args:
         metadata: What it holds; its `ref_count` is the count.
@@ -129,16 +131,16 @@ class DescribedMemoryObj(MemoryObj):
         self._metadata = metadata
 
     @property
+    @override
     def metadata(self) -> MemoryObjMetadata:
-        """See `MemoryObj.metadata`."""
         return self._metadata
 
+    @override
     def get_memory_format(self) -> MemoryFormat:
-        """See `MemoryObj.get_memory_format`."""
         return self._metadata.fmt
 
+    @override
     def get_ref_count(self) -> int:
-        """See `MemoryObj.get_ref_count`."""
         return self._metadata.ref_count
 
 
@@ -150,7 +152,7 @@ class FreeBlock:
     size: int
 
     def can_be_coalesced(self, succ: FreeBlock) -> bool:
-        """Whether `succ` begins where this block ends."""
+        """Return whether `succ` begins where this block ends."""
         return self.start + self.size == succ.start
 
 
@@ -164,7 +166,7 @@ class MemoryAllocatorInterface(ABC):
         dtype: torch.dtype | str | None,
         fmt: MemoryFormat = MemoryFormat.UNDEFINED,
     ) -> MemoryObj | None:
-        """Memory for a tensor of that shape and dtype.
+        """Return memory for a tensor of that shape and dtype.
 
         Returns:
             An object with one reference, which the caller owns; its content is undefined. None when
@@ -179,7 +181,7 @@ class MemoryAllocatorInterface(ABC):
 
     @abstractmethod
     def get_ref_count(self, memory_obj: MemoryObj) -> int:
-        """References held on that object."""
+        """Return the references held on that object."""
 
     @abstractmethod
     def check_integrity(self) -> None:

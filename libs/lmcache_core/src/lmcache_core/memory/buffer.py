@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lmcache_core._typing import override
 from lmcache_core.errors import IntegrityError
 from lmcache_core.memory.base import FreeBlock, MemoryFormat, MemoryObjMetadata
 from lmcache_core.memory.counted import CountedMemoryObj, CountingAllocator
@@ -42,14 +43,14 @@ class BytesBufferMemoryObj(CountedMemoryObj):
         )
 
     @property
+    @override
     def byte_array(self) -> memoryview:
-        """See `MemoryObj.byte_array`."""
         self._require_held()
         return self._view
 
     @property
+    @override
     def tensor(self) -> torch.Tensor:
-        """See `MemoryObj.tensor`."""
         self._require_held()
         return tensor_over(self._view, self._metadata.shape, self._metadata.dtype)
 
@@ -64,7 +65,7 @@ class ByteBudget:
 
     def __init__(self, capacity: int) -> None:
         if capacity < 0:
-            raise ValueError(f"capacity={capacity}: a budget cannot be less than no bytes")
+            raise ValueError(f"capacity={capacity}: must not be negative")
         self.capacity = capacity
         self.used_bytes = 0
         self._used: dict[int, int] = {}
@@ -134,15 +135,14 @@ class BufferAllocator(CountingAllocator):
         self.device = device
         super().__init__(ByteBudget(capacity_bytes))
 
+    @override
     def allocate(
         self,
         shape: Sequence[int],
         dtype: torch.dtype | str | None,
         fmt: MemoryFormat = MemoryFormat.BINARY_BUFFER,
     ) -> BytesBufferMemoryObj | None:
-        """See `MemoryAllocatorInterface.allocate`. The metadata's address is a name, not a
-        place.
-        """
+        """Return the metadata's address is a name, not a place."""
         meta = self._take(tuple(shape), dtype, fmt)
         if meta is None:
             return None

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from lmcache_core._typing import override
 from lmcache_core.errors import IntegrityError
 from lmcache_core.memory.base import (
     DescribedMemoryObj,
@@ -63,22 +64,22 @@ class CountedMemoryObj(DescribedMemoryObj):
         super().__init__(metadata)
         self._allocator = allocator
 
+    @override
     def ref_count_up(self) -> None:
-        """See `MemoryObj.ref_count_up`."""
         if self._allocator is not None:
             self._allocator.change_ref_count(self, +1)
 
+    @override
     def ref_count_down(self) -> None:
-        """See `MemoryObj.ref_count_down`."""
         if self._allocator is not None:
             self._allocator.change_ref_count(self, -1)
 
+    @override
     def get_ref_count(self) -> int:
-        """See `MemoryObj.get_ref_count`."""
         return 1 if self._allocator is None else self._metadata.ref_count
 
     def _require_held(self) -> None:
-        """Refuse to show memory that may be somebody else's by now."""
+        """Refuse to show memory that may belong to another object by now."""
         if self._allocator is not None and self._metadata.ref_count <= 0:
             raise IntegrityError(
                 f"memory at {self._metadata.address} is used after its last reference was given"
@@ -125,8 +126,9 @@ class CountingAllocator(MemoryAllocatorInterface):
             if meta.ref_count <= 0:
                 self._give_back(meta)
 
+    @override
     def free(self, memory_obj: MemoryObj) -> None:
-        """See `MemoryAllocatorInterface.free`; takes the memory whatever the references.
+        """Takes the memory whatever the references.
 
         Raises:
             IntegrityError: The object is free already (its address may be another one's by now), or
@@ -137,12 +139,12 @@ class CountingAllocator(MemoryAllocatorInterface):
             self._require_ours(meta)
             self._give_back(meta)
 
+    @override
     def get_ref_count(self, memory_obj: MemoryObj) -> int:
-        """See `MemoryAllocatorInterface.get_ref_count`."""
         return memory_obj.get_ref_count()
 
+    @override
     def check_integrity(self) -> None:
-        """See `MemoryAllocatorInterface.check_integrity`."""
         with self._lock:
             self._room.check_integrity()
             held_bytes = sum(meta.phy_size for meta in self._handed_out.values())
@@ -159,7 +161,7 @@ class CountingAllocator(MemoryAllocatorInterface):
     def _take(
         self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat
     ) -> MemoryObjMetadata | None:
-        """Room for that tensor, with one reference; None when there is none."""
+        """Return room for that tensor, with one reference; None when there is none."""
         if min(shape, default=0) < 0:
             raise ValueError(f"shape={tuple(shape)}: a dimension is negative")
         size = math.prod(shape) if dtype is None else num_bytes(shape, dtype)

@@ -27,7 +27,7 @@ DTYPE_ITEMSIZE = MappingProxyType(
 
 
 def dtype_name(dtype: object) -> str:
-    """Name of a dtype given as `torch.dtype` or as its name.
+    """Return the name of a dtype given as `torch.dtype` or as its name.
 
     Raises:
         ValueError: Not a dtype of `DTYPE_ITEMSIZE`.
@@ -39,5 +39,5 @@ def dtype_name(dtype: object) -> str:
 
 
 def num_bytes(shape: Sequence[int], dtype: object) -> int:
-    """Bytes of a contiguous tensor of that shape and dtype."""
+    """Return the bytes of a contiguous tensor of that shape and dtype."""
     return math.prod(shape) * DTYPE_ITEMSIZE[dtype_name(dtype)]

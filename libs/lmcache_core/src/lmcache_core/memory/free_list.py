@@ -14,12 +14,12 @@ ALIGN_BYTES = 512
 
 
 def align_up(size: int, align: int = ALIGN_BYTES) -> int:
-    """The smallest multiple of `align` that is at least `size`."""
+    """Return the smallest multiple of `align` that is at least `size`."""
     return -(-size // align) * align
 
 
 def extent_bytes(size: int) -> int:
-    """What `size` bytes take of an arena: whole units of the alignment, at least one."""
+    """Return what `size` bytes take of an arena: whole units of the alignment, at least one."""
     return align_up(max(size, 1))
 
 
@@ -52,7 +52,7 @@ class FreeList:
         return len(self._used)
 
     def free_blocks(self) -> list[FreeBlock]:
-        """The free extents, by start."""
+        """Return the free extents, by start."""
         return [FreeBlock(start, size) for start, size in sorted(self._size_at.items())]
 
     def allocate(self, size: int) -> FreeBlock | None:

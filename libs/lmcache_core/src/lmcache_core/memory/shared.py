@@ -1,9 +1,9 @@
 """The shared-memory arena: a file that the sidecar owns and every serving process of the pod maps.
 
 The sidecar allocates and touches the whole file before it listens (a sparse tmpfs write past the
-limit is SIGBUS inside the serving engine, and pages are charged to whoever touches them first) and
-never truncates or resizes it. Each start is a new generation, in the same file where that fits:
-`arena_locks` tells when the clients of an earlier one are gone.
+limit is SIGBUS inside the serving engine, and pages are charged to the process that touches them
+first) and never truncates or resizes it. Each start is a new generation, in the same file where
+that fits: `arena_locks` tells when the clients of an earlier one are gone.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ArenaFile:
         return self.directory / FILE_NAME
 
     def num_bytes(self) -> int:
-        """The size in whole pages: on hugetlbfs those of the volume.
+        """Return the size in whole pages: on hugetlbfs those of the volume.
 
         Raises:
             OSError: The volume does not tell.
@@ -102,7 +102,7 @@ class ArenaFile:
 
     def create(self, lock: FileLock) -> SharedArena:
         """Make, allocate, touch and map a new file in the place of an older one, whose clients keep
-        writing to what nobody reads any more.
+        writing to what is no longer read.
 
         Args:
             lock: On the directory.
@@ -200,8 +200,8 @@ class ArenaFile:
 
 
 def is_none_of_ours(path: Path, exc: OSError) -> bool:
-    """Whether opening failed since no file of this user is there, and not for a reason that may
-    pass.
+    """Return whether opening failed since no file of this user is there, and not for a reason that
+    may pass.
     """
     if isinstance(exc, FileNotFoundError):
         return True
@@ -213,7 +213,9 @@ def is_none_of_ours(path: Path, exc: OSError) -> bool:
 
 
 def cannot_be_opened(path: Path, exc: OSError) -> CapacityError:
-    """What to raise where a file of an earlier start is there and cannot be used just now."""
+    """Return what to raise where a file of an earlier start is there and cannot be used just
+    now.
+    """
     return CapacityError(
         f"{path}: {exc.strerror}; what is in it is kept: let this user open it, or remove it to"
         " start without"

@@ -1,5 +1,5 @@
 """Memory objects and allocators over torch tensors: host, pinned host, GPU, and pinned host
-beside byte buffers.
+with byte buffers.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.memory.arena_tensors import device_arena, host_arena, pin
 from lmcache_core.memory.base import MemoryFormat, MemoryObjMetadata
 from lmcache_core.memory.counted import CountedMemoryObj, CountingAllocator
@@ -36,8 +37,9 @@ class TensorMemoryObj(CountedMemoryObj):
         self._raw = raw_data
 
     @property
+    @override
     def byte_array(self) -> memoryview:
-        """See `MemoryObj.byte_array`. Host memory only.
+        """Host memory only.
 
         Raises:
             ValueError: The memory is on another device.
@@ -51,8 +53,8 @@ class TensorMemoryObj(CountedMemoryObj):
         return bytes_under(self._raw[: self.get_size()])
 
     @property
+    @override
     def tensor(self) -> torch.Tensor:
-        """See `MemoryObj.tensor`."""
         self._require_held()
         meta = self._metadata
         dtype = torch.uint8 if meta.dtype is None else getattr(torch, dtype_name(meta.dtype))
@@ -80,13 +82,13 @@ class TensorMemoryAllocator(CountingAllocator):
         self._raw = tensor.detach().view(-1).view(torch.uint8)
         super().__init__(FreeList(self._raw.numel()))
 
+    @override
     def allocate(
         self,
         shape: Sequence[int],
         dtype: torch.dtype | str | None,
         fmt: MemoryFormat = MemoryFormat.KV_BLOB,
     ) -> TensorMemoryObj | None:
-        """See `MemoryAllocatorInterface.allocate`."""
         meta = self._take(torch.Size(shape), dtype, fmt)
         return (
             None

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def tensor_over(
     view: memoryview, shape: Sequence[int], dtype: torch.dtype | str | None
 ) -> torch.Tensor:
-    """A CPU tensor of that shape and dtype that shares `view`'s memory (a read-only view must
-    not be written through it).
+    """Return a CPU tensor of that shape and dtype that shares `view`'s memory (a read-only view
+    must not be written through it).
     """
     import torch
 
@@ -34,7 +34,7 @@ def tensor_over(
 
 @cache
 def _warn_unseen() -> None:
-    """torch warns of buffers that are not writable once in a process: have that behind us."""
+    """Trigger, unseen, the warning that torch gives once a process for a read-only buffer."""
     import torch
 
     with warnings.catch_warnings():
@@ -43,7 +43,7 @@ def _warn_unseen() -> None:
 
 
 def bytes_under(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, sharing its memory."""
+    """Return the bytes of a contiguous CPU tensor, sharing its memory."""
     import torch
 
     flat: memoryview = tensor.view(-1).view(torch.uint8).numpy().data

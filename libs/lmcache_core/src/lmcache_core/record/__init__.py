@@ -2,7 +2,16 @@
 torch.
 """
 
-from lmcache_core.record.chunk import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.record.chunk import (
+    HOT_TIER,
+    Allocate,
+    Chunk,
+    Miss,
+    MissReason,
+    Result,
+    Staged,
+    StagedFrom,
+)
 from lmcache_core.record.codec import (
     HEAD_ALIGN_BYTES,
     MAX_HEAD_BYTES,
@@ -12,10 +21,11 @@ from lmcache_core.record.codec import (
     check_digest,
     decode_head,
     decode_prefix,
+    decoded_bytes,
+    decoded_header,
     encode_head,
     verify_payload,
 )
-from lmcache_core.record.decoded import decoded_bytes, decoded_header
 from lmcache_core.record.digest import UNSEALED_DIGEST, payload_digest, payload_hasher
 from lmcache_core.record.header import (
     RAW_SERDE,
@@ -27,7 +37,6 @@ from lmcache_core.record.header import (
     raw_header,
 )
 from lmcache_core.record.hot_verifier import HotVerifier
-from lmcache_core.record.staged import HOT_TIER, Staged, StagedFrom
 
 __all__ = [
     "Allocate",

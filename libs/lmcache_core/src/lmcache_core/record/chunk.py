@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol
+from enum import IntEnum, StrEnum
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -16,6 +16,9 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record.codec import encode_head, head_bytes
 from lmcache_core.record.digest import payload_digest
 from lmcache_core.record.header import RecordHeader
+
+HOT_TIER = "Hot"
+"""The name of the tier in host memory."""
 
 
 class MissReason(StrEnum):
@@ -45,7 +48,7 @@ class Miss:
 
 
 class Chunk:
-    """A chunk in memory. Whoever receives one owns a reference on `memory` and gives it back with
+    """A chunk in memory. The receiver owns a reference on `memory` and gives it back with
     `release`.
 
     Its head is bytes that came with it, or is made when first asked for (`unsealed`): a chunk that
@@ -62,7 +65,7 @@ class Chunk:
         stored_at: When that tier stored it, seconds since the epoch; None: not known, or just now.
 
     Attributes:
-        is_unchecked: Whoever copies the payload must compare its digest (`unchecked`).
+        is_unchecked: The code that copies the payload must compare its digest (`unchecked`).
     """
 
     __slots__ = (
@@ -96,7 +99,9 @@ class Chunk:
 
     @classmethod
     def unsealed(cls, key: ChunkKey, header: RecordHeader, memory: MemoryObj, tier: str) -> Chunk:
-        """A chunk whose digest is computed when first needed; `header.digest` is replaced then."""
+        """Return a chunk whose digest is computed when first needed; `header.digest` is replaced
+        then.
+        """
         return cls(key, header, None, memory, tier)
 
     @property
@@ -136,8 +141,8 @@ class Chunk:
         ) + self.memory.get_size()
 
     def sealed(self) -> Chunk:
-        """This chunk, with its digest and head computed if they were not. Thread-safe; releases
-        the GIL while it reads.
+        """Return this chunk, with its digest and head computed if they were not. Thread-safe;
+        releases the GIL while it reads.
         """
         if self._head is None:
             with self._seal_lock:
@@ -150,20 +155,24 @@ class Chunk:
         return self
 
     def sealed_with(self, digest: bytes) -> Chunk:
-        """This chunk, sealed with the digest of its payload, which the caller has computed."""
+        """Return this chunk, sealed with the digest of its payload, which the caller has
+        computed.
+        """
         self._header = msgspec.structs.replace(self._header, digest=digest)
         self._head = encode_head(self._header, self.memory.get_size())
         return self
 
     def moved(self, memory: MemoryObj, tier: str) -> Chunk:
-        """The same chunk in that memory (equal bytes, a reference of its own) of that tier."""
+        """Return the same chunk in that memory (equal bytes, a reference of its own) of that
+        tier.
+        """
         # before the header: another thread that seals it sets the header first, and the two must
         # fit
         head = self._head
         return Chunk(self.key, self._header, head, memory, tier, self.stored_at)
 
     def unchecked(self) -> Chunk:
-        """This chunk (and its reference), to be checked by whoever copies its payload."""
+        """Return this chunk (and its reference), whose digest the copying code checks."""
         chunk = self.moved(self.memory, self.tier)
         chunk.is_unchecked = True
         return chunk
@@ -177,9 +186,37 @@ class Allocate(Protocol):
     """Where a tier puts what it reads: arena memory, by eviction if need be."""
 
     def __call__(self, num_bytes: int) -> MemoryObj | None:
-        """Memory for that many bytes, one reference owned by the caller; None when there is no
-        room.
+        """Return memory for that many bytes, one reference owned by the caller; None when there is
+        no room.
         """
 
 
 Result = Chunk | Miss
+
+
+class StagedFrom(IntEnum):
+    """Where a staged chunk was found; the values are those of the bytes in `Staged.tiers`."""
+
+    NOWHERE = 0
+    """It is not there for all ranks, or nothing is promised of it."""
+    HOT = 1
+    """It was in host memory."""
+    DISK = 2
+    PEER = 3
+    REMOTE = 4
+    OTHER = 5
+    """A tier that has no number of its own."""
+
+
+class Staged(NamedTuple):
+    """What is in host memory, for all ranks of a chain, and stays there until the ticket is given
+    back.
+
+    Attributes:
+        is_ready: Nothing more will come: no lift was needed, or it is over.
+        tiers: For each chain one byte a chunk, a `StagedFrom`; nothing while the store has not
+            answered.
+    """
+
+    is_ready: bool
+    tiers: tuple[bytes, ...]

@@ -6,6 +6,7 @@ Source: `docs/protocols.md`, "Record". Golden vectors: `tests/contract/golden/re
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -13,8 +14,15 @@ import xxhash
 
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import CacheEngineKey
-from lmcache_core.record.digest import payload_digest
-from lmcache_core.record.header import RecordHeader, RecordReason
+from lmcache_core.memory.dtypes import num_bytes
+from lmcache_core.record.digest import UNSEALED_DIGEST, payload_digest
+from lmcache_core.record.header import (
+    RAW_SERDE,
+    REPORT_EXTENSION,
+    RecordHeader,
+    RecordReason,
+    TensorSpec,
+)
 
 MAGIC = b"LMKV"
 VERSION = 1
@@ -45,7 +53,7 @@ class RecordPrefix:
 
 
 def encode_head(header: RecordHeader, payload_bytes: int) -> bytes:
-    """Everything of a record but its payload; a multiple of `HEAD_ALIGN_BYTES` long.
+    """Return everything of a record but its payload; a multiple of `HEAD_ALIGN_BYTES` long.
 
     Raises:
         RecordError: The header does not fit its bounds or that payload.
@@ -65,7 +73,7 @@ def encode_head(header: RecordHeader, payload_bytes: int) -> bytes:
 
 
 def head_bytes(header: RecordHeader) -> int:
-    """How long `encode_head` will be; its digest may be any."""
+    """Return how long `encode_head` will be; its digest may be any."""
     return _head_units(len(_ENCODER.encode(header))) * HEAD_ALIGN_BYTES
 
 
@@ -159,3 +167,41 @@ def check_digest(header: RecordHeader, digest: bytes) -> None:
 
 def _head_units(header_bytes: int) -> int:
     return -(-(PREFIX_BYTES + header_bytes + CHECKSUM_BYTES) // HEAD_ALIGN_BYTES)
+
+
+def decoded_bytes(header: RecordHeader) -> int:
+    """Return the bytes of the decoded payload: its tensors, one after the other.
+
+    Raises:
+        RecordError: More than a payload may have.
+    """
+    size = sum(num_bytes(spec.shape, spec.dtype) for spec in header.tensors)
+    if size > MAX_PAYLOAD_BYTES:
+        raise RecordError(
+            RecordReason.BOUNDS,
+            f"{size} bytes when decoded; a payload has at most {MAX_PAYLOAD_BYTES}",
+        )
+    return size
+
+
+def decoded_header(header: RecordHeader) -> RecordHeader:
+    """Return the header of the decoded payload, its digest still to be computed.
+
+    Key, profile and the lossy mark are kept, so that values that are not those which were stored
+    never pass for them. What the encoder measured was of the encoded payload, and is left out.
+    """
+    extensions = tuple(
+        extension for extension in header.extensions if extension.id != REPORT_EXTENSION
+    )
+    tensors = tuple(_one_behind_the_other(header.tensors))
+    return RecordHeader(
+        header.key, RAW_SERDE, header.profile, header.lossy, tensors, UNSEALED_DIGEST, extensions
+    )
+
+
+def _one_behind_the_other(tensors: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+    at = 0
+    for spec in tensors:
+        length = num_bytes(spec.shape, spec.dtype)
+        yield TensorSpec(spec.group, spec.dtype, spec.shape, at, length)
+        at += length

@@ -10,12 +10,12 @@ UNSEALED_DIGEST = bytes(DIGEST_BYTES)
 
 
 def payload_digest(payload: bytes | bytearray | memoryview) -> bytes:
-    """xxh3-128 of the payload. Releases the GIL while it reads."""
+    """Return xxh3-128 of the payload. Releases the GIL while it reads."""
     return xxhash.xxh3_128_digest(payload)
 
 
 def payload_hasher() -> xxhash.xxh3_128:
-    """The same digest of a payload that comes in pieces: give them to `update`, in order, then
-    ask for `digest()`.
+    """Return the same digest of a payload that comes in pieces: give them to `update`, in order,
+    then ask for `digest()`.
     """
     return xxhash.xxh3_128()

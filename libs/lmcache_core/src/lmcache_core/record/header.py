@@ -94,7 +94,7 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     extensions: tuple[Extension, ...] = ()
 
     def engine_key(self) -> CacheEngineKey:
-        """The key, read."""
+        """Return the key, read."""
         return CacheEngineKey.from_canonical(self.key)
 
     def check(self, payload_bytes: int) -> None:
@@ -155,7 +155,7 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 def raw_header(
     key: CacheEngineKey, shape: Sequence[int], dtype: object, digest: bytes
 ) -> RecordHeader:
-    """Header of a record that holds one raw tensor.
+    """Return the header of a record that holds one raw tensor.
 
     Args:
         key: Its key.

@@ -31,8 +31,8 @@ class HotVerifier:
 
     @classmethod
     def lenient(cls, mode: str) -> HotVerifier:
-        """As told by a sidecar, which may be newer than we are: a mode that is not known reads
-        as "always".
+        """Make a verifier of the mode that a sidecar names; an unknown mode, of a newer
+        sidecar, reads as "always".
         """
         return cls(mode if mode in MODES else "always")
 
@@ -42,7 +42,7 @@ class HotVerifier:
         return self.mode != "never"
 
     def num_intact(self, chunks: Sequence[Chunk], workers: Workers) -> int:
-        """How many of them, from the first, did not turn out damaged; the checks run side by
+        """Return how many of them, from the first, did not turn out damaged; the checks run side by
         side.
         """
         chosen = [i for i, _ in enumerate(chunks) if self.chooses()]
@@ -55,7 +55,7 @@ class HotVerifier:
         )
 
     def chooses(self) -> bool:
-        """Whether the next chunk is one of those that are checked."""
+        """Return whether the next chunk is one of those that are checked."""
         return self.mode == "always" or (self.mode == "sampled" and self._is_sampled())
 
     def _is_sampled(self) -> bool:

@@ -10,34 +10,46 @@ import importlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from lmcache_core.errors import ConfigError
+from lmcache_core.serde.codec import ChunkCodec
+
 if TYPE_CHECKING:
     from lmcache_core.documented.cachegen.serializer import CacheGenDeserializer, CacheGenSerializer
     from lmcache_core.documented.debug_serde import DeserializerDebugWrapper, SerializerDebugWrapper
     from lmcache_core.serde.base import Deserializer, Serializer
-    from lmcache_core.serde.fast_serde import FastDeserializer, FastSerializer
-    from lmcache_core.serde.registry import create_codec
     from lmcache_core.serde.safe_serde import SafeDeserializer, SafeSerializer
+    from lmcache_core.serde.tensor_bytes import FastDeserializer, FastSerializer
     from lmcache_core.serde.torch_serde import TorchDeserializer, TorchSerializer
 
+RAW = "naive"
+CODEC_NAMES = ("cachegen", "cachegen:high", "cachegen:low", "lossless")
+"""Codecs that need no torch."""
+DOCUMENTED_NAMES = ("torch", "safetensor", "fast")
+SERDE_NAMES = (RAW, *DOCUMENTED_NAMES, *CODEC_NAMES)
+_PROFILES = MappingProxyType(
+    {"cachegen": "standard", "cachegen:high": "high", "cachegen:low": "low", "lossless": None}
+)
 _RESOLVED_LATER = MappingProxyType(
     {
         "CacheGenDeserializer": "documented.cachegen.serializer",
         "CacheGenSerializer": "documented.cachegen.serializer",
         "Deserializer": "serde.base",
         "DeserializerDebugWrapper": "documented.debug_serde",
-        "FastDeserializer": "serde.fast_serde",
-        "FastSerializer": "serde.fast_serde",
+        "FastDeserializer": "serde.tensor_bytes",
+        "FastSerializer": "serde.tensor_bytes",
         "SafeDeserializer": "serde.safe_serde",
         "SafeSerializer": "serde.safe_serde",
         "Serializer": "serde.base",
         "SerializerDebugWrapper": "documented.debug_serde",
         "TorchDeserializer": "serde.torch_serde",
         "TorchSerializer": "serde.torch_serde",
-        "create_codec": "serde.registry",
     }
 )
 
 __all__ = [
+    "CODEC_NAMES",
+    "DOCUMENTED_NAMES",
+    "SERDE_NAMES",
     "CacheGenDeserializer",
     "CacheGenSerializer",
     "Deserializer",
@@ -52,6 +64,38 @@ __all__ = [
     "TorchSerializer",
     "create_codec",
 ]
+
+
+def create_codec(name: str | None, threads: int = 0) -> ChunkCodec | None:
+    """Return the codec of that name, not opened; None for `naive` and None: payloads stay raw.
+
+    Args:
+        name: One of `SERDE_NAMES`.
+        threads: How many work on one payload; 0: as many as there are processors.
+
+    Raises:
+        ConfigError: There is no such codec.
+    """
+    if name is None or name == RAW:
+        return None
+    if name in DOCUMENTED_NAMES:
+        from lmcache_core.serde.documented_codec import DocumentedCodec
+
+        return DocumentedCodec(name)
+    if name not in _PROFILES:
+        raise ConfigError(f"serde {name!r}: must be one of {', '.join(SERDE_NAMES)}")
+    try:
+        from lmcache_core.serde.machine_code import settle_processor
+
+        settle_processor()  # before the next line imports numba
+        from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile
+    except ModuleNotFoundError as exc:
+        raise ConfigError(
+            f"serde {name!r} needs the package {exc.name!r}: install lmcache-core[codec], or run"
+            " the image lmcache-sidecar-codec"
+        ) from exc
+    level: Any = _PROFILES[name]
+    return CacheGenCodec(None if level is None else Profile(level), threads)
 
 
 def __getattr__(name: str) -> Any:

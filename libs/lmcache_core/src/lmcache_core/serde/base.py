@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.memory.dtypes import dtype_name
 
 BytesLike = bytes | bytearray | memoryview
@@ -67,7 +68,9 @@ class Deserializer(ABC):
         """
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the dtype that was asked for; the same object where it has that already."""
+        """Return the tensor in the dtype that was asked for; the same object where it has that
+        already.
+        """
         return tensor if self.dtype is None else tensor.to(self.dtype)
 
 
@@ -76,15 +79,16 @@ class PlainDeserializer(Deserializer):
     that was asked for.
     """
 
+    @override
     def from_bytes(self, bs: BytesLike) -> torch.Tensor:
-        """See `Deserializer.from_bytes`. Converting takes up to eight times the bytes that were
-        stored (uint8 to float64).
+        """Decode and convert; takes up to eight times the bytes that were stored (uint8 to
+        float64).
         """
         return self._converted(self.from_bytes_normal(bs))
 
     @abstractmethod
     def from_bytes_normal(self, b: BytesLike) -> torch.Tensor:
-        """`from_bytes` without conversion: the tensor in the dtype that was stored.
+        """Decode without conversion: return the tensor in the dtype that was stored.
 
         Raises:
             SerdeError: As of `from_bytes`.

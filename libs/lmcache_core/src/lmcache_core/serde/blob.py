@@ -48,7 +48,7 @@ class Head:
         self.sizes = sizes
 
     def pack(self) -> bytes:
-        """Its bytes."""
+        """Return its bytes."""
         return HEAD.pack(MAGIC, self.mode, self.dtype, self.itemsize, 0, *self.sizes)
 
 
@@ -67,14 +67,14 @@ class Reader:
         self._at = 0
 
     def head(self) -> Head:
-        """The head."""
+        """Return the head."""
         magic, mode, dtype, itemsize, reserved, *sizes = HEAD.unpack(self.take(HEAD.size))
         if magic != MAGIC or reserved or mode not in Mode.__members__.values():
             raise SerdeError("not an encoded tensor, or one of a later version")
         return Head(Mode(mode), dtype, itemsize, (sizes[0], sizes[1], sizes[2], sizes[3]))
 
     def take(self, num_bytes: int) -> memoryview:
-        """The next bytes."""
+        """Return the next bytes."""
         if not 0 <= num_bytes <= len(self._blob) - self._at:
             raise SerdeError(
                 f"an encoded tensor of {len(self._blob)} bytes ends where {num_bytes} more are"
@@ -84,7 +84,7 @@ class Reader:
         return self._blob[self._at - num_bytes : self._at]
 
     def array(self, dtype: str, count: int) -> npt.NDArray[np.generic]:
-        """The next array, little-endian; a view where it lies aligned, a copy elsewhere."""
+        """Return the next array, little-endian; a view where it lies aligned, a copy elsewhere."""
         view = self.take(np.dtype(dtype).itemsize * count)
         return np.require(np.frombuffer(view, dtype), requirements=["A"])
 
@@ -100,5 +100,5 @@ class Reader:
 
 
 def next_power_of_two(number: int) -> int:
-    """The smallest power of two that is at least that number."""
+    """Return the smallest power of two that is at least that number."""
     return 1 << max(0, math.ceil(number) - 1).bit_length()

@@ -117,7 +117,7 @@ class QuantizationSpec:
 
     Attributes:
         start_layer: The first of them.
-        end_layer: The layer behind the last of them.
+        end_layer: The layer after the last of them.
         bins: Even, 4 to 256; `bins - 1` values are used, symmetric around zero.
 
     Raises:
@@ -151,7 +151,7 @@ class CacheGenConfig:
     Attributes:
         nlayers: How many layers it has.
         kspecs: Bins of the keys: runs of layers, each beginning where the one before it ends, the
-            first at 0, the last at or behind `nlayers`. Any sequence is taken, a tuple is kept.
+            first at 0, the last at or after `nlayers`. Any sequence is taken, a tuple is kept.
         vspecs: Bins of the values, likewise.
 
     Raises:
@@ -174,8 +174,8 @@ class CacheGenConfig:
 
     @classmethod
     def from_model_name(cls, model_name: str) -> CacheGenConfig:
-        """The configuration of a model: documented, or derived from how many layers it has. Never a
-        refusal.
+        """Return the configuration of a model: documented, or derived from how many layers it has.
+        Never a refusal.
 
         Args:
             model_name: One of the documented names; or a directory whose `config.json` names the
@@ -191,10 +191,10 @@ class CacheGenConfig:
 
     @classmethod
     def for_num_layers(cls, n: int) -> CacheGenConfig:
-        """The documented rule for a model of `n` layers.
+        """Return the documented rule for a model of `n` layers.
 
         With fewer than ten layers, 32 bins in all of them; else keys have 32 in layers 0 to 9,
-        values in layers 0 and 1, and 16 behind.
+        values in layers 0 and 1, and 16 after them.
 
         Raises:
             ConfigError: `n` is not 1 to 4096.
@@ -202,7 +202,7 @@ class CacheGenConfig:
         return cls(n, _derived_specs(n, FINE_KEY_LAYERS), _derived_specs(n, FINE_VALUE_LAYERS))
 
     def bins_of_keys(self, num_layers: int | None = None) -> tuple[int, ...]:
-        """Bins of the keys of each layer.
+        """Return the bins of the keys of each layer.
 
         Args:
             num_layers: How many layers to tell; None: `nlayers`. Layers beyond `nlayers` have the
@@ -211,7 +211,7 @@ class CacheGenConfig:
         return _bins_of(self.kspecs, self.nlayers, num_layers)
 
     def bins_of_values(self, num_layers: int | None = None) -> tuple[int, ...]:
-        """Bins of the values of each layer; arguments as of `bins_of_keys`."""
+        """Return the bins of the values of each layer; arguments as of `bins_of_keys`."""
         return _bins_of(self.vspecs, self.nlayers, num_layers)
 
 
@@ -264,8 +264,8 @@ def _layers_of_last_part(model_name: str) -> int | None:
 
 
 def _layers_of_directory(model_name: str) -> int | None:
-    """How many layers the `config.json` of a local model names, also that of a multimodal one's
-    text part; None: it cannot be told.
+    """Return how many layers the `config.json` of a local model names, also that of a multimodal
+    one's text part; None: it cannot be told.
     """
     if not model_name:
         return None

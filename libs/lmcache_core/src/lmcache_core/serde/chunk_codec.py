@@ -1,26 +1,35 @@
-"""The codecs of chunks that this package is for: CacheGen in its profiles, and lossless."""
+"""The codecs of chunks: CacheGen in its profiles, and lossless."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_core._typing import override
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import RecordHeader, TensorSpec
 from lmcache_core.serde.blob import Head, Mode, Reader
-from lmcache_core.serde.codec import EncodedPayload, EncodingReport, GroupError
-from lmcache_core.serde.entropy.tables import TableSet, bell_curves
-from lmcache_core.serde.loops import Loops, load_loops
-from lmcache_core.serde.lossless.coder import LosslessCoder
-from lmcache_core.serde.profiles import Profile, error_groups, quantiser_of
-from lmcache_core.serde.quantised.coder import NotQuantisableError, QuantisedCoder, group_errors
-from lmcache_core.serde.quantised.layout import KINDS, PlaneLayout, can_be_quantised
+from lmcache_core.serde.cachegen import CacheGenConfig
+from lmcache_core.serde.codec import ChunkCodec, EncodedPayload, EncodingReport, GroupError
+from lmcache_core.serde.lossless import LosslessCoder
+from lmcache_core.serde.machine_code import Loops, load_loops
+from lmcache_core.serde.quantised import (
+    KINDS,
+    NotQuantisableError,
+    PlaneLayout,
+    QuantisedCoder,
+    Quantiser,
+    can_be_quantised,
+    group_errors,
+)
+from lmcache_core.serde.tables import TableSet, bell_curves
 
 CACHEGEN_SERDE = "cachegen"
 LOSSLESS_SERDE = "lossless"
@@ -29,6 +38,62 @@ TABLES_MARK = "@"
 _STORED_HEAD = Head(Mode.STORED, 0, 0, (0, 0, 0, 0)).pack()
 
 Pieces = list[Any]
+SHORT_TOKENS = 64
+"""Below, a channel has too few values to measure its spread: the profiles of our own quantise as
+the documented one there.
+"""
+PLANE_LEVELS = 127
+
+
+class Profile(StrEnum):
+    """How much is kept.
+
+    `STANDARD`: the documented bins, the same values as the documented algorithm. `HIGH` and `LOW`:
+        one step for each layer of keys or
+    values, 9/16 or 15/16 of the standard deviation within its channels (docs/codec.md has the curve
+    that they were chosen from).
+    """
+
+    STANDARD = "standard"
+    HIGH = "high"
+    LOW = "low"
+
+
+_FINENESS = {Profile.HIGH: 144, Profile.LOW: 240}
+
+
+def quantiser_of(profile: Profile, shape: Sequence[int]) -> Quantiser:
+    """Return how a tensor `[sides, layers, tokens, channels]` is quantised: keys first, then
+    values; where there is one side, it is as keys.
+    """
+    sides, layers, tokens, _ = shape
+    if profile is Profile.STANDARD or tokens < SHORT_TOKENS:
+        config = CacheGenConfig.for_num_layers(layers)
+        bins = (
+            [*config.bins_of_keys(), *config.bins_of_values()]
+            if sides == 2
+            else list(config.bins_of_keys()) * sides
+        )
+        return Quantiser(Mode.BY_TOKEN, tuple(count // 2 - 1 for count in bins))
+    return Quantiser(Mode.BY_PLANE, (PLANE_LEVELS,) * (sides * layers), _FINENESS[profile])
+
+
+def error_groups(profile: Profile, shape: Sequence[int]) -> list[tuple[str, slice]]:
+    """Return the groups of planes whose errors are told together: layers of keys, and of values,
+    that are quantised alike.
+    """
+    sides, layers, _, _ = shape
+    levels = quantiser_of(profile, shape).levels
+    names = ("keys", "values") if sides == 2 else ("kv", *(f"kv{side}" for side in range(1, sides)))
+    groups = []
+    for side in range(sides):
+        start = 0
+        for layer in range(1, layers + 1):
+            at = side * layers
+            if layer == layers or levels[at + layer] != levels[at + start]:
+                groups.append((f"{names[side]} {start}-{layer - 1}", slice(at + start, at + layer)))
+                start = layer
+    return groups
 
 
 class _Tools:
@@ -41,9 +106,8 @@ class _Tools:
         self.lossless = LosslessCoder(loops, self.pool)
 
 
-class CacheGenCodec:
-    """See `lmcache_core.serde.ChunkCodec`. Decodes every profile, and what was encoded without
-    loss.
+class CacheGenCodec(ChunkCodec):
+    """Encodes with one profile; decodes every profile, and what was encoded without loss.
 
     Args:
         profile: How much is kept; None: everything.
@@ -57,28 +121,28 @@ class CacheGenCodec:
         self._tools: _Tools | None = None
 
     @property
+    @override
     def serde(self) -> str:
-        """See `ChunkCodec.serde`."""
         return LOSSLESS_SERDE if self._profile is None else CACHEGEN_SERDE
 
     @property
+    @override
     def lossy(self) -> bool:
-        """See `ChunkCodec.lossy`."""
         return self._profile is not None
 
+    @override
     def open(self) -> None:
-        """See `ChunkCodec.open`."""
         if self._tools is None:
             self._tools = _Tools(load_loops(), bell_curves(), self._threads)
 
+    @override
     def close(self) -> None:
-        """See `ChunkCodec.close`."""
         tools, self._tools = self._tools, None
         if tools is not None:
             tools.pool.shutdown()
 
+    @override
     def encode(self, tensors: Sequence[TensorSpec], payload: memoryview) -> EncodedPayload | None:
-        """See `ChunkCodec.encode`."""
         tools = self._opened
         pieces: Pieces = []
         specs: list[TensorSpec] = []
@@ -110,14 +174,14 @@ class CacheGenCodec:
             memoryview(b"".join(pieces)), tuple(specs), serde, profile, is_lossy, report
         )
 
+    @override
     def decodes(self, header: RecordHeader) -> bool:
-        """See `ChunkCodec.decodes`."""
         if header.serde == CACHEGEN_SERDE:
             return header.profile.rpartition(TABLES_MARK)[2] == self._opened.tables.id
         return header.serde == LOSSLESS_SERDE
 
+    @override
     def decode(self, header: RecordHeader, payload: memoryview, out: memoryview) -> None:
-        """See `ChunkCodec.decode`."""
         tools = self._opened
         at = 0
         for spec in header.tensors:

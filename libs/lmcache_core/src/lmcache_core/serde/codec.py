@@ -11,7 +11,9 @@ from typing import Protocol
 
 import msgspec
 
-from lmcache_core.record import RecordHeader, TensorSpec
+from lmcache_core.record import REPORT_EXTENSION, Extension, RecordHeader, TensorSpec
+
+MAX_REPORT_BYTES = 16 << 10
 
 
 class GroupError(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -46,14 +48,39 @@ class EncodingReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     groups: tuple[GroupError, ...] = ()
 
 
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(EncodingReport)
+
+
+def report_extension(report: EncodingReport) -> Extension | None:
+    """Return the extension that carries a report; None for one that is longer than
+    `MAX_REPORT_BYTES`, since a record must not grow by it.
+    """
+    data = _ENCODER.encode(report)
+    return Extension(REPORT_EXTENSION, False, data) if len(data) <= MAX_REPORT_BYTES else None
+
+
+def encoding_report(header: RecordHeader) -> EncodingReport | None:
+    """Return the report that a record carries; None when there is none that can be read here: it is
+    for people, and never decides anything.
+    """
+    for extension in header.extensions:
+        if extension.id == REPORT_EXTENSION and len(extension.data) <= MAX_REPORT_BYTES:
+            try:
+                return _DECODER.decode(extension.data)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return None
+    return None
+
+
 class EncodedPayload(msgspec.Struct, frozen=True):
     """An encoded payload and what its record has to say about it.
 
     Attributes:
-        payload: Its bytes; nobody else writes to them.
+        payload: Its bytes, which nothing else writes.
         tensors: The tensors of the chunk: dtype and shape as decoded, offset and length as encoded.
         serde: For `RecordHeader.serde`.
-        profile: For `RecordHeader.profile`: the profile and, behind `@`, the id of its tables.
+        profile: For `RecordHeader.profile`: the profile and, after `@`, the id of its tables.
         lossy: Whether decoding gives other values.
         report: What the encoder measured.
     """
@@ -100,8 +127,8 @@ class ChunkCodec(Protocol):
         """
 
     def decodes(self, header: RecordHeader) -> bool:
-        """Whether this codec can decode such a record: its serde, profile and tables are known
-        here.
+        """Return whether this codec can decode such a record: its serde, profile and tables are
+        known here.
         """
 
     def decode(self, header: RecordHeader, payload: memoryview, out: memoryview) -> None:

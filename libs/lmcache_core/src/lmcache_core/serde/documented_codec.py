@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from lmcache_core._typing import override
 from lmcache_core.errors import ConfigError, SerdeError
 from lmcache_core.memory.dtypes import dtype_name
 from lmcache_core.memory.views import bytes_under, tensor_over
 from lmcache_core.record import RecordHeader, TensorSpec
-from lmcache_core.serde.codec import EncodedPayload, EncodingReport
+from lmcache_core.serde.codec import ChunkCodec, EncodedPayload, EncodingReport
 
 if TYPE_CHECKING:
     from lmcache_core.serde.base import Deserializer, Serializer
@@ -26,13 +27,13 @@ DOCUMENTED_SERDES = MappingProxyType(
     {
         "torch": ("torch_serde", "TorchSerializer", "TorchDeserializer"),
         "safetensor": ("safe_serde", "SafeSerializer", "SafeDeserializer"),
-        "fast": ("fast_serde", "FastSerializer", "FastDeserializer"),
+        "fast": ("tensor_bytes", "FastSerializer", "FastDeserializer"),
     }
 )
 """Module and classes of each."""
 
 
-class DocumentedCodec:
+class DocumentedCodec(ChunkCodec):
     """A `ChunkCodec` over a documented serializer and deserializer; lossless.
 
     Args:
@@ -44,17 +45,21 @@ class DocumentedCodec:
     def __init__(self, serde: str) -> None:
         if serde not in DOCUMENTED_SERDES:
             raise ConfigError(f"serde={serde!r}: must be one of {', '.join(DOCUMENTED_SERDES)}")
-        self.serde = serde
+        self._serde = serde
         self._serializer: Serializer | None = None
         self._deserializer: Deserializer | None = None
 
-    def open(self) -> None:
-        """See `ChunkCodec.open`.
+    @property
+    @override
+    def serde(self) -> str:
+        return self._serde
 
-        Raises:
-            ConfigError: torch or safetensors is not installed.
+    @override
+    def open(self) -> None:
+        """Raises:
+        ConfigError: torch or safetensors is not installed.
         """
-        module_name, serializer, deserializer = DOCUMENTED_SERDES[self.serde]
+        module_name, serializer, deserializer = DOCUMENTED_SERDES[self._serde]
         try:
             module = importlib.import_module(f"lmcache_core.serde.{module_name}")
         except ModuleNotFoundError as exc:
@@ -65,12 +70,13 @@ class DocumentedCodec:
         self._serializer = getattr(module, serializer)()
         self._deserializer = getattr(module, deserializer)(None)
 
+    @override
     def close(self) -> None:
-        """See `ChunkCodec.close`."""
         self._serializer = self._deserializer = None
 
+    @override
     def encode(self, tensors: Sequence[TensorSpec], payload: memoryview) -> EncodedPayload | None:
-        """See `ChunkCodec.encode`; never None, though the result is a little longer: who chooses
+        """Encode a raw payload. Never None, though the result is a little longer: a user of
         such a serde wants that encoding.
         """
         serializer = self._serializer
@@ -89,12 +95,12 @@ class DocumentedCodec:
         encoded = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         return EncodedPayload(memoryview(encoded), tuple(specs), self.serde, "", False, report)
 
+    @override
     def decodes(self, header: RecordHeader) -> bool:
-        """See `ChunkCodec.decodes`."""
         return header.serde == self.serde
 
+    @override
     def decode(self, header: RecordHeader, payload: memoryview, out: memoryview) -> None:
-        """See `ChunkCodec.decode`."""
         deserializer = self._deserializer
         if deserializer is None:
             raise SerdeError(f"the codec {self.serde} is not open")

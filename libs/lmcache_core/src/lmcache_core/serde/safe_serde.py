@@ -1,4 +1,4 @@
-"""The Safe serde: a safetensors file of one tensor behind the checked head of `tensor_bytes`. Needs
+"""The Safe serde: a safetensors file of one tensor after the checked head of `tensor_bytes`. Needs
 torch and safetensors.
 
 The library is given only files that are found, by our own reading, to be exactly what it writes for
@@ -16,6 +16,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.base import BytesLike, PlainDeserializer, Serializer
 from lmcache_core.serde.tensor_bytes import (
@@ -55,12 +56,11 @@ _DTYPES = MappingProxyType(
 class SafeSerializer(Serializer):
     """Writes the tensor as a safetensors file, under the key `tensor_bytes`."""
 
+    @override
     def to_bytes(self, t: torch.Tensor) -> bytes:
-        """See `Serializer.to_bytes`.
-
-        Raises:
-            SerdeError: This release of safetensors writes other files than this serde knows to
-                check: use the Fast serde.
+        """Raises:
+        SerdeError: This release of safetensors writes other files than this serde knows to
+            check: use the Fast serde.
         """
         tensor = dense(t)
         payload: bytes = safetensors.torch.save({TENSOR_KEY: tensor})
@@ -78,8 +78,8 @@ class SafeSerializer(Serializer):
 class SafeDeserializer(PlainDeserializer):
     """Reads what `SafeSerializer` wrote."""
 
+    @override
     def from_bytes_normal(self, b: BytesLike) -> torch.Tensor:
-        """See `PlainDeserializer.from_bytes_normal`."""
         head, payload = unseal(b, SerdeId.SAFETENSOR)
         _check_file(head, payload)
         with library_failures("safetensors"):
@@ -102,7 +102,7 @@ def _check_file(head: TensorHead, file: memoryview) -> None:
     entry = (
         f'{{"dtype":"{_DTYPES[head.dtype]}","shape":[{sizes}],"data_offsets":[0,{head.num_bytes}]}}'
     )
-    # Spaces behind it align the data.
+    # Spaces after it align the data.
     if bytes(file[_LENGTH_BYTES:data_at]).rstrip(b" ") != f'{{"{TENSOR_KEY}":{entry}}}'.encode():
         raise SerdeError(
             f"the file's header is not that of one tensor of {head.dtype} {head.shape}"

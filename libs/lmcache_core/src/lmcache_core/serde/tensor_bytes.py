@@ -1,11 +1,11 @@
-"""The container of the documented serdes: a checked head, then the payload that the serde made.
-Needs torch.
+"""The container of the tensor serdes: a checked head, then the payload that the serde made; and the
+Fast serde, whose payload is the tensor's bytes. Needs torch.
 
     magic "LMTB" | version u8 | serde u8 | dtype u8 | dimensions u8 | payload length u64 | one u64
     for each dimension | digest | payload
 
 Integers are little-endian, and so are a tensor's elements. The digest is xxh3-128 of all that is
-before and behind it, 16 bytes. It tells damage from whole bytes; it does not tell who wrote them,
+before and after it, 16 bytes. It tells damage from whole bytes; it does not tell who wrote them,
 so that what a payload claims under a right digest is checked as well.
 """
 
@@ -21,11 +21,12 @@ from types import MappingProxyType
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name
-from lmcache_core.memory.views import tensor_over
+from lmcache_core.memory.views import bytes_under, tensor_over
 from lmcache_core.record.digest import DIGEST_BYTES, payload_hasher
-from lmcache_core.serde.base import BytesLike
+from lmcache_core.serde.base import BytesLike, PlainDeserializer, Serializer
 
 MAGIC = b"LMTB"
 VERSION = 1
@@ -96,7 +97,7 @@ class TensorHead:
         return dtype
 
     def fault(self) -> str | None:
-        """What is out of bounds, None if nothing is. The payload of `FAST` is the tensor's
+        """Return what is out of bounds, None if nothing is. The payload of `FAST` is the tensor's
         bytes; others may put an envelope around.
         """
         if len(self.shape) > MAX_DIMENSIONS:
@@ -121,8 +122,8 @@ class TensorHead:
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:
-    """The tensor as all three serdes write it: a plain contiguous CPU tensor with exactly its own
-    memory. Copies only if it must.
+    """Return the tensor as all three serdes write it: a plain contiguous CPU tensor with exactly
+    its own memory. Copies only if it must.
 
     Raises:
         TypeError: Not a tensor.
@@ -140,7 +141,7 @@ def dense(t: torch.Tensor) -> torch.Tensor:
     if fault is not None:
         raise ValueError(f"a tensor cannot be encoded: {fault}")
     plain = t.detach().as_subclass(torch.Tensor).to("cpu").resolve_neg()
-    # An empty view may begin behind the end of an empty storage.
+    # An empty view may begin past the end of an empty storage.
     is_whole = plain.storage_offset() == 0 and plain.untyped_storage().nbytes() == plain.nbytes
     if is_whole and plain.stride() == contiguous_strides(plain.shape):
         return plain
@@ -148,8 +149,8 @@ def dense(t: torch.Tensor) -> torch.Tensor:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a new tensor of that shape, as torch counts them: an empty
-    dimension counts as one.
+    """Return the strides, in elements, of a new tensor of that shape, as torch counts them: an
+    empty dimension counts as one.
     """
     strides = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
@@ -158,7 +159,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def head_of(serde: SerdeId, tensor: torch.Tensor, payload: BytesLike) -> TensorHead:
-    """The head of a payload that a serde made of a tensor."""
+    """Return the head of a payload that a serde made of a tensor."""
     return TensorHead(serde, dtype_name(tensor.dtype), tuple(tensor.shape), len(payload))
 
 
@@ -273,6 +274,28 @@ def library_failures(name: str) -> Iterator[None]:
         raise
     except Exception as exc:
         raise SerdeError(f"{name} refuses the payload: {type(exc).__name__}: {exc}") from exc
+
+
+class FastSerializer(Serializer):
+    """Writes the bytes of the tensor as they are; two reads and one copy of them."""
+
+    @override
+    def to_bytes(self, t: torch.Tensor) -> bytes:
+        tensor = dense(t)
+        payload = bytes_under(tensor)
+        return seal(head_of(SerdeId.FAST, tensor, payload), payload)
+
+
+class FastDeserializer(PlainDeserializer):
+    """Reads what `FastSerializer` wrote, shape included."""
+
+    @override
+    def from_bytes_normal(self, b: BytesLike) -> torch.Tensor:
+        head, payload = unseal(b, SerdeId.FAST)
+        check_elements(head, payload)
+        tensor = torch.empty(head.shape, dtype=head.torch_dtype, device="cpu")
+        bytes_under(tensor)[:] = payload
+        return tensor
 
 
 def _as_bytes(data: BytesLike) -> memoryview:

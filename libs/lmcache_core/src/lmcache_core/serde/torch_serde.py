@@ -1,4 +1,4 @@
-"""The Torch serde: what `torch.save` writes, behind the checked head of `tensor_bytes`. Needs
+"""The Torch serde: what `torch.save` writes, after the checked head of `tensor_bytes`. Needs
 torch.
 
 Such a file is a zip archive that holds a pickle and the tensor's bytes. `torch.load` believes both:
@@ -22,6 +22,7 @@ from types import MappingProxyType
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.base import BytesLike, PlainDeserializer, Serializer
 from lmcache_core.serde.tensor_bytes import (
@@ -78,12 +79,11 @@ a dtype.
 class TorchSerializer(Serializer):
     """Writes what `torch.save` writes."""
 
+    @override
     def to_bytes(self, t: torch.Tensor) -> bytes:
-        """See `Serializer.to_bytes`.
-
-        Raises:
-            SerdeError: This release of torch writes other archives than this serde knows to check:
-                use the Safe or the Fast serde.
+        """Raises:
+        SerdeError: This release of torch writes other archives than this serde knows to check:
+            use the Safe or the Fast serde.
         """
         tensor = dense(t)
         file = io.BytesIO()
@@ -103,8 +103,8 @@ class TorchSerializer(Serializer):
 class TorchDeserializer(PlainDeserializer):
     """Reads what `TorchSerializer` wrote."""
 
+    @override
     def from_bytes_normal(self, b: BytesLike) -> torch.Tensor:
-        """See `PlainDeserializer.from_bytes_normal`."""
         head, payload = unseal(b, SerdeId.TORCH)
         _check_archive(head, payload)
         with library_failures("torch"):
@@ -137,11 +137,11 @@ def _is(member: memoryview | None, expected: bytes) -> bool:
 
 
 def _members(archive: memoryview) -> dict[bytes, memoryview]:
-    """The members of a zip archive without compression, with nothing ambiguous about it, by their
-    names below `_FOLDER`.
+    """Return the members of a zip archive without compression, with nothing ambiguous about it, by
+    their names below `_FOLDER`.
 
     Whatever two readers could see differently is refused: comments, extra fields in the directory,
-    sizes beyond 32 bits, gaps behind the directory, several disks, a member twice.
+    sizes beyond 32 bits, gaps after the directory, several disks, a member twice.
     """
     end_at = len(archive) - _TAIL_BYTES
     if end_at < 0:
@@ -173,7 +173,8 @@ def _members(archive: memoryview) -> dict[bytes, memoryview]:
 def _member(
     archive: memoryview, at: int, directory_at: int, end_at: int
 ) -> tuple[int, bytes, memoryview]:
-    """One entry of an archive's directory: where the next one begins, the member's name, its bytes.
+    """Return one entry of an archive's directory: where the next one begins, the member's name, its
+    bytes.
 
     The ends of the archive are longer than an entry, so that one can be unpacked wherever the
     directory goes on.
@@ -216,7 +217,7 @@ def _member(
 
 
 def pickle_of_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The pickle that `torch.save` writes for a contiguous CPU tensor with its own memory: a
+    """Return the pickle that `torch.save` writes for a contiguous CPU tensor with its own memory: a
     constructor's name and its arguments.
     """
     memo = itertools.count()

@@ -1,7 +1,7 @@
 """Compiles the machine code of all codecs, so that no process has to: call it when an image is
 built or a package was installed.
 
-The code is kept beside the source, in `__pycache__`, for processors of this machine's kind
+The code is kept next to the source, in `__pycache__`, for processors of this machine's kind
 (`--portable`: of a common kind, and all processes that use this package then look for that); a
 later process reads it from there, also where nothing can be written. `python -m
 lmcache_core.serde.warm_up` says where it lies and how long that took. No torch.
@@ -17,9 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lmcache_core.errors import ConfigError
-from lmcache_core.serde.entropy.compiled import check_numba
-from lmcache_core.serde.entropy.processor import mark_common_processor
-from lmcache_core.serde.loops import load_loops
+from lmcache_core.serde.machine_code import check_numba, load_loops, mark_common_processor
 
 
 @dataclass(frozen=True)

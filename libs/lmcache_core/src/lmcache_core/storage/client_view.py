@@ -1,19 +1,20 @@
-"""Served stores that give each client what it can take."""
+"""Views of a served store that give each client what it can decode."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lmcache_core._typing import override
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.storage.unusable import UnusableRecords
-from lmcache_core.wire import ServedStore
+from lmcache_core.wire import AdaptsToClients, ServedStore
 from lmcache_core.wire.capabilities import Accepts
 
 
-class WrappedStore:
-    """A `ServedStore` that stands before another one and forwards everything.
+class WrappedStore(ServedStore):
+    """A `ServedStore` around another one that forwards everything.
 
     Args:
         store: What is wrapped.
@@ -22,24 +23,24 @@ class WrappedStore:
     def __init__(self, store: ServedStore) -> None:
         self._store = store
 
+    @override
     def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
-        """See `ServedStore.allocate`."""
         return self._store.allocate(num_bytes, tenant)
 
+    @override
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `ServedStore.contains`."""
         return await self._store.contains(keys)
 
+    @override
     async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
-        """See `ServedStore.get`."""
         return await self._store.get(keys)
 
+    @override
     async def put(self, chunk: Chunk) -> bool:
-        """See `ServedStore.put`."""
         return await self._store.put(chunk)
 
+    @override
     async def remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `ServedStore.remove`."""
         return await self._store.remove(keys)
 
 
@@ -55,9 +56,10 @@ class LosslessStore(WrappedStore):
         super().__init__(store)
         self._in_the_way = UnusableRecords()
 
+    @override
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `ServedStore.contains`; that a record is lossy is known when it has been asked
-        for.
+        """Return which chunks a `get` would find now; that a record is lossy is known only once it
+        was read.
         """
         found = await self._store.contains(keys)
         return [
@@ -65,12 +67,12 @@ class LosslessStore(WrappedStore):
             for key, is_there in zip(keys, found, strict=True)
         ]
 
+    @override
     async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
-        """See `ServedStore.get`."""
         return [self._let_out(result) for result in await self._store.get(keys)]
 
+    @override
     async def put(self, chunk: Chunk) -> bool:
-        """See `ServedStore.put`."""
         if chunk.key in self._in_the_way and not chunk.lossy:
             await self._store.remove(
                 [chunk.key]
@@ -78,8 +80,8 @@ class LosslessStore(WrappedStore):
             self._in_the_way.forget([chunk.key])
         return await self._store.put(chunk)
 
+    @override
     async def remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `ServedStore.remove`."""
         num_removed = await self._store.remove(keys)
         self._in_the_way.forget(keys)
         return num_removed
@@ -95,7 +97,7 @@ class LosslessStore(WrappedStore):
         return Miss(MissReason.ENCODING)
 
 
-class ClientView(WrappedStore):
+class ClientView(WrappedStore, AdaptsToClients):
     """A store that holds records as they come, and `AdaptsToClients`.
 
     Args:
@@ -107,10 +109,10 @@ class ClientView(WrappedStore):
         self._lossless = LosslessStore(store)
 
     @property
+    @override
     def offers(self) -> Accepts:
-        """See `AdaptsToClients.offers`."""
         return Accepts(lossy=True)
 
+    @override
     def for_client(self, accepts: Accepts) -> ServedStore:
-        """See `AdaptsToClients.for_client`."""
         return self._store if accepts.lossy else self._lossless

@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from lmcache_core.errors import ConfigError
 from lmcache_core.record import MissReason, RecordHeader
+from lmcache_core.serde import DOCUMENTED_NAMES, create_codec
 from lmcache_core.serde.codec import ChunkCodec
 from lmcache_core.serde.documented_codec import DocumentedCodec
-from lmcache_core.serde.registry import DOCUMENTED_NAMES, create_codec
 from lmcache_core.storage.disk.pool import FilePool
 from lmcache_core.telemetry import CodecFigures, Counters
 
@@ -158,7 +158,7 @@ class Codecs:
                 self.decoding.close(CLOSE_WAIT_S), self.encoding.close(CLOSE_WAIT_S)
             )
             if not all(have_ended):
-                logger.warning("codecs do not come to an end; their threads go on")
+                logger.warning("codecs did not stop in time, leaving their threads")
         finally:
             await asyncio.to_thread(
                 _close_all, opened
@@ -185,7 +185,11 @@ def _open_all(
             try:
                 codec.open()
             except ConfigError as exc:
-                logger.info("records of the serde %s are not decoded here: %s", codec.serde, exc)
+                logger.info(
+                    "serde unavailable, not decoding its records: serde=%s error=%s",
+                    codec.serde,
+                    exc,
+                )
             else:
                 opened.append(codec)
     except BaseException:

@@ -246,12 +246,12 @@ class EncodedBackend(StorageBackend):
         name = (header.serde, reason.value)
         if name not in self._named_serdes and len(self._named_serdes) < MAX_NAMED_SERDES:
             self._named_serdes.add(name)
-            kind = "lossy " if header.lossy else ""
             logger.warning(
-                "tier %s has %srecords of the serde %r, which are misses here: %s",
+                "records cannot be used here, counting them as misses: tier=%s serde=%s lossy=%s"
+                " reason=%s",
                 self.name,
-                kind,
                 header.serde,
+                header.lossy,
                 reason.value,
             )
         self._num_refused += 1

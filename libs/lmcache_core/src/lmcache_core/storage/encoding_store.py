@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from lmcache_core._typing import override
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.buffer import BufferAllocator
 from lmcache_core.record import RAW_SERDE, Chunk, Result
@@ -44,12 +45,12 @@ class EncodingStore(ClientView):
         self._work = _Work(codecs)
 
     @property
+    @override
     def offers(self) -> Accepts:
-        """See `AdaptsToClients.offers`."""
         return Accepts(True, frozenset() if self._codec is None else frozenset({self._codec.serde}))
 
+    @override
     def for_client(self, accepts: Accepts) -> ServedStore:
-        """See `AdaptsToClients.for_client`."""
         store, codec = super().for_client(accepts), self._codec
         if (
             codec is None
@@ -98,8 +99,8 @@ class _EncodedView(WrappedStore):
         self._codec = codec
         self._work = work
 
+    @override
     async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
-        """See `ServedStore.get`."""
         results = await self._store.get(keys)
         work = self._work
         futures: dict[int, Future[Chunk | None]] = {}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from lmcache_core._typing import override
 from lmcache_core.errors import IntegrityError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
@@ -304,8 +305,9 @@ class LocalCPUBackend(StorageBackend):
         """Forget everything (of that tenant); the number of chunks."""
         return sum(self._clear_in_parts(tenant))
 
+    @override
     def stats(self) -> dict[str, int]:
-        """See `StorageBackend.stats`; `arena_used_bytes` also counts memory that is not (or no
+        """Return figures; `arena_used_bytes` also counts memory that is not (or no
         longer) a chunk of this tier.
         """
         with self._lock:
@@ -341,14 +343,15 @@ class LocalCPUBackend(StorageBackend):
             for key in self._table.all_keys():
                 self._table.remove(key)
 
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`."""
         return self.contains_many(keys)
 
+    @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """See `StorageBackend.batched_get`; `allocate` is not called, since the chunks are in
+        """Read chunks; `allocate` is not called, since the chunks are in
         memory.
         """
         return [
@@ -356,16 +359,17 @@ class LocalCPUBackend(StorageBackend):
             for key, chunk in zip(keys, self.get_many(keys), strict=True)
         ]
 
+    @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`."""
         return self.put_many(chunks)
 
+    @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `StorageBackend.batched_remove`."""
         return self.remove_many(keys)
 
+    @override
     async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`. What is stored meanwhile may go, too."""
+        """Forget everything. What is stored meanwhile may go, too."""
         num_removed = 0
         for num_in_part in self._clear_in_parts(tenant):
             num_removed += num_in_part

@@ -288,7 +288,7 @@ class StorageManager:
         try:
             return self._loop.run(work, limit_s + margin_s, discard)
         except UnavailableError as exc:
-            logger.warning("the tiers gave no answer: %s", exc)
+            logger.warning("tiers did not answer: error=%s", exc)
             return None
         except (
             ValueError
@@ -389,7 +389,7 @@ def _release_all(results: Sequence[Result]) -> None:
 
 def _say_failed(lift: Future[None]) -> None:
     if not lift.cancelled() and lift.exception() is not None:
-        logger.error("a lift failed", exc_info=lift.exception())
+        logger.error("lifting chunks failed", exc_info=lift.exception())
 
 
 def _names(keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:

@@ -20,8 +20,7 @@ from lmcache_core.record import (
     encode_head,
     payload_digest,
 )
-from lmcache_core.serde.codec import ChunkCodec, EncodingReport
-from lmcache_core.serde.encoding_report import encoding_report, report_extension
+from lmcache_core.serde.codec import ChunkCodec, EncodingReport, encoding_report, report_extension
 from lmcache_core.telemetry import CodecFigures, MeasuredError
 
 PROFILE_SEPARATOR = "@"

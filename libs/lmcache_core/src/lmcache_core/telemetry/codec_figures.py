@@ -46,7 +46,7 @@ class MeasuredError:
     rms_relative: float
 
     def worst_with(self, other: MeasuredError) -> MeasuredError:
-        """The larger of each."""
+        """Return the larger of each."""
         return MeasuredError(
             max(self.max_relative, other.max_relative), max(self.rms_relative, other.rms_relative)
         )
@@ -69,7 +69,7 @@ class CodecFigures:
         self._worst: dict[str, MeasuredError] = {}
 
     def encoded(self, serde: str, raw_bytes: int, encoded_bytes: int, elapsed_s: float) -> None:
-        """A chunk has been encoded."""
+        """Count a chunk that was encoded."""
         self._counters.add(CODEC_ENCODED_CHUNKS_TOTAL, 1, serde)
         self._counters.add(CODEC_ENCODED_RAW_BYTES_TOTAL, raw_bytes, serde)
         self._counters.add(CODEC_ENCODED_BYTES_TOTAL, encoded_bytes, serde)
@@ -78,14 +78,14 @@ class CodecFigures:
             self._whole.encoded(serde, raw_bytes, encoded_bytes, elapsed_s)
 
     def left_raw(self, serde: str, elapsed_s: float) -> None:
-        """A chunk would not have become smaller, and stays as it is."""
+        """Count a chunk that stays raw, since encoding would not make it smaller."""
         self._counters.add(CODEC_UNENCODED_CHUNKS_TOTAL, 1, serde)
         self._counters.add(CODEC_ENCODE_MICROSECONDS_TOTAL, int(elapsed_s * 1e6), serde)
         if self._whole is not None:
             self._whole.left_raw(serde, elapsed_s)
 
     def decoded(self, serde: str, raw_bytes: int, encoded_bytes: int, elapsed_s: float) -> None:
-        """A chunk has been decoded."""
+        """Count a chunk that was decoded."""
         self._counters.add(CODEC_DECODED_CHUNKS_TOTAL, 1, serde)
         self._counters.add(CODEC_DECODED_RAW_BYTES_TOTAL, raw_bytes, serde)
         self._counters.add(CODEC_DECODED_BYTES_TOTAL, encoded_bytes, serde)
@@ -94,9 +94,7 @@ class CodecFigures:
             self._whole.decoded(serde, raw_bytes, encoded_bytes, elapsed_s)
 
     def measured(self, profile: str, error: MeasuredError) -> None:
-        """A chunk of that profile has been encoded or decoded whose encoder measured these
-        errors.
-        """
+        """Note the errors that the encoder of a chunk with that profile measured."""
         bounded = MeasuredError(_bounded(error.max_relative), _bounded(error.rms_relative))
         with self._lock:
             if profile in self._last or len(self._last) < MAX_PROFILES:
@@ -106,13 +104,13 @@ class CodecFigures:
             self._whole.measured(profile, bounded)
 
     def errors(self) -> dict[str, tuple[MeasuredError, MeasuredError]]:
-        """The last and the worst errors, by profile."""
+        """Return the last and the worst errors, by profile."""
         with self._lock:
             return {profile: (last, self._worst[profile]) for profile, last in self._last.items()}
 
     def stats(self) -> dict[str, int]:
-        """Figures for status pages, over all serdes: `encoded_raw_bytes`, `encoded_bytes` and so
-        on; errors in parts per million.
+        """Return the figures for status pages, over all serdes: `encoded_raw_bytes`,
+        `encoded_bytes` and so on; errors in parts per million.
         """
         figures: dict[str, int] = {}
         for (name, _), value in self._counters.snapshot().items():

@@ -26,13 +26,13 @@ class Counters:
             self._values[name, label] += amount
 
     def value(self, name: str, label: str | None = None) -> int:
-        """The counter's value with that label, or summed over all labels."""
+        """Return the counter's value with that label, or summed over all labels."""
         with self._lock:
             if label is not None:
                 return self._values[name, label]
             return sum(value for (counter, _), value in self._values.items() if counter == name)
 
     def snapshot(self) -> dict[tuple[str, str], int]:
-        """All values, by (name, label)."""
+        """Return all values, by (name, label)."""
         with self._lock:
             return dict(self._values)

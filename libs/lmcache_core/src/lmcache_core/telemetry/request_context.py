@@ -37,7 +37,7 @@ class Span(Protocol):
         """What names it to others, as the W3C writes it."""
 
     def child(self, name: str) -> Span:
-        """Work that is a part of it, and begins now."""
+        """Begin a span for a part of this work."""
 
     def end(self, failed: bool = False) -> None:
         """It is over."""
@@ -47,7 +47,7 @@ class Tracer(Protocol):
     """Where spans come from, and go to."""
 
     def begin(self, name: str, traceparent: str = "", *, is_server: bool = True) -> Span:
-        """Work that begins now.
+        """Begin a span.
 
         Args:
             name: Which.
@@ -72,8 +72,8 @@ class Carried(NamedTuple):
 
     @classmethod
     def checked(cls, request_id: str, traceparent: str) -> Carried:
-        """What somebody sent, without what does not have the form of it: it goes into logs and
-        to others.
+        """Return what a client sent, without malformed parts: it goes into logs
+        and to others.
         """
         return cls(
             request_id if _REQUEST_ID.fullmatch(request_id) else "",
@@ -81,7 +81,7 @@ class Carried(NamedTuple):
         )
 
     def headers(self) -> dict[str, str]:
-        """As HTTP headers."""
+        """Return both as HTTP headers."""
         named = {REQUEST_ID_HEADER: self.request_id, TRACEPARENT_HEADER: self.traceparent}
         return {name: value for name, value in named.items() if value}
 
@@ -110,18 +110,18 @@ class RequestIds:
         self._counts = itertools.count(1)
 
     def next(self) -> str:
-        """A new one."""
+        """Return a new one."""
         return f"{self._prefix}{next(self._counts):012x}"
 
 
 def current_request_id() -> str:
-    """The id of the request that this code works for, "" for none."""
+    """Return the id of the request that this code works for, "" for none."""
     work = _CURRENT.get()
     return "" if work is None else work.request_id
 
 
 def carried() -> Carried | None:
-    """What goes along with a request that is made here; None for nothing, as always where
+    """Return what goes along with a request that is made here; None for nothing, as always where
     nothing is traced or named.
     """
     work = _CURRENT.get()
@@ -133,7 +133,7 @@ def carried() -> Carried | None:
 def working_for(
     name: str, came: Carried | None, tracer: Tracer | None, *, is_server: bool = True
 ) -> AbstractContextManager[None]:
-    """Inside it, everything is done for that request. It is entered once.
+    """Return inside it, everything is done for that request. It is entered once.
 
     Args:
         name: What is done.
@@ -149,7 +149,7 @@ def working_for(
 
 
 def step(name: str) -> AbstractContextManager[None]:
-    """A part of the present work, as a span of its own where that is traced."""
+    """Return a part of the present work, as a span of its own where that is traced."""
     work = _CURRENT.get()
     if work is None or work.span is None:
         return _NOTHING

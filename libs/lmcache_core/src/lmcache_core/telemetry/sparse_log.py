@@ -1,4 +1,4 @@
-"""Log lines that somebody else could cause at will: at most one of a kind in a while."""
+"""Log lines that a client could trigger at will: at most one of a kind in a while."""
 
 from __future__ import annotations
 

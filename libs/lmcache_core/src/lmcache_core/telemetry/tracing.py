@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
+from lmcache_core._typing import override
 from lmcache_core.errors import ConfigError
 from lmcache_core.telemetry.request_context import TRACEPARENT_HEADER, Span, Tracer
 from lmcache_core.telemetry.sparse_log import SparseLog
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_SPANS: Final = 2048
-"""Beyond, spans are dropped: whoever works never waits for the collector."""
+"""Beyond, spans are dropped: workers never wait for the collector."""
 MAX_BATCH_SPANS: Final = 512
 SEND_INTERVAL_MS: Final = 1000
 SEND_TIMEOUT_S: Final = 2.0
@@ -63,7 +64,7 @@ def open_tracer(
         ) from exc
 
 
-class _Tracing:
+class _Tracing(Tracer):
     def __init__(self, endpoint: str, service: str, instance: str, sample_ratio: float) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -88,8 +89,8 @@ class _Tracing:
         self._tracer = self._provider.get_tracer("lmcache")
         self._is_closed = False
 
+    @override
     def begin(self, name: str, traceparent: str = "", *, is_server: bool = True) -> Span:
-        """See `Tracer.begin`."""
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -102,8 +103,9 @@ class _Tracing:
         kind = SpanKind.SERVER if is_server else SpanKind.INTERNAL
         return _Span(self._tracer, self._tracer.start_span(name, parent, kind))
 
+    @override
     def close(self) -> None:
-        """See `Tracer.close`. A collector that hangs is left to a thread that nobody waits for."""
+        """A collector that hangs is left to a thread that is not joined."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -118,19 +120,19 @@ class _Tracing:
             )
 
 
-class _Span:
+class _Span(Span):
     def __init__(self, tracer: OtelTracer, span: OtelSpan) -> None:
         self._tracer = tracer
         self._span = span
 
     @property
+    @override
     def traceparent(self) -> str:
-        """See `Span.traceparent`."""
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
+    @override
     def child(self, name: str) -> Span:
-        """See `Span.child`."""
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
@@ -138,8 +140,8 @@ class _Span:
             self._tracer, self._tracer.start_span(name, set_span_in_context(self._span, Context()))
         )
 
+    @override
     def end(self, failed: bool = False) -> None:
-        """See `Span.end`."""
         from opentelemetry.trace import StatusCode
 
         if failed:
@@ -148,7 +150,7 @@ class _Span:
 
 
 def _quiet(sender: Any) -> Any:
-    """The exporter, whose failures are one line a minute instead of one for each attempt."""
+    """Return the exporter, whose failures are one line a minute instead of one for each attempt."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Quiet(SpanExporter):
@@ -184,5 +186,5 @@ def _quiet(sender: Any) -> Any:
 
 
 def _of_others(record: logging.LogRecord) -> bool:
-    """Whether somebody else's exporter says this; a serving engine may have one of its own."""
+    """Return whether another exporter logs this; a serving engine may have one of its own."""
     return not _SENDING.get()

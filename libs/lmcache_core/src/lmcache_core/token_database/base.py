@@ -69,8 +69,8 @@ class TokenDatabase(ABC):
             tokens: Token ids, shape `[seq_len]`, any integer dtype, on CPU.
             mask: Booleans, shape `[seq_len]`: Falses (if any) first, their number a multiple of the
                 chunk size. Masked chunks take part in the hashes but are not yielded.
-            spans: Multimodal contents behind placeholder tokens; each is part of the name of every
-                chunk that it overlaps and of all chunks behind it.
+            spans: Multimodal contents for placeholder tokens; each is part of the name of every
+                chunk that it overlaps and of all chunks after it.
 
         Returns:
             `(start, end, key)` of each chunk, in order; the last one may be shorter than the

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from lmcache_core._typing import override
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.token_database.base import MultimodalSpan, TokenDatabase
@@ -17,7 +20,6 @@ from lmcache_core.token_database.hashing import (
     named_chunks,
     tokens_as_uint32,
 )
-from lmcache_core.token_database.masks import num_masked_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -37,20 +39,49 @@ class ChunkedTokenDatabase(TokenDatabase):
         self._metadata = metadata
         self._root = identity_root(metadata, config.salt)
 
+    @override
     def process_tokens(
         self,
         tokens: torch.Tensor,
         mask: torch.Tensor | None = None,
         spans: Sequence[MultimodalSpan] = (),
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
-        """See `TokenDatabase.process_tokens`. Arguments are checked at once, chunks are hashed
-        as they are taken.
-        """
+        """Check the arguments at once, and hash each chunk when it is taken."""
         ids = tokens_as_uint32(tokens)
         num_skipped = num_masked_tokens(mask, len(ids), self.chunk_size)
         chain = chain_hashes(self._root, ids, self.chunk_size, spans)
         return named_chunks(self._metadata, islice(chain, num_skipped // self.chunk_size, None))
 
+    @override
     def use_salt(self, salt: str) -> None:
-        """See `TokenDatabase.use_salt`."""
         self._root = identity_root(self._metadata, salt)
+
+
+def num_masked_tokens(mask: torch.Tensor | None, num_tokens: int, chunk_size: int) -> int:
+    """Return the number of Falses at the front of the mask.
+
+    Args:
+        mask: Booleans, shape `[num_tokens]`, or None for no Falses.
+        num_tokens: Length of the sequence.
+        chunk_size: Tokens in a full chunk.
+
+    Raises:
+        ValueError: Wrong length or dtype, a False after a True, or the number of Falses is no
+            multiple of the chunk size.
+    """
+    if mask is None:
+        return 0
+    flags = np.asarray(mask)
+    if flags.shape != (num_tokens,) or flags.dtype != np.bool_:
+        raise ValueError(
+            f"the mask must be {num_tokens} booleans, not shape {flags.shape} of {flags.dtype}"
+        )
+    num_false = num_tokens - int(np.count_nonzero(flags))
+    if flags[:num_false].any():
+        raise ValueError("the mask must be Falses followed by Trues (FFF…TTT)")
+    if num_false % chunk_size:
+        raise ValueError(
+            f"the number of Falses in the mask ({num_false}) is not a multiple of the chunk size"
+            f" ({chunk_size})"
+        )
+    return num_false

@@ -29,8 +29,8 @@ NO_EXTRAS = _LENGTH.pack(0)
 
 
 def identity_root(metadata: LMCacheEngineMetadata, salt: str = "") -> bytes:
-    """SHA-256 over what the KV is: model, revision, dtype, layout, adapter, salt. 32 bytes, the
-    chain's `h_{-1}`.
+    """Return SHA-256 over what the KV is: model, revision, dtype, layout, adapter, salt. 32 bytes,
+    the chain's `h_{-1}`.
     """
     fields = (
         ("model", metadata.model_name),
@@ -48,8 +48,8 @@ def identity_root(metadata: LMCacheEngineMetadata, salt: str = "") -> bytes:
 
 
 def tokens_as_uint32(tokens: Any) -> npt.NDArray[np.uint32]:
-    """Token ids as contiguous little-endian uint32, whatever integer dtype they came in: equal ids
-    give equal keys.
+    """Return token ids as contiguous little-endian uint32, whatever integer dtype they came in:
+    equal ids give equal keys.
 
     Raises:
         ValueError: Not a 1-D sequence of integers in 0 … 2^32-1.
@@ -71,7 +71,7 @@ def tokens_as_uint32(tokens: Any) -> npt.NDArray[np.uint32]:
 
 
 def tokens_as_bytes(token_ids: Sequence[int]) -> bytes:
-    """What `tokens_as_uint32` holds, without numpy: for processes that hash few prompts.
+    """Return what `tokens_as_uint32` holds, without numpy: for processes that hash few prompts.
 
     Raises:
         ValueError: A token id is outside 0 … 2^32-1.
@@ -110,7 +110,7 @@ def chain_hashes_of_bytes(
     spans: Sequence[MultimodalSpan] = (),
     first: int = 0,
 ) -> Iterator[tuple[int, int, bytes]]:
-    """As `chain_hashes`, of what `tokens_as_bytes` returns."""
+    """Yield as `chain_hashes` does, for the bytes that `tokens_as_bytes` returns."""
     num_tokens = len(data) // TOKEN_BYTES
     extras = extras_of_chunks(spans, num_tokens, chunk_size)
     # A copy of a digest that has read the tag, and updates instead of one joined message: the
@@ -135,7 +135,7 @@ def chain_hashes_of_bytes(
 def named_chunks(
     metadata: LMCacheEngineMetadata, chain: Iterable[tuple[int, int, bytes]]
 ) -> Iterator[tuple[int, int, CacheEngineKey]]:
-    """The chunks of a hash chain with their keys instead of their hashes."""
+    """Yield the chunks of a hash chain with their keys instead of their hashes."""
     fmt, model_name, world_size, worker_id = (
         metadata.fmt,
         metadata.model_name,
@@ -149,8 +149,8 @@ def named_chunks(
 def extras_of_chunks(
     spans: Sequence[MultimodalSpan], num_tokens: int, chunk_size: int
 ) -> dict[int, bytes]:
-    """`extras_i` of the chunks that spans overlap, by the chunk's first token; the others have
-    `NO_EXTRAS`.
+    """Return `extras_i` of the chunks that spans overlap, by the chunk's first token; the others
+    have `NO_EXTRAS`.
     """
     inside: dict[int, list[MultimodalSpan]] = {}
     inside_sequence = (span for span in spans if span.offset < num_tokens)

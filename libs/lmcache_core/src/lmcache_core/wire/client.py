@@ -24,7 +24,7 @@ from lmcache_core.wire.messages import (
     ContainsOk,
     Get,
     GetEnd,
-    Handover,
+    HandoverChunk,
     Held,
     Message,
     NameRun,
@@ -109,7 +109,7 @@ class LmClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a connection stands right now."""
+        """Whether a connection is open right now."""
         return self._connection is not None and self._connection.is_open
 
     @property
@@ -124,7 +124,7 @@ class LmClient:
 
     @property
     def server(self) -> str | None:
-        """What the server called itself when it was last reached; None before."""
+        """The name that the server gave when it was last reached; None before."""
         return self._server
 
     async def ping(self, timeout_s: float | None = None) -> None:
@@ -137,7 +137,7 @@ class LmClient:
     async def contains(
         self, keys: Sequence[ChunkKey], timeout_s: float | None = None
     ) -> list[bool]:
-        """Which of them the server has now."""
+        """Return which of them the server has now."""
         return await self._ask_for(keys, Contains, timeout_s)
 
     async def holds(
@@ -227,12 +227,12 @@ class LmClient:
 
         def announce(chunk: Chunk) -> Message:
             age_s = 0.0 if chunk.stored_at is None else max(0.0, time.time() - chunk.stored_at)
-            return Handover(chunk.key.tenant, int(age_s * 1000), may_evict)
+            return HandoverChunk(chunk.key.tenant, int(age_s * 1000), may_evict)
 
         return await self._push(chunks, announce, timeout_s)
 
     async def remove(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> int:
-        """Forget chunks; the number that were there."""
+        """Forget chunks and return how many were there."""
         deadline = self._deadline(timeout_s)
         num_removed = 0
         at = 0
@@ -316,8 +316,8 @@ class LmClient:
         return item
 
     async def _connect(self, deadline: float) -> ClientConnection:
-        """The connection. All callers wait for one attempt, which goes on when they leave: a
-        short deadline says nothing about it.
+        """Return the connection. All callers wait for one attempt, which continues when they
+        leave: a short deadline says nothing about it.
         """
         if self._connection is not None and self._connection.is_open:
             return self._connection
@@ -328,7 +328,7 @@ class LmClient:
                 raise UnavailableError(
                     f"{self._name} cannot be reached; next try in {self._backoff.wait_s:.2f} s"
                 )
-            # What is told of a connection later belongs to no request, least of all to the one that
+            # A connection's later log lines belong to no request, least of all to the one that
             # happened to open it.
             self._attempt = asyncio.get_running_loop().create_task(
                 self._open_connection(), context=Context()
@@ -347,7 +347,7 @@ class LmClient:
     def _attempted(self, attempt: asyncio.Task[ClientConnection]) -> None:
         self._attempt = None
         if not attempt.cancelled():
-            attempt.exception()  # seen, though perhaps nobody waits for it any more
+            attempt.exception()  # retrieved, since all callers may have left
 
     async def _open_stream(self) -> FrameStream:
         loop, tls = asyncio.get_running_loop(), self._options.tls
@@ -409,7 +409,7 @@ class LmClient:
 
 
 class _NotConnectedYetError(UnavailableError):
-    """The caller's time was over before the connection stood."""
+    """The caller's deadline passed before the connection was open."""
 
 
 class _Fetch:

@@ -1,4 +1,4 @@
-"""The client's side of one connection: who waits for which frame."""
+"""The client's side of one connection: which call waits for which frame."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Call:
         self.received_before = 0
 
     def release(self) -> None:
-        """Give back the memory of what nobody took."""
+        """Give back the memory of what was not taken."""
         while not self.items.empty():
             item = self.items.get_nowait()
             if isinstance(item, Arrival) and isinstance(item.record, Received):
@@ -193,14 +193,14 @@ class ClientConnection:
         return call
 
     def _preface(self, correlation_id: int) -> bytes:
-        """Whose request it is, where that is known and the server wants to know."""
+        """Return the CONTEXT frame of a request, where one is known and the server heeds it."""
         own = carried()
         if own is None or CONTEXT not in self.capabilities:
             return b""
         return build_frame(correlation_id, Context(own.request_id, own.traceparent))
 
     async def next_item(self, call: Call) -> Arrival | Message:
-        """What comes next for that call.
+        """Return what comes next for that call.
 
         Raises:
             UnavailableError: The connection is lost, or the server refused the request.
@@ -214,7 +214,7 @@ class ClientConnection:
         return item
 
     def abandon(self, call: Call) -> None:
-        """Nobody waits for that call any more: give its memory back; frames still to come for it
+        """Give the memory of a call back that has no waiter any more; frames still to come for it
         are drained.
         """
         call.abandoned = True
@@ -227,11 +227,9 @@ class ClientConnection:
             self._incoming.drop()
 
     def expire(self, call: Call) -> None:
-        """The call's deadline has passed: abandon it, and give the connection up if it has come to
-        a standstill.
-
-        That is: nothing at all has arrived since the call began, or a frame is half read that
-        nobody else waits for.
+        """Abandon a call whose deadline has passed, and give the connection up if it stalls: if
+        nothing has arrived since the call began, or a frame is half read that no other call waits
+        for.
         """
         owner = self._calls.get(self._current.correlation_id) if self._current is not None else None
         is_half_read = self._current is not None or self._stream.num_staged > 0
@@ -306,8 +304,8 @@ class ClientConnection:
             call.items.put_nowait(Arrival(index, record))
 
     def _forget_unsent(self, call: Call) -> None:
-        """A request that was cancelled before its first byte is none; behind it, the stream has
-        been aborted.
+        """Forget a request that was cancelled before its first byte; after that byte the stream
+        has been aborted.
         """
         call.release()
         self._calls.pop(call.correlation_id, None)

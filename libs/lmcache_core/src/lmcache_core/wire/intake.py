@@ -13,7 +13,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.wire.frames import FrameHeader
 from lmcache_core.wire.incoming import IncomingRecord, Received
-from lmcache_core.wire.messages import Handover, Message, PutOk
+from lmcache_core.wire.messages import HandoverChunk, Message, PutOk
 from lmcache_core.wire.served import (
     HandoverNote,
     HasTenant,
@@ -61,7 +61,7 @@ class Intake:
         Raises:
             ProtocolError: A HANDOVER that is not taken from this client.
         """
-        if isinstance(message, Handover):
+        if isinstance(message, HandoverChunk):
             if handovers is None:
                 raise ProtocolError(
                     "HANDOVER, which this server has not said to take from this client"
@@ -85,7 +85,7 @@ class Intake:
         return await self._kept(correlation_id, tenant, None, store.put)
 
     async def take_over(
-        self, correlation_id: int, handovers: TakesHandovers, message: Handover
+        self, correlation_id: int, handovers: TakesHandovers, message: HandoverChunk
     ) -> PutOk:
         """Verify and keep the record of a HANDOVER."""
         return await self._kept(

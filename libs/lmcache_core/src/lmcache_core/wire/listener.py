@@ -1,4 +1,4 @@
-"""A listener of connections that are byte streams: how many there may be, and how it ends."""
+"""A listener of byte streams: bounds how many there are, and drains them when it closes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class FrameSession(Protocol):
 
 
 class FrameListener:
-    """Listens, and has a session serve each connection, a bounded number of them at once.
+    """Listens, and serves a bounded number of connections at once, each by a session of its own.
 
     Args:
         name: Who listens, for errors and for the names of tasks.
-        max_connections: Served at once. As many may be told goodbye beside them; those beyond both
-            are hung up on.
+        max_connections: Served at once. As many more may be told goodbye; further ones are closed
+            without a word.
         begin: Makes the session of a connection.
         turned_away: Is told of connections that are too many.
-        goodbye: What these are told; None: nothing, they are hung up on.
+        goodbye: What these are told; None closes them without a word.
         max_strangers: Connections at once that have not been `let_in`; the oldest gives place to a
             further one. 0: every connection is let in at once.
     """

@@ -157,7 +157,7 @@ class Put(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     frame_type = FrameType.PUT
 
 
-class Handover(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class HandoverChunk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Announces the record in the blob, which a server that ends hands over to another one.
     Answered by PUT_OK.
 
@@ -293,7 +293,7 @@ _MESSAGES: tuple[type[Message], ...] = (
     Ping,
     Pong,
     ErrorMessage,
-    Handover,
+    HandoverChunk,
     Context,
     Held,
     DeclareLane,

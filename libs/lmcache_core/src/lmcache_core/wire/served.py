@@ -182,8 +182,8 @@ class ServerLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """Everything that the sessions of one server share.
+class LmService:
+    """What the sessions of one lm:// server share.
 
     Attributes:
         store: Where chunks are; may be one that `AdaptsToClients`.

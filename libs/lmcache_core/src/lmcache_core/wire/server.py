@@ -11,7 +11,13 @@ from lmcache_core.telemetry.request_context import Tracer
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.listener import FrameListener
 from lmcache_core.wire.messages import ANY_SERVER, ErrorCode, ErrorMessage
-from lmcache_core.wire.served import Authenticate, ServedStore, ServerLimits, Service, VerifyTicket
+from lmcache_core.wire.served import (
+    Authenticate,
+    LmService,
+    ServedStore,
+    ServerLimits,
+    VerifyTicket,
+)
 from lmcache_core.wire.session import LmSession
 from lmcache_core.wire.stream import FrameStream
 
@@ -43,7 +49,9 @@ class LmServer:
         name: str = ANY_SERVER,
     ) -> None:
         limits = limits or ServerLimits()
-        self._service = Service(store, authenticate, verify_ticket, limits, name, SparseLog(logger))
+        self._service = LmService(
+            store, authenticate, verify_ticket, limits, name, SparseLog(logger)
+        )
         self._tracer: Tracer | None = None
         self._host = host
         self._wanted_port = port

@@ -33,8 +33,8 @@ from lmcache_core.wire.served import (
     AdaptsToClients,
     HasRole,
     HasTenant,
+    LmService,
     ServerLimits,
-    Service,
     TakesHandovers,
     VerifyTicket,
 )
@@ -67,7 +67,7 @@ class LmSession:
     def __init__(
         self,
         stream: FrameStream,
-        service: Service,
+        service: LmService,
         let_in: Callable[[], bool],
         tracer: Tracer | None = None,
     ) -> None:
@@ -163,7 +163,7 @@ class LmSession:
             raise CapacityError("too many connections")
 
     def _adapt(self, capabilities: Sequence[str]) -> list[str]:
-        """Serve from now on what the client can take; its capabilities that matter here."""
+        """Serve what the client can take from now on, and return its capabilities that apply."""
         store = self._service.store
         offered = {CONTEXT} if self._handovers is None else {CONTEXT, HANDOVER, HELD}
         if isinstance(store, AdaptsToClients):
@@ -172,8 +172,8 @@ class LmSession:
         return [name for name in dict.fromkeys(capabilities) if name in offered]
 
     def _let_hand_over(self, caller: HasTenant, capabilities: Sequence[str]) -> None:
-        """Tell a server that may end what it can rely on; take chunks of other tenants from it,
-        if it may speak for them.
+        """Answer a server that may end only what it can rely on; take chunks of other tenants from
+        it, if its role allows that.
         """
         store = self._service.store
         if HANDOVER in capabilities and isinstance(store, TakesHandovers):
@@ -210,7 +210,7 @@ class LmSession:
             self._num_underway += 1
 
     def _check_token(self) -> None:
-        """A connection outlives no token: it may have been taken from its owner, or given to
+        """Check that the token is still the caller's: it may have been withdrawn, or given to
         another, since HELLO.
 
         Raises:
@@ -280,12 +280,12 @@ class LmSession:
 
     async def _receive_record(self, header: FrameHeader, message: Message) -> None:
         """Take the record of a PUT or HANDOVER off the stream."""
-        if isinstance(message, messages.Handover) and self._handovers is None:
+        if isinstance(message, messages.HandoverChunk) and self._handovers is None:
             self._handed_over.add(self._caller, message.tenant, 0, False)
         if self._tenant is None:
             await self._stream.discard(header.blob_bytes)
         elif (
-            isinstance(message, messages.Handover)
+            isinstance(message, messages.HandoverChunk)
             and self._handovers is not None
             and not await _paced(self._limits, self._tenant)
         ):
@@ -337,10 +337,12 @@ class LmSession:
                     correlation_id,
                     await self._intake.put(correlation_id, store, self._tenant_for(message)),
                 )
-            case messages.Handover():
+            case messages.HandoverChunk():
                 await self._send(correlation_id, await self._take_over(correlation_id, message))
 
-    async def _take_over(self, correlation_id: int, message: messages.Handover) -> messages.PutOk:
+    async def _take_over(
+        self, correlation_id: int, message: messages.HandoverChunk
+    ) -> messages.PutOk:
         if self._handovers is None:
             raise AuthenticationError("HANDOVER needs a token with the role storage or admin")
         num_bytes, is_kept = self._intake.num_bytes(correlation_id), False
@@ -444,8 +446,8 @@ def _tenant_by_ticket(verify_ticket: VerifyTicket | None, client: str, message: 
 
 
 async def _paced(limits: ServerLimits, tenant: str) -> bool:
-    """Whether a chunk that is handed over is admitted; it waits for that, since nobody may ask
-    for it again.
+    """Return whether a chunk that is handed over is admitted. It waits for that: its sender may
+    end before it can try again.
     """
     deadline = time.monotonic() + limits.pace_s
     while limits.admit is not None:

@@ -1,3 +1,1 @@
-"""`lmcachectl bench`: a bounded load of stores and fetches against one target, cleaned up
-afterwards.
-"""
+"""`lmcachectl bench`: a bounded load on one service, cleaned up afterwards."""

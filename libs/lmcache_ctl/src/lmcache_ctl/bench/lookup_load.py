@@ -1,6 +1,4 @@
-"""Asks a lookup service for prefixes that are all cached, by an instance of the bench's own that
-is gone afterwards.
-"""
+"""Ask a lookup service for prefixes that are all cached, announced by an instance of its own."""
 
 from __future__ import annotations
 
@@ -15,13 +13,19 @@ from lmcache_core.errors import ConfigError, LMCacheError, UnavailableError
 from lmcache_core.lookup import LookupClient, StoreEvent
 from lmcache_core.lookup.messages import EventOp
 
-from lmcache_ctl.bench.chunks import MODEL, TIER
-from lmcache_ctl.bench.phases import CALL_TIMEOUT_S, Call, Done, PhaseRun, Tell
-from lmcache_ctl.bench.report import Load, Report
-from lmcache_ctl.bench.ways import Way, asking_for_nothing, way_phases
-from lmcache_ctl.cluster.asking import given_token
-from lmcache_ctl.cluster.services import Service
+from lmcache_ctl.asking import given_token
+from lmcache_ctl.bench.calls import (
+    CALL_TIMEOUT_S,
+    Call,
+    Done,
+    PhaseRun,
+    ServiceTransport,
+    asking_for_nothing,
+    way_phases,
+)
+from lmcache_ctl.bench.report import BENCH_NAME, TIER, BenchLoad, Report, Tell
 from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.services import Endpoint
 from lmcache_ctl.settings import CtlSettings
 
 LEASE_MS: Final = 30_000
@@ -34,9 +38,9 @@ NOT_FOUND: Final = "not found"
 
 
 async def run_lookup_load(
-    settings: CtlSettings, service: Service, load: Load, tell: Tell
+    settings: CtlSettings, service: Endpoint, load: BenchLoad, tell: Tell
 ) -> Report:
-    """Learn what the way takes; announce a prefix, look it up again and again, take it back.
+    """Measure the way there; announce a prefix, look it up again and again, take it back.
 
     Raises:
         CtlError: The service cannot be reached or refuses, or does not find what it was told.
@@ -66,13 +70,12 @@ async def run_lookup_load(
 
 @asynccontextmanager
 async def _opened(
-    settings: CtlSettings, service: Service, load: Load
+    settings: CtlSettings, service: Endpoint, load: BenchLoad
 ) -> AsyncIterator[LookupClient]:
     try:
         token = given_token(settings) or service.token
-        client = LookupClient(
-            service.url, token, CALL_TIMEOUT_S, transport=Way(service, settings, load.concurrency)
-        )
+        way = ServiceTransport(service, settings, load.concurrency)
+        client = LookupClient(service.url, token, CALL_TIMEOUT_S, transport=way)
     except ConfigError as exc:
         raise UsageError(str(exc)) from exc
     await client.open()
@@ -83,34 +86,28 @@ async def _opened(
 
 
 class _Prefix:
-    """Chunks that an instance of this bench alone says it holds."""
+    """Chunks that only an instance of this bench says it holds."""
 
     def __init__(self, client: LookupClient, chunk_ids: list[bytes]) -> None:
         self._client = client
         self._chunk_ids = chunk_ids
-        self._instance = f"{MODEL}-{secrets.token_hex(8)}"
+        self._instance = f"{BENCH_NAME}-{secrets.token_hex(8)}"
 
     async def announce(self) -> None:
-        """Raises `UnavailableError`: it was not taken, or cannot be found."""
+        """Announce it, and wait until it is found; raises `UnavailableError` where it is not."""
         await self._renew_once()
         await self._send("store", 0)
         deadline = time.monotonic() + SEEN_S
-        while (found := await self._client.lookup(self._chunk_ids)).num_prefix < len(
-            self._chunk_ids
-        ):
+        wanted = len(self._chunk_ids)
+        while (found := await self._client.lookup(self._chunk_ids)).num_prefix < wanted:
             if time.monotonic() > deadline:
-                what = (
-                    "its index does not answer"
-                    if found.degraded
-                    else f"it finds {found.num_prefix} of {len(self._chunk_ids)} chunks"
-                )
+                what = f"it finds {found.num_prefix} of {wanted} chunks"
+                what = "its index does not answer" if found.degraded else what
                 raise UnavailableError(f"{what} that it was told of")
             await asyncio.sleep(LOOK_S)
 
     async def renew(self) -> None:
-        """Until it is cancelled; a renewal that fails is tried again, and what it costs is seen
-        in chunks that are not found.
-        """
+        """Renew the lease until cancelled; a failed renewal shows in chunks that are missing."""
         while True:
             await asyncio.sleep(RENEW_S)
             try:
@@ -119,9 +116,7 @@ class _Prefix:
                 continue
 
     async def take_back(self) -> int:
-        """How many chunks are still there; without an answer all of them, which go when the
-        lease ends.
-        """
+        """Remove the chunks; return how many are left, which the lease ends with."""
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 await self._send("remove", len(self._chunk_ids))

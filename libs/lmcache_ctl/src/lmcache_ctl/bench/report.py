@@ -1,14 +1,20 @@
-"""What a bench does, and what comes of it."""
+"""What a bench does, what comes of it, and how it is shown."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import msgspec
+from rich.progress import TaskID, TextColumn
 
 from lmcache_ctl.errors import UsageError
+from lmcache_ctl.output import UNKNOWN, Columns, print_table, print_text, progress, size_text
 
 SCHEMES: Final = ("lm://", "lm+tls://", "http://", "https://")
+BENCH_NAME: Final = "lmcachectl-bench"
+TIER: Final = "bench"
 MAX_CHUNK_BYTES: Final = 256 << 20
 MAX_TOTAL_BYTES: Final = 64 << 30
 MAX_CHUNKS: Final = 65_536
@@ -16,7 +22,7 @@ CONNECT: Final = "connect"
 ROUND_TRIP: Final = "round trip"
 
 
-class Load(msgspec.Struct, frozen=True):
+class BenchLoad(msgspec.Struct, frozen=True):
     """What is to be done.
 
     Attributes:
@@ -38,13 +44,16 @@ class Load(msgspec.Struct, frozen=True):
     batch: int
 
 
-class Step(NamedTuple):
+class PhaseProgress(NamedTuple):
     """How far a phase is: its share of the time, and the calls that were answered."""
 
     phase: str
     share: float
     num_calls: int
     is_over: bool
+
+
+Tell = Callable[[PhaseProgress], None]
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -100,7 +109,7 @@ class Report(msgspec.Struct, frozen=True):
         num_left: Chunks that are still there.
     """
 
-    load: Load
+    load: BenchLoad
     phases: list[Phase]
     num_removed: int
     num_left: int
@@ -115,7 +124,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def num_chunks_of(chunk_bytes: int, total_bytes: int) -> int:
-    """How many chunks of that size are that much.
+    """Return how many chunks of that size are that much.
 
     Raises:
         UsageError: A size is beyond its bound.
@@ -131,3 +140,58 @@ def num_chunks_of(chunk_bytes: int, total_bytes: int) -> int:
             " give a smaller --total"
         )
     return num_chunks
+
+
+@contextlib.contextmanager
+def show_phases() -> Iterator[Tell]:
+    """Yield what shows each step on standard error: bars on a terminal, else a line for each."""
+    with progress(TextColumn("{task.fields[calls]} calls")) as (to, bars):
+        tasks: dict[str, TaskID] = {}
+
+        def tell(step: PhaseProgress) -> None:
+            if bars is None:
+                if step.is_over:
+                    to.print(f"{step.phase}: {step.num_calls} calls", soft_wrap=True)
+                return
+            if step.phase not in tasks:
+                tasks[step.phase] = bars.add_task(step.phase, total=1.0, calls=0)
+            bars.update(tasks[step.phase], completed=step.share, calls=step.num_calls)
+
+        yield tell
+
+
+def print_report(found: Report) -> None:
+    """Print a line for each phase, then what went wrong."""
+    load = found.load
+    size = f" of {size_text(load.chunk_bytes)}" if load.chunk_bytes else ""
+    what = (
+        f"{load.num_chunks} chunks{size}, {load.batch} in a call, {load.concurrency} calls at once"
+    )
+    headings = ("", "calls", "calls/s", "chunks", "MiB/s", "p50 ms", "p90 ms", "p99 ms", "max ms")
+    rows = [
+        (
+            phase.name,
+            str(phase.num_calls),
+            f"{phase.calls_per_s:,.0f}",
+            UNKNOWN if phase.is_of_the_way else str(phase.num_chunks),
+            f"{phase.bytes_per_s / (1 << 20):.0f}" if phase.num_bytes else UNKNOWN,
+            *(
+                (UNKNOWN,) * 4
+                if phase.latency_ms is None
+                else (f"{one:.2f}" for one in msgspec.structs.astuple(phase.latency_ms))
+            ),
+        )
+        for phase in found.phases
+    ]
+    print_table(f"{load.target} {load.url}: {what}", Columns(headings), rows)
+    for phase in found.phases:
+        for reason, number in phase.not_done.items():
+            print_text(f"{phase.name}: {number} chunks: {reason}")
+        for reason, number in phase.failed_calls.items():
+            print_text(f"{phase.name}: {number} calls failed: {reason}")
+    print_text(
+        "No call is faster than a round trip: what is above that is the server, and the bytes on"
+        " their way."
+    )
+    left = f", {found.num_left} are LEFT" if found.num_left else ", none is left"
+    print_text(f"{found.num_removed} chunks removed{left}")

@@ -1,43 +1,85 @@
-"""Stores chunks at a cache_storage, fetches them again, removes them; measures the first two."""
+"""Store chunks at a cache_storage, fetch them again, remove them; measure the first two."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
 from lmcache_core.errors import ConfigError, LMCacheError
+from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
-from lmcache_core.record import Miss
+from lmcache_core.record import UNSEALED_DIGEST, Chunk, Miss, raw_header
 from lmcache_core.security import ClientTls
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.remote.base import RemoteOptions
 from lmcache_core.storage.remote.http import MAX_CONNECTIONS, HttpBackend
 
-from lmcache_ctl.bench.chunks import MODEL, BenchChunks
-from lmcache_ctl.bench.phases import CALL_TIMEOUT_S, Call, Done, PhaseRun, Tell, no_fetch
-from lmcache_ctl.bench.report import Load, Phase, Report
-from lmcache_ctl.bench.ways import MAX_PROBES, asking_for_nothing, way_phases, way_to
-from lmcache_ctl.cluster.asking import given_token
-from lmcache_ctl.cluster.services import HOW_TO_AUTHENTICATE, Service
+from lmcache_ctl.asking import given_token, tls_context
+from lmcache_ctl.bench.calls import (
+    CALL_TIMEOUT_S,
+    Call,
+    Done,
+    PhaseRun,
+    ServiceTransport,
+    asking_for_nothing,
+    probing,
+    way_phases,
+)
+from lmcache_ctl.bench.report import BENCH_NAME, TIER, BenchLoad, Phase, Report, Tell
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.rest import tls_context
+from lmcache_ctl.services import HOW_TO_AUTHENTICATE, Endpoint
 from lmcache_ctl.settings import CtlSettings
 
+NONCE_BYTES: Final = 16
+RANDOM_BYTES: Final = 1 << 20
 STORE_SHARE: Final = 0.5
 """Of the time, at most, for storing."""
 CLEAN_TIMEOUT_S: Final = 30.0
 REMOVED_AT_ONCE: Final = 128
 
 
+class BenchChunks:
+    """Chunks by their number, under names of their own; only their first 16 bytes differ.
+
+    Args:
+        chunk_bytes: Payload of each.
+
+    Attributes:
+        num_begun: One more than the highest number that was made.
+    """
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._model = f"{BENCH_NAME}/{secrets.token_hex(8)}"
+        self._num_bytes = chunk_bytes
+        self._bytes = os.urandom(min(chunk_bytes, RANDOM_BYTES)) * (chunk_bytes // RANDOM_BYTES + 1)
+        self.num_begun = 0
+
+    def key(self, number: int) -> ChunkKey:
+        """Return its name; the tenant is the one that the server knows the token's owner as."""
+        chunk_hash = hashlib.sha256(str(number).encode()).hexdigest()
+        return ChunkKey("default", CacheEngineKey("bench", self._model, 1, 0, chunk_hash))
+
+    def make(self, number: int) -> Chunk:
+        """Return the chunk, with its digest."""
+        payload = (number.to_bytes(NONCE_BYTES, "little") + self._bytes)[: self._num_bytes]
+        self.num_begun = max(self.num_begun, number + 1)
+        key = self.key(number)
+        header = raw_header(key.key, (self._num_bytes,), "uint8", UNSEALED_DIGEST)
+        return Chunk.unsealed(key, header, BytesBufferMemoryObj(payload), TIER).sealed()
+
+
 async def run_storage_load(
-    settings: CtlSettings, service: Service, load: Load, tell: Tell
+    settings: CtlSettings, service: Endpoint, load: BenchLoad, tell: Tell
 ) -> Report:
-    """Learn what the way takes; store, fetch, remove.
+    """Measure the way there; store, fetch, remove.
 
     Raises:
         CtlError: The target cannot be reached.
@@ -45,25 +87,27 @@ async def run_storage_load(
     """
     async with _opened(settings, service) as backend:
         chunks = BenchChunks(load.chunk_bytes)
-        way = await _of_the_way(settings, service, backend, load, tell)
+        if service.url.startswith("http"):
+            async with asking_for_nothing(service, settings) as call:
+                way = await way_phases(service, call, load, tell)
+        else:
+            way = await way_phases(service, _asking_for_one(service, backend), load, tell)
         stored: list[int] = []
         try:
             storing = PhaseRun("store", load.concurrency, load.seconds * STORE_SHARE, tell)
             store = await storing.run(_storing(backend, chunks, stored, load))
             left_s = max(load.seconds - store.seconds, load.seconds * STORE_SHARE)
             fetching = PhaseRun("fetch", load.concurrency, left_s, tell)
-            fetch = (
-                await fetching.run(_fetching(backend, chunks, stored, load))
-                if stored
-                else no_fetch()
-            )
+            fetch = Phase("fetch", 0, 0, 0, 0.0, 0.0, 0.0, None, {}, {})
+            if stored:
+                fetch = await fetching.run(_fetching(backend, chunks, stored, load))
         finally:
             num_removed, num_left = await _clean(backend, chunks)
     return Report(load, [*way, store, fetch], num_removed, num_left)
 
 
 @asynccontextmanager
-async def _opened(settings: CtlSettings, service: Service) -> AsyncIterator[StorageBackend]:
+async def _opened(settings: CtlSettings, service: Endpoint) -> AsyncIterator[StorageBackend]:
     try:
         backend = _backend(settings, service)
     except ConfigError as exc:
@@ -84,53 +128,39 @@ async def _opened(settings: CtlSettings, service: Service) -> AsyncIterator[Stor
         await backend.close()
 
 
-def _backend(settings: CtlSettings, service: Service) -> StorageBackend:
+def _backend(settings: CtlSettings, service: Endpoint) -> StorageBackend:
     token = given_token(settings) or service.token
-    if service.url.startswith("http"):
-        way = way_to(service, settings, MAX_CONNECTIONS)
-        if way is not None:
-            return HttpBackend(service.url, RemoteOptions(token, CALL_TIMEOUT_S, MODEL), way)
+    leads_elsewhere = (service.socket_path, service.tls_name, service.host) != (None, None, None)
+    if service.url.startswith("http") and leads_elsewhere:  # its URL alone does not lead there
+        way = ServiceTransport(service, settings, MAX_CONNECTIONS)
+        return HttpBackend(service.url, RemoteOptions(token, CALL_TIMEOUT_S, BENCH_NAME), way)
     is_encrypted = service.url.startswith(("https://", "lm+tls://"))
     tls = ClientTls(tls_context(settings.tls), service.tls_name) if is_encrypted else None
-    return create_remote_backend(service.url, token, CALL_TIMEOUT_S, MODEL, tls=tls)
+    return create_remote_backend(service.url, token, CALL_TIMEOUT_S, BENCH_NAME, tls=tls)
 
 
-async def _of_the_way(
-    settings: CtlSettings, service: Service, backend: StorageBackend, load: Load, tell: Tell
-) -> list[Phase]:
-    if service.url.startswith("http"):
-        async with asking_for_nothing(service, settings) as call:
-            return await way_phases(service, call, load, tell)
-    return await way_phases(service, _asking_for_one(backend), load, tell)
+def _asking_for_one(service: Endpoint, backend: StorageBackend) -> Call:
+    """Return a call that asks for one chunk that is not there: the smallest frames of lm://."""
+    key = BenchChunks(1).key(0)
 
-
-def _asking_for_one(backend: StorageBackend) -> Call:
-    """Whether one chunk is there that is not: the smallest frames of lm://."""
-    rest, key = iter(range(MAX_PROBES)), BenchChunks(1).key(0)
-
-    async def call() -> Done | None:
-        if next(rest, None) is None:
-            return None
-        done, started = Done(), time.perf_counter()
+    async def ask() -> float:
+        started = time.perf_counter()
         await backend.batched_contains([key])
-        done.seconds = time.perf_counter() - started
-        return done
+        return time.perf_counter() - started
 
-    return call
+    return probing(service, ask)
 
 
-def _storing(backend: StorageBackend, chunks: BenchChunks, stored: list[int], load: Load) -> Call:
-    batches = iter(
-        [
-            range(at, min(at + load.batch, load.num_chunks))
-            for at in range(0, load.num_chunks, load.batch)
-        ]
-    )
+def _storing(
+    backend: StorageBackend, chunks: BenchChunks, stored: list[int], load: BenchLoad
+) -> Call:
+    begins = iter(range(0, load.num_chunks, load.batch))
 
     async def call() -> Done | None:
-        numbers = next(batches, None)
-        if numbers is None:
+        begin = next(begins, None)
+        if begin is None:
             return None
+        numbers = range(begin, min(begin + load.batch, load.num_chunks))
         made = [chunks.make(number) for number in numbers]
         done, started = Done(), time.perf_counter()
         kept = await backend.batched_put(made)
@@ -146,7 +176,7 @@ def _storing(backend: StorageBackend, chunks: BenchChunks, stored: list[int], lo
 
 
 def _fetching(
-    backend: StorageBackend, chunks: BenchChunks, stored: Sequence[int], load: Load
+    backend: StorageBackend, chunks: BenchChunks, stored: Sequence[int], load: BenchLoad
 ) -> Call:
     chosen = random.Random(0)  # noqa: S311 (not for secrets: the same order each time)
 
@@ -172,7 +202,7 @@ def _fetching(
 
 
 async def _clean(backend: StorageBackend, chunks: BenchChunks) -> tuple[int, int]:
-    """Remove whatever may have been stored; how many were there, and how many still are."""
+    """Remove all that may be stored; return how many chunks were there, and how many still are."""
     keys = [chunks.key(number) for number in range(chunks.num_begun)]
     num_removed = num_left = 0
     try:

@@ -1,4 +1,4 @@
-"""Measures what blending costs a model, and certifies it. Needs torch and transformers."""
+"""Measure what blending costs a model, and certify it. Needs torch and transformers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lmcache_core.integrations.transformers import metadata_of
 from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
 from lmcache_core.integrations.transformers.blended import blending_model_of
 
-from lmcache_ctl.certify.blend_options import Certified, Cut
+from lmcache_ctl.certify.options import BlendedModel, PromptCut
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.model import load_model, own_text
 
 
-def certify(
-    wanted: Certified, cut: Cut, bounds: QualityBounds, progress: Callable[[int], None]
+def certify_blend(
+    wanted: BlendedModel, cut: PromptCut, bounds: QualityBounds, progress: Callable[[int], None]
 ) -> BlendCertificate:
     """Measure blending on a text, and judge it.
 
@@ -40,15 +40,15 @@ def certify(
     """
     text = own_text() if cut.text is None else _read(cut.text)
     model, tokenizer = load_model(wanted.model, wanted.dtype)
-    separator = torch.tensor(
-        tokenizer.encode(wanted.separator, add_special_tokens=False, verbose=False),
-        dtype=torch.int64,
-    )
+
+    def token_ids(text: str) -> torch.Tensor:
+        found = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return torch.tensor(found, dtype=torch.int64)
+
+    separator = token_ids(wanted.separator)
     if len(separator) == 0:
         raise CtlError(f"the separator {wanted.separator!r} has no tokens; give one that has")
-    tokens = torch.tensor(
-        tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=torch.int64
-    )
+    tokens = token_ids(text)
     longest = getattr(model.config, "max_position_embeddings", None)
     width = cut.documents * cut.document_tokens + cut.ending_tokens
     if longest is not None and width > longest:
@@ -83,8 +83,8 @@ def certify(
     )
 
 
-def cut_prompts(cut: Cut, tokens: torch.Tensor, separator: torch.Tensor) -> list[SplitPrompt]:
-    """Prompts from all over a text.
+def cut_prompts(cut: PromptCut, tokens: torch.Tensor, separator: torch.Tensor) -> list[SplitPrompt]:
+    """Cut prompts from all over a text.
 
     Args:
         cut: How long they are, and how many.
@@ -119,7 +119,7 @@ def cut_prompts(cut: Cut, tokens: torch.Tensor, separator: torch.Tensor) -> list
 
 
 def _name_of(model: Path) -> str:
-    """The directory's name as it was given: a link is named as itself, not as what it points to."""
+    """Return the directory's name as given: a link's own, not that of what it points to."""
     name = model.absolute().name
     return name if name != ".." else model.resolve().name
 

@@ -1,4 +1,4 @@
-"""The commands of `lmcachectl certify`."""
+"""`lmcachectl certify`: gates that something must pass before it is used."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lmcache_core.blend.certificate import CertificateFolder, QualityBounds
+from lmcache_core.blend.certificate import BlendCertificate, CertificateFolder, QualityBounds
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-from lmcache_ctl.certify.blend_options import Bounds, Certified, Cut, takes_fields_of
+from lmcache_ctl.certify.options import BlendBounds, BlendedModel, PromptCut, takes_fields_of
 from lmcache_ctl.codec.commands import DEFAULT_TOKENS, MAX_TOKENS, checked_profiles
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.examples import examples_of
-from lmcache_ctl.output import Output, OutputFormat, show
+from lmcache_ctl.output import (
+    Columns,
+    Output,
+    OutputFormat,
+    print_table,
+    print_text,
+    progress,
+    show,
+)
 
 DEFAULT_MAX_ERROR = 0.15
 DEFAULT_MIN_RATIO = 1.0
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Gates that something must pass before it is used: exit code 1 when it does not.",
-)
 
-
-@app.command(epilog=examples_of("certify codec"))
 def codec(
     kv: Annotated[
         Path | None, typer.Option(help="A safetensors file with KV, as `codec measure` reads it.")
@@ -58,19 +60,23 @@ def codec(
     if kv is not None and model is not None:
         raise UsageError("--kv and --model exclude one another: give one source of KV")
     profiles = checked_profiles(profile or [])
-    from lmcache_ctl.certify.gate import Bounds, certify
-    from lmcache_ctl.certify.tables import print_certificate
+    from lmcache_ctl.certify.codec import CodecBounds, certify_codecs, print_certificate
     from lmcache_ctl.codec.kv import load_kv
 
-    found = certify(load_kv(kv, model, tokens), profiles, Bounds(max_error, min_ratio))
+    bounds = CodecBounds(max_error, min_ratio)
+    found = certify_codecs(load_kv(kv, model, tokens), profiles, bounds)
     show(found, output, print_certificate)
     if not found.has_passed:
         raise typer.Exit(1)
 
 
-@app.command(epilog=examples_of("certify blend"))
-@takes_fields_of(wanted=Certified, cut=Cut, bounds=Bounds)
-def blend(wanted: Certified, cut: Cut, bounds: Bounds, output: Output = OutputFormat.TABLE) -> None:
+@takes_fields_of(wanted=BlendedModel, cut=PromptCut, bounds=BlendBounds)
+def blend(
+    wanted: BlendedModel,
+    cut: PromptCut,
+    bounds: BlendBounds,
+    output: Output = OutputFormat.TABLE,
+) -> None:
     """Certify that a model may be blended: measure it against full recompute.
 
     Slices of the text become documents, whose KV is computed one by one and
@@ -80,35 +86,33 @@ def blend(wanted: Certified, cut: Cut, bounds: Bounds, output: Output = OutputFo
     for one name, weights, dtype, policy, ratio and separator. Progress goes to
     standard error. Exits with 1 when the model failed.
     """
-    from lmcache_ctl.certify.blend import certify
-    from lmcache_ctl.certify.progress import progress_of_prompts
-    from lmcache_ctl.certify.tables import print_blend_certificate
+    from lmcache_ctl.certify.blend import certify_blend
 
-    _check_can_be_kept(wanted.certificates)
-    with progress_of_prompts(cut.prompts) as progress:
-        found = certify(
-            wanted,
-            cut,
-            QualityBounds(bounds.max_kl, bounds.min_agreement, bounds.max_loss),
-            progress,
-        )
+    certificates = wanted.certificates
+    _check_can_be_kept(certificates)
+    quality = QualityBounds(bounds.max_kl, bounds.min_agreement, bounds.max_loss)
+    with progress(MofNCompleteColumn(), TimeRemainingColumn()) as (_, bars):
+        task = None if bars is None else bars.add_task("prompts", total=cut.prompts)
+
+        def tell(num_done: int) -> None:
+            if bars is not None and task is not None:
+                bars.update(task, completed=num_done)
+
+        found = certify_blend(wanted, cut, quality, tell)
     try:
-        path = CertificateFolder(wanted.certificates).save(found)
+        path = CertificateFolder(certificates).save(found)
     except OSError as exc:
-        raise CtlError(f"cannot keep the certificate in {wanted.certificates}: {exc}") from exc
-    show(found, output, lambda certificate: print_blend_certificate(certificate, path))
+        raise CtlError(f"cannot keep the certificate in {certificates}: {exc}") from exc
+    show(found, output, lambda certificate: _print_blend_certificate(certificate, path))
     if found.reasons:
         raise typer.Exit(1)
 
 
 def _check_can_be_kept(certificates: Path) -> None:
-    """Before minutes are spent on what cannot be written; nothing is made yet."""
+    """Refuse a folder that cannot be written before minutes are spent; make nothing yet."""
+    wanted = certificates.absolute()
     try:
-        there = next(
-            path
-            for path in (certificates.absolute(), *certificates.absolute().parents)
-            if path.exists()
-        )
+        there = next(path for path in (wanted, *wanted.parents) if path.exists())
         is_directory = there.is_dir()
     except OSError as exc:
         raise CtlError(f"cannot keep the certificate in {certificates}: {exc.strerror}") from exc
@@ -117,3 +121,36 @@ def _check_can_be_kept(certificates: Path) -> None:
             f"cannot keep the certificate in {certificates}: {there} is no directory that may be"
             " written to"
         )
+
+
+def _print_blend_certificate(found: BlendCertificate, path: Path) -> None:
+    """Print what was measured and its bounds, why it failed if it did, and where it is kept."""
+    quality, bounds = found.quality, found.bounds
+    rows = [
+        (
+            "divergence of the next token",
+            f"{quality.kl_nats:.4f} nats",
+            f"at most {bounds.max_kl_nats:g}",
+        ),
+        (
+            "same first choice",
+            f"{quality.top1_agreement:.1%}",
+            f"at least {bounds.min_top1_agreement:.0%}",
+        ),
+        (
+            "growth of the loss",
+            f"{quality.delta_loss_nats:+.4f} ± {quality.delta_loss_error:.4f} nats",
+            f"at most {bounds.max_delta_loss_nats:g}, with twice its error",
+        ),
+    ]
+    title = (
+        f"{found.model_name}: {found.profile}; {quality.num_prompts} prompts,"
+        f" {quality.reused_share:.0%} of their tokens reused"
+    )
+    headings = ("blended against full recompute", "measured", "bound")
+    print_table(title, Columns(headings, left=3), rows)
+    for reason in found.reasons:
+        print_text(f"FAILED: {reason}")
+    if not found.reasons:
+        print_text("passed")
+    print_text(f"kept as {path}")

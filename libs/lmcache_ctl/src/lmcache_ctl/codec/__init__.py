@@ -1,1 +1,1 @@
-"""`lmcachectl codec`: what codecs did, what they wrote, and what they can do here."""
+"""Codecs: what they did, what they wrote, and what they can do here."""

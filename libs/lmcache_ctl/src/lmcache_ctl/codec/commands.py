@@ -1,4 +1,4 @@
-"""The commands of `lmcachectl codec`."""
+"""`lmcachectl codec`: what codecs did, what they wrote, and what they can do here."""
 
 from __future__ import annotations
 
@@ -7,26 +7,19 @@ from typing import Annotated
 
 import typer
 
-from lmcache_ctl.cluster.services import Kind
-from lmcache_ctl.examples import examples_of
 from lmcache_ctl.options import reaches
 from lmcache_ctl.output import Output, OutputFormat, show
 from lmcache_ctl.reach import Reach
+from lmcache_ctl.services import Kind
 
 EXIT_DAMAGED = 1
 DEFAULT_TOKENS = 512
 MAX_TOKENS = 1 << 15
 
-app = typer.Typer(
-    no_args_is_help=True, help="How KV is encoded on its way to disks, services and peers."
-)
-
 
 def checked_profiles(profiles: list[str]) -> list[str]:
-    """These profiles; all of them where none is named. Raises `typer.BadParameter` for what is
-    none.
-    """
-    from lmcache_core.serde.registry import CODEC_NAMES
+    """Return these profiles, or all where none is named; refuse what is none."""
+    from lmcache_core.serde import CODEC_NAMES
 
     for profile in profiles:
         if profile not in CODEC_NAMES:
@@ -34,7 +27,6 @@ def checked_profiles(profiles: list[str]) -> list[str]:
     return profiles or list(CODEC_NAMES)
 
 
-@app.command(epilog=examples_of("codec stats"))
 @reaches(Kind.SIDECAR)
 def stats(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """Show what the codecs of a sidecar did since its start.
@@ -44,13 +36,11 @@ def stats(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     the largest, relative to the largest value of its token or channel (max),
     and root mean squares, relative to those of what was stored (rms).
     """
-    from lmcache_ctl.codec.stats import fetch_stats
-    from lmcache_ctl.codec.tables import print_stats
+    from lmcache_ctl.codec.stats import fetch_stats, print_stats
 
     show(reach.ask_one(Kind.SIDECAR, fetch_stats), output, print_stats)
 
 
-@app.command(epilog=examples_of("codec inspect"))
 def inspect(
     paths: Annotated[
         list[Path],
@@ -65,8 +55,7 @@ def inspect(
     Whose KV it is, how it is encoded, and whether it is whole; nothing is
     decoded, nothing changed. Exits with 1 when a file is not a whole record.
     """
-    from lmcache_ctl.codec.records import inspect_file, record_files
-    from lmcache_ctl.codec.tables import print_files
+    from lmcache_ctl.codec.records import inspect_file, print_files, record_files
 
     files = [inspect_file(path) for path in record_files(paths)]
     show(files, output, print_files)
@@ -74,7 +63,6 @@ def inspect(
         raise typer.Exit(EXIT_DAMAGED)
 
 
-@app.command(epilog=examples_of("codec measure"))
 def measure(
     synthetic: Annotated[
         bool,
@@ -114,20 +102,15 @@ def measure(
     Take KV of your own model where you can: made-up KV tells speed, but not
     how well a model's compresses. What errors do to answers is not measured.
     """
-    chosen = [
-        name
-        for name, given in (("--synthetic", synthetic), ("--kv", kv), ("--model", model))
-        if given
-    ]
+    sources = {"--synthetic": synthetic, "--kv": kv, "--model": model}
+    chosen = [name for name, given in sources.items() if given]
     if len(chosen) > 1:
-        raise typer.BadParameter(
-            f"{' and '.join(chosen)} exclude one another: give one source of KV"
-        )
+        names = " and ".join(chosen)
+        raise typer.BadParameter(f"{names} exclude one another: give one source of KV")
     profiles = checked_profiles(profile or [])
     from lmcache_ctl.codec.kv import load_kv
-    from lmcache_ctl.codec.measurement import measure_profiles
-    from lmcache_ctl.codec.tables import print_measurements
+    from lmcache_ctl.codec.measure import MeasuredKv, measure_profile, print_measurements
 
-    show(
-        measure_profiles(load_kv(kv, model, tokens), profiles, threads), output, print_measurements
-    )
+    found = load_kv(kv, model, tokens)
+    measured = [measure_profile(found, profile, threads) for profile in profiles]
+    show(MeasuredKv(found.source, found.num_tokens, measured), output, print_measurements)

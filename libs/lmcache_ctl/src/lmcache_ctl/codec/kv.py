@@ -1,14 +1,13 @@
-"""KV to measure codecs on: made up, read from a file, or computed by a model."""
+"""KV to measure codecs on: made up, read from a file, or computed by a Hugging Face model."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +26,14 @@ SMOOTHNESS = 0.8
 MAX_FILE_HEADER_BYTES = 16 << 20
 _LENGTH_BYTES = 8
 _DIMENSIONS = "[sides, layers, tokens, channels]"
-_FILE_DTYPES = MappingProxyType(
-    {
-        "F32": "float32",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-        "U8": "uint8",
-    }
-)
+_FILE_DTYPES: Final = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "U8": "uint8",
+}
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,7 @@ class Kv:
         return int(self.tensors[0].values.shape[2])
 
     def chunks(self) -> Iterator[tuple[tuple[TensorSpec, ...], memoryview]]:
-        """Chunks of `CHUNK_TOKENS`, the last one may have fewer: what each holds, and its raw
-        payload.
-        """
+        """Yield chunks of at most `CHUNK_TOKENS`: what each holds, and its raw payload."""
         for begin in range(0, self.num_tokens, CHUNK_TOKENS):
             specs, pieces, at = [], [], 0
             for tensor in self.tensors:
@@ -87,7 +82,7 @@ class Kv:
 
 
 def load_kv(file: Path | None, model: Path | None, num_tokens: int) -> Kv:
-    """KV from a file, else of a model, else made up.
+    """Return KV from a file, else of a model, else made up.
 
     Args:
         file: A safetensors file, see `kv_of_file`.
@@ -99,15 +94,11 @@ def load_kv(file: Path | None, model: Path | None, num_tokens: int) -> Kv:
     """
     if file is not None:
         return kv_of_file(file, num_tokens)
-    if model is None:
-        return synthetic_kv(num_tokens)
-    from lmcache_ctl.codec.model_kv import kv_of_model
-
-    return kv_of_model(model, num_tokens)
+    return synthetic_kv(num_tokens) if model is None else kv_of_model(model, num_tokens)
 
 
 def synthetic_kv(num_tokens: int) -> Kv:
-    """KV that no model computed, bfloat16 in the shape of Llama-3.1-8B, the same every time.
+    """Make up KV, bfloat16 in the shape of Llama-3.1-8B, the same every time.
 
     Each channel wanders around a mean of its own: normal noise, smoothed from token to token. Good
     for speed; how small it becomes says little about a model.
@@ -120,17 +111,15 @@ def synthetic_kv(num_tokens: int) -> Kv:
     state = random.standard_normal(shape, np.float32)
     fresh = math.sqrt(1 - SMOOTHNESS**2)
     for token in range(num_tokens):
-        values[:, :, token] = ((mean + spread * state).view(np.uint32) >> np.uint32(16)).astype(
-            np.uint16
-        )
+        bits = (mean + spread * state).view(np.uint32) >> np.uint32(16)
+        values[:, :, token] = bits.astype(np.uint16)
         state = SMOOTHNESS * state + np.float32(fresh) * random.standard_normal(shape, np.float32)
-    return Kv(
-        "synthetic KV, bfloat16 in the shape of Llama-3.1-8B", (KvTensor("", "bfloat16", values),)
-    )
+    source = "synthetic KV, bfloat16 in the shape of Llama-3.1-8B"
+    return Kv(source, (KvTensor("", "bfloat16", values),))
 
 
 def kv_of_file(path: Path, num_tokens: int) -> Kv:
-    """KV from a safetensors file, mapped and not copied.
+    """Map KV from a safetensors file.
 
     Args:
         path: Each of its tensors is a group of layers, `[sides, layers, tokens, channels]`.
@@ -171,10 +160,8 @@ def kv_of_file(path: Path, num_tokens: int) -> Kv:
             f"{path}: its tensors have {', '.join(map(str, sorted(counts)))} tokens; all must be of"
             " the same ones"
         )
-    cut = tuple(
-        KvTensor(tensor.group, tensor.dtype, tensor.values[:, :, :num_tokens]) for tensor in tensors
-    )
-    return Kv(f"KV of {path.name}", cut)
+    cut = (replace(tensor, values=tensor.values[:, :, :num_tokens]) for tensor in tensors)
+    return Kv(f"KV of {path.name}", tuple(cut))
 
 
 def _tensor(path: Path, data: Array, name: str, entry: Any, group: str) -> KvTensor:
@@ -203,3 +190,46 @@ def _tensor(path: Path, data: Array, name: str, entry: Any, group: str) -> KvTen
         )
     values = np.ndarray(shape, f"<u{itemsize}", data, begin)
     return KvTensor(group, _FILE_DTYPES[dtype], values)
+
+
+def kv_of_model(directory: Path, num_tokens: int) -> Kv:
+    """Compute the KV of the first tokens of Python's own documentation, in the weights' dtype.
+
+    Args:
+        directory: Model and tokenizer as Hugging Face saves them; nothing is downloaded, and none
+            of its code is run. Needs torch and transformers.
+        num_tokens: How many tokens, or fewer where the model takes no more.
+
+    Raises:
+        CtlError: It cannot be loaded, or does not keep the KV of every token.
+    """
+    import torch
+    from lmcache_core.memory.dtypes import dtype_name
+    from lmcache_core.memory.views import bytes_under
+
+    from lmcache_ctl.model import load_model, own_text
+
+    model, tokenizer = load_model(directory)
+    longest = getattr(model.config, "max_position_embeddings", None) or num_tokens
+    with torch.inference_mode():
+        tokens = tokenizer.encode(own_text(), verbose=False)[: min(num_tokens, longest)]
+        cache = model(
+            input_ids=torch.tensor([tokens]), use_cache=True, logits_to_keep=1
+        ).past_key_values
+        sides: list[list[Any]] = [
+            [getattr(layer, side, None) for layer in getattr(cache, "layers", [])]
+            for side in ("keys", "values")
+        ]
+        shapes = {None if kv is None else tuple(kv.shape) for side in sides for kv in side}
+        shape = shapes.pop() if len(shapes) == 1 else None
+        if shape is None or len(shape) != 4 or shape[2] != len(tokens):
+            raise CtlError(
+                f"{directory}: its layers do not all keep the KV of every token in one shape; only"
+                " such models can be measured"
+            )
+        kv = torch.stack([torch.stack([layer[0] for layer in side]) for side in sides])
+        # [sides, layers, heads, tokens, size] -> [sides, layers, tokens, channels]
+        kv = kv.transpose(2, 3).flatten(3).contiguous()
+    name = dtype_name(kv.dtype)
+    values = np.frombuffer(bytes_under(kv), f"<u{DTYPE_ITEMSIZE[name]}").reshape(tuple(kv.shape))
+    return Kv(f"KV that the model in {directory} computed, {name}", (KvTensor("", name, values),))

@@ -1,28 +1,53 @@
-"""What a file with a record holds, and whether it is whole. Reads any file, trusts none."""
+"""Inspect record files: what each holds, and whether it is whole. Reads any file, trusts none."""
 
 from __future__ import annotations
 
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 from lmcache_core.errors import RecordError
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.record import RecordHeader, TensorSpec, decode_head, decoded_bytes, payload_hasher
-from lmcache_core.serde.encoding_report import encoding_report
+from lmcache_core.record import RecordHeader, decode_head, decoded_bytes, payload_hasher
+from lmcache_core.serde.codec import GroupError, encoding_report
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.layout import RECORD_SUFFIX, record_name
 from lmcache_core.storage.disk.record_file import read_head
 
-from lmcache_ctl.codec.layer_errors import LayerErrors, worst_by_layers
 from lmcache_ctl.errors import CtlError
+from lmcache_ctl.output import UNKNOWN, error_text, print_text, ratio_text, size_text
 
 BLOCK_BYTES = 1 << 20
 BITS = 8
+
+
+class LayerErrors(msgspec.Struct, frozen=True):
+    """How far decoded values of a group of layers are from what was stored, as encoders measured.
+
+    Attributes:
+        layers: The group, for example `keys 0-9`.
+        max_relative: Largest error, relative to the largest value of its token or channel.
+        rms_relative: Root of the mean square error, relative to the root of the mean square value,
+            each in parts of its scale: the largest value of its token or channel.
+    """
+
+    layers: str
+    max_relative: float
+    rms_relative: float
+
+
+def worst_by_layers(groups: Iterable[GroupError]) -> list[LayerErrors]:
+    """Return the largest errors of each group, of all reports that `groups` come from."""
+    worst: dict[str, LayerErrors] = {}
+    for group in groups:
+        seen = worst.get(group.name, LayerErrors(group.name, 0.0, 0.0))
+        largest = max(seen.max_relative, group.max_relative)
+        rms = max(seen.rms_relative, group.rms_relative)
+        worst[group.name] = LayerErrors(group.name, largest, rms)
+    return list(worst.values())
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
@@ -105,7 +130,7 @@ class InspectedFile(msgspec.Struct, frozen=True):
 
 
 def record_files(paths: Iterable[Path]) -> list[Path]:
-    """These files, and the record files below those that are directories.
+    """Return these files, and the record files below those that are directories.
 
     Raises:
         CtlError: A path is not there, a directory cannot be read, or there is no record file below
@@ -131,23 +156,27 @@ def record_files(paths: Iterable[Path]) -> list[Path]:
 
 def inspect_file(path: Path) -> InspectedFile:
     """Read a record file, block by block; never raises for what is in it."""
-    files, size = DiskFiles(), None
+    size = None
     try:
-        with _opened(path) as fd:
+        # opening a pipe or a device does not wait
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
             status = os.fstat(fd)
             size = status.st_size
             if not stat.S_ISREG(status.st_mode):
                 return InspectedFile(str(path), None, None, "it is not a regular file")
+            files = DiskFiles()
             head = read_head(files, fd)
             header, payload_bytes = decode_head(head)
             digest = _digest(files, fd, len(head), payload_bytes)
-        whole = len(head) + payload_bytes
+        finally:
+            os.close(fd)
         record = _inspected(header, payload_bytes, path, digest == header.digest)
     except OSError as exc:
         return InspectedFile(str(path), size, None, f"it cannot be read: {exc.strerror or exc}")
     except RecordError as exc:
         return InspectedFile(str(path), size, None, f"it is no whole record: {exc}")
-    fault = ""
+    fault, whole = "", len(head) + payload_bytes
     if size != whole:
         fault = f"it has {size} bytes where its head says {whole}"
     elif not record.is_digest_right:
@@ -163,15 +192,18 @@ def _inspected(
     elements = sum(math.prod(spec.shape) for spec in header.tensors)
     report = encoding_report(header)
     return InspectedRecord(
-        key=StoredKey(
-            key.fmt, key.model_name, key.world_size, key.worker_id, key.chunk_hash, key.group
-        ),
+        key=msgspec.convert(key, StoredKey, from_attributes=True),
         url_key=key.to_url(),
         is_named_after_key=path.name == record_name(key),
         serde=header.serde,
         profile=header.profile,
         lossy=header.lossy,
-        tensors=[_stored(spec) for spec in header.tensors],
+        tensors=[
+            StoredTensor(
+                spec.group, spec.dtype, spec.shape, num_bytes(spec.shape, spec.dtype), spec.length
+            )
+            for spec in header.tensors
+        ],
         raw_bytes=raw_bytes,
         encoded_bytes=payload_bytes,
         ratio=raw_bytes / payload_bytes if payload_bytes else None,
@@ -181,14 +213,8 @@ def _inspected(
     )
 
 
-def _stored(spec: TensorSpec) -> StoredTensor:
-    return StoredTensor(
-        spec.group, spec.dtype, spec.shape, num_bytes(spec.shape, spec.dtype), spec.length
-    )
-
-
 def _digest(files: DiskFiles, fd: int, at: int, payload_bytes: int) -> bytes:
-    """Digest of the payload as far as it is there."""
+    """Return the digest of the payload as far as it is there."""
     hasher, block = payload_hasher(), memoryview(bytearray(BLOCK_BYTES))
     end = at + payload_bytes
     while at < end:
@@ -200,19 +226,56 @@ def _digest(files: DiskFiles, fd: int, at: int, payload_bytes: int) -> bytes:
     return hasher.digest()
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """A descriptor for reading; opening a pipe or a device does not wait."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def _below(directory: Path) -> Iterator[Path]:
     def refuse(exc: OSError) -> None:
         raise CtlError(f"cannot read the directory {exc.filename}: {exc.strerror}") from exc
 
     for parent, _, names in os.walk(directory, onerror=refuse):
         yield from (Path(parent, name) for name in names if name.endswith(RECORD_SUFFIX))
+
+
+def print_files(files: Sequence[InspectedFile]) -> None:
+    """Print a paragraph for each file, then what they are together."""
+    for file in files:
+        print_text(file.path)
+        lines = [] if file.record is None else list(_record_lines(file.record))
+        for name, value in lines + ([("FAULT", file.fault)] if file.fault else []):
+            print_text(f"  {name:<10} {value}")
+    records = [file.record for file in files if file.record is not None]
+    raw = sum(record.raw_bytes for record in records)
+    encoded = sum(record.encoded_bytes for record in records)
+    ratio = ratio_text(raw / encoded if encoded else None)
+    faults = sum(bool(file.fault) for file in files)
+    print_text(
+        f"{len(files)} files, {faults} with a fault; {size_text(raw)} raw, {size_text(encoded)}"
+        f" encoded, {ratio}"
+    )
+
+
+def _record_lines(record: InspectedRecord) -> Iterator[tuple[str, str]]:
+    key = record.key
+    group = f", group {key.group}" if key.group else ""
+    lossy = "lossy" if record.lossy else "lossless"
+    profile = f", profile {record.profile}" if record.profile else ""
+    yield "chunk", key.chunk_hash
+    worker = f"worker {key.worker_id} of {key.world_size}"
+    yield "of", f"{key.model_name} ({key.fmt}), {worker}{group}"
+    yield "serde", f"{record.serde}, {lossy}{profile}"
+    for tensor in record.tensors:
+        group = f"{tensor.group}: " if tensor.group else ""
+        sizes = f"{size_text(tensor.raw_bytes)} in {size_text(tensor.encoded_bytes)}"
+        yield "tensor", f"{group}{tensor.dtype} {list(tensor.shape)}, {sizes}"
+    bits = UNKNOWN if record.bits_per_element is None else f"{record.bits_per_element:.3f}"
+    size = size_text(record.encoded_bytes)
+    yield "size", f"{size}, {ratio_text(record.ratio)}, {bits} bits an element"
+    if record.errors:
+        errors = (
+            f"{one.layers}: max {error_text(one.max_relative)}, rms {error_text(one.rms_relative)}"
+            for one in record.errors
+        )
+        yield "errors", "; ".join(errors)
+    elif record.lossy:
+        yield "errors", "the record does not tell them"
+    yield "digest", "right" if record.is_digest_right else "WRONG"
+    if not record.is_named_after_key:
+        yield "note", "the file is not named after its key: no tier would find it here"

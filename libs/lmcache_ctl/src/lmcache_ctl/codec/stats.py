@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping
+from http import HTTPStatus
+from typing import Final
 
-import httpx
 import msgspec
 from lmcache_core.telemetry import (
     CODEC_DECODE_MICROSECONDS_TOTAL,
@@ -25,41 +25,46 @@ from lmcache_core.telemetry import (
     LABEL_SERDE,
     LABEL_TIER,
 )
-from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_ctl.cluster.asking import Caller
-from lmcache_ctl.cluster.figures import BUILD_INFO
-from lmcache_ctl.cluster.services import HOW_TO_AUTHENTICATE
+from lmcache_ctl.asking import Caller, status_phrase
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.output import MICRO
+from lmcache_ctl.output import (
+    MICRO,
+    Columns,
+    error_text,
+    print_table,
+    print_text,
+    ratio_text,
+    size_text,
+    speed_text,
+)
+from lmcache_ctl.services import HOW_TO_AUTHENTICATE
+from lmcache_ctl.states import BUILD_INFO, Metrics
 
-_PREFIX, _SUFFIX = "lmcache_codec_", "_total"
-_COUNTERS = (
-    CODEC_ENCODED_CHUNKS_TOTAL,
-    CODEC_ENCODED_RAW_BYTES_TOTAL,
-    CODEC_ENCODED_BYTES_TOTAL,
-    CODEC_ENCODE_MICROSECONDS_TOTAL,
-    CODEC_UNENCODED_CHUNKS_TOTAL,
-    CODEC_DECODED_CHUNKS_TOTAL,
-    CODEC_DECODED_RAW_BYTES_TOTAL,
-    CODEC_DECODED_BYTES_TOTAL,
-    CODEC_DECODE_MICROSECONDS_TOTAL,
-)
-_FIGURES = MappingProxyType(
-    {name: name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for name in _COUNTERS}
-)
+_FIGURES: Final = {
+    name: name.removeprefix("lmcache_codec_").removesuffix("_total")
+    for name in (
+        CODEC_ENCODED_CHUNKS_TOTAL,
+        CODEC_ENCODED_RAW_BYTES_TOTAL,
+        CODEC_ENCODED_BYTES_TOTAL,
+        CODEC_ENCODE_MICROSECONDS_TOTAL,
+        CODEC_UNENCODED_CHUNKS_TOTAL,
+        CODEC_DECODED_CHUNKS_TOTAL,
+        CODEC_DECODED_RAW_BYTES_TOTAL,
+        CODEC_DECODED_BYTES_TOTAL,
+        CODEC_DECODE_MICROSECONDS_TOTAL,
+    )
+}
 """What a counter is called among the figures of a tier."""
-_ERRORS = MappingProxyType(
-    {
-        CODEC_LAST_MAX_RELATIVE_ERROR: "last_max_relative",
-        CODEC_LAST_RMS_RELATIVE_ERROR: "last_rms_relative",
-        CODEC_WORST_MAX_RELATIVE_ERROR: "worst_max_relative",
-        CODEC_WORST_RMS_RELATIVE_ERROR: "worst_rms_relative",
-    }
-)
+_ERRORS: Final = {
+    CODEC_LAST_MAX_RELATIVE_ERROR: "last_max_relative",
+    CODEC_LAST_RMS_RELATIVE_ERROR: "last_rms_relative",
+    CODEC_WORST_MAX_RELATIVE_ERROR: "worst_max_relative",
+    CODEC_WORST_RMS_RELATIVE_ERROR: "worst_rms_relative",
+}
 
 
-class Work(msgspec.Struct, frozen=True):
+class CodecWork(msgspec.Struct, frozen=True):
     """Chunks that were encoded, or decoded.
 
     Attributes:
@@ -78,19 +83,6 @@ class Work(msgspec.Struct, frozen=True):
     ratio: float | None
     raw_bytes_per_s: float | None
 
-    @classmethod
-    def of(cls, num_chunks: int, raw_bytes: int, encoded_bytes: int, seconds: float) -> Work:
-        """From what was counted."""
-        ratio = raw_bytes / encoded_bytes if encoded_bytes else None
-        return cls(
-            num_chunks,
-            raw_bytes,
-            encoded_bytes,
-            seconds,
-            ratio,
-            raw_bytes / seconds if raw_bytes and seconds else None,
-        )
-
 
 class Activity(msgspec.Struct, frozen=True):
     """What was done for one serde, or for one tier.
@@ -103,23 +95,9 @@ class Activity(msgspec.Struct, frozen=True):
     """
 
     name: str
-    encoded: Work
-    decoded: Work
+    encoded: CodecWork
+    decoded: CodecWork
     num_kept_raw: int
-
-    @classmethod
-    def of(cls, name: str, figures: Mapping[str, float]) -> Activity:
-        """From counters, by the name that they have among the figures of a tier."""
-        work = [
-            Work.of(
-                int(figures.get(f"{done}d_chunks", 0)),
-                int(figures.get(f"{done}d_raw_bytes", 0)),
-                int(figures.get(f"{done}d_bytes", 0)),
-                figures.get(f"{done}_microseconds", 0) * MICRO,
-            )
-            for done in ("encode", "decode")
-        ]
-        return cls(name, work[0], work[1], int(figures.get("unencoded_chunks", 0)))
 
 
 class ProfileErrors(msgspec.Struct, frozen=True):
@@ -144,7 +122,7 @@ class CodecStats(msgspec.Struct, frozen=True):
     """What the codecs of a process did since it started.
 
     Attributes:
-        url: Whom it was asked.
+        url: Where it was asked.
         serdes: By serde, over all tiers and peers.
         tiers: By tier, over all serdes; empty where they may not be seen (`tiers_hidden`) or there
             are none.
@@ -171,10 +149,9 @@ async def fetch_stats(caller: Caller) -> CodecStats:
     """
     url = caller.service.url
     metrics, tiers = await caller.get("/metrics"), await caller.get("/v1/tiers")
-    if metrics.status != httpx.codes.OK:
-        raise CtlError(
-            f"{url} answers /metrics with {metrics.phrase}; is that the REST port of a sidecar?"
-        )
+    if metrics.status != HTTPStatus.OK:
+        phrase = status_phrase(metrics.status)
+        raise CtlError(f"{url} answers /metrics with {phrase}; is that the REST port of a sidecar?")
     return read_stats(url, metrics.body, (tiers.status, tiers.body))
 
 
@@ -182,7 +159,7 @@ def read_stats(url: str, metrics: bytes, tiers: tuple[int, bytes]) -> CodecStats
     """Read what a sidecar answered.
 
     Args:
-        url: Whom it was asked.
+        url: Where it was asked.
         metrics: The body of `/metrics`.
         tiers: Status and body of `/v1/tiers`.
 
@@ -191,25 +168,22 @@ def read_stats(url: str, metrics: bytes, tiers: tuple[int, bytes]) -> CodecStats
     """
     counted: dict[str, dict[str, float]] = {}
     errors: dict[str, dict[str, float]] = {}
-    is_ours = False
     try:
-        for family in text_string_to_metric_families(metrics.decode("utf-8")):
-            for sample in family.samples:
-                is_ours = is_ours or sample.name == BUILD_INFO
-                if sample.name in _FIGURES and LABEL_TIER not in sample.labels:
-                    counted.setdefault(sample.labels.get(LABEL_SERDE, ""), {})[
-                        _FIGURES[sample.name]
-                    ] = sample.value
-                elif sample.name in _ERRORS:
-                    errors.setdefault(sample.labels.get(LABEL_PROFILE, ""), {})[
-                        _ERRORS[sample.name]
-                    ] = sample.value
-    except ValueError as exc:
-        raise CtlError(f"{url}/metrics is not in Prometheus' text format: {exc}") from exc
-    if not is_ours:
+        samples = Metrics(metrics.decode("utf-8"))
+    except (CtlError, ValueError) as exc:
+        why = exc.__cause__ or exc
+        raise CtlError(f"{url}/metrics is not in Prometheus' text format: {why}") from exc
+    if not samples.of(BUILD_INFO):
         raise CtlError(
             f"{url}/metrics is not that of a service of this cache (it has no {BUILD_INFO})"
         )
+    for name, figure in _FIGURES.items():
+        for labels, value in samples.of(name):
+            if LABEL_TIER not in labels:
+                counted.setdefault(labels.get(LABEL_SERDE, ""), {})[figure] = value
+    for name, figure in _ERRORS.items():
+        for labels, value in samples.of(name):
+            errors.setdefault(labels.get(LABEL_PROFILE, ""), {})[figure] = value
     of_tiers, hidden = _read_tiers(*tiers)
     return CodecStats(
         url,
@@ -221,22 +195,89 @@ def read_stats(url: str, metrics: bytes, tiers: tuple[int, bytes]) -> CodecStats
 
 
 def _activities(figures: Iterable[tuple[str, Mapping[str, float]]]) -> list[Activity]:
-    """Those who did anything, in order of their names."""
-    known = [Activity.of(name, of_name) for name, of_name in sorted(figures)]
+    """Return those that did anything, in order of their names."""
+    known = [
+        Activity(
+            name,
+            _work(of_name, "encode"),
+            _work(of_name, "decode"),
+            int(of_name.get("unencoded_chunks", 0)),
+        )
+        for name, of_name in sorted(figures)
+    ]
     return [
-        activity
-        for activity in known
-        if activity.encoded.num_chunks or activity.decoded.num_chunks or activity.num_kept_raw
+        one for one in known if one.encoded.num_chunks or one.decoded.num_chunks or one.num_kept_raw
     ]
 
 
+def _work(figures: Mapping[str, float], done: str) -> CodecWork:
+    num_chunks, raw_bytes, encoded_bytes = (
+        int(figures.get(f"{done}d_{name}", 0)) for name in ("chunks", "raw_bytes", "bytes")
+    )
+    seconds = figures.get(f"{done}_microseconds", 0) * MICRO
+    return CodecWork(
+        num_chunks,
+        raw_bytes,
+        encoded_bytes,
+        seconds,
+        raw_bytes / encoded_bytes if encoded_bytes else None,
+        raw_bytes / seconds if raw_bytes and seconds else None,
+    )
+
+
 def _read_tiers(status: int, body: bytes) -> tuple[Mapping[str, Mapping[str, float]], str]:
-    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return {}, f"it wants a token for figures by tier: give one by {HOW_TO_AUTHENTICATE}"
-    if status != httpx.codes.OK:
-        phrase = httpx.codes.get_reason_phrase(status)
-        return {}, f"it answered {phrase!r} when asked for figures by tier"
+    if status != HTTPStatus.OK:
+        return {}, f"it answered {status_phrase(status)} when asked for figures by tier"
     try:
         return msgspec.json.decode(body, type=_Tiers).tiers, ""
     except (msgspec.DecodeError, UnicodeDecodeError):
         return {}, "its figures by tier cannot be read here; it may be of another version"
+
+
+def print_stats(stats: CodecStats) -> None:
+    """Print what codecs did: by serde, by tier, and errors by profile."""
+    if not stats.serdes and not stats.tiers:
+        print_text(f"{stats.url}: nothing has been encoded or decoded since it started.")
+    for title, heading, activities in (
+        ("By serde, over all tiers and peers", "serde", stats.serdes),
+        ("By tier", "tier", stats.tiers),
+    ):
+        rows = [row for activity in activities for row in _activity_rows(activity)]
+        if rows:
+            headings = (heading, "", "chunks", "raw", "encoded", "ratio", "GB/s", "kept raw")
+            print_table(title, Columns(headings, left=2), rows)
+    if stats.errors:
+        rows = [
+            (
+                one.profile,
+                error_text(one.last_max_relative),
+                error_text(one.worst_max_relative),
+                error_text(one.last_rms_relative),
+                error_text(one.worst_rms_relative),
+            )
+            for one in stats.errors
+        ]
+        columns = Columns(("profile", "last max", "worst max", "last rms", "worst rms"))
+        print_table("Errors that encoders measured", columns, rows)
+    if stats.tiers_hidden:
+        print_text(f"No figures by tier: {stats.tiers_hidden}.")
+
+
+def _activity_rows(activity: Activity) -> Iterator[tuple[str, ...]]:
+    for done, work, num_raw in (
+        ("encoded", activity.encoded, activity.num_kept_raw),
+        ("decoded", activity.decoded, 0),
+    ):
+        if work.num_chunks or num_raw:
+            yield (
+                activity.name,
+                done,
+                str(work.num_chunks),
+                size_text(work.raw_bytes),
+                size_text(work.encoded_bytes),
+                ratio_text(work.ratio),
+                speed_text(work.raw_bytes_per_s),
+                str(num_raw) if done == "encoded" else "",
+            )

@@ -1,6 +1,4 @@
-"""Whether something listens at the addresses that settings files name, as seen from this
-machine.
-"""
+"""Check that something listens at the addresses that settings files name, seen from here."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.wire.json_http import check_base_url
 
 from lmcache_ctl.doctor.configuration import ENGINE, Loaded
-from lmcache_ctl.doctor.findings import Finding, Level
+from lmcache_ctl.doctor.findings import Finding, Subject
 
 CHECK: Final = "addresses"
 OPTIONS: Final = ("lookup_url", "broker_url", "remote_url", "replicas_url", "otlp_endpoint")
@@ -42,45 +40,30 @@ class _Address(NamedTuple):
     port: int | None
     """None: the host is the path of a Unix socket."""
 
-    def __str__(self) -> str:
-        return (
-            f"{self.option} {self.host}"
-            if self.port is None
-            else f"{self.option} {self.host}:{self.port}"
-        )
-
 
 def check_addresses(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]:
-    """A connection to each is opened and ended, all at once; nothing is asked. Services start
-    without them, and miss them later.
+    """Open and end a connection to each, all at once; ask nothing.
+
+    Services start without them, and miss them later.
     """
     found: list[Finding] = []
     addresses: list[_Address] = []
     for file, settings in loaded:
+        where = f"{file.kind} {file.path}"
         for option in OPTIONS:
             url: str | None = getattr(settings, option, None)
             if url is None:
                 continue
-            where = f"{file.kind} {file.path}"
             if file.kind == ENGINE and (problem := _not_http(option, url)):
-                found.append(
-                    Finding(
-                        Level.ERROR,
-                        CHECK,
-                        where,
-                        problem,
-                        "correct it, or leave it out where nothing needs it",
-                    )
-                )
+                fix = "correct it, or leave it out where nothing needs it"
+                found.append(Subject(CHECK, where).error(problem, fix))
             elif url.startswith("file:"):
                 found.append(_of_directory(where, option, Path(directory_of_url(url))))
             else:
                 addresses += [_Address(where, option, *each) for each in _hosts(url)]
         socket_path: str | None = getattr(settings, "sidecar_socket", None)
         if socket_path is not None:
-            addresses.append(
-                _Address(f"{file.kind} {file.path}", "sidecar_socket", socket_path, None)
-            )
+            addresses.append(_Address(where, "sidecar_socket", socket_path, None))
     return found + asyncio.run(_of_all(list(dict.fromkeys(addresses))[:MAX_ADDRESSES], timeout_s))
 
 
@@ -89,18 +72,21 @@ async def _of_all(addresses: Sequence[_Address], timeout_s: float) -> list[Findi
 
 
 async def _of_one(address: _Address, timeout_s: float) -> Finding:
+    subject = Subject(CHECK, address.where)
+    host, port = address.host, address.port
+    what = f"{address.option} {host}" if port is None else f"{address.option} {host}:{port}"
     try:
         async with asyncio.timeout(timeout_s):
-            if address.port is None:
-                _, writer = await asyncio.open_unix_connection(address.host)
+            if port is None:
+                _, writer = await asyncio.open_unix_connection(host)
             else:
-                _, writer = await asyncio.open_connection(address.host, address.port)
+                _, writer = await asyncio.open_connection(host, port)
     except (OSError, UnicodeError, TimeoutError) as exc:
         reason = getattr(exc, "strerror", None) or str(exc) or f"no answer within {timeout_s:g} s"
-        return Finding(Level.WARNING, CHECK, address.where, f"{address}: {reason}", FIX)
+        return subject.warning(f"{what}: {reason}", FIX)
     writer.transport.abort()  # nothing was asked, so nothing is lost
     await asyncio.gather(writer.wait_closed(), return_exceptions=True)
-    return Finding(Level.OK, CHECK, address.where, str(address))
+    return subject.ok(what)
 
 
 def _of_directory(where: str, option: str, path: Path) -> Finding:
@@ -109,19 +95,15 @@ def _of_directory(where: str, option: str, path: Path) -> Finding:
     except OSError:
         is_directory = False
     if is_directory:
-        return Finding(Level.OK, CHECK, where, f"{option} {path}")
-    return Finding(
-        Level.WARNING,
-        CHECK,
-        where,
-        f"{option} {path} is no directory",
-        "mount the shared volume there, or create the directory",
-    )
+        return Subject(CHECK, where).ok(f"{option} {path}")
+    fix = "mount the shared volume there, or create the directory"
+    return Subject(CHECK, where).warning(f"{option} {path} is no directory", fix)
 
 
 def _not_http(option: str, url: str) -> str:
-    """What is wrong with the URL of an engine's HTTP service, which its settings leave to the
-    client; "" for nothing.
+    """Return what is wrong with the URL of an engine's HTTP service, "" for nothing.
+
+    The engine's settings leave that to the client.
     """
     if option == "remote_url":
         return ""
@@ -134,7 +116,7 @@ def _not_http(option: str, url: str) -> str:
 
 
 def _hosts(url: str) -> list[tuple[str, int]]:
-    """All that it names; an address that cannot be read has been refused with its settings."""
+    """Return all that it names; one that cannot be read was refused with its settings."""
     scheme, _, rest = url.partition("://")
     parts = [urlsplit(f"//{text}") for text in rest.rpartition("@")[2].partition("/")[0].split(",")]
     return [

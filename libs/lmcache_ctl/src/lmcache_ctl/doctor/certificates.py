@@ -1,4 +1,4 @@
-"""Whether certificates are good for long enough."""
+"""Check that certificates are good for long enough."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from lmcache_core.errors import LMCacheError
 from lmcache_core.security import tls
 
-from lmcache_ctl.cluster.services import Service
-from lmcache_ctl.doctor.findings import Finding, Level
-from lmcache_ctl.rest import tls_context
+from lmcache_ctl.asking import tls_context
+from lmcache_ctl.doctor.findings import Finding, Subject
+from lmcache_ctl.services import Endpoint
 from lmcache_ctl.settings import CtlSettings
 
 SOON_DAYS: Final = 14.0
@@ -26,42 +26,29 @@ CHECK: Final = "certificate"
 FIX: Final = "have another one issued; services take new files by themselves"
 
 
-async def check_certificates(settings: CtlSettings, services: Sequence[Service]) -> list[Finding]:
-    """Of all services that are asked by https."""
-    chosen = [
-        service for service in services if service.url.startswith("https:") and not service.problem
-    ]
+async def check_certificates(settings: CtlSettings, services: Sequence[Endpoint]) -> list[Finding]:
+    """Check those of all services that are asked by https."""
+    chosen = [one for one in services if one.url.startswith("https:") and not one.problem]
     found = list(await asyncio.gather(*(_of_one(settings, service) for service in chosen)))
     await asyncio.sleep(CLOSING_S)
     return found
 
 
-async def _of_one(settings: CtlSettings, service: Service) -> Finding:
-    where = f"{service.kind} {service.name}"
+async def _of_one(settings: CtlSettings, service: Endpoint) -> Finding:
+    subject = Subject(CHECK, f"{service.kind} {service.name}")
     try:
         async with asyncio.timeout(settings.timeout_s):
             ends_s = await _end_of(settings, service)
     except ssl.SSLCertVerificationError as exc:
-        return Finding(
-            Level.ERROR,
-            CHECK,
-            where,
-            f"not trusted: {exc.verify_message}",
-            "give its authority by --tls CA",
-        )
+        return subject.error(f"not trusted: {exc.verify_message}", "give its authority by --tls CA")
     except (OSError, TimeoutError) as exc:
-        return Finding(
-            Level.ERROR,
-            CHECK,
-            where,
-            f"none was shown: {str(exc) or 'no answer in time'}",
-            "see what is said of reachable",
-        )
-    return _until(where, "", ends_s)
+        what = f"none was shown: {str(exc) or 'no answer in time'}"
+        return subject.error(what, "see what is said of reachable")
+    return _until(subject, "", ends_s)
 
 
 def check_identity(where: str, option: str, cert: Path, load: Callable[[], object]) -> Finding:
-    """Whether a certificate and its key in files are what the service would take, and for how long.
+    """Check that a certificate and its key in files are what the service takes, and for how long.
 
     Args:
         where: Of which settings.
@@ -69,45 +56,38 @@ def check_identity(where: str, option: str, cert: Path, load: Callable[[], objec
         cert: Its file.
         load: What the service does with both; raises what it would.
     """
+    subject = Subject(CHECK, where)
     tls.logger.disabled = True  # what it would warn of is a finding here
     try:
         load()
         ends_s = tls.certificate_end(cert)
     except LMCacheError as exc:
-        return Finding(
-            Level.ERROR,
-            CHECK,
-            where,
-            str(exc),
-            "mount the certificate and the key that were issued together",
-        )
+        fix = "mount the certificate and the key that were issued together"
+        return subject.error(str(exc), fix)
     finally:
         tls.logger.disabled = False
-    return _until(where, f"{option} {cert} ", ends_s)
+    return _until(subject, f"{option} {cert} ", ends_s)
 
 
-def _until(where: str, what: str, ends_s: float) -> Finding:
+def _until(subject: Subject, what: str, ends_s: float) -> Finding:
     days = (ends_s - time.time()) / DAY_S
     if days < 0:
-        return Finding(Level.ERROR, CHECK, where, f"{what}ended on {tls.day_of(ends_s)}", FIX)
+        return subject.error(f"{what}ended on {tls.day_of(ends_s)}", FIX)
     if days < SOON_DAYS:
-        return Finding(Level.WARNING, CHECK, where, f"{what}ends in {days:.1f} days", FIX)
-    return Finding(Level.OK, CHECK, where, f"{what}good for {days:.0f} days".strip())
+        return subject.warning(f"{what}ends in {days:.1f} days", FIX)
+    return subject.ok(f"{what}good for {days:.0f} days".strip())
 
 
-async def _end_of(settings: CtlSettings, service: Service) -> float:
-    """Unix time at which the certificate that is shown ends."""
+async def _end_of(settings: CtlSettings, service: Endpoint) -> float:
+    """Return the Unix time at which the certificate that is shown ends."""
     parts = urlsplit(service.url)
     name = service.tls_name or parts.hostname
     context = tls_context(settings.tls)
+    how: dict[str, Any] = {"ssl": context, "server_hostname": name}
     if service.socket_path is None:
-        _, writer = await asyncio.open_connection(
-            parts.hostname, parts.port or 443, ssl=context, server_hostname=name
-        )
+        _, writer = await asyncio.open_connection(parts.hostname, parts.port or 443, **how)
     else:
-        _, writer = await asyncio.open_unix_connection(
-            service.socket_path, ssl=context, server_hostname=name
-        )
+        _, writer = await asyncio.open_unix_connection(service.socket_path, **how)
     try:
         certificate = writer.get_extra_info("peercert") or {}
         return float(ssl.cert_time_to_seconds(certificate["notAfter"]))

@@ -1,4 +1,4 @@
-"""Settings files: each is read by the model of the service that will read it."""
+"""Check settings files: each is read by the model of the service that will read it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import importlib
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lmcache_core.errors import ConfigError, LMCacheError
 
-from lmcache_ctl.doctor.findings import Finding, Level
+from lmcache_ctl.doctor.findings import Finding, Subject
 from lmcache_ctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,18 +20,18 @@ if TYPE_CHECKING:
 
 CHECK: Final = "configuration"
 ENGINE: Final = "engine"
-MODELS: Final = MappingProxyType(
-    {
-        "lookup": ("lmcache_lookup.settings", "LookupSettings", "lookup"),
-        "broker": ("lmcache_broker.settings", "BrokerSettings", "p2p_broker"),
-        "storage": ("lmcache_storage.settings", "StorageSettings", "cache_storage"),
-        "sidecar": ("lmcache_sidecar.settings", "SidecarSettings", "sidecar"),
-        "webhook": ("lmcache_webhook.settings", "WebhookSettings", "webhook"),
-    }
-)
+MODELS: Final = {
+    "lookup": ("lmcache_lookup.settings", "LookupSettings", "lookup"),
+    "broker": ("lmcache_broker.settings", "BrokerSettings", "p2p_broker"),
+    "storage": ("lmcache_storage.settings", "StorageSettings", "cache_storage"),
+    "sidecar": ("lmcache_sidecar.settings", "SidecarSettings", "sidecar"),
+    "webhook": ("lmcache_webhook.settings", "WebhookSettings", "webhook"),
+}
 """Module and name of each service's model, and the directory of `services/` that its package is
 in.
 """
+NODES: Final = ("sidecar", "storage")
+"""Services that need `lmcache-node` too."""
 SECRET_FILES: Final = (
     *("auth_tokens_file", "service_token_file", "ticket_keys_file", "salt_file"),
     *("tls_key_file", "tls_client_key_file", "redis_tls_key_file", "redis_sentinel_password_file"),
@@ -93,45 +92,35 @@ def parse_config_file(text: str) -> ConfigFile:
 
 
 def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded]]:
-    """What is wrong with them, and those that are good. Variables of the environment count as
-    they do for the service.
+    """Return what is wrong with them, and those that are good.
+
+    Variables of the environment count as they do for the service.
     """
     findings: list[Finding] = []
     loaded: list[Loaded] = []
     for file in files:
         where = f"{file.kind} {file.path}"
+        subject = Subject(CHECK, where)
         try:
             settings = _load(file)
         except ModuleNotFoundError as exc:
-            packages = (
-                f"./libs/lmcache_core ./services/servicekit ./services/{MODELS[file.kind][2]}"
-            )
-            findings.append(
-                Finding(
-                    Level.WARNING,
-                    CHECK,
-                    where,
-                    f"not checked: {exc.name} is not installed here",
-                    f"install it from a checkout (pip install {packages}), or check it in its"
-                    " image",
-                )
-            )
+            node = "./services/node " if file.kind in NODES else ""
+            folder = MODELS[file.kind][2]
+            packages = f"./libs/lmcache_core ./services/servicekit {node}./services/{folder}"
+            fix = f"install it from a checkout (pip install {packages}), or check it in its image"
+            findings.append(subject.warning(f"not checked: {exc.name} is not installed here", fix))
             continue
         except LMCacheError as exc:
-            fix = (
-                "correct it; the engine does not start on it"
-                if file.kind == ENGINE
-                else "correct it; the service ends with code 2 on it"
-            )
-            findings += [
-                Finding(Level.ERROR, CHECK, where, line, fix) for line in str(exc).splitlines()
-            ]
+            fix = "correct it; the service ends with code 2 on it"
+            if file.kind == ENGINE:
+                fix = "correct it; the engine does not start on it"
+            findings += [subject.error(line, fix) for line in str(exc).splitlines()]
             continue
-        findings.append(Finding(Level.OK, CHECK, where, "is read by its service"))
         loaded.append(Loaded(file, settings))
-        findings += _files_of(where, settings)
+        findings.append(subject.ok("is read by its service"))
+        findings += _files_of(Subject("files", where), settings)
         if file.kind != ENGINE:
-            findings += _protection_of(where, settings)
+            findings += _protection_of(Subject("security", where), settings)
         findings += _certificates_of(where, settings)
     return findings, loaded
 
@@ -149,7 +138,7 @@ def _load(file: ConfigFile) -> Any:
 
 
 def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
-    """The contexts that the service makes of them at its start; missing files have been told."""
+    """Make the contexts that the service makes at its start; missing files have been told."""
     from lmcache_core.security import TlsFiles, client_context, server_context
 
     from lmcache_ctl.doctor.certificates import check_identity
@@ -169,9 +158,8 @@ def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
             if files.cert_file is None or is_told or not all(map(_exists, files.paths)):
                 continue
             seen.add(tuple(files.paths[:2]))
-            yield check_identity(
-                where, names[0], files.cert_file, functools.partial(context, files)
-            )
+            load = functools.partial(context, files)
+            yield check_identity(where, names[0], files.cert_file, load)
 
 
 def _exists(path: Path) -> bool:
@@ -181,8 +169,8 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _files_of(where: str, settings: Any) -> Iterator[Finding]:
-    """What the settings name: can it be read, by whom, and is it what it should be."""
+def _files_of(subject: Subject, settings: Any) -> Iterator[Finding]:
+    """Check that each file is what it should be, readable, and not for everybody to read."""
     for option in (*SECRET_FILES, *PLAIN_FILES):
         value = getattr(settings, option, None)
         if value is None or (option.startswith("peer_") and not settings.enable_p2p):
@@ -193,49 +181,28 @@ def _files_of(where: str, settings: Any) -> Iterator[Finding]:
             mode = stat.S_IMODE(path.stat().st_mode)
         except (OSError, LMCacheError, ValueError) as exc:
             reason = getattr(exc, "strerror", None) or exc
-            yield Finding(
-                Level.ERROR,
-                "files",
-                where,
-                f"{option} {path}: {reason}",
-                "mount or write it where the settings say",
-            )
+            fix = "mount or write it where the settings say"
+            yield subject.error(f"{option} {path}: {reason}", fix)
             continue
         if option in SECRET_FILES and mode & stat.S_IROTH:
-            yield Finding(
-                Level.WARNING,
-                "files",
-                where,
-                f"{option} {path} can be read by everybody ({mode:04o})",
-                f"chmod o-r {path}",
-            )
+            what = f"{option} {path} can be read by everybody ({mode:04o})"
+            yield subject.warning(what, f"chmod o-r {path}")
         else:
-            yield Finding(Level.OK, "files", where, f"{option} {path}")
+            yield subject.ok(f"{option} {path}")
 
 
-def _protection_of(where: str, settings: ServiceSettings) -> Iterator[Finding]:
+def _protection_of(subject: Subject, settings: ServiceSettings) -> Iterator[Finding]:
     if settings.auth_tokens_file is None and settings.allow_anonymous:
+        what = "anybody who reaches it may call it (allow_anonymous)"
         fix = "set auth_tokens_file, unless a NetworkPolicy is all the protection that is wanted"
-        yield Finding(
-            Level.WARNING,
-            "security",
-            where,
-            "anybody who reaches it may call it (allow_anonymous)",
-            fix,
-        )
+        yield subject.warning(what, fix)
     if settings.allow_plaintext and settings.tls_cert_file is None:
-        fix = "set tls_cert_file, unless the network encrypts by itself"
-        yield Finding(
-            Level.NOTE,
-            "security",
-            where,
-            "tokens and chunks cross the network unencrypted (allow_plaintext)",
-            fix,
-        )
+        what = "tokens and chunks cross the network unencrypted (allow_plaintext)"
+        yield subject.note(what, "set tls_cert_file, unless the network encrypts by itself")
 
 
 def _read_as_the_service(option: str, path: Path) -> None:
-    """Raises what the service would."""
+    """Read a file; raise what the service would."""
     from lmcache_core.security import TicketKeyFile, TokenFile, TokenTable
 
     if option == "auth_tokens_file":

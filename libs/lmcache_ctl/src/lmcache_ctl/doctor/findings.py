@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,6 +39,29 @@ class Finding(msgspec.Struct, frozen=True):
     fix: str = ""
 
 
+class Subject(NamedTuple):
+    """What is looked at: makes the findings of one check at one place."""
+
+    check: str
+    where: str
+
+    def ok(self, what: str) -> Finding:
+        """Find nothing wrong."""
+        return Finding(Level.OK, self.check, self.where, what)
+
+    def note(self, what: str, fix: str = "") -> Finding:
+        """Find what a person should know."""
+        return Finding(Level.NOTE, self.check, self.where, what, fix)
+
+    def warning(self, what: str, fix: str) -> Finding:
+        """Find what will, or may, keep the cluster from its work."""
+        return Finding(Level.WARNING, self.check, self.where, what, fix)
+
+    def error(self, what: str, fix: str) -> Finding:
+        """Find what keeps the cluster, or a part of it, from its work."""
+        return Finding(Level.ERROR, self.check, self.where, what, fix)
+
+
 class Diagnosis(msgspec.Struct, frozen=True):
     """All that was found.
 
@@ -52,34 +77,24 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 
 def diagnosis_of(findings: Sequence[Finding]) -> Diagnosis:
-    """The findings in order, and how bad they are together."""
+    """Put findings in order, and count how bad they are together."""
     checks = list(dict.fromkeys(one.check for one in findings))
     badness = list(Level)[::-1]
     ordered = sorted(findings, key=lambda one: (checks.index(one.check), badness.index(one.level)))
-    count = [one.level for one in findings].count
-    return Diagnosis(count(Level.ERROR), count(Level.WARNING), ordered)
+    count = Counter(one.level for one in findings)
+    return Diagnosis(count[Level.ERROR], count[Level.WARNING], ordered)
 
 
 def print_diagnosis(found: Diagnosis) -> None:
-    """What is wrong, each with what to do about it; checks that passed are only counted."""
-    fine = [one for one in found.findings if one.level is Level.OK]
+    """Print what is wrong, each with what to do about it; checks that passed are only counted."""
     for one in found.findings:
         if one.level is not Level.OK:
             print_text(f"{one.level:<8}{one.check}, {one.where}: {one.what}")
             if one.fix:
                 print_text(f"        -> {one.fix}")
-    by_check = {
-        check: sum(one.check == check for one in fine)
-        for check in dict.fromkeys(one.check for one in fine)
-    }
-    if by_check:
-        print_text(
-            "Passed: "
-            + ", ".join(f"{check} ({number})" for check, number in by_check.items())
-            + "."
-        )
-    print_text(f"{_counted(found.num_errors, 'error')}, {_counted(found.num_warnings, 'warning')}.")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    fine = Counter(one.check for one in found.findings if one.level is Level.OK)
+    if fine:
+        passed = ", ".join(f"{check} ({number})" for check, number in fine.items())
+        print_text(f"Passed: {passed}.")
+    errors, warnings = found.num_errors, found.num_warnings
+    print_text(f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}.")

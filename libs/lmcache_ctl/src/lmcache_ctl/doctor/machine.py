@@ -1,6 +1,4 @@
-"""This machine, or this pod: shared memory, disk, memory and limits, against what settings want
-of it.
-"""
+"""Check this machine, or pod: shared memory, disk, memory and limits that settings ask for."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lmcache_ctl.doctor.configuration import ENGINE, Loaded
-from lmcache_ctl.doctor.findings import Finding, Level
+from lmcache_ctl.doctor.findings import Finding, Subject
 from lmcache_ctl.output import size_text
 
 GIB: Final = 1 << 30
@@ -27,45 +25,35 @@ CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_machine(loaded: Sequence[Loaded]) -> list[Finding]:
-    """For each settings file, what its service needs of the machine that this runs on."""
+    """Check, for each settings file, what its service needs of the machine that this runs on."""
     services = [one for one in loaded if one.file.kind != ENGINE]
-    found = [
-        one
-        for file, settings in services
-        for one in _of_one(f"{file.kind} {file.path}", file.kind, settings)
-    ]
+    found: list[Finding] = []
+    settings: Any  # of each kind its own, which mypy cannot see
+    for file, settings in services:
+        where = f"{file.kind} {file.path}"
+        if file.kind == "sidecar":
+            found += _arena(Subject("shared memory", where), settings)
+            found.append(_socket(Subject("socket", where), settings.socket_path))
+        if file.kind == "storage":
+            found.append(_memory(Subject("memory", where), int(settings.memory_gb * GIB)))
+        if getattr(settings, "disk_path", None) is not None:
+            wanted = int(settings.disk_gb * GIB)
+            found.append(_disk(Subject("disk", where), settings.disk_path, wanted))
     return found + list(_limits(services)) if services else found
 
 
-def _of_one(where: str, kind: str, settings: Any) -> Iterator[Finding]:
-    if kind == "sidecar":
-        yield from _arena(where, settings)
-        yield from _socket(where, settings.socket_path)
-    if kind == "storage":
-        yield _memory(where, int(settings.memory_gb * GIB))
-    if getattr(settings, "disk_path", None) is not None:
-        yield _disk(where, settings.disk_path, int(settings.disk_gb * GIB))
-
-
-def _arena(where: str, settings: Any) -> Iterator[Finding]:
+def _arena(subject: Subject, settings: Any) -> Iterator[Finding]:
     directory, wanted = settings.arena_path, int(settings.arena_gb * GIB)
     at, problem = _nearest(directory)
     if problem:
         fix = "give the sidecar and its engines one user or group, or another arena_path"
-        yield Finding(
-            Level.ERROR, "shared memory", where, f"arena_path {directory}: {problem}", fix
-        )
+        yield subject.error(f"arena_path {directory}: {problem}", fix)
         return
     kind = _file_system(at)
     if kind not in IN_MEMORY:
+        what = f"arena_path {directory} is on {kind}: every write of KV goes to a disk"
         fix = "mount an in-memory volume there (emptyDir with medium: Memory)"
-        yield Finding(
-            Level.WARNING,
-            "shared memory",
-            where,
-            f"arena_path {directory} is on {kind}: every write of KV goes to a disk",
-            fix,
-        )
+        yield subject.warning(what, fix)
     free = _free_bytes(at) + _size_of(directory)
     if free < wanted + JOURNAL_BYTES:
         what = (
@@ -76,110 +64,74 @@ def _arena(where: str, settings: Any) -> Iterator[Finding]:
             "raise the volume's sizeLimit and the sidecar's memory limit (a container's own"
             " /dev/shm is 64 MiB), or lower arena_gb"
         )
-        yield Finding(Level.ERROR, "shared memory", where, what, fix)
+        yield subject.error(what, fix)
     else:
-        yield Finding(
-            Level.OK, "shared memory", where, f"{size_text(free)} for {size_text(wanted)}"
-        )
+        yield subject.ok(f"{size_text(free)} for {size_text(wanted)}")
     if at == directory and stat.S_IMODE(directory.stat().st_mode) & stat.S_IWOTH:
         what = (
             f"everybody may write to arena_path {directory}: whoever does, decides what engines"
             " load"
         )
-        yield Finding(Level.ERROR, "shared memory", where, what, f"chmod o-w {directory}")
+        yield subject.error(what, f"chmod o-w {directory}")
 
 
-def _socket(where: str, path: Path) -> Iterator[Finding]:
+def _socket(subject: Subject, path: Path) -> Finding:
     length = len(os.fsencode(path))
     if length > MAX_SOCKET_PATH_BYTES:
-        what = (
-            f"socket_path has {length} bytes, and a Unix socket's may have {MAX_SOCKET_PATH_BYTES}"
-        )
-        yield Finding(Level.ERROR, "socket", where, what, "choose a shorter one")
-    elif problem := _nearest(path.parent)[1]:
-        yield Finding(
-            Level.ERROR,
-            "socket",
-            where,
-            f"socket_path {path}: {problem}",
-            "choose a directory that the sidecar may write to",
-        )
-    else:
-        yield Finding(Level.OK, "socket", where, str(path))
+        what = f"socket_path has {length} bytes"
+        limit = f"a Unix socket's may have {MAX_SOCKET_PATH_BYTES}"
+        return subject.error(f"{what}, and {limit}", "choose a shorter one")
+    if problem := _nearest(path.parent)[1]:
+        fix = "choose a directory that the sidecar may write to"
+        return subject.error(f"socket_path {path}: {problem}", fix)
+    return subject.ok(str(path))
 
 
-def _disk(where: str, path: Path, wanted: int) -> Finding:
+def _disk(subject: Subject, path: Path, wanted: int) -> Finding:
     at, problem = _nearest(path)
     if problem:
-        return Finding(
-            Level.ERROR,
-            "disk",
-            where,
-            f"disk_path {path}: {problem}",
-            "let the service's user write there (chown the volume)",
-        )
+        fix = "let the service's user write there (chown the volume)"
+        return subject.error(f"disk_path {path}: {problem}", fix)
     free = _free_bytes(at) + _size_of(path)
     if free < wanted:
         what = f"disk_gb wants {size_text(wanted)}; {at} has {size_text(free)}"
-        return Finding(
-            Level.WARNING,
-            "disk",
-            where,
-            what,
-            "enlarge the volume or lower disk_gb: what finds no room is not kept there",
-        )
-    return Finding(Level.OK, "disk", where, f"{size_text(free)} for {size_text(wanted)}")
+        fix = "enlarge the volume or lower disk_gb: what finds no room is not kept there"
+        return subject.warning(what, fix)
+    return subject.ok(f"{size_text(free)} for {size_text(wanted)}")
 
 
-def _memory(where: str, wanted: int) -> Finding:
+def _memory(subject: Subject, wanted: int) -> Finding:
     limit = _memory_bytes()
     if limit is not None and limit < wanted:
-        what = (
-            f"memory_gb wants {size_text(wanted)}; this machine, or its limit, has"
-            f" {size_text(limit)}"
-        )
-        return Finding(
-            Level.ERROR,
-            "memory",
-            where,
-            what,
-            "raise the container's memory limit or lower memory_gb",
-        )
-    return Finding(Level.OK, "memory", where, size_text(wanted))
+        what = f"memory_gb wants {size_text(wanted)}; this machine, or its limit, has"
+        fix = "raise the container's memory limit or lower memory_gb"
+        return subject.error(f"{what} {size_text(limit)}", fix)
+    return subject.ok(size_text(wanted))
 
 
 def _limits(loaded: Sequence[Loaded]) -> Iterator[Finding]:
+    subject = Subject("limits", "this machine")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
         what = (
             f"a process may open {soft} files (hard limit {hard}); a service holds up to 8192"
             " connections and its files"
         )
-        yield Finding(
-            Level.WARNING,
-            "limits",
-            "this machine",
-            what,
-            f"ulimit -n {MIN_OPEN_FILES}, or LimitNOFILE of its unit",
-        )
+        yield subject.warning(what, f"ulimit -n {MIN_OPEN_FILES}, or LimitNOFILE of its unit")
     else:
-        yield Finding(Level.OK, "limits", "this machine", f"{soft} open files")
-    largest = max(
-        (int(one.settings.arena_gb * GIB) for one in loaded if hasattr(one.settings, "arena_gb")),
-        default=0,
-    )
+        yield subject.ok(f"{soft} open files")
+    arenas = [int(getattr(one.settings, "arena_gb", 0) * GIB) for one in loaded]
+    largest = max(arenas, default=0)
     file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if largest and file_size != resource.RLIM_INFINITY and file_size < largest:
         what = (
             f"a file may have {size_text(file_size)}, and the arena is one of {size_text(largest)}"
         )
-        yield Finding(Level.ERROR, "limits", "this machine", what, "ulimit -f unlimited")
+        yield subject.error(what, "ulimit -f unlimited")
 
 
 def _nearest(path: Path) -> tuple[Path, str]:
-    """Return the path, or the nearest one above it that exists, and why the service cannot write
-    there; "" if it can.
-    """
+    """Return the path, or the nearest one above it that exists, and why it is not writable."""
     while True:
         try:
             is_directory = stat.S_ISDIR(path.stat().st_mode)
@@ -188,16 +140,13 @@ def _nearest(path: Path) -> tuple[Path, str]:
             if path == path.parent:
                 return path, f"{exc.strerror}"
             path = path.parent
-        except (
-            OSError,
-            ValueError,
-        ) as exc:  # a name that is too long, or no name at all; a directory that may not be entered
+        except (OSError, ValueError) as exc:  # too long, no name at all, or may not be entered
             return path, f"{getattr(exc, 'strerror', None) or exc}"
     if not is_directory:
         return path, f"{path} is no directory"
-    return path, (
-        "" if os.access(path, os.W_OK | os.X_OK) else f"user {os.getuid()} may not write to {path}"
-    )
+    if not os.access(path, os.W_OK | os.X_OK):
+        return path, f"user {os.getuid()} may not write to {path}"
+    return path, ""
 
 
 def _free_bytes(path: Path) -> int:
@@ -206,9 +155,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def _size_of(directory: Path) -> int:
-    """What is there already is used again by the service that it belongs to; 0 for a directory
-    that is not there.
-    """
+    """Return the bytes that are there already, which the service uses again; 0 for no directory."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -220,7 +167,7 @@ def _size_of(directory: Path) -> int:
 
 
 def _file_system(path: Path) -> str:
-    """Of the mount that it is on."""
+    """Return the kind of the mount that a path is on."""
     best, kind = -1, "unknown"
     real = str(path.resolve())
     try:
@@ -235,7 +182,7 @@ def _file_system(path: Path) -> str:
 
 
 def _memory_bytes() -> int | None:
-    """What this machine has, or its control group allows."""
+    """Return what this machine has, or its control group allows."""
     known = []
     try:
         known += [

@@ -1,4 +1,4 @@
-"""Redis servers of lookup and broker: are they there, and set so that the index is safe in them."""
+"""Check Redis of lookup and broker: it is there, and set so that the index is safe in it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from lmcache_ctl.doctor.configuration import Loaded
-from lmcache_ctl.doctor.findings import Finding, Level
+from lmcache_ctl.doctor.findings import Finding, Subject
 
 CHECK: Final = "redis"
 MIN_VERSION: Final = (6, 2)
 FULL_SHARE: Final = 0.9
 MAX_SERVERS: Final = 64
-NOT_INSTALLED: Final = "install lmcache-ctl[redis], or check it in the service's image"
 
 
 def check_redis(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]:
-    """Those that settings files name by `redis_url`."""
+    """Check those that settings files name by `redis_url`."""
     seen: dict[str, tuple[str, Any]] = {}
     for file, settings in loaded:
         secret = getattr(settings, "redis_url", None)
@@ -31,64 +30,46 @@ def check_redis(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]:
 
 
 def _of_url(url: str, where: str, settings: Any, timeout_s: float) -> Iterator[Finding]:
+    subject = Subject(CHECK, where)
     try:
         import redis
     except ModuleNotFoundError:
-        yield Finding(
-            Level.WARNING,
-            CHECK,
-            where,
-            "not checked: the package redis is not installed here",
-            NOT_INSTALLED,
-        )
+        fix = "install lmcache-ctl[redis], or check it in the service's image"
+        yield subject.warning("not checked: the package redis is not installed here", fix)
         return
     try:
         clients = _clients(url, settings, timeout_s)
     except (ValueError, redis.RedisError) as exc:
-        yield Finding(
-            Level.ERROR,
-            CHECK,
-            where,
-            f"redis_url leads nowhere: {type(exc).__name__}",
-            "see docs/operations.md, Redis",
-        )
+        what = f"redis_url leads nowhere: {type(exc).__name__}"
+        yield subject.error(what, "see docs/operations.md, Redis")
         return
     for name, client in clients:
         with client:
             try:
                 info: Mapping[str, Any] = client.info()
             except (redis.RedisError, OSError, ValueError) as exc:
+                why = str(exc).splitlines()[0][:200] if str(exc) else type(exc).__name__
                 fix = "start it, or correct redis_url; an ACL must allow INFO and PING"
-                yield Finding(
-                    Level.ERROR, CHECK, f"{where}, {name}", f"no answer: {_short(exc)}", fix
-                )
+                yield Subject(CHECK, f"{where}, {name}").error(f"no answer: {why}", fix)
                 continue
         yield from check_info(f"{where}, {name}", info)
 
 
 def check_info(where: str, info: Mapping[str, Any]) -> Iterator[Finding]:
-    """What a server's `INFO` says.
+    """Check what a server's `INFO` says.
 
     Args:
         where: Which server.
         info: As redis-py gives it.
     """
-    version = tuple(
-        int(part) for part in str(info.get("redis_version", "0")).split(".")[:2] if part.isdigit()
-    )
-    if version < MIN_VERSION:
-        yield Finding(
-            Level.ERROR,
-            CHECK,
-            where,
-            f"version {info.get('redis_version')}",
-            "upgrade it to 6.2 or later",
-        )
+    subject = Subject(CHECK, where)
+    told = f"version {info.get('redis_version')}"
+    parts = str(info.get("redis_version", "0")).split(".")[:2]
+    if tuple(int(part) for part in parts if part.isdigit()) < MIN_VERSION:
+        yield subject.error(told, "upgrade it to 6.2 or later")
     if info.get("role") not in (None, "master"):
         fix = "name the master, or its sentinels (redis-sentinel://)"
-        yield Finding(
-            Level.ERROR, CHECK, where, f"it is a {info['role']}: nothing can be written", fix
-        )
+        yield subject.error(f"it is a {info['role']}: nothing can be written", fix)
     limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
     policy = str(info.get("maxmemory_policy", "noeviction"))
     if limit and policy != "noeviction":
@@ -96,45 +77,28 @@ def check_info(where: str, info: Mapping[str, Any]) -> Iterator[Finding]:
             "CONFIG SET maxmemory-policy noeviction: a bucket that is evicted takes the holders of"
             " many chunks with it"
         )
-        yield Finding(Level.ERROR, CHECK, where, f"maxmemory-policy is {policy}", fix)
+        yield subject.error(f"maxmemory-policy is {policy}", fix)
     if not limit:
-        yield Finding(
-            Level.WARNING,
-            CHECK,
-            where,
-            "maxmemory is not set: it grows until it is killed",
-            "CONFIG SET maxmemory; 120 bytes a chunk",
-        )
+        what = "maxmemory is not set: it grows until it is killed"
+        yield subject.warning(what, "CONFIG SET maxmemory; 120 bytes a chunk")
     elif used > FULL_SHARE * limit:
-        yield Finding(
-            Level.WARNING,
-            CHECK,
-            where,
-            f"{used / limit:.0%} of maxmemory are used",
-            "raise maxmemory: a full one takes no events",
-        )
+        fix = "raise maxmemory: a full one takes no events"
+        yield subject.warning(f"{used / limit:.0%} of maxmemory are used", fix)
     if int(info.get("aof_enabled", 0)):
-        fix = "appendonly no: what is lost is announced again by itself"
-        yield Finding(
-            Level.NOTE,
-            CHECK,
-            where,
-            "it writes every change to a disk (appendonly), which nothing needs",
-            fix,
-        )
-    if str(info.get("rdb_last_bgsave_status", "ok")) != "ok" and int(
-        info.get("rdb_changes_since_last_save", 0)
-    ):
+        what = "it writes every change to a disk (appendonly), which nothing needs"
+        yield subject.note(what, "appendonly no: what is lost is announced again by itself")
+    changes = int(info.get("rdb_changes_since_last_save", 0))
+    if str(info.get("rdb_last_bgsave_status", "ok")) != "ok" and changes:
         fix = (
             'save "", or give it room on its disk; where stop-writes-on-bgsave-error is set, it'
             " takes no events"
         )
-        yield Finding(Level.ERROR, CHECK, where, "its last snapshot failed", fix)
-    yield Finding(Level.OK, CHECK, where, f"version {info.get('redis_version')}")
+        yield subject.error("its last snapshot failed", fix)
+    yield subject.ok(told)
 
 
 def _clients(url: str, settings: Any, timeout_s: float) -> list[tuple[str, Any]]:
-    """Each server, by a name without credentials."""
+    """Return a client for each server, by a name without credentials."""
     import redis
     from redis.sentinel import Sentinel
 
@@ -150,12 +114,8 @@ def _clients(url: str, settings: Any, timeout_s: float) -> list[tuple[str, Any]]
         named = {argument: getattr(settings, option, None) for argument, option in files.items()}
         tls = {argument: str(path) for argument, path in named.items() if path is not None}
     if parts.scheme in ("redis", "rediss", "unix"):
-        return [
-            (
-                parts.netloc.rpartition("@")[2] or parts.path,
-                redis.Redis.from_url(url, **limits, **tls),
-            )
-        ]
+        name = parts.netloc.rpartition("@")[2] or parts.path
+        return [(name, redis.Redis.from_url(url, **limits, **tls))]
     encrypted = {"ssl": True, **tls} if parts.scheme.startswith("rediss") else {}
     user, _, password = parts.netloc.rpartition("@")[0].partition(":")
     credentials: dict[str, Any] = {
@@ -163,9 +123,8 @@ def _clients(url: str, settings: Any, timeout_s: float) -> list[tuple[str, Any]]
         "password": unquote(password) or None,
     }
     default_port = 26379 if "sentinel" in parts.scheme else 6379
-    hosts = [_address(text, default_port) for text in parts.netloc.rpartition("@")[2].split(",")][
-        :MAX_SERVERS
-    ]
+    names = parts.netloc.rpartition("@")[2].split(",")[:MAX_SERVERS]
+    hosts = [_address(text, default_port) for text in names]
     if "sentinel" in parts.scheme:
         sentinels: Any = Sentinel(hosts, **limits, **encrypted)  # type: ignore[no-untyped-call]
         host, port = sentinels.discover_master(parts.path.strip("/") or "mymaster")
@@ -181,7 +140,3 @@ def _address(text: str, default_port: int) -> tuple[str, int]:
     if not parts.hostname:
         raise ValueError("an address without a host")
     return parts.hostname, parts.port or default_port
-
-
-def _short(exc: Exception) -> str:
-    return str(exc).splitlines()[0][:200] if str(exc) else type(exc).__name__

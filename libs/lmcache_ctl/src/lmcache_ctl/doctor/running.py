@@ -1,6 +1,4 @@
-"""What running services say: are they there and ready, do they take the token, do versions and
-clocks agree.
-"""
+"""Check running services: there, ready, token taken, versions and clocks agreeing."""
 
 from __future__ import annotations
 
@@ -8,80 +6,63 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from lmcache_ctl.cluster.services import HOW_TO_AUTHENTICATE, Kind
-from lmcache_ctl.cluster.states import ServiceState, State, token_hint
-from lmcache_ctl.doctor.findings import Finding, Level
+from lmcache_ctl.doctor.findings import Finding, Subject
+from lmcache_ctl.services import HOW_TO_AUTHENTICATE, Kind
+from lmcache_ctl.states import ServiceStatus, State, token_hint
 
 MAX_CLOCK_SKEW_S: Final = 2.0
 MAX_MINORS_APART: Final = 1
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
 
 
-def check_services(states: Sequence[ServiceState]) -> list[Finding]:
-    """All checks of this module."""
-    found = [
-        *(one for state in states for one in _of_one(state)),
-        *_tokens(states),
-        *_versions(states),
-        *_clocks(states),
-    ]
-    return [*found, *_links(states)]
-
-
-def _tokens(states: Sequence[ServiceState]) -> Iterator[Finding]:
+def check_services(states: Sequence[ServiceStatus]) -> list[Finding]:
+    """Check each service, and what they say of one another."""
+    found = [one for state in states for one in _of_one(state)]
     how_many, how = token_hint(states)
     if how_many:
         what = "want a token for all but their health: tiers, peers and drains were not checked"
-        yield Finding(Level.WARNING, "token", how_many, what, how)
+        found.append(Subject("token", how_many).warning(what, how))
+    return [*found, *_versions(states), *_clocks(states), *_links(states)]
 
 
-def _of_one(state: ServiceState) -> Iterator[Finding]:
+def _of_one(state: ServiceStatus) -> Iterator[Finding]:
     where = f"{state.kind} {state.name}"
+    reachable, ready, token = (Subject(check, where) for check in ("reachable", "ready", "token"))
     if state.state in (State.SILENT, State.FOREIGN):
         fix = (
             "start it, correct the address, or look into its log; a NetworkPolicy may also drop"
             " what comes from here"
         )
-        yield Finding(Level.ERROR, "reachable", where, f"{state.url}: {state.problem}", fix)
+        yield reachable.error(f"{state.url}: {state.problem}", fix)
         return
-    yield Finding(Level.OK, "reachable", where, f"answers in {state.latency_ms} ms")
+    yield reachable.ok(f"answers in {state.latency_ms} ms")
+    is_harmless = state.state in (State.DEGRADED, State.DRAINING)
     for check in state.checks:
+        what = f"{check.name}: {check.detail}"
         if check.ok:
-            yield Finding(Level.OK, "ready", where, f"{check.name}: {check.detail}")
+            yield ready.ok(what)
         else:
-            level = (
-                Level.WARNING if state.state in (State.DEGRADED, State.DRAINING) else Level.ERROR
-            )
-            yield Finding(
-                level,
-                "ready",
-                where,
-                f"{check.name}: {check.detail}",
-                f"see what {check.name} depends on, and the service's log",
-            )
+            fix = f"see what {check.name} depends on, and the service's log"
+            yield ready.warning(what, fix) if is_harmless else ready.error(what, fix)
     refusal = state.problem if all(check.ok for check in state.checks) else ""
     if refusal and state.state in (State.DEGRADED, State.UNREADY):
-        yield Finding(Level.ERROR, "ready", where, refusal, "look into its log")
+        yield ready.error(refusal, "look into its log")
     elif refusal:
         fix = f"give a token of its auth_tokens_file by {HOW_TO_AUTHENTICATE}"
-        yield Finding(Level.ERROR, "token", where, refusal, fix)
+        yield token.error(refusal, fix)
     elif state.facts:
-        yield Finding(Level.OK, "token", where, "taken")
+        yield token.ok("taken")
     if state.kind is Kind.SIDECAR and state.facts.get("registered") == "no":
+        what = "lookup and broker do not know it now: no peer finds its chunks"
         fix = (
             "look into its log for what lookup or broker answer; its service_token_file must hold a"
             " token that both know"
         )
-        yield Finding(
-            Level.WARNING,
-            "ready",
-            where,
-            "lookup and broker do not know it now: no peer finds its chunks",
-            fix,
-        )
+        yield ready.warning(what, fix)
 
 
-def _versions(states: Sequence[ServiceState]) -> Iterator[Finding]:
+def _versions(states: Sequence[ServiceStatus]) -> Iterator[Finding]:
+    subject = Subject("versions", "all services")
     by_version: dict[str, list[str]] = {}
     for state in states:
         if state.version:
@@ -89,49 +70,33 @@ def _versions(states: Sequence[ServiceState]) -> Iterator[Finding]:
     if not by_version:
         return
     if len(by_version) == 1:
-        yield Finding(Level.OK, "versions", "all services", next(iter(by_version)))
+        yield subject.ok(next(iter(by_version)))
         return
-    told = "; ".join(
-        f"{version}: {', '.join(names)}" for version, names in sorted(by_version.items())
-    )
-    releases = [_release(version) for version in by_version]
-    if None in releases or _apart([one for one in releases if one]) > MAX_MINORS_APART:
+    named = (f"{version}: {', '.join(names)}" for version, names in sorted(by_version.items()))
+    told = "; ".join(named)
+    releases = [_RELEASE.match(version) for version in by_version]
+    majors = {int(found[1]) for found in releases if found is not None}
+    minors = [int(found[2]) for found in releases if found is not None]
+    if None in releases or len(majors) > 1 or max(minors) - min(minors) > MAX_MINORS_APART:
         fix = (
             "bring all of them within one minor version: only neighbours are tested with one"
             " another"
         )
-        yield Finding(Level.ERROR, "versions", "all services", told, fix)
+        yield subject.error(told, fix)
     else:
-        yield Finding(
-            Level.WARNING,
-            "versions",
-            "all services",
-            told,
-            "finish the upgrade: they work together, but only for its time",
-        )
+        fix = "finish the upgrade: they work together, but only for its time"
+        yield subject.warning(told, fix)
 
 
-def _release(version: str) -> tuple[int, int] | None:
-    found = _RELEASE.match(version)
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
-def _apart(releases: Sequence[tuple[int, int]]) -> int:
-    """Minor versions between the first and the last; another major one is too far."""
-    first, last = min(releases), max(releases)
-    return last[1] - first[1] if first[0] == last[0] else MAX_MINORS_APART + 1
-
-
-def _clocks(states: Sequence[ServiceState]) -> Iterator[Finding]:
+def _clocks(states: Sequence[ServiceStatus]) -> Iterator[Finding]:
+    subject = Subject("clock", "all services")
     known = [state for state in states if state.clock_skew_s is not None]
     if len(known) < 2:
         return
     # A clock was read at any time while its answer was waited for: only what is beyond that is
     # certain.
-    slow, fast = (
-        min(known, key=lambda state: _skew(state, 1)),
-        max(known, key=lambda state: _skew(state, -1)),
-    )
+    slow = min(known, key=lambda state: _skew(state, 1))
+    fast = max(known, key=lambda state: _skew(state, -1))
     if _skew(fast, -1) - _skew(slow, 1) > MAX_CLOCK_SKEW_S:
         apart_s = _skew(fast) - _skew(slow)
         what = f"{fast.kind} {fast.name} is {apart_s:.0f} s before {slow.kind} {slow.name}"
@@ -139,36 +104,29 @@ def _clocks(states: Sequence[ServiceState]) -> Iterator[Finding]:
             "let NTP or chrony set the clocks of their nodes: tickets and ages are compared across"
             " machines"
         )
-        yield Finding(Level.WARNING, "clock", "all services", what, fix)
+        yield subject.warning(what, fix)
     else:
-        yield Finding(
-            Level.OK,
-            "clock",
-            "all services",
-            f"no clocks are seen to be more than {MAX_CLOCK_SKEW_S:g} s apart",
-        )
+        yield subject.ok(f"no clocks are seen to be more than {MAX_CLOCK_SKEW_S:g} s apart")
 
 
-def _skew(state: ServiceState, side: int = 0) -> float:
-    """How far its clock is ahead, seconds: as estimated, or at most (1), or at least (-1)."""
+def _skew(state: ServiceStatus, side: int = 0) -> float:
+    """Return how far its clock is ahead, seconds: estimated, or at most (1), or at least (-1)."""
     return (state.clock_skew_s or 0.0) + side * (state.latency_ms or 0.0) / 2000
 
 
-def _links(states: Sequence[ServiceState]) -> Iterator[Finding]:
-    """Whether brokers know the sidecars that are there, and one another's peers."""
-    brokers = [state for state in states if state.kind is Kind.BROKER and state.facts]
-    for broker in brokers:
-        where = f"broker {broker.name}"
+def _links(states: Sequence[ServiceStatus]) -> Iterator[Finding]:
+    """Check that brokers know the sidecars that are there, and one another's peers."""
+    registered = [
+        state.name
+        for state in states
+        if state.kind is Kind.SIDECAR and state.facts.get("registered") == "yes"
+    ]
+    for broker in (state for state in states if state.kind is Kind.BROKER and state.facts):
+        subject = Subject("peers", f"broker {broker.name}")
         known = {link.id for link in broker.links}
-        missing = [
-            state.name
-            for state in states
-            if state.kind is Kind.SIDECAR
-            and state.facts.get("registered") == "yes"
-            and state.name not in known
-        ]
+        missing = [name for name in registered if name not in known]
         if missing:
             fix = "give several brokers one redis_url, and ask with a token of the peers' tenant"
-            yield Finding(Level.WARNING, "peers", where, f"does not know {', '.join(missing)}", fix)
+            yield subject.warning(f"does not know {', '.join(missing)}", fix)
         else:
-            yield Finding(Level.OK, "peers", where, f"knows {len(known)} peers")
+            yield subject.ok(f"knows {len(known)} peers")

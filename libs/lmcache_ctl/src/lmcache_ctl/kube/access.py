@@ -1,4 +1,4 @@
-"""The Kubernetes API, as a kubeconfig or a pod's own account knows it."""
+"""Call the Kubernetes API, as a kubeconfig or a pod's own account knows it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_PAGES: Final = 64
 PAGE: Final = 250
 
 
-class Cluster:
+class KubeApi:
     """A cluster's API, and one namespace of it. Enter it, so that its connections are closed.
 
     Args:

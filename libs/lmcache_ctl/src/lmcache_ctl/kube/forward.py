@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from lmcache_ctl.kube.access import Cluster
+from lmcache_ctl.kube.access import KubeApi
 
 MAX_STREAMS: Final = 16
 JOIN_S: Final = 2.0
@@ -36,7 +36,7 @@ class PodPort:
             connect to.
     """
 
-    def __init__(self, cluster: Cluster, pod: str, port: int, path: Path | None) -> None:
+    def __init__(self, cluster: KubeApi, pod: str, port: int, path: Path | None) -> None:
         self._cluster = cluster
         self._pod = pod
         self._port = port

@@ -1,4 +1,4 @@
-"""Which pods of a namespace are services, and at which port."""
+"""Find which pods of a namespace are services, and ways to their ports."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-import msgspec
-
-from lmcache_ctl.cluster.services import DEFAULT_PORTS, Kind, Service
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.kube.access import Cluster
+from lmcache_ctl.kube.access import KubeApi
 from lmcache_ctl.kube.forward import PodPort
+from lmcache_ctl.services import DEFAULT_PORTS, Endpoint, Kind
 from lmcache_ctl.settings import CtlSettings
 
 OF_THE_CHART: Final = "app.kubernetes.io/part-of=lmcache"
@@ -46,43 +44,34 @@ class PodService(NamedTuple):
     token_secret: str
 
 
-def pods_of(cluster: Cluster, release: str | None) -> list[Any]:
-    """The pods of the chart, and those that the webhook has given a sidecar.
+def pods_of(api: KubeApi, release: str | None) -> list[Any]:
+    """Return the pods of the chart, and those that the webhook has given a sidecar.
 
     Raises:
         CtlError: The API cannot be reached, or refuses.
     """
-    core = cluster.core
+    core = api.core
     of_release = "" if release is None else f",{RELEASE}={release}"
-    found = cluster.list(core.list_namespaced_pod, "pods", OF_THE_CHART + of_release)
+    found = api.list(core.list_namespaced_pod, "pods", OF_THE_CHART + of_release)
     if release is None:
         names = {pod.metadata.name for pod in found}
         found += [
             pod
-            for pod in cluster.list(core.list_namespaced_pod, "pods", INJECTED)
+            for pod in api.list(core.list_namespaced_pod, "pods", INJECTED)
             if pod.metadata.name not in names
         ]
     return found
 
 
 def services_in(pods: Sequence[Any], port_name: str = PORT_NAME) -> list[PodService]:
-    """The services that run in these pods, and their ports of that name; those whose work is
-    over are left out.
-    """
+    """Return the services of these pods that are not over, and their ports of that name."""
     found = []
     for pod in pods:
-        kind = _kind(pod)
-        if kind is not None and pod.status.phase not in ("Succeeded", "Failed"):
-            waits = (
-                ""
-                if pod.status.phase == "Running"
-                else f"its pod is {pod.status.phase}: kubectl describe pod {pod.metadata.name}"
-            )
-            found.append(
-                PodService(
-                    kind, pod.metadata.name, _port(pod, kind, port_name), waits, _token_secret(pod)
-                )
-            )
+        kind, name, phase = _kind(pod), pod.metadata.name, pod.status.phase
+        if kind is not None and phase not in ("Succeeded", "Failed"):
+            waits = f"its pod is {phase}: kubectl describe pod {name}" if phase != "Running" else ""
+            port = _port(pod, kind, port_name)
+            found.append(PodService(kind, name, port, waits, _token_secret(pod)))
     return found
 
 
@@ -107,11 +96,11 @@ class PodWays:
         self._kinds = kinds
         self._port_name = port_name
         self._open = ExitStack()
-        self._cluster = self._open.enter_context(Cluster(settings))
+        self._api = self._open.enter_context(KubeApi(settings))
         self._directory = Path(
             self._open.enter_context(tempfile.TemporaryDirectory(prefix="lmcachectl-"))
         )  # only its owner may enter it
-        self._ways: dict[PodService, tuple[Service, ExitStack]] = {}
+        self._ways: dict[PodService, tuple[Endpoint, ExitStack]] = {}
         self._tokens: dict[str, str | None] = {}
         self._num_opened = 0
 
@@ -130,15 +119,14 @@ class PodWays:
             for one in list(self._ways):
                 self._forget(one)
 
-    def find(self) -> list[Service]:
-        """The services that are there now. Ways to those that were there before stay as they are;
-        those of pods that went are closed.
+    def find(self) -> list[Endpoint]:
+        """Return the services that are there now; close the ways to pods that went.
 
         Raises:
             CtlError: The API cannot be reached, or refuses, or there are too many; nothing has
                 changed.
         """
-        pods = services_in(pods_of(self._cluster, self._settings.release), self._port_name)
+        pods = services_in(pods_of(self._api, self._settings.release), self._port_name)
         found = [one for one in pods if one.kind in self._kinds]
         if len(found) > MAX_FORWARDED:
             raise CtlError(
@@ -152,69 +140,46 @@ class PodWays:
                 self._ways[one] = self._opened(one)
         return [self._ways[one][0] for one in found]
 
-    def _opened(self, one: PodService) -> tuple[Service, ExitStack]:
+    def _opened(self, one: PodService) -> tuple[Endpoint, ExitStack]:
         way, is_encrypted = ExitStack(), self._settings.tls is not None
         tls_name = self._settings.tls_name or FORWARDED_NAME
         token = self._operator_token(one.token_secret)
+        scheme, host, port, path = "http", f"{one.pod}.{self._api.namespace}", one.port, None
         if self._port_name == LM_PORT_NAME:
-            host, port = one.pod, one.port
-            if not one.problem:
-                host, port = way.enter_context(
-                    PodPort(self._cluster, one.pod, one.port, None)
-                ).address
-            url = f"{'lm+tls' if is_encrypted else 'lm'}://{host}:{port}"
-            return (
-                Service(
-                    one.kind,
-                    one.pod,
-                    url,
-                    tls_name,
-                    problem=one.problem,
-                    forwarded=True,
-                    token=token,
-                ),
-                way,
-            )
-        self._num_opened += 1
-        path = self._directory / f"{self._num_opened}.sock"
+            scheme, host = "lm", one.pod
+        else:
+            self._num_opened += 1
+            path = self._directory / f"{self._num_opened}.sock"
         if not one.problem:
-            way.enter_context(PodPort(self._cluster, one.pod, one.port, path))
-        url = f"{'https' if is_encrypted else 'http'}://{one.pod}.{self._cluster.namespace}:{one.port}"
-        found = Service(
+            forward = way.enter_context(PodPort(self._api, one.pod, one.port, path))
+            if path is None:
+                host, port = forward.address
+        tls = {"lm": "+tls", "http": "s"}[scheme] if is_encrypted else ""
+        service = Endpoint(
             one.kind,
             one.pod,
-            url,
+            f"{scheme}{tls}://{host}:{port}",
             tls_name,
             problem=one.problem,
-            socket_path=str(path),
+            socket_path=None if path is None else str(path),
             forwarded=True,
+            token=token,
+            token_secret="" if path is None else one.token_secret,
         )
-        return msgspec.structs.replace(found, token=token, token_secret=one.token_secret), way
+        return service, way
 
     def _operator_token(self, secret: str) -> str | None:
-        """The token of the release, where the caller was given none and this account may read
-        it.
-        """
+        """Return the token of the release, where none was given and this account may read it."""
         if not secret or self._settings.token_file is not None or self._settings.token is not None:
             return None
         if secret not in self._tokens:
+            read = self._api.core.read_namespaced_secret
             try:
-                found = self._cluster.call(
-                    f"secret {secret}",
-                    self._cluster.core.read_namespaced_secret,
-                    secret,
-                    self._cluster.namespace,
-                )
-                text = (
-                    base64.b64decode((found.data or {}).get(OPERATOR_KEY, ""))
-                    .decode("ascii")
-                    .strip()
-                )
-            except (
-                CtlError,
-                ValueError,
-            ):  # health needs no token; for more, `token_hint` says how to give one
-                text = ""
+                found = self._api.call(f"secret {secret}", read, secret, self._api.namespace)
+                encoded = (found.data or {}).get(OPERATOR_KEY, "")
+                text = base64.b64decode(encoded).decode("ascii").strip()
+            except (CtlError, ValueError):
+                text = ""  # health needs no token; for more, `token_hint` says how to give one
             self._tokens[secret] = text or None
         return self._tokens[secret]
 
@@ -231,7 +196,7 @@ def _kind(pod: Any) -> Kind | None:
 
 
 def _port(pod: Any, kind: Kind, name: str) -> int:
-    """A sidecar's is on loopback and so not declared."""
+    """Return its port; a sidecar's is on loopback and so not declared."""
     if kind is not Kind.SIDECAR:
         for container in _containers(pod):
             for port in container.ports or ():
@@ -241,7 +206,7 @@ def _port(pod: Any, kind: Kind, name: str) -> int:
 
 
 def _token_secret(pod: Any) -> str:
-    """The Secret that its services read their tokens from, "" where they ask for none."""
+    """Return the Secret that its services read their tokens from, "" where they ask for none."""
     for volume in pod.spec.volumes or ():
         for source in volume.projected.sources or () if volume.projected is not None else ():
             if source.secret is not None and any(

@@ -12,7 +12,7 @@ from kubernetes.stream.stream import _websocket_request
 from kubernetes.stream.ws_client import PortForward, create_websocket, get_websocket_url
 from websocket import WebSocketException
 
-from lmcache_ctl.kube.access import Cluster
+from lmcache_ctl.kube.access import KubeApi
 
 
 class Stream(PortForward):  # type: ignore[misc]
@@ -38,7 +38,7 @@ class Stream(PortForward):  # type: ignore[misc]
             self.has_ended.set()
 
 
-def open_stream(cluster: Cluster, pod: str, port: int) -> Stream:
+def open_stream(cluster: KubeApi, pod: str, port: int) -> Stream:
     """A stream to a port of a pod, with a client of its own: while a stream is opened the client
     can do nothing else.
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Response
+from lmcache_core.wire.capabilities import Accepts
 from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 
 from lmcache_storage.chunks.bodies import RecordBody
 from lmcache_storage.chunks.responses import RECORD_TYPE, RecordResponse, RecordsResponse
-from lmcache_storage.chunks.schemas import MAX_URL_KEY_CHARS, HeldChunk, HeldChunks, Keys, Present
-from lmcache_storage.chunks.service import chunk_keys
-from lmcache_storage.dependencies import Chunks, Parts
+from lmcache_storage.chunks.schemas import (
+    MAX_URL_KEY_CHARS,
+    Keys,
+    ListedChunk,
+    ListedChunks,
+    Present,
+)
+from lmcache_storage.chunks.service import ChunkService, chunk_keys
+from lmcache_storage.storage import RunningStorage
 
 MAX_PAGE = 1000
 
@@ -19,6 +26,37 @@ PathKey = Annotated[
     str, Path(max_length=MAX_URL_KEY_CHARS, description="The chunk's key in its URL spelling")
 ]
 RECORD_CONTENT = {"content": {RECORD_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+
+MAX_ACCEPT_CHARS = 256
+LOSSLESS = "lossless"
+
+AcceptHeader = Annotated[
+    str,
+    Header(
+        alias="LMCache-Accept",
+        max_length=MAX_ACCEPT_CHARS,
+        description=(
+            "`lossless`: records that were encoded with loss are not served, and give place to what"
+            " is stored without. By default everything is served. A list with commas; words of"
+            " later versions are passed over."
+        ),
+    ),
+]
+
+
+async def chunk_service(storage: RunningStorage, accept: AcceptHeader = "") -> ChunkService:
+    """Return the chunks, as the caller wants to see them."""
+    words = {word.strip().lower() for word in accept.split(",")}
+    accepts = Accepts(lossy=LOSSLESS not in words)
+    return ChunkService(
+        storage.store.for_client(accepts),
+        storage.near.for_client(accepts),
+        storage.takes_chunks,
+        storage.limits,
+    )
+
+
+Chunks = Annotated[ChunkService, Depends(chunk_service)]
 
 router = APIRouter(prefix="/v1", tags=["chunks"], route_class=GuardedRoute)
 
@@ -88,14 +126,14 @@ async def get_chunks(keys: Keys, principal: ClientPrincipal, chunks: Chunks) -> 
 @router.get("/chunks")
 async def list_chunks(
     principal: ClientPrincipal,
-    parts: Parts,
+    storage: RunningStorage,
     offset: Annotated[int, Query(ge=0)] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
-) -> HeldChunks:
+) -> ListedChunks:
     """A page of the caller's chunks, ordered by key."""
     end = offset + limit
-    held, num_held = await parts.page(principal.tenant, offset, end)
+    held, num_held = await storage.page(principal.tenant, offset, end)
     page = [
-        HeldChunk(key=key.key.to_url(), size_bytes=size, tiers=tiers) for key, size, tiers in held
+        ListedChunk(key=key.key.to_url(), size_bytes=size, tiers=tiers) for key, size, tiers in held
     ]
-    return HeldChunks(chunks=page, next_offset=end if end < num_held else None)
+    return ListedChunks(chunks=page, next_offset=end if end < num_held else None)

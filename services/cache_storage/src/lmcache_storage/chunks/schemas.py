@@ -28,7 +28,7 @@ class Present(BaseModel):
     present: list[bool]
 
 
-class HeldChunk(BaseModel):
+class ListedChunk(BaseModel):
     """One chunk."""
 
     key: str
@@ -36,8 +36,8 @@ class HeldChunk(BaseModel):
     tiers: list[str]
 
 
-class HeldChunks(BaseModel):
+class ListedChunks(BaseModel):
     """A page of the caller's chunks."""
 
-    chunks: list[HeldChunk]
+    chunks: list[ListedChunk]
     next_offset: int | None

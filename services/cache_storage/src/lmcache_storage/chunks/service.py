@@ -1,68 +1,21 @@
-"""What both doors (REST and lm://) serve, and REST's way through it."""
+"""What REST does with chunks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from lmcache_core.errors import CapacityError, RecordError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, RecordReason
 from lmcache_core.storage.remote.record_stream import RecordStream
-from lmcache_core.wire import AdaptsToClients, ServedStore, ServerLimits
-from lmcache_core.wire.capabilities import Accepts
+from lmcache_core.wire import ServedStore, ServerLimits
 from lmcache_core.wire.stream import paced
 from lmcache_servicekit.errors import NotFoundError
 
 from lmcache_storage.chunks.bodies import IncomingBody
 from lmcache_storage.problems import DrainingError, RecordTooLargeError, SlowClientError
-
-
-class Gate:
-    """Whether new chunks are taken. Once closed it stays closed."""
-
-    def __init__(self) -> None:
-        self._is_open = True
-
-    def is_open(self) -> bool:
-        """Whether new chunks are taken."""
-        return self._is_open
-
-    def close(self) -> None:
-        """Take no more."""
-        self._is_open = False
-
-
-class AdaptingStore(ServedStore, AdaptsToClients, Protocol):
-    """A store that gives each client what it can take."""
-
-
-class ChunkDoor:
-    """The chunks of this instance, for clients that take this or that.
-
-    Args:
-        store: Where they are; the lm:// server serves the same one.
-        near: The same without the bucket, which a store must not wait for: tells whether a chunk is
-            new.
-        gate: Closed while this instance drains.
-        limits: How slow a client may be; the lm:// server has the same ones.
-    """
-
-    def __init__(
-        self, store: AdaptingStore, near: AdaptingStore, gate: Gate, limits: ServerLimits
-    ) -> None:
-        self.gate = gate
-        self._store = store
-        self._near = near
-        self._limits = limits
-
-    def for_client(self, accepts: Accepts) -> ChunkService:
-        """What such a client sees of them."""
-        return ChunkService(
-            self._store.for_client(accepts), self._near.for_client(accepts), self.gate, self._limits
-        )
 
 
 class ChunkService:
@@ -71,16 +24,20 @@ class ChunkService:
     Args:
         store: Where they are, as the client sees it.
         near: The same without the bucket.
-        gate: Closed while this instance drains.
+        takes_chunks: Whether new chunks are taken: no drain has begun.
         limits: How slow a client may be.
     """
 
     def __init__(
-        self, store: ServedStore, near: ServedStore, gate: Gate, limits: ServerLimits
+        self,
+        store: ServedStore,
+        near: ServedStore,
+        takes_chunks: Callable[[], bool],
+        limits: ServerLimits,
     ) -> None:
         self.store = store
         self.near = near
-        self.gate = gate
+        self._takes_chunks = takes_chunks
         self.limits = limits
 
     async def put(self, tenant: str, url_key: str, body: IncomingBody) -> bool:
@@ -104,7 +61,7 @@ class ChunkService:
             SlowClientError: The body did not arrive in time.
         """
         key = _chunk_key(tenant, url_key)
-        if not self.gate.is_open():
+        if not self._takes_chunks():
             raise DrainingError("this instance is draining")
         chunk = await self._receive(key, body)
         try:

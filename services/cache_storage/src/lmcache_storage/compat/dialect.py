@@ -12,7 +12,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Final
 
-from lmcache_storage.compat.refusals import CloseReason, RefusedError
+from lmcache_storage.compat.refusals import CloseReason, CompatRefusedError
 
 KEY_BYTES: Final = 150
 NUM_ABOUT: Final = 6
@@ -31,7 +31,7 @@ them up before the code.
 """
 
 
-class Command(IntEnum):
+class CompatCommand(IntEnum):
     """What is answered. LIST (4) is not: no release has ever answered it."""
 
     PUT = 1
@@ -51,7 +51,7 @@ class Request:
         about: Describes that value.
     """
 
-    command: Command
+    command: CompatCommand
     key: str
     num_bytes: int
     about: About
@@ -63,7 +63,7 @@ class Dialect:
 
     Attributes:
         name: As in settings.
-        request: Command, length, format, dtype, (location,) four dimensions, key.
+        request: CompatCommand, length, format, dtype, (location,) four dimensions, key.
         reply: Code, length, format, dtype, four dimensions (, location).
         has_location: Whether there is a number for a tier of the client, which is read over here.
     """
@@ -81,23 +81,28 @@ class Dialect:
             max_value_bytes: Largest value that is taken.
 
         Raises:
-            RefusedError: It is none, or announces a value that is not taken.
+            CompatRefusedError: It is none, or announces a value that is not taken.
         """
         command, num_bytes, fmt, dtype, *rest = self.request.unpack(data)
         dims, padded = rest[-5:-1], rest[-1]
         try:
-            known = Command(command)
+            known = CompatCommand(command)
         except ValueError:
-            raise RefusedError(CloseReason.COMMAND, f"command {command} is not known") from None
-        if known is not Command.PUT:
+            raise CompatRefusedError(
+                CloseReason.COMMAND, f"command {command} is not known"
+            ) from None
+        if known is not CompatCommand.PUT:
             num_bytes = 0  # what is there means nothing: nothing follows
         elif not 0 < num_bytes <= max_value_bytes:
-            raise RefusedError(
+            raise CompatRefusedError(
                 CloseReason.LENGTH,
                 f"a value of {num_bytes} bytes; from 1 to {max_value_bytes} are taken",
             )
         return Request(
-            known, "" if known is Command.HEALTH else _key(padded), num_bytes, (fmt, dtype, *dims)
+            known,
+            "" if known is CompatCommand.HEALTH else _key(padded),
+            num_bytes,
+            (fmt, dtype, *dims),
         )
 
     def found(self, num_bytes: int = 0, about: About = NO_VALUE) -> bytes:
@@ -130,11 +135,11 @@ def _key(padded: bytes) -> str:
     try:
         key = padded.decode("utf-8").strip(" ")
     except UnicodeDecodeError:
-        raise RefusedError(CloseReason.KEY, "the key is not UTF-8") from None
+        raise CompatRefusedError(CloseReason.KEY, "the key is not UTF-8") from None
     if not key:
-        raise RefusedError(CloseReason.KEY, "the key is empty")
+        raise CompatRefusedError(CloseReason.KEY, "the key is empty")
     if not key.isprintable():
-        raise RefusedError(
+        raise CompatRefusedError(
             CloseReason.KEY,
             "the key holds what no key holds; set lmcache_compat_dialect to the one of this client",
         )

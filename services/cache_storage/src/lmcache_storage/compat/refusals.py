@@ -21,7 +21,7 @@ class CloseReason(StrEnum):
     IDLE = "idle"
 
 
-class RefusedError(ProtocolError):
+class CompatRefusedError(ProtocolError):
     """The client broke the protocol or a bound: nothing that follows on its connection can be
     understood.
 

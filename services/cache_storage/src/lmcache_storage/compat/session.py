@@ -15,8 +15,8 @@ from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire import FrameStream
 
 from lmcache_storage import metrics
-from lmcache_storage.compat.dialect import Command, Dialect, Request
-from lmcache_storage.compat.refusals import CloseReason, RefusedError
+from lmcache_storage.compat.dialect import CompatCommand, Dialect, Request
+from lmcache_storage.compat.refusals import CloseReason, CompatRefusedError
 from lmcache_storage.compat.values import ForeignValues
 
 
@@ -103,7 +103,7 @@ class CompatSession:
                 if request is None:
                     return
                 await self._answer(request)
-        except RefusedError as exc:
+        except CompatRefusedError as exc:
             self._service.closed(self._stream, exc.reason, str(exc))
         except UnavailableError:
             pass  # the client went while it was answered, or the service ends
@@ -125,7 +125,7 @@ class CompatSession:
             async with asyncio.timeout(self._limits.idle_timeout_s):
                 await self._stream.readinto(view[:1])
         except TimeoutError:
-            raise RefusedError(
+            raise CompatRefusedError(
                 CloseReason.IDLE, f"silent for {self._limits.idle_timeout_s:g} s"
             ) from None
         except UnavailableError:
@@ -140,14 +140,14 @@ class CompatSession:
             metrics.COMPAT_REQUESTS_TOTAL, label=request.command.name.lower()
         )
         match request.command:
-            case Command.PUT:
+            case CompatCommand.PUT:
                 await self._put(request)
-            case Command.GET:
+            case CompatCommand.GET:
                 await self._get(request.key)
-            case Command.EXIST:
+            case CompatCommand.EXIST:
                 is_there = await self._values.contains(request.key)
                 await self._send(self._dialect.found() if is_there else self._dialect.missing())
-            case Command.HEALTH:
+            case CompatCommand.HEALTH:
                 await self._send(self._dialect.found())
 
     async def _get(self, key: str) -> None:
@@ -200,7 +200,7 @@ class CompatSession:
             async with asyncio.timeout(self._limits.transfer_s(num_bytes)):
                 await self._stream.send(header, *(() if value is None else (value,)))
         except TimeoutError:
-            raise RefusedError(
+            raise CompatRefusedError(
                 CloseReason.SLOW, f"a reply of {len(header) + num_bytes} bytes was not read in time"
             ) from None
 
@@ -210,8 +210,8 @@ class CompatSession:
         try:
             yield
         except TimeoutError:
-            raise RefusedError(CloseReason.SLOW, f"{what} did not come in time") from None
+            raise CompatRefusedError(CloseReason.SLOW, f"{what} did not come in time") from None
         except UnavailableError:
-            raise RefusedError(
+            raise CompatRefusedError(
                 CloseReason.SHORT, f"the connection ended before {what} had come"
             ) from None

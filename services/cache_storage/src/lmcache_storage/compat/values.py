@@ -24,7 +24,7 @@ from lmcache_core.wire import ServedStore
 
 from lmcache_storage import metrics
 from lmcache_storage.compat.dialect import NUM_ABOUT, About
-from lmcache_storage.counted_store import CountedStore
+from lmcache_storage.served_store import CountedStore
 
 ABOUT_EXTENSION: Final = 2
 """Id of the extension with the numbers by which a client described its value; ignorable, since

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
+from lmcache_core.record import Chunk
 from lmcache_core.storage.remote.members import Member
 from lmcache_core.storage.remote.rendezvous import home
 from lmcache_core.telemetry import Counters
+from lmcache_node.drain import ChunkHandover, DrainProgress, MoveProgress
+from lmcache_node.local_chunks import LocalChunks
+from typing_extensions import override
 
 from lmcache_storage import metrics
-from lmcache_storage.handover.held import HeldChunks
-from lmcache_storage.handover.neighbours import Neighbours
-from lmcache_storage.handover.progress import Moved
+from lmcache_storage.handover.servers import SEND_TIMEOUT_S, OtherServers
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +30,17 @@ BATCH_BYTES = 32 << 20
 """Of those that one server is sent at once, if they are more than one."""
 MAX_CHOICES = 3
 """Servers that a chunk is offered to, one after the other."""
-SEND_TIMEOUT_S = 5.0
+
+EVICTING_SHARE = 0.5
+"""Of the bytes of a server that ends, the hottest: for these the receivers may evict others. The
+rest goes where there is room.
+"""
 
 Sized = tuple[ChunkKey, int]
 
 
 @dataclass(slots=True)
-class Outcome:
+class BatchOutcome:
     """What became of a batch: chunks that are there now, and those that were not taken."""
 
     settled: list[ChunkKey] = field(default_factory=list)
@@ -42,20 +48,20 @@ class Outcome:
 
 
 class Mover:
-    """Sends chunks in windows; the servers of a window are sent to side by side.
+    """Sends chunks in windows; the servers of a window are sent to in parallel.
 
     Args:
         chunks: What there is here.
-        neighbours: Who takes them.
+        servers: The receivers.
         counters: What became of them, under the names of `lmcache_storage.metrics`.
     """
 
-    def __init__(self, chunks: HeldChunks, neighbours: Neighbours, counters: Counters) -> None:
+    def __init__(self, chunks: LocalChunks, servers: OtherServers, counters: Counters) -> None:
         self._chunks = chunks
-        self._neighbours = neighbours
+        self._servers = servers
         self._counters = counters
 
-    async def run(self, wanted: Sequence[Sized], num_evicting: int, moved: Moved) -> None:
+    async def run(self, wanted: Sequence[Sized], num_evicting: int, moved: MoveProgress) -> None:
         """Move chunks, in this order. It may be cancelled; what has been sent by then has moved.
 
         Args:
@@ -69,12 +75,12 @@ class Mover:
             await self.move(wanted[at:end], at < num_evicting, moved)
             at = end
 
-    async def move(self, window: Sequence[Sized], may_evict: bool, moved: Moved) -> None:
+    async def move(self, window: Sequence[Sized], may_evict: bool, moved: MoveProgress) -> None:
         """Move a few chunks: to their homes, and what these do not take to the next choices."""
         left = list(window)
         offered: dict[ChunkKey, set[str]] = {key: set() for key, _ in window}
         for _ in range(MAX_CHOICES):
-            live = self._neighbours.live()
+            live = self._servers.live()
             by_name: dict[str, list[Sized]] = {}
             nowhere: list[Sized] = []
             for key, size in left:
@@ -88,12 +94,12 @@ class Mover:
             left = [*nowhere, *(await self._give_all(live, by_name, may_evict, moved)).refused]
         self._count(moved, "failed", len(left))
 
-    async def move_home(self, window: Sequence[Sized], moved: Moved) -> list[ChunkKey]:
+    async def move_home(self, window: Sequence[Sized], moved: MoveProgress) -> list[ChunkKey]:
         """Move a few chunks to their homes and nowhere else, where these have room; those that
         are there now.
         """
         sizes = dict(window)
-        live = self._neighbours.live()
+        live = self._servers.live()
         by_name = {
             name: [(key, sizes[key]) for key in part]
             for name, part in self._by_home(list(sizes)).items()
@@ -105,7 +111,7 @@ class Mover:
         """Those of some chunks that have moved home which have not been lost there since, and
         will not be by that server's end.
         """
-        live = self._neighbours.live()
+        live = self._servers.live()
         asked = [
             self._still_there(live[name], part)
             for name, part in self._by_home(keys).items()
@@ -114,7 +120,7 @@ class Mover:
         return [key for there in await asyncio.gather(*asked) for key in there]
 
     def _by_home(self, keys: Sequence[ChunkKey]) -> dict[str, list[ChunkKey]]:
-        known = list(self._neighbours.known())
+        known = list(self._servers.known())
         by_name: dict[str, list[ChunkKey]] = {}
         for key in keys if known else ():
             by_name.setdefault(home(known, key.key.chunk_id()), []).append(key)
@@ -122,10 +128,10 @@ class Mover:
 
     async def _still_there(self, member: Member, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         try:
-            return await self._neighbours.still_there(member, keys, SEND_TIMEOUT_S)
+            return await self._servers.still_there(member, keys, SEND_TIMEOUT_S)
         except (UnavailableError, AuthenticationError, ProtocolError) as exc:
             logger.warning(
-                "%s does not say whether it has its chunks, which stay here: %s", member.name, exc
+                "handover not confirmed, keeping the chunks: server=%s error=%s", member.name, exc
             )
             member.failed()
             return []
@@ -135,25 +141,25 @@ class Mover:
         live: Mapping[str, Member],
         by_name: Mapping[str, Sequence[Sized]],
         may_evict: bool,
-        moved: Moved,
-    ) -> Outcome:
+        moved: MoveProgress,
+    ) -> BatchOutcome:
         outcomes = await asyncio.gather(
             *(self._give(live[name], part, may_evict, moved) for name, part in by_name.items())
         )
-        return Outcome(
+        return BatchOutcome(
             [key for outcome in outcomes for key in outcome.settled],
             [chunk for outcome in outcomes for chunk in outcome.refused],
         )
 
     async def _give(
-        self, member: Member, part: Sequence[Sized], may_evict: bool, moved: Moved
-    ) -> Outcome:
+        self, member: Member, part: Sequence[Sized], may_evict: bool, moved: MoveProgress
+    ) -> BatchOutcome:
         """Give one server its part, batch by batch."""
-        outcome = Outcome()
+        outcome = BatchOutcome()
         sizes = dict(part)
         keys = list(sizes)
         try:
-            missing = await self._neighbours.missing_there(member, keys, SEND_TIMEOUT_S)
+            missing = await self._servers.missing_there(member, keys, SEND_TIMEOUT_S)
             there = sizes.keys() - set(missing)
             self._count(moved, "already_elsewhere", len(there))
             outcome.settled += there
@@ -163,7 +169,7 @@ class Mover:
                 await self._send(member, batch, may_evict, moved, outcome, sizes)
                 keys = keys[len(batch) :]
         except (UnavailableError, AuthenticationError, ProtocolError) as exc:
-            logger.warning("%s takes no chunks: %s", member.name, exc)
+            logger.warning("chunks not taken: server=%s error=%s", member.name, exc)
             member.failed()
             outcome.refused += [(key, sizes[key]) for key in keys]
         else:
@@ -175,14 +181,15 @@ class Mover:
         member: Member,
         batch: Sequence[ChunkKey],
         may_evict: bool,
-        moved: Moved,
-        outcome: Outcome,
+        moved: MoveProgress,
+        outcome: BatchOutcome,
         sizes: Mapping[ChunkKey, int],
     ) -> None:
-        chunks = await self._chunks.read(batch)
+        results = await self._chunks.read(batch)
+        chunks = [result for result in results if isinstance(result, Chunk)]
         try:
             taken = (
-                await self._neighbours.send(member, chunks, may_evict, SEND_TIMEOUT_S)
+                await self._servers.send(member, chunks, may_evict, SEND_TIMEOUT_S)
                 if chunks
                 else {}
             )
@@ -198,7 +205,7 @@ class Mover:
             else:
                 outcome.refused.append((key, sizes[key]))
 
-    def _count(self, moved: Moved, outcome: str, num_chunks: int) -> None:
+    def _count(self, moved: MoveProgress, outcome: str, num_chunks: int) -> None:
         setattr(moved, outcome, getattr(moved, outcome) + num_chunks)
         self._counters.add(metrics.MOVED_CHUNKS_TOTAL, num_chunks, outcome)
 
@@ -226,3 +233,58 @@ def _batch(keys: Sequence[ChunkKey], sizes: Mapping[ChunkKey, int]) -> list[Chun
             break
         batch.append(key)
     return batch
+
+
+def num_hottest(wanted: Sequence[Sized], share: float) -> int:
+    """Return how many chunks, from the first on, make up that share of all bytes."""
+    enough = share * sum(size for _, size in wanted)
+    num_bytes = 0
+    for i, (_, size) in enumerate(wanted):
+        if num_bytes >= enough:
+            return i
+        num_bytes += size
+    return len(wanted)
+
+
+class ServerHandover(ChunkHandover):
+    """Hands all chunks of a server that ends to the others.
+
+    Args:
+        chunks: What there is.
+        servers: The receivers; None where there are none.
+        mover: Sends the chunks; None where there are no receivers.
+    """
+
+    writing_share = 0.25
+
+    def __init__(
+        self, chunks: LocalChunks, servers: OtherServers | None, mover: Mover | None
+    ) -> None:
+        self._chunks = chunks
+        self._servers = servers
+        self._mover = mover
+        self.has_takers = mover is not None
+
+    @override
+    def count(self) -> int:
+        return 0
+
+    @override
+    async def run(self, progress: DrainProgress, deadline: float) -> None:
+        if self._servers is None or self._mover is None:
+            return
+        limit = asyncio.timeout_at(deadline)
+        try:
+            async with limit:
+                await self._servers.refresh()
+                wanted = await asyncio.to_thread(self._chunks.hottest_first)
+                progress.total = len(wanted)
+                num_evicting = await asyncio.to_thread(num_hottest, wanted, EVICTING_SHARE)
+                await self._mover.run(wanted, num_evicting, progress)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+
+    @override
+    async def close(self) -> None:
+        """Do nothing: the connections belong to the set of servers."""

@@ -12,12 +12,12 @@ from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.remote.rendezvous import home
 from lmcache_core.storage.stack import TierStack
+from lmcache_node.drain import MoveProgress
+from lmcache_node.local_chunks import LocalChunks
 
-from lmcache_storage.handover.door import HandoverDoor
-from lmcache_storage.handover.held import HeldChunks
 from lmcache_storage.handover.mover import Mover, Sized
-from lmcache_storage.handover.neighbours import Neighbours
-from lmcache_storage.handover.progress import Moved
+from lmcache_storage.handover.servers import OtherServers
+from lmcache_storage.served_store import HandoverStore
 
 logger = logging.getLogger(__name__)
 
@@ -42,30 +42,29 @@ class Rebalancer:
     Args:
         chunks: What there is here.
         stack: The same, to be forgotten.
-        neighbours: The others.
+        servers: The others.
         mover: Sends chunks.
-        door: Where others, who may have seen other servers than this one, give it theirs; told what
-            leaves.
+        store: Receives chunks from others, which may see another set of servers; told what departs.
         pinned: What stays here all the same.
-        is_open: Whether this server stays; one that drains does not move what it hands over anyway.
+        takes_chunks: Whether this server stays; one that drains hands over everything anyway.
     """
 
     def __init__(
         self,
-        chunks: HeldChunks,
+        chunks: LocalChunks,
         stack: TierStack,
-        neighbours: Neighbours,
+        servers: OtherServers,
         mover: Mover,
-        door: HandoverDoor,
+        store: HandoverStore,
         pinned: PinBoard,
-        is_open: Callable[[], bool],
+        takes_chunks: Callable[[], bool],
     ) -> None:
         self._chunks = chunks
         self._stack = stack
-        self._neighbours = neighbours
+        self._servers = servers
         self._mover = mover
-        self._is_open = is_open
-        self._door = door
+        self._takes_chunks = takes_chunks
+        self._store = store
         self._pinned = pinned
         self._settled: Situation = (frozenset(), 0)
         self._seen = self._settled
@@ -76,37 +75,37 @@ class Rebalancer:
         """Move what has to move, if others have come or gone since the last time and it is quiet
         now.
         """
-        known = self._neighbours.known()
+        known = self._servers.known()
         await self._forget(known)
-        now = (known, self._door.num_received)
+        now = (known, self._store.num_received)
         self._num_looks = self._num_looks + 1 if now == self._seen else 0
         self._seen = now
-        if now == self._settled or self._num_looks < STEADY_LOOKS or not self._is_open():
+        if now == self._settled or self._num_looks < STEADY_LOOKS or not self._takes_chunks():
             return
         strangers = await self._strangers(known)
-        moved = Moved(len(strangers))
+        moved = MoveProgress(len(strangers))
         for begin in range(0, len(strangers), WINDOW_CHUNKS):
-            if not self._is_open() or self._neighbours.known() != known:
+            if not self._takes_chunks() or self._servers.known() != known:
                 return
             await self._move(strangers[begin : begin + WINDOW_CHUNKS], moved)
         self._settled = now
         if moved.total:
             logger.info(
-                "rebalanced: %d of %d chunks have moved to their homes",
+                "rebalanced: moved_chunks=%d chunks=%d",
                 moved.handed_over + moved.already_elsewhere,
                 moved.total,
             )
 
-    async def _move(self, window: Sequence[Sized], moved: Moved) -> None:
+    async def _move(self, window: Sequence[Sized], moved: MoveProgress) -> None:
         now = asyncio.get_running_loop().time
         began = now()
-        leaving, keys = self._door.leaving, {key for key, _ in window}
-        leaving.begin(keys)
+        departures, keys = self._store.departures, {key for key, _ in window}
+        departures.begin(keys)
         settled: Sequence[ChunkKey] = ()
         try:
             settled = await self._mover.move_home(window, moved)
         finally:
-            leaving.end(keys.difference(settled))
+            departures.end(keys.difference(settled))
         if settled:
             self._moved.append((now() + FORGET_AFTER_S, settled))
         await asyncio.sleep(now() - began)
@@ -115,25 +114,24 @@ class Rebalancer:
         """Give up what moved a while ago, unless it has to stay: its home is here again or has
         lost it, or it was stored here anew.
         """
-        leaving = self._door.leaving
+        departures = self._store.departures
         while (
-            self._is_open()
+            self._takes_chunks()
             and self._moved
             and self._moved[0][0] <= asyncio.get_running_loop().time()
         ):
             _, keys = self._moved.popleft()
             there = await self._mover.still_home(
-                [key for key in keys if key in leaving and not self._stays(key, known)]
+                [key for key in keys if key in departures and not self._stays(key, known)]
             )
-            gone = [key for key in there if key in leaving]
-            await leaving.forget(gone, self._stack.batched_remove(gone, LOCAL_TIERS))
-            leaving.end(keys)
+            gone = [key for key in there if key in departures]
+            await departures.forget(gone, self._stack.batched_remove(gone, LOCAL_TIERS))
+            departures.end(keys)
 
     def _stays(self, key: ChunkKey, known: frozenset[str]) -> bool:
         return (
             key in self._pinned
-            or home([*known, self._neighbours.instance], key.key.chunk_id())
-            == self._neighbours.instance
+            or home([*known, self._servers.instance], key.key.chunk_id()) == self._servers.instance
         )
 
     async def _strangers(self, known: frozenset[str]) -> list[Sized]:

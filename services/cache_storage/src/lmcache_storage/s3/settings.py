@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lmcache_servicekit.tier_settings import TierSettings
+from lmcache_node.settings import NodeSettings
 from pydantic import Field, field_validator, model_validator
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
@@ -14,7 +14,7 @@ _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*/)*")
 MAX_PREFIX_CHARS = 256
 
 
-class S3Settings(TierSettings):
+class S3Settings(NodeSettings):
     """Options of a bucket of S3-compatible object storage, behind memory and disk.
 
     Attributes:

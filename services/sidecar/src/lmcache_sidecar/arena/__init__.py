@@ -3,12 +3,12 @@ whole is served again (ADR 9).
 """
 
 from lmcache_sidecar.arena.extents import ReservedExtents, UnrecordedExtents
-from lmcache_sidecar.arena.keeper import ArenaKeeper, ArenaStatus
 from lmcache_sidecar.arena.opening import OpenedArena, open_arena
+from lmcache_sidecar.arena.owner import ArenaOwner, ArenaStatus
 from lmcache_sidecar.arena.recovery import RecoveryProgress
 
 __all__ = [
-    "ArenaKeeper",
+    "ArenaOwner",
     "ArenaStatus",
     "OpenedArena",
     "RecoveryProgress",

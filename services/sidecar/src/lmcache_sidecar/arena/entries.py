@@ -29,11 +29,13 @@ class JournalError(LMCacheError):
     """A journal cannot be trusted: the arena beside it is not used again."""
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+class JournalEntry(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True
+):
     """Base of all entries."""
 
 
-class Begin(Entry, frozen=True):
+class Begin(JournalEntry, frozen=True):
     """First of all: which arena file this journal is of."""
 
     version: int
@@ -41,14 +43,14 @@ class Begin(Entry, frozen=True):
     inode: int
 
 
-class Reserved(Entry, frozen=True):
+class Reserved(JournalEntry, frozen=True):
     """Extents (offset, bytes) that clients of that generation may write to from now on."""
 
     generation: int
     extents: tuple[tuple[int, int], ...]
 
 
-class Committed(Entry, frozen=True):
+class Committed(JournalEntry, frozen=True):
     """A chunk is visible. `length` is that of its payload; `head` is its record's, without the
     padding.
     """
@@ -60,7 +62,7 @@ class Committed(Entry, frozen=True):
     head: bytes
 
 
-class Freed(Entry, frozen=True):
+class Freed(JournalEntry, frozen=True):
     """Extents, by offset, that hold nothing any more and that nobody writes to."""
 
     offsets: tuple[int, ...]

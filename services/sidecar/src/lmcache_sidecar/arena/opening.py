@@ -17,10 +17,10 @@ from lmcache_core.memory.arena_locks import (
 )
 from lmcache_core.memory.shared import ArenaFile, cannot_be_opened
 
-from lmcache_sidecar.arena.books import ExtentBooks
+from lmcache_sidecar.arena.arena_journal import ArenaJournal
 from lmcache_sidecar.arena.entries import JournalError
-from lmcache_sidecar.arena.journal import Journal
-from lmcache_sidecar.arena.replay import Found, replay
+from lmcache_sidecar.arena.journal_file import JournalFiles
+from lmcache_sidecar.arena.replay import FoundExtents, replay
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ class OpenedArena:
 
     Attributes:
         arena: The memory.
-        books: What is in it, written down; None where nothing is to outlive this process.
+        journal: What is in it, written down; None where nothing is to outlive this process.
         found: What is in it already. Those extents are to be taken out of its allocator.
     """
 
     arena: SharedArena
-    books: ExtentBooks | None
-    found: Found
+    journal: ArenaJournal | None
+    found: FoundExtents
 
 
 def open_arena(file: ArenaFile, recovers: bool) -> OpenedArena:
@@ -54,31 +54,31 @@ def open_arena(file: ArenaFile, recovers: bool) -> OpenedArena:
             just now.
         ConfigError: Another sidecar has it, or the directory cannot be written to.
     """
-    journal = Journal(file.directory)
+    files = JournalFiles(file.directory)
     with ExitStack() as undo:
         lock = own_directory(file.directory)
         undo.callback(lock.release)
-        opened = _reopened(file, journal, lock) if recovers else None
+        opened = _reopened(file, files, lock) if recovers else None
         if opened is None:
-            arena, found = _created(file, journal, lock), Found()
+            arena, found = _created(file, files, lock), FoundExtents()
         else:
             arena, found = opened
-        books = None
+        journal = None
         if recovers:
-            books = ExtentBooks(arena, journal, found)
-            books.open()
+            journal = ArenaJournal(arena, files, found)
+            journal.open()
         undo.pop_all()
-    return OpenedArena(arena, books, found)
+    return OpenedArena(arena, journal, found)
 
 
 def _reopened(
-    file: ArenaFile, journal: Journal, lock: FileLock
-) -> tuple[SharedArena, Found] | None:
+    file: ArenaFile, files: JournalFiles, lock: FileLock
+) -> tuple[SharedArena, FoundExtents] | None:
     arena = file.reopen(lock)
     if arena is None:
         return None
     try:
-        found = replay(journal.read(), arena.size, arena.inode)
+        found = replay(files.read(), arena.size, arena.inode)
         for generation in found.lent:
             path = generation_path(file.directory, generation)
             try:
@@ -102,12 +102,12 @@ def _reopened(
     return arena, found
 
 
-def _created(file: ArenaFile, journal: Journal, lock: FileLock) -> SharedArena:
+def _created(file: ArenaFile, files: JournalFiles, lock: FileLock) -> SharedArena:
     """A new file; the journal of the old one goes first, so that it can never be taken for that
     of the new one.
     """
     try:
-        journal.discard()
+        files.discard()
     except OSError as exc:
         raise ConfigError(
             f"{exc.filename} is of another arena and cannot be removed: {exc.strerror}; remove it"

@@ -33,7 +33,7 @@ class Lent:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundExtents:
     """What is in an arena, by its journal.
 
     Attributes:
@@ -45,7 +45,7 @@ class Found:
     committed: tuple[Committed, ...] = ()
 
 
-def replay(entries: Iterable[AnyEntry], arena_bytes: int, inode: int) -> Found:
+def replay(entries: Iterable[AnyEntry], arena_bytes: int, inode: int) -> FoundExtents:
     """Follow a journal to its end.
 
     Raises:
@@ -84,7 +84,9 @@ def replay(entries: Iterable[AnyEntry], arena_bytes: int, inode: int) -> Found:
     for offset, extent in state.items():
         if isinstance(extent, Lent):
             lent.setdefault(extent.generation, []).append((offset, extent.num_bytes))
-    return Found(lent, tuple(extent for extent in state.values() if isinstance(extent, Committed)))
+    return FoundExtents(
+        lent, tuple(extent for extent in state.values() if isinstance(extent, Committed))
+    )
 
 
 def _check_extents(state: Mapping[int, Lent | Committed], arena_bytes: int) -> None:

@@ -1,6 +1,4 @@
-"""Hands on what only this sidecar holds, the hottest first, until it is done or its time is
-over.
-"""
+"""Hands on what only this sidecar holds, the hottest first."""
 
 from __future__ import annotations
 
@@ -11,65 +9,51 @@ from collections.abc import Sequence
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.telemetry import Counters
+from lmcache_node.drain import ChunkHandover, DrainProgress
+from lmcache_node.local_chunks import LocalChunks
+from typing_extensions import override
 
 from lmcache_sidecar import metrics
-from lmcache_sidecar.handover.base import NotWelcomeError, Taker, TakerSource
-from lmcache_sidecar.handover.chunks import LocalChunks
-from lmcache_sidecar.handover.progress import DrainProgress
-from lmcache_sidecar.handover.waiting import Batch, Waiting
+from lmcache_sidecar.handover.takers import NotWelcomeError, Taker, TakerSource
+from lmcache_sidecar.handover.waiting import TakerBatch, WaitingChunks
 
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Batches in a row that came to nothing, after which a taker is given up; so often too the
-question who takes.
-"""
+"""Fruitless batches in a row after which a taker is given up, and attempts to list takers."""
 FIRST_PAUSE_S = 0.25
 _MAY_COME_LATER = frozenset(
     {MissReason.UNAVAILABLE, MissReason.BREAKER_OPEN, MissReason.DEADLINE, MissReason.NO_MEMORY}
 )
 
 
-class Handover:
-    """Hands chunks over.
+class PodHandover(ChunkHandover):
+    """Hands chunks to the remote tier and to peers. Each source of takers gets its part of the
+    time, and what those before it have left of theirs.
 
     Args:
         chunks: What there is.
-        sources: Who takes; the second is asked for what the first has left, and so on.
-        read_timeout_s: Longest wait for the disk, for one batch.
+        sources: The receivers; the second is asked for what the first has left, and so on.
         counters: What became of chunks, under the names of `lmcache_sidecar.metrics`.
     """
 
+    writing_share = 0.5
+
     def __init__(
-        self,
-        chunks: LocalChunks,
-        sources: Sequence[TakerSource],
-        read_timeout_s: float,
-        counters: Counters,
+        self, chunks: LocalChunks, sources: Sequence[TakerSource], counters: Counters
     ) -> None:
         self._chunks = chunks
         self._sources = tuple(sources)
-        self._read_timeout_s = read_timeout_s
         self._counters = counters
+        self.has_takers = bool(sources)
 
-    @property
-    def has_takers(self) -> bool:
-        """Whether there is anybody who might take chunks."""
-        return bool(self._sources)
-
+    @override
     def count(self) -> int:
-        """Chunks that are held now."""
         return len(self._chunks.hottest_first())
 
+    @override
     async def run(self, progress: DrainProgress, deadline: float) -> None:
-        """Hand over what is held now. A source gets its part of the time, and what those before it
-        have left of theirs.
-
-        Args:
-            progress: Kept up to date.
-            deadline: On the loop's clock; what is underway then is given up.
-        """
-        waiting = await asyncio.to_thread(lambda: Waiting(self._chunks.hottest_first()))
+        waiting = await asyncio.to_thread(lambda: WaitingChunks(self._chunks.hottest_first()))
         progress.total = len(waiting)
         now = asyncio.get_running_loop().time
         for i, source in enumerate(self._sources):
@@ -83,16 +67,17 @@ class Handover:
                 if not limit.expired():
                     raise
         self._fail(progress, waiting.num_refused)
+        self._counters.add(metrics.DRAINED_CHUNKS_TOTAL, progress.left, "left")
 
+    @override
     async def close(self) -> None:
-        """End connections that were opened for it. Idempotent."""
         for source in self._sources:
             await source.close()
 
     async def _hand_to(
-        self, source: TakerSource, waiting: Waiting, progress: DrainProgress
+        self, source: TakerSource, waiting: WaitingChunks, progress: DrainProgress
     ) -> None:
-        """Let all takers of a source work side by side until none of them can do more."""
+        """Let all takers of a source work in parallel until none of them can do more."""
         takers = await self._takers(source)
         while takers and waiting:
             before = len(waiting), len(takers)
@@ -111,12 +96,12 @@ class Handover:
             try:
                 return await source.takers()
             except UnavailableError as exc:
-                logger.warning("who takes this sidecar's chunks cannot be said: %s", exc)
+                logger.warning("receivers of chunks unknown: error=%s", exc)
                 if i < MAX_TRIES - 1:
                     await asyncio.sleep(FIRST_PAUSE_S * 2**i)
         return ()
 
-    async def _serve(self, taker: Taker, waiting: Waiting, progress: DrainProgress) -> bool:
+    async def _serve(self, taker: Taker, waiting: WaitingChunks, progress: DrainProgress) -> bool:
         """Give one taker batch after batch; False when it takes no more."""
         num_in_vain = 0
         while True:
@@ -128,7 +113,7 @@ class Handover:
                     await self._hand_batch(taker, batch, progress)
                 except UnavailableError as exc:
                     is_away = True
-                    logger.warning("%s does not take chunks: %s", taker.name, exc)
+                    logger.warning("chunks not taken: taker=%s error=%s", taker.name, exc)
                     if isinstance(exc, NotWelcomeError):
                         return False
             num_in_vain = 0 if batch.num_settled else num_in_vain + 1
@@ -137,7 +122,7 @@ class Handover:
             if is_away:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** max(0, num_in_vain - 1))
 
-    async def _hand_batch(self, taker: Taker, batch: Batch, progress: DrainProgress) -> None:
+    async def _hand_batch(self, taker: Taker, batch: TakerBatch, progress: DrainProgress) -> None:
         keys = batch.keys
         for key, is_elsewhere in zip(keys, await taker.has(keys), strict=True):
             if is_elsewhere:
@@ -147,7 +132,7 @@ class Handover:
         keys = batch.keys
         if not keys:
             return
-        results = await self._chunks.read(keys, self._read_timeout_s)
+        results = await self._chunks.read(keys)
         chunks = [result for result in results if isinstance(result, Chunk)]
         try:
             for key, result in zip(keys, results, strict=True):
@@ -161,7 +146,11 @@ class Handover:
                 chunk.release()
 
     def _note(
-        self, chunks: Sequence[Chunk], taken: Sequence[bool], batch: Batch, progress: DrainProgress
+        self,
+        chunks: Sequence[Chunk],
+        taken: Sequence[bool],
+        batch: TakerBatch,
+        progress: DrainProgress,
     ) -> None:
         for chunk, is_taken in zip(chunks, taken, strict=True):
             if not is_taken:

@@ -1,4 +1,4 @@
-"""The chunks that still have to be handed over."""
+"""Queue of the chunks that still have to be handed over."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lmcache_core.keys import ChunkKey
 
 MAX_BATCH_CHUNKS = 16
 MAX_BATCH_BYTES = 16 << 20
-"""Of the chunks that one taker is given at once, if they are more than one."""
+"""Of the chunks that one taker is given at once; a larger chunk goes alone."""
 
 
-class Batch:
-    """Chunks that one taker is busy with.
+class TakerBatch:
+    """Chunks that are with one taker.
 
     Args:
         keys: Their names.
@@ -27,22 +27,21 @@ class Batch:
 
     @property
     def keys(self) -> list[ChunkKey]:
-        """Those that still have to be dealt with, the hottest first."""
+        """Chunks not dealt with yet, the hottest first."""
         return list(self._open)
 
     def settle(self, key: ChunkKey) -> None:
-        """That one is dealt with."""
+        """Count a chunk as dealt with."""
         del self._open[key]
         self.num_settled += 1
 
     def refuse(self, key: ChunkKey) -> None:
-        """The taker does not want that one."""
+        """Note that the taker does not take a chunk."""
         self.refused.add(key)
 
 
-class Waiting:
-    """A queue in which everything that is taken out and not settled finds its way back to its
-    place. On one event loop.
+class WaitingChunks:
+    """A queue: what is taken out and not settled returns to its place. On one event loop.
 
     Args:
         chunks: Names and sizes in bytes, the hottest first.
@@ -59,15 +58,15 @@ class Waiting:
 
     @property
     def num_refused(self) -> int:
-        """Of those that wait, how many somebody did not want."""
+        """Waiting chunks that at least one taker has refused."""
         return sum(self._chunks[place][0] in self._refused_by for place in self._heap)
 
     @contextmanager
-    def batch(self, taker: str) -> Iterator[Batch]:
-        """The next chunks that this taker has not refused; empty when there are none. Those not
-        settled inside wait again.
+    def batch(self, taker: str) -> Iterator[TakerBatch]:
+        """Take the next chunks that this taker has not refused; empty when there are none. Those
+        not settled inside wait again.
         """
-        batch = Batch(self._take(taker))
+        batch = TakerBatch(self._take(taker))
         try:
             yield batch
         finally:

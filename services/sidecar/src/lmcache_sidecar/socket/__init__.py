@@ -2,6 +2,6 @@
 
 from lmcache_sidecar.socket.context import SessionContext
 from lmcache_sidecar.socket.server import SocketServer
-from lmcache_sidecar.socket.session import Session
+from lmcache_sidecar.socket.session import EngineSession
 
-__all__ = ["Session", "SessionContext", "SocketServer"]
+__all__ = ["EngineSession", "SessionContext", "SocketServer"]

@@ -20,7 +20,7 @@ MAX_PINNED_CHUNK_BYTES = 128
 """A chunk in an answer to Pin, beside its head; tier names are short."""
 
 
-class Pins:
+class ClientPins:
     """The pins of one client; each holds a reference.
 
     Args:

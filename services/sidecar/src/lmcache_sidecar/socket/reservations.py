@@ -7,41 +7,11 @@ from collections.abc import Iterator, Sequence
 from lmcache_core.memory import MemoryObj
 from lmcache_core.memory.free_list import align_up
 
-from lmcache_sidecar.socket.context import SessionContext
+from lmcache_sidecar.socket.context import ReservationRoom, SessionContext
 
 MAX_RESERVATIONS = 16384
 RESERVED_SHARE = 2
 """Reservations of one client may hold one part in this many of the arena."""
-KEPT_SHARE = 4
-"""One part in this many of the arena is not reserved by all clients together: it is for chunks
-that are loaded.
-"""
-
-
-class ReservationRoom:
-    """What reservations of all clients may hold together.
-
-    Args:
-        arena_bytes: Size of the arena.
-
-    Attributes:
-        used_bytes: What they hold.
-    """
-
-    def __init__(self, arena_bytes: int) -> None:
-        self._max_bytes = arena_bytes - arena_bytes // KEPT_SHARE
-        self.used_bytes = 0
-
-    def take(self, num_bytes: int) -> bool:
-        """Whether so many more fit; they count from now on."""
-        if self.used_bytes + num_bytes > self._max_bytes:
-            return False
-        self.used_bytes += num_bytes
-        return True
-
-    def give(self, num_bytes: int) -> None:
-        """So many are reserved no more."""
-        self.used_bytes -= num_bytes
 
 
 class Reservations:

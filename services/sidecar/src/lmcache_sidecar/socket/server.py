@@ -17,10 +17,9 @@ from lmcache_core.telemetry.request_context import Carried, RequestIds, working_
 from lmcache_core.telemetry.sparse_log import SparseLog
 
 from lmcache_sidecar import metrics
-from lmcache_sidecar.socket.commons import Commons
-from lmcache_sidecar.socket.context import SessionContext
+from lmcache_sidecar.socket.context import SessionContext, SharedState
 from lmcache_sidecar.socket.requests import Requests
-from lmcache_sidecar.socket.session import Session
+from lmcache_sidecar.socket.session import EngineSession
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +42,11 @@ class SocketServer:
         self._path = path
         self._context = context
         self._ids = RequestIds()
-        self._commons = Commons(context.tenant, context.arena.size)
+        self._shared = SharedState(context.tenant, context.arena.size)
         self._requests = Requests(context.counters)
         self._log = SparseLog(logger)
         self._server: asyncio.Server | None = None
-        self._sessions: set[Session] = set()
+        self._sessions: set[EngineSession] = set()
         self._connections: dict[
             asyncio.Task[None], asyncio.StreamWriter
         ] = {}  # also those whose session has not begun
@@ -56,14 +55,14 @@ class SocketServer:
         self._inode = 0
 
     @property
-    def sessions(self) -> list[Session]:
+    def sessions(self) -> list[EngineSession]:
         """Clients that are connected now."""
         return list(self._sessions)
 
     @property
     def staged_bytes(self) -> int:
         """Bytes of the arena that tickets of all clients hold."""
-        return self._commons.room.used_bytes
+        return self._shared.room.used_bytes
 
     async def open(self) -> None:
         """Listen.
@@ -167,7 +166,7 @@ class SocketServer:
             logger.error("a session of the socket has failed: %s", exc, exc_info=exc)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        session = Session(self._context, self._commons)
+        session = EngineSession(self._context, self._shared)
         if self._is_draining:
             session.refuse_stores()
         self._sessions.add(session)
@@ -185,7 +184,7 @@ class SocketServer:
             writer.transport.abort()
 
     async def _talk(
-        self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, session: EngineSession, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
             await self._converse(session, reader, writer)
@@ -202,7 +201,7 @@ class SocketServer:
             raise
 
     async def _converse(
-        self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, session: EngineSession, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -212,7 +211,7 @@ class SocketServer:
         while True:
             await self._answer_one(session, reader, writer)
 
-    async def _answer_of(self, session: Session, request: m.Request) -> m.Answer:
+    async def _answer_of(self, session: EngineSession, request: m.Request) -> m.Answer:
         """The answer, made within whose request it is; one that came without an id gets one,
         which what is asked of others carries too.
         """
@@ -233,7 +232,7 @@ class SocketServer:
         return answer
 
     async def _answer_one(
-        self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, session: EngineSession, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         async with self._requests.next(reader) as request:
             answer = await self._answer_of(session, request)

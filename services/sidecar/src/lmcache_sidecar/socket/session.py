@@ -16,10 +16,9 @@ from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.staging import Stager
 
 from lmcache_sidecar import metrics
-from lmcache_sidecar.socket.commons import Commons
-from lmcache_sidecar.socket.context import SessionContext
+from lmcache_sidecar.socket.context import SessionContext, SharedState
 from lmcache_sidecar.socket.names import check_chains, check_names
-from lmcache_sidecar.socket.pins import Pins, fit_for_one_answer
+from lmcache_sidecar.socket.pins import ClientPins, fit_for_one_answer
 from lmcache_sidecar.socket.reservations import Reservations
 
 VERIFY_AUTO = "auto"
@@ -29,24 +28,24 @@ MAX_REFUSAL_CHARS = 1024
 HOT_TIER = "Hot"
 
 
-class Session:
+class EngineSession:
     """State of one connection; `close` gives everything back.
 
     Args:
         context: What all sessions of the sidecar share.
-        commons: What those of one socket have in common.
+        shared: What those of one socket have in common.
     """
 
-    def __init__(self, context: SessionContext, commons: Commons) -> None:
+    def __init__(self, context: SessionContext, shared: SharedState) -> None:
         self._context = context
-        self._commons = commons
+        self._shared = shared
         self._ids: Iterator[int] = itertools.count(1)
-        self._reservations = Reservations(context, commons.reserved, self._ids)
-        self._pins = Pins(context.stack.hot, commons.pinned, self._ids)
+        self._reservations = Reservations(context, shared.reserved, self._ids)
+        self._pins = ClientPins(context.stack.hot, shared.pinned, self._ids)
         self._staging = Stager(
             context.stack,
             context.tenant,
-            commons.room,
+            shared.room,
             lambda lift: context.tasks.start("stage", lift),
         )
         self._is_draining = False
@@ -145,7 +144,7 @@ class Session:
 
     def _give_up_memory(self) -> None:
         if self.hello is not None:
-            self._commons.leave(self.hello)
+            self._shared.leave(self.hello)
             self.hello = None
         self._context.descriptions.left(self)
         self._reservations.close()
@@ -158,7 +157,7 @@ class Session:
                 f" {hello.version_max}"
             )
             return m.Refused("version", spoken)
-        refusal = self._commons.greet(hello)
+        refusal = self._shared.greet(hello)
         if refusal is not None:
             logger.warning("a client is refused: %s", refusal)
             return m.Refused("layout", refusal[:MAX_REFUSAL_CHARS])
@@ -319,4 +318,4 @@ class Session:
         return m.DescribeOk()
 
     def _names(self, keys: tuple[bytes, ...]) -> list[ChunkKey]:
-        return self._commons.names.names(keys)
+        return self._shared.names.names(keys)

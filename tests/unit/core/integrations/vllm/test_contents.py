@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lmcache_core.integrations.vllm.contents import contents_fingerprint
+from lmcache_core.integrations.vllm.identity import contents_fingerprint
 
 
 def config(model: Path, prefix_caching: bool = True, **options: Any) -> SimpleNamespace:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lmcache_core.integrations.vllm.names import ChunkNames, spans_of
+from lmcache_core.integrations.vllm.requests import ChunkNames, spans_of
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan
 from lmcache_core.token_database.hashing import identity_root
 

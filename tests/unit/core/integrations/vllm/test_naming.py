@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
-from lmcache_core.integrations.vllm.naming import Namer
-from lmcache_core.integrations.vllm.requests import RequestState
+from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState
 
 from tests.fixtures.vllm_engine import Feature, Request
 from tests.fixtures.vllm_engine.parts import METADATA, request_of
@@ -20,17 +19,17 @@ def roots() -> Roots:
 
 
 @pytest.fixture
-def namer(roots: Roots) -> Namer:
-    return Namer(roots, CHUNK_SIZE)
+def namer(roots: Roots) -> RequestNamer:
+    return RequestNamer(roots, CHUNK_SIZE)
 
 
-def hashes_of(namer: Namer, request: Request) -> list[bytes]:
+def hashes_of(namer: RequestNamer, request: Request) -> list[bytes]:
     names = namer.name(RequestState(request, stored=[0]))
     assert names is not None
     return list(names.hashes)
 
 
-def test_names_grow_with_the_tokens(namer: Namer) -> None:
+def test_names_grow_with_the_tokens(namer: RequestNamer) -> None:
     request = request_of(2 * CHUNK_SIZE - 1)
     state = RequestState(request, stored=[1])
     assert len(hashes_of(namer, request)) == 1
@@ -44,7 +43,7 @@ def test_names_grow_with_the_tokens(namer: Namer) -> None:
     assert state.stored == [1], "what is stored stays stored"
 
 
-def test_under_other_roots_nothing_is_stored(namer: Namer, roots: Roots) -> None:
+def test_under_other_roots_nothing_is_stored(namer: RequestNamer, roots: Roots) -> None:
     state = RequestState(request_of(), stored=[0])
     before = namer.name(state)
     state.stored = [5]
@@ -56,13 +55,13 @@ def test_under_other_roots_nothing_is_stored(namer: Namer, roots: Roots) -> None
     assert state.stored == [0]
 
 
-def test_a_request_with_embeddings_has_no_names(namer: Namer) -> None:
+def test_a_request_with_embeddings_has_no_names(namer: RequestNamer) -> None:
     request = request_of()
     request.prompt_embeds = object()
     assert namer.name(RequestState(request, stored=[0])) is None
 
 
-def test_a_session_that_goes_on_drops_a_token(namer: Namer) -> None:
+def test_a_session_that_goes_on_drops_a_token(namer: RequestNamer) -> None:
     """vLLM takes the next part of the input in place of the token that it generated last, which
     completed a chunk here.
     """
@@ -87,7 +86,7 @@ def test_a_session_that_goes_on_drops_a_token(namer: Namer) -> None:
     assert names.hashes[2] != known[2]
 
 
-def test_what_a_session_may_drop_has_no_name(namer: Namer) -> None:
+def test_what_a_session_may_drop_has_no_name(namer: RequestNamer) -> None:
     request = request_of(2 * CHUNK_SIZE - 1)
     request.resumable = True
     request.append(5)

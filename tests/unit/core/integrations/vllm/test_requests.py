@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lmcache_core.integrations.vllm.names import ChunkNames
-from lmcache_core.integrations.vllm.requests import RequestState
+from lmcache_core.integrations.vllm.requests import ChunkNames, RequestState
 
 from tests.fixtures.vllm_engine import FULL, Shape, window
 from tests.fixtures.vllm_engine.parts import groups_of, request_of

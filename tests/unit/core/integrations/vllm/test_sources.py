@@ -8,7 +8,7 @@ from lmcache_core.record import StagedFrom
 
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
 
-NAME = "lmcache_core.integrations.vllm.sources"
+NAME = "lmcache_core.integrations.vllm.stats"
 
 
 def test_tiers_have_vllms_names() -> None:

@@ -10,8 +10,7 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, Miss, MissReason, decoded_header
-from lmcache_core.serde.codec import GroupError
-from lmcache_core.serde.encoding_report import encoding_report
+from lmcache_core.serde.codec import GroupError, encoding_report
 from lmcache_core.storage import LocalCPUBackend, encoded
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from lmcache_core.serde.entropy.compiled import compiled, require_numba
+from lmcache_core.serde.machine_code import compiled, require_numba
 
 STATE_BYTES = 4
 MAX_BYTES_PER_SYMBOL = 2
@@ -52,8 +52,8 @@ class ChannelStreams:
 
 @functools.cache
 def compile_channel_streams() -> ChannelStreams:
-    """The loops as machine code: from the cache beside the source, or compiled, once a process;
-    takes seconds then.
+    """Return the loops as machine code: from the cache next to the source, or compiled, once a
+    process; takes seconds then.
 
     Raises:
         ConfigError: numba is not installed.
@@ -75,7 +75,7 @@ def compile_channel_streams() -> ChannelStreams:
 
 
 def max_stream_bytes(num_tokens: int) -> int:
-    """No stream of so many tokens is longer."""
+    """Return the most bytes that a stream of so many tokens can have."""
     return STATE_BYTES + MAX_BYTES_PER_SYMBOL * num_tokens
 
 
@@ -85,7 +85,7 @@ def encode_streams(cdf: Any, symbols: Any, buffers: Any, lengths: Any) -> tuple[
     Args:
         cdf: uint16 `[layers, channels, entries]`, at least two entries.
         symbols: uint8 `[layers, tokens, channels]`, 0 to `entries - 2`.
-        buffers: uint8 `[layers, channels, room]`; written. Behind a stream it holds anything.
+        buffers: uint8 `[layers, channels, room]`; written. After a stream it holds anything.
         lengths: int32 `[layers, channels]`; written.
 
     Returns:

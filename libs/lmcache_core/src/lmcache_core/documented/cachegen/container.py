@@ -1,11 +1,11 @@
-"""The container of CacheGen outputs: a checked head, then tensors one behind the other. Needs
+"""The container of CacheGen outputs: a checked head, then tensors one after the other. Needs
 torch.
 
     magic "LMCG" | version u8 | 3 zeros | head length u32 | zeros u32 | payload length u64 | digest
     | head | payload
 
 Integers are little-endian, and so are the elements of tensors. The digest is xxh3-128 of all that
-is before and behind it, 16 bytes. The head is MessagePack. The digest tells damage from whole
+is before and after it, 16 bytes. The head is MessagePack. The digest tells damage from whole
 bytes, not who wrote them: what a head claims under a right one is checked too.
 """
 
@@ -42,7 +42,7 @@ _PREFIX = struct.Struct("<4sB3xI4xQ")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
-class TensorHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One tensor of the payload.
 
     Attributes:
@@ -73,7 +73,7 @@ class TensorHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return math.prod(self.shape) * DTYPE_ITEMSIZE[self.dtype]
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PackedHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the payload is.
 
     Attributes:
@@ -84,7 +84,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     kind: Annotated[str, msgspec.Meta(max_length=32)]
     numbers: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_NUMBERS)]
-    tensors: Annotated[tuple[TensorHead, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    tensors: Annotated[tuple[PackedTensor, ...], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
 def seal(kind: str, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> bytes:
@@ -98,9 +98,9 @@ def seal(kind: str, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> 
             f"{len(tensors)} tensors and {len(numbers)} numbers: at most {MAX_TENSORS} and"
             f" {MAX_NUMBERS} can be written"
         )
-    heads = tuple(TensorHead(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
+    heads = tuple(PackedTensor(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
     payload_bytes = sum(head.num_bytes for head in heads)
-    head = msgspec.msgpack.encode(Head(kind, tuple(numbers), heads))
+    head = msgspec.msgpack.encode(PackedHead(kind, tuple(numbers), heads))
     if payload_bytes > MAX_PAYLOAD_BYTES or len(head) > MAX_HEAD_BYTES:
         raise SerdeError(
             f"{payload_bytes} bytes of tensors, {len(head)} of head: at most {MAX_PAYLOAD_BYTES}"
@@ -136,7 +136,7 @@ def unseal(
     view = view.cast("B") if view.nbytes else memoryview(b"")
     head, payload = _checked_parts(view)
     try:
-        described = msgspec.msgpack.decode(head, type=Head)
+        described = msgspec.msgpack.decode(head, type=PackedHead)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise SerdeError(f"the head of a CacheGen output cannot be read: {exc}") from exc
     if described.kind != kind:
@@ -206,7 +206,7 @@ def _checked_parts(view: memoryview) -> tuple[memoryview, memoryview]:
     return view[head_at : head_at + head_bytes], view[head_at + head_bytes :]
 
 
-def _owned_tensor(head: TensorHead, elements: memoryview) -> torch.Tensor:
+def _owned_tensor(head: PackedTensor, elements: memoryview) -> torch.Tensor:
     owned = torch.empty(len(elements), dtype=torch.uint8)
     owned.numpy()[:] = np.frombuffer(elements, dtype=np.uint8)
     dtype: torch.dtype = getattr(torch, head.dtype)

@@ -21,16 +21,22 @@ from lmcache_kernels.codec_tables import CodecTables
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import dtype_name
 from lmcache_core.serde.blob import Head, Mode, Reader
-from lmcache_core.serde.entropy.tables import TableSet
-from lmcache_core.serde.quantised.coder import NotQuantisableError, Quantiser, check_model
-from lmcache_core.serde.quantised.layout import KINDS, PlaneLayout, can_be_quantised
+from lmcache_core.serde.quantised import (
+    KINDS,
+    NotQuantisableError,
+    PlaneLayout,
+    Quantiser,
+    can_be_quantised,
+    check_model,
+)
+from lmcache_core.serde.tables import TableSet
 
 Array = npt.NDArray[Any]
 NOT_FINITE_BITS = 0x7F800000
 
 
 def device_tables(tables: TableSet, device: torch.device) -> CodecTables:
-    """Tables where kernels can read them, about 1.5 MiB: to be made once for a device.
+    """Return the tables where kernels can read them, about 1.5 MiB: to be made once for a device.
 
     Args:
         tables: Of the codec.
@@ -173,12 +179,12 @@ def _shape(layout: PlaneLayout) -> CodecShape:
 
 
 def _packed_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 bits as values of the dtype, which they all are."""
+    """Return float32 bits as values of the dtype, which they all are."""
     return scales.view(torch.float32).to(dtype)
 
 
 def _read_scales(reader: Reader, count: int, dtype: torch.dtype) -> Array:
-    """float32 bits of scales that travelled as values of the dtype.
+    """Return float32 bits of scales that travelled as values of the dtype.
 
     Raises:
         SerdeError: One is negative or not finite.

@@ -28,7 +28,7 @@ class CacheGenEncoderOutput:
     """The older output, made on the CPU: one stream for each layer and token.
 
     Attributes:
-        bytestream: All streams, one behind the other.
+        bytestream: All streams, one after the other.
         start_indices: Where each begins: int32 or int64, any shape.
         cdf: int16 with the bits of uint16, `[nlayers (of keys and values), nchannels, bins + 1]`.
         max_tensors_key: Largest magnitudes of the keys, `[nlayers, ntokens, 1]`.
@@ -46,7 +46,7 @@ class CacheGenEncoderOutput:
     head_size: int
 
     def to_bytes(self) -> bytes:
-        """Everything as one checked container; the caller owns it.
+        """Return everything as one checked container; the caller owns it.
 
         Raises:
             SerdeError: A field is not what the class says.
@@ -132,8 +132,8 @@ class CacheGenGPUEncoderOutput:
     head_size: int
 
     def to_bytes(self) -> bytes:
-        """Everything as one checked container; the caller owns it. Tensors are copied to the CPU if
-        they are elsewhere.
+        """Return everything as one checked container; the caller owns it. Tensors are copied to the
+        CPU if they are elsewhere.
 
         Raises:
             SerdeError: A field is not what the class says, or does not fit the others.

@@ -150,8 +150,8 @@ def concat_max(max1: Mapping[int, torch.Tensor]) -> torch.Tensor:
 
 
 def channel_distributions(symbols: torch.Tensor, num_bins: int) -> torch.Tensor:
-    """The cumulative distribution of each channel of each layer: `cdf[i] = (0xFFFF - 32) * count /
-    total + i`, rounded down.
+    """Return the cumulative distribution of each channel of each layer: `cdf[i] = (0xFFFF - 32) *
+    count / total + i`, rounded down.
 
     `count` is how many of the `total` tokens have a value below `i`. So every value has a
     probability, also one that does not occur.
@@ -237,7 +237,8 @@ class CacheGenEncoderImpl:
             )
 
     def compute_cdf(self, is_key: bool) -> torch.Tensor:
-        """The distribution of each channel of the quantised keys or values. Call `quantize` before.
+        """Return the distribution of each channel of the quantised keys or values. Call `quantize`
+        before.
 
         Args:
             is_key: Of the keys, else of the values.
@@ -261,14 +262,14 @@ class CacheGenEncoderImpl:
 
 
 def bins_tensor(bins: Sequence[int]) -> torch.Tensor:
-    """Bins of each layer as the documented functions take them: float32, `[nlayers]`, on the
-    CPU.
+    """Return the bins of each layer as the documented functions take them: float32, `[nlayers]`, on
+    the CPU.
     """
     return torch.tensor(bins, dtype=torch.float32)
 
 
 def whole_bins(bins: torch.Tensor, num_layers: int) -> tuple[int, ...]:
-    """Bins of each layer as checked whole numbers; waits for the device.
+    """Return the bins of each layer as checked whole numbers; waits for the device.
 
     Raises:
         ConfigError: They cannot be used.

@@ -20,11 +20,11 @@ from lmcache_core.serde.chunk_codec import (
     LOSSLESS_SERDE,
     TABLES_MARK,
     CacheGenCodec,
+    Profile,
+    quantiser_of,
 )
-from lmcache_core.serde.entropy.tables import bell_curves
-from lmcache_core.serde.profiles import Profile, quantiser_of
-from lmcache_core.serde.quantised.coder import NotQuantisableError
-from lmcache_core.serde.quantised.layout import can_be_quantised
+from lmcache_core.serde.quantised import NotQuantisableError, can_be_quantised
+from lmcache_core.serde.tables import bell_curves
 from lmcache_core.serde.tensor_bytes import SerdeId, TensorHead, check_elements, dense, seal, unseal
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ class CacheGenSerializer(Serializer):
 
     @override
     def to_bytes(self, tensor: torch.Tensor) -> bytes:
-        """KV is `[layers, 2, tokens, heads, size]` (of Hugging Face
-        `[layers, 2, heads, tokens, size]`) or `[2, layers, tokens, channels]`, of float32, float16
-        or bfloat16. On a CUDA device it is encoded there; the bytes are the same.
+        """Return KV is `[layers, 2, tokens, heads, size]` (of Hugging Face `[layers, 2, heads,
+        tokens, size]`) or `[2, layers, tokens, channels]`, of float32, float16 or bfloat16. On a
+        CUDA device it is encoded there; the bytes are the same.
         """
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
             encoded = self.encode_where_it_lies(tensor)
@@ -82,8 +82,8 @@ class CacheGenSerializer(Serializer):
         return _sealed(given, axes, (serde, profile), payload)
 
     def encode_where_it_lies(self, tensor: torch.Tensor) -> bytes | None:
-        """`to_bytes` by kernels, on the tensor's device; None where the tensor is not to be
-        quantised, or would not get smaller.
+        """Encode by kernels, on the tensor's device; None where the tensor is not to be quantised,
+        or would not get smaller.
 
         Raises:
             KernelInputError: There is no kernel for its device.
@@ -114,11 +114,11 @@ class CacheGenSerializer(Serializer):
         return self._axes if given.dim() == 5 and given.shape[1] == 2 else _AS_IT_IS
 
     def make_key_bins(self, config: CacheGenConfig) -> torch.Tensor:
-        """Bins of the keys of each layer, int64 `[nlayers]`."""
+        """Return the bins of the keys of each layer, int64 `[nlayers]`."""
         return torch.tensor(config.bins_of_keys())
 
     def make_value_bins(self, config: CacheGenConfig) -> torch.Tensor:
-        """Bins of the values of each layer, int64 `[nlayers]`."""
+        """Return the bins of the values of each layer, int64 `[nlayers]`."""
         return torch.tensor(config.bins_of_values())
 
 
@@ -180,7 +180,7 @@ class CacheGenDeserializer(Deserializer):
         return self._converted(_from_planes(kv, head.shape, axes))
 
     def get_output_buffer(self, nlayers: int, nchannels: int, ntokens: int) -> torch.Tensor:
-        """A buffer for `decode_function_gpu`, kept from call to call: uint8 `[ntokens, 2 *
+        """Return a buffer for `decode_function_gpu`, kept from call to call: uint8 `[ntokens, 2 *
         nlayers * nchannels]`.
         """
         width = 2 * nlayers * nchannels
@@ -193,16 +193,16 @@ class CacheGenDeserializer(Deserializer):
         return self._buffer[:ntokens]
 
     def make_key_bins(self, config: CacheGenConfig) -> torch.Tensor:
-        """Bins of the keys of each layer, int64 `[nlayers]`."""
+        """Return the bins of the keys of each layer, int64 `[nlayers]`."""
         return torch.tensor(config.bins_of_keys())
 
     def make_value_bins(self, config: CacheGenConfig) -> torch.Tensor:
-        """Bins of the values of each layer, int64 `[nlayers]`."""
+        """Return the bins of the values of each layer, int64 `[nlayers]`."""
         return torch.tensor(config.bins_of_values())
 
 
 def _sealed(given: torch.Tensor, axes: int, encoding: tuple[str, str], payload: BytesLike) -> bytes:
-    """A payload, by serde and profile, in the container."""
+    """Return a payload, by serde and profile, in the container."""
     serde, profile = encoding[0], encoding[1].encode()
     body = b"".join((bytes([axes, _ENCODINGS.index(serde), len(profile)]), profile, payload))
     return seal(
@@ -211,7 +211,7 @@ def _sealed(given: torch.Tensor, axes: int, encoding: tuple[str, str], payload: 
 
 
 def _to_planes(given: torch.Tensor, axes: int) -> torch.Tensor:
-    """`[2, layers, tokens, channels]`, where the axes are known."""
+    """Return `[2, layers, tokens, channels]`, where the axes are known."""
     if axes == _AS_IT_IS:
         return given
     order = (1, 0, 2, 3, 4) if axes == _TOKENS_THIRD else (1, 0, 3, 2, 4)
@@ -227,7 +227,7 @@ def _planes_shape(shape: tuple[int, ...], axes: int) -> tuple[int, ...]:
 
 
 def _from_planes(kv: torch.Tensor, shape: tuple[int, ...], axes: int) -> torch.Tensor:
-    """What `_to_planes` was given, contiguous."""
+    """Return what `_to_planes` was given, contiguous."""
     if axes == _AS_IT_IS:
         return kv
     layers, sides, third, fourth, size = shape

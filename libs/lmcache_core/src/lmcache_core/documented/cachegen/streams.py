@@ -113,7 +113,7 @@ def encode_ntokens(
         output_lengths: int32, `[nlayers, nchannels]`; written: how much of each buffer is a stream.
 
     Returns:
-        All streams one behind the other (`collect_bytes`): uint8, one-dimensional, new, on the
+        All streams one after the other (`collect_bytes`): uint8, one-dimensional, new, on the
         device of `output_buffer`.
 
     Raises:
@@ -141,7 +141,7 @@ def encode_ntokens(
 
 
 def collect_bytes(output_buffer: torch.Tensor, output_lengths: torch.Tensor) -> torch.Tensor:
-    """Put the streams of all layers and channels one behind the other, the channels of a layer
+    """Put the streams of all layers and channels one after the other, the channels of a layer
     together.
 
     Args:
@@ -175,11 +175,11 @@ def recombine_bytes(bytes_tensor: torch.Tensor, output_lengths: torch.Tensor) ->
     """Undo `collect_bytes`: each stream at the beginning of a buffer of its own.
 
     Args:
-        bytes_tensor: uint8, one-dimensional: streams one behind the other.
+        bytes_tensor: uint8, one-dimensional: streams one after the other.
         output_lengths: int32, `[nlayers, nchannels]`: their lengths.
 
     Returns:
-        uint8, `[nlayers, nchannels, length of the longest]`, zeros behind the streams; new, on the
+        uint8, `[nlayers, nchannels, length of the longest]`, zeros after the streams; new, on the
         device of `bytes_tensor`.
 
     Raises:
@@ -316,7 +316,7 @@ def _check_entries(cdf: torch.Tensor) -> None:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where it is contiguous on the CPU, else a copy there."""
+    """Return the tensor itself where it is contiguous on the CPU, else a copy there."""
     return tensor.detach().to("cpu").contiguous()
 
 
@@ -330,7 +330,7 @@ def _table(cdf: torch.Tensor) -> Any:
 
 
 def _stream_offsets(bytestream: torch.Tensor, lengths: torch.Tensor) -> Any:
-    """Where each stream begins, and where the last one ends: int64, one more than there are
+    """Return where each stream begins, and where the last one ends: int64, one more than there are
     streams, checked against the bytes.
     """
     _check("bytestream", bytestream, (torch.uint8,), (None,))

@@ -5,17 +5,19 @@ How to use it: `docs/vllm.md`.
 | file | concern |
 |---|---|
 | `connector.py` | vLLM's interface: hands each call to one of the two sides |
-| `scheduler.py`, `requests.py`, `offers.py`, `naming.py`, `names.py` | the scheduler's side: what a request can load, and its name |
-| `planned_stores.py` | the scheduler's side: what is to be stored |
-| `worker.py`, `loads.py`, `memory.py` | a worker's side: vLLM's blocks to and from the chunk store |
+| `scheduler.py` | the scheduler's side |
+| `requests.py`, `offers.py` | what it knows of a request: its chunks' names, what can be loaded |
+| `planned_stores.py` | what is to be stored, and from which blocks |
+| `worker.py`, `loads.py`, `memory.py` | a worker's side: between vLLM's blocks and the store |
 | `plan.py` | what the two sides tell each other |
-| `groups.py`, `identity.py`, `weights.py`, `file_digests.py`, `adapters.py`, `contents.py` | what the KV is |
+| `identity.py`, `groups.py` | what the KV is |
+| `adapters.py`, `weights.py`, `file_digests.py` | which weights made it |
 | `options.py`, `stores.py` | configuration, and the chunk store behind it |
-| `stats.py`, `sources.py`, `logs.py` | figures, where hits came from, log lines |
+| `stats.py` | figures, and where hits came from |
 | `bundled.py` | packages that come along where vLLM's Python lacks them |
 
 Only `connector.py` and `stats.py` import vLLM, so that the rest can be tested without it.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

@@ -104,10 +104,10 @@ class Adapters:
 
     def _unknown(self, key: _Key, version: FileVersions | None, why: str) -> _Known:
         logger.warning(
-            "the files of adapter %s (%s) %s: its requests are not cached until it is loaded anew",
+            "adapter not cached until it is loaded again, its files %s: adapter=%s path=%s",
+            why,
             key[1],
             key[2],
-            why,
         )
         return self._remember(key, _Known(version, None))
 

@@ -22,6 +22,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 
+from lmcache_core._typing import override
 from lmcache_core.engine.guard import DegradingGuard
 from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.integrations.vllm.groups import (
@@ -31,13 +32,17 @@ from lmcache_core.integrations.vllm.groups import (
     fails_by_block,
 )
 from lmcache_core.integrations.vllm.identity import Roots, identity_of
-from lmcache_core.integrations.vllm.logs import log_as
 from lmcache_core.integrations.vllm.memory import attention_backends
 from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
 from lmcache_core.integrations.vllm.plan import Load, StepPlan, Store, WorkerReport
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
-from lmcache_core.integrations.vllm.sources import HIT_SOURCE, hit_sources
-from lmcache_core.integrations.vllm.stats import LMCachePromMetrics, LMCacheStats, StatsTaker
+from lmcache_core.integrations.vllm.stats import (
+    HIT_SOURCE,
+    LMCachePromMetrics,
+    LMCacheStats,
+    StatsTaker,
+    hit_sources,
+)
 from lmcache_core.integrations.vllm.stores import OpenStore, open_store
 from lmcache_core.integrations.vllm.worker import RefusingWorker, WorkerSide
 from lmcache_core.telemetry import Counters
@@ -84,7 +89,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         try:
             self._open(vllm_config, kv_cache_config, options)
         except LayoutError as exc:
-            logger.error("this model is served without the cache: %s", exc)
+            logger.error("model served without the cache: reason=%s", exc)
             if self.role is base.KVConnectorRole.WORKER:
                 # The scheduler's side may know nothing of it, and promise loads that have to be
                 # answered.
@@ -140,23 +145,24 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         """A store that is lost is a miss later, nothing more."""
         return False
 
+    @override
     def shutdown(self) -> None:
-        """See the interface."""
         if self._worker is not None:
             self._worker.close()
         if self._open_store is not None:
             self._open_store.close()
 
+    @override
     def get_kv_connector_stats(self) -> LMCacheStats | None:
-        """See the interface."""
         return self._taker.take()
 
     @classmethod
+    @override
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LMCacheStats:
-        """See the interface."""
         return LMCacheStats(data=data or {})
 
     @classmethod
+    @override
     def build_prom_metrics(
         cls,
         vllm_config: Any,
@@ -164,7 +170,6 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> LMCachePromMetrics:
-        """See the interface."""
         return LMCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
@@ -174,24 +179,24 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         layout: str | None = extra.get(PREFIX + "kv_cache_layout") or extra.get("kv_cache_layout")
         return layout
 
+    @override
     def on_new_request(self, request: Any) -> None:
-        """See the interface."""
         if self._scheduler is not None:
             with self._guard("new_request"):
                 self._scheduler.new_request(request)
 
+    @override
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See the interface."""
         answer: tuple[int | None, bool] = (0, False)
         if self._scheduler is not None:
             with self._guard("lookup"):
                 answer = self._scheduler.num_matched(request, num_computed_tokens)
         return answer
 
+    @override
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See the interface."""
         if self._scheduler is None:
             return
         # What is to be loaded must be planned, or vLLM takes blocks for loaded that are not: that
@@ -199,23 +204,22 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         with self._guard("allocated") if num_external_tokens == 0 else nullcontext():
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    @override
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        """See the interface."""
         sources: dict[Any, int] = {}
         if self._scheduler is not None:
             with self._guard("sources"):
                 sources = hit_sources(self._scheduler.origins_of(request, num_external_tokens))
         return sources
 
+    @override
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
-        """See the interface."""
         if self._scheduler is None:
             return StepPlan()
-        loads = (
-            self._scheduler.plan_loads()
-        )  # not guarded: what vLLM was promised must be loaded, or be told to have failed
+        # Not guarded: what vLLM was promised must be loaded, or be reported as failed.
+        loads = self._scheduler.plan_loads()
         stores = self._planned_stores(self._scheduler, scheduler_output, loads)
         if stores is None:
             self._scheduler.stores.lose_track()
@@ -227,40 +231,39 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             self._scheduler.step,
         )
 
+    @override
     def update_connector_output(self, connector_output: Any) -> None:
-        """See the interface."""
         report: WorkerReport | None = connector_output.kv_connector_worker_meta
         if self._scheduler is not None:
             with self._guard("step"):
                 self._scheduler.step_done(report, connector_output.finished_recving or ())
 
+    @override
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See the interface; blocks may be freed at once, since stores have ended when their
-        step has.
-        """
+        # Blocks may be freed at once: stores have ended when their step has.
         if self._scheduler is not None:
             with self._guard("finish"):
                 self._scheduler.finished(request)
         return False, None
 
+    @override
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See the interface."""
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool:
-        """Weights may have been replaced: nothing that is cached is used from now on. It stays
-        in the store, for others.
+        """Use nothing that is cached from now on: weights may have been replaced. It stays in the
+        store, for others.
         """
         if self._scheduler is not None:
             self._scheduler.begin_epoch()
         return True
 
+    @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See the interface."""
         if self._worker is None:
             return
         with self._guard("attach"):
@@ -268,10 +271,10 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
                 backends_of = functools.partial(attention_backends, self._vllm_config)
                 self._worker.register(kv_caches, self._kv_cache_config.num_blocks, backends_of)
             except LayoutError as exc:
-                logger.error("this worker neither loads nor stores: %s", exc)
+                logger.error("this worker neither loads nor stores: reason=%s", exc)
 
+    @override
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See the interface."""
         if self._worker is not None:
             self._worker.begin_loads(self._plan)
 
@@ -283,29 +286,29 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     ) -> None:
         """Nothing to do: chunks are copied out once, when the step has ended."""
 
+    @override
     def wait_for_save(self) -> None:
-        """See the interface."""
         if self._worker is not None and self.has_connector_metadata():
             self._worker.store(self._plan)
 
+    @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """See the interface."""
         return None, self._take_received()[0] or None
 
+    @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """See the interface (0.30 and later)."""
         received, failed = self._take_received()
         told_by_block = self._worker is None or self._worker.reports_blocks
         return base.KVConnectorTransferResults(
             finished_recving=received, failed_recving=set() if told_by_block else failed
         )
 
+    @override
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See the interface."""
         return set() if self._worker is None else self._worker.take_bad_blocks()
 
+    @override
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """See the interface."""
         return None if self._worker is None else self._worker.take_report()
 
     def _planned_stores(
@@ -325,6 +328,22 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     def _take_received(self) -> tuple[set[str], set[str]]:
         return (set(), set()) if self._worker is None else self._worker.take_received()
+
+
+def log_as(theirs: logging.Logger, ours: logging.Logger) -> None:
+    """Send what `ours` logs to where the lines of `theirs` go, in the same form and from the same
+    level on, unless its destination is configured already.
+
+    vLLM gives handlers to its own logger alone. For a logger without handlers Python prints
+    warnings without time or process, and nothing below a warning: an operator would not see that a
+    sidecar is back.
+    """
+    if ours.hasHandlers():
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    if theirs.handlers and not ours.level:
+        ours.setLevel(theirs.level)
 
 
 def _options_of(vllm_config: Any) -> ConnectorOptions:

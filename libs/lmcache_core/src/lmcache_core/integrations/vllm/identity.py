@@ -5,12 +5,14 @@ chunk names.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ import torch
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm.adapters import Adapters
-from lmcache_core.integrations.vllm.contents import contents_fingerprint
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.options import BLOCKS, ConnectorOptions
 from lmcache_core.integrations.vllm.weights import model_fingerprint, options_fingerprint
@@ -41,6 +42,23 @@ FILE_FORMATS = frozenset(
     }
 )
 """vLLM's load formats that read the model's own files. Others take weights from somewhere else."""
+
+_CONTENT_OPTIONS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+_CONTENT_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""What multimodal contents become for a model decides about their KV, and is no part of what vLLM
+calls them.
+"""
 
 _LENGTH = struct.Struct("<I")
 
@@ -139,6 +157,37 @@ def identity_of(
         layout=_layout_text(vllm_config, kv_cache_config, groups, options, release),
     )
     return KVIdentity(metadata, num_ranks, replicas, contents_fingerprint(vllm_config))
+
+
+def contents_fingerprint(vllm_config: Any) -> str | None:
+    """Text that differs where the same content becomes other numbers; None where contents have no
+    names of their own.
+
+    Where vLLM itself caches neither prompts nor contents, it only counts them. Every process counts
+    anew, so another picture has that name elsewhere.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        "" for a model that takes only text.
+    """
+    model = vllm_config.model_config
+    options = getattr(model, "multimodal_config", None)
+    if options is None:
+        return ""
+    if (
+        getattr(options, "mm_processor_cache_gb", None) == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    ):
+        return None
+    facts = {name: getattr(options, name, None) for name in _CONTENT_OPTIONS}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    for name in _CONTENT_FILES:
+        file = Path(model.model, name)
+        if file.is_file():
+            digest.update(f"\0{name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:32]
 
 
 class Roots:

@@ -1,4 +1,4 @@
-"""Loads beside the engine's steps: one thread, a bounded queue, results to be taken."""
+"""Asynchronous loads: one thread, a bounded queue, results that its owner takes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ class LoadThread:
             self._waiting.put_nowait(load)
         except queue.Full:
             logger.warning(
-                "%d loads are waiting; request %s is computed", MAX_WAITING_LOADS, load.request_id
+                "too many loads wait, recomputing: request=%s limit=%d",
+                load.request_id,
+                MAX_WAITING_LOADS,
             )
             self._done(self._refuse(load))
 

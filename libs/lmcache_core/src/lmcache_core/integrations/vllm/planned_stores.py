@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
-from lmcache_core.integrations.vllm.naming import Namer
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import Load, Store
-from lmcache_core.integrations.vllm.requests import RequestState
+from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ class StorePlanner:
         options: ConnectorOptions,
         groups: Sequence[CacheGroup],
         states: Mapping[str, RequestState],
-        namer: Namer,
+        namer: RequestNamer,
         num_workers: int,
     ) -> None:
         self._chunk_size = options.engine.chunk_size

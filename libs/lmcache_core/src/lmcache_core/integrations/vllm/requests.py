@@ -1,4 +1,4 @@
-"""What the scheduler's side knows of each request."""
+"""What the scheduler's side knows of each request, and how its chunks are named."""
 
 from __future__ import annotations
 
@@ -7,9 +7,55 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup, blocks_of
-from lmcache_core.integrations.vllm.names import ChunkNames
+from lmcache_core.integrations.vllm.identity import Roots
 from lmcache_core.integrations.vllm.offers import Offer
 from lmcache_core.integrations.vllm.plan import ChunkRun
+from lmcache_core.token_database import MultimodalSpan
+from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32
+
+
+class ChunkNames:
+    """The chain of chunk hashes of one request.
+
+    Args:
+        root: What the chain begins with, 32 bytes.
+        chunk_size: Tokens in a chunk; a shorter rest has no name.
+        spans: Multimodal contents behind placeholder tokens.
+    """
+
+    def __init__(self, root: bytes, chunk_size: int, spans: Sequence[MultimodalSpan] = ()) -> None:
+        self._root = root
+        self._chunk_size = chunk_size
+        self._spans = tuple(spans)
+        self.hashes: list[bytes] = []
+
+    def extend(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Name the chunks that these tokens complete.
+
+        Args:
+            token_ids: All tokens of the request from the first, those of earlier calls unchanged.
+
+        Returns:
+            The hashes of all whole chunks.
+        """
+        size, known = self._chunk_size, len(self.hashes)
+        num_chunks = len(token_ids) // size
+        if num_chunks > known:
+            if self._spans:  # their places count from the first token of the sequence
+                ids = tokens_as_uint32(token_ids[: num_chunks * size])
+                chain = chain_hashes(self._previous, ids, size, self._spans, first=known * size)
+            else:
+                chain = chain_hashes(
+                    self._previous,
+                    tokens_as_uint32(token_ids[known * size : num_chunks * size]),
+                    size,
+                )
+            self.hashes += [digest for _, _, digest in chain]
+        return self.hashes
+
+    @property
+    def _previous(self) -> bytes:
+        return self.hashes[-1] if self.hashes else self._root
 
 
 @dataclass
@@ -134,3 +180,79 @@ class RequestState:
                     ChunkRun(group.number, first, tuple(self.names.hashes[first:last]), blocks)
                 )
         return runs
+
+
+class RequestNamer:
+    """Keeps the names of a request's chunks up to its tokens.
+
+    Args:
+        roots: What the chains begin with.
+        chunk_size: Tokens in a chunk.
+        contents: What else decides about the KV of multimodal contents; None: they have no names.
+    """
+
+    def __init__(self, roots: Roots, chunk_size: int, contents: str | None = "") -> None:
+        self._roots = roots
+        self._chunk_size = chunk_size
+        self._contents = contents
+
+    def name(self, state: RequestState) -> ChunkNames | None:
+        """The names of a request's chunks, as far as its tokens are known; None when they cannot be
+        told (yet).
+
+        Under other roots than before, nothing of the request counts as stored. Nor when its prompt
+        has grown: a session that goes on has dropped the token that was generated last, and may
+        have new contents.
+        """
+        request = state.request
+        if state.names is not None and not self._roots.adapters.is_loaded(
+            _adapter(request), state.adapter
+        ):
+            state.is_outdated = True
+        if state.is_outdated:
+            return None
+        version = self._roots.version, request.num_prompt_tokens
+        if state.names is None or state.names_version != version:
+            root, spans = self._roots.root_of(request), spans_of(request, self._contents)
+            if root is None or spans is None or getattr(request, "prompt_embeds", None) is not None:
+                return None
+            state.names, state.names_version = ChunkNames(root, self._chunk_size, spans), version
+            state.adapter = self._roots.adapters.name_of(_adapter(request)) or ""
+            state.stored = [0] * len(state.stored)
+        may_lose_tokens = getattr(request, "resumable", False)
+        state.names.extend(
+            request.all_token_ids[: request.num_prompt_tokens]
+            if may_lose_tokens
+            else request.all_token_ids
+        )
+        return state.names
+
+    def check(self, state: RequestState) -> bool:
+        """Whether what the request computes now has the names that it was given; takes longer
+        than `name`.
+        """
+        state.is_outdated |= not self._roots.adapters.is_unchanged(_adapter(state.request))
+        return not state.is_outdated
+
+
+def spans_of(request: Any, contents: str | None = "") -> list[MultimodalSpan] | None:
+    """The multimodal contents of a vLLM request; None when one of them has no name, so that the
+    request cannot be cached.
+
+    Args:
+        request: vLLM's request.
+        contents: What else decides about their KV; None: their names tell nothing.
+    """
+    spans = []
+    for feature in getattr(request, "mm_features", None) or ():
+        identifier, position = feature.identifier, feature.mm_position
+        if contents is None or not identifier:
+            return None
+        spans.append(
+            MultimodalSpan(f"{contents}{identifier}".encode(), position.offset, position.length)
+        )
+    return spans
+
+
+def _adapter(request: Any) -> Any:
+    return getattr(request, "lora_request", None)

@@ -13,12 +13,11 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.prefill_rate import MIN_PREFILL_TOKENS, PrefillRate
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
-from lmcache_core.integrations.vllm.naming import Namer
 from lmcache_core.integrations.vllm.offers import Offer, Offers
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport, this_host
 from lmcache_core.integrations.vllm.planned_stores import StorePlanner
-from lmcache_core.integrations.vllm.requests import RequestState
+from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class SchedulerSide:
         self._has_windows = any(group.window is not None for group in groups)
         self._offers = Offers(store, identity, groups, self._chunk_size)
         self._roots = roots
-        self._namer = Namer(roots, self._chunk_size, identity.contents)
+        self._namer = RequestNamer(roots, self._chunk_size, identity.contents)
         self._states: dict[str, RequestState] = {}
         self.stores = StorePlanner(
             options, groups, self._states, self._namer, identity.num_ranks * identity.replicas
@@ -85,13 +84,13 @@ class SchedulerSide:
         self._is_out = False
 
     def new_request(self, request: Any) -> None:
-        """A request has come: what it needs begins to be lifted while it waits for its turn."""
+        """Begin to lift what a new request needs while it waits for its turn."""
         state = self._state_of(request)
         if state.may_load:
             self._ask(state, wait_s=0.0)
 
     def num_matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
-        """How many tokens beyond vLLM's own can be loaded, and whether beside its steps; None:
+        """Return how many tokens beyond vLLM's own can be loaded, and whether asynchronously; None:
         not known yet, ask again.
         """
         state = self._state_of(request)
@@ -118,7 +117,7 @@ class SchedulerSide:
     def allocated(
         self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int
     ) -> None:
-        """vLLM has given a request its blocks; `num_external` tokens of them are to be loaded."""
+        """Plan the load of `num_external` tokens into blocks that vLLM has given a request."""
         state = self._state_of(request)
         if state.is_loading:
             return  # the second call for an asynchronous load: nothing new
@@ -135,9 +134,7 @@ class SchedulerSide:
         self._loads[state.request_id] = state
 
     def origins_of(self, request: Any, num_external: int) -> dict[int, int]:
-        """How many of the tokens that are to be loaded came from where, by the values of
-        `StagedFrom`.
-        """
+        """Return how many of the tokens to load come from where, by the values of `StagedFrom`."""
         state = self._states.get(request.request_id)
         if state is None or state.offer is None or state.load is None:
             return {}
@@ -150,14 +147,14 @@ class SchedulerSide:
         return counts
 
     def plan_loads(self) -> tuple[Load, ...]:
-        """What the workers are to load in this step, or begin to."""
+        """Return what the workers load in this step, or begin to."""
         loads = tuple(self._planned_load(state) for state in self._loads.values())
         self._loads.clear()
         return loads
 
     def waits_for_loads(self, output: Any) -> bool:
-        """Whether a step (vLLM's `SchedulerOutput`) computes nothing, since all requests wait
-        for loads beside steps.
+        """Return whether a step (vLLM's `SchedulerOutput`) computes nothing because all requests
+        wait for asynchronous loads.
         """
         states = self._states.values()
         return (
@@ -167,7 +164,7 @@ class SchedulerSide:
         )
 
     def plan_stores(self, output: Any, loads: Sequence[Load]) -> tuple[Store, ...]:
-        """What the workers are to store after this step.
+        """Return what the workers store after this step.
 
         Args:
             output: vLLM's `SchedulerOutput`.
@@ -190,7 +187,7 @@ class SchedulerSide:
         return self.stores.plan(output, loads)
 
     def step_done(self, report: WorkerReport | None, received: Iterable[str]) -> None:
-        """What the workers said after a step.
+        """Take the workers' report of a step.
 
         Args:
             report: Their report; None when there was nothing to say.
@@ -213,8 +210,8 @@ class SchedulerSide:
         self._offers.give_back(over)
 
     def _has_workers_elsewhere(self, report: WorkerReport) -> bool:
-        """Whether a worker is in another pod or on another node: it has another sidecar than the
-        one that is asked here.
+        """Return whether a worker is in another pod or on another node, where it has another
+        sidecar than the one that is asked here.
         """
         elsewhere = report.hosts - {this_host()}
         if elsewhere:
@@ -226,15 +223,15 @@ class SchedulerSide:
         return bool(elsewhere)
 
     def finished(self, request: Any) -> None:
-        """A request has ended, or was aborted."""
+        """Forget a request that has ended, or was aborted."""
         state = self._states.pop(request.request_id, None)
         self._loads.pop(request.request_id, None)
         if state is not None and not state.is_loading:
             self._offers.give_back([state.request_id])
 
     def begin_epoch(self) -> None:
-        """Whatever has been stored so far is not asked for again, and what runs now is not
-        stored: the weights may be other ones.
+        """Ask for nothing that was stored so far, and store nothing that runs now: the weights may
+        have been replaced.
         """
         self._roots.begin_epoch()
         for state in self._states.values():
@@ -345,15 +342,13 @@ class SchedulerSide:
         self._last_ended = now
 
     def _give_up(self, request_id: str) -> None:
-        """A load has failed: offering it again could go on for ever.
+        """Offer nothing more to a request whose load failed: that could repeat without end.
 
-        What the request computes instead is stored again where it is no longer there.
+        What it computes instead is stored again where it is missing.
         """
         state = self._states.get(request_id)
         if state is not None:
-            logger.warning(
-                "KV of request %s could not be loaded after all; it is computed", request_id
-            )
+            logger.warning("loading KV failed, recomputing: request=%s", request_id)
             state.gave_up, state.is_new = True, False
             state.forget_offer()
             state.stored = [0] * len(self._groups)

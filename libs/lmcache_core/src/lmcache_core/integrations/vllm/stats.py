@@ -1,8 +1,11 @@
-"""Figures for vLLM's log line and its Prometheus endpoint."""
+"""Figures for vLLM's log line and its Prometheus endpoint, and where hits came from."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from lmcache_core.record import StagedFrom
 from lmcache_core.telemetry import (
     FAILED_CALLS_TOTAL,
     MISSED_CHUNKS_TOTAL,
@@ -43,6 +47,13 @@ DESCRIBED = MappingProxyType(
 PROMETHEUS_PREFIX = "vllm:"
 CONNECTOR = ("LMCacheConnector", "lmcache_core.integrations.vllm", "LMCacheConnector")
 """Name, module and class."""
+
+_SOURCES_MODULE = "vllm.v1.metrics.cache_hit_source"
+_SOURCE_NAMES: Mapping[int, str] = {
+    StagedFrom.HOT: "HOST",
+    StagedFrom.DISK: "DISK",
+    StagedFrom.PEER: "P2P",
+}
 
 
 @dataclass
@@ -141,3 +152,26 @@ def _make_known() -> None:
     """
     with contextlib.suppress(ValueError):  # known already, from an engine before
         KVConnectorFactory.register_connector(*CONNECTOR)
+
+
+def _hit_source() -> Any:
+    return (
+        importlib.import_module(_SOURCES_MODULE).CacheHitSource
+        if importlib.util.find_spec(_SOURCES_MODULE) is not None
+        else None
+    )
+
+
+HIT_SOURCE = getattr(_hit_source(), "HOST", None)
+"""What hits are unless they are told apart."""
+
+
+def hit_sources(origins: Mapping[int, int]) -> dict[Any, int]:
+    """Tokens by vLLM's source, from tokens by `StagedFrom`; a value of a later sidecar's is a
+    source of no name.
+    """
+    counts: dict[Any, int] = {}
+    for origin, num_tokens in origins.items():
+        source = getattr(_hit_source(), _SOURCE_NAMES.get(origin, "EXTERNAL_UNSPECIFIED"))
+        counts[source] = counts.get(source, 0) + num_tokens
+    return counts

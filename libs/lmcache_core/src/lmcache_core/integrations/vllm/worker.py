@@ -28,18 +28,16 @@ from lmcache_core.telemetry import UNSTORED_CHUNKS_TOTAL, Counters
 logger = logging.getLogger(__name__)
 
 MAX_REST_S = 0.005
-"""So long a step that computes nothing waits for the loads that everybody waits for: steps that
-follow each other for nothing take the interpreter's lock from them. A request that comes meanwhile
-waits no longer than that.
+"""A step that computes nothing waits this long for loads: empty steps in a row would take the
+interpreter's lock from them. A request that arrives meanwhile waits no longer than that.
 """
 
-
 STORE_QUESTIONS = 2
-"""So often a step waits for the sidecar when it stores: for memory, and until it is visible."""
+"""How often a step waits for the sidecar when it stores: for memory, and until it is visible."""
 
 
 @dataclass(frozen=True)
-class _Lane:
+class _GroupTransfer:
     """One group's way between vLLM and the store."""
 
     group: CacheGroup
@@ -130,7 +128,7 @@ class WorkerSide:
         self._counters = counters
         self._guard = guard
         self._workers = Workers("lmcache-digest")
-        self._lanes: list[_Lane] = []
+        self._lanes: list[_GroupTransfer] = []
         self._loads = LoadThread(self._load, self._refused)
         self._sync_results: list[LoadResult] = []
         self._bad_blocks: set[int] = set()
@@ -245,13 +243,13 @@ class WorkerSide:
 
     def _lane(
         self, group: CacheGroup, memory: GroupMemory, metadata: LMCacheEngineMetadata
-    ) -> _Lane:
+    ) -> _GroupTransfer:
         is_on_device = memory.kvcaches[0].device.type != "cpu"
         connector = PagedGPUConnector(memory.layout, self._units(memory) if is_on_device else 0)
         transfer = KVTransfer(
             self._store, connector, metadata, self._counters, self._workers, memory.unit_tokens
         )
-        return _Lane(group, memory, connector, transfer)
+        return _GroupTransfer(group, memory, connector, transfer)
 
     def _note(self, result: LoadResult) -> None:
         self._bad_blocks |= result.bad_blocks
@@ -302,9 +300,7 @@ class WorkerSide:
             (begin - start) // lane.group.block_size : -(-(end - start) // lane.group.block_size)
         ]
         if begin > needed or end < load.end or NULL_BLOCK in blocks:
-            logger.error(
-                "request %s has no block, or no chunk, for KV that is to be loaded", load.request_id
-            )
+            logger.error("no block or no chunk for KV to load: request=%s", load.request_id)
             return max(start, load.begin)
         wanted = ((begin - start) // unit, (end - start) // unit)
         num_loaded = lane.transfer.load(
@@ -337,7 +333,7 @@ class WorkerSide:
                 named[num_known:], self._arguments(run, lane, named[num_known][0], named[-1][1])
             )
 
-    def _named(self, run: ChunkRun, lane: _Lane) -> list[NamedChunk]:
+    def _named(self, run: ChunkRun, lane: _GroupTransfer) -> list[NamedChunk]:
         """The chunks of a run; their places count from its first slot."""
         units, metadata = self._units(lane.memory), self._identity.metadata
         keys = (
@@ -353,7 +349,9 @@ class WorkerSide:
         )
         return [(i * units, (i + 1) * units, key) for i, key in enumerate(keys)]
 
-    def _arguments(self, run: ChunkRun, lane: _Lane, begin: int, end: int) -> dict[str, Any]:
+    def _arguments(
+        self, run: ChunkRun, lane: _GroupTransfer, begin: int, end: int
+    ) -> dict[str, Any]:
         """The GPU connector's arguments for slots `[begin, end)` of a run, checked once for all
         of its chunks.
         """

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from lmcache_core._typing import override
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
@@ -141,7 +142,7 @@ class DiskBackend(StorageBackend):
             self._lock.release()
         elif self._acquiring is not None and self._acquiring.done():
             logger.warning(
-                "disk tier %s does not answer; its directory stays locked until this process ends",
+                "disk does not answer, directory stays locked until this process ends: path=%s",
                 self._layout.root,
             )
 
@@ -157,14 +158,15 @@ class DiskBackend(StorageBackend):
         """
         self._on_restored = on_restored
 
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`."""
         return self._index.contains_many(keys)
 
+    @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """See `StorageBackend.batched_get`. Files are read straight into memory from `allocate`
+        """Read chunks. Files are read straight into memory from `allocate`
         and verified in the threads.
         """
         self._pool.check_open()
@@ -194,8 +196,9 @@ class DiskBackend(StorageBackend):
                 results[i] = future.result()
         return results
 
+    @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. False also when the disk does not take writes just
+        """Keep chunks. False also when the disk does not take writes just
         now.
         """
         if not self._store.is_loaded:
@@ -211,12 +214,12 @@ class DiskBackend(StorageBackend):
             raise
         return [not future.cancelled() and future.result() for future in futures]
 
+    @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `StorageBackend.batched_remove`."""
         return await self._when_loaded(lambda: self._store.remove(keys))
 
+    @override
     async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`."""
         return await self._when_loaded(lambda: self._store.clear(tenant))
 
     def keys(self) -> list[ChunkKey]:
@@ -233,8 +236,8 @@ class DiskBackend(StorageBackend):
         """
         return self._index.peek_many(keys)
 
+    @override
     def stats(self) -> dict[str, int]:
-        """See `StorageBackend.stats`."""
         is_loading = self._loading is not None and not self._loading.done()
         return self._store.stats() | {"is_loading": int(is_loading)}
 
@@ -322,5 +325,5 @@ def _release_result(future: Future[Result]) -> None:
 def _log_failure(future: Future[None]) -> None:
     if not future.cancelled() and (failure := future.exception()) is not None:
         logger.error(
-            "the disk tier's directory cannot be read, nothing is stored until it can: %s", failure
+            "cannot read the disk tier's directory, storing nothing until it can: error=%r", failure
         )

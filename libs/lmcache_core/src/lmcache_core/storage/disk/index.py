@@ -14,7 +14,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Miss, MissReason
 from lmcache_core.storage.disk.layout import charged_bytes
 from lmcache_core.storage.eviction import Clock, EvictionPolicy, Ledger, TierLimits
-from lmcache_core.storage.eviction.recent import RecentEvictions
+from lmcache_core.storage.eviction.ledger import RecentEvictions
 
 LISTED_AT_ONCE = 4096
 

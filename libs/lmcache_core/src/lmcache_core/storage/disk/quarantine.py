@@ -67,7 +67,7 @@ class Quarantine:
         except FileNotFoundError:
             return
         except OSError as exc:
-            logger.warning("cannot move damaged file %s aside: %s", path, exc.strerror)
+            logger.warning("cannot move damaged file aside: path=%s error=%r", path, exc.strerror)
             held = path
         self.adopt(held, charge)
 

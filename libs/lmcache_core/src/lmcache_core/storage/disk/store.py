@@ -144,13 +144,13 @@ class DiskStore:
         self._counters.add("failed_reads", len(found.unread))
         if found.damaged:
             logger.warning(
-                "%d files in %s are damaged and are not served", len(found.damaged), root
+                "damaged files found, not serving them: path=%s files=%d", root, len(found.damaged)
             )
         if found.later:
             logger.warning(
-                "%d records in %s are of a later version, and are left for it",
-                len(found.later),
+                "records of a later version found, leaving them: path=%s records=%d",
                 root,
+                len(found.later),
             )
         if found.error is not None:
             logger.warning(
@@ -245,7 +245,7 @@ class DiskStore:
             self._counters.add("failed_writes")
             if self._backoff.failed():
                 logger.warning(
-                    "disk tier %s does not take writes: %s; it is tried again later",
+                    "disk refuses writes, retrying later: path=%s error=%r",
                     self._layout.root,
                     exc.strerror,
                 )
@@ -253,7 +253,7 @@ class DiskStore:
         if not is_kept:  # the disk was not asked
             self._counters.add("rejected_writes")
         elif self._backoff.succeeded():
-            logger.info("disk tier %s takes writes again", self._layout.root)
+            logger.info("disk takes writes again: path=%s", self._layout.root)
         return is_kept
 
     def read(self, key: ChunkKey, entry: DiskEntry, memory: MemoryObj) -> Chunk | Miss:
@@ -524,7 +524,7 @@ class DiskStore:
         if is_missing:
             return Miss(MissReason.NEVER_STORED)
         logger.warning(
-            "chunk %s on disk is damaged (%s) and is not served", key.key.chunk_hash, exc
+            "damaged chunk on disk, not serving it: chunk=%s error=%r", key.key.chunk_hash, str(exc)
         )
         is_other = isinstance(exc, RecordError) and exc.reason == RecordReason.WRONG_KEY
         return Miss(MissReason.IDENTITY if is_other else MissReason.CORRUPT)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from types import MappingProxyType
-from typing import Final
 
+from lmcache_core.config.registry import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.eviction.base import EvictionPolicy
-from lmcache_core.storage.eviction.expiry import Clock
-from lmcache_core.storage.eviction.ledger import Ledger, TierLimits
+from lmcache_core.storage.eviction.ledger import Clock, Ledger, TierLimits
 from lmcache_core.storage.eviction.quota import TenantQuotas
 
-DEFAULT_POLICY: Final = "s3lru"
-POLICIES = MappingProxyType(
-    {
-        "s3lru": ("lmcache_core.storage.eviction.s3lru", "S3LRUPolicy"),
-        "s3fifo": ("lmcache_core.storage.eviction.s3fifo", "S3FIFOPolicy"),
-        "lru": ("lmcache_core.storage.eviction.lru", "LRUPolicy"),
-    }
-)
+DEFAULT_POLICY = DEFAULT_EVICTION_POLICY
+POLICIES = EVICTION_POLICIES
 
 __all__ = [
     "DEFAULT_POLICY",
@@ -34,14 +26,14 @@ __all__ = [
 
 
 def create_policy(name: str = DEFAULT_POLICY) -> EvictionPolicy:
-    """A fresh policy, for one tier.
+    """Return a fresh policy, for one tier.
 
     Raises:
         ConfigError: No policy has that name.
     """
     if name not in POLICIES:
         raise ConfigError(f"eviction policy {name!r}: must be one of {', '.join(POLICIES)}")
-    module, cls = POLICIES[name]
+    module, _, cls = POLICIES[name].partition(":")
     policy = getattr(importlib.import_module(module), cls)()
     assert isinstance(policy, EvictionPolicy)
     return policy

@@ -1,20 +1,21 @@
-"""What a tier knows of its chunks beside where they are: order, age, whose they are, and why
-others are gone.
-"""
+"""The books of a tier: the order, age and tenant of its chunks, and why others are gone."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lmcache_core.errors import ConfigError, IntegrityError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Miss, MissReason
 from lmcache_core.storage.eviction.base import EvictionPolicy
-from lmcache_core.storage.eviction.expiry import Clock, Expiry
 from lmcache_core.storage.eviction.quota import TenantPolicy, TenantQuotas
-from lmcache_core.storage.eviction.recent import RecentEvictions
+
+MAX_RECENT_EVICTIONS = 16384
+Clock = Callable[[], float]
+"""Seconds since the epoch; a chunk's age must survive a restart."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,90 @@ class TierLimits:
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not self.ttl_s > 0:
             raise ConfigError(f"ttl_s={self.ttl_s}: it must be positive, or none")
+
+
+class Expiry:
+    """Knows when each chunk of a tier expires. Every call is O(1), amortised. Not thread-safe: its
+    tier locks.
+
+    All chunks live equally long, so that they end in the order in which they were stored. A chunk
+    that comes from another tier brings its age with it and may end before those in front of it: it
+    is never served too long, but found by `past` only after them. A chunk that was stored while the
+    clock was ahead counts as stored when it is next looked at.
+
+    Args:
+        ttl_s: How long a chunk is served after it was stored, seconds.
+        clock: Tells the time.
+    """
+
+    def __init__(self, ttl_s: float, clock: Clock) -> None:
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._ends: OrderedDict[ChunkKey, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(self, key: ChunkKey, stored_at: float | None) -> None:
+        """A chunk is held.
+
+        Args:
+            key: Its name, which is not known yet.
+            stored_at: When it was stored; None, or a time to come (a clock was set back), means
+                now.
+        """
+        assert key not in self._ends, "a key is added once"
+        now = self._clock()
+        self._ends[key] = (now if stored_at is None else min(stored_at, now)) + self._ttl_s
+
+    def remove(self, key: ChunkKey) -> None:
+        """That chunk is held no longer."""
+        del self._ends[key]
+
+    def is_past(self, key: ChunkKey) -> bool:
+        """Whether a held chunk is not to be served any more."""
+        now = self._clock()
+        return self._end(key, now) <= now
+
+    def past(self, limit: int) -> list[ChunkKey]:
+        """Held chunks that are not to be served any more, at most `limit` of them, oldest first."""
+        found: list[ChunkKey] = []
+        now = self._clock()
+        for key in self._ends:
+            if self._end(key, now) > now or len(found) == limit:
+                break
+            found.append(key)
+        return found
+
+    def _end(self, key: ChunkKey, now: float) -> float:
+        """When a held chunk ends; never further off than for one that is stored now."""
+        end = self._ends[key] = min(self._ends[key], now + self._ttl_s)
+        return end
+
+
+class RecentEvictions:
+    """A bounded set of the keys given up last, each with the reason, which tells "evicted" and
+    "expired" from "never stored". The oldest are forgotten first. Not thread-safe: its tier locks.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: OrderedDict[ChunkKey, MissReason] = OrderedDict()
+
+    def add(self, key: ChunkKey, reason: MissReason = MissReason.EVICTED) -> None:
+        """That chunk has just gone."""
+        self._reasons[key] = reason
+        if len(self._reasons) > MAX_RECENT_EVICTIONS:
+            self._reasons.popitem(last=False)
+
+    def discard(self, key: ChunkKey) -> None:
+        """That chunk is held again."""
+        self._reasons.pop(key, None)
+
+    def miss(self, key: ChunkKey) -> Miss:
+        """The miss to report for a chunk that is not held: evicted or expired, as far as
+        remembered, or never stored.
+        """
+        return Miss(self._reasons.get(key, MissReason.NEVER_STORED))
 
 
 class Ledger:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from lmcache_core._typing import override
 from lmcache_core.errors import ConfigError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.eviction.base import EvictionPolicy
@@ -65,12 +66,12 @@ class TenantPolicy(EvictionPolicy):
         self._shares: dict[str, _Share] = {}
         self._sizes: dict[ChunkKey, int] = {}
 
+    @override
     def fresh(self) -> TenantPolicy:
-        """See `EvictionPolicy.fresh`."""
         return TenantPolicy(self._policy.fresh())
 
+    @override
     def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
-        """See `EvictionPolicy.on_insert`."""
         self._policy.on_insert(key, num_bytes)
         share = self._shares.get(key.tenant)
         if share is None:
@@ -79,13 +80,14 @@ class TenantPolicy(EvictionPolicy):
         share.used_bytes += num_bytes
         self._sizes[key] = num_bytes
 
+    @override
     def on_access(self, key: ChunkKey) -> None:
-        """See `EvictionPolicy.on_access`."""
         self._policy.on_access(key)
         self._shares[key.tenant].policy.on_access(key)
 
+    @override
     def on_remove(self, key: ChunkKey) -> None:
-        """See `EvictionPolicy.on_remove`. A tenant that holds nothing is forgotten."""
+        """Forget a chunk that the tier gave up. A tenant that holds nothing is forgotten."""
         self._policy.on_remove(key)
         share = self._shares[key.tenant]
         share.policy.on_remove(key)
@@ -93,8 +95,8 @@ class TenantPolicy(EvictionPolicy):
         if not len(share.policy):
             del self._shares[key.tenant]
 
+    @override
     def victims(self) -> Iterator[ChunkKey]:
-        """See `EvictionPolicy.victims`."""
         return self._policy.victims()
 
     def victims_of(self, tenant: str) -> Iterator[ChunkKey]:
@@ -109,8 +111,8 @@ class TenantPolicy(EvictionPolicy):
         share = self._shares.get(tenant)
         return 0 if share is None else share.used_bytes
 
+    @override
     def coldest_first(self) -> list[ChunkKey]:
-        """See `EvictionPolicy.coldest_first`."""
         return self._policy.coldest_first()
 
     def __len__(self) -> int:

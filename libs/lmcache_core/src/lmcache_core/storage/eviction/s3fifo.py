@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lmcache_core._typing import override
 from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.eviction.base import EvictionPolicy
 from lmcache_core.storage.eviction.ghosts import GhostQueue
@@ -62,12 +63,12 @@ class S3FIFOPolicy(EvictionPolicy):
         self._held_bytes = 0
         self._offered: ChunkKey | None = None
 
+    @override
     def fresh(self) -> S3FIFOPolicy:
-        """See `EvictionPolicy.fresh`."""
         return S3FIFOPolicy()
 
+    @override
     def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
-        """See `EvictionPolicy.on_insert`."""
         assert not any(key in queue for queue in self._queues()), "a key is inserted once"
         self._held_bytes += num_bytes
         if self._ghosts.take(key):
@@ -76,22 +77,23 @@ class S3FIFOPolicy(EvictionPolicy):
             self._small[key] = _Held(num_bytes)
             self._small_bytes += num_bytes
 
+    @override
     def on_access(self, key: ChunkKey) -> None:
-        """See `EvictionPolicy.on_access`."""
         held = self._queue_of(key)[key]
         held.num_reads = min(held.num_reads + 1, MAX_READS)
 
+    @override
     def on_remove(self, key: ChunkKey) -> None:
-        """See `EvictionPolicy.on_remove`."""
         was_on_probation = key in self._small
         held = self._take(key)
         self._held_bytes -= held.num_bytes
         if was_on_probation and key == self._offered:
             self._ghosts.add(key, held.num_bytes, self._held_bytes * (100 - SMALL_PERCENT) / 100)
 
+    @override
     def victims(self) -> Iterator[ChunkKey]:
-        """See `EvictionPolicy.victims`; a declined key goes to the end of the main queue, as if
-        it had been read often enough.
+        """Yield keys in eviction order; a declined key goes to the end of the main queue, as if it
+        had been read often enough.
         """
         self._main.update(self._declined)
         self._declined.clear()
@@ -111,8 +113,8 @@ class S3FIFOPolicy(EvictionPolicy):
                 if key in self._small or key in self._main:
                     self._declined[key] = _Held(self._take(key).num_bytes)
 
+    @override
     def coldest_first(self) -> list[ChunkKey]:
-        """See `EvictionPolicy.coldest_first`."""
         queues = (list(self._small.items()), [*self._main.items(), *self._declined.items()])
         return [
             key

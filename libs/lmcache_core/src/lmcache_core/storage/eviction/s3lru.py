@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from lmcache_core._typing import override
 from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.eviction.base import EvictionPolicy
 from lmcache_core.storage.eviction.ghosts import GhostQueue
@@ -48,12 +49,12 @@ class S3LRUPolicy(EvictionPolicy):
         self._main_bytes = 0
         self._offered: ChunkKey | None = None
 
+    @override
     def fresh(self) -> S3LRUPolicy:
-        """See `EvictionPolicy.fresh`."""
         return S3LRUPolicy()
 
+    @override
     def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
-        """See `EvictionPolicy.on_insert`."""
         assert key not in self._small, "a key is inserted once"
         assert key not in self._main, "a key is inserted once"
         if self._ghosts.take(key):
@@ -63,8 +64,8 @@ class S3LRUPolicy(EvictionPolicy):
             self._small[key] = num_bytes
             self._small_bytes += num_bytes
 
+    @override
     def on_access(self, key: ChunkKey) -> None:
-        """See `EvictionPolicy.on_access`."""
         if key in self._main:
             self._main.move_to_end(key)
         else:
@@ -73,8 +74,8 @@ class S3LRUPolicy(EvictionPolicy):
             self._main[key] = num_bytes
             self._main_bytes += num_bytes
 
+    @override
     def on_remove(self, key: ChunkKey) -> None:
-        """See `EvictionPolicy.on_remove`."""
         num_bytes = self._small.pop(key, None)
         if num_bytes is None:
             self._main_bytes -= self._main.pop(key)
@@ -83,8 +84,9 @@ class S3LRUPolicy(EvictionPolicy):
         if key == self._offered:
             self._ghosts.add(key, num_bytes, self._small_bytes + self._main_bytes)
 
+    @override
     def victims(self) -> Iterator[ChunkKey]:
-        """See `EvictionPolicy.victims`; a declined key counts as read."""
+        """Yield keys in the order in which to give them up; a declined key counts as read."""
         num_main = len(self._main)  # those not offered yet; what is declined goes behind them
         while self._small or num_main:
             is_small_over = self._small_bytes > SMALL_SHARE * (self._small_bytes + self._main_bytes)
@@ -96,8 +98,8 @@ class S3LRUPolicy(EvictionPolicy):
             if key in self._small or key in self._main:
                 self.on_access(key)
 
+    @override
     def coldest_first(self) -> list[ChunkKey]:
-        """See `EvictionPolicy.coldest_first`."""
         return [*self._small, *self._main]
 
     def __len__(self) -> int:

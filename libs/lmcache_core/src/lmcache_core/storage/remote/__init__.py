@@ -6,9 +6,9 @@ Implementations are imported when first named.
 from __future__ import annotations
 
 import importlib
-from types import MappingProxyType
 from urllib.parse import urlsplit
 
+from lmcache_core.config.registry import REMOTE_SCHEMES
 from lmcache_core.errors import ConfigError
 from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.base import StorageBackend
@@ -24,19 +24,6 @@ __all__ = [
     "create_remote_backend",
 ]
 
-_MODULES = MappingProxyType(
-    {
-        "lm": "lmcache_core.storage.remote.lm",
-        "lm+tls": "lmcache_core.storage.remote.lm",
-        "redis": "lmcache_core.storage.remote.redis",
-        "rediss": "lmcache_core.storage.remote.redis",
-        "redis-sentinel": "lmcache_core.storage.remote.redis",
-        "http": "lmcache_core.storage.remote.http",
-        "https": "lmcache_core.storage.remote.http",
-        "file": "lmcache_core.storage.remote.file",
-    }
-)
-
 
 def create_remote_backend(
     url: str,
@@ -47,7 +34,7 @@ def create_remote_backend(
     locate: Locate | None = None,
     tls: ClientTls | None = None,
 ) -> StorageBackend:
-    """The tier behind that URL, not opened.
+    """Return the tier that a URL names, not opened.
 
     Args:
         url: `lm://` or `lm+tls://host:port[,host:port…]`, `redis://` or
@@ -67,7 +54,7 @@ def create_remote_backend(
     """
     scheme = check_remote_scheme(url)
     try:
-        module = importlib.import_module(_MODULES[scheme])
+        module = importlib.import_module(REMOTE_SCHEMES[scheme].module)
     except ModuleNotFoundError as exc:
         package = (exc.name or "").partition(".")[0]
         extra = "[redis]" if package == "redis" else ""  # the other clients are no extras
@@ -82,20 +69,20 @@ def create_remote_backend(
 
 
 def check_remote_scheme(url: str) -> str:
-    """The scheme of a remote tier's URL.
+    """Return the scheme of a remote tier's URL.
 
     Raises:
         ConfigError: There is no tier for it.
     """
     scheme = urlsplit(url).scheme
-    if scheme not in _MODULES:
+    if scheme not in REMOTE_SCHEMES:
         raise ConfigError(
-            f"remote url {mask_url(url)!r}: its scheme must be one of {', '.join(_MODULES)}"
+            f"remote url {mask_url(url)!r}: its scheme must be one of {', '.join(REMOTE_SCHEMES)}"
         )
     return scheme
 
 
 def mask_url(url: str) -> str:
-    """The URL without its credentials, for people."""
+    """Return the URL without its credentials, for people."""
     scheme, separator, rest = url.partition("://")
     return scheme + separator + rest.rpartition("@")[2]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from lmcache_core._typing import override
 from lmcache_core.concurrency import run_together
 from lmcache_core.config.options import directory_of_url
 from lmcache_core.errors import ConfigError, UnavailableError
@@ -85,14 +86,16 @@ class FileBackend(StorageBackend):
         """Let running file operations end, for `CLOSE_WAIT_S` seconds. Idempotent."""
         await self._pool.close(CLOSE_WAIT_S)
 
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`. One `stat` a chunk; the records are not read."""
+        """Return which chunks are there. One `stat` a chunk; the records are not read."""
         return await self._in_time(self._pool.run(self._directory.contains, keys))
 
+    @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """See `StorageBackend.batched_get`. Several files at once, each read straight into
+        """Read chunks. Several files at once, each read straight into
         memory and verified in a thread.
         """
         self._pool.check_open()
@@ -111,8 +114,9 @@ class FileBackend(StorageBackend):
         self._figures.count_failed(answered)
         return answered
 
+    @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. False when the directory takes no more, and for a
+        """Keep chunks. False when the directory takes no more, and for a
         while after that.
         """
         self._pool.check_open()
@@ -123,12 +127,13 @@ class FileBackend(StorageBackend):
         self._figures.stored_chunks += sum(kept)
         return kept
 
+    @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `StorageBackend.batched_remove`."""
         return await self._in_time(self._pool.run(self._directory.remove, keys))
 
+    @override
     async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`, for everybody who shares the directory. Walks it, without
+        """Forget everything, for everybody who shares the directory. Walks it, without
         a deadline.
         """
         return await self._mapped(self._pool.run(self._directory.clear, tenant))

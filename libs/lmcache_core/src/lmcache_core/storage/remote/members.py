@@ -137,7 +137,7 @@ class Members:
             addresses = list(dict.fromkeys(await self._find()))[:MAX_ADDRESSES]
         except UnavailableError as exc:
             self._is_found = bool(self._by_address)
-            logger.debug("the servers of %s cannot be found: %s", self._name, exc)
+            logger.debug("servers not found: service=%s error=%s", self._name, exc)
         else:
             self._is_found = True
             await self._close(self._by_address.keys() - set(addresses))
@@ -165,7 +165,7 @@ class Members:
         try:
             await member.client.ping(GREETING_S)
         except LMCacheError as exc:
-            logger.debug("a server of %s: %s", self._name, exc)
+            logger.debug("server does not answer: service=%s error=%s", self._name, exc)
         else:
             member.answered()
 
@@ -179,6 +179,6 @@ class Members:
         known = frozenset(self.by_name())
         if known != self._known:
             logger.info(
-                "the servers of %s are %s", self._name, ", ".join(sorted(known)) or "not known"
+                "servers known: service=%s servers=%s", self._name, ",".join(sorted(known)) or "-"
             )
             self._known = known

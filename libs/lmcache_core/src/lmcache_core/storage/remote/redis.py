@@ -14,6 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
+from lmcache_core._typing import override
 from lmcache_core.errors import ConfigError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import (
@@ -128,18 +129,19 @@ class RedisBackend(StorageBackend):
             for client in (self._client, *self._sentinels):
                 await client.aclose(close_connection_pool=True)
 
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`."""
         async with self._mapped():
             return [
                 bool(found)
                 for found in await self._pipelined([("EXISTS", _name(key)) for key in keys])
             ]
 
+    @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """See `StorageBackend.batched_get`. A value that is a damaged record, or none, is deleted.
+        """Read chunks. A value that is a damaged record, or none, is deleted.
 
         A record is read once more before that: others share Redis, and it may be this host's memory
         that is bad.
@@ -159,8 +161,9 @@ class RedisBackend(StorageBackend):
         self._figures.count_failed(answered)
         return answered
 
+    @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. A value that Redis refuses (out of memory,
+        """Keep chunks. A value that Redis refuses (out of memory,
         read-only) is False.
         """
         expiry = ("EX", self._ttl_s) if self._ttl_s else ()
@@ -180,16 +183,17 @@ class RedisBackend(StorageBackend):
         self._figures.stored_chunks += sum(stored)
         return stored
 
+    @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `StorageBackend.batched_remove`."""
         async with self._mapped():
             return sum(
                 int(count)
                 for count in await self._pipelined([("UNLINK", _name(key)) for key in keys])
             )
 
+    @override
     async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`. Walks the whole key space; each step has the deadline of a
+        """Forget everything. Walks the whole key space; each step has the deadline of a
         call.
         """
         pattern = f"{KEY_PREFIX}:*" if tenant is None else f"{KEY_PREFIX}:{tenant}:*"

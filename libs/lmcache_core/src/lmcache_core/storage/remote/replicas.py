@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from lmcache_core._typing import override
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
@@ -74,8 +75,8 @@ class ReplicatedBackend(StorageBackend):
         """End all connections."""
         await self._members.close()
 
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`."""
         servers = self._servers()
         places = self._seen.places(keys, servers)
         answers = await whereabouts(servers, keys, places, self._timeout_s)
@@ -89,10 +90,10 @@ class ReplicatedBackend(StorageBackend):
             self._seen.note(keys[i], name, servers)
         return [i in found for i in range(len(keys))]
 
+    @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """See `StorageBackend.batched_get`."""
         now = asyncio.get_running_loop().time
         deadline = now() + (self._timeout_s if timeout_s is None else timeout_s)
         servers = self._servers()
@@ -125,8 +126,9 @@ class ReplicatedBackend(StorageBackend):
         self._figures.count_got(results)
         return results
 
+    @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. What its home does not take, since it is full, ends
+        """Keep chunks. What its home does not take, since it is full, ends
         or is away, goes to the second choice.
         """
         await seal_all(chunks)
@@ -151,8 +153,9 @@ class ReplicatedBackend(StorageBackend):
         self._figures.stored_chunks += sum(stored)
         return stored
 
+    @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `StorageBackend.batched_remove`. All servers forget them: a chunk may be at more
+        """Forget chunks. All servers forget them: a chunk may be at more
         than one.
         """
         servers = self._servers()

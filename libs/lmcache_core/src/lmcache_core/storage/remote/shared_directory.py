@@ -185,13 +185,13 @@ class SharedDirectory:
                 raise
             if self._backoff.failed():
                 logger.warning(
-                    "shared directory %s takes no writes: %s; it is tried again later",
+                    "shared directory refuses writes, retrying later: path=%s error=%r",
                     self._layout.root,
                     exc.strerror,
                 )
             return False
         if self._backoff.succeeded():
-            logger.info("shared directory %s takes writes again", self._layout.root)
+            logger.info("shared directory takes writes again: path=%s", self._layout.root)
         return True
 
     def remove(self, keys: Sequence[ChunkKey]) -> int:
@@ -305,7 +305,7 @@ class SharedDirectory:
                     return Miss(MissReason.UNAVAILABLE)
                 if self._is_still(path, status):
                     self._files.unlink(path)
-                    logger.warning("removed %s: %s", path, exc)
+                    logger.warning("unusable file removed: path=%s error=%s", path, exc)
         except _ABSENT:
             pass  # removed by another
         except OSError:

@@ -1,0 +1,50 @@
+"""The implementations that options choose by name: the one place to add one.
+
+Modules are named, not imported: they are above this room, and imported when first used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+_STORAGE = "lmcache_core.storage"
+
+DEFAULT_EVICTION_POLICY: Final = "s3lru"
+EVICTION_POLICIES = MappingProxyType(
+    {
+        "s3lru": f"{_STORAGE}.eviction.s3lru:S3LRUPolicy",
+        "s3fifo": f"{_STORAGE}.eviction.s3fifo:S3FIFOPolicy",
+        "lru": f"{_STORAGE}.eviction.lru:LRUPolicy",
+    }
+)
+"""Values of `eviction_policy`, each with its class."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteScheme:
+    """What a scheme of `remote_url` stands for.
+
+    Attributes:
+        module: Its `create` makes the tier.
+        takes_token: Whether the protocol has a bearer token.
+    """
+
+    module: str
+    takes_token: bool = False
+
+
+REMOTE_SCHEMES = MappingProxyType(
+    {
+        "lm": RemoteScheme(f"{_STORAGE}.remote.lm", takes_token=True),
+        "lm+tls": RemoteScheme(f"{_STORAGE}.remote.lm", takes_token=True),
+        "redis": RemoteScheme(f"{_STORAGE}.remote.redis"),
+        "rediss": RemoteScheme(f"{_STORAGE}.remote.redis"),
+        "redis-sentinel": RemoteScheme(f"{_STORAGE}.remote.redis"),
+        "http": RemoteScheme(f"{_STORAGE}.remote.http", takes_token=True),
+        "https": RemoteScheme(f"{_STORAGE}.remote.http", takes_token=True),
+        "file": RemoteScheme(f"{_STORAGE}.remote.file"),
+    }
+)
+"""Schemes of `remote_url`, each with its tier."""

@@ -1,0 +1,308 @@
+"""Ask services over REST: many at once, each with one deadline for all that it is asked.
+
+`httpx` and the core's TLS are imported where a request is made, so that `--help` need not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import msgspec
+from lmcache_core.errors import ConfigError
+
+from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.services import HOW_TO_AUTHENTICATE, Endpoint, where_token_is
+from lmcache_ctl.settings import CtlSettings
+
+if TYPE_CHECKING:
+    import httpx
+    from lmcache_core.security import ShownToken
+
+MAX_ASKED_AT_ONCE: Final = 64
+MAX_ANSWER_BYTES: Final = 64 << 20
+MAX_ERRORS_TOLD: Final = 4
+MAX_TLS_FILES: Final = 3
+
+T = TypeVar("T")
+
+
+class HttpAnswer(NamedTuple):
+    """What a service answered.
+
+    Attributes:
+        status: HTTP status.
+        body: Its bytes.
+        clock_s: The service's own time, Unix time in whole seconds; None where it does not say.
+        seconds: How long the answer took.
+    """
+
+    status: int
+    body: bytes
+    clock_s: float | None
+    seconds: float
+
+    def json(self) -> Any:
+        """Decode the body.
+
+        Raises:
+            ForeignError: It is no JSON.
+        """
+        try:
+            return msgspec.json.decode(self.body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise ForeignError(
+                "something else listens there: its answer is no JSON; correct the address"
+            ) from exc
+
+
+def status_phrase(status: int) -> str:
+    """Return what HTTP calls a status: people do not know the numbers."""
+    import httpx
+
+    return repr(httpx.codes.get_reason_phrase(status) or "an unknown status")
+
+
+class ForeignError(CtlError):
+    """What answers is no service of this cache."""
+
+
+class ServiceRefusedError(CtlError):
+    """A service answered with an error.
+
+    Attributes:
+        status: HTTP status.
+    """
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Caller:
+    """Asks one service. Opened and closed by `Asker.calling`.
+
+    Args:
+        service: Which one.
+        client: How, without a deadline of its own.
+        has_token: Whether it shows a token.
+    """
+
+    def __init__(self, service: Endpoint, client: httpx.AsyncClient, has_token: bool) -> None:
+        self.service = service
+        self.has_token = has_token
+        self._client = client
+
+    async def get(self, path: str) -> HttpAnswer:
+        """Return any answer at all; raises `CtlError` without one."""
+        return await self._send("GET", path, None)
+
+    async def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """Return the JSON of a good answer; None where it has no body.
+
+        Raises:
+            CtlError: It does not answer, or answers something else.
+            ServiceRefusedError: It refuses; the text is the service's own where it gives one.
+        """
+        answer = await self._send(method, path, body)
+        if answer.status >= HTTPStatus.BAD_REQUEST:
+            raise self.refusal(answer)
+        return answer.json() if answer.body else None
+
+    def refusal(self, answer: HttpAnswer) -> ServiceRefusedError:
+        """Return the error that an answer tells, with what would help."""
+        if answer.status == HTTPStatus.UNAUTHORIZED:
+            where = where_token_is(self.service.token_secret)
+            return ServiceRefusedError(
+                answer.status,
+                f"it refuses the token: give one that it knows, by {HOW_TO_AUTHENTICATE}"
+                if self.has_token
+                else f"it wants a token: give one by {HOW_TO_AUTHENTICATE}{where}",
+            )
+        try:
+            problem = answer.json()
+        except CtlError:
+            problem = None
+        told = _problem_text(problem) if isinstance(problem, dict) else ""
+        return ServiceRefusedError(
+            answer.status, told or f"it answers with {status_phrase(answer.status)}"
+        )
+
+    async def _send(self, method: str, path: str, body: Any) -> HttpAnswer:
+        import httpx
+
+        name = self.service.tls_name
+        data, started = bytearray(), time.perf_counter()
+        request = self._client.stream(
+            method,
+            self.service.url + path,
+            content=None if body is None else msgspec.json.encode(body),
+            headers={} if body is None else {"content-type": "application/json"},
+            extensions={} if name is None else {"sni_hostname": name},
+        )
+        try:
+            async with request as response:
+                async for piece in response.aiter_bytes():
+                    data += piece
+                    if len(data) > MAX_ANSWER_BYTES:
+                        raise CtlError(f"{path} answered more than {MAX_ANSWER_BYTES} bytes")
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as exc:
+            if str(exc).startswith("illegal"):  # h11 on bytes that are no HTTP
+                raise ForeignError(
+                    "something else listens there: it does not speak HTTP; correct the address"
+                ) from exc
+            raise CtlError(_unreached(self.service, exc)) from exc
+        try:
+            clock_s = parsedate_to_datetime(response.headers["date"]).timestamp()
+        except (KeyError, ValueError, TypeError):
+            clock_s = None
+        return HttpAnswer(response.status_code, bytes(data), clock_s, time.perf_counter() - started)
+
+
+class Asker:
+    """Asks any number of services at once.
+
+    Args:
+        settings: Token, TLS and time limit.
+
+    Raises:
+        UsageError: The token file or a TLS file cannot be read, or does not fit.
+    """
+
+    def __init__(self, settings: CtlSettings) -> None:
+        self.timeout_s = settings.timeout_s
+        self._token = given_token(settings)
+        self._tls = tls_context(settings.tls)
+
+    async def each(
+        self, services: Iterable[Endpoint], question: Callable[[Caller], Awaitable[T]]
+    ) -> list[T | CtlError]:
+        """Put a question to each service; return the answers in their order.
+
+        A service that does not answer in time, or refuses, has the error in its place.
+        """
+        room = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
+
+        async def one(service: Endpoint) -> T | CtlError:
+            async with room:
+                try:
+                    return await self.one(service, question)
+                except CtlError as exc:
+                    return exc
+
+        return await asyncio.gather(*(one(service) for service in services))
+
+    async def one(self, service: Endpoint, question: Callable[[Caller], Awaitable[T]]) -> T:
+        """Put a question to one service.
+
+        Raises:
+            CtlError: It does not answer in time, or refuses.
+        """
+        if service.problem:
+            raise CtlError(service.problem)
+        try:
+            async with asyncio.timeout(self.timeout_s), self.calling(service) as caller:
+                return await question(caller)
+        except TimeoutError as exc:
+            raise CtlError(
+                f"no answer within {self.timeout_s:g} s: it hangs, or the network drops what is"
+                " sent to it"
+            ) from exc
+
+    @contextlib.asynccontextmanager
+    async def calling(self, service: Endpoint) -> AsyncIterator[Caller]:
+        """Yield a caller of that service; set a deadline around it, since bytes may trickle."""
+        import httpx
+        from lmcache_core.security import no_context, token_text
+
+        headers = {"accept": "application/json", "accept-encoding": "identity"}
+        token = token_text(self._token or service.token)
+        if token is not None:
+            headers["authorization"] = f"Bearer {token}"
+        if service.host is not None:
+            headers["host"] = service.host
+        verify = self._tls if service.url.startswith("https:") else no_context()
+        way = httpx.AsyncHTTPTransport(verify=verify, trust_env=False, uds=service.socket_path)
+        async with httpx.AsyncClient(
+            headers=headers, timeout=self.timeout_s, transport=way
+        ) as client:
+            yield Caller(service, client, token is not None)
+
+
+def given_token(settings: CtlSettings) -> ShownToken:
+    """Return the token that the caller was given, or None.
+
+    Raises:
+        UsageError: The token file cannot be read or holds no token.
+    """
+    if settings.token_file is None:
+        return settings.token
+    from lmcache_core.security import TokenFile
+
+    try:
+        return TokenFile(settings.token_file, "token-file")
+    except ConfigError as exc:
+        raise UsageError(str(exc)) from exc
+
+
+def tls_context(tls: str | None) -> ssl.SSLContext:
+    """Return the TLS context that `CA[,CERT[,KEY]]` names.
+
+    Args:
+        tls: PEM files: whom to trust, and what to show; None: whom this machine trusts.
+
+    Raises:
+        UsageError: More than three names, or one cannot be read, or they do not fit.
+    """
+    from lmcache_core.security import TlsFiles, client_context
+
+    if tls is None:
+        return client_context()
+    names = tls.split(",")
+    if len(names) > MAX_TLS_FILES:
+        raise UsageError(f"tls={tls!r} names {len(names)} files: write CA[,CERT[,KEY]]")
+    ca, cert, key = (*(Path(name) if name else None for name in names), None, None)[:MAX_TLS_FILES]
+    if cert is None and key is not None:
+        raise UsageError(f"tls={tls!r} names a key and no certificate: write CA,CERT,KEY")
+    try:
+        return client_context(TlsFiles(cert, key, ca))
+    except ConfigError as exc:
+        raise UsageError(f"tls={tls!r}: {exc}") from exc
+
+
+def _problem_text(problem: dict[str, Any]) -> str:
+    """Return what a problem (RFC 9457) says; of an invalid question, what is wrong where."""
+    errors = problem.get("errors")
+    wrong = [
+        f"{one.get('at')}: {one.get('message')}"
+        for one in (errors if isinstance(errors, list) else ())
+        if isinstance(one, dict)
+    ]
+    title = problem.get("detail") or problem.get("title") or ""
+    return "; ".join(wrong[:MAX_ERRORS_TOLD]) or str(title)
+
+
+def _unreached(service: Endpoint, exc: Exception) -> str:
+    import httpx
+
+    if isinstance(exc, httpx.LocalProtocolError):  # its text quotes the header, and so the token
+        return "it cannot be asked: the request is not valid HTTP; check the token and the address"
+    text = str(exc) or type(exc).__name__
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        why = text.partition("failed: ")[2].rstrip(")") or text
+        return f"its certificate is not trusted ({why}): give its authority by --tls CA"
+    if isinstance(exc, httpx.ConnectError):
+        return f"cannot connect ({text}): is a {service.kind} listening there?"
+    if isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError):
+        return (
+            f"it ended the connection ({text}): perhaps it wants https://, or a certificate (--tls"
+            " CA,CERT,KEY)"
+        )
+    return f"it cannot be asked: {text}"

@@ -1,0 +1,265 @@
+"""`lmcachectl drain`: let services hand over what only they hold, and watch them do it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+from rich.progress import MofNCompleteColumn, TaskID, TextColumn
+
+from lmcache_ctl.asking import Asker
+from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.options import reaches_services
+from lmcache_ctl.output import (
+    UNKNOWN,
+    Columns,
+    Output,
+    OutputFormat,
+    confirm,
+    print_table,
+    print_text,
+    progress,
+    show,
+)
+from lmcache_ctl.reach import Reach
+from lmcache_ctl.services import Endpoint, Kind
+from lmcache_ctl.states import DrainProgress
+from lmcache_ctl.targets import Target, named, parse_target
+
+DEFAULT_WITHIN_S = 120.0
+PEER: Final = "peer"
+POLL_S: Final = 0.25
+MAX_UNANSWERED: Final = 3
+"""In a row; then the service is taken to have ended."""
+DONE: Final = "done"
+PATHS: Final = {
+    Kind.SIDECAR: ("/v1/drain?wait=false", "/v1/status"),
+    Kind.STORAGE: ("/v1/admin/drain?wait=false", "/v1/stats"),
+}
+"""Where a drain is begun, and where it is watched."""
+FIGURES: Final = ("total", "handed_over", "already_elsewhere", "failed", "left")
+
+
+class DrainOutcome(msgspec.Struct, frozen=True):
+    """How far one is.
+
+    Attributes:
+        kind: `sidecar`, `storage` or `peer`.
+        name: Which instance.
+        drain: Its figures; None where it has told none.
+        problem: What went wrong, "" for nothing.
+    """
+
+    kind: str
+    name: str
+    drain: DrainProgress | None = None
+    problem: str = ""
+
+
+Tell = Callable[[DrainOutcome], None]
+"""Called whenever a drain is farther."""
+
+
+@reaches_services
+def drain(
+    reach: Reach,
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TARGET",
+            help="sidecar/NAME or storage/NAME, or all of a kind; peer/NAME goes by the broker.",
+        ),
+    ],
+    within: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Watch for so long at most.", min=0.1, max=86400),
+    ] = DEFAULT_WITHIN_S,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Watch until it is done, or only begin it.")
+    ] = True,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", "-y", help="Do not ask before all of a kind are drained at once."),
+    ] = False,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Drain services: they take nothing new, and hand over what only they hold.
+
+    They go on serving, and stay drained until they are restarted; so it asks
+    before it drains all of a kind at once. Progress goes to standard error.
+    Needs the role admin. Exits with 1 when chunks are left, were not taken, or
+    it is not done in time.
+    """
+    wanted = [_parse(text) for text in targets]
+    within_s = within if wait else None
+    with reach.services(*dict.fromkeys(target.kind for target in wanted)) as services:
+        asker = Asker(reach.settings)
+        direct, peers = asyncio.run(_meant(asker, services, wanted))
+        if not yes and any(target.name is None for target in wanted):
+            names = ", ".join(f"{one.kind}/{one.name}" for one in direct)
+            confirm(f"Drain {names} at once? Each takes nothing new until it is restarted.")
+        with _progress() as tell:
+            drains = [_Drain(asker, one, within_s, tell) for one in direct]
+            drains += [_Drain(asker, one, within_s, tell, peer) for one, peer in peers]
+            found = asyncio.run(_run_all(drains))
+    show(found, output, print_drains)
+    if not all(_is_complete(one) or (not wait and not one.problem) for one in found):
+        raise typer.Exit(1)
+
+
+def _is_complete(one: DrainOutcome) -> bool:
+    """Return whether it is done, and nothing is left or was not taken."""
+    if one.problem or one.drain is None:
+        return False
+    return one.drain.state == DONE and not (one.drain.left or one.drain.failed)
+
+
+def _parse(text: str) -> Target:
+    """Read `sidecar[/NAME]`, `storage[/NAME]` or `peer/NAME`, which is asked of a broker."""
+    kind, _, name = text.partition("/")
+    if kind != PEER:
+        return parse_target(text, list(PATHS))
+    if not name:
+        raise UsageError(f"{text!r}: name one, peer/NAME")
+    return Target(Kind.BROKER, name)
+
+
+async def _meant(
+    asker: Asker, services: Sequence[Endpoint], wanted: Sequence[Target]
+) -> tuple[list[Endpoint], list[tuple[Endpoint, str]]]:
+    """Return the services to drain, and the peers with the broker that is to be asked for them.
+
+    Raises:
+        CtlError: A target means none of the services.
+    """
+    targets = [target for target in wanted if target.kind is not Kind.BROKER]
+    direct = await named(asker, services, targets) if targets else []
+    peers = [str(target.name) for target in wanted if target.kind is Kind.BROKER]
+    if not peers:
+        return direct, []
+    brokers = [one for one in services if one.kind is Kind.BROKER]
+    answers = await asker.each(brokers, lambda caller: caller.get("/healthz"))
+    # Any broker that answers will do; where none does, the first one's error tells why.
+    alive = [
+        broker
+        for broker, answer in zip(brokers, answers, strict=True)
+        if not isinstance(answer, CtlError)
+    ]
+    broker = (alive or brokers)[0]
+    return direct, [(broker, peer) for peer in peers]
+
+
+async def _run_all(drains: Sequence[_Drain]) -> list[DrainOutcome]:
+    return list(await asyncio.gather(*(drain.run() for drain in drains)))
+
+
+class _Drain:
+    """One drain, watched for `within_s`, or only begun for None; a peer's goes by the broker."""
+
+    def __init__(
+        self,
+        asker: Asker,
+        service: Endpoint,
+        within_s: float | None,
+        tell: Tell,
+        peer: str | None = None,
+    ) -> None:
+        self._asker = asker
+        self._service = service
+        self._within_s = within_s
+        self._tell = tell
+        if peer is None:
+            self._begin, self._look = PATHS[service.kind]
+            self._last = DrainOutcome(str(service.kind), service.name)
+        else:
+            self._begin, self._look = f"/v1/peers/{peer}:drain", f"/v1/peers/{peer}"
+            self._last = DrainOutcome(PEER, peer)
+
+    async def run(self) -> DrainOutcome:
+        try:
+            await self._ask("POST", self._begin)
+        except CtlError as exc:
+            return self._ended(str(exc))
+        if self._within_s is None:
+            return self._last
+        try:
+            async with asyncio.timeout(self._within_s):
+                return await self._watched()
+        except TimeoutError:
+            return self._ended(
+                f"not done within {self._within_s:g} s: it goes on by itself; look again with"
+                " lmcachectl status"
+            )
+
+    async def _watched(self) -> DrainOutcome:
+        unanswered = 0
+        while self._last.drain is None or self._last.drain.state != DONE:
+            await asyncio.sleep(POLL_S)
+            try:
+                await self._ask("GET", self._look)
+                unanswered = 0
+            except CtlError as exc:
+                unanswered += 1
+                if unanswered == MAX_UNANSWERED:
+                    return self._ended(f"it has ended, or cannot be asked any more: {exc}")
+        return self._last
+
+    async def _ask(self, method: str, path: str) -> None:
+        answer: Any = await self._asker.one(self._service, lambda caller: caller.ask(method, path))
+        drain = msgspec.convert(answer.get("drain"), DrainProgress | None)
+        now = msgspec.structs.replace(self._last, drain=drain)
+        if now != self._last:
+            self._last = now
+            self._tell(now)
+
+    def _ended(self, problem: str) -> DrainOutcome:
+        return msgspec.structs.replace(self._last, problem=problem)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Tell]:
+    """Yield what shows each step on standard error: bars on a terminal, else a line for each."""
+    with progress(MofNCompleteColumn(), TextColumn("{task.fields[state]}")) as (to, bars):
+        tasks: dict[tuple[str, str], TaskID] = {}
+
+        def tell(one: DrainOutcome) -> None:
+            drain, name = one.drain, f"{one.kind} {one.name}"
+            if drain is None:
+                return
+            if bars is None:
+                to.print(f"{name}: {drain}", soft_wrap=True)
+                return
+            if (one.kind, one.name) not in tasks:
+                tasks[one.kind, one.name] = bars.add_task(name, state="")
+            bars.update(
+                tasks[one.kind, one.name],
+                total=max(drain.total, 1),
+                completed=drain.total - drain.left if drain.total else 1,
+                state=drain.state,
+            )
+
+        yield tell
+
+
+def print_drains(found: Sequence[DrainOutcome]) -> None:
+    """Print a line for each, and what went wrong."""
+    rows = [
+        (
+            one.kind,
+            one.name,
+            UNKNOWN if one.drain is None else one.drain.state,
+            *(UNKNOWN if one.drain is None else str(getattr(one.drain, name)) for name in FIGURES),
+        )
+        for one in found
+    ]
+    spare = ("elsewhere already", "handed over", "chunks", "service")
+    figures = ("chunks", "handed over", "elsewhere already", "failed", "left")
+    columns = Columns(("service", "name", "state", *figures), left=3, spare=spare)
+    print_table("", columns, rows)
+    for one in found:
+        if one.problem:
+            print_text(f"{one.kind} {one.name}: {one.problem}")

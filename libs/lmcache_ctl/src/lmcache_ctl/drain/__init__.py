@@ -1,1 +1,0 @@
-"""`lmcachectl drain`: let services hand over what only they hold, and watch them do it."""

@@ -1,1 +1,0 @@
-"""`lmcachectl evict`: free memory, or forget everything."""

@@ -1,0 +1,165 @@
+"""`lmcachectl lookup`: who holds which chunk, by the lookup service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import typer
+
+from lmcache_ctl.errors import CtlError
+from lmcache_ctl.options import reaches
+from lmcache_ctl.output import (
+    UNKNOWN,
+    Columns,
+    Output,
+    OutputFormat,
+    print_table,
+    print_text,
+    show,
+    size_text,
+)
+from lmcache_ctl.reach import Reach
+from lmcache_ctl.services import Kind
+
+MAX_PAGES: Final = 1000
+
+ChunkIds = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CHUNK_ID", help="Chunk ids, 32 hex digits each, in the order of the prompt."
+    ),
+]
+
+
+@reaches(Kind.LOOKUP)
+def status(
+    reach: Reach,
+    tenant: Annotated[
+        str | None,
+        typer.Option(help="Another tenant's figures than the token's; needs the role admin."),
+    ] = None,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Show where the index is, how much is in it, and which instances hold leases."""
+    stats = "/v1/stats" + ("" if tenant is None else f"?tenant={tenant}")
+    found = {
+        "stats": reach.ask(Kind.LOOKUP, "GET", stats),
+        "instances": reach.ask(Kind.LOOKUP, "GET", "/v1/instances")["instances"],
+    }
+    show(found, output, _print_status)
+
+
+def _print_status(found: Mapping[str, Any]) -> None:
+    stats = found["stats"]
+    away = ", which does not answer" if stats["degraded"] else ""
+    print_text(f"index      {stats['index']}{away}")
+    print_text(f"chunks     {UNKNOWN if stats['num_chunks'] is None else stats['num_chunks']}")
+    rows = [
+        (
+            one["instance"],
+            one["kind"],
+            str(one["next_sequence"]),
+            f"{one['expires_in_ms'] / 1000:.1f} s",
+        )
+        for one in found["instances"]
+    ]
+    print_table("", Columns(("instance", "kind", "events", "lease"), left=2), rows)
+
+
+@reaches(Kind.LOOKUP)
+def tenants(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
+    """List the tenants whose chunks are, or were, in the index. Needs the role admin."""
+    none = "no tenant has stored anything"
+    show(_all_tenants(reach), output, lambda found: print_text("\n".join(found) or none))
+
+
+def _all_tenants(reach: Reach) -> list[str]:
+    names: list[str] = []
+    after = ""
+    for _ in range(MAX_PAGES):
+        page = reach.ask(Kind.LOOKUP, "GET", f"/v1/tenants{after}")
+        names += page["tenants"]
+        if page["next_after"] is None:
+            return names
+        after = f"?after={page['next_after']}"
+    raise CtlError(f"more than {MAX_PAGES} pages of tenants")
+
+
+@reaches(Kind.LOOKUP)
+def prefix(reach: Reach, chunk_ids: ChunkIds, output: Output = OutputFormat.TABLE) -> None:
+    """Show the longest prefix of these chunks that is cached, and who holds each. Exits with 1
+    when not all are.
+    """
+    asked = [_checked(chunk_id) for chunk_id in chunk_ids]
+    found = reach.ask(Kind.LOOKUP, "POST", "/v1/lookup", {"chunk_ids": asked})
+    show(found | {"chunk_ids": asked}, output, _print_prefix)
+    if found["num_prefix"] < len(asked):
+        raise typer.Exit(1)
+
+
+def _print_prefix(found: Mapping[str, Any]) -> None:
+    if _is_known(found):
+        asked = found["chunk_ids"]
+        print_text(f"The first {found['num_prefix']} of {len(asked)} chunks are cached.")
+        rows = [
+            (chunk_id, ", ".join(f"{one['instance']} ({one['tier']})" for one in holders))
+            for chunk_id, holders in zip(asked, found["holders"], strict=False)
+        ]
+        if rows:
+            print_table("", Columns(("chunk", "held by"), left=2), rows)
+
+
+@reaches(Kind.LOOKUP)
+def locations(
+    reach: Reach,
+    chunk_id: Annotated[str, typer.Argument(metavar="CHUNK_ID", help="A chunk id, 32 hex digits.")],
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Show everybody who holds a chunk. Exits with 1 when nobody does."""
+    found = reach.ask(Kind.LOOKUP, "GET", f"/v1/chunks/{_checked(chunk_id)}/locations")
+    show(found, output, _print_holders)
+    if not found["holders"]:
+        raise typer.Exit(1)
+
+
+def _print_holders(found: Mapping[str, Any]) -> None:
+    if _is_known(found):
+        rows = [
+            (one["instance"], one["kind"], one["tier"], size_text(one["size_bytes"]))
+            for one in found["holders"]
+        ]
+        print_table("", Columns(("instance", "kind", "tier", "size"), left=3), rows)
+
+
+@reaches(Kind.LOOKUP)
+def route(reach: Reach, chunk_ids: ChunkIds, output: Output = OutputFormat.TABLE) -> None:
+    """Show how long a prefix of these chunks each instance holds by itself. Exits with 1 when
+    none holds any.
+    """
+    asked = [_checked(chunk_id) for chunk_id in chunk_ids]
+    found = reach.ask(Kind.LOOKUP, "POST", "/v1/route", {"chunk_ids": asked})
+
+    def print_routes(found: Mapping[str, Any]) -> None:
+        if _is_known(found):
+            rows = [
+                (one["instance"], f"{one['num_prefix']} of {len(asked)}")
+                for one in found["instances"]
+            ]
+            print_table("", Columns(("instance", "chunks of the prefix")), rows)
+
+    show(found, output, print_routes)
+    if not found["instances"]:
+        raise typer.Exit(1)
+
+
+def _is_known(found: Mapping[str, Any]) -> bool:
+    if found["degraded"]:
+        print_text("The index does not answer: nothing is known.")
+    return not found["degraded"]
+
+
+def _checked(chunk_id: str) -> str:
+    if len(chunk_id) != 32 or set(chunk_id) - set("0123456789abcdef"):
+        raise typer.BadParameter(f"{chunk_id!r} is no chunk id: 32 hex digits, in small letters")
+    return chunk_id

@@ -1,1 +1,0 @@
-"""`lmcachectl lookup`: who holds which chunk, by the lookup service."""

@@ -1,0 +1,144 @@
+"""`lmcachectl pin`: keep chunks in memory for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lmcache_ctl.asking import Asker, Caller
+from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.options import reaches_services
+from lmcache_ctl.output import (
+    Columns,
+    Output,
+    OutputFormat,
+    print_table,
+    print_text,
+    show,
+    size_text,
+)
+from lmcache_ctl.reach import Reach
+from lmcache_ctl.services import Kind
+from lmcache_ctl.sidecar import read_token_ids
+from lmcache_ctl.targets import TargetResult, named, parse_target, results_of
+
+DEFAULT_TTL_S = 600.0
+SHOWN_DIGITS = 16
+
+
+@reaches_services
+def pin(
+    reach: Reach,
+    chunks: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CHUNK", help="Chunk hashes; at cache_storage keys."),
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(help="File with the token ids of a prompt instead; - for standard input."),
+    ] = None,
+    at: Annotated[
+        str, typer.Option(metavar="TARGET", help="sidecar, storage, or one of them: sidecar/NAME.")
+    ] = "sidecar",
+    ttl: Annotated[
+        float, typer.Option(metavar="SECONDS", help="For how long; 0 lets go of them.", min=0)
+    ] = DEFAULT_TTL_S,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Keep chunks in memory for a while, for instance a system prompt before a rush.
+
+    Without chunks: list what is pinned. With --tokens sidecars say what the
+    chunks are called (see explain). Needs the role admin. Exits with 1 when a
+    chunk is pinned nowhere, or a service did not answer.
+    """
+    target = parse_target(at, (Kind.SIDECAR, Kind.STORAGE))
+    if chunks and tokens is not None:
+        raise UsageError("give chunks or --tokens, one of them")
+    if tokens is not None and target.kind is not Kind.SIDECAR:
+        raise UsageError(
+            f"--tokens goes to sidecars, which know how engines name chunks; not to {target}"
+        )
+    token_ids = None if tokens is None else read_token_ids(tokens)
+
+    async def work(asker: Asker) -> list[TargetResult]:
+        chosen = await named(asker, services, [target])
+        pinned = await asker.each(chosen, lambda caller: _pin_at(caller, chunks, token_ids, ttl))
+        return results_of(chosen, pinned)
+
+    with reach.services(target.kind) as services:
+        found = asyncio.run(work(Asker(reach.settings)))
+    show(found, output, print_pins)
+    if any(one.problem for one in found) or _pinned_nowhere(found):
+        raise typer.Exit(1)
+
+
+async def _pin_at(
+    caller: Caller, chunks: list[str] | None, token_ids: list[int] | None, ttl_s: float
+) -> Any:
+    """Pin these chunks, or those of a prompt, at one service; without any, list what it keeps."""
+    is_storage = caller.service.kind is Kind.STORAGE
+    base, field = ("/v1/admin", "keys") if is_storage else ("/v1", "chunk_hashes")
+    if token_ids is not None:
+        told = await caller.ask("POST", "/v1/explain", {"token_ids": token_ids})
+        whole = (
+            chunk
+            for one in told["explanations"]
+            for chunk in one["chunks"]
+            if chunk["end"] - chunk["start"] == one["chunk_size"]
+        )
+        chunks = list(dict.fromkeys(chunk["chunk_hash"] for chunk in whole))
+        if not chunks:
+            raise CtlError("the prompt fills no chunk: there is nothing to pin")
+    if not chunks:
+        return await caller.ask("GET", f"{base}/pins")
+    if not ttl_s:
+        return await caller.ask("POST", f"{base}/unpin", {field: chunks})
+    return await caller.ask("POST", f"{base}/pin", {field: chunks, "ttl_s": ttl_s})
+
+
+def _pinned_nowhere(found: Sequence[TargetResult]) -> bool:
+    """Return whether chunks were to be pinned, and there is one that no service keeps."""
+    missing = [
+        {str(one.get("key") or one.get("chunk_hash")) for one in each.result["not_pinned"]}
+        for each in found
+        if "not_pinned" in each.result
+    ]
+    return bool(missing) and bool(set.intersection(*missing))
+
+
+def print_pins(found: Sequence[TargetResult]) -> None:
+    """Print what each service keeps, what it does not, and why."""
+    rows = [(str(one.kind), one.name, one.problem or _done(one.result)) for one in found]
+    print_table("", Columns(("service", "name", "pins"), left=3, prose=True), rows)
+    kept = [
+        (
+            one.name,
+            _shown(pin),
+            str(pin.get("model_name") or pin.get("tenant")),
+            size_text(pin["num_bytes"]),
+            f"{pin['expires_in_s']:.0f} s",
+        )
+        for one in found
+        for pin in one.result.get("pins", [])
+    ]
+    if kept:
+        print_table("", Columns(("name", "chunk", "of", "size", "seconds left"), left=3), kept)
+    for one in found:
+        for missing in one.result.get("not_pinned", []):
+            print_text(f"{one.name}: {_shown(missing)} is not pinned: {missing['reason']}")
+
+
+def _done(result: dict[str, Any]) -> str:
+    if "num_unpinned" in result:
+        return f"{result['num_unpinned']} let go"
+    held = f"{size_text(result['pinned_bytes'])} of {size_text(result['max_pinned_bytes'])} pinned"
+    return f"{result['num_pinned']} of these, {held}" if "num_pinned" in result else held
+
+
+def _shown(chunk: dict[str, object]) -> str:
+    name = str(chunk.get("key") or chunk.get("chunk_hash"))
+    return name if len(name) <= SHOWN_DIGITS else name[:SHOWN_DIGITS] + "..."

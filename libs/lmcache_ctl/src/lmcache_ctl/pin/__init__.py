@@ -1,1 +1,0 @@
-"""`lmcachectl pin`: keep chunks in memory for a while."""

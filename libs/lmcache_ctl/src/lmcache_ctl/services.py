@@ -1,0 +1,136 @@
+"""Where services are: by URL, or at the default ports of this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Final
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+
+from lmcache_ctl.errors import UsageError
+from lmcache_ctl.settings import CtlSettings
+
+MAX_REPLICAS_OF_A_NAME: Final = 256
+
+
+class Kind(StrEnum):
+    """What a service is; in the order in which they are shown."""
+
+    LOOKUP = "lookup"
+    BROKER = "broker"
+    STORAGE = "storage"
+    SIDECAR = "sidecar"
+
+
+DEFAULT_PORTS: Final = {
+    Kind.STORAGE: 8080,
+    Kind.LOOKUP: 8081,
+    Kind.BROKER: 8082,
+    Kind.SIDECAR: 8083,
+}
+DISTRIBUTIONS: Final = {
+    Kind.LOOKUP: "lmcache-lookup",
+    Kind.BROKER: "lmcache-broker",
+    Kind.STORAGE: "lmcache-storage",
+    Kind.SIDECAR: "lmcache-sidecar",
+}
+"""What each calls itself in `lmcache_build_info`."""
+HOW_TO_AUTHENTICATE: Final = "--token-file FILE or LMCACHE_CTL_TOKEN"
+
+
+def where_token_is(secret: str) -> str:
+    """Return where the release keeps its token, to end a sentence; "" where that is not known."""
+    return (
+        f"; the release's is operator-token of the Secret {secret}, which this account cannot read"
+        if secret
+        else ""
+    )
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """One process that can be asked.
+
+    Attributes:
+        kind: What it should be.
+        name: For people: its pod, or host and port.
+        url: REST address, `http(s)://host:port`.
+        tls_name: What its certificate names where that is not the host of the URL; None: the host.
+        host: The header `Host` where that is not the host of the URL; None: it is.
+        problem: Why it cannot be asked; "" if it can.
+        socket_path: Unix socket that leads to it; None: its URL does.
+        forwarded: Whether it is reached through the Kubernetes API.
+        token: The token of its release, for callers who were given none; None: not known.
+        token_secret: The Secret that has, or should have, that token; "" for none.
+    """
+
+    kind: Kind
+    name: str
+    url: str
+    tls_name: str | None = None
+    host: str | None = None
+    problem: str = ""
+    socket_path: str | None = None
+    forwarded: bool = False
+    token: str | None = None
+    token_secret: str = ""
+
+
+def services_of(settings: CtlSettings) -> list[Endpoint]:
+    """Return the services that the settings name by URL, else those at the default ports.
+
+    Raises:
+        UsageError: A URL names no host, an impossible port, or too many addresses.
+    """
+    if not settings.names_urls:
+        here = {kind: f"127.0.0.1:{DEFAULT_PORTS[kind]}" for kind in Kind}
+        return [Endpoint(kind, name, f"http://{name}") for kind, name in here.items()]
+    return [
+        service
+        for kind in Kind
+        for url in getattr(settings, f"{kind}_urls")
+        for service in _replicas(kind, url, settings.tls_name)
+    ]
+
+
+def _replicas(kind: Kind, url: str, tls_name: str | None) -> Iterator[Endpoint]:
+    """Yield each address that a name leads to, as a headless service's does."""
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as exc:
+        raise UsageError(f"{url!r}: {exc}") from exc
+    if not host or parts.username or parts.password:
+        raise UsageError(f"{url!r} must be http(s)://host:port; a token is given by --token-file")
+    addresses = _addresses(host)
+    if len(addresses) < 2:
+        yield Endpoint(kind, parts.netloc, url.rstrip("/"), tls_name)
+        return
+    for address in addresses:
+        at = f"[{address}]" if ":" in address else address
+        netloc = at if port is None else f"{at}:{port}"
+        target = urlunsplit((parts.scheme, netloc, parts.path.rstrip("/"), "", ""))
+        yield Endpoint(kind, netloc, target, tls_name or host, parts.netloc)
+
+
+def _addresses(host: str) -> list[str]:
+    """Return the addresses of the family that has most.
+
+    Return none where the name is not known: asking tells that in better words.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    by_family: dict[int, set[str]] = {}
+    for family, _, _, _, address in found:
+        by_family.setdefault(family, set()).add(str(address[0]))
+    most = max(by_family, key=lambda family: len(by_family[family]))
+    if len(by_family[most]) > MAX_REPLICAS_OF_A_NAME:
+        raise UsageError(
+            f"{host} leads to {len(by_family[most])} addresses, and {MAX_REPLICAS_OF_A_NAME} are"
+            " asked at most: name them one by one"
+        )
+    return sorted(by_family[most])

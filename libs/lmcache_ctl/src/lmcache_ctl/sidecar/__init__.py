@@ -1,1 +1,0 @@
-"""`lmcachectl sidecar`: a running sidecar, and why it does not have what is missed."""

@@ -1,0 +1,201 @@
+"""`lmcachectl status`, the whole cluster at a glance, and `lmcachectl version`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import msgspec
+import typer
+
+from lmcache_ctl.asking import Asker
+from lmcache_ctl.options import reaches_services
+from lmcache_ctl.output import (
+    UNKNOWN,
+    Columns,
+    Output,
+    OutputFormat,
+    print_table,
+    print_text,
+    share_text,
+    show,
+    size_text,
+)
+from lmcache_ctl.reach import Reach
+from lmcache_ctl.services import Kind
+from lmcache_ctl.states import ServiceStatus, look_at, token_hint
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """All services together.
+
+    Attributes:
+        num_services: That were asked.
+        num_well: That do their work.
+        versions: Versions that run, and how many of each.
+        hit_ratio: Share of the chunks that engines wanted and sidecars had, or got from elsewhere;
+            None before the first.
+        hit_ratio_by_tier: The same share, by the tier that had them.
+        used_bytes: What each tier holds, over all services of a kind: `<kind>/<tier>`.
+        capacity_bytes: What it may hold.
+    """
+
+    num_services: int
+    num_well: int
+    versions: dict[str, int]
+    hit_ratio: float | None
+    hit_ratio_by_tier: dict[str, float]
+    used_bytes: dict[str, int]
+    capacity_bytes: dict[str, int]
+
+
+class ClusterStatus(msgspec.Struct, frozen=True):
+    """A cluster."""
+
+    totals: Totals
+    services: list[ServiceStatus]
+
+
+@reaches_services
+def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
+    """Show all services: health, versions, what their tiers hold, and the hit ratio.
+
+    Every replica is asked by itself, all at once. Health, versions and hits
+    need no token; what tiers hold, peers and drains do. Exits with 1 when one
+    is not well: it does not answer, is not ready, or refuses the token.
+    """
+    with reach.services() as services:
+        found = summed(asyncio.run(look_at(Asker(reach.settings), services)))
+    show(found, output, print_status)
+    if reach.hint and not any(one.version for one in found.services):  # none of ours has answered
+        typer.echo(f"lmcachectl: {reach.hint}", err=True)
+    if not all(service.is_well and not service.problem for service in found.services):
+        raise typer.Exit(1)
+
+
+def summed(states: Sequence[ServiceStatus]) -> ClusterStatus:
+    """Return these services, and what they come to."""
+    sidecars = [state for state in states if state.kind is Kind.SIDECAR]
+    wanted = sum(state.traffic.num_wanted for state in sidecars)
+    by_tier, used, capacity = Counter[str](), Counter[str](), Counter[str]()
+    for state in sidecars:
+        by_tier.update(state.traffic.found_by_tier)
+    for state in states:
+        used.update({f"{state.kind}/{tier.name}": tier.used_bytes for tier in state.tiers})
+        capacity.update({f"{state.kind}/{tier.name}": tier.capacity_bytes for tier in state.tiers})
+    found = sum(state.traffic.num_found for state in sidecars)
+    totals = Totals(
+        len(states),
+        sum(state.is_well for state in states),
+        dict(Counter(state.version for state in states if state.version)),
+        round(found / wanted, 4) if wanted else None,
+        {tier: round(num / wanted, 4) for tier, num in sorted(by_tier.items()) if wanted},
+        dict(used),
+        dict(capacity),
+    )
+    return ClusterStatus(totals, list(states))
+
+
+def print_status(found: ClusterStatus) -> None:
+    """Print a line for each service, what their tiers hold, and what is wrong."""
+    totals = found.totals
+    versions = (f"{version} ({number}x)" for version, number in sorted(totals.versions.items()))
+    shares = totals.hit_ratio_by_tier.items()
+    by_tier = ", ".join(f"{tier} {share_text(share)}" for tier, share in shares)
+    print_text(
+        f"services   {totals.num_well} of {totals.num_services} are well\n"
+        f"versions   {', '.join(versions) or UNKNOWN}\n"
+        f"hits       {share_text(totals.hit_ratio)} of the chunks that engines wanted"
+        + (f": {by_tier}" if by_tier else "")
+    )
+    rows = [
+        (
+            str(one.kind),
+            one.name,
+            str(one.state),
+            one.version or UNKNOWN,
+            UNKNOWN if one.latency_ms is None else f"{one.latency_ms:.1f} ms",
+            share_text(one.traffic.hit_ratio),
+            "; ".join(
+                [f"{name} {value}" for name, value in one.facts.items()]
+                + ([f"drain: {one.drain}"] if one.drain is not None else [])
+            ),
+        )
+        for one in found.services
+    ]
+    headings = ("service", "name", "state", "version", "answers in", "hits", "more")
+    spare = ("answers in", "version", "more", "service")
+    print_table("", Columns(headings, left=4, prose=True, spare=spare), rows)
+    tiers = [
+        (
+            str(one.kind),
+            one.name,
+            tier.name,
+            str(tier.num_chunks),
+            size_text(tier.used_bytes),
+            size_text(tier.capacity_bytes),
+        )
+        for one in found.services
+        for tier in one.tiers
+    ]
+    if tiers:
+        of_tiers = ("service", "name", "tier", "chunks", "used", "of")
+        print_table("", Columns(of_tiers, left=3, spare=("chunks", "service", "of")), tiers)
+    for one in found.services:
+        if one.problem:
+            print_text(f"{one.kind} {one.name}: {one.problem}")
+    how_many, how = token_hint(found.services)
+    if how_many:
+        print_text(f"{how_many} want a token for tiers, peers and drains: {how}.")
+
+
+class ServiceVersion(msgspec.Struct, frozen=True):
+    """One service; `version` is "" where it does not say, and `problem` why."""
+
+    kind: str
+    name: str
+    version: str
+    problem: str
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """The version of this command line, and those of services."""
+
+    client: str
+    services: list[ServiceVersion]
+
+
+def own_version() -> str:
+    """Return the version of this command line."""
+    return metadata.version("lmcache-ctl")
+
+
+@reaches_services
+def version(
+    reach: Reach,
+    client: Annotated[bool, typer.Option("--client", help="Ask no service.")] = False,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Show the version of lmcachectl, and that of each service. Needs no token.
+
+    A service that does not answer is told; it is not counted as a failure.
+    """
+    states: list[ServiceStatus] = []
+    if not client:
+        with reach.services() as services:
+            states = asyncio.run(look_at(Asker(reach.settings), services))
+    found = [
+        ServiceVersion(one.kind, one.name, one.version, "" if one.version else one.problem)
+        for one in states
+    ]
+    show(Versions(own_version(), found), output, _print_versions)
+
+
+def _print_versions(found: Versions) -> None:
+    print_text(f"lmcachectl {found.client}")
+    if found.services:
+        rows = [(one.kind, one.name, one.version or one.problem) for one in found.services]
+        print_table("", Columns(("service", "name", "version"), left=2, prose=True), rows)

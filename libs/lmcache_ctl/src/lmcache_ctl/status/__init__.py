@@ -1,1 +1,0 @@
-"""`lmcachectl status`: the whole cluster at a glance."""

@@ -1,1 +1,0 @@
-"""`lmcachectl top`: what all services are doing just now."""

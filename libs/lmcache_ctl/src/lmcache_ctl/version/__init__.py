@@ -1,1 +1,0 @@
-"""`lmcachectl version`: which release runs here, and at each service."""

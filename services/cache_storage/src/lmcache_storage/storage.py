@@ -1,0 +1,214 @@
+"""The running cache storage: its parts, and the order in which they open and close."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import Depends, FastAPI, Request
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import ConfigError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.p2p import PeerFigures
+from lmcache_core.storage.client_view import ClientView
+from lmcache_core.storage.guard import GuardOptions
+from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.tiers import HotSpec, TierSet, TiersSpec, build_tiers
+from lmcache_core.wire import LmServer, ServerLimits
+from lmcache_node.local_chunks import LocalChunks
+from lmcache_node.node import Node, disk_spec
+from lmcache_servicekit.audit import handover_audit
+from lmcache_servicekit.listening import naming_listener
+from lmcache_servicekit.state import ServiceState, service_state
+from typing_extensions import override
+
+from lmcache_storage.compat import create_compat_server
+from lmcache_storage.compat.values import is_foreign
+from lmcache_storage.handover.departures import Departures, KeepingStore
+from lmcache_storage.handover.mover import Mover, ServerHandover
+from lmcache_storage.handover.rebalancer import LOOK_S, Rebalancer
+from lmcache_storage.handover.servers import OtherServers, create_members
+from lmcache_storage.health import add_health_checks
+from lmcache_storage.metrics import DESCRIBED
+from lmcache_storage.s3 import S3_TIER, create_s3_backend
+from lmcache_storage.served_store import HandoverStore
+from lmcache_storage.settings import StorageSettings
+
+if TYPE_CHECKING:
+    from lmcache_storage.s3.backend import S3Backend
+
+BUCKET_CALLS = 6
+"""Requests, one after the other, that a call of the bucket's tier may take; each has
+`s3_timeout_s`.
+"""
+PENDING_S3_SHARE = 8
+"""What waits to be written to the bucket may hold one part in this many of the memory: less than
+handovers wait for.
+"""
+
+
+class StorageNode(Node[StorageSettings]):
+    """A node that serves whoever has a token: lm://, REST, and unmodified LMCache clients.
+
+    Attributes:
+        bucket: The further store; None where none is configured.
+        limits: Bounds of lm:// connections and of bodies over REST.
+        store: What lm:// and REST serve.
+        near: The same chunks without the bucket, which a store must not wait for.
+        servers: The other servers of this tier; None where none are configured.
+    """
+
+    bucket: S3Backend | None
+    limits: ServerLimits
+    store: HandoverStore
+    near: ClientView
+    servers: OtherServers | None
+
+    def __init__(self, state: ServiceState) -> None:
+        assert isinstance(state.settings, StorageSettings)
+        super().__init__(state, state.settings, "storage")
+        self._listing = asyncio.Lock()
+
+    @override
+    async def open(self) -> None:
+        settings = self.settings
+        await self.open_clients()
+        self.bucket = create_s3_backend(settings)
+        pending_bytes = {S3_TIER: settings.memory_bytes // PENDING_S3_SHARE}
+        await self.open_tiers(
+            await self._make_tiers(),
+            DESCRIBED,
+            pending_bytes=pending_bytes,
+            drain_s=settings.drain_timeout_s,
+        )
+        tiers, stack = self.tiers, self.stack
+        # LMCache clients know one server, and would not find their values at another.
+        chunks = LocalChunks(
+            tiers.hot,
+            tiers.disk_files,
+            tiers.guarded_disk,
+            settings.tier_timeout_s,
+            lambda key: not is_foreign(key),
+        )
+        members = create_members(settings, self.broker, self.token, self.tls)
+        self.servers = mover = None
+        if members is not None:
+            self.servers = OtherServers(members, settings.instance_id, settings.tenant)
+            mover = Mover(chunks, self.servers, self.counters)
+        self.make_drain(ServerHandover(chunks, self.servers, mover))
+        departures, timeout_s = Departures(), settings.tier_timeout_s
+        whole = LocalStore(stack, self.takes_chunks, timeout_s, tiers=None)
+        near = LocalStore(stack, self.takes_chunks, timeout_s)
+        self.near = ClientView(KeepingStore(near, departures))
+        self.store = HandoverStore(
+            ClientView(KeepingStore(whole, departures)),
+            self.counters,
+            stack,
+            tiers.disk_files,
+            departures,
+            self.takes_chunks,
+        )
+        self.limits = ServerLimits(
+            max_connections=settings.max_connections,
+            max_blob_bytes=settings.max_record_bytes,
+            admit=self.state.admit,
+            note_handovers=handover_audit("lmcache-storage", settings.instance_id),
+        )
+        server = LmServer(
+            self.store,
+            self.state.tokens.authenticate,
+            host=settings.lm_host,
+            port=settings.lm_port,
+            limits=self.limits,
+            name=settings.instance_id,
+        )
+        grace_s = float(settings.shutdown_grace_s)
+        await self.serve(server, settings.advertise_url, grace_s)
+        await self._open_compat(grace_s)
+        await self.join(lambda: PeerFigures(tiers=self.tier_figures()))
+        if members is not None:
+            await self.opened(members)
+        if self.servers is not None and mover is not None and settings.rebalance:
+            rebalancer = Rebalancer(
+                chunks, stack, self.servers, mover, self.store, self.pins, self.takes_chunks
+            )
+            tasks = TaskSupervisor("rebalance")
+            self.exits.push_async_callback(tasks.close)
+            tasks.repeat("look", rebalancer.look, LOOK_S)
+        self.drain_at_stop(before_stop=settings.hand_over_on_stop, at_exit=False)
+        add_health_checks(self)
+
+    @override
+    def refuse_stores(self) -> None:
+        """Do nothing: every store asks `takes_chunks`."""
+
+    async def page(
+        self, tenant: str, begin: int, end: int
+    ) -> tuple[list[tuple[ChunkKey, int, list[str]]], int]:
+        """Return part of what `holdings` returns, and how many chunks there are."""
+        # Listing takes as long as there are chunks, so it is done in a thread, and by one call at a
+        # time: others need these threads, too.
+        async with self._listing:
+            held = await asyncio.to_thread(self.holdings, tenant)
+        return held[begin:end], len(held)
+
+    def holdings(self, tenant: str) -> list[tuple[ChunkKey, int, list[str]]]:
+        """Return key, size in bytes and tiers of every chunk of a tenant, ordered by key."""
+        found: dict[ChunkKey, tuple[int, list[str]]] = {}
+        for tier in self.local_tiers:
+            for key, num_bytes in tier.held():
+                if key.tenant == tenant:
+                    found.setdefault(key, (num_bytes, []))[1].append(tier.name)
+        ordered = sorted(found.items(), key=lambda item: item[0].key.canonical())
+        return [(key, num_bytes, names) for key, (num_bytes, names) in ordered]
+
+    async def _make_tiers(self) -> TierSet:
+        settings = self.settings
+        try:
+            arena = await asyncio.to_thread(ArenaAllocator.anonymous, settings.memory_bytes)
+        except OSError as exc:
+            raise ConfigError(
+                f"memory_gb={settings.memory_gb}: {exc.strerror}; lower it or give the container"
+                " more memory"
+            ) from exc
+        return build_tiers(
+            TiersSpec(
+                hot=HotSpec(memory=arena, limits=settings.memory_limits),
+                disk=disk_spec(settings),
+                further=self.bucket,
+                policy=settings.eviction_policy,
+                is_priced=False,  # a caller of this server cannot compute anything here
+                guards={S3_TIER: GuardOptions(timeout_s=BUCKET_CALLS * settings.s3_timeout_s)},
+                removed_from=self.announcer.removed_from,
+            )
+        )
+
+    async def _open_compat(self, grace_s: float) -> None:
+        server = create_compat_server(self.settings, self.store, self.counters)
+        if server is None:
+            return
+        host, port = self.settings.lmcache_compat_host, self.settings.lmcache_compat_port or 0
+        self.exits.push_async_callback(server.close, grace_s)
+        with naming_listener("lmcache_compat_host", host, "lmcache_compat_port", port):
+            await server.open()
+        self.state.ports["lmcache_compat_port"] = server.port
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Run the cache storage of an app."""
+    async with StorageNode(service_state(app)) as app.state.storage:
+        yield
+
+
+async def _storage_of(request: Request) -> StorageNode:
+    storage = request.app.state.storage
+    assert isinstance(storage, StorageNode)
+    return storage
+
+
+RunningStorage = Annotated[StorageNode, Depends(_storage_of)]
+"""What a route's signature asks for."""

@@ -1,0 +1,74 @@
+"""Bodies of the admin routes that every node has: evict, clear, drain, pins."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from lmcache_core.storage.pin_board import PinBoard
+from pydantic import BaseModel, ConfigDict, Field
+
+from lmcache_node.drain import DrainState
+
+MAX_TTL_S = 86_400
+DEFAULT_TTL_S = 600
+
+Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
+
+
+class DrainView(BaseModel):
+    """How far the drain is. `total` is the sum of the four figures behind it."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    state: DrainState
+    total: int = Field(description="Chunks held when it began")
+    handed_over: int = Field(description="Chunks that another instance or storage has taken")
+    already_elsewhere: int = Field(description="Chunks that another instance held already")
+    failed: int = Field(description="Chunks that could not be read, or that no receiver took")
+    left: int = Field(description="Chunks not dealt with, so far or in time")
+
+
+class DrainAnswer(BaseModel):
+    """How far the drain is."""
+
+    draining: bool
+    settled: bool = Field(description="Whether everything stored has reached the slower tiers")
+    drain: DrainView
+
+
+class EvictBytesRequest(BaseModel):
+    """How much memory to free."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    num_bytes: int = Field(gt=0, le=1 << 50)
+
+
+class EvictAnswer(BaseModel):
+    """What was freed."""
+
+    freed_bytes: int
+
+
+class ClearAnswer(BaseModel):
+    """What was forgotten."""
+
+    num_chunks: int = Field(description="Chunks in the tier that held most of them")
+
+
+class PinnedBytes(BaseModel):
+    """What pins take."""
+
+    pinned_bytes: int = Field(description="Of all pins together")
+    max_pinned_bytes: int
+
+
+class UnpinAnswer(BaseModel):
+    """What was let go."""
+
+    num_unpinned: int
+
+
+def pinned_bytes(board: PinBoard) -> dict[str, int]:
+    """Return the fields of `PinnedBytes`."""
+    return {"pinned_bytes": board.num_bytes, "max_pinned_bytes": board.max_bytes}

@@ -1,0 +1,190 @@
+"""The end of a node: it takes nothing new, finishes its writes, and hands over what it holds,
+within a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.storage.stack import TierStack
+
+logger = logging.getLogger(__name__)
+
+
+class DrainState(StrEnum):
+    """How far a node is on its way to its end."""
+
+    SERVING = "serving"
+    WRITING = "writing"
+    """No new chunks; those stored before are written to the slower tiers."""
+    HANDING_OVER = "handing_over"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class MoveProgress:
+    """Figures of one move of chunks to others. `total` is the sum of the other four.
+
+    Attributes:
+        total: Chunks that were to move.
+        handed_over: Sent, and kept by the receiver.
+        already_elsewhere: Held by a receiver, or by another node, already.
+        failed: Could not be read, or no receiver took them.
+    """
+
+    total: int = 0
+    handed_over: int = 0
+    already_elsewhere: int = 0
+    failed: int = 0
+
+    @property
+    def left(self) -> int:
+        """Chunks that were not dealt with, so far or in time."""
+        return self.total - self.handed_over - self.already_elsewhere - self.failed
+
+
+@dataclass(slots=True)
+class DrainProgress(MoveProgress):
+    """Figures of one drain.
+
+    Attributes:
+        state: What the drain is doing.
+    """
+
+    state: DrainState = DrainState.SERVING
+
+
+class ChunkHandover(Protocol):
+    """Hands over what a node holds.
+
+    Attributes:
+        has_takers: Whether there may be a receiver. Without one, chunks that stay are no loss.
+        writing_share: Share of a drain's time for pending writes, where there are receivers.
+    """
+
+    has_takers: bool
+    writing_share: float
+
+    def count(self) -> int:
+        """Return how many chunks there are, for those who watch the drain from its beginning; 0 if
+        `run` tells it. Called in a thread.
+        """
+
+    async def run(self, progress: DrainProgress, deadline: float) -> None:
+        """Hand over chunks until none is left, or until `deadline` on the loop's clock.
+
+        Args:
+            progress: Kept up to date.
+            deadline: Whatever is underway then is given up.
+        """
+
+    async def close(self) -> None:
+        """End the connections that `run` opened. Idempotent."""
+
+
+class NodeDrain:
+    """The drain of one node. Calls during a drain wait for that one; a drain that has left
+    something is tried again by the next call.
+
+    Args:
+        timeout_s: Longest time that it takes.
+        stack: Whose writes are finished.
+        handover: What comes after the writes.
+
+    Attributes:
+        progress: Of the current or the last drain.
+    """
+
+    def __init__(self, timeout_s: float, stack: TierStack, handover: ChunkHandover) -> None:
+        self._timeout_s = timeout_s
+        self._stack = stack
+        self._handover = handover
+        # Its own tasks: a drain outlives the request that asked for it.
+        self._tasks = TaskSupervisor("drain", max_tasks=2)
+        self._on_begin: list[Callable[[], None]] = []
+        self._ended: asyncio.Event | None = None
+        self._counted = asyncio.Event()
+        self.progress = DrainProgress()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the node takes nothing new any more."""
+        return self._ended is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last drain has left nothing that could have been written or handed over."""
+        return not self.progress.left and not self.progress.failed and not self._stack.is_writing
+
+    def when_it_begins(self, callback: Callable[[], None]) -> None:
+        """Call this, once, when the first drain begins."""
+        self._on_begin.append(callback)
+
+    def begin(self) -> None:
+        """NodeDrain in the background, unless a drain is running or has left nothing."""
+        if self._ended is not None and (not self._ended.is_set() or self.is_complete):
+            return
+        is_first, self._ended = self._ended is None, asyncio.Event()
+        for callback in self._on_begin if is_first else ():
+            callback()
+        self.progress = DrainProgress(state=DrainState.WRITING)
+        if not self._tasks.start("drain", self._drain(self.progress, self._ended)):
+            self._end(self.progress, self._ended)
+
+    async def counted(self) -> None:
+        """Wait until it is known how many chunks there are, not until they are handed over."""
+        await self._counted.wait()
+
+    async def run(self) -> None:
+        """NodeDrain, for up to `timeout_s` seconds. What could not be done is in `progress`."""
+        self.begin()
+        assert self._ended is not None
+        await self._ended.wait()
+
+    async def close(self) -> None:
+        """Break off a running drain. Idempotent."""
+        await self._tasks.close()
+
+    async def _drain(self, progress: DrainProgress, ended: asyncio.Event) -> None:
+        handover, now = self._handover, asyncio.get_running_loop().time
+        try:
+            progress.total = await asyncio.to_thread(handover.count)
+            self._counted.set()
+            deadline = now() + self._timeout_s
+            await self._stack.drain(
+                self._timeout_s * (handover.writing_share if handover.has_takers else 1)
+            )
+            progress.state = DrainState.HANDING_OVER
+            try:
+                await handover.run(progress, deadline)
+            finally:
+                await handover.close()
+            await self._stack.drain(max(0.0, deadline - now()))
+        finally:
+            self._end(progress, ended)
+
+    def _end(self, progress: DrainProgress, ended: asyncio.Event) -> None:
+        progress.state = DrainState.DONE
+        self._counted.set()
+        ended.set()
+        is_loss = self._stack.is_writing or (
+            self._handover.has_takers and (progress.left or progress.failed)
+        )
+        logger.log(
+            logging.WARNING if is_loss else logging.INFO,
+            "drained: chunks=%d handed_over=%d already_elsewhere=%d refused=%d left=%d"
+            " unwritten_bytes=%d unwritten_chunks=%d",
+            progress.total,
+            progress.handed_over,
+            progress.already_elsewhere,
+            progress.failed,
+            progress.left,
+            self._stack.num_pending_bytes,
+            self._stack.num_waiting_names,
+        )

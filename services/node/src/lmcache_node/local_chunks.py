@@ -1,0 +1,80 @@
+"""The chunks of a node's own tiers, read for others without making room in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import MemoryObj
+from lmcache_core.memory.buffer import BufferAllocator
+from lmcache_core.record import Chunk, Miss, MissReason, Result
+from lmcache_core.storage.base import ListsKeys, StorageBackend
+from lmcache_core.storage.hot import LocalCPUBackend
+
+MAX_READING_BYTES = 256 << 20
+"""Memory for chunks that are read from disk to be sent, encoded and decoded."""
+
+
+class LocalChunks:
+    """Lists and reads what memory and disk hold. Reads do not go through the hot tier: they would
+    evict chunks there that have not been handed over yet.
+
+    Args:
+        hot: The memory tier.
+        listed: Lists what the disk holds; None without a disk.
+        disk: Reads from the disk; None without one.
+        timeout_s: Longest wait for the disk, for one batch.
+        is_wanted: Which chunks are listed.
+    """
+
+    def __init__(
+        self,
+        hot: LocalCPUBackend,
+        listed: ListsKeys | None,
+        disk: StorageBackend | None,
+        timeout_s: float,
+        is_wanted: Callable[[ChunkKey], bool],
+    ) -> None:
+        self._hot = hot
+        self._listed = listed
+        self._disk = disk
+        self._timeout_s = timeout_s
+        self._is_wanted = is_wanted
+        self._buffers = BufferAllocator(capacity_bytes=MAX_READING_BYTES)
+
+    def hottest_first(self) -> list[tuple[ChunkKey, int]]:
+        """Return name and size in bytes of every chunk: those in memory, then those on disk alone,
+        the newest first. It takes as long as there are chunks; call it in a thread.
+        """
+        found = dict(self._hot.hottest())
+        for key, num_bytes in [] if self._listed is None else reversed(self._listed.held()):
+            found.setdefault(key, num_bytes)
+        return [(key, num_bytes) for key, num_bytes in found.items() if self._is_wanted(key)]
+
+    async def read(self, keys: Sequence[ChunkKey]) -> list[Result]:
+        """Return chunks, a reference each owned by the caller, or why they cannot be read."""
+        results: list[Result] = [
+            Miss(MissReason.NEVER_STORED) if chunk is None else chunk
+            for chunk in self._hot.get_many(keys)
+        ]
+        cold = [i for i, result in enumerate(results) if isinstance(result, Miss)]
+        if not cold or self._disk is None:
+            return results
+        try:
+            read = await self._disk.batched_get(
+                [keys[i] for i in cold], self._allocate, self._timeout_s
+            )
+        except UnavailableError:
+            read = [Miss(MissReason.UNAVAILABLE)] * len(cold)
+        except BaseException:
+            for result in results:
+                if isinstance(result, Chunk):
+                    result.release()
+            raise
+        for i, result in zip(cold, read, strict=True):
+            results[i] = result
+        return results
+
+    def _allocate(self, num_bytes: int) -> MemoryObj | None:
+        return self._buffers.allocate((num_bytes,), None)

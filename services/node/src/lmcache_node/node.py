@@ -1,0 +1,301 @@
+"""What a sidecar and a storage server open and close alike, in order."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from types import MappingProxyType, TracebackType
+from typing import Generic, Literal, Protocol, Self, TypeVar
+
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.lookup import InstanceReporter, LookupClient
+from lmcache_core.p2p import (
+    BrokerClient,
+    LeaseListener,
+    Peer,
+    PeerFigures,
+    PeerRegistration,
+    TierFigures,
+    distributed_url_of,
+)
+from lmcache_core.p2p.figures import tier_figures
+from lmcache_core.storage import DiskBackend, LocalCPUBackend
+from lmcache_core.storage.announcer import TierAnnouncer
+from lmcache_core.storage.pin_board import PinBoard
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.tiers import DiskSpec, TierSet
+from lmcache_core.telemetry import Counters
+from lmcache_core.wire import LmServer
+from lmcache_servicekit.listening import naming_listener
+from lmcache_servicekit.state import ServiceState
+
+from lmcache_node.collectors import CounterCollector, Described, TierCollector
+from lmcache_node.drain import ChunkHandover, NodeDrain
+from lmcache_node.outgoing import client_tls, shown_token
+from lmcache_node.settings import NodeSettings
+
+CLIENT_TIMEOUT_S = 1.0
+PIN_CHECK_S = 1.0
+
+
+class Part(Protocol):
+    """Something that is opened before use. Closing one that could not be opened is allowed."""
+
+    async def open(self) -> None:
+        """Begin to work."""
+
+    async def close(self) -> None:
+        """End; idempotent."""
+
+
+P = TypeVar("P", bound=Part)
+S = TypeVar("S", bound=NodeSettings)
+
+
+class Node(ABC, Generic[S]):
+    """A service that keeps chunks. `async with` opens its parts and closes them in reverse, also
+    those that were open when a later one failed.
+
+    A subclass implements `open`: it calls the steps below in this order and puts its own parts in
+    between.
+
+    1. `open_clients`: lookup and broker can be asked.
+    2. `open_tiers`: chunks can be kept; pins expire.
+    3. `make_drain`: the way to the end exists before anything new is taken.
+    4. `serve`: others reach the chunks over lm://.
+    5. `join`: lookup and broker are told. Neither is waited for.
+    6. `drain_at_stop`: the first thing that the end does is the drain.
+
+    Args:
+        state: What all services have.
+        settings: Those in `state`, with their type.
+        kind: What lookup and broker call it.
+
+    Attributes:
+        settings: As loaded.
+        lookup: The client; None without a lookup_url.
+        broker: The same of the broker.
+        counters: What was asked for and what became of it.
+        tasks: Owns background work; ends before the tiers are closed.
+        announcer: Tells lookup what tiers gain and lose.
+        tiers: All tiers, by what they are.
+        stack: The same as one.
+        local_tiers: Those that keep chunks in this process, bare.
+        pins: What operators keep in memory.
+        drain: The way to the end.
+        lm_server: Serves lm://.
+        distributed_url: Where others reach lm:// of this node.
+        reporter: Reports to lookup; None without a lookup_url.
+        registration: The lease at the broker; None without a broker_url.
+        started_at: On the monotonic clock.
+    """
+
+    tiers: TierSet
+    stack: TierStack
+    local_tiers: tuple[LocalCPUBackend | DiskBackend, ...]
+    pins: PinBoard
+    drain: NodeDrain
+    lm_server: LmServer
+
+    def __init__(
+        self, state: ServiceState, settings: S, kind: Literal["sidecar", "storage"]
+    ) -> None:
+        self.state = state
+        self.settings = settings
+        self.started_at = time.monotonic()
+        self.exits = AsyncExitStack()
+        self.tasks = TaskSupervisor(kind)
+        self.counters = Counters()
+        self.announcer = TierAnnouncer(self.settings.tenant)
+        self.token = shown_token(self.settings.service_token_file)
+        self.tls = client_tls(self.settings)
+        self.lookup: LookupClient | None = None
+        self.broker: BrokerClient | None = None
+        self.distributed_url = ""
+        self.reporter: InstanceReporter | None = None
+        self.registration: PeerRegistration | None = None
+        self._kind = kind
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Open all parts, in the order above."""
+
+    @abstractmethod
+    def refuse_stores(self) -> None:
+        """Take no new chunks from clients: the drain begins."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.open()
+        except BaseException:
+            await self.exits.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.exits.aclose()
+
+    async def opened(self, part: P) -> P:
+        """Open a part, which is closed at the end even if its opening fails."""
+        self.exits.push_async_callback(part.close)
+        await part.open()
+        return part
+
+    async def open_clients(self) -> None:
+        """Make the clients of lookup and broker, where the settings name them."""
+        settings, tls = self.settings, self.tls.context
+        if settings.lookup_url is not None:
+            self.lookup = await self.opened(
+                LookupClient(settings.lookup_url, self.token, CLIENT_TIMEOUT_S, tls=tls)
+            )
+        if settings.broker_url is not None:
+            self.broker = await self.opened(
+                BrokerClient(settings.broker_url, self.token, CLIENT_TIMEOUT_S, tls=tls)
+            )
+
+    async def open_tiers(
+        self,
+        tiers: TierSet,
+        described: Mapping[str, Described],
+        *,
+        pending_bytes: Mapping[str, int] = MappingProxyType({}),
+        drain_s: float = 0.0,
+    ) -> None:
+        """Open the tiers and show their figures.
+
+        Args:
+            tiers: Not opened.
+            described: What the counters of this service mean.
+            pending_bytes: As of `TierStack`.
+            drain_s: How long pending writes may take when the tiers are closed.
+        """
+        self.tiers, self.local_tiers = tiers, tiers.local
+        self.stack = stack = tiers.stack(self.announcer, pending_bytes=pending_bytes)
+        self.exits.push_async_callback(stack.close, drain_s)
+        await stack.open()
+        self.state.registry.register(CounterCollector(self.counters, described))
+        self.state.registry.register(TierCollector(stack.stats))
+        self.exits.push_async_callback(self.tasks.close)
+        arena_bytes = stack.hot.stats()["capacity_bytes"]
+        self.pins = PinBoard(stack, arena_bytes, self.settings.tier_timeout_s)
+        self.exits.callback(self.pins.close)
+        self.tasks.repeat("pins", self.pins.expire, PIN_CHECK_S)
+
+    def make_drain(self, handover: ChunkHandover) -> None:
+        """Prepare the drain; from its beginning nothing new is taken, pinned or sent here."""
+        self.drain = NodeDrain(self.settings.drain_timeout_s, self.stack, handover)
+        self.drain.when_it_begins(self._leave)
+
+    async def serve(self, server: LmServer, advertised_url: str | None, grace_s: float = 0) -> None:
+        """Listen for lm://.
+
+        Args:
+            server: Made with the host and port of the settings.
+            advertised_url: Where others reach it; None: at the address that it listens on.
+            grace_s: How long requests in flight may go on at the end.
+
+        Raises:
+            CannotListenError: The address is taken, or not this machine's.
+        """
+        settings = self.settings
+        self.lm_server = server
+        self.exits.push_async_callback(server.close, grace_s)
+        with naming_listener("lm_host", settings.lm_host, "lm_port", settings.lm_port):
+            await server.open(self.state.tls, self.state.tracer)
+        self.state.ports["lm_port"] = server.port
+        self.distributed_url = advertised_url or distributed_url_of(
+            settings.lm_host, server.port, self.state.tls is not None
+        )
+
+    async def join(
+        self,
+        figures: Callable[[], PeerFigures],
+        listener: LeaseListener | None = None,
+        load: Callable[[], float] | None = None,
+    ) -> None:
+        """Become known to lookup and broker, in the background.
+
+        Args:
+            figures: Called before each heartbeat: what the node has done and holds.
+            listener: Heeds what the broker asks for.
+            load: Called before each heartbeat: 0 (idle) to 1; None: always idle.
+        """
+        settings = self.settings
+        if self.lookup is not None:
+            self.reporter = InstanceReporter(
+                self.lookup, settings.instance_id, self._kind, self.announcer.snapshot
+            )
+            self.announcer.connect(self.reporter, self.local_tiers)
+            await self.opened(self.reporter)
+            for tier in self.local_tiers:
+                if isinstance(tier, DiskBackend):
+                    self.tasks.start("announce-disk", self.announcer.announce_when_loaded(tier))
+        if self.broker is not None:
+            peer = Peer(
+                settings.instance_id,
+                time.time_ns(),
+                self.distributed_url,
+                self._kind,
+                settings.zone,
+                settings.node,
+            )
+            self.registration = PeerRegistration(
+                self.broker,
+                peer,
+                *([] if load is None else [load]),
+                listener=listener,
+                figures=figures,
+            )
+            await self.opened(self.registration)
+
+    def drain_at_stop(self, *, before_stop: bool, at_exit: bool) -> None:
+        """NodeDrain when the service ends, before any part is closed.
+
+        Args:
+            before_stop: On SIGTERM, while requests are still answered.
+            at_exit: When this node is closed, whatever closes it.
+        """
+        self.exits.push_async_callback(self.drain.close)
+        if at_exit:
+            self.exits.push_async_callback(self.drain.run)
+        if before_stop:
+            self.state.before_stop.append(self.drain.run)
+
+    def tier_figures(self) -> tuple[TierFigures, ...]:
+        """Return how full the local tiers are, as heartbeats tell it."""
+        return tier_figures({tier.name: tier.stats() for tier in self.local_tiers})
+
+    def takes_chunks(self) -> bool:
+        """Return whether new chunks are taken: no drain has begun."""
+        return not self.drain.has_begun
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything stored has been written below and reported to lookup."""
+        return not self.stack.is_writing and (self.reporter is None or self.reporter.synced)
+
+    def _leave(self) -> None:
+        self.refuse_stores()
+        self.pins.close()
+        if self.registration is not None:
+            self.registration.drain()
+
+
+def disk_spec(settings: NodeSettings, serde: str | None = None) -> DiskSpec | None:
+    """Describe the disk tier that the settings name; None where they name none."""
+    if settings.disk_path is None:
+        return None
+    return DiskSpec(
+        path=settings.disk_path,
+        capacity_bytes=settings.disk_bytes,
+        limits=settings.disk_limits,
+        fsync=settings.disk_fsync,
+        serde=serde,
+    )

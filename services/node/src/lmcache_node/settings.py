@@ -1,0 +1,198 @@
+"""Settings that both kinds of node have: tiers, quotas, lm://, lookup and broker, TLS to others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from lmcache_core.errors import ConfigError
+from lmcache_core.p2p import is_encrypted, parse_distributed_url
+from lmcache_core.security import validate_tenant
+from lmcache_core.storage.eviction import DEFAULT_POLICY, POLICIES, TenantQuotas, TierLimits
+from lmcache_core.wire.json_http import check_base_url
+from lmcache_servicekit.settings import Port, ServiceSettings
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    PolicyName = str
+else:
+    PolicyName = Literal[tuple(POLICIES)]
+BYTES_PER_GB = 1 << 30
+MAX_GB = 1 << 20
+MAX_TTL_S = 10 * 365 * 86400
+
+
+def _check_service_url(value: str) -> str:
+    try:
+        check_base_url("its", value)
+    except ConfigError as exc:
+        raise ValueError(str(exc)) from None
+    return value
+
+
+def _check_distributed_url(value: str) -> str:
+    parse_distributed_url(value)
+    return value
+
+
+ServiceUrl = Annotated[str, AfterValidator(_check_service_url)]
+"""Where another service is: `http://host:port` or `https://host:port`."""
+DistributedUrlText = Annotated[str, AfterValidator(_check_distributed_url)]
+"""Where others reach lm:// of this node."""
+Tenant = Annotated[str, AfterValidator(validate_tenant)]
+QuotaGb = Annotated[float, Field(gt=0, le=MAX_GB)]
+
+
+class TenantQuotaSettings(BaseModel):
+    """What the chunks of one tenant may take, GB (2^30 bytes).
+
+    Attributes:
+        memory_gb: Of host memory; none: what `tenant_quota_gb` says.
+        disk_gb: Of the disk; none: what `tenant_disk_quota_gb` says.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    memory_gb: QuotaGb | None = None
+    disk_gb: QuotaGb | None = None
+
+
+class NodeSettings(ServiceSettings):
+    """Base of the settings of a service that keeps chunks; sizes are in GB (2^30 bytes). A
+    subclass sets a default for `lm_port`.
+
+    Attributes:
+        disk_path: Directory of the disk tier, or none. One process owns it.
+        disk_gb: Disk space for chunks.
+        disk_fsync: Wait for the disk at each chunk, so that a power failure costs none.
+        eviction_policy: Which chunks go first when a tier is full.
+        chunk_ttl_s: How long a chunk is served after it was stored here, seconds; none: for ever. A
+            restart does not prolong it.
+        tenant_quota_gb: What the chunks of one tenant may take of host memory; none: as much as
+            there is.
+        tenant_disk_quota_gb: The same for the disk.
+        tenant_quotas: Quotas of single tenants, by name, instead of these two.
+        tls_ca_file: Authorities (PEM), one of which must have signed the certificates of those that
+            this service calls by `https://` or `lm+tls://`; None: whom this machine trusts. Read
+            again when it changes, as the next two.
+        tls_client_cert_file: Certificate (PEM) that is shown to them.
+        tls_client_key_file: Its key (PEM, no passphrase), where it is not in the same file.
+        tls_peer_name: What certificates behind `lm+tls://` name; None: the host of the URL.
+        lm_host: Where to serve lm://.
+        lm_port: Port for lm://; 0 takes a free one.
+        lookup_url: The lookup service; None: there is none.
+        broker_url: The broker; None: there is none.
+        service_token_file: Token that this service shows to lookup, broker and storage.
+        tenant: Namespace of that token.
+        zone: Failure domain of this instance, for the broker's choice.
+        node: Machine of this instance.
+        tier_timeout_s: Longest wait on slower tiers for one request, seconds.
+        drain_timeout_s: How long pending writes and the handover may take at the end, seconds.
+    """
+
+    disk_path: Path | None = None
+    disk_gb: float = Field(default=0.0, ge=0, le=MAX_GB)
+    disk_fsync: bool = False
+    eviction_policy: PolicyName = DEFAULT_POLICY
+    chunk_ttl_s: float | None = Field(default=None, gt=0, le=MAX_TTL_S)
+    tenant_quota_gb: QuotaGb | None = None
+    tenant_disk_quota_gb: QuotaGb | None = None
+    tenant_quotas: dict[Tenant, TenantQuotaSettings] = Field(default_factory=dict)
+    tls_ca_file: Path | None = None
+    tls_client_cert_file: Path | None = None
+    tls_client_key_file: Path | None = None
+    tls_peer_name: str | None = Field(default=None, min_length=1, max_length=253)
+    lm_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    lm_port: Port
+    lookup_url: ServiceUrl | None = None
+    broker_url: ServiceUrl | None = None
+    service_token_file: Path | None = None
+    tenant: Tenant = "default"
+    zone: str = Field(default="", max_length=253)
+    node: str = Field(default="", max_length=253)
+    tier_timeout_s: float = Field(default=2.0, gt=0, le=3600)
+    drain_timeout_s: float = Field(default=10.0, ge=0, le=3600)
+
+    @property
+    def disk_bytes(self) -> int:
+        """`disk_gb` in bytes."""
+        return int(self.disk_gb * BYTES_PER_GB)
+
+    @property
+    def memory_limits(self) -> TierLimits:
+        """What the memory tier does not keep although it has room."""
+        return self._limits(
+            self.tenant_quota_gb,
+            {tenant: quota.memory_gb for tenant, quota in self.tenant_quotas.items()},
+        )
+
+    @property
+    def disk_limits(self) -> TierLimits:
+        """What the disk tier does not keep although it has room."""
+        return self._limits(
+            self.tenant_disk_quota_gb,
+            {tenant: quota.disk_gb for tenant, quota in self.tenant_quotas.items()},
+        )
+
+    @model_validator(mode="after")
+    def _check_disk(self) -> NodeSettings:
+        if self.disk_path is None and self.disk_gb:
+            raise ValueError(f"disk_gb={self.disk_gb}, but disk_path is not set: set both or none")
+        if self.disk_path is not None and not self.disk_gb:
+            raise ValueError(
+                f"disk_path={str(self.disk_path)!r}, but disk_gb is not set: set both or none"
+            )
+        disk_quotas = [
+            self.tenant_disk_quota_gb,
+            *(quota.disk_gb for quota in self.tenant_quotas.values()),
+        ]
+        if self.disk_path is None and any(disk_quotas):
+            raise ValueError(
+                "tenant_disk_quota_gb or disk_gb in tenant_quotas is set, but there is no disk: set"
+                " disk_path or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_client_tls(self) -> NodeSettings:
+        if self.tls_client_key_file is not None and self.tls_client_cert_file is None:
+            raise ValueError(
+                "tls_client_key_file is set, but tls_client_cert_file is not: set it, or leave the"
+                " key out"
+            )
+        return self
+
+    @override
+    def listeners(self) -> dict[str, tuple[str, int]]:
+        return super().listeners() | {"lm_port": (self.lm_host, self.lm_port)}
+
+    def check_scheme(self, option: str, url: str | None) -> None:
+        """For the URL that others reach lm:// of this service at.
+
+        Args:
+            option: That names it.
+            url: A distributed URL, or none.
+
+        Raises:
+            ValueError: It tells others to come unencrypted, whom this service would not understand.
+        """
+        if url is not None and self.tls_cert_file is not None and not is_encrypted(url):
+            raise ValueError(
+                f"{option}={url!r}, but with tls_cert_file what is served there is encrypted: write"
+                " lm+tls://"
+            )
+
+    def _limits(
+        self, default_gb: float | None, by_tenant_gb: Mapping[str, float | None]
+    ) -> TierLimits:
+        by_tenant = {
+            tenant: int(gb * BYTES_PER_GB) for tenant, gb in by_tenant_gb.items() if gb is not None
+        }
+        if default_gb is None and not by_tenant:
+            return TierLimits(self.chunk_ttl_s)
+        return TierLimits(
+            self.chunk_ttl_s,
+            TenantQuotas(None if default_gb is None else int(default_gb * BYTES_PER_GB), by_tenant),
+        )

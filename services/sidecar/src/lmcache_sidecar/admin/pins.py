@@ -1,0 +1,156 @@
+"""`/v1/pin`, `/v1/unpin`, `/v1/pins`: chunks that an operator keeps hot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from lmcache_core.keys import ChunkKey
+from lmcache_node.admin import DEFAULT_TTL_S, PinnedBytes, Ttl, UnpinAnswer, pinned_bytes
+from lmcache_servicekit.auth import GuardedRoute, require_role
+from pydantic import BaseModel, ConfigDict, Field
+
+from lmcache_sidecar.descriptions import NamedChunk, namers
+from lmcache_sidecar.sidecar import RunningSidecar
+
+MAX_HASHES = 4096
+
+ChunkHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+ChunkHashes = Annotated[list[ChunkHash], Field(min_length=1, max_length=MAX_HASHES)]
+ModelName = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class PinHashesRequest(BaseModel):
+    """What to keep hot, and for how long."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    chunk_hashes: ChunkHashes
+    ttl_s: Ttl = DEFAULT_TTL_S
+    model: ModelName | None = Field(None, description="Only as this model's engines name them")
+
+
+class UnpinnedHash(BaseModel):
+    """One chunk of a rank and group that is not kept."""
+
+    chunk_hash: str
+    rank: int
+    group: str
+    reason: str = Field(description="Why it is missing, or `pin_bound`: too much is pinned already")
+
+
+class PinHashesAnswer(PinnedBytes):
+    """What is kept now."""
+
+    num_pinned: int = Field(description="Of the chunks asked for, counted for each rank and group")
+    not_pinned: list[UnpinnedHash]
+
+
+class UnpinHashesRequest(BaseModel):
+    """What to keep no longer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    chunk_hashes: ChunkHashes | None = Field(None, description="Without it, everything")
+
+
+class PinnedHash(BaseModel):
+    """One chunk of a rank and group that is kept."""
+
+    chunk_hash: str
+    model_name: str
+    rank: int
+    group: str
+    num_bytes: int
+    expires_in_s: float
+
+
+class PinnedHashes(PinnedBytes):
+    """Everything that is kept."""
+
+    pins: list[PinnedHash]
+
+
+router = APIRouter(
+    prefix="/v1",
+    tags=["pins"],
+    dependencies=[Depends(require_role("admin"))],
+    route_class=GuardedRoute,
+)
+
+
+@router.post("/pin", summary="Keep chunks hot for a while")
+async def pin(sidecar: RunningSidecar, request: PinHashesRequest) -> PinHashesAnswer:
+    """Lift chunks that are not hot, and keep them from being evicted. 409 before an engine has
+    said how KV is named, and in a drain.
+    """
+    sidecar.require_serving()
+    hashes, known = request.chunk_hashes, sidecar.descriptions.of(request.model)
+    able = namers(sidecar.settings.tenant, known, lambda namer: namer.check_chunks(len(hashes)))
+    chunks = [namer.of_hashes(hashes) for _, namer in able]
+    keys = list(
+        dict.fromkeys(key for of_model in chunks for chunk in of_model for key in chunk.keys)
+    )
+    reasons = await sidecar.pins.pin(keys, request.ttl_s)
+    return PinHashesAnswer(
+        num_pinned=len(keys) - len(reasons),
+        not_pinned=_unpinned(chunks, reasons),
+        **pinned_bytes(sidecar.pins),
+    )
+
+
+@router.post("/unpin", summary="Keep chunks no longer")
+async def unpin(sidecar: RunningSidecar, request: UnpinHashesRequest | None = None) -> UnpinAnswer:
+    """They are evicted when their turn comes."""
+    chunk_hashes = (
+        None if request is None or request.chunk_hashes is None else frozenset(request.chunk_hashes)
+    )
+    return UnpinAnswer(num_unpinned=sidecar.pins.unpin_hashes(chunk_hashes))
+
+
+@router.get("/pins", summary="What is kept hot")
+async def pins(sidecar: RunningSidecar) -> PinnedHashes:
+    """And for how long yet."""
+    return PinnedHashes(
+        pins=[
+            PinnedHash(
+                chunk_hash=pinned.key.key.chunk_hash,
+                model_name=pinned.key.key.model_name,
+                rank=pinned.key.key.worker_id,
+                group=pinned.key.key.group,
+                num_bytes=pinned.num_bytes,
+                expires_in_s=round(pinned.expires_in_s, 3),
+            )
+            for pinned in sidecar.pins.pins()
+        ],
+        **pinned_bytes(sidecar.pins),
+    )
+
+
+def _unpinned(
+    chunks: Sequence[Sequence[NamedChunk]], reasons: Mapping[ChunkKey, str]
+) -> list[UnpinnedHash]:
+    """What is not pinned, and why.
+
+    A hash belongs to one model: what is missing under the names of others is not told.
+
+    Args:
+        chunks: The same chunks, as each description names them.
+        reasons: For each key that is not pinned.
+    """
+    told: list[ChunkKey] = []
+    for alike in zip(*chunks, strict=True):
+        right = next(
+            (chunk for chunk in alike if any(key not in reasons for key in chunk.keys)), alike[0]
+        )
+        told += [key for key in right.keys if key in reasons]
+    return [
+        UnpinnedHash(
+            chunk_hash=key.key.chunk_hash,
+            rank=key.key.worker_id,
+            group=key.key.group,
+            reason=reasons[key],
+        )
+        for key in dict.fromkeys(told)
+    ]

@@ -1,0 +1,232 @@
+"""`/v1`: status, tiers, clients, chunks; evict, clear, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Query
+from lmcache_core.storage.local_store import LOCAL_TIERS
+from lmcache_node.admin import ClearAnswer, DrainAnswer, DrainView, EvictAnswer, EvictBytesRequest
+from lmcache_servicekit.auth import GuardedRoute, require_role
+from lmcache_servicekit.version import version_of
+from pydantic import BaseModel, ConfigDict, Field
+
+from lmcache_sidecar.sidecar import RunningSidecar
+
+MAX_PAGE = 1000
+
+LocalTier = Literal["Hot", "LocalDiskBackend"]
+
+
+class RecoveryView(BaseModel):
+    """What an earlier start has left in shared memory."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    is_over: bool
+    found_chunks: int = Field(description="Chunks in memory when this process began")
+    checked_chunks: int = Field(
+        description="Those of them that have been compared with their digest"
+    )
+    recovered_chunks: int = Field(description="Those that are served again")
+    damaged_chunks: int = Field(description="Those that were not what was stored")
+    dropped_chunks: int = Field(
+        description="Those that were too old, above a quota, or stored anew meanwhile"
+    )
+
+
+class ArenaView(BaseModel):
+    """Shared memory across restarts of the sidecar."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    is_recorded: bool = Field(
+        description="Whether what is in memory now will be found by the next start"
+    )
+    lent_bytes: int = Field(
+        description="What clients of earlier starts may still write to; used by nobody"
+    )
+    recovery: RecoveryView
+
+
+class Status(BaseModel):
+    """The sidecar at a glance."""
+
+    instance: str
+    version: str
+    uptime_s: float
+    distributed_url: str
+    generation: str
+    arena_bytes: int
+    arena: ArenaView
+    verify_hot: str
+    accepts_handover: bool = Field(description="Whether peers may hand over chunks just now")
+    draining: bool
+    drain: DrainView
+    num_clients: int
+    registered: bool | None = Field(
+        description="Whether lookup and broker know this sidecar now; null: none are configured"
+    )
+    settled: bool = Field(
+        description="Whether everything stored has reached the slower tiers and lookup"
+    )
+    pending_bytes: int = Field(description="Bytes that wait to be written to slower tiers")
+    reserved_bytes: int = Field(description="Arena memory that engines are filling")
+    held_bytes: int = Field(description="Arena memory that is kept for engines: pinned or staged")
+    pinned_bytes: int = Field(description="Arena memory that operators keep (`POST /v1/pin`)")
+
+
+class Description(BaseModel):
+    """How a client names KV."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    fmt: str
+    model_name: str
+    world_size: int
+    chunk_size: int
+    groups: list[str]
+
+
+class ClientStatus(BaseModel):
+    """One client of the socket."""
+
+    client: str
+    pid: int
+    rank: int
+    world_size: int
+    model: str
+    num_reservations: int
+    reserved_bytes: int
+    num_pins: int
+    pinned_bytes: int
+    num_tickets: int
+    descriptions: list[Description]
+
+
+class Clients(BaseModel):
+    """Clients that are connected now."""
+
+    clients: list[ClientStatus]
+
+
+class Tiers(BaseModel):
+    """Figures by tier."""
+
+    tiers: dict[str, dict[str, int]]
+
+
+class Chunks(BaseModel):
+    """A page of the chunks in shared memory."""
+
+    chunks: list[str] = Field(description="Keys in their URL spelling")
+    next_offset: int | None
+
+
+class ClearTiersRequest(BaseModel):
+    """Which tiers forget what they hold."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tiers: list[LocalTier] | None = Field(
+        None, min_length=1, description="Without it, all tiers of this pod"
+    )
+
+
+router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
+client_role = Depends(require_role("client"))
+admin_role = Depends(require_role("admin"))
+
+
+@router.get("/status", dependencies=[client_role])
+async def status(sidecar: RunningSidecar) -> Status:
+    """The sidecar at a glance."""
+    clients = [session.describe() for session in sidecar.socket_server.sessions]
+    return Status(
+        instance=sidecar.settings.instance_id,
+        version=version_of("lmcache-sidecar"),
+        uptime_s=round(time.monotonic() - sidecar.started_at, 3),
+        distributed_url=sidecar.distributed_url,
+        generation=f"{sidecar.arena.generation:016x}",
+        arena_bytes=sidecar.arena.size,
+        arena=ArenaView.model_validate(sidecar.arena_owner.status),
+        verify_hot=sidecar.settings.verify_hot,
+        accepts_handover=sidecar.takes_handovers(),
+        draining=sidecar.drain.has_begun,
+        drain=DrainView.model_validate(sidecar.drain.progress),
+        num_clients=len(clients),
+        registered=sidecar.is_registered,
+        settled=sidecar.is_settled,
+        pending_bytes=sidecar.stack.num_pending_bytes,
+        reserved_bytes=sum(int(client["reserved_bytes"]) for client in clients),
+        held_bytes=sum(int(client["pinned_bytes"]) for client in clients)
+        + sidecar.socket_server.staged_bytes,
+        pinned_bytes=sidecar.pins.num_bytes,
+    )
+
+
+@router.get("/tiers", dependencies=[client_role])
+async def tiers(sidecar: RunningSidecar) -> Tiers:
+    """Figures by tier."""
+    return Tiers(tiers=sidecar.stack.stats())
+
+
+@router.get("/clients", dependencies=[client_role])
+async def clients(sidecar: RunningSidecar) -> Clients:
+    """Clients of the socket that are connected now."""
+    sessions = [session for session in sidecar.socket_server.sessions if session.hello is not None]
+    return Clients(
+        clients=[
+            ClientStatus.model_validate(
+                session.describe()
+                | {
+                    "descriptions": [
+                        Description.model_validate(known) for known in session.descriptions
+                    ]
+                }
+            )
+            for session in sessions
+        ]
+    )
+
+
+@router.get("/chunks", dependencies=[admin_role])
+async def chunks(
+    sidecar: RunningSidecar,
+    offset: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+) -> Chunks:
+    """A page of the chunks in shared memory."""
+    keys = await asyncio.to_thread(sidecar.stack.hot.keys)
+    end = offset + limit
+    page = [key.key.to_url() for key in keys[offset:end]]
+    return Chunks(chunks=page, next_offset=end if end < len(keys) else None)
+
+
+@router.post("/evict", dependencies=[admin_role])
+async def evict(sidecar: RunningSidecar, request: EvictBytesRequest) -> EvictAnswer:
+    """Free shared memory, in the order of the eviction policy."""
+    return EvictAnswer(freed_bytes=await sidecar.stack.hot.evict(request.num_bytes))
+
+
+@router.post("/clear", dependencies=[admin_role])
+async def clear(sidecar: RunningSidecar, request: ClearTiersRequest | None = None) -> ClearAnswer:
+    """Forget every chunk of this sidecar's own tiers, or of those named."""
+    tiers = None if request is None else request.tiers
+    return ClearAnswer(num_chunks=await sidecar.clear(LOCAL_TIERS if tiers is None else tiers))
+
+
+@router.post("/drain", dependencies=[admin_role])
+async def drain(sidecar: RunningSidecar, wait: bool = True) -> DrainAnswer:
+    """Take no new stores, ask for no new pulls, finish pending writes, and hand on what only this
+    sidecar holds.
+
+    Reads go on. The answer comes when that is done, or its time (`drain_timeout_s`) over; with
+    `wait=false` at once, and `GET /v1/status` tells how far it is.
+    """
+    sidecar.drain.begin()
+    await (sidecar.drain.run() if wait else sidecar.drain.counted())
+    progress = DrainView.model_validate(sidecar.drain.progress)
+    return DrainAnswer(draining=True, settled=sidecar.is_settled, drain=progress)

@@ -1,0 +1,203 @@
+"""Receivers of the chunks of a sidecar that ends: the remote tier, and other sidecars."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, TypeVar
+
+from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.lookup import Holder
+from lmcache_core.p2p import BrokerClient, PeerStatus
+from lmcache_core.p2p.pool import peer_client
+from lmcache_core.record import Chunk
+from lmcache_core.security import ClientTls, ShownToken
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.peer import PEER_KIND, PEER_TIER
+from lmcache_core.storage.sealing import seal_all
+from lmcache_core.wire import ClientOptions, LmClient
+from typing_extensions import override
+
+from lmcache_sidecar.handover.waiting import MAX_BATCH_CHUNKS
+from lmcache_sidecar.holders import Holders
+
+MAX_TAKERS = 4
+"""Peers that are sent to at once; those with the least to do."""
+CONNECT_TIMEOUT_S = 0.5
+STORAGE_KIND = "storage"
+
+T = TypeVar("T")
+
+
+class NotWelcomeError(UnavailableError):
+    """A taker refuses this sidecar, now and later."""
+
+
+class Taker(Protocol):
+    """One receiver of chunks. Its calls may be cancelled; they raise `UnavailableError` when it
+    cannot be reached.
+
+    Attributes:
+        name: Unlike that of any other taker.
+    """
+
+    name: str
+
+    async def has(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Return which chunks need not be sent: they are there, or can be found elsewhere."""
+
+    async def put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """Send chunks (borrowed); True for each that the receiver holds whole now."""
+
+
+class TakerSource(Protocol):
+    """Finds takers."""
+
+    async def takers(self) -> Sequence[Taker]:
+        """Return those there are now. Raises `UnavailableError` if that is not known."""
+
+    async def close(self) -> None:
+        """End the connections to them. Idempotent."""
+
+
+class RemoteSource(TakerSource, Taker):
+    """The remote tier as the only taker.
+
+    Args:
+        tier: Encodes, and has no breaker: a drain must tell a tier that cannot be reached from one
+            that refuses.
+    """
+
+    def __init__(self, tier: StorageBackend) -> None:
+        self._tier = tier
+        self.name = tier.name
+
+    @override
+    async def takers(self) -> Sequence[RemoteSource]:
+        return [self]
+
+    @override
+    async def has(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return await self._tier.batched_contains(keys)
+
+    @override
+    async def put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        return await self._tier.batched_put(chunks)
+
+    async def close(self) -> None:
+        """Do nothing: the tier belongs to the stack."""
+
+
+class PeerSource(TakerSource):
+    """The live sidecars that are not about to end themselves, as the broker sees them.
+
+    Args:
+        instance: This instance.
+        broker: Open for as long as this object is.
+        holders: Tells who has what already.
+        token: What peers are shown.
+        timeout_s: Longest wait for a peer's answer.
+        tls: Whom to trust and what to show where peers are encrypted.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        broker: BrokerClient,
+        holders: Holders,
+        token: ShownToken,
+        timeout_s: float,
+        tls: ClientTls | None = None,
+    ) -> None:
+        self._instance = instance
+        self._broker = broker
+        self._holders = holders
+        self._token = token
+        self._options = ClientOptions(
+            timeout_s=timeout_s,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+            name=instance,
+            tier=PEER_TIER,
+            tls=tls,
+        )
+        self._clients: dict[str, LmClient] = {}
+        self._live: frozenset[str] = frozenset()
+
+    @override
+    async def takers(self) -> Sequence[_Peer]:
+        peers = [
+            peer
+            for peer in await self._broker.peers()
+            if peer.id != self._instance and not peer.draining
+        ]
+        self._live = frozenset(peer.id for peer in peers)
+        able = sorted(
+            (peer for peer in peers if peer.kind == PEER_KIND),
+            key=lambda peer: (peer.load, peer.num_pulls, peer.id),
+        )
+        return [
+            _Peer(f"{peer.id} at {peer.distributed_url}", self._client(peer), self)
+            for peer in able[:MAX_TAKERS]
+        ]
+
+    @override
+    async def close(self) -> None:
+        while self._clients:
+            _, client = self._clients.popitem()
+            await client.close()
+
+    async def are_elsewhere(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Return which chunks another instance holds that is not about to end.
+
+        Raises:
+            UnavailableError: Lookup did not answer, or does not know.
+        """
+        found = await self._holders.of([key.key.chunk_id() for key in keys], MAX_BATCH_CHUNKS)
+        if None in found:
+            raise UnavailableError("lookup does not know who holds what")
+        return [any(self._stays(holder) for holder in holders or ()) for holders in found]
+
+    def _stays(self, holder: Holder) -> bool:
+        return holder.kind == STORAGE_KIND or holder.instance in self._live
+
+    def connect(self, distributed_url: str) -> LmClient:
+        """Make a client of a peer; the caller closes it.
+
+        Raises:
+            ValueError: Not a distributed URL.
+        """
+        return peer_client(distributed_url, self._token, self._options)
+
+    def _client(self, peer: PeerStatus) -> LmClient:
+        client = self._clients.get(peer.distributed_url)
+        if client is None:
+            client = self._clients[peer.distributed_url] = self.connect(peer.distributed_url)
+        return client
+
+
+class _Peer(Taker):
+    """One sidecar. Without lookup only this peer is asked what need not be sent."""
+
+    def __init__(self, name: str, client: LmClient, source: PeerSource) -> None:
+        self.name = name
+        self._client = client
+        self._source = source
+
+    @override
+    async def has(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        try:
+            return await self._source.are_elsewhere(keys)
+        except UnavailableError:
+            return await _mapped(self._client.contains(keys))
+
+    @override
+    async def put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        await seal_all(chunks)
+        return await _mapped(self._client.put(chunks))
+
+
+async def _mapped(work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except (AuthenticationError, ProtocolError) as exc:
+        raise NotWelcomeError(str(exc)) from exc

@@ -1,0 +1,99 @@
+"""The lm:// server at which peers read this sidecar's chunks and hand over theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lmcache_core.errors import AuthenticationError
+from lmcache_core.record import RAW_SERDE, Chunk
+from lmcache_core.security import Principal, TicketKeyFile, TicketVerifier
+from lmcache_core.storage.client_view import WrappedStore
+from lmcache_core.storage.codecs import Codecs
+from lmcache_core.storage.encoding_store import EncodingStore
+from lmcache_core.storage.hot import RECEIVING_SHARE
+from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.telemetry import Counters
+from lmcache_core.wire import Authenticate, LmServer, ServedStore, ServerLimits
+from lmcache_servicekit.state import ServiceState
+from typing_extensions import override
+
+from lmcache_sidecar import metrics
+from lmcache_sidecar.settings import SidecarSettings
+
+
+class PeerStore(WrappedStore):
+    """The chunks of this sidecar as peers see them. It takes what this sidecar's own engines could
+    have stored or loaded: raw chunks of its tenant, and lossy ones only where that is allowed.
+
+    Args:
+        store: What is wrapped; it refuses everything while handovers are not taken.
+        tenant: Of this pod.
+        accepts_lossy: Whether chunks that were encoded with loss are taken.
+        counters: What was received, under the names of `lmcache_sidecar.metrics`.
+    """
+
+    def __init__(
+        self, store: ServedStore, tenant: str, accepts_lossy: bool, counters: Counters
+    ) -> None:
+        super().__init__(store)
+        self._tenant = tenant
+        self._accepts_lossy = accepts_lossy
+        self._counters = counters
+
+    @override
+    async def put(self, chunk: Chunk) -> bool:
+        is_ours = chunk.key.tenant == self._tenant and chunk.described.serde == RAW_SERDE
+        is_kept = is_ours and (self._accepts_lossy or not chunk.lossy) and await super().put(chunk)
+        self._counters.add(metrics.RECEIVED_CHUNKS_TOTAL, is_kept)
+        self._counters.add(metrics.RECEIVED_BYTES_TOTAL, chunk.num_bytes * is_kept)
+        return is_kept
+
+
+def create_peer_server(
+    settings: SidecarSettings,
+    state: ServiceState,
+    stack: TierStack,
+    codecs: Codecs,
+    takes_handovers: Callable[[], bool],
+    counters: Counters,
+) -> LmServer:
+    """Make the server, not opened.
+
+    Args:
+        settings: Where it listens, and how peers show who they are.
+        state: Knows tokens and request limits.
+        stack: The tiers; only the local ones are served.
+        codecs: Encode what peers can read encoded.
+        takes_handovers: Whether peers may put chunks here just now.
+        counters: See `PeerStore`.
+
+    Raises:
+        ConfigError: The file of ticket keys cannot be read.
+    """
+    verifier = None
+    authenticate: Authenticate = state.tokens.authenticate
+    if settings.ticket_keys_file is not None:
+        keys = TicketKeyFile(settings.ticket_keys_file)
+        verifier = TicketVerifier(keys, settings.instance_id).verify
+        if settings.auth_tokens_file is None:
+            # Without a token file every caller would be let in as an administrator.
+            authenticate = _refuse_without_ticket
+    local = LocalStore(stack, accepts_puts=takes_handovers)
+    accepts_lossy = codecs.is_lossy(settings.peer_serde)
+    peer_store = PeerStore(local, settings.tenant, accepts_lossy, counters)
+    return LmServer(
+        EncodingStore(peer_store, codecs, settings.peer_serde),
+        authenticate,
+        host=settings.lm_host,
+        port=settings.lm_port,
+        verify_ticket=verifier,
+        limits=ServerLimits(
+            admit=state.admit,
+            max_blob_bytes=stack.hot.stats()["capacity_bytes"] // RECEIVING_SHARE,
+        ),
+    )
+
+
+def _refuse_without_ticket(token: str | None) -> Principal:
+    raise AuthenticationError("this sidecar serves peers with a broker's ticket only")

@@ -1,0 +1,280 @@
+"""The running sidecar: its parts, and the order in which they open and close."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Request
+from lmcache_core.errors import CapacityError, ConfigError
+from lmcache_core.memory import SharedArena
+from lmcache_core.memory.shared import ArenaFile
+from lmcache_core.storage.codecs import create_codecs
+from lmcache_core.storage.local_store import LOCAL_TIERS
+from lmcache_core.storage.tiers import HotSpec
+from lmcache_node.collectors import CodecErrorCollector
+from lmcache_node.local_chunks import LocalChunks
+from lmcache_node.node import Node
+from lmcache_node.settings import BYTES_PER_GB
+from lmcache_servicekit.errors import ConflictError, PermissionDeniedError
+from lmcache_servicekit.secret_file import read_secret_file
+from lmcache_servicekit.settings import is_loopback
+from lmcache_servicekit.state import ServiceState, service_state
+from typing_extensions import override
+
+from lmcache_sidecar.arena import ArenaOwner, open_arena
+from lmcache_sidecar.exclusive_chunks import MEASURE_INTERVAL_S, ExclusiveBytes
+from lmcache_sidecar.explainer import Explainer
+from lmcache_sidecar.handover.handover import PodHandover
+from lmcache_sidecar.handover.replication_requests import BrokerRequests, Copier
+from lmcache_sidecar.handover.takers import PeerSource, RemoteSource, TakerSource
+from lmcache_sidecar.heartbeat import heartbeat_figures, machine_load
+from lmcache_sidecar.holders import Holders
+from lmcache_sidecar.metrics import DESCRIBED
+from lmcache_sidecar.peer_server import create_peer_server
+from lmcache_sidecar.settings import SidecarSettings, make_default_directories
+from lmcache_sidecar.socket import SessionContext, SocketServer
+from lmcache_sidecar.tiers import build_sidecar_tiers
+
+logger = logging.getLogger(__name__)
+wait_before_retry = asyncio.sleep
+
+ARENA_RETRY_S = 1.0
+
+
+class SidecarNode(Node[SidecarSettings]):
+    """A node whose memory tier is shared with the engines of its pod.
+
+    Attributes:
+        arena_owner: The shared memory, and what of it outlives this process.
+        socket_server: Serves the engines of the pod.
+        explainer: Tells where chunks are.
+    """
+
+    arena_owner: ArenaOwner
+    socket_server: SocketServer
+    explainer: Explainer
+
+    def __init__(self, state: ServiceState) -> None:
+        assert isinstance(state.settings, SidecarSettings)
+        super().__init__(state, state.settings, "sidecar")
+
+    @override
+    async def open(self) -> None:
+        settings, health = self.settings, self.state.health
+        make_default_directories(settings)
+        salt = read_secret_file(settings.salt_file, "salt_file") or ""
+        # Probes are answered while the arena is still waited for.
+        health.add("arena", _arena_is_not_open)
+        self.arena_owner = await self._open_arena()
+        self.exits.callback(self.arena_owner.close)
+        await self.open_clients()
+        serdes = [settings.disk_serde, settings.remote_serde, settings.peer_serde]
+        # Codecs compile when they open, so that nothing is compiled while a request waits.
+        codecs = await self.opened(create_codecs(serdes, counters=self.counters))
+        owner = self.arena_owner
+        tiers = build_sidecar_tiers(
+            settings,
+            HotSpec(memory=owner.allocator, limits=settings.memory_limits, on_kept=owner.on_kept),
+            codecs,
+            self.announcer,
+            self.token,
+            self.tls,
+            None if self.lookup is None or self.broker is None else (self.lookup, self.broker),
+        )
+        await self.open_tiers(tiers, DESCRIBED)
+        self.state.registry.register(CodecErrorCollector(codecs.figures.errors))
+        self.exits.callback(owner.seal)  # before the tiers are emptied
+        context = SessionContext(
+            self.stack,
+            self.arena,
+            settings.instance_id,
+            settings.tenant,
+            settings.verify_hot,
+            salt,
+            settings.tier_timeout_s,
+            self.tasks,
+            self.counters,
+            owner.extents,
+            tracer=self.state.tracer,
+        )
+        self.socket_server = SocketServer(settings.socket_path, context)
+        self.descriptions = context.descriptions
+        holders = None if self.lookup is None else Holders(self.lookup, settings.instance_id)
+        self.explainer = Explainer(self.tiers, holders, settings.tier_timeout_s)
+        # Other tenants' chunks on a disk would arrive elsewhere under this tenant's name.
+        chunks = LocalChunks(
+            self.tiers.hot,
+            self.tiers.disk_files,
+            self.tiers.disk,
+            settings.tier_timeout_s,
+            lambda key: key.tenant == settings.tenant,
+        )
+        exclusive = None
+        if holders is not None:
+            exclusive = ExclusiveBytes(chunks, self.tiers.remote, holders, settings.tier_timeout_s)
+            self.tasks.repeat("sole-bytes", exclusive.measure, MEASURE_INTERVAL_S)
+        requests = self._make_handover(chunks, holders)
+        await self.serve(
+            create_peer_server(
+                settings, self.state, self.stack, codecs, self.takes_handovers, self.counters
+            ),
+            settings.distributed_url,
+        )
+        await self.join(
+            lambda: heartbeat_figures(
+                self.tiers, self.counters, None if exclusive is None else exclusive.num_bytes
+            ),
+            requests,
+            machine_load,
+        )
+        await self.opened(self.socket_server)
+        owner.start(self.tasks, self.tiers.hot, self.announcer, self.counters)
+        health.add("arena", self._check_arena)
+        health.add("lookup-and-broker", self._check_registered, required=False)
+        self.drain_at_stop(before_stop=True, at_exit=True)
+        self._drain_at_signal()
+
+    @override
+    def refuse_stores(self) -> None:
+        self.socket_server.refuse_stores()
+
+    @property
+    def arena(self) -> SharedArena:
+        """The shared memory."""
+        return self.arena_owner.arena
+
+    @property
+    def is_registered(self) -> bool | None:
+        """Whether lookup and broker know this sidecar now; None: none are configured."""
+        if self.reporter is None or self.registration is None:
+            return None
+        return self.reporter.registered and self.registration.registered
+
+    def takes_handovers(self) -> bool:
+        """Return whether peers may put chunks here just now."""
+        return self.settings.accept_handover and self.takes_chunks()
+
+    def require_serving(self) -> None:
+        """Refuse what makes no sense in a drain.
+
+        Raises:
+            ConflictError: A drain has begun.
+        """
+        if not self.takes_chunks():
+            raise ConflictError("this sidecar is draining: it keeps nothing any more")
+
+    def require_loopback(self) -> None:
+        """Refuse what no other machine may ask.
+
+        Raises:
+            PermissionDeniedError: REST listens on an address that others can reach.
+        """
+        if not is_loopback(self.settings.host):
+            raise PermissionDeniedError(
+                "this call is served on loopback only; this sidecar has"
+                f" host={self.settings.host!r}"
+            )
+
+    async def clear(self, tiers: Sequence[str] = LOCAL_TIERS) -> int:
+        """Forget every chunk of these local tiers; return the number in the fullest one."""
+        num_chunks = await self.stack.clear(search_range=tiers)
+        await self.pins.expire()
+        return num_chunks
+
+    async def _open_arena(self) -> ArenaOwner:
+        """Open the arena. A new one may not fit while engines still map that of an earlier start:
+        wait for them.
+
+        Raises:
+            CapacityError: It does not fit after `arena_wait_s`.
+        """
+        settings = self.settings
+        size, mode = int(settings.arena_gb * BYTES_PER_GB), int(settings.arena_mode, 8)
+        file = ArenaFile(settings.arena_path, size, mode, settings.arena_huge_pages == "advise")
+        deadline = time.monotonic() + settings.arena_wait_s
+        logged = ""
+        while True:
+            try:
+                return ArenaOwner(await asyncio.to_thread(open_arena, file, settings.arena_recover))
+            except CapacityError as exc:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise
+                if str(exc) != logged:
+                    logged = str(exc)
+                    logger.warning(
+                        "waiting for engines to unmap the arena of an earlier start:"
+                        " left_s=%.1f error=%s",
+                        left_s,
+                        exc,
+                    )
+                await wait_before_retry(min(ARENA_RETRY_S, left_s))
+
+    def _make_handover(self, chunks: LocalChunks, holders: Holders | None) -> BrokerRequests | None:
+        """Make the drain, and what does as the broker asks; None without a broker."""
+        settings = self.settings
+        sources: list[TakerSource] = []
+        if self.tiers.remote is not None:
+            sources.append(RemoteSource(self.tiers.remote))
+        peers = None
+        if holders is not None and self.broker is not None:
+            peers = PeerSource(
+                settings.instance_id,
+                self.broker,
+                holders,
+                self.token,
+                settings.tier_timeout_s,
+                self.tls,
+            )
+            sources.append(peers)
+        self.make_drain(PodHandover(chunks, sources, self.counters))
+        if peers is None:
+            return None
+        return BrokerRequests(self.drain, Copier(chunks, peers.connect, self.tasks, self.counters))
+
+    def _drain_at_signal(self) -> None:
+        """Let SIGUSR1 begin the drain and end nothing: a pod's preStop hook needs no token."""
+        if threading.current_thread() is threading.main_thread():  # others get no signals
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGUSR1, self.drain.begin)
+            self.exits.callback(loop.remove_signal_handler, signal.SIGUSR1)
+
+    async def _check_arena(self) -> str:
+        path = Path(self.arena.path)
+        if not await asyncio.to_thread(path.exists):
+            raise ConfigError(f"the arena file {path} is gone; restart the sidecar")
+        return f"{self.arena.size} bytes"
+
+    async def _check_registered(self) -> str:
+        if self.is_registered is False:
+            raise ConfigError("not registered at lookup or broker; peers cannot find this sidecar")
+        return "none configured" if self.is_registered is None else "registered"
+
+
+async def _arena_is_not_open() -> str:
+    raise CapacityError("the shared memory is not allocated yet")
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Run the sidecar of an app."""
+    async with SidecarNode(service_state(app)) as app.state.sidecar:
+        yield
+
+
+async def _sidecar_of(request: Request) -> SidecarNode:
+    sidecar = request.app.state.sidecar
+    assert isinstance(sidecar, SidecarNode)
+    return sidecar
+
+
+RunningSidecar = Annotated[SidecarNode, Depends(_sidecar_of)]
+"""What a route's signature asks for."""

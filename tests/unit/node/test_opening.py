@@ -1,0 +1,74 @@
+"""Parts of both kinds of node: what one that cannot open leaves of the others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from lmcache_core.errors import ConfigError
+from lmcache_core.lookup import InstanceReporter, LookupClient
+from lmcache_core.p2p import BrokerClient, PeerRegistration
+from lmcache_core.testing.chunks import make_chunk
+from lmcache_core.wire import LmClient, LmServer
+from lmcache_servicekit.listening import CannotListenError
+from lmcache_servicekit.state import service_state
+
+from tests.fixtures.nodes import KINDS, node_app, node_of
+
+AWAY = {"lookup_url": "http://127.0.0.1:1", "broker_url": "http://127.0.0.1:1"}
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+
+async def test_chunks_are_served_until_a_drain_begins(kind: str, tmp_path: Path) -> None:
+    app = node_app(kind, tmp_path, **({"accept_handover": True} if kind == "sidecar" else {}))
+    async with app.router.lifespan_context(app):
+        node = node_of(app)
+        client = LmClient("127.0.0.1", service_state(app).ports["lm_port"])
+        assert await client.put([make_chunk("a")]) == [True]
+        node.drain.begin()
+        assert await client.put([make_chunk("b")]) == [False]
+        assert await client.contains([make_chunk("a").key]) == [True]
+        assert await node.pins.pin([make_chunk("a").key], 60), "what ends pins nothing"
+        await client.close()
+
+
+async def test_a_taken_port_is_named_and_the_disk_is_free_again(kind: str, tmp_path: Path) -> None:
+    disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.01}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        app = node_app(kind, tmp_path, lm_port=taken.getsockname()[1], **disk)
+        with pytest.raises(CannotListenError, match="lm_port"):
+            async with app.router.lifespan_context(app):
+                pass
+    app = node_app(kind, tmp_path, **disk)
+    async with app.router.lifespan_context(app):
+        """The directory has no owner."""
+
+
+@pytest.mark.parametrize("part", [LmServer, InstanceReporter, PeerRegistration])
+async def test_a_part_that_fails_closes_itself_and_all_before_it(
+    kind: str, part: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = (LookupClient, BrokerClient, LmServer, InstanceReporter, PeerRegistration)
+    closed: list[type] = []
+    for one in parts:
+
+        async def close(self: object, *args: object, close=one.close, one=one) -> None:  # type: ignore[no-untyped-def]
+            closed.append(one)
+            await close(self, *args)
+
+        monkeypatch.setattr(one, "close", close)
+
+    async def fail(self: object, *args: object) -> None:
+        raise ConfigError("no")
+
+    monkeypatch.setattr(part, "open", fail)
+    app = node_app(kind, tmp_path, disk_path=tmp_path / "disk", disk_gb=0.01, **AWAY)
+    with pytest.raises(ConfigError, match="no"):
+        async with app.router.lifespan_context(app):
+            pass
+    assert sorted(map(str, closed)) == sorted(map(str, parts[: parts.index(part) + 1]))
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("lmcache-disk")]
