@@ -51,7 +51,7 @@ from lmcache_core.testing.codec_payloads import decode_between_guards, kv_payloa
 from lmcache_core.testing.serde_suite import random_bits, sealed_by_hand
 from lmcache_webhook.app import injection_options
 from lmcache_webhook.injection.injector import review_pod
-from lmcache_webhook.injection.options import InjectionOptions
+from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.settings import WebhookSettings
 
 from tests.fixtures import pods

@@ -15,7 +15,7 @@ from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_webhook.app import injection_options
 from lmcache_webhook.injection.injector import review_pod
-from lmcache_webhook.review.service import REVIEW_TIMEOUT_S
+from lmcache_webhook.reviews import REVIEW_TIMEOUT_S
 from lmcache_webhook.settings import WebhookSettings
 
 from tests.fixtures.pods import plain

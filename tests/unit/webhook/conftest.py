@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from lmcache_webhook.app import injection_options
-from lmcache_webhook.injection.options import InjectionOptions
+from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.settings import WebhookSettings
 
 

@@ -9,7 +9,7 @@ import jsonpatch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lmcache_webhook.injection.injector import review_pod
-from lmcache_webhook.injection.options import InjectionOptions
+from lmcache_webhook.injection.plan import InjectionOptions
 
 USERS = st.integers(0, 9)
 ASKED = [

@@ -14,9 +14,9 @@ import kubernetes_validate
 import pytest
 from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
-from lmcache_webhook.injection.injector import Outcome, review_pod
-from lmcache_webhook.injection.options import InjectionOptions
-from lmcache_webhook.injection.quantity import amount_of
+from lmcache_webhook.injection.injector import PodReview, review_pod
+from lmcache_webhook.injection.plan import InjectionOptions
+from lmcache_webhook.injection.pod import amount_of
 from lmcache_webhook.injection.sidecar import PAYLOAD, SIDECAR, transfer_config
 
 from tests.fixtures.pods import SHAPES, Pod, container, plain, pod
@@ -48,7 +48,7 @@ def schemas_are_read_once() -> Iterator[None]:
         yield
 
 
-def after(document: Pod, outcome: Outcome) -> Pod:
+def after(document: Pod, outcome: PodReview) -> Pod:
     """The pod with the patch, as an API server applies it: the original stays as it was."""
     before = copy.deepcopy(document)
     changed: Pod = jsonpatch.apply_patch(document, json.loads(json.dumps(outcome.operations)))
@@ -113,7 +113,7 @@ def without_nulls(value: Any) -> Any:
 @every_shape
 def test_a_second_time_changes_nothing(shape: str, options: InjectionOptions) -> None:
     changed = injected(options, SHAPES[shape]())
-    assert review_pod(options, changed, "team-a") == Outcome("unchanged")
+    assert review_pod(options, changed, "team-a") == PodReview("unchanged")
 
 
 @every_shape

@@ -6,7 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from lmcache_webhook.injection.quantity import amount_of, is_same
+from lmcache_webhook.injection.pod import amount_of, is_same
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lmcache_webhook.injection.injector import Outcome, review_pod
-from lmcache_webhook.injection.options import InjectionOptions
-from lmcache_webhook.review import service
-from lmcache_webhook.review.schemas import AdmissionAnswer, AdmissionRequest, GroupVersionKind
-from lmcache_webhook.review.service import MAX_BODY_BYTES, MAX_UNFINISHED, Reviewer
+from lmcache_webhook import reviews as service
+from lmcache_webhook.admission import AdmissionAnswer, AdmissionRequest, GroupVersionKind
+from lmcache_webhook.injection.injector import PodReview, review_pod
+from lmcache_webhook.injection.plan import InjectionOptions
+from lmcache_webhook.reviews import MAX_BODY_BYTES, MAX_UNFINISHED, Reviewer
 
 from tests.fixtures.pods import plain
 
@@ -25,7 +25,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Reviews of pods in the namespace `hung` compute until the event is set."""
     end = threading.Event()
 
-    def slow(options: InjectionOptions, document: dict[str, Any], namespace: str) -> Outcome:
+    def slow(options: InjectionOptions, document: dict[str, Any], namespace: str) -> PodReview:
         while namespace == HUNG and not end.is_set():
             pass  # as a loop in Python that does not end
         return review_pod(options, document, namespace)

@@ -9,12 +9,10 @@ from fastapi import FastAPI
 from lmcache_servicekit.app import BodyBounds, create_service_app
 from lmcache_servicekit.state import service_state
 
-from lmcache_webhook.dependencies import WebhookParts
-from lmcache_webhook.injection.options import InjectionOptions, Tenant
+from lmcache_webhook.injection.plan import InjectionOptions, Tenant
 from lmcache_webhook.injection.template import check_cpu, read_template
-from lmcache_webhook.metrics import WebhookCollector
-from lmcache_webhook.review.routes import router
-from lmcache_webhook.review.service import MAX_BODY_BYTES, Reviewer
+from lmcache_webhook.reviews import MAX_BODY_BYTES, Reviewer, WebhookCollector
+from lmcache_webhook.routes import WebhookParts, router
 from lmcache_webhook.settings import WebhookSettings
 
 

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_settings import SettingsConfigDict
 
-from lmcache_webhook.injection.quantity import amount_of
+from lmcache_webhook.injection.pod import amount_of
 
 MAX_GB = 65_536
 MAX_TENANTS = 1024

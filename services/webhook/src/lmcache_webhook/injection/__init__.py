@@ -3,13 +3,12 @@
 | file | concern |
 |---|---|
 | `injector.py` | from a pod to a patch: the order of it all |
-| `pod.py` | the part of a pod that decides anything, with types |
-| `wishes.py` | what a pod's annotations ask for |
-| `engine.py`, `command_line.py` | which container runs vLLM, and where its arguments go |
-| `options.py`, `template.py` | what the webhook adds, as its settings say |
-| `sidecar.py`, `volumes.py` | the containers and volumes that are added |
-| `environment.py` | `PYTHONPATH` |
-| `patch.py` | RFC 6902 operations |
+| `pod.py` | the part of a pod that decides anything, with types, and Kubernetes' quantities |
+| `annotations.py` | what a pod's annotations ask for |
+| `command_line.py` | which container runs vLLM, and where its arguments go |
+| `plan.py`, `template.py` | what the webhook adds, as its settings say |
+| `sidecar.py` | the containers and volumes that are added |
+| `patch.py` | RFC 6902 operations, `PYTHONPATH` |
 
 Nothing here knows HTTP, and nothing here does I/O.
 """

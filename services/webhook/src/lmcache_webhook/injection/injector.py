@@ -9,12 +9,17 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from lmcache_webhook.injection.command_line import names_our_connector, plan_arguments
-from lmcache_webhook.injection.engine import find_engine
-from lmcache_webhook.injection.environment import add_python_path
+from lmcache_webhook.injection.annotations import (
+    INJECTED,
+    SIDECARS,
+    STATUS,
+    is_asked_for,
+    read_request,
+)
+from lmcache_webhook.injection.command_line import find_engine, names_our_connector, plan_arguments
 from lmcache_webhook.injection.errors import DeclinedError
-from lmcache_webhook.injection.options import InjectionOptions, PodPlan, plan_pod
-from lmcache_webhook.injection.patch import Operation, Patch
+from lmcache_webhook.injection.patch import Operation, Patch, add_python_path
+from lmcache_webhook.injection.plan import InjectionOptions, PodPlan, plan_pod
 from lmcache_webhook.injection.pod import Container, Pod, PodSpec, VolumeMount
 from lmcache_webhook.injection.sidecar import (
     PORTS,
@@ -24,9 +29,8 @@ from lmcache_webhook.injection.sidecar import (
     payload_container,
     sidecar_container,
     transfer_config,
+    volumes_of,
 )
-from lmcache_webhook.injection.volumes import volumes_of
-from lmcache_webhook.injection.wishes import INJECTED, SIDECARS, STATUS, is_asked_for, read_wishes
 
 Verdict = Literal["injected", "declined", "unchanged", "unreadable"]
 
@@ -34,7 +38,7 @@ MAX_STATUS_CHARS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PodReview:
     """What becomes of a pod.
 
     Attributes:
@@ -50,7 +54,7 @@ class Outcome:
     reason: str = ""
 
 
-def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace: str) -> Outcome:
+def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace: str) -> PodReview:
     """Decide what becomes of a pod. Raises nothing, whatever the document is.
 
     Args:
@@ -61,7 +65,7 @@ def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace
     try:
         pod = Pod.model_validate(document)
     except ValidationError as exc:
-        return Outcome(
+        return PodReview(
             "unreadable",
             reason=(
                 f"this is no pod that the webhook can read: {exc.error_count()} of its members"
@@ -71,7 +75,7 @@ def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace
     if not is_asked_for(pod.metadata) or any(
         one.name == SIDECAR for one in pod.spec.all_containers
     ):
-        return Outcome("unchanged")
+        return PodReview("unchanged")
     patch = Patch(document)
     try:
         reason = _inject(patch, options, pod, namespace)[:MAX_STATUS_CHARS]
@@ -79,17 +83,17 @@ def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace
         patch = Patch(document)  # nothing of what was begun
         reason = f"not injected: {exc}"[:MAX_STATUS_CHARS]
         patch.put(("metadata", "annotations", STATUS), reason)
-        return Outcome("declined", patch.operations, reason)
+        return PodReview("declined", patch.operations, reason)
     patch.put(("metadata", "annotations", STATUS), reason)
-    return Outcome("injected", patch.operations, reason)
+    return PodReview("injected", patch.operations, reason)
 
 
 def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -> str:
     annotations = pod.metadata.annotations or {}
-    wishes = read_wishes(annotations)
+    request = read_request(annotations)
     _check_pod(pod.spec)
-    index, engine = find_engine(pod.spec, wishes.container)
-    plan = plan_pod(options, pod, namespace, wishes, index)
+    index, engine = find_engine(pod.spec, request.container)
+    plan = plan_pod(options, pod, namespace, request, index)
     arguments = plan_arguments(engine, transfer_config())
     _check_names(pod.spec, engine, plan)
 

@@ -11,7 +11,7 @@ import yaml
 from lmcache_core.errors import ConfigError
 from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
 
-from lmcache_webhook.injection.quantity import amount_of
+from lmcache_webhook.injection.pod import amount_of
 
 MAX_TEMPLATE_BYTES: Final = 64 << 10
 MEMBERS: Final = frozenset(

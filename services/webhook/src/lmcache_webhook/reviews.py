@@ -8,14 +8,17 @@ import json
 import logging
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Final
 
 from lmcache_core.security import RateLimiter
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from lmcache_webhook.injection.injector import Outcome, review_pod
-from lmcache_webhook.injection.options import InjectionOptions
-from lmcache_webhook.review.schemas import AdmissionAnswer, AdmissionRequest, AdmissionResponse
+from lmcache_webhook.admission import AdmissionAnswer, AdmissionRequest, AdmissionResponse
+from lmcache_webhook.injection.injector import PodReview, review_pod
+from lmcache_webhook.injection.plan import InjectionOptions
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +124,7 @@ class Reviewer:
             )
         )
 
-    async def _in_thread(self, request: AdmissionRequest) -> tuple[Outcome, str]:
+    async def _in_thread(self, request: AdmissionRequest) -> tuple[PodReview, str]:
         """Return what becomes of the pod, and the patch as the API server wants it.
 
         Raises:
@@ -130,7 +133,7 @@ class Reviewer:
         self._unfinished = {thread for thread in self._unfinished if thread.is_alive()}
         if len(self._unfinished) >= MAX_UNFINISHED:
             raise TimeoutError
-        decided: Future[tuple[Outcome, str]] = Future()
+        decided: Future[tuple[PodReview, str]] = Future()
         decided.set_running_or_notify_cancel()
 
         def run() -> None:
@@ -148,14 +151,14 @@ class Reviewer:
             self._unfinished.add(thread)
             raise
 
-    def _decide(self, request: AdmissionRequest) -> tuple[Outcome, str]:
+    def _decide(self, request: AdmissionRequest) -> tuple[PodReview, str]:
         assert request.object is not None
         try:
             outcome = review_pod(self._options, request.object, request.namespace)
             return outcome, base64.b64encode(json.dumps(outcome.operations).encode()).decode()
         except RecursionError:
             return (
-                Outcome(
+                PodReview(
                     "unreadable",
                     reason="this is no pod that the webhook can read: it is nested too deeply",
                 ),
@@ -167,7 +170,7 @@ class Reviewer:
         warnings = [warning[:MAX_WARNING_CHARS]] if warning else None
         return AdmissionAnswer(response=AdmissionResponse(uid=request.uid, warnings=warnings))
 
-    def _tell(self, request: AdmissionRequest, outcome: Outcome) -> None:
+    def _tell(self, request: AdmissionRequest, outcome: PodReview) -> None:
         if outcome.reason:
             logger.info(
                 "a pod of the namespace %s: %s%s",
@@ -175,3 +178,25 @@ class Reviewer:
                 outcome.reason,
                 " (dry run)" if request.dryRun else "",
             )
+
+
+REVIEWS_TOTAL: Final = "lmcache_webhook_reviews_total"
+LABEL_VERDICT: Final = "verdict"
+
+
+class WebhookCollector(Collector):
+    """Reads the figures when Prometheus asks."""
+
+    def __init__(self, reviewer: Reviewer) -> None:
+        self._reviewer = reviewer
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric of the webhook."""
+        reviews = CounterMetricFamily(
+            REVIEWS_TOTAL,
+            "Pods that were reviewed, by what became of them.",
+            labels=[LABEL_VERDICT],
+        )
+        for verdict in VERDICTS:
+            reviews.add_metric([verdict], self._reviewer.counts[verdict])
+        yield reviews

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lmcache_webhook.injection.annotations import ARENA_GB, DISK_GB, TENANT, PodRequest
 from lmcache_webhook.injection.errors import DeclinedError
 from lmcache_webhook.injection.pod import Pod
-from lmcache_webhook.injection.wishes import ARENA_GB, DISK_GB, TENANT, Wishes
 
 ANY_NAMESPACE = "*"
 
@@ -100,7 +100,7 @@ MAX_GENERATED_CHARS = 10
 
 
 def plan_pod(
-    options: InjectionOptions, pod: Pod, namespace: str, wishes: Wishes, engine: int
+    options: InjectionOptions, pod: Pod, namespace: str, request: PodRequest, engine: int
 ) -> PodPlan:
     """Decide what a pod gets.
 
@@ -108,15 +108,15 @@ def plan_pod(
         options: Of the webhook.
         pod: The pod.
         namespace: Where it is to be.
-        wishes: What it asks for.
+        request: What it asks for.
         engine: Which of its containers runs vLLM.
 
     Raises:
         DeclinedError: It asks for more than it may, or for a tenant that is not its namespace's.
     """
-    user, group = _user_of(options, pod, wishes, engine)
+    user, group = _user_of(options, pod, request, engine)
     here = _tenants_of(options, namespace)
-    tenant = _tenant_of(here, namespace, wishes.tenant)
+    tenant = _tenant_of(here, namespace, request.tenant)
     service = (
         options.kubernetes_service
         if namespace == options.kubernetes_namespace and tenant is here[0]
@@ -125,8 +125,8 @@ def plan_pod(
     return PodPlan(
         options=options,
         tenant=tenant,
-        arena_gb=_size(wishes.arena_gb, options.arena_gb, options.max_arena_gb, ARENA_GB),
-        disk_gb=_size(wishes.disk_gb, options.disk_gb, options.max_disk_gb, DISK_GB),
+        arena_gb=_size(request.arena_gb, options.arena_gb, options.max_arena_gb, ARENA_GB),
+        disk_gb=_size(request.disk_gb, options.disk_gb, options.max_disk_gb, DISK_GB),
         run_as_user=user,
         run_as_group=group,
         is_guaranteed=all(
@@ -167,14 +167,14 @@ def _tenant_of(here: Sequence[Tenant], namespace: str, wished: str | None) -> Te
 
 
 def _user_of(
-    options: InjectionOptions, pod: Pod, wishes: Wishes, engine: int
+    options: InjectionOptions, pod: Pod, request: PodRequest, engine: int
 ) -> tuple[int | None, int | None]:
     """Sidecar and vLLM share files, so they are one user where it is known whom vLLM runs as.
     Root may open everything anyway.
     """
     container = pod.spec.containers[engine].securityContext
     whole = pod.spec.securityContext
-    users = [wishes.run_as_user, container and container.runAsUser, whole and whole.runAsUser]
+    users = [request.run_as_user, container and container.runAsUser, whole and whole.runAsUser]
     groups = [container and container.runAsGroup, whole and whole.runAsGroup]
     user = next((one for one in users if one is not None), None)
     group = next((one for one in groups if one is not None), None)

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
 from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 
-from lmcache_webhook.dependencies import Parts
-from lmcache_webhook.review.schemas import AdmissionAnswer, AdmissionQuestion
-from lmcache_webhook.review.service import MAX_BODY_BYTES
+from lmcache_webhook.admission import AdmissionAnswer, AdmissionQuestion
+from lmcache_webhook.reviews import MAX_BODY_BYTES, Reviewer
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookParts:
+    """The parts of one webhook; they live as long as its app."""
+
+    reviewer: Reviewer
+
+
+async def webhook_parts(request: Request) -> WebhookParts:
+    """The running webhook."""
+    parts = request.app.state.webhook
+    assert isinstance(parts, WebhookParts)
+    return parts
+
+
+Parts = Annotated[WebhookParts, Depends(webhook_parts)]
+
 
 router = APIRouter(tags=["admission"], route_class=GuardedRoute)
 

@@ -34,7 +34,7 @@ MAX_SHOWN_CHARS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PodRequest:
     """What one pod asks for; None: as the webhook's settings say.
 
     Attributes:
@@ -60,7 +60,7 @@ def is_asked_for(metadata: Metadata) -> bool:
     return (annotation if annotation is not None else (metadata.labels or {}).get(INJECT)) == "true"
 
 
-def read_wishes(annotations: Mapping[str, str]) -> Wishes:
+def read_request(annotations: Mapping[str, str]) -> PodRequest:
     """Read a pod's annotations.
 
     Raises:
@@ -83,7 +83,7 @@ def read_wishes(annotations: Mapping[str, str]) -> Wishes:
             validate_tenant(tenant)
         except ValueError as exc:
             raise DeclinedError(f"{TENANT}={_shown(tenant)!r}: {exc}") from None
-    return Wishes(
+    return PodRequest(
         container=annotations.get(CONTAINER),
         arena_gb=_number(annotations, ARENA_GB, 0.0625, 65_536),
         disk_gb=_number(annotations, DISK_GB, 0, 1 << 20),

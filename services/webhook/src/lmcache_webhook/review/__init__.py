@@ -1,1 +1,0 @@
-"""`POST /mutate`: what the API server asks, and what it is answered."""
