@@ -110,7 +110,12 @@ def quality_section(name: str, full: ArmQuality, rows: Mapping[Arm, ArmQuality])
         "gap closed, ±",
         "note",
     )
-    return Section(f"Blend: answers that need {name}", headings, cells)
+    return Section(
+        f"Blend: answers that need {name}",
+        headings,
+        cells,
+        left_out=frozenset({"10%", "50%", "100%"}),
+    )
 
 
 def _remark(name: str, prompts: Sequence[SplitPrompt], rows: Mapping[Arm, ArmQuality]) -> str:

@@ -23,7 +23,7 @@ def quality(rows: Sequence[QualityRow], notes: Mapping[str, str]) -> Section:
         "scheme",
         "bits an element",
         "loss, bits a byte",
-        "change of the loss",
+        "change of the loss, %",
         "KL, nats",
         "same likeliest token",
         "bits count",
@@ -33,7 +33,7 @@ def quality(rows: Sequence[QualityRow], notes: Mapping[str, str]) -> Section:
             row.name,
             f"{row.bits:.3f}",
             f"{row.bits_per_byte:.4f}",
-            f"{100 * row.change.value:+.3f} % ± {100 * row.change.half_width:.3f}",
+            f"{100 * row.change.value:+.3f} ± {100 * row.change.half_width:.3f}",
             f"{row.divergence:.5f}",
             f"{row.agreement:.2%}",
             notes.get(row.name, ""),
@@ -58,7 +58,10 @@ def sizes(rows: Sequence[SizeRow]) -> Section:
         for row in rows
     ]
     return Section(
-        "Size of a chunk, as a share of its raw bytes", ("tokens", "raw bytes", *names, "KV"), cells
+        "Size of a chunk, as a share of its raw bytes",
+        ("tokens", "raw bytes", *names, "KV"),
+        cells,
+        left_out=frozenset({"7", "64", "100"}),
     )
 
 

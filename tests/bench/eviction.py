@@ -162,7 +162,7 @@ def optimal_hit_ratio(trace: Trace, num_slots: int) -> float:
 def measure() -> list[HitRatios]:
     """Every policy on every trace at every capacity; the same figures every time."""
     rows = []
-    for name, trace in (("multi-turn chat", chat_trace()), ("RAG", rag_trace())):
+    for name, trace in (("chat", chat_trace()), ("RAG", rag_trace())):
         footprint = len({key for request in trace for key in request})
         for share in CAPACITY_SHARES:
             num_slots = int(share * footprint)

@@ -10,7 +10,6 @@ import os
 import random
 import statistics
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.bench.vllm_engines import CHUNK_SIZE, HOME, TimedEngine, random_prompt
@@ -30,8 +29,8 @@ WARM_UPS = 3
 def main() -> None:
     """Measure and print."""
     begin = os.getloadavg()[0]
-    print("| prompt | answers late by | plain vLLM, ms | with the connector, ms | ratio | pairs |")
-    print("|---|---:|---:|---:|---:|---:|")
+    print(f"| delay, ms | {' | '.join(f'{num_tokens:,} tokens' for num_tokens in PAIRS)} |")
+    print(f"|---|{'---:|' * len(PAIRS)}")
     with (
         tempfile.TemporaryDirectory(prefix="lmcache-late-") as scratch,
         Owner(Path(scratch)) as owner,
@@ -64,12 +63,16 @@ def _measure(plain: TimedEngine, ours: TimedEngine, relay: LateSocket) -> None:
     for late_s in LATE_S:
         relay.late_s = late_s
         _pair(plain, ours, dice, max(PAIRS))  # the first request finds out that the sidecar is late
+        ratios = []
         for num_tokens, num_pairs in PAIRS.items():
             took = [
                 _pair(plain, ours, dice, num_tokens, is_swapped=bool(number % 2))
                 for number in range(num_pairs)
             ]
-            _print(num_tokens, late_s, took)
+            ratios.append(statistics.median(ours / plain for plain, ours in took))
+        print(
+            f"| {late_s * 1e3:.0f} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |", flush=True
+        )
 
 
 def _pair(
@@ -86,19 +89,6 @@ def _pair(
         assert took.num_cached == 0
         seconds[engine] = took.seconds
     return seconds[plain], seconds[ours]
-
-
-def _print(num_tokens: int, late_s: float, took: Sequence[tuple[float, float]]) -> None:
-    without, with_us = (statistics.median(column) * 1e3 for column in zip(*took, strict=True))
-    ratio = statistics.median(ours / plain for plain, ours in took)
-    cells = (
-        f"{late_s * 1e3:.0f} ms",
-        f"{without:.1f}",
-        f"{with_us:.1f}",
-        f"{ratio:.2f}",
-        f"{len(took)}",
-    )
-    print(f"| {num_tokens:,} tokens | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

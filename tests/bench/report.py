@@ -37,6 +37,16 @@ TERMINAL_ONLY = frozenset(
         "share of a copy",
         "times torchac",
         "deviation of K and V",
+        "raw bytes",
+        "loss, bits a byte",
+        "KL, nats",
+        "times torchac -O3",
+        "times one thread",
+        "encode and load, one after the other",
+        "encode and load, pipelined",
+        "limit: torch copy, one thread, taken in turn with the paged copies",
+        "one server: the buckets alone",
+        "cluster: buckets of its masters",
     }
 )
 """Headings of columns, and first cells of rows, that the document leaves out."""
@@ -50,11 +60,13 @@ class Section:
         title: Its heading.
         headings: Of its columns; the first and the last are text, those between are numbers.
         rows: Its cells.
+        left_out: A row with one of these cells is not in the document.
     """
 
     title: str
     headings: tuple[str, ...]
     rows: Sequence[Sequence[str]]
+    left_out: frozenset[str] = frozenset()
 
     def show(self, console: Console) -> None:
         """Print it."""
@@ -86,7 +98,7 @@ class Section:
                 *(
                     "| " + " | ".join(row[i] for i in shown) + " |"
                     for row in self.rows
-                    if row[0] not in TERMINAL_ONLY
+                    if row[0] not in TERMINAL_ONLY and self.left_out.isdisjoint(row)
                 ),
             ]
         )

@@ -7,23 +7,12 @@ from collections import Counter
 from pathlib import Path
 
 from tests.bench.report import Section, rewrite
-from tests.chaos.cluster.plan import KINDS
 from tests.chaos.cluster.plot import draw
 from tests.chaos.cluster.run import Outcome
 from tests.chaos.cluster.worker import BOUND_S
 
 PLOT = "chaos-hit-ratio.svg"
 SECTION = "chaos"
-DONE = {
-    "kill": "SIGKILL, restarted within 3 s",
-    "stop": "SIGSTOP for up to 4 s",
-    "flush": "FLUSHALL",
-    "full": "disk refuses writes for up to 12 s",
-    "cut": "all connections of an address closed",
-    "delay": "traffic delayed by 10 to 300 ms, for up to 6 s",
-    "freeze": "no traffic for up to 4 s",
-    "corrupt": "a bit flipped in 5 to 50 % of the pieces, for up to 8 s",
-}
 
 
 def write(docs: Path, outcome: Outcome) -> None:
@@ -44,7 +33,7 @@ def write(docs: Path, outcome: Outcome) -> None:
     machine = (
         f"Seed {outcome.seed}, {outcome.times.chaos_s:.0f} s of faults, {os.cpu_count()} cores."
     )
-    blocks = [figures(outcome).as_markdown(), faults(outcome).as_markdown(), f"![{title}]({PLOT})"]
+    blocks = [figures(outcome).as_markdown(), f"![{title}]({PLOT})"]
     rewrite(docs / "benchmarks.md", SECTION, machine, blocks)
 
 
@@ -101,23 +90,8 @@ def figures(outcome: Outcome) -> Section:
     return Section("Chaos: what came out", ("what", "", "note"), rows)
 
 
-def faults(outcome: Outcome) -> Section:
-    """What was done, by kind."""
-    counts = Counter(fault.kind for fault in outcome.plan)
-    rows = [(kind, f"{counts[kind]}", f"{DONE[kind]} ({_families(kind)})") for kind in KINDS]
-    return Section("Chaos: what was done", ("kind", "times", "what it is, and to whom"), rows)
-
-
-def _families(kind: str) -> str:
-    hit, every = (
-        {target.split("-")[0] for one in kinds for target in KINDS[one].targets}
-        for kinds in ([kind], KINDS)
-    )
-    return "all" if hit == every else ", ".join(sorted(hit))
-
-
 def _sort_of(fault: str) -> str:
-    """What a worker's words begin with, behind its time and name."""
+    """What a worker's words begin with, after its time and name."""
     return next(
         (sort for sort in ("wrong", "error", "late") if f" {sort}: " in fault.split("\n", 1)[0]),
         "other",

@@ -71,7 +71,3 @@ def test_nothing_wrong_is_nought() -> None:
     table = report.figures(outcome_of()).as_markdown()
     assert "| wrong KV | 0 |" in table
     assert "| anything else wrong | 0 |  |" in table
-
-
-def test_every_kind_is_explained() -> None:
-    assert set(report.DONE) == set(KINDS)

@@ -107,7 +107,7 @@ def test_tables_have_a_cell_for_each_heading():
         "coder",
         "2.500",
         "1.0900",
-        "+1.230 % ± 0.100",
+        "+1.230 ± 0.100",
         "0.00400",
         "97.00%",
         "payload",
