@@ -1,25 +1,32 @@
 """How Redis stores the index: names of keys, and the bytes of a bucket's values.
 
+Another layout takes another prefix than `lmc2:`, so versions never mix.
+
 ```
-lmc2:{b:00f2}:<tenant>  hash: chunk id (16 bytes) -> holders, one after the other
+lmc2:{b:00f2}:<tenant>  hash: chunk id (16 bytes) -> holders, concatenated
 lmc2:{i}:leases         hash: "<owner>/<instance>" -> JSON array of the lease (see redis_scripts)
-lmc2:{i}:version        changes with every change of who is alive
-lmc2:{i}:numbers        last instance number that was given out
+lmc2:{i}:version        last change of leases: "<seconds>.<microseconds>" by the server's clock
+lmc2:{i}:numbers        last instance number; starts at the time in seconds
 lmc2:{i}:tenants        set of tenants that have buckets
-lmc2:{i}:nodes          JSON array of a cluster's epoch and its masters' run ids (see redis_scripts)
-lmc2:{b:00f2}:!         in a cluster, the bucket's mark: when it was last found without one, in milliseconds
-lmc2:{i}:marks          the newest marks of all buckets that instances were told of, with commas
+lmc2:{i}:nodes          JSON array of a cluster's epoch and its masters' run ids
+lmc2:{b:00f2}:!         in a cluster, the bucket's mark: when it was last found without one, in ms
+lmc2:{i}:marks          the newest marks that instances were told of, comma-separated
 ```
-The bucket is the first 6 bits of the chunk id, in two hex digits. What stands in braces is a hash
-tag; its two letters are such that bucket k lies in the k-th of 64 equal parts of a cluster's slots.
-A holder: ```
+The bucket is the first 6 bits of the chunk id, in two hex digits. Braces enclose a hash tag; its
+two letters put bucket k into the k-th of 64 equal ranges of a cluster's slots. A holder: ```
  0  4  instance number     little-endian
  4  8  incarnation
 12  8  size in bytes
 20  1  length of the tier's name
 21  .. the tier's name
 ```
-"""  # noqa: E501
+A chunk with two holders takes 120 bytes of Redis, each further holder 24 to 32, at most 64 holders.
+A tenant has at most `max_chunks_per_tenant` chunks, a 64th per bucket; a full bucket drops an
+arbitrary chunk. A holder counts while its lease lives in its incarnation; lookups clear dead
+entries. A lookup is one pipeline per server. Events are one script; in a cluster they are claimed,
+written and settled (ADR 10). An unsettled claim ends after two seconds plus the write timeout;
+until then callers get 503.
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """What has to be atomic, or one round trip, in Redis: Lua. All keys have one hash tag, so that they
 lie on one node of a cluster.
 
-A record is text: incarnation (20 digits), draining (0 or 1), gone (0 or 1), end of the lease (15
-digits, Redis' milliseconds), then JSON that the scripts do not read. Each change of a peer takes
-the next number of `seq`, and `changes` holds the number of each peer's last
-one: what a broker has not seen is what has a higher number than it saw last. `epoch` is a word that
-    is lost with everything else.
+`records` maps `<owner>/<peer>` to text: incarnation (20 digits), draining (0 or 1), gone (0 or 1),
+end of the lease (15 digits, Redis' milliseconds), then JSON that the scripts do not read:
+`[distributed_url, kind, zone, node, load, drain, figures]`, surplus fields ignored. Each change of
+a peer takes the next number of `seq`; `changes` (sorted set) holds the number of each peer's last
+change, so a broker reads what has a higher number than the last it saw. `epoch` is a word that is
+lost with everything else, which shows data loss.
 
-A pull is the member of its id in `pulls`, scored with its end; `owners` says of each `requester NUL
-life NUL begin`, so that any broker can renew and end what another has granted; `counts` has the
-number of each life. `orders` has a line for each copy that a peer is to make, `end chunk taker
-address`.
+`pulls` scores each pull's id with its end. `owners` has `requester NUL life NUL begin` for each, so
+any broker can renew and end what another granted. `counts` has the number of pulls of each life.
+`orders` has a line for each copy that a peer should make: `end chunk taker address`.
 """
 
 from __future__ import annotations
