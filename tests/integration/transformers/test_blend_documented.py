@@ -21,6 +21,31 @@ from tests.unit.docs.pages import ROOT, blocks
 PAGE = ROOT / "docs" / "blend.md"
 SMALL = ("--prompts", "2", "--documents", "2", "--document-tokens", "64", "--ending-tokens", "16")
 LOOSE = ("--max-kl", "9", "--min-agreement", "0", "--max-loss", "9")
+OWN_POLICY = """
+from dataclasses import dataclass
+
+from lmcache_core.blend import CacheBlendImpl, RotaryEmbedding
+from lmcache_core.integrations.transformers.blended import BlendingModel, rope_parameters_of
+
+
+@dataclass(frozen=True)
+class EveryNth:
+    interval: int
+    check_layer: int = 0
+    needs_deviation: bool = False
+
+    def choose(self, candidates):
+        return candidates.positions % self.interval == 0
+
+
+executor = CacheBlendImpl(0.0, EveryNth(8))
+executor.set_mover(RotaryEmbedding(rope_parameters_of(model.config)).mover)
+retriever = SPTBlendRetriever(separator, engine, engine.metadata)
+starts = torch.tensor([0, len(prompts[0])])
+print(BlendingModel(model, retriever, executor).prefill(prompts[0], starts).num_computed)
+retriever.close()
+"""
+"""The example of `SelectionPolicy`."""
 
 
 @pytest.fixture
@@ -37,7 +62,7 @@ def test_the_page_does_what_it_says(folder: Path, capsys: pytest.CaptureFixture[
     [command] = [line for block in blocks(PAGE, "sh") for line in block.splitlines()]
     Ctl().run(*shlex.split(command)[1:], *SMALL, *LOOSE)
     names: dict[str, Any] = {"__name__": "page"}
-    snippets = list(blocks(PAGE, "python"))
+    snippets = [*blocks(PAGE, "python"), OWN_POLICY]
     for code in snippets:
         exec(compile(code, str(PAGE), "exec", dont_inherit=True), names)
     names["cached"].close()

@@ -60,6 +60,20 @@ class CacheBlendImpl(BlendExecutor):
     among them. For one batch at a time: layer 0 begins a new one, and so may every layer up to the
     check layer. What is refused leaves the batch as it was.
 
+    An integration (`BlendingModel` is the model to follow):
+
+    1. asks `CertificateFolder.reason_against`, and tells the executor the rotation with
+       `set_mover`, or with `set_positional_encoder` and `set_reverse_positional_encoder`;
+    2. calls `task = retriever.new_request(input_tokens, query_start_loc)`, which looks up prefixes
+       within the tiers' deadlines and fetches in the background;
+    3. for each layer from 0 computes rotated Q, K, V of the remaining tokens, takes
+       `found = task.result(layer_id)` and calls `blend` with its `k`, `v`, `valid_mask` and
+       `original_positions`; the `query_start_loc` passed there stays that of all tokens;
+    4. if the output's `query_start_loc` is not None, keeps the rows `local_indices` of the hidden
+       state and uses the output's `positions` and `query_start_loc` for them;
+    5. attends the output's `q` over its `k` and `v`: each query sees keys up to its own position,
+       not its row.
+
     Args:
         recompute_ratio: Share of each request's valid tokens that are recomputed, 0 … 1.
         policy: How they are selected; by default those that deviate most on layer 1.

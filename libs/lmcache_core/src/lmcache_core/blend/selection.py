@@ -42,7 +42,19 @@ class Candidates:
 
 
 class SelectionPolicy(Protocol):
-    """Chooses the tokens that are recomputed."""
+    """Chooses the tokens that are recomputed.
+
+    For example every n-th token, for an executor `CacheBlendImpl(0.0, EveryNth(8))`:
+
+        @dataclass(frozen=True)
+        class EveryNth:
+            interval: int
+            check_layer: int = 0
+            needs_deviation: bool = False
+
+            def choose(self, candidates: Candidates) -> torch.Tensor:
+                return candidates.positions % self.interval == 0
+    """
 
     @property
     def check_layer(self) -> int:
