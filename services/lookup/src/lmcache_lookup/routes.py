@@ -114,13 +114,11 @@ ROUTERS: Final = (questions, lookup_router, instances_router, events_router, adm
 
 @questions.post(
     "/lookup",
-    summary="Longest cached prefix and who holds it",
+    summary="Find the longest cached prefix and its holders",
     **bodies.route(CHUNKS, LookupAnswer, PackedLookupAnswer),
 )
 async def lookup(request: Request, caller: ClientPrincipal, service: Service) -> Response:
-    """Answers up to 8192 chunks in one round trip; without the index the answer is empty and
-    `degraded`.
-    """
+    """Up to 8192 chunks; without the index the answer is empty and `degraded`."""
     packed = wants_packed(request)
     body = await CHUNKS.read(request)
     answer = await service.lookup(caller.tenant, body.ids, body.exclude)
@@ -128,34 +126,36 @@ async def lookup(request: Request, caller: ClientPrincipal, service: Service) ->
 
 
 @questions.post(
-    "/route", summary="Longest prefix that each instance holds", **bodies.route(CHUNKS, RouteAnswer)
+    "/route",
+    summary="Show the longest prefix of each instance",
+    **bodies.route(CHUNKS, RouteAnswer),
 )
 async def route(request: Request, caller: ClientPrincipal, service: Service) -> Response:
-    """For routers that send a request to the engine which has most of its prefix."""
+    """For request routers."""
     body = await CHUNKS.read(request)
     return answered(request, await service.route(caller.tenant, body.ids, body.exclude))
 
 
 @questions.post(
     "/contains",
-    summary="Which of these chunks somebody holds",
+    summary="Check which chunks have a holder",
     **bodies.route(CHUNKS, ContainsAnswer),
 )
 async def contains(request: Request, caller: ClientPrincipal, service: Service) -> Response:
-    """Each chunk by itself, wherever it stands."""
+    """Each chunk on its own, not as a prefix."""
     body = await CHUNKS.read(request)
     return answered(request, await service.contains(caller.tenant, body.ids, body.exclude))
 
 
 @lookup_router.get(
     "/chunks/{chunk_id}/locations",
-    summary="Everybody who holds a chunk",
+    summary="List a chunk's holders",
     **bodies.route(answer=LocationsAnswer),
 )
 async def locations(
     request: Request, chunk_id: ChunkIdInPath, caller: ClientPrincipal, service: Service
 ) -> Response:
-    """An empty list where nobody is known to hold it."""
+    """Empty if none is known."""
     return answered(request, await service.locations(caller.tenant, bytes.fromhex(chunk_id)))
 
 
@@ -169,7 +169,7 @@ async def renew(
     service: Service,
     settings: Settings,
 ) -> Response:
-    """What the instance holds counts until the lease ends."""
+    """The instance's chunks are found until the lease ends."""
     body = await LEASE.read(request)
     ttl_ms = settings.granted_ttl_ms(body.ttl_ms)
     state = await service.index.renew(
@@ -186,15 +186,15 @@ async def end(
     service: Service,
     incarnation: IncarnationInQuery | None = None,
 ) -> None:
-    """Fine where there is none. With `incarnation`, a lease that a later life of the instance
-    took meanwhile is left alone.
-    """
+    """Idempotent. With `incarnation`, the lease of a later incarnation stays."""
     await service.index.end(caller.tenant, instance, incarnation)
 
 
-@instances_router.get("/instances", summary="Live leases", **bodies.route(answer=InstancesAnswer))
+@instances_router.get(
+    "/instances", summary="List live leases", **bodies.route(answer=InstancesAnswer)
+)
 async def instances(request: Request, caller: ClientPrincipal, service: Service) -> Response:
-    """Those that tokens of the caller's tenant took."""
+    """Those of the caller's tenant."""
     found = await service.index.instances(caller.tenant)
     entries = [
         InstanceEntry(
@@ -209,23 +209,21 @@ async def instances(request: Request, caller: ClientPrincipal, service: Service)
     "/events", summary="Report stores and removals", **bodies.route(EVENTS, EventsAck)
 )
 async def take_events(request: Request, caller: ClientPrincipal, service: Service) -> Response:
-    """A batch that was taken before is skipped; a gap takes nothing and asks for a resync."""
+    """A repeated batch is skipped; a gap requests a resync."""
     state = await service.take(caller, await EVENTS.read(request))
     return answered(request, EventsAck(state.next_sequence, state.resync))
 
 
-@admin_router.get(
-    "/stats", summary="Which index, and how much is in it", **bodies.route(answer=StatsAnswer)
-)
+@admin_router.get("/stats", summary="Show figures of the index", **bodies.route(answer=StatsAnswer))
 async def stats(
     request: Request, caller: ClientPrincipal, service: Service, tenant: TenantInQuery | None = None
 ) -> Response:
-    """Figures of the caller's tenant, or of the one that an admin names."""
+    """Of the caller's tenant, or the one an admin names."""
     return answered(request, await service.stats(tenant_for(caller, tenant)))
 
 
 @admin_router.get(
-    "/tenants", summary="Whose chunks are in the index", **bodies.route(answer=TenantsAnswer)
+    "/tenants", summary="List tenants with chunks", **bodies.route(answer=TenantsAnswer)
 )
 async def tenants(
     request: Request,
@@ -234,30 +232,28 @@ async def tenants(
     after: TenantInQuery | None = None,
     limit: Limit = MAX_TENANTS_PER_ANSWER,
 ) -> Response:
-    """A page of names, behind `after`."""
+    """A page of names after `after`."""
     found = [tenant for tenant in await service.index.tenants() if tenant > (after or "")]
     page = found[:limit]
     return answered(request, TenantsAnswer(page, page[-1] if len(found) > limit else None))
 
 
 @admin_router.post(
-    "/admin/evict", summary="Forget who holds chunks", **bodies.route(EVICT, EvictedAnswer)
+    "/admin/evict", summary="Remove holders of chunks", **bodies.route(EVICT, EvictedAnswer)
 )
 async def evict(request: Request, caller: AdminPrincipal, service: Service) -> Response:
-    """Only the index forgets; the instances keep the chunks and may announce them again."""
+    """The instances keep the chunks and may announce them again."""
     body = await EVICT.read(request)
     return answered(
         request, EvictedAnswer(await service.index.evict(tenant_for(caller, body.tenant), body.ids))
     )
 
 
-@admin_router.post("/admin/clear", summary="Forget everything of a tenant", status_code=204)
+@admin_router.post("/admin/clear", summary="Clear a tenant's index", status_code=204)
 async def clear(
     caller: AdminPrincipal, service: Service, tenant: TenantInQuery | None = None
 ) -> None:
-    """Instances of the tenant are asked to announce what they hold again: a remedy for an index
-    that is in doubt.
-    """
+    """Its instances then announce all chunks again."""
     await service.index.clear(tenant_for(caller, tenant))
 
 

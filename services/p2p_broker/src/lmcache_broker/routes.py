@@ -78,9 +78,7 @@ async def announce(
     principal: ClientPrincipal,
     parts: Parts,
 ) -> LeaseView:
-    """A client's peer is a sidecar of its tenant. Storage servers (role `storage`) and an
-    admin's peers serve all tenants.
-    """
+    """A client's peer serves its tenant; those of `storage` and `admin` serve all tenants."""
     _refuse_foreign_loopback(body.distributed_url, request)
     ttl_ms = parts.settings.default_lease_ttl_ms if body.ttl_ms is None else body.ttl_ms
     drain = None if body.drain is None else body.drain.to_report()
@@ -116,7 +114,7 @@ def _refuse_foreign_loopback(distributed_url: str, request: Request) -> None:
 
 @peers_router.get("/peers", summary="List the live peers")
 async def list_peers(principal: ClientPrincipal, parts: Parts) -> PeersView:
-    """The caller's tenant's and the shared ones."""
+    """Those of the caller's tenant, and shared ones."""
     return PeersView(
         peers=[PeerView.model_validate(peer) for peer in await parts.registry.visible(principal)]
     )
@@ -124,26 +122,26 @@ async def list_peers(principal: ClientPrincipal, parts: Parts) -> PeersView:
 
 @peers_router.get("/peers/{peer_id}", summary="Show a live peer")
 async def show_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> PeerView:
-    """404 when none of that id is live."""
+    """404 if it is not live."""
     return PeerView.model_validate(await parts.registry.get(principal, peer_id))
 
 
 @peers_router.delete("/peers/{peer_id}", status_code=204, summary="End a peer's lease")
 async def remove_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> Response:
-    """Ending a lease that has ended already is fine."""
+    """Idempotent."""
     await parts.registry.remove(principal, peer_id)
     return Response(status_code=204)
 
 
 @peers_router.post("/peers/{peer_id}:drain", summary="Give a peer no new pulls")
 async def drain_peer(peer_id: PeerIdPath, principal: AdminPrincipal, parts: Parts) -> PeerView:
-    """Lasts for the peer's incarnation; the peer learns of it with its next heartbeat."""
+    """Lasts for its incarnation; the peer learns of it with its next heartbeat."""
     return PeerView.model_validate(await parts.registry.drain(principal, peer_id))
 
 
-@peers_router.get("/stats", summary="Figures")
+@peers_router.get("/stats", summary="Show figures")
 async def stats(principal: ClientPrincipal, parts: Parts) -> StatsView:
-    """Of the peers that the caller may see."""
+    """Of the peers visible to the caller."""
     census = Census.of(await parts.registry.visible(principal))
     return StatsView(
         num_peers=census.num_peers,
@@ -155,33 +153,29 @@ async def stats(principal: ClientPrincipal, parts: Parts) -> StatsView:
     )
 
 
-@transfers_router.post("/transfers", summary="Ask who should serve chunks")
+@transfers_router.post("/transfers", summary="Assign chunks to peers")
 async def assign(body: TransferBody, principal: ClientPrincipal, parts: Parts) -> TransferView:
-    """Tickets are good for the caller's tenant."""
+    """Tickets are valid for the caller's tenant."""
     plan = await parts.scheduler.ask(principal, body.requester, body.wanted(), body.wait_ms)
     return TransferView.model_validate(plan)
 
 
-@transfers_router.post("/transfers:renew", summary="Let pulls go on")
+@transfers_router.post("/transfers:renew", summary="Renew pulls")
 async def renew(body: PullsBody, principal: ClientPrincipal, parts: Parts) -> RenewView:
-    """For the life of another ticket. Those that are not known are left out: they are to be
-    asked for anew.
-    """
+    """For another ticket's life. Unknown pulls are left out: request them again."""
     return RenewView.model_validate(
         {"renewed": await parts.scheduler.renew(principal, body.requester, body.pulls)},
         from_attributes=True,
     )
 
 
-@transfers_router.post("/transfers:done", summary="Say that pulls are over")
+@transfers_router.post("/transfers:done", summary="End pulls")
 async def done(body: PullsBody, principal: ClientPrincipal, parts: Parts) -> DoneView:
-    """So that others need not wait for the ends of their tickets. Those that are not known are
-    passed over.
-    """
+    """Frees their places before the tickets expire. Unknown pulls are ignored."""
     return DoneView(num_ended=await parts.scheduler.end(principal, body.requester, body.pulls))
 
 
-@overview_router.get("/overview", response_model=OverviewView, summary="The peers and their work")
+@overview_router.get("/overview", response_model=OverviewView, summary="Show peers and their work")
 async def overview(
     principal: ClientPrincipal,
     parts: Parts,
@@ -189,7 +183,7 @@ async def overview(
         int, Query(ge=0, le=MAX_SAMPLES, description="So many of the latest intervals.")
     ] = MAX_SAMPLES,
 ) -> Response:
-    """The caller's tenant's and the shared ones: what the web page at `/` shows."""
+    """The data of the web page at `/`."""
     view = await parts.overview.of(principal, max_samples)
     return Response(
         view.model_dump_json(), media_type="application/json", headers={"Cache-Control": "no-store"}

@@ -112,7 +112,7 @@ def create_health_router(registry: HealthRegistry) -> APIRouter:
     """The routes `/healthz` and `/readyz`. They need no credentials: a kubelet has none."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz", summary="The process lives")
+    @router.get("/healthz", summary="The process is alive")
     async def healthz() -> Liveness:
         return Liveness()
 

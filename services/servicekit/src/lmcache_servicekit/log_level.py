@@ -37,15 +37,13 @@ def create_log_router() -> APIRouter:
     """The routes `GET` and `PUT /v1/log-level`. A change lasts until the process ends."""
     router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
 
-    @router.get("/log-level", summary="The log levels in force")
+    @router.get("/log-level", summary="Show log levels")
     async def show_levels(principal: ClientPrincipal) -> LogLevels:
         return LogLevels(level=level_of_root(), loggers=own_levels())
 
-    @router.put("/log-level", summary="Log more, or less, from now on")
+    @router.put("/log-level", summary="Change log levels")
     async def change_level(request: LogLevelRequest, principal: AdminPrincipal) -> LogLevels:
-        """Of the whole process, or of one logger that it has: 404 for a name that nothing logs
-        under.
-        """
+        """Of the process or one logger; 404 for an unknown one."""
         if request.logger == AUDIT_LOGGER:
             raise PermissionDeniedError("the audit log is written at any level")
         if request.logger is not None and not is_logger(request.logger):

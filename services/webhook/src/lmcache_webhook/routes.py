@@ -32,14 +32,14 @@ Parts = Annotated[WebhookParts, Depends(webhook_parts)]
 router = APIRouter(tags=["admission"], route_class=GuardedRoute)
 
 
-@router.post("/mutate", summary="What is to be added to a pod", response_model_exclude_none=True)
+@router.post("/mutate", summary="Review a pod", response_model_exclude_none=True)
 async def mutate(
     principal: ClientPrincipal, question: AdmissionQuestion, parts: Parts, request: Request
 ) -> AdmissionAnswer:
     """Answer an AdmissionReview.
 
-    API servers show no token unless they are configured to, so `allow_anonymous` is usual here: the
-    answer holds names, no secrets.
+    API servers send no token by default, so `allow_anonymous` is usual here; the answer holds no
+    secrets.
     """
     declared = request.headers.get("content-length", "")
     return await parts.reviewer.answer(

@@ -49,7 +49,7 @@ router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
 
 @router.get("/stats")
 async def stats(storage: RunningStorage, principal: ClientPrincipal) -> StorageStats:
-    """The storage at a glance."""
+    """Show a summary."""
     return StorageStats(
         instance=storage.settings.instance_id,
         advertise_url=storage.distributed_url,
@@ -67,7 +67,7 @@ async def stats(storage: RunningStorage, principal: ClientPrincipal) -> StorageS
 async def evict(
     storage: RunningStorage, principal: AdminPrincipal, request: EvictBytesRequest
 ) -> EvictAnswer:
-    """Free host memory, in the order of the eviction policy. What is on disk stays."""
+    """Free host memory, coldest chunks first. The disk keeps its copies."""
     return EvictAnswer(freed_bytes=await storage.stack.hot.evict(request.num_bytes))
 
 
@@ -75,7 +75,7 @@ async def evict(
 async def clear(
     storage: RunningStorage, principal: AdminPrincipal, request: ClearTenantRequest | None = None
 ) -> ClearAnswer:
-    """Forget the chunks of one tenant (the caller's by default), or of all."""
+    """Remove the chunks of one tenant (default: the caller's) or of all."""
     wanted = request or ClearTenantRequest()
     tenant = None if wanted.all_tenants else wanted.tenant or principal.tenant
     return ClearAnswer(num_chunks=await storage.stack.clear(tenant))
@@ -85,8 +85,9 @@ async def clear(
 async def drain(
     storage: RunningStorage, principal: AdminPrincipal, wait: bool = True
 ) -> DrainAnswer:
-    """Take no new chunks, become unready, write what is pending and hand all chunks to the other
-    instances (bounded). Reads go on.
+    """Drain: become unready, accept no new chunks, finish writes, hand over all chunks.
+
+    Reads continue.
     """
     storage.drain.begin()
     if wait:

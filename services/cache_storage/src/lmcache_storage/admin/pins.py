@@ -80,9 +80,7 @@ router = APIRouter(prefix="/v1/admin", tags=["pins"], route_class=GuardedRoute)
 async def pin(
     storage: RunningStorage, principal: AdminPrincipal, request: PinKeysRequest
 ) -> PinKeysAnswer:
-    """Lift chunks from disk that are not in memory, and keep them from being evicted for a
-    while.
-    """
+    """Pin chunks: load them into memory and protect them from eviction."""
     if storage.drain.has_begun:
         raise DrainingError("this instance is draining")
     keys = list(dict.fromkeys(chunk_keys(request.tenant or principal.tenant, request.keys)))
@@ -100,7 +98,7 @@ async def pin(
 async def unpin(
     storage: RunningStorage, principal: AdminPrincipal, request: UnpinKeysRequest | None = None
 ) -> UnpinAnswer:
-    """They are evicted when their turn comes."""
+    """Unpin chunks."""
     wanted = request or UnpinKeysRequest(keys=None, tenant=None)
     tenant = wanted.tenant or principal.tenant
     held = [pinned.key for pinned in storage.pins.pins() if pinned.key.tenant == tenant]
@@ -113,7 +111,7 @@ async def unpin(
 
 @router.get("/pins")
 async def pins(storage: RunningStorage, principal: AdminPrincipal) -> PinnedKeys:
-    """What is kept in memory, and for how long yet."""
+    """List pins and their remaining time."""
     return PinnedKeys(
         pins=[
             PinnedKey(

@@ -71,7 +71,7 @@ router = APIRouter(prefix="/v1", tags=["chunks"], route_class=GuardedRoute)
 async def put_chunk(
     key: PathKey, body: RecordBody, principal: ClientPrincipal, chunks: Chunks
 ) -> Response:
-    """Keep one record. Its key is that of the path, and it is verified before it is kept."""
+    """Store one verified record under its key."""
     is_new = await chunks.put(principal.tenant, key, body)
     return Response(status_code=201 if is_new else 204)
 
@@ -88,7 +88,7 @@ async def get_chunk(key: PathKey, principal: ClientPrincipal, chunks: Chunks) ->
 
 @router.head("/chunks/{key}", response_class=Response)
 async def head_chunk(key: PathKey, principal: ClientPrincipal, chunks: Chunks) -> Response:
-    """Ask for one chunk without reading it."""
+    """Check whether one chunk exists."""
     await chunks.check(principal.tenant, key)
     response = Response(media_type=RECORD_TYPE)
     del response.headers["content-length"]
@@ -97,14 +97,14 @@ async def head_chunk(key: PathKey, principal: ClientPrincipal, chunks: Chunks) -
 
 @router.delete("/chunks/{key}", status_code=204, response_class=Response)
 async def delete_chunk(key: PathKey, principal: ClientPrincipal, chunks: Chunks) -> Response:
-    """Forget one chunk."""
+    """Remove one chunk."""
     await chunks.remove(principal.tenant, key)
     return Response(status_code=204)
 
 
 @router.post("/chunks:contains")
 async def contains(keys: Keys, principal: ClientPrincipal, chunks: Chunks) -> Present:
-    """Ask for many chunks at once."""
+    """Check which chunks exist."""
     return Present(present=await chunks.contains(principal.tenant, keys.keys))
 
 
@@ -114,9 +114,7 @@ async def contains(keys: Keys, principal: ClientPrincipal, chunks: Chunks) -> Pr
     responses={200: {"description": "Records back to back", **RECORD_CONTENT}},
 )
 async def get_chunks(keys: Keys, principal: ClientPrincipal, chunks: Chunks) -> Response:
-    """Read many records at once. Chunks that are not here are left out; each record names its
-    key, and comes once.
-    """
+    """Read many records; missing ones are left out."""
     once = list(
         dict.fromkeys(keys.keys)
     )  # a short request must not ask for one record thousands of times
@@ -130,7 +128,7 @@ async def list_chunks(
     offset: Annotated[int, Query(ge=0)] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
 ) -> ListedChunks:
-    """A page of the caller's chunks, ordered by key."""
+    """List the caller's chunks by key."""
     end = offset + limit
     held, num_held = await storage.page(principal.tenant, offset, end)
     page = [

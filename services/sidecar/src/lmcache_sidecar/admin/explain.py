@@ -110,12 +110,11 @@ router = APIRouter(
 )
 
 
-@router.post("/explain", summary="Where chunks are, and why they are missing")
+@router.post("/explain", summary="Explain where chunks are, or why they are missing")
 async def explain(sidecar: RunningSidecar, request: ExplainRequest) -> ExplainAnswer:
-    """Asks every tier, for a bounded time, without counting it as a read.
+    """Asks every tier, without counting as a read. Loopback only (403).
 
-    Served on loopback only (403 elsewhere): token ids leave neither the pod nor any trace in logs.
-    409 before an engine has said how KV is named.
+    Token ids are never logged. 409 before an engine has connected.
     """
     sidecar.require_loopback()
     known = sidecar.descriptions.of(request.model)

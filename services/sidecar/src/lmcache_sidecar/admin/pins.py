@@ -80,10 +80,11 @@ router = APIRouter(
 )
 
 
-@router.post("/pin", summary="Keep chunks hot for a while")
+@router.post("/pin", summary="Pin chunks")
 async def pin(sidecar: RunningSidecar, request: PinHashesRequest) -> PinHashesAnswer:
-    """Lift chunks that are not hot, and keep them from being evicted. 409 before an engine has
-    said how KV is named, and in a drain.
+    """Load chunks into shared memory and protect them from eviction.
+
+    409 before an engine has connected, and in a drain.
     """
     sidecar.require_serving()
     hashes, known = request.chunk_hashes, sidecar.descriptions.of(request.model)
@@ -100,18 +101,18 @@ async def pin(sidecar: RunningSidecar, request: PinHashesRequest) -> PinHashesAn
     )
 
 
-@router.post("/unpin", summary="Keep chunks no longer")
+@router.post("/unpin", summary="Unpin chunks")
 async def unpin(sidecar: RunningSidecar, request: UnpinHashesRequest | None = None) -> UnpinAnswer:
-    """They are evicted when their turn comes."""
+    """All of them without a body."""
     chunk_hashes = (
         None if request is None or request.chunk_hashes is None else frozenset(request.chunk_hashes)
     )
     return UnpinAnswer(num_unpinned=sidecar.pins.unpin_hashes(chunk_hashes))
 
 
-@router.get("/pins", summary="What is kept hot")
+@router.get("/pins", summary="List pins")
 async def pins(sidecar: RunningSidecar) -> PinnedHashes:
-    """And for how long yet."""
+    """With their remaining time."""
     return PinnedHashes(
         pins=[
             PinnedHash(

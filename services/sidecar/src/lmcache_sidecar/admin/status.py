@@ -142,7 +142,7 @@ admin_role = Depends(require_role("admin"))
 
 @router.get("/status", dependencies=[client_role])
 async def status(sidecar: RunningSidecar) -> Status:
-    """The sidecar at a glance."""
+    """Show a summary."""
     clients = [session.describe() for session in sidecar.socket_server.sessions]
     return Status(
         instance=sidecar.settings.instance_id,
@@ -169,13 +169,13 @@ async def status(sidecar: RunningSidecar) -> Status:
 
 @router.get("/tiers", dependencies=[client_role])
 async def tiers(sidecar: RunningSidecar) -> Tiers:
-    """Figures by tier."""
+    """Show figures by tier."""
     return Tiers(tiers=sidecar.stack.stats())
 
 
 @router.get("/clients", dependencies=[client_role])
 async def clients(sidecar: RunningSidecar) -> Clients:
-    """Clients of the socket that are connected now."""
+    """List clients connected to the socket."""
     sessions = [session for session in sidecar.socket_server.sessions if session.hello is not None]
     return Clients(
         clients=[
@@ -198,7 +198,7 @@ async def chunks(
     offset: Annotated[int, Query(ge=0)] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
 ) -> Chunks:
-    """A page of the chunks in shared memory."""
+    """List chunks in shared memory."""
     keys = await asyncio.to_thread(sidecar.stack.hot.keys)
     end = offset + limit
     page = [key.key.to_url() for key in keys[offset:end]]
@@ -207,24 +207,22 @@ async def chunks(
 
 @router.post("/evict", dependencies=[admin_role])
 async def evict(sidecar: RunningSidecar, request: EvictBytesRequest) -> EvictAnswer:
-    """Free shared memory, in the order of the eviction policy."""
+    """Free shared memory, coldest chunks first."""
     return EvictAnswer(freed_bytes=await sidecar.stack.hot.evict(request.num_bytes))
 
 
 @router.post("/clear", dependencies=[admin_role])
 async def clear(sidecar: RunningSidecar, request: ClearTiersRequest | None = None) -> ClearAnswer:
-    """Forget every chunk of this sidecar's own tiers, or of those named."""
+    """Remove all chunks of this sidecar's own tiers, or of the named ones."""
     tiers = None if request is None else request.tiers
     return ClearAnswer(num_chunks=await sidecar.clear(LOCAL_TIERS if tiers is None else tiers))
 
 
 @router.post("/drain", dependencies=[admin_role])
 async def drain(sidecar: RunningSidecar, wait: bool = True) -> DrainAnswer:
-    """Take no new stores, ask for no new pulls, finish pending writes, and hand on what only this
-    sidecar holds.
+    """Drain: accept no new chunks, finish writes, hand over what only this sidecar holds.
 
-    Reads go on. The answer comes when that is done, or its time (`drain_timeout_s`) over; with
-    `wait=false` at once, and `GET /v1/status` tells how far it is.
+    Reads continue. Answers when done or after `drain_timeout_s`; with `wait=false` at once.
     """
     sidecar.drain.begin()
     await (sidecar.drain.run() if wait else sidecar.drain.counted())
