@@ -132,6 +132,7 @@ def break_evens(rows: Sequence[SpeedRow]) -> Section:
         "Break-even: Gbit/s of a link below which encoding is faster than raw bytes",
         headings,
         cells,
+        left_out=frozenset({"1"}),
     )
 
 

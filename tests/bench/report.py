@@ -47,6 +47,19 @@ TERMINAL_ONLY = frozenset(
         "limit: torch copy, one thread, taken in turn with the paged copies",
         "one server: the buckets alone",
         "cluster: buckets of its masters",
+        "vLLM waits in the scheduler",
+        "CPU time of a cold request",
+        "storing adds to it",
+        "CPU time of a store: vLLM",
+        "CPU time of a store: sidecar",
+        "bits turned",
+        "connections cut",
+        "bare echo of the same bytes, MessagePack",
+        "bare echo of the same bytes, JSON",
+        "bare echo, MessagePack",
+        "bare echo, JSON",
+        "cores busy with other work",
+        "all three can do a second on idle cores",
     }
 )
 """Headings of columns, and first cells of rows, that the document leaves out."""

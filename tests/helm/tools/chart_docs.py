@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 README = HELM_FOLDER / "lmcache" / "README.md"
 VALUES = HELM_FOLDER / "lmcache" / "values.yaml"
 HEADING = "## Values"
+FIRST_SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 INTRODUCTION = """\
 `helm show values helm/lmcache` prints every value with its default and meaning.
 `values.schema.json` has the types; unknown names are refused.
@@ -79,7 +80,7 @@ def _comment_above(lines: list[str], line: int) -> str:
 
 def values_section(text: str) -> str:
     """Return the README's section about the groups of values.yaml."""
-    told = {one.path: one.meaning.partition(" Example:")[0] for one in groups(text)}
+    told = {one.path: FIRST_SENTENCE.split(one.meaning, 1)[0] for one in groups(text)}
     rows = [f"| `{name}` | {_escaped(meaning)} |" for name, meaning in told.items()]
     return "\n".join([HEADING, "", INTRODUCTION, "", "| group | meaning |", "|---|---|", *rows, ""])
 
