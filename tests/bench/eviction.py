@@ -180,6 +180,8 @@ def as_markdown(rows: Sequence[HitRatios]) -> str:
         f"|---|---:|{'---:|' * (len(POLICIES) + 1)}",
     ]
     for row in rows:
+        if row.share == CAPACITY_SHARES[-1]:  # every policy keeps nearly everything
+            continue
         figures = [f"{row.by_policy[label]:.1%}" for label in POLICIES]
         lines.append(
             f"| {row.trace} | {row.share:.0%} | {' | '.join(figures)} | {row.optimal:.1%} |"

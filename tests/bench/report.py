@@ -38,6 +38,7 @@ TERMINAL_ONLY = frozenset(
         "times torchac",
         "deviation of K and V",
         "raw bytes",
+        "growth",
         "loss, bits a byte",
         "KL, nats",
         "times torchac -O3",
