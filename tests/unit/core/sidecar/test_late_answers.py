@@ -10,19 +10,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar import messages as m
-from lmcache_core.sidecar import pace as pace_module
 from lmcache_core.sidecar.connection import MAX_UNANSWERED, Question
 from lmcache_core.sidecar.pace import QUICK_S, Pace
 from lmcache_core.telemetry import Counters
 
 from tests.fixtures.chains import chain_of
-from tests.fixtures.scripted_sidecar import Answer, ScriptedSidecar, scripted_sidecar
+from tests.fixtures.scripted_sidecar import (
+    UNHURRIED_S,
+    Answer,
+    ScriptedSidecar,
+    scripted_sidecar,
+)
 
 HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "m", "layout", m.CAPABILITIES)
 CHAINS = [chain_of(range(3))]
@@ -30,7 +33,6 @@ GOOD = Staged(True, (b"\1\1\0",))
 MUCH_S = 1000.0
 TIMEOUT_S = 5.0
 PATIENCE_S = 10.0
-UNHURRIED_S = 0.25
 
 
 class Held:
@@ -56,9 +58,7 @@ class Held:
 def held(
     directory: Path, timeout_s: float = TIMEOUT_S
 ) -> Iterator[tuple[SidecarChunkStore, ScriptedSidecar, threading.Event]]:
-    # On a busy machine even HELLO may be answered later than QUICK_S.
-    unhurried = mock.patch.object(pace_module, "QUICK_S", UNHURRIED_S)
-    with unhurried, scripted_sidecar(directory, lambda request: None) as sidecar:
+    with scripted_sidecar(directory, lambda request: None) as sidecar:
         sidecar.script = script = Held(sidecar)
         store = SidecarChunkStore(sidecar.path, HELLO, timeout_s, Counters())
         store.open(lambda salt: None)
@@ -337,7 +337,7 @@ def test_a_connection_is_measured_when_it_is_made(tmp_path: Path) -> None:
     """Also by a client that has nothing to describe; and a probe in its thread finds the
     connection.
     """
-    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+    with scripted_sidecar(tmp_path, lambda request: None, QUICK_S) as sidecar:
 
         def script(request: m.Message) -> Answer:
             if isinstance(request, m.Hello):
