@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lmcache_core.sidecar import pace
 
 from tests.fixtures.late_socket import LateSocket, late_socket
 from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, running_engine
@@ -15,6 +16,7 @@ from tests.vllm.sidecars import eventually, socket_of
 from tests.vllm.worlds import EITHER_LOAD, World, is_found
 
 LATE_S = 0.05
+PATIENCE_S = 0.25  # more than a busy machine adds to the answer of a local sidecar
 HASTY = {"lmcache_prefill_tokens_per_s": 1e6}
 
 
@@ -35,16 +37,17 @@ def asked(engine: Engine, relay: LateSocket, ask: Ask) -> tuple[list[str], int]:
 
 @EITHER_LOAD
 @pytest.mark.smoke
-def test_no_question_is_asked_in_vain(world: World, relay: LateSocket, load: str) -> None:
+def test_no_question_is_asked_in_vain(
+    world: World, relay: LateSocket, load: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "QUICK_S", PATIENCE_S)
     with running_engine(
         world.options(lmcache_load=load, lmcache_sidecar_socket=str(relay.path))
     ) as engine:
         assert asked(engine, relay, Ask(prompt(500, 100))) == ([], 0)
         ask = Ask(prompt(501, 1000))
         assert asked(engine, relay, ask) == (["Commit", "Reserve", "Stage"], 0)
-        # vLLM has it itself. An answer that the machine delays is not waited for, and then the
-        # worker has to look the chunks up: not every time.
-        assert (["Stage"], 896) in (asked(engine, relay, ask) for _ in range(10))
+        assert asked(engine, relay, ask) == (["Stage"], 896)  # vLLM has it itself
         engine.reset()
         assert asked(engine, relay, ask) == (["Pin", "Release", "Stage"], 3 * CHUNK_SIZE)
 
