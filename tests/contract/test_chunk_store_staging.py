@@ -16,13 +16,13 @@ from lmcache_core.keys import ChunkChain
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
-from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.manager import StorageManager
 from lmcache_core.telemetry import Counters
 
 from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, num_loaded, store_chunks
 from tests.fixtures.embedded import until
+from tests.fixtures.frames import HELLO
 from tests.fixtures.kv import make_config
 from tests.fixtures.sidecar import running_socket
 
@@ -76,9 +76,8 @@ def embedded(directory: Path) -> Iterator[Open]:
 @contextlib.contextmanager
 def behind_sidecar(directory: Path) -> Iterator[Open]:
     shelf = Shelf()
-    hello = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "org/model", "layout", m.CAPABILITIES)
     with running_socket(directory, ARENA_BYTES, lower=[shelf]) as running:
-        store = SidecarChunkStore(running.path, hello, DEADLINE_S, Counters())
+        store = SidecarChunkStore(running.path, HELLO, DEADLINE_S, Counters())
         store.open(lambda salt: None)
         try:
             yield Open(store, running.hot, shelf)

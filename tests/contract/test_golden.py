@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import xxhash
 from lmcache_core.config import LMCacheEngineMetadata
-from lmcache_core.keys import CacheEngineKey, Lane
+from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import (
     PREFIX_BYTES,
     Extension,
@@ -29,9 +29,8 @@ from lmcache_core.record import (
 )
 from lmcache_core.token_database import MultimodalSpan, chain_hashes, identity_root
 from lmcache_core.token_database.hashing import tokens_as_uint32
-from lmcache_core.wire import messages
 from lmcache_core.wire.frames import HEADER_BYTES, FrameType, parse_header
-from lmcache_core.wire.messages import Message, build_frame, parse_meta
+from lmcache_core.wire.messages import build_frame, parse_meta
 
 from tests.contract.golden import make_vectors
 
@@ -219,25 +218,10 @@ def test_records_from_the_specification(case: dict[str, Any]) -> None:
     assert covered + xxhash.xxh3_128_intdigest(covered).to_bytes(16, "big") == head
 
 
-def message_of(case: dict[str, Any]) -> Message:
-    def plain(field: Any) -> Any:
-        if isinstance(field, dict):
-            return Lane(*field["lane"]) if "lane" in field else bytes.fromhex(field["hex"])
-        if isinstance(field, list):
-            return [
-                tuple(map(plain, item)) if isinstance(item, list) else plain(item) for item in field
-            ]
-        return field
-
-    name, *fields = case["message"]
-    message: Message = getattr(messages, name)(*map(plain, fields))
-    return message
-
-
 @named(FRAMES)
 def test_frames(case: dict[str, Any]) -> None:
     frame, blob = bytes.fromhex(case["frame"]), bytes.fromhex(case["blob"])
-    message = message_of(case)
+    message = make_vectors.message_of(case)
     assert build_frame(case["id"], message, len(blob)) + blob == frame
     header = parse_header(frame[:HEADER_BYTES])
     assert (header.type, header.correlation_id, header.blob_bytes) == (
@@ -266,15 +250,21 @@ def test_frames_from_the_specification(case: dict[str, Any]) -> None:
         "RemoveOk",
     ]
     numbers += ["Ping", "Pong", "ErrorMessage", "HandoverChunk", "Context", "Held", "DeclareLane"]
+    numbers += [
+        "ReserveExtents",
+        "Extents",
+        "Commit",
+        "LoadExtents",
+        "Stage",
+        "Promise",
+        "Done",
+        "Ok",
+    ]
+    numbers += ["Reject", "Describe", "Lookup", "Stats", "StatsOk", "Prefetch"]
     name, *fields = case["message"]
     blob = bytes.fromhex(case["blob"])
 
-    def plain(field: Any) -> Any:
-        if isinstance(field, dict):
-            return field["lane"] if "lane" in field else bytes.fromhex(field["hex"])
-        return [plain(item) for item in field] if isinstance(field, list) else field
-
-    meta = msgspec.msgpack.encode(plain(fields))
+    meta = msgspec.msgpack.encode(make_vectors.plain(fields))
     first = struct.pack("<4sB3xQI", b"LMF1", numbers.index(name) + 1, case["id"], len(meta))
     last = struct.pack("<Q", len(blob))
     checksum = struct.pack("<I", xxhash.xxh3_64_intdigest(first + last) % (1 << 32))
@@ -282,7 +272,7 @@ def test_frames_from_the_specification(case: dict[str, Any]) -> None:
 
 
 def test_there_is_a_vector_for_every_type_of_frame() -> None:
-    assert {message_of(case).frame_type for case in FRAMES} == set(FrameType)
+    assert {make_vectors.message_of(case).frame_type for case in FRAMES} == set(FrameType)
 
 
 @pytest.mark.parametrize("name", make_vectors.VECTORS)

@@ -21,7 +21,7 @@ from lmcache_core.documented.cachegen.outputs import CacheGenGPUEncoderOutput
 from lmcache_core.documented.cachegen.serializer import CacheGenDeserializer, CacheGenSerializer
 from lmcache_core.documented.cachegen.streams import decode_function_gpu, encode_function
 from lmcache_core.errors import LayoutError, ProtocolError, RecordError, SerdeError
-from lmcache_core.keys import CacheEngineKey, ChunkChain
+from lmcache_core.keys import CacheEngineKey, Lane
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, num_bytes
 from lmcache_core.record import (
     HEAD_ALIGN_BYTES,
@@ -45,10 +45,12 @@ from lmcache_core.serde.cachegen import CacheGenConfig
 from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, CacheGenCodec, Profile
 from lmcache_core.serde.codec import encoding_report
 from lmcache_core.serde.tables import bell_curves
-from lmcache_core.sidecar import messages
 from lmcache_core.testing.chunks import make_record
 from lmcache_core.testing.codec_payloads import decode_between_guards, kv_payload, specs_of
 from lmcache_core.testing.serde_suite import random_bits, sealed_by_hand
+from lmcache_core.wire import messages
+from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
+from lmcache_core.wire.frames import HEADER_BYTES, WITH_RECORD, FrameType
 from lmcache_webhook.app import injection_options
 from lmcache_webhook.injection.injector import review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
@@ -259,29 +261,37 @@ def seeds_of_record_heads() -> Iterator[bytes]:
 
 
 def read_message(data: bytes) -> None:
-    """A message of the sidecar socket, as a request and as an answer."""
-    for decode in (messages.decode_request, messages.decode_answer):
-        try:
-            found = decode(data)
-        except ProtocolError:
-            continue
-        assert decode(messages.encode(found)[messages.LENGTH.size :]) == found
+    """What a frame of the sidecar's socket or of lm:// carries: a byte says of which type."""
+    if not data:
+        return
+    frame_type = _FRAME_TYPES[data[0] % len(_FRAME_TYPES)]
+    try:
+        found = messages.parse_meta(frame_type, data[1:])
+    except ProtocolError:
+        return
+    frame = messages.build_frame(1, found, 1 if frame_type in WITH_RECORD else 0)
+    assert messages.parse_meta(frame_type, frame[HEADER_BYTES:]) == found
 
 
 def seeds_of_messages() -> Iterator[bytes]:
-    """The greetings, from either side, and what is said about tickets."""
-    chains = (
-        ChunkChain("vllm", "model", 2, "", bytes(64)),
-        ChunkChain("vllm", "model", 1, "window", b""),
-    )
+    """The greetings, from either side, and what is said about the arena."""
+    engine = messages.EngineInfo("c", 7, 0, "model", "layout")
+    arena = messages.ArenaInfo("/a", 1 << 20, 3, "always", "salt")
     for message in (
-        messages.Hello(1, 1, "c", 7, 0, "model", "layout"),
-        messages.HelloOk(1, "s", "/a", 1 << 20, 3, "always", "salt", messages.CAPABILITIES),
-        messages.Stage("ticket", chains, True, 1000, 7),
-        messages.StageOk(True, (b"\1\0", b"")),
+        messages.engine_hello(engine, SIDECAR_CAPABILITIES),
+        messages.HelloOk(1, ["stage"], "s", messages.MAX_NAMES, arena),
+        messages.DeclareLane(0, Lane("vllm", "model", 2, 1, "window")),
+        messages.ReserveExtents((512, 1)),
+        messages.Extents((messages.Extent(1, 512, 9, "Hot", b"head"), "evicted")),
+        messages.Commit(((1, b"head"),)),
+        messages.LoadExtents([(0, bytes(32)), (None, b"k")], 1000, 7),
+        messages.Stage("ticket", ((0, bytes(64)), (1, b"")), True, 1000, 7),
+        messages.Promise(True, (b"\1\0", b"")),
+        messages.DoneWith((1, 2), ("ticket",)),
         messages.Describe("vllm", "model", 2, 256, bytes(32), ("", "window")),
     ):
-        yield messages.encode(message)[messages.LENGTH.size :]
+        number = _FRAME_TYPES.index(message.frame_type)
+        yield bytes([number]) + messages.build_frame(1, message)[HEADER_BYTES:]
 
 
 def review_any_pod(data: bytes) -> None:
@@ -340,6 +350,7 @@ def seeds_of_pods() -> Iterator[bytes]:
     )
 
 
+_FRAME_TYPES = tuple(FrameType)
 TARGETS = {
     "containers": Target(read_container, seeds_of_containers),
     "blobs": Target(read_blob, seeds_of_blobs),

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.late_socket import name_of
+
 BEFORE, AFTER = "before", "after"
 
 
 class Sabotage:
-    """`with Sabotage(patch, "Pin", BEFORE, sidecar.kill) as sabotage:` and the first `Pin` of this
+    """`with Sabotage(patch, "LOAD", BEFORE, sidecar.kill) as sabotage:` and the first LOAD of this
     process finds the sidecar dead.
 
     Args:
         patch: Undone when the test ends, at the latest.
-        message: Name of the message.
+        message: Name of the frame, as `name_of` has it.
         when: Before it is sent, or after it was answered.
         action: What happens, once.
     """
@@ -36,15 +38,19 @@ class Sabotage:
 
         send, accept = SidecarConnection._send, SidecarConnection._accept
 
+        names: dict[Any, str] = {}
+
         def sent(connection: SidecarConnection, request: Any, *args: Any) -> Any:
             if self._when == BEFORE:
-                self._happen(type(request).__name__)
-            return send(connection, request, *args)
+                self._happen(name_of(request))
+            question = send(connection, request, *args)
+            names[question] = name_of(request)
+            return question
 
-        def accepted(connection: SidecarConnection, question: Any, answer: Any) -> None:
-            accept(connection, question, answer)
+        def accepted(connection: SidecarConnection, question: Any, *answer: Any) -> None:
+            accept(connection, question, *answer)
             if self._when == AFTER:
-                self._happen(question.name)
+                self._happen(names.pop(question, ""))
 
         self._patch.setattr(SidecarConnection, "_send", sent)
         self._patch.setattr(SidecarConnection, "_accept", accepted)

@@ -32,7 +32,7 @@ def asked(engine: Engine, relay: LateSocket, ask: Ask) -> tuple[list[str], int]:
     relay.forget()
     answer = engine.ask(ask)
     time.sleep(0.1)
-    return sorted(set(relay.names()) - {"Unstage"}), answer.num_cached
+    return sorted(set(relay.names()) - {"DONE tickets"}), answer.num_cached
 
 
 @EITHER_LOAD
@@ -46,10 +46,10 @@ def test_no_question_is_asked_in_vain(
     ) as engine:
         assert asked(engine, relay, Ask(prompt(500, 100))) == ([], 0)
         ask = Ask(prompt(501, 1000))
-        assert asked(engine, relay, ask) == (["Commit", "Reserve", "Stage"], 0)
-        assert asked(engine, relay, ask) == (["Stage"], 896)  # vLLM has it itself
+        assert asked(engine, relay, ask) == (["COMMIT", "RESERVE", "STAGE"], 0)
+        assert asked(engine, relay, ask) == (["STAGE"], 896)  # vLLM has it itself
         engine.reset()
-        assert asked(engine, relay, ask) == (["Pin", "Release", "Stage"], 3 * CHUNK_SIZE)
+        assert asked(engine, relay, ask) == (["DONE", "LOAD", "STAGE"], 3 * CHUNK_SIZE)
 
 
 def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(
@@ -63,7 +63,7 @@ def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(
         relay.forget()
         for number in range(512, 524):
             engine.ask(Ask(prompt(number, 600)))
-        assert set(relay.names()) <= {"Unstage"}, (
+        assert set(relay.names()) <= {"DONE tickets"}, (
             "the engine's loop waits for a sidecar that is late"
         )
         relay.late_s = 0.0

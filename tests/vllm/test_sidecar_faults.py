@@ -17,14 +17,14 @@ from tests.vllm.sidecars import eventually
 from tests.vllm.worlds import BOUND_S, EITHER_LOAD, UNHURRIED, World, await_found, fill
 
 LOAD_POINTS = [
-    ("Stage", BEFORE),
-    ("Stage", AFTER),
-    ("Pin", BEFORE),
-    ("Pin", AFTER),
-    ("Release", BEFORE),
-    ("Release", AFTER),
+    ("STAGE", BEFORE),
+    ("STAGE", AFTER),
+    ("LOAD", BEFORE),
+    ("LOAD", AFTER),
+    ("DONE", BEFORE),
+    ("DONE", AFTER),
 ]
-STORE_POINTS = [("Reserve", BEFORE), ("Reserve", AFTER), ("Commit", BEFORE), ("Commit", AFTER)]
+STORE_POINTS = [("RESERVE", BEFORE), ("RESERVE", AFTER), ("COMMIT", BEFORE), ("COMMIT", AFTER)]
 
 
 @pytest.mark.parametrize(("load", "points"), [("sync", LOAD_POINTS), ("async", LOAD_POINTS[2:5])])
@@ -75,12 +75,12 @@ def test_killed_around_a_store(world: World, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("load", "message", "when"),
     [
-        ("sync", "Stage", BEFORE),
-        ("sync", "Pin", BEFORE),
-        ("async", "Pin", BEFORE),
-        ("async", "Release", BEFORE),
-        ("sync", "Reserve", BEFORE),
-        ("sync", "Commit", BEFORE),
+        ("sync", "STAGE", BEFORE),
+        ("sync", "LOAD", BEFORE),
+        ("async", "LOAD", BEFORE),
+        ("async", "DONE", BEFORE),
+        ("sync", "RESERVE", BEFORE),
+        ("sync", "COMMIT", BEFORE),
     ],
 )
 def test_frozen_in_the_middle(
@@ -92,7 +92,7 @@ def test_frozen_in_the_middle(
     sidecar = world.sidecar()
     ask, others = Ask(prompt(140, 1000)), [Ask(prompt(141 + i, 600)) for i in range(3)]
     with running_engine(world.options(lmcache_load=load, lmcache_tier_timeout_s=1.0)) as engine:
-        if message not in ("Reserve", "Commit"):
+        if message not in ("RESERVE", "COMMIT"):
             fill(engine, sidecar, ask)
         with Sabotage(monkeypatch, message, when, sidecar.freeze) as sabotage:
             frozen = engine.ask(ask)

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from lmcache_core.config import LMCacheEngineMetadata
-from lmcache_core.keys import CacheEngineKey, Lane
+from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import Extension, RecordHeader, TensorSpec, encode_head, payload_digest
 from lmcache_core.token_database import MultimodalSpan, chain_hashes, identity_root
 from lmcache_core.token_database.hashing import tokens_as_uint32
@@ -139,9 +140,9 @@ RECORDS: list[dict[str, Any]] = [
     },
 ]
 FRAMES: list[dict[str, Any]] = [
-    {"id": 1, "message": ["Hello", 1, 1, [], None, "pod-7"]},
-    {"id": 1, "message": ["Hello", 1, 3, ["zstd"], "a bearer token", ""]},
-    {"id": 1, "message": ["HelloOk", 1, [], "lmcache", 128]},
+    {"id": 1, "message": ["Hello", 1, 1, [], None, "pod-7", None]},
+    {"id": 1, "message": ["Hello", 1, 3, ["zstd"], "a bearer token", "", None]},
+    {"id": 1, "message": ["HelloOk", 1, [], "lmcache", 128, None]},
     {"id": 2, "message": ["Contains", [[0, {"hex": "c4" * 64}], [None, {"hex": "6b32"}]]]},
     {"id": 2, "message": ["ContainsOk", [True, False]]},
     {"id": 3, "message": ["Get", [[255, {"hex": "c4" * 32}]], True, None]},
@@ -162,7 +163,33 @@ FRAMES: list[dict[str, Any]] = [
         "message": ["Context", "r-1", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"],
     },
     {"id": 9, "message": ["Held", "acme", [[0, {"hex": "c4" * 32}]]]},
-    {"id": 0, "message": ["DeclareLane", 0, {"lane": ["vllm", "org/model", 2, 1, "window"]}]},
+    {"id": 0, "message": ["DeclareLane", 0, ["vllm", "org/model", 2, 1, "window"]]},
+    {
+        "id": 1,
+        "message": ["Hello", 1, 1, ["stage"], None, "e", ["e", 7, 1, "org/model", "layout", 2]],
+    },
+    {
+        "id": 1,
+        "message": [
+            *("HelloOk", 1, ["stage"], "pod-7", 4096),
+            ["/dev/shm/arena", 1 << 30, 3, "always", "salt"],
+        ],
+    },
+    {"id": 2, "message": ["ReserveExtents", [512, 1]]},
+    {"id": 2, "message": ["Extents", [[1, 4096, 512, "", {"hex": ""}], "no_memory"]]},
+    {"id": 3, "message": ["Commit", [[1, {"hex": "4c4d4b56"}]]]},
+    {"id": 4, "message": ["LoadExtents", [[0, {"hex": "c4" * 32}]], 1000, 5000]},
+    {"id": 4, "message": ["Extents", [[2, 4096, 512, "Hot", {"hex": "4c4d4b56"}]]]},
+    {"id": 5, "message": ["Stage", "t", [[0, {"hex": "c4" * 64}]], True, 1000, 5000]},
+    {"id": 5, "message": ["Promise", False, [{"hex": "0100"}]]},
+    {"id": 6, "message": ["DoneWith", [1, 2], ["t"]]},
+    {"id": 6, "message": ["Ok"]},
+    {"id": 7, "message": ["Reject", [2]]},
+    {"id": 8, "message": ["Describe", "vllm", "m", 2, 256, {"hex": "c4" * 32}, ["", "window"]]},
+    {"id": 9, "message": ["Lookup", [[0, {"hex": "c4" * 32}]], ["Hot"], 1000]},
+    {"id": 10, "message": ["Stats"]},
+    {"id": 10, "message": ["StatsOk", {"Hot": {"num_chunks": 1}}]},
+    {"id": 11, "message": ["Prefetch", [[0, {"hex": "c4" * 32}]]]},
 ]
 
 
@@ -240,28 +267,26 @@ def frames() -> dict[str, Any]:
     """Whole frames, blob included."""
     made = []
     for case in FRAMES:
-        name, *fields = case["message"]
         blob = bytes.fromhex(case.get("blob", ""))
-        frame = (
-            build_frame(
-                case["id"], getattr(messages, name)(*(_plain(field) for field in fields)), len(blob)
-            )
-            + blob
-        )
+        frame = build_frame(case["id"], message_of(case), len(blob)) + blob
         made.append(
             {"id": case["id"], "message": case["message"], "blob": blob.hex(), "frame": frame.hex()}
         )
     return {"frames": made}
 
 
-def _plain(field: Any) -> Any:
-    if isinstance(field, dict):
-        return Lane(*field["lane"]) if "lane" in field else bytes.fromhex(field["hex"])
-    if isinstance(field, list):
-        return [
-            tuple(map(_plain, item)) if isinstance(item, list) else _plain(item) for item in field
-        ]
-    return field
+def message_of(case: dict[str, Any]) -> messages.Message:
+    """The message of a vector."""
+    name, *fields = case["message"]
+    message: messages.Message = msgspec.convert(plain(fields), getattr(messages, name))
+    return message
+
+
+def plain(field: Any) -> Any:
+    """A field as MessagePack holds it."""
+    if isinstance(field, dict) and "hex" in field:
+        return bytes.fromhex(field["hex"])
+    return [plain(item) for item in field] if isinstance(field, list) else field
 
 
 VECTORS = {"identity.json": identity, "records.json": records, "frames.json": frames}

@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from lmcache_core.keys import ChunkChain
 from lmcache_core.lookup import LookupClient, StoreEvent
 from lmcache_core.p2p import BrokerClient, HeldBy, Peer
 from lmcache_core.record import Chunk
-from lmcache_core.sidecar import messages as m
 from lmcache_core.sidecar.connection import SidecarConnection
 from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire import LmClient
+from lmcache_core.wire import messages as m
+from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 
 SERVER, CLIENT = "storage-0", "release"
 IDS = [bytes([number]) * 16 for number in (1, 2, 3)]
 CHUNKS = ("one", "two")
 ARENA_BYTES = 1 << 20
-HELLO = m.Hello(m.VERSION, m.VERSION, CLIENT, 4242, 0, "org/model", "layout-1", m.CAPABILITIES, 1)
+ENGINE = m.EngineInfo(CLIENT, 4242, 0, "org/model", "layout-1", 1)
+HELLO = m.engine_hello(ENGINE, SIDECAR_CAPABILITIES)
 
 
 async def talk_lm(client: LmClient, allocate: Callable[[int], Any]) -> list[object]:
@@ -57,32 +58,28 @@ LM_OUTCOME: list[object] = [[True], [True, False], True, "never_stored", 1, "nev
 def talk_socket(path: Path, arena: Callable[[SidecarConnection], memoryview]) -> list[object]:
     """Over the sidecar's socket; what came of it."""
     chunk = make_chunk("one")
-    keys = (chunk.key.key.canonical(),)
+    size = len(chunk.memory.byte_array)
     connection = SidecarConnection(path, HELLO, 5.0)
     connection.open()
     said: list[object] = []
     try:
-        connection.call(m.Describe("vllm", "org/model", 1, 256, bytes(32), ("",)), m.DescribeOk)
-        said.append(connection.call(m.Lookup(keys, (), 1000), m.LookupOk).num_prefix)
-        (reserved,) = connection.call(
-            m.Reserve((len(chunk.memory.byte_array),)), m.ReserveOk
-        ).reservations
-        assert reserved is not None
-        arena(connection)[reserved[1] : reserved[1] + len(chunk.memory.byte_array)] = (
-            chunk.memory.byte_array
-        )
-        said.append(connection.call(m.Commit(((reserved[0], chunk.head),)), m.CommitOk).stored)
-        said.append(connection.call(m.Lookup(keys, ("Hot",), 1000), m.LookupOk).tiers)
-        pinned = connection.call(m.Pin(keys, 1000, 5000), m.PinOk)
-        said.append((len(pinned.chunks), pinned.miss_reason))
-        connection.call(m.Release(tuple(each.pin for each in pinned.chunks)), m.ReleaseOk)
-        chains = (
-            ChunkChain(
-                "vllm", chunk.key.key.model_name, 1, "", bytes.fromhex(chunk.key.key.chunk_hash)
-            ),
-        )
-        said.append(connection.call(m.Stage("ticket-1", chains, True, 1000, 5000), m.StageOk).tiers)
-        connection.call(m.Unstage(("ticket-1",)), m.UnstageOk)
+        names = connection.names([chunk.key.key])
+        connection.call(m.Describe("vllm", "org/model", 1, 256, bytes(32), ("",)), m.Ok)
+        said.append(connection.call(m.Lookup(names, (), 1000), m.ContainsOk).present)
+        (lent,) = connection.call(m.ReserveExtents((size,)), m.Extents).items
+        assert isinstance(lent, m.Extent)
+        arena(connection)[lent.offset : lent.offset + size] = chunk.memory.byte_array
+        said.append(connection.call(m.Commit(((lent.id, chunk.head),)), m.ContainsOk).present)
+        said.append(connection.call(m.Lookup(names, ("Hot",), 1000), m.ContainsOk).present)
+        connection.call(m.Prefetch(names), m.Ok)
+        (loaded,) = connection.call(m.LoadExtents(names, 1000, 5000), m.Extents).items
+        assert isinstance(loaded, m.Extent)
+        said.append((loaded.length == size, loaded.tier))
+        connection.call(m.DoneWith((loaded.id,)), m.Ok)
+        chains = ((connection.lane_number(chunk.key.key.lane()), names[0][1]),)
+        said.append(connection.call(m.Stage("ticket-1", chains, True, 1000, 5000), m.Promise).tiers)
+        connection.call(m.DoneWith((), ("ticket-1",)), m.Ok)
+        connection.call(m.Ping(), m.Pong)
         said.append("Hot" in connection.call(m.Stats(), m.StatsOk).stats)
     finally:
         connection.close()
@@ -90,7 +87,7 @@ def talk_socket(path: Path, arena: Callable[[SidecarConnection], memoryview]) ->
     return said
 
 
-SOCKET_OUTCOME: list[object] = [0, (True,), ("Hot",), (1, ""), (b"\x01",), True]
+SOCKET_OUTCOME: list[object] = [[False], [True], [True], (True, "Hot"), (b"\x01",), True]
 
 
 async def talk_lookup(client: LookupClient) -> list[object]:

@@ -28,9 +28,9 @@ from tests.contract.releases.tape import (
     Exchange,
     Recorder,
     ask_lm,
+    is_answered,
     read_frame,
     read_message,
-    send_message,
     unix_server,
 )
 from tests.fixtures.service_process import running_service
@@ -76,11 +76,10 @@ def record_socket(directory: Path) -> list[Exchange]:
         real.connect(str(running.path))
 
         def answer(request: bytes) -> bytes:
-            send_message(real, request)
-            exchanges.append(
-                {"said": request.hex(), "answered": [(answered := read_message(real)).hex()]}
-            )
-            return answered
+            real.sendall(request)
+            answered = [read_message(real)] if is_answered(request) else []
+            exchanges.append({"said": request.hex(), "answered": [data.hex() for data in answered]})
+            return b"".join(answered)
 
         with unix_server(directory / "relay.sock", answer):
             talk_socket(directory / "relay.sock", lambda connection: connection.arena.store_view)

@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from lmcache_core.sidecar.messages import LENGTH
-from lmcache_core.wire.frames import HEADER_BYTES, FrameHeader, FrameType, parse_header
+from lmcache_core.wire.frames import (
+    HEADER_BYTES,
+    FrameHeader,
+    FrameType,
+    build_header,
+    parse_header,
+)
 
 from tests.contract.releases.conversations import in_thread
+from tests.fixtures.frames import read_raw
 
 FOLDER = Path(__file__).parent
 RELEASES = tuple(sorted(path.name for path in FOLDER.iterdir() if (path / "lm.json").exists()))
@@ -76,21 +82,14 @@ async def ask_lm(
 
 
 def read_message(connection: socket.socket) -> bytes:
-    """A message of the sidecar's socket, without its length; b"" at the end."""
-    head = _exactly(connection, LENGTH.size)
-    return _exactly(connection, LENGTH.unpack(head)[0]) if head else b""
+    """A whole frame of the sidecar's socket; b"" at the end."""
+    raw = read_raw(connection)
+    return build_header(raw[0]) + raw[1] if raw else b""
 
 
-def send_message(connection: socket.socket, body: bytes) -> None:
-    """The same, written."""
-    connection.sendall(LENGTH.pack(len(body)) + body)
-
-
-def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes and (piece := connection.recv(num_bytes - len(data))):
-        data += piece
-    return data
+def is_answered(frame: bytes) -> bool:
+    """Whether an answer follows a request."""
+    return parse_header(frame[:HEADER_BYTES]).type not in UNANSWERED
 
 
 @contextmanager
@@ -105,7 +104,7 @@ def unix_server(path: Path, answer: Callable[[bytes], bytes]) -> Iterator[None]:
             connection, _ = listener.accept()
             with connection:
                 while request := read_message(connection):
-                    send_message(connection, answer(request))
+                    connection.sendall(answer(request))
 
         thread = in_thread(serve)
         yield

@@ -149,10 +149,9 @@ def test_an_old_engine_at_our_sidecar(
     assert said.pop("can") == known, "`locks` and `on_device` are the client's to say"
     assert said.pop("staged", None) == ([True, ["01"]] if known else None)
     assert said == {
-        "before": [0, []],
+        "before": [[False]],
         "stored": [[True]],
-        "lookup": [1, ["Hot"]],
-        "prefetch": [True],
+        "lookup": [[True, False]],
         "loaded": [True, "Hot", "never_stored"],
         "stats": ["Hot"],
     }

@@ -211,13 +211,15 @@ def test_a_restarted_sidecar_serves_its_disk(processes: Processes, tmp_path: Pat
 STORE_AND_HANG = """
     import sys, time
     from pathlib import Path
-    from lmcache_core.sidecar import SidecarConnection, messages as m
+    from lmcache_core.sidecar import SidecarConnection
+    from lmcache_core.wire import messages as m
 
-    connection = SidecarConnection(Path(sys.argv[1]), m.Hello(1, 1, "doomed", 1, 0, "", ""), 5.0)
+    hello = m.engine_hello(m.EngineInfo("doomed", 1, 0, "", ""), [])
+    connection = SidecarConnection(Path(sys.argv[1]), hello, 5.0)
     connection.open()
-    answer = connection.call(m.Reserve((500_000,) * 4), m.ReserveOk)
-    for _, offset in answer.reservations:
-        connection.arena.store_view[offset : offset + 250_000] = b"half" * 62_500
+    for extent in connection.call(m.ReserveExtents((500_000,) * 4), m.Extents).items:
+        begin = extent.offset
+        connection.arena.store_view[begin : begin + 250_000] = b"half" * 62_500
     print("ready", flush=True)
     time.sleep(60)
 """

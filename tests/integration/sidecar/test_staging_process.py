@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
-from lmcache_core.sidecar import messages as m
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
+from lmcache_core.wire import messages as m
+from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
@@ -81,17 +82,8 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 @contextlib.contextmanager
 def client_of(sidecar: Sidecar, rank: int = 0, world_size: int = 1) -> Iterator[SidecarChunkStore]:
-    hello = m.Hello(
-        m.VERSION,
-        m.VERSION,
-        "test",
-        os.getpid(),
-        rank,
-        "org/model",
-        "layout",
-        m.CAPABILITIES,
-        world_size,
-    )
+    engine = m.EngineInfo("test", os.getpid(), rank, "org/model", "layout", world_size)
+    hello = m.engine_hello(engine, SIDECAR_CAPABILITIES)
     store = SidecarChunkStore(sidecar.socket, hello, TIER_TIMEOUT_S, Counters())
     store.open(lambda salt: None)
     try:
@@ -163,12 +155,12 @@ def test_a_client_that_is_killed_holds_nothing(tmp_path: Path, processes: Proces
     code = textwrap.dedent(f"""
         import time
         from pathlib import Path
-        from lmcache_core.sidecar import SidecarChunkStore, messages as m
+        from lmcache_core.sidecar import SidecarChunkStore
         from lmcache_core.telemetry import Counters
         from tests.fixtures.chains import chain_of, store_chunks
+        from tests.fixtures.frames import HELLO
 
-        hello = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "org/model", "layout", m.CAPABILITIES)
-        store = SidecarChunkStore(Path({str(sidecar.socket)!r}), hello, 5.0, Counters())
+        store = SidecarChunkStore(Path({str(sidecar.socket)!r}), HELLO, 5.0, Counters())
         store.open(lambda salt: None)
         chain = chain_of(range(20))
         store_chunks(store, chain.keys_of_rank(0))
@@ -233,7 +225,7 @@ def test_bytes_that_change_in_the_arena_are_missed_forgotten_and_stored_anew(
         chunks = store.get(keys)
         offset = chunks[1].memory.metadata.address
         store.release(chunks)
-        with Path(store._link.connection.welcome.arena_path).open("r+b") as arena:
+        with Path(store._link.connection.arena_info.path).open("r+b") as arena:
             arena.seek(offset + 5)
             byte = arena.read(1)[0]
             arena.seek(offset + 5)

@@ -10,10 +10,10 @@ from types import ModuleType
 
 import pytest
 from lmcache_core.integrations.vllm.offers import WINDOW_TICKET
-from lmcache_core.sidecar import messages as m
 from lmcache_core.sidecar import pace
+from lmcache_core.wire import messages as m
 
-from tests.fixtures.late_socket import LateSocket, late_socket
+from tests.fixtures.late_socket import LateSocket, late_socket, name_of
 from tests.fixtures.sidecar import RunningSocket, running_socket
 from tests.fixtures.vllm_engine import FULL, Engine, Limits, Shape, running, window
 from tests.fixtures.vllm_engine.worlds import beside, prompt
@@ -53,16 +53,16 @@ def asked(engine: Engine, relay: LateSocket, tokens: list[int]) -> tuple[list[st
     request = engine.ask(tokens, 2)
     time.sleep(0.05)
     given_back = [
-        ticket for said in relay.requests if isinstance(said, m.Unstage) for ticket in said.tickets
+        ticket for said in relay.requests if isinstance(said, m.DoneWith) for ticket in said.tickets
     ]
     assert len(given_back) == len(set(given_back))
     assert {ticket.removesuffix(WINDOW_TICKET) for ticket in given_back} <= {
         said.ticket for said in relay.requests if isinstance(said, m.Stage)
     }
     names = [
-        type(said).__name__
-        for said in relay.requests[begin:]
-        if not isinstance(said, m.Unstage) and said != m.Release(())
+        name
+        for name in map(name_of, relay.requests[begin:])
+        if name not in ("DONE tickets", "PING")
     ]
     return sorted(names), engine.tally(request).num_external
 
@@ -79,11 +79,11 @@ def test_no_question_is_asked_in_vain(
     monkeypatch.setattr(pace, "QUICK_S", PATIENCE_S)
     with running(any_module, model, beside(relay.path, load=load), limits=Limits(64)) as engine:
         assert asked(engine, relay, prompt(1, 7)) == ([], 0), "less than a chunk"
-        assert asked(engine, relay, prompt(1, 43)) == (["Commit", "Reserve", "Stage"], 0)
+        assert asked(engine, relay, prompt(1, 43)) == (["COMMIT", "RESERVE", "STAGE"], 0)
         engine.forget()
-        assert asked(engine, relay, prompt(1, 43)) == (["Pin", "Release", "Stage"], 40)
-        assert asked(engine, relay, prompt(1, 43)) == (["Stage"], 0), "vLLM has it itself"
-        assert any(isinstance(said, m.Unstage) for said in relay.requests)
+        assert asked(engine, relay, prompt(1, 43)) == (["DONE", "LOAD", "STAGE"], 40)
+        assert asked(engine, relay, prompt(1, 43)) == (["STAGE"], 0), "vLLM has it itself"
+        assert "DONE tickets" in relay.names()
         engine.forget()
 
 
@@ -95,7 +95,7 @@ def test_a_hybrid_gives_its_tickets_back_once(
         asked(engine, relay, prompt(1, 43))
         engine.forget()
         names, loaded = asked(engine, relay, prompt(1, 43))
-        assert names.count("Stage") == 2, "for the whole prompt, and for its window"
+        assert names.count("STAGE") == 2, "for the whole prompt, and for its window"
         assert loaded > 0
         engine.forget()
 
@@ -116,7 +116,7 @@ def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(
         for number in range(3, 23):
             engine.ask(prompt(number, 43), 2)
             engine.forget()
-        assert set(relay.names()) <= {"Unstage"}, (
+        assert set(relay.names()) <= {"DONE tickets"}, (
             "the engine's loop waits for a sidecar that is late"
         )
         relay.late_s = 0.0
@@ -144,7 +144,7 @@ def test_the_first_request_of_a_new_engine_finds_what_others_have_stored(
                     lambda: relay.num_accepted == 3,  # noqa: B023 (called at once)
                     "nothing connects before the first request",
                 )
-                eventually(lambda: relay.names().count("Hello") == 3, "they say nothing")  # noqa: B023 (called at once)
+                eventually(lambda: relay.names().count("HELLO") == 3, "they say nothing")  # noqa: B023 (called at once)
                 time.sleep(0.1)
                 assert engine.tally(engine.ask(prompt(1, 43), 2)).num_external == 40
                 engine.forget()

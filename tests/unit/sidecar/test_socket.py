@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,13 +15,13 @@ from lmcache_core.errors import ConfigError, ProtocolError, UnavailableError, Ve
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import encode_head, payload_digest, raw_header
 from lmcache_core.sidecar import SidecarConnection
-from lmcache_core.sidecar import messages as m
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
+from lmcache_core.wire import messages as m
+from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 
+from tests.fixtures.frames import PLAIN_HELLO as HELLO
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.sidecar import RunningSocket, engine_at, running_socket
-
-HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "org/model", "layout")
 
 
 @pytest.fixture
@@ -47,20 +48,32 @@ def head_of(number: int, payload: bytes) -> bytes:
     )
 
 
+def offered(client: SidecarConnection, *sizes: int) -> tuple[m.Extent | str, ...]:
+    return client.call(m.ReserveExtents(sizes), m.Extents).items
+
+
+def lent(client: SidecarConnection, *sizes: int) -> list[m.Extent]:
+    return [item for item in offered(client, *sizes) if isinstance(item, m.Extent)]
+
+
 def put(client: SidecarConnection, number: int, payload: bytes) -> bool:
-    reserved = client.call(m.Reserve((len(payload),)), m.ReserveOk).reservations[0]
-    if reserved is None:
+    extents = lent(client, len(payload))
+    if not extents:
         return False
-    handle, offset = reserved
-    client.arena.store_view[offset : offset + len(payload)] = payload
-    return client.call(m.Commit(((handle, head_of(number, payload)),)), m.CommitOk).stored[0]
+    (extent,) = extents
+    client.arena.store_view[extent.offset : extent.offset + len(payload)] = payload
+    return client.call(m.Commit(((extent.id, head_of(number, payload)),)), m.ContainsOk).present[0]
 
 
-def pinned_bytes(client: SidecarConnection, *numbers: int) -> tuple[list[bytes], m.PinOk]:
-    answer = client.call(m.Pin(tuple(key_of(n).canonical() for n in numbers), 1000), m.PinOk)
-    return [
-        bytes(client.arena.load_view[c.offset : c.offset + c.length]) for c in answer.chunks
-    ], answer
+def loaded(
+    client: SidecarConnection, *numbers: int
+) -> tuple[list[bytes], list[m.Extent], str | None]:
+    """Bytes and extents of the chunks that are there, and why the next one is not."""
+    names = client.names([key_of(number) for number in numbers])
+    items = client.call(m.LoadExtents(names, 1000, 0), m.Extents).items
+    extents = [item for item in items if isinstance(item, m.Extent)]
+    data = [bytes(client.arena.load_view[e.offset : e.offset + e.length]) for e in extents]
+    return data, extents, next((item for item in items if isinstance(item, str)), None)
 
 
 def wait_for(condition: object, seconds: float = 3.0) -> None:
@@ -90,19 +103,20 @@ def test_a_longest_prefix_is_pinned_and_the_reason_of_its_end_told(
     assert put(client, 1, b"one")
     assert put(client, 2, b"two!")
     assert put(client, 4, b"four")
-    found, answer = pinned_bytes(client, 1, 2, 3, 4)
+    found, _, reason = loaded(client, 1, 2, 3, 4)
     assert found == [b"one", b"two!"]
-    assert answer.miss_reason == "never_stored"
-    assert client.call(
-        m.Lookup(tuple(key_of(n).canonical() for n in (1, 2, 3, 4)), (), 1000), m.LookupOk
-    ) == m.LookupOk(2, ("Hot", "Hot"))
+    assert reason == "never_stored"
+    names = client.names([key_of(number) for number in (1, 2, 3, 4)])
+    assert client.call(m.Lookup(names, (), 1000), m.ContainsOk) == m.ContainsOk(
+        [True, True, False, True]
+    )
 
 
 def test_nothing_is_visible_before_its_commit(
     sidecar: RunningSocket, client: SidecarConnection
 ) -> None:
-    client.call(m.Reserve((100,)), m.ReserveOk)
-    assert pinned_bytes(client, 1)[0] == []
+    lent(client, 100)
+    assert loaded(client, 1)[0] == []
     assert sidecar.hot.keys() == []
 
 
@@ -110,8 +124,8 @@ def test_a_client_that_goes_gives_everything_back(sidecar: RunningSocket) -> Non
     client = SidecarConnection(sidecar.path, HELLO, 5.0)
     client.open()
     assert put(client, 1, b"x" * 600)
-    pinned_bytes(client, 1)
-    client.call(m.Reserve((700, 800)), m.ReserveOk)
+    loaded(client, 1)
+    lent(client, 700, 800)
     used = sidecar.allocator.used_bytes
     client.close()
     wait_for(lambda: not sidecar.server.sessions)
@@ -122,15 +136,14 @@ def test_a_client_that_goes_gives_everything_back(sidecar: RunningSocket) -> Non
 def test_a_commit_with_a_bad_head_is_refused_and_its_memory_freed(
     sidecar: RunningSocket, client: SidecarConnection, damage: str
 ) -> None:
-    reserved = client.call(m.Reserve((64,)), m.ReserveOk).reservations[0]
-    assert reserved is not None
+    (extent,) = lent(client, 64)
     head = bytearray(head_of(1, b"x" * (65 if damage == "size" else 64)))
     if damage == "flip":
         head[40] ^= 1
     sent = {"short": bytes(head[:-1]), "empty": b""}.get(damage, bytes(head))
-    assert client.call(m.Commit(((reserved[0], sent),)), m.CommitOk).stored == (False,)
+    assert client.call(m.Commit(((extent.id, sent),)), m.ContainsOk).present == [False]
     assert sidecar.allocator.used_bytes == 0
-    assert pinned_bytes(client, 1)[0] == []
+    assert loaded(client, 1)[0] == []
 
 
 def test_a_reservation_is_committed_once_and_by_its_owner(
@@ -138,28 +151,26 @@ def test_a_reservation_is_committed_once_and_by_its_owner(
 ) -> None:
     other = SidecarConnection(sidecar.path, HELLO, 5.0)
     other.open()
-    reserved = client.call(m.Reserve((3,)), m.ReserveOk).reservations[0]
-    assert reserved is not None
-    commit = m.Commit(((reserved[0], head_of(1, b"abc")),))
-    assert other.call(commit, m.CommitOk).stored == (False,)
-    assert client.call(commit, m.CommitOk).stored == (True,)
-    assert client.call(commit, m.CommitOk).stored == (False,)
+    (extent,) = lent(client, 3)
+    commit = m.Commit(((extent.id, head_of(1, b"abc")),))
+    assert other.call(commit, m.ContainsOk).present == [False]
+    assert client.call(commit, m.ContainsOk).present == [True]
+    assert client.call(commit, m.ContainsOk).present == [False]
     other.close()
 
 
 def test_pinned_chunks_survive_memory_pressure(client: SidecarConnection) -> None:
     payload = bytes(range(256)) * 400
     assert put(client, 1, payload)
-    found, answer = pinned_bytes(client, 1)
+    found, (extent,), _ = loaded(client, 1)
     for number in range(2, 30):
         put(client, number, bytes([number]) * 100_000)
-    chunk = answer.chunks[0]
     assert (
-        bytes(client.arena.load_view[chunk.offset : chunk.offset + chunk.length])
+        bytes(client.arena.load_view[extent.offset : extent.offset + extent.length])
         == payload
         == found[0]
     )
-    client.call(m.Release((chunk.pin,)), m.ReleaseOk)
+    client.call(m.DoneWith((extent.id,)), m.Ok)
 
 
 def test_pins_of_all_clients_leave_some_of_the_arena(
@@ -171,22 +182,16 @@ def test_pins_of_all_clients_leave_some_of_the_arena(
     others = [SidecarConnection(sidecar.path, HELLO, 5.0) for _ in range(2)]
     for other in others:
         other.open()
-    _, first = pinned_bytes(client, 0, 1, 2, 3)
-    _, same = pinned_bytes(others[0], 0, 1, 2, 3)
-    assert (len(first.chunks), len(same.chunks)) == (
-        4,
-        4,
-    ), "a chunk that two have pinned counts once"
-    _, more = pinned_bytes(others[1], 4, 5, 6, 7, 8)
-    assert (len(more.chunks), more.miss_reason) == (
-        3,
-        "no_memory",
-    ), "three quarters of a MiB hold seven"
-    client.call(m.Release(tuple(chunk.pin for chunk in first.chunks)), m.ReleaseOk)
-    assert pinned_bytes(client, 8)[1].miss_reason == "no_memory", "the other still has them"
+    _, first, _ = loaded(client, 0, 1, 2, 3)
+    _, same, _ = loaded(others[0], 0, 1, 2, 3)
+    assert (len(first), len(same)) == (4, 4), "a chunk that two have loaded counts once"
+    _, more, reason = loaded(others[1], 4, 5, 6, 7, 8)
+    assert (len(more), reason) == (3, "no_memory"), "three quarters of a MiB hold seven"
+    client.call(m.DoneWith(tuple(extent.id for extent in first)), m.Ok)
+    assert loaded(client, 8)[2] == "no_memory", "the other still has them"
     others[0].close()
     wait_for(lambda: len(sidecar.server.sessions) == 2)
-    assert len(pinned_bytes(client, 8)[1].chunks) == 1
+    assert len(loaded(client, 8)[1]) == 1
     others[1].close()
     assert put(client, 20, bytes(100_000)), "the rest is for stores"
 
@@ -194,10 +199,9 @@ def test_pins_of_all_clients_leave_some_of_the_arena(
 def test_no_client_can_reserve_everything(
     sidecar: RunningSocket, client: SidecarConnection
 ) -> None:
-    answer = client.call(m.Reserve((100_000,) * 12), m.ReserveOk)
-    granted = [r for r in answer.reservations if r is not None]
+    granted = lent(client, *(100_000,) * 12)
     assert 0 < len(granted) * 100_000 <= sidecar.arena.size // 2
-    client.call(m.Abort(tuple(handle for handle, _ in granted)), m.AbortOk)
+    client.call(m.DoneWith(tuple(extent.id for extent in granted)), m.Ok)
     assert sidecar.allocator.used_bytes == 0
 
 
@@ -207,14 +211,13 @@ def test_a_draining_sidecar_takes_nothing_and_still_serves(
     assert put(client, 1, b"kept")
     sidecar.server.refuse_stores()
     assert not put(client, 2, b"late")
-    assert pinned_bytes(client, 1)[0] == [b"kept"]
+    assert loaded(client, 1)[0] == [b"kept"]
 
 
 def test_versions_must_meet(sidecar: RunningSocket) -> None:
-    connection = SidecarConnection(
-        sidecar.path, m.Hello(m.VERSION + 1, m.VERSION + 5, "new", 1, 0, "", ""), 5.0
-    )
-    with pytest.raises(VersionError, match="speaks version"):
+    hello = msgspec.structs.replace(HELLO, version_min=2, version_max=6)
+    connection = SidecarConnection(sidecar.path, hello, 5.0)
+    with pytest.raises(VersionError, match="speaks versions 1 to 1"):
         connection.open()
 
 
@@ -235,7 +238,7 @@ def test_garbage_closes_its_own_connection_only(
     raw = socket.socket(socket.AF_UNIX)
     raw.settimeout(5.0)
     raw.connect(str(sidecar.path))
-    raw.sendall(m.LENGTH.pack(len(garbage)) + garbage if framed else garbage)
+    raw.sendall(b"LMF1" + garbage if framed else garbage)
     raw.shutdown(socket.SHUT_WR)
     while raw.recv(4096):
         pass
@@ -246,17 +249,14 @@ def test_after_garbage_others_are_still_served(
     sidecar: RunningSocket, client: SidecarConnection
 ) -> None:
     assert put(client, 1, b"kept")
-    for junk in (
-        b"\xff\xff\xff\xff",
-        b"\0\0\0\0",
-        m.LENGTH.pack(5) + b"hello",
-        m.LENGTH.pack(m.MAX_MESSAGE_BYTES + 1),
-    ):
+    hello = m.build_frame(1, HELLO)
+    too_long = build_header(FrameHeader(FrameType.STAGE, 2, 1, 0))[:16] + b"\xff" * 16
+    for junk in (b"\xff" * 40, bytes(32), hello[:-1] + b"\xc1", hello + too_long):
         with socket.socket(socket.AF_UNIX) as raw:
             raw.connect(str(sidecar.path))
             raw.sendall(junk)
             raw.shutdown(socket.SHUT_WR)
-    assert pinned_bytes(client, 1)[0] == [b"kept"]
+    assert loaded(client, 1)[0] == [b"kept"]
 
 
 def test_two_sidecars_do_not_share_a_socket(sidecar: RunningSocket, tmp_path: Path) -> None:

@@ -14,20 +14,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from lmcache_core.concurrency import supervisor
 from lmcache_core.errors import ConfigError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory import MemoryObj
 from lmcache_core.record import Extension, encode_head, payload_digest, raw_header
 from lmcache_core.sidecar import SidecarConnection
-from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.disk import DiskBackend
+from lmcache_core.wire import messages as m
 from lmcache_sidecar.arena import UnrecordedExtents
-from lmcache_sidecar.socket import server as server_module
+from lmcache_sidecar.socket import session as session_module
 
+from tests.fixtures.frames import HELLO, greeted
 from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
-from tests.fixtures.sidecar import TIMEOUT_S, RunningSocket, engine_at, running_socket
-
-HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "org/model", "layout")
+from tests.fixtures.sidecar import TIMEOUT_S, engine_at, running_socket
 
 
 class SlowDisk(DiskBackend):
@@ -41,21 +41,6 @@ def wait_for(condition: Callable[[], object], seconds: float = 3.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.01)
-
-
-def greeted(running: RunningSocket) -> socket.socket:
-    """A raw connection that has said HELLO."""
-    raw = socket.socket(socket.AF_UNIX)
-    raw.settimeout(5.0)
-    raw.connect(str(running.path))
-    say(raw, HELLO)
-    return raw
-
-
-def say(raw: socket.socket, message: m.Message) -> m.Answer:
-    raw.sendall(m.encode(message))
-    (length,) = m.LENGTH.unpack(raw.recv(m.LENGTH.size, socket.MSG_WAITALL))
-    return m.decode_answer(raw.recv(length, socket.MSG_WAITALL))
 
 
 def test_a_store_that_fails_half_way_leaves_no_reservation(tmp_path: Path) -> None:
@@ -96,38 +81,54 @@ def test_the_socket_of_a_successor_is_left_alone(tmp_path: Path) -> None:
             assert running.path.exists()
 
 
-def test_a_refused_client_keeps_its_memory_until_it_has_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refused", [HELLO, m.Reject((-1,)), m.Stage("t", ((9, b""),), True, 1, 0)])
+def test_a_refused_client_keeps_its_memory_until_it_has_gone(
+    tmp_path: Path, refused: m.Message
+) -> None:
     """It may not know yet, and still be writing to its reservation: nobody else may get that
     memory.
     """
     with running_socket(tmp_path) as running:
-        raw = greeted(running)
-        say(raw, m.Reserve((1000,)))
-        used = running.allocator.used_bytes
-        assert isinstance(say(raw, HELLO), m.Refused)
-        assert raw.recv(1) == b"", "the sidecar has nothing more to say"
-        time.sleep(0.1)
-        assert running.allocator.used_bytes == used > 0
-        raw.close()
+        with greeted(running.path) as client:
+            client.say(m.ReserveExtents((1000,)))
+            used = running.allocator.used_bytes
+            assert isinstance(client.say(refused), m.ErrorMessage)
+            assert client.socket.recv(1) == b"", "the sidecar has nothing more to say"
+            time.sleep(0.1)
+            assert running.allocator.used_bytes == used > 0
+        wait_for(lambda: running.allocator.used_bytes == 0)
+
+
+def test_a_client_whose_large_request_does_not_arrive_keeps_its_memory_until_it_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "LARGE_REQUEST_TIMEOUT_S", 0.1)
+    with running_socket(tmp_path) as running:
+        with greeted(running.path) as client:
+            client.say(m.ReserveExtents((1000,)))
+            used = running.allocator.used_bytes
+            large = client.frame(m.Commit(tuple((n, bytes(60_000)) for n in range(10))))
+            client.socket.sendall(large[:-1])
+            assert isinstance(client.answer(), m.ErrorMessage)
+            time.sleep(0.1)
+            assert running.allocator.used_bytes == used > 0
         wait_for(lambda: running.allocator.used_bytes == 0)
 
 
 def test_a_client_that_does_not_read_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    with running_socket(tmp_path) as running:
-        raw = greeted(running)
-        raw.setblocking(False)
-        flood = m.encode(m.Stats()) * 1000
+    with running_socket(tmp_path) as running, greeted(running.path) as client:
+        client.socket.setblocking(False)
+        flood = b"".join(client.frame(m.Stats()) for _ in range(10_000))
         sent = 0
         for _ in range(50):
             try:
-                sent += raw.send(flood)
+                sent += client.socket.send(flood[sent:])
             except BlockingIOError:
                 time.sleep(0.01)
         assert sent > 100_000
         begin = time.monotonic()
         running.loop.run(running.server.close(), TIMEOUT_S)
         assert time.monotonic() - begin < 2.0
-        raw.close()
 
 
 def test_a_session_that_ignores_its_cancellation_does_not_hold_up_the_end(
@@ -140,8 +141,8 @@ def test_a_session_that_ignores_its_cancellation_does_not_hold_up_the_end(
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(server_module, "CANCEL_WAIT_S", 0.2)
-    monkeypatch.setattr(server_module.SocketServer, "_talk", ignore_cancellation)
+    monkeypatch.setattr(supervisor, "CANCEL_WAIT_S", 0.2)
+    monkeypatch.setattr(session_module.EngineSession, "_talk", ignore_cancellation)
     with running_socket(tmp_path) as running, socket.socket(socket.AF_UNIX) as raw:
         raw.connect(str(running.path))
         wait_for(lambda: running.server.sessions)
@@ -151,7 +152,7 @@ def test_a_session_that_ignores_its_cancellation_does_not_hold_up_the_end(
             may_end.set()
         wait_for(lambda: not running.server.sessions)
     assert [
-        "ignored their cancellation" in record.getMessage()
+        "ignored its cancellation" in record.getMessage()
         for record in caplog.records
         if record.levelname == "ERROR"
     ] == [True]
@@ -189,15 +190,16 @@ def test_more_heads_than_one_answer_holds_are_misses(tmp_path: Path) -> None:
             head = encode_head(
                 msgspec.structs.replace(plain, extensions=(Extension(7, False, bytes(60_000)),)), 4
             )
-            (reserved,) = client.call(m.Reserve((4,)), m.ReserveOk).reservations
-            assert reserved is not None
-            handle, offset = reserved
-            client.arena.store_view[offset : offset + 4] = b"data"
-            assert client.call(m.Commit(((handle, head),)), m.CommitOk).stored == (True,)
-        answer = client.call(m.Pin(tuple(name.canonical() for name in names), 1000), m.PinOk)
-        assert 50 < len(answer.chunks) < 200
-        assert answer.miss_reason == "no_memory"
-        client.call(m.Release(tuple(chunk.pin for chunk in answer.chunks)), m.ReleaseOk)
+            (lent,) = client.call(m.ReserveExtents((4,)), m.Extents).items
+            assert isinstance(lent, m.Extent)
+            client.arena.store_view[lent.offset : lent.offset + 4] = b"data"
+            assert client.call(m.Commit(((lent.id, head),)), m.ContainsOk).present == [True]
+        load = m.LoadExtents(client.names(names), 1000, 0)
+        *extents, reason = client.call(load, m.Extents).items
+        assert 50 < len(extents) < 200
+        assert reason == "no_memory"
+        ids = tuple(item.id for item in extents if isinstance(item, m.Extent))
+        client.call(m.DoneWith(ids), m.Ok)
         assert running.hot.evict_bytes(1 << 20) == 200 * 512, (
             "what was not named is not pinned either"
         )
@@ -207,7 +209,7 @@ def test_more_heads_than_one_answer_holds_are_misses(tmp_path: Path) -> None:
 def test_a_client_that_says_nothing_is_sent_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_sidecar.socket.server.HELLO_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("lmcache_sidecar.socket.session.HELLO_TIMEOUT_S", 0.1)
     with running_socket(tmp_path) as running, socket.socket(socket.AF_UNIX) as raw:
         raw.settimeout(5.0)
         raw.connect(str(running.path))
@@ -245,13 +247,11 @@ class FullJournal(UnrecordedExtents):
 def test_what_the_next_start_would_not_know_of_is_not_lent(tmp_path: Path) -> None:
     extents = FullJournal()
     with running_socket(tmp_path, extents=extents) as running:
-        raw = greeted(running)
-        assert say(raw, m.Reserve((1000, 2 << 20, 1000))) == m.ReserveOk((None, None, None))
+        with greeted(running.path) as client:
+            answer = client.say(m.ReserveExtents((1000, 2 << 20, 1000)))
+        assert answer == m.Extents(("no_memory",) * 3)
         assert extents.asked == [2]
         assert running.allocator.used_bytes == 0
-        (session,) = running.server.sessions
-        assert session.describe()["num_reservations"] == session.describe()["reserved_bytes"] == 0
-        raw.close()
 
 
 class UsedAgain(UnrecordedExtents):
@@ -267,12 +267,12 @@ def test_who_takes_no_lock_is_lent_no_memory_that_the_next_start_uses(
     tmp_path: Path, extents: UnrecordedExtents, is_lent: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running_socket(tmp_path, extents=extents) as running:
-        raw = greeted(running)  # as a client of an earlier release
-        assert say(raw, m.Reserve((1000,))) == m.ReserveOk((((1, 0) if is_lent else None),))
-        assert ("client test takes no lock" in caplog.text) is not is_lent
-        assert isinstance(say(raw, m.Pin((), 1)), m.PinOk)
-        raw.close()
+        with greeted(running.path) as raw:
+            lent = m.Extent(1, 0, 1000) if is_lent else "no_memory"
+            assert raw.say(m.ReserveExtents((1000,))) == m.Extents((lent,))
+            assert ("client test takes no lock" in caplog.text) is not is_lent
+            assert isinstance(raw.say(m.LoadExtents([], 1, 0)), m.Extents)
         client = SidecarConnection(running.path, HELLO, 5.0)
         client.open()
-        assert client.call(m.Reserve((1000,)), m.ReserveOk).reservations[0] is not None
+        assert isinstance(client.call(m.ReserveExtents((1000,)), m.Extents).items[0], m.Extent)
         client.close()

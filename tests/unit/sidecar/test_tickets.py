@@ -11,22 +11,23 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.errors import ProtocolError, UnavailableError
-from lmcache_core.keys import ChunkChain
+from lmcache_core.keys import ChunkChain, Lane
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore, SidecarConnection
-from lmcache_core.sidecar import messages as m
 from lmcache_core.storage import staging as staging_module
 from lmcache_core.telemetry import Counters
+from lmcache_core.wire import messages as m
+from lmcache_core.wire.capabilities import ON_DEVICE, SIDECAR_CAPABILITIES
 from lmcache_sidecar import metrics
 from lmcache_sidecar.descriptions import MAX_DESCRIPTIONS
 from lmcache_sidecar.socket import server as server_module
 
 from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, num_loaded, store_chunks
 from tests.fixtures.embedded import until
+from tests.fixtures.frames import HELLO, greeted
 from tests.fixtures.kv import CHUNK_SIZE, make_config, make_metadata
 from tests.fixtures.sidecar import RunningSocket, engine_at, running_socket
 
-HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "org/model", "layout", m.CAPABILITIES)
 ARENA_BYTES = 64 * TAKEN_BYTES
 CHAIN = chain_of(range(4))
 
@@ -112,32 +113,36 @@ def test_a_draining_sidecar_stages_what_is_hot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "chain",
-    [
-        ChunkChain("\N{SNOWMAN}" * 1000, "m", 1, "", bytes(32)),
-        ChunkChain("vllm", "m", 1, "\N{SNOWMAN}" * 1000, bytes(32)),
-    ],
+    "lane", [Lane("\N{SNOWMAN}" * 1000, "m", 1, 0), Lane("vllm", "m", 1, 0, "\N{SNOWMAN}" * 1000)]
 )
 def test_names_that_no_tier_could_spell_end_their_own_connection_only(
-    sidecar: RunningSocket, chain: ChunkChain
+    sidecar: RunningSocket, lane: Lane
 ) -> None:
-    with client_of(sidecar) as other, client_of(sidecar) as store:
+    with client_of(sidecar) as other, greeted(sidecar.path) as client:
         store_chunks(other, CHAIN.keys_of_rank(0))
-        assert store.stage("t", [chain]) is None
+        client.socket.sendall(m.build_frame(0, m.DeclareLane(0, lane)))
+        assert isinstance(client.answer(), m.ErrorMessage)
+        chain = ChunkChain(lane.fmt, lane.model_name, 1, lane.group, bytes(32))
+        assert other.stage("t", [chain]) is None
         assert other.stage("t", [CHAIN]) == Staged(True, (b"\1" * 4,))
 
 
+@pytest.mark.parametrize("num_ranks", [0, m.MAX_RANKS + 1])
+def test_chains_of_no_or_too_many_ranks_end_the_connection(
+    sidecar: RunningSocket, num_ranks: int
+) -> None:
+    with greeted(sidecar.path) as client:
+        lane = Lane("vllm", "m", num_ranks, 0)
+        client.socket.sendall(m.build_frame(0, m.DeclareLane(0, lane)))
+        assert isinstance(client.say(m.Stage("t", ((0, bytes(32)),), True, 1, 0)), m.ErrorMessage)
+
+
 def connected(sidecar: RunningSocket, **fields: object) -> SidecarConnection:
-    values = {
-        "version_min": m.VERSION,
-        "version_max": m.VERSION,
-        "client": "test",
-        "pid": 1,
-        "rank": 0,
-        "model": "m",
-        "layout": "a",
-    }
-    connection = SidecarConnection(sidecar.path, m.Hello(**(values | fields)), 5.0)  # type: ignore[arg-type]
+    capabilities = fields.pop("capabilities", ())
+    values = {"name": "test", "pid": 1, "rank": 0, "model": "m", "layout": "a"}
+    engine = m.EngineInfo(**(values | fields))  # type: ignore[arg-type]
+    hello = m.engine_hello(engine, capabilities)  # type: ignore[arg-type]
+    connection = SidecarConnection(sidecar.path, hello, 5.0)
     connection.open()
     return connection
 
@@ -148,7 +153,7 @@ def test_two_layouts_in_one_engine_are_refused(sidecar: RunningSocket) -> None:
         stack.callback(first.close)
         for fields in (
             {},
-            {"client": "other", "layout": "b"},
+            {"name": "other", "layout": "b"},
             {"model": "n", "layout": "b"},
             {"world_size": 2, "layout": "b"},
             {"layout": ""},
@@ -168,11 +173,14 @@ def test_loads_are_checked_by_sample_only_where_a_gpu_computes(tmp_path: Path) -
     with running_socket(tmp_path, verify_hot="auto") as sidecar:
         for capabilities, expected in (
             ((), "always"),
-            (m.CAPABILITIES, "always"),
-            ((m.ON_DEVICE,), "sampled"),
+            (SIDECAR_CAPABILITIES, "always"),
+            ((ON_DEVICE,), "sampled"),
         ):
             connection = connected(sidecar, capabilities=capabilities)
-            assert (connection.welcome.verify_hot, connection.verifier.mode) == (expected, expected)
+            assert (connection.arena_info.verify_hot, connection.verifier.mode) == (
+                expected,
+                expected,
+            )
             connection.close()
 
 
@@ -216,7 +224,7 @@ def test_the_last_descriptions_of_a_client_are_remembered(sidecar: RunningSocket
     connection = connected(sidecar)
     try:
         for number in (*range(MAX_DESCRIPTIONS + 6), 20):
-            connection.call(m.Describe("vllm", f"m{number}", 1, 16, bytes(32), ("",)), m.DescribeOk)
+            connection.call(m.Describe("vllm", f"m{number}", 1, 16, bytes(32), ("",)), m.Ok)
         (session,) = sidecar.server.sessions
         names = [described.model_name for described in session.descriptions]
         assert len(names) == MAX_DESCRIPTIONS
@@ -242,14 +250,14 @@ def test_what_could_name_no_chunk_is_refused(
 ) -> None:
     connection = connected(sidecar)
     with pytest.raises(ProtocolError, match=text):
-        connection.call(description, m.DescribeOk)
+        connection.call(description, m.Ok)
     connection.close()
 
 
-def pinned(connection: SidecarConnection) -> tuple[m.PinnedChunk, ...]:
-    return connection.call(
-        m.Pin(tuple(key.canonical() for key in CHAIN.keys_of_rank(0)), 1000), m.PinOk
-    ).chunks
+def loaded(connection: SidecarConnection) -> list[m.Extent]:
+    load = m.LoadExtents(connection.names(CHAIN.keys_of_rank(0)), 1000, 0)
+    items = connection.call(load, m.Extents).items
+    return [item for item in items if isinstance(item, m.Extent)]
 
 
 def test_a_damaged_chunk_is_not_served_again_and_a_good_one_stays(sidecar: RunningSocket) -> None:
@@ -257,9 +265,9 @@ def test_a_damaged_chunk_is_not_served_again_and_a_good_one_stays(sidecar: Runni
         store_chunks(store, CHAIN.keys_of_rank(0))
         connection = store._link.connection
         assert connection is not None
-        good, bad, *_ = pinned(connection)
+        good, bad, *_ = loaded(connection)
         connection.arena.store_view[bad.offset + 7] ^= 1
-        connection.call(m.Reject((good.pin, bad.pin, 1 << 40)), m.RejectOk)
+        connection.call(m.Reject((good.id, bad.id, 1 << 40)), m.Ok)
         assert sidecar.hot.contains_many(names_of(CHAIN.keys_of_rank(0))) == [
             True,
             False,
@@ -268,7 +276,7 @@ def test_a_damaged_chunk_is_not_served_again_and_a_good_one_stays(sidecar: Runni
         ]
         assert sidecar.counters.value(metrics.CORRUPT_CHUNKS_TOTAL) == 1
         assert store_chunks(store, CHAIN.keys_of_rank(0)[1:2]) == 1
-        connection.call(m.Reject((bad.pin,)), m.RejectOk)
+        connection.call(m.Reject((bad.id,)), m.Ok)
         assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4, (
             "what has come in its place is not thrown away"
         )
@@ -280,7 +288,7 @@ def test_who_loads_tells_the_sidecar_of_damage(sidecar: RunningSocket, when: str
         store_chunks(store, CHAIN.keys_of_rank(0))
         connection = store._link.connection
         assert connection is not None
-        chunks = pinned(connection)
+        chunks = loaded(connection)
         connection.arena.store_view[chunks[2].offset] ^= 1
         found = store.get(CHAIN.keys_of_rank(0), check_later=when == "with the copy")
         if when == "with the copy":
@@ -296,9 +304,3 @@ def test_who_loads_tells_the_sidecar_of_damage(sidecar: RunningSocket, when: str
         ]
         assert store_chunks(store, CHAIN.keys_of_rank(0)[2:3]) == 1
         assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4
-
-
-def test_more_ranks_than_there_are_are_refused() -> None:
-    """A block is at least one chunk of all ranks, during which nobody else has a turn."""
-    with pytest.raises(ValueError, match="a chain of 1025 ranks; the limit is 1024"):
-        m.Stage("t", (chain_of([1], world_size=m.MAX_RANKS + 1),), True, 1000)

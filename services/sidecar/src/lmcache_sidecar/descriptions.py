@@ -8,8 +8,8 @@ from itertools import product, zip_longest
 
 from lmcache_core.errors import ConfigError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
-from lmcache_core.sidecar.messages import Describe
 from lmcache_core.token_database.hashing import chain_hashes_of_bytes, tokens_as_bytes
+from lmcache_core.wire.messages import Describe
 from lmcache_servicekit.errors import ConflictError
 
 MAX_DESCRIPTIONS = 64

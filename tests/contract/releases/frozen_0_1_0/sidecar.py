@@ -13,51 +13,24 @@ import mmap
 import os
 import socket
 import socketserver
-import struct
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from formats import canonical_key, chunk_hash_of, digest_of, head_of, key_of, payload_of, read_head
+from lm import CONTAINS_OK, CONTEXT, HASH_BYTES, HELLO, HELLO_OK, LANE, PING, PONG, receive, send
 
-ARENA_BYTES, GENERATION = 4 << 20, 7
-MAX_MESSAGE_BYTES = 8 << 20
+ARENA_BYTES, GENERATION, MAX_NAMES = 4 << 20, 7, 4096
 TIMEOUT_S = 10.0
-NUM_FIELDS = {
-    "Lookup": (3,), "Prefetch": (1,), "Reserve": (1,), "Commit": (1,), "Abort": (1,), "Pin": (2, 3), "Release": (1,), "Reject": (1,),
-    "Stage": (4, 5), "Unstage": (1,), "Describe": (6,), "Within": (3,), "Stats": (0,),
+RESERVE, EXTENTS, COMMIT, LOAD, STAGE, PROMISE, DONE, OK, REJECT, DESCRIBE, LOOKUP, STATS, STATS_OK, PREFETCH = range(19, 33)
+NUM_FIELDS = {RESERVE: 1, COMMIT: 1, LOAD: 3, STAGE: 5, DONE: 2, REJECT: 1, DESCRIBE: 6, LOOKUP: 3, STATS: 0, PREFETCH: 1, PING: 0, CONTEXT: 2, LANE: 2}
+NUM_ANSWERED = {EXTENTS: 1, CONTAINS_OK: 1, PROMISE: 2, OK: 0, STATS_OK: 1, PONG: 0}
+ANSWERS = {
+    RESERVE: EXTENTS, LOAD: EXTENTS, COMMIT: CONTAINS_OK, LOOKUP: CONTAINS_OK, STAGE: PROMISE, DONE: OK, REJECT: OK, DESCRIBE: OK, PREFETCH: OK,
+    STATS: STATS_OK, PING: PONG,
 }  # fmt: skip
-NUM_ANSWERED = {
-    "LookupOk": 2, "PrefetchOk": 1, "ReserveOk": 1, "CommitOk": 1, "AbortOk": 0, "PinOk": 2, "ReleaseOk": 0, "RejectOk": 0,
-    "StageOk": 2, "UnstageOk": 0, "DescribeOk": 0, "StatsOk": 1,
-}  # fmt: skip
-NEEDS = {"Reject": "reject", "Stage": "stage", "Unstage": "stage", "Describe": "describe", "Within": "context"}
-
-
-def send(to: socket.socket, *message: Any) -> None:
-    body = msgspec.msgpack.encode(message)
-    to.sendall(struct.pack("<I", len(body)) + body)
-
-
-def receive(source: socket.socket) -> list[Any]:
-    """The next message; nothing at the end."""
-    head = exactly(source, 4)
-    if not head:
-        return []
-    (length,) = struct.unpack("<I", head)
-    assert length <= MAX_MESSAGE_BYTES
-    message: list[Any] = msgspec.msgpack.decode(exactly(source, length))
-    return message
-
-
-def exactly(source: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < num_bytes and (piece := source.recv(num_bytes - len(data))):
-        data += piece
-    assert len(data) in (0, num_bytes), "the connection ended in the middle of a message"
-    return bytes(data)
+NEEDS = {REJECT: "reject", STAGE: "stage", DESCRIBE: "describe", CONTEXT: "context"}
 
 
 class Client:
@@ -65,59 +38,78 @@ class Client:
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.settimeout(TIMEOUT_S)
         self.connection.connect(path)
-        send(self.connection, "Hello", 1, 1, "release-0.1.0", os.getpid(), 0, "org/model", "", capabilities, 1)
-        kind, version, _, arena_path, arena_bytes, generation, verify_hot, salt, *later = receive(self.connection)
-        assert (kind, version) == ("HelloOk", 1)
+        engine = ["release-0.1.0", os.getpid(), 0, "org/model", "", 1]
+        send(self.connection, HELLO, 1, [1, 1, capabilities, None, "release-0.1.0", engine])
+        answer = receive(self.connection)
+        assert answer is not None
+        (kind, self.number, (version, agreed, _, max_names, arena, *_), _) = answer
+        assert (kind, self.number, version, max_names) == (HELLO_OK, 1, 1, MAX_NAMES)
+        arena_path, arena_bytes, generation, verify_hot, salt, *_ = arena
         assert isinstance(verify_hot, str)
         assert isinstance(salt, str)
-        self.can = set(later[0] if later else []) & set(capabilities)
+        self.can = set(agreed)
+        assert self.can <= set(capabilities)
         if "locks" in capabilities:
             self.lock = (Path(arena_path).parent / f"{generation:016x}.generation").open("rb")
             fcntl.flock(self.lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         with Path(arena_path).open("r+b") as file:
             self.arena = mmap.mmap(file.fileno(), arena_bytes)
 
-    def ask(self, kind: str, *fields: Any) -> list[Any]:
-        send(self.connection, kind, *fields)
-        answered, *answer = receive(self.connection)
-        assert answered == f"{kind}Ok", (kind, answered, answer)
+        send(self.connection, LANE, 0, [0, ["vllm", "test/model", 1, 0, ""]])
+
+    def ask(self, kind: int, *fields: Any) -> list[Any]:
+        self.number += 1
+        if "context" in self.can:
+            send(self.connection, CONTEXT, self.number, ["of-release-0.1.0", ""])
+        send(self.connection, kind, self.number, list(fields))
+        frame = receive(self.connection)
+        assert frame is not None, "the sidecar has hung up"
+        answered, number, answer, _ = frame
+        assert (answered, number) == (ANSWERS[kind], self.number), (kind, answered, answer)
         assert len(answer) == NUM_ANSWERED[answered], f"{answered} has fields that release 0.1.0 does not know: {answer}"
         return answer
+
+
+def names_of(*names: str) -> list[list[Any]]:
+    """The first as hashes in the lane, the others spelled in full."""
+    return [[0, bytes.fromhex(chunk_hash_of(names[0]))], *([None, key_of(name)] for name in names[1:])]
 
 
 def converse(path: str, capabilities: list[str]) -> dict[str, Any]:
     """What an engine wants of a sidecar; what came of it."""
     client = Client(path, capabilities)
     key, payload = key_of("one"), payload_of("one")
-    said: dict[str, Any] = {"can": sorted(client.can), "before": client.ask("Lookup", [key], [], 1000)}
+    said: dict[str, Any] = {"can": sorted(client.can), "before": client.ask(LOOKUP, names_of("one"), [], 1000)}
     if "describe" in client.can:
-        client.ask("Describe", "vllm", "org/model", 1, 256, bytes(32), [""])
-    (kept, given_up), *_ = client.ask("Reserve", [len(payload), 100])
-    client.arena[kept[1] : kept[1] + len(payload)] = payload
-    client.ask("Abort", [given_up[0]])
-    said["stored"] = client.ask("Commit", [[kept[0], head_of(key, payload)]])
-    said["lookup"] = client.ask("Lookup", [key, key_of("two")], ["Hot"], 1000)
-    said["prefetch"] = client.ask("Prefetch", [key])
-    (chunks, reason) = client.ask("Pin", [key, key_of("two")], 1000)
-    ((pin, offset, length, head, tier),) = chunks
+        client.ask(DESCRIBE, "vllm", "org/model", 1, 256, bytes(32), [""])
+    ((kept, given_up),) = client.ask(RESERVE, [len(payload), 100])
+    number, offset, length, *_ = kept
+    assert length == len(payload)
+    client.arena[offset : offset + length] = payload
+    client.ask(DONE, [given_up[0]], [])
+    said["stored"] = client.ask(COMMIT, [[number, head_of(key, payload)]])
+    said["lookup"] = client.ask(LOOKUP, names_of("one", "two"), ["Hot"], 1000)
+    client.ask(PREFETCH, names_of("one"))
+    ((loaded, reason),) = client.ask(LOAD, names_of("one", "two"), 1000, 0)
+    number, offset, length, tier, head = loaded
     header, _, payload_bytes = read_head(head)
-    loaded = client.arena[offset : offset + length]
-    assert (header[0], payload_bytes, digest_of(loaded)) == (key, length, header[5])
-    said["loaded"] = [loaded == payload, tier, reason]
+    data = client.arena[offset : offset + length]
+    assert (header[0], payload_bytes, digest_of(data)) == (key, length, header[5])
+    said["loaded"] = [data == payload, tier, reason]
     if "reject" in client.can:
-        client.ask("Reject", [pin])
-    client.ask("Release", [pin])
+        client.ask(REJECT, [number])
+    client.ask(DONE, [number], [])
     if "stage" in client.can:
-        chain = ["vllm", "test/model", 1, "", bytes.fromhex(chunk_hash_of("one"))]
-        is_ready, tiers = client.ask("Stage", "ticket-1", [chain], True, 1000)
+        is_ready, tiers = client.ask(STAGE, "ticket-1", names_of("one"), True, 1000, 0)
         said["staged"] = [is_ready, [tier.hex() for tier in tiers]]
-        client.ask("Unstage", ["ticket-1"])
-    said["stats"] = sorted(set(client.ask("Stats")[0]) & {"Hot"})
+        client.ask(DONE, [], ["ticket-1"])
+    client.ask(PING)
+    said["stats"] = sorted(set(client.ask(STATS)[0]) & {"Hot"})
     return said
 
 
 class Sidecar(socketserver.ThreadingUnixStreamServer):
-    """Chunks that lie one behind the other in an arena, which is never full in a test."""
+    """Chunks that lie one after the other in an arena, which is never full in a test."""
 
     daemon_threads = True
 
@@ -132,12 +124,12 @@ class Sidecar(socketserver.ThreadingUnixStreamServer):
         self.chunks: dict[bytes, tuple[int, int, bytes]] = {}
         super().__init__(path, Connection)
 
-    def reserve(self, size: int) -> list[int]:
+    def reserve(self, size: int) -> list[Any]:
         number, offset = len(self.reserved) + 1, self.num_used
         self.reserved[number] = (offset, size)
         self.num_used += -(-size // 4096) * 4096
         assert self.num_used <= ARENA_BYTES
-        return [number, offset]
+        return [number, offset, size, "", b""]
 
     def commit(self, number: int, head: bytes) -> bool:
         offset, size = self.reserved[number]
@@ -169,59 +161,72 @@ class Connection(socketserver.BaseRequestHandler):
             self.serve()
 
     def serve(self) -> None:
-        hello = receive(self.request)
-        if not hello:
+        frame = receive(self.request)
+        if frame is None:
             return
-        assert hello[0] == "Hello"
-        assert hello[1] <= 1 <= hello[2], hello
-        assert len(hello) >= 8, hello
-        arena = (str(self.server.path), ARENA_BYTES, GENERATION)
-        can = self.server.capabilities
-        send(self.request, "HelloOk", 1, "frozen-0", *arena, "always", "", *([can] if can else []))
-        while message := receive(self.request):
+        kind, number, hello, _ = frame
+        assert (kind, hello[0] <= 1 <= hello[1], len(hello) >= 6) == (HELLO, True, True), hello
+        assert len(hello[5]) >= 6, hello
+        self.lanes: list[list[Any]] = []
+        self.can = [name for name in self.server.capabilities if name in hello[2]]
+        arena = [str(self.server.path), ARENA_BYTES, GENERATION, "always", ""]
+        send(self.request, HELLO_OK, number, [1, self.can, "frozen-0", MAX_NAMES, arena])
+        told = 0
+        while frame := receive(self.request):
+            kind, correlation_id, fields, _ = frame
+            assert NEEDS.get(kind) in (None, *self.can), f"{kind}, of which HELLO_OK has said nothing"
+            assert len(fields) == NUM_FIELDS[kind], f"{kind} has fields that release 0.1.0 does not know: {fields}"
+            if kind == LANE:
+                assert (correlation_id, fields[0], told) == (0, len(self.lanes), 0)
+                self.lanes.append(fields[1])
+                continue
+            assert correlation_id > number
+            if kind == CONTEXT:
+                told = correlation_id
+                continue
+            assert told in (0, correlation_id)
+            number, told = correlation_id, 0
             with self.server.turn:
-                send(self.request, *self.answer(*message))
+                send(self.request, ANSWERS[kind], number, self.answer(kind, fields))
 
-    def answer(self, kind: str, *fields: Any) -> list[Any]:
-        assert NEEDS.get(kind) in (None, *self.server.capabilities), f"{kind}, of which HelloOk has said nothing"
-        assert len(fields) in NUM_FIELDS[kind], f"{kind} has fields that release 0.1.0 does not know: {fields}"
-        if kind == "Within":
-            return self.answer(*msgspec.msgpack.decode(fields[2]))
-        return [f"{kind}Ok", *getattr(self, kind.lower())(*fields)]
+    def keys(self, names: list[list[Any]]) -> list[bytes]:
+        keys = []
+        for number, data in names:
+            if number is None:
+                keys.append(data)
+            else:
+                fmt, model, world_size, rank, group = self.lanes[number]
+                keys += [canonical_key(name, fmt, model, world_size, rank, group) for name in hashes_of(data)]
+        return keys
 
-    def lookup(self, keys: list[bytes], search_range: list[str], deadline_ms: int) -> list[Any]:
-        found = self.server.prefix(keys) if not search_range or "Hot" in search_range else []
-        return [len(found), ["Hot"] * len(found)]
+    def answer(self, kind: int, fields: list[Any]) -> list[Any]:
+        if kind == LOOKUP:
+            is_here = not fields[1] or "Hot" in fields[1]
+            return [[is_here and key in self.server.chunks for key in self.keys(fields[0])]]
+        if kind == RESERVE:
+            return [[self.server.reserve(size) for size in fields[0]]]
+        if kind == COMMIT:
+            return [[self.server.commit(number, head) for number, head in fields[0]]]
+        if kind == LOAD:
+            keys = self.keys(fields[0])
+            found = self.server.prefix(keys)
+            extents: list[Any] = []
+            for number, key in enumerate(found, 1000):
+                offset, size, head = self.server.chunks[key]
+                extents.append([number, offset, size, "Hot", head])
+            return [extents + ["never_stored"] * (len(found) < len(keys))]
+        if kind == STAGE:
+            return [True, [self.staged(*chain) for chain in fields[1]]]
+        return [{"Hot": {"num_chunks": len(self.server.chunks)}}] if kind == STATS else []
 
-    def prefetch(self, keys: list[bytes]) -> list[Any]:
-        return [True]
+    def staged(self, number: int, hashes: bytes) -> bytes:
+        fmt, model, world_size, _, group = self.lanes[number]
+        keys = [[canonical_key(name, fmt, model, world_size, rank, group) for rank in range(world_size)] for name in hashes_of(hashes)]
+        return bytes(all(key in self.server.chunks for key in ranks) for ranks in keys)
 
-    def reserve(self, sizes: list[int]) -> list[Any]:
-        return [[self.server.reserve(size) for size in sizes]]
 
-    def commit(self, items: list[tuple[int, bytes]]) -> list[Any]:
-        return [[self.server.commit(number, head) for number, head in items]]
-
-    def pin(self, keys: list[bytes], deadline_ms: int, recompute_us: int = 0) -> list[Any]:
-        found = self.server.prefix(keys)
-        pins = [[number, *self.server.chunks[key], "Hot"] for number, key in enumerate(found, 1)]
-        return [pins, "" if len(found) == len(keys) else "never_stored"]
-
-    def stage(self, ticket: str, chains: list[Any], is_prefix: bool, deadline_ms: int, recompute_us: int = 0) -> list[Any]:
-        tiers = []
-        for fmt, model, world_size, group, hashes in chains:
-            names = [hashes[at : at + 32].hex() for at in range(0, len(hashes), 32)]
-            keys = [[canonical_key(name, fmt, model, world_size, rank, group) for rank in range(world_size)] for name in names]
-            tiers.append(bytes(all(key in self.server.chunks for key in ranks) for ranks in keys))
-        return [True, tiers]
-
-    def stats(self) -> list[Any]:
-        return [{"Hot": {"num_chunks": len(self.server.chunks)}}]
-
-    def nothing(self, *_: Any) -> list[Any]:
-        return []
-
-    abort = release = reject = unstage = describe = nothing
+def hashes_of(data: bytes) -> list[str]:
+    return [data[at : at + HASH_BYTES].hex() for at in range(0, len(data), HASH_BYTES)]
 
 
 def main(role: str, path: str, *arguments: str) -> None:

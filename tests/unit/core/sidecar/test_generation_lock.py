@@ -10,13 +10,12 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.memory.arena_locks import forget_generation, is_over
 from lmcache_core.sidecar import SidecarConnection
-from lmcache_core.sidecar import messages as m
+from lmcache_core.wire import messages as m
 
+from tests.fixtures.frames import HELLO
 from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
 from tests.fixtures.scripted_sidecar import GENERATION, ScriptedSidecar, scripted_sidecar
 from tests.fixtures.sidecar import engine_at, running_socket
-
-HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "org/model", "layout")
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def test_a_connection_that_times_out_keeps_it_until_nothing_is_held(
     connection = connected(sidecar)
     connection.hold(1)
     with pytest.raises(UnavailableError):
-        connection.call(m.Reserve((1000,)), m.ReserveOk, 0.05)
+        connection.call(m.ReserveExtents((1000,)), m.Extents, 0.05)
     assert not connection.is_open
     assert not is_over(tmp_path, GENERATION)
     connection.let_go(1)

@@ -15,9 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 from lmcache_core.engine import LMCacheEngine
+from lmcache_core.keys import Lane
 from lmcache_core.record import encode_head, payload_digest, raw_header
-from lmcache_core.sidecar import messages as m
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
+from lmcache_core.wire import messages as m
+from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
+from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, empty_kv, random_kv, tokens_of
 from tests.fixtures.scripted_sidecar import ARENA_BYTES, Answer, scripted_sidecar
@@ -25,6 +28,7 @@ from tests.fixtures.sidecar import engine_at
 
 TOKENS = tokens_of(2 * CHUNK_SIZE)
 PAYLOAD_BYTES = 2 * NUM_LAYERS * CHUNK_SIZE * HIDDEN * 4
+LANE = Lane("vllm", "org/model", 1, 0)
 BOUND_S = 1.5
 """Far above what a call may last with these deadlines (0.2 + 0.5 seconds), far below what two
 would.
@@ -42,47 +46,54 @@ def use(engine: LMCacheEngine) -> int:
 
 
 def script(**answers: Answer | Callable[[Any], Answer]) -> Callable[[m.Message], Answer]:
-    """Answers by the request's name; the others are what a sidecar with room and no chunks would
+    """Answers by the frame's name; the others are what a sidecar with room and no chunks would
     say.
     """
     usual: dict[str, Answer | Callable[[Any], Answer]] = {
-        "Hello": None,
-        "Lookup": m.LookupOk(0, ()),
-        "Prefetch": m.PrefetchOk(True),
-        "Reserve": lambda r: m.ReserveOk(
-            tuple((i + 1, ARENA_BYTES // 2 + i * 65536) for i in range(len(r.sizes)))
-        ),
-        "Commit": lambda r: m.CommitOk((True,) * len(r.items)),
-        "Abort": m.AbortOk(),
-        "Pin": m.PinOk((), "never_stored"),
-        "Release": m.ReleaseOk(),
-        "Stats": m.StatsOk({}),
+        "HELLO": None,
+        "LOOKUP": lambda r: m.ContainsOk([False] * 2),
+        "PREFETCH": m.Ok(),
+        "RESERVE": lambda r: offered(r),
+        "COMMIT": lambda r: m.ContainsOk([True] * len(r.items)),
+        "LOAD": m.Extents(("never_stored",)),
+        "DONE": m.Ok(),
+        "STATS": m.StatsOk({}),
+        "PING": m.Pong(),
+        "DESCRIBE": m.Ok(),
     }
 
     def answer(request: m.Message) -> Answer:
-        chosen = (usual | answers)[type(request).__name__]
+        chosen = (usual | answers)[request.frame_type.name]
         return chosen(request) if callable(chosen) else chosen
 
     return answer
 
 
-def pinned(request: m.Pin, **changes: Any) -> m.PinOk:
-    """What a sidecar that holds zeros under every key would answer, but for the changes."""
-    chunks = []
-    for i, name in enumerate(request.keys):
-        from lmcache_core.keys import CacheEngineKey
+def offered(request: m.ReserveExtents, **changes: Any) -> m.Extents:
+    """Memory for everything, but for the changes."""
+    extents = [
+        m.Extent(i + 1, ARENA_BYTES // 2 + i * 65536, size) for i, size in enumerate(request.sizes)
+    ]
+    return m.Extents(tuple(msgspec.structs.replace(extent, **changes) for extent in extents))
 
+
+def loaded(request: m.LoadExtents, **changes: Any) -> m.Extents:
+    """What a sidecar that holds zeros under every key would answer, but for the changes."""
+    (_, hashes), *_ = request.names
+    keys = LANE.keys(hashes)
+    extents = []
+    for i, key in enumerate(keys):
         header = raw_header(
-            CacheEngineKey.from_canonical(name),
+            key,
             (2, NUM_LAYERS, CHUNK_SIZE, HIDDEN),
             "float32",
             payload_digest(bytes(PAYLOAD_BYTES)),
         )
-        chunk = m.PinnedChunk(
-            i + 1, i * PAYLOAD_BYTES, PAYLOAD_BYTES, encode_head(header, PAYLOAD_BYTES), "Hot"
+        extent = m.Extent(
+            i + 1, i * PAYLOAD_BYTES, PAYLOAD_BYTES, "Hot", encode_head(header, PAYLOAD_BYTES)
         )
-        chunks.append(msgspec.structs.replace(chunk, **changes))
-    return m.PinOk(tuple(chunks), "")
+        extents.append(msgspec.structs.replace(extent, **changes))
+    return m.Extents(tuple(extents))
 
 
 def test_no_socket_is_an_empty_cache_and_told_with_what_to_do(
@@ -100,7 +111,7 @@ def test_no_socket_is_an_empty_cache_and_told_with_what_to_do(
 def test_the_script_can_serve(tmp_path: Path) -> None:
     """Control: unchanged, the scripted answers are believed."""
     with (
-        scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar,
+        scripted_sidecar(tmp_path, script(LOAD=loaded)) as sidecar,
         engine_at(sidecar.path) as engine,
     ):
         assert use(engine) == len(TOKENS)
@@ -109,29 +120,35 @@ def test_the_script_can_serve(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "answers",
     [
-        {"Reserve": lambda r: m.ReserveOk(())},
-        {"Reserve": lambda r: m.ReserveOk(((1, 0),) * (len(r.sizes) + 1))},
-        {"Reserve": lambda r: m.ReserveOk(((1, ARENA_BYTES - 1),) * len(r.sizes))},
-        {"Reserve": lambda r: m.ReserveOk(((1, -512),) * len(r.sizes))},
-        {"Reserve": lambda r: m.ReserveOk(((1, 1 << 63),) * len(r.sizes))},
-        {"Commit": m.CommitOk(())},
-        {"Commit": m.CommitOk((True,) * 50)},
-        {"Commit": m.ReleaseOk()},
-        {"Lookup": m.LookupOk(1 << 40, ())},
-        {"Lookup": b"\xff\xff\xff\xff"},
-        {"Lookup": m.LENGTH.pack(3) + b"abc"},
-        {"Pin": lambda r: pinned(r, offset=ARENA_BYTES - 1)},
-        {"Pin": lambda r: pinned(r, offset=-1)},
-        {"Pin": lambda r: pinned(r, length=PAYLOAD_BYTES - 1)},
-        {"Pin": lambda r: pinned(r, length=1 << 62)},
-        {"Pin": lambda r: pinned(r, head=b"")},
-        {"Pin": lambda r: pinned(r, head=bytes(512))},
-        {"Pin": lambda r: m.PinOk(pinned(r).chunks[::-1], "")},
-        {"Pin": m.PinOk((), "a reason of a later version")},
-        {"Pin": m.Refused("closing", "going")},
-        {"Release": m.Refused("protocol", "no"), "Pin": pinned},
-        {"Release": b"", "Pin": pinned},
-        {"Stats": m.Refused("protocol", "no")},
+        {"RESERVE": m.Extents(())},
+        {"RESERVE": lambda r: m.Extents((m.Extent(1, 0, 1),) * (len(r.sizes) + 1))},
+        {"RESERVE": lambda r: offered(r, offset=ARENA_BYTES - 1)},
+        {"RESERVE": lambda r: offered(r, offset=-512)},
+        {"RESERVE": lambda r: offered(r, offset=1 << 63)},
+        {"RESERVE": lambda r: offered(r, length=1)},
+        {"RESERVE": lambda r: offered(r, length=1 << 62)},
+        {"COMMIT": m.ContainsOk([])},
+        {"COMMIT": m.ContainsOk([True] * 50)},
+        {"COMMIT": m.Pong()},
+        {"LOOKUP": m.ContainsOk([True] * 4096)},
+        {"LOOKUP": m.ContainsOk([])},
+        {"LOOKUP": b"\xff\xff\xff\xff"},
+        {"LOOKUP": m.build_frame(1, m.ContainsOk([True]))},
+        {"LOOKUP": m.build_frame(1 << 60, m.ContainsOk([True]))},
+        {"LOOKUP": m.build_frame(7, m.ContainsOk([True]))[:-1] + b"\xc1"},
+        {"LOOKUP": build_header(FrameHeader(FrameType.CHUNK, 3, 1, 1 << 32))},
+        {"LOAD": lambda r: loaded(r, offset=ARENA_BYTES - 1)},
+        {"LOAD": lambda r: loaded(r, offset=-1)},
+        {"LOAD": lambda r: loaded(r, length=PAYLOAD_BYTES - 1)},
+        {"LOAD": lambda r: loaded(r, length=1 << 62)},
+        {"LOAD": lambda r: loaded(r, head=b"")},
+        {"LOAD": lambda r: loaded(r, head=bytes(512))},
+        {"LOAD": lambda r: m.Extents(loaded(r).items[::-1])},
+        {"LOAD": m.Extents(("a reason of a later version",))},
+        {"LOAD": m.ErrorMessage("closing", "going")},
+        {"DONE": m.ErrorMessage("protocol", "no"), "LOAD": loaded},
+        {"DONE": b"", "LOAD": loaded},
+        {"STATS": m.ErrorMessage("protocol", "no")},
     ],
 )
 def test_nonsense_is_an_empty_cache(tmp_path: Path, answers: dict[str, Any]) -> None:
@@ -152,20 +169,20 @@ def test_nonsense_is_an_empty_cache(tmp_path: Path, answers: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"arena_bytes": 0},
-        {"arena_bytes": 1 << 61},
-        {"arena_path": "/nowhere"},
-        {"arena_path": "nul\0"},
-        {"arena_path": "/dev/null", "arena_bytes": 4096},
-        {"arena_path": "/"},
+        {"num_bytes": 0},
+        {"num_bytes": 1 << 61},
+        {"path": "/nowhere"},
+        {"path": "nul\0"},
+        {"path": "/dev/null", "num_bytes": 4096},
+        {"path": "/"},
         {"generation": 7},
         {"version": 99},
         {"version": 0},
     ],
 )
 def test_an_impossible_welcome_is_no_sidecar(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar:
-        sidecar.script = script(Hello=lambda r: sidecar.welcome(**changes), Pin=pinned)
+    with scripted_sidecar(tmp_path, script(LOAD=loaded)) as sidecar:
+        sidecar.script = script(HELLO=lambda r: sidecar.welcome(**changes), LOAD=loaded)
         with engine_at(sidecar.path, tier_timeout_s=0.2) as engine:
             assert use(engine) == 0
 
@@ -174,19 +191,20 @@ def test_a_later_welcome_is_understood(tmp_path: Path) -> None:
     """Fields and modes that a newer sidecar adds are no reason to go without a cache; an unknown
     mode verifies everything.
     """
-    with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar:
+    with scripted_sidecar(tmp_path, script(LOAD=loaded)) as sidecar:
 
         def later(request: m.Message) -> bytes:
-            body = msgspec.msgpack.decode(
-                m.encode(sidecar.welcome(verify_hot="now and then"))[m.LENGTH.size :]
-            )
-            longer = msgspec.msgpack.encode([*body, {"more": 1}])
-            return m.LENGTH.pack(len(longer)) + longer
+            welcome = msgspec.msgpack.encode(sidecar.welcome(verify_hot="now and then"))
+            fields = [*msgspec.msgpack.decode(welcome), {"more": 1}]
+            fields[4] = [*fields[4], {"more": 1}]
+            longer = msgspec.msgpack.encode(fields)
+            header = FrameHeader(FrameType.HELLO_OK, sidecar.last_id, len(longer), 0)
+            return build_header(header) + longer
 
-        sidecar.script = script(Hello=later, Pin=pinned)
+        sidecar.script = script(HELLO=later, LOAD=loaded)
         with engine_at(sidecar.path) as engine:
             assert use(engine) == len(TOKENS)
-            sidecar.script = script(Hello=later, Pin=lambda r: pinned(r, offset=8 * PAYLOAD_BYTES))
+            sidecar.script = script(HELLO=later, LOAD=lambda r: loaded(r, offset=8 * PAYLOAD_BYTES))
             with sidecar.arena.open("r+b") as file:
                 file.seek(8 * PAYLOAD_BYTES)
                 file.write(b"x")
@@ -215,11 +233,11 @@ def test_a_stranger_on_the_socket_is_told_once(
     assert "speaks another protocol; set sidecar_socket to a sidecar's socket" in told
 
 
-@pytest.mark.parametrize("mute", ["Hello", "Lookup", "Reserve", "Commit", "Pin", "Release"])
+@pytest.mark.parametrize("mute", ["HELLO", "LOOKUP", "RESERVE", "COMMIT", "LOAD", "DONE"])
 def test_silence_costs_one_call_its_deadline_and_the_next_nothing(
     tmp_path: Path, mute: str
 ) -> None:
-    answers: dict[str, Any] = {"Pin": pinned} if mute == "Release" else {}
+    answers: dict[str, Any] = {"LOAD": loaded} if mute == "DONE" else {}
     with (
         scripted_sidecar(tmp_path, script(**answers, **{mute: b""})) as sidecar,
         engine_at(sidecar.path, tier_timeout_s=0.2) as engine,
@@ -260,7 +278,7 @@ def test_an_answer_by_drops_has_the_same_deadline(tmp_path: Path) -> None:
 
 def test_threads_behind_a_slow_request_do_not_wait_one_after_the_other(tmp_path: Path) -> None:
     with (
-        scripted_sidecar(tmp_path, script(Pin=b"")) as sidecar,
+        scripted_sidecar(tmp_path, script(LOAD=b"")) as sidecar,
         engine_at(sidecar.path, tier_timeout_s=0.8) as engine,
     ):
         lasted: list[float] = []
@@ -285,7 +303,7 @@ def test_memory_that_is_being_filled_stays_ours_when_another_thread_gives_up(
     others: not while we write to it.
     """
     with (
-        scripted_sidecar(tmp_path, script(Pin=b"")) as sidecar,
+        scripted_sidecar(tmp_path, script(LOAD=b"")) as sidecar,
         engine_at(sidecar.path, tier_timeout_s=0.2) as engine,
     ):
         store = engine._store
@@ -311,7 +329,7 @@ def test_pins_that_may_have_been_lost_are_a_miss(tmp_path: Path) -> None:
     chunk's by now.
     """
     with (
-        scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar,
+        scripted_sidecar(tmp_path, script(LOAD=loaded)) as sidecar,
         engine_at(sidecar.path, tier_timeout_s=0.5) as engine,
     ):
         copy = engine._transfer._gpu_connector.to_gpu
@@ -327,7 +345,7 @@ def test_pins_that_may_have_been_lost_are_a_miss(tmp_path: Path) -> None:
 
 def test_a_forked_child_leaves_its_parents_connection_alone(tmp_path: Path) -> None:
     with (
-        scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar,
+        scripted_sidecar(tmp_path, script(LOAD=loaded)) as sidecar,
         engine_at(sidecar.path) as engine,
     ):
         assert use(engine) == len(TOKENS)
@@ -347,7 +365,7 @@ def test_a_forked_child_leaves_its_parents_connection_alone(tmp_path: Path) -> N
 
 def test_an_engine_can_be_closed_twice_and_used_afterwards(tmp_path: Path) -> None:
     with (
-        scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar,
+        scripted_sidecar(tmp_path, script(LOAD=loaded)) as sidecar,
         engine_at(sidecar.path) as engine,
     ):
         assert use(engine) == len(TOKENS)
@@ -361,16 +379,16 @@ def test_an_engine_can_be_closed_twice_and_used_afterwards(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "answer", [m.Refused("protocol", "no"), m.ReleaseOk(), b"", b"\xff\xff\xff\xff"]
+    "answer", [m.ErrorMessage("protocol", "no"), m.Pong(), b"", b"\xff\xff\xff\xff"]
 )
 def test_a_reject_without_an_answer_changes_nothing(tmp_path: Path, answer: Answer) -> None:
     """A chunk whose bytes are wrong is a miss whatever the sidecar says to it."""
     with scripted_sidecar(tmp_path, script()) as sidecar:
         sidecar.script = script(
-            Hello=lambda r: sidecar.welcome(capabilities=m.CAPABILITIES),
-            Describe=m.DescribeOk(),
-            Pin=lambda r: pinned(r, offset=512),
-            Reject=answer,
+            HELLO=lambda r: sidecar.welcome(capabilities=SIDECAR_CAPABILITIES),
+            DESCRIBE=m.Ok(),
+            LOAD=lambda r: loaded(r, offset=512),
+            REJECT=answer,
         )
         with sidecar.arena.open("r+b") as file:
             file.seek(600)

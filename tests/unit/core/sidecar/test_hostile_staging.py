@@ -13,26 +13,27 @@ from typing import Any
 import pytest
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
-from lmcache_core.sidecar import messages as m
 from lmcache_core.sidecar.store import STEP_SHARE
 from lmcache_core.telemetry import Counters
+from lmcache_core.wire import messages as m
+from lmcache_core.wire.capabilities import LOCKS, SIDECAR_CAPABILITIES
 from msgspec.structs import replace
 
 from tests.fixtures.chains import chain_of
+from tests.fixtures.frames import HELLO
 from tests.fixtures.scripted_sidecar import Answer, ScriptedSidecar, scripted_sidecar
 
 TIMEOUT_S = 2.0
 STEP_S = TIMEOUT_S / STEP_SHARE
-HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "m", "layout", m.CAPABILITIES)
 CHAINS = [chain_of(range(3)), chain_of(range(2), world_size=2)]
-GOOD = m.StageOk(True, (b"\1\1\0", b"\2\2"))
+GOOD = m.Promise(True, (b"\1\1\0", b"\2\2"))
 
 
 @contextlib.contextmanager
 def store_at(
     directory: Path,
     answer: Answer | Callable[[Any], Answer],
-    capabilities: tuple[str, ...] = m.CAPABILITIES,
+    capabilities: tuple[str, ...] = SIDECAR_CAPABILITIES,
     **options: Any,
 ) -> Iterator[tuple[SidecarChunkStore, ScriptedSidecar]]:
     """A client of a sidecar that answers everything but HELLO so."""
@@ -58,24 +59,23 @@ def test_the_script_can_stage(tmp_path: Path) -> None:
         assert store.stage("t", CHAINS, is_prefix=False, recompute_s=0.5) == Staged(
             True, GOOD.tiers
         )
-        assert sidecar.requests[-1] == m.Stage(
-            "t", tuple(CHAINS), False, int(TIMEOUT_S * 1000), 500_000
-        )
+        runs = tuple(enumerate(chain.hashes for chain in CHAINS))
+        assert sidecar.requests[-1] == m.Stage("t", runs, False, int(TIMEOUT_S * 1000), 500_000)
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        m.StageOk(True, ()),
-        m.StageOk(True, (b"\1\1\0",)),
-        m.StageOk(True, (b"\1\1\0", b"\2\2", b"")),
-        m.StageOk(True, (b"\1\1", b"\2\2")),
-        m.StageOk(True, (b"\1\1\0\0", b"\2\2")),
-        m.StageOk(True, (b"\2\2", b"\1\1\0")),
-        m.UnstageOk(),
-        m.Refused("protocol", "no"),
+        m.Promise(True, ()),
+        m.Promise(True, (b"\1\1\0",)),
+        m.Promise(True, (b"\1\1\0", b"\2\2", b"")),
+        m.Promise(True, (b"\1\1", b"\2\2")),
+        m.Promise(True, (b"\1\1\0\0", b"\2\2")),
+        m.Promise(True, (b"\2\2", b"\1\1\0")),
+        m.Ok(),
+        m.ErrorMessage("protocol", "no"),
         b"\xff\xff\xff\xff",
-        m.LENGTH.pack(3) + b"abc",
+        m.build_frame(2, m.Promise(True, ()))[:-1] + b"\xc1",
     ],
 )
 def test_an_answer_that_is_none_is_a_store_that_is_away(tmp_path: Path, answer: Answer) -> None:
@@ -85,7 +85,7 @@ def test_an_answer_that_is_none_is_a_store_that_is_away(tmp_path: Path, answer: 
 
 
 def test_a_tier_of_a_later_version_is_a_tier(tmp_path: Path) -> None:
-    with store_at(tmp_path, m.StageOk(True, (b"\1\x63\0", b"\2\2"))) as (store, _):
+    with store_at(tmp_path, m.Promise(True, (b"\1\x63\0", b"\2\2"))) as (store, _):
         assert store.stage("t", CHAINS) == Staged(True, (b"\1\x63\0", b"\2\2"))
 
 
@@ -116,7 +116,7 @@ def test_silence_costs_one_question_a_quarter_of_a_second_and_the_next_nothing(
 def test_silence_after_unstage_costs_no_more(tmp_path: Path) -> None:
     with store_at(tmp_path, b"") as (store, _):
         begin = time.monotonic()
-        store.unstage(["t"] * (m.MAX_BATCH + 1))
+        store.unstage(["t"] * (m.MAX_NAMES + 1))
         store.unstage(["t"])
         assert time.monotonic() - begin < 2 * STEP_S
 
@@ -124,8 +124,8 @@ def test_silence_after_unstage_costs_no_more(tmp_path: Path) -> None:
 def test_a_long_question_is_cut_to_what_one_message_may_ask(tmp_path: Path) -> None:
     wide, narrow = chain_of(range(40_000), world_size=3), chain_of(range(10))
 
-    def all_there(request: m.Stage) -> m.StageOk:
-        return m.StageOk(True, tuple(b"\1" * chain.num_chunks for chain in request.chains))
+    def all_there(request: m.Stage) -> m.Promise:
+        return m.Promise(True, tuple(b"\1" * (len(hashes) // 32) for _, hashes in request.chains))
 
     with store_at(tmp_path, all_there) as (store, _):
         staged = store.stage("t", [wide, narrow])
@@ -134,17 +134,19 @@ def test_a_long_question_is_cut_to_what_one_message_may_ask(tmp_path: Path) -> N
         assert staged.tiers == (b"\1" * num_asked + bytes(40_000 - num_asked), b"\1" * 10)
         with pytest.raises(ValueError, match="17 chains"):
             store.stage("t", [narrow] * 17)
+        with pytest.raises(ValueError, match="a chain of 1025 ranks"):
+            store.stage("t", [chain_of([1], world_size=m.MAX_RANKS + 1)])
 
 
 def test_a_sidecar_that_takes_no_description_is_away(tmp_path: Path) -> None:
     described = m.Describe("vllm", "m", 1, 16, bytes(32), ("",))
-    with store_at(tmp_path, m.Refused("protocol", "no"), describe=lambda salt: described) as (
+    with store_at(tmp_path, m.ErrorMessage("protocol", "no"), describe=lambda salt: described) as (
         store,
         sidecar,
     ):
         assert store.stage("t", CHAINS) is None
         assert store._link.connection is None
         assert sidecar.requests[:2] == [
-            replace(HELLO, capabilities=(*m.CAPABILITIES, m.LOCKS)),
+            replace(HELLO, capabilities=[*SIDECAR_CAPABILITIES, LOCKS]),
             described,
         ]

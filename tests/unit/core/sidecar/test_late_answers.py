@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
-from lmcache_core.sidecar import messages as m
 from lmcache_core.sidecar.connection import MAX_UNANSWERED, Question
 from lmcache_core.sidecar.pace import QUICK_S, Pace
 from lmcache_core.telemetry import Counters
+from lmcache_core.wire import messages as m
+from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 
 from tests.fixtures.chains import chain_of
+from tests.fixtures.frames import HELLO
 from tests.fixtures.scripted_sidecar import (
     UNHURRIED_S,
     Answer,
@@ -27,7 +29,6 @@ from tests.fixtures.scripted_sidecar import (
     scripted_sidecar,
 )
 
-HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "m", "layout", m.CAPABILITIES)
 CHAINS = [chain_of(range(3))]
 GOOD = Staged(True, (b"\1\1\0",))
 MUCH_S = 1000.0
@@ -44,14 +45,14 @@ class Held:
 
     def __call__(self, request: m.Message) -> Answer:
         if isinstance(request, m.Hello):
-            return self._sidecar.welcome(capabilities=m.CAPABILITIES)
+            return self._sidecar.welcome(capabilities=SIDECAR_CAPABILITIES)
         self.go.wait(PATIENCE_S)
         match request:
             case m.Stage():
-                return m.StageOk(*GOOD)
-            case m.Unstage():
-                return m.UnstageOk()
-        return m.ReleaseOk()
+                return m.Promise(*GOOD)
+            case m.DoneWith():
+                return m.Ok()
+        return m.Pong()
 
 
 @contextlib.contextmanager
@@ -77,7 +78,8 @@ def eventually(condition: Callable[[], object], complaint: str) -> None:
 
 
 def asked(sidecar: ScriptedSidecar) -> list[str]:
-    return [type(request).__name__ for request in sidecar.requests if request != m.Release(())]
+    names = [request.frame_type.name for request in sidecar.requests]
+    return [name for name in names if name != "PING"]
 
 
 def test_what_can_save_much_is_waited_for_and_asked_once(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_what_can_save_much_is_waited_for_and_asked_once(tmp_path: Path) -> None
             lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD,
             "the answer is lost",
         )
-        assert asked(sidecar) == ["Hello", "Stage"]
+        assert asked(sidecar) == ["HELLO", "STAGE"]
         assert sidecar.num_connections == 1
 
 
@@ -102,7 +104,7 @@ def test_what_can_save_little_is_done_without_until_the_sidecar_is_quick(tmp_pat
         for number in range(100):
             assert store.stage(f"t{number}", CHAINS, wait_s=0.0) is None
             store.unstage([f"t{number}"])
-        assert asked(sidecar).count("Stage") == 1
+        assert asked(sidecar).count("STAGE") == 1
         go.set()
         eventually(lambda: store.is_worth(0.0), "nothing finds out that the sidecar is quick again")
         eventually(
@@ -159,7 +161,7 @@ def test_a_full_socket_is_noticed_although_its_questions_were_dropped(tmp_path: 
             "it counts as quick",
         )
         assert store.is_worth(MUCH_S), "an answer may only not have been read"
-        assert "Stage" not in asked(sidecar)
+        assert "STAGE" not in asked(sidecar)
 
 
 def test_a_probe_that_could_not_be_sent_tells_nothing(
@@ -198,7 +200,7 @@ def test_a_ticket_is_given_back_before_it_is_asked_for_again(tmp_path: Path) -> 
             )
             store.unstage(["t"])
         eventually(lambda: len(asked(sidecar)) == 7, "not all was said")
-        assert asked(sidecar)[1:] == ["Stage", "Unstage"] * 3
+        assert asked(sidecar)[1:] == ["STAGE", "DONE"] * 3
 
 
 def test_a_ticket_that_was_given_back_to_a_late_sidecar_is_told_before_it_is_asked_for_again(
@@ -220,7 +222,7 @@ def test_a_ticket_that_was_given_back_to_a_late_sidecar_is_told_before_it_is_ask
             lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD,
             "the answer is lost",
         )
-        assert asked(sidecar) == ["Hello", "Stage", "Unstage", "Stage"]
+        assert asked(sidecar) == ["HELLO", "STAGE", "DONE", "STAGE"]
 
 
 def test_other_chains_under_a_ticket_are_another_question(tmp_path: Path) -> None:
@@ -230,7 +232,7 @@ def test_other_chains_under_a_ticket_are_another_question(tmp_path: Path) -> Non
         )
         assert store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())
         go.set()
-        eventually(lambda: asked(sidecar).count("Stage") == 2, "it was not asked")
+        eventually(lambda: asked(sidecar).count("STAGE") == 2, "it was not asked")
 
 
 def test_requests_without_answers_are_bounded_and_nothing_waits_for_them(tmp_path: Path) -> None:
@@ -248,7 +250,7 @@ def test_requests_without_answers_are_bounded_and_nothing_waits_for_them(tmp_pat
             said.update(
                 ticket
                 for request in list(sidecar.requests)
-                if isinstance(request, m.Unstage)
+                if isinstance(request, m.DoneWith)
                 for ticket in request.tickets
             )
             return len(said) == 4 * MAX_UNANSWERED + 1
@@ -272,12 +274,12 @@ def test_a_sidecar_that_ends_while_many_answers_are_missing_is_noticed(tmp_path:
 
 
 def test_an_answer_may_come_in_pieces(tmp_path: Path) -> None:
-    pieces = m.encode(m.StageOk(*GOOD))
     with held(tmp_path) as (store, sidecar, _):
 
         def script(request: m.Message) -> Answer:
             if not isinstance(request, m.Stage):
-                return m.ReleaseOk()
+                return m.Pong()
+            pieces = m.build_frame(sidecar.last_id, m.Promise(*GOOD))
             for at in range(len(pieces) - 1):
                 sidecar._connections[-1].sendall(pieces[at : at + 1])
                 time.sleep(0.002)
@@ -288,7 +290,7 @@ def test_an_answer_may_come_in_pieces(tmp_path: Path) -> None:
             lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD,
             "pieces are lost",
         )
-        assert asked(sidecar) == ["Hello", "Stage"]
+        assert asked(sidecar) == ["HELLO", "STAGE"]
 
 
 def test_a_wait_for_nothing_is_followed_by_a_rest() -> None:
@@ -322,15 +324,13 @@ def test_an_answer_is_timed_when_it_arrives(
         assert connection is not None
         await_answer = connection.await_answer
 
-        def noticed_late(question: Question[m.ReleaseOk], timeout_s: float) -> m.ReleaseOk | None:
+        def noticed_late(question: Question[m.Pong], timeout_s: float) -> m.Pong | None:
             answer = await_answer(question, timeout_s)
             time.sleep(1.0)
             return answer
 
         monkeypatch.setattr(connection, "await_answer", noticed_late)
-        assert (
-            store._links.seconds_to_answer(connection, m.Release(()), m.ReleaseOk, TIMEOUT_S) < 0.9
-        )
+        assert store._links.seconds_to_answer(connection, m.Ping(), m.Pong, TIMEOUT_S) < 0.9
 
 
 def test_a_connection_is_measured_when_it_is_made(tmp_path: Path) -> None:
@@ -342,9 +342,9 @@ def test_a_connection_is_measured_when_it_is_made(tmp_path: Path) -> None:
         def script(request: m.Message) -> Answer:
             if isinstance(request, m.Hello):
                 time.sleep(0.1)
-                return sidecar.welcome(capabilities=m.CAPABILITIES)
+                return sidecar.welcome(capabilities=SIDECAR_CAPABILITIES)
             may_answer.wait(PATIENCE_S)
-            return m.ReleaseOk()
+            return m.Pong()
 
         may_answer = threading.Event()
         sidecar.script = script
@@ -352,7 +352,7 @@ def test_a_connection_is_measured_when_it_is_made(tmp_path: Path) -> None:
         store.open(lambda salt: None)
         try:
             eventually(
-                lambda: m.Release(()) in sidecar.requests,
+                lambda: m.Ping() in sidecar.requests,
                 "nothing finds out whether it is still late",
             )
             assert not store.is_worth(0.0)

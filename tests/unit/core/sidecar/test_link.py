@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_core.sidecar import messages as m
 from lmcache_core.sidecar.connection import SidecarConnection
 from lmcache_core.sidecar.link import SidecarLink
+from lmcache_core.wire import messages as m
 
+from tests.fixtures.frames import HELLO
 from tests.fixtures.scripted_sidecar import GENERATION, scripted_sidecar
 
-HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "m", "layout", m.CAPABILITIES)
 PATIENCE_S = 10.0
 
 
@@ -108,7 +108,7 @@ def test_a_sidecar_that_answers_and_cannot_be_used_is_told_of_once_for_each_caus
             assert "engines must see the sidecar's arena_path" in caplog.text
             tried = sidecar.num_connections
             eventually(lambda: sidecar.num_connections > tried, "it has given up")
-            refused = m.Refused("layout", "another one")
+            refused = m.ErrorMessage("layout", "another one")
             eventually(lambda: num_complaints() == 2, "nothing tells why it is not used")
             refused, generation = None, GENERATION
             eventually(lambda: link.connection, "it has given up")

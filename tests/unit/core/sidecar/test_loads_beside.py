@@ -14,12 +14,12 @@ from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import payload_digest, raw_header
 from lmcache_core.record.codec import encode_head
 from lmcache_core.sidecar import SidecarChunkStore
-from lmcache_core.sidecar import messages as m
 from lmcache_core.telemetry import Counters
+from lmcache_core.wire import messages as m
 
+from tests.fixtures.frames import HELLO
 from tests.fixtures.scripted_sidecar import ARENA_BYTES, Answer, ScriptedSidecar, scripted_sidecar
 
-HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "m", "layout", m.CAPABILITIES)
 KEY = CacheEngineKey("vllm", "m", 1, 0, "00" * 32)
 CHUNK_BYTES = 64
 AT_ONCE_S = 0.4
@@ -44,11 +44,11 @@ def eventually(condition: Callable[[], object], complaint: str) -> None:
         time.sleep(0.01)
 
 
-def pinned(pin: int) -> m.PinOk:
+def loaded(handle: int) -> m.Extents:
     head = encode_head(
         raw_header(KEY, (CHUNK_BYTES,), "uint8", payload_digest(bytes(CHUNK_BYTES))), CHUNK_BYTES
     )
-    return m.PinOk((m.PinnedChunk(pin, 0, CHUNK_BYTES, head, "Hot"),), "")
+    return m.Extents((m.Extent(handle, 0, CHUNK_BYTES, "Hot", head),))
 
 
 def test_a_load_that_takes_long_keeps_no_store_waiting(tmp_path: Path) -> None:
@@ -56,31 +56,33 @@ def test_a_load_that_takes_long_keeps_no_store_waiting(tmp_path: Path) -> None:
 
     def script(request: m.Message) -> Answer:
         match request:
-            case m.Pin():
+            case m.LoadExtents():
                 is_lifted.wait(PATIENCE_S)
-                return pinned(7)
-            case m.Reserve():
-                return m.ReserveOk(((3, ARENA_BYTES - CHUNK_BYTES),))
-            case m.Abort() | m.Release():
+                return loaded(7)
+            case m.ReserveExtents():
+                return m.Extents((m.Extent(3, ARENA_BYTES - CHUNK_BYTES, CHUNK_BYTES),))
+            case m.DoneWith():
                 said.append((threading.get_ident(), request))
-                return m.AbortOk() if isinstance(request, m.Abort) else m.ReleaseOk()
+                return m.Ok()
             case m.Lookup():
-                return m.LookupOk(0, ())
+                return m.ContainsOk([False])
+            case m.Ping():
+                return m.Pong()
         return None
 
     with scripted_sidecar(tmp_path, script) as sidecar, store_at(sidecar) as store:
         assert sidecar.num_connections == 2
-        loaded: list[bool] = []
+        were_held: list[bool] = []
 
         def load() -> None:
             (chunk,) = store.get([KEY])
-            loaded.append(store.release([chunk]))
+            were_held.append(store.release([chunk]))
 
         thread = threading.Thread(target=load)
         thread.start()
         try:
             eventually(
-                lambda: any(isinstance(request, m.Pin) for request in sidecar.requests),
+                lambda: any(isinstance(request, m.LoadExtents) for request in sidecar.requests),
                 "nothing is loaded",
             )
             begin = time.monotonic()
@@ -92,13 +94,9 @@ def test_a_load_that_takes_long_keeps_no_store_waiting(tmp_path: Path) -> None:
         finally:
             is_lifted.set()
             thread.join()
-        assert loaded == [True]
-        # A busy machine makes the sidecar late: then it is probed by an empty `Release`.
-        given_back = [
-            (thread_id, request) for thread_id, request in said if request != m.Release(())
-        ]
-        (aborted_by, aborted), (released_by, released) = given_back
-        assert (aborted, released) == (m.Abort((3,)), m.Release((7,)))
+        assert were_held == [True]
+        (aborted_by, aborted), (released_by, released) = said
+        assert (aborted, released) == (m.DoneWith((3,)), m.DoneWith((7,)))
         assert aborted_by != released_by, "what a connection has lent goes back through that one"
 
 
@@ -122,7 +120,8 @@ def test_a_sidecar_that_has_gone_is_gone_for_loads_too(tmp_path: Path) -> None:
 
 def test_a_connection_that_is_given_up_takes_no_other_with_it(tmp_path: Path) -> None:
     def script(request: m.Message) -> Answer:
-        return m.ReserveOk(((3, ARENA_BYTES),)) if isinstance(request, m.Reserve) else None
+        outside = m.Extents((m.Extent(3, ARENA_BYTES, CHUNK_BYTES),))
+        return outside if isinstance(request, m.ReserveExtents) else None
 
     with scripted_sidecar(tmp_path, script) as sidecar, store_at(sidecar) as store:
         before = store._load_link.connection

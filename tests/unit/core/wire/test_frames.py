@@ -9,6 +9,7 @@ import xxhash
 from lmcache_core.errors import ProtocolError
 from lmcache_core.wire.frames import (
     HEADER_BYTES,
+    MAX_ARENA_META_BYTES,
     MAX_BLOB_BYTES,
     MAX_META_BYTES,
     FrameHeader,
@@ -63,12 +64,14 @@ def test_what_is_built_is_parsed(header: FrameHeader) -> None:
     [
         pytest.param(raw(magic=b"LMF2"), id="magic"),
         pytest.param(raw(kind=0), id="type 0"),
-        pytest.param(raw(kind=19), id="type 19"),
+        pytest.param(raw(kind=33), id="type 33"),
         pytest.param(raw(kind=255), id="type 255"),
         pytest.param(raw(reserved=b"\0\0\1"), id="reserved"),
         pytest.param(raw(correlation_id=0), id="correlation id"),
         pytest.param(raw(meta=0), id="no meta"),
         pytest.param(raw(meta=MAX_META_BYTES + 1), id="meta too long"),
+        pytest.param(raw(kind=23, meta=MAX_ARENA_META_BYTES + 1), id="meta of STAGE too long"),
+        pytest.param(raw(kind=22, blob=1), id="a blob where extents belong"),
         pytest.param(raw(meta=0xFFFFFFFF), id="meta as long as it gets"),
         pytest.param(raw(blob=1), id="a blob where none belongs"),
         pytest.param(raw(kind=8, blob=MAX_BLOB_BYTES + 1), id="blob too long"),

@@ -5,16 +5,24 @@ from __future__ import annotations
 import msgspec
 import pytest
 from lmcache_core.errors import ProtocolError
-from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES, MAX_KEY_FIELD_BYTES, Lane
+from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES, MAX_KEY_FIELD_BYTES, ChunkChain, Lane
 from lmcache_core.wire import messages
 from lmcache_core.wire.frames import HEADER_BYTES, MAX_META_BYTES, FrameType, parse_header
 from lmcache_core.wire.messages import MAX_BATCH_KEYS, MAX_LANES, Message, build_frame, parse_meta
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+ENGINE = messages.EngineInfo("vllm/e", 7, 1, "org/m", "layout", 2)
 SAMPLES = [
-    (messages.Hello(1, 1, ["later"], None, "me"), [1, 1, ["later"], None, "me"]),
-    (messages.Hello(1, 3, [], "secret", ""), [1, 3, [], "secret", ""]),
-    (messages.HelloOk(1, [], "it", 128), [1, [], "it", 128]),
+    (messages.Hello(1, 1, ["later"], None, "me"), [1, 1, ["later"], None, "me", None]),
+    (
+        messages.Hello(1, 3, [], None, "e", ENGINE),
+        [1, 3, [], None, "e", ["vllm/e", 7, 1, "org/m", "layout", 2]],
+    ),
+    (messages.HelloOk(1, [], "it", 128), [1, [], "it", 128, None]),
+    (
+        messages.HelloOk(1, [], "it", 4096, messages.ArenaInfo("/a", 1 << 20, 3, "always", "s")),
+        [1, [], "it", 4096, ["/a", 1 << 20, 3, "always", "s"]],
+    ),
     (messages.Contains([(None, b"a"), (7, b"b" * 64)]), [[[None, b"a"], [7, b"b" * 64]]]),
     (messages.ContainsOk([True, False]), [[True, False]]),
     (messages.Get([(0, b"a" * 32)], True, None), [[[0, b"a" * 32]], True, None]),
@@ -32,6 +40,26 @@ SAMPLES = [
     (messages.Pong(), []),
     (messages.ErrorMessage("busy", "later"), ["busy", "later"]),
     (messages.Context("r-1", TRACEPARENT), ["r-1", TRACEPARENT]),
+    (messages.ReserveExtents((512, 1)), [[512, 1]]),
+    (
+        messages.Extents((messages.Extent(1, 512, 9, "Hot", b"head"), "evicted")),
+        [[[1, 512, 9, "Hot", b"head"], "evicted"]],
+    ),
+    (messages.Commit(((1, b"head"),)), [[[1, b"head"]]]),
+    (messages.LoadExtents([(0, b"a" * 32)], 1000, 7), [[[0, b"a" * 32]], 1000, 7]),
+    (messages.Stage("t", ((0, bytes(64)),), True, 1000, 7), ["t", [[0, bytes(64)]], True, 1000, 7]),
+    (messages.Promise(False, (b"\1\0", b"")), [False, [b"\1\0", b""]]),
+    (messages.DoneWith((1, 2), ("t",)), [[1, 2], ["t"]]),
+    (messages.Ok(), []),
+    (messages.Reject((3,)), [[3]]),
+    (
+        messages.Describe("vllm", "m", 2, 256, bytes(32), ("", "window")),
+        ["vllm", "m", 2, 256, bytes(32), ["", "window"]],
+    ),
+    (messages.Lookup([(0, bytes(32))], ("Hot",), 1000), [[[0, bytes(32)]], ["Hot"], 1000]),
+    (messages.Stats(), []),
+    (messages.StatsOk({"Hot": {"hits": 1}}), [{"Hot": {"hits": 1}}]),
+    (messages.Prefetch([(0, bytes(32))]), [[[0, bytes(32)]]]),
 ]
 
 
@@ -93,11 +121,40 @@ def test_every_type_of_frame_has_a_message() -> None:
         (FrameType.HELLO, [1, 1, [], "t" * 513, ""]),
         (FrameType.HELLO, [1, 1, ["x"] * 33, None, ""]),
         (FrameType.HELLO_OK, [1, [], "", 0]),
-        (FrameType.HELLO_OK, [1, [], "", MAX_BATCH_KEYS + 1]),
+        (FrameType.HELLO_OK, [1, [], "", messages.MAX_NAMES + 1]),
+        (FrameType.HELLO, [1, 1, [], None, "", ["e", 1, 0, "m"]]),
+        (FrameType.HELLO, [1, 1, [], None, "", ["e", -1, 0, "m", ""]]),
         (FrameType.REMOVE_OK, [-1]),
         (FrameType.PUT, [1]),
         (FrameType.PING, [None]),
         (FrameType.ERROR, ["code", "m" * 513]),
+        (FrameType.RESERVE, [[0]]),
+        (FrameType.RESERVE, [[(4 << 30) + 1]]),
+        (FrameType.RESERVE, [[1] * (messages.MAX_NAMES + 1)]),
+        (FrameType.LOAD, [[[0, bytes(32 * messages.MAX_NAMES + 1)]], 1000, 0]),
+        (FrameType.LOAD, [[[None, b""]] * (messages.MAX_NAMES + 1), 1000, 0]),
+        (FrameType.LOAD, [[], 0, 0]),
+        (FrameType.COMMIT, [[[1, bytes((64 << 10) + 1)]]]),
+        (FrameType.COMMIT, [[[-1, b""]]]),
+        (FrameType.STAGE, ["", [], True, 1000, 0]),
+        (FrameType.STAGE, ["x" * 129, [], True, 1000, 0]),
+        (FrameType.STAGE, ["t", [[0, b""]] * 17, True, 1000, 0]),
+        (FrameType.STAGE, ["t", [[None, b""]], True, 1000, 0]),
+        (FrameType.STAGE, ["t", [[0, bytes((2 << 20) + 1)]], True, 1000, 0]),
+        (FrameType.STAGE, ["t", [[0, "text"]], True, 1000, 0]),
+        (FrameType.STAGE, ["t", [], "yes", 1000, 0]),
+        (FrameType.STAGE, ["t", [], True, 1 << 40, 0]),
+        (FrameType.STAGE, ["t", [], True, 1000, -1]),
+        (FrameType.DONE, [[1] * (messages.MAX_NAMES + 1), []]),
+        (FrameType.DONE, [[], ["t"] * (messages.MAX_NAMES + 1)]),
+        (FrameType.DESCRIBE, ["f", "m", 0, 16, bytes(32), [""]]),
+        (FrameType.DESCRIBE, ["f", "m", messages.MAX_RANKS + 1, 16, bytes(32), [""]]),
+        (FrameType.DESCRIBE, ["f", "m", 1, 0, bytes(32), [""]]),
+        (FrameType.DESCRIBE, ["f", "m", 1, 16, bytes(31), [""]]),
+        (FrameType.DESCRIBE, ["f", "m", 1, 16, bytes(33), [""]]),
+        (FrameType.DESCRIBE, ["f", "m", 1, 16, bytes(32), []]),
+        (FrameType.DESCRIBE, ["f", "m", 1, 16, bytes(32), [""] * 17]),
+        (FrameType.LOOKUP, [[], ["x"] * 17, 1000]),
     ],
 )
 def test_what_breaks_a_bound_is_refused(frame_type: FrameType, plain: object) -> None:
@@ -125,14 +182,34 @@ def test_what_is_no_messagepack_is_refused(frame_type: FrameType, meta: bytes) -
 
 def test_messages_that_cross_versions_may_carry_more() -> None:
     assert parse_meta(
-        FrameType.HELLO, msgspec.msgpack.encode([1, 9, [], None, "x", "new"])
+        FrameType.HELLO, msgspec.msgpack.encode([1, 9, [], None, "x", None, "new"])
+    ) == messages.Hello(1, 9, [], None, "x")
+    engine = ["vllm/e", 7, 1, "org/m", "layout", 2, {"more": 1}]
+    assert parse_meta(
+        FrameType.HELLO, msgspec.msgpack.encode([1, 1, [], None, "x", engine])
+    ) == messages.Hello(1, 1, [], None, "x", ENGINE)
+    assert parse_meta(
+        FrameType.HELLO, msgspec.msgpack.encode([1, 9, [], None, "x"])
     ) == messages.Hello(1, 9, [], None, "x")
     assert parse_meta(
-        FrameType.HELLO_OK, msgspec.msgpack.encode([1, [], "x", 4, {}])
+        FrameType.HELLO_OK, msgspec.msgpack.encode([1, [], "x", 4, None, {}])
     ) == messages.HelloOk(1, [], "x", 4)
     assert parse_meta(
         FrameType.ERROR, msgspec.msgpack.encode(["c", "m", 1])
     ) == messages.ErrorMessage("c", "m")
+
+
+@pytest.mark.parametrize(
+    ("chains", "text"),
+    [
+        ([ChunkChain("f", "m", 1025, "", bytes(32))], "a chain of 1025 ranks; the limit is 1024"),
+        ([ChunkChain("f", "m", 1024, "", bytes(32 * 65))], "66560 keys in one STAGE"),
+    ],
+)
+def test_more_than_one_stage_may_ask_for_is_refused(chains: list[ChunkChain], text: str) -> None:
+    messages.check_chains([ChunkChain("f", "m", 1024, "", bytes(32 * 64))])
+    with pytest.raises(ValueError, match=text):
+        messages.check_chains(chains)
 
 
 def test_the_largest_request_fits_its_bound() -> None:

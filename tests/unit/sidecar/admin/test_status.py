@@ -158,18 +158,18 @@ async def test_roles(tmp_path: Path) -> None:
 
 async def test_clients_tell_their_rank_and_how_they_name_kv(tmp_path: Path) -> None:
     from lmcache_core.sidecar import SidecarConnection
-    from lmcache_core.sidecar import messages as m
+    from lmcache_core.wire import messages as m
 
     async with serving(tmp_path) as (client, parts):
         assert isinstance(parts.socket_server, SocketServer)
-        hello = m.Hello(m.VERSION, m.VERSION, "engine", 7, 1, "org/model", "layout", world_size=2)
+        hello = m.engine_hello(m.EngineInfo("engine", 7, 1, "org/model", "layout", 2), [])
         connection = SidecarConnection(tmp_path / "s.sock", hello, 5.0)
         await asyncio.to_thread(connection.open)
         try:
             await asyncio.to_thread(
-                connection.call, describe(world_size=2, groups=("", "window")), m.DescribeOk
+                connection.call, describe(world_size=2, groups=("", "window")), m.Ok
             )
-            await asyncio.to_thread(connection.call, m.Reserve((1000,)), m.ReserveOk)
+            await asyncio.to_thread(connection.call, m.ReserveExtents((1000,)), m.Extents)
             [told] = (await client.get("/v1/clients")).json()["clients"]
             status = (await client.get("/v1/status")).json()
         finally:

@@ -19,7 +19,7 @@ from lmcache_core.telemetry import Counters
 from lmcache_core.token_database import identity_root
 
 if TYPE_CHECKING:
-    from lmcache_core.sidecar.messages import Describe, Hello
+    from lmcache_core.wire.messages import Describe, Hello
 
 
 @dataclass(frozen=True)
@@ -102,23 +102,19 @@ def _create(
 
 
 def _hello(metadata: LMCacheEngineMetadata, client: str) -> Hello:
-    from lmcache_core.sidecar.messages import CAPABILITIES, ON_DEVICE, VERSION, Hello
+    from lmcache_core.wire.capabilities import ON_DEVICE, SIDECAR_CAPABILITIES
+    from lmcache_core.wire.messages import EngineInfo, engine_hello
 
-    return Hello(
-        *(
-            VERSION,
-            VERSION,
-            client,
-            os.getpid(),
-            metadata.worker_id,
-            metadata.model_name,
-            metadata.layout_fingerprint(),
-        ),
-        *(
-            (*CAPABILITIES, *([ON_DEVICE] if torch.cuda.is_available() else [])),
-            metadata.world_size,
-        ),
+    on_device = [ON_DEVICE] if torch.cuda.is_available() else []
+    engine = EngineInfo(
+        client,
+        os.getpid(),
+        metadata.worker_id,
+        metadata.model_name,
+        metadata.layout_fingerprint(),
+        metadata.world_size,
     )
+    return engine_hello(engine, [*SIDECAR_CAPABILITIES, *on_device])
 
 
 def _describing(
@@ -127,7 +123,7 @@ def _describing(
     """Return what tells, once the salt is known, how this engine names chunks."""
 
     def describe(salt: str) -> Describe:
-        from lmcache_core.sidecar.messages import Describe
+        from lmcache_core.wire.messages import Describe
 
         root = identity_root(metadata, salt)
         return Describe(

@@ -9,29 +9,32 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
 from lmcache_core.errors import ProtocolError, UnavailableError, VersionError
+from lmcache_core.keys import CacheEngineKey, Lane
 from lmcache_core.memory.shared import SharedArena, attach_shared_arena
 from lmcache_core.record import HotVerifier
-from lmcache_core.sidecar.messages import (
-    CONTEXT,
-    LENGTH,
-    LOCKS,
+from lmcache_core.telemetry.request_context import carried
+from lmcache_core.wire.capabilities import CONTEXT, LOCKS
+from lmcache_core.wire.frames import HEADER_BYTES, MAGIC, FrameHeader, parse_header
+from lmcache_core.wire.lanes import LaneNumbers, runs_of
+from lmcache_core.wire.messages import (
+    ArenaInfo,
+    Context,
+    ErrorCode,
+    ErrorMessage,
     Hello,
     HelloOk,
     Message,
-    Refused,
-    check_length,
-    decode_answer,
-    encode,
-    encode_within,
+    NameRun,
+    build_frame,
+    parse_meta,
 )
-from lmcache_core.telemetry.request_context import carried
 
 A = TypeVar("A", bound=Message)
 MAX_UNANSWERED = 256
@@ -56,12 +59,14 @@ class Question(Generic[A]):
     """A request that was sent; `answer` is None until it has been read, `took_s` seconds later.
 
     Args:
+        id: Its correlation id.
         request: What was sent.
         expected: Class of the answer.
     """
 
-    def __init__(self, request: Message, expected: type[A]) -> None:
-        self.name = type(request).__name__
+    def __init__(self, id: int, request: Message, expected: type[A]) -> None:
+        self.id = id
+        self.name = request.frame_type.name
         self.expected = expected
         self.answer: A | None = None
         self.sent_at = time.monotonic()
@@ -69,8 +74,8 @@ class Question(Generic[A]):
 
 
 class SidecarConnection:
-    """A connection that has said HELLO. Thread-safe; requests of several threads take turns. Of no
-    use in a forked child.
+    """A connection that has said HELLO. Thread-safe; requests of several threads take turns.
+    Unusable in a forked child.
 
     The sidecar answers in the order of the requests. So a request may be sent without waiting
     (`send`); the next call reads its answer before its own.
@@ -88,7 +93,7 @@ class SidecarConnection:
 
     def __init__(self, path: Path, hello: Hello, timeout_s: float) -> None:
         self._path = path
-        self._hello = replace(hello, capabilities=(*hello.capabilities, LOCKS))
+        self._hello = replace(hello, capabilities=[*hello.capabilities, LOCKS])
         self._timeout_s = timeout_s
         self._turn = threading.Lock()
         self._books = threading.Lock()
@@ -97,6 +102,10 @@ class SidecarConnection:
         self._is_usable = False
         self._num_held = 0
         self._unanswered: deque[Question[Message]] = deque()
+        self._last_id = 0
+        self._lanes = LaneNumbers()
+        self._undeclared = bytearray()  # LANE frames that go before the next request
+        self._header: FrameHeader | None = None  # of the frame that is arriving
         self._received = bytearray()
         self._unsent = bytearray()
         self._welcome: HelloOk | None = None
@@ -134,6 +143,13 @@ class SidecarConnection:
         return self._welcome
 
     @property
+    def arena_info(self) -> ArenaInfo:
+        """What the sidecar has said about its arena. Only after `open`."""
+        assert self._welcome is not None
+        assert self._welcome.arena is not None
+        return self._welcome.arena
+
+    @property
     def arena(self) -> SharedArena:
         """The mapped arena. Only after `open`; stays mapped while anyone holds a view of it."""
         assert self._arena is not None
@@ -161,13 +177,30 @@ class SidecarConnection:
         try:
             self._welcome = self._greet()
             self.greeting_s = time.monotonic() - begin
-            self._arena = attach_shared_arena(
-                Path(self._welcome.arena_path), self._welcome.arena_bytes, self._welcome.generation
-            )
+            info = self.arena_info
+            self._arena = attach_shared_arena(Path(info.path), info.num_bytes, info.generation)
         except (UnavailableError, ProtocolError):
             self.close()
             raise
-        self.verifier = HotVerifier.lenient(self._welcome.verify_hot)
+        self.verifier = HotVerifier.lenient(info.verify_hot)
+
+    def names(self, keys: Sequence[CacheEngineKey]) -> list[NameRun]:
+        """Return keys as a request on this connection names them."""
+        runs = runs_of(keys)
+        self._declare(lane for lane, _ in runs if lane is not None)
+        return self._lanes.names(runs)
+
+    def lane_number(self, lane: Lane) -> int:
+        """Return the number of a lane on this connection.
+
+        Raises:
+            UnavailableError: The connection has no number left.
+        """
+        self._declare([lane])
+        number = self._lanes.number(lane)
+        if number is None:
+            raise UnavailableError("this connection has declared as many lanes as it may")
+        return number
 
     def close(self) -> None:
         """Make no more calls; close the socket as soon as nothing is held. Idempotent."""
@@ -304,7 +337,7 @@ class SidecarConnection:
     def _greet(self) -> HelloOk:
         try:
             welcome = self.call(self._hello, HelloOk)
-        except _NotAMessage as exc:
+        except _NotAFrame as exc:
             # One text whatever it was: who reports each cause once is not to report every random
             # byte.
             raise ProtocolError(
@@ -316,7 +349,19 @@ class SidecarConnection:
             raise VersionError(
                 f"the sidecar answered in version {welcome.version}; this client speaks {spoken}"
             )
+        if welcome.arena is None:
+            raise ProtocolError(
+                "what answers there has no arena; set sidecar_socket to a sidecar's socket"
+            )
         return welcome
+
+    def _declare(self, lanes: Iterable[Lane]) -> None:
+        with self._books:
+            for lane in lanes:
+                declared = self._lanes.declaration(lane)
+                if declared is not None:
+                    self._undeclared += build_frame(0, declared)
+                    self._lanes.add(declared)
 
     def _send(self, request: Message, expected: type[A], limit_s: float) -> Question[A]:
         connection = self._usable_socket()
@@ -326,15 +371,18 @@ class SidecarConnection:
             raise UnavailableError(
                 f"sidecar at {self._path}: {MAX_UNANSWERED} requests are not answered yet"
             )
-        message = self._encode(request)
+        question = Question(self._last_id + 1, request, expected)
+        frames = self._preface(question.id) + build_frame(question.id, request)
         deadline = time.monotonic() + limit_s
         try:
             self._flush(connection, deadline)
         except (TimeoutError, BlockingIOError) as exc:
             raise UnavailableError(f"sidecar at {self._path}: it does not read") from exc
-        question = Question(request, expected)
+        self._last_id = question.id
         self._unanswered.append(question)  # type: ignore[arg-type]
-        self._unsent += message
+        with self._books:
+            self._unsent += self._undeclared + frames
+            self._undeclared.clear()
         with contextlib.suppress(
             TimeoutError, BlockingIOError
         ):  # the rest is sent before the next answer is read
@@ -375,48 +423,65 @@ class SidecarConnection:
             with contextlib.suppress(TimeoutError, BlockingIOError):
                 self._flush(connection, deadline)
             try:
-                answer = decode_answer(self._next_frame(connection, deadline))
+                header, answer = self._next_frame(connection, deadline)
             except ProtocolError as exc:
                 self.close()
-                raise _NotAMessage(str(exc)) from exc
+                raise _NotAFrame(str(exc)) from exc
             except (TimeoutError, BlockingIOError):
                 raise
             except OSError as exc:
                 raise self._broken(exc) from exc
             try:
-                self._accept(self._unanswered.popleft(), answer)
+                self._accept(self._unanswered.popleft(), header.correlation_id, answer)
             except ProtocolError:
                 self.close()
                 raise
 
-    def _next_frame(self, connection: socket.socket, deadline: float) -> bytes:
-        missing = LENGTH.size - len(self._received)
-        while missing > 0 or (missing := self._frame_bytes() - len(self._received)) > 0:
+    def _next_frame(
+        self, connection: socket.socket, deadline: float
+    ) -> tuple[FrameHeader, Message]:
+        if self._header is None:
+            self._fill(connection, len(MAGIC), deadline)
+            if not self._received.startswith(MAGIC):  # a stranger may say less than a header
+                raise ProtocolError("not a frame: wrong magic")
+            self._fill(connection, HEADER_BYTES, deadline)
+            header = parse_header(self._taken(HEADER_BYTES))
+            if header.blob_bytes:
+                raise ProtocolError(f"{header.type.name} with a blob")
+            self._header = header
+        self._fill(connection, self._header.meta_bytes, deadline)
+        header, self._header = self._header, None
+        return header, parse_meta(header.type, self._taken(header.meta_bytes))
+
+    def _fill(self, connection: socket.socket, num_bytes: int, deadline: float) -> None:
+        """Receive until there are so many bytes."""
+        while (missing := num_bytes - len(self._received)) > 0:
             connection.settimeout(max(0.0, deadline - time.monotonic()))
             received = connection.recv(max(missing, READ_BYTES))
             if not received:
                 raise ConnectionResetError("it closed the connection")
             self._received += received
-            missing = LENGTH.size - len(self._received)
-        end = self._frame_bytes()
-        frame = bytes(memoryview(self._received)[LENGTH.size : end])
-        del self._received[:end]
-        return frame
 
-    def _frame_bytes(self) -> int:
-        (length,) = LENGTH.unpack_from(self._received)
-        check_length(length)
-        return LENGTH.size + int(length)
+    def _taken(self, num_bytes: int) -> bytes:
+        data = bytes(memoryview(self._received)[:num_bytes])
+        del self._received[:num_bytes]
+        return data
 
-    def _accept(self, question: Question[Message], answer: Message) -> None:
-        if isinstance(answer, question.expected):
-            question.took_s = time.monotonic() - question.sent_at
-            question.answer = answer
-            return
-        if isinstance(answer, Refused):
-            kind = VersionError if answer.code == "version" else ProtocolError
+    def _accept(self, question: Question[Message], correlation_id: int, answer: Message) -> None:
+        is_error = isinstance(answer, ErrorMessage)
+        if correlation_id != question.id and not (is_error and correlation_id == 0):
+            raise ProtocolError(
+                f"the sidecar answered request {correlation_id} where {question.id} was due"
+            )
+        if isinstance(answer, ErrorMessage):
+            kind = VersionError if answer.code == ErrorCode.VERSION else ProtocolError
             raise kind(f"the sidecar refused {question.name}: {answer.code}: {answer.message}")
-        raise ProtocolError(f"the sidecar answered {question.name} with {type(answer).__name__}")
+        if not isinstance(answer, question.expected):
+            raise ProtocolError(
+                f"the sidecar answered {question.name} with {answer.frame_type.name}"
+            )
+        question.took_s = time.monotonic() - question.sent_at
+        question.answer = answer
 
     def _broken(self, cause: OSError) -> UnavailableError:
         self.close()
@@ -428,11 +493,12 @@ class SidecarConnection:
             raise UnavailableError("the connection to the sidecar is closed")
         return connection
 
-    def _encode(self, request: Message) -> bytes:
+    def _preface(self, correlation_id: int) -> bytes:
+        """Return the CONTEXT frame of a request, where one is known and the sidecar heeds it."""
         whose, welcome = carried(), self._welcome
         if whose is None or welcome is None or CONTEXT not in welcome.capabilities:
-            return encode(request)
-        return encode_within(request, whose)
+            return b""
+        return build_frame(correlation_id, Context(whose.request_id, whose.traceparent))
 
     def _close_unless_held(self) -> None:
         connection = self._socket
@@ -447,5 +513,5 @@ class SidecarConnection:
         connection.close()
 
 
-class _NotAMessage(ProtocolError):
-    """Bytes that are no message of this protocol."""
+class _NotAFrame(ProtocolError):
+    """Bytes that are no frame of this protocol."""

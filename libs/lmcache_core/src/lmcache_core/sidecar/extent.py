@@ -1,10 +1,22 @@
-"""A piece of the sidecar's arena, lent to this process."""
+"""Pieces of the sidecar's arena, lent to this process, and what the sidecar says about them, looked
+at before it is believed.
+"""
 
 from __future__ import annotations
 
-from lmcache_core.memory.base import MemoryFormat, MemoryObjMetadata
+import logging
+from collections.abc import Sequence
+
+from lmcache_core.errors import RecordError
+from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
+from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
+from lmcache_core.memory.dtypes import num_bytes
+from lmcache_core.record import Chunk, decode_head
 from lmcache_core.sidecar.connection import SidecarConnection
+from lmcache_core.wire.messages import Extent
+
+logger = logging.getLogger(__name__)
 
 
 class ArenaExtent(BytesBufferMemoryObj):
@@ -14,7 +26,7 @@ class ArenaExtent(BytesBufferMemoryObj):
     Args:
         connection: Whose it is; handles of another connection mean nothing. It is held
             (`SidecarConnection.hold`) for this extent.
-        handle: Reservation id (writable extents) or pin id (read-only extents).
+        handle: The id that the sidecar gave it.
         view: The bytes.
         metadata: What they hold.
     """
@@ -31,30 +43,71 @@ class ArenaExtent(BytesBufferMemoryObj):
         self.handle = handle
         self.is_lent = True
 
-    @classmethod
-    def pinned(
-        cls, connection: SidecarConnection, handle: int, offset: int, length: int
-    ) -> ArenaExtent:
-        """An extent to load from; its bytes are read-only."""
-        metadata = MemoryObjMetadata((length,), None, offset, length, 1, MemoryFormat.BINARY)
-        return cls(
-            connection, handle, connection.arena.load_view[offset : offset + length], metadata
-        )
-
-    @classmethod
-    def reserved(
-        cls, connection: SidecarConnection, handle: int, offset: int, metadata: MemoryObjMetadata
-    ) -> ArenaExtent:
-        """An extent to fill for a store."""
-        return cls(
-            connection,
-            handle,
-            connection.arena.store_view[offset : offset + metadata.get_size()],
-            metadata,
-        )
-
     def end(self) -> None:
         """The bytes are not touched any more. Idempotent."""
         if self.is_lent:
             self.is_lent = False
             self.connection.let_go(1)
+
+
+def lent(memories: Sequence[MemoryObj]) -> list[ArenaExtent]:
+    """Return those of them that are still lent."""
+    return [memory for memory in memories if isinstance(memory, ArenaExtent) and memory.is_lent]
+
+
+def reserved_extents(
+    connection: SidecarConnection,
+    items: Sequence[Extent | str],
+    shapes: Sequence[Sequence[int]],
+    dtype: str,
+) -> list[MemoryObj | None] | None:
+    """Return memory for tensors of these shapes, None for each that there is no room for; None when
+    the answer is not about them.
+    """
+    sizes = [num_bytes(shape, dtype) for shape in shapes]
+    if len(items) != len(sizes) or not all(
+        isinstance(item, str) or (_is_inside(connection, item) and item.length == size)
+        for item, size in zip(items, sizes, strict=True)
+    ):
+        return None
+    view = connection.arena.store_view
+    return [
+        None
+        if isinstance(item, str)
+        else ArenaExtent(
+            connection,
+            item.id,
+            view[item.offset : item.offset + size],
+            MemoryObjMetadata(tuple(shape), dtype, item.offset, size, 1, MemoryFormat.KV_BLOB),
+        )
+        for item, shape, size in zip(items, shapes, sizes, strict=True)
+    ]
+
+
+def loaded_chunk(
+    connection: SidecarConnection, key: CacheEngineKey, extent: Extent
+) -> Chunk | None:
+    """Return the chunk of that name, still to be verified; None when the extent cannot be it."""
+    if not _is_inside(connection, extent):
+        return None
+    try:
+        header, payload_bytes = decode_head(extent.head, key)
+    except RecordError as exc:
+        logger.warning("the sidecar served a damaged record head: %s", exc.reason)
+        return None
+    if payload_bytes != extent.length:
+        return None
+    view = connection.arena.load_view[extent.offset : extent.offset + extent.length]
+    metadata = MemoryObjMetadata(
+        (extent.length,), None, extent.offset, extent.length, 1, MemoryFormat.BINARY
+    )
+    memory = ArenaExtent(connection, extent.id, view, metadata)
+    return Chunk(ChunkKey(DEFAULT_TENANT, key), header, extent.head, memory, extent.tier)
+
+
+def _is_inside(connection: SidecarConnection, extent: Extent) -> bool:
+    return (
+        extent.offset >= 0
+        and extent.length >= 0
+        and extent.offset + extent.length <= connection.arena.size
+    )

@@ -9,6 +9,7 @@ for where that costs more than it can save (`Pace`).
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 import weakref
@@ -18,25 +19,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from lmcache_core.concurrency import Workers
-from lmcache_core.keys import CacheEngineKey, ChunkChain
+from lmcache_core.errors import IdentityError, UnavailableError
+from lmcache_core.keys import CacheEngineKey, ChunkChain, Lane
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import HOT_TIER, Chunk, MissReason, Staged
-from lmcache_core.sidecar import messages as m
-from lmcache_core.sidecar.answers import (
-    fitted_chains,
-    fitted_ticket,
-    miss_reason,
-    pinned_chunk,
-    reserved_extents,
-    staged_chunks,
-)
 from lmcache_core.sidecar.connection import Question, SidecarConnection
-from lmcache_core.sidecar.extent import ArenaExtent
-from lmcache_core.sidecar.link import SidecarLink
-from lmcache_core.sidecar.links import SidecarLinks
+from lmcache_core.sidecar.extent import ArenaExtent, lent, loaded_chunk, reserved_extents
+from lmcache_core.sidecar.link import SidecarLink, SidecarLinks
 from lmcache_core.sidecar.pace import Pace
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
+from lmcache_core.wire import messages as m
+from lmcache_core.wire.capabilities import DESCRIBE, REJECT, STAGE
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +42,12 @@ engine's step waits for it.
 """
 CHUNK_S = 0.001
 """What a busy sidecar may take for each chunk of a question: that much is not late."""
-MAX_UNSAID = 4 * m.MAX_BATCH
+MAX_UNSAID = 4 * m.MAX_NAMES
 """Tickets to be given back when the sidecar reads again; it forgets the others by itself."""
 UNANSWERED = Staged(False, ())
 
 A = TypeVar("A", bound=m.Message)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class _Asked:
     """A question about chunks that was sent and not waited for."""
 
     connection: SidecarConnection
-    question: Question[m.StageOk]
+    question: Question[m.Promise]
     request: m.Stage
 
     def is_about(self, connection: SidecarConnection, request: m.Stage) -> bool:
@@ -142,18 +137,21 @@ class SidecarChunkStore:
         connection = self._link.connection
         if connection is None or search_range == []:
             return 0
-        for batch in m.split_batches([key.canonical() for key in keys]):
-            request = m.Lookup(batch, tuple(search_range or ()), self._deadline_ms)
+        for batch in _batches(keys):
+            tiers = tuple(search_range or ())
+            request = m.Lookup(connection.names(batch), tiers, self._deadline_ms)
             if search_range is not None and set(search_range) <= {HOT_TIER}:
-                answer = self._ask_in_step(connection, request, m.LookupOk, len(batch))
+                answer = self._ask_in_step(connection, request, m.ContainsOk, len(batch))
             else:
                 answer = self._links.ask(
-                    connection, request, m.LookupOk, self._timeout_s + CALL_MARGIN_S
+                    connection, request, m.ContainsOk, self._timeout_s + CALL_MARGIN_S
                 )
             if answer is None:
                 break
-            num_prefix += min(answer.num_prefix, len(batch))
-            if answer.num_prefix < len(batch):
+            found = answer.present[: len(batch)]
+            num_found = next((i for i, there in enumerate(found) if not there), len(found))
+            num_prefix += num_found
+            if num_found < len(batch):
                 break
         return num_prefix
 
@@ -161,8 +159,8 @@ class SidecarChunkStore:
         """See `ChunkStore.prefetch`."""
         connection = self._link.connection
         if connection is not None:
-            for batch in m.split_batches([key.canonical() for key in keys]):
-                self._links.ask(connection, m.Prefetch(batch), m.PrefetchOk)
+            for batch in _batches(keys):
+                self._links.ask(connection, m.Prefetch(connection.names(batch)), m.Ok)
 
     def stage(
         self,
@@ -174,21 +172,21 @@ class SidecarChunkStore:
         wait_s: float | None = None,
         saving_s: float = 0.0,
     ) -> Staged | None:
-        """See `ChunkStore.stage`. More than `m.MAX_CHAINS` are a ValueError."""
+        """See `ChunkStore.stage`. Too many chains, or ranks of one, are a ValueError."""
         if len(chains) > m.MAX_CHAINS:
             raise ValueError(f"{len(chains)} chains in one question; the limit is {m.MAX_CHAINS}")
         connection = self._link.connection
-        if connection is None or m.STAGE not in connection.welcome.capabilities:
+        if connection is None or STAGE not in connection.welcome.capabilities:
             self._asked.pop(ticket, None)
             return None
-        asked = fitted_chains(chains)
-        request = m.Stage(
-            fitted_ticket(ticket), asked, is_prefix, self._deadline_ms, _microseconds(recompute_s)
-        )
+        asked = _fitted_chains(chains)
+        request = self._stage_request(connection, ticket, asked, is_prefix, recompute_s)
+        if request is None:
+            return None
         if wait_s is None:
             if not self._say_unstaged(connection):
                 return None
-            answer = self._links.ask(connection, request, m.StageOk, self._step_s, self._step_s)
+            answer = self._links.ask(connection, request, m.Promise, self._step_s, self._step_s)
         else:
             known = self._send_stage(connection, ticket, request, saving_s)
             if known is None:
@@ -199,9 +197,9 @@ class SidecarChunkStore:
             if answer is None and connection.is_open:
                 return self._unanswered(ticket, known, saving_s)
             del self._asked[ticket]
-        staged = None if answer is None else staged_chunks(answer, asked, chains)
+        staged = None if answer is None else _staged(answer, asked, chains)
         if answer is not None and staged is None:
-            self._links.give_up(connection, "the sidecar answered Stage for other chunks")
+            self._links.give_up(connection, "the sidecar answered STAGE for other chunks")
         return staged
 
     def unstage(self, tickets: Sequence[str]) -> None:
@@ -211,10 +209,10 @@ class SidecarChunkStore:
         for ticket in tickets:
             self._asked.pop(ticket, None)
         connection = self._link.connection
-        if connection is None or m.STAGE not in connection.welcome.capabilities:
+        if connection is None or STAGE not in connection.welcome.capabilities:
             self._unsaid.clear()  # tickets are those of a connection
             return
-        self._unsaid += map(fitted_ticket, tickets)
+        self._unsaid += map(_fitted_ticket, tickets)
         del self._unsaid[:-MAX_UNSAID]
         if self._pace.is_quick:
             self._say_unstaged(connection)
@@ -225,7 +223,7 @@ class SidecarChunkStore:
         extents: list[MemoryObj | None] = []
         while connection is not None and len(extents) < len(shapes):
             given = self._reserve_batch(
-                connection, shapes[len(extents) : len(extents) + m.MAX_BATCH], dtype
+                connection, shapes[len(extents) : len(extents) + m.MAX_NAMES], dtype
             )
             if not given:
                 break
@@ -240,9 +238,9 @@ class SidecarChunkStore:
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `ChunkStore.put`; the chunks are those of one `reserve`."""
         stored: list[bool] = []
-        for at in range(0, len(chunks), m.MAX_BATCH):
-            batch = chunks[at : at + m.MAX_BATCH]
-            extents = _lent([chunk.memory for chunk in batch])
+        for at in range(0, len(chunks), m.MAX_NAMES):
+            batch = chunks[at : at + m.MAX_NAMES]
+            extents = lent([chunk.memory for chunk in batch])
             assert len(extents) == len(batch), "a chunk is put once, in memory of this store"
             commit = m.Commit(
                 tuple(
@@ -251,15 +249,15 @@ class SidecarChunkStore:
                 )
             )
             begin = time.monotonic()
-            answer = self._return(extents, commit, m.CommitOk)
+            answer = self._return(extents, commit, m.ContainsOk)
             self._pace.took(time.monotonic() - begin - len(batch) * CHUNK_S)
-            if answer is not None and len(answer.stored) != len(batch):
+            if answer is not None and len(answer.present) != len(batch):
                 self._links.give_up(
                     extents[0].connection,
-                    "the sidecar answered Commit for another number of chunks",
+                    "the sidecar answered COMMIT for another number of chunks",
                 )
                 answer = None
-            stored += [False] * len(batch) if answer is None else answer.stored
+            stored += [False] * len(batch) if answer is None else answer.present
         return stored
 
     def get(
@@ -273,8 +271,8 @@ class SidecarChunkStore:
         chunks: list[Chunk] = []
         reason: str = MissReason.UNAVAILABLE
         while connection is not None and len(chunks) < len(keys):
-            batch = keys[len(chunks) : len(chunks) + m.MAX_BATCH]
-            good, reason = self._pin(connection, batch, recompute_s, check_later)
+            batch = keys[len(chunks) : len(chunks) + m.MAX_NAMES]
+            good, reason = self._load(connection, batch, recompute_s, check_later)
             chunks += good
             if len(good) < len(batch):
                 break
@@ -293,20 +291,20 @@ class SidecarChunkStore:
         if (
             isinstance(extent, ArenaExtent)
             and extent.is_lent
-            and m.REJECT in extent.connection.welcome.capabilities
+            and REJECT in extent.connection.welcome.capabilities
         ):
-            self._links.ask(extent.connection, m.Reject((extent.handle,)), m.RejectOk)
+            self._links.ask(extent.connection, m.Reject((extent.handle,)), m.Ok)
 
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
         """See `ChunkStore.forget`: the sidecar's eviction sees to them."""
 
     def release(self, chunks: Sequence[Chunk]) -> bool:
         """See `ChunkStore.release`."""
-        return self._give_back(_lent([chunk.memory for chunk in chunks]), m.Release, m.ReleaseOk)
+        return self._give_back(lent([chunk.memory for chunk in chunks]))
 
     def abort(self, memories: Sequence[MemoryObj]) -> None:
         """See `ChunkStore.abort`."""
-        self._give_back(_lent(memories), m.Abort, m.AbortOk)
+        self._give_back(lent(memories))
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Figures of the sidecar's tiers; empty when it is away."""
@@ -320,12 +318,38 @@ class SidecarChunkStore:
         """
         while self._unsaid:
             if (
-                self._send(connection, m.Unstage(tuple(self._unsaid[: m.MAX_BATCH])), m.UnstageOk)
+                self._send(connection, m.DoneWith((), tuple(self._unsaid[: m.MAX_NAMES])), m.Ok)
                 is None
             ):
                 return False
-            del self._unsaid[: m.MAX_BATCH]
+            del self._unsaid[: m.MAX_NAMES]
         return True
+
+    def _stage_request(
+        self,
+        connection: SidecarConnection,
+        ticket: str,
+        chains: Sequence[ChunkChain],
+        is_prefix: bool,
+        recompute_s: float | None,
+    ) -> m.Stage | None:
+        m.check_chains(chains)
+        try:
+            runs = tuple(
+                (
+                    connection.lane_number(
+                        Lane(chain.fmt, chain.model_name, chain.world_size, 0, chain.group)
+                    ),
+                    chain.hashes,
+                )
+                for chain in chains
+            )
+        except (IdentityError, UnavailableError) as exc:
+            logger.debug("%s", exc)
+            return None
+        return m.Stage(
+            _fitted_ticket(ticket), runs, is_prefix, self._deadline_ms, _microseconds(recompute_s)
+        )
 
     def _send_stage(
         self, connection: SidecarConnection, ticket: str, request: m.Stage, saving_s: float
@@ -340,7 +364,7 @@ class SidecarChunkStore:
         # A ticket that was given back may be asked for again: the sidecar must hear of it in that
         # order.
         may_ask = self._pace.is_worth(saving_s) and self._say_unstaged(connection)
-        question = self._send(connection, request, m.StageOk) if may_ask else None
+        question = self._send(connection, request, m.Promise) if may_ask else None
         if question is None:
             return None
         self._asked[ticket] = _Asked(connection, question, request)
@@ -378,22 +402,20 @@ class SidecarChunkStore:
         connection = self._newest()
         if connection is None or not connection.is_open:
             return None  # nothing is known: the next connection is measured when it is made
-        return self._links.seconds_to_answer(
-            connection, m.Release(()), m.ReleaseOk, self._timeout_s
-        )
+        return self._links.seconds_to_answer(connection, m.Ping(), m.Pong, self._timeout_s)
 
     @property
     def _deadline_ms(self) -> int:
         return max(1, int(self._timeout_s * 1000))
 
     def _greeted(self, connection: SidecarConnection) -> None:
-        """Before anybody else can use the connection."""
-        welcome = connection.welcome
-        self._on_salt(welcome.salt)
+        """Prepare a connection before it is used otherwise."""
+        salt = connection.arena_info.salt
+        self._on_salt(salt)
         took_s = connection.greeting_s
-        if self._describe is not None and m.DESCRIBE in welcome.capabilities:
+        if self._describe is not None and DESCRIBE in connection.welcome.capabilities:
             begin = time.monotonic()
-            connection.call(self._describe(welcome.salt), m.DescribeOk)
+            connection.call(self._describe(salt), m.Ok)
             took_s = time.monotonic() - begin
         self._newest = weakref.ref(connection)
         self._pace.took(took_s)
@@ -405,14 +427,14 @@ class SidecarChunkStore:
         extents: list[MemoryObj | None] = []
         connection.hold(len(sizes))
         try:
-            answer = self._ask_in_step(connection, m.Reserve(sizes), m.ReserveOk, len(sizes))
+            answer = self._ask_in_step(connection, m.ReserveExtents(sizes), m.Extents, len(sizes))
             if answer is None:
                 return []
-            given = reserved_extents(connection, answer, shapes, dtype)
+            given = reserved_extents(connection, answer.items, shapes, dtype)
             if given is None:
                 self._links.give_up(
                     connection,
-                    "the sidecar answered Reserve with memory that nobody asked for or that is not"
+                    "the sidecar answered RESERVE with memory that was not asked for or that is not"
                     " there",
                 )
                 return []
@@ -421,15 +443,15 @@ class SidecarChunkStore:
             connection.let_go(len(sizes) - sum(extent is not None for extent in extents))
         return extents
 
-    def _pin(
+    def _load(
         self,
         connection: SidecarConnection,
         keys: Sequence[CacheEngineKey],
         recompute_s: float | None,
         check_later: bool,
     ) -> tuple[list[Chunk], str]:
-        request = m.Pin(
-            tuple(key.canonical() for key in keys), self._deadline_ms, _microseconds(recompute_s)
+        request = m.LoadExtents(
+            connection.names(keys), self._deadline_ms, _microseconds(recompute_s)
         )
         good: list[Chunk] = []
         connection.hold(len(keys))
@@ -439,12 +461,15 @@ class SidecarChunkStore:
                 if recompute_s is None
                 else min(self._timeout_s, recompute_s * len(keys))
             )
-            answer = self._links.ask(connection, request, m.PinOk, limit_s + CALL_MARGIN_S)
+            answer = self._links.ask(connection, request, m.Extents, limit_s + CALL_MARGIN_S)
             if answer is None:
                 return good, MissReason.UNAVAILABLE
-            reason: str = miss_reason(answer.miss_reason)
-            for key, pinned in zip(keys, answer.chunks, strict=False):
-                chunk = pinned_chunk(connection, key, pinned)
+            reason: str = MissReason.NEVER_STORED
+            for key, item in zip(keys, answer.items, strict=False):
+                if isinstance(item, str):
+                    reason = _miss_reason(item)
+                    break
+                chunk = loaded_chunk(connection, key, item)
                 if chunk is None:
                     reason = MissReason.CORRUPT
                     break
@@ -458,25 +483,20 @@ class SidecarChunkStore:
                 if num_intact < len(good):
                     self.reject(good[num_intact])
                     good, reason = good[:num_intact], MissReason.CORRUPT
-            rejected = tuple(pinned.pin for pinned in answer.chunks[len(good) :])
-            if rejected:
-                self._links.ask(connection, m.Release(rejected), m.ReleaseOk)
+            unused = tuple(
+                item.id for item in answer.items[len(good) :] if isinstance(item, m.Extent)
+            )
+            if unused:
+                self._links.ask(connection, m.DoneWith(unused), m.Ok)
         finally:
             connection.let_go(len(keys) - len(good))
         return good, reason
 
-    def _give_back(
-        self,
-        extents: Sequence[ArenaExtent],
-        request: type[m.Release] | type[m.Abort],
-        expected: type[A],
-    ) -> bool:
-        answers = []
-        for at in range(0, len(extents), m.MAX_BATCH):
-            batch = extents[at : at + m.MAX_BATCH]
-            answers.append(
-                self._return(batch, request(tuple(extent.handle for extent in batch)), expected)
-            )
+    def _give_back(self, extents: Sequence[ArenaExtent]) -> bool:
+        answers = [
+            self._return(batch, m.DoneWith(tuple(extent.handle for extent in batch)), m.Ok)
+            for batch in _batches(extents)
+        ]
         return all(answer is not None for answer in answers)
 
     def _return(
@@ -489,15 +509,59 @@ class SidecarChunkStore:
         limit_s = self._step_s + len(extents) * CHUNK_S
         answer = self._links.ask(connection, request, expected, limit_s, self._timeout_s)
         if answer is None:
-            self._links.give_up(connection, f"{type(request).__name__} could not be said")
+            self._links.give_up(connection, f"{request.frame_type.name} could not be said")
         for extent in extents:
             extent.end()
         return answer
+
+
+def _batches(items: Sequence[T]) -> list[Sequence[T]]:
+    return [items[at : at + m.MAX_NAMES] for at in range(0, len(items), m.MAX_NAMES)]
 
 
 def _microseconds(recompute_s: float | None) -> int:
     return 0 if recompute_s is None else max(1, min(int(recompute_s * 1e6), m.MAX_RECOMPUTE_US))
 
 
-def _lent(memories: Sequence[MemoryObj]) -> list[ArenaExtent]:
-    return [memory for memory in memories if isinstance(memory, ArenaExtent) and memory.is_lent]
+def _miss_reason(text: str) -> str:
+    """Return a miss reason of the sidecar's; an unknown one reads as `unavailable`."""
+    return text if text in MissReason.__members__.values() else MissReason.UNAVAILABLE
+
+
+def _staged(
+    answer: m.Promise, asked: Sequence[ChunkChain], chains: Sequence[ChunkChain]
+) -> Staged | None:
+    """Return what is staged of these chains; None when the answer is not about them.
+
+    Args:
+        answer: The sidecar's.
+        asked: What it was asked about: the beginnings of the chains. The rest is not there.
+        chains: What is wanted.
+    """
+    if [len(tiers) for tiers in answer.tiers] != [chain.num_chunks for chain in asked]:
+        return None
+    tiers = tuple(
+        tiers.ljust(chain.num_chunks, b"\0")
+        for tiers, chain in zip(answer.tiers, chains, strict=True)
+    )
+    return Staged(answer.is_ready, tiers)
+
+
+def _fitted_chains(chains: Sequence[ChunkChain]) -> tuple[ChunkChain, ...]:
+    """Return the beginnings of these chains, equally many chunks of each, as far as one request may
+    name them.
+    """
+    num_keys = sum(chain.num_chunks * chain.world_size for chain in chains)
+    if num_keys <= m.MAX_STAGE_KEYS:
+        return tuple(chains)
+    num_chunks = m.MAX_STAGE_KEYS // sum(chain.world_size for chain in chains)
+    return tuple(chain.part(0, num_chunks) for chain in chains)
+
+
+def _fitted_ticket(ticket: str) -> str:
+    """Return a name that a request may hold; serving engines take request ids of any length from
+    their users.
+    """
+    if 0 < len(ticket) <= m.MAX_TICKET_NAME_CHARS and ticket.isascii():
+        return ticket
+    return hashlib.sha256(ticket.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,8 +1,9 @@
-"""lm://, the protocol that chunks travel by between sidecars and cache_storage. No torch.
+"""Frames: how chunks travel over lm://, and how engines speak with their sidecar over its Unix
+socket. No torch.
 
-A frame is a checked 32-byte header, a MessagePack array and, for a record, raw bytes behind it
+A frame is a checked 32-byte header, a MessagePack array and, for a record, raw bytes after it
 (`frames`, `messages`; `docs/protocols.md` has every field). Each request has its own correlation
-id, and answers of different requests may interleave.
+id. Over lm:// answers of different requests may interleave:
 
     frame                      answer              meaning
     HELLO                      HELLO_OK | ERROR    version, capabilities, token, client's name
@@ -17,12 +18,24 @@ id, and answers of different requests may interleave.
     PING                       PONG
     ERROR                                          ends a request; with id 0 the connection
 
+The socket takes HELLO, LANE, CONTEXT and PING too, and answers in order (`lmcache_core.sidecar`,
+`lmcache_sidecar.socket`); KV crosses shared memory:
+
+    RESERVE sizes              EXTENTS             memory to fill, or why there is none
+    COMMIT extents, heads      CONTAINS_OK         which are visible now
+    LOAD names                 EXTENTS             chunks in shared memory, then why one is missing
+    STAGE ticket, names        PROMISE             what is held for a request, of all ranks
+    DONE extents, tickets      OK                  given back
+    LOOKUP, PREFETCH names     CONTAINS_OK, OK
+    REJECT, DESCRIBE, STATS    OK, OK, STATS_OK
+
 A chunk's name is its lane and the 32 bytes of its hash. A client declares a lane once, before the
 first name in it; from then on a run of names is the lane's number and the packed hashes (`lanes`).
 A key whose hash is not 32 bytes is spelled in full. The tenant is never named but in HELD and
 HANDOVER: it is the token's, or the ticket's.
 
-States of a connection, at the server (`session`):
+States of a connection, at the lm:// server (`session`; what both servers read first is in
+`requests`):
 
     stranger --HELLO, good token--> served       --token withdrawn, or a frame that breaks a
     stranger --HELLO, no token----> ticket only    bound-->  ERROR, closed

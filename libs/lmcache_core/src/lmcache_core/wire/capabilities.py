@@ -1,4 +1,4 @@
-"""Names of optional abilities in HELLO: which records a client can take."""
+"""Names of optional abilities in HELLO, over TCP and over the sidecar's socket."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ HELD = "held"
 """The client asks by HELD whether chunks of other tenants are there, before it gives up its own."""
 CONTEXT = "context"
 """CONTEXT frames are understood."""
+STAGE = "stage"
+REJECT = "reject"
+DESCRIBE = "describe"
+"""The frames STAGE and DONE with tickets, REJECT, DESCRIBE are understood."""
+ON_DEVICE = "on_device"
+"""The client's KV is on a GPU: where the sidecar leaves it to us, loads are checked by sample."""
+LOCKS = "locks"
+"""The client takes the lock of the sidecar's generation before it maps the arena: else the next
+sidecar cannot know what it writes to.
+"""
+SIDECAR_CAPABILITIES = (STAGE, REJECT, DESCRIBE, CONTEXT)
+"""What a sidecar's socket understands beyond HELLO and loads and stores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.incoming import IncomingRecord, Received
 from lmcache_core.wire.lanes import DeclaredLanes
 from lmcache_core.wire.messages import (
+    MAX_BATCH_KEYS,
     VERSION_MAX,
     VERSION_MIN,
     ChunkHead,
@@ -40,6 +41,17 @@ from lmcache_core.wire.stream import FrameStream
 logger = logging.getLogger(__name__)
 
 MAX_UNANSWERED = 1024
+_ANSWERS = frozenset(
+    {
+        FrameType.CONTAINS_OK,
+        FrameType.CHUNK,
+        FrameType.GET_END,
+        FrameType.PUT_OK,
+        FrameType.REMOVE_OK,
+        FrameType.PONG,
+        FrameType.ERROR,
+    }
+)
 _HELLO_ID = 1
 
 
@@ -154,7 +166,7 @@ class ClientConnection:
                 f"{self._name} chose version {answer.version}; this client speaks {VERSION_MIN} to"
                 f" {VERSION_MAX}"
             )
-        self.max_batch = answer.max_batch
+        self.max_batch = min(answer.max_batch, MAX_BATCH_KEYS)
         self.server = answer.server
         self.capabilities = frozenset(answer.capabilities)
         self._reader = asyncio.create_task(self._read_frames(), name=f"lm-client/{self._name}")
@@ -254,6 +266,8 @@ class ClientConnection:
         try:
             while True:
                 header = await self._stream.read_header()
+                if header.type not in _ANSWERS:
+                    raise ProtocolError(f"{header.type.name} is not an answer")
                 self._current = header
                 message = await self._stream.read_message(header)
                 await self._take(header, message)

@@ -1,6 +1,7 @@
 """The header of a frame: its 32 bytes, its checksum, its bounds.
 
-Source: `docs/protocols.md`, "lm://". Golden vectors: `tests/contract/golden/frames.json`.
+Source: `docs/protocols.md`, "lm://" and "Sidecar socket". Golden vectors:
+`tests/contract/golden/frames.json`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from lmcache_core.record import MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES
 MAGIC = b"LMF1"
 HEADER_BYTES = 32
 MAX_META_BYTES = 1 << 20
+MAX_ARENA_META_BYTES = 8 << 20
+"""Of a frame about the arena: it names up to 65,536 chunks, or the heads of 4,096."""
 MAX_BLOB_BYTES = MAX_PAYLOAD_BYTES + MAX_HEAD_BYTES
 MAX_CORRELATION_ID = (1 << 64) - 1
 
@@ -49,8 +52,24 @@ class FrameType(IntEnum):
     CONTEXT = 16
     HELD = 17
     LANE = 18
+    RESERVE = 19
+    EXTENTS = 20
+    COMMIT = 21
+    LOAD = 22
+    STAGE = 23
+    PROMISE = 24
+    DONE = 25
+    OK = 26
+    REJECT = 27
+    DESCRIBE = 28
+    LOOKUP = 29
+    STATS = 30
+    STATS_OK = 31
+    PREFETCH = 32
 
 
+_OF_ARENA = frozenset(range(FrameType.RESERVE, FrameType.PREFETCH + 1))
+"""Frames about a sidecar's arena, which only its Unix socket takes and sends."""
 WITH_RECORD = frozenset({FrameType.PUT, FrameType.HANDOVER})
 _WITH_BLOB = WITH_RECORD | {FrameType.CHUNK}
 _OF_NO_REQUEST = frozenset({FrameType.ERROR, FrameType.LANE})
@@ -64,7 +83,7 @@ class FrameHeader(NamedTuple):
         type: What the frame says.
         correlation_id: The request it belongs to; 0 is the connection itself.
         meta_bytes: Length of the MessagePack part.
-        blob_bytes: Length of the raw bytes behind it.
+        blob_bytes: Length of the raw bytes after it.
     """
 
     type: FrameType
@@ -115,7 +134,8 @@ def _check_bounds(header: FrameHeader) -> None:
     low = 0 if header.type in _OF_NO_REQUEST else 1
     if not low <= header.correlation_id <= MAX_CORRELATION_ID:
         raise ProtocolError(f"{header.type.name} with correlation id {header.correlation_id}")
-    if not 0 < header.meta_bytes <= MAX_META_BYTES:
+    max_meta_bytes = MAX_ARENA_META_BYTES if header.type in _OF_ARENA else MAX_META_BYTES
+    if not 0 < header.meta_bytes <= max_meta_bytes:
         raise ProtocolError(f"{header.type.name} with {header.meta_bytes} bytes of meta")
     if not 0 <= header.blob_bytes <= (MAX_BLOB_BYTES if header.type in _WITH_BLOB else 0):
         raise ProtocolError(f"{header.type.name} with a blob of {header.blob_bytes} bytes")

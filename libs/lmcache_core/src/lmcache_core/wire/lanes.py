@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lmcache_core.errors import IdentityError, ProtocolError
 from lmcache_core.keys import CHUNK_HASH_BYTES, CacheEngineKey, ChunkKey, Lane
@@ -11,8 +11,66 @@ from lmcache_core.wire.messages import MAX_LANES, DeclareLane, NameRun
 from lmcache_core.wire.stream import FrameStream
 
 
+class LaneNumbers:
+    """The numbers that a client has given to lanes."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Lane, int] = {}
+
+    def declaration(self, lane: Lane) -> DeclareLane | None:
+        """Return the frame that declares a lane; None if it has a number, or finds none.
+
+        Raises:
+            IdentityError: Keys of this lane cannot be spelled.
+        """
+        if lane in self._numbers or len(self._numbers) >= MAX_LANES:
+            return None
+        lane.check()
+        return DeclareLane(len(self._numbers), lane)
+
+    def add(self, declared: DeclareLane) -> None:
+        """Use a number from now on: its frame is on its way."""
+        self._numbers[declared.lane] = declared.number
+
+    def number(self, lane: Lane) -> int | None:
+        """Return a lane's number, None if it has none."""
+        return self._numbers.get(lane)
+
+    def names(self, runs: Iterable[tuple[Lane | None, bytes]]) -> list[NameRun]:
+        """Return these runs of `runs_of` as a request names them."""
+        names: list[NameRun] = []
+        for lane, data in runs:
+            number = None if lane is None else self._numbers.get(lane)
+            if lane is None or number is not None:
+                names.append((number, data))
+            else:
+                names += [(None, key.canonical()) for key in lane.keys(data)]
+        return names
+
+
+def runs_of(keys: Iterable[CacheEngineKey]) -> list[tuple[Lane | None, bytes]]:
+    """Return the keys in order, those of one lane in a row together: their lane and the packed
+    hashes. Without a lane, one canonical key whose hash is not 32 bytes.
+
+    Raises:
+        IdentityError: A key cannot be spelled.
+    """
+    runs: list[tuple[Lane | None, bytearray]] = []
+    for key in keys:
+        packed = key.hash_bytes()
+        if packed is None:
+            runs.append((None, bytearray(key.canonical())))
+            continue
+        lane = key.lane()
+        if runs and runs[-1][0] == lane:
+            runs[-1][1].extend(packed)
+        else:
+            runs.append((lane, bytearray(packed)))
+    return [(lane, bytes(data)) for lane, data in runs]
+
+
 class DeclaredLanes:
-    """The client's side: declares a lane before the first name in it.
+    """Names keys on an asynchronous connection, and declares a lane before the first name in it.
 
     Args:
         stream: The connection.
@@ -20,7 +78,7 @@ class DeclaredLanes:
 
     def __init__(self, stream: FrameStream) -> None:
         self._stream = stream
-        self._numbers: dict[Lane, int] = {}
+        self._numbers = LaneNumbers()
         self._declaring = asyncio.Lock()
 
     async def names(self, keys: Sequence[ChunkKey]) -> list[NameRun]:
@@ -30,39 +88,17 @@ class DeclaredLanes:
             IdentityError: A key cannot be spelled.
             UnavailableError: The connection is lost.
         """
-        runs: list[tuple[Lane | None, bytearray]] = []
-        for chunk_key in keys:
-            key = chunk_key.key
-            packed = key.hash_bytes()
-            if packed is None:
-                runs.append((None, bytearray(key.canonical())))
-                continue
-            own = key.lane()
-            if runs and runs[-1][0] == own:
-                runs[-1][1].extend(packed)
-            else:
-                runs.append((own, bytearray(packed)))
-        if any(lane is not None and lane not in self._numbers for lane, _ in runs):
-            await self._declare([lane for lane, _ in runs if lane is not None])
-        names: list[NameRun] = []
-        for lane, packed_run in runs:
-            data = bytes(packed_run)
-            number = None if lane is None else self._numbers.get(lane)
-            if lane is None or number is not None:
-                names.append((number, data))
-            else:
-                names += [(None, key.canonical()) for key in lane.keys(data)]
-        return names
-
-    async def _declare(self, lanes: Sequence[Lane]) -> None:
-        # One at a time: numbers must arrive in order, and one counts only when its frame is sent.
-        async with self._declaring:
-            for lane in lanes:
-                number = len(self._numbers)
-                if lane not in self._numbers and number < MAX_LANES:
-                    lane.check()
-                    await self._stream.send_message(0, DeclareLane(number, lane))
-                    self._numbers[lane] = number
+        runs = runs_of(key.key for key in keys)
+        for lane, _ in runs:
+            if lane is not None and self._numbers.declaration(lane) is not None:
+                # One at a time: numbers must arrive in order, and one counts only when its frame
+                # is sent.
+                async with self._declaring:
+                    declared = self._numbers.declaration(lane)
+                    if declared is not None:
+                        await self._stream.send_message(0, declared)
+                        self._numbers.add(declared)
+        return self._numbers.names(runs)
 
 
 class KnownLanes:
@@ -85,6 +121,20 @@ class KnownLanes:
             raise ProtocolError(f"LANE {message.number}: {exc}") from exc
         self._lanes.append(message.lane)
 
+    def run(self, number: int, data: bytes) -> tuple[Lane, bytes]:
+        """Return a lane, and the packed hashes of a run in it.
+
+        Raises:
+            IdentityError: There is no such lane, or these are no whole hashes.
+        """
+        if number >= len(self._lanes):
+            raise IdentityError(f"lane {number} has not been declared")
+        if len(data) % CHUNK_HASH_BYTES:
+            raise IdentityError(
+                f"{len(data)} bytes of hashes: must be a multiple of {CHUNK_HASH_BYTES}"
+            )
+        return self._lanes[number], data
+
     def keys(self, names: Sequence[NameRun], tenant: str, max_keys: int) -> list[ChunkKey]:
         """Return the keys that a request names.
 
@@ -105,12 +155,7 @@ class KnownLanes:
         for number, data in names:
             if number is None:
                 keys.append(CacheEngineKey.from_canonical(data))
-            elif number >= len(self._lanes):
-                raise IdentityError(f"lane {number} has not been declared")
-            elif len(data) % CHUNK_HASH_BYTES:
-                raise IdentityError(
-                    f"{len(data)} bytes of hashes: must be a multiple of {CHUNK_HASH_BYTES}"
-                )
             else:
-                keys += self._lanes[number].keys(data)
+                lane, hashes = self.run(number, data)
+                keys += lane.keys(hashes)
         return [ChunkKey(tenant, key) for key in keys]

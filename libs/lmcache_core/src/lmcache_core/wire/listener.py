@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final, Protocol
 
 from lmcache_core.concurrency import TaskSupervisor
@@ -81,6 +82,11 @@ class FrameListener:
         """Connections that are open now, but for those that are told goodbye."""
         return len(self._served) + len(self._strangers)
 
+    @property
+    def sessions(self) -> list[FrameSession]:
+        """Sessions of the connections that are served now."""
+        return list(self._sessions)
+
     def let_in(self, stream: FrameStream) -> bool:
         """Give a stranger a place among those that are served; False: there is none."""
         if stream in self._strangers:
@@ -125,6 +131,17 @@ class FrameListener:
         except OSError as exc:
             raise UnavailableError(f"{self._name} cannot listen on {host}:{port}: {exc}") from exc
         return self._server.sockets
+
+    async def open_unix(self, path: Path) -> None:
+        """Listen on a Unix socket.
+
+        Raises:
+            OSError: The path cannot be bound.
+        """
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(
+            lambda: FrameStream(self._accept), str(path), backlog=LISTEN_BACKLOG
+        )
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Stop listening, let requests underway end for up to `drain_s` seconds, then end what

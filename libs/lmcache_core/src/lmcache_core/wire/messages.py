@@ -1,13 +1,16 @@
 """The MessagePack part of each frame type, as structs whose every field is bounded.
 
 Messages from HELLO on belong to one agreed version, so that surplus fields are refused; HELLO,
-HELLO_OK and ERROR, which cross versions, ignore them.
+HELLO_OK and ERROR, which cross versions, ignore them. Frames from RESERVE on are about a sidecar's
+arena, and are spoken on its Unix socket only.
 
-Source: `docs/protocols.md`, "lm://". Golden vectors: `tests/contract/golden/frames.json`.
+Source: `docs/protocols.md`, "lm://" and "Sidecar socket". Golden vectors:
+`tests/contract/golden/frames.json`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Annotated, ClassVar
@@ -19,11 +22,12 @@ from lmcache_core.errors import (
     AuthenticationError,
     CapacityError,
     IdentityError,
+    LayoutError,
     LMCacheError,
     ProtocolError,
     VersionError,
 )
-from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES, Lane
+from lmcache_core.keys import CHUNK_HASH_BYTES, MAX_CANONICAL_KEY_BYTES, ChunkChain, Lane
 from lmcache_core.security.names import TENANT_PATTERN
 from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS, MAX_TRACEPARENT_CHARS
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
@@ -41,6 +45,15 @@ MAX_ERROR_CHARS = 512
 MAX_AGE_MS = (1 << 53) - 1
 ANY_SERVER = "lmcache"
 """What a server calls itself that has no name of its own."""
+MAX_NAMES = 4096
+"""Names, extents or tickets in one frame about the arena, but for STAGE."""
+MAX_CHAINS = 16
+MAX_STAGE_KEYS = 64 << 10
+"""Chunks times ranks, over all chains of one STAGE."""
+MAX_RANKS = 1024
+"""Of one engine; a chunk has one key for each."""
+MAX_TICKET_NAME_CHARS = 128
+MAX_RECOMPUTE_US = 3_600_000_000
 
 _Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 _Capabilities = Annotated[list[_Name], Meta(max_length=MAX_CAPABILITIES)]
@@ -53,6 +66,23 @@ NameRun = tuple[_LaneNumber | None, Annotated[bytes, Meta(max_length=MAX_CANONIC
 number, one canonical key, of a chunk whose hash is not 32 bytes or whose lane found no number.
 """
 _NameRuns = Annotated[list[NameRun], Meta(max_length=MAX_BATCH_KEYS)]
+_ManyRuns = Annotated[
+    list[
+        tuple[_LaneNumber | None, Annotated[bytes, Meta(max_length=MAX_NAMES * CHUNK_HASH_BYTES)]]
+    ],
+    Meta(max_length=MAX_NAMES),
+]
+_Text = Annotated[str, Meta(max_length=1024)]
+_Head = Annotated[bytes, Meta(max_length=64 << 10)]
+_Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Size = Annotated[int, Meta(gt=0, le=4 << 30)]
+_Deadline = Annotated[int, Meta(ge=1, le=3_600_000)]
+_RecomputeTime = Annotated[int, Meta(ge=0, le=MAX_RECOMPUTE_US)]
+_Handles = Annotated[tuple[_Count, ...], Meta(max_length=MAX_NAMES)]
+_TicketName = Annotated[str, Meta(min_length=1, max_length=MAX_TICKET_NAME_CHARS)]
+_StagedRun = tuple[
+    _LaneNumber, Annotated[bytes, Meta(max_length=MAX_STAGE_KEYS * CHUNK_HASH_BYTES)]
+]
 
 
 class ErrorCode(StrEnum):
@@ -64,12 +94,51 @@ class ErrorCode(StrEnum):
     BUSY = "busy"
     BAD_REQUEST = "bad_request"
     UNAVAILABLE = "unavailable"
+    LAYOUT = "layout"
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
     """What every frame's meta has in common: the type of frame that carries it."""
 
     frame_type: ClassVar[FrameType]
+
+
+class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What a process that connects to a sidecar is: for status pages and layout checks.
+
+    Attributes:
+        name: Names the engine, the same for all of its processes.
+        pid: Process id, in the client's own namespace.
+        rank: Which part of the KV it handles.
+        model: Model of the KV.
+        layout: Fingerprint of the KV's layout, "" for none.
+        world_size: Number of ranks.
+    """
+
+    name: _Text
+    pid: _Count
+    rank: _Count
+    model: _Text
+    layout: _Text
+    world_size: _Count = 1
+
+
+class ArenaInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Where a sidecar's arena is and how it is to be used.
+
+    Attributes:
+        path: The file that is mapped.
+        num_bytes: Its size.
+        generation: The sidecar's generation, whose lock the client takes.
+        verify_hot: Which loads a client verifies.
+        salt: Goes into the names of chunks.
+    """
+
+    path: _Text
+    num_bytes: _Count
+    generation: _Count
+    verify_hot: _Text
+    salt: _Text
 
 
 class Hello(Message, frozen=True, array_like=True):
@@ -81,6 +150,7 @@ class Hello(Message, frozen=True, array_like=True):
         capabilities: Names of optional abilities; see `lmcache_core.wire.capabilities`.
         token: Bearer token, nil without one.
         client: Name of the client, for logs and to compare tickets with.
+        engine: What the client is, on a sidecar's socket.
     """
 
     frame_type = FrameType.HELLO
@@ -89,6 +159,7 @@ class Hello(Message, frozen=True, array_like=True):
     capabilities: _Capabilities
     token: Annotated[str, Meta(max_length=MAX_TOKEN_CHARS)] | None
     client: _Name
+    engine: EngineInfo | None = None
 
 
 class HelloOk(Message, frozen=True, array_like=True):
@@ -99,13 +170,15 @@ class HelloOk(Message, frozen=True, array_like=True):
         capabilities: Those of the client's that the server has too.
         server: Name of the server: its instance id, or `ANY_SERVER`.
         max_batch: Most keys in one request.
+        arena: Where chunks are exchanged, on a sidecar's socket.
     """
 
     frame_type = FrameType.HELLO_OK
     version: _Version
     capabilities: _Capabilities
     server: _Name
-    max_batch: Annotated[int, Meta(ge=1, le=MAX_BATCH_KEYS)]
+    max_batch: Annotated[int, Meta(ge=1, le=MAX_NAMES)]
+    arena: ArenaInfo | None = None
 
 
 class Contains(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -116,10 +189,10 @@ class Contains(Message, frozen=True, array_like=True, forbid_unknown_fields=True
 
 
 class ContainsOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Answers CONTAINS and HELD, in the order of the names."""
+    """Answers CONTAINS, HELD, LOOKUP and COMMIT, in the order of the names or extents."""
 
     frame_type = FrameType.CONTAINS_OK
-    present: Annotated[list[bool], Meta(max_length=MAX_BATCH_KEYS)]
+    present: Annotated[list[bool], Meta(max_length=MAX_NAMES)]
 
 
 class Get(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -271,11 +344,174 @@ class ErrorMessage(Message, frozen=True, array_like=True):
                 code = ErrorCode.AUTHENTICATION
             case IdentityError():
                 code = ErrorCode.BAD_REQUEST
+            case LayoutError():
+                code = ErrorCode.LAYOUT
             case CapacityError():
                 code = ErrorCode.BUSY
             case _:
                 code = ErrorCode.UNAVAILABLE
         return cls(code.value, str(exc)[:MAX_ERROR_CHARS])
+
+
+class ReserveExtents(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Asks for arena memory for chunks to be stored, bytes each. Answered by EXTENTS."""
+
+    frame_type = FrameType.RESERVE
+    sizes: Annotated[tuple[_Size, ...], Meta(max_length=MAX_NAMES)]
+
+
+class Extent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A piece of the arena, lent to the connection until COMMIT or DONE.
+
+    Attributes:
+        id: Names it on this connection.
+        offset: Where it begins.
+        length: Bytes.
+        tier: For a load, the tier that the chunk came from.
+        head: For a load, the head of the chunk's record.
+    """
+
+    id: int
+    offset: int
+    length: int
+    tier: _Text = ""
+    head: _Head = b""
+
+
+class Extents(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Answers RESERVE: for each chunk memory to fill, or why there is none. Answers LOAD: the
+    longest prefix of the chunks, then why the next one is missing, if one is.
+    """
+
+    frame_type = FrameType.EXTENTS
+    items: Annotated[tuple[Extent | _Text, ...], Meta(max_length=MAX_NAMES)]
+
+
+class Commit(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Says that extents are filled: `(id, head)` each; the head names the chunk. The extents are
+    not the client's any more. Answered by CONTAINS_OK: whether each chunk is visible now.
+    """
+
+    frame_type = FrameType.COMMIT
+    items: Annotated[tuple[tuple[_Count, _Head], ...], Meta(max_length=MAX_NAMES)]
+
+
+class LoadExtents(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Asks to bring chunks into the arena and to keep them there until DONE. Answered by EXTENTS.
+
+    Attributes:
+        names: Which ones.
+        deadline_ms: Longest wait for slower tiers.
+        recompute_us: What computing one chunk costs, microseconds, 0 when not known: loading may
+            not take longer than that for each chunk that is not in the arena yet.
+    """
+
+    frame_type = FrameType.LOAD
+    names: _ManyRuns
+    deadline_ms: _Deadline
+    recompute_us: _RecomputeTime
+
+
+class Stage(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Asks what of these chunks is in the arena for all ranks, held for the ticket from now on; the
+    rest begins to be lifted. Answered by PROMISE. Capability `stage`.
+
+    Asked again with the same ticket it says how far the lift is; `chains` may then be empty. Other
+    chains under the same ticket are a new question.
+
+    Attributes:
+        ticket: Name of the question.
+        chains: `(lane, hashes)` each: the chunks of all ranks of that lane.
+        is_prefix: Nothing after the first missing chunk of a chain counts, or is lifted.
+        deadline_ms: Longest that a lift may take.
+        recompute_us: As in LOAD.
+    """
+
+    frame_type = FrameType.STAGE
+    ticket: _TicketName
+    chains: Annotated[tuple[_StagedRun, ...], Meta(max_length=MAX_CHAINS)]
+    is_prefix: bool
+    deadline_ms: _Deadline
+    recompute_us: _RecomputeTime
+
+
+class Promise(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Answers STAGE: for each chain one byte a chunk (`StagedFrom`; 0: not there). `is_ready`:
+    nothing more will come.
+    """
+
+    frame_type = FrameType.PROMISE
+    is_ready: bool
+    tiers: Annotated[tuple[bytes, ...], Meta(max_length=MAX_CHAINS)]
+
+
+class DoneWith(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Gives back extents, filled or not, and what tickets hold. Answered by OK."""
+
+    frame_type = FrameType.DONE
+    extents: _Handles = ()
+    tickets: Annotated[tuple[_TicketName, ...], Meta(max_length=MAX_NAMES)] = ()
+
+
+class Ok(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Answers DONE, REJECT, DESCRIBE and PREFETCH."""
+
+    frame_type = FrameType.OK
+
+
+class Reject(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Says that the bytes of these loaded chunks do not have their digests: the sidecar is to look
+    for itself. The extents stay. Answered by OK. Capability `reject`.
+    """
+
+    frame_type = FrameType.REJECT
+    extents: _Handles
+
+
+class Describe(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Says how this client names KV, so that the sidecar's admin can name chunks of token ids.
+    Answered by OK. Capability `describe`.
+    """
+
+    frame_type = FrameType.DESCRIBE
+    fmt: _Text
+    model_name: _Text
+    world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    chunk_size: Annotated[int, Meta(ge=1, lt=1 << 32)]
+    root: Annotated[bytes, Meta(min_length=CHUNK_HASH_BYTES, max_length=CHUNK_HASH_BYTES)]
+    groups: Annotated[tuple[_Text, ...], Meta(min_length=1, max_length=MAX_CHAINS)]
+
+
+class Lookup(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Asks which chunks are cached in these tiers ([]: in any). Answered by CONTAINS_OK.
+
+    A tier that has not answered after `deadline_ms`, or after the sidecar's own limit, has nothing.
+    """
+
+    frame_type = FrameType.LOOKUP
+    names: _ManyRuns
+    tiers: Annotated[tuple[_Text, ...], Meta(max_length=16)]
+    deadline_ms: _Deadline
+
+
+class Prefetch(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Asks to lift these chunks into the arena in the background. Answered by OK."""
+
+    frame_type = FrameType.PREFETCH
+    names: _ManyRuns
+
+
+class Stats(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Asks for the sidecar's figures."""
+
+    frame_type = FrameType.STATS
+
+
+class StatsOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Answers STATS: figures by tier."""
+
+    frame_type = FrameType.STATS_OK
+    stats: dict[str, dict[str, int]]
 
 
 _MESSAGES: tuple[type[Message], ...] = (
@@ -297,9 +533,44 @@ _MESSAGES: tuple[type[Message], ...] = (
     Context,
     Held,
     DeclareLane,
+    ReserveExtents,
+    Extents,
+    Commit,
+    LoadExtents,
+    Stage,
+    Promise,
+    DoneWith,
+    Ok,
+    Reject,
+    Describe,
+    Lookup,
+    Stats,
+    StatsOk,
+    Prefetch,
 )
 _DECODERS = MappingProxyType({kind.frame_type: msgspec.msgpack.Decoder(kind) for kind in _MESSAGES})
 _ENCODER = msgspec.msgpack.Encoder()
+
+
+def engine_hello(engine: EngineInfo, capabilities: Sequence[str]) -> Hello:
+    """Return what a process says first on a sidecar's socket."""
+    name = engine.name[:MAX_NAME_CHARS]
+    return Hello(VERSION_MIN, VERSION_MAX, list(capabilities), None, name, engine)
+
+
+def check_chains(chains: Sequence[ChunkChain]) -> None:
+    """Refuse what is too much for one STAGE.
+
+    Raises:
+        ValueError: They have more than `MAX_STAGE_KEYS` keys, or one more than `MAX_RANKS` ranks:
+            a block is at least one chunk of all ranks, during which nothing else runs.
+    """
+    num_ranks = max((chain.world_size for chain in chains), default=1)
+    if num_ranks > MAX_RANKS:
+        raise ValueError(f"a chain of {num_ranks} ranks; the limit is {MAX_RANKS}")
+    num_keys = sum(chain.num_chunks * chain.world_size for chain in chains)
+    if num_keys > MAX_STAGE_KEYS:
+        raise ValueError(f"{num_keys} keys in one STAGE; the limit is {MAX_STAGE_KEYS}")
 
 
 def build_frame(correlation_id: int, message: Message, blob_bytes: int = 0) -> bytes:

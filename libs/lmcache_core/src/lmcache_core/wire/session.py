@@ -17,7 +17,6 @@ from lmcache_core.errors import (
     LMCacheError,
     ProtocolError,
     UnavailableError,
-    VersionError,
 )
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, MissReason
@@ -27,8 +26,8 @@ from lmcache_core.wire import messages
 from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, HELD, Accepts
 from lmcache_core.wire.frames import WITH_RECORD, FrameHeader, FrameType
 from lmcache_core.wire.intake import HandoverLog, Intake
-from lmcache_core.wire.lanes import KnownLanes
-from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, ErrorMessage, Message, NameRun
+from lmcache_core.wire.messages import ErrorMessage, Message, NameRun
+from lmcache_core.wire.requests import RequestReader
 from lmcache_core.wire.served import (
     AdaptsToClients,
     HasRole,
@@ -76,13 +75,12 @@ class LmSession:
         self._service = service
         self._served = service.store
         self._tracer = tracer
-        self._carried: Carried | None = None
-        self._lanes = KnownLanes()
         self._limits = service.limits
         # Twice, since requests that end are still counted there.
         self._requests = TaskSupervisor("lm-session", 2 * service.limits.max_in_flight)
         self._free_slots = asyncio.Semaphore(service.limits.max_in_flight)
         self._num_underway = 0
+        self._reader = RequestReader(_REQUESTS, self._next_header, self._read_message)
         self._intake = Intake(stream)
         self._handovers: TakesHandovers | None = None
         self._neighbour: TakesHandovers | None = None
@@ -92,7 +90,6 @@ class LmSession:
         self._token: str | None = None
         self._check_again_at = math.inf
         self._client = ""
-        self._last_id = 0
         self._is_draining = False
 
     async def run(self) -> None:
@@ -130,17 +127,7 @@ class LmSession:
     async def _greet(self) -> None:
         async with asyncio.timeout(self._limits.hello_timeout_s):
             header = await self._stream.read_header()
-            if header.type is not FrameType.HELLO:
-                raise ProtocolError(f"{header.type.name} before HELLO")
-            hello = await self._stream.read_message(header)
-        assert isinstance(hello, messages.Hello)
-        version = min(hello.version_max, VERSION_MAX)
-        if version < max(hello.version_min, VERSION_MIN):
-            raise VersionError(
-                f"this server speaks versions {VERSION_MIN} to {VERSION_MAX}, you"
-                f" {hello.version_min} to {hello.version_max}"
-            )
-        self._last_id = header.correlation_id
+            hello, version = await self._reader.hello(header)
         self._client = hello.client
         try:
             caller = self._service.authenticate(hello.token)
@@ -183,21 +170,15 @@ class LmSession:
     async def _serve(self) -> None:
         while True:
             await self._free_slots.acquire()
-            header = await self._next_request()
+            header = await self._reader.next()
             if header is None:
                 return
             self._check_token()
-            if header.type not in _REQUESTS or header.correlation_id <= self._last_id:
-                raise ProtocolError(
-                    f"{header.type.name} {header.correlation_id} behind {self._last_id} is not a"
-                    " request"
-                )
             if header.blob_bytes > self._limits.max_blob_bytes:
                 raise ProtocolError(
                     f"a blob of {header.blob_bytes} bytes; the limit is"
                     f" {self._limits.max_blob_bytes}"
                 )
-            self._last_id = header.correlation_id
             async with self._stream.paced(self._limits.transfer_s):
                 message = await self._stream.read_message(header)
                 if header.type in WITH_RECORD:
@@ -227,40 +208,13 @@ class LmSession:
                 "the token belongs to another tenant or role now; connect again"
             )
 
-    async def _next_request(self) -> FrameHeader | None:
-        """Return the next request's header, after the frames that prepare it; None when the
-        session takes no more.
-        """
-        header = await self._next_header()
-        while header is not None and header.type is FrameType.LANE:
-            message = await self._read_message(header)
-            assert isinstance(message, messages.DeclareLane)
-            self._lanes.add(message)
-            header = await self._next_header()
-        if header is None or header.type is not FrameType.CONTEXT:
-            return header
-        told = header.correlation_id
-        if told <= self._last_id:
-            raise ProtocolError(f"CONTEXT {told} behind {self._last_id} belongs to no request")
-        message = await self._read_message(header)
-        assert isinstance(message, messages.Context)
-        self._carried = Carried.checked(message.request_id, message.traceparent)
-        header = await self._next_header()
-        # Another request's name must not stand beside this one's in logs.
-        if header is not None and header.correlation_id != told:
-            raise ProtocolError(
-                f"CONTEXT {told} before {header.type.name} {header.correlation_id}, to which it"
-                " does not belong"
-            )
-        return header
-
     async def _read_message(self, header: FrameHeader) -> Message:
         async with asyncio.timeout(self._limits.transfer_s(0)):
             return await self._stream.read_message(header)
 
     def _work(self, kind: FrameType) -> AbstractContextManager[None]:
         """Return the context in which the request that has just been read is answered."""
-        came, self._carried = self._carried, None
+        came = self._reader.carried
         if came is None and self._tracer is None:
             return nullcontext()
         return _traced(f"lm {kind.name}", came, self._tracer)
@@ -396,7 +350,7 @@ class LmSession:
         return self._keys_of(message.names, self._tenant_for(message))
 
     def _keys_of(self, names: Sequence[NameRun], tenant: str) -> list[ChunkKey]:
-        return self._lanes.keys(names, tenant, self._limits.max_batch)
+        return self._reader.lanes.keys(names, tenant, self._limits.max_batch)
 
     def _tenant_of(self, message: messages.Held) -> str:
         """The tenant that HELD names, for a caller that may speak for it."""

@@ -123,9 +123,14 @@ class FrameStream(asyncio.BufferedProtocol):
         return parse_header(data)
 
     async def read_message(self, header: FrameHeader) -> Message:
-        """Read the meta that follows that header. Raises as `read_header`."""
+        """Read the meta that follows that header. Raises as `read_header`.
+
+        Cancelled, it leaves the connection open, in the middle of a frame.
+        """
         meta = bytearray(header.meta_bytes)
-        await self.readinto(memoryview(meta))
+        view = memoryview(meta)
+        for at in range(0, len(view), STAGED_READ_BYTES):
+            await self.readinto(view[at : at + STAGED_READ_BYTES])
         return parse_meta(header.type, meta)
 
     async def send_message(
@@ -162,6 +167,14 @@ class FrameStream(asyncio.BufferedProtocol):
                 if began:
                     self.abort()
                 raise
+
+    async def until_gone(self) -> None:
+        """Say no more, and drop what comes until the other side has closed the connection."""
+        if self.is_open and self._transport is not None and self._transport.can_write_eof():
+            self._transport.write_eof()
+        with contextlib.suppress(UnavailableError):
+            while True:
+                await self.discard(STAGING_BYTES)
 
     def close(self) -> None:
         """Send what is buffered, then close."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from lmcache_core.keys import MAX_TOKEN_ID
-from lmcache_core.sidecar.messages import Describe
+from lmcache_core.wire.messages import Describe
 from lmcache_servicekit.auth import GuardedRoute, require_role
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 

@@ -176,7 +176,7 @@ async def tiers(sidecar: RunningSidecar) -> Tiers:
 @router.get("/clients", dependencies=[client_role])
 async def clients(sidecar: RunningSidecar) -> Clients:
     """List clients connected to the socket."""
-    sessions = [session for session in sidecar.socket_server.sessions if session.hello is not None]
+    sessions = [session for session in sidecar.socket_server.sessions if session.engine is not None]
     return Clients(
         clients=[
             ClientStatus.model_validate(

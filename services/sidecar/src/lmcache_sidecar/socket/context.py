@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import LayoutError
 from lmcache_core.memory import SharedArena
-from lmcache_core.sidecar import messages as m
+from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.staging import STAGED_SHARE, ChunkBudget
 from lmcache_core.telemetry import Counters
-from lmcache_core.telemetry.request_context import Tracer
+from lmcache_core.telemetry.request_context import RequestIds, Tracer
+from lmcache_core.telemetry.sparse_log import SparseLog
+from lmcache_core.wire.messages import EngineInfo
 
 from lmcache_sidecar.arena.extents import ReservedExtents, UnrecordedExtents
 from lmcache_sidecar.descriptions import Descriptions
-from lmcache_sidecar.socket.names import KeyMemo
 
+logger = logging.getLogger(__name__)
+
+MAX_LARGE_REQUEST_BYTES = 64 << 20
 KEPT_SHARE = 4
 """One part in this many of the arena is not reserved by all clients together: it is for chunks
 that are loaded.
@@ -38,7 +44,7 @@ class SessionContext:
         counters: What engines asked for and got, under the names of `lmcache_sidecar.metrics`.
         extents: Hears of what clients are lent.
         descriptions: Hears how clients name KV.
-        tracer: Traces requests; None: nobody does.
+        tracer: Traces requests; None: no traces.
     """
 
     stack: TierStack
@@ -85,47 +91,52 @@ class SharedState:
     """What the sessions of one socket keep together.
 
     Args:
-        tenant: Namespace of this pod's chunks.
         arena_bytes: Size of the arena.
 
     Attributes:
-        names: Keys that were read.
+        request_ids: Names for requests that came without one.
+        large_requests: Bounds the memory of large requests, from their first byte until they are
+            answered.
+        log: For lines that clients can cause as often as they like.
+        is_draining: Whether no client can store any more.
         room: What tickets of all clients may hold together.
         reserved: What reservations of all clients may hold together.
         pinned: What pins of all clients may hold together; a chunk that several pin counts once.
     """
 
-    def __init__(self, tenant: str, arena_bytes: int) -> None:
-        self.names = KeyMemo(tenant)
+    def __init__(self, arena_bytes: int) -> None:
+        self.request_ids = RequestIds()
+        self.large_requests = ByteGate(MAX_LARGE_REQUEST_BYTES)
+        self.log = SparseLog(logger)
+        self.is_draining = False
         self.room = ChunkBudget(arena_bytes // STAGED_SHARE)
         self.reserved = ReservationRoom(arena_bytes)
         self.pinned = ChunkBudget(arena_bytes - arena_bytes // KEPT_SHARE)
-        self._greeted: list[m.Hello] = []
+        self._greeted: list[EngineInfo] = []
 
-    def greet(self, hello: m.Hello) -> str | None:
+    def greet(self, engine: EngineInfo) -> None:
         """Let a client in; `leave` follows. The processes of one engine (clients of one name) must
         agree on the layout of a model. Different engines never share chunks of different layouts,
         since the layout is part of a chunk's name. A client that names no layout is not compared.
 
-        Returns:
-            Why the client is refused; None when it is in.
+        Raises:
+            LayoutError: They do not agree.
         """
         for other in self._greeted:
-            is_same_kv = (other.client, other.model, other.world_size) == (
-                hello.client,
-                hello.model,
-                hello.world_size,
+            is_same_kv = (other.name, other.model, other.world_size) == (
+                engine.name,
+                engine.model,
+                engine.world_size,
             )
-            if is_same_kv and hello.layout and other.layout and hello.layout != other.layout:
-                return (
-                    f"client {hello.client!r}, model {hello.model!r}: layout {hello.layout!r}, but"
+            if is_same_kv and engine.layout and other.layout and engine.layout != other.layout:
+                raise LayoutError(
+                    f"client {engine.name!r}, model {engine.model!r}: layout {engine.layout!r}, but"
                     f" the client with pid {other.pid} has connected with layout {other.layout!r};"
                     " the processes of one engine must agree"
                 )
-        self._greeted.append(hello)
-        return None
+        self._greeted.append(engine)
 
-    def leave(self, hello: m.Hello) -> None:
+    def leave(self, engine: EngineInfo) -> None:
         """Forget a client that was let in."""
-        at = next(i for i, other in enumerate(self._greeted) if other is hello)
+        at = next(i for i, other in enumerate(self._greeted) if other is engine)
         del self._greeted[at]

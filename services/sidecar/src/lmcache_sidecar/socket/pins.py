@@ -9,15 +9,16 @@ from itertools import takewhile
 
 from lmcache_core.errors import ProtocolError, RecordError
 from lmcache_core.record import Chunk, Miss, MissReason, Result, verify_payload
-from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.staging import ChunkBudget
+from lmcache_core.wire.frames import MAX_ARENA_META_BYTES
+from lmcache_core.wire.messages import Extent
 
 logger = logging.getLogger(__name__)
 
 MAX_PINS = 16384
 MAX_PINNED_CHUNK_BYTES = 128
-"""A chunk in an answer to Pin, beside its head; tier names are short."""
+"""A chunk in an answer to LOAD, without its head; tier names are short."""
 
 
 class ClientPins:
@@ -65,12 +66,12 @@ class ClientPins:
             return results
         return _cut(results, num_fitting)
 
-    def add(self, chunk: Chunk) -> m.PinnedChunk:
+    def add(self, chunk: Chunk) -> Extent:
         """Pin a chunk that `fitting` has let through; its reference passes to this object."""
         handle = next(self._ids)
         self._chunks[handle] = chunk
-        return m.PinnedChunk(
-            handle, chunk.memory.metadata.address, chunk.memory.get_size(), chunk.head, chunk.tier
+        return Extent(
+            handle, chunk.memory.metadata.address, chunk.memory.get_size(), chunk.tier, chunk.head
         )
 
     def release(self, handles: Sequence[int]) -> None:
@@ -123,7 +124,7 @@ def fit_for_one_answer(results: list[Result]) -> list[Result]:
     """Heads of other writers may be large: chunks that one message cannot name are given back
     and count as misses.
     """
-    room = m.MAX_MESSAGE_BYTES
+    room = MAX_ARENA_META_BYTES
     for i, result in enumerate(results):
         room -= len(result.head) + MAX_PINNED_CHUNK_BYTES if isinstance(result, Chunk) else 0
         if room < 0:

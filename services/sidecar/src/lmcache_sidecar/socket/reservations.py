@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from lmcache_core.memory import MemoryObj
 from lmcache_core.memory.free_list import align_up
+from lmcache_core.wire.messages import Extent
 
 from lmcache_sidecar.socket.context import ReservationRoom, SessionContext
 
@@ -38,17 +39,14 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._memories)
 
-    def add(self, sizes: Sequence[int]) -> tuple[tuple[int, int] | None, ...]:
-        """Lend memory: name and offset of each piece, None where there is no room."""
-        lent = tuple(self._add_one(size) for size in sizes)
-        memories = [self._memories[given[0]] for given in lent if given is not None]
-        if not memories or self._extents.reserved(memories):
-            return lent
-        for given in lent:
-            memory = None if given is None else self.take(given[0])
-            if memory is not None:
-                memory.ref_count_down()
-        return (None,) * len(lent)
+    def add(self, sizes: Sequence[int]) -> list[Extent | None]:
+        """Lend memory; None where there is no room."""
+        lent = [self._add_one(size) for size in sizes]
+        handles = [extent.id for extent in lent if extent is not None]
+        if handles and not self._extents.reserved([self._memories[name] for name in handles]):
+            self.release(handles)
+            return [None] * len(lent)
+        return lent
 
     def take(self, handle: int) -> MemoryObj | None:
         """End a reservation; its reference passes to the caller. None for one that is not known."""
@@ -56,6 +54,13 @@ class Reservations:
         if memory is not None:
             self._uncount(memory.metadata.phy_size)
         return memory
+
+    def release(self, handles: Sequence[int]) -> None:
+        """End reservations unused; unknown ones are passed over."""
+        for handle in handles:
+            memory = self.take(handle)
+            if memory is not None:
+                memory.ref_count_down()
 
     def abandon(self) -> None:
         """The sidecar ends while the client may still be writing: nobody else gets that memory."""
@@ -68,7 +73,7 @@ class Reservations:
         for memory in self._clear():
             memory.ref_count_down()
 
-    def _add_one(self, size: int) -> tuple[int, int] | None:
+    def _add_one(self, size: int) -> Extent | None:
         taken = align_up(size)
         if (
             len(self._memories) >= MAX_RESERVATIONS
@@ -83,7 +88,7 @@ class Reservations:
             return None
         handle = next(self._ids)
         self._memories[handle] = memory
-        return handle, memory.metadata.address
+        return Extent(handle, memory.metadata.address, size)
 
     def _uncount(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes

@@ -4,41 +4,84 @@ requests.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
-from lmcache_core.errors import ProtocolError, RecordError
-from lmcache_core.keys import ChunkKey
+from lmcache_core.errors import (
+    IdentityError,
+    LayoutError,
+    LMCacheError,
+    ProtocolError,
+    RecordError,
+    UnavailableError,
+)
+from lmcache_core.keys import CacheEngineKey, ChunkChain, ChunkKey
 from lmcache_core.memory import MemoryObj
 from lmcache_core.record import Chunk, Miss, decode_head
-from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.staging import Stager
+from lmcache_core.telemetry.request_context import Carried, working_for
+from lmcache_core.wire import messages as m
+from lmcache_core.wire.capabilities import LOCKS, ON_DEVICE, SIDECAR_CAPABILITIES
+from lmcache_core.wire.frames import FrameHeader, FrameType
+from lmcache_core.wire.messages import ErrorMessage, Message, NameRun
+from lmcache_core.wire.requests import RequestReader
+from lmcache_core.wire.stream import FrameStream
 
 from lmcache_sidecar import metrics
+from lmcache_sidecar.descriptions import MAX_NAMED_KEYS
 from lmcache_sidecar.socket.context import SessionContext, SharedState
-from lmcache_sidecar.socket.names import check_chains, check_names
 from lmcache_sidecar.socket.pins import ClientPins, fit_for_one_answer
 from lmcache_sidecar.socket.reservations import Reservations
 
 VERIFY_AUTO = "auto"
 logger = logging.getLogger(__name__)
 
-MAX_REFUSAL_CHARS = 1024
+HELLO_TIMEOUT_S = 5.0
+MAX_FREE_REQUEST_BYTES = 128 << 10
+"""A request of this size is read at once, whatever others are about: the names of some thousand
+chunks.
+"""
+LARGE_REQUEST_TIMEOUT_S = 10.0
+"""So long a larger one may wait for its turn and then take to arrive; clients wait less for
+their answers.
+"""
 HOT_TIER = "Hot"
+NO_ROOM = "no_memory"
+"""Why RESERVE gets no extent."""
+_REQUESTS = frozenset(
+    {
+        FrameType.RESERVE,
+        FrameType.COMMIT,
+        FrameType.LOAD,
+        FrameType.STAGE,
+        FrameType.DONE,
+        FrameType.REJECT,
+        FrameType.DESCRIBE,
+        FrameType.LOOKUP,
+        FrameType.STATS,
+        FrameType.PREFETCH,
+        FrameType.PING,
+    }
+)
 
 
 class EngineSession:
-    """State of one connection; `close` gives everything back.
+    """Serves one connection, one request after the other; `close` gives everything back.
 
     Args:
+        stream: The connection.
         context: What all sessions of the sidecar share.
         shared: What those of one socket have in common.
     """
 
-    def __init__(self, context: SessionContext, shared: SharedState) -> None:
+    def __init__(self, stream: FrameStream, context: SessionContext, shared: SharedState) -> None:
+        self._stream = stream
         self._context = context
         self._shared = shared
+        self._reader = RequestReader(_REQUESTS, stream.read_header, stream.read_message)
         self._ids: Iterator[int] = itertools.count(1)
         self._reservations = Reservations(context, shared.reserved, self._ids)
         self._pins = ClientPins(context.stack.hot, shared.pinned, self._ids)
@@ -48,19 +91,21 @@ class EngineSession:
             shared.room,
             lambda lift: context.tasks.start("stage", lift),
         )
-        self._is_draining = False
+        self._is_draining = shared.is_draining
         self._may_store = False
-        self.hello: m.Hello | None = None
+        if self._is_draining:
+            self._staging.stop_lifting()
+        self.engine: m.EngineInfo | None = None
 
     def describe(self) -> dict[str, int | str]:
         """For the status page."""
-        hello = self.hello
+        engine = self.engine or _UNKNOWN
         return {
-            "client": hello.client if hello else "",
-            "pid": hello.pid if hello else 0,
-            "rank": hello.rank if hello else 0,
-            "world_size": hello.world_size if hello else 0,
-            "model": hello.model if hello else "",
+            "client": engine.name,
+            "pid": engine.pid,
+            "rank": engine.rank,
+            "world_size": engine.world_size if self.engine else 0,
+            "model": engine.model,
             "num_reservations": len(self._reservations),
             "reserved_bytes": self._reservations.num_bytes,
             "num_pins": len(self._pins),
@@ -84,9 +129,18 @@ class EngineSession:
         """Forget tickets that the client no longer speaks about."""
         await self._staging.expire_cooperatively()
 
-    def abandon(self) -> None:
-        """The sidecar ends; the client may not know yet, and goes on writing to what is reserved
-        for it.
+    async def run(self) -> None:
+        """Serve until the client goes or breaks the protocol, then give everything back."""
+        try:
+            await self._talk()
+            await self.close_cooperatively()
+        finally:
+            self.close()
+            self._stream.abort()
+
+    def drain(self) -> None:
+        """Keep what is reserved for the client from everyone else: the sidecar ends, and the client
+        may not know that yet and still write.
         """
         self._reservations.abandon()
 
@@ -102,106 +156,151 @@ class EngineSession:
         self._give_up_memory()
         self._staging.close()
 
-    async def answer(self, request: m.Request) -> m.Answer:
-        """Do what a request says.
+    async def _talk(self) -> None:
+        try:
+            try:
+                async with asyncio.timeout(HELLO_TIMEOUT_S):
+                    header = await self._stream.read_header()
+                    hello, version = await self._reader.hello(header)
+            except TimeoutError:
+                return
+            await self._stream.send_message(header.correlation_id, self._greet(hello, version))
+            while (request := await self._reader.next()) is not None:
+                async with self._received(request) as message:
+                    answer = await self._answer_within(message)
+                await self._stream.send_message(request.correlation_id, answer)
+        except (ProtocolError, IdentityError, LayoutError) as exc:
+            self._shared.log.log(logging.WARNING, "a client of the socket is refused: %s", exc)
+            await self._end_when_gone(exc)
+        except UnavailableError:
+            if self._stream.is_open:  # a tier's, not the connection's
+                await self._stream.until_gone()
+                raise
+            logger.debug("a client of the socket went away")
+        except Exception:
+            await self._stream.until_gone()
+            raise
 
-        Raises:
-            ProtocolError: It is out of turn or names something that is not this client's; the
-                connection is to be closed.
+    async def _end_when_gone(self, cause: LMCacheError) -> None:
+        # Until the client has closed its side it may still touch what is reserved or pinned for it:
+        # the memory stays its own.
+        if isinstance(cause, IdentityError):
+            cause = ProtocolError(str(cause))
+        await self._stream.say_goodbye(ErrorMessage.about(cause))
+        await self._stream.until_gone()
+
+    @asynccontextmanager
+    async def _received(self, header: FrameHeader) -> AsyncIterator[Message]:
+        """Return the request of this header; inside it is being answered. Large ones share a bound
+        on the memory that they take, and nothing of one is read before there is room.
         """
-        if (self.hello is None) != isinstance(request, m.Hello):
-            raise ProtocolError("HELLO comes first, and once")
+        num_bytes = header.meta_bytes
+        if num_bytes <= MAX_FREE_REQUEST_BYTES:
+            yield await self._stream.read_message(header)
+            return
+        async with AsyncExitStack() as room:
+            reason = metrics.NO_ROOM
+            try:
+                async with asyncio.timeout(LARGE_REQUEST_TIMEOUT_S):
+                    await room.enter_async_context(self._shared.large_requests.using(num_bytes))
+                    reason = metrics.TOO_SLOW
+                    message = await self._stream.read_message(header)
+            except TimeoutError as exc:
+                self._context.counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, reason)
+                cause = (
+                    "others took all the room that there is"
+                    if reason == metrics.NO_ROOM
+                    else "it had not arrived"
+                )
+                raise ProtocolError(
+                    f"{header.type.name} of {num_bytes} bytes: {cause} after"
+                    f" {LARGE_REQUEST_TIMEOUT_S:g} s; send smaller ones"
+                ) from exc
+            yield message
+
+    async def _answer_within(self, request: Message) -> Message:
+        """Answer within whose request it is; one that came without an id gets one, which what is
+        asked of others carries too.
+        """
+        came = self._reader.carried or Carried()
+        name = f"sidecar {request.frame_type.name}"
+        carried = Carried(came.request_id or self._shared.request_ids.next(), came.traceparent)
+        with working_for(name, carried, self._context.tracer):
+            answer = await self._answer(request)
+            logger.debug("%s is answered", name)
+        return answer
+
+    async def _answer(self, request: Message) -> Message:
         match request:
-            case m.Hello():
-                return self._greet(request)
             case m.Lookup():
                 return await self._lookup(request)
             case m.Prefetch():
-                return self._prefetch(request)
-            case m.Reserve():
+                names = self._names(request.names)
+                self._context.tasks.start("prefetch", self._lift(names))
+            case m.ReserveExtents():
                 return self._reserve(request)
             case m.Commit():
                 return await self._commit(request)
-            case m.Abort():
-                return self._abort(request)
-            case m.Pin():
-                return await self._pin(request)
-            case m.Release():
-                return self._release(request)
+            case m.LoadExtents():
+                return await self._load(request)
+            case m.DoneWith():
+                self._pins.release(request.extents)
+                self._reservations.release(request.extents)
+                await self._staging.unstage_cooperatively(request.tickets)
             case m.Reject():
-                return await self._reject(request)
+                num_damaged = await self._pins.reject(request.extents)
+                self._context.counters.add(metrics.CORRUPT_CHUNKS_TOTAL, num_damaged)
             case m.Stage():
                 return await self._stage(request)
-            case m.Unstage():
-                await self._staging.unstage_cooperatively(request.tickets)
-                return m.UnstageOk()
             case m.Describe():
-                return self._describe(request)
-            case m.Within():
-                raise ProtocolError("a request within another one's context within a context")
+                _check_names(request)
+                self._context.descriptions.note(request, self)
             case m.Stats():
                 return m.StatsOk(self._context.stack.stats())
+            case m.Ping():
+                return m.Pong()
+        return m.Ok()
 
     def _give_up_memory(self) -> None:
-        if self.hello is not None:
-            self._shared.leave(self.hello)
-            self.hello = None
+        if self.engine is not None:
+            self._shared.leave(self.engine)
+            self.engine = None
         self._context.descriptions.left(self)
         self._reservations.close()
         self._pins.close()
 
-    def _greet(self, hello: m.Hello) -> m.Answer:
-        if not hello.version_min <= m.VERSION <= hello.version_max:
-            spoken = (
-                f"this sidecar speaks version {m.VERSION}, the client {hello.version_min} to"
-                f" {hello.version_max}"
-            )
-            return m.Refused("version", spoken)
-        refusal = self._shared.greet(hello)
-        if refusal is not None:
-            logger.warning("a client is refused: %s", refusal)
-            return m.Refused("layout", refusal[:MAX_REFUSAL_CHARS])
-        self.hello = hello
+    def _greet(self, hello: m.Hello, version: int) -> m.HelloOk:
+        engine = hello.engine
+        if engine is None:
+            raise ProtocolError("HELLO on a sidecar's socket says which engine it is")
+        self._shared.greet(engine)
+        self.engine = engine
         context = self._context
-        self._may_store = m.LOCKS in hello.capabilities or not context.extents.needs_locks
+        self._may_store = LOCKS in hello.capabilities or not context.extents.needs_locks
         if not self._may_store:
             logger.warning(
-                "client %s takes no lock of the arena, as earlier releases do not: it can load, and"
-                " store nothing",
-                hello.client,
+                "client %s takes no lock of the arena: it can load, and store nothing", engine.name
             )
         arena = context.arena
         verify_hot = context.verify_hot
         if (
             verify_hot == VERIFY_AUTO
         ):  # where a GPU computes, a digest of every load would take longer than the rest of it
-            verify_hot = "sampled" if m.ON_DEVICE in hello.capabilities else "always"
+            verify_hot = "sampled" if ON_DEVICE in hello.capabilities else "always"
         return m.HelloOk(
-            *(
-                m.VERSION,
-                context.server,
-                str(arena.path),
-                arena.size,
-                arena.generation,
-                verify_hot,
-                context.salt,
-            ),
-            m.CAPABILITIES,
+            version,
+            [name for name in dict.fromkeys(hello.capabilities) if name in SIDECAR_CAPABILITIES],
+            context.server,
+            m.MAX_NAMES,
+            m.ArenaInfo(str(arena.path), arena.size, arena.generation, verify_hot, context.salt),
         )
 
-    async def _lookup(self, request: m.Lookup) -> m.LookupOk:
-        search_range = request.search_range or None
+    async def _lookup(self, request: m.Lookup) -> m.ContainsOk:
         timeout_s = min(self._context.timeout_s, request.deadline_ms / 1000)
         tiers = await self._context.stack.batched_tiers(
-            self._names(request.keys), timeout_s, search_range
+            self._names(request.names), timeout_s, request.tiers or None
         )
-        prefix = tuple(itertools.takewhile(lambda tier: tier is not None, tiers))
-        return m.LookupOk(len(prefix), tuple(tier or "" for tier in prefix))
-
-    def _prefetch(self, request: m.Prefetch) -> m.PrefetchOk:
-        return m.PrefetchOk(
-            self._context.tasks.start("prefetch", self._lift(self._names(request.keys)))
-        )
+        return m.ContainsOk([tier is not None for tier in tiers])
 
     async def _lift(self, names: list[ChunkKey]) -> None:
         for result in await self._context.stack.batched_get(
@@ -210,15 +309,13 @@ class EngineSession:
             if isinstance(result, Chunk):
                 result.release()
 
-    def _reserve(self, request: m.Reserve) -> m.ReserveOk:
+    def _reserve(self, request: m.ReserveExtents) -> m.Extents:
         is_open = not self._is_draining and self._may_store
-        reservations = (
-            self._reservations.add(request.sizes) if is_open else (None,) * len(request.sizes)
-        )
-        self._context.counters.add(metrics.REFUSED_CHUNKS_TOTAL, reservations.count(None))
-        return m.ReserveOk(reservations)
+        items = self._reservations.add(request.sizes) if is_open else [None] * len(request.sizes)
+        self._context.counters.add(metrics.REFUSED_CHUNKS_TOTAL, items.count(None))
+        return m.Extents(tuple(NO_ROOM if item is None else item for item in items))
 
-    async def _commit(self, request: m.Commit) -> m.CommitOk:
+    async def _commit(self, request: m.Commit) -> m.ContainsOk:
         stored = [False] * len(request.items)
         chunks: list[Chunk] = []
         places: list[int] = []
@@ -243,7 +340,7 @@ class EngineSession:
             for chunk in chunks:
                 chunk.release()
             self._context.extents.flush()
-        return m.CommitOk(tuple(stored))
+        return m.ContainsOk(stored)
 
     def _described(self, memory: MemoryObj, head: bytes) -> Chunk | None:
         try:
@@ -262,60 +359,62 @@ class EngineSession:
             ChunkKey(self._context.tenant, header.engine_key()), header, head, memory, HOT_TIER
         )
 
-    def _abort(self, request: m.Abort) -> m.AbortOk:
-        for handle in request.reservations:
-            memory = self._reservations.take(handle)
-            if memory is not None:
-                memory.ref_count_down()
-        return m.AbortOk()
-
-    async def _pin(self, request: m.Pin) -> m.PinOk:
-        self._pins.require_room(len(request.keys))
-        names = self._names(request.keys)
+    async def _load(self, request: m.LoadExtents) -> m.Extents:
+        names = self._names(request.names)
+        self._pins.require_room(len(names))
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
-        timeout_s = request.deadline_ms / 1000
         got = await self._context.stack.batched_get(
-            names, timeout_s, prefix_only=True, recompute_s=recompute_s
+            names, request.deadline_ms / 1000, prefix_only=True, recompute_s=recompute_s
         )
         results = self._pins.fitting(fit_for_one_answer(got))
         counters = self._context.counters
         counters.add(metrics.REQUESTED_CHUNKS_TOTAL, len(names))
-        pinned: list[m.PinnedChunk] = []
+        extents: list[m.Extent | str] = []
         for result in results:
             if isinstance(result, Miss):
-                counters.add(metrics.MISSED_CHUNKS_TOTAL, len(names) - len(pinned), result.reason)
-                return m.PinOk(tuple(pinned), result.reason)
+                counters.add(metrics.MISSED_CHUNKS_TOTAL, len(names) - len(extents), result.reason)
+                extents.append(result.reason)
+                break
             counters.add(metrics.LOADED_CHUNKS_TOTAL, 1, result.tier)
             counters.add(metrics.LOADED_BYTES_TOTAL, result.num_bytes, result.tier)
-            pinned.append(self._pins.add(result))
-        return m.PinOk(tuple(pinned), "")
+            extents.append(self._pins.add(result))
+        return m.Extents(tuple(extents))
 
-    def _release(self, request: m.Release) -> m.ReleaseOk:
-        self._pins.release(request.pins)
-        return m.ReleaseOk()
-
-    async def _reject(self, request: m.Reject) -> m.RejectOk:
-        self._context.counters.add(
-            metrics.CORRUPT_CHUNKS_TOTAL, await self._pins.reject(request.pins)
-        )
-        return m.RejectOk()
-
-    async def _stage(self, request: m.Stage) -> m.StageOk:
-        check_chains(request.chains)
+    async def _stage(self, request: m.Stage) -> m.Promise:
+        runs = [self._reader.lanes.run(number, hashes) for number, hashes in request.chains]
+        try:
+            chains = [
+                ChunkChain(lane.fmt, lane.model_name, lane.world_size, lane.group, hashes)
+                for lane, hashes in runs
+            ]
+            m.check_chains(chains)
+        except ValueError as exc:
+            raise ProtocolError(f"STAGE: {exc}") from exc
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
         staged = await self._staging.stage_cooperatively(
-            request.ticket,
-            request.chains,
-            request.deadline_ms / 1000,
-            request.is_prefix,
-            recompute_s,
+            request.ticket, chains, request.deadline_ms / 1000, request.is_prefix, recompute_s
         )
-        return m.StageOk(staged.is_ready, staged.tiers)
+        return m.Promise(staged.is_ready, staged.tiers)
 
-    def _describe(self, request: m.Describe) -> m.DescribeOk:
-        check_names(request)
-        self._context.descriptions.note(request, self)
-        return m.DescribeOk()
+    def _names(self, names: Sequence[NameRun]) -> list[ChunkKey]:
+        return self._reader.lanes.keys(names, self._context.tenant, m.MAX_NAMES)
 
-    def _names(self, keys: tuple[bytes, ...]) -> list[ChunkKey]:
-        return self._shared.names.names(keys)
+
+_UNKNOWN = m.EngineInfo("", 0, 0, "", "")
+
+
+def _check_names(description: m.Describe) -> None:
+    """Refuse a description by which no tier could spell a key, or not even a single chunk could be
+    named.
+
+    Raises:
+        ProtocolError: Its fields are too long, or its chunks have too many keys.
+    """
+    num_keys = description.world_size * len(description.groups)
+    if num_keys > MAX_NAMED_KEYS:
+        raise ProtocolError(
+            f"a description of chunks with {num_keys} keys; the limit is {MAX_NAMED_KEYS}"
+        )
+    fmt, model, ranks = description.fmt, description.model_name, description.world_size
+    for group in description.groups:
+        CacheEngineKey(fmt, model, ranks, ranks - 1, "0" * 64, group).canonical()

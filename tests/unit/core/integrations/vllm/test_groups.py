@@ -14,7 +14,7 @@ from lmcache_core.integrations.vllm.groups import (
     check_packing,
     fails_by_block,
 )
-from lmcache_core.sidecar.messages import MAX_CHAINS
+from lmcache_core.wire.messages import MAX_CHAINS
 
 from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
 from tests.fixtures.vllm_engine.shapes import kv_cache_config
