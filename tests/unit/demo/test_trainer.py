@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lmcache_demo.model import MODEL_DIR, load_model
-from lmcache_demo.model.batches import TrainingRows
-from lmcache_demo.model.exchange import MeanExchange
-from lmcache_demo.model.recipe import Recipe
-from lmcache_demo.model.trainer import NUM_EXTRA_VALUES, Trainer
+
+from tests.training.batches import TrainingRows
+from tests.training.recipe import Recipe
+from tests.training.trainer import NUM_EXTRA_VALUES, MeanExchange, Trainer
 
 RECIPE = Recipe(num_steps=2, tokens_per_step=32, short_length=16, long_length=16)
 

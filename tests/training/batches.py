@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_demo.model.corpus import Document, DocumentKind
+from tests.training.corpus import Document, DocumentKind
 
 TokenArray = npt.NDArray[np.uint16]
 

@@ -1,4 +1,4 @@
-"""Trains the demonstration's models: ``python -m lmcache_demo.model.train --out FOLDER``.
+"""Trains the demonstration's models: ``python -m tests.training.train --out FOLDER``.
 
 ``--task two-documents`` goes on with the shipped model and teaches it prompts whose answers need
 two documents. A killed run goes on from its last checkpoint with ``--resume``; a finished one
@@ -6,6 +6,7 @@ leaves the model in ``FOLDER/export``.
 """
 
 import argparse
+import copy
 import dataclasses
 import logging
 import multiprocessing
@@ -13,9 +14,10 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
+from lmcache_demo.model import MODEL_DIR, load_tokenizer
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -27,21 +29,21 @@ from rich.progress import (
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from lmcache_demo.model import MODEL_DIR, load_tokenizer
-from lmcache_demo.model.batches import BatchSampler, Sampler
-from lmcache_demo.model.corpus import Document, collect_corpus
-from lmcache_demo.model.exchange import MeanExchange
-from lmcache_demo.model.export import export_model
-from lmcache_demo.model.recipe import (
+from tests.training.batches import BatchSampler, Sampler
+from tests.training.corpus import Document, collect_corpus
+from tests.training.recipe import (
     MAX_POSITIONS,
     TWO_DOCUMENT_RECIPE,
     VOCAB_SIZE,
     Recipe,
     build_config,
 )
-from lmcache_demo.model.tokenizer import encode_documents, save_tokenizer, train_tokenizer
-from lmcache_demo.model.trainer import NUM_EXTRA_VALUES, Trainer
-from lmcache_demo.model.two_documents import TwoDocumentSampler
+from tests.training.tokenizer import encode_documents, save_tokenizer, train_tokenizer
+from tests.training.trainer import NUM_EXTRA_VALUES, MeanExchange, Trainer
+from tests.training.two_documents import TwoDocumentSampler
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +204,7 @@ def prepare(task: str, documents: Sequence[Document], folder: Path) -> tuple[Rec
 def main() -> None:
     """Command line of the training run."""
     parser = argparse.ArgumentParser(
-        prog="python -m lmcache_demo.model.train", description="Trains the demonstration model."
+        prog="python -m tests.training.train", description="Trains the demonstration model."
     )
     parser.add_argument(
         "--task",
@@ -257,3 +259,29 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def export_model(model: "LlamaForCausalLM", tokenizer_path: Path, folder: Path) -> Path:
+    """Exports weights as bfloat16 safetensors, with the configuration and the tokenizer beside
+    them.
+
+    Args:
+        model: The trained model, float32; left as it is.
+        tokenizer_path: The run's ``tokenizer.json``; ``tokenizer_config.json`` is expected beside
+            it.
+        folder: Where to write; created if missing.
+
+    Returns:
+        The folder.
+    """
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    half = copy.deepcopy(model).eval().to(torch.bfloat16)
+    half.generation_config.do_sample = False
+    half.save_pretrained(str(folder))
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o644)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer_path.with_name(name), folder / name)
+    return folder
