@@ -205,9 +205,9 @@ def _combined(node: Any, left: Vector | float, right: Vector | float) -> Vector 
 def _paired(left: Vector, right: Vector, matching: Any) -> list[tuple[Labels, float, float]]:
     others = {_key(labels, matching): value for labels, value in right.items()}
     assert len(others) == len(right), "several series on the right for one on the left"
-    assert len({_key(labels, matching) for labels in left}) == len(
-        left
-    ), "several series on the left for one on the right"
+    assert len({_key(labels, matching) for labels in left}) == len(left), (
+        "several series on the left for one on the right"
+    )
     return [
         (labels, value, others[_key(labels, matching)])
         for labels, value in left.items()

@@ -135,9 +135,9 @@ def test_keda_goes_by_what_the_cache_counts(chart: Chart) -> None:
         asked = triggers["prometheus"]["metadata"]
         (selected,) = selectors(asked["query"])
         assert selected.matchers["lmcache_release"] == "inference/cache"
-        assert (
-            asked["ignoreNullValues"] == "false"
-        ), "a Prometheus that is away must not empty the cache"
+        assert asked["ignoreNullValues"] == "false", (
+            "a Prometheus that is away must not empty the cache"
+        )
         metrics[one["metadata"]["name"].removeprefix("cache-lmcache-")] = (
             selected.metric,
             asked["threshold"],
@@ -234,15 +234,13 @@ def test_the_pages_say_whose_number_counts(chart: Chart) -> None:
         assert "stays null" not in text
         assert (
             "For storage and models leave `replicaCount` null; that of lookup and broker is"
-            " ignored."
-            in text
+            " ignored." in text
         )
 
 
 def test_a_model_is_refused_too(chart: Chart) -> None:
     model = MODEL | {"replicaCount": 1, "autoscaling": {"enabled": True, "cpuPercent": 50}}
     assert (
-        "models (tiny).autoscaling is enabled, but models (tiny).replicaCount is 1" in chart.refuse(
-            {"models": [model]}
-        )
+        "models (tiny).autoscaling is enabled, but models (tiny).replicaCount is 1"
+        in chart.refuse({"models": [model]})
     )

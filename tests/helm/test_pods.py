@@ -98,9 +98,9 @@ def test_pods_see_no_services_and_no_api_token(rendering: Rendering) -> None:
 
 def test_containers_have_probes_and_memory_requests(rendering: Rendering) -> None:
     for name, container in rendering.containers():
-        assert (
-            "cpu" in container["resources"]["requests"]
-        ), f"{name}: without it autoscalers can tell nothing of the pod"
+        assert "cpu" in container["resources"]["requests"], (
+            f"{name}: without it autoscalers can tell nothing of the pod"
+        )
         if name.endswith("/payload"):
             continue
         assert "startupProbe" in container, name
@@ -219,9 +219,9 @@ def test_a_late_answer_is_no_dead_process(rendering: Rendering) -> None:
             assert probe["timeoutSeconds"] >= 5, name
         if name.endswith("redis/redis"):
             assert "exec" in probe
-            assert container["readinessProbe"]["tcpSocket"] == {
-                "port": "redis"
-            }, "a second command every few seconds costs too much"
+            assert container["readinessProbe"]["tcpSocket"] == {"port": "redis"}, (
+                "a second command every few seconds costs too much"
+            )
 
 
 def test_pod_disruption_budgets_never_block_a_lone_replica(rendering: Rendering) -> None:

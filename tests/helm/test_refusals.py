@@ -168,9 +168,8 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
     "a vLLM over several nodes by its module": (
         {
             "models": [
-                MODEL | {
-                    "command": ["python3", "-m", "vllm.entrypoints.openai.api_server", "--headless"]
-                }
+                MODEL
+                | {"command": ["python3", "-m", "vllm.entrypoints.openai.api_server", "--headless"]}
             ]
         },
         "models (tiny): command has --headless, which starts",
@@ -324,13 +323,12 @@ def test_without_a_registry_one_sentence_says_what_is_missing(chart: Chart, helm
     assert answer.returncode != 0
     assert (
         "images.registry is empty, and the images of this project are in no public registry: build"
-        " and push them"
-        in answer.stderr
+        " and push them" in answer.stderr
     )
     own = {f"{name}.image.registry": "mine" for name in ("storage", "lookup", "broker")}
-    assert (
-        chart.template(own | {"images.registry": ""}, (), helm).returncode == 0
-    ), "each may have its own"
+    assert chart.template(own | {"images.registry": ""}, (), helm).returncode == 0, (
+        "each may have its own"
+    )
 
 
 def test_a_fraction_is_a_number(chart: Chart) -> None:

@@ -119,9 +119,9 @@ def test_only_pods_that_ask_are_sent(rendering: Rendering) -> None:
         "matchExpressions": [{"key": "lmcache.io/inject", "operator": "In", "values": ["true"]}]
     }
     assert "matchConditions" not in by_label
-    assert (
-        by_annotation["objectSelector"]["matchExpressions"][0]["operator"] == "NotIn"
-    ), "never twice"
+    assert by_annotation["objectSelector"]["matchExpressions"][0]["operator"] == "NotIn", (
+        "never twice"
+    )
     [condition] = by_annotation["matchConditions"]
     assert condition["expression"].endswith(
         "object.metadata.annotations['lmcache.io/inject'] == 'true'"
@@ -185,11 +185,9 @@ def test_every_pod_is_restricted_and_small(rendering: Rendering) -> None:
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert {"cpu", "memory"} <= set(container["resources"]["requests"])
         assert "memory" in container["resources"]["limits"]
-    assert [pod["automountServiceAccountToken"] for pod in pods] == [
-        True,
-        True,
-        False,
-    ], "who serves asks the cluster nothing"
+    assert [pod["automountServiceAccountToken"] for pod in pods] == [True, True, False], (
+        "who serves asks the cluster nothing"
+    )
 
 
 def test_the_jobs_may_write_one_secret_and_one_configuration(rendering: Rendering) -> None:
@@ -247,9 +245,9 @@ def test_the_certificate_is_there_before_the_pods(rendering: Rendering) -> None:
             annotations["helm.sh/hook"].split(",")
         )
         assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
-        assert (int(annotations["helm.sh/hook-weight"]) == 0) == (
-            one["kind"] == "Job"
-        ), "the account is there before the job"
+        assert (int(annotations["helm.sh/hook-weight"]) == 0) == (one["kind"] == "Job"), (
+            "the account is there before the job"
+        )
 
 
 @pytest.mark.parametrize("helm", ["helm3", "helm4"])
@@ -300,9 +298,9 @@ def test_the_job_reaches_the_api_server_in_an_upgrade_that_enables_the_webhook(
         "helm.sh/hook-weight": "-10"
     }
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-    assert (
-        policy["spec"] == rendering.get("NetworkPolicy", "webhook-cert")["spec"]
-    ), "the CronJob's pods have the same need"
+    assert policy["spec"] == rendering.get("NetworkPolicy", "webhook-cert")["spec"], (
+        "the CronJob's pods have the same need"
+    )
     assert {443, 6443} <= {
         port["port"]
         for rule in policy["spec"]["egress"]
@@ -336,7 +334,8 @@ def test_cert_manager_does_it_instead(chart: Chart) -> None:
         volume.get("secret", {}).get("secretName") for volume in volumes
     }
     theirs = chart.render(
-        ON | {
+        ON
+        | {
             "webhook.certificate.certManager": {
                 "enabled": True,
                 "issuerRef": {"name": "corp", "kind": "ClusterIssuer"},
@@ -478,9 +477,9 @@ def test_injected_pods_are_let_in_from_other_namespaces(rendering: Rendering) ->
         ]
         assert rule["ports"] == [{"port": port, "protocol": "TCP"}]
         assert spec["podSelector"] == found[component]["podSelector"]
-        assert ("Egress" in spec["policyTypes"]) == (
-            component == "vllm"
-        ), "pulls go both ways between sidecars"
+        assert ("Egress" in spec["policyTypes"]) == (component == "vllm"), (
+            "pulls go both ways between sidecars"
+        )
     assert found["webhook"]["egress"] == []
     [served] = found["webhook"]["ingress"]
     assert served == {"ports": [{"port": 8443, "protocol": "TCP"}]}

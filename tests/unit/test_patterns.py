@@ -31,7 +31,6 @@ each text.
 """
 CHARS = "aA0_-./@:, \t\n`'\"\\=+%[{($"
 TRIED_BY_HAND = {
-    "lmcache_ctl/sidecar.py": "one class of characters, repeated",
     "lmcache_lookup/formats.py": "at most five characters",
 }
 """Calls of `re` that compile where they are used."""

@@ -48,10 +48,7 @@ COMMANDS: Final[dict[str, tuple[Callable[..., None], tuple[str, ...]]]] = {
     ),
     "evict": (
         evict,
-        (
-            "evict sidecar --size 512MiB",
-            "evict storage/lmcache-storage-0 --everything --yes",
-        ),
+        ("evict sidecar --size 512MiB", "evict storage/lmcache-storage-0 --everything --yes"),
     ),
     "pin": (pin, ("pin --tokens ids.txt --ttl 3600", "pin --at storage/lmcache-storage-0")),
     "drain": (
@@ -68,18 +65,12 @@ COMMANDS: Final[dict[str, tuple[Callable[..., None], tuple[str, ...]]]] = {
     ),
     "doctor": (
         doctor,
-        (
-            "doctor -n lmcache --strict",
-            "doctor --check-config sidecar=sidecar.yaml -o json",
-        ),
+        ("doctor -n lmcache --strict", "doctor --check-config sidecar=sidecar.yaml -o json"),
     ),
     "version": (version, ("version -n lmcache", "version --client")),
     "certify codec": (
         certify.codec,
-        (
-            "certify codec --profile lossless",
-            "certify codec --kv kv.safetensors --max-error 0.1",
-        ),
+        ("certify codec --profile lossless", "certify codec --kv kv.safetensors --max-error 0.1"),
     ),
     "certify blend": (
         certify.blend,
@@ -91,15 +82,9 @@ COMMANDS: Final[dict[str, tuple[Callable[..., None], tuple[str, ...]]]] = {
     ),
     "codec stats": (codec.stats, ("codec stats --url http://127.0.0.1:8083",)),
     "codec inspect": (codec.inspect, ("codec inspect /var/lib/lmcache",)),
-    "codec measure": (
-        codec.measure,
-        ("codec measure --profile lossless --kv kv.safetensors",),
-    ),
+    "codec measure": (codec.measure, ("codec measure --profile lossless --kv kv.safetensors",)),
     "lookup status": (lookup.status, ("lookup status --url http://lookup:8081",)),
-    "lookup tenants": (
-        lookup.tenants,
-        ("lookup tenants -n lmcache --token-file admin-token",),
-    ),
+    "lookup tenants": (lookup.tenants, ("lookup tenants -n lmcache --token-file admin-token",)),
     "lookup prefix": (lookup.prefix, (f"lookup prefix {_CHUNK_ID}",)),
     "lookup locations": (lookup.locations, (f"lookup locations {_CHUNK_ID} -o json",)),
     "lookup route": (lookup.route, (f"lookup route {_CHUNK_ID}",)),

@@ -12,13 +12,7 @@ import msgspec
 
 from lmcache_ctl.asking import Asker, Caller, ForeignError, HttpAnswer, ServiceRefusedError
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.services import (
-    DISTRIBUTIONS,
-    HOW_TO_AUTHENTICATE,
-    Endpoint,
-    Kind,
-    where_token_is,
-)
+from lmcache_ctl.services import DISTRIBUTIONS, HOW_TO_AUTHENTICATE, Endpoint, Kind, where_token_is
 
 BUILD_INFO: Final = "lmcache_build_info"
 HTTP_REQUESTS_TOTAL: Final = "lmcache_http_requests_total"
@@ -177,10 +171,7 @@ def token_hint(states: Sequence[ServiceStatus]) -> tuple[str, str]:
     if not silent:
         return "", ""
     where = where_token_is(", ".join(sorted({state.token_secret for state in silent} - {""})))
-    return (
-        f"{len(silent)} of {len(states)} services",
-        f"give one by {HOW_TO_AUTHENTICATE}{where}",
-    )
+    return (f"{len(silent)} of {len(states)} services", f"give one by {HOW_TO_AUTHENTICATE}{where}")
 
 
 class Metrics:

@@ -31,15 +31,7 @@ from lmcache_ctl.output import (
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint
 from lmcache_ctl.settings import CtlSettings
-from lmcache_ctl.states import (
-    DrainProgress,
-    Link,
-    ServiceStatus,
-    State,
-    Tier,
-    look_at,
-    token_hint,
-)
+from lmcache_ctl.states import DrainProgress, Link, ServiceStatus, State, Tier, look_at, token_hint
 
 MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 3600.0
