@@ -7,7 +7,7 @@ contracts` checks it), so a reader of the live path may skip it.
 |---|---|---|
 | `pools` | `lmcache_core.memory` | pools of equal slots |
 | `mixed_allocator` | `lmcache_core.memory` | a pinned arena and byte buffers in one allocator |
-| `radix`, `radix_tree` | `lmcache_core.token_database` | a token database that remembers prefixes |
+| `radix` | `lmcache_core.token_database` | a token database that remembers prefixes |
 | `tensor_backend` | `lmcache_core.storage` | tensors by key, over the tiers |
 | `disk` | `lmcache_core.storage` | the disk tier with methods for one chunk at a time |
 | `debug_serde` | `lmcache_core.serde` | serdes that log what they do |
