@@ -1,5 +1,5 @@
-"""Which neighbouring tokens of a chunk are neighbours in the pages too, found once for all
-layers of a copy on the host.
+"""Runs of tokens that are neighbours in the chunk and in the pages, found once for all layers of a
+copy on the host.
 """
 
 from __future__ import annotations
@@ -55,20 +55,11 @@ class SlotRuns:
 
     @property
     def end(self) -> int:
-        """One behind the last token of the last unit."""
+        """First token after the last unit."""
         return self.begin + self.unit * len(self.blocks)
 
-    def units_at(self, apart: int) -> Integers | slice:
-        """The number of each unit in pages whose blocks are so many units apart; a slice where
-        they follow each other.
-        """
-        numbers = self.blocks * apart + self.places
-        first, last = int(numbers[0]), int(numbers[-1])
-        follow = last - first == len(numbers) - 1 and bool((numbers[1:] - numbers[:-1] == 1).all())
-        return slice(first, last + 1) if follow else numbers
-
     def token_slots(self) -> tuple[Integers, Integers]:
-        """Block and place in the block of each token of the units."""
+        """Return block and place in the block of each token of the units."""
         return np.repeat(self.blocks, self.unit), (
             self.places[:, None] * self.unit + np.arange(self.unit)
         ).reshape(-1)

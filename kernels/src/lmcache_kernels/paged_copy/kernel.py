@@ -1,17 +1,18 @@
-"""Where the words of a tile of tokens lie: the addressing that the Triton kernels on paged KV
-caches share.
-"""
+"""The Triton kernels of `paged_copy`."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
 from lmcache_kernels.errors import KernelInputError
-from lmcache_kernels.paged_copy import PagedCopy
+
+if TYPE_CHECKING:
+    from lmcache_kernels.paged_copy import PagedCopy
 
 # Not tuned on a GPU: 8 rows of 1 KiB, so that 128 threads copy eight words each.
 TILE_TOKENS = tl.constexpr(8)
@@ -34,7 +35,7 @@ def tile_addresses(  # type: ignore[no-untyped-def]
     RUN_WORDS: tl.constexpr,
     ALIGNMENT_BYTES: tl.constexpr,
 ):
-    """Addresses of this program's tile in the pages and in the chunk.
+    """Return the addresses of this program's tile in the pages and in the chunk.
 
     Program `(i, s, j)` has tokens `[i * TILE_TOKENS, …)` of page tensor `s` (a side of a layer),
     words `[j * TILE_WORDS, …)` of each row.
@@ -81,29 +82,68 @@ def tile_addresses(  # type: ignore[no-untyped-def]
     return page_ptrs, blob_ptrs, mask
 
 
-def launch_grid(copy: PagedCopy) -> tuple[int, int, int]:
-    """Programs that cover the chunk: tiles of tokens, page tensors, tiles of words.
+@triton.jit  # type: ignore[untyped-decorator]
+def paged_gather_kernel(  # type: ignore[no-untyped-def]
+    table_ptr,
+    slots_ptr,
+    blob_ptr,
+    num_tokens,
+    ROW_WORDS: tl.constexpr,
+    RUN_WORDS: tl.constexpr,
+    ALIGNMENT_BYTES: tl.constexpr,
+):
+    """Copy one tile into the chunk. Arguments as in `tile_addresses`."""
+    page_ptrs, blob_ptrs, mask = tile_addresses(
+        table_ptr, slots_ptr, blob_ptr, num_tokens, ROW_WORDS, RUN_WORDS, ALIGNMENT_BYTES
+    )
+    tl.store(blob_ptrs, tl.load(page_ptrs, mask=mask), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def paged_scatter_kernel(  # type: ignore[no-untyped-def]
+    table_ptr,
+    slots_ptr,
+    blob_ptr,
+    num_tokens,
+    ROW_WORDS: tl.constexpr,
+    RUN_WORDS: tl.constexpr,
+    ALIGNMENT_BYTES: tl.constexpr,
+):
+    """Copy one tile into the pages. Arguments as in `tile_addresses`."""
+    page_ptrs, blob_ptrs, mask = tile_addresses(
+        table_ptr, slots_ptr, blob_ptr, num_tokens, ROW_WORDS, RUN_WORDS, ALIGNMENT_BYTES
+    )
+    tl.store(page_ptrs, tl.load(blob_ptrs, mask=mask), mask=mask)
+
+
+def launch(copy: PagedCopy, to_pages: bool) -> None:
+    """Copy on the current stream, in one launch for all layers.
+
+    Args:
+        copy: At least one token.
+        to_pages: Write the pages, not the chunk.
 
     Raises:
-        KernelInputError: A row or the number of layers is too large for one launch.
+        KernelInputError: The rows or layers are too large for one launch.
     """
-    num_words = copy.pages.row_bytes // copy.word_bytes
+    num_tokens, num_pages = copy.slots.shape[0], len(copy.pages.tensors)
+    row_words = copy.pages.row_bytes // copy.word_bytes
     grid = (
-        -(-copy.num_tokens // int(TILE_TOKENS.value)),
-        len(copy.pages.tensors),
-        -(-num_words // int(TILE_WORDS.value)),
+        triton.cdiv(num_tokens, TILE_TOKENS.value),
+        num_pages,
+        triton.cdiv(row_words, TILE_WORDS.value),
     )
     if max(grid[1:]) > MAX_GRID_Y_Z:
         raise KernelInputError(
-            f"{grid[1]} pages of rows of {copy.pages.row_bytes} bytes are too many for one launch"
+            f"{num_pages} pages of rows of {copy.pages.row_bytes} bytes are too many for one launch"
         )
-    return grid
-
-
-def launch_arguments(copy: PagedCopy) -> dict[str, Any]:
-    """The compile-time arguments of both kernels, by name."""
-    return {
-        "ROW_WORDS": copy.pages.row_bytes // copy.word_bytes,
-        "RUN_WORDS": copy.pages.run_bytes // copy.word_bytes,
-        "ALIGNMENT_BYTES": math.gcd(VECTOR_BYTES, copy.alignment_bytes),
-    }
+    kernel = paged_scatter_kernel if to_pages else paged_gather_kernel
+    kernel[grid](
+        copy.pages.table,
+        copy.slots,
+        copy.blob.view(-1).view(torch.uint8),
+        num_tokens,
+        ROW_WORDS=row_words,
+        RUN_WORDS=copy.pages.run_bytes // copy.word_bytes,
+        ALIGNMENT_BYTES=math.gcd(VECTOR_BYTES, copy.alignment_bytes),
+    )
