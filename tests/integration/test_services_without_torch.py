@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from packaging.requirements import Requirement
 
 from tests.fixtures.service_process import running_service
 
@@ -100,18 +101,21 @@ def make_environment(directory: Path, distribution: str) -> Path:
 
 
 def closure(distribution: str) -> set[str]:
-    """Names of all distributions that `distribution` requires, itself included."""
+    """Names of all distributions that `distribution` requires, itself included, and the extras
+    that it asks others for.
+    """
     installed = {canonical(found.name): found for found in distributions(path=[str(SITE_PACKAGES)])}
-    needed: set[str] = set()
-    waiting = [distribution]
+    needed: set[tuple[str, str]] = set()
+    waiting = [(distribution, "")]
     while waiting:
-        name = waiting.pop()
-        if name in needed or name not in installed:
+        name, extra = waiting.pop()
+        if (name, extra) in needed or name not in installed:
             continue
-        needed.add(name)
-        wanted = [text for text in installed[name].requires or [] if "extra ==" not in text]
-        waiting += [canonical(re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0]) for text in wanted]
-    return needed
+        needed.add((name, extra))
+        for requirement in map(Requirement, installed[name].requires or []):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                waiting += [(canonical(requirement.name), it) for it in ("", *requirement.extras)]
+    return {name for name, _ in needed}
 
 
 def link(found: Distribution, target: Path) -> None:
