@@ -25,7 +25,7 @@ from lmcache_core.integrations.transformers import CachedCausalLM, connector_of,
 from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
 from lmcache_core.integrations.transformers.blended import blending_model_of
 
-from lmcache_demo.engine_messages import AskBlended, BlendedAnswers, KeepDocuments
+from lmcache_demo.engines import AskBlended, BlendedAnswers, KeepDocuments
 from lmcache_demo.model import load_two_document_model
 from lmcache_demo.model.two_documents import (
     SEPARATOR,

@@ -19,7 +19,7 @@ from lmcache_core.telemetry import (
 )
 
 from lmcache_demo.blending_worker import BlendingWorker
-from lmcache_demo.engine_messages import (
+from lmcache_demo.engines import (
     Answer,
     AskBlended,
     Attach,
