@@ -62,7 +62,7 @@ class BlendingWorker:
         self._prompts, self._certified_prompts = drawn[:NUM_PROMPTS], drawn[NUM_PROMPTS:]
 
     def keep(self, message: KeepDocuments) -> int:
-        """Store the documents of all prompts, in the order that nobody will ask for; returns
+        """Store the documents of all prompts, in an order that no question uses; return
         their tokens.
         """
         num_tokens = 0

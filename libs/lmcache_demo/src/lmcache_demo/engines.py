@@ -75,7 +75,7 @@ class AskBlended(msgspec.Struct, tag=True):
     Attributes:
         socket: Of the sidecar to read the documents through.
         folder: Of the certificates.
-        policy: Which tokens are computed anew.
+        policy: Which tokens are recomputed.
         recompute_ratio: Share of them.
     """
 
@@ -89,7 +89,7 @@ class BlendedAnswers(msgspec.Struct):
     """Report one way to blend.
 
     Attributes:
-        kl_nats: What its certificate says: the divergence from full recompute, per token.
+        kl_nats: The divergence from full recompute per token, by its certificate.
         top1_agreement: And the share of equal first choices.
         reason_against: Why prompts were computed in full instead; None if they were blended.
         num_answers: Questions that were asked.

@@ -1,4 +1,4 @@
-"""The steps of the demo, each with what must be true of it."""
+"""The steps of the demo, each with its expectation."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Compression:
 
     Attributes:
         lossy: Whether other values come back, so that the answer may be another one.
-        written: What the writer's codec did.
-        read: What the reader's codec did.
+        written: Figures of the writer's codec.
+        read: Figures of the reader's codec.
     """
 
     lossy: bool
@@ -75,9 +75,9 @@ class Step:
     Attributes:
         title: What happened.
         expected: Tier that the KV had to come from.
-        answer: What the engine said.
-        reference: What an engine without a cache said.
-        compression: How the KV was stored that the engine got; None for as it is.
+        answer: The engine's answer.
+        reference: The answer of an engine without a cache.
+        compression: How the KV that the engine got was compressed; None for not.
     """
 
     title: str
