@@ -26,7 +26,8 @@ _VALUES: Final = re.compile(
     r"(?P<first>\d+(?:\.\d+)?)(?:(?P<step>[+-]\d+(?:\.\d+)?)?x(?P<times>\d+))?|(?P<gap>_)(?:x(?P<gaps>\d+))?"
 )
 _COMPARISONS: Final[dict[str, Callable[[float, float], bool]]] = {
-    "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le,
+    "==": operator.eq, "!=": operator.ne, ">": operator.gt,
+    "<": operator.lt, ">=": operator.ge, "<=": operator.le,
 }  # fmt: skip
 _ARITHMETIC: Final[dict[str, Callable[[float, float], float]]] = {
     "+": operator.add,

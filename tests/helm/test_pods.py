@@ -4,7 +4,6 @@ memory that covers the cache.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -198,14 +197,6 @@ def test_an_upgrade_changes_no_immutable_field(rendering: Rendering) -> None:
         for found in labels:
             assert not {"helm.sh/chart", "app.kubernetes.io/version"} & set(found)
             assert found.items() <= spec["template"]["metadata"]["labels"].items()
-
-
-def test_names_fit(rendering: Rendering) -> None:
-    for one in rendering.manifests:
-        name = one["metadata"]["name"]
-        limit = 52 if one["kind"] == "StatefulSet" else 63
-        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name), name
-        assert len(name) <= limit, name
 
 
 def test_a_late_answer_is_no_dead_process(rendering: Rendering) -> None:

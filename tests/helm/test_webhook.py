@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["kubeconfig"]
 CASES = ["webhook", "webhook-cert-manager"]
 ON = {"webhook.enabled": True}
-ENCRYPTED = {"tls.enabled": True, "tls.existingSecret": "t"}
 JOBS = ("Job", "CronJob")
 
 
@@ -310,14 +309,6 @@ def test_the_job_reaches_the_api_server_in_an_upgrade_that_enables_the_webhook(
     assert chart.render(ON | {"networkPolicy.enabled": False}).of_kind("NetworkPolicy") == []
 
 
-def test_names_fit_however_long_the_release_is_called(chart: Chart) -> None:
-    rendering = chart.render(ON | {"fullnameOverride": "r" * 60})
-    for one in rendering.manifests:
-        assert len(one["metadata"]["name"]) <= (
-            52 if one["kind"] in ("CronJob", "StatefulSet") else 63
-        ), one["metadata"]["name"]
-
-
 def test_cert_manager_does_it_instead(chart: Chart) -> None:
     rendering = chart.render(None, chart.path / "ci" / "webhook-cert-manager-values.yaml")
     assert not rendering.of_kind(*JOBS, "ClusterRole")
@@ -483,43 +474,3 @@ def test_injected_pods_are_let_in_from_other_namespaces(rendering: Rendering) ->
     assert found["webhook"]["egress"] == []
     [served] = found["webhook"]["ingress"]
     assert served == {"ports": [{"port": 8443, "protocol": "TCP"}]}
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"webhook.certificate.existingSecret": "a"}, "caBundle is empty"),
-        ({"webhook.certificate.caBundle": "QQ=="}, "existingSecret is empty"),
-        (
-            {
-                "webhook.certificate.existingSecret": "a",
-                "webhook.certificate.certManager.enabled": True,
-            },
-            "are both set: choose one",
-        ),
-        ({"webhook.certificate.renewDays": 90}, "renewDays is not below validDays"),
-        (
-            {"webhook.preStopSeconds": 21},
-            "webhook.terminationGracePeriodSeconds is 30, but a pod may take 31 s",
-        ),
-        ({"webhook.resources.requests": {"cpu": None}}, "webhook.resources requests no cpu"),
-        (
-            {"webhook.tenants": [{"name": "a", "namespaces": ["b"]}]},
-            "credentials_secret is not set",
-        ),
-        ({"webhook.tenants": [{"name": "a", "namespaces": ["B"]}]}, "webhook"),
-        ({"webhook.sidecarTemplate.image": "x"}, "image"),
-        ({"webhook.config.arena_bg": 1}, "arena_bg"),
-        (
-            {
-                "tls.enabled": True,
-                "tls.existingSecret": "t",
-                "webhook.tenants": [{"name": "a", "namespaces": ["b"], "credentials_secret": "c"}],
-            },
-            "tls_secret is not set",
-        ),
-        (ENCRYPTED | {"tls.existingCaSecret": "ca"}, "put it there"),
-    ],
-)
-def test_contradictions_are_refused(chart: Chart, values: Manifest, text: str) -> None:
-    assert text in chart.refuse(ON | values)

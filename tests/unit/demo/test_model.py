@@ -2,7 +2,6 @@
 
 import json
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,17 +25,6 @@ MAX_ASSET_BYTES = 5_000_000
 # Held-out sources that every Python since 3.11 ships; all are longer than 4,000 tokens.
 HELD_OUT_SOURCES = ("dis.py", "tempfile.py", "traceback.py")
 SAMPLE_CHARS = 8_000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every operator are slow where other tests share the
-    cores.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,17 +27,6 @@ class SameRows:
     def draw(self, step: int, num_rows: int, length: int) -> TrainingRows:
         assert self.rows.tokens.shape == (num_rows, length + 1)
         return self.rows
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every operator are slow where other tests share the
-    cores.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture
