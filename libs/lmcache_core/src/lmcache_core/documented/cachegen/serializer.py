@@ -34,7 +34,17 @@ _ENCODINGS = (RAW_SERDE, LOSSLESS_SERDE, CACHEGEN_SERDE)
 HUGGINGFACE = "huggingface"
 
 
-class CacheGenSerializer(Serializer):
+class _LayerBins:
+    def make_key_bins(self, config: CacheGenConfig) -> torch.Tensor:
+        """Return the bins of the keys of each layer, int64 `[nlayers]`."""
+        return torch.tensor(config.bins_of_keys())
+
+    def make_value_bins(self, config: CacheGenConfig) -> torch.Tensor:
+        """Return the bins of the values of each layer, int64 `[nlayers]`."""
+        return torch.tensor(config.bins_of_values())
+
+
+class CacheGenSerializer(_LayerBins, Serializer):
     """Quantises and entropy-codes KV; what is no KV is encoded without loss. Constructing it makes
     the machine code ready.
 
@@ -74,16 +84,8 @@ class CacheGenSerializer(Serializer):
         body = b"".join((marks, payload))
         return seal(head_of(SerdeId.CACHEGEN, given, body), body)
 
-    def make_key_bins(self, config: CacheGenConfig) -> torch.Tensor:
-        """Return the bins of the keys of each layer, int64 `[nlayers]`."""
-        return torch.tensor(config.bins_of_keys())
 
-    def make_value_bins(self, config: CacheGenConfig) -> torch.Tensor:
-        """Return the bins of the values of each layer, int64 `[nlayers]`."""
-        return torch.tensor(config.bins_of_values())
-
-
-class CacheGenDeserializer(Deserializer):
+class CacheGenDeserializer(_LayerBins, Deserializer):
     """Reads what any `CacheGenSerializer` wrote. Constructing it makes the machine code ready.
 
     Args:
@@ -152,14 +154,6 @@ class CacheGenDeserializer(Deserializer):
         ):
             self._buffer = torch.zeros((ntokens, width), dtype=torch.uint8)
         return self._buffer[:ntokens]
-
-    def make_key_bins(self, config: CacheGenConfig) -> torch.Tensor:
-        """Return the bins of the keys of each layer, int64 `[nlayers]`."""
-        return torch.tensor(config.bins_of_keys())
-
-    def make_value_bins(self, config: CacheGenConfig) -> torch.Tensor:
-        """Return the bins of the values of each layer, int64 `[nlayers]`."""
-        return torch.tensor(config.bins_of_values())
 
 
 def _to_planes(given: torch.Tensor, axes: int) -> torch.Tensor:
