@@ -1,9 +1,8 @@
-"""How the Triton kernels of blending read floating-point numbers, and where they run."""
+"""How Triton kernels read floating-point numbers, and where they run."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,11 +11,6 @@ import triton.language as tl
 
 from lmcache_kernels.errors import KernelInputError
 
-WORD_DTYPES = MappingProxyType(
-    {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-)
-KINDS = MappingProxyType({torch.bfloat16: 0, torch.float16: 1, torch.float32: 2})
-"""How kernels are told which dtype the words are of."""
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 """Launch options of every kernel that computes with floating-point numbers: each operation is
 rounded by itself, as the reference does it.
@@ -40,7 +34,7 @@ def launching(device: torch.device) -> AbstractContextManager[object]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def widen(raw, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the float32 values of the words of a dtype (`KINDS`), exactly."""
+    """Return the float32 values of the words of a dtype (`checks.KINDS`), exactly."""
     if KIND == 0:
         values = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif KIND == 1:
@@ -48,3 +42,19 @@ def widen(raw, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         values = raw.to(tl.float32, bitcast=True)
     return values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def narrow(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round float32 values to the words of a dtype (`checks.KINDS`): to nearest, ties to even."""
+    if KIND == 0:
+        bits = values.to(tl.uint32, bitcast=True)
+        raw = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        # Rounding by bits would make -0 of the NaN that GPUs compute, whose bits are all ones but
+        # for the sign.
+        raw = tl.where(values != values, 0x7FC0, raw).to(tl.int16)
+    elif KIND == 1:
+        raw = values.to(tl.float16).to(tl.int16, bitcast=True)
+    else:
+        raw = values.to(tl.int32, bitcast=True)
+    return raw

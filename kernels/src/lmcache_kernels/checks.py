@@ -1,14 +1,20 @@
-"""The check that the wrappers of blending's ops share."""
+"""What the ops of the codec and of blending check, and the dtypes that they take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 
 from lmcache_kernels.errors import KernelInputError
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+WORD_DTYPES = MappingProxyType(
+    {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+)
+KINDS = MappingProxyType({torch.bfloat16: 0, torch.float16: 1, torch.float32: 2})
+"""How kernels are told which dtype the words are of."""
+FLOATS = tuple(KINDS)
 
 
 def check_tensor(

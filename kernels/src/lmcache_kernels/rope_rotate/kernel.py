@@ -8,29 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_kernels.arithmetic import EXACT, KINDS, WORD_DTYPES, launching, widen
+from lmcache_kernels.arithmetic import EXACT, launching, narrow, widen
+from lmcache_kernels.checks import KINDS, WORD_DTYPES
 
 if TYPE_CHECKING:
     from lmcache_kernels.rope_rotate import Rotation
 
 # Not tuned on a GPU: eight heads of 64 pairs are four values a thread.
 MAX_BLOCK_HEADS = 8
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def narrow(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 values to the words of a dtype (`KINDS`): to nearest, ties to even."""
-    if KIND == 0:
-        bits = values.to(tl.uint32, bitcast=True)
-        raw = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-        # Rounding by bits would make -0 of the NaN that GPUs compute, whose bits are all ones but
-        # for the sign.
-        raw = tl.where(values != values, 0x7FC0, raw).to(tl.int16)
-    elif KIND == 1:
-        raw = values.to(tl.float16).to(tl.int16, bitcast=True)
-    else:
-        raw = values.to(tl.int32, bitcast=True)
-    return raw
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -44,7 +29,7 @@ def rope_rotate_kernel(  # type: ignore[no-untyped-def]
         positions: int64 `[num_tokens]` of the source and of the target.
         tables: float32 `[num_positions, num_rotated]` of both.
         sizes: num_heads, head_size.
-        KIND: Of the words: `arithmetic.KINDS`.
+        KIND: Of the words: `checks.KINDS`.
         PAIRS: Number of pairs of dimensions; whether neighbours are a pair.
         BLOCKS: Powers of two: heads worked on at once; at least the number of pairs; at least that
             of other dimensions, 0 for none.

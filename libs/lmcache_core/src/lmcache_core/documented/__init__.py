@@ -14,5 +14,7 @@ contracts` checks it), so a reader of the live path may skip it.
 | `cachegen` | `lmcache_core.serde`, `.serde.cachegen` | CacheGen of one tensor, step by step |
 | `legacy_config` | `LMCacheEngineConfig.from_legacy` | the old names of backends |
 
-CacheGen runs on the CPU here too, wherever a tensor lies.
+`cachegen.device` encodes and decodes on a CUDA device by the kernels `cachegen_quantize`,
+`cachegen_encode` and `cachegen_decode`. The live path (`lmcache_core.serde.CacheGenCodec`) runs on
+the CPU, in the sidecar, and writes the same bytes.
 """

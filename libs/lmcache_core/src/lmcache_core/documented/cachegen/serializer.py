@@ -4,7 +4,7 @@ encoded with. Needs torch and numba.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,9 +18,13 @@ from lmcache_core.serde.base import BytesLike, Deserializer, Serializer
 from lmcache_core.serde.chunk_codec import (
     CACHEGEN_SERDE,
     LOSSLESS_SERDE,
+    TABLES_MARK,
     CacheGenCodec,
     Profile,
+    quantiser_of,
 )
+from lmcache_core.serde.quantised import NotQuantisableError, can_be_quantised
+from lmcache_core.serde.tables import bell_curves
 from lmcache_core.serde.tensor_bytes import SerdeId, check_elements, dense, head_of, seal, unseal
 
 if TYPE_CHECKING:
@@ -58,19 +62,25 @@ class CacheGenSerializer(_LayerBins, Serializer):
 
     def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata) -> None:
         _, _, level = (config.remote_serde or "").partition(f"{CACHEGEN_SERDE}:")
-        self._codec = CacheGenCodec(Profile(level) if level else Profile.STANDARD)
+        self._profile = Profile(level) if level else Profile.STANDARD
+        self._codec = CacheGenCodec(self._profile)
         self._codec.open()
+        self._device_tables: dict[torch.device, Any] = {}
         self._axes = _TOKENS_FOURTH if metadata.fmt == HUGGINGFACE else _TOKENS_THIRD
 
     @override
     def to_bytes(self, tensor: torch.Tensor) -> bytes:
-        """Encode a tensor on the CPU, wherever it lies.
+        """Encode a tensor; on a CUDA device by kernels, to the same bytes.
 
         KV is `[layers, 2, tokens, heads, size]` (of Hugging Face `[layers, 2, heads, tokens,
         size]`) or `[2, layers, tokens, channels]`, of float32, float16 or bfloat16.
         """
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            encoded = self.encode_on_device(tensor)
+            if encoded is not None:
+                return encoded
         given = dense(tensor)
-        axes = self._axes if given.dim() == 5 and given.shape[1] == 2 else _ANY_AXES
+        axes = self._axes_of(given)
         kv = dense(_to_planes(given, axes))
         raw = bytes_under(kv)
         spec = TensorSpec("", dtype_name(kv.dtype), tuple(kv.shape), 0, kv.nbytes)
@@ -80,9 +90,38 @@ class CacheGenSerializer(_LayerBins, Serializer):
             if smaller is None
             else (smaller.serde, smaller.profile, smaller.payload)
         )
-        marks = bytes([axes, _ENCODINGS.index(serde), len(profile)]) + profile.encode()
-        body = b"".join((marks, payload))
-        return seal(head_of(SerdeId.CACHEGEN, given, body), body)
+        return _sealed(given, axes, (serde, profile), payload)
+
+    def encode_on_device(self, tensor: torch.Tensor) -> bytes | None:
+        """Encode by kernels on the tensor's device; return None if it cannot be quantised or would
+        not get smaller.
+
+        Raises:
+            KernelInputError: There is no kernel for its device.
+        """
+        from lmcache_core.documented.cachegen.device import device_tables, encode_on_device
+
+        axes = self._axes_of(tensor)
+        kv = _to_planes(tensor.detach(), axes)
+        if not can_be_quantised(str(kv.dtype).removeprefix("torch."), tuple(kv.shape)):
+            return None
+        tables = bell_curves()
+        if tensor.device not in self._device_tables:
+            self._device_tables[tensor.device] = device_tables(tables, tensor.device)
+        try:
+            pieces, _ = encode_on_device(
+                kv, quantiser_of(self._profile, kv.shape), self._device_tables[tensor.device]
+            )
+        except NotQuantisableError:
+            return None
+        payload = b"".join(pieces)
+        if len(payload) >= tensor.nbytes:
+            return None
+        profile = f"{self._profile}{TABLES_MARK}{tables.id}"
+        return _sealed(tensor, axes, (CACHEGEN_SERDE, profile), payload)
+
+    def _axes_of(self, given: torch.Tensor) -> int:
+        return self._axes if given.dim() == 5 and given.shape[1] == 2 else _ANY_AXES
 
 
 class CacheGenDeserializer(_LayerBins, Deserializer):
@@ -154,6 +193,14 @@ class CacheGenDeserializer(_LayerBins, Deserializer):
         ):
             self._buffer = torch.zeros((ntokens, width), dtype=torch.uint8)
         return self._buffer[:ntokens]
+
+
+def _sealed(given: torch.Tensor, axes: int, encoding: tuple[str, str], payload: BytesLike) -> bytes:
+    """Return a payload, by serde and profile, in the container."""
+    serde, profile = encoding
+    marks = bytes([axes, _ENCODINGS.index(serde), len(profile)]) + profile.encode()
+    body = b"".join((marks, payload))
+    return seal(head_of(SerdeId.CACHEGEN, given, body), body)
 
 
 def _to_planes(given: torch.Tensor, axes: int) -> torch.Tensor:

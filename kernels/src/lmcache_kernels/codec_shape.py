@@ -1,0 +1,113 @@
+"""The shape of quantised KV, and the numbers that the three codec ops share with every other
+implementation of the format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lmcache_kernels.errors import KernelInputError
+
+LANES = 32
+"""Coders that take turns in a stream: one warp."""
+PRECISION_BITS = 12
+"""Frequencies of a table sum to 2^12."""
+STATE_WORDS = 2
+LOWEST_STATE = 1 << 15
+"""Between symbols the state of a coder is in `LOWEST_STATE … 2^31 - 1`."""
+DELTA_FLAG = 128
+"""In the byte of a group of channels, beside the number of its table."""
+MAX_GROUP = 64
+MAX_TOKENS = 1 << 15
+MAX_CHANNELS = 1 << 20
+MAX_LEVELS = 127
+MAX_SECTION_SYMBOLS = 1 << 30
+
+
+@dataclass(frozen=True)
+class CodecShape:
+    """KV `[planes, tokens, channels]` cut into groups of channels, which share shift and table, and
+    sections, which are streams.
+
+    Attributes:
+        planes: Layers times sides.
+        tokens: Rows of a plane, at most `MAX_TOKENS`.
+        channels: Values of a row, at most `MAX_CHANNELS`.
+        group: Channels of a group, a power of two, at most `MAX_GROUP`; the last group of a plane
+            may have fewer.
+        section: Channels of a section, at most `channels`; the last section of a plane may have
+            fewer.
+
+    Raises:
+        KernelInputError: A number is out of its range.
+    """
+
+    planes: int
+    tokens: int
+    channels: int
+    group: int
+    section: int
+
+    def __post_init__(self) -> None:
+        if not (
+            self.planes > 0 and 0 < self.tokens <= MAX_TOKENS and 0 < self.channels <= MAX_CHANNELS
+        ):
+            raise KernelInputError(
+                f"{self.planes} planes of {self.tokens} tokens of {self.channels} channels cannot"
+                " be encoded"
+            )
+        if (
+            not 0 < self.group <= MAX_GROUP
+            or self.group & (self.group - 1)
+            or not 0 < self.section <= self.channels
+        ):
+            raise KernelInputError(
+                f"groups of {self.group} and sections of {self.section} of {self.channels} channels"
+                " are not possible"
+            )
+        if self.tokens * self.section > MAX_SECTION_SYMBOLS:
+            raise KernelInputError(
+                f"sections of {self.tokens} tokens of {self.section} channels; at most"
+                f" {MAX_SECTION_SYMBOLS} symbols"
+            )
+
+    @property
+    def groups(self) -> int:
+        """Groups of a plane."""
+        return -(-self.channels // self.group)
+
+    @property
+    def sections(self) -> int:
+        """Sections of a plane."""
+        return -(-self.channels // self.section)
+
+    @property
+    def max_words(self) -> int:
+        """Words of a section's stream, at most: the states, and one word a symbol."""
+        return self.tokens * self.section + LANES * STATE_WORDS
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Of a tensor: planes, tokens, channels."""
+        return self.planes, self.tokens, self.channels
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedPlanes:
+    """What an encoder writes, and a decoder reads, beside scales and levels. All on one device,
+    contiguous.
+
+    Attributes:
+        shifts: int16 `[planes, groups]`: what is subtracted from every value of a group.
+        shapes: uint8 `[planes, groups]`: number of a group's table, and `DELTA_FLAG`.
+        lengths: int32 `[planes * sections]`: words of each stream.
+        words: int16 `[sum of lengths]`: the bits of the streams' 16-bit words, section after
+            section, plane after plane.
+    """
+
+    shifts: torch.Tensor
+    shapes: torch.Tensor
+    lengths: torch.Tensor
+    words: torch.Tensor

@@ -1,0 +1,177 @@
+"""Probability tables of all alphabets on one device: made once, used for every call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lmcache_kernels.codec_shape import MAX_LEVELS, PRECISION_BITS
+from lmcache_kernels.errors import KernelInputError
+
+Integers = npt.NDArray[np.int64]
+
+
+class Alphabet(Protocol):
+    """The tables for symbols in `-levels … levels`."""
+
+    @property
+    def levels(self) -> int:
+        """Largest symbol, at most `MAX_LEVELS`."""
+
+    @property
+    def frequencies(self) -> Any:
+        """int64 `[tables, 2 * levels + 1]`, each row sums to `2^PRECISION_BITS`; tight and wide
+        tables in turn.
+        """
+
+    @property
+    def choice(self) -> Any:
+        """int64 `[2, tables / 2]`: bounds between variances in 1/256, the last beyond any, and
+        the largest symbol of each tight table.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class CodecTables:
+    """The tables of some alphabets, one behind the other. Make them with `CodecTables.of`.
+
+    An alphabet's tables have `stride` entries each, the next power of two above `2 * levels`; the
+    entries behind its symbols are zeros.
+
+    Attributes:
+        levels: Of each alphabet.
+        first_entries: Of each alphabet its first entry in the flat arrays.
+        strides: Of each alphabet the entries of one table.
+        coder: int64 `[entries]`. From the lowest bit: frequency (13 bits), where the symbol's slots
+            start (12), `b` (7), and a multiplier `m` (32), such that `(x * m) >> (31 + b)` is any
+            number `x` below 2^31 divided by the frequency.
+        start_and_frequency: int32 `[entries]`: where the symbol's slots start (upper half),
+            frequency (lower half).
+        slot_symbol: uint8 `[alphabets, tables * 2^PRECISION_BITS]`: the symbol (plus `levels`) of
+            each slot.
+        choice: int64 `[alphabets, 2, tables / 2]`.
+    """
+
+    levels: tuple[int, ...]
+    first_entries: tuple[int, ...]
+    strides: tuple[int, ...]
+    coder: torch.Tensor
+    start_and_frequency: torch.Tensor
+    slot_symbol: torch.Tensor
+    choice: torch.Tensor
+
+    @classmethod
+    def of(cls, alphabets: Sequence[Alphabet], device: torch.device) -> CodecTables:
+        """Copy tables to a device.
+
+        Args:
+            alphabets: Each with as many tables.
+            device: Where to.
+
+        Raises:
+            KernelInputError: An array does not have the size that the others ask for, or a row does
+                not sum to `2^PRECISION_BITS`.
+        """
+        if not alphabets:
+            raise KernelInputError("no tables")
+        for alphabet in alphabets:
+            _check(alphabet, len(alphabets[0].frequencies))
+        rows = [_padded(alphabet) for alphabet in alphabets]
+        sizes = [row.size for row in rows]
+        starts = [np.where(row > 0, np.cumsum(row, 1) - row, 0).ravel() for row in rows]
+        frequency, start = np.concatenate([row.ravel() for row in rows]), np.concatenate(starts)
+        slots = np.stack(
+            [
+                np.concatenate([np.repeat(np.arange(len(of_table)), of_table) for of_table in row])
+                for row in rows
+            ]
+        )
+        return cls(
+            tuple(alphabet.levels for alphabet in alphabets),
+            tuple(sum(sizes[:i]) for i in range(len(sizes))),
+            tuple(row.shape[1] for row in rows),
+            torch.from_numpy(_coder_entries(frequency, start)).to(device),
+            torch.from_numpy((start << 16 | frequency).astype(np.int32)).to(device),
+            torch.from_numpy(slots.astype(np.uint8)).to(device),
+            torch.from_numpy(
+                np.stack([alphabet.choice for alphabet in alphabets]).astype(np.int64)
+            ).to(device),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.coder.device
+
+    @property
+    def num_tables(self) -> int:
+        """Tables of each alphabet."""
+        return 2 * self.choice.shape[2]
+
+    def of_planes(self, levels: Sequence[int]) -> torch.Tensor:
+        """What kernels need to know of each plane.
+
+        Args:
+            levels: Of each plane.
+
+        Returns:
+            int32 `[planes, 4]` on the tables' device: levels, number of the alphabet, its first
+            entry, its stride.
+
+        Raises:
+            KernelInputError: There are no tables for some levels.
+        """
+        rows = {
+            own: (own, i, self.first_entries[i], self.strides[i])
+            for i, own in enumerate(self.levels)
+        }
+        absent = set(levels) - set(rows)
+        if absent:
+            raise KernelInputError(
+                f"no tables for {min(absent)} levels; there are tables for"
+                f" {', '.join(map(str, self.levels))}"
+            )
+        return torch.tensor([rows[own] for own in levels], dtype=torch.int32).to(self.device)
+
+
+def _check(alphabet: Alphabet, num_tables: int) -> None:
+    expected = (num_tables, 2 * alphabet.levels + 1), (2, num_tables // 2)
+    if (
+        not 0 < alphabet.levels <= MAX_LEVELS
+        or (alphabet.frequencies.shape, alphabet.choice.shape) != expected
+    ):
+        sizes = alphabet.frequencies.shape, alphabet.choice.shape
+        raise KernelInputError(
+            f"the tables for {alphabet.levels} levels have sizes {sizes}; expected {expected}"
+        )
+    if (alphabet.frequencies < 0).any() or (
+        alphabet.frequencies.sum(1) != 1 << PRECISION_BITS
+    ).any():
+        raise KernelInputError(
+            f"the tables for {alphabet.levels} levels do not sum to {1 << PRECISION_BITS}"
+        )
+
+
+def _padded(alphabet: Alphabet) -> Integers:
+    size = 2 * alphabet.levels + 1
+    rows = np.zeros((len(alphabet.frequencies), 1 << (size - 1).bit_length()), np.int64)
+    rows[:, :size] = alphabet.frequencies
+    return rows
+
+
+def _coder_entries(frequency: Integers, start: Integers) -> Integers:
+    """Source: Granlund and Montgomery, "Division by invariant integers using multiplication",
+    1994, theorem 4.2, with N = 31.
+    """
+    divisor = np.maximum(frequency, 1)
+    bits = np.array([(number - 1).bit_length() for number in divisor.tolist()], np.int64)
+    multiplier = -(-(np.int64(1) << (31 + bits)) // divisor)
+    entries = multiplier.astype(np.uint64) << np.uint64(32) | (
+        bits << 25 | start << 13 | frequency
+    ).astype(np.uint64)
+    return np.where(frequency > 0, entries, np.uint64(0)).view(np.int64)

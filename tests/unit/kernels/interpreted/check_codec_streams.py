@@ -1,0 +1,262 @@
+"""`cachegen_encode` and `cachegen_decode`: kernels, references and CPU codec alike. Collected by
+`test_interpreted.py` only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lmcache_core.errors import SerdeError
+from lmcache_kernels.cachegen_decode import cachegen_decode, cachegen_decode_reference
+from lmcache_kernels.cachegen_encode import cachegen_encode, cachegen_encode_reference
+from lmcache_kernels.cachegen_quantize import (
+    cachegen_quantize_by_plane_reference,
+    cachegen_quantize_by_token_reference,
+)
+from lmcache_kernels.codec_shape import LANES, STATE_WORDS, CodecShape, EncodedPlanes
+
+FINENESS = 144
+LEVELS = (15, 7, 127)
+PARTS = ("shifts", "shapes", "lengths", "words")
+# (planes, tokens, channels), by token: rows of whole steps and others, several sections, groups of
+# several channels, one symbol
+BY_TOKEN = (
+    ((3, 65, 32), torch.bfloat16),
+    ((1, 130, 136), torch.float16),
+    ((2, 64, 40), torch.float32),
+    ((2, 63, 34), torch.bfloat16),
+)
+BY_TOKEN += (((3, 1, 100), torch.float16), ((2, 3, 70), torch.bfloat16), ((1, 1, 1), torch.float32))
+BY_PLANE = (
+    ((1, 64, 64), torch.bfloat16),
+    ((2, 65, 33), torch.float16),
+    ((1, 66, 5), torch.float32),
+)
+CASES = [(*case, True) for case in BY_TOKEN] + [(*case, False) for case in BY_PLANE]
+
+
+def quantised(x, by_token):
+    levels = LEVELS[: x.shape[0]] if by_token else (127,) * x.shape[0]
+    return (
+        cachegen_quantize_by_token_reference(x, levels)
+        if by_token
+        else cachegen_quantize_by_plane_reference(x, FINENESS)
+    ), levels
+
+
+def check_equal(got, expected):
+    for name in PARTS:
+        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name).cpu()), name
+
+
+def on(device, encoded):
+    return EncodedPlanes(*(getattr(encoded, name).to(device) for name in PARTS))
+
+
+@pytest.mark.parametrize(("shape", "dtype", "by_token"), CASES, ids=str)
+def test_both_sides_write_the_same_bytes_and_read_the_same_values(
+    codec, make_kv, same, device, shape, dtype, by_token
+):
+    x = make_kv(dtype, *shape)
+    planes, levels = quantised(x, by_token)
+    cut = codec.shape_of(x)
+    encoded = cachegen_encode(planes.values, cut, levels, codec.tables, wraps=by_token)
+    check_equal(
+        encoded,
+        cachegen_encode_reference(
+            planes.values.cpu(), cut, levels, codec.alphabets, wraps=by_token
+        ),
+    )
+    blob, _, (scales, by_cpu) = codec.encode(x, levels, by_token)
+    check_equal(encoded, by_cpu)
+    out, wanted = torch.full_like(x, -7.0), torch.full_like(x, 9.0, device="cpu")
+    status = cachegen_decode(
+        on(device, by_cpu), scales.to(device), levels, cut, codec.tables, out, by_token
+    )
+    expected = cachegen_decode_reference(
+        by_cpu, scales, levels, cut, codec.alphabets, wanted, by_token
+    )
+    assert not status.any()
+    assert not expected.any()
+    assert same(out, wanted)
+    assert same(out, codec.decode(blob, x))
+
+
+@pytest.mark.parametrize(
+    "cut", [(70, 16, 33), (70, 64, 70), (64, 4, 32), (288, 1, 96), (3, 2, 3), (34, 1, 2)], ids=str
+)
+def test_sections_and_groups_may_be_of_any_width(codec, make_kv, same, device, cut):
+    channels, group, section = cut
+    x = make_kv(torch.bfloat16, 1, 5, channels)
+    planes, levels = quantised(x, True)
+    shape = CodecShape(1, 5, channels, group, section)
+    encoded = cachegen_encode(planes.values, shape, levels, codec.tables, wraps=True)
+    expected = cachegen_encode_reference(
+        planes.values.cpu(), shape, levels, codec.alphabets, wraps=True
+    )
+    check_equal(encoded, expected)
+    out, wanted = torch.full_like(x, -7.0), torch.full_like(x, 9.0, device="cpu")
+    assert not cachegen_decode(encoded, planes.scales, levels, shape, codec.tables, out, True).any()
+    cachegen_decode_reference(
+        expected, planes.scales.cpu(), levels, shape, codec.alphabets, wanted, True
+    )
+    assert same(out, wanted)
+
+
+def test_values_that_jump_as_far_as_they_can(codec, device):
+    """Deltas and values about the shift leave the range, and are folded back into it."""
+    levels = (1, 15, 127)
+    rows = torch.arange(64)[None, :, None]
+    tops = torch.tensor(levels)[:, None, None]
+    jumps = torch.where((rows // 3) % 2 == 0, tops, -tops)
+    drift = (rows * tops // 9) % (2 * tops + 1) - tops
+    skew = torch.where(rows % 9 == 0, -tops, tops)
+    values = (
+        torch.cat([jumps, drift, skew, skew * 0, jumps * 0 + tops], 2).to(torch.int16).to(device)
+    )
+    shape = CodecShape(3, 64, 5, 1, 5)
+    encoded = cachegen_encode(values, shape, levels, codec.tables, wraps=True)
+    check_equal(
+        encoded, cachegen_encode_reference(values.cpu(), shape, levels, codec.alphabets, wraps=True)
+    )
+    assert (encoded.shapes >= 128).any()
+    assert (encoded.shapes < 128).any()
+    ones = torch.ones(3, 64, device=device).view(torch.int32)
+    out = torch.full((3, 64, 5), 9.0, device=device)
+    assert not cachegen_decode(encoded, ones, levels, shape, codec.tables, out, True).any()
+    assert torch.equal(out, values.float() / tops.float().to(device))
+
+
+def damaged(codec, make_kv, channels=96):
+    x = make_kv(torch.bfloat16, 1, 7, channels)
+    planes, levels = quantised(x, True)
+    cut = CodecShape(1, 7, channels, 1, 32)
+    return (
+        planes,
+        levels,
+        cut,
+        cachegen_encode(planes.values, cut, levels, codec.tables, wraps=True),
+    )
+
+
+def decoded(codec, device, encoded, planes, levels, cut, poison=0):
+    """Decode in the middle of poisoned memory: what lies around the words must not matter, what
+    lies around the output stays.
+    """
+    around = torch.full((4096,), poison, dtype=torch.int16, device=device)
+    words = torch.cat([around, encoded.words, around])[4096 : 4096 + len(encoded.words)]
+    pool = torch.full((cut.tokens * cut.channels + 2048,), 7.0, dtype=torch.bfloat16, device=device)
+    out = pool[1024 : 1024 + cut.tokens * cut.channels].view(cut.sizes)
+    inside = dataclasses.replace(encoded, words=words)
+    status = cachegen_decode(inside, planes.scales, levels, cut, codec.tables, out, by_token=True)
+    assert (pool[:1024] == 7.0).all()
+    assert (pool[-1024:] == 7.0).all()
+    return status.tolist(), out.clone()
+
+
+def test_a_stream_that_is_none_is_told_of_its_section_alone(codec, make_kv, device):
+    planes, levels, cut, encoded = damaged(codec, make_kv)
+    first, second, _ = encoded.lengths.tolist()
+    in_states, in_words, last = first + 5, first + LANES * STATE_WORDS + 1, first + second - 1
+    for place in (in_states, in_words, last):
+        words = encoded.words.clone()
+        words[place] ^= 1
+        status, _ = decoded(
+            codec, device, dataclasses.replace(encoded, words=words), planes, levels, cut
+        )
+        assert status == [0, 1, 0], place
+
+
+@pytest.mark.parametrize(
+    ("lengths", "status"),
+    [
+        ((0, -1, 0), (0, 1, 1)),
+        ((0, 1, -1), (0, 1, 1)),
+        ((0, 0, 1), (0, 0, 1)),
+        ((0, 0, 1 << 30), (0, 0, 1)),
+        ((-(1 << 30), 0, 0), (1, 1, 1)),
+        ((0, -10000, 0), (0, 1, 1)),
+        ((1 << 30, 0, 0), (1, 1, 1)),
+    ],
+    ids=str,
+)
+def test_lengths_that_are_wrong_are_told_and_lead_nowhere(codec, make_kv, device, lengths, status):
+    planes, levels, cut, encoded = damaged(codec, make_kv)
+    wrong = dataclasses.replace(
+        encoded, lengths=encoded.lengths + torch.tensor(lengths, dtype=torch.int32, device=device)
+    )
+    results = [decoded(codec, device, wrong, planes, levels, cut, poison) for poison in (0, -1)]
+    assert results[0][0] == results[1][0] == list(status)
+    assert torch.equal(results[0][1].view(torch.int16), results[1][1].view(torch.int16))
+
+
+@settings(deadline=None, max_examples=12)
+@given(seed=st.integers(0, 1 << 30), channels=st.sampled_from([32, 33]), by_token=st.booleans())
+def test_any_words_give_the_values_that_the_references_give(
+    codec, make_kv, same, device, seed, channels, by_token
+):
+    random = torch.Generator().manual_seed(seed)
+    shape = CodecShape(2, 4, channels, 4, channels)
+    lengths = torch.randint(
+        LANES * STATE_WORDS, shape.max_words, (2,), dtype=torch.int32, generator=random
+    )
+    words = torch.randint(
+        -(1 << 15), 1 << 15, (int(lengths.sum()),), dtype=torch.int32, generator=random
+    ).to(torch.int16)
+    shapes = torch.randint(0, 48, (2, shape.groups), generator=random) + 128 * torch.randint(
+        0, 2, (2, shape.groups), generator=random
+    )
+    shifts = torch.randint(-7, 8, (2, shape.groups), dtype=torch.int16, generator=random)
+    encoded = EncodedPlanes(shifts, shapes.to(torch.uint8), lengths, words)
+    scales = torch.rand(2, 4 if by_token else 1, generator=random).view(torch.int32)
+    out, wanted = torch.full(shape.sizes, 7.0, device=device), torch.full(shape.sizes, 9.0)
+    status = cachegen_decode(
+        on(device, encoded), scales.to(device), (7, 63), shape, codec.tables, out, by_token
+    )
+    expected = cachegen_decode_reference(
+        encoded, scales, (7, 63), shape, codec.alphabets, wanted, by_token
+    )
+    assert torch.equal(status.cpu(), expected)
+    assert same(out, wanted)
+
+
+@settings(deadline=None, max_examples=6)
+@given(seed=st.integers(0, 1 << 30), channels=st.sampled_from([64, 7]))
+def test_models_of_any_bytes_lead_nowhere(codec, device, seed, channels):
+    """Table numbers and shifts beyond all that there are: some values, and nothing read or
+    written outside.
+    """
+    random = torch.Generator().manual_seed(seed)
+    shape = CodecShape(1, 3, channels, 1, channels)
+    shapes = torch.randint(0, 256, (1, channels), generator=random).to(torch.uint8)
+    shifts = torch.randint(-(1 << 15), 1 << 15, (1, channels), generator=random).to(torch.int16)
+    words = torch.randint(-(1 << 15), 1 << 15, (100,), generator=random).to(torch.int16)
+    encoded = on(
+        device, EncodedPlanes(shifts, shapes, torch.tensor([100], dtype=torch.int32), words)
+    )
+    scales = (
+        torch.randint(-(1 << 31), (1 << 31) - 1, (1, 3), generator=random)
+        .to(torch.int32)
+        .to(device)
+    )
+    results = []
+    for _ in range(2):
+        out = torch.full(shape.sizes, 7.0, device=device)
+        with np.errstate(over="ignore", invalid="ignore"):  # scales of any bits, too
+            assert cachegen_decode(
+                encoded, scales, (127,), shape, codec.tables, out, True
+            ).tolist() == [1]
+        results.append(out.view(torch.int32))
+    assert torch.equal(*results)
+
+
+def test_the_cpu_refuses_what_the_kernel_refuses(codec, make_kv):
+    x = make_kv(torch.bfloat16, 1, 65, 32)
+    blob, _, _ = codec.encode(x, (15,), by_token=True)
+    with pytest.raises(SerdeError):
+        codec.decode(blob[:-1] + bytes([blob[-1] ^ 1]), x)
