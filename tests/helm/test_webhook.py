@@ -19,6 +19,7 @@ from lmcache_webhook.reviews import REVIEW_TIMEOUT_S
 from lmcache_webhook.settings import WebhookSettings
 
 from tests.fixtures.pods import plain
+from tests.helm.conftest import both_helms
 from tests.helm.test_secrets import FakeCluster, kubeconfig, run_against
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def test_the_certificate_is_there_before_the_pods(rendering: Rendering) -> None:
         )
 
 
-@pytest.mark.parametrize("helm", ["helm3", "helm4"])
+@both_helms
 def test_an_upgrade_runs_one_job_where_the_certificate_is_there(
     chart: Chart, kubeconfig: Path, helm: str
 ) -> None:
