@@ -31,6 +31,8 @@ VALUES: Manifest = {
     "monitoring.dashboards.enabled": True,
     "networkPolicy.metricsFrom": MONITORING,
 }
+# all services are started for it, which takes minutes where processors are shared
+pytestmark = pytest.mark.timeout(600)
 DASHBOARDS = sorted((REPOSITORY / "helm" / "lmcache" / "files" / "dashboards").glob("*.json"))
 RUNBOOKS = REPOSITORY / "docs" / "runbooks.md"
 OF_TARGETS = {"namespace", "pod", "lmcache_release", "lmcache_component", "lmcache_model"}
