@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import yaml
 
+from tests.helm.conftest import containers_of
 from tests.helm.test_cases import CASES
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def rendering(chart: Chart, request: pytest.FixtureRequest) -> Rendering:
 @pytest.fixture
 def models(chart: Chart) -> Rendering:
     """Two models with sidecars."""
-    return chart.render(None, chart.path / "ci" / "models-values.yaml")
+    return chart.case("models")
 
 
 def bytes_of(quantity: str) -> int:
@@ -38,10 +38,6 @@ def bytes_of(quantity: str) -> int:
 
 def named(items: list[Manifest], name: str) -> Manifest:
     return next(item for item in items if item["name"] == name)
-
-
-def pod_of(rendering: Rendering, workload: str) -> Manifest:
-    return next(pod for name, pod in rendering.pods() if name == f"cache-lmcache-{workload}")
 
 
 def test_pods_are_restricted(rendering: Rendering) -> None:
@@ -66,9 +62,7 @@ def test_containers_are_restricted(rendering: Rendering) -> None:
 
 
 def test_containers_run_as_one_numeric_user(chart: Chart) -> None:
-    for name, container in chart.render(
-        None, chart.path / "ci" / "models-values.yaml"
-    ).containers():
+    for name, container in chart.case("models").containers():
         assert container["securityContext"]["runAsUser"] == 10001, name
 
 
@@ -116,12 +110,11 @@ def test_mounts_name_volumes_of_the_pod(rendering: Rendering) -> None:
         volumes |= {
             claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])
         }
-        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+        for container in containers_of(pod):
             paths = [mount["mountPath"] for mount in container["volumeMounts"]]
             assert len(paths) == len(set(paths)), container["name"]
-            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes, container[
-                "name"
-            ]
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounted <= volumes, container["name"]
 
 
 def test_the_sidecar_is_a_native_sidecar(models: Rendering) -> None:
@@ -138,7 +131,7 @@ def test_the_sidecar_is_a_native_sidecar(models: Rendering) -> None:
 
 @pytest.mark.parametrize(("model", "arena_gb"), [("llama", 16.5), ("qwen", 2)])
 def test_one_value_sizes_the_arena(models: Rendering, model: str, arena_gb: float) -> None:
-    pod = pod_of(models, f"vllm-{model}")
+    pod = models.pod(f"vllm-{model}")
     sidecar = named(pod["initContainers"], "sidecar")
     volume = named(pod["volumes"], "arena")["emptyDir"]
     arena = int(arena_gb * 2**30)
@@ -147,12 +140,12 @@ def test_one_value_sizes_the_arena(models: Rendering, model: str, arena_gb: floa
     limit = bytes_of(sidecar["resources"]["limits"]["memory"])
     assert limit > bytes_of(volume["sizeLimit"])
     assert sidecar["resources"]["requests"]["memory"] == sidecar["resources"]["limits"]["memory"]
-    config = yaml.safe_load(models.get("ConfigMap", f"vllm-{model}")["data"]["config.yaml"])
+    config = models.config(f"vllm-{model}")
     assert config["arena_gb"] == arena_gb
 
 
 def test_sidecar_and_vllm_share_arena_and_socket_and_nothing_secret(models: Rendering) -> None:
-    pod = pod_of(models, "vllm-llama")
+    pod = models.pod("vllm-llama")
     sidecar, vllm = named(pod["initContainers"], "sidecar"), pod["containers"][0]
     mounts = [
         {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
@@ -166,12 +159,12 @@ def test_sidecar_and_vllm_share_arena_and_socket_and_nothing_secret(models: Rend
 
 
 def test_the_sidecar_disk_is_bounded_and_off_at_zero(models: Rendering) -> None:
-    pod = pod_of(models, "vllm-llama")
+    pod = models.pod("vllm-llama")
     assert bytes_of(named(pod["volumes"], "sidecar-disk")["emptyDir"]["sizeLimit"]) > 100 * 2**30
-    config = yaml.safe_load(models.get("ConfigMap", "vllm-qwen")["data"]["config.yaml"])
+    config = models.config("vllm-qwen")
     assert not {"disk_path", "disk_gb"} & set(config)
     assert not any(
-        volume["name"] == "sidecar-disk" for volume in pod_of(models, "vllm-qwen")["volumes"]
+        volume["name"] == "sidecar-disk" for volume in models.pod("vllm-qwen")["volumes"]
     )
 
 
@@ -179,7 +172,7 @@ def test_the_storage_fits_its_pod(chart: Chart) -> None:
     rendering = chart.render({"storage.config.memory_gb": 7.5, "storage.persistence.sizeGi": 33})
     workload = rendering.get("StatefulSet", "storage")["spec"]
     limit = bytes_of(workload["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"])
-    config = yaml.safe_load(rendering.get("ConfigMap", "storage")["data"]["config.yaml"])
+    config = rendering.config("storage")
     assert limit > 7.5 * 2**30
     assert config["memory_gb"] == 7.5
     claim = workload["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"]

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from lmcache_core.security import TokenTable, read_ticket_keys
 
-from tests.helm.conftest import SET_REGISTRY
+from tests.helm.conftest import SET_REGISTRY, both_helms
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
@@ -227,7 +227,7 @@ def install(secrets: dict[str, Manifest]) -> None:
         }
 
 
-@pytest.mark.parametrize("helm", ["helm3", "helm4"])
+@both_helms
 def test_an_upgrade_keeps_the_secrets(chart: Chart, kubeconfig: Path, helm: str) -> None:
     first = render_against(chart, kubeconfig, helm)
     assert set(first) == {"cache-lmcache-auth", "cache-lmcache-keys", "cache-lmcache-redis"}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.helm.conftest import both_helms
 from tests.helm.test_cases import CASES, render
 from tests.helm.test_secrets import OWNER, FakeCluster, kubeconfig, run_against
 
@@ -63,7 +64,7 @@ def installed(chart: Chart, size: str | None = None) -> None:
     FakeCluster.objects[f"statefulsets/{metadata['name']}"] = live
 
 
-@pytest.mark.parametrize("helm", ["helm3", "helm4"])
+@both_helms
 @pytest.mark.parametrize(
     "values",
     [
