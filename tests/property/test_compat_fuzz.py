@@ -11,8 +11,7 @@ import struct
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lmcache_storage.compat.dialect import DIALECTS, CompatCommand, Request
-from lmcache_storage.compat.dialect import CompatRefusedError
+from lmcache_storage.compat.dialect import DIALECTS, CompatCommand, CompatRefusedError, Request
 
 from tests.fixtures.compat import (
     EXIST,

@@ -105,25 +105,3 @@ def set_level(level: str, name: str | None = None) -> None:
     if name is None:
         for chatty in _CHATTY:
             logging.getLogger(chatty).setLevel(max(logging.WARNING, logger.level))
-
-
-def is_logger(name: str) -> bool:
-    """Whether something in this process logs under that name or below it."""
-    return name in logging.root.manager.loggerDict
-
-
-def level_of_root() -> str:
-    """The level of the whole process."""
-    return logging.getLevelName(logging.getLogger().level).lower()
-
-
-def own_levels() -> dict[str, str]:
-    """The level of each logger that has one of its own, by name."""
-    found = {
-        name: logger.level
-        for name, logger in logging.root.manager.loggerDict.items()
-        if isinstance(logger, logging.Logger)
-    }
-    return {
-        name: logging.getLevelName(level).lower() for name, level in sorted(found.items()) if level
-    }
