@@ -137,7 +137,7 @@ def _fields(model: type[BaseModel], above: FieldPath = ()) -> Iterator[tuple[Fie
 
 
 def _alternatives(annotation: Any) -> Iterator[Any]:
-    """Yield the members of a union, without `Annotated` wrappers; anything else as it is."""
+    """Yield the members of a union, without `Annotated` wrappers; anything else unchanged."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _alternatives(get_args(annotation)[0])

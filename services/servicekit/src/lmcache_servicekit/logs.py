@@ -11,6 +11,7 @@ import time
 from typing import Final, Literal
 
 from lmcache_core.telemetry.request_context import current_request_id
+from typing_extensions import override
 
 from lmcache_servicekit.audit import AUDIT_LOGGER
 
@@ -30,8 +31,8 @@ class JsonFormatter(logging.Formatter):
     `error` where there is one.
     """
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """Format one record."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
@@ -55,10 +56,9 @@ class CallerFilter(logging.Filter):
         super().__init__()
         self._next: dict[str, float] = {}
 
+    @override
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter.filter`. Kinds are bounded: messages before their arguments are
-        filled in.
-        """
+        # Kinds are bounded: messages before their arguments are filled in.
         if record.levelno != logging.WARNING:
             return True
         if record.created < self._next.get(str(record.msg), 0.0):
