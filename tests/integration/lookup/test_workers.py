@@ -124,7 +124,7 @@ def test_a_worker_that_is_killed_is_replaced(plain: httpx.Client, service: Servi
             and 'lmcache_worker_up{worker="1"} 1.0' in metrics(plain, service)
         )
     )
-    assert "another one takes its place" in service.output
+    assert "worker ended, replacing it" in service.output
 
 
 def test_a_worker_that_hangs_is_shown_and_does_not_hold_the_others_up(

@@ -114,6 +114,6 @@ async def _send_record(chunk: Chunk, limits: ServerLimits, send: Send) -> bool:
                     }
                 )
     except TimeoutError:
-        logger.warning("a client was too slow for a record of %d bytes", chunk.num_bytes)
+        logger.warning("client too slow for a record, cut off: num_bytes=%d", chunk.num_bytes)
         return False
     return True

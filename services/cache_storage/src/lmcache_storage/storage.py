@@ -49,7 +49,7 @@ handovers wait for.
 
 
 class StorageNode(Node[StorageSettings]):
-    """A node that serves whoever has a token: lm://, REST, and unmodified LMCache clients.
+    """A node that serves everyone with a token: lm://, REST, and unmodified LMCache clients.
 
     Attributes:
         bucket: The further store; None where none is configured.

@@ -203,7 +203,7 @@ def describe_failure(where: str, error: BaseException, timeout_s: float) -> str:
     """Say what failed, without the error's own text, which may hold credentials.
 
     Args:
-        where: See `RedisUrl.where`.
+        where: Hosts and ports, as `RedisUrl.where` has them.
         error: What redis-py or the sockets below it raised.
         timeout_s: Limit on the call.
     """

@@ -62,11 +62,11 @@ class Mover:
         self._counters = counters
 
     async def run(self, wanted: Sequence[Sized], num_evicting: int, moved: MoveProgress) -> None:
-        """Move chunks, in this order. It may be cancelled; what has been sent by then has moved.
+        """Move chunks, in this order. If it is cancelled, what has been sent by then has moved.
 
         Args:
             wanted: Names and sizes.
-            num_evicting: For so many of them, from the first on, others may be given up.
+            num_evicting: For this many of them, from the first on, others may be evicted.
             moved: Kept up to date; its `total` is set by the caller.
         """
         at = 0
@@ -95,8 +95,10 @@ class Mover:
         self._count(moved, "failed", len(left))
 
     async def move_home(self, window: Sequence[Sized], moved: MoveProgress) -> list[ChunkKey]:
-        """Move a few chunks to their homes and nowhere else, where these have room; those that
-        are there now.
+        """Move a few chunks to their homes, where these have room, and nowhere else.
+
+        Returns:
+            Those that are there now.
         """
         sizes = dict(window)
         live = self._servers.live()
@@ -108,9 +110,7 @@ class Mover:
         return (await self._give_all(live, by_name, False, moved)).settled
 
     async def still_home(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those of some chunks that have moved home which have not been lost there since, and
-        will not be by that server's end.
-        """
+        """Return those of some chunks, which have moved home, that their home holds, to stay."""
         live = self._servers.live()
         asked = [
             self._still_there(live[name], part)
@@ -207,8 +207,8 @@ class Mover:
 
     @staticmethod
     def _end_of_window(wanted: Sequence[Sized], begin: int, num_evicting: int) -> int:
-        """Where a window ends that begins there: not across the border between what may evict
-        and what may not.
+        """Return where a window ends that begins there: not across the border between what may
+        evict and what may not.
         """
         limit = min(
             len(wanted), begin + WINDOW_CHUNKS, *([num_evicting] if begin < num_evicting else [])

@@ -19,7 +19,7 @@ S3_TIER = "S3Backend"
 
 
 def create_s3_backend(settings: S3Settings) -> S3Backend | None:
-    """The tier that the settings name, not opened; None when they name no bucket.
+    """Make the tier that the settings name, not opened; None when they name no bucket.
 
     Raises:
         ConfigError: The client library is not installed, or a file cannot be read.
