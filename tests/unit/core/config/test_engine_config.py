@@ -341,12 +341,12 @@ def test_the_sidecar_has_the_settings_that_errors_name():
     from lmcache_sidecar.settings import SidecarSettings
 
     settings = SidecarSettings.model_fields
-    said = " ".join(option.about.beside_sidecar for option in OPTIONS.values())
+    said = " ".join(option.beside_sidecar for option in OPTIONS.values())
     named = [word for word in said.replace(",", " ").split() if "_" in word]
     assert named
     assert set(named) <= set(settings)
     assert set(BESIDE_SIDECAR) == {
-        name for name, option in OPTIONS.items() if option.about.beside_sidecar
+        name for name, option in OPTIONS.items() if option.beside_sidecar
     }
 
 

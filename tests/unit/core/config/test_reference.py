@@ -37,7 +37,7 @@ def test_every_option_has_its_row(name):
         if line.startswith((f"| `{name}` |", f"| `{name}`° |")) and line.count(" | ") == 3
     ]
     cells = [cell.strip() for cell in row.strip("|").split(" | ")]
-    assert cells[3].startswith(OPTIONS[name].about.meaning[:20])
+    assert cells[3].startswith(OPTIONS[name].meaning[:20])
     assert cells[0].endswith("°") is not OPTIONS[name].documented
 
 
