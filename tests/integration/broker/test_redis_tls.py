@@ -37,7 +37,7 @@ async def use(peers: RedisPeers) -> None:
         await peers.ping()
         assert await peers.announce([PEER]) == [False]
         claims = [peers.claim("acme/r", [("acme/a#1", f"p{i}")], 50, 60_000) for i in range(100)]
-        granted = [verdict[0] for (verdict,) in await asyncio.gather(*claims)]
+        granted = [is_granted for ((is_granted, _),) in await asyncio.gather(*claims)]
         assert granted.count(True) == 50
         assert (await peers.changes())[0][0].num_pulls == 50
         assert all(

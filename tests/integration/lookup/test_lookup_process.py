@@ -260,10 +260,9 @@ async def test_redis_killed_and_back(tmp_path: Path) -> None:
                     assert (answer.num_prefix, answer.degraded) == (0, True)
                 assert (await client.route([A])).degraded
                 ready = get(service, "/readyz")
-                assert (ready.status_code, ready.json()["status"]) == (
-                    200,
-                    "degraded",
-                ), "the answers above are quick"
+                assert (ready.status_code, ready.json()["status"]) == (200, "degraded"), (
+                    "the answers above are quick"
+                )
                 assert f"127.0.0.1:{server.port}" in ready.json()["checks"]["index"]["detail"]
                 assert get(service, "/healthz").status_code == 200
                 assert get(service, "/v1/stats").json() == {

@@ -9,12 +9,7 @@ import hiredis
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.wire.backoff import Backoff
-from lmcache_lookup.index import (
-    ClaimedElsewhereError,
-    EventBatch,
-    IndexEvent,
-    LeaseClaim,
-)
+from lmcache_lookup.index import ClaimedElsewhereError, EventBatch, IndexEvent, LeaseClaim
 from lmcache_lookup.index.breaker import FAILURES_BEFORE_PAUSE, IndexBreaker
 from lmcache_lookup.index.embedded import DROPS_PER_LOOK, SWEEP_CHUNKS, EmbeddedIndex
 from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_key, bucket_of, split_by_bucket

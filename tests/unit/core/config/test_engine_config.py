@@ -38,13 +38,7 @@ def test_options_change_the_defaults_by_name_and_by_place():
         config.remote_url,
         config.verify_hot,
         config.tier_timeout_s,
-    ) == (
-        128,
-        False,
-        "lm://h",
-        "never",
-        0.5,
-    )
+    ) == (128, False, "lm://h", "never", 0.5)
 
 
 def test_a_config_cannot_be_changed():

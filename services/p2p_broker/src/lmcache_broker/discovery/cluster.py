@@ -85,10 +85,7 @@ class ClusterApi:
         selector = f"kubernetes.io/service-name={self.settings.kubernetes_service}"
         try:
             response = await self._slices.list_namespaced_endpoint_slice_without_preload_content(
-                self._namespace,
-                label_selector=selector,
-                _request_timeout=WATCH_SECONDS * 2,
-                **how,
+                self._namespace, label_selector=selector, _request_timeout=WATCH_SECONDS * 2, **how
             )
         except ApiException as exc:
             raise _refusal(exc.status) from exc

@@ -90,9 +90,7 @@ class DeletionCosts:
         if is_refused != self._is_refused:
             self._is_refused = is_refused
             logger.log(
-                logging.WARNING if is_refused else logging.INFO,
-                "deletion costs of pods %s",
-                detail,
+                logging.WARNING if is_refused else logging.INFO, "deletion costs of pods %s", detail
             )
 
 
