@@ -108,7 +108,7 @@ def test_a_drain_that_the_broker_is_asked_for_is_done_and_its_progress_seen(
     store_at(a)
     assert live(neighbourhood)["a"]["drain"] is None
     request = urllib.request.Request(f"{neighbourhood.broker_url}/v1/peers/a:drain", method="POST")
-    with urllib.request.urlopen(request, timeout=5) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         assert response.status == 200
 
     def is_done() -> bool:

@@ -83,7 +83,7 @@ class Instance:
 
     def __init__(self, service: ModelService) -> None:
         self.client = LookupClient(
-            "http://lookup", timeout_s=1.0, transport=httpx.MockTransport(service)
+            "http://lookup", timeout_s=30.0, transport=httpx.MockTransport(service)
         )
         self.held: dict[tuple[bytes, str], int] = {}
         self.reporter = InstanceReporter(self.client, "pod-1", "sidecar", self.snapshot, FAST)
@@ -120,7 +120,7 @@ async def running(service: ModelService) -> AsyncIterator[Instance]:
         await instance.client.close()
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)

@@ -26,7 +26,7 @@ class ForeignName:
 
     Attributes:
         accepted: Which values are accepted and what they set, for people.
-        translate: From the value, and all names beside it, to our options; None refuses the value.
+        translate: From the value, and all names with it, to our options; None refuses the value.
         instead: What to do where the value is refused.
         part_of: The name without which LMCache does not read this one, "" for none.
     """
@@ -164,7 +164,7 @@ _SEPARATOR_IS_AN_ARGUMENT = (
     "give the separator as token ids, CachedCausalLM(model, engine, separator)"
 )
 _NO_THRESHOLDS = (
-    "a share of the tokens is computed anew (blend_recompute_ratio), not what is above a bound"
+    "a share of the tokens is recomputed (blend_recompute_ratio), not what is above a bound"
 )
 _POLICY_HAS_THE_LAYER = (
     "the layer on which tokens are chosen follows from blend_policy: 1 for deviation, 0 for the"

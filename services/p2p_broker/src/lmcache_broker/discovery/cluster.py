@@ -125,7 +125,7 @@ class ClusterApi:
         return bool(status == 200)
 
     async def _authorise(self) -> None:
-        """Tokens are replaced while we run."""
+        """Show the token as the file has it now: tokens are replaced while we run."""
         if self.settings.kubernetes_token_file is not None:
             token = await asyncio.to_thread(self.settings.kubernetes_token_file.read_text, "utf-8")
             self._client.configuration.api_key["BearerToken"] = f"Bearer {token.strip()}"

@@ -176,8 +176,8 @@ class EndpointWatch:
 
 
 async def _lines(parts: AsyncIterator[bytes], silence_s: float) -> AsyncIterator[bytes]:
-    """The lines of a stream, ended by its end. Raises `TimeoutError` when nothing comes for too
-    long. What was cut off is no line.
+    """Return the lines of a stream, ended by its end. Raises `TimeoutError` when nothing comes for
+    too long. What was cut off is no line.
     """
     rest = bytearray()
     while True:
