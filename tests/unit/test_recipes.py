@@ -144,7 +144,7 @@ CONFIG_FIELD = Recipe(
     )
 
 """,
-            ),
+            )
         ],
         f"{CORE}/config/contradictions.py": [
             (
@@ -155,7 +155,7 @@ CONFIG_FIELD = Recipe(
         "there is no disk to put them on; set local_disk",
     ),
 """,
-            ),
+            )
         ],
     },
     program="""
@@ -193,7 +193,7 @@ LOOKUP_ENDPOINT = Recipe(
 
 
 ''',
-            ),
+            )
         ],
         f"{LOOKUP}/service.py": [
             ("    ContainsAnswer,", "    CountAnswer,\n"),

@@ -83,11 +83,7 @@ async def num_held(index: RedisIndex) -> int:
 
 
 async def claim(
-    shards: RedisClient,
-    name: str,
-    num_events: int = 1,
-    hold_ms: int = 60_000,
-    grace_ms: int = 1000,
+    shards: RedisClient, name: str, num_events: int = 1, hold_ms: int = 60_000, grace_ms: int = 1000
 ) -> list[int]:
     argv = ["acme/a", incarnation_text(1), 0, num_events, name, hold_ms, grace_ms, "acme"]
     answer: list[int] = await shards.run(scripts.CLAIM, [LEASES_KEY, TENANTS_KEY], argv)

@@ -200,11 +200,7 @@ async def test_pulls_are_counted_for_each_life_and_end(pair: tuple[RedisPeers, R
     await one.announce([shared(incarnation=12)])
     life, other = "acme/a#12", "acme/a#13"
     claims = [(life, f"p{i}") for i in range(3)]
-    assert await one.claim("acme/r", claims, 2, TTL_MS) == [
-        (True, 1),
-        (True, 2),
-        (False, 2),
-    ]
+    assert await one.claim("acme/r", claims, 2, TTL_MS) == [(True, 1), (True, 2), (False, 2)]
     assert await two.claim("acme/s", [(life, "q"), (other, "q")], 2, TTL_MS) == [
         (False, 2),
         (True, 1),
@@ -278,10 +274,9 @@ async def test_a_memory_that_was_lost_is_noticed(pair: tuple[RedisPeers, RedisPe
     await one.announce([shared("b"), shared("c")])
     peers, is_lost = await two.changes()
     assert is_lost
-    assert sorted(peer.peer.id for peer in peers) == [
-        "b",
-        "c",
-    ], "though their numbers were seen before"
+    assert sorted(peer.peer.id for peer in peers) == ["b", "c"], (
+        "though their numbers were seen before"
+    )
 
 
 async def test_peers_that_are_long_over_are_forgotten(pair: tuple[RedisPeers, RedisPeers]) -> None:

@@ -37,7 +37,7 @@ async def use(peers: RedisPeers) -> None:
         await peers.ping()
         assert await peers.announce([PEER]) == [False]
         claims = [peers.claim("acme/r", [("acme/a#1", f"p{i}")], 50, 60_000) for i in range(100)]
-        granted = [verdict.is_granted for (verdict,) in await asyncio.gather(*claims)]
+        granted = [is_granted for ((is_granted, _),) in await asyncio.gather(*claims)]
         assert granted.count(True) == 50
         assert (await peers.changes())[0][0].num_pulls == 50
         assert all(
@@ -73,7 +73,7 @@ async def test_another_master_is_found() -> None:
         watched.master.kill()
         began = time.monotonic()
         assert not await answers(peers)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 5.0
         await asyncio.to_thread(watched.wait_for_failover)
         await until_answered(peers)
         await peers.announce([PEER])

@@ -59,8 +59,8 @@ async def test_a_peer_that_is_late_is_overtaken_by_a_second_holder(world: Town) 
     assert taken(await world.pull(NAMES[:1], ["a"]), NAMES[:1]) == [None], "there is a connection"
     world.proxies["a"].flows.clear()
     began = asyncio.get_running_loop().time()
-    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=2.0)) == ALL
-    assert asyncio.get_running_loop().time() - began < 1.7, (
+    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=4.0)) == ALL
+    assert asyncio.get_running_loop().time() - began < 3.6, (
         "it did not wait for the one that stands still"
     )
     figures = world.parts.figures
@@ -146,9 +146,9 @@ async def test_a_peer_at_a_standstill_leaves_time_for_the_next_tier(world: Town)
     assert taken(await world.pull(NAMES[:1], ["a"]), NAMES[:1]) == [None], "there is a connection"
     world.proxies["a"].flows.clear()
     began = asyncio.get_running_loop().time()
-    found = taken(await world.pull(NAMES, ["a"], timeout_s=2.0))
+    found = taken(await world.pull(NAMES, ["a"], timeout_s=4.0))
     assert set(found) == {MissReason.UNAVAILABLE}
-    assert asyncio.get_running_loop().time() - began < 1.7
+    assert asyncio.get_running_loop().time() - began < 3.6
     world.proxies["a"].flows.set()
     assert None not in taken(await world.pull(NAMES, ["a"], timeout_s=1.0)), (
         "it is left alone for a while"

@@ -117,12 +117,9 @@ async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
     }
     await acme.beat("z", draining=True, drain=drain)
     seen = await acme.overview()
-    assert [peer["id"] for peer in seen["peers"]] == [
-        "z",
-        "a",
-        "b",
-        "old",
-    ], "those that drain first"
+    assert [peer["id"] for peer in seen["peers"]] == ["z", "a", "b", "old"], (
+        "those that drain first"
+    )
     by_id = {peer["id"]: peer for peer in seen["peers"]}
     assert by_id["a"]["figures"] == {
         name: value for name, value in FIGURES.items() if name != "pulled_bytes"
@@ -176,10 +173,7 @@ async def test_time_goes_by(app: FastAPI) -> None:
     await acme.beat(
         "a",
         FIGURES
-        | {
-            "requested_chunks": 15,
-            "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2500},
-        },
+        | {"requested_chunks": 15, "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2500}},
     )
     await overview.sample()
     first, second = (await acme.overview(max_samples=2))["samples"]

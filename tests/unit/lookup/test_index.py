@@ -9,12 +9,7 @@ import hiredis
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.wire.backoff import Backoff
-from lmcache_lookup.index import (
-    ClaimedElsewhereError,
-    EventBatch,
-    IndexEvent,
-    LeaseClaim,
-)
+from lmcache_lookup.index import ClaimedElsewhereError, EventBatch, IndexEvent, LeaseClaim
 from lmcache_lookup.index.breaker import FAILURES_BEFORE_PAUSE, IndexBreaker
 from lmcache_lookup.index.embedded import DROPS_PER_LOOK, SWEEP_CHUNKS, EmbeddedIndex
 from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_key, bucket_of, split_by_bucket
@@ -27,34 +22,9 @@ from lmcache_lookup.index.redis_index import (
 from lmcache_lookup.settings import LookupSettings
 from lmcache_servicekit.errors import StoreRefusedError
 from lmcache_servicekit.redis_connections import RedisAccess
-from lmcache_servicekit.settings import ServiceSettings
 from pydantic import ValidationError
 
 from tests.fixtures.broker import FakeClock
-
-
-def test_the_list_of_options_is_known() -> None:
-    common = set(ServiceSettings.model_fields) - {"port"}
-    assert sorted(set(LookupSettings.model_fields) - common) == [
-        "default_ttl_ms",
-        "max_chunks",
-        "max_chunks_per_tenant",
-        "max_instances",
-        "max_instances_per_tenant",
-        "max_ttl_ms",
-        "min_ttl_ms",
-        "port",
-        "redis_sentinel_password_file",
-        "redis_sentinel_username",
-        "redis_timeout_ms",
-        "redis_tls_ca_file",
-        "redis_tls_cert_file",
-        "redis_tls_key_file",
-        "redis_url",
-        "redis_write_timeout_ms",
-        "sweep_interval_s",
-        "workers",
-    ]
 
 
 def test_contradicting_ttls_are_refused() -> None:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 def create_lifespan(
     settings: BrokerSettings, ticket_keys: TicketKeys
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """The lifespan of a broker that signs with the first of `ticket_keys`."""
+    """Return the lifespan of a broker that signs with the first of `ticket_keys`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -95,7 +95,8 @@ def create_lifespan(
 
 
 def create_shared_peers(settings: BrokerSettings) -> RedisPeers | None:
-    """What brokers share, as the settings say; None where this one is alone. Connects to nothing.
+    """Return what brokers share, as the settings say; None where this one is alone. Connects to
+    nothing.
 
     Raises:
         ConfigError: The URL, a file for TLS, or the password of the sentinels cannot be read.

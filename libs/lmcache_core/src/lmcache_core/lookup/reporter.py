@@ -115,7 +115,7 @@ class Outbox:
             self._announcement = announcement
 
     def batch(self, max_events: int) -> tuple[int, list[StoreEvent]]:
-        """The oldest events, which stay until they are acknowledged.
+        """Return the oldest events, which stay until they are acknowledged.
 
         Returns:
             The sequence number of the first, and at most `max_events` events.

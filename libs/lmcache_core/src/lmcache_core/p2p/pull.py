@@ -154,7 +154,7 @@ class PulledBytes:
             self._by_peer.popitem(last=False)
 
     def snapshot(self) -> dict[str, int]:
-        """Bytes by the peer's id."""
+        """Return bytes by the peer's id."""
         return dict(self._by_peer)
 
 

@@ -50,7 +50,7 @@ a file.
 
 
 def current_keys(keys: TicketKeys) -> Mapping[str, bytes]:
-    """The keys that count now."""
+    """Return the keys that count now."""
     return keys.current() if isinstance(keys, TicketKeyFile) else keys
 
 

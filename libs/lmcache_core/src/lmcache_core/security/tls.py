@@ -34,7 +34,7 @@ class TlsFiles:
     """PEM files of one side.
 
     Attributes:
-        cert_file: Its certificate, with those between it and the root behind it.
+        cert_file: Its certificate, followed by those between it and the root.
         key_file: The certificate's key, without a passphrase; None where it is in the same file.
         ca_file: Who must have signed the other side's certificate. None: a server asks for no
             certificate, a client trusts whom this machine trusts.
@@ -46,7 +46,7 @@ class TlsFiles:
 
     @classmethod
     def named(cls, cert_file: str | None, key_file: str | None, ca_file: str | None) -> TlsFiles:
-        """As an engine's options name them."""
+        """Make them from an engine's options."""
         return cls(
             *(None if name is None else Path(name) for name in (cert_file, key_file, ca_file))
         )
@@ -78,8 +78,8 @@ class ReloadingContext(ssl.SSLContext):
     standing connections keep theirs.
 
     Files are looked at when a connection begins, at most once a second. Settings of this object
-    itself reach no connection: it trusts nobody and has no certificate, so that whoever goes round
-    its methods gets no connection.
+    itself reach no connection: it trusts no one and has no certificate, so that going around its
+    methods gives no connection.
 
     Attributes:
         if_silent: See `why_silent`.
@@ -105,8 +105,8 @@ class ReloadingContext(ssl.SSLContext):
 
 
 def server_context(files: TlsFiles) -> ReloadingContext:
-    """What a server listens with: TLS 1.3, and no session tickets, since whoever resumes a session
-    does not show its certificate again.
+    """Return what a server listens with: TLS 1.3, and no session tickets, since a client that
+    resumes a session does not show its certificate again.
 
     Args:
         files: With a `cert_file`. With a `ca_file` clients must show a certificate.
@@ -131,7 +131,7 @@ def server_context(files: TlsFiles) -> ReloadingContext:
 
 
 def client_context(files: TlsFiles | None = None, cert_option: str = "") -> ReloadingContext:
-    """What a client connects with. The server's certificate, and the name in it, are always
+    """Return what a client connects with. The server's certificate, and the name in it, are always
     checked.
 
     Args:
@@ -166,7 +166,7 @@ def client_context(files: TlsFiles | None = None, cert_option: str = "") -> Relo
 
 
 def why_silent(context: ssl.SSLContext | None) -> str:
-    """The end of an error about a server that shook hands and then hung up without a word.
+    """Return the end of an error about a server that shook hands and then hung up without a word.
 
     That is all that a client sees where its certificate is missed or not trusted: under TLS 1.3 its
     handshake is over by then, and event loops drop the alert that would say so.
@@ -178,9 +178,7 @@ def why_silent(context: ssl.SSLContext | None) -> str:
 
 
 def no_context() -> ssl.SSLContext:
-    """For clients of URLs without TLS whose library wants a context all the same: it trusts
-    nobody.
-    """
+    """Return a context that trusts no one, for URLs without TLS where a library wants one."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 

@@ -58,7 +58,9 @@ class Principal:
 
 
 def speaks_for_all_tenants(role: str) -> bool:
-    """Whether a caller of that role may hold, hand over and report the chunks of every tenant."""
+    """Return whether a caller of that role may hold, hand over and report the chunks of every
+    tenant.
+    """
     return role in ("storage", "admin")
 
 
@@ -113,8 +115,8 @@ class TokenTable:
 
     @classmethod
     def anonymous(cls) -> TokenTable:
-        """A table that takes anyone, with any token or none, for `Principal("default", "admin",
-        "anonymous")`.
+        """Return a table that takes anyone, with any token or none, for `Principal("default",
+        "admin", "anonymous")`.
         """
         return cls((), None)
 

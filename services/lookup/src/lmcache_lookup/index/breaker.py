@@ -36,10 +36,7 @@ class IndexBreaker:
     """
 
     def __init__(
-        self,
-        name: str,
-        backoff: Backoff | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, name: str, backoff: Backoff | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._name = name
         self._backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, clock)

@@ -328,9 +328,7 @@ class BucketReads:
             ]
         return [
             RedisCommand(
-                key,
-                (),
-                packed=b"*%d%b%b\r\n" % (len(inside) + 2, head, _BEFORE_ID.join(inside)),
+                key, (), packed=b"*%d%b%b\r\n" % (len(inside) + 2, head, _BEFORE_ID.join(inside))
             )
             for (key, head), inside in zip(kept, buckets, strict=True)
             if inside

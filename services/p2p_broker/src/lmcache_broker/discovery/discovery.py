@@ -75,9 +75,8 @@ class Discovery:
                 self._sight(sighting)
 
     def _sight(self, sighting: Sighting) -> None:
-        peer = Peer(
-            sighting.id, 0, sighting.distributed_url, sighting.kind, sighting.zone, sighting.node
-        )
+        at = sighting.distributed_url
+        peer = Peer(sighting.id, 0, at, sighting.kind, sighting.zone, sighting.node)
         try:
             self._registry.directory.sight(self._owner, peer, SIGHTING_TTL_S)
         except CapacityError as exc:

@@ -341,7 +341,7 @@ def may_register(principal: Principal, peer: Peer) -> bool:
 
 
 def _is_sighting_of(record: PeerRecord, peer: Peer) -> bool:
-    """Whether a peer that has registered takes the place of that record; a sidecar's never takes
-    a storage server's.
+    """Return whether a peer that has registered takes the place of that record; a sidecar's never
+    takes a storage server's.
     """
     return record.peer.incarnation == 0 and record.peer.kind == peer.kind

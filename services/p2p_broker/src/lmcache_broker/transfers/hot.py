@@ -111,12 +111,12 @@ class HotChunks:
         return placed
 
     def hand_on(self, placed: Sequence[PlacedOrder]) -> None:
-        """Other brokers know of these orders: they are not told from here, too."""
+        """Withdraw these orders, which other brokers tell."""
         for order in placed:
             self._orders.pop(_key_of(order), None)
 
     def orders_for(self, principal: Principal, peer_id: str, now_s: float) -> list[CopyOrder]:
-        """What that peer is to copy; it is told once."""
+        """Return what that peer is to copy; it is told once."""
         mine = [key for key in self._orders if key[:2] == (principal.tenant, peer_id)][
             :MAX_COPIES_PER_LEASE
         ]
@@ -124,7 +124,9 @@ class HotChunks:
         return [order for until_s, order in told if now_s < until_s]
 
     def hottest(self, tenant: str, max_chunks: int, now_s: float) -> list[tuple[str, int]]:
-        """The tenant's chunks that were pulled most within the last minute or so, and how often."""
+        """Return the tenant's chunks that were pulled most within the last minute or so, and how
+        often.
+        """
         since_s = now_s - WINDOW_S
         counted = [
             (heat.num_pulls, key[1])

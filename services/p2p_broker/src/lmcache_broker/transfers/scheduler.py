@@ -153,7 +153,7 @@ class TransferScheduler:
         self._held_back.update(waiter.holders.keys())
 
     def _leave(self, waiter: _Waiter) -> None:
-        """It does not wait any more; it may have left before."""
+        """Take a waiter out of the queue; it may have left before."""
         if waiter not in self._waiting:
             return
         self._waiting.remove(waiter)

@@ -80,8 +80,8 @@ def why_renew(
 def renew(
     material: Material | None, names: Sequence[str], lifetime: Lifetime, now: datetime.datetime
 ) -> Material:
-    """A new certificate, from the same authority if that is good for longer, so that nobody has to
-    be told.
+    """Return a new certificate, from the same authority if that is good for longer, so that no one
+    has to be told.
 
     Args:
         material: What there is.

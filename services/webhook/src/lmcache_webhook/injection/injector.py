@@ -127,7 +127,7 @@ def _report(engine: Container, plan: PodPlan, *, has_arguments: bool) -> str:
 
 
 def _check_pod(spec: PodSpec) -> None:
-    """Pods that would not come up, or would lose something, with a sidecar.
+    """Refuse a pod that would not come up, or would lose something, with a sidecar.
 
     Raises:
         DeclinedError: This is one.
@@ -147,7 +147,7 @@ def _check_pod(spec: PodSpec) -> None:
 
 
 def _check_names(spec: PodSpec, engine: Container, plan: PodPlan) -> None:
-    """What we add must not be there already, in somebody else's sense.
+    """Refuse a pod that has something by the name of what is added, in another sense.
 
     Raises:
         DeclinedError: It is.

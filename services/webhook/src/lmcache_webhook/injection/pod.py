@@ -153,7 +153,7 @@ _BINARY: Final = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 
 
 def amount_of(quantity: Any) -> Decimal | None:
-    """The number that a quantity stands for; None where it is none."""
+    """Return the number that a quantity stands for; None where it is none."""
     if isinstance(quantity, bool) or not isinstance(quantity, str | int | float):
         return None
     found = _QUANTITY.fullmatch(str(quantity))
@@ -166,6 +166,6 @@ def amount_of(quantity: Any) -> Decimal | None:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two quantities are one amount; what is no quantity is the same as nothing."""
+    """Return whether two quantities are one amount; what is no quantity is the same as nothing."""
     amount = amount_of(one)
     return amount is not None and amount == amount_of(other)
