@@ -18,7 +18,8 @@ import torch
 from lmcache_core.blend.certificate import BlendProfile, CertificateFolder
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.integrations.transformers import metadata_of
-from lmcache_ctl.certify.blend import PromptCut, cut_prompts
+from lmcache_ctl.certify.blend import cut_prompts
+from lmcache_ctl.certify.options import PromptCut
 from lmcache_ctl.cli import main
 from lmcache_ctl.errors import CtlError
 from lmcache_demo import model as demo_model
@@ -28,12 +29,22 @@ MODEL = Path(demo_model.__file__).with_name("assets")
 SEPARATOR = "\n---\n"
 _COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 SMALL = ("--prompts", "3", "--documents", "2", "--document-tokens", "64", "--ending-tokens", "16")
-COMMAND = ("certify", "blend", "--model", str(MODEL), "--separator", SEPARATOR, *SMALL)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
-        main([*COMMAND, *arguments])
+        main(
+            [
+                "certify",
+                "blend",
+                "--model",
+                str(MODEL),
+                "--separator",
+                SEPARATOR,
+                *SMALL,
+                *arguments,
+            ]
+        )
     captured = capsys.readouterr()
     assert isinstance(ended.value.code, int)
     return ended.value.code, captured.out, captured.err
@@ -162,7 +173,18 @@ def test_a_place_without_a_model_is_said_so(
 
 def test_who_interrupts_it_finds_nothing_half_written(tmp_path: Path) -> None:
     """Ctrl-C, once the bar on a terminal shows that it measures."""
-    command = [sys.executable, "-m", "lmcache_ctl", *COMMAND]
+    command = [
+        sys.executable,
+        "-m",
+        "lmcache_ctl",
+        "certify",
+        "blend",
+        "--model",
+        str(MODEL),
+        "--separator",
+        SEPARATOR,
+        *SMALL,
+    ]
     folder = tmp_path / "folder"
     ours, terminal = pty.openpty()
     process = subprocess.Popen(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,51 +19,9 @@ from lmcache_core.integrations.transformers import metadata_of
 from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
 from lmcache_core.integrations.transformers.blended import blending_model_of
 
+from lmcache_ctl.certify.options import BlendedModel, PromptCut
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.model import load_model, own_text
-
-
-@dataclass(frozen=True)
-class BlendedModel:
-    """A model as an engine has it, and how it is blended there.
-
-    Attributes:
-        model: Directory of the model and its tokenizer.
-        separator: Text that ends each document.
-        name: Under which its KV is shared; None: the directory's name.
-        revision: Of the weights, where engines name one.
-        dtype: Of the weights.
-        policy: Which tokens are recomputed.
-        ratio: Share of the reused tokens that is.
-    """
-
-    model: Path
-    separator: str
-    name: str | None
-    revision: str | None
-    dtype: str
-    policy: str
-    ratio: float
-
-
-@dataclass(frozen=True)
-class PromptCut:
-    """How a text becomes prompts: neighbouring slices are documents, and what follows them is
-    predicted.
-
-    Attributes:
-        prompts: How many.
-        documents: Of each prompt.
-        document_tokens: Of each document, the separator included.
-        ending_tokens: After the documents.
-        text: A file; None: Python's own documentation.
-    """
-
-    prompts: int
-    documents: int
-    document_tokens: int
-    ending_tokens: int
-    text: Path | None = None
 
 
 def certify_blend(
@@ -135,7 +92,7 @@ def cut_prompts(cut: PromptCut, tokens: torch.Tensor, separator: torch.Tensor) -
         separator: Token ids that end a document.
 
     Raises:
-        CtlError: The text is too short, or a document has only room for its separator.
+        CtlError: The text is too short, or a document has no room beside its separator.
     """
     own = cut.document_tokens - len(separator)
     if own < 1:
