@@ -56,8 +56,8 @@ def deviation_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_ranks(bits_ptr, valid_ptr, tokens, end):  # type: ignore[no-untyped-def]
-    """Ranks of some tokens by their deviation, `reference.ranks_of`; -1 where not valid or
-    behind that end.
+    """Return the ranks of some tokens by their deviation, as `reference.ranks_of`; -1 where not
+    valid, or from `end` on.
     """
     is_candidate = (tl.load(valid_ptr + tokens, mask=tokens < end, other=0) != 0) & (tokens < end)
     bits = tl.load(bits_ptr + tokens, mask=is_candidate, other=0)

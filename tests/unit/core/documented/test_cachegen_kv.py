@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from lmcache_core.documented.cachegen.quantization import bins_tensor
 from lmcache_core.errors import ConfigError, LayoutError, SerdeError
 from lmcache_core.serde.cachegen import (
     CacheGenConfig,
@@ -37,8 +36,8 @@ def encode(
     return encode_function(
         kv,
         config,
-        bins_tensor(config.bins_of_keys()),
-        bins_tensor(config.bins_of_values()),
+        torch.tensor(config.bins_of_keys()),
+        torch.tensor(config.bins_of_values()),
         chunk_size,
     )
 
@@ -81,7 +80,7 @@ def test_the_table_has_the_largest_number_of_bins() -> None:
     assert made.cdf.shape == (4, 3, 257)
     output = torch.empty(20, 12, dtype=torch.int8)
     _, value = decode_function_gpu(made.cdf, made.data_chunks, 2, 8, output)
-    wanted, _ = torch_quant_vectorized(bins_tensor([4, 256]), kv[:, 1].reshape(2, 20, 3))
+    wanted, _ = torch_quant_vectorized(torch.tensor([4, 256]), kv[:, 1].reshape(2, 20, 3))
     assert torch.equal(value, wanted.view(torch.uint8).float().cpu())
     assert value.max() == 254
 
@@ -110,9 +109,9 @@ def test_kv_that_cannot_be_encoded(kv: torch.Tensor, chunk_size: int, message: s
 def test_bins_that_cannot_be_used() -> None:
     config, kv = CacheGenConfig.for_num_layers(2), kv_of(2, 3, 1, 4)
     with pytest.raises(ConfigError, match="even number"):
-        encode_function(kv, config, bins_tensor([32, 3]), bins_tensor([32, 32]), 4)
+        encode_function(kv, config, torch.tensor([32, 3]), torch.tensor([32, 32]), 4)
     with pytest.raises(LayoutError, match="one number for each layer"):
-        encode_function(kv, config, bins_tensor([32, 32]), bins_tensor([32]), 4)
+        encode_function(kv, config, torch.tensor([32, 32]), torch.tensor([32]), 4)
 
 
 MADE = encode(kv_of(2, 9, 1, 3), 4)

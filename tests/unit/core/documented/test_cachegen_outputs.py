@@ -17,7 +17,6 @@ from lmcache_core.documented.cachegen.outputs import (
     MAX_HEAD_BYTES,
     MAX_PAYLOAD_BYTES,
 )
-from lmcache_core.documented.cachegen.quantization import bins_tensor
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.cachegen import (
     CacheGenConfig,
@@ -35,7 +34,7 @@ MEMORY_BOUND_BYTES = 4 << 20
 def gpu_output(tokens: int = 5, dtype: torch.dtype = torch.bfloat16) -> CacheGenGPUEncoderOutput:
     kv = torch.randn(2, 2, tokens, 1, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
     return encode_function(
-        kv, CacheGenConfig.for_num_layers(2), bins_tensor([32, 32]), bins_tensor([32, 32]), 2
+        kv, CacheGenConfig.for_num_layers(2), torch.tensor([32, 32]), torch.tensor([32, 32]), 2
     )
 
 

@@ -208,7 +208,7 @@ FAR = struct.pack("<I", 1 << 20)
         (with_members(byteorder=b"big"), "little-endian"),
         (without("byteorder"), "little-endian"),
         (without("data.pkl"), "pickle is not"),
-        (archived({"x/" + name: data for name, data in MEMBERS.items()}), "pickle is not"),
+        (archived({"x/" + name: data for name, data in MEMBERS.items()}), "does not hold 12"),
         (edited(DIRECTORY, *METHOD), "not stored once"),
         (edited(DIRECTORY, *FLAGS), "not stored once"),
         (edited(DIRECTORY, 24, FAR), "not stored once"),

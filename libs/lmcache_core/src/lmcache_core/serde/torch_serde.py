@@ -121,15 +121,18 @@ def _elements(head: TensorHead, archive: memoryview) -> memoryview:
             members[info.filename] = member
     except (*_ZIP_ERRORS, struct.error) as exc:
         raise SerdeError(f"the payload is no archive: {exc}") from exc
-    if members.get(_FOLDER + "data.pkl") != pickle_of_tensor(head.dtype, head.shape):
+    pickled, order, elements = (
+        members.get(_FOLDER + name, memoryview(b"")) for name in ("data.pkl", "byteorder", "data/0")
+    )
+    if len(elements) != head.num_bytes:
+        raise SerdeError(f"the archive does not hold {head.num_bytes} bytes of tensor")
+    expected = pickle_of_tensor(head.dtype, head.shape)
+    if len(pickled) != len(expected) or bytes(pickled) != expected:
         raise SerdeError(
             f"the archive's pickle is not that of a plain tensor of {head.dtype} {head.shape}"
         )
-    if members.get(_FOLDER + "byteorder") != b"little":
+    if bytes(order[:8]) != b"little":
         raise SerdeError("the archive's tensor is not said to be little-endian")
-    elements = members.get(_FOLDER + "data/0", memoryview(b""))
-    if len(elements) != head.num_bytes:
-        raise SerdeError(f"the archive does not hold {head.num_bytes} bytes of tensor")
     return elements
 
 

@@ -124,7 +124,7 @@ class CacheGenGPUBytestream:
     """The streams of some tokens.
 
     Attributes:
-        bytestream: uint8, one-dimensional: one stream for each layer and channel, one behind the
+        bytestream: uint8, one-dimensional: one stream for each layer and channel, one after the
             other.
         bytestream_lengths: Their lengths: int32, `[nlayers (of keys and values), nchannels]`.
         ntokens: How many tokens.
