@@ -217,7 +217,7 @@ class Crooked(PagedGPUConnector):
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("lost", "scattered to the wrong place"), ("beside", "beside those")]
+    ("fault", "said"), [("lost", "scattered to the wrong place"), ("beside", "changed other slots")]
 )
 def test_a_scatter_that_misses_or_spills_is_found(fault, said):
     layout = layout_of(packing=Packing.KV_FIRST, dtype="int32")

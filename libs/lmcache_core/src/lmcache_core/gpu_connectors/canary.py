@@ -2,8 +2,8 @@
 
 A layout that is declared wrongly, but consistently, round-trips with itself: what is gathered in a
 wrong order is scattered back in the same wrong order, until it goes to other slots or to an engine
-that declares it rightly. So the pattern is written into engine memory and read from it by something
-else than the connector: plain indexing of the engine's own tensors, or the engine's own operator.
+with the right layout. So the connector does not judge itself: the pattern is written into engine
+memory and read from it by plain indexing of the engine's own tensors, or by the engine's operator.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ import torch
 
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors.binding import Binding
-from lmcache_core.gpu_connectors.engine_memory import EngineMemory, LogicalMemory
+from lmcache_core.gpu_connectors.engine_memory import EngineMemory
 from lmcache_core.gpu_connectors.layout import KVLayout, LayerGroup
 from lmcache_core.gpu_connectors.paged import PagedConnector
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import num_bytes
-
-__all__ = ["MAX_CANARY_TOKENS", "EngineMemory", "LogicalMemory", "run_canary"]
 
 MAX_CANARY_TOKENS = 32
 """Tokens in the pattern: parts of two blocks, few enough that an attach takes a fraction of a
@@ -131,7 +129,7 @@ def _send(
         for now, then in zip(_watched(engine, spots), before, strict=True)
     ):
         raise LayoutError(
-            "canary: scattering KV changed slots beside those that it was meant for: the KV layout"
+            "canary: scattering KV changed other slots than it was meant for: the KV layout"
             " is not as declared"
         )
 
@@ -215,9 +213,8 @@ def _pattern(group: LayerGroup, index: int, num_tokens: int) -> torch.Tensor:
     random = torch.Generator().manual_seed(PATTERN_SEED + index)
     raw = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
     if dtype.is_floating_point:
-        raw[..., dtype.itemsize - 1 :: dtype.itemsize] &= (
-            0xBF  # the exponent's highest bit: without it nothing is infinite or NaN
-        )
+        # Without the exponent's highest bit nothing is infinite or NaN.
+        raw[..., dtype.itemsize - 1 :: dtype.itemsize] &= 0xBF
     return raw.view(dtype)
 
 
@@ -278,9 +275,8 @@ def _check_gathered(
     for i, (group, pattern, spec) in enumerate(
         zip(layout.groups, patterns, layout.tensor_specs(len(slots[0])), strict=True)
     ):
-        got = (
-            content[spec.offset : spec.offset + spec.length].view(pattern.dtype).view(pattern.shape)
-        )
+        got = content[spec.offset : spec.offset + spec.length].view(pattern.dtype)
+        got = got.view(pattern.shape)
         _compare(group, got, pattern, slots[i], "gathered from the wrong place")
 
 
