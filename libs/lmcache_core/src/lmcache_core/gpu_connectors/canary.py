@@ -8,7 +8,7 @@ memory and read from it by plain indexing of the engine's own tensors, or by the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +31,6 @@ second.
 PATTERN_SEED = 0x1CEB00DA
 SIDE_NAMES = {1: ("latent",), 2: ("K", "V")}
 
-Allocate = Callable[[Sequence[int], str], MemoryObj]
-Views = list[tuple[torch.Tensor, torch.Tensor]]
-
 
 @dataclass(frozen=True)
 class _Spots:
@@ -55,7 +52,6 @@ def run_canary(
     kvcaches: Any,
     engine: EngineMemory,
     transport: Callable[[MemoryObj], MemoryObj],
-    allocate: Allocate | None = None,
 ) -> None:
     """Send a pattern from engine memory through gather, transport and scatter into other slots, and
     compare at every step.
@@ -70,8 +66,6 @@ def run_canary(
         engine: Judges it. Its layout says what a memory object must hold.
         transport: Stores the memory object and loads it again. Borrows its argument; what it
             returns is released here, unless it is the argument itself.
-        allocate: Makes the memory object to gather into, of that shape and dtype; it is released
-            here. By default plain host memory.
 
     Raises:
         LayoutError: What arrived is not what was sent: the layout is not as declared, or the
@@ -86,7 +80,7 @@ def run_canary(
         ]
         with _preserved(engine, binding, spots):
             _write(engine, patterns, [spot.source for spot in spots])
-            _send(connector, kvcaches, engine, transport, allocate or _host_memory, patterns, spots)
+            _send(connector, kvcaches, engine, transport, patterns, spots)
 
 
 def _send(
@@ -94,31 +88,33 @@ def _send(
     kvcaches: Any,
     engine: EngineMemory,
     transport: Callable[[MemoryObj], MemoryObj],
-    allocate: Allocate,
     patterns: list[torch.Tensor],
     spots: list[_Spots],
 ) -> None:
     """Copy from the source slots to the target slots."""
     num_tokens = len(spots[0].source)
     source, target = [spot.source for spot in spots], [spot.target for spot in spots]
-    with allocate(connector.get_shape(num_tokens), engine.layout.kv_dtype) as memory:
-        connector.from_gpu(memory, 0, num_tokens, kvcaches=kvcaches, slot_mapping=_mappings(source))
-        _check_gathered(engine.layout, memory, patterns, source)
-        loaded = transport(memory)
-        try:
-            if not torch.equal(_bytes_of(loaded), _bytes_of(memory)):
-                raise LayoutError(
-                    "canary: the store gave back other bytes than it was given; the KV layout is"
-                    " not to blame"
-                )
-            replaced = [_read(engine, i, spot.target) for i, spot in enumerate(spots)]
-            before = [tensor.clone() for tensor in _watched(engine, spots)]
-            connector.to_gpu(
-                loaded, 0, num_tokens, kvcaches=kvcaches, slot_mapping=_mappings(target)
+    dtype = engine.layout.kv_dtype
+    shape = connector.get_shape(num_tokens)
+    memory = BytesBufferMemoryObj(
+        bytearray(num_bytes(shape, dtype)),
+        MemoryObjMetadata(shape, dtype, 0, 0, 1, MemoryFormat.KV_BLOB),
+    )
+    connector.from_gpu(memory, 0, num_tokens, kvcaches=kvcaches, slot_mapping=_mappings(source))
+    _check_gathered(engine.layout, memory, patterns, source)
+    loaded = transport(memory)
+    try:
+        if not torch.equal(_bytes_of(loaded), _bytes_of(memory)):
+            raise LayoutError(
+                "canary: the store gave back other bytes than it was given; the KV layout is not to"
+                " blame"
             )
-        finally:
-            if loaded is not memory:
-                loaded.ref_count_down()
+        replaced = [_read(engine, i, spot.target) for i, spot in enumerate(spots)]
+        before = [tensor.clone() for tensor in _watched(engine, spots)]
+        connector.to_gpu(loaded, 0, num_tokens, kvcaches=kvcaches, slot_mapping=_mappings(target))
+    finally:
+        if loaded is not memory:
+            loaded.ref_count_down()
     for i, (group, pattern) in enumerate(zip(engine.layout.groups, patterns, strict=True)):
         _compare(
             group, _read(engine, i, target[i]), pattern, target[i], "scattered to the wrong place"
@@ -218,13 +214,6 @@ def _pattern(group: LayerGroup, index: int, num_tokens: int) -> torch.Tensor:
     return raw.view(dtype)
 
 
-def _host_memory(shape: Sequence[int], dtype: str) -> MemoryObj:
-    return BytesBufferMemoryObj(
-        bytearray(num_bytes(shape, dtype)),
-        MemoryObjMetadata(shape, dtype, 0, 0, 1, MemoryFormat.KV_BLOB),
-    )
-
-
 def _mappings(slots: list[list[int]]) -> Any:
     mappings = [torch.tensor(of_group, dtype=torch.int64) for of_group in slots]
     return mappings[0] if len(mappings) == 1 else mappings
@@ -260,7 +249,7 @@ def _preserved(engine: EngineMemory, binding: Binding, spots: list[_Spots]) -> I
     for pages, spot in zip(binding.pages, spots, strict=True):
         blocks = {slot // pages.block_size for slot in spot.target if slot < pages.num_slots}
         views += [page[block] for page in pages.tensors for block in blocks]
-    saved: Views = [(view, view.clone()) for view in views]
+    saved = [(view, view.clone()) for view in views]
     try:
         yield
     finally:

@@ -314,14 +314,17 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._take_received()[0] or None
+        received = set() if self._worker is None else self._worker.take_received()[0]
+        return None, received or None
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        received, failed = self._take_received()
-        told_by_block = self._worker is None or self._worker.reports_blocks
+        if self._worker is None:
+            return base.KVConnectorTransferResults()
+        received, failed = self._worker.take_received()
         return base.KVConnectorTransferResults(
-            finished_recving=received, failed_recving=set() if told_by_block else failed
+            finished_recving=received,
+            failed_recving=set() if self._worker.reports_blocks else failed,
         )
 
     @override
@@ -331,9 +334,6 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     @override
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return None if self._worker is None else self._worker.take_report()
-
-    def _take_received(self) -> tuple[set[str], set[str]]:
-        return (set(), set()) if self._worker is None else self._worker.take_received()
 
 
 def log_as(theirs: logging.Logger, ours: logging.Logger) -> None:

@@ -342,8 +342,7 @@ class Offers:
         self._store = store
         # Another connector of this engine may ask the same store about the same requests.
         self._mark = f"{secrets.token_hex(4)}:"
-        self._model_name = identity.metadata.model_name
-        self._num_ranks = identity.num_ranks
+        self._chain = partial(ChunkChain, FMT, identity.metadata.model_name, identity.num_ranks)
         self._chunk_size = chunk_size
         self._whole = [group for group in groups if group.window is None]
         self._windowed = [group for group in groups if group.window is not None]
@@ -400,14 +399,17 @@ class Offers:
     ) -> tuple[Offer | None, bool]:
         if not self._whole:
             return Offer(len(hashes) // CHUNK_HASH_BYTES), True
-        staged = stage(self._mark + ticket, [self._chain(group, hashes) for group in self._whole])
+        staged = stage(
+            self._mark + ticket, [self._chain(group.name, hashes) for group in self._whole]
+        )
         if staged is None:
             return Offer(0), True
         if not staged.tiers:
             return None, False
-        # A chunk is as far away as in the group where it is farthest; the prefix ends where one of
-        # them lacks it.
-        num_chunks = min(_num_leading(tiers) for tiers in staged.tiers)
+        # The prefix ends where one of the groups lacks a chunk. A chunk is as far away as in the
+        # group where it is farthest.
+        nowhere = bytes([StagedFrom.NOWHERE])
+        num_chunks = min(len(tiers.partition(nowhere)[0]) for tiers in staged.tiers)
         origins = bytes(max(chunk) for chunk in zip(*staged.tiers, strict=True))[:num_chunks]
         return Offer(num_chunks, origins, is_complete=staged.is_ready), staged.is_ready
 
@@ -430,7 +432,7 @@ class Offers:
             firsts = [group.first_needed_token(end) // self._chunk_size for group in self._windowed]
             chains = [
                 self._chain(
-                    group,
+                    group.name,
                     hashes[CHUNK_HASH_BYTES * first : CHUNK_HASH_BYTES * offer.num_chunks],
                 )
                 for group, first in zip(self._windowed, firsts, strict=True)
@@ -453,12 +455,3 @@ class Offers:
             num_chunks = min(missing)
             offer = Offer(num_chunks, offer.origins[:num_chunks])
         return Offer(0, is_complete=bound.is_complete and bound.num_chunks == 0), True
-
-    def _chain(self, group: CacheGroup, hashes: bytes) -> ChunkChain:
-        return ChunkChain(FMT, self._model_name, self._num_ranks, group.name, hashes)
-
-
-def _num_leading(tiers: bytes) -> int:
-    """Return how many chunks, from the first, are there."""
-    first_missing = tiers.find(StagedFrom.NOWHERE)
-    return len(tiers) if first_missing < 0 else first_missing
