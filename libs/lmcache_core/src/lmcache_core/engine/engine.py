@@ -45,7 +45,7 @@ class LMCacheEngine:
             is used.
         token_database: Names chunks.
         gpu_connector: Copies between the serving engine's KV and memory objects.
-        store: Where chunks are kept; by default what the config says (embedded tiers, or the
+        store: Where chunks are kept; by default as configured (embedded tiers, or the
             sidecar).
     """
 
@@ -172,7 +172,7 @@ class LMCacheEngine:
         Returns:
             Booleans on CPU, shape `[seq_len]`: True where KV has been put into the serving engine.
             After these, memory that was meant for this KV may hold parts of a chunk that turned
-            out damaged: it is to be computed in any case.
+            out damaged: it must be computed in any case.
 
         Raises:
             ValueError: The number of Falses in the mask is not a multiple of the chunk size, or

@@ -1,5 +1,5 @@
-"""Chooses, once, the chunk store of the engine: embedded tiers or the pod's sidecar; traced where
-the config says so.
+"""Chooses, once, the chunk store of the engine: embedded tiers or the pod's sidecar; traced if
+configured.
 """
 
 from __future__ import annotations

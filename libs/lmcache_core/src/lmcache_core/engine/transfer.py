@@ -168,11 +168,16 @@ class KVTransfer:
         if not were_held:
             self._counters.add(MISSED_CHUNKS_TOTAL, num_loaded, MissReason.UNAVAILABLE)
             return 0
-        for (start, end, _), chunk in zip(named, chunks[:num_loaded], strict=False):
-            num_tokens = (end - start) * self._unit_tokens
-            self._counters.add(RETRIEVED_TOKENS_TOTAL, num_tokens, chunk.tier)
-            self._counters.add(RETRIEVED_CHUNKS_TOTAL, 1, chunk.tier)
-            self._counters.add(RETRIEVED_BYTES_TOTAL, chunk.memory.get_size(), chunk.tier)
+        loaded = list(zip(named, chunks[:num_loaded], strict=False))
+        for tier in {chunk.tier for _, chunk in loaded}:
+            of_tier = [
+                (end - start, chunk) for (start, end, _), chunk in loaded if chunk.tier == tier
+            ]
+            num_tokens = sum(length for length, _ in of_tier) * self._unit_tokens
+            size = sum(chunk.memory.get_size() for _, chunk in of_tier)
+            self._counters.add(RETRIEVED_TOKENS_TOTAL, num_tokens, tier)
+            self._counters.add(RETRIEVED_CHUNKS_TOTAL, len(of_tier), tier)
+            self._counters.add(RETRIEVED_BYTES_TOTAL, size, tier)
         return num_loaded
 
     def through_store(self, memory: MemoryObj) -> MemoryObj:

@@ -44,7 +44,7 @@ class LogicalMemory(EngineMemory):
     """The engine's tensors, indexed one token at a time by the shape that the engine gives them.
 
     Args:
-        layout: What the engine says that its tensors are; to be taken from the engine, not from the
+        layout: The engine's own description of its tensors; taken from the engine, not from the
             connector.
         kvcaches: As for `PagedGPUConnector`.
 

@@ -45,13 +45,13 @@ class PagedConnector(GPUConnectorInterface):
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy as the interface says. Needs `kvcaches` and `slot_mapping`, or `addresses`."""
+        """Copy KV. Needs `kvcaches` and `slot_mapping`, or `addresses` instead of both."""
         check_format(memory_obj)
         self._fill(memory_obj, start, end, kwargs)
 
     @override
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy as the interface says. Needs `kvcaches` and `slot_mapping`, or `addresses`."""
+        """Copy KV. Needs `kvcaches` and `slot_mapping`, or `addresses` instead of both."""
         check_format(memory_obj)
         progress = kwargs.get("progress")
         addresses = self._addresses(start, end, kwargs)

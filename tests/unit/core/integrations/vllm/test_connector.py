@@ -16,7 +16,7 @@ from lmcache_core.integrations.vllm.worker import RefusingWorker
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
 from tests.fixtures.scripted_sidecar import scripted_sidecar
 from tests.fixtures.sidecar import running_socket
-from tests.fixtures.vllm_engine import FULL, Shape, running, window
+from tests.fixtures.vllm_engine import Shape, running
 from tests.fixtures.vllm_engine.memory import RankMemory
 from tests.fixtures.vllm_engine.parts import output_of, request_of
 from tests.fixtures.vllm_engine.shapes import kv_cache_config, vllm_config
@@ -316,13 +316,6 @@ def test_a_step_without_metadata_stores_nothing(module: ModuleType, model: Path)
     worker.register_kv_caches(RankMemory(PLAIN).by_name)
     worker.wait_for_save()
     worker.shutdown()
-
-
-def test_vllm_starts_without_a_sidecar(module: ModuleType, model: Path, tmp_path: Path) -> None:
-    with running(
-        module, model, beside(tmp_path / "s.sock"), shape=Shape((FULL, window(6)), num_ranks=2)
-    ) as engine:
-        assert engine.tally(engine.ask(prompt(1, 43), 3)).num_loads == 0
 
 
 def test_figures_are_handed_over(module: ModuleType, model: Path) -> None:

@@ -57,10 +57,6 @@ def setting(path: str, value: object) -> Change:
     return change
 
 
-def test_the_same_engine_twice(model: Path) -> None:
-    assert identity(model) == identity(model)
-
-
 def test_the_same_weights_in_another_folder_of_that_name(model: Path, tmp_path: Path) -> None:
     assert identity(make_model(tmp_path / "elsewhere")) == identity(model)
 
@@ -158,11 +154,23 @@ def test_how_layers_are_spread_over_a_pipeline_counts(
     assert identity(model)
 
 
-@pytest.mark.parametrize("name", ["nnodes", "nnodes_within_dp"])
-def test_workers_on_several_nodes_are_refused(model: Path, name: str) -> None:
-    """Each node has a sidecar of its own, and the scheduler asks one."""
-    with pytest.raises(LayoutError, match="on 2 nodes"):
-        identity(model, change=setting(f"parallel_config.{name}", 2))
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        ("parallel_config.nnodes", 2, "on 2 nodes"),
+        ("parallel_config.nnodes_within_dp", 2, "on 2 nodes"),
+        ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=2"),
+        ("parallel_config.prefill_context_parallel_size", 2, "prefill_context_parallel_size=2"),
+        ("cache_config.calculate_kv_scales", True, "calculate_kv_scales"),
+        # vLLM turns its own prefix cache off for such a model, and asks a connector all the same.
+        ("model_config.is_prefix_caching_supported", False, "needs every token"),
+    ],
+)
+def test_kv_that_cannot_be_shared_is_refused(
+    model: Path, path: str, value: object, complaint: str
+) -> None:
+    with pytest.raises(LayoutError, match=complaint):
+        identity(model, change=setting(path, value))
 
 
 def test_replicas_on_several_nodes_are_none_of_its_business(model: Path) -> None:
@@ -177,17 +185,6 @@ def test_the_block_size_is_no_matter_where_chunks_hold_tokens(model: Path) -> No
         identity(model, Shape(block_size=size), layout="tokens") for size in (4, 8)
     )
     assert with_small.metadata.kv_shape == with_large.metadata.kv_shape
-
-
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_kv_that_is_spread_by_token_is_refused(model: Path, name: str) -> None:
-    with pytest.raises(LayoutError, match=f"{name}=2"):
-        identity(model, change=setting(f"parallel_config.{name}", 2))
-
-
-def test_scales_that_depend_on_what_was_seen_first_are_refused(model: Path) -> None:
-    with pytest.raises(LayoutError, match="calculate_kv_scales"):
-        identity(model, change=setting("cache_config.calculate_kv_scales", True))
 
 
 def test_weights_that_lie_elsewhere_are_to_be_named(tmp_path: Path) -> None:
@@ -235,12 +232,6 @@ def test_a_worker_does_not_read_the_weights(tmp_path: Path) -> None:
         identity_of(*arguments)
     of_worker = identity_of(*arguments, is_worker=True)
     assert of_worker.metadata.layout == identity(make_model(tmp_path)).metadata.layout
-
-
-def test_models_that_need_every_token_computed_are_refused(model: Path) -> None:
-    """vLLM turns its own prefix cache off for them, and asks a connector all the same."""
-    with pytest.raises(LayoutError, match="needs every token"):
-        identity(model, change=setting("model_config.is_prefix_caching_supported", False))
 
 
 def test_ranks_that_hold_the_same(model: Path) -> None:

@@ -101,10 +101,9 @@ def test_a_missing_chunk_of_a_window_shortens_the_offer_to_in_front_of_it() -> N
     """Of chunks 3 and 4 the fourth is missing: a prefix of 4 chunks needs 2 and 3."""
     store = ScriptedStore([hot(5), Staged(True, (b"\1\0",)), Staged(True, (b"\1\1",))])
     offer, _ = ask(store, HYBRID)
-    assert (offer.num_chunks, offer.is_complete) == (
-        4,
-        False,
-    ), "a later chunk of the full group is there"
+    assert (offer.num_chunks, offer.is_complete) == (4, False), (
+        "a later chunk of the full group is there"
+    )
     assert [chains[0].hashes for _, chains, _ in store.asked[1:]] == [
         HASHES[96:160],
         HASHES[64:128],

@@ -39,10 +39,7 @@ def test_what_is_meant_for_others_is_passed_over() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("device", "layout"),
-    [("cpu", "blocks"), ("cuda", "tokens")],
-)
+@pytest.mark.parametrize(("device", "layout"), [("cpu", "blocks"), ("cuda", "tokens")])
 def test_defaults_are_those_of_the_device(device: str, layout: str) -> None:
     options = read_options(PLACE, device)
     assert (options.load, options.layout) == ("async", layout)

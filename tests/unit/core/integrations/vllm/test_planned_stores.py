@@ -100,12 +100,7 @@ def test_one_worker_stores_in_a_step_with_a_synchronous_load() -> None:
 
 LOADING, BEHIND = (
     ("r", TABLE, 24, 19),
-    (
-        "behind",
-        ([1, 2, 3, 4, 5, 6, 21, 22, 23, 24, 25],),
-        24,
-        19,
-    ),
+    ("behind", ([1, 2, 3, 4, 5, 6, 21, 22, 23, 24, 25],), 24, 19),
 )
 BEHIND_THAT = ("behind that", ([31, 32, 33, 34, 35, 36, 21, 22, 41, 42, 43],), 32, 11)
 BESIDE = ("beside", ([1, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60],), 4, 39)
@@ -168,10 +163,9 @@ def test_nothing_is_stored_any_more_of_what_rests_on_a_load_that_has_failed(num_
     side.step_done(WorkerReport(loaded={"r"}, failed={"r"}), ())
     again = [(name, None, 24, 19) for name in ALL]
     (stored,) = stores_of(side, output_of(again=again))
-    assert (stored.request_id, stored.runs[0].num_chunks) == (
-        "r",
-        5,
-    ), "what failed is computed, and stored"
+    assert (stored.request_id, stored.runs[0].num_chunks) == ("r", 5), (
+        "what failed is computed, and stored"
+    )
 
 
 @pytest.mark.parametrize("is_resumed", [True, False])

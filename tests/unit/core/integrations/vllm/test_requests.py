@@ -10,12 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
-from lmcache_core.integrations.vllm.requests import (
-    ChunkNames,
-    RequestNamer,
-    RequestState,
-    spans_of,
-)
+from lmcache_core.integrations.vllm.requests import ChunkNames, RequestNamer, RequestState, spans_of
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan
 from lmcache_core.token_database.hashing import identity_root
 

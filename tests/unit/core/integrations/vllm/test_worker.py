@@ -113,12 +113,7 @@ def store() -> Iterator[ChunkStore]:
 def rank(store: ChunkStore) -> Iterator[Callable[..., Rank]]:
     with contextlib.ExitStack() as opened:
 
-        def make(
-            shape: Shape = PLAIN,
-            number: int = 0,
-            wrap: Any = None,
-            **options: Any,
-        ) -> Rank:
+        def make(shape: Shape = PLAIN, number: int = 0, wrap: Any = None, **options: Any) -> Rank:
             counters = Counters()
             identity = KVIdentity(
                 replace(METADATA, world_size=shape.num_ranks),
@@ -257,30 +252,6 @@ def test_nothing_is_stored_while_that_costs_more_than_it_is_worth(
     assert here.counters.value(UNSTORED_CHUNKS_TOTAL) == 3
 
 
-def test_of_ranks_that_hold_the_same_the_first_stores(rank: Callable[..., Rank]) -> None:
-    shape = Shape((MLA,), num_ranks=2, replicas=2)
-    second = rank(shape, 1)
-    second.run(storing())
-    assert second.counters.value(STORED_CHUNKS_TOTAL) == 0
-    first = rank(shape, 0)
-    first.fill(BLOCKS)
-    first.run(storing())
-    assert second.run(loading(OTHER_BLOCKS, 0, 24))[2] == set()
-    assert torch.equal(second.read(OTHER_BLOCKS), first.read(BLOCKS))
-
-
-def test_ranks_have_chunks_of_their_own(rank: Callable[..., Rank]) -> None:
-    shape = Shape(num_ranks=2)
-    first, second = rank(shape, 0), rank(shape, 1)
-    first.fill(BLOCKS)
-    first.run(storing())
-    assert second.run(loading(OTHER_BLOCKS, 0, 24))[2] == set(OTHER_BLOCKS)
-    second.fill(BLOCKS, base=0.5)
-    second.run(storing())
-    second.run(loading(OTHER_BLOCKS, 0, 24))
-    assert torch.equal(second.read(OTHER_BLOCKS), second.read(BLOCKS))
-
-
 @pytest.mark.parametrize(("begin", "bad"), [(0, OTHER_BLOCKS[4:]), (20, OTHER_BLOCKS[5:])])
 def test_blocks_behind_the_first_missing_chunk_are_bad(
     rank: Callable[..., Rank], begin: int, bad: tuple[int, ...]
@@ -339,18 +310,6 @@ def test_nothing_is_stored_of_such_a_step_behind_its_report(rank: Callable[..., 
     assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
 
 
-def test_groups_do_not_mix(rank: Callable[..., Rank]) -> None:
-    """They have chunk hashes in common, and memory."""
-    here = rank(Shape((FULL, window(20))))
-    here.fill(BLOCKS)
-    here.run(storing())
-    here.fill((7, 8), group=1, base=0.5)
-    here.run(storing((7, 8), group=1))
-    here.run(StepPlan((Load("r", 0, 8, (run_of((20, 21), 0), run_of((22, 23), 1)), False),)))
-    assert torch.equal(here.read((20, 21)), here.read(BLOCKS[:2]))
-    assert torch.equal(here.read((22, 23), 1), here.read((7, 8), 1))
-
-
 def test_blocks_in_front_of_a_window_are_none(rank: Callable[..., Rank]) -> None:
     here = rank(Shape((window(6),)))
     here.fill(BLOCKS)
@@ -372,12 +331,9 @@ def test_a_load_without_blocks_is_refused(
     for blocks in ((20, 21, 0, 22), (0, 20, 21, 22), (20, 21, 22, 0)):
         assert here.run(loading(blocks, 0, 16))[2] == {20, 21, 22}
     assert here.run(loading((0, 0, 0, 0), 0, 16))[3].failed == {"r"}
-    assert here.run(loading((20, 21, 22, 23), 0, 20))[2] == {
-        20,
-        21,
-        22,
-        23,
-    }, "of the last tokens it was told no chunk"
+    assert here.run(loading((20, 21, 22, 23), 0, 20))[2] == {20, 21, 22, 23}, (
+        "of the last tokens it was told no chunk"
+    )
     assert (here.read((0, 20, 21, 22, 23)) == POISON).all()
     assert caplog.text.count("no block") == 5
 

@@ -1,4 +1,4 @@
-"""Blended prefill of Hugging Face transformers' models: `architectures.py` says of which."""
+"""Blended prefill of the Hugging Face models that `architectures.py` knows."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 def blending_model_of(
     model: PreTrainedModel, retriever: BlendRetriever, profile: BlendProfile
 ) -> BlendingModel:
-    """Return a model that blends as a profile says.
+    """Return a model that blends according to a profile.
 
     Raises:
         ValueError: The model's layers, or how it rotates, are not known here.

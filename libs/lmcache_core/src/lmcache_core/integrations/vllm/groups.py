@@ -20,7 +20,7 @@ _FACTS = (
     *("num_head_slots", "state_content_bytes", "tokens_per_state", "page_size_padded"),
 )
 _UNPACKED = {"num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
-"""What vLLM says of KV that has K and V of one head and one token in each cell."""
+"""vLLM's description of KV that has K and V of one head and one token in each cell."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,11 @@ def check_packing(groups: Iterable[CacheGroup], layout: str) -> None:
 
 
 def fails_by_block(groups: Sequence[CacheGroup]) -> bool:
-    """Return whether vLLM can be told of a failed load by blocks.
+    """Return whether failed loads are reported to vLLM by blocks.
 
     Not with several groups: it cannot tell their blocks apart. Nor with a window: it would compute
     again from the first such block on, where the window reaches back to blocks that the request
-    never had. It is then told of the request, which starts over.
+    never had. Then the request is reported, and starts over.
     """
     return len(groups) == 1 and groups[0].window is None
 

@@ -21,11 +21,7 @@ from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.options import BLOCKS, ConnectorOptions
-from lmcache_core.integrations.vllm.weights import (
-    Adapters,
-    model_fingerprint,
-    options_fingerprint,
-)
+from lmcache_core.integrations.vllm.weights import Adapters, model_fingerprint, options_fingerprint
 from lmcache_core.token_database.hashing import identity_root
 
 FMT = "vllm"
@@ -101,7 +97,7 @@ def identity_of(
             process of an engine reads the weights.
 
     Raises:
-        LayoutError: It depends on more than tokens and weights, or nothing tells which weights, or
+        LayoutError: It depends on more than tokens and weights, or the weights are not known, or
             it is spread over workers in a way that is not supported.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config

@@ -145,7 +145,7 @@ def _as_blocks(
 
 def _name_of(group: CacheGroup, number: int, members: Sequence[int], backends: str = "") -> str:
     """Return the name of some of a group's layers in records: "" where the group's own description
-    says all about them.
+    identifies them.
     """
     facts = [(i, described(group.specs[i])) for i in members]
     is_as_described = {text for _, text in facts} == {described(group.spec)}

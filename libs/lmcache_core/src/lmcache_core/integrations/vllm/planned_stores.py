@@ -79,7 +79,7 @@ class StorePlanner:
         if self._num_workers > 1:
             late |= set(loading)
         # Another connector (in a `MultiConnector`) may load in this step, and our worker would not
-        # hear of its failure. vLLM says so since 0.29.
+        # hear of its failure. Since 0.29 vLLM reports such steps.
         if getattr(output, "has_sync_kv_loads", True) and any(
             request_id in self._states and num_computed > self._states[request_id].num_local
             for request_id, num_computed in begun.items()

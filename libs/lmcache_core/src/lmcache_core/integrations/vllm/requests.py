@@ -78,7 +78,7 @@ class RequestState:
         names: Names of its chunks; None while they are not known.
         names_version: The version of the roots, and the length of the prompt, when it was named.
         adapter: What named its adapter then; "" without one.
-        tables: Its blocks in each group, as the scheduler has told them.
+        tables: Its blocks in each group, as vLLM has given them.
         dropped: In each group, how many blocks from the first vLLM has taken away.
         stored: In each group, how many chunks from the first are planned to be stored, or need not
             be.

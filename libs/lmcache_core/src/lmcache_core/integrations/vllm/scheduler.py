@@ -58,7 +58,7 @@ class SchedulerSide:
 
     Attributes:
         stores: Plans what is stored after each step.
-        step: Number of the step that was planned last, if it tells of a prefill's rate, else 0.
+        step: Number of the step that was planned last, if its duration measures prefill, else 0.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class SchedulerSide:
         for request_id in output.num_scheduled_tokens:
             state = self._states.get(request_id)
             if state is not None and state.asked_at is not None:
-                # It runs already: the answer only says what need not be stored.
+                # It runs already: the answer only shows what need not be stored.
                 self._ask(state, wait_s=0.0)
                 if state.offer is not None:
                     self._end_offer(state)

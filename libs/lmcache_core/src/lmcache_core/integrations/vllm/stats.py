@@ -147,7 +147,7 @@ _Sources: Any = None
 if importlib.util.find_spec("vllm.v1.metrics.cache_hit_source") is not None:  # since 0.32
     _Sources = importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource
 HIT_SOURCE = getattr(_Sources, "HOST", None)
-"""What hits are unless they are told apart."""
+"""The source of hits by default."""
 
 
 def hit_sources(origins: Mapping[int, int]) -> dict[Any, int]:

@@ -33,8 +33,8 @@ _NOT_OF_THE_KV = frozenset(
 def model_fingerprint(
     model: str, revision: str | None, hf_config: Any, download_dir: str | None = None
 ) -> str | None:
-    """Return text that differs for other weights, whatever path they have; None where nothing tells
-    which weights they are.
+    """Return text that differs for other weights, whatever path they have; None where the
+    weights cannot be identified.
 
     Every byte of a folder's weights is read (`file_digests`).
 
@@ -125,8 +125,8 @@ _AdapterKey = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class _KnownAdapter:
-    """An adapter: which files it had when it was seen, and its name; None while nothing tells
-    which weights vLLM computes with.
+    """An adapter: which files it had when it was seen, and its name; None while the
+    weights that vLLM computes with are not known.
     """
 
     version: FileVersions | None
@@ -143,7 +143,7 @@ class Adapters:
     def __init__(self) -> None:
         self._known: dict[_AdapterKey, _KnownAdapter] = {}
         self._loaded: dict[int, str] = {}
-        """What vLLM has under each number, as the last request with it has told."""
+        """What vLLM has under each number, according to the last request with it."""
 
     def name_of(self, lora: Any) -> str | None:
         """Return what names a request's adapter, "" where it has none; None when its weights are
@@ -173,8 +173,8 @@ class Adapters:
         return known.name
 
     def is_loaded(self, lora: Any, name: str) -> bool:
-        """Return whether no request has told since that an adapter of this name has been replaced
-        by another one.
+        """Return whether, as far as requests show, no other adapter has replaced the one of this
+        name.
         """
         return lora is None or self._loaded.get(int(lora.lora_int_id)) == name
 
