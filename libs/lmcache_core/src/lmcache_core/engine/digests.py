@@ -11,7 +11,7 @@ from lmcache_core.record import payload_hasher
 FILL_STEP_BYTES = 2 << 20
 FILL_POLL_S = 100e-6
 MAX_IDLE_POLLS = 20
-"""After so many in a row the thread ends its turn; the next step submits it again."""
+"""After so many in a row the thread turns to other work; the next step calls it back."""
 CHECK_STEP_BYTES = 1 << 20
 """Tuned on two cores of an AMD EPYC with 32 MiB of last-level cache: a thread of its own wants
 larger steps than the copying thread.
