@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from lmcache_core.integrations.vllm.offers import WINDOW_TICKET
+from lmcache_core.integrations.vllm.scheduler import WINDOW_TICKET
 from lmcache_core.sidecar import messages as m
 from lmcache_core.sidecar import pace
 

@@ -31,7 +31,7 @@ class ChunkStore(Protocol):
         """
 
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Begin to lift chunks into host memory; returns at once."""
+        """Begin to read chunks into host memory; returns at once."""
 
     def is_worth(self, saving_s: float) -> bool:
         """Return whether a question that can save so much time is worth asking now. Asks nothing.
@@ -50,20 +50,20 @@ class ChunkStore(Protocol):
         wait_s: float | None = None,
         saving_s: float = 0.0,
     ) -> Staged | None:
-        """Return what of these chunks is in host memory for all ranks, kept there from now on; the
-        rest begins to be lifted. Waits for no tier.
+        """Return which of these chunks are in host memory for all ranks, and keep them there; begin
+        to read the rest from slower tiers. Waits for no tier.
 
         A chunk that is promised is not evicted until `unstage`, or until it has not been
-        asked about for a while (minutes). Asked again with the same ticket and chains it says how
-        far the lift is; other chains under the same ticket are a new question.
+        asked about for a while (minutes). Asked again with the same ticket and chains it reports
+        progress; other chains under the same ticket are a new question.
 
         Args:
             ticket: Name of the question, for example the request's id.
             chains: What is asked for.
-            is_prefix: Nothing after the first missing chunk of a chain counts or is lifted.
+            is_prefix: Nothing after the first missing chunk of a chain counts or is read.
                 Otherwise each chunk counts for itself.
-            recompute_s: What recomputing one chunk costs, as far as is known: a lift does not
-                take longer than that for each chunk.
+            recompute_s: What recomputing one chunk costs, as far as is known: reading does
+                not take longer than that for each chunk.
             wait_s: How long to wait for the answer; asked again with the same ticket and chains,
                 wait for the same answer. None: until the store's own deadline.
             saving_s: What the answer can save. With `wait_s`, a store whose answers take too long
@@ -78,8 +78,8 @@ class ChunkStore(Protocol):
         """Keep what these tickets were promised no longer; unknown tickets are passed over."""
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
-        """Return memory to fill, one object a shape, None where there is no room. Each goes on to
-        `put` (then `release`) or to `abort`.
+        """Return memory to fill, one object a shape, None where there is no room. Each is
+        passed to `put` (then `release`) or to `abort`.
         """
 
     @property
@@ -97,7 +97,7 @@ class ChunkStore(Protocol):
         recompute_s: float | None = None,
         check_later: bool = False,
     ) -> list[Chunk]:
-        """Return the longest prefix of these chunks that can be had in time, verified. Each goes to
+        """Return the longest prefix of these chunks that arrives in time, verified. Each goes to
         `release` when it has been copied.
 
         What is missing is counted with its reason.
@@ -116,9 +116,7 @@ class ChunkStore(Protocol):
         """
 
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Drop chunks that will not be asked for again, where that is cheap; the others age like
-        any.
-        """
+        """Drop chunks that will not be asked for again, where that is cheap; others just age."""
 
     def release(self, chunks: Sequence[Chunk]) -> bool:
         """Give the references of these chunks back.

@@ -24,8 +24,8 @@ class FillingDigest:
     """The digest of a payload that is being filled, computed in another thread that follows the
     copy.
 
-    That thread looks by itself how far the copy is: to wake it for each step would slow the copy by
-    several percent.
+    That thread polls how far the copy is: to wake it for each step would slow the copy by several
+    percent.
 
     Args:
         payload: Filled from its beginning; must stay valid until what `finish` gives is done.
@@ -44,9 +44,8 @@ class FillingDigest:
     def filled(self, num_bytes: int) -> None:
         """Note that so many bytes, from the first, will not change any more."""
         self._num_filled = num_bytes
-        if (
-            self._follower is None or self._follower.done()
-        ) and num_bytes - self._num_digested >= FILL_STEP_BYTES:
+        is_idle = self._follower is None or self._follower.done()
+        if is_idle and num_bytes - self._num_digested >= FILL_STEP_BYTES:
             self._follower = self._workers.submit(self._follow)
 
     def finish(self) -> Future[bytes]:

@@ -1,12 +1,15 @@
-"""Chooses, once, the chunk store of the engine: embedded tiers or the pod's sidecar."""
+"""Chooses, once, the chunk store of the engine: embedded tiers or the pod's sidecar; traced if
+configured.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,10 +19,15 @@ from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.errors import ConfigError
 from lmcache_core.memory.base import MemoryAllocatorInterface
 from lmcache_core.telemetry import Counters
+from lmcache_core.telemetry.request_context import Carried, RequestIds, Tracer, working_for
 from lmcache_core.token_database import identity_root
 
 if TYPE_CHECKING:
-    from lmcache_core.sidecar.messages import Describe, Hello
+    from lmcache_core.sidecar.messages import Describe
+
+BYTES_PER_GB = 1 << 30
+TRACED = frozenset({"lookup", "prefetch", "stage", "reserve", "put", "get"})
+"""Calls of a chunk store that may reach a tier."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +35,15 @@ class SidecarClient:
     """How this process identifies itself to the sidecar.
 
     Attributes:
-        name: Names the engine, the same for all of its processes; by default this process.
+        name: Names the engine, the same for all of its processes.
         groups: Layer groups that chunks are stored for, by their names in keys; none: this process
             does not name chunks.
         loads_beside: Whether one thread loads while another one stores.
     """
 
-    name: str = ""
+    name: str
     groups: tuple[str, ...] = ("",)
     loads_beside: bool = False
-
-
-NAMELESS = SidecarClient()
 
 
 def create_chunk_store(
@@ -47,9 +52,9 @@ def create_chunk_store(
     memory_allocator: MemoryAllocatorInterface | None,
     counters: Counters,
     workers: Workers | None = None,
-    client: SidecarClient = NAMELESS,
+    client: SidecarClient | None = None,
 ) -> ChunkStore:
-    """Return the chunk store that the config names; not opened. Traced where the config says so.
+    """Return the chunk store that the config names; not opened.
 
     Args:
         config: Options.
@@ -57,81 +62,103 @@ def create_chunk_store(
         memory_allocator: Host memory for chunks; only in embedded mode.
         counters: Where misses are counted.
         workers: Threads for digests.
-        client: How this process is to the sidecar.
+        client: How this process identifies itself to the sidecar; by default as an engine of its
+            own.
 
     Raises:
         ConfigError: Embedded mode without an allocator, or traces without the packages that they
             need.
     """
-    store = _create(config, metadata, memory_allocator, counters, workers, client)
-    if config.otlp_endpoint is None:
-        return store
-    from lmcache_core.engine.traced_store import TracedChunkStore
-    from lmcache_core.telemetry.tracing import open_tracer
-
-    name = client.name or f"engine-{os.getpid()}"
-    tracer = open_tracer(config.otlp_endpoint, "lmcache-engine", name, config.trace_sample_ratio)
-    return store if tracer is None else TracedChunkStore(store, tracer)
-
-
-def _create(
-    config: LMCacheEngineConfig,
-    metadata: LMCacheEngineMetadata,
-    memory_allocator: MemoryAllocatorInterface | None,
-    counters: Counters,
-    workers: Workers | None,
-    client: SidecarClient,
-) -> ChunkStore:
+    client = client or SidecarClient(f"engine-{os.getpid()}")
+    store: ChunkStore
     if config.sidecar_socket is not None:
-        from lmcache_core.sidecar import SidecarChunkStore
-
-        hello = _hello(metadata, client.name or f"engine-{os.getpid()}")
-        described = _describing(config, metadata, client.groups) if client.groups else None
-        path, timeout_s = Path(config.sidecar_socket), config.tier_timeout_s
-        return SidecarChunkStore(
-            path, hello, timeout_s, counters, workers, described, client.loads_beside
-        )
-    if memory_allocator is None:
+        store = _sidecar_store(config, metadata, counters, workers, client)
+    elif memory_allocator is None:
         raise ConfigError(
             "memory_allocator=None: embedded mode needs host memory for chunks (or set"
             " sidecar_socket)"
         )
-    from lmcache_core.storage.manager import StorageManager
+    else:
+        from lmcache_core.storage.manager import StorageManager
 
-    return StorageManager(config, memory_allocator, counters, workers)
+        store = StorageManager(config, memory_allocator, counters, workers)
+    if config.otlp_endpoint is None:
+        return store
+    from lmcache_core.telemetry.tracing import open_tracer
+
+    ratio = config.trace_sample_ratio
+    tracer = open_tracer(config.otlp_endpoint, "lmcache-engine", client.name, ratio)
+    return store if tracer is None else cast("ChunkStore", TracedChunkStore(store, tracer))
 
 
-def _hello(metadata: LMCacheEngineMetadata, client: str) -> Hello:
-    from lmcache_core.sidecar.messages import CAPABILITIES, ON_DEVICE, VERSION, Hello
+def _sidecar_store(
+    config: LMCacheEngineConfig,
+    metadata: LMCacheEngineMetadata,
+    counters: Counters,
+    workers: Workers | None,
+    client: SidecarClient,
+) -> ChunkStore:
+    from lmcache_core.sidecar import SidecarChunkStore
+    from lmcache_core.sidecar import messages as m
 
-    return Hello(
-        *(
-            VERSION,
-            VERSION,
-            client,
-            os.getpid(),
-            metadata.worker_id,
-            metadata.model_name,
-            metadata.layout_fingerprint(),
-        ),
-        *(
-            (*CAPABILITIES, *([ON_DEVICE] if torch.cuda.is_available() else [])),
-            metadata.world_size,
-        ),
+    capabilities: tuple[str, ...] = m.CAPABILITIES
+    if torch.cuda.is_available():
+        capabilities = (*capabilities, m.ON_DEVICE)
+    hello = m.Hello(
+        m.VERSION,
+        m.VERSION,
+        client.name,
+        os.getpid(),
+        metadata.worker_id,
+        metadata.model_name,
+        metadata.layout_fingerprint(),
+        capabilities,
+        metadata.world_size,
+    )
+
+    def describe(salt: str) -> Describe:
+        """Tell, once the salt is known, how this engine names chunks."""
+        root = identity_root(metadata, salt)
+        fmt, model_name, world_size = metadata.fmt, metadata.model_name, metadata.world_size
+        return m.Describe(fmt, model_name, world_size, config.chunk_size, root, client.groups)
+
+    return SidecarChunkStore(
+        Path(cast("str", config.sidecar_socket)),
+        hello,
+        config.tier_timeout_s,
+        counters,
+        workers,
+        describe if client.groups else None,
+        client.loads_beside,
     )
 
 
-def _describing(
-    config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, groups: tuple[str, ...]
-) -> Callable[[str], Describe]:
-    """Return what tells, once the salt is known, how this engine names chunks."""
+class TracedChunkStore:
+    """A `ChunkStore` around another one: each call that may reach a tier is a span, and has an id
+    for the logs of all that work for it. A trace begins here.
 
-    def describe(salt: str) -> Describe:
-        from lmcache_core.sidecar.messages import Describe
+    Args:
+        store: Is wrapped.
+        tracer: Takes the spans; closed with the store.
+    """
 
-        root = identity_root(metadata, salt)
-        return Describe(
-            metadata.fmt, metadata.model_name, metadata.world_size, config.chunk_size, root, groups
-        )
+    def __init__(self, store: ChunkStore, tracer: Tracer) -> None:
+        self._store = store
+        self._tracer = tracer
+        self._ids = RequestIds()
 
-    return describe
+    def __getattr__(self, name: str) -> Any:
+        method: Callable[..., Any] = getattr(self._store, name)
+        return functools.partial(self._traced, name, method) if name in TRACED else method
+
+    def _traced(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        came = Carried(self._ids.next())
+        with working_for(f"engine {name}", came, self._tracer, is_server=False):
+            return method(*args, **kwargs)
+
+    def close(self) -> None:
+        """Close the store, then the tracer."""
+        try:
+            self._store.close()
+        finally:
+            self._tracer.close()
