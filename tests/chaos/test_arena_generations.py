@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.engine import LMCacheEngine
-from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.processes import Processes
 from tests.fixtures.restarted_sidecar import ARENA_BYTES, RestartedSidecar, paused_engine, until
 from tests.fixtures.sidecar import engine_at
 

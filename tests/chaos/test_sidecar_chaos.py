@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 from lmcache_core.engine import LMCacheEngine
-from lmcache_demo.processes import Process, Processes
+from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import (
@@ -34,6 +34,7 @@ from tests.fixtures.kv import (
     random_kv,
     tokens_of,
 )
+from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
 
 SEED = int(os.environ.get("LMCACHE_CHAOS_SEED", "20261"))

@@ -19,10 +19,10 @@ from lmcache_core.security.watched_files import LOOK_INTERVAL_S
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
 from lmcache_core.testing.chunks import make_key
 from lmcache_core.wire import ClientOptions, LmClient
-from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
+from tests.fixtures.processes import Processes
 from tests.fixtures.redis_server import free_port
 from tests.fixtures.sidecar import engine_at
 from tests.fixtures.tls import Authority, Pair, client_tls, replace

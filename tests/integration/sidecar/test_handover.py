@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
-from lmcache_demo.processes import Process, Processes
+from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
 
 NUM_CHUNKS = 4

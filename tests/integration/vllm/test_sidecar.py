@@ -18,9 +18,10 @@ import pytest
 from lmcache_core.engine import ChunkStore
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
-from lmcache_demo.processes import Process, Processes
+from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
+from tests.fixtures.processes import Processes
 from tests.fixtures.vllm_engine import (
     FULL,
     MLA,
