@@ -19,7 +19,6 @@ from tests.bench import (
     blend_device,
     blend_part,
     blend_speed,
-    codec_device,
     codec_part,
     disk,
     engines,
@@ -111,7 +110,6 @@ def sections(bench: Bench) -> Sequence[report.Section]:
     ]
     measured = (
         ("GPU", paged.gpu_figures),
-        ("GPU, codec", codec_device.gpu_figures),
         ("GPU, blending", blend_device.gpu_figures),
     )
     gpu = [figure for name, figures in measured for figure in bench.run(name, figures)]

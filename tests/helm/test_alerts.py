@@ -260,9 +260,9 @@ def test_an_alert_fires_when_it_should(case: Case) -> None:
     )
     assert bool(firing) == case.fires, firing
     named = set(re.findall(r"\$labels\.(\w+)", ALERTS[case.alert]["summary"]))
-    assert all(
-        named <= dict(labels).keys() for labels in firing
-    ), f"the summary names {named}, which are not all there: {firing}"
+    assert all(named <= dict(labels).keys() for labels in firing), (
+        f"the summary names {named}, which are not all there: {firing}"
+    )
     assert all(
         NAME not in dict(labels) and dict(labels).get("lmcache_release", RELEASE) == RELEASE
         for labels in firing
@@ -298,9 +298,9 @@ def test_what_may_happen_once_is_shown_at_0_before(
         }
         for label, values in wanted.items():
             there = {sample.get(label) for sample in samples[selected.metric]}
-            assert (
-                set(values) <= there
-            ), f"{selected.metric} does not show {values} from the start: {there}"
+            assert set(values) <= there, (
+                f"{selected.metric} does not show {values} from the start: {there}"
+            )
         assert samples[selected.metric], f"{selected.metric} is not there from the start"
 
 
@@ -322,9 +322,9 @@ def test_series_are_read_as_prometheus_reads_them() -> None:
         written.first_firing("sum(rate(c_total[10m])) by (zone) > 0.09", 0, 1800)[empty]
         == 9 * MINUTE_S
     )
-    assert not written.first_firing(
-        "sum by (zone) (rate(c_total[10m])) > 0.11", 0, 3600
-    ), "a restart is no rise"
+    assert not written.first_firing("sum by (zone) (rate(c_total[10m])) > 0.11", 0, 3600), (
+        "a restart is no rise"
+    )
     assert written.first_firing("count by (zone) (g) == 1", 20 * MINUTE_S, 3600) == {
         frozenset({("zone", "x")}): 51 * MINUTE_S
     }

@@ -238,9 +238,8 @@ def test_schema_types_every_value() -> None:
             - set(value)
             - {"initialDelaySeconds", "nodeAffinity", "podAffinity", "podAntiAffinity"}
         )
-        assert unlisted <= {
-            "global",
-            "lmcache-common",
-        }, f"{where}: {unlisted} are not in values.yaml"
+        assert unlisted <= {"global", "lmcache-common"}, (
+            f"{where}: {unlisted} are not in values.yaml"
+        )
 
     check(schema, values, "values")

@@ -178,10 +178,9 @@ def test_only_sidecars_that_encode_have_the_codecs(chart: Chart) -> None:
         codec,
         lean,
     ), "injected ones have no disk_serde"
-    assert images({}, sidecar={"config": {"remote_serde": "cachegen:high"}}) == (
-        codec,
-        lean,
-    ), "one model alone"
+    assert images({}, sidecar={"config": {"remote_serde": "cachegen:high"}}) == (codec, lean), (
+        "one model alone"
+    )
     digest = "sha256:" + "a" * 64
     pinned = {"sidecar.codecImage.digest": digest, "sidecar.config.remote_serde": "lossless"}
     assert images(pinned)[0] == f"{codec}@sha256", "pinned by itself"

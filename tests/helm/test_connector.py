@@ -41,9 +41,8 @@ def test_options_reach_the_connector(chart: Chart) -> None:
         chart.render({"models": [MODEL | {"connector": {"options": options}}]})
     )
     assert (
-        config["kv_connector_extra_config"] == {
-            "lmcache.sidecar_socket": "/run/lmcache/socket/sidecar.sock"
-        } | options
+        config["kv_connector_extra_config"]
+        == {"lmcache.sidecar_socket": "/run/lmcache/socket/sidecar.sock"} | options
     )
     read = read_options(config["kv_connector_extra_config"], "cuda")
     assert (read.load, read.engine.chunk_size, read.engine.save_decode_cache) == ("sync", 512, True)

@@ -130,9 +130,9 @@ def test_a_variable_of_ones_own_takes_the_place_of_the_charts(chart: Chart, comp
         "vllm" if component == "modelDefaults" else component
     ]
     (where,) = changed
-    assert [one["name"] for one in before[where]["env"]].count(
-        name
-    ) == 1, "it is none of the chart's"
+    assert [one["name"] for one in before[where]["env"]].count(name) == 1, (
+        "it is none of the chart's"
+    )
     assert [one for one in after[where]["env"] if one["name"] == name] == [
         {"name": name, "value": "own"}
     ]
@@ -179,10 +179,7 @@ def test_a_class_of_priority_is_made_for_all_but_the_models(chart: Chart) -> Non
     }
     assert found == dict.fromkeys(
         ("storage", "broker", "webhook", "redis"), made["metadata"]["name"]
-    ) | {
-        "lookup": "own",
-        "vllm-tiny": None,
-    }
+    ) | {"lookup": "own", "vllm-tiny": None}
 
 
 def test_without_it_priorities_are_the_clusters(chart: Chart) -> None:

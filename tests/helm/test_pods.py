@@ -4,7 +4,6 @@ memory that covers the cache.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -98,9 +97,9 @@ def test_pods_see_no_services_and_no_api_token(rendering: Rendering) -> None:
 
 def test_containers_have_probes_and_memory_requests(rendering: Rendering) -> None:
     for name, container in rendering.containers():
-        assert (
-            "cpu" in container["resources"]["requests"]
-        ), f"{name}: without it autoscalers can tell nothing of the pod"
+        assert "cpu" in container["resources"]["requests"], (
+            f"{name}: without it autoscalers can tell nothing of the pod"
+        )
         if name.endswith("/payload"):
             continue
         assert "startupProbe" in container, name
@@ -200,14 +199,6 @@ def test_an_upgrade_changes_no_immutable_field(rendering: Rendering) -> None:
             assert found.items() <= spec["template"]["metadata"]["labels"].items()
 
 
-def test_names_fit(rendering: Rendering) -> None:
-    for one in rendering.manifests:
-        name = one["metadata"]["name"]
-        limit = 52 if one["kind"] == "StatefulSet" else 63
-        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name), name
-        assert len(name) <= limit, name
-
-
 def test_a_late_answer_is_no_dead_process(rendering: Rendering) -> None:
     """/healthz is answered by the loop that does the work, and Redis by one thread: a full node
     makes both late.
@@ -219,9 +210,9 @@ def test_a_late_answer_is_no_dead_process(rendering: Rendering) -> None:
             assert probe["timeoutSeconds"] >= 5, name
         if name.endswith("redis/redis"):
             assert "exec" in probe
-            assert container["readinessProbe"]["tcpSocket"] == {
-                "port": "redis"
-            }, "a second command every few seconds costs too much"
+            assert container["readinessProbe"]["tcpSocket"] == {"port": "redis"}, (
+                "a second command every few seconds costs too much"
+            )
 
 
 def test_pod_disruption_budgets_never_block_a_lone_replica(rendering: Rendering) -> None:

@@ -280,9 +280,9 @@ def test_redis_starts_with_its_password_and_stops_on_sigterm(chart: Chart, tmp_p
         while subprocess.run(ping, env=env, capture_output=True, check=False).returncode != 0:
             assert time.monotonic() < deadline, "the liveness probe never passed"
             time.sleep(0.1)
-        assert (
-            "redis-server" in Path(f"/proc/{server.pid}/cmdline").read_text()
-        ), "the shell stands in the way of signals"
+        assert "redis-server" in Path(f"/proc/{server.pid}/cmdline").read_text(), (
+            "the shell stands in the way of signals"
+        )
         stranger = [str(BINARIES / "redis-cli"), "-s", f"{tmp_path}/data/redis.sock", "ping"]
         assert (
             "NOAUTH" in subprocess.run(stranger, capture_output=True, text=True, check=False).stdout

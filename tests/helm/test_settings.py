@@ -120,9 +120,9 @@ def test_services_take_their_settings(
     ):
         path = getattr(settings, name, None)
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-        assert path is None or any(
-            str(path).startswith(mount) for mount in mounts
-        ), f"{name}={path} is on no volume"
+        assert path is None or any(str(path).startswith(mount) for mount in mounts), (
+            f"{name}={path} is on no volume"
+        )
 
 
 @pytest.mark.parametrize("service", sorted(MODELS))
@@ -286,9 +286,9 @@ def test_lmcache_clients_have_a_port_and_a_tenant_of_their_own(
         "tenant": "lmcache",
         "max_connections": 7,
     }
-    assert (
-        settings.auth_tokens_file is not None
-    ) == has_auth, "what that port lets in says nothing of the others"
+    assert (settings.auth_tokens_file is not None) == has_auth, (
+        "what that port lets in says nothing of the others"
+    )
     assert {"name": "compat", "containerPort": 65434} in container["ports"]
     services = {
         one["metadata"]["name"]: {port["name"] for port in one["spec"]["ports"]}

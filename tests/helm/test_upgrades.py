@@ -75,9 +75,9 @@ def installed(chart: Chart, size: str | None = None) -> None:
 def test_other_volumes_are_refused_with_what_to_do(
     chart: Chart, kubeconfig: Path, helm: str, values: str
 ) -> None:
-    assert (
-        run_against(chart, kubeconfig, helm, "--set", values).returncode == 0
-    ), "nothing is installed"
+    assert run_against(chart, kubeconfig, helm, "--set", values).returncode == 0, (
+        "nothing is installed"
+    )
     installed(chart)
     answer = run_against(chart, kubeconfig, helm, "--set", values)
     assert "which cannot change: leave it as it was, or see" in answer.stderr

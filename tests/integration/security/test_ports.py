@@ -69,7 +69,7 @@ def ticket(
     ttl_ms: int = 60_000,
     keys: object = None,
 ) -> str:
-    signer = TicketSigner(keys or TICKET_KEYS, "k1")  # type: ignore[arg-type]
+    signer = TicketSigner(keys or TICKET_KEYS)  # type: ignore[arg-type]
     return signer.sign(
         instance=instance, requester=requester, tenant=tenant, expires_unix_ms=unix_ms() + ttl_ms
     )

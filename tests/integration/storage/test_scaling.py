@@ -234,7 +234,7 @@ async def test_chunks_of_all_tenants_move_if_the_servers_are_admins(
             await client.close()
         leaving = made.services[1]
         async with asyncio.timeout(10):
-            while "storage-0, storage-1" not in leaving.output:
+            while "servers=storage-0,storage-1" not in leaving.output:
                 await asyncio.sleep(0.05)
         assert await made.stop(1) == [0]
         for name, payload in expected.items():

@@ -24,7 +24,8 @@ from lmcache_broker.overview import (
     MAX_SHOWN_PEERS,
     OTHER_LABEL,
     History,
-    WorkCounts,
+    grow,
+    no_work,
 )
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.settings import BrokerSettings
@@ -292,11 +293,11 @@ def test_history_is_bounded() -> None:
 
 def test_names_are_bounded_whatever_peers_tell() -> None:
     peers = [PeerFigures(missed_chunks={f"{peer}-{i}": 2 for i in range(32)}) for peer in range(4)]
-    work, both = WorkCounts(), WorkCounts()
+    work, both = no_work(), no_work()
     for figures in peers:
-        work.add(figures)
-    both.merge(work)
-    both.merge(work)
+        grow(work, figures)
+    grow(both, work)
+    grow(both, work)
     for counted, times in ((work, 1), (both, 2)):
         assert len(counted.missed_chunks) == MAX_LABELS + 1
         assert counted.missed_chunks["0-0"] == 2 * times

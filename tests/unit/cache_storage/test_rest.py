@@ -14,7 +14,7 @@ from lmcache_core.lookup import InstanceReporter
 from lmcache_core.record import encode_head
 from lmcache_core.storage import DiskBackend
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
-from lmcache_storage.chunks.responses import SLICE_BYTES
+from lmcache_storage.records import SLICE_BYTES
 from lmcache_storage.storage import StorageNode
 
 from tests.fixtures.storage_app import assert_problem, serving
@@ -295,7 +295,7 @@ async def test_a_draining_storage_serves_and_takes_nothing(tmp_path: Path) -> No
         ready = await rest.get("/readyz")
         assert (ready.status_code, ready.json()["checks"]["stores"]["ok"]) == (503, False)
         assert (await rest.get("/v1/stats")).json()["draining"] is True
-        assert [(key.key.to_url(), tiers) for key, _, tiers in parts.holdings("default")] == [
+        assert [(key.key.to_url(), tiers) for key, _, tiers in await parts.holdings("default")] == [
             (A, ["Hot", "LocalDiskBackend"])
         ]
 

@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lmcache_kernels.arithmetic import EXACT, KINDS, WORD_DTYPES, launching, widen
 from lmcache_kernels.blend_select.reference import INFINITE
-from lmcache_kernels.codec_arithmetic import EXACT, launching, widen
-from lmcache_kernels.codec_shape import KINDS, WORD_DTYPES
 
 # Not tuned on a GPU: eight values a thread.
 MAX_BLOCK = 1024
@@ -37,7 +36,7 @@ def deviation_kernel(  # type: ignore[no-untyped-def]
         valid_ptr: uint8 `[num_tokens]`.
         deviation_ptr: float32 `[num_tokens]`, written.
         channels: Of a row.
-        KIND: Of the words: `codec_shape.KINDS`.
+        KIND: Of the words: `arithmetic.KINDS`.
         BLOCK: Channels worked on at once.
     """
     token = tl.program_id(0).to(tl.int64)

@@ -5,7 +5,7 @@ Unknown fields are ignored: a newer peer must be able to register.
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
 from fastapi import Path
 from lmcache_core.p2p import (
@@ -34,7 +34,8 @@ from pydantic import (
 )
 
 from lmcache_broker.transfers.choice import WantedFrom
-from lmcache_broker.transfers.scheduler import MAX_WAIT_MS
+
+MAX_WAIT_MS: Final = 10_000
 
 InstanceId = Annotated[str, StringConstraints(pattern=f"^{INSTANCE_PATTERN}$")]
 PeerIdPath = Annotated[str, Path(pattern=f"^{INSTANCE_PATTERN}$", description="The peer's id.")]
@@ -345,8 +346,6 @@ class LinkView(BaseModel):
 
 class WorkView(BaseModel):
     """What engines asked for and got."""
-
-    model_config = ConfigDict(from_attributes=True)
 
     requested_chunks: int
     loaded_chunks: dict[str, int] = Field(description="By tier.")

@@ -156,17 +156,14 @@ async def stats(principal: ClientPrincipal, parts: Parts) -> StatsView:
 @transfers_router.post("/transfers", summary="Assign chunks to peers")
 async def assign(body: TransferBody, principal: ClientPrincipal, parts: Parts) -> TransferView:
     """Tickets are valid for the caller's tenant."""
-    plan = await parts.scheduler.ask(principal, body.requester, body.wanted(), body.wait_ms)
-    return TransferView.model_validate(plan)
+    return await parts.scheduler.ask(principal, body.requester, body.wanted(), body.wait_ms)
 
 
 @transfers_router.post("/transfers:renew", summary="Renew pulls")
 async def renew(body: PullsBody, principal: ClientPrincipal, parts: Parts) -> RenewView:
     """For another ticket's life. Unknown pulls are left out: request them again."""
-    return RenewView.model_validate(
-        {"renewed": await parts.scheduler.renew(principal, body.requester, body.pulls)},
-        from_attributes=True,
-    )
+    renewed = await parts.scheduler.renew(principal, body.requester, body.pulls)
+    return RenewView(renewed=renewed)
 
 
 @transfers_router.post("/transfers:done", summary="End pulls")

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from lmcache_storage.compat.dialect import DIALECTS, CompatCommand
-from lmcache_storage.compat.refusals import CloseReason, CompatRefusedError
+from lmcache_storage.compat.dialect import DIALECTS, CloseReason, CompatCommand, CompatRefusedError
 
 from tests.fixtures.compat import (
     ABOUT,

@@ -13,9 +13,9 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.remote.rendezvous import home
 from lmcache_core.testing.chunks import make_chunk
 from lmcache_core.wire import ClientOptions, LmClient, LmServer
-from lmcache_storage.handover import departures as departures_module
+from lmcache_storage import served_store as departures_module
 from lmcache_storage.handover import rebalancer as rebalancing
-from lmcache_storage.handover.departures import Departures
+from lmcache_storage.served_store import Departures
 
 from tests.unit.cache_storage.handover.test_moves import ADMIN, KEYS, Here, here
 

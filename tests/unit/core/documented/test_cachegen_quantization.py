@@ -259,27 +259,17 @@ def test_the_encoder_step_by_step_is_the_vectorised_one() -> None:
     assert encoder.compute_cdf(is_key=False).shape == (11, 6, 33)
 
 
+KV, CONFIG = torch.ones(2, 3, 4), CacheGenConfig.for_num_layers(2)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {},
-        {"fp_k": torch.ones(2, 3, 4), "config": CacheGenConfig.for_num_layers(2)},
-        {
-            "fp_k": torch.ones(2, 3, 4),
-            "fp_v": torch.ones(3, 3, 4),
-            "config": CacheGenConfig.for_num_layers(2),
-        },
-        {
-            "fp_k": torch.ones(2, 3),
-            "fp_v": torch.ones(2, 3, 4),
-            "config": CacheGenConfig.for_num_layers(2),
-        },
-        {
-            "fp_k": torch.ones(2, 3, 4),
-            "fp_v": torch.ones(2, 3, 4),
-            "config": CacheGenConfig.for_num_layers(2),
-            "more": 1,
-        },
+        {"fp_k": KV, "config": CONFIG},
+        {"fp_k": KV, "fp_v": torch.ones(3, 3, 4), "config": CONFIG},
+        {"fp_k": torch.ones(2, 3), "fp_v": KV, "config": CONFIG},
+        {"fp_k": KV, "fp_v": KV, "config": CONFIG, "more": 1},
     ],
 )
 def test_fields_of_the_encoder(fields) -> None:

@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from lmcache_core.lookup import Holding, Outbox, StoreEvent
-from lmcache_core.lookup.outbox import event_of
+from lmcache_core.lookup import Outbox, StoreEvent
 
 
 def event(number: int) -> StoreEvent:
     return StoreEvent("store", f"{number:032x}", "hot", number)
 
 
-def holding(number: int) -> Holding:
-    return Holding(number.to_bytes(16, "big"), "hot", number)
-
-
 def begun(*numbers: int, max_pending: int = 4) -> Outbox:
     outbox = Outbox(max_pending)
     outbox.begin(1)
-    outbox.announce(deque(event_of("store", holding(n)) for n in numbers))
+    outbox.announce(deque(event(n) for n in numbers))
     return outbox
 
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lmcache_kernels.paged_gather import paged_gather_steps
-from lmcache_kernels.paged_scatter import paged_scatter_steps
+from lmcache_kernels.paged_copy import paged_gather_steps, paged_scatter_steps
 
 from lmcache_core._typing import override
 from lmcache_core.errors import LayoutError

@@ -16,7 +16,7 @@ from typing import Any
 from lmcache_core._typing import override
 from lmcache_core.errors import ConfigError
 from lmcache_core.security.handshakes import CountedObject
-from lmcache_core.security.watched_files import WatchedFiles
+from lmcache_core.security.watched_files import Reloaded
 
 logger = logging.getLogger(__name__)
 
@@ -85,39 +85,23 @@ class ReloadingContext(ssl.SSLContext):
         if_silent: See `why_silent`.
     """
 
-    _build: Callable[[], ssl.SSLContext]
-    _watch: WatchedFiles
-    _in_force: ssl.SSLContext
+    _contexts: Reloaded[ssl.SSLContext]
     if_silent: str
 
     def __new__(cls, build: Callable[[], ssl.SSLContext], files: TlsFiles) -> ReloadingContext:
         """Make a context for `server_context` and `client_context`."""
         context = super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
-        context._build = build
-        context._watch = WatchedFiles(files.paths)
-        context._in_force = build()
+        context._contexts = Reloaded(build, files.paths, "certificates")
         context.if_silent = ""
         return context
 
     @override
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        self._look()
-        return self._in_force.wrap_bio(*args, **kwargs)
+        return self._contexts.current().wrap_bio(*args, **kwargs)
 
     @override
     def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
-        self._look()
-        return self._in_force.wrap_socket(*args, **kwargs)
-
-    def _look(self) -> None:
-        if not self._watch.have_changed():
-            return
-        try:
-            self._in_force = self._build()
-        except ConfigError as exc:
-            logger.warning("%s; the files read before stay in force", exc)
-        else:
-            logger.info("certificates have been replaced: new connections use the new ones")
+        return self._contexts.current().wrap_socket(*args, **kwargs)
 
 
 def server_context(files: TlsFiles) -> ReloadingContext:

@@ -1,8 +1,8 @@
 """The further store: a bucket of S3-compatible object storage behind memory and disk (ADR 14). Off
 unless `s3_bucket` is set.
 
-`settings` are its options, `layout` names objects, `objects` talks to the bucket, `backend` is the
-tier. The client library is imported only where a bucket is named.
+`settings` are its options, `objects` talks to the bucket, `backend` is the tier. The client library
+is imported only where a bucket is named.
 """
 
 from __future__ import annotations

@@ -1,15 +1,21 @@
 """Records as objects of one bucket. Blocking, thread-safe; the only file that knows the client
 library.
+
+Objects are named `<prefix><tenant>/<2 hex>/<64 hex>.kvr`, one record each; the 64 digits are the
+SHA-256 of its canonical key, as in the names of the disk tier: no name tells a model or a token,
+all have the same length, and they are spread evenly.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
 
 import obstore
 from lmcache_core.errors import ConfigError, RecordError, UnavailableError
@@ -29,12 +35,12 @@ from lmcache_core.record import (
     payload_hasher,
 )
 from lmcache_core.security import TokenFile
+from lmcache_core.storage.disk.layout import record_name
 from lmcache_core.storage.remote.base import miss_for
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from lmcache_storage.s3 import S3_TIER
-from lmcache_storage.s3.layout import is_record, object_name, tenant_name
 from lmcache_storage.s3.settings import S3Settings
 
 if TYPE_CHECKING:
@@ -61,6 +67,36 @@ CHECKED_BYTES: Final = 1 << 20
 """What an object is read by when it is only checked."""
 PROBE: Final = "lmcache-probe"
 _OF_ANOTHER_VERSION: Final = frozenset({RecordReason.VERSION, RecordReason.EXTENSION})
+
+_RECORD = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}\.kvr")
+_TENANT = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*/")
+
+
+def object_name(prefix: str, key: ChunkKey) -> str:
+    """The object of a chunk."""
+    name = record_name(key.key)
+    return f"{prefix}{tenant_name(key.tenant)}/{name[:2]}/{name}"
+
+
+def tenant_name(tenant: str) -> str:
+    """A tenant's part of names: each tenant has one of its own, which holds no `/`, is never `.`
+    or `..`, and needs no quoting in URLs.
+    """
+    name = quote(tenant, safe="").replace("~", "%7E").replace("%", "=")
+    return "=2E" + name[1:] if name.startswith(".") else name
+
+
+def is_record(name: str, prefix: str, tenant: str | None) -> bool:
+    """Whether an object of that name claims to be a record of that tenant, of any when None:
+    nothing else is ever removed.
+    """
+    if not name.startswith(prefix):
+        return False
+    rest = name[len(prefix) :]
+    beginning = _TENANT.match(rest)
+    if beginning is None or (tenant is not None and beginning[0] != tenant_name(tenant) + "/"):
+        return False
+    return _RECORD.fullmatch(rest, beginning.end()) is not None
 
 
 @dataclass(slots=True)

@@ -10,8 +10,7 @@ from typing import Final
 
 from lmcache_core.security import validate_tenant
 
-from lmcache_webhook.injection.errors import DeclinedError
-from lmcache_webhook.injection.pod import Metadata
+from lmcache_webhook.injection.pod import DeclinedError, Metadata
 
 PREFIX: Final = "lmcache.io/"
 INJECT: Final = f"{PREFIX}inject"

@@ -17,8 +17,7 @@ from lmcache_core.config.sources import ENV_PREFIX, values_of_environment
 from lmcache_core.errors import ConfigError
 
 from lmcache_webhook.injection.annotations import CONTAINER
-from lmcache_webhook.injection.errors import DeclinedError
-from lmcache_webhook.injection.pod import Container, PodSpec
+from lmcache_webhook.injection.pod import Container, DeclinedError, PodSpec
 
 OPTION: Final = "--kv-transfer-config"
 CONNECTOR_MODULE: Final = "lmcache_core.integrations.vllm"

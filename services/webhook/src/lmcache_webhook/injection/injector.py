@@ -17,10 +17,9 @@ from lmcache_webhook.injection.annotations import (
     read_request,
 )
 from lmcache_webhook.injection.command_line import find_engine, names_our_connector, plan_arguments
-from lmcache_webhook.injection.errors import DeclinedError
 from lmcache_webhook.injection.patch import Operation, Patch, add_python_path
 from lmcache_webhook.injection.plan import InjectionOptions, PodPlan, plan_pod
-from lmcache_webhook.injection.pod import Container, Pod, PodSpec, VolumeMount
+from lmcache_webhook.injection.pod import Container, DeclinedError, Pod, PodSpec, VolumeMount
 from lmcache_webhook.injection.sidecar import (
     PORTS,
     PYTHON_PATH,

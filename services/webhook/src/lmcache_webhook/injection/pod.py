@@ -1,5 +1,5 @@
-"""The part of a pod that decides what is injected. Everything else of it is neither read nor
-changed.
+"""The part of a pod that decides what is injected, and why a pod stays as it is. Everything else of
+it is neither read nor changed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Annotated, Any, Final, TypeVar
 
+from lmcache_core.errors import LMCacheError
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_TEXT_CHARS: Final = 128 << 10
@@ -18,6 +19,10 @@ _Item = TypeVar("_Item")
 _Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 # An error costs over a kilobyte, and a review has room for half a million of wrong items.
 _Items = Annotated[list[_Item], Field(fail_fast=True)]
+
+
+class DeclinedError(LMCacheError):
+    """Nothing is injected into this pod; the text says why and what to change, in one sentence."""
 
 
 class _Part(BaseModel):
