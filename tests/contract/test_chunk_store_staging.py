@@ -5,6 +5,7 @@ end of a socket.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,8 +29,8 @@ from tests.fixtures.sidecar import running_socket
 
 ARENA_BYTES = 64 * TAKEN_BYTES
 DEADLINE_S = 1.0
-AT_ONCE_S = 0.2
-"""No tier is waited for; far above what a loop that is idle needs."""
+AT_ONCE_S = 5.0
+"""No tier is waited for: one that hangs does so without end."""
 
 
 @dataclass
@@ -158,9 +159,7 @@ def test_a_tier_that_hangs_is_waited_for_by_nobody(opened: Open) -> None:
         begin = time.monotonic()
         assert opened.store.stage("t", [chain]) == Staged(False, (b"\1\1\0\0",))
         assert time.monotonic() - begin < AT_ONCE_S
-    begin = time.monotonic()
     assert opened.settled("t", chain).tiers == (b"\1\1\0\0",)
-    assert time.monotonic() - begin < 2 * DEADLINE_S
     opened.shelf.hangs = False
 
 
@@ -210,12 +209,15 @@ def test_an_embedded_store_does_not_need_its_loop_for_what_is_hot(tmp_path: Path
         manager = opened.store
         assert isinstance(manager, StorageManager)
 
+        may_end = threading.Event()
+
         async def occupy() -> None:
-            time.sleep(2 * AT_ONCE_S)
+            may_end.wait()
 
         occupied = manager._loop.submit(occupy())
-        begin = time.monotonic()
-        assert manager.stage("t", [chain]) == Staged(True, (b"\1" * 4,))
-        manager.unstage(["t"])
-        assert time.monotonic() - begin < AT_ONCE_S
-        occupied.result(5.0)
+        try:
+            assert manager.stage("t", [chain]) == Staged(True, (b"\1" * 4,))
+            manager.unstage(["t"])
+        finally:
+            may_end.set()
+        occupied.result(AT_ONCE_S)

@@ -35,7 +35,7 @@ from tests.fixtures.prompts import CHUNK_BYTES, kv_of, tokens_of
 TOKENS = tokens_of((0, 1, 0, 0))
 NUM_CHUNKS = 4
 TIERS = ["Hot", "LocalDiskBackend", "P2PBackend", "RemoteBackend"]
-NOISE_S = 0.6
+NOISE_S = 10.0
 
 
 @pytest.fixture(params=["hot", "disk"])
@@ -192,30 +192,29 @@ def test_a_store_that_finds_no_room_for_all_keeps_the_first(tmp_path: Path) -> N
         assert retrieve(cache) == 3 * CHUNK_SIZE
 
 
-def slow_writes(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> list[float]:
-    """Every file takes so long to be written; the list grows by one with each."""
-    written: list[float] = []
+def held_writes(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
+    """No file is written before the event; the list grows by one with each that is."""
+    may_write, written = threading.Event(), list[int]()
     write = DiskFiles.write
 
-    def slow(self: DiskFiles, fd: int, buffers: Sequence[bytes | memoryview]) -> None:
-        time.sleep(delay_s)
+    def held(self: DiskFiles, fd: int, buffers: Sequence[bytes | memoryview]) -> None:
+        may_write.wait()
         write(self, fd, buffers)
-        written.append(delay_s)
+        written.append(fd)
 
-    monkeypatch.setattr(DiskFiles, "write", slow)
-    return written
+    monkeypatch.setattr(DiskFiles, "write", held)
+    return may_write, written
 
 
 def test_store_does_not_wait_for_slow_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with embedded_engine(tmp_path) as cache:
-        written = slow_writes(monkeypatch, 0.5)
-        begin = time.monotonic()
+        may_write, written = held_writes(monkeypatch)
         store(cache)
-        assert time.monotonic() - begin < 0.5
         assert written == []
         assert retrieve(cache) == len(TOKENS), "and it is there at once"
+        may_write.set()
         cache.drain()
         assert len(written) == NUM_CHUNKS
 
@@ -224,8 +223,9 @@ def test_close_finishes_what_is_to_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with embedded_engine(tmp_path, close_drain_s=10.0) as cache:
-        written = slow_writes(monkeypatch, 0.1)
+        may_write, written = held_writes(monkeypatch)
         store(cache)
+        threading.Timer(0.1, may_write.set).start()
     assert len(written) == NUM_CHUNKS
     with embedded_engine(tmp_path) as cache:
         assert retrieve(cache) == len(TOKENS)
@@ -236,13 +236,14 @@ def test_close_abandons_what_takes_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close_drain_s: float
 ) -> None:
     with embedded_engine(tmp_path, close_drain_s=close_drain_s) as cache:
-        slow_writes(monkeypatch, 1.6)
+        may_write, _ = held_writes(monkeypatch)
         store(cache)
         until(lambda: bool(cache.stack._writers["LocalDiskBackend"]._writing), "nothing is written")
         begin = time.monotonic()
         cache.engine.close()
         assert time.monotonic() - begin < close_drain_s + MARGIN_S + NOISE_S
         assert cache.engine.lookup(TOKENS) == 0
+        may_write.set()
 
 
 class Lingering(ForwardingBackend):

@@ -30,8 +30,8 @@ from tests.fixtures.timed_tier import Slow, Timed
 from tests.fixtures.wire import MemoryStore, serving
 
 ARENA_BYTES = 1 << 20
-PATIENCE_S = 5.0
-SOON_S = 2.0
+PATIENCE_S = 30.0
+SOON_S = 20.0
 """More than any deadline in these tests, and less than what they would wait without one."""
 LATE = Miss(MissReason.DEADLINE)
 
