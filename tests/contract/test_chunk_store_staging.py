@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from lmcache_core.engine import ChunkStore
 from lmcache_core.keys import ChunkChain
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import Staged
-from lmcache_core.sidecar import SidecarChunkStore
+from lmcache_core.sidecar import SidecarChunkStore, pace
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.manager import StorageManager
@@ -25,10 +26,11 @@ from lmcache_core.telemetry import Counters
 from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, num_loaded, store_chunks
 from tests.fixtures.embedded import until
 from tests.fixtures.kv import make_config
+from tests.fixtures.scripted_sidecar import UNHURRIED_S
 from tests.fixtures.sidecar import running_socket
 
 ARENA_BYTES = 64 * TAKEN_BYTES
-DEADLINE_S = 1.0
+DEADLINE_S, PATIENCE_S = 1.0, 20.0
 AT_ONCE_S = 5.0
 """No tier is waited for: one that hangs does so without end."""
 
@@ -79,12 +81,13 @@ def behind_sidecar(directory: Path) -> Iterator[Open]:
     shelf = Shelf()
     hello = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "org/model", "layout", m.CAPABILITIES)
     with running_socket(directory, ARENA_BYTES, lower=[shelf]) as running:
-        store = SidecarChunkStore(running.path, hello, DEADLINE_S, Counters())
-        store.open(lambda salt: None)
-        try:
-            yield Open(store, running.hot, shelf)
-        finally:
-            store.close()
+        store = SidecarChunkStore(running.path, hello, PATIENCE_S, Counters())
+        with mock.patch.object(pace, "QUICK_S", UNHURRIED_S):
+            store.open(lambda salt: None)
+            try:
+                yield Open(store, running.hot, shelf)
+            finally:
+                store.close()
 
 
 @pytest.fixture(params=[embedded, behind_sidecar], ids=["embedded", "sidecar"])
