@@ -80,7 +80,7 @@ async def _true(value: bool) -> bool:
     return value
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.02)

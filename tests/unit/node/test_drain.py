@@ -96,10 +96,10 @@ async def test_one_that_is_broken_off_is_over(end: str) -> None:
         receiver.gate.set()
     else:
         await drain.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(9):
         await asked
     assert receiver.calls[-1] == "close" or end == "closed"
     assert drain.progress.state is DrainState.DONE
     await drain.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(9):
         await drain.run()  # nothing runs any more, and nobody waits

@@ -92,7 +92,7 @@ async def test_a_request_that_ends_early_is_counted_and_gives_its_memory_back(
         async with connected(listener.port) as raw:
             await raw.send((request_bytes("v0.3+", PUT, "k", len(VALUE)) + VALUE)[:num_sent])
         await listener.store.arena.until_empty()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not listener.closed("short"):
                 await asyncio.sleep(0.005)
         assert not listener.store.chunks
@@ -103,7 +103,7 @@ async def test_a_client_that_just_goes_is_not_counted() -> None:
         async with compat_client(listener.port) as client:
             await client.put("k", b"value")
             assert await client.exists("k")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while listener.num_connections:
                 await asyncio.sleep(0.005)
         assert not [name for name in listener.counters.snapshot() if "closed" in name[0]]
@@ -133,7 +133,7 @@ async def test_a_client_that_does_not_read_its_value_is_cut_off() -> None:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.connect(("127.0.0.1", listener.port))
             deaf.sendall(request_bytes("v0.3+", GET, "k") * 4)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not listener.closed("slow"):
                     await asyncio.sleep(0.01)
         assert await client.get("k") == ((1, 3, 2, 2, 4, 2), value)
@@ -161,7 +161,7 @@ async def test_a_connection_too_many_is_closed_and_later_ones_are_served() -> No
                 assert await third.is_closed()
             assert listener.closed("too_many") == 1
             assert await first.ask(HEALTH) == reply_bytes("v0.3+", 200)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while listener.num_connections:
                 await asyncio.sleep(0.005)
         async with compat_client(listener.port) as fourth:
@@ -240,7 +240,7 @@ async def test_close_does_not_wait_longer_than_told() -> None:
     async with listening() as listener, connected(listener.port) as raw:
         await raw.send(request_bytes("v0.3+", PUT, "k", 1000))
         await asyncio.sleep(0.05)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(9):
             await listener.server.listener.close(drain_s=0.1)
         assert await raw.is_closed()
         await listener.server.listener.close()

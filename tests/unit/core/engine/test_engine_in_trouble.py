@@ -88,7 +88,7 @@ def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
     engine.open()
     engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
     engine.close()
-    read = DiskBackend.batched_get
+    read, may_go_on = DiskBackend.batched_get, threading.Event()
 
     async def blocked(
         self: DiskBackend,
@@ -97,17 +97,17 @@ def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
         timeout_s: float | None = None,
     ) -> list[Result]:
         results = await read(self, keys, allocate)
-        time.sleep(BLOCKED_S)
+        may_go_on.wait()
         return results
 
     monkeypatch.setattr(DiskBackend, "batched_get", blocked)
     engine = build(allocator, **disk_options(tmp_path))
     engine.open()
-    begin = time.monotonic()
-    assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
-    assert time.monotonic() - begin < BLOCKED_S
-    assert engine.counters.value(MISSED_CHUNKS_TOTAL, "unavailable") == 4
-    time.sleep(BLOCKED_S)
+    try:
+        assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
+        assert engine.counters.value(MISSED_CHUNKS_TOTAL, "unavailable") == 4
+    finally:
+        may_go_on.set()
     engine.close()
 
 
@@ -163,7 +163,7 @@ def test_prefetches_are_bounded(
     time.sleep(0.2)
     assert 0 < len(asked) <= 64
     engine.prefetch(TOKENS)
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     before = len(asked)
     while len(asked) == before:
         assert time.monotonic() < deadline, "prefetching has stopped for good"
@@ -238,7 +238,7 @@ def test_an_engine_that_cannot_open_leaves_nothing_running(tmp_path: Path) -> No
         with pytest.raises(ConfigError):
             LMCacheEngineBuilder.get_or_create("rival", config, make_metadata(), connector)
         assert LMCacheEngineBuilder.get("rival") is None
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60.0
         while threading.active_count() > threads:
             assert time.monotonic() < deadline, "a thread of the engine that could not open goes on"
             time.sleep(0.01)

@@ -307,7 +307,7 @@ async def test_close_ends_right_after_an_event(turns: int) -> None:
     instance.store(1)
     for _ in range(turns):
         await asyncio.sleep(0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(9):
         await instance.reporter.close()
     assert service.ended
     await instance.client.close()

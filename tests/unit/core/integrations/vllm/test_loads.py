@@ -11,7 +11,7 @@ from lmcache_core.integrations.vllm import worker as module
 from lmcache_core.integrations.vllm.plan import Load
 from lmcache_core.integrations.vllm.worker import LoadResult, LoadThread
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def load_of(name: str) -> Load:
