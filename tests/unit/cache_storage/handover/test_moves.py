@@ -13,12 +13,11 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk
 from lmcache_core.security import Principal
 from lmcache_core.storage import LocalCPUBackend
-from lmcache_core.storage.client_view import ClientView
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.remote.members import Address, Members
 from lmcache_core.storage.remote.rendezvous import home, ranked
+from lmcache_core.storage.served import ClientView, LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_chunk, make_key

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
-from lmcache_core.storage.inflight import InflightReads
+from lmcache_core.storage.stack import InflightReads
 from lmcache_core.testing.chunks import make_key
 
 A, B, C = (make_key(name) for name in "abc")

@@ -9,7 +9,7 @@ from itertools import islice
 
 import pytest
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.eviction.ghosts import GhostQueue
+from lmcache_core.storage.eviction.s3fifo import GhostQueue
 from lmcache_core.testing.chunks import make_key
 
 A, B, C, D = (make_key(name) for name in "abcd")

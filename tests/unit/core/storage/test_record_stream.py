@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from lmcache_core.record import Chunk, Miss, MissReason
-from lmcache_core.storage.remote.record_stream import RecordStream
+from lmcache_core.storage.remote.http import RecordStream
 from lmcache_core.testing.chunks import make_key, make_payload, make_record
 
 from tests.fixtures.wire import Arena

@@ -8,8 +8,7 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.remote import redis as redis_tier
-from lmcache_core.storage.remote.redis import RedisBackend
-from lmcache_core.storage.remote.redis_exchange import SLICE_BYTES, encoded, exchange
+from lmcache_core.storage.remote.redis import SLICE_BYTES, RedisBackend, encoded, exchange
 from lmcache_core.testing.backend_suite import Arena
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from redis.connection import Encoder, PythonRespSerializer

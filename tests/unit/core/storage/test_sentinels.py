@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from lmcache_core.storage.remote.sentinels import SteadySentinels
+from lmcache_core.storage.remote.redis import SteadySentinels
 from redis.exceptions import ConnectionError as LostConnectionError
 
 MASTER = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lmcache_core._typing import override
-from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.keys import CacheEngineKey, ChunkChain
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Staged
+from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry.request_context import Carried, RequestIds, Tracer, working_for
 
 

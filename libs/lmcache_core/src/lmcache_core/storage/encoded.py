@@ -14,9 +14,8 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import RAW_SERDE, Allocate, Chunk, Miss, MissReason, Result, decoded_bytes
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.byte_gate import ByteGate
-from lmcache_core.storage.codecs import Codecs
+from lmcache_core.storage.codecs import Codecs, Decoding, encoded_chunk
 from lmcache_core.storage.disk.pool import wait_all
-from lmcache_core.storage.transcoding import Decoding, encoded_chunk
 from lmcache_core.storage.unusable import UnusableRecords
 from lmcache_core.telemetry import CodecFigures
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
-from lmcache_core.storage.client_view import WrappedStore
+from lmcache_core.storage.served import WrappedStore
 from lmcache_core.wire import ServedStore
 from typing_extensions import override
 
