@@ -11,6 +11,7 @@ from lmcache_core.record.chunk import (
     Result,
     Staged,
     StagedFrom,
+    release_all,
 )
 from lmcache_core.record.codec import (
     HEAD_ALIGN_BYTES,
@@ -69,5 +70,6 @@ __all__ = [
     "payload_digest",
     "payload_hasher",
     "raw_header",
+    "release_all",
     "verify_payload",
 ]

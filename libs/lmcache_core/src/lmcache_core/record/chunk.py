@@ -5,6 +5,7 @@ No torch.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple, Protocol
@@ -187,6 +188,13 @@ class Allocate(Protocol):
 
 
 Result = Chunk | Miss
+
+
+def release_all(results: Iterable[Result | None]) -> None:
+    """Give back the chunks among results that nobody will get."""
+    for result in results:
+        if isinstance(result, Chunk):
+            result.release()
 
 
 class StagedFrom(IntEnum):

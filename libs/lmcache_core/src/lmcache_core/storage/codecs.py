@@ -30,7 +30,7 @@ from lmcache_core.record import (
 from lmcache_core.serde import DOCUMENTED_NAMES, create_codec
 from lmcache_core.serde.codec import ChunkCodec, EncodingReport, encoding_report, report_extension
 from lmcache_core.serde.documented_codec import DocumentedCodec
-from lmcache_core.storage.disk.pool import FilePool
+from lmcache_core.storage.disk.pool import FilePool, abandon, release_result
 from lmcache_core.telemetry import CodecFigures, Counters, MeasuredError
 
 logger = logging.getLogger(__name__)
@@ -329,15 +329,7 @@ class Decoding:
         """Nobody waits any more for the future that runs this: what it owns is given back as
         soon as its thread lets go.
         """
-        if future.cancel() or future.cancelled():
-            self.release()
-        else:
-            future.add_done_callback(_release_result)
-
-
-def _release_result(future: Future[Result]) -> None:
-    if future.exception() is None and isinstance(result := future.result(), Chunk):
-        result.release()
+        abandon(future, release_result, self.release)
 
 
 def _note_errors(

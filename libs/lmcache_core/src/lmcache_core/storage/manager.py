@@ -18,7 +18,7 @@ from lmcache_core.config.options import directory_of_url
 from lmcache_core.errors import LMCacheError, UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkChain, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
-from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result, Staged
+from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result, Staged, release_all
 from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.security import ClientTls, TlsFiles, TokenFile, client_context
 from lmcache_core.storage.eviction import TierLimits
@@ -247,7 +247,7 @@ class StorageManager(ChunkStore):
             work = stack.batched_get(
                 names, self._timeout_s, prefix_only=True, recompute_s=recompute_s
             )
-            results = self._wait(work, limit_s, _release_all)
+            results = self._wait(work, limit_s, release_all)
         return self._prefix(
             [Miss(MissReason.UNAVAILABLE)] * len(names) if results is None else results, check_later
         )
@@ -342,7 +342,7 @@ class StorageManager(ChunkStore):
 
     async def _lift(self, stack: TierStack, names: Sequence[ChunkKey]) -> None:
         try:
-            _release_all(await stack.batched_get(names, self._timeout_s, prefix_only=True))
+            release_all(await stack.batched_get(names, self._timeout_s, prefix_only=True))
         finally:
             self._prefetches.release()
 
@@ -355,7 +355,7 @@ class StorageManager(ChunkStore):
             for name, chunk in zip(names, self._hot.get_many(names), strict=True)
         ]
         if self._tiers.lower and any(isinstance(result, Miss) for result in results):
-            _release_all(results)  # one was evicted in this moment
+            release_all(results)  # one was evicted in this moment
             return None
         return results
 
@@ -370,7 +370,7 @@ class StorageManager(ChunkStore):
                 for c in chunks
             ]
             self._count_first_miss(results, len(chunks))
-            _release_all(results[len(chunks) :])
+            release_all(results[len(chunks) :])
             return chunks
         from_hot = [i for i, chunk in enumerate(chunks) if chunk.tier == self._hot.name]
         num_intact = self._verifier.num_intact([chunks[i] for i in from_hot], self._workers)
@@ -381,7 +381,7 @@ class StorageManager(ChunkStore):
             self.reject(chunks[num_good])
         else:
             self._count_first_miss(results, num_good)
-        _release_all(results[num_good:])
+        release_all(results[num_good:])
         return chunks[:num_good]
 
     def _count_first_miss(self, results: Sequence[Result], num_chunks: int) -> None:
@@ -389,12 +389,6 @@ class StorageManager(ChunkStore):
             first = results[num_chunks]
             assert isinstance(first, Miss)
             self._counters.add(MISSED_CHUNKS_TOTAL, len(results) - num_chunks, first.reason)
-
-
-def _release_all(results: Sequence[Result]) -> None:
-    for result in results:
-        if isinstance(result, Chunk):
-            result.release()
 
 
 def _log_failure(lift: Future[None]) -> None:

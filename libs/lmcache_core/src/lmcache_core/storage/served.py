@@ -11,10 +11,10 @@ from lmcache_core._typing import override
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.buffer import BufferAllocator
-from lmcache_core.record import RAW_SERDE, Chunk, Miss, MissReason, Result
+from lmcache_core.record import RAW_SERDE, Chunk, Miss, MissReason, Result, release_all
 from lmcache_core.serde.codec import ChunkCodec
 from lmcache_core.storage.codecs import Codecs, encoded_chunk
-from lmcache_core.storage.disk.pool import wait_all
+from lmcache_core.storage.disk.pool import abandon, release_result, wait_all
 from lmcache_core.storage.stack import DEFAULT_TIMEOUT_S, LOCAL_TIERS, TierStack
 from lmcache_core.storage.unusable import UnusableRecords
 from lmcache_core.telemetry import CodecFigures
@@ -276,10 +276,8 @@ class _EncodedView(WrappedStore):
             }
         except BaseException:
             for future in futures.values():
-                _abandon(future)
-            for result in results:
-                if isinstance(result, Chunk):
-                    result.release()
+                abandon(future, release_result)
+            release_all(results)
             raise
         finally:
             work.encoding_bytes -= num_bytes
@@ -303,17 +301,3 @@ class _EncodedView(WrappedStore):
             raise
         future.add_done_callback(lambda done: chunk.release() if done.cancelled() else None)
         return future
-
-
-def _abandon(future: Future[Chunk | None]) -> None:
-    if not future.cancel():
-        future.add_done_callback(_release_encoded)
-
-
-def _release_encoded(future: Future[Chunk | None]) -> None:
-    if (
-        not future.cancelled()
-        and future.exception() is None
-        and (chunk := future.result()) is not None
-    ):
-        chunk.release()

@@ -20,6 +20,7 @@ from lmcache_core.record import (
     Result,
     decode_head,
     decode_prefix,
+    release_all,
     verify_payload,
 )
 from lmcache_core.security import ClientTls, ShownToken
@@ -192,10 +193,3 @@ def _parts_of(record: bytes, key: ChunkKey) -> tuple[bytes, RecordHeader, memory
     head = bytes(view[: prefix.head_bytes])
     header, _ = decode_head(head, key.key)
     return head, header, view[prefix.head_bytes :]
-
-
-def release_all(results: Sequence[Result | None]) -> None:
-    """Give back the chunks among results that nobody will get."""
-    for result in results:
-        if isinstance(result, Chunk):
-            result.release()

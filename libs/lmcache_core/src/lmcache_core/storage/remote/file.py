@@ -37,7 +37,7 @@ from lmcache_core.record import (
 from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.layout import DiskLayout, is_record, is_shard, tenant_of
-from lmcache_core.storage.disk.pool import FilePool
+from lmcache_core.storage.disk.pool import FilePool, release_result
 from lmcache_core.storage.disk.record_file import (
     check_payload,
     name_record,
@@ -192,7 +192,7 @@ class FileBackend(RemoteBackend):
             give_back(None)
             raise
         reading.add_done_callback(give_back)
-        return await self._pool.result_of(reading, discard=_release)
+        return await self._pool.result_of(reading, discard=release_result)
 
     async def _put(self, place: int, chunk: Chunk, kept: list[bool]) -> None:
         async with self._turns:
@@ -224,11 +224,6 @@ class FileBackend(RemoteBackend):
 def _close(found: FoundRecord | Miss) -> None:
     if isinstance(found, FoundRecord):
         found.close()
-
-
-def _release(result: Result) -> None:
-    if isinstance(result, Chunk):
-        result.release()
 
 
 logger = logging.getLogger(__name__)

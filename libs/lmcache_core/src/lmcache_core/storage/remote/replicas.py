@@ -12,8 +12,8 @@ from lmcache_core._typing import override
 from lmcache_core.concurrency import cancel_and_join
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
-from lmcache_core.storage.remote.base import Locate, RemoteBackend, release_all
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, release_all
+from lmcache_core.storage.remote.base import Locate, RemoteBackend
 from lmcache_core.storage.remote.members import Member, Members
 from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.sealing import seal_all
