@@ -27,14 +27,16 @@ from lmcache_core.record.codec import (
     encode_head,
     verify_payload,
 )
-from lmcache_core.record.digest import UNSEALED_DIGEST, payload_digest, payload_hasher
 from lmcache_core.record.header import (
     RAW_SERDE,
     REPORT_EXTENSION,
+    UNSEALED_DIGEST,
     Extension,
     RecordHeader,
     RecordReason,
     TensorSpec,
+    payload_digest,
+    payload_hasher,
     raw_header,
 )
 from lmcache_core.record.hot_verifier import HotVerifier

@@ -15,8 +15,7 @@ import msgspec
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record.codec import encode_head, head_bytes
-from lmcache_core.record.digest import payload_digest
-from lmcache_core.record.header import RecordHeader
+from lmcache_core.record.header import RecordHeader, payload_digest
 
 HOT_TIER = "Hot"
 """The name of the tier in host memory."""

@@ -159,7 +159,7 @@ class Codecs:
                 await self._close_all()
 
     def decoder_of(self, header: RecordHeader) -> ChunkCodec | MissReason:
-        """Who decodes a record, or why nobody does."""
+        """Return what decodes a record, or why nothing does."""
         for codec in self._open:
             if codec.decodes(header):
                 return codec
@@ -175,9 +175,7 @@ class Codecs:
             if not all(have_ended):
                 logger.warning("codecs did not stop in time, leaving their threads")
         finally:
-            await asyncio.to_thread(
-                _close_all, opened
-            )  # goes on in its thread when nobody waits for it any more
+            await asyncio.to_thread(_close_all, opened)  # a cancellation does not stop it
 
 
 def _open_all(
@@ -262,9 +260,8 @@ def encoded_chunk(codec: ChunkCodec, chunk: Chunk, figures: CodecFigures) -> Chu
     head = encode_head(made, len(payload))
     elapsed_s = time.perf_counter() - began
     raw_bytes = chunk.memory.get_size()
-    if (
-        len(payload) < raw_bytes and len(head) + len(payload) >= chunk.num_bytes
-    ):  # the longer head has eaten what the payload saved
+    # The longer head may have eaten what the payload saved.
+    if len(payload) < raw_bytes and len(head) + len(payload) >= chunk.num_bytes:
         figures.left_raw(codec.serde, elapsed_s)
         return None
     figures.encoded(codec.serde, raw_bytes, len(payload), elapsed_s)
@@ -326,8 +323,8 @@ class Decoding:
         self.chunk.release()
 
     def abandon(self, future: Future[Result]) -> None:
-        """Nobody waits any more for the future that runs this: what it owns is given back as
-        soon as its thread lets go.
+        """Wait no longer for the future that runs this: what it owns is given back as soon as its
+        thread lets go.
         """
         abandon(future, release_result, self.release)
 

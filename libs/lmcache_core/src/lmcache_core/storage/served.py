@@ -133,9 +133,8 @@ class LosslessStore(WrappedStore):
     @override
     async def put(self, chunk: Chunk) -> bool:
         if chunk.key in self._replaceable and not chunk.lossy:
-            await self._store.remove(
-                [chunk.key]
-            )  # from every tier: those that write later would keep the record that they have
+            # From every tier: those that write later would keep the record that they have.
+            await self._store.remove([chunk.key])
             self._replaceable.forget([chunk.key])
         return await self._store.put(chunk)
 

@@ -96,9 +96,8 @@ class FilePool:
             await wait_all(list(self._running), wait_s)
         if self._running:
             return False
-        await asyncio.to_thread(
-            pool.shutdown
-        )  # threads that only have to give back the memory of reads that nobody waited for
+        # The threads only have to give back the memory of reads that nothing waited for.
+        await asyncio.to_thread(pool.shutdown)
         return True
 
 

@@ -96,9 +96,8 @@ class S3FIFOPolicy(EvictionPolicy):
     def __init__(self) -> None:
         self._small: OrderedDict[ChunkKey, _Held] = OrderedDict()
         self._main: OrderedDict[ChunkKey, _Held] = OrderedDict()
-        self._declined: OrderedDict[ChunkKey, _Held] = (
-            OrderedDict()
-        )  # joins the main queue with the next `victims`: none is offered twice
+        # Joins the main queue with the next `victims`: none is offered twice.
+        self._declined: OrderedDict[ChunkKey, _Held] = OrderedDict()
         self._ghosts = GhostQueue()
         self._small_bytes = 0
         self._held_bytes = 0

@@ -11,9 +11,15 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.security import ClientTls, client_context
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.addresses import Resolver, hosts_of, is_literal
 from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteBackend, RemoteOptions
-from lmcache_core.storage.remote.members import Address, MakeClient, Members
+from lmcache_core.storage.remote.members import (
+    Address,
+    MakeClient,
+    Members,
+    Resolver,
+    hosts_of,
+    is_literal,
+)
 from lmcache_core.storage.remote.replicas import ReplicatedBackend
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.wire.client import ClientOptions, LmClient

@@ -373,9 +373,8 @@ async def exchange(
                 await dealing.close()
             finally:  # also when a second deadline passes meanwhile: the pool has few connections
                 if dealing.num_answers < len(requests):
-                    await connection.disconnect(
-                        nowait=True
-                    )  # what else comes on it answers nobody's question
+                    # What else comes on it would answer a later question.
+                    await connection.disconnect(nowait=True)
                 await pool.release(connection)
 
 
