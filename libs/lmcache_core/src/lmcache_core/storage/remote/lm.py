@@ -13,10 +13,10 @@ from lmcache_core.security import ClientTls, client_context
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteBackend, RemoteOptions
 from lmcache_core.storage.remote.members import (
-    Address,
     MakeClient,
     Members,
     Resolver,
+    ServerAddress,
     hosts_of,
     is_literal,
 )
@@ -67,7 +67,7 @@ def client_maker(url: str, options: RemoteOptions, hands_over: bool = False) -> 
         else None
     )
 
-    def client(address: Address) -> LmClient:
+    def client(address: ServerAddress) -> LmClient:
         behaviour = ClientOptions(
             timeout_s=options.timeout_s,
             name=options.client_name,

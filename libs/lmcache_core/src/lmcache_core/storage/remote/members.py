@@ -35,7 +35,7 @@ next choice.
 """
 
 
-class Address(NamedTuple):
+class ServerAddress(NamedTuple):
     """Where a server is.
 
     Attributes:
@@ -49,8 +49,8 @@ class Address(NamedTuple):
     name: str
 
 
-FindAddresses = Callable[[], Awaitable[Sequence[Address]]]
-MakeClient = Callable[[Address], LmClient]
+FindAddresses = Callable[[], Awaitable[Sequence[ServerAddress]]]
+MakeClient = Callable[[ServerAddress], LmClient]
 
 
 class Member:
@@ -61,7 +61,7 @@ class Member:
         client: Speaks to it.
     """
 
-    def __init__(self, address: Address, client: LmClient) -> None:
+    def __init__(self, address: ServerAddress, client: LmClient) -> None:
         self.client = client
         self._address = address
         self._rest = Backoff(REST_INITIAL_S, REST_CAP_S, time.monotonic)
@@ -105,7 +105,7 @@ class Members:
         self._find = find
         self._make_client = make_client
         self._name = name
-        self._by_address: dict[Address, Member] = {}
+        self._by_address: dict[ServerAddress, Member] = {}
         self._tasks = TaskSupervisor("replicas", max_tasks=2)
         self._known: frozenset[str] = frozenset()
         self._is_found = False
@@ -174,7 +174,7 @@ class Members:
         else:
             member.answered()
 
-    async def _close(self, addresses: Iterable[Address]) -> None:
+    async def _close(self, addresses: Iterable[ServerAddress]) -> None:
         for address in list(addresses):
             member = self._by_address.pop(address, None)
             if member is not None:
@@ -194,7 +194,7 @@ RESOLVE_TIMEOUT_S = 2.0
 _NO_SUCH_HOST = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 
 
-def hosts_of(url: str) -> list[Address]:
+def hosts_of(url: str) -> list[ServerAddress]:
     """Host and port of each host in `lm://host[:port],host[:port],…`; IPv6 addresses stand in
     brackets.
 
@@ -202,7 +202,7 @@ def hosts_of(url: str) -> list[Address]:
         ConfigError: It is no such URL.
     """
     scheme, _, rest = url.partition("://")
-    found: list[Address] = []
+    found: list[ServerAddress] = []
     for text in rest.removesuffix("/").split(","):
         try:
             parts = urlsplit(f"{scheme}://{text}")
@@ -221,7 +221,7 @@ def hosts_of(url: str) -> list[Address]:
                 f"remote url {scheme}://{parts.hostname}: must be {scheme}://host:port or"
                 f" {scheme}://host:port,host:port, and the token an option of its own"
             )
-        found.append(Address(parts.hostname, port, parts.hostname))
+        found.append(ServerAddress(parts.hostname, port, parts.hostname))
     if len(found) > MAX_ADDRESSES:
         raise ConfigError(
             f"remote url {scheme}://…: {len(found)} hosts; the limit is {MAX_ADDRESSES}"
@@ -246,10 +246,10 @@ class Resolver:
         hosts: Names or addresses, with their ports.
     """
 
-    def __init__(self, hosts: Sequence[Address]) -> None:
-        self._last: dict[Address, Sequence[Address]] = dict.fromkeys(hosts, ())
+    def __init__(self, hosts: Sequence[ServerAddress]) -> None:
+        self._last: dict[ServerAddress, Sequence[ServerAddress]] = dict.fromkeys(hosts, ())
 
-    async def __call__(self) -> list[Address]:
+    async def __call__(self) -> list[ServerAddress]:
         """The addresses there are now. Those of a name that nobody can tell just now are as they
         were.
 
@@ -266,7 +266,7 @@ class Resolver:
             raise UnavailableError(f"{', '.join(host.name for host in hosts)}: no such host")
         return found
 
-    async def _resolved(self, host: Address) -> Sequence[Address]:
+    async def _resolved(self, host: ServerAddress) -> Sequence[ServerAddress]:
         if is_literal(host.name):
             return [host]
         try:
@@ -279,7 +279,9 @@ class Resolver:
         except (OSError, UnicodeError):  # the former also of a time that is over
             return self._last[host]
         return list(
-            dict.fromkeys(Address(str(address[0]), host.port, host.name) for *_, address in found)
+            dict.fromkeys(
+                ServerAddress(str(address[0]), host.port, host.name) for *_, address in found
+            )
         )
 
 
