@@ -187,8 +187,11 @@ async def test_what_one_refuses_goes_to_the_second_choice() -> None:
         assert await made.tier.batched_put([make_chunk("new")]) == [False]
 
 
-async def test_a_silent_one_costs_one_deadline_and_is_left_alone_then() -> None:
-    async with cluster("s-0", "s-1", timeout_s=0.3) as made:
+async def test_a_silent_one_costs_one_deadline_and_is_left_alone_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lmcache_core.storage.remote.members.REST_INITIAL_S", 3.0)
+    async with cluster("s-0", "s-1", timeout_s=2.0) as made:
         await made.put(KEYS)
         made.stores["s-0"].gate = asyncio.Event()
         now = asyncio.get_running_loop().time
@@ -196,7 +199,7 @@ async def test_a_silent_one_costs_one_deadline_and_is_left_alone_then() -> None:
         assert {part for part in first if isinstance(part, MissReason)} == {MissReason.DEADLINE}
         began = now()
         second = await made.got(KEYS)
-        assert now() - began < 0.2
+        assert now() - began < 1.9, "the silent one was asked again"
         assert [isinstance(part, bytes) for part in second] == [
             made.where(key) == ["s-1"] for key in KEYS
         ]

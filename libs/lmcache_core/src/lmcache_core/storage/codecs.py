@@ -107,11 +107,6 @@ class Codecs:
         self.encoding = FilePool("lmcache-encoding", -(-num_threads // 2))
         self.figures = CodecFigures(counters)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether opening them takes no time."""
-        return not self._named
-
     def named(self, serde: str | None) -> ChunkCodec | None:
         """The codec that an option names; None for none and "naive"."""
         return None if serde is None else self._named.get(serde)
