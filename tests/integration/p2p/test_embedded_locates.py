@@ -14,7 +14,7 @@ from lmcache_core.lookup import LookupClient, StoreEvent
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import MissReason
 from lmcache_core.security import Principal
-from lmcache_core.storage.engine_spec import engine_spec
+from lmcache_core.storage.manager import engine_spec
 from lmcache_core.storage.peer_group import PeerGroup
 from lmcache_core.storage.remote.rendezvous import ranked
 from lmcache_core.storage.remote.replicas import MAX_FURTHER_CHOICES

@@ -11,7 +11,7 @@ from fastapi import Response
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire import ServerLimits

@@ -348,7 +348,7 @@ async def test_a_disk_that_comes_later_is_announced(
         assert await parts.stack.drain(5)
     volume.rename(tmp_path / "elsewhere")
     volume.write_text("what is mounted there is away")
-    monkeypatch.setattr("lmcache_core.storage.reconnect.FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr("lmcache_core.storage.stack.FIRST_RETRY_S", 0.02)
     num_announced: list[int] = []
     async with serving(
         disk_path=volume / "disk", disk_gb=0.01, lookup_url="http://127.0.0.1:1"

@@ -149,7 +149,7 @@ def test_kv_that_cannot_be_quantised_is_refused(x, levels):
     with pytest.raises(KernelInputError):
         cachegen_quantize_by_token(x, levels)
     if x.dtype == torch.float64 or x.ndim != 3 or not x.is_contiguous():
-        with pytest.raises(KernelInputError, match="expected|must be"):
+        with pytest.raises(KernelInputError, match="expected"):
             cachegen_quantize_by_plane(x, 128)
     for fineness in (0, 1025):
         with pytest.raises(KernelInputError, match=str(fineness)):
@@ -207,5 +207,5 @@ def test_values_that_do_not_fit_the_shape_are_refused(tables):
     shape = CodecShape(1, 2, 3, 1, 3)
     with pytest.raises(KernelInputError, match="must be"):
         cachegen_encode(torch.zeros(1, 2, 3, dtype=torch.int32), shape, (7,), tables, wraps=True)
-    with pytest.raises(KernelInputError, match="must be 1|expected 1"):
+    with pytest.raises(KernelInputError, match="expected 1"):
         cachegen_encode(torch.zeros(1, 2, 3, dtype=torch.int16), shape, (7, 7), tables, wraps=True)

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from lmcache_core.errors import CapacityError, RecordError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, RecordReason
-from lmcache_core.storage.remote.record_stream import RecordStream
+from lmcache_core.storage.remote.http import RecordStream
 from lmcache_core.wire import ServedStore, ServerLimits
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.stream import paced

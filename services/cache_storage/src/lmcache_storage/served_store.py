@@ -11,8 +11,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Result
 from lmcache_core.storage import DiskBackend
-from lmcache_core.storage.client_view import LosslessStore, WrappedStore
-from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.served import LocalStore, LosslessStore, WrappedStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import AdaptsToClients, ServedStore

@@ -6,7 +6,7 @@ import ipaddress
 from typing import Literal
 
 from lmcache_core.errors import ConfigError
-from lmcache_core.storage.remote.addresses import hosts_of
+from lmcache_core.storage.remote.members import hosts_of
 from lmcache_node.settings import BYTES_PER_GB, DistributedUrlText, Tenant
 from lmcache_servicekit.settings import Port, is_loopback
 from pydantic import Field, field_validator, model_validator

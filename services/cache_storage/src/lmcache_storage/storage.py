@@ -14,7 +14,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import PeerFigures
 from lmcache_core.storage.guard import GuardOptions
-from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.tiers import HotSpec, TierSet, TiersSpec, build_tiers
 from lmcache_core.wire import LmServer, ServerLimits
 from lmcache_node.local_chunks import LocalChunks

@@ -12,7 +12,7 @@ from typing import Any, Final
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import ConfigError
 from lmcache_core.security.tls import ReloadingContext, TlsFiles, client_context
-from lmcache_core.storage.remote.sentinels import SteadySentinels
+from lmcache_core.storage.remote.redis import SteadySentinels
 from redis.asyncio.connection import SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import SentinelManagedSSLConnection

@@ -15,7 +15,7 @@ from lmcache_core.security import Principal
 from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.pin_board import PinBoard
-from lmcache_core.storage.remote.members import Address, Members
+from lmcache_core.storage.remote.members import Members, ServerAddress
 from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
@@ -124,10 +124,10 @@ class Here:
         self.others[name].clear()
         self.others[name].arena.check_empty()
 
-    async def _find(self) -> list[Address]:
-        return [Address("127.0.0.1", server.port, "") for server in self.servers.values()]
+    async def _find(self) -> list[ServerAddress]:
+        return [ServerAddress("127.0.0.1", server.port, "") for server in self.servers.values()]
 
-    def _client(self, address: Address) -> LmClient:
+    def _client(self, address: ServerAddress) -> LmClient:
         return LmClient(
             address.host, address.port, None, ClientOptions(timeout_s=2, hands_over=True)
         )

@@ -16,9 +16,8 @@ import torch
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.cost import MIN_OBSERVATIONS
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
-from lmcache_core.storage.guard import Guard
+from lmcache_core.storage.guard import MIN_OBSERVATIONS, Guard
 from lmcache_core.storage.manager import MARGIN_S
 from lmcache_core.storage.stack import GRACE_S
 from lmcache_core.testing.faults import ForwardingBackend

@@ -17,8 +17,7 @@ from lmcache_core.record import HEAD_ALIGN_BYTES, Chunk, Miss, MissReason
 from lmcache_core.storage.disk import DiskFiles
 from lmcache_core.storage.disk.backoff import MIN_PAUSE_S, WriteBackoff
 from lmcache_core.storage.remote import RemoteOptions
-from lmcache_core.storage.remote.file import FileBackend
-from lmcache_core.storage.remote.shared_directory import GROWING_S, STALE_S
+from lmcache_core.storage.remote.file import GROWING_S, STALE_S, FileBackend
 from lmcache_core.testing.backend_suite import Arena, payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.storage import reconnect as reconnect_module
+from lmcache_core.storage import stack as reconnect_module
 from lmcache_core.storage.disk import DiskBackend, DiskFiles, backend
 from lmcache_core.storage.disk.lock import DirectoryLock
 from lmcache_core.storage.eviction import create_policy

@@ -15,11 +15,10 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.cost import MIN_OBSERVATIONS
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.guard import PROBE_INTERVAL, Guard, GuardOptions
+from lmcache_core.storage.guard import MIN_OBSERVATIONS, PROBE_INTERVAL, Guard, GuardOptions
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.stack import GRACE_S, TierStack

@@ -19,7 +19,7 @@ from lmcache_core.record import RAW_SERDE, UNSEALED_DIGEST, Chunk, raw_header
 from lmcache_core.storage.hot import LocalCPUBackend
 
 if TYPE_CHECKING:
-    from lmcache_core.engine.chunk_store import ChunkStore
+    from lmcache_core.record.chunk_store import ChunkStore
 
 logger = logging.getLogger(__name__)
 

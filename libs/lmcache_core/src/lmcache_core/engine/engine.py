@@ -15,7 +15,6 @@ import torch
 
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
-from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.engine.guard import CallGuard, DegradingGuard
 from lmcache_core.engine.prefill_rate import PrefillRate
 from lmcache_core.engine.stores import BYTES_PER_GB, create_chunk_store
@@ -23,6 +22,7 @@ from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.memory.base import MemoryAllocatorInterface
 from lmcache_core.record import HOT_TIER
+from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import REQUESTED_TOKENS_TOTAL, Counters
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, TokenDatabase
 

@@ -15,9 +15,9 @@ import torch
 
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
-from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.errors import ConfigError
 from lmcache_core.memory.base import MemoryAllocatorInterface
+from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import Counters
 from lmcache_core.telemetry.request_context import Carried, RequestIds, Tracer, working_for
 from lmcache_core.token_database import identity_root

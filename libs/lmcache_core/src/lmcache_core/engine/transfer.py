@@ -16,7 +16,6 @@ import torch
 
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
-from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.engine.digests import FillingDigest, FollowingDigest
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
@@ -35,6 +34,7 @@ from lmcache_core.record import (
     payload_digest,
     raw_header,
 )
+from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import (
     MISSED_CHUNKS_TOTAL,
     RETRIEVED_BYTES_TOTAL,

@@ -5,6 +5,7 @@ No torch.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple, Protocol
@@ -14,8 +15,7 @@ import msgspec
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record.codec import encode_head, head_bytes
-from lmcache_core.record.digest import payload_digest
-from lmcache_core.record.header import RecordHeader
+from lmcache_core.record.header import RecordHeader, payload_digest
 
 HOT_TIER = "Hot"
 """The name of the tier in host memory."""
@@ -187,6 +187,13 @@ class Allocate(Protocol):
 
 
 Result = Chunk | Miss
+
+
+def release_all(results: Iterable[Result | None]) -> None:
+    """Give back the chunks among results that nobody will get."""
+    for result in results:
+        if isinstance(result, Chunk):
+            result.release()
 
 
 class StagedFrom(IntEnum):

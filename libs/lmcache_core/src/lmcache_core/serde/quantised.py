@@ -253,7 +253,7 @@ class QuantisedCoder:
             layout.planes, layout.groups
         )
         lengths = reader.array("<u4", layout.planes * layout.sections).astype(np.int64)
-        _check_model((levels, shapes, lengths), layout, self._tables.levels)
+        check_model((levels, shapes, lengths), layout, self._tables.levels)
         words = reader.array("<u2", int(lengths.sum()))
         reader.finish()
         lengths = lengths.reshape(layout.planes, layout.sections)
@@ -342,7 +342,7 @@ class QuantisedCoder:
         return True
 
 
-def _check_model(
+def check_model(
     model: tuple[Array, Array, Array], layout: PlaneLayout, known_levels: tuple[int, ...]
 ) -> None:
     """Check what a decoder's loops are not to meet.

@@ -24,7 +24,7 @@ from lmcache_core._typing import override
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name
 from lmcache_core.memory.views import bytes_under, tensor_over
-from lmcache_core.record.digest import DIGEST_BYTES, payload_hasher
+from lmcache_core.record.header import DIGEST_BYTES, payload_hasher
 from lmcache_core.serde.base import BytesLike, PlainDeserializer, Serializer
 
 MAGIC = b"LMTB"

@@ -8,10 +8,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from lmcache_core.keys import ChunkKey
-from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.remote.rendezvous import home
-from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.stack import LOCAL_TIERS, TierStack
 from lmcache_node.drain import MoveProgress
 from lmcache_node.local_chunks import LocalChunks
 

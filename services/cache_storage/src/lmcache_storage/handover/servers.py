@@ -11,7 +11,7 @@ from lmcache_core.record import Chunk
 from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.remote import RemoteOptions
 from lmcache_core.storage.remote.lm import client_maker, members_of
-from lmcache_core.storage.remote.members import Address, Member, Members
+from lmcache_core.storage.remote.members import Member, Members, ServerAddress
 
 from lmcache_storage.settings import StorageSettings
 
@@ -112,14 +112,14 @@ def create_members(
     if broker is None:
         return None
 
-    async def find() -> Sequence[Address]:
+    async def find() -> Sequence[ServerAddress]:
         peers = [
             peer
             for peer in await broker.peers()
             if peer.kind == STORAGE_KIND and peer.id != settings.instance_id
         ]
         urls = [parse_distributed_url(peer.distributed_url) for peer in peers if not peer.draining]
-        return [Address(url.host, url.port, url.host) for url in urls]
+        return [ServerAddress(url.host, url.port, url.host) for url in urls]
 
     scheme = "lm" if settings.tls_cert_file is None else "lm+tls"
     return Members(find, client_maker(f"{scheme}://", options, hands_over=True), "the broker")

@@ -12,12 +12,10 @@ from lmcache_core.concurrency import run_together
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
-from lmcache_core.storage.base import StorageBackend
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, release_all
+from lmcache_core.storage.base import StorageBackend, caller_limit
 from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.pool import FilePool
-from lmcache_core.storage.remote.base import release_all
-from lmcache_core.storage.time_limit import caller_limit
 from lmcache_core.telemetry import Counters
 from typing_extensions import override
 

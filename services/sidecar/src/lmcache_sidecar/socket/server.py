@@ -8,8 +8,7 @@ import logging
 import stat
 from pathlib import Path
 
-from lmcache_core.concurrency.listening import stop_listening, take_turns
-from lmcache_core.concurrency.supervisor import CANCEL_WAIT_S
+from lmcache_core.concurrency.supervisor import CANCEL_WAIT_S, stop_listening, take_turns
 from lmcache_core.errors import ConfigError, ProtocolError
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.staging import SWEEP_INTERVAL_S

@@ -25,7 +25,7 @@ import torch
 
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name
-from lmcache_core.record.digest import DIGEST_BYTES, payload_hasher
+from lmcache_core.record.header import DIGEST_BYTES, payload_hasher
 
 logger = logging.getLogger(__name__)
 

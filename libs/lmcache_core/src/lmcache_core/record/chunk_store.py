@@ -9,7 +9,7 @@ from typing import Protocol
 
 from lmcache_core.keys import CacheEngineKey, ChunkChain
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.record import Chunk, Staged
+from lmcache_core.record.chunk import Chunk, Staged
 
 
 class ChunkStore(Protocol):

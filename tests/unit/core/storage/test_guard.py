@@ -1,10 +1,14 @@
-"""The breaker: failures are misses, and a tier that keeps failing is left alone."""
+"""The guard of a tier: failures are misses, every call ends, and a tier that keeps failing is left
+alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from lmcache_core.errors import UnavailableError
@@ -12,9 +16,13 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.storage import guard as module
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.guard import Guard, GuardOptions
 from lmcache_core.testing.chunks import make_chunk, make_key
+
+from tests.fixtures.wire import Arena
 
 KEYS = [make_key(1), make_key(2)]
 OPTIONS = GuardOptions(num_failures=3, cool_down_s=1.0, cool_down_cap_s=4.0, slow_call_s=0.5)
@@ -375,3 +383,150 @@ async def test_what_a_hung_put_has_kept_counts_as_kept(clock: Clock) -> None:
     breaker = Guard(Partial(), GuardOptions(timeout_s=0.05), clock=clock)
     assert await breaker.batched_put([make_chunk(1), make_chunk(2)]) == [True, False]
     assert breaker.is_bypassed
+
+
+class Slow(Moody):
+    """Takes memory, then waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wait_s = 10.0
+        self.is_away = False
+
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
+    ) -> list[Result]:
+        chunks = [make_chunk(key, allocate=allocate) for key in keys]
+        try:
+            await self._call()
+        except BaseException:
+            for chunk in chunks:
+                chunk.release()
+            raise
+        return list(chunks)
+
+    async def _call(self) -> None:
+        await asyncio.sleep(self.wait_s)
+        if self.is_away:
+            raise UnavailableError("away")
+
+
+class HangingFiles(DiskFiles):
+    """Reads wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.may_read = threading.Event()
+        self.may_read.set()
+
+    def read(self, fd: int, buffer: bytearray | memoryview, at: int) -> int:
+        self.may_read.wait(30)
+        return super().read(fd, buffer, at)
+
+
+@pytest.fixture
+def slow() -> Slow:
+    return Slow()
+
+
+@pytest.fixture
+def backend(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> Guard:
+    monkeypatch.setattr(module, "CLEAR_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(module, "READ_GRACE_S", 0.0)
+    return Guard(slow, options=GuardOptions(num_failures=5, timeout_s=0.02))
+
+
+async def test_late_calls_are_misses_and_give_their_memory_back(backend: Guard) -> None:
+    arena = Arena()
+    assert await backend.batched_get(KEYS, arena) == [Miss(MissReason.UNAVAILABLE)] * 2
+    assert (
+        await backend.batched_get(KEYS, arena, timeout_s=0.01) == [Miss(MissReason.UNAVAILABLE)] * 2
+    )
+    arena.check_empty()
+    assert await backend.batched_contains(KEYS) == [False, False]
+    assert await backend.batched_remove(KEYS) == 0
+    assert backend.stats()["breaker_open"] == 0
+    assert await backend.clear() == 0
+    assert backend.stats()["breaker_open"] == 1
+
+
+async def test_what_is_put_and_removed_adds_to_the_time_by_its_size(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = make_chunk(1)
+    slow.wait_s = 0.2
+    backend = Guard(slow, options=GuardOptions(timeout_s=0.01))
+    monkeypatch.setattr(module, "MIN_BYTES_PER_S", chunk.num_bytes / 10)
+    assert await backend.batched_put([chunk]) == [True]
+    monkeypatch.setattr(module, "REMOVAL_S", 10)
+    assert await backend.batched_remove(KEYS) == 2
+
+
+async def test_one_put_that_does_not_end_is_enough_and_only_a_put_ends_it(slow: Slow) -> None:
+    clock = Clock()
+    backend = Guard(slow, GuardOptions(timeout_s=0.02, cool_down_s=1.0), clock=clock)
+    assert await backend.batched_put([make_chunk(1)]) == [False]
+    assert backend.stats().items() >= {"breaker_open": 1, "breaker_openings": 1}.items()
+    slow.wait_s = 0
+    assert await backend.batched_put([make_chunk(1)]) == [False], "not asked"
+    clock.now = 1.1
+    assert await backend.batched_contains(KEYS) == [
+        True,
+        True,
+    ], "reads go on, and prove nothing for writes"
+    assert backend.is_bypassed
+    slow.wait_s = 10.0
+    assert await backend.batched_put([make_chunk(1)]) == [False], "a probe that hangs again"
+    slow.wait_s = 0
+    clock.now = 2.2
+    assert await backend.batched_put([make_chunk(1)]) == [False], "after twice the time"
+    clock.now = 3.3
+    assert await backend.batched_put([make_chunk(1)]) == [True]
+    assert not backend.is_bypassed
+
+
+@pytest.mark.parametrize("how", ["cancelled", "unavailable", "bypassed"])
+async def test_a_probe_of_writes_that_tells_nothing_is_followed_by_another(
+    slow: Slow, how: str
+) -> None:
+    """Or writes would be bypassed for good."""
+    clock = Clock()
+    backend = Guard(
+        slow, GuardOptions(num_failures=2, cool_down_s=1.0, timeout_s=0.05), clock=clock
+    )
+    assert await backend.batched_put([make_chunk(1)]) == [False]
+    clock.now = 5.0
+    if how == "cancelled":
+        probe = asyncio.create_task(backend.batched_put([make_chunk(1)]))
+        await asyncio.sleep(0)
+        probe.cancel()
+        await asyncio.wait([probe])
+    else:
+        slow.wait_s, slow.is_away = 0, True
+        if how == "bypassed":
+            await backend.batched_remove(KEYS)  # the second failure in a row: now nothing passes
+        assert await backend.batched_put([make_chunk(1)]) == [False]
+    slow.wait_s, slow.is_away = 0, False
+    clock.now = 10.0
+    assert await backend.batched_put([make_chunk(1)]) == [True]
+    assert not backend.is_bypassed
+
+
+async def test_what_a_tier_answers_from_memory_excuses_no_hung_read(tmp_path: Path) -> None:
+    """The index of a disk tier says what is there, however long the disk hangs."""
+    files = HangingFiles()
+    disk = DiskBackend(tmp_path, 1 << 20, files=files)
+    backend = Guard(disk, options=GuardOptions(num_failures=3))
+    await backend.open()
+    await backend.batched_put([make_chunk(1)])
+    files.may_read.clear()
+    for _ in range(3):
+        assert await backend.batched_contains(KEYS) == [True, False]
+        assert await backend.batched_get([make_key("never stored")], Arena()) == [
+            Miss(MissReason.NEVER_STORED)
+        ]
+        assert await backend.batched_get(KEYS[:1], Arena(), timeout_s=0.11) == [
+            Miss(MissReason.DEADLINE)
+        ]
+    assert backend.is_bypassed
+    files.may_read.set()
+    await backend.close()
