@@ -109,7 +109,7 @@ chart-docs: $(VENV)/.tools
 
 # Not listed: the demo's language model, trained again (about an hour on two cores); MODEL_CARD.md says how the second is trained
 model: $(VENV)/.runtime
-	@$(BIN)/python -m lmcache_demo.model.train --out build/model --resume
+	@$(BIN)/python -m tests.training.train --out build/model --resume
 
 clean: ## Remove the virtual environment, tools and caches
 	rm -rf $(VENV) $(VLLM_HOME) $(LMCACHE_HOME) .base .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

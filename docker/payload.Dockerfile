@@ -5,7 +5,7 @@
 FROM python:3.12-slim AS build
 WORKDIR /src
 
-# For Pythons that lack them, in a folder that none of them looks at by itself (lmcache_core.integrations.vllm.bundled).
+# For Pythons that lack them, in a folder that none of them looks at by itself (`append_missing` in lmcache_core.integrations.vllm).
 COPY constraints.txt ./
 RUN for minor in 11 12 13 14; do \
         pip install --no-cache-dir --no-compile --no-deps --only-binary :all: --implementation cp --python-version "3.$minor" \

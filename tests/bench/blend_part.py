@@ -13,7 +13,6 @@ from lmcache_core.integrations.transformers.blend_quality import SplitPrompt
 from lmcache_core.integrations.transformers.blend_quality import measure as measure_text
 from lmcache_core.integrations.transformers.blended import BlendingModel, blending_model_of
 from lmcache_demo.model import load_model, load_two_document_model
-from lmcache_demo.model.corpus import collect_corpus
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.bench import blend_plot
@@ -27,6 +26,7 @@ from tests.bench.two_document_prompts import (
     PromptSource,
     Shape,
 )
+from tests.training.corpus import collect_corpus
 
 NUM_PROMPTS = 300
 NUM_TEXT_PROMPTS, TEXT_DOCUMENTS, TEXT_DOCUMENT_TOKENS, TEXT_ENDING_TOKENS = 120, 3, 160, 32

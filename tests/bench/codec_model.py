@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from lmcache_demo.model import load_model
-from lmcache_demo.model.corpus import Document, collect_corpus
-from lmcache_demo.model.evaluate import MEASURED_KINDS
+
+from tests.training.corpus import Document, collect_corpus
+from tests.training.evaluate import MEASURED_KINDS
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

@@ -13,8 +13,7 @@ from lmcache_core.engine import LMCacheEngine
 from lmcache_core.gpu_connectors import VLLMPagedMemGPUConnectorV2
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.token_database import ChunkedTokenDatabase
-from lmcache_kernels.paged_gather import paged_gather
-from lmcache_kernels.paged_scatter import paged_scatter
+from lmcache_kernels.paged_copy import paged_gather, paged_scatter
 from lmcache_kernels.pages import Pages
 
 from tests.bench.measure import ROUNDS, Figure

@@ -1,13 +1,14 @@
-"""Run as a process of its own: writes chunks to a disk tier and kills itself at one of the points
-where it touches a file.
+"""Run as a process of its own, whose children write chunks to a disk tier and kill themselves, each
+at the next of the points where it touches a file, until one touches no more.
 
-Usage: disk_writer.py ROOT CAPACITY_BYTES POINT. Says on stdout what it begins and what has been
-    confirmed to it.
+Usage: disk_writer.py ROOT CAPACITY_BYTES. Each child has a directory of its own there, named by its
+    point, and says in a file next to it what it begins and what has been confirmed to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -58,10 +59,21 @@ def say(*words: str) -> None:
     os.write(1, (" ".join(words) + "\n").encode())
 
 
-async def main(root: str, capacity_bytes: str, point: str) -> None:
-    disk = DiskBackend(
-        Path(root), int(capacity_bytes), fsync=True, num_threads=1, files=KillingFiles(int(point))
-    )
+def main(root: Path, capacity_bytes: int) -> int:
+    for point in itertools.count():
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(os.open(root / f"{point}.said", os.O_WRONLY | os.O_CREAT), 1)
+            asyncio.run(write(root / str(point), capacity_bytes, point))
+            return 0
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code != -signal.SIGKILL:
+            return code
+    return 1
+
+
+async def write(root: Path, capacity_bytes: int, point: int) -> None:
+    disk = DiskBackend(root, capacity_bytes, fsync=True, num_threads=1, files=KillingFiles(point))
     await disk.open()
     for name in ("a", "b"):
         await store(disk, name)
@@ -84,4 +96,4 @@ async def store(disk: DiskBackend, name: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

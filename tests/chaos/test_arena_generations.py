@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.engine import LMCacheEngine
-from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.processes import Processes
 from tests.fixtures.restarted_sidecar import ARENA_BYTES, RestartedSidecar, paused_engine, until
 from tests.fixtures.sidecar import engine_at
 
@@ -59,9 +59,7 @@ def check_served(engine: LMCacheEngine, seeds: range) -> int:
     return num_served
 
 
-@pytest.mark.parametrize(
-    ("number", "num_restarts"), [(signal.SIGKILL, 1), (signal.SIGKILL, 2), (signal.SIGTERM, 1)]
-)
+@pytest.mark.parametrize(("number", "num_restarts"), [(signal.SIGKILL, 2), (signal.SIGTERM, 1)])
 def test_a_store_that_is_paused_over_restarts_spoils_nothing(
     sidecar: RestartedSidecar, number: int, num_restarts: int
 ) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import random
 import secrets
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ from tests.fixtures.embedded import Embedded, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import CHUNK_BYTES, kv_of, tokens_of
 
-SOAK_S = 1.5
+NUM_STEPS = 600
 NUM_THREADS = 5
 ARENA_CHUNKS = 12
-DISK_CHUNKS = 20
+DISK_CHUNKS = 16
 MAX_CHUNKS = 5
 NUM_PIECES = 3
 DISK_GB = DISK_CHUNKS * (CHUNK_BYTES + 2 * BLOCK_BYTES) / (1 << 30)
@@ -37,7 +38,7 @@ class Soaker:
     def __init__(self, cache: Embedded, seed: int) -> None:
         self._cache, self._engine = cache, cache.engine
         self._random = random.Random(seed)
-        self.num_loaded = 0
+        self.num_loaded = self.num_steps = 0
 
     def step(self) -> None:
         rng = self._random
@@ -59,35 +60,47 @@ class Soaker:
             self._engine.prefetch(tokens)
         else:
             self._cache.manager.evict(self._cache.keys(tokens)[-2:])
+        self.num_steps += 1
 
 
-def soak(cache: Embedded, seed: int, closes_amid: bool = False) -> int:
-    """Let threads work for `SOAK_S` seconds; how many tokens they have loaded."""
-    stop, faults = threading.Event(), list[BaseException]()
-    soakers = [Soaker(cache, seed + i) for i in range(NUM_THREADS)]
+class Soak:
+    """Threads that work until the block ends, which raises the first failure of one."""
 
-    def work(soaker: Soaker) -> None:
+    def __init__(self, cache: Embedded, seed: int) -> None:
+        print(f"seed {seed}")
+        self.soakers = [Soaker(cache, seed + i) for i in range(NUM_THREADS)]
+        self.faults: list[BaseException] = []
+        self._is_over = threading.Event()
+
+    def wait_for(self, num_steps: int) -> None:
+        """Wait until so many steps were made, or one failed."""
+        until(
+            lambda: (
+                sum(soaker.num_steps for soaker in self.soakers) >= num_steps or bool(self.faults)
+            ),
+            "the engine hangs",
+        )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        threads = [threading.Thread(target=self._work, args=(each,)) for each in self.soakers]
+        for thread in threads:
+            thread.start()
         try:
-            while not stop.is_set():
+            yield
+        finally:
+            self._is_over.set()
+            for thread in threads:
+                thread.join()
+        if self.faults:
+            raise self.faults[0]
+
+    def _work(self, soaker: Soaker) -> None:
+        try:
+            while not self._is_over.is_set():
                 soaker.step()
         except BaseException as exc:
-            faults.append(exc)
-            stop.set()
-
-    threads = [threading.Thread(target=work, args=(soaker,)) for soaker in soakers]
-    for thread in threads:
-        thread.start()
-    if closes_amid:
-        time.sleep(SOAK_S / 5)
-        cache.engine.close()
-        time.sleep(SOAK_S / 50)
-    stop.wait(SOAK_S if not closes_amid else 0)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise faults[0]
-    return sum(soaker.num_loaded for soaker in soakers)
+            self.faults.append(exc)
 
 
 @pytest.mark.parametrize("local_cpu", [True, False], ids=["kept hot", "passing through"])
@@ -95,8 +108,6 @@ def soak(cache: Embedded, seed: int, closes_amid: bool = False) -> int:
 def test_nothing_wrong_is_loaded_and_nothing_leaks(
     tmp_path: Path, local_cpu: bool, is_faulty: bool
 ) -> None:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
     with embedded_engine(
         tmp_path,
         ARENA_CHUNKS,
@@ -104,12 +115,23 @@ def test_nothing_wrong_is_loaded_and_nothing_leaks(
         local_cpu=local_cpu,
         max_local_disk_size=DISK_GB,
     ) as cache:
-        assert soak(cache, seed) > 0
+        soak = Soak(cache, secrets.randbits(32))
+
+        def is_enough() -> bool:
+            figures = cache.engine.stats()
+            full = ["LocalDiskBackend", "Hot"] if local_cpu else ["LocalDiskBackend"]
+            return (
+                all(figures[tier]["evicted_chunks"] > 0 for tier in full)
+                and sum(soaker.num_loaded for soaker in soak.soakers) > 0
+            )
+
+        with soak.running():
+            soak.wait_for(NUM_STEPS)
+            until(
+                lambda: bool(soak.faults) or is_enough(), "a tier never ran full, or nothing loads"
+            )
         until(lambda: cache.stack.num_pending_bytes == 0, "a write neither ends nor fails")
         cache.check_nothing_held()
-        figures = cache.engine.stats()
-        assert figures["LocalDiskBackend"]["evicted_chunks"] > 0, "the disk was never full"
-        assert not local_cpu or figures["Hot"]["evicted_chunks"] > 0, "memory was never full"
         disk = cache.lower(DiskBackend)
         assert isinstance(disk, DiskBackend)
         disk.check_integrity()
@@ -117,10 +139,12 @@ def test_nothing_wrong_is_loaded_and_nothing_leaks(
 
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_an_engine_closed_amid_calls_leaves_nothing(tmp_path: Path, has_disk: bool) -> None:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
     for turn in range(4):
         with embedded_engine(
             tmp_path / str(turn) if has_disk else None, ARENA_CHUNKS, close_drain_s=0.1
         ) as cache:
-            soak(cache, seed + turn, closes_amid=True)
+            soak = Soak(cache, secrets.randbits(32))
+            with soak.running():
+                soak.wait_for(NUM_STEPS // 20)
+                cache.engine.close()
+                soak.wait_for(NUM_STEPS // 10)

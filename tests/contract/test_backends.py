@@ -45,7 +45,7 @@ class HotUnderTest(BackendUnderTest):
         raise AssertionError("nothing comes into host memory from outside the process")
 
     def raw_get(self, key: ChunkKey) -> bytes | None:
-        chunk = self.hot._table._chunks.get(key)
+        chunk = self.hot._chunks.get(key)
         return None if chunk is None else chunk.head + bytes(chunk.memory.byte_array)
 
 

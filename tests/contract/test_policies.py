@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from lmcache_core.storage.eviction import POLICIES, EvictionPolicy, create_policy
-from lmcache_core.storage.eviction.quota import TenantPolicy
+from lmcache_core.storage.eviction.ledger import TenantPolicy
 from lmcache_core.testing.policy_suite import PolicySuite
 
 

@@ -7,7 +7,7 @@ import torch
 from lmcache_core.config import LMCacheMemPoolMetadata
 from lmcache_core.errors import ConfigError
 from lmcache_core.memory import LocalCPUBufferPool, LocalCPUPool, LocalGPUPool, LocalPool
-from lmcache_core.memory.arena_tensors import device_arena
+from lmcache_core.memory.tensor import device_arena
 from lmcache_core.testing.pool_suite import CHUNK_BYTES, DTYPE, KV_SHAPE, PoolSuite, gigabytes
 
 

@@ -16,7 +16,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import UNSEALED_DIGEST, Chunk, Miss, MissReason, RecordHeader
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
-from lmcache_core.storage.remote.redis_exchange import OnAnswer, exchange
+from lmcache_core.storage.remote.redis import OnAnswer, exchange
 from lmcache_core.testing.backend_suite import (
     Arena,
     BackendUnderTest,

@@ -25,9 +25,27 @@ SET_REGISTRY = ("--set-json", f'images.registry="{REGISTRY}"')
 """The one value that has no default; others that are set win over it."""
 RENDERING = ("template", "install", "upgrade", "lint")
 RELEASE = "cache"
+COMPONENT = "app.kubernetes.io/component"
 HELM_TIMEOUT_S = 60
 
 Manifest = dict[str, Any]
+MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
+MODELS: Manifest = {"models": [MODEL]}
+TLS: Manifest = {"tls.enabled": True, "tls.existingSecret": "certificates"}
+MUTUAL: Manifest = TLS | {"tls.mutual": True}
+MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+
+both_helms = pytest.mark.parametrize("helm", ["helm3", "helm4"])
+
+
+def containers_of(pod: Manifest) -> list[Manifest]:
+    """The containers of a pod's specification, init containers first."""
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def parsed(text: str) -> list[Manifest]:
+    """The objects of Helm's output."""
+    return [one for one in yaml.safe_load_all(text) if one]
 
 
 @dataclass(frozen=True)
@@ -68,8 +86,30 @@ class Rendering:
     def containers(self) -> Iterator[tuple[str, Manifest]]:
         """Every container, init containers included, as `workload/container`."""
         for name, pod in self.pods():
-            for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            for container in containers_of(pod):
                 yield f"{name}/{container['name']}", container
+
+    def pod(self, name: str) -> Manifest:
+        """The specification of the pods of the workload of that name."""
+        found: Manifest = dict(self.pods())[f"{RELEASE}-lmcache-{name}"]
+        return found
+
+    def container(self, name: str) -> Manifest:
+        """The first container of that name."""
+        return next(one for where, one in self.containers() if where.endswith(f"/{name}"))
+
+    def config(self, component: str) -> Manifest:
+        """The settings file of a component."""
+        text = self.get("ConfigMap", component)["data"]["config.yaml"]
+        settings: Manifest = yaml.safe_load(text)
+        return settings
+
+    def by_name(self, kind: str) -> dict[str, Manifest]:
+        """Specifications of the objects of a kind, by name without the release's prefix."""
+        prefix = f"{RELEASE}-lmcache-"
+        return {
+            one["metadata"]["name"].removeprefix(prefix): one["spec"] for one in self.of_kind(kind)
+        }
 
 
 @dataclass
@@ -84,6 +124,7 @@ class Chart:
     path: Path
     helms: dict[str, Path]
     _rendered: dict[str, Rendering] = field(default_factory=dict)
+    _refused: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def built(cls, folder: Path, helms: dict[str, Path]) -> Chart:
@@ -99,14 +140,8 @@ class Chart:
     def run(self, *arguments: str, helm: str = "helm4") -> subprocess.CompletedProcess[str]:
         """Run one Helm command, without looking at a cluster."""
         registry = SET_REGISTRY if arguments[0] in RENDERING else ()
-        command = [
-            str(self.helms[helm]),
-            arguments[0],
-            *registry,
-            *arguments[1:],
-            "--kubeconfig",
-            "/nonexistent",
-        ]
+        command = [str(self.helms[helm]), arguments[0], *registry, *arguments[1:]]
+        command += ["--kubeconfig", "/nonexistent"]
         return subprocess.run(
             command, capture_output=True, text=True, timeout=HELM_TIMEOUT_S, check=False
         )
@@ -140,16 +175,21 @@ class Chart:
         if key not in self._rendered:
             answer = self.template(values, files, helm)
             assert answer.returncode == 0, answer.stderr
-            self._rendered[key] = Rendering(
-                answer.stdout, [one for one in yaml.safe_load_all(answer.stdout) if one]
-            )
+            self._rendered[key] = Rendering(answer.stdout, parsed(answer.stdout))
         return self._rendered[key]
 
     def refuse(self, values: Manifest, *files: Path) -> str:
-        """Render values that must be refused; gives the message."""
-        answer = self.template(values, files, "helm4")
-        assert answer.returncode != 0, "these values were accepted"
-        return answer.stderr
+        """Render values that must be refused, once; gives the message."""
+        key = json.dumps([values, [str(file) for file in files]])
+        if key not in self._refused:
+            answer = self.template(values, files, "helm4")
+            assert answer.returncode != 0, "these values were accepted"
+            self._refused[key] = answer.stderr
+        return self._refused[key]
+
+    def case(self, name: str, helm: str = "helm4") -> Rendering:
+        """Render a values file of `ci/`."""
+        return self.render(None, self.path / "ci" / f"{name}-values.yaml", helm=helm)
 
 
 def fetch_helms() -> dict[str, Path]:

@@ -26,7 +26,8 @@ _VALUES: Final = re.compile(
     r"(?P<first>\d+(?:\.\d+)?)(?:(?P<step>[+-]\d+(?:\.\d+)?)?x(?P<times>\d+))?|(?P<gap>_)(?:x(?P<gaps>\d+))?"
 )
 _COMPARISONS: Final[dict[str, Callable[[float, float], bool]]] = {
-    "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le,
+    "==": operator.eq, "!=": operator.ne, ">": operator.gt,
+    "<": operator.lt, ">=": operator.ge, "<=": operator.le,
 }  # fmt: skip
 _ARITHMETIC: Final[dict[str, Callable[[float, float], float]]] = {
     "+": operator.add,
@@ -205,9 +206,9 @@ def _combined(node: Any, left: Vector | float, right: Vector | float) -> Vector 
 def _paired(left: Vector, right: Vector, matching: Any) -> list[tuple[Labels, float, float]]:
     others = {_key(labels, matching): value for labels, value in right.items()}
     assert len(others) == len(right), "several series on the right for one on the left"
-    assert len({_key(labels, matching) for labels in left}) == len(
-        left
-    ), "several series on the left for one on the right"
+    assert len({_key(labels, matching) for labels in left}) == len(left), (
+        "several series on the left for one on the right"
+    )
     return [
         (labels, value, others[_key(labels, matching)])
         for labels, value in left.items()

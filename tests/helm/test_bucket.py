@@ -21,8 +21,7 @@ from lmcache_storage.settings import StorageSettings
 from tests.fixtures.s3_server import BUCKET, running_s3
 from tests.fixtures.tls import Authority
 from tests.helm.processes import TIMEOUT_S, Cluster
-from tests.helm.test_settings import settings_of
-from tests.helm.test_tls import files_in
+from tests.helm.test_settings import files_in, settings_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from tests.helm import extensions
+from tests.helm.conftest import both_helms
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
@@ -34,10 +35,10 @@ CASES["default"] = HELM_FOLDER / "lmcache" / "values.yaml"
 KUBERNETES_VERSIONS = ("1.29", "1.33", "1.36", "1.37")
 EXTENSIONS = {"cert-manager.io/v1": {"Certificate", "Issuer"}}
 """Kinds that Kubernetes itself has no schema of; test_tls.py knows their fields."""
+OF_KUBERNETES = {"initialDelaySeconds", "nodeAffinity", "podAffinity", "podAntiAffinity"}
 YAMLLINT = str(Path(__file__).parent / "yamllint.yaml")
 
 every_case = pytest.mark.parametrize("case", sorted(CASES))
-both_helms = pytest.mark.parametrize("helm", ["helm3", "helm4"])
 
 
 def render(chart: Chart, case: str, helm: str = "helm4") -> Rendering:
@@ -51,24 +52,9 @@ def test_lint_of_the_library(chart: Chart, helm: str) -> None:
 
 
 def test_the_matrix_is_there() -> None:
-    assert set(CASES) >= {
-        "default",
-        "bucket",
-        "minimal",
-        "external-redis",
-        "ha",
-        "models",
-        "no-auth",
-        "existing-secrets",
-        "placement",
-        "tls",
-        "scaled",
-        "gitops",
-        "injected",
-        "keda",
-        "kind",
-        "monitored",
-    }
+    wanted = "default bucket minimal external-redis ha models no-auth existing-secrets placement"
+    wanted += " tls scaled gitops injected keda kind monitored"
+    assert set(CASES) >= set(wanted.split())
 
 
 @both_helms
@@ -112,11 +98,8 @@ def test_the_schemas_refuse_what_kubernetes_does_not_know(chart: Chart) -> None:
 @every_case
 def test_both_helms_render_the_same(chart: Chart, case: str) -> None:
     def stable(rendering: Rendering) -> list[str]:
-        return sorted(
-            json.dumps(one, sort_keys=True)
-            for one in rendering.manifests
-            if one["kind"] != "Secret"
-        )
+        kept = (one for one in rendering.manifests if one["kind"] != "Secret")
+        return sorted(json.dumps(one, sort_keys=True) for one in kept)
 
     assert stable(render(chart, case, "helm3")) == stable(render(chart, case, "helm4"))
 
@@ -127,26 +110,23 @@ def test_no_object_appears_twice(chart: Chart, case: str) -> None:
     assert len(names) == len(set(names))
 
 
-@every_case
-def test_rendered_yaml_is_clean(chart: Chart, case: str) -> None:
-    """Duplicate keys, tabs and the like, which a parser would take in silence."""
-    command = [sys.executable, "-m", "yamllint", "--strict", "--config-file", YAMLLINT, "-"]
-    text = render(chart, case).text
+def yamllint(*arguments: str, text: str | None = None) -> None:
+    """Find duplicate keys, tabs and the like, which a parser would take in silence."""
+    command = [sys.executable, "-m", "yamllint", "--strict", "--config-file", YAMLLINT, *arguments]
     answer = subprocess.run(
         command, input=text, capture_output=True, text=True, timeout=60, check=False
     )
     assert answer.returncode == 0, answer.stdout
 
 
+@every_case
+def test_rendered_yaml_is_clean(chart: Chart, case: str) -> None:
+    yamllint("-", text=render(chart, case).text)
+
+
 def test_committed_yaml_is_clean() -> None:
-    files = [
-        str(path)
-        for path in HELM_FOLDER.rglob("*.yaml")
-        if path.parent.name not in ("templates", "charts")
-    ]
-    command = [sys.executable, "-m", "yamllint", "--strict", "--config-file", YAMLLINT, *files]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert answer.returncode == 0, answer.stdout
+    files = HELM_FOLDER.rglob("*.yaml")
+    yamllint(*(str(path) for path in files if path.parent.name not in ("templates", "charts")))
 
 
 @both_helms
@@ -157,45 +137,12 @@ def test_dependency_build_leaves_the_lock_alone(chart: Chart, helm: str) -> None
     assert (chart.path / "Chart.lock").read_bytes() == committed
 
 
-def test_notes_name_every_model(chart: Chart) -> None:
-    answer = chart.run(
-        "install", "cache", str(chart.path), "--dry-run=client", "--values", str(CASES["models"])
-    )
-    assert answer.returncode == 0, answer.stderr
-    notes = answer.stdout.split("NOTES:")[1]
-    assert "cache-lmcache-vllm-llama:8000" in notes
-    assert "cache-lmcache-vllm-qwen:8000" in notes
-
-
-def test_templates_stay_short() -> None:
-    for template in sorted((HELM_FOLDER / "lmcache" / "templates").glob("*.yaml")):
-        lines = template.read_text(encoding="utf-8").count("\n")
-        assert lines <= 80, f"{template.name} has {lines} lines"
-
-
 def test_values_are_documented() -> None:
     """Every name has a comment where it appears first, but for what is Kubernetes' own."""
     lines = (HELM_FOLDER / "lmcache" / "values.yaml").read_text(encoding="utf-8").splitlines()
-    kubernetes = {
-        "requests",
-        "limits",
-        "cpu",
-        "memory",
-        "periodSeconds",
-        "timeoutSeconds",
-        "failureThreshold",
-    }
-    kubernetes |= {
-        "ports",
-        "port",
-        "protocol",
-        "startup",
-        "liveness",
-        "readiness",
-        "maxSurge",
-        "maxUnavailable",
-    }
-    documented = set(kubernetes)
+    kubernetes = "requests limits cpu memory periodSeconds timeoutSeconds failureThreshold ports"
+    kubernetes += " port protocol startup liveness readiness maxSurge maxUnavailable"
+    documented = set(kubernetes.split())
     for before, line in itertools.pairwise(lines):
         name = re.match(r" *(?:- )?([A-Za-z_]+):", line)
         if name is None:
@@ -213,14 +160,8 @@ def test_schema_types_every_value() -> None:
         (HELM_FOLDER / "lmcache" / "values.schema.json").read_text(encoding="utf-8")
     )
     values = yaml.safe_load((HELM_FOLDER / "lmcache" / "values.yaml").read_text(encoding="utf-8"))
-    open_by_design = {
-        "labels",
-        "stringMap",
-        "quantityMap",
-        "tenantQuotas",
-        "connectorOptions",
-        "sidecarTemplate",
-    }
+    open_by_design = {"labels", "stringMap", "quantityMap", "tenantQuotas", "connectorOptions"}
+    open_by_design.add("sidecarTemplate")
 
     def check(node: Manifest, value: object, where: str) -> None:
         reference = str(node.get("$ref", "")).rpartition("/")[2]
@@ -238,9 +179,8 @@ def test_schema_types_every_value() -> None:
             - set(value)
             - {"initialDelaySeconds", "nodeAffinity", "podAffinity", "podAntiAffinity"}
         )
-        assert unlisted <= {
-            "global",
-            "lmcache-common",
-        }, f"{where}: {unlisted} are not in values.yaml"
+        assert unlisted <= {"global", "lmcache-common"}, (
+            f"{where}: {unlisted} are not in values.yaml"
+        )
 
     check(schema, values, "values")

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
+from tests.helm.conftest import MODEL, MODELS
+
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
 
-MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
 ALONE = {"lookup.enabled": False, "broker.enabled": False, "redis.enabled": False}
 CHANGES: dict[str, Manifest] = {
     "storage": {"storage.config.memory_gb": 5},
@@ -24,27 +25,19 @@ CHANGES: dict[str, Manifest] = {
 }
 
 
-def config_of(rendering: Rendering, component: str) -> Manifest:
-    settings: Manifest = yaml.safe_load(
-        rendering.get("ConfigMap", component)["data"]["config.yaml"]
-    )
-    return settings
-
-
 def checksums(rendering: Rendering) -> dict[str, str]:
-    prefix = "cache-lmcache-"
     return {
-        workload["metadata"]["name"].removeprefix(prefix): workload["spec"]["template"]["metadata"][
+        one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"]["template"]["metadata"][
             "annotations"
         ]["checksum/config"]
-        for workload in rendering.workloads()
+        for one in rendering.workloads()
     }
 
 
 @pytest.mark.parametrize("component", sorted(CHANGES))
 def test_a_changed_setting_restarts_its_pods_only(chart: Chart, component: str) -> None:
-    before = checksums(chart.render({"models": [MODEL]}))
-    after = checksums(chart.render({"models": [MODEL]} | CHANGES[component]))
+    before = checksums(chart.render(MODELS))
+    after = checksums(chart.render(MODELS | CHANGES[component]))
     assert {name for name in before if before[name] != after[name]} == {component}
 
 
@@ -73,7 +66,7 @@ OWN_REDIS: Manifest = {
 )
 def test_another_redis_restarts_those_who_ask_it(chart: Chart, changed: Manifest) -> None:
     def templates(values: Manifest) -> dict[str, Manifest]:
-        rendering = chart.render({"models": [MODEL]} | values)
+        rendering = chart.render(MODELS | values)
         return {
             one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"]["template"]
             for one in rendering.workloads()
@@ -92,12 +85,8 @@ def test_the_mark_of_a_redis_is_no_plain_digest_of_it(chart: Chart) -> None:
     assert checksums(chart.render(OWN_REDIS, helm="helm3")) == found
     config = chart.render(OWN_REDIS).get("ConfigMap", "lookup")["data"]["config.yaml"]
     url = OWN_REDIS["externalRedis"]["url"]
-    guesses = [config, config.rstrip("\n")]
-    assert found["lookup"] not in {
-        hashlib.sha256(f"{guess}{end}".encode()).hexdigest()
-        for guess in guesses
-        for end in ("", url)
-    }
+    guesses = [f"{guess}{end}" for guess in (config, config.rstrip("\n")) for end in ("", url)]
+    assert found["lookup"] not in {hashlib.sha256(one.encode()).hexdigest() for one in guesses}
 
 
 def test_config_values_are_written_as_they_are(chart: Chart) -> None:
@@ -110,18 +99,16 @@ def test_config_values_are_written_as_they_are(chart: Chart) -> None:
 
 
 def test_addresses_follow_what_is_installed(chart: Chart) -> None:
-    everything = config_of(chart.render({"models": [MODEL]}), "vllm-tiny")
+    everything = chart.render(MODELS).config("vllm-tiny")
     assert everything["remote_url"] == "lm://cache-lmcache-storage-headless.inference.svc:65432"
     assert everything["lookup_url"] == "http://cache-lmcache-lookup.inference.svc:8081"
     assert everything["broker_url"] == "http://cache-lmcache-broker.inference.svc:8082"
-    alone = config_of(
-        chart.render({"models": [MODEL], "storage.enabled": False} | ALONE), "vllm-tiny"
-    )
+    alone = chart.render({"models": [MODEL], "storage.enabled": False} | ALONE).config("vllm-tiny")
     assert not {"remote_url", "lookup_url", "broker_url"} & set(alone)
 
 
 def test_named_addresses_have_services(chart: Chart) -> None:
-    rendering = chart.render({"models": [MODEL]})
+    rendering = chart.render(MODELS)
     services = {one["metadata"]["name"]: one["spec"] for one in rendering.of_kind("Service")}
     hosts = re.findall(
         r"(?:lm|http|redis)://(?:[^\s/]*@)?(?:\$\(POD_NAME\)\.)?(cache-[a-z-]+)\.inference\.svc:(\d+)",
@@ -133,68 +120,55 @@ def test_named_addresses_have_services(chart: Chart) -> None:
 
 
 def test_pods_name_themselves(chart: Chart) -> None:
-    rendering = chart.render({"models": [MODEL]})
-    env = {
-        name: {one["name"]: one.get("value") for one in container.get("env", [])}
-        for name, container in rendering.containers()
-    }
-    storage = env["cache-lmcache-storage/storage"]
+    rendering = chart.render(MODELS)
+
+    def environ(container: str) -> dict[str, str | None]:
+        env = rendering.container(container)["env"]
+        return {one["name"]: one.get("value") for one in env}
+
+    storage, headless = environ("storage"), "cache-lmcache-storage-headless"
     assert storage["LMCACHE_STORAGE_INSTANCE_ID"] == "$(POD_NAME)"
-    assert (
-        storage["LMCACHE_STORAGE_ADVERTISE_URL"]
-        == "lm://$(POD_NAME).cache-lmcache-storage-headless.inference.svc:65432"
+    own, all_of_them = (
+        storage[f"LMCACHE_STORAGE_{name}_URL"] for name in ("ADVERTISE", "REPLICAS")
     )
-    assert (
-        storage["LMCACHE_STORAGE_REPLICAS_URL"]
-        == "lm://cache-lmcache-storage-headless.inference.svc:65432"
-    )
-    assert (
-        rendering.get("StatefulSet", "storage")["spec"]["serviceName"]
-        == "cache-lmcache-storage-headless"
-    )
-    assert (
-        env["cache-lmcache-vllm-tiny/sidecar"]["LMCACHE_SIDECAR_DISTRIBUTED_URL"]
-        == "lm://$(POD_IP):65433"
-    )
+    assert own == f"lm://$(POD_NAME).{headless}.inference.svc:65432"
+    assert all_of_them == f"lm://{headless}.inference.svc:65432"
+    assert rendering.get("StatefulSet", "storage")["spec"]["serviceName"] == headless
+    assert environ("sidecar")["LMCACHE_SIDECAR_DISTRIBUTED_URL"] == "lm://$(POD_IP):65433"
 
 
 def test_only_sidecars_that_encode_have_the_codecs(chart: Chart) -> None:
+    base = {"webhook.enabled": True, "images.registry": "r.example"}
+    digest = "sha256:" + "a" * 64
+
     def images(values: dict[str, object], **model: object) -> tuple[str, str]:
-        rendering = chart.render(
-            {"models": [MODEL | model], "webhook.enabled": True, "images.registry": "r.example"}
-            | values
+        """That of a model's sidecar, and that of injected ones."""
+        rendering = chart.render(base | {"models": [MODEL | model]} | values)
+        found = (
+            rendering.container("sidecar")["image"],
+            rendering.config("webhook")["sidecar_image"],
         )
-        own = dict(rendering.containers())["cache-lmcache-vllm-tiny/sidecar"]["image"]
-        return (
-            own.rpartition(":")[0],
-            config_of(rendering, "webhook")["sidecar_image"].rpartition(":")[0],
-        )
+        own, injected = (image.rpartition(":")[0] for image in found)
+        return own, injected
 
     lean, codec = "r.example/lmcache-sidecar", "r.example/lmcache-sidecar-codec"
+    encoded = {"sidecar.config.remote_serde": "lossless"}
+    on_disk = {"sidecar.config.disk_serde": "lossless", "sidecar.config.disk_gb": 1}
+    one_model = {"config": {"remote_serde": "cachegen:high"}}
     assert images({}) == (lean, lean)
-    assert images({"sidecar.config.remote_serde": "lossless"}) == (codec, codec)
+    assert images(encoded) == (codec, codec)
     assert images({"sidecar.config.peer_serde": "cachegen"}) == (codec, codec)
-    assert images({"sidecar.config.disk_serde": "lossless", "sidecar.config.disk_gb": 1}) == (
-        codec,
-        lean,
-    ), "injected ones have no disk_serde"
-    assert images({}, sidecar={"config": {"remote_serde": "cachegen:high"}}) == (
-        codec,
-        lean,
-    ), "one model alone"
-    digest = "sha256:" + "a" * 64
-    pinned = {"sidecar.codecImage.digest": digest, "sidecar.config.remote_serde": "lossless"}
-    assert images(pinned)[0] == f"{codec}@sha256", "pinned by itself"
-    assert (
-        images({"sidecar.image.digest": digest} | {"sidecar.config.remote_serde": "lossless"})[0]
-        == codec
-    ), "not by the other's digest"
+    assert images(on_disk) == (codec, lean), "injected ones have no disk_serde"
+    assert images({}, sidecar=one_model) == (codec, lean), "one model alone"
+    pinned = images({"sidecar.codecImage.digest": digest} | encoded)[0]
+    assert pinned == f"{codec}@sha256", "pinned by itself"
+    assert images({"sidecar.image.digest": digest} | encoded)[0] == codec, "not by the other's"
 
 
 def test_ipv6(chart: Chart) -> None:
     rendering = chart.render({"models": [MODEL], "network.ipFamily": "IPv6"})
-    assert config_of(rendering, "storage")["lm_host"] == "::"
-    env = dict(rendering.containers())["cache-lmcache-vllm-tiny/sidecar"]["env"]
+    assert rendering.config("storage")["lm_host"] == "::"
+    env = rendering.container("sidecar")["env"]
     assert {"name": "LMCACHE_SIDECAR_DISTRIBUTED_URL", "value": "lm://[$(POD_IP)]:65433"} in env
 
 
@@ -207,9 +181,8 @@ def test_models_merge_over_their_defaults(chart: Chart) -> None:
             "sidecar.config.log_level": "warning",
         }
     )
-    pod = next(pod for name, pod in rendering.pods() if name.endswith("vllm-tiny"))
-    assert pod["nodeSelector"] == {"gpu": "h200", "zone": "a"}
-    settings = config_of(rendering, "vllm-tiny")
+    assert rendering.pod("vllm-tiny")["nodeSelector"] == {"gpu": "h200", "zone": "a"}
+    settings = rendering.config("vllm-tiny")
     assert (settings["arena_gb"], settings["log_level"]) == (3, "warning")
 
 
@@ -231,17 +204,17 @@ def test_images(chart: Chart) -> None:
 
 
 def secrets_in(rendering: Rendering) -> list[str]:
-    found = []
-    for secret in rendering.of_kind("Secret"):
-        for name, value in secret["data"].items():
-            text = base64.b64decode(value).decode()
-            found += [] if name == "tokens.yaml" else [text]
-    return found
+    return [
+        base64.b64decode(value).decode()
+        for secret in rendering.of_kind("Secret")
+        for name, value in secret["data"].items()
+        if name != "tokens.yaml"
+    ]
 
 
 @pytest.mark.parametrize("case", ["models", "external-redis", "no-auth"])
 def test_secrets_are_only_in_secrets(chart: Chart, case: str) -> None:
-    rendering = chart.render(None, chart.path / "ci" / f"{case}-values.yaml")
+    rendering = chart.case(case)
     secrets = secrets_in(rendering)
     assert len(secrets) >= 3
     elsewhere = yaml.safe_dump_all([one for one in rendering.manifests if one["kind"] != "Secret"])
@@ -261,9 +234,9 @@ def test_existing_secrets_replace_generated_ones(chart: Chart) -> None:
 
 
 def test_without_auth_services_let_anyone_in_and_mount_no_tokens(chart: Chart) -> None:
-    rendering = chart.render(None, chart.path / "ci" / "no-auth-values.yaml")
+    rendering = chart.case("no-auth")
     for component in ("storage", "lookup", "broker", "vllm-tiny"):
-        settings = config_of(rendering, component)
+        settings = rendering.config(component)
         assert settings["allow_anonymous"] is True
         assert not {"auth_tokens_file", "service_token_file"} & set(settings)
     assert "cache-lmcache-auth" not in rendering.text

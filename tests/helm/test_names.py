@@ -4,10 +4,12 @@ the same.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
-import yaml
+
+from tests.helm.conftest import parsed
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest
@@ -27,22 +29,25 @@ LIMITS = {"CronJob": 52, "StatefulSet": 52}
 def installed(chart: Chart, release: str, *arguments: str) -> list[Manifest]:
     answer = chart.run("template", release, str(chart.path), "--namespace", "inference", *arguments)
     assert answer.returncode == 0, answer.stderr
-    return [one for one in yaml.safe_load_all(answer.stdout) if one]
+    return parsed(answer.stdout)
 
 
 def names(manifests: list[Manifest]) -> set[tuple[str, str]]:
     return {(one["kind"], one["metadata"]["name"]) for one in manifests}
 
 
+@pytest.mark.parametrize("more", [(), ("--set", f"fullnameOverride={'r' * 60}")])
 @pytest.mark.parametrize("release", [LONGEST, "x", "lmcache"])
-def test_names_fit_whatever_the_release_is_called(chart: Chart, release: str) -> None:
-    manifests = installed(chart, release, *EVERYTHING)
+def test_names_fit_whatever_the_release_is_called(
+    chart: Chart, release: str, more: tuple[str, ...]
+) -> None:
+    manifests = installed(chart, release, *EVERYTHING, *more)
     for kind, name in names(manifests):
         assert len(name) <= LIMITS.get(kind, 63), f"{kind} {name}"
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", name), name
     for one in manifests:
-        assert all(len(value) <= 63 for value in one["metadata"]["labels"].values()), one[
-            "metadata"
-        ]["name"]
+        metadata = one["metadata"]
+        assert all(len(value) <= 63 for value in metadata["labels"].values()), metadata["name"]
 
 
 @pytest.mark.parametrize(
@@ -66,13 +71,10 @@ def test_two_releases_share_a_namespace(chart: Chart, one: str, other: str) -> N
     ]
     assert len(pods) >= 6
     selectors = [
-        selector
+        manifest["spec"][name]
         for manifest in ours
-        for selector in (
-            manifest.get("spec", {}).get("selector"),
-            manifest.get("spec", {}).get("podSelector"),
-        )
-        if selector
+        for name in ("selector", "podSelector")
+        if manifest.get("spec", {}).get(name)
     ]
     assert len(selectors) >= 20
     for selector in selectors:

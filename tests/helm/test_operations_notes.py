@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.helm.conftest import MODEL, MODELS
 from tests.helm.test_cases import CASES
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest
-
-MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
 
 
 def notes(chart: Chart, values: Manifest | None = None, case: str = "default") -> str:
@@ -67,7 +66,7 @@ def test_the_first_model_can_be_asked(chart: Chart) -> None:
             "No models here: a pod that runs vLLM gets the cache by the label",
         ),
         (
-            {"webhook.enabled": True, "models": [MODEL]},
+            {"webhook.enabled": True, **MODELS},
             "Pods of other charts that run vLLM get the cache by the label",
         ),
         ({}, "helm test -n inference cache --logs\n"),
@@ -101,8 +100,8 @@ def test_said(chart: Chart, values: Manifest, said: str) -> None:
 @pytest.mark.parametrize(
     ("values", "unsaid"),
     [
-        ({"models": [MODEL]}, "Nobody uses the cache yet"),
-        ({"models": [MODEL]}, "lmcache.io/inject"),
+        (MODELS, "Nobody uses the cache yet"),
+        (MODELS, "lmcache.io/inject"),
         ({"releaseTest.enabled": False}, "helm test"),
         ({"auth.enabled": False}, "get secret"),
         ({"auth.enabled": False}, "tls.enabled is false"),

@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 
 from tests.fixtures.tls import Authority
-from tests.helm.conftest import HELM_FOLDER
+from tests.helm.conftest import COMPONENT, HELM_FOLDER, MODELS, MUTUAL
 from tests.helm.processes import Cluster
 from tests.helm.test_cases import CASES, render
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
     from tests.helm.conftest import Chart, Manifest, Rendering
 
-VALUES: Manifest = {"models": [{"name": "tiny", "model": "example/tiny-llama"}]}
-TLS: Manifest = {"tls.enabled": True, "tls.mutual": True, "tls.existingSecret": "certificates"}
-COMPONENT = "app.kubernetes.io/component"
 TEST_TIMEOUT_S = 60
 
 
@@ -53,7 +50,7 @@ def test_the_one_hook_is_a_pod_whose_log_can_be_read(chart: Chart) -> None:
     """Helm asks every test hook for a pod's logs, and an uninstallation removes no hook: the
     rest belongs to the release.
     """
-    rendering = chart.render(VALUES)
+    rendering = chart.render(MODELS)
     pod = pod_of(rendering)
     assert pod["kind"] == "Pod"
     assert pod["metadata"]["annotations"] == {
@@ -73,21 +70,20 @@ def test_no_hook_but_the_test_pod_outlives_the_release(chart: Chart, case: str) 
     for one in render(chart, case).manifests:
         annotations = one["metadata"].get("annotations", {})
         if annotations.get("helm.sh/hook", "test") != "test":
-            assert "hook-succeeded" in annotations["helm.sh/hook-delete-policy"].split(","), one[
-                "metadata"
-            ]["name"]
+            policy = annotations["helm.sh/hook-delete-policy"].split(",")
+            assert "hook-succeeded" in policy, one["metadata"]["name"]
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.33", "1.37"])
-@pytest.mark.parametrize("tls", [{}, TLS], ids=["plain", "tls"])
+@pytest.mark.parametrize("tls", [{}, MUTUAL], ids=["plain", "tls"])
 def test_the_objects_fit_kubernetes(chart: Chart, tls: Manifest, version: str) -> None:
-    for manifest in parts(chart.render(VALUES | tls)):
+    for manifest in parts(chart.render(MODELS | tls)):
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-@pytest.mark.parametrize("tls", [{}, TLS], ids=["plain", "tls"])
+@pytest.mark.parametrize("tls", [{}, MUTUAL], ids=["plain", "tls"])
 def test_the_pod_is_restricted_bounded_and_ends(chart: Chart, tls: Manifest) -> None:
-    spec = pod_of(chart.render(VALUES | tls))["spec"]
+    spec = pod_of(chart.render(MODELS | tls))["spec"]
     (container,) = spec["containers"]
     context = container["securityContext"]
     assert spec["restartPolicy"] == "Never"
@@ -110,39 +106,22 @@ def test_the_pod_is_restricted_bounded_and_ends(chart: Chart, tls: Manifest) -> 
 
 
 def test_it_reaches_what_it_asks_and_nobody_it(chart: Chart) -> None:
-    rendering = chart.render(VALUES)
+    """Which ports these are test_network.py knows."""
+    rendering = chart.render(MODELS)
     policies = [one["spec"] for one in parts(rendering) if one["kind"] == "NetworkPolicy"]
-    own = next(
+    (own,) = (
         spec for spec in policies if spec["podSelector"]["matchLabels"][COMPONENT] == "release-test"
     )
     assert own["policyTypes"] == ["Ingress", "Egress"]
     assert "ingress" not in own
-    assert (
-        own["podSelector"]["matchLabels"].items() <= pod_of(rendering)["metadata"]["labels"].items()
-    )
-    reached = {
-        (rule["to"][0]["podSelector"]["matchLabels"][COMPONENT], port["port"])
-        for rule in own["egress"]
-        if "to" in rule
-        for port in rule["ports"]
-    }
-    let_in = {
-        (spec["podSelector"]["matchLabels"][COMPONENT], port["port"])
-        for spec in policies
-        for rule in spec.get("ingress", ())
-        for port in rule["ports"]
-    }
-    assert (
-        reached
-        == let_in
-        == {("storage", 8080), ("storage", 65432), ("lookup", 8081), ("broker", 8082)}
-    )
+    labels = pod_of(rendering)["metadata"]["labels"]
+    assert own["podSelector"]["matchLabels"].items() <= labels.items()
     peers = [rule["from"] for spec in policies for rule in spec.get("ingress", ())]
     assert all(peer == [{"podSelector": own["podSelector"]}] for peer in peers)
 
 
 def test_its_addresses_are_services(chart: Chart) -> None:
-    rendering = chart.render(VALUES)
+    rendering = chart.render(MODELS)
     services = {
         f"{one['metadata']['name']}.inference.svc": one["spec"]["ports"]
         for one in rendering.of_kind("Service")
@@ -163,7 +142,7 @@ def cluster(
 ) -> Iterator[tuple[Cluster, Rendering, Path]]:
     """The services of a rendering, which they go by, and their folder."""
     is_plain = request.param == "plain"
-    rendering = chart.render(VALUES | ({} if is_plain else TLS))
+    rendering = chart.render(MODELS | ({} if is_plain else MUTUAL))
     folder = tmp_path_factory.mktemp("run")
     cluster = Cluster(
         rendering, folder, None if is_plain else Authority(tmp_path_factory.mktemp("authority"))

@@ -4,12 +4,11 @@ memory that covers the cache.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import pytest
-import yaml
 
+from tests.helm.conftest import containers_of
 from tests.helm.test_cases import CASES
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def rendering(chart: Chart, request: pytest.FixtureRequest) -> Rendering:
 @pytest.fixture
 def models(chart: Chart) -> Rendering:
     """Two models with sidecars."""
-    return chart.render(None, chart.path / "ci" / "models-values.yaml")
+    return chart.case("models")
 
 
 def bytes_of(quantity: str) -> int:
@@ -39,10 +38,6 @@ def bytes_of(quantity: str) -> int:
 
 def named(items: list[Manifest], name: str) -> Manifest:
     return next(item for item in items if item["name"] == name)
-
-
-def pod_of(rendering: Rendering, workload: str) -> Manifest:
-    return next(pod for name, pod in rendering.pods() if name == f"cache-lmcache-{workload}")
 
 
 def test_pods_are_restricted(rendering: Rendering) -> None:
@@ -67,9 +62,7 @@ def test_containers_are_restricted(rendering: Rendering) -> None:
 
 
 def test_containers_run_as_one_numeric_user(chart: Chart) -> None:
-    for name, container in chart.render(
-        None, chart.path / "ci" / "models-values.yaml"
-    ).containers():
+    for name, container in chart.case("models").containers():
         assert container["securityContext"]["runAsUser"] == 10001, name
 
 
@@ -98,9 +91,9 @@ def test_pods_see_no_services_and_no_api_token(rendering: Rendering) -> None:
 
 def test_containers_have_probes_and_memory_requests(rendering: Rendering) -> None:
     for name, container in rendering.containers():
-        assert (
-            "cpu" in container["resources"]["requests"]
-        ), f"{name}: without it autoscalers can tell nothing of the pod"
+        assert "cpu" in container["resources"]["requests"], (
+            f"{name}: without it autoscalers can tell nothing of the pod"
+        )
         if name.endswith("/payload"):
             continue
         assert "startupProbe" in container, name
@@ -117,12 +110,11 @@ def test_mounts_name_volumes_of_the_pod(rendering: Rendering) -> None:
         volumes |= {
             claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])
         }
-        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+        for container in containers_of(pod):
             paths = [mount["mountPath"] for mount in container["volumeMounts"]]
             assert len(paths) == len(set(paths)), container["name"]
-            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes, container[
-                "name"
-            ]
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounted <= volumes, container["name"]
 
 
 def test_the_sidecar_is_a_native_sidecar(models: Rendering) -> None:
@@ -139,7 +131,7 @@ def test_the_sidecar_is_a_native_sidecar(models: Rendering) -> None:
 
 @pytest.mark.parametrize(("model", "arena_gb"), [("llama", 16.5), ("qwen", 2)])
 def test_one_value_sizes_the_arena(models: Rendering, model: str, arena_gb: float) -> None:
-    pod = pod_of(models, f"vllm-{model}")
+    pod = models.pod(f"vllm-{model}")
     sidecar = named(pod["initContainers"], "sidecar")
     volume = named(pod["volumes"], "arena")["emptyDir"]
     arena = int(arena_gb * 2**30)
@@ -148,12 +140,12 @@ def test_one_value_sizes_the_arena(models: Rendering, model: str, arena_gb: floa
     limit = bytes_of(sidecar["resources"]["limits"]["memory"])
     assert limit > bytes_of(volume["sizeLimit"])
     assert sidecar["resources"]["requests"]["memory"] == sidecar["resources"]["limits"]["memory"]
-    config = yaml.safe_load(models.get("ConfigMap", f"vllm-{model}")["data"]["config.yaml"])
+    config = models.config(f"vllm-{model}")
     assert config["arena_gb"] == arena_gb
 
 
 def test_sidecar_and_vllm_share_arena_and_socket_and_nothing_secret(models: Rendering) -> None:
-    pod = pod_of(models, "vllm-llama")
+    pod = models.pod("vllm-llama")
     sidecar, vllm = named(pod["initContainers"], "sidecar"), pod["containers"][0]
     mounts = [
         {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
@@ -167,12 +159,12 @@ def test_sidecar_and_vllm_share_arena_and_socket_and_nothing_secret(models: Rend
 
 
 def test_the_sidecar_disk_is_bounded_and_off_at_zero(models: Rendering) -> None:
-    pod = pod_of(models, "vllm-llama")
+    pod = models.pod("vllm-llama")
     assert bytes_of(named(pod["volumes"], "sidecar-disk")["emptyDir"]["sizeLimit"]) > 100 * 2**30
-    config = yaml.safe_load(models.get("ConfigMap", "vllm-qwen")["data"]["config.yaml"])
+    config = models.config("vllm-qwen")
     assert not {"disk_path", "disk_gb"} & set(config)
     assert not any(
-        volume["name"] == "sidecar-disk" for volume in pod_of(models, "vllm-qwen")["volumes"]
+        volume["name"] == "sidecar-disk" for volume in models.pod("vllm-qwen")["volumes"]
     )
 
 
@@ -180,7 +172,7 @@ def test_the_storage_fits_its_pod(chart: Chart) -> None:
     rendering = chart.render({"storage.config.memory_gb": 7.5, "storage.persistence.sizeGi": 33})
     workload = rendering.get("StatefulSet", "storage")["spec"]
     limit = bytes_of(workload["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"])
-    config = yaml.safe_load(rendering.get("ConfigMap", "storage")["data"]["config.yaml"])
+    config = rendering.config("storage")
     assert limit > 7.5 * 2**30
     assert config["memory_gb"] == 7.5
     claim = workload["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"]
@@ -200,14 +192,6 @@ def test_an_upgrade_changes_no_immutable_field(rendering: Rendering) -> None:
             assert found.items() <= spec["template"]["metadata"]["labels"].items()
 
 
-def test_names_fit(rendering: Rendering) -> None:
-    for one in rendering.manifests:
-        name = one["metadata"]["name"]
-        limit = 52 if one["kind"] == "StatefulSet" else 63
-        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name), name
-        assert len(name) <= limit, name
-
-
 def test_a_late_answer_is_no_dead_process(rendering: Rendering) -> None:
     """/healthz is answered by the loop that does the work, and Redis by one thread: a full node
     makes both late.
@@ -219,9 +203,9 @@ def test_a_late_answer_is_no_dead_process(rendering: Rendering) -> None:
             assert probe["timeoutSeconds"] >= 5, name
         if name.endswith("redis/redis"):
             assert "exec" in probe
-            assert container["readinessProbe"]["tcpSocket"] == {
-                "port": "redis"
-            }, "a second command every few seconds costs too much"
+            assert container["readinessProbe"]["tcpSocket"] == {"port": "redis"}, (
+                "a second command every few seconds costs too much"
+            )
 
 
 def test_pod_disruption_budgets_never_block_a_lone_replica(rendering: Rendering) -> None:

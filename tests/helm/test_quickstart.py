@@ -8,10 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-import yaml
-
-from tests.helm.conftest import REPOSITORY, Rendering
+from tests.helm.conftest import REPOSITORY, Rendering, both_helms, parsed
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart
@@ -39,10 +36,10 @@ def installed(chart: Chart, text: str, file: Path, helm: str) -> Rendering:
         "template", release, str(chart.path), "--namespace", namespace, *words, helm=helm
     )
     assert answer.returncode == 0, answer.stderr
-    return Rendering(answer.stdout, [one for one in yaml.safe_load_all(answer.stdout) if one])
+    return Rendering(answer.stdout, parsed(answer.stdout))
 
 
-@pytest.mark.parametrize("helm", ["helm3", "helm4"])
+@both_helms
 def test_what_the_commands_name_is_there(chart: Chart, tmp_path: Path, helm: str) -> None:
     assert VALUES is not None
     file = tmp_path / "values.yaml"

@@ -20,17 +20,14 @@ from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 
 from tests.fixtures.tls import Authority
+from tests.helm.conftest import MODELS, MUTUAL
 from tests.helm.processes import TIMEOUT_S, Cluster
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest
 
 SERVICES = ("lookup", "broker", "storage", "sidecar")
-VALUES: Manifest = {
-    "models": [{"name": "tiny", "model": "example/tiny-llama"}],
-    "auth.tenant": "team-a",
-}
-TLS: Manifest = {"tls.enabled": True, "tls.mutual": True, "tls.existingSecret": "certificates"}
+VALUES: Manifest = MODELS | {"auth.tenant": "team-a"}
 
 
 @pytest.fixture(scope="module", params=["plain", "mutual TLS"])
@@ -41,7 +38,9 @@ def cluster(
     is_plain = request.param == "plain"
     authority = None if is_plain else Authority(tmp_path_factory.mktemp("authority"))
     cluster = Cluster(
-        chart.render(VALUES | ({} if is_plain else TLS)), tmp_path_factory.mktemp("run"), authority
+        chart.render(VALUES | ({} if is_plain else MUTUAL)),
+        tmp_path_factory.mktemp("run"),
+        authority,
     )
     try:
         cluster.start_all()

@@ -14,59 +14,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
-import yaml
+
+from tests.helm.conftest import MODEL, MODELS, both_helms
 
 if TYPE_CHECKING:
-    from tests.helm.conftest import Chart, Manifest, Rendering
+    from tests.helm.conftest import Chart, Rendering
 
-MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
-SCALED = {
-    "storage": "StatefulSet",
-    "lookup": "Deployment",
-    "broker": "Deployment",
-    "vllm-tiny": "Deployment",
-}
+SCALED = dict.fromkeys(("lookup", "broker", "vllm-tiny"), "Deployment") | {"storage": "StatefulSet"}
 
 
 @pytest.fixture
 def rendering(chart: Chart) -> Rendering:
     """Everything, with a model."""
-    return chart.render({"models": [MODEL]})
-
-
-def container_of(rendering: Rendering, name: str) -> Manifest:
-    return next(
-        container for where, container in rendering.containers() if where.endswith(f"/{name}")
-    )
+    return chart.render(MODELS)
 
 
 @pytest.mark.parametrize("name", sorted(SCALED))
-@pytest.mark.parametrize("helm", ["helm3", "helm4"])
+@both_helms
 def test_replicas_belong_to_whoever_scales(chart: Chart, name: str, helm: str) -> None:
     """Helm 4 applies on the server, where a field that two set to different values is a
     conflict: the upgrade fails.
     """
     value = "modelDefaults.replicaCount" if name.startswith("vllm") else f"{name}.replicaCount"
-    assert (
-        "replicas"
-        not in chart.render({"models": [MODEL], value: None}, helm=helm).get(SCALED[name], name)[
-            "spec"
-        ]
-    )
+    none = chart.render(MODELS | {value: None}, helm=helm)
+    assert "replicas" not in none.get(SCALED[name], name)["spec"]
     for number in (0, 3):
-        given = chart.render({"models": [MODEL], value: number}, helm=helm)
+        given = chart.render(MODELS | {value: number}, helm=helm)
         assert given.get(SCALED[name], name)["spec"]["replicas"] == number
 
 
 def test_lookup_and_broker_are_two_and_nothing_else_sets_replicas_unless_it_is_told(
     chart: Chart,
 ) -> None:
+    """One lookup, or one broker, would be away for as long as a drained node or a killed pod
+    takes. The bundled Redis has no number either: a person who scales it would own the field.
     """
-    One lookup, or one broker, would be away for as long as a drained node or a killed pod takes.
-    The bundled Redis has no number
-    either: who scales it to none and back, to see what happens, would own the field.
-    """
-    workloads = chart.render({"models": [MODEL]}).workloads()
+    workloads = chart.render(MODELS).workloads()
     assert len(workloads) == 5
     replicas = {
         one["metadata"]["name"]: one["spec"]["replicas"]
@@ -79,10 +62,10 @@ def test_lookup_and_broker_are_two_and_nothing_else_sets_replicas_unless_it_is_t
 @pytest.mark.parametrize("name", ["storage", "lookup", "broker"])
 def test_services_wait_until_nobody_is_sent_to_them(chart: Chart, name: str) -> None:
     rendering = chart.render({f"{name}.preStopSeconds": 7})
-    assert container_of(rendering, name)["lifecycle"] == {
+    assert rendering.container(name)["lifecycle"] == {
         "preStop": {"exec": {"command": ["sleep", "7"]}}
     }
-    assert "lifecycle" not in container_of(chart.render({f"{name}.preStopSeconds": 0}), name)
+    assert "lifecycle" not in chart.render({f"{name}.preStopSeconds": 0}).container(name)
 
 
 def test_the_drain_of_a_sidecar_begins_with_the_end_of_its_pod(
@@ -91,12 +74,12 @@ def test_the_drain_of_a_sidecar_begins_with_the_end_of_its_pod(
     """The hook of a native sidecar runs when the pod is to end, its SIGTERM comes when vLLM has
     ended.
     """
-    command = container_of(rendering, "sidecar")["lifecycle"]["preStop"]["exec"]["command"]
-    config = yaml.safe_load(rendering.get("ConfigMap", "vllm-tiny")["data"]["config.yaml"])
+    command = rendering.container("sidecar")["lifecycle"]["preStop"]["exec"]["command"]
+    config = rendering.config("vllm-tiny")
     assert (command[0], command[-1]) == ("python", config["socket_path"])
     assert any(
         command[-1].startswith(mount["mountPath"])
-        for mount in container_of(rendering, "sidecar")["volumeMounts"]
+        for mount in rendering.container("sidecar")["volumeMounts"]
     )
     listens = (
         "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]);"
@@ -151,7 +134,7 @@ def vllm_url() -> Iterator[str]:
 
 def stop_hook(rendering: Rendering, url: str, *seconds: str) -> list[str]:
     """The hook as it is rendered, for another vLLM and other times."""
-    command = container_of(rendering, "vllm")["lifecycle"]["preStop"]["exec"]["command"]
+    command = rendering.container("vllm")["lifecycle"]["preStop"]["exec"]["command"]
     assert command[:2] == ["python3", "-c"]
     assert command[3:] == ["http://localhost:8000/metrics", "5", "60"]
     return [sys.executable, "-c", command[2], url, *seconds]
@@ -196,34 +179,22 @@ def test_the_broker_sees_pods_and_changes_nothing(rendering: Rendering) -> None:
     }
     binding = rendering.get("RoleBinding", "broker")
     assert binding["roleRef"]["name"] == rendering.get("Role", "broker")["metadata"]["name"]
-    account = rendering.get("Deployment", "broker")["spec"]["template"]["spec"][
-        "serviceAccountName"
-    ]
-    assert binding["subjects"] == [
-        {"kind": "ServiceAccount", "name": account, "namespace": "inference"}
-    ]
+    account = {"kind": "ServiceAccount", "namespace": "inference"}
+    account["name"] = rendering.pod("broker")["serviceAccountName"]
+    assert binding["subjects"] == [account]
     assert rendering.of_kind("ClusterRole", "ClusterRoleBinding") == []
     assert len(rendering.of_kind("Role")) == 1
 
 
 def test_pods_are_patched_only_where_that_is_wanted(chart: Chart) -> None:
-    assert rules(chart.render({"broker.podDeletionCost.enabled": True}))["pods"] == [
-        "get",
-        "list",
-        "patch",
-        "watch",
-    ]
+    found = rules(chart.render({"broker.podDeletionCost.enabled": True}))
+    assert found["pods"] == ["get", "list", "patch", "watch"]
 
 
 def test_without_discovery_the_broker_has_no_rights(chart: Chart) -> None:
     rendering = chart.render({"broker.discovery.enabled": False})
     assert rendering.of_kind("Role", "RoleBinding") == []
-    assert (
-        rendering.get("Deployment", "broker")["spec"]["template"]["spec"][
-            "automountServiceAccountToken"
-        ]
-        is False
-    )
+    assert rendering.pod("broker")["automountServiceAccountToken"] is False
 
 
 def test_the_followed_endpoints_are_those_of_all_sidecars(chart: Chart) -> None:

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from lmcache_core.security import TokenTable, read_ticket_keys
 
-from tests.helm.conftest import SET_REGISTRY
+from tests.helm.conftest import SET_REGISTRY, both_helms
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
@@ -227,7 +227,7 @@ def install(secrets: dict[str, Manifest]) -> None:
         }
 
 
-@pytest.mark.parametrize("helm", ["helm3", "helm4"])
+@both_helms
 def test_an_upgrade_keeps_the_secrets(chart: Chart, kubeconfig: Path, helm: str) -> None:
     first = render_against(chart, kubeconfig, helm)
     assert set(first) == {"cache-lmcache-auth", "cache-lmcache-keys", "cache-lmcache-redis"}
@@ -280,9 +280,9 @@ def test_redis_starts_with_its_password_and_stops_on_sigterm(chart: Chart, tmp_p
         while subprocess.run(ping, env=env, capture_output=True, check=False).returncode != 0:
             assert time.monotonic() < deadline, "the liveness probe never passed"
             time.sleep(0.1)
-        assert (
-            "redis-server" in Path(f"/proc/{server.pid}/cmdline").read_text()
-        ), "the shell stands in the way of signals"
+        assert "redis-server" in Path(f"/proc/{server.pid}/cmdline").read_text(), (
+            "the shell stands in the way of signals"
+        )
         stranger = [str(BINARIES / "redis-cli"), "-s", f"{tmp_path}/data/redis.sock", "ping"]
         assert (
             "NOAUTH" in subprocess.run(stranger, capture_output=True, text=True, check=False).stdout

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import TYPE_CHECKING
 
 import yaml
 
-from tests.helm.conftest import HELM_FOLDER, REPOSITORY
+from tests.helm.conftest import HELM_FOLDER, MODELS, REPOSITORY
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 PAGE = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
 LOOPBACK_PORT = 8083
 EVERYTHING = {
-    "models": [{"name": "tiny", "model": "example/tiny-llama"}],
+    **MODELS,
     "webhook.enabled": True,
     "storage.compat.enabled": True,
     "storage.compat.clientsFrom": [{"podSelector": {}}],
@@ -39,13 +40,8 @@ def test_the_ports_are_those_of_the_containers(chart: Chart) -> None:
 
 def rules(chart: Chart) -> set[tuple[str, str]]:
     roles = chart.render(EVERYTHING).of_kind("Role", "ClusterRole")
-    return {
-        (what, verb)
-        for role in roles
-        for rule in role["rules"]
-        for what in rule["resources"]
-        for verb in rule["verbs"]
-    }
+    found = [rule for role in roles for rule in role["rules"]]
+    return {pair for rule in found for pair in itertools.product(rule["resources"], rule["verbs"])}
 
 
 def test_the_accounts_may_what_is_said_and_no_more(chart: Chart) -> None:

@@ -16,12 +16,13 @@ from lmcache_core.storage.eviction import POLICIES, TenantQuotas, TierLimits
 from lmcache_servicekit.settings import ServiceSettings, load_settings
 from pydantic import TypeAdapter
 
+from tests.helm.conftest import MODEL, MODELS, containers_of
 from tests.helm.test_cases import CASES
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
 
-MODELS = {
+SERVICES = {
     "storage": ("lmcache_storage.settings", "StorageSettings"),
     "lookup": ("lmcache_lookup.settings", "LookupSettings"),
     "broker": ("lmcache_broker.settings", "BrokerSettings"),
@@ -52,129 +53,86 @@ def environment(rendering: Rendering, container: Manifest) -> dict[str, str]:
     return values
 
 
+def pod_with(rendering: Rendering, container: Manifest) -> Manifest:
+    return next(pod for _, pod in rendering.pods() if container in containers_of(pod))
+
+
+def files_in(rendering: Rendering, container: Manifest) -> set[str]:
+    """Paths of the files of Secrets that a container sees."""
+    volumes = {one["name"]: one for one in pod_with(rendering, container)["volumes"]}
+    found = set()
+    for mount in container["volumeMounts"]:
+        volume = volumes.get(mount["name"], {})
+        projected = volume.get("projected", {}).get("sources", [])
+        sources = [volume.get("secret", {}), *(source["secret"] for source in projected)]
+        items = [item for source in sources for item in source.get("items", [])]
+        found |= {f"{mount['mountPath']}/{item['path']}" for item in items}
+    return found
+
+
 def settings_of(
     rendering: Rendering, service: str, folder: Path
 ) -> tuple[ServiceSettings, Manifest]:
     """What the service would start with, and the container."""
-    module, name = MODELS[service]
+    module, name = SERVICES[service]
     model: type[ServiceSettings] = getattr(importlib.import_module(module), name)
-    container, pod = next(
-        (container, dict(rendering.pods())[where.rpartition("/")[0]])
-        for where, container in rendering.containers()
-        if where.endswith(f"/{service}")
-    )
-    config = next(volume for volume in pod["volumes"] if volume["name"] == "config")["configMap"][
-        "name"
-    ]
-    text = next(
-        one["data"]["config.yaml"]
-        for one in rendering.of_kind("ConfigMap")
-        if one["metadata"]["name"] == config
-    )
+    container = rendering.container(service)
+    pod = pod_with(rendering, container)
+    (config,) = (one["configMap"]["name"] for one in pod["volumes"] if one["name"] == "config")
+    maps = {one["metadata"]["name"]: one["data"] for one in rendering.of_kind("ConfigMap")}
+    text = maps[config]["config.yaml"]
     path = folder / "config.yaml"
     path.write_text(text, encoding="utf-8")
     return load_settings(model, path, environment(rendering, container)), container
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_services_take_their_settings_in_every_case(
-    chart: Chart, case: str, tmp_path: Path
-) -> None:
+def test_services_take_their_settings(chart: Chart, case: str, tmp_path: Path) -> None:
     rendering = chart.render(None, CASES[case])
-    services = {where.rpartition("/")[2] for where, _ in rendering.containers()} & set(MODELS)
+    services = {where.rpartition("/")[2] for where, _ in rendering.containers()} & set(SERVICES)
     assert "storage" in services
     for service in services:
         settings, container = settings_of(rendering, service, tmp_path)
+        values = dict(settings)
         opened = {
             value
-            for name, value in settings
+            for name, value in values.items()
             if name.endswith("port") and value is not None and not name.startswith("kubernetes_")
         }
-        assert {port["containerPort"] for port in container["ports"]} == opened - (
-            {settings.port} if service == "sidecar" else set()
-        )
+        loopback = {settings.port} if service == "sidecar" else set()
+        assert {port["containerPort"] for port in container["ports"]} == opened - loopback
+        assert container["args"] == ["--config", "/etc/lmcache/config.yaml"]
+        assert settings.instance_id == "cache-pod-0"
+        mounts = tuple(mount["mountPath"] for mount in container["volumeMounts"])
+        for name in ("disk_path", "arena_path", "socket_path"):
+            path = str(values.get(name) or mounts[0])
+            assert path.startswith(mounts), f"{name}={path} is on no volume"
+        told = {str(path) for name, path in settings if name.endswith("_file") and path is not None}
+        assert told <= files_in(rendering, container)
+        if case in ("models", "existing-secrets", "no-auth"):
+            assert settings.allow_anonymous == (case == "no-auth")
+            assert told == files_in(rendering, container), "each file is there, and no other"
 
 
-@pytest.mark.parametrize("case", ["models", "no-auth", "existing-secrets"])
-@pytest.mark.parametrize("service", sorted(MODELS))
-def test_services_take_their_settings(
-    chart: Chart, service: str, case: str, tmp_path: Path
-) -> None:
-    settings, container = settings_of(
-        chart.render(None, chart.path / "ci" / f"{case}-values.yaml"), service, tmp_path
-    )
-    assert container["args"] == ["--config", "/etc/lmcache/config.yaml"]
-    assert settings.instance_id == "cache-pod-0"
-    assert settings.allow_anonymous == (case == "no-auth")
-    ports = {port["containerPort"] for port in container["ports"]}
-    opened = {getattr(settings, name, None) for name in ("port", "lm_port", "health_port")} - {None}
-    assert ports == opened - ({settings.port} if service == "sidecar" else set())
-    for name in (
-        "auth_tokens_file",
-        "service_token_file",
-        "ticket_keys_file",
-        "salt_file",
-        "disk_path",
-        "arena_path",
-        "socket_path",
-    ):
-        path = getattr(settings, name, None)
-        mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-        assert path is None or any(
-            str(path).startswith(mount) for mount in mounts
-        ), f"{name}={path} is on no volume"
-
-
-@pytest.mark.parametrize("service", sorted(MODELS))
+@pytest.mark.parametrize("service", sorted(SERVICES))
 def test_services_take_ipv6_addresses(chart: Chart, service: str, tmp_path: Path) -> None:
-    model = [{"name": "tiny", "model": "example/tiny-llama"}]
-    settings, _ = settings_of(
-        chart.render({"models": model, "network.ipFamily": "IPv6"}), service, tmp_path
-    )
+    rendering = chart.render(MODELS | {"network.ipFamily": "IPv6"})
+    settings, _ = settings_of(rendering, service, tmp_path)
     assert settings.host == ("127.0.0.1" if service == "sidecar" else "::")
 
 
 @pytest.mark.parametrize("service", ["storage", "sidecar"])
 def test_callers_know_the_tenant_of_their_token(chart: Chart, service: str, tmp_path: Path) -> None:
-    model = [{"name": "tiny", "model": "example/tiny-llama"}]
-    settings, _ = settings_of(
-        chart.render({"models": model, "auth.tenant": "team-a"}), service, tmp_path
-    )
+    rendering = chart.render(MODELS | {"auth.tenant": "team-a"})
+    settings, _ = settings_of(rendering, service, tmp_path)
     assert getattr(settings, "tenant", None) == "team-a"
-
-
-def test_secret_files_are_mounted_where_the_settings_look(chart: Chart, tmp_path: Path) -> None:
-    rendering = chart.render(None, chart.path / "ci" / "models-values.yaml")
-    for service in MODELS:
-        settings, container = settings_of(rendering, service, tmp_path)
-        pod = next(
-            pod
-            for _, pod in rendering.pods()
-            if container in [*pod.get("initContainers", []), *pod["containers"]]
-        )
-        volume = next(volume for volume in pod["volumes"] if volume["name"] == "credentials")
-        mounted = {
-            item["path"]
-            for source in volume["projected"]["sources"]
-            for item in source["secret"]["items"]
-        }
-        named = {
-            Path(value).name
-            for name, value in settings.model_dump(mode="json").items()
-            if name.endswith("_file") and value
-        }
-        assert mounted == named, service
 
 
 def test_limits_reach_the_storage_and_the_sidecar(chart: Chart, tmp_path: Path) -> None:
     rendering = chart.render(
         {
             "models": [
-                {
-                    "name": "tiny",
-                    "model": "example/tiny-llama",
-                    "sidecar": {"config": {"eviction_policy": "lru", "chunk_ttl_s": 60}},
-                }
+                MODEL | {"sidecar": {"config": {"eviction_policy": "lru", "chunk_ttl_s": 60}}}
             ],
             "storage.config.chunk_ttl_s": 2592000,
             "storage.config.tenant_quota_gb": 0.5,
@@ -205,39 +163,30 @@ def test_how_a_cluster_is_run_reaches_its_services(chart: Chart, tmp_path: Path)
         "broker.config.rate_limit_per_tenant": 0.5,
         "storage.config": {"hand_over_on_stop": False, "rebalance": False, "drain_timeout_s": 12.5},
         "sidecar.config.drain_timeout_s": 7,
-        "models": [{"name": "tiny", "model": "example/tiny-llama"}],
+        "models": [MODEL],
     }
     settings = {
         service: settings_of(chart.render(values), service, tmp_path)[0].model_dump()
-        for service in MODELS
+        for service in SERVICES
     }
     assert (settings["lookup"]["workers"], settings["lookup"]["rate_limit_per_tenant"]) == (3, 500)
     assert settings["broker"]["rate_limit_per_tenant"] == 0.5
     storage = settings["storage"]
-    assert (storage["hand_over_on_stop"], storage["rebalance"], storage["drain_timeout_s"]) == (
-        False,
-        False,
-        12.5,
-    )
+    assert (storage["hand_over_on_stop"], storage["rebalance"]) == (False, False)
+    assert storage["drain_timeout_s"] == 12.5
     assert settings["sidecar"]["drain_timeout_s"] == 7
     assert storage["replicas_url"] == settings["sidecar"]["remote_url"], "one tier, by one name"
 
 
-def test_brokers_agree_through_the_redis_of_lookup(chart: Chart, tmp_path: Path) -> None:
-    for values in (
-        {},
-        {
-            "redis.enabled": False,
-            "externalRedis.url": "redis-cluster://:password@one:6379,two:6379",
-        },
-    ):
-        rendering = chart.render(values)
-        urls = [
-            settings_of(rendering, service, tmp_path)[0].model_dump()["redis_url"]
-            for service in ("lookup", "broker")
-        ]
-        assert urls[0] == urls[1] is not None
-        assert urls[0].get_secret_value().startswith("redis-cluster://" if values else "redis://")
+@pytest.mark.parametrize("url", ["", "redis-cluster://:password@one:6379,two:6379"])
+def test_brokers_agree_through_the_redis_of_lookup(chart: Chart, url: str, tmp_path: Path) -> None:
+    rendering = chart.render({"redis.enabled": False, "externalRedis.url": url} if url else {})
+    one, other = (
+        settings_of(rendering, service, tmp_path)[0].model_dump()["redis_url"]
+        for service in ("lookup", "broker")
+    )
+    assert one == other is not None
+    assert one.get_secret_value().startswith("redis-cluster://" if url else "redis://")
 
 
 def test_the_broker_follows_the_sidecars(chart: Chart, tmp_path: Path) -> None:
@@ -251,13 +200,13 @@ def test_the_broker_follows_the_sidecars(chart: Chart, tmp_path: Path) -> None:
     assert settings["kubernetes_port_name"] in {port["name"] for port in service["spec"]["ports"]}
     assert settings["discovery_tenant"] == "team-a"
     assert settings["pod_deletion_cost"] is False
-    costs = settings_of(chart.render({"broker.podDeletionCost.enabled": True}), "broker", tmp_path)[
-        0
-    ].model_dump()
+    costs, alone = (
+        settings_of(chart.render({f"broker.{name}.enabled": value}), "broker", tmp_path)[
+            0
+        ].model_dump()
+        for name, value in (("podDeletionCost", True), ("discovery", False))
+    )
     assert costs["pod_deletion_cost"] is True
-    alone = settings_of(chart.render({"broker.discovery.enabled": False}), "broker", tmp_path)[
-        0
-    ].model_dump()
     assert alone["discovery"] == "registration"
 
 
@@ -286,17 +235,13 @@ def test_lmcache_clients_have_a_port_and_a_tenant_of_their_own(
         "tenant": "lmcache",
         "max_connections": 7,
     }
-    assert (
-        settings.auth_tokens_file is not None
-    ) == has_auth, "what that port lets in says nothing of the others"
+    assert (settings.auth_tokens_file is not None) == has_auth, (
+        "what that port lets in says nothing of the others"
+    )
     assert {"name": "compat", "containerPort": 65434} in container["ports"]
-    services = {
-        one["metadata"]["name"]: {port["name"] for port in one["spec"]["ports"]}
-        for one in rendering.of_kind("Service")
-    }
-    assert [name for name, ports in services.items() if "compat" in ports] == [
-        "cache-lmcache-storage-headless"
-    ]
+    services = rendering.by_name("Service").items()
+    named = [name for name, spec in services if "compat" in {one["name"] for one in spec["ports"]}]
+    assert named == ["storage-headless"]
     off, _ = settings_of(chart.render(), "storage", tmp_path)
     assert off.model_dump()["lmcache_compat_port"] is None
 
@@ -304,7 +249,6 @@ def test_lmcache_clients_have_a_port_and_a_tenant_of_their_own(
 def test_encodings_reach_the_sidecar_and_unknown_ones_are_refused(
     chart: Chart, tmp_path: Path
 ) -> None:
-    model = {"name": "tiny", "model": "example/tiny-llama"}
     encoded = {
         "disk_gb": 1,
         "disk_serde": "lossless",
@@ -312,21 +256,15 @@ def test_encodings_reach_the_sidecar_and_unknown_ones_are_refused(
         "peer_serde": "cachegen:high",
     }
     sidecar, _ = settings_of(
-        chart.render({"models": [{**model, "sidecar": {"config": encoded}}]}), "sidecar", tmp_path
+        chart.render({"models": [MODEL | {"sidecar": {"config": encoded}}]}), "sidecar", tmp_path
     )
-    assert (sidecar.disk_serde, sidecar.remote_serde, sidecar.peer_serde) == (
-        "lossless",
-        "cachegen",
-        "cachegen:high",
-    )
-    assert "remote_serde" in chart.refuse(
-        {"models": [model], "sidecar.config.remote_serde": "gzip"}
-    )
+    assert encoded.items() <= sidecar.model_dump().items()
+    assert "remote_serde" in chart.refuse(MODELS | {"sidecar.config.remote_serde": "gzip"})
 
 
 def test_every_option_in_values_is_one(chart: Chart) -> None:
     values = yaml.safe_load((chart.path / "values.yaml").read_text(encoding="utf-8"))
-    for service, (module, name) in MODELS.items():
+    for service, (module, name) in SERVICES.items():
         model: type[ServiceSettings] = getattr(importlib.import_module(module), name)
         assert set(values[service]["config"]) <= set(model.model_fields), service
 
@@ -337,7 +275,7 @@ def test_the_schema_names_every_eviction_policy(chart: Chart) -> None:
     assert [json.loads(names) for names in named] == [list(POLICIES)] * 2
 
 
-@pytest.mark.parametrize("service", sorted(MODELS))
+@pytest.mark.parametrize("service", sorted(SERVICES))
 def test_what_the_schema_lets_through_the_service_takes(chart: Chart, service: str) -> None:
     """Numbers of all sizes: else pods would start again and again, where Helm could have said
     it.
@@ -345,7 +283,7 @@ def test_what_the_schema_lets_through_the_service_takes(chart: Chart, service: s
     schema = json.loads((chart.path / "values.schema.json").read_text(encoding="utf-8"))
     node = schema["properties"][service]
     node = schema["definitions"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
-    module, name = MODELS[service]
+    module, name = SERVICES[service]
     fields = getattr(importlib.import_module(module), name).model_fields
     tried = 0
     for option, kind in node["properties"]["config"]["properties"].items():

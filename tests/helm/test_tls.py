@@ -11,23 +11,20 @@ import pytest
 import yaml
 from lmcache_node.settings import NodeSettings
 
-from tests.helm.test_settings import MODELS, settings_of
+from tests.helm.conftest import MODELS, MUTUAL, TLS
+from tests.helm.test_settings import SERVICES, files_in, settings_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.helm.conftest import Chart, Manifest, Rendering
+    from tests.helm.conftest import Chart, Manifest
 
-MODEL: Manifest = {"models": [{"name": "tiny", "model": "example/tiny-llama"}]}
-PLAIN: Manifest = MODEL
-TLS: Manifest = MODEL | {"tls.enabled": True, "tls.existingSecret": "certificates"}
-MUTUAL: Manifest = TLS | {"tls.mutual": True}
-ISSUED: Manifest = MODEL | {
+ISSUED: Manifest = MODELS | {
     "tls.enabled": True,
     "tls.certManager.enabled": True,
     "tls.certManager.issuerRef.name": "house",
 }
-REDIS: Manifest = MODEL | {
+REDIS: Manifest = MODELS | {
     "redis.enabled": False,
     "externalRedis": {
         "url": "rediss-sentinel://:password@one:26379,two:26379/index",
@@ -35,34 +32,17 @@ REDIS: Manifest = MODEL | {
         "sentinel": {"username": "asker", "existingSecret": "sentinel-password"},
     },
 }
-KINDS = {"plain": PLAIN, "tls": TLS, "mutual": MUTUAL, "issued": ISSUED, "redis": REDIS}
+KINDS = {
+    "plain": MODELS,
+    "tls": MODELS | TLS,
+    "mutual": MODELS | MUTUAL,
+    "issued": ISSUED,
+    "redis": REDIS,
+}
 CA = "/run/secrets/tls/ca.crt"
 
 
-def files_in(rendering: Rendering, container: Manifest) -> set[str]:
-    """Paths of the files of Secrets that a container sees."""
-    pod = next(
-        pod
-        for _, pod in rendering.pods()
-        if container in [*pod.get("initContainers", []), *pod["containers"]]
-    )
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    found = set()
-    for mount in container["volumeMounts"]:
-        volume = volumes.get(mount["name"], {})
-        sources = [
-            volume.get("secret", {}),
-            *(source["secret"] for source in volume.get("projected", {}).get("sources", [])),
-        ]
-        found |= {
-            f"{mount['mountPath']}/{item['path']}"
-            for source in sources
-            for item in source.get("items", [])
-        }
-    return found
-
-
-@pytest.mark.parametrize("service", sorted(MODELS))
+@pytest.mark.parametrize("service", sorted(SERVICES))
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_services_find_each_file_that_they_are_told_of_and_no_other(
     chart: Chart, kind: str, service: str, tmp_path: Path
@@ -74,7 +54,7 @@ def test_services_find_each_file_that_they_are_told_of_and_no_other(
     assert told == seen
 
 
-@pytest.mark.parametrize("service", sorted(MODELS))
+@pytest.mark.parametrize("service", sorted(SERVICES))
 def test_what_is_served_is_encrypted(chart: Chart, service: str, tmp_path: Path) -> None:
     for kind in ("tls", "issued", "mutual"):
         settings, _ = settings_of(chart.render(KINDS[kind]), service, tmp_path)
@@ -87,7 +67,7 @@ def test_what_is_served_is_encrypted(chart: Chart, service: str, tmp_path: Path)
 def test_callers_encrypt_and_know_whom_they_call(
     chart: Chart, service: str, tmp_path: Path
 ) -> None:
-    settings, _ = settings_of(chart.render(MUTUAL), service, tmp_path)
+    settings, _ = settings_of(chart.render(KINDS["mutual"]), service, tmp_path)
     assert isinstance(settings, NodeSettings)
     assert str(settings.tls_ca_file) == CA
     assert str(settings.tls_client_cert_file) == "/run/secrets/tls/tls.crt"
@@ -95,7 +75,7 @@ def test_callers_encrypt_and_know_whom_they_call(
     urls = {name: value for name, value in settings if name.endswith("_url") and value is not None}
     assert len(urls) >= 4
     assert all(url.startswith(("https://", "lm+tls://")) for url in urls.values()), urls
-    without, _ = settings_of(chart.render(TLS), service, tmp_path)
+    without, _ = settings_of(chart.render(KINDS["tls"]), service, tmp_path)
     assert isinstance(without, NodeSettings)
     assert without.tls_client_cert_file is None
 
@@ -119,19 +99,6 @@ def test_kubelets_reach_the_probes(
             assert probed["port"] in ports
 
 
-def test_metrics_are_scraped_where_they_are(chart: Chart) -> None:
-    monitoring = [
-        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
-    ]
-    rendering = chart.render(MUTUAL | {"networkPolicy.metricsFrom": monitoring})
-    for name in ("storage", "lookup", "broker", "vllm"):
-        rules = rendering.get("NetworkPolicy", name)["spec"]["ingress"]
-        ports = {
-            port["port"] for rule in rules if rule["from"] == monitoring for port in rule["ports"]
-        }
-        assert ports == ({8000, 8084} if name == "vllm" else {8084})
-
-
 @pytest.mark.parametrize("kind", ["plain", "tls"])
 def test_the_broker_sees_sidecars_by_the_url_that_they_announce(
     chart: Chart, kind: str, tmp_path: Path
@@ -146,32 +113,31 @@ def test_the_broker_sees_sidecars_by_the_url_that_they_announce(
 
 
 def test_the_bundled_redis_is_encrypted(chart: Chart) -> None:
-    rendering = chart.render(MUTUAL)
+    rendering = chart.render(KINDS["mutual"])
     config = rendering.get("ConfigMap", "redis")["data"]["redis.conf"].splitlines()
     assert {"port 0", "tls-port 6379", "tls-auth-clients yes"} <= set(config)
     assert (
         "tls-auth-clients no"
-        in chart.render(TLS).get("ConfigMap", "redis")["data"]["redis.conf"].splitlines()
+        in chart.render(KINDS["tls"]).get("ConfigMap", "redis")["data"]["redis.conf"].splitlines()
     )
     assert "rediss://:$(REDIS_PASSWORD)@" in rendering.text
     assert "redis://:$(REDIS_PASSWORD)@" not in rendering.text
-    container = next(
-        container for name, container in rendering.containers() if name.endswith("/redis")
-    )
+    container = rendering.container("redis")
     named = {
         line.partition(" ")[2] for line in config if line.startswith("tls-") and "-file" in line
     }
     assert named <= files_in(rendering, container)
     ping = container["livenessProbe"]["exec"]["command"][2]
     assert f"--cacert {CA}" in ping
-    plain = next(
-        container for name, container in chart.render(PLAIN).containers() if name.endswith("/redis")
-    )
+    plain = chart.render(MODELS).container("redis")
     assert "--tls" not in plain["livenessProbe"]["exec"]["command"][2]
 
 
 def test_a_component_may_have_a_certificate_of_its_own(chart: Chart) -> None:
-    values = TLS | {"tls.existingSecrets.sidecar": "of-sidecars", "tls.existingCaSecret": "house"}
+    values = KINDS["tls"] | {
+        "tls.existingSecrets.sidecar": "of-sidecars",
+        "tls.existingCaSecret": "house",
+    }
     rendering = chart.render(values)
     volumes = {
         name.removeprefix("cache-lmcache-"): next(
@@ -185,19 +151,14 @@ def test_a_component_may_have_a_certificate_of_its_own(chart: Chart) -> None:
     }
     assert secrets.pop("vllm-tiny") == ["of-sidecars", "house"]
     assert all(names == ["certificates", "house"] for names in secrets.values())
-    own = volumes["storage"]["projected"]["sources"]
-    assert [[item["key"] for item in source["secret"]["items"]] for source in own] == [
-        ["tls.crt", "tls.key"],
-        ["ca.crt"],
-    ]
+    sources = volumes["storage"]["projected"]["sources"]
+    keys = [[item["key"] for item in source["secret"]["items"]] for source in sources]
+    assert keys == [["tls.crt", "tls.key"], ["ca.crt"]]
 
 
 def test_issued_certificates_name_what_is_called(chart: Chart, tmp_path: Path) -> None:
     rendering = chart.render(ISSUED)
-    certificates = {
-        one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"]
-        for one in rendering.of_kind("Certificate")
-    }
+    certificates = rendering.by_name("Certificate")
     assert set(certificates) == {"storage", "lookup", "broker", "redis", "vllm"}
     for service in ("sidecar", "storage"):
         settings, _ = settings_of(rendering, service, tmp_path)
@@ -219,19 +180,11 @@ def test_issued_certificates_name_what_is_called(chart: Chart, tmp_path: Path) -
 
 
 def test_certificates_are_for_servers_and_clients(chart: Chart) -> None:
-    known = {
-        "secretName",
-        "duration",
-        "renewBefore",
-        "issuerRef",
-        "privateKey",
-        "usages",
-        "dnsNames",
-    }
+    known = {"secretName", "duration", "renewBefore", "issuerRef", "privateKey", "usages"}
     for one in chart.render(ISSUED).of_kind("Certificate"):
         assert one["apiVersion"] == "cert-manager.io/v1"
         spec = one["spec"]
-        assert set(spec) == known
+        assert set(spec) == known | {"dnsNames"}
         assert spec["issuerRef"] == {"name": "house", "kind": "Issuer", "group": "cert-manager.io"}
         assert {"server auth", "client auth"} <= set(spec["usages"])
         assert spec["privateKey"]["rotationPolicy"] == "Always"
@@ -241,7 +194,7 @@ def test_secret_files_do_not_rely_on_who_owns_them(chart: Chart) -> None:
     """Whether fsGroup reaches a volume depends on the cluster: whoever runs the container reads
     the files in any case.
     """
-    for _, pod in chart.render(MUTUAL).pods():
+    for _, pod in chart.render(KINDS["mutual"]).pods():
         for volume in pod["volumes"]:
             source = volume.get("secret") or volume.get("projected")
             assert source is None or source["defaultMode"] == 0o444, volume["name"]
@@ -251,9 +204,8 @@ def test_keys_stay_where_they_are_used(chart: Chart) -> None:
     """vLLM's container sees no certificate of the sidecar's, and settings files hold paths, no
     secrets.
     """
-    rendering = chart.render(MUTUAL)
-    vllm = next(container for name, container in rendering.containers() if name.endswith("/vllm"))
-    assert files_in(rendering, vllm) == set()
+    rendering = chart.render(KINDS["mutual"])
+    assert files_in(rendering, rendering.container("vllm")) == set()
     for one in rendering.of_kind("ConfigMap"):
         for value in yaml.safe_load(one["data"].get("config.yaml", "{}")).items():
             assert value[0] != "tls_key_file" or PurePosixPath(value[1]).is_relative_to(
@@ -261,7 +213,7 @@ def test_keys_stay_where_they_are_used(chart: Chart) -> None:
             )
 
 
-@pytest.mark.parametrize("service", sorted(MODELS))
+@pytest.mark.parametrize("service", sorted(SERVICES))
 @pytest.mark.parametrize("kind", ["tls", "mutual"])
 def test_without_tokens_services_encrypt_all_the_same(
     chart: Chart, kind: str, service: str, tmp_path: Path
@@ -274,7 +226,7 @@ def test_without_tokens_services_encrypt_all_the_same(
 
 
 def test_names_that_look_like_numbers_stay_names(chart: Chart, tmp_path: Path) -> None:
-    values = TLS | {
+    values = KINDS["tls"] | {
         "tls.existingSecret": "1",
         "tls.peerName": "1.5",
         "auth.existingSecret": "2",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.helm.conftest import both_helms
 from tests.helm.test_cases import CASES, render
 from tests.helm.test_secrets import OWNER, FakeCluster, kubeconfig, run_against
 
@@ -63,7 +64,7 @@ def installed(chart: Chart, size: str | None = None) -> None:
     FakeCluster.objects[f"statefulsets/{metadata['name']}"] = live
 
 
-@pytest.mark.parametrize("helm", ["helm3", "helm4"])
+@both_helms
 @pytest.mark.parametrize(
     "values",
     [
@@ -75,9 +76,9 @@ def installed(chart: Chart, size: str | None = None) -> None:
 def test_other_volumes_are_refused_with_what_to_do(
     chart: Chart, kubeconfig: Path, helm: str, values: str
 ) -> None:
-    assert (
-        run_against(chart, kubeconfig, helm, "--set", values).returncode == 0
-    ), "nothing is installed"
+    assert run_against(chart, kubeconfig, helm, "--set", values).returncode == 0, (
+        "nothing is installed"
+    )
     installed(chart)
     answer = run_against(chart, kubeconfig, helm, "--set", values)
     assert "which cannot change: leave it as it was, or see" in answer.stderr

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jsonpatch
 import pytest
-import yaml
 from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_webhook.app import injection_options
@@ -19,6 +18,7 @@ from lmcache_webhook.reviews import REVIEW_TIMEOUT_S
 from lmcache_webhook.settings import WebhookSettings
 
 from tests.fixtures.pods import plain
+from tests.helm.conftest import MUTUAL, TLS, both_helms, parsed
 from tests.helm.test_secrets import FakeCluster, kubeconfig, run_against
 
 if TYPE_CHECKING:
@@ -27,14 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["kubeconfig"]
 CASES = ["webhook", "webhook-cert-manager"]
 ON = {"webhook.enabled": True}
-ENCRYPTED = {"tls.enabled": True, "tls.existingSecret": "t"}
 JOBS = ("Job", "CronJob")
 
 
 @pytest.fixture
 def rendering(chart: Chart) -> Rendering:
     """With a certificate that the chart's own jobs make."""
-    return chart.render(None, chart.path / "ci" / "webhook-values.yaml")
+    return chart.case("webhook")
 
 
 def configuration(rendering: Rendering) -> Manifest:
@@ -63,15 +62,20 @@ def sidecar_of(
     pod: Manifest = jsonpatch.apply_patch(document, outcome.operations)
     container = pod["spec"]["initContainers"][-1]
     fields = {"POD_NAME": "p", "POD_NAMESPACE": namespace, "POD_UID": "u", "POD_IP": "10.1.2.3"}
+    given = {
+        one["name"]: one.get("value", fields.get(one["name"], "n")) for one in container["env"]
+    }
     environ = {
-        one["name"]: re.sub(
-            r"\$\((\w+)\)",
-            lambda match: fields[match[1]],
-            one.get("value", fields.get(one["name"], "n")),
-        )
-        for one in container["env"]
+        name: re.sub(r"\$\((\w+)\)", lambda match: fields[match[1]], value)
+        for name, value in given.items()
     }
     return pod, load_settings(SidecarSettings, None, environ), container
+
+
+def credentials_of(pod: Manifest) -> list[Manifest]:
+    (volume,) = (one for one in pod["spec"]["volumes"] if one["name"] == "lmcache-credentials")
+    sources: list[Manifest] = volume["projected"]["sources"]
+    return sources
 
 
 def test_it_is_off_unless_asked_for(chart: Chart) -> None:
@@ -86,9 +90,7 @@ def test_the_api_server_waits_for_longer_than_a_review_takes(chart: Chart) -> No
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_api_server_never_waits_for_it_in_vain(chart: Chart, case: str) -> None:
-    for webhook in configuration(chart.render(None, chart.path / "ci" / f"{case}-values.yaml"))[
-        "webhooks"
-    ]:
+    for webhook in configuration(chart.case(case))["webhooks"]:
         assert webhook["failurePolicy"] == "Ignore"
         assert webhook["timeoutSeconds"] <= 5
         assert webhook["sideEffects"] == "None"
@@ -101,16 +103,11 @@ def test_the_api_server_never_waits_for_it_in_vain(chart: Chart, case: str) -> N
 
 
 def test_namespaces_can_be_chosen(chart: Chart) -> None:
-    chosen = ON | {
-        "webhook.namespaceLabels": {"team": "ml"},
-        "webhook.excludedNamespaces": ["batch"],
-    }
-    for webhook in configuration(chart.render(chosen))["webhooks"]:
-        assert webhook["namespaceSelector"]["matchLabels"] == {"team": "ml"}
-        assert webhook["namespaceSelector"]["matchExpressions"][0]["values"] == [
-            "batch",
-            "kube-system",
-        ]
+    chosen = {"webhook.namespaceLabels": {"team": "ml"}, "webhook.excludedNamespaces": ["batch"]}
+    for webhook in configuration(chart.render(ON | chosen))["webhooks"]:
+        selector = webhook["namespaceSelector"]
+        assert selector["matchLabels"] == {"team": "ml"}
+        assert selector["matchExpressions"][0]["values"] == ["batch", "kube-system"]
 
 
 def test_only_pods_that_ask_are_sent(rendering: Rendering) -> None:
@@ -119,9 +116,9 @@ def test_only_pods_that_ask_are_sent(rendering: Rendering) -> None:
         "matchExpressions": [{"key": "lmcache.io/inject", "operator": "In", "values": ["true"]}]
     }
     assert "matchConditions" not in by_label
-    assert (
-        by_annotation["objectSelector"]["matchExpressions"][0]["operator"] == "NotIn"
-    ), "never twice"
+    assert by_annotation["objectSelector"]["matchExpressions"][0]["operator"] == "NotIn", (
+        "never twice"
+    )
     [condition] = by_annotation["matchConditions"]
     assert condition["expression"].endswith(
         "object.metadata.annotations['lmcache.io/inject'] == 'true'"
@@ -185,20 +182,16 @@ def test_every_pod_is_restricted_and_small(rendering: Rendering) -> None:
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert {"cpu", "memory"} <= set(container["resources"]["requests"])
         assert "memory" in container["resources"]["limits"]
-    assert [pod["automountServiceAccountToken"] for pod in pods] == [
-        True,
-        True,
-        False,
-    ], "who serves asks the cluster nothing"
+    assert [pod["automountServiceAccountToken"] for pod in pods] == [True, True, False], (
+        "who serves asks the cluster nothing"
+    )
 
 
 def test_the_jobs_may_write_one_secret_and_one_configuration(rendering: Rendering) -> None:
     accounts = {one["metadata"]["name"] for one in rendering.of_kind("ServiceAccount")}
     users = {pod["serviceAccountName"] for pod in pods_of(rendering)}
     assert users <= accounts
-    secret = rendering.get("Deployment", "webhook")["spec"]["template"]["spec"]["volumes"][1][
-        "secret"
-    ]["secretName"]
+    secret = rendering.pod("webhook")["volumes"][1]["secret"]["secretName"]
     for role in rendering.of_kind("Role"):
         if "webhook" not in role["metadata"]["name"]:
             continue
@@ -231,28 +224,20 @@ def test_the_certificate_is_there_before_the_pods(rendering: Rendering) -> None:
         if "helm.sh/hook" in one["metadata"].get("annotations", {})
         and "webhook" in one["metadata"]["name"]
     ]
-    kinds = {
-        "ServiceAccount",
-        "Role",
-        "RoleBinding",
-        "ClusterRole",
-        "ClusterRoleBinding",
-        "NetworkPolicy",
-        "Job",
-    }
-    assert {one["kind"] for one in hooks} == kinds
+    kinds = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+    assert {one["kind"] for one in hooks} == kinds | {"NetworkPolicy", "Job"}
     for one in hooks:
         annotations = one["metadata"]["annotations"]
         assert {"pre-install", "pre-upgrade", "post-install", "post-upgrade"} <= set(
             annotations["helm.sh/hook"].split(",")
         )
         assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
-        assert (int(annotations["helm.sh/hook-weight"]) == 0) == (
-            one["kind"] == "Job"
-        ), "the account is there before the job"
+        assert (int(annotations["helm.sh/hook-weight"]) == 0) == (one["kind"] == "Job"), (
+            "the account is there before the job"
+        )
 
 
-@pytest.mark.parametrize("helm", ["helm3", "helm4"])
+@both_helms
 def test_an_upgrade_runs_one_job_where_the_certificate_is_there(
     chart: Chart, kubeconfig: Path, helm: str
 ) -> None:
@@ -261,11 +246,7 @@ def test_an_upgrade_runs_one_job_where_the_certificate_is_there(
     def events() -> set[frozenset[str]]:
         answer = run_against(chart, kubeconfig, helm, "--set", "webhook.enabled=true")
         assert answer.returncode == 0, answer.stderr
-        found = [
-            one["metadata"].get("annotations", {})
-            for one in yaml.safe_load_all(answer.stdout)
-            if one
-        ]
+        found = [one["metadata"].get("annotations", {}) for one in parsed(answer.stdout)]
         return {
             frozenset(one["helm.sh/hook"].split(","))
             for one in found
@@ -291,18 +272,16 @@ def test_the_job_reaches_the_api_server_in_an_upgrade_that_enables_the_webhook(
     """
     [job] = rendering.of_kind("Job")
     labels = job["spec"]["template"]["metadata"]["labels"]
-    assert (
-        rendering.get("NetworkPolicy", "default-deny")["spec"]["podSelector"]["matchLabels"].items()
-        <= labels.items()
-    )
+    denied = rendering.get("NetworkPolicy", "default-deny")["spec"]["podSelector"]["matchLabels"]
+    assert denied.items() <= labels.items()
     policy = rendering.get("NetworkPolicy", "webhook-cert-hook")
     assert policy["metadata"]["annotations"] == job["metadata"]["annotations"] | {
         "helm.sh/hook-weight": "-10"
     }
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-    assert (
-        policy["spec"] == rendering.get("NetworkPolicy", "webhook-cert")["spec"]
-    ), "the CronJob's pods have the same need"
+    assert policy["spec"] == rendering.get("NetworkPolicy", "webhook-cert")["spec"], (
+        "the CronJob's pods have the same need"
+    )
     assert {443, 6443} <= {
         port["port"]
         for rule in policy["spec"]["egress"]
@@ -312,16 +291,8 @@ def test_the_job_reaches_the_api_server_in_an_upgrade_that_enables_the_webhook(
     assert chart.render(ON | {"networkPolicy.enabled": False}).of_kind("NetworkPolicy") == []
 
 
-def test_names_fit_however_long_the_release_is_called(chart: Chart) -> None:
-    rendering = chart.render(ON | {"fullnameOverride": "r" * 60})
-    for one in rendering.manifests:
-        assert len(one["metadata"]["name"]) <= (
-            52 if one["kind"] in ("CronJob", "StatefulSet") else 63
-        ), one["metadata"]["name"]
-
-
 def test_cert_manager_does_it_instead(chart: Chart) -> None:
-    rendering = chart.render(None, chart.path / "ci" / "webhook-cert-manager-values.yaml")
+    rendering = chart.case("webhook-cert-manager")
     assert not rendering.of_kind(*JOBS, "ClusterRole")
     [certificate] = rendering.of_kind("Certificate")
     assert configuration(rendering)["metadata"]["annotations"] == {
@@ -331,12 +302,13 @@ def test_cert_manager_does_it_instead(chart: Chart) -> None:
     assert f"{service}.inference.svc" in certificate["spec"]["dnsNames"]
     [issuer] = rendering.of_kind("Issuer")
     assert certificate["spec"]["issuerRef"]["name"] == issuer["metadata"]["name"]
-    volumes = rendering.get("Deployment", "webhook")["spec"]["template"]["spec"]["volumes"]
+    volumes = rendering.pod("webhook")["volumes"]
     assert certificate["spec"]["secretName"] in {
         volume.get("secret", {}).get("secretName") for volume in volumes
     }
     theirs = chart.render(
-        ON | {
+        ON
+        | {
             "webhook.certificate.certManager": {
                 "enabled": True,
                 "issuerRef": {"name": "corp", "kind": "ClusterIssuer"},
@@ -351,45 +323,26 @@ def test_an_existing_certificate_is_trusted(chart: Chart) -> None:
     rendering = chart.render(
         ON | {"webhook.certificate.existingSecret": "mine", "webhook.certificate.caBundle": "QUJD"}
     )
-    assert [
-        webhook["clientConfig"]["caBundle"] for webhook in configuration(rendering)["webhooks"]
-    ] == ["QUJD", "QUJD"]
+    webhooks = configuration(rendering)["webhooks"]
+    assert [one["clientConfig"]["caBundle"] for one in webhooks] == ["QUJD", "QUJD"]
     assert not rendering.of_kind(*JOBS, "Certificate")
 
 
 def test_injected_sidecars_are_like_those_of_models(rendering: Rendering, tmp_path: Path) -> None:
-    own = yaml.safe_load(rendering.get("ConfigMap", "vllm-llama")["data"]["config.yaml"])
+    own = rendering.config("vllm-llama")
     pod, settings, container = sidecar_of(rendering, tmp_path, "inference")
-    for name in (
-        "remote_url",
-        "lookup_url",
-        "broker_url",
-        "tenant",
-        "eviction_policy",
-        "drain_timeout_s",
-        "arena_wait_s",
-        "log_format",
-    ):
-        assert getattr(settings, name) == own[name], name
-    for name in (
-        "auth_tokens_file",
-        "service_token_file",
-        "ticket_keys_file",
-        "salt_file",
-        "socket_path",
-    ):
-        assert str(getattr(settings, name)) == own[name], name
-    sidecar = rendering.get("Deployment", "vllm-llama")["spec"]["template"]["spec"][
-        "initContainers"
-    ][-1]
+    same = "remote_url lookup_url broker_url tenant eviction_policy drain_timeout_s arena_wait_s"
+    same += " log_format auth_tokens_file service_token_file ticket_keys_file salt_file socket_path"
+    for name in same.split():
+        value = getattr(settings, name)
+        assert (str(value) if isinstance(value, Path) else value) == own[name], name
+    sidecar = rendering.pod("vllm-llama")["initContainers"][-1]
     assert container["image"] == sidecar["image"]
     assert container["lifecycle"] == sidecar["lifecycle"]
     assert container["resources"]["requests"]["cpu"] == sidecar["resources"]["requests"]["cpu"]
     assert settings.verify_hot == "always", "from the template"
     secrets = rendering.of_kind("Secret")
-    sources = next(
-        volume for volume in pod["spec"]["volumes"] if volume["name"] == "lmcache-credentials"
-    )["projected"]["sources"]
+    sources = credentials_of(pod)
     for source in sources:
         [held] = [one for one in secrets if one["metadata"]["name"] == source["secret"]["name"]]
         assert {item["key"] for item in source["secret"]["items"]} <= set(held["data"])
@@ -398,9 +351,7 @@ def test_injected_sidecars_are_like_those_of_models(rendering: Rendering, tmp_pa
 def test_other_namespaces_have_their_own_secrets(rendering: Rendering, tmp_path: Path) -> None:
     pod, settings, _ = sidecar_of(rendering, tmp_path, "team-a-test")
     assert settings.tenant == "team-a"
-    sources = next(
-        volume for volume in pod["spec"]["volumes"] if volume["name"] == "lmcache-credentials"
-    )["projected"]["sources"]
+    sources = credentials_of(pod)
     assert [source["secret"]["name"] for source in sources] == ["lmcache-tokens", "lmcache-keys"]
 
 
@@ -408,22 +359,16 @@ def test_other_namespaces_have_their_own_secrets(rendering: Rendering, tmp_path:
 def test_injected_sidecars_encrypt_where_the_others_do(
     chart: Chart, mutual: bool, tmp_path: Path
 ) -> None:
-    rendering = chart.render(
-        ON | {"tls.enabled": True, "tls.mutual": mutual, "tls.existingSecret": "certificates"}
-    )
+    rendering = chart.render(ON | (MUTUAL if mutual else TLS))
     _, settings, container = sidecar_of(rendering, tmp_path, "inference")
     assert settings.lookup_url is not None
     assert settings.lookup_url.startswith("https://")
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-    files: list[Any] = [settings.tls_cert_file, settings.tls_key_file, settings.tls_ca_file]
-    assert (settings.tls_client_ca_file is not None) == mutual
+    names = ["tls_cert_file", "tls_key_file", "tls_ca_file"]
     if mutual:
-        files += [
-            settings.tls_client_ca_file,
-            settings.tls_client_cert_file,
-            settings.tls_client_key_file,
-        ]
-    assert all(any(str(path).startswith(mount) for mount in mounts) for path in files)
+        names += ["tls_client_ca_file", "tls_client_cert_file", "tls_client_key_file"]
+    assert (settings.tls_client_ca_file is not None) == mutual
+    assert all(str(getattr(settings, name)).startswith(tuple(mounts)) for name in names)
     assert settings.allow_plaintext is False
 
 
@@ -440,7 +385,7 @@ def test_the_broker_follows_injected_pods_of_its_namespace(
         assert [one["port"] for one in service["spec"]["ports"]] == [
             one["containerPort"] for one in container["ports"] if one["name"] == "lmcache-lm"
         ]
-    broker = yaml.safe_load(rendering.get("ConfigMap", "broker")["data"]["config.yaml"])
+    broker = rendering.config("broker")
     assert (broker["kubernetes_service"], broker["discovery_tenant"]) == (
         service["metadata"]["name"],
         settings_of(rendering, tmp_path).tenants[0].name,
@@ -448,9 +393,8 @@ def test_the_broker_follows_injected_pods_of_its_namespace(
 
 
 def test_without_discovery_no_pod_is_labelled_for_it(chart: Chart, tmp_path: Path) -> None:
-    pod, settings, _ = sidecar_of(
-        chart.render(ON | {"broker.discovery.enabled": False}), tmp_path, "inference"
-    )
+    without = chart.render(ON | {"broker.discovery.enabled": False})
+    pod, settings, _ = sidecar_of(without, tmp_path, "inference")
     assert "lmcache.io/sidecars" not in pod["metadata"]["labels"]
     assert settings.instance_id == "inference.p"
 
@@ -462,65 +406,18 @@ def test_without_tokens_injected_sidecars_show_none(chart: Chart, tmp_path: Path
 
 
 def test_injected_pods_are_let_in_from_other_namespaces(rendering: Rendering) -> None:
-    found = {
-        one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"]
-        for one in rendering.of_kind("NetworkPolicy")
-    }
+    found = rendering.by_name("NetworkPolicy")
     ports = {"storage": 65432, "lookup": 8081, "broker": 8082, "vllm": 65433}
     for component, port in ports.items():
         spec = found[f"{component}-injected"]
         [rule] = spec["ingress"]
-        assert rule["from"] == [
-            {
-                "namespaceSelector": {},
-                "podSelector": {"matchLabels": {"lmcache.io/injected": "true"}},
-            }
-        ]
+        injected = {"matchLabels": {"lmcache.io/injected": "true"}}
+        assert rule["from"] == [{"namespaceSelector": {}, "podSelector": injected}]
         assert rule["ports"] == [{"port": port, "protocol": "TCP"}]
         assert spec["podSelector"] == found[component]["podSelector"]
-        assert ("Egress" in spec["policyTypes"]) == (
-            component == "vllm"
-        ), "pulls go both ways between sidecars"
+        assert ("Egress" in spec["policyTypes"]) == (component == "vllm"), (
+            "pulls go both ways between sidecars"
+        )
     assert found["webhook"]["egress"] == []
     [served] = found["webhook"]["ingress"]
     assert served == {"ports": [{"port": 8443, "protocol": "TCP"}]}
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"webhook.certificate.existingSecret": "a"}, "caBundle is empty"),
-        ({"webhook.certificate.caBundle": "QQ=="}, "existingSecret is empty"),
-        (
-            {
-                "webhook.certificate.existingSecret": "a",
-                "webhook.certificate.certManager.enabled": True,
-            },
-            "are both set: choose one",
-        ),
-        ({"webhook.certificate.renewDays": 90}, "renewDays is not below validDays"),
-        (
-            {"webhook.preStopSeconds": 21},
-            "webhook.terminationGracePeriodSeconds is 30, but a pod may take 31 s",
-        ),
-        ({"webhook.resources.requests": {"cpu": None}}, "webhook.resources requests no cpu"),
-        (
-            {"webhook.tenants": [{"name": "a", "namespaces": ["b"]}]},
-            "credentials_secret is not set",
-        ),
-        ({"webhook.tenants": [{"name": "a", "namespaces": ["B"]}]}, "webhook"),
-        ({"webhook.sidecarTemplate.image": "x"}, "image"),
-        ({"webhook.config.arena_bg": 1}, "arena_bg"),
-        (
-            {
-                "tls.enabled": True,
-                "tls.existingSecret": "t",
-                "webhook.tenants": [{"name": "a", "namespaces": ["b"], "credentials_secret": "c"}],
-            },
-            "tls_secret is not set",
-        ),
-        (ENCRYPTED | {"tls.existingCaSecret": "ca"}, "put it there"),
-    ],
-)
-def test_contradictions_are_refused(chart: Chart, values: Manifest, text: str) -> None:
-    assert text in chart.refuse(ON | values)

@@ -273,7 +273,7 @@ def test_the_payload_installs_into_a_volume(house: Path) -> None:
 
 
 IN_A_BARE_PYTHON = """
-from lmcache_core.integrations.vllm.bundled import append_missing
+from lmcache_core.integrations.vllm import append_missing
 is_needed = append_missing()
 import msgspec, xxhash, lmcache_core.record, lmcache_core.sidecar, pathlib
 print(is_needed, pathlib.Path(xxhash.__file__).parents[2])

@@ -15,7 +15,7 @@ import pytest
 from lmcache_broker.__main__ import main as broker_main
 from lmcache_lookup.__main__ import main as lookup_main
 from lmcache_sidecar.__main__ import main as sidecar_main
-from lmcache_storage.__main__ import main as storage_main
+from lmcache_storage.app import main as storage_main
 from lmcache_webhook.__main__ import main as webhook_main
 
 MAINS: dict[str, Callable[[], object]] = {

@@ -12,8 +12,7 @@ import pytest
 from lmcache_core.telemetry import LABEL_PROFILE, MeasuredError
 from lmcache_node.collectors import TIER_EVENTS, CodecErrorCollector, TierCollector
 from lmcache_sidecar.metrics import DESCRIBED as OF_SIDECAR
-from lmcache_storage.compat.dialect import CompatCommand
-from lmcache_storage.compat.refusals import CloseReason
+from lmcache_storage.compat.dialect import CloseReason, CompatCommand
 from lmcache_storage.metrics import COMPAT_CLOSED_TOTAL, COMPAT_REQUESTS_TOTAL
 from lmcache_storage.metrics import DESCRIBED as OF_STORAGE
 from prometheus_client import CollectorRegistry, generate_latest

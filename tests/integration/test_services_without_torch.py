@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from packaging.requirements import Requirement
 
 from tests.fixtures.service_process import running_service
 
@@ -80,8 +81,7 @@ def test_starts_without_torch(package: str, tmp_path: Path) -> None:
 
 
 def make_environment(directory: Path, distribution: str) -> Path:
-    """A virtual environment with what `distribution` requires, transitively and without extras, and
-    nothing else.
+    """A virtual environment with what `distribution` requires, transitively, and nothing else.
 
     Installing would take a network; links to what is installed here show the same files under the
     same names.
@@ -102,16 +102,17 @@ def make_environment(directory: Path, distribution: str) -> Path:
 def closure(distribution: str) -> set[str]:
     """Names of all distributions that `distribution` requires, itself included."""
     installed = {canonical(found.name): found for found in distributions(path=[str(SITE_PACKAGES)])}
-    needed: set[str] = set()
-    waiting = [distribution]
+    needed: set[tuple[str, str]] = set()
+    waiting = [(distribution, "")]
     while waiting:
-        name = waiting.pop()
-        if name in needed or name not in installed:
+        name, extra = waiting.pop()
+        if (name, extra) in needed or name not in installed:
             continue
-        needed.add(name)
-        wanted = [text for text in installed[name].requires or [] if "extra ==" not in text]
-        waiting += [canonical(re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0]) for text in wanted]
-    return needed
+        needed.add((name, extra))
+        for wanted in map(Requirement, installed[name].requires or []):
+            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
+                waiting += [(canonical(wanted.name), each) for each in ("", *wanted.extras)]
+    return {name for name, _ in needed}
 
 
 def link(found: Distribution, target: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lmcache_core.documented.cachegen.quantization import bins_tensor
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.cachegen import (
     CacheGenConfig,
@@ -73,7 +72,10 @@ def test_decoding_gives_what_was_quantised(
     kv = data.draw(kvs(config.nlayers))
     layers, _, tokens, heads, size = kv.shape
     channels = heads * size
-    key_bins, value_bins = bins_tensor(config.bins_of_keys()), bins_tensor(config.bins_of_values())
+    key_bins, value_bins = (
+        torch.tensor(config.bins_of_keys()),
+        torch.tensor(config.bins_of_values()),
+    )
     made = encode_function(kv, config, key_bins, value_bins, chunk_size)
     read = CacheGenGPUEncoderOutput.from_bytes(made.to_bytes())
     output = torch.full((tokens, 2 * layers * channels), 0xA5, dtype=torch.uint8)
@@ -99,7 +101,7 @@ def test_decoding_gives_what_was_quantised(
 
 KV = torch.randn(2, 2, 6, 1, 2, generator=torch.Generator().manual_seed(2)).bfloat16()
 MADE = encode_function(
-    KV, CacheGenConfig.for_num_layers(2), bins_tensor([32, 32]), bins_tensor([32, 32]), 4
+    KV, CacheGenConfig.for_num_layers(2), torch.tensor([32, 32]), torch.tensor([32, 32]), 4
 )
 WRITTEN = MADE.to_bytes()
 BODY_AT = PREFIX.size + 16

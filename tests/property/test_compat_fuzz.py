@@ -11,8 +11,7 @@ import struct
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lmcache_storage.compat.dialect import DIALECTS, CompatCommand, Request
-from lmcache_storage.compat.refusals import CompatRefusedError
+from lmcache_storage.compat.dialect import DIALECTS, CompatCommand, CompatRefusedError, Request
 
 from tests.fixtures.compat import (
     EXIST,
@@ -118,8 +117,8 @@ async def _survives(sent: list[bytes], piece: int) -> None:
     limits = {"max_value_bytes": MAX_VALUE_BYTES, "max_receiving_bytes": MAX_VALUE_BYTES}
     async with (
         listening(store=MemoryStore(2 << 20), **limits) as listener,
-        compat_client(listener.server.port) as other,
-        connected(listener.server.port) as hostile,
+        compat_client(listener.port) as other,
+        connected(listener.port) as hostile,
     ):
         await other.put("mine", b"value")
         assert await other.exists("mine")

@@ -1,5 +1,5 @@
-"""The radix tree against a dict of prefixes with exact least-recently-used eviction, and its
-database against the one that only hashes.
+"""The radix database against a dict of prefixes with exact least-recently-used eviction, and
+against the one that only hashes.
 """
 
 from __future__ import annotations
@@ -8,58 +8,45 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from lmcache_core.documented.radix_tree import RadixTree
 from lmcache_core.testing.token_database_suite import CHUNK_SIZE, METADATA, make_config, named
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, RadixTokenDatabase
 
-MAX_BLOCKS = 7
-SEQUENCES = st.lists(st.sampled_from([b"a", b"b"]), max_size=9)
-Prefix = tuple[bytes, ...]
+MAX_CHUNKS = 7
+SEQUENCES = st.lists(st.sampled_from([0, 1]), max_size=9)
+Prefix = tuple[int, ...]
 
 
-class Tree(RuleBasedStateMachine):
+class Eviction(RuleBasedStateMachine):
+    """Sequences of whole chunks, each of one repeated token."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.tree: RadixTree[Prefix] = RadixTree(MAX_BLOCKS)
+        self.radix = RadixTokenDatabase(make_config(), METADATA, MAX_CHUNKS * CHUNK_SIZE)
         self.last_use: dict[Prefix, int] = {}
         self.num_uses = 0
 
-    def known(self, blocks: list[bytes]) -> list[Prefix]:
-        prefixes = (tuple(blocks[: i + 1]) for i in range(len(blocks)))
-        return [prefix for prefix in prefixes if prefix in self.last_use]
-
-    def use(self, prefixes: list[Prefix]) -> None:
+    @rule(sequence=SEQUENCES)
+    def name(self, sequence: list[int]) -> None:
         self.num_uses += 1
-        self.last_use.update(dict.fromkeys(prefixes, self.num_uses))
-
-    @rule(blocks=SEQUENCES)
-    def find(self, blocks: list[bytes]) -> None:
-        want = self.known(blocks)
-        assert self.tree.prefix_length(blocks) == len(want)
-        assert self.tree.find(blocks) == want
-        self.use(want)
-
-    @rule(blocks=SEQUENCES)
-    def insert(self, blocks: list[bytes]) -> None:
-        prefixes = [tuple(blocks[: i + 1]) for i in range(len(blocks))]
-        self.tree.insert(blocks, prefixes)
-        self.use(prefixes[:MAX_BLOCKS])
-        while len(self.last_use) > MAX_BLOCKS:
+        named(self.radix, [token for token in sequence for _ in range(CHUNK_SIZE)])
+        prefixes = [tuple(sequence[: i + 1]) for i in range(len(sequence))]
+        self.last_use.update(dict.fromkeys(prefixes[:MAX_CHUNKS], self.num_uses))
+        while len(self.last_use) > MAX_CHUNKS:
             inner = {prefix[:-1] for prefix in self.last_use}
             leaves = [prefix for prefix in self.last_use if prefix not in inner]
             del self.last_use[min(leaves, key=self.last_use.__getitem__)]
 
-    @rule(blocks=SEQUENCES)
-    def measure(self, blocks: list[bytes]) -> None:
-        assert self.tree.prefix_length(blocks) == len(self.known(blocks))
+    @rule(sequence=SEQUENCES)
+    def measure(self, sequence: list[int]) -> None:
+        tokens = torch.tensor([t for t in sequence for _ in range(CHUNK_SIZE)], dtype=torch.int64)
+        prefixes = [tuple(sequence[: i + 1]) for i in range(len(sequence))]
+        num_known = sum(prefix in self.last_use for prefix in prefixes)
+        assert self.radix.longest_prefix(tokens) == num_known * CHUNK_SIZE
 
     @invariant()
     def holds_exactly_what_the_model_holds(self) -> None:
-        self.tree.check_integrity()
-        assert self.tree.num_blocks == len(self.last_use)
-        assert self.tree.num_nodes <= len(self.last_use)
-        for prefix in self.last_use:
-            assert self.tree.prefix_length(prefix) == len(prefix)
+        self.radix.check_integrity()
+        assert self.radix.num_chunks == len(self.last_use)
 
 
 MAX_TOKENS = 6 * CHUNK_SIZE
@@ -111,7 +98,7 @@ class Database(RuleBasedStateMachine):
         assert self.radix.num_chunks * CHUNK_SIZE <= MAX_TOKENS
 
 
-Tree.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Eviction.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 Database.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestTree = Tree.TestCase
+TestEviction = Eviction.TestCase
 TestDatabase = Database.TestCase

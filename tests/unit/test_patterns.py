@@ -31,8 +31,6 @@ each text.
 """
 CHARS = "aA0_-./@:, \t\n`'\"\\=+%[{($"
 TRIED_BY_HAND = {
-    "lmcache_ctl/explain/token_ids.py": "one class of characters, repeated",
-    "lmcache_demo/model/corpus.py": "the demo's own text",
     "lmcache_lookup/formats.py": "at most five characters",
 }
 """Calls of `re` that compile where they are used."""

@@ -5,7 +5,7 @@ only up to the first that differs.
 from __future__ import annotations
 
 import pytest
-from lmcache_core.integrations.vllm import naming
+from lmcache_core.integrations.vllm import requests
 
 from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import PLACEHOLDER_ID, SEEING
@@ -92,7 +92,7 @@ def test_pictures_that_no_name_tells_apart(world: World, monkeypatch: pytest.Mon
     computed with the KV of another.
     """
     sidecar = world.sidecar()
-    monkeypatch.setattr(naming, "spans_of", lambda request, contents: [])
+    monkeypatch.setattr(requests, "spans_of", lambda request, contents: [])
     with running_engine(world.options(SEEING, **HASHER)) as engine:
         stored = Growth(sidecar)
         engine.ask(seen(1))

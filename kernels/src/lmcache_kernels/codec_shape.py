@@ -24,9 +24,6 @@ MAX_TOKENS = 1 << 15
 MAX_CHANNELS = 1 << 20
 MAX_LEVELS = 127
 MAX_SECTION_SYMBOLS = 1 << 30
-WORD_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""How kernels are told which dtype the words are of."""
 
 
 @dataclass(frozen=True)
@@ -114,26 +111,3 @@ class EncodedPlanes:
     shapes: torch.Tensor
     lengths: torch.Tensor
     words: torch.Tensor
-
-
-def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    device: torch.device,
-) -> None:
-    """Check a tensor that an op is given.
-
-    Raises:
-        KernelInputError: It has another dtype, shape or device, or is not contiguous.
-    """
-    if (
-        tensor.dtype != dtype
-        or tuple(tensor.shape) != sizes
-        or tensor.device != device
-        or not tensor.is_contiguous()
-    ):
-        kind = "contiguous" if tensor.is_contiguous() else "not contiguous"
-        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, {kind}"
-        raise KernelInputError(f"{name} is {got}; expected {dtype} {sizes} on {device}, contiguous")

@@ -17,11 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lmcache_demo.processes import DemoError, Process, Processes
+from lmcache_demo.processes import DemoError, Process
 
 from tests.chaos.cluster.link import Links
 from tests.chaos.cluster.plan import BROKERS, LINKS, LOOKUPS, SERVICES, SIDECARS, STORAGES
 from tests.chaos.cluster.worker import CHUNK_BYTES
+from tests.fixtures.processes import Processes
 from tests.fixtures.redis_server import RedisServer
 
 GB = 1 << 30

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmcache_demo.processes import DemoError, Process, Processes
+from lmcache_demo.processes import DemoError, Process
 
 from tests.chaos.cluster.worker import BOUND_S, REPORT_S
+from tests.fixtures.processes import Processes
 
 SILENCE_S = 3 * BOUND_S + REPORT_S + 3.0
 """Three calls that each end just in time, and a report: who is silent for longer hangs."""

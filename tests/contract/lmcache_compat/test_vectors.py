@@ -19,7 +19,7 @@ async def expect(raw: RawConnection, request: str, reply: str) -> None:
 
 @pytest.mark.parametrize("dialect", EXCHANGES)
 async def test_every_exchange_is_as_it_was_seen(dialect: str) -> None:
-    async with listening(dialect) as listener, connected(listener.server.port) as raw:
+    async with listening(dialect) as listener, connected(listener.port) as raw:
         for request, reply in EXCHANGES[dialect]:
             await expect(raw, request, reply)
 
@@ -30,7 +30,7 @@ async def test_however_the_bytes_are_cut(dialect: str) -> None:
     replies = "".join(reply for _, reply in EXCHANGES[dialect])
     async with listening(dialect) as listener:
         for size in (1, 37, len(requests)):
-            async with connected(listener.server.port) as raw:
+            async with connected(listener.port) as raw:
                 for at in range(0, len(requests), size):
                     await raw.send(requests[at : at + size])
                 assert (await raw.reader.readexactly(len(replies) // 2)).hex() == replies
@@ -75,7 +75,7 @@ async def test_a_client_of_another_dialect_is_cut_off_before_it_can_be_misunders
 ) -> None:
     async with listening(dialect, transfer_timeout_s=0.1) as listener:
         for request, _ in EXCHANGES[spoken][first:] + EXCHANGES[spoken][:first]:
-            async with connected(listener.server.port) as raw:
+            async with connected(listener.port) as raw:
                 await raw.send(bytes.fromhex(request))
                 assert await raw.reader.read() == b"", "no answer that it could take for one"
         assert not listener.store.chunks

@@ -242,9 +242,9 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout_once() -> None:
         started = asyncio.get_running_loop().time()
         with pytest.raises(UnavailableError):
             await index.holders("acme", [CHUNK])
-        assert asyncio.get_running_loop().time() - started < 1.0
+        assert asyncio.get_running_loop().time() - started < 5.0
         server.resume()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     assert (await index.holders("acme", [CHUNK]))[0]

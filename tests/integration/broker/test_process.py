@@ -22,7 +22,9 @@ from lmcache_core.security import TicketVerifier, read_ticket_keys
 CLIENT_TOKEN = "client-token-0123456789"
 ADMIN_TOKEN = "admin-token-0123456789"
 CHUNKS = [bytes([i]) * 16 for i in range(4)]
-LEASE_MS = 1_000
+LEASE_MS = 2_000
+SLOW_S = 60.0
+"""Longer than anything here takes on a machine that is busy with other tests."""
 
 
 class Broker:
@@ -72,12 +74,12 @@ class Broker:
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
 
     async def ready(self) -> None:
-        await until(self._port_file.exists, 30)
+        await until(self._port_file.exists)
 
     def end(self, number: signal.Signals) -> int:
         assert self._process is not None
         self._process.send_signal(number)
-        code = self._process.wait(20)
+        code = self._process.wait(SLOW_S)
         self._process = None
         return code
 
@@ -87,7 +89,7 @@ class Broker:
         self._log.close()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = SLOW_S) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.02)
@@ -111,7 +113,7 @@ async def broker(stopped: Broker) -> Broker:
 async def client_of(
     broker: Broker, token: str | None = CLIENT_TOKEN
 ) -> AsyncIterator[BrokerClient]:
-    client = BrokerClient(broker.url, token, 5.0)
+    client = BrokerClient(broker.url, token, SLOW_S)
     await client.open()
     yield client
     await client.close()
@@ -136,7 +138,7 @@ async def names(client: BrokerClient) -> list[str]:
 
 
 async def until_drains(client: BrokerClient, expected: dict[str, bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(SLOW_S):
         while {peer.id: peer.draining for peer in await client.peers()} != expected:
             await asyncio.sleep(0.02)
 
@@ -199,8 +201,7 @@ async def test_a_peer_that_dies_leaves_when_its_lease_ends(broker: Broker) -> No
     async with client_of(broker) as client:
         await client.register(Peer("a", 1, "lm://10.0.0.1:1"), load=0.0, ttl_ms=LEASE_MS)
         assert await names(client) == ["a"]
-        await asyncio.sleep(LEASE_MS / 1000 + 0.05)
-        assert await names(client) == []
+        await until_drains(client, {})
         assert await client.transfers("me", [(CHUNKS[0], ["a"])]) == []
 
 
@@ -213,30 +214,23 @@ async def test_a_drain_reaches_the_peer_with_its_next_heartbeat(broker: Broker) 
 
 
 async def test_tokens_and_roles(broker: Broker) -> None:
-    async with httpx.AsyncClient(base_url=broker.url) as http:
-        for headers, status in (({}, 401), ({"authorization": "Bearer no-such-token-000"}, 401)):
-            answer = await http.get("/v1/peers", headers=headers)
-            assert (answer.status_code, answer.headers["content-type"]) == (
-                status,
-                "application/problem+json",
-            )
-        answer = await http.post(
-            "/v1/peers/a:drain", headers={"authorization": f"Bearer {CLIENT_TOKEN}"}
-        )
-        assert (answer.status_code, answer.headers["content-type"]) == (
-            403,
-            "application/problem+json",
-        )
-        answer = await http.put(
-            "/v1/peers/a",
-            json={"incarnation": 1},
-            headers={"authorization": f"Bearer {CLIENT_TOKEN}"},
-        )
-        assert (answer.status_code, answer.json()["type"]) == (422, "urn:lmcache:problem:invalid")
+    client, stranger = (
+        {"authorization": f"Bearer {token}"} for token in (CLIENT_TOKEN, "no-such-token-000")
+    )
+    async with httpx.AsyncClient(base_url=broker.url, timeout=SLOW_S) as http:
+        for refused, status in (
+            (await http.get("/v1/peers"), 401),
+            (await http.get("/v1/peers", headers=stranger), 401),
+            (await http.post("/v1/peers/a:drain", headers=client), 403),
+            (await http.put("/v1/peers/a", json={"incarnation": 1}, headers=client), 422),
+        ):
+            assert refused.status_code == status
+            assert refused.headers["content-type"] == "application/problem+json"
+        assert refused.json()["type"] == "urn:lmcache:problem:invalid"
         assert (await http.get("/readyz")).status_code == 200
-    async with client_of(broker, None) as stranger:
+    async with client_of(broker, None) as anonymous:
         with pytest.raises(UnavailableError, match="status 401"):
-            await stranger.peers()
+            await anonymous.peers()
 
 
 async def test_sigterm_ends_it_well(broker: Broker) -> None:
@@ -250,7 +244,7 @@ async def test_bad_settings_end_it_with_code_2_and_a_fix(tmp_path: Path) -> None
         subprocess.run,
         [sys.executable, "-m", "lmcache_broker", "--config", str(path)],
         capture_output=True,
-        timeout=60,
+        timeout=SLOW_S,
         check=False,
     )
     assert done.returncode == 2
@@ -272,7 +266,7 @@ async def test_it_needs_no_torch() -> None:
         subprocess.run,
         [sys.executable, "-c", WITHOUT_TORCH],
         capture_output=True,
-        timeout=60,
+        timeout=SLOW_S,
         check=False,
     )
     assert done.stdout.decode().strip() == "lmcache-broker", done.stderr.decode()

@@ -11,15 +11,10 @@ from typing import Any
 
 import pytest
 from lmcache_broker.peers import redis_peers, redis_scripts
+from lmcache_broker.peers.pulls import BookedPull, Requester
+from lmcache_broker.peers.record import PeerRecord, PlacedOrder, SharedPeer
 from lmcache_broker.peers.redis_peers import RedisPeers
 from lmcache_broker.peers.redis_scripts import KEYS
-from lmcache_broker.peers.shared import (
-    PlacedOrder,
-    PullClaim,
-    PullUnderway,
-    PullVerdict,
-    SharedPeer,
-)
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures, TierFigures
 from lmcache_servicekit.redis_client import Argument, RedisCommand, create_redis_client
@@ -83,16 +78,20 @@ def shared(
     )
 
 
+async def changed(broker: RedisPeers) -> list[SharedPeer]:
+    return (await broker.changes())[0]
+
+
 async def names(broker: RedisPeers) -> list[str]:
-    return [peer.peer.id for peer in (await broker.changes()).peers]
+    return [peer.peer.id for peer in await changed(broker)]
 
 
 async def test_what_has_changed_is_told_once_and_whole(pair: tuple[RedisPeers, RedisPeers]) -> None:
     one, two = pair
     assert await one.announce([shared(drain=REPORT), shared("b", draining=True)]) == [False, True]
-    changes = await two.changes()
-    assert [peer.draining for peer in changes.peers] == [False, True]
-    found = changes.peers[0]
+    changes = await changed(two)
+    assert [peer.draining for peer in changes] == [False, True]
+    found = changes[0]
     assert (found.owner, found.peer, found.load, found.drain) == (
         "acme",
         shared().peer,
@@ -100,12 +99,12 @@ async def test_what_has_changed_is_told_once_and_whole(pair: tuple[RedisPeers, R
         REPORT,
     )
     assert TTL_MS - 5_000 < found.ttl_ms <= TTL_MS
-    assert (await two.changes()).peers == []
+    assert await changed(two) == []
     await one.announce([shared("b")])
-    (renewed,) = (await two.changes()).peers
+    (renewed,) = await changed(two)
     assert (renewed.peer.id, renewed.draining) == ("b", True), "a drain lasts for the incarnation"
     await one.remove("acme", "b")
-    (gone,) = (await two.changes()).peers
+    (gone,) = await changed(two)
     assert gone.is_gone
 
 
@@ -125,7 +124,7 @@ async def test_what_peers_tell_of_their_work_is_shared_and_what_other_versions_w
         7,
     )
     await one.announce([replace(shared(), figures=figures)])
-    (found,) = (await two.changes()).peers
+    (found,) = await changed(two)
     assert found.figures == figures
     records = redis_scripts.KEYS[0]
     written = await raw(one, "HGET", records, "acme/a")
@@ -138,7 +137,7 @@ async def test_what_peers_tell_of_their_work_is_shared_and_what_other_versions_w
     ):
         await raw(one, "HSET", records, "acme/a", head + json.dumps(others).encode())
         fresh = peers_at(url)
-        (found,) = (await fresh.changes()).peers
+        (found,) = await changed(fresh)
         await fresh.close()
         assert (found.peer, found.figures) == (shared().peer, wanted)
 
@@ -169,7 +168,7 @@ async def test_a_drain_that_another_version_writes_keeps_no_peer_from_being_know
         "acme/a",
         written[:37] + json.dumps([*told[:5], drain, *told[6:]]).encode(),
     )
-    other, found = (await two.changes()).peers
+    other, found = await changed(two)
     assert (other.peer.id, found.peer, found.drain) == ("b", shared().peer, wanted)
 
 
@@ -181,7 +180,7 @@ async def test_the_later_incarnation_wins_and_a_lease_is_only_made_longer(
     assert await one.announce([shared(incarnation=big)]) == [False]
     assert await two.announce([shared(incarnation=big - 1)]) == [None]
     await two.announce([shared(incarnation=big, ttl_ms=1)])
-    (found,) = (await two.changes()).peers
+    (found,) = await changed(two)
     assert (found.peer.incarnation, found.ttl_ms > 1_000) == (big, True)
     await one.drain("acme", "a")
     assert await two.announce([shared(incarnation=big + 1)]) == [False], (
@@ -200,25 +199,19 @@ async def test_pulls_are_counted_for_each_life_and_end(pair: tuple[RedisPeers, R
     one, two = pair
     await one.announce([shared(incarnation=12)])
     life, other = "acme/a#12", "acme/a#13"
-    claims = [PullClaim(life, f"p{i}") for i in range(3)]
-    assert await one.claim("acme/r", claims, 2, TTL_MS) == [
-        PullVerdict(True, 1),
-        PullVerdict(True, 2),
-        PullVerdict(False, 2),
+    claims = [(life, f"p{i}") for i in range(3)]
+    assert await one.claim("acme/r", claims, 2, TTL_MS) == [(True, 1), (True, 2), (False, 2)]
+    assert await two.claim("acme/s", [(life, "q"), (other, "q")], 2, TTL_MS) == [
+        (False, 2),
+        (True, 1),
     ]
-    assert await two.claim("acme/s", [PullClaim(life, "q"), PullClaim(other, "q")], 2, TTL_MS) == [
-        PullVerdict(False, 2),
-        PullVerdict(True, 1),
-    ]
-    assert [peer.num_pulls for peer in (await two.changes()).peers] == [2]
+    assert [peer.num_pulls for peer in await changed(two)] == [2]
     assert await two.end_pulls("acme/s", ["p0"]) == [False], "another one's"
     assert await two.end_pulls("acme/r", ["p0", "p0", "never heard of"]) == [True, False, False]
-    assert [peer.num_pulls for peer in (await one.changes()).peers] == [1]
-    assert await one.claim("acme/r", [PullClaim(life, "r")], 2, 20) == [PullVerdict(True, 2)]
+    assert [peer.num_pulls for peer in await changed(one)] == [1]
+    assert await one.claim("acme/r", [(life, "r")], 2, 20) == [(True, 2)]
     await asyncio.sleep(0.05)
-    assert [peer.num_pulls for peer in (await two.changes()).peers] == [1], (
-        "nobody said that it was over"
-    )
+    assert [peer.num_pulls for peer in await changed(two)] == [1], "nobody said that it was over"
     assert await raw(one, "HLEN", "lmcache:{broker}:owners") == 2
 
 
@@ -227,11 +220,11 @@ async def test_a_pull_goes_on_whoever_is_asked(
 ) -> None:
     one, two = pair
     await one.announce([shared()])
-    await one.claim("acme/r", [PullClaim("acme/a#1", "p")], 1, 300)
+    await one.claim("acme/r", [("acme/a#1", "p")], 1, 300)
     assert await two.renew_pulls("acme/s", ["p"], TTL_MS) == [None], "another one's"
     assert await two.renew_pulls("acme/r", ["p", "never heard of"], TTL_MS) == ["acme/a#1", None]
     await asyncio.sleep(0.35)
-    assert [peer.num_pulls for peer in (await one.changes()).peers] == [1]
+    assert [peer.num_pulls for peer in await changed(one)] == [1]
     monkeypatch.setattr(redis_peers, "MAX_PULL_S", 0.3)
     assert await two.renew_pulls("acme/r", ["p"], TTL_MS) == [None], "for ever is too long"
 
@@ -240,14 +233,13 @@ async def test_pulls_that_were_lost_are_counted_again_and_only_once(
     pair: tuple[RedisPeers, RedisPeers],
 ) -> None:
     one, two = pair
+    record, requester = PeerRecord(shared().peer, "acme", 0.0, False, 0.0), Requester("acme", "r")
     underway = [
-        PullUnderway("acme/r", PullClaim("acme/a#1", f"p{i}"), 500, TTL_MS) for i in range(600)
+        BookedPull(f"p{i}", requester, record, 0.0, 0.5 + TTL_MS / 1000) for i in range(600)
     ]
-    await one.restore_pulls(underway)
-    await two.restore_pulls(underway[:1])
-    assert await one.claim("acme/r", [PullClaim("acme/a#1", "q")], 1000, TTL_MS) == [
-        PullVerdict(True, 601)
-    ]
+    await one.restore_pulls(underway, 0.5)
+    await two.restore_pulls(underway[:1], 0.5)
+    assert await one.claim("acme/r", [("acme/a#1", "q")], 1000, TTL_MS) == [(True, 601)]
     assert await two.end_pulls("acme/r", ["p0", "p599"]) == [True, True]
 
 
@@ -276,16 +268,15 @@ async def test_orders_are_told_once_by_whoever_is_asked(
 async def test_a_memory_that_was_lost_is_noticed(pair: tuple[RedisPeers, RedisPeers]) -> None:
     one, two = pair
     await one.announce([shared()])
-    assert (await two.changes()).is_anew, "the first look"
-    assert not (await two.changes()).is_anew
+    assert (await two.changes())[1], "the first look"
+    assert not (await two.changes())[1]
     await raw(one, "FLUSHALL")
     await one.announce([shared("b"), shared("c")])
-    changes = await two.changes()
-    assert changes.is_anew
-    assert sorted(peer.peer.id for peer in changes.peers) == [
-        "b",
-        "c",
-    ], "though their numbers were seen before"
+    peers, is_lost = await two.changes()
+    assert is_lost
+    assert sorted(peer.peer.id for peer in peers) == ["b", "c"], (
+        "though their numbers were seen before"
+    )
 
 
 async def test_peers_that_are_long_over_are_forgotten(pair: tuple[RedisPeers, RedisPeers]) -> None:
@@ -309,7 +300,7 @@ async def test_a_redis_that_is_away_costs_one_deadline(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match=r"redis at /.* cannot be reached"):
         await away.changes()
     with pytest.raises(UnavailableError, match="a moment ago"):
-        await away.claim("acme/r", [PullClaim("acme/a#1", "p")], 1, 1)
+        await away.claim("acme/r", [("acme/a#1", "p")], 1, 1)
     await away.close()
 
 

@@ -21,6 +21,8 @@ from tests.fixtures.service_process import ServiceProcess
 
 CHUNKS = [bytes([i]) * 16 for i in range(8)]
 LEASE_MS = 20_000
+TICKET_S = 5
+"""Longer than a busy machine takes for a few calls."""
 MAX_PULLS = 4
 HOT_PULLS = 3
 
@@ -45,7 +47,7 @@ def processes(tmp_path: Path, redis_server: RedisServer) -> Iterator[list[Servic
         "LMCACHE_BROKER_REDIS_TIMEOUT_MS": "1000",
         "LMCACHE_BROKER_TICKET_KEYS_FILE": str(keys),
         "LMCACHE_BROKER_MAX_PULLS_PER_PEER": str(MAX_PULLS),
-        "LMCACHE_BROKER_TICKET_TTL_MS": "2000",
+        "LMCACHE_BROKER_TICKET_TTL_MS": str(TICKET_S * 1000),
         "LMCACHE_BROKER_HOT_CHUNK_PULLS": str(HOT_PULLS),
     }
     found = []
@@ -61,7 +63,7 @@ def processes(tmp_path: Path, redis_server: RedisServer) -> Iterator[list[Servic
 @pytest.fixture
 async def brokers(processes: list[ServiceProcess]) -> AsyncIterator[list[BrokerClient]]:
     async with AsyncExitStack() as exits:
-        clients = [BrokerClient(process.url, None, 5.0) for process in processes]
+        clients = [BrokerClient(process.url, None, 30.0) for process in processes]
         for client in clients:
             await client.open()
             exits.push_async_callback(client.close)
@@ -76,7 +78,7 @@ async def names(broker: BrokerClient) -> list[str]:
     return [found.id for found in await broker.peers()]
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]], seconds: float = 10.0) -> None:
+async def eventually(condition: Callable[[], Awaitable[bool]], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not await condition():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -131,7 +133,7 @@ async def test_together_they_keep_the_bound_on_pulls(brokers: list[BrokerClient]
     assert len(granted) == MAX_PULLS
     for broker in brokers:
         assert [found.num_pulls for found in await broker.peers()] == [MAX_PULLS]
-    await asyncio.sleep(2.1)
+    await asyncio.sleep(TICKET_S + 0.1)
     assert await brokers[1].transfers("r", [(CHUNKS[0], ["a"])]), "their tickets have ended"
 
 
@@ -140,6 +142,7 @@ async def test_whichever_is_told_that_a_pull_is_over_frees_its_place(
 ) -> None:
     one, two = brokers
     await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    began = time.monotonic()
     pulls = [
         pull.pull
         for _ in range(MAX_PULLS)
@@ -148,13 +151,12 @@ async def test_whichever_is_told_that_a_pull_is_over_frees_its_place(
     assert len(pulls) == MAX_PULLS
     await two.done("other", pulls)
     assert await two.transfers("r", [(CHUNKS[0], ["a"])]) == [], "only its requester ends a pull"
-    began = time.monotonic()
     await two.done("r", pulls[:2])
     assert await two.transfers("r", [(CHUNKS[0], ["a"])])
     await asyncio.sleep(0.06)
     assert await one.transfers("r", [(CHUNKS[0], ["a"])]), "the one that granted them knows it, too"
     assert await one.transfers("r", [(CHUNKS[0], ["a"])]) == []
-    assert time.monotonic() - began < 1.0, "before the tickets end"
+    assert time.monotonic() - began < TICKET_S, "before the tickets end"
 
 
 async def test_a_holder_learns_of_a_hot_chunk_wherever_it_comes_next(
@@ -218,7 +220,7 @@ async def test_without_redis_each_answers_from_its_memory_and_says_so(
             assert await two.transfers("r", [(CHUNKS[0], ["a"])])
             await one.register(peer("b"), load=0.0, ttl_ms=LEASE_MS)
             assert "b" in await names(one)
-            assert time.monotonic() - began < 3.0
+            assert time.monotonic() - began < 15.0
             async with httpx.AsyncClient(base_url=processes[1].url) as rest:
                 readiness = await rest.get("/readyz")
                 assert (readiness.status_code, readiness.json()["status"]) == (200, "degraded")
@@ -291,7 +293,7 @@ async def test_the_page_of_both_shows_the_same(
 
     def seen(process: ServiceProcess) -> dict[str, object]:
         body = httpx.get(
-            f"{process.url}/v1/overview", params={"max_samples": 0}, timeout=5.0, trust_env=False
+            f"{process.url}/v1/overview", params={"max_samples": 0}, timeout=30.0, trust_env=False
         ).json()
         return {
             "ids": [one["id"] for one in body["peers"]],

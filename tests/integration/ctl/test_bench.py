@@ -20,7 +20,8 @@ from tests.fixtures.kubernetes_pods import pod, pods_api
 from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, write_tokens
 from tests.fixtures.service_process import ServiceProcess, running_service
 
-SMALL = ("--seconds", "1", "--size", "64KiB", "--total", "2MiB", "--concurrency", "2")
+SMALL = ("--seconds", "2", "--size", "64KiB", "--total", "512KiB", "--concurrency", "2")
+"""Two calls store all of it, in the first half of that time."""
 
 
 @pytest.fixture(scope="module")
@@ -85,26 +86,16 @@ def test_what_is_stored_comes_back_and_is_removed(storage: ServiceProcess, ctl: 
         assert 0 < way["latency_ms"]["p50"] <= fetch["latency_ms"]["p99"], (
             "no call is faster than the smallest"
         )
-        assert (store["name"], store["num_chunks"], store["num_bytes"]) == ("store", 32, 2 << 20)
-        assert fetch["num_chunks"] >= 32
+        assert (store["name"], store["num_chunks"], store["num_bytes"]) == ("store", 8, 512 << 10)
+        assert fetch["num_chunks"] >= 8
         assert fetch["num_bytes"] == fetch["num_chunks"] << 16
-        assert (
-            store["failed_calls"]
-            == fetch["failed_calls"]
-            == store["not_done"]
-            == fetch["not_done"]
-            == {}
-        )
-        assert (
-            0
-            < fetch["latency_ms"]["p50"]
-            <= fetch["latency_ms"]["p99"]
-            <= fetch["latency_ms"]["max"]
-        )
-        assert fetch["bytes_per_s"] == pytest.approx(
-            fetch["num_bytes"] / fetch["seconds"], rel=0.01
-        )
-        assert (found["num_removed"], found["num_left"]) == (32, 0)
+        for phase in (store, fetch):
+            assert phase["failed_calls"] == phase["not_done"] == {}
+        latency = fetch["latency_ms"]
+        assert 0 < latency["p50"] <= latency["p99"] <= latency["max"]
+        per_s = fetch["num_bytes"] / fetch["seconds"]
+        assert fetch["bytes_per_s"] == pytest.approx(per_s, rel=0.01)
+        assert (found["num_removed"], found["num_left"]) == (8, 0)
         assert num_chunks_at(storage) == 0
 
 
@@ -214,7 +205,7 @@ def test_one_that_is_interrupted_cleans_up(storage: ServiceProcess, directory: P
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60.0
     while num_chunks_at(storage) == 0:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -80,7 +80,7 @@ async def _true(value: bool) -> bool:
     return value
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.02)
@@ -260,10 +260,9 @@ async def test_redis_killed_and_back(tmp_path: Path) -> None:
                     assert (answer.num_prefix, answer.degraded) == (0, True)
                 assert (await client.route([A])).degraded
                 ready = get(service, "/readyz")
-                assert (ready.status_code, ready.json()["status"]) == (
-                    200,
-                    "degraded",
-                ), "the answers above are quick"
+                assert (ready.status_code, ready.json()["status"]) == (200, "degraded"), (
+                    "the answers above are quick"
+                )
                 assert f"127.0.0.1:{server.port}" in ready.json()["checks"]["index"]["detail"]
                 assert get(service, "/healthz").status_code == 200
                 assert get(service, "/v1/stats").json() == {
@@ -286,7 +285,7 @@ async def test_redis_that_hangs_does_not_hold_lookups_up(tmp_path: Path) -> None
     with running_redis() as server:
         environ = SETTINGS | {
             "LMCACHE_LOOKUP_REDIS_URL": server.url,
-            "LMCACHE_LOOKUP_REDIS_TIMEOUT_MS": "200",
+            "LMCACHE_LOOKUP_REDIS_TIMEOUT_MS": "600",
         }
         with running_service("lmcache_lookup", tmp_path, environ) as service:
             async with client_of(service) as client, reporting(client, "one", A):
@@ -297,8 +296,8 @@ async def test_redis_that_hangs_does_not_hold_lookups_up(tmp_path: Path) -> None
                 started = loop.time()
                 for _ in range(5):
                     assert (await client.lookup([A])).degraded
-                # Five waits for the timeout would be a second: the breaker has opened.
-                assert loop.time() - started < 0.9
+                # Five waits for the timeout would be three seconds: the breaker has opened.
+                assert loop.time() - started < 2.5
                 server.resume()
                 await eventually(lambda: _prefix_is(client, [["one"]], A))
 

@@ -80,7 +80,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
@@ -124,7 +124,7 @@ def test_a_worker_that_is_killed_is_replaced(plain: httpx.Client, service: Servi
             and 'lmcache_worker_up{worker="1"} 1.0' in metrics(plain, service)
         )
     )
-    assert "another one takes its place" in service.output
+    assert "worker ended, replacing it" in service.output
 
 
 def test_a_worker_that_hangs_is_shown_and_does_not_hold_the_others_up(
@@ -154,7 +154,7 @@ def test_a_worker_that_hangs_is_shown_and_does_not_hold_the_others_up(
 def _metrics_or_none(plain: httpx.Client, service: ServiceProcess) -> str | None:
     """None when the kernel gave the connection to the worker that hangs."""
     try:
-        return plain.get(f"{service.url}/metrics", timeout=2.0).text
+        return plain.get(f"{service.url}/metrics", timeout=30.0).text
     except httpx.TimeoutException:
         return None
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Neighbourhood, Sidecar, eventually, get_json
+from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
 
 NUM_CHUNKS = 4
@@ -108,7 +108,7 @@ def test_a_drain_that_the_broker_is_asked_for_is_done_and_its_progress_seen(
     store_at(a)
     assert live(neighbourhood)["a"]["drain"] is None
     request = urllib.request.Request(f"{neighbourhood.broker_url}/v1/peers/a:drain", method="POST")
-    with urllib.request.urlopen(request, timeout=5) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         assert response.status == 200
 
     def is_done() -> bool:
@@ -127,7 +127,6 @@ def test_a_drain_that_the_broker_is_asked_for_is_done_and_its_progress_seen(
     }
     assert hot_at(b) == NUM_TOKENS
     first, _ = get_json(f"{neighbourhood.broker_url}/v1/overview")["peers"]
-    assert (first["id"], first["drain"]) == (
-        "a",
-        drain,
-    ), "for the web page, which shows first who drains"
+    assert (first["id"], first["drain"]) == ("a", drain), (
+        "for the web page, which shows first who drains"
+    )

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
-from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.embedded import embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
+from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
 
 NUM_TOKENS = 6 * CHUNK_SIZE

@@ -14,7 +14,7 @@ from lmcache_core.lookup import LookupClient, StoreEvent
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import MissReason
 from lmcache_core.security import Principal
-from lmcache_core.storage.engine_spec import engine_spec
+from lmcache_core.storage.manager import engine_spec
 from lmcache_core.storage.peer_group import PeerGroup
 from lmcache_core.storage.remote.rendezvous import ranked
 from lmcache_core.storage.remote.replicas import MAX_FURTHER_CHOICES
@@ -61,7 +61,7 @@ async def announce(lookup_url: str, holder: str) -> None:
         first_sequence=0,
         events=[StoreEvent("store", KEY.key.chunk_id().hex(), "Hot", 100)],
     )
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not (await client.lookup(chunk_ids)).holders:
             await asyncio.sleep(0.02)
     await client.close()

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from lmcache_core.concurrency import LoopThread
-from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kubernetes_api import KubernetesApi, endpoint, endpoint_slice
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Neighbourhood, Sidecar, eventually, get_json
+from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
 
 NUM_CHUNKS = 4

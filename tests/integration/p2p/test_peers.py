@@ -18,7 +18,6 @@ from lmcache_core.p2p import parse_distributed_url
 from lmcache_core.record import Chunk
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
 from lmcache_core.wire import ClientOptions, LmClient
-from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import (
@@ -33,6 +32,7 @@ from tests.fixtures.kv import (
     tokens_of,
 )
 from tests.fixtures.neighbourhood import Neighbourhood, Sidecar, eventually
+from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
 
 NUM_TOKENS = 4 * CHUNK_SIZE

@@ -59,8 +59,8 @@ async def test_a_peer_that_is_late_is_overtaken_by_a_second_holder(world: Town) 
     assert taken(await world.pull(NAMES[:1], ["a"]), NAMES[:1]) == [None], "there is a connection"
     world.proxies["a"].flows.clear()
     began = asyncio.get_running_loop().time()
-    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=2.0)) == ALL
-    assert asyncio.get_running_loop().time() - began < 1.7, (
+    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=4.0)) == ALL
+    assert asyncio.get_running_loop().time() - began < 3.6, (
         "it did not wait for the one that stands still"
     )
     figures = world.parts.figures
@@ -117,7 +117,7 @@ async def test_what_a_cut_peer_has_not_brought_comes_from_another(world: Town) -
     await world.add("a", NAMES, bytes_per_s=200_000)
     await world.add("b", NAMES, load=0.9)
     pulling = asyncio.create_task(world.pull(NAMES, ["a", "b"], timeout_s=30.0))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while world.proxies["a"].num_passed < 20_000:
             await asyncio.sleep(0.005)
     await world.proxies["a"].close()
@@ -132,7 +132,7 @@ async def test_what_a_cut_peer_has_not_brought_comes_from_another(world: Town) -
 async def test_without_another_holder_the_rest_is_a_miss(world: Town) -> None:
     await world.add("a", NAMES, bytes_per_s=200_000)
     pulling = asyncio.create_task(world.pull(NAMES, ["a"], timeout_s=30.0))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while world.parts.figures.pulled_chunks < 4:
             await asyncio.sleep(0.005)
     await world.proxies["a"].close()
@@ -146,9 +146,9 @@ async def test_a_peer_at_a_standstill_leaves_time_for_the_next_tier(world: Town)
     assert taken(await world.pull(NAMES[:1], ["a"]), NAMES[:1]) == [None], "there is a connection"
     world.proxies["a"].flows.clear()
     began = asyncio.get_running_loop().time()
-    found = taken(await world.pull(NAMES, ["a"], timeout_s=2.0))
+    found = taken(await world.pull(NAMES, ["a"], timeout_s=4.0))
     assert set(found) == {MissReason.UNAVAILABLE}
-    assert asyncio.get_running_loop().time() - began < 1.7
+    assert asyncio.get_running_loop().time() - began < 3.6
     world.proxies["a"].flows.set()
     assert None not in taken(await world.pull(NAMES, ["a"], timeout_s=1.0)), (
         "it is left alone for a while"
@@ -173,7 +173,7 @@ async def test_damaged_records_come_from_the_next_holder(world: Town) -> None:
 async def test_a_read_that_is_broken_off_gives_everything_back(world: Town) -> None:
     await world.add("a", NAMES, bytes_per_s=200_000)
     pulling = asyncio.create_task(world.pull(NAMES, ["a"], timeout_s=30.0))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while world.parts.figures.pulled_chunks < 4:
             await asyncio.sleep(0.005)
     pulling.cancel()

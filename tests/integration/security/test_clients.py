@@ -16,7 +16,7 @@ from lmcache_core.p2p.pool import PeerPool, peer_client
 from lmcache_core.record import Chunk, Result
 from lmcache_core.security import ClientTls, TokenFile
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.engine_spec import engine_spec
+from lmcache_core.storage.manager import engine_spec
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.tiers import build_tiers
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload

@@ -42,14 +42,16 @@ def operations(guarded: Guarded, name: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", REST_NAMES)
-@pytest.mark.parametrize("token", [None, "a-token-of-nobody-0123456789"])
+@pytest.mark.parametrize("token", [None, "a-token-of-nobody-0123456789", "é"])
 def test_a_stranger_learns_nothing_of_what_a_good_request_would_be(
     guarded: Guarded, name: str, token: str | None
 ) -> None:
     found = list(operations(guarded, name))
     assert len(found) > len(OPEN) + 4
     assert {path for _, path in found} >= OPEN
-    with guarded.rest(name, token) as client:
+    shown = {} if token is None else {b"authorization": b"Bearer " + token.encode()}
+    with guarded.rest(name) as client:
+        assert client.get("/healthz").status_code == 200, "a probe has no token"
         for method, path in found:
             if path in OPEN:
                 continue
@@ -58,10 +60,12 @@ def test_a_stranger_learns_nothing_of_what_a_good_request_would_be(
                     method,
                     f"{path}?limit=many&ttl_ms=-1&incarnation=no",
                     content=body,
-                    headers={"content-type": media_type},
+                    headers={b"content-type": media_type.encode(), **shown},
                 )
                 assert answer.status_code == 401, (method, path, media_type, answer.text)
                 assert answer.headers["www-authenticate"] == "Bearer"
+                if method != "HEAD":
+                    assert answer.headers["content-type"] == "application/problem+json"
 
 
 @pytest.mark.parametrize("name", REST_NAMES)

@@ -5,7 +5,6 @@ process.
 from __future__ import annotations
 
 import contextlib
-import resource
 import select
 import socket
 import time
@@ -153,74 +152,6 @@ def test_pipelined_requests_are_each_counted_for_themselves(connection: socket.s
     assert answer_of(connection).count(b"HTTP/1.1 200 ") == 31
 
 
-def rss_mib(service: ServiceProcess) -> float:
-    pages = int(Path(f"/proc/{service.pid}/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / (1 << 20)
-
-
-def test_endless_pipelined_requests_neither_deafen_nor_fatten(broker: ServiceProcess) -> None:
-    """Sixteen callers without a token send the shortest request as fast as they can and read
-    nothing.
-    """
-    before = rss_mib(broker)
-    requests = memoryview(b"GET /v1/x HTTP/1.1\r\n\r\n" * 20_000)
-    with contextlib.ExitStack() as open_ones:
-        address = ("127.0.0.1", broker.ports["port"])
-        made = [open_ones.enter_context(socket.create_connection(address)) for _ in range(16)]
-        sent = dict.fromkeys(made, 0)
-        for connection in made:
-            connection.setblocking(False)
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline and min(sent.values()) < 5 * len(requests):
-            for connection in select.select([], made, [], 0.1)[1]:
-                with contextlib.suppress(BlockingIOError):
-                    sent[connection] += connection.send(
-                        requests[sent[connection] % len(requests) :]
-                    )
-        assert (
-            httpx.get(f"{broker.url}/healthz", trust_env=False, timeout=TIMEOUT_S).status_code
-            == 200
-        )
-        assert rss_mib(broker) < before + 64
-
-
-def ends_a_dribble(service: ServiceProcess, head: bytes, status: bytes) -> bool:
-    """Whether the service answers `status` and ends a connection whose body never ends."""
-    with socket.create_connection(
-        ("127.0.0.1", service.ports["port"]), timeout=TIMEOUT_S
-    ) as connection:
-        connection.sendall(head + b" HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n")
-        answer = connection.recv(65536)
-        assert answer.startswith(b"HTTP/1.1 " + status), answer
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
-            if not is_sent(connection, b"x"):
-                return True
-            time.sleep(0.1)
-    return False
-
-
-@pytest.mark.parametrize(
-    ("head", "status"),
-    [(b"POST /nope", b"404"), (b"PUT /healthz", b"405"), (b"GET /healthz", b"200")],
-    ids=["no such path", "no such method", "a GET"],
-)
-def test_a_body_that_dribbles_behind_its_answer_ends(
-    broker: ServiceProcess, head: bytes, status: bytes
-) -> None:
-    assert ends_a_dribble(broker, head, status)
-
-
-def test_a_body_that_dribbles_behind_its_401_ends(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens.yaml"
-    tokens.write_text(
-        "tokens: [{name: a, tenant: acme, role: client, token: sixteen-characters}]\n"
-    )
-    environ = {"LMCACHE_BROKER_PORT": "0", "LMCACHE_BROKER_AUTH_TOKENS_FILE": str(tokens)}
-    with running_service("tests.fixtures.impatient_broker", tmp_path, environ) as service:
-        assert ends_a_dribble(service, b"PUT /v1/peers/a", b"401")
-
-
 def test_garbage_is_told_in_the_log_once(broker: ServiceProcess) -> None:
     before = broker.output.count("Invalid HTTP request")
     for _ in range(20):
@@ -252,7 +183,7 @@ def test_tls_handshakes_above_the_bound_end_at_once(guarded: Guarded) -> None:
             socket.create_connection(lm, timeout=10), server_hostname="127.0.0.1"
         ) as other:
             assert other.version() == "TLSv1.3"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60.0
     while True:
         try:
             with guarded.rest("storage") as client:

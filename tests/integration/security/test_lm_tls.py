@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from lmcache_core.errors import AuthenticationError, CapacityError, UnavailableError
+from lmcache_core.errors import AuthenticationError, UnavailableError
 from lmcache_core.record import Chunk
-from lmcache_core.security import ClientTls, RateLimiter
+from lmcache_core.security import ClientTls
 from lmcache_core.security.watched_files import LOOK_INTERVAL_S
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire import ClientOptions, LmClient, LmServer, ServerLimits
@@ -131,19 +131,6 @@ async def test_who_is_not_what_it_says_is_not_spoken_to(tmp_path: Path) -> None:
             await lm.ping()
 
 
-async def test_where_it_is_asked_for_callers_show_a_certificate(tmp_path: Path) -> None:
-    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
-    mine, foreign = ours.sign("mine", "pod.example"), theirs.sign("foreign", "pod.example")
-    async with serving(server_tls(ours.sign("server"), clients=ours)) as server:
-        async with client(server.port, client_tls(ours, mine)) as lm:
-            await lm.ping()
-        for pair in (None, foreign):
-            async with client(server.port, client_tls(ours, pair)) as lm:
-                with pytest.raises(UnavailableError):
-                    await lm.ping()
-        assert server.num_connections == 0
-
-
 async def test_replaced_certificates_hold_for_new_connections_and_standing_ones_go_on(
     tmp_path: Path,
 ) -> None:
@@ -178,7 +165,7 @@ async def test_half_a_replacement_leaves_the_old_pair_in_force(
         for _ in range(3):
             async with client(server.port, trusted) as lm:
                 await lm.ping()
-        assert caplog.text.count("the files read before stay in force") == 1
+        assert caplog.text.count("the certificates read before stay in force") == 1
         pair.key.write_bytes(other.key.read_bytes())
         await asyncio.sleep(LOOK_INTERVAL_S + 0.1)
         async with client(server.port, trusted) as lm:
@@ -191,7 +178,7 @@ async def test_a_client_that_never_shakes_hands_is_let_go(tmp_path: Path) -> Non
     authority = Authority(tmp_path)
     async with serving(server_tls(authority.sign("server")), hello_timeout_s=0.3) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(9):
             assert await reader.read() == b""
         writer.close()
         async with client(server.port, client_tls(authority)) as lm:
@@ -212,7 +199,7 @@ async def test_handshakes_above_the_bound_end_at_once_and_others_are_served(tmp_
         silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4)]
         await asyncio.sleep(0.1)
         reader, late = await asyncio.open_connection("127.0.0.1", server.port)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(9):
             assert await reader.read() == b"", "one too many"
         late.close()
         with pytest.raises(UnavailableError):
@@ -265,24 +252,6 @@ async def test_a_standing_connection_ends_with_its_token() -> None:
     finally:
         await lm.close()
         await server.close()
-
-
-async def test_a_tenant_that_asks_too_often_is_told_busy() -> None:
-    limiter = RateLimiter(5.0)
-
-    def admit(tenant: str) -> None:
-        if limiter.wait_s(tenant):
-            raise CapacityError("this tenant asks too often")
-
-    async with serving(None, admit=admit) as server, client(server.port, None) as lm:
-        assert (
-            await asyncio.gather(*(lm.contains([make_key("a")]) for _ in range(5))) == [[False]] * 5
-        )
-        with pytest.raises(UnavailableError, match="busy: this tenant asks too often"):
-            await lm.contains([make_key("a")])
-        assert lm.is_connected
-        await asyncio.sleep(0.3)
-        assert await lm.contains([make_key("a")]) == [False]
 
 
 async def test_close_does_not_wait_for_a_client_that_never_begins_its_handshake(

@@ -129,8 +129,8 @@ async def test_servers_of_the_role_storage_find_one_another_and_move_chunks_of_a
             client = LmClient("127.0.0.1", made.lm_ports[1], TOKENS[tenant])
             assert await client.put([make_chunk(tenant)]) == [True]
             await client.close()
-        async with asyncio.timeout(20):
-            while "the servers of the broker are storage-0" not in made.services[1].output:
+        async with asyncio.timeout(60):
+            while "service=the broker servers=storage-0" not in made.services[1].output:
                 await asyncio.sleep(0.05)
         assert await made.stop(1) == [0]
         for tenant in ("acme", "rival"):

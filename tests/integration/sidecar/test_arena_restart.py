@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from lmcache_core.engine import LMCacheEngine
-from lmcache_demo.processes import DemoError, Processes
+from lmcache_demo.processes import DemoError
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.processes import Processes
 from tests.fixtures.restarted_sidecar import ARENA_BYTES, RestartedSidecar, until
 from tests.fixtures.sidecar import engine_at
 

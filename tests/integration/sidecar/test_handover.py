@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
-from lmcache_demo.processes import Process, Processes
+from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
 
 NUM_CHUNKS = 4
@@ -123,7 +124,7 @@ def free_port() -> int:
         return port
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

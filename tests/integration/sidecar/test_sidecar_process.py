@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_demo.processes import Process, Processes
+from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -63,7 +64,7 @@ def start(
     return RunningSidecar(process, tmp_path / "s.sock", ports["port"], ports["health_port"])
 
 
-def eventually(condition: Any, seconds: float = 8.0) -> None:
+def eventually(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

@@ -24,12 +24,12 @@ from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
-from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.chains import chain_of, num_loaded, store_chunks
 from tests.fixtures.embedded import until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
 
 ROOT = Path(__file__).resolve().parents[3]

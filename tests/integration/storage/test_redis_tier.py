@@ -76,19 +76,17 @@ async def test_frozen_and_thawed(server: RedisServer) -> None:
 
 
 async def test_a_breaker_bypasses_a_frozen_server_and_finds_it_again(server: RedisServer) -> None:
-    inner = create_remote_backend(server.url, timeout_s=0.1)
+    inner = create_remote_backend(server.url, timeout_s=TIMEOUT_S)
     backend = Guard(
-        inner, options=GuardOptions(num_failures=2, cool_down_s=0.05, cool_down_cap_s=0.1)
+        inner, options=GuardOptions(num_failures=2, cool_down_s=1.0, cool_down_cap_s=1.0)
     )
     await works(backend)
     server.pause()
     for _ in range(2):
         assert await backend.batched_get([make_key(1)], Arena()) == [Miss(MissReason.UNAVAILABLE)]
-    began = time.monotonic()
     assert await backend.batched_get([make_key(1)], Arena()) == [Miss(MissReason.BREAKER_OPEN)]
-    assert time.monotonic() - began < 0.05
     server.resume()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while backend.is_bypassed:
             await asyncio.sleep(0.02)
             await backend.batched_contains([make_key(1)])
@@ -189,7 +187,7 @@ def running_sentinel(watched: RedisServer, directory: Path) -> Iterator[int]:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60.0
         with redis.Redis(port=port, socket_timeout=5) as plain:
             while True:
                 try:

@@ -16,16 +16,13 @@ from typing import Any
 
 import httpx
 import pytest
-from lmcache_core.errors import AuthenticationError
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.record import MissReason
 from lmcache_core.testing.backend_suite import payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from lmcache_core.wire import LmClient
 
 from tests.fixtures.service_process import ServiceProcess, running_service
-from tests.fixtures.storage_app import TOKENS, bearer, write_tokens
 
 LARGE_BYTES = 3_000_001
 A, B = make_key("a").key.to_url(), make_key("b").key.to_url()
@@ -64,14 +61,14 @@ async def doors(
 
 
 async def settled(rest: httpx.AsyncClient) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (stats := (await rest.get("/v1/stats")).json())["settled"]:
             await asyncio.sleep(0.02)
     return dict(stats)
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.05)
 
@@ -188,50 +185,6 @@ async def is_evictable(rest: httpx.AsyncClient) -> bool:
     return bool(answer.json()["freed_bytes"])
 
 
-async def test_tokens_guard_both_doors(tmp_path: Path) -> None:
-    tokens = write_tokens(tmp_path / "tokens.yaml")
-    with running_service(
-        "lmcache_storage", tmp_path, environ(tmp_path, auth_tokens_file=tokens)
-    ) as storage:
-        async with (
-            doors(storage, TOKENS["acme"]) as (rest, acme),
-            doors(storage, TOKENS["rival"]) as (_, rival),
-        ):
-            await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
-            assert await acme.contains([make_key("a")]) == [True]
-            assert await rival.contains([make_key("a")]) == [False]
-            assert await rival.remove([make_key("a")]) == 0
-            assert [
-                payload_of(result) for result in await rival.get([make_key("a")], allocator())
-            ] == [MissReason.NEVER_STORED]
-            assert (await rest.get("/v1/chunks", headers=bearer("rival"))).json()["chunks"] == []
-            assert (
-                await rest.get(f"/v1/chunks/{A}", headers={"authorization": ""})
-            ).status_code == 401
-            nobody = LmClient("127.0.0.1", storage.ports["lm_port"], None)
-            with pytest.raises(AuthenticationError):
-                await nobody.contains([make_key("a")])
-            await nobody.close()
-
-
-async def test_draining_refuses_puts_at_both_doors_and_serves_on(storage: ServiceProcess) -> None:
-    async with doors(storage) as (rest, lm):
-        await lm.put([make_chunk("a")])
-        answer = (await rest.post("/v1/admin/drain")).json()
-        assert (answer["draining"], answer["settled"], answer["drain"]["state"]) == (
-            True,
-            True,
-            "done",
-        )
-        assert (await rest.get("/readyz")).status_code == 503
-        assert (await rest.put(f"/v1/chunks/{B}", content=make_record("b"))).status_code == 503
-        assert await lm.put([make_chunk("b")]) == [False]
-        assert [payload_of(result) for result in await lm.get([make_key("a")], allocator())] == [
-            make_payload("a")
-        ]
-        assert (await rest.get(f"/v1/chunks/{A}")).content == make_record("a")
-
-
 def test_a_second_process_on_the_same_disk_does_not_start(
     storage: ServiceProcess, tmp_path: Path
 ) -> None:
@@ -245,21 +198,6 @@ def test_a_second_process_on_the_same_disk_does_not_start(
     )
     assert second.returncode != 0
     assert "in use by another process" in second.stderr
-
-
-def test_bad_settings_end_with_code_2_and_a_remedy(tmp_path: Path) -> None:
-    env = environ(tmp_path) | {"LMCACHE_STORAGE_MEMORY_GIG": "4"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "lmcache_storage"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 2
-    assert "LMCACHE_STORAGE_MEMORY_GIG" in ended.stderr
-    assert "Traceback" not in ended.stderr
 
 
 async def test_neighbours_that_are_away_are_not_missed(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from lmcache_core.engine import ChunkStore
-from lmcache_core.integrations.vllm.loads import LoadThread
-from lmcache_core.integrations.vllm.worker import MAX_REST_S
+from lmcache_core.integrations.vllm.worker import MAX_REST_S, LoadThread
 
 from tests.fixtures.vllm_engine import FULL, Engine, Limits, Request, Shape, Status, running, window
 from tests.fixtures.vllm_engine.stores import WrappedStore

@@ -355,7 +355,7 @@ async def test_a_client_that_does_not_read_is_let_go_and_its_chunks_with_it() ->
                     correlation_id, messages.Get([(None, make_key(1).key.canonical())], False, None)
                 )
             chunk = next(iter(store.chunks.values()))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while chunk.memory.get_ref_count() > 1:
                     await asyncio.sleep(0.02)
             raw.reader._transport.resume_reading()  # type: ignore[attr-defined]

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from lmcache_demo.model.corpus import Document
 
 from tests.bench.codec_model import PREFIX_TOKENS, READ_TOKENS, WINDOW_TOKENS, Reader
 from tests.bench.codec_quality import QualityBench, relative_change
 from tests.bench.codec_schemes import Scheme, keep
+from tests.training.corpus import Document
 
 
 @pytest.fixture(scope="module")

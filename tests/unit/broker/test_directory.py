@@ -1,6 +1,6 @@
 import pytest
 from lmcache_broker.peers.directory import Census, PeerDirectory, PeerLimits
-from lmcache_broker.peers.shared import SharedPeer
+from lmcache_broker.peers.record import SharedPeer
 from lmcache_core.errors import CapacityError
 from lmcache_core.p2p import Lease, Peer
 from lmcache_core.security import Principal
@@ -93,8 +93,8 @@ def test_a_new_incarnation_has_no_pulls(directory: PeerDirectory, clock: FakeClo
     announce(directory, peer("a"))
     record = directory.find(ACME, "a")
     assert record is not None
-    record.add_pull(clock() + 2)
-    record.add_pull(clock() + 3)
+    record.add_pull("p", clock() + 2)
+    record.add_pull("q", clock() + 3)
     assert record.num_pulls(clock()) == 2
     assert record.num_pulls(clock() + 2) == 1
     announce(directory, peer("a", incarnation=2))
@@ -145,7 +145,7 @@ def test_census(directory: PeerDirectory, clock: FakeClock) -> None:
     announce(directory, peer("b"), RIVAL, draining=True)
     record = directory.find(ACME, "a")
     assert record is not None
-    record.add_pull(clock() + 1)
+    record.add_pull("p", clock() + 1)
     assert directory.census() == Census(num_peers=2, num_draining=1, num_pulls=1)
     assert Census.of(directory.visible(ACME)) == Census(1, 0, 1)
     clock.now_s += 60

@@ -24,7 +24,8 @@ from lmcache_broker.overview import (
     MAX_SHOWN_PEERS,
     OTHER_LABEL,
     History,
-    WorkCounts,
+    grow,
+    no_work,
 )
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.settings import BrokerSettings
@@ -116,12 +117,9 @@ async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
     }
     await acme.beat("z", draining=True, drain=drain)
     seen = await acme.overview()
-    assert [peer["id"] for peer in seen["peers"]] == [
-        "z",
-        "a",
-        "b",
-        "old",
-    ], "those that drain first"
+    assert [peer["id"] for peer in seen["peers"]] == ["z", "a", "b", "old"], (
+        "those that drain first"
+    )
     by_id = {peer["id"]: peer for peer in seen["peers"]}
     assert by_id["a"]["figures"] == {
         name: value for name, value in FIGURES.items() if name != "pulled_bytes"
@@ -175,10 +173,7 @@ async def test_time_goes_by(app: FastAPI) -> None:
     await acme.beat(
         "a",
         FIGURES
-        | {
-            "requested_chunks": 15,
-            "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2500},
-        },
+        | {"requested_chunks": 15, "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2500}},
     )
     await overview.sample()
     first, second = (await acme.overview(max_samples=2))["samples"]
@@ -292,11 +287,11 @@ def test_history_is_bounded() -> None:
 
 def test_names_are_bounded_whatever_peers_tell() -> None:
     peers = [PeerFigures(missed_chunks={f"{peer}-{i}": 2 for i in range(32)}) for peer in range(4)]
-    work, both = WorkCounts(), WorkCounts()
+    work, both = no_work(), no_work()
     for figures in peers:
-        work.add(figures)
-    both.merge(work)
-    both.merge(work)
+        grow(work, figures)
+    grow(both, work)
+    grow(both, work)
     for counted, times in ((work, 1), (both, 2)):
         assert len(counted.missed_chunks) == MAX_LABELS + 1
         assert counted.missed_chunks["0-0"] == 2 * times

@@ -1,6 +1,5 @@
 import base64
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lmcache_broker.app import create_app
@@ -17,38 +16,6 @@ def load(**environ: str) -> BrokerSettings:
     return load_settings(
         BrokerSettings, environ={f"LMCACHE_BROKER_{name}": value for name, value in environ.items()}
     )
-
-
-def test_options_and_defaults() -> None:
-    own: dict[str, Any] = {
-        "port": 8082,
-        "ticket_keys": None,
-        "ticket_keys_file": None,
-        "ticket_ttl_ms": 5000,
-        "default_lease_ttl_ms": 15000,
-        "max_lease_ttl_ms": 60000,
-        "max_peers": 4096,
-        "max_peers_per_tenant": 1024,
-        "max_pulls_per_peer": 64,
-        "discovery": "registration",
-        "discovery_tenant": None,
-        "static_peers": [],
-        "kubernetes_service": None,
-        "kubernetes_namespace": None,
-        "kubernetes_port_name": "lm",
-        "kubernetes_port": 65433,
-        "kubernetes_tls": False,
-        "kubernetes_api_url": None,
-        "kubernetes_token_file": None,
-        "kubernetes_ca_file": None,
-        "hot_chunk_pulls": 16,
-        "hot_chunk_copies": 3,
-        "redis_url": None,
-        "redis_timeout_ms": 200,
-    }
-    settings = load()
-    assert {name: getattr(settings, name) for name in own} == own
-    assert settings.host == "127.0.0.1"
 
 
 def test_keys_from_a_variable_keep_their_order_and_are_masked() -> None:

@@ -1,6 +1,6 @@
 import pytest
+from lmcache_broker.bodies import TransferView
 from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
-from lmcache_broker.transfers.service import TransferPlan
 from lmcache_core.p2p import Peer
 from lmcache_core.security import Principal, Ticket, TicketVerifier
 
@@ -40,7 +40,7 @@ class World:
         holders_by_chunk: dict[str, list[str]],
         requester: str = "me",
         principal: Principal = ACME,
-    ) -> TransferPlan:
+    ) -> TransferView:
         plan = at_once(self.service.assign(principal, requester, wanted(holders_by_chunk)))
         self.service.count(plan)
         return plan
@@ -147,9 +147,8 @@ def test_the_requester_the_dead_and_the_draining_are_not_chosen(world: World) ->
     world.add(peer("leaving"), draining=True)
     world.directory.announce(ACME, peer("dead"), load=0.0, ttl_ms=1_000, draining=False)
     world.clock.now_s += 1
-    assert world.ask({"c": ["me", "drained", "leaving", "dead", "unheard-of"]}) == TransferPlan(
-        [], ["c"], []
-    )
+    plan = world.ask({"c": ["me", "drained", "leaving", "dead", "unheard-of"]})
+    assert plan == TransferView(assignments=[], unassigned=["c"], busy=[])
 
 
 def test_a_ticket_names_peer_requester_and_the_callers_tenant(world: World) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 FAULTS = """
 import resource
-from lmcache_storage.__main__ import KEPT_BYTES, keep_freed_memory
+from lmcache_storage.app import KEPT_BYTES, keep_freed_memory
 if {told}:
     assert keep_freed_memory()
 def faults():

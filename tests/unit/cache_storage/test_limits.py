@@ -61,12 +61,14 @@ async def test_a_chunk_ends_everywhere_and_the_reason_is_told(tmp_path: Path) ->
     ):
         assert (await client.put(url("a"), content=make_record("a"))).status_code == 201
         assert (await client.get(url("a"))).status_code == 200
+        pinned = await client.post("/v1/admin/pin", json={"keys": [make_key("a").key.to_url()]})
+        assert pinned.json()["num_pinned"] == 1, "which prolongs nothing"
         assert await parts.stack.drain(5)
         await asyncio.sleep(0.6)
         answer = await client.get(url("a"))
         assert answer.status_code == 404
         assert "expired" in answer.text
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while list((tmp_path / "disk").rglob("*.kvr")):
                 await asyncio.sleep(0.01)
         events = {

@@ -24,42 +24,6 @@ async def rest(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-CALLS = [
-    ("put", f"/v1/chunks/{A}"),
-    ("get", f"/v1/chunks/{A}"),
-    ("head", f"/v1/chunks/{A}"),
-    ("delete", f"/v1/chunks/{A}"),
-    ("post", "/v1/chunks:contains"),
-    ("post", "/v1/chunks:get"),
-    ("get", "/v1/chunks"),
-    ("get", "/v1/stats"),
-    ("post", "/v1/admin/evict"),
-    ("post", "/v1/admin/clear"),
-    ("post", "/v1/admin/drain"),
-]
-
-
-@pytest.mark.parametrize(("method", "path"), CALLS)
-@pytest.mark.parametrize(
-    "headers",
-    [{}, {"authorization": "Bearer wrong-token-0123456789"}, {"authorization": "Basic YTpi"}],
-)
-async def test_nothing_without_a_token(
-    rest: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]
-) -> None:
-    response = await rest.request(method, path, headers=headers)
-    assert response.status_code == 401
-    assert response.headers["www-authenticate"] == "Bearer"
-
-
-@pytest.mark.parametrize("call", ["evict", "clear", "drain"])
-async def test_administration_needs_an_admin(rest: httpx.AsyncClient, call: str) -> None:
-    body = {"num_bytes": 1} if call == "evict" else {}
-    assert_problem(
-        await rest.post(f"/v1/admin/{call}", json=body, headers=bearer("acme")), 403, "forbidden"
-    )
-
-
 async def test_tenants_neither_see_nor_harm_one_another(rest: httpx.AsyncClient) -> None:
     acme, rival = make_record("a"), make_record("a", make_payload("another", 900))
     assert (

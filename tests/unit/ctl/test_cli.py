@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import typer
-from lmcache_ctl.cli import COMMANDS, GROUPS, app, main
+from lmcache_ctl.cli import COMMANDS, GROUPS, app, examples_of, main
 
 CTL = typer.main.get_command(app)
 WORDS = [words.split() for words in COMMANDS]
@@ -47,7 +47,9 @@ def test_every_command_shows_examples_that_it_takes(
     taking: Any = CTL
     for word in command:
         taking = taking.commands[word]
-    for example in COMMANDS[" ".join(command)][1]:
+    examples = examples_of(" ".join(command))
+    assert examples
+    for example in examples:
         assert f"lmcachectl {example}" in told
         assert "table|json|yaml" in told
         words = shlex.split(example.partition(" < ")[0])
@@ -269,7 +271,7 @@ def test_ctrl_c_ends_it_without_a_word_while_it_still_imports() -> None:
         text=True,
     )
     assert process.stderr is not None
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60.0
     while "typer" not in (line := process.stderr.readline()):
         assert line, "it imports that"
         assert time.monotonic() < deadline

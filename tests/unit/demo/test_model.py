@@ -2,37 +2,29 @@
 
 import json
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from lmcache_demo.model import MODEL_DIR, load_model
-from lmcache_demo.model.batches import BatchSampler
-from lmcache_demo.model.corpus import Document, is_held_out, iter_sources
-from lmcache_demo.model.evaluate import split_questions
-from lmcache_demo.model.exchange import MeanExchange
-from lmcache_demo.model.measure import FAR_RANGE, WINDOW_TOKENS, Meter
-from lmcache_demo.model.recipe import MAX_POSITIONS, VOCAB_SIZE, Recipe
-from lmcache_demo.model.reference import build_reference, extract_entries
-from lmcache_demo.model.tokenizer import END_OF_TEXT, encode_documents, train_tokenizer
-from lmcache_demo.model.trainer import NUM_EXTRA_VALUES, Trainer
+
+from tests.training.batches import BatchSampler
+from tests.training.corpus import (
+    Document,
+    build_reference,
+    extract_entries,
+    is_held_out,
+    iter_sources,
+)
+from tests.training.evaluate import FAR_RANGE, WINDOW_TOKENS, Meter, split_questions
+from tests.training.recipe import MAX_POSITIONS, VOCAB_SIZE, Recipe
+from tests.training.tokenizer import END_OF_TEXT, encode_documents, train_tokenizer
+from tests.training.trainer import NUM_EXTRA_VALUES, MeanExchange, Trainer
 
 MAX_ASSET_BYTES = 5_000_000
 # Held-out sources that every Python since 3.11 ships; all are longer than 4,000 tokens.
 HELD_OUT_SOURCES = ("dis.py", "tempfile.py", "traceback.py")
 SAMPLE_CHARS = 8_000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every operator are slow where other tests share the
-    cores.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,27 @@
-"""What the demo prints of its blended step, and what it calls a fault there."""
+"""What the demo calls a fault, and what it prints."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 import pytest
 from lmcache_demo.blending import Way
-from lmcache_demo.engine_messages import Answer, BlendedAnswers
+from lmcache_demo.cluster import CodecFigures
+from lmcache_demo.engines import Answer, BlendedAnswers
 from lmcache_demo.report import print_steps
-from lmcache_demo.scenario import NOWHERE, Step
+from lmcache_demo.scenario import DISK, HOT, NOWHERE, PEER, Compression, Step
 from rich.console import Console
 
 WIDTH = 80
+ALL_EQUAL = "Every answer equals the one without a cache, token for token"
 PLAIN = Answer([1, 2], "", 3000, 0, {}, 0, 0, 0, 1.0, 32)
-STEPS = [Step("A", NOWHERE, PLAIN, PLAIN)]
+HIT = Answer([1, 2], "", 3000, 2900, {HOT: 2900}, 1, 0, 0, 0.1, 32)
+FROM_DISK = msgspec.structs.replace(HIT, reused_by_tier={DISK: 2900})
+WRITTEN, READ = CodecFigures(3000, 1000, 0, 0.5, 0.25), CodecFigures(0, 0, 12, 0.5, 0.25)
+EXACT = replace(WRITTEN, max_error=0.0, rms_error=0.0)
+LOSSY, LOSSLESS = Compression(True, WRITTEN, READ), Compression(False, EXACT, READ)
 REASON = "the model failed its certificate"
 BLENDED = Way(
     "deviation", 0.25, BlendedAnswers(0.001, 0.999, None, 24, 24, 24, 24, 2352, 2304), is_good=True
@@ -22,71 +29,137 @@ BLENDED = Way(
 REFUSED = Way(
     "none", 0.0, BlendedAnswers(10.669, 0.934, REASON, 24, 0, 24, 24, 2352, 0), is_good=False
 )
+T = TypeVar("T", Answer, Way)
 
 
-def changed(way: Way, **fields: object) -> Way:
-    return replace(way, answers=msgspec.structs.replace(way.answers, **fields))
+def changed(one: T, **fields: object) -> T:
+    if isinstance(one, Way):
+        return replace(one, answers=msgspec.structs.replace(one.answers, **fields))
+    return msgspec.structs.replace(one, **fields)
 
 
-def printed(blended: list[Way], capsys: pytest.CaptureFixture[str]) -> tuple[bool, list[str]]:
-    is_good = print_steps(STEPS, blended, Console(width=WIDTH))
-    return is_good, capsys.readouterr().out.splitlines()
+def step(expected: str, answer: Answer, compression: Compression | None = None) -> Step:
+    return Step("x", expected, answer, PLAIN, compression)
 
 
-def joined(lines: list[str]) -> str:
-    return " ".join(" ".join(lines).split())
-
-
-def test_ways_as_said_have_no_fault() -> None:
-    assert BLENDED.faults == []
-    assert REFUSED.faults == []
+def printed(
+    capsys: pytest.CaptureFixture[str], steps: list[Step], blended: list[Way]
+) -> tuple[bool, list[str], str]:
+    """Whether all is as said; lines; and the same as one text without line ends."""
+    is_good = print_steps(steps, blended, Console(width=WIDTH))
+    lines = capsys.readouterr().out.splitlines()
+    return is_good, lines, " ".join(" ".join(lines).split())
 
 
 @pytest.mark.parametrize(
-    "way",
+    "one",
     [
+        step(HOT, HIT),
+        step(NOWHERE, PLAIN),
+        step(DISK, FROM_DISK, LOSSY),
+        step(DISK, changed(FROM_DISK, tokens=[1, 3]), LOSSY),  # loss may change the answer
+        step(DISK, FROM_DISK, LOSSLESS),
+        BLENDED,
+        REFUSED,
         changed(BLENDED, num_equal=22, num_right=22),
         changed(BLENDED, num_reused_tokens=1882),
         changed(REFUSED, num_right=22),
     ],
 )
-def test_a_little_less_is_no_fault(way: Way) -> None:
-    assert way.faults == []
+def test_what_is_as_said_has_no_fault(one: Step | Way) -> None:
+    assert one.faults == []
 
 
 @pytest.mark.parametrize(
-    ("way", "fault"),
+    ("one", "fault"),
     [
+        (step(HOT, changed(HIT, tokens=[1, 3])), "without a cache"),
+        (step(PEER, HIT), "expected sidecar A"),
+        (step(HOT, PLAIN), "expected own sidecar"),
+        (step(NOWHERE, HIT), "expected none"),
+        (step(HOT, changed(HIT, num_reused_tokens=100)), "only 100 tokens"),
+        (step(HOT, changed(HIT, num_prompt_tokens=1500)), "fewer than 2000"),
+        (step(HOT, changed(HIT, reused_by_tier={HOT: 2000, PEER: 900})), "came from"),
+        (step(DISK, changed(FROM_DISK, tokens=[1, 3]), LOSSLESS), "without a cache"),
+        *(
+            (step(DISK, FROM_DISK, compression), fault)
+            for compression, fault in [
+                (Compression(False, replace(EXACT, encoded_bytes=3000), READ), "not smaller"),
+                (Compression(False, CodecFigures(0, 0, 0, 0.0, 0.0), READ), "not smaller"),
+                (Compression(False, EXACT, replace(READ, num_decoded_chunks=0)), "nothing was dec"),
+                (Compression(False, WRITTEN, READ), "an error of 25.00%"),
+                (Compression(True, EXACT, READ), "an error of 0.00%"),
+            ]
+        ),
         (changed(BLENDED, reason_against=REASON), f"blend, deviation: not blended: {REASON}"),
         (changed(BLENDED, num_blended=23), "blend, deviation: 23 of 24 prompts were blended"),
         (changed(REFUSED, num_blended=1), "blend, none: 1 of 24 prompts were blended"),
-        (
-            changed(BLENDED, num_reused_tokens=1881),
-            "blend, deviation: only 1881 of 2352 tokens were reused",
-        ),
-        (
-            changed(BLENDED, num_equal=21),
-            "blend, deviation: 21 of 24 answers are those of full recompute",
-        ),
+        (changed(BLENDED, num_reused_tokens=1881), "only 1881 of 2352 tokens were reused"),
+        (changed(BLENDED, num_equal=21), "21 of 24 answers are those of full recompute"),
         (changed(BLENDED, num_right=21), "blend, deviation: 21 of 24 answers are right"),
-        (
-            changed(REFUSED, reason_against=None),
-            "blend, none: passed its certificate, and should not have",
-        ),
-        (
-            changed(REFUSED, num_equal=23),
-            "blend, none: 23 of 24 answers are those of full recompute",
-        ),
+        (changed(REFUSED, reason_against=None), "passed its certificate, and should not have"),
+        (changed(REFUSED, num_equal=23), "23 of 24 answers are those of full recompute"),
         (changed(REFUSED, num_right=21), "blend, none: 21 of 24 answers are right"),
     ],
 )
-def test_anything_else_is_a_fault(way: Way, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert way.faults == [fault]
-    is_good, lines = printed([way], capsys)
+def test_anything_else_is_a_fault(
+    one: Step | Way, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert any(fault in found for found in one.faults)
+    assert (isinstance(one, Step) and one.compression is None) or len(one.faults) == 1
+    steps, blended = ([one], []) if isinstance(one, Step) else ([step(NOWHERE, PLAIN)], [one])
+    is_good, _, text = printed(capsys, steps, blended)
     assert not is_good
-    text = joined(lines)
-    assert f"NOT AS SAID {fault}" in text
+    title = "x: " if isinstance(one, Step) else ""
+    assert f"NOT AS SAID {title}{one.faults[0]}" in text
     assert "No process is left" not in text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first"),
+    [([1, 2], None), ([1, 3], 2), ([2, 1], 1), ([1], 2), ([1, 2, 3], 3), ([], 1)],
+)
+def test_the_first_difference(tokens: list[int], first: int | None) -> None:
+    assert step(HOT, changed(HIT, tokens=tokens)).first_difference == first
+
+
+def test_an_answer_that_differs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [
+        replace(step(HOT, HIT), title="A, hit"),
+        replace(step(DISK, changed(FROM_DISK, tokens=[1, 3]), LOSSY), title="E, lossy"),
+        replace(step(DISK, FROM_DISK, LOSSLESS), title="F, exact"),
+    ]
+    _, lines, text = printed(capsys, steps, [])
+    rows = [" ".join(line.split()) for line in lines]
+    assert [row.split()[-1] for row in rows if row[:3] in ("A, ", "E, ", "F, ")][:3] == [
+        "yes",
+        "no",
+        "yes",
+    ]
+    assert "E, lossy 0.0 0.0 3.00x 10.67 50.0% 25.0% differ at token 2" in rows
+    assert "F, exact 0.0 0.0 3.00x 10.67 0 0 all equal" in rows
+    assert f"{ALL_EQUAL}, but that of E, lossy: its KV was stored with loss" in text
+    assert "without a cache said:" in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "blended", "rest"),
+    [
+        ([step(DISK, FROM_DISK, LOSSY)], [], ""),
+        ([step(NOWHERE, PLAIN)], [REFUSED, BLENDED], ""),
+        (
+            [step(NOWHERE, PLAIN)],
+            [REFUSED, changed(BLENDED, num_equal=23)],
+            ", but 1 of 48 about documents in another order",
+        ),
+    ],
+)
+def test_the_verdict(
+    steps: list[Step], blended: list[Way], rest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, text = printed(capsys, steps, blended)
+    assert f"{ALL_EQUAL}{rest}. No process is left." in text
+    assert "said:" not in text
 
 
 def test_the_table_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,54 +171,13 @@ def test_the_table_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[s
         top1_agreement=1.0,
         kl_nats=10.0,
     )
-    is_good, lines = printed(
-        [REFUSED, replace(longest, policy="first_of_chunk", recompute_ratio=1.0)], capsys
-    )
+    ways = [REFUSED, replace(longest, policy="first_of_chunk", recompute_ratio=1.0)]
+    is_good, lines, _ = printed(capsys, [step(NOWHERE, PLAIN)], ways)
     assert is_good
     assert max(map(len, lines)) <= WIDTH
     assert not any("…" in line for line in lines)
-    rows = [line.split() for line in lines]
-    assert [
-        "policy",
-        "anew",
-        "KL",
-        "agree",
-        "gate",
-        "prompts",
-        "reused",
-        "as",
-        "full",
-        "right",
-    ] in rows
-    assert ["none", "0%", "10.669", "93%", "failed", "2352", "0", "24", "of", "24", "24"] in rows
-    assert [
-        "first_of_chunk",
-        "100%",
-        "10.000",
-        "100%",
-        "passed",
-        "123456",
-        "123456",
-        "24",
-        "of",
-        "24",
-        "24",
-    ] in rows
+    rows = [" ".join(line.split()) for line in lines]
+    assert "policy anew KL agree gate prompts reused as full right" in rows
+    assert "none 0% 10.669 93% failed 2352 0 24 of 24 24" in rows
+    assert "first_of_chunk 100% 10.000 100% passed 123456 123456 24 of 24 24" in rows
     assert f"none, computed in full: {REASON}" in lines
-
-
-def test_blended_answers_that_differ_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    _, lines = printed([REFUSED, changed(BLENDED, num_equal=23)], capsys)
-    verdict = (
-        "Every answer equals the one without a cache, token for token, but 1 of 48 about documents"
-        " in another order. No process is left."
-    )
-    assert verdict in joined(lines)
-
-
-def test_equal_blended_answers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    _, lines = printed([REFUSED, BLENDED], capsys)
-    assert (
-        "Every answer equals the one without a cache, token for token. No process is left."
-        in joined(lines)
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lmcache_demo.model import MODEL_DIR, load_model
-from lmcache_demo.model.batches import TrainingRows
-from lmcache_demo.model.exchange import MeanExchange
-from lmcache_demo.model.recipe import Recipe
-from lmcache_demo.model.trainer import NUM_EXTRA_VALUES, Trainer
+
+from tests.training.batches import TrainingRows
+from tests.training.recipe import Recipe
+from tests.training.trainer import NUM_EXTRA_VALUES, MeanExchange, Trainer
 
 RECIPE = Recipe(num_steps=2, tokens_per_step=32, short_length=16, long_length=16)
 
@@ -28,17 +27,6 @@ class SameRows:
     def draw(self, step: int, num_rows: int, length: int) -> TrainingRows:
         assert self.rows.tokens.shape == (num_rows, length + 1)
         return self.rows
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every operator are slow where other tests share the
-    cores.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

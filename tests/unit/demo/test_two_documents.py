@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,32 +12,21 @@ from lmcache_core.blend.certificate import BlendProfile, Quality
 from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
 from lmcache_core.integrations.transformers.blended import blending_model_of
 from lmcache_demo.model import TWO_DOCUMENT_DIR, load_tokenizer, load_two_document_model
-from lmcache_demo.model.recipe import TWO_DOCUMENT_RECIPE, VOCAB_SIZE, Curriculum
 from lmcache_demo.model.two_documents import (
     SEPARATOR,
-    TEXT_WEIGHT,
     TwoDocumentPrompt,
-    TwoDocumentSampler,
     Vocabulary,
     draw_prompt,
     encode_questions,
 )
 from transformers import PreTrainedTokenizerFast
 
+from tests.training.recipe import TWO_DOCUMENT_RECIPE, VOCAB_SIZE, Curriculum
+from tests.training.two_documents import TEXT_WEIGHT, TwoDocumentSampler
+
 MAX_ASSET_BYTES = 5_000_000
 NUM_OWNERS, NUM_THINGS = 10, 20
 LATE_STEP = TWO_DOCUMENT_RECIPE.num_steps - 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every operator are slow where other tests share the
-    cores.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

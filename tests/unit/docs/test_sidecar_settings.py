@@ -26,10 +26,9 @@ def test_the_table_has_every_setting_once_and_no_other() -> None:
 def test_the_default_is_what_the_sidecar_takes(name: str) -> None:
     field = SidecarSettings.model_fields[name]
     if field.default is PydanticUndefined:
-        assert DEFAULTS[name] not in (
-            "",
-            str(field.default),
-        ), "worked out at the start, told in words"
+        assert DEFAULTS[name] not in ("", str(field.default)), (
+            "worked out at the start, told in words"
+        )
         return
     spelt = (
         {None: "none", "": "none", True: "true", False: "false"}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from compiled import check, compile_instead_of_launching
 from lmcache_kernels.cachegen_decode import cachegen_decode
 from lmcache_kernels.cachegen_decode import kernel as decode_kernels
 from lmcache_kernels.cachegen_encode import kernel as encode_kernels
@@ -16,7 +17,7 @@ from lmcache_kernels.cachegen_quantize import cachegen_quantize_by_plane, cacheg
 from lmcache_kernels.cachegen_quantize import kernel as quantize_kernels
 from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes
 from lmcache_kernels.codec_tables import CodecTables
-from without_gpu import check_compiled, compile_instead_of_launching
+from triton.backends.compiler import GPUTarget
 
 NUM_LEVELS = 15
 ALPHABET = SimpleNamespace(
@@ -56,16 +57,15 @@ def launch_all(dtype: torch.dtype, shape: CodecShape, by_token: bool) -> None:
 
 
 def main() -> None:
-    made = compile_instead_of_launching(
-        int(sys.argv[1]), (quantize_kernels, encode_kernels, decode_kernels)
-    )
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    made = compile_instead_of_launching(target, quantize_kernels, encode_kernels, decode_kernels)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for shape in SHAPES:
             for by_token in (True, False):
                 launch_all(dtype, shape, by_token)
     assert len({name for name, _ in made}) == 8
     for name, kernel in made:
-        check_compiled(name, kernel)
+        check(name, kernel)
         assert (kernel.metadata.num_warps == 1) == (name in STREAM_KERNELS), name
 
 

@@ -10,24 +10,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_kernels import KernelInputError
-from lmcache_kernels.paged_copy import CheckedSlots, checked_copy
-from lmcache_kernels.paged_gather import paged_gather, paged_gather_reference
-from lmcache_kernels.paged_scatter import paged_scatter, paged_scatter_reference
+from lmcache_kernels.paged_copy import (
+    CheckedSlots,
+    checked_copy,
+    paged_gather,
+    paged_gather_reference,
+    paged_scatter,
+    paged_scatter_reference,
+)
 from lmcache_kernels.pages import Pages
 
-FORMS = ("NHD", "HND", "NHD packed", "HND packed", "latent")
+from tests.fixtures.paged_cases import COMBINATIONS, FORMS, SHAPES, build_case
+
 SHAPE = (3, 5, 3, 2, 7, 11, 2)
 OPS = (paged_gather, paged_scatter)
 
 
-def fill_chunk(case):
-    """Give the chunk bytes of its own, which a scatter can bring into the pages."""
-    random = torch.Generator().manual_seed(99)
-    case.blob.view(torch.uint8).copy_(
-        torch.randint(
-            0, 256, case.blob.view(torch.uint8).shape, dtype=torch.uint8, generator=random
-        )
-    )
+def filled_case(*args, **options):
+    case = build_case(*args, **options)
+    case.fill_chunk()
     return case
 
 
@@ -39,24 +40,27 @@ def scatter_by_reference(pages, slots, blob):
     paged_scatter_reference(checked_copy(pages, slots, blob, writes_pages=True))
 
 
-@pytest.mark.parametrize("gather", [paged_gather, gather_by_reference])
-@pytest.mark.parametrize("aligned", [False, True])
-def test_gather_fills_the_chunk_and_nothing_else(make_case, dtype, shape, form, aligned, gather):
-    case, expected = (make_case(dtype, shape, aligned=aligned, form=form) for _ in range(2))
-    gather(*case.args())
-    expected.gather_slowly()
+def check_op(op, to_pages, *args, **options):
+    """That an op writes what it should, and no other byte of the pool."""
+    case, expected = (filled_case(*args, **options) for _ in range(2))
+    op(*case.args())
+    expected.copy_slowly(to_pages)
     assert torch.equal(case.pool, expected.pool)
 
 
-@pytest.mark.parametrize("scatter", [paged_scatter, scatter_by_reference])
-@pytest.mark.parametrize("aligned", [False, True])
-def test_scatter_fills_the_slots_and_nothing_else(make_case, dtype, shape, form, aligned, scatter):
-    case, expected = (
-        fill_chunk(make_case(dtype, shape, aligned=aligned, form=form)) for _ in range(2)
-    )
-    scatter(*case.args())
-    expected.scatter_slowly()
-    assert torch.equal(case.pool, expected.pool)
+@pytest.mark.parametrize(
+    ("op", "to_pages"),
+    [
+        (paged_gather, False),
+        (gather_by_reference, False),
+        (paged_scatter, True),
+        (scatter_by_reference, True),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "form", "aligned"), COMBINATIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_op_copies_the_slots_and_nothing_else(dtype, shape, form, aligned, op, to_pages):
+    check_op(op, to_pages, dtype, shape, aligned=aligned, form=form)
 
 
 @st.composite
@@ -81,34 +85,22 @@ def engine_slots(draw, num_blocks=9, block_size=6):
     padding=st.integers(0, 25),
     seed=st.integers(0, 1000),
 )
-def test_blocks_cut_anywhere_go_both_ways(make_case, slots, form, padding, seed):
+def test_blocks_cut_anywhere_go_both_ways(slots, form, padding, seed):
     shape = (2, 9, 6, 2, 3, 0, padding)
-    case, expected = (
-        fill_chunk(make_case(torch.float16, shape, seed, slots, form=form)) for _ in range(2)
-    )
-    paged_scatter(*case.args())
-    expected.scatter_slowly()
-    assert torch.equal(case.pool, expected.pool)
-    for each in (case, expected):
-        each.blob.view(torch.uint8).fill_(0xA5)
-    paged_gather(*case.args())
-    expected.gather_slowly()
-    assert torch.equal(case.pool, expected.pool)
+    for op, to_pages in ((paged_scatter, True), (paged_gather, False)):
+        check_op(op, to_pages, torch.float16, shape, seed, slots, form=form)
 
 
 @settings(deadline=None, max_examples=60)
 @given(slots=st.lists(st.integers(0, 14), max_size=40), seed=st.integers(0, 1000))
-def test_gather_takes_any_slots_in_any_order(make_case, slots, seed):
-    case, expected = (make_case(torch.bfloat16, SHAPE, seed=seed, slots=slots) for _ in range(2))
-    paged_gather(*case.args())
-    expected.gather_slowly()
-    assert torch.equal(case.pool, expected.pool)
+def test_gather_takes_any_slots_in_any_order(slots, seed):
+    check_op(paged_gather, False, torch.bfloat16, SHAPE, seed, slots)
 
 
 @settings(deadline=None, max_examples=60)
 @given(slots=st.lists(st.integers(0, 14), max_size=15, unique=True), seed=st.integers(0, 1000))
-def test_what_is_scattered_is_gathered_again(make_case, slots, seed):
-    case = fill_chunk(make_case(torch.float16, SHAPE, seed=seed, slots=slots))
+def test_what_is_scattered_is_gathered_again(slots, seed):
+    case = filled_case(torch.float16, SHAPE, seed, slots)
     wanted = case.blob.view(torch.uint8).clone()
     paged_scatter(*case.args())
     case.blob.view(torch.uint8).fill_(0)
@@ -117,40 +109,31 @@ def test_what_is_scattered_is_gathered_again(make_case, slots, seed):
 
 
 @pytest.mark.parametrize(
-    ("shape", "aligned", "word_bytes"),
+    ("row", "padding", "aligned", "word_bytes"),
     [
-        ((2, 3, 16, 1, 64, 5, 0), True, 8),
-        ((2, 3, 16, 1, 64, 5, 0), False, 2),
-        ((2, 3, 16, 1, 64, 5, 2), True, 4),
-        ((2, 3, 16, 1, 64, 5, 1), True, 2),
-        ((2, 3, 16, 2, 7, 5, 0), True, 4),
-        ((2, 3, 16, 1, 7, 5, 0), True, 2),
+        ((1, 64), 0, True, 8),
+        ((1, 64), 0, False, 2),
+        ((1, 64), 2, True, 4),
+        ((1, 64), 1, True, 2),
+        ((2, 7), 0, True, 4),
+        ((1, 7), 0, True, 2),
     ],
 )
-def test_words_are_as_wide_as_addresses_rows_and_strides_allow(
-    make_case, shape, aligned, word_bytes
-):
-    assert (
-        checked_copy(
-            *make_case(torch.float16, shape, aligned=aligned).args(), writes_pages=False
-        ).word_bytes
-        == word_bytes
-    )
+def test_words_are_as_wide_as_addresses_rows_and_strides_allow(row, padding, aligned, word_bytes):
+    case = build_case(torch.float16, (2, 3, 16, *row, 5, padding), aligned=aligned)
+    assert checked_copy(*case.args(), writes_pages=False).word_bytes == word_bytes
 
 
-def test_signalling_nans_keep_their_payload(make_case):
-    case = make_case(torch.float32, SHAPE)
+def test_signalling_nans_keep_their_payload():
+    case = build_case(torch.float32, SHAPE)
     case.keys[0].view(torch.int32).fill_(0x7FA12345)
     paged_gather(*case.args())
     assert torch.all(case.blob[0, 0].view(torch.int32) == 0x7FA12345)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_slots_may_be_a_strided_slice(make_case, op):
-    case, expected = (
-        fill_chunk(make_case(torch.float16, SHAPE)),
-        fill_chunk(make_case(torch.float16, SHAPE)),
-    )
+def test_slots_may_be_a_strided_slice(op):
+    case, expected = filled_case(torch.float16, SHAPE), filled_case(torch.float16, SHAPE)
     spread = torch.stack([case.slots, torch.full_like(case.slots, -1)], dim=1).flatten()[::2]
     assert not spread.is_contiguous()
     op(case.args()[0], spread, case.blob)
@@ -160,93 +143,86 @@ def test_slots_may_be_a_strided_slice(make_case, op):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("inference", [False, True])
-def test_tensors_may_belong_to_autograd_or_to_inference_mode(op, inference):
+@pytest.mark.parametrize("slots", [[0, 1, 3], [0, 1], [2, 1]])
+def test_tensors_may_belong_to_autograd_or_to_inference_mode(op, inference, slots):
     with torch.inference_mode(inference):
         pages = [torch.zeros(2, 2, 1, 4, requires_grad=not inference) for _ in range(2)]
-        blob = torch.ones(2, 1, 3, 4)
-    op(Pages.of(pages[:1], pages[1:]), torch.tensor([0, 1, 3]), blob)
+        blob = torch.ones(2, 1, len(slots), 4)
+    op(Pages.of(pages[:1], pages[1:]), torch.tensor(slots), blob)
     assert sum(float(page.detach().sum()) for page in pages) == float(blob.sum())
 
 
-def wrong(name, change):
-    return pytest.param(change, id=name)
+def replace(**changes):
+    """Return a change of a case: attributes made from the case."""
+
+    def change(case):
+        for name, value in {name: make(case) for name, make in changes.items()}.items():
+            setattr(case, name, value)
+
+    return change
 
 
-def replace(case, **changes):
-    for name, value in changes.items():
-        setattr(case, name, value)
+def first_key(cut):
+    return replace(keys=lambda c: [cut(c.keys[0]), *c.keys[1:]])
 
 
-BOTH = [
-    wrong("no layers", lambda c: replace(c, keys=[], values=[])),
-    wrong("one side too few", lambda c: replace(c, values=[])),
-    wrong("fewer values than keys", lambda c: replace(c, values=c.values[:-1])),
-    wrong("a page of three dimensions", lambda c: replace(c, keys=[k.flatten(2) for k in c.keys])),
-    wrong(
-        "a page of another shape", lambda c: replace(c, values=[*c.values[:-1], c.values[-1][:-1]])
+def last_value(cut):
+    return replace(values=lambda c: [*c.values[:-1], cut(c.values[-1])])
+
+
+def all_pages(cut):
+    return replace(keys=lambda c: [*map(cut, c.keys)], values=lambda c: [*map(cut, c.values)])
+
+
+def slot(index, value):
+    return lambda case: case.slots.__setitem__(index, value)
+
+
+WRONG = {
+    "no layers": replace(keys=lambda c: [], values=lambda c: []),
+    "one side too few": replace(values=lambda c: []),
+    "fewer values than keys": replace(values=lambda c: c.values[:-1]),
+    "pages of three dimensions": replace(keys=lambda c: [k.flatten(2) for k in c.keys]),
+    "a page of another shape": last_value(lambda v: v[:-1]),
+    "a page of another dtype": last_value(lambda v: v.view(torch.bfloat16)),
+    "a page on another device": last_value(lambda v: v.to("meta")),
+    "heads that are not contiguous": all_pages(lambda t: t[..., ::2]),
+    "heads that overlap": first_key(lambda k: k[:, :, :1].expand(-1, -1, 2, -1)),
+    "tokens that overlap": first_key(lambda k: k[:, :1].expand(-1, 3, -1, -1)),
+    "blocks that overlap": first_key(lambda k: k[:1].expand(5, -1, -1, -1)),
+    "empty rows": all_pages(lambda t: t[..., :0]),
+    "a chunk with too many tokens": replace(slots=lambda c: c.slots[:-1]),
+    "a chunk with too few layers": replace(blob=lambda c: c.blob[:, :-1]),
+    "a chunk with gaps": replace(
+        blob=lambda c: c.blob.transpose(0, 1).contiguous().transpose(0, 1)
     ),
-    wrong(
-        "a page of another dtype",
-        lambda c: replace(c, values=[*c.values[:-1], c.values[-1].view(torch.bfloat16)]),
-    ),
-    wrong(
-        "a page on another device",
-        lambda c: replace(c, values=[*c.values[:-1], c.values[-1].to("meta")]),
-    ),
-    wrong(
-        "heads that are not contiguous",
-        lambda c: replace(
-            c, keys=[k[..., ::2] for k in c.keys], values=[v[..., ::2] for v in c.values]
-        ),
-    ),
-    wrong(
-        "heads that overlap",
-        lambda c: replace(c, keys=[c.keys[0][:, :, :1].expand(-1, -1, 2, -1), *c.keys[1:]]),
-    ),
-    wrong(
-        "tokens that overlap",
-        lambda c: replace(c, keys=[c.keys[0][:, :1].expand(-1, 3, -1, -1), *c.keys[1:]]),
-    ),
-    wrong(
-        "blocks that overlap",
-        lambda c: replace(c, keys=[c.keys[0][:1].expand(5, -1, -1, -1), *c.keys[1:]]),
-    ),
-    wrong(
-        "empty rows",
-        lambda c: replace(
-            c, keys=[k[..., :0] for k in c.keys], values=[v[..., :0] for v in c.values]
-        ),
-    ),
-    wrong("a chunk with too many tokens", lambda c: replace(c, slots=c.slots[:-1])),
-    wrong("a chunk with too few layers", lambda c: replace(c, blob=c.blob[:, :-1])),
-    wrong(
-        "a chunk that is not contiguous",
-        lambda c: replace(c, blob=c.blob.transpose(0, 1).contiguous().transpose(0, 1)),
-    ),
-    wrong("a chunk of another dtype", lambda c: replace(c, blob=c.blob.view(torch.bfloat16))),
-    wrong("a chunk on another device", lambda c: replace(c, blob=c.blob.to("meta"))),
-    wrong("int32 slots", lambda c: replace(c, slots=c.slots.int())),
-    wrong("slots of two dimensions", lambda c: replace(c, slots=c.slots[None])),
-    wrong("slots on another device", lambda c: replace(c, slots=c.slots.to("meta"))),
-    wrong("a negative slot", lambda c: c.slots.__setitem__(-1, -1)),
-    wrong("a slot behind the last", lambda c: c.slots.__setitem__(0, 15)),
-    wrong("a slot far behind the last", lambda c: c.slots.__setitem__(0, 1 << 62)),
-]
-SCATTER_ONLY = [
-    wrong("a slot twice", lambda c: c.slots.__setitem__(0, c.slots[5].item())),
-    wrong("a layer twice", lambda c: replace(c, keys=[c.keys[0], c.keys[0], c.keys[2]])),
-    wrong("keys as values", lambda c: replace(c, values=c.keys)),
-]
+    "a chunk of another dtype": replace(blob=lambda c: c.blob.view(torch.bfloat16)),
+    "a chunk on another device": replace(blob=lambda c: c.blob.to("meta")),
+    "int32 slots": replace(slots=lambda c: c.slots.int()),
+    "slots of two dimensions": replace(slots=lambda c: c.slots[None]),
+    "slots on another device": replace(slots=lambda c: c.slots.to("meta")),
+    "a negative slot": slot(-1, -1),
+    "a slot after the last": slot(0, 15),
+    "a slot far after the last": slot(0, 1 << 62),
+}
+WRONG_TO_WRITE = {
+    "a slot twice": lambda case: case.slots.__setitem__(0, case.slots[5].item()),
+    "a layer twice": replace(keys=lambda c: [c.keys[0], c.keys[0], c.keys[2]]),
+    "keys as values": replace(values=lambda c: c.keys),
+}
 
 
 @pytest.mark.parametrize(
-    ("op", "changes"),
-    [(op, c.values[0]) for op in OPS for c in BOTH]
-    + [(paged_scatter, c.values[0]) for c in SCATTER_ONLY],
+    ("op", "change"),
+    [
+        pytest.param(op, change, id=f"{op.__name__}: {name}")
+        for op, changes in ((paged_gather, WRONG), (paged_scatter, WRONG | WRONG_TO_WRITE))
+        for name, change in changes.items()
+    ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(make_case, op, changes):
-    case = fill_chunk(make_case(torch.float16, SHAPE))
-    changes(case)
+def test_what_does_not_fit_is_refused_before_anything_is_written(op, change):
+    case = filled_case(torch.float16, SHAPE)
+    change(case)
     before = case.pool.clone()
     with pytest.raises(KernelInputError):
         op(*case.args())
@@ -257,7 +233,7 @@ def test_a_cpu_op_does_not_import_triton():
     program = """
 import sys, torch
 from lmcache_kernels.pages import Pages
-from lmcache_kernels.paged_gather import paged_gather
+from lmcache_kernels.paged_copy import paged_gather
 page = torch.zeros(1, 1, 1, 1)
 paged_gather(Pages.of([page], [page]), torch.tensor([0]), torch.empty(2, 1, 1, 1))
 sys.exit("triton" in sys.modules)
@@ -266,9 +242,8 @@ sys.exit("triton" in sys.modules)
 
 
 def test_slots_that_were_checked_for_reading_are_not_written():
-    keys = torch.zeros(4, 2, 1, 4)
-    checked = CheckedSlots.of(Pages.of([keys]), torch.tensor([1, 1]), once=False)
+    checked = CheckedSlots.of(Pages.of([torch.zeros(4, 2, 1, 4)]), torch.tensor([1, 1]), once=False)
     blob = torch.ones(1, 1, 2, 4)
-    assert checked.copy_with(blob, writes_pages=False).num_tokens == 2
+    assert len(checked.copy_with(blob, writes_pages=False).slots) == 2
     with pytest.raises(KernelInputError, match="checked for reading"):
         checked.copy_with(blob, writes_pages=True)

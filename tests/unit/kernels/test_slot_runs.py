@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_kernels.slot_runs import Run, find_runs
+from lmcache_kernels.paged_copy.slot_runs import Run, find_runs
 
 
 def slots_of(*blocks, block_size=4):
@@ -46,23 +46,3 @@ def test_every_token_is_in_one_run(slots, block_size):
     assert runs.end - runs.begin == len(blocks)
     assert seen == dict(enumerate(slots))
     assert block_size % runs.unit == 0
-
-
-@given(
-    slots=st.lists(st.integers(0, 59), min_size=1),
-    block_size=st.integers(1, 13),
-    more=st.integers(0, 3),
-)
-def test_units_are_numbered_as_slices_only_where_they_follow_each_other(slots, block_size, more):
-    runs = find_runs(np.array(slots, dtype=np.int64), block_size)
-    if not len(runs.blocks):
-        return
-    apart = block_size // runs.unit + more
-    numbers = runs.units_at(apart)
-    expected = [
-        block * apart + place for block, place in zip(runs.blocks, runs.places, strict=True)
-    ]
-    assert list(range(60 * 20)[numbers] if isinstance(numbers, slice) else numbers) == expected
-    assert isinstance(numbers, slice) == (
-        expected == list(range(expected[0], expected[0] + len(expected)))
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections import Counter
 
@@ -10,48 +9,22 @@ import hiredis
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.wire.backoff import Backoff
-from lmcache_lookup.index import (
-    ClaimedElsewhereError,
-    EventBatch,
-    IndexEvent,
-    LeaseClaim,
-    LookupIndex,
-)
+from lmcache_lookup.index import ClaimedElsewhereError, EventBatch, IndexEvent, LeaseClaim
+from lmcache_lookup.index.breaker import FAILURES_BEFORE_PAUSE, IndexBreaker
 from lmcache_lookup.index.embedded import DROPS_PER_LOOK, SWEEP_CHUNKS, EmbeddedIndex
-from lmcache_lookup.index.guarded import FAILURES_BEFORE_PAUSE, GuardedIndex
 from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_key, bucket_of, split_by_bucket
-from lmcache_lookup.index.redis_index import MAX_TENANTS_KEPT, BucketReads
+from lmcache_lookup.index.redis_index import (
+    MAX_TENANTS_KEPT,
+    BucketReads,
+    RedisIndex,
+    RedisIndexOptions,
+)
 from lmcache_lookup.settings import LookupSettings
 from lmcache_servicekit.errors import StoreRefusedError
-from lmcache_servicekit.settings import ServiceSettings
+from lmcache_servicekit.redis_connections import RedisAccess
 from pydantic import ValidationError
 
 from tests.fixtures.broker import FakeClock
-from tests.fixtures.lookup_index import AwayIndex
-
-
-def test_the_list_of_options_is_known() -> None:
-    common = set(ServiceSettings.model_fields) - {"port"}
-    assert sorted(set(LookupSettings.model_fields) - common) == [
-        "default_ttl_ms",
-        "max_chunks",
-        "max_chunks_per_tenant",
-        "max_instances",
-        "max_instances_per_tenant",
-        "max_ttl_ms",
-        "min_ttl_ms",
-        "port",
-        "redis_sentinel_password_file",
-        "redis_sentinel_username",
-        "redis_timeout_ms",
-        "redis_tls_ca_file",
-        "redis_tls_cert_file",
-        "redis_tls_key_file",
-        "redis_url",
-        "redis_write_timeout_ms",
-        "sweep_interval_s",
-        "workers",
-    ]
 
 
 def test_contradicting_ttls_are_refused() -> None:
@@ -193,75 +166,97 @@ async def test_sweeping_keeps_the_order_and_looks_at_a_bounded_number() -> None:
     assert (await index.stats("t")).num_chunks == 0
 
 
+class Away:
+    """Raises `error`, if there is one, and counts calls."""
+
+    def __init__(self) -> None:
+        self.error: UnavailableError | None = UnavailableError("the index is away")
+        self.num_calls = 0
+
+    async def __call__(self) -> None:
+        self.num_calls += 1
+        if self.error is not None:
+            raise self.error
+
+
 async def test_the_breaker_holds_calls_back_and_lets_them_through_again() -> None:
-    clock = FakeClock()
-    away = AwayIndex()
-    guarded = GuardedIndex(away, Backoff(1.0, 4.0, clock, jitter=lambda: 1.0))
+    clock, away = FakeClock(), Away()
+    breaker = IndexBreaker("redis", Backoff(1.0, 4.0, clock, jitter=lambda: 1.0))
     for _ in range(FAILURES_BEFORE_PAUSE):
         with pytest.raises(UnavailableError):
-            await guarded.holders("t", [])
+            await breaker.call(away)
     with pytest.raises(UnavailableError, match=r"next try in 1\.0 s"):
-        await guarded.holders("t", [])
-    assert (await guarded.sweep(), away.num_calls) == (0, FAILURES_BEFORE_PAUSE)
+        await breaker.call(away)
+    assert (breaker.is_open, away.num_calls) == (True, FAILURES_BEFORE_PAUSE)
     clock.now_s += 1.0
     with pytest.raises(UnavailableError, match="the index is away"):
-        await guarded.holders("t", [])
+        await breaker.call(away)
     with pytest.raises(UnavailableError, match=r"next try in 2\.0 s"):
-        await guarded.stats("t")
-    away.here = True
-    await guarded.ping()
-    assert await guarded.holders("t", [b"x"]) == [[]]
+        await breaker.call(away)
+    away.error = None
+    await breaker.ping(away)
+    await breaker.call(away)
 
 
 async def test_one_slow_answer_does_not_open_the_breaker() -> None:
-    away = AwayIndex()
-    guarded = GuardedIndex(away)
-    for _ in range(3):
+    away, breaker = Away(), IndexBreaker("redis")
+    for _ in range(FAILURES_BEFORE_PAUSE):
+        away.error = UnavailableError("slow")
         with pytest.raises(UnavailableError):
-            await guarded.ping()
-        away.here = True
-        await guarded.clear("t")
-        away.here = False
-    assert away.num_calls == 6
+            await breaker.ping(away)
+        away.error = None
+        await breaker.call(away)
 
 
 async def test_a_claim_of_another_replica_does_not_open_the_breaker() -> None:
-    index = AwayIndex()
-    guarded = GuardedIndex(index)
-    index.here = index.is_claimed = True
+    away, breaker = Away(), IndexBreaker("redis")
+    away.error = ClaimedElsewhereError("another replica has it")
     for _ in range(2 * FAILURES_BEFORE_PAUSE):
         with pytest.raises(ClaimedElsewhereError):
-            await guarded.apply("t", EventBatch("a", 1, 0, []))
-    assert await guarded.holders("t", [b"x"]) == [[]]
+            await breaker.call(away, write="apply")
+    assert not breaker.is_open
 
 
 async def test_a_refusal_holds_nothing_back_and_is_told() -> None:
-    clock = FakeClock()
-    index = AwayIndex()
-    guarded = GuardedIndex(index, clock=clock)
-    index.here = index.is_full = True
+    clock, here, full = FakeClock(), Away(), Away()
+    breaker = IndexBreaker("redis", clock=clock)
+    here.error, full.error = None, StoreRefusedError("redis at h:1 is full")
     for _ in range(2 * FAILURES_BEFORE_PAUSE):
         with pytest.raises(StoreRefusedError):
-            await guarded.apply("t", EventBatch("a", 1, 0, []))
-    assert await guarded.holders("t", [b"x"]) == [[]]
+            await breaker.call(full, write="apply")
+    await breaker.call(here)
     with pytest.raises(StoreRefusedError, match="full"):
-        await guarded.ping()
+        await breaker.ping(here)
     clock.now_s += 61
-    await guarded.ping()
+    await breaker.ping(here)
     with pytest.raises(StoreRefusedError):
-        await guarded.apply("t", EventBatch("a", 1, 0, []))
-    index.is_full = False
-    await guarded.apply("t", EventBatch("a", 1, 0, []))
-    await guarded.ping()
+        await breaker.call(full, write="apply")
+    await breaker.call(here, write="apply")
+    await breaker.ping(here)
 
 
-def test_the_breaker_guards_every_method() -> None:
-    methods = [
-        name
-        for name, _ in inspect.getmembers(LookupIndex, inspect.isfunction)
-        if not name.startswith("_")
+async def test_the_breaker_guards_every_call_of_the_index_in_redis() -> None:
+    index = RedisIndex(RedisAccess.parse("redis://127.0.0.1:1"), RedisIndexOptions())
+    calls = [
+        lambda: index.renew("t", LeaseClaim("a", 1, "sidecar", 1000)),
+        lambda: index.end("t", "a"),
+        lambda: index.apply("t", EventBatch("a", 1, 0, [])),
+        lambda: index.holders("t", [b"x" * 16]),
+        lambda: index.instances("t"),
+        lambda: index.evict("t", [b"x" * 16]),
+        lambda: index.clear("t"),
+        lambda: index.stats("t"),
+        lambda: index.tenants(),
     ]
-    assert set(methods) <= set(vars(GuardedIndex))
+    # The wait is at least half of the longest, so that no call below comes late.
+    for _ in range(20):
+        with pytest.raises(UnavailableError):
+            await index.ping()
+    for call in calls:
+        with pytest.raises(UnavailableError, match="the redis index is away; next try in"):
+            await call()
+    assert await index.sweep() == 0
+    await index.close()
 
 
 def test_commands_are_as_the_client_library_encodes_them() -> None:

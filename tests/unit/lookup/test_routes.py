@@ -23,6 +23,7 @@ from tests.fixtures.lookup_index import AwayIndex
 from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, asgi_client, write_tokens
 
 ID = "0a" * 16
+EVENTS: dict[str, Any] = {"instance": "a", "incarnation": 1, "first_sequence": 0, "events": []}
 
 
 @asynccontextmanager
@@ -43,10 +44,8 @@ async def store(
     client: httpx.AsyncClient, *ids: str, first: int = 0, instance: str = "a"
 ) -> httpx.Response:
     events = [{"op": "store", "chunk_id": text, "tier": "hot", "size_bytes": 1} for text in ids]
-    return await client.post(
-        "/v1/events",
-        json={"instance": instance, "incarnation": 1, "first_sequence": first, "events": events},
-    )
+    body = EVENTS | {"instance": instance, "first_sequence": first, "events": events}
+    return await client.post("/v1/events", json=body)
 
 
 def test_the_surface_is_the_documented_one() -> None:
@@ -123,12 +122,8 @@ async def test_instances_are_listed_and_ended() -> None:
     async with serving() as client:
         await lease(client)
         [entry] = (await client.get("/v1/instances")).json()["instances"]
-        assert (entry["instance"], entry["kind"], entry["incarnation"], entry["next_sequence"]) == (
-            "a",
-            "sidecar",
-            1,
-            0,
-        )
+        assert entry.pop("expires_in_ms") > 0
+        assert entry == {"instance": "a", "kind": "sidecar", "incarnation": 1, "next_sequence": 0}
         assert (
             await client.delete("/v1/instances/a", params={"incarnation": 2})
         ).status_code == 204
@@ -148,41 +143,20 @@ async def test_instances_are_listed_and_ended() -> None:
         ("/v1/lookup", {"chunk_ids": [ID], "exclude": ["a/b"]}),
         ("/v1/lookup", {}),
         ("/v1/route", {"chunk_ids": [1]}),
-        ("/v1/events", {"instance": "a", "incarnation": -1, "first_sequence": 0, "events": []}),
-        (
-            "/v1/events",
-            {"instance": "a", "incarnation": 1 << 63, "first_sequence": 0, "events": []},
-        ),
-        ("/v1/events", {"instance": "a", "incarnation": 1, "first_sequence": -1, "events": []}),
-        ("/v1/events", {"instance": "a|b", "incarnation": 1, "first_sequence": 0, "events": []}),
-        (
-            "/v1/events",
-            {
-                "instance": "a",
-                "incarnation": 1,
-                "first_sequence": 0,
-                "events": [{"op": "copy", "chunk_id": ID, "tier": "hot"}],
-            },
-        ),
-        (
-            "/v1/events",
-            {
-                "instance": "a",
-                "incarnation": 1,
-                "first_sequence": 0,
-                "events": [{"op": "store", "chunk_id": ID, "tier": ""}],
-            },
-        ),
-        (
-            "/v1/events",
-            {
-                "instance": "a",
-                "incarnation": 1,
-                "first_sequence": 0,
-                "events": (
-                    [{"op": "remove", "chunk_id": ID, "tier": "hot"}] * (MAX_EVENTS_PER_BATCH + 1)
-                ),
-            },
+        *(
+            ("/v1/events", EVENTS | wrong)
+            for wrong in (
+                {"incarnation": -1},
+                {"incarnation": 1 << 63},
+                {"first_sequence": -1},
+                {"instance": "a|b"},
+                {"events": [{"op": "copy", "chunk_id": ID, "tier": "hot"}]},
+                {"events": [{"op": "store", "chunk_id": ID, "tier": ""}]},
+                {
+                    "events": [{"op": "remove", "chunk_id": ID, "tier": "hot"}]
+                    * (MAX_EVENTS_PER_BATCH + 1)
+                },
+            )
         ),
         ("/v1/admin/evict", {"chunk_ids": ["x"]}),
     ],
@@ -266,10 +240,8 @@ async def test_without_the_index_questions_are_answered_and_writes_refused() -> 
             await client.get("/v1/instances"),
             await client.post("/v1/admin/clear"),
         ):
-            assert (response.status_code, response.json()["type"]) == (
-                503,
-                "urn:lmcache:problem:unavailable",
-            )
+            assert response.status_code == 503
+            assert response.json()["type"] == "urn:lmcache:problem:unavailable"
             assert "away" not in response.text
         ready = await client.get("/readyz")
         assert (ready.status_code, ready.json()["checks"]["index"]["ok"]) == (200, False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
@@ -12,12 +11,9 @@ from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.log_level import create_log_router
 
 from tests.fixtures.sample_service import (
-    ADMIN_TOKEN,
-    CLIENT_TOKEN,
     SampleSettings,
     asgi_client,
     no_parts,
-    write_tokens,
 )
 
 OWN = "tests.of_log_levels.inner"
@@ -94,15 +90,3 @@ async def test_what_is_not_a_level_or_a_logger_is_refused(
         )
     assert logging.getLogger().level == logging.INFO
     assert "nobody.logs.here" not in logging.root.manager.loggerDict, "asking makes no logger"
-
-
-@pytest.mark.parametrize(
-    ("token", "shown", "changed"),
-    [(CLIENT_TOKEN, 200, 403), (ADMIN_TOKEN, 200, 200), (None, 401, 401)],
-)
-async def test_roles(tmp_path: Path, token: str | None, shown: int, changed: int) -> None:
-    async with asgi_client(
-        app(auth_tokens_file=write_tokens(tmp_path / "tokens.yaml")), token
-    ) as client:
-        assert (await client.get("/v1/log-level")).status_code == shown
-        assert (await client.put("/v1/log-level", json={"level": "info"})).status_code == changed

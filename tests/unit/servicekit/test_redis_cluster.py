@@ -105,7 +105,7 @@ async def test_who_knows_all_slots_is_believed_first() -> None:
         e=None,
     )
     known = world.map_of("a", "b", "c", "d", "e")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(9):
         await known.refresh()
     assert known.masters() == [world.servers["b", 1]]
 

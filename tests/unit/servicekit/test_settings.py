@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from lmcache_core.errors import ConfigError
-from lmcache_servicekit.environment import EnvironmentReader, merge
+from lmcache_servicekit.environment import merge
 from lmcache_servicekit.settings import ServiceSettings, is_loopback, load_settings, render_settings
 from pydantic import ValidationError
 
@@ -257,13 +257,6 @@ def test_direct_construction_ignores_the_environment(monkeypatch: pytest.MonkeyP
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError):
         load().port = 1
-
-
-def test_the_reader_lists_its_names() -> None:
-    names = EnvironmentReader(SampleSettings, "LMCACHE_SAMPLE_").names
-    assert {"LMCACHE_SAMPLE_PORT", "LMCACHE_SAMPLE_QUOTA", "LMCACHE_SAMPLE_QUOTA__TENANTS"} <= set(
-        names
-    )
 
 
 def test_merge_leaves_both_sides_alone() -> None:

@@ -76,7 +76,7 @@ def loaded(
     return data, extents, next((item for item in items if isinstance(item, str)), None)
 
 
-def wait_for(condition: object, seconds: float = 3.0) -> None:
+def wait_for(condition: object, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "did not happen in time"

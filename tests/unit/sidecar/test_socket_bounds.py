@@ -28,7 +28,7 @@ LARGE = m.build_frame(2, m.Commit(tuple((number, bytes(60_000)) for number in ra
 META_BYTES = len(LARGE) - HEADER_BYTES
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 3.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from lmcache_webhook.injection.command_line import plan_arguments, runs_vllm
-from lmcache_webhook.injection.errors import DeclinedError
-from lmcache_webhook.injection.pod import Container
+from lmcache_webhook.injection.pod import Container, DeclinedError
 from lmcache_webhook.injection.sidecar import transfer_config
 
 from tests.fixtures.pods import SCRIPT_OF_A_RAY_LEADER, SCRIPT_OF_KSERVE

@@ -78,6 +78,10 @@ def declined(options: InjectionOptions, document: Pod, namespace: str = "team-a"
     return reason
 
 
+def with_settings(options: InjectionOptions, **changes: object) -> InjectionOptions:
+    return dataclasses.replace(options, settings=options.settings.model_copy(update=changes))
+
+
 def named(items: list[Pod], name: str) -> Pod:
     [found] = [item for item in items if item["name"] == name]
     return found
@@ -226,7 +230,7 @@ def test_no_container_of_ours_gets_the_pods_token(shape: str, options: Injection
 
 def test_the_payload_has_the_resources_of_the_settings(options: InjectionOptions) -> None:
     given = {"requests": {"cpu": "20m", "memory": "32Mi"}, "limits": {"memory": "96Mi"}}
-    options = dataclasses.replace(options, payload_resources=given)
+    options = with_settings(options, payload_resources=given)
     payload = named(injected(options, plain())["spec"]["initContainers"], PAYLOAD)
     assert payload["resources"] == given
     guaranteed = named(
@@ -427,7 +431,7 @@ def test_the_broker_finds_pods_of_its_namespace(
     """By the label that its Service selects and by the pod's name. Of another tenant it would
     think that they are the first's.
     """
-    options = dataclasses.replace(
+    options = with_settings(
         options, kubernetes_service="cache-sidecars", kubernetes_namespace="team-a"
     )
     document = pod(container(args=["m"]), annotations=annotations)

@@ -122,10 +122,7 @@ def test_a_template_lies_over_the_sidecar(tmp_path: Path) -> None:
 def test_laying_over_changes_neither() -> None:
     below, above = (
         {"env": [{"name": "A"}], "resources": {"limits": {}}},
-        {
-            "env": [{"name": "B"}],
-            "resources": {"limits": {"cpu": 1}},
-        },
+        {"env": [{"name": "B"}], "resources": {"limits": {"cpu": 1}}},
     )
     result = lay_over(below, above)
     result["resources"]["limits"]["cpu"] = 2

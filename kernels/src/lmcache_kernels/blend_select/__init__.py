@@ -10,17 +10,16 @@ from itertools import pairwise
 import torch
 
 from lmcache_kernels.blend_select.reference import blend_deviation_reference, blend_select_reference
+from lmcache_kernels.checks import FLOATS, check_tensor
 from lmcache_kernels.errors import KernelInputError
 
 __all__ = ["blend_deviation", "blend_deviation_reference", "blend_select", "blend_select_reference"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def blend_deviation(
     fresh: torch.Tensor, retrieved: torch.Tensor, is_valid: torch.Tensor
 ) -> torch.Tensor:
-    """How far retrieved rows are from the fresh. Does not wait for the device.
+    """Return how far retrieved rows are from the fresh. Does not wait for the device.
 
     Args:
         fresh: bfloat16, float16 or float32 `[num_tokens, channels]`, contiguous.
@@ -33,22 +32,9 @@ def blend_deviation(
     Raises:
         KernelInputError: The tensors do not fit together.
     """
-    if fresh.dtype not in _DTYPES or fresh.ndim != 2 or not fresh.is_contiguous():
-        raise KernelInputError(
-            f"fresh rows are {fresh.dtype} {tuple(fresh.shape)}; expected contiguous floating-point"
-            " [tokens, channels]"
-        )
-    if (
-        retrieved.shape != fresh.shape
-        or retrieved.dtype != fresh.dtype
-        or retrieved.device != fresh.device
-        or not retrieved.is_contiguous()
-    ):
-        raise KernelInputError(
-            f"retrieved rows are {retrieved.dtype} {tuple(retrieved.shape)} on {retrieved.device};"
-            " expected those of the fresh"
-        )
-    _check_mask(is_valid, len(fresh), fresh.device)
+    check_tensor("fresh rows", fresh, FLOATS, (None, None), fresh.device)
+    check_tensor("retrieved rows", retrieved, (fresh.dtype,), fresh.shape, fresh.device)
+    check_tensor("is_valid", is_valid, (torch.bool,), (len(fresh),), fresh.device)
     if fresh.device.type != "cuda":
         return blend_deviation_reference(fresh, retrieved, is_valid)
     from lmcache_kernels.blend_select.kernel import launch_deviation
@@ -83,30 +69,21 @@ def blend_select(
     Raises:
         KernelInputError: The tensors or numbers do not fit together.
     """
-    if deviation.dtype != torch.float32 or deviation.ndim != 1 or not deviation.is_contiguous():
-        raise KernelInputError(
-            f"deviation is {deviation.dtype} {tuple(deviation.shape)}; expected contiguous float32"
-            " [tokens]"
-        )
-    _check_mask(is_valid, len(deviation), deviation.device)
+    check_tensor("deviation", deviation, (torch.float32,), (None,), deviation.device)
+    check_tensor("is_valid", is_valid, (torch.bool,), (len(deviation),), deviation.device)
+    lengths = [end - start for start, end in pairwise(starts)]
     rises = (
-        len(starts) > 0
-        and starts[0] == 0
-        and starts[-1] == len(deviation)
-        and all(a <= b for a, b in pairwise(starts))
+        bool(starts)
+        and (starts[0], starts[-1]) == (0, len(deviation))
+        and min(lengths, default=0) >= 0
     )
-    if not rises or len(counts) != len(starts) - 1:
+    if not rises or len(counts) != len(lengths):
         raise KernelInputError(
             f"starts are {list(starts)} with {len(counts)} counts; starts rise from 0 to"
             f" {len(deviation)}, a count a request"
         )
-    if (
-        any(
-            not 0 <= count <= end - start
-            for count, (start, end) in zip(counts, pairwise(starts), strict=True)
-        )
-        or num_tail_tokens < 0
-    ):
+    fit = all(0 <= count <= length for count, length in zip(counts, lengths, strict=True))
+    if not fit or num_tail_tokens < 0:
         raise KernelInputError(
             f"counts are {list(counts)} of requests that begin at {list(starts)}, {num_tail_tokens}"
             " at their ends"
@@ -118,16 +95,3 @@ def blend_select(
     selected = torch.empty(len(deviation), dtype=torch.bool, device=deviation.device)
     launch_select(deviation, is_valid, starts, counts, num_tail_tokens, selected)
     return selected
-
-
-def _check_mask(is_valid: torch.Tensor, num_tokens: int, device: torch.device) -> None:
-    if (
-        is_valid.dtype != torch.bool
-        or is_valid.shape != (num_tokens,)
-        or is_valid.device != device
-        or not is_valid.is_contiguous()
-    ):
-        found = f"{is_valid.dtype} {tuple(is_valid.shape)} on {is_valid.device}"
-        raise KernelInputError(
-            f"is_valid is {found}; expected contiguous booleans [{num_tokens}] on {device}"
-        )

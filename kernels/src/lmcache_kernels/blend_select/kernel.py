@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from lmcache_kernels.arithmetic import EXACT, launching, widen
 from lmcache_kernels.blend_select.reference import INFINITE
-from lmcache_kernels.codec_arithmetic import EXACT, launching, widen
-from lmcache_kernels.codec_shape import KINDS, WORD_DTYPES
+from lmcache_kernels.checks import KINDS, WORD_DTYPES
 
 # Not tuned on a GPU: eight values a thread.
 MAX_BLOCK = 1024
@@ -37,7 +37,7 @@ def deviation_kernel(  # type: ignore[no-untyped-def]
         valid_ptr: uint8 `[num_tokens]`.
         deviation_ptr: float32 `[num_tokens]`, written.
         channels: Of a row.
-        KIND: Of the words: `codec_shape.KINDS`.
+        KIND: Of the words: `checks.KINDS`.
         BLOCK: Channels worked on at once.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -56,8 +56,8 @@ def deviation_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_ranks(bits_ptr, valid_ptr, tokens, end):  # type: ignore[no-untyped-def]
-    """Ranks of some tokens by their deviation, `reference.ranks_of`; -1 where not valid or
-    behind that end.
+    """Return the ranks of some tokens by their deviation, as `reference.ranks_of`; -1 where not
+    valid, or from `end` on.
     """
     is_candidate = (tl.load(valid_ptr + tokens, mask=tokens < end, other=0) != 0) & (tokens < end)
     bits = tl.load(bits_ptr + tokens, mask=is_candidate, other=0)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from lmcache_kernels.cachegen_decode.reference import cachegen_decode_reference
-from lmcache_kernels.codec_shape import WORD_DTYPES, CodecShape, EncodedPlanes, check_tensor
+from lmcache_kernels.checks import FLOATS, check_tensor
+from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes
 from lmcache_kernels.codec_tables import CodecTables
 from lmcache_kernels.errors import KernelInputError
 
@@ -47,18 +48,20 @@ def cachegen_decode(
             nothing was written.
     """
     device = tables.device
-    if out.dtype not in WORD_DTYPES or len(levels) != shape.planes or not len(encoded.words):
+    if out.dtype not in FLOATS or len(levels) != shape.planes or not len(encoded.words):
         raise KernelInputError(
             f"{len(encoded.words)} words of {len(levels)} planes for {shape.planes} planes of"
             f" {out.dtype}"
         )
-    check_tensor("out", out, out.dtype, shape.sizes, device)
-    check_tensor("shifts", encoded.shifts, torch.int16, (shape.planes, shape.groups), device)
-    check_tensor("shapes", encoded.shapes, torch.uint8, (shape.planes, shape.groups), device)
-    check_tensor("lengths", encoded.lengths, torch.int32, (shape.planes * shape.sections,), device)
-    check_tensor("words", encoded.words, torch.int16, (len(encoded.words),), device)
+    check_tensor("out", out, FLOATS, shape.sizes, device)
+    check_tensor("shifts", encoded.shifts, (torch.int16,), (shape.planes, shape.groups), device)
+    check_tensor("shapes", encoded.shapes, (torch.uint8,), (shape.planes, shape.groups), device)
     check_tensor(
-        "scales", scales, torch.int32, (shape.planes, shape.tokens if by_token else 1), device
+        "lengths", encoded.lengths, (torch.int32,), (shape.planes * shape.sections,), device
+    )
+    check_tensor("words", encoded.words, (torch.int16,), (len(encoded.words),), device)
+    check_tensor(
+        "scales", scales, (torch.int32,), (shape.planes, shape.tokens if by_token else 1), device
     )
     from lmcache_kernels.cachegen_decode.kernel import launch
 

@@ -6,15 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_kernels.codec_arithmetic import EXACT, fold, launching, narrow
+from lmcache_kernels.arithmetic import EXACT, launching, narrow
+from lmcache_kernels.checks import KINDS, WORD_DTYPES
+from lmcache_kernels.codec_arithmetic import fold
 from lmcache_kernels.codec_shape import (
     DELTA_FLAG,
-    KINDS,
     LANES,
     LOWEST_STATE,
     PRECISION_BITS,
     STATE_WORDS,
-    WORD_DTYPES,
     CodecShape,
     EncodedPlanes,
 )

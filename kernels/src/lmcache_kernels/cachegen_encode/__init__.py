@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from lmcache_kernels.cachegen_encode.reference import cachegen_encode_reference
-from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes, check_tensor
+from lmcache_kernels.checks import check_tensor
+from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes
 from lmcache_kernels.codec_tables import CodecTables
 from lmcache_kernels.errors import KernelInputError
 
@@ -32,7 +33,7 @@ def cachegen_encode(
     Raises:
         KernelInputError: The arguments do not fit together, or there are no tables for some levels.
     """
-    check_tensor("values", values, torch.int16, shape.sizes, tables.device)
+    check_tensor("values", values, (torch.int16,), shape.sizes, tables.device)
     if len(levels) != shape.planes:
         raise KernelInputError(f"levels of {len(levels)} planes; expected {shape.planes}")
     from lmcache_kernels.cachegen_encode.kernel import launch_choose, launch_encode, launch_gather

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_kernels.codec_arithmetic import fold, launching
+from lmcache_kernels.arithmetic import launching
+from lmcache_kernels.codec_arithmetic import fold
 from lmcache_kernels.codec_shape import DELTA_FLAG, LANES, LOWEST_STATE, PRECISION_BITS, CodecShape
 from lmcache_kernels.codec_tables import CodecTables
 

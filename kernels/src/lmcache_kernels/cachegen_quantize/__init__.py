@@ -11,7 +11,8 @@ from lmcache_kernels.cachegen_quantize.reference import (
     cachegen_quantize_by_plane_reference,
     cachegen_quantize_by_token_reference,
 )
-from lmcache_kernels.codec_shape import MAX_CHANNELS, MAX_LEVELS, MAX_TOKENS, WORD_DTYPES
+from lmcache_kernels.checks import FLOATS
+from lmcache_kernels.codec_shape import MAX_CHANNELS, MAX_LEVELS, MAX_TOKENS
 from lmcache_kernels.errors import KernelInputError
 
 __all__ = [
@@ -77,7 +78,7 @@ def cachegen_quantize_by_plane(x: torch.Tensor, fineness: int) -> QuantizedPlane
 
 
 def _check(x: torch.Tensor) -> None:
-    if x.dtype not in WORD_DTYPES or x.ndim != 3 or not x.is_contiguous():
+    if x.dtype not in FLOATS or x.ndim != 3 or not x.is_contiguous():
         kind = "contiguous" if x.is_contiguous() else "not contiguous"
         raise KernelInputError(
             f"KV is {x.dtype} {tuple(x.shape)}, {kind}; expected [planes, tokens, channels] of a"

@@ -6,16 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_kernels.codec_arithmetic import (
-    EXACT,
-    launching,
-    magnitude_bits,
-    narrow,
-    rounded,
-    whole_root,
-    widen,
-)
-from lmcache_kernels.codec_shape import KINDS, WORD_DTYPES
+from lmcache_kernels.arithmetic import EXACT, launching, narrow, widen
+from lmcache_kernels.checks import KINDS, WORD_DTYPES
+from lmcache_kernels.codec_arithmetic import magnitude_bits, rounded, whole_root
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Values, scales, errors and status."""
@@ -96,7 +89,7 @@ def by_token_kernel(raw_ptr, levels_ptr, outputs, sizes, KIND: tl.constexpr, BLO
         outputs: int16 `[planes, tokens, channels]`, int32 `[planes, tokens]`, int64 `[planes, 3]`
             of zeros, int32 `[planes]` of zeros.
         sizes: tokens, channels.
-        KIND: Of the words: `codec_shape.KINDS`.
+        KIND: Of the words: `checks.KINDS`.
         BLOCK: Channels worked on at once.
     """
     values_ptr, scales_ptr, errors_ptr, status_ptr = outputs

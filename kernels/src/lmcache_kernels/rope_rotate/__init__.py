@@ -8,17 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
+from lmcache_kernels.checks import FLOATS, check_tensor
 from lmcache_kernels.errors import KernelInputError
 from lmcache_kernels.rope_rotate.reference import rope_rotate_reference
 
 __all__ = ["Rotation", "rope_rotate", "rope_rotate_reference"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """From where to where tokens are rotated; the same for all layers.
+    """The positions that tokens are rotated from and to; the same for all layers.
 
     Attributes:
         source: int64 `[num_tokens]`: positions that K carries.
@@ -44,31 +43,12 @@ class Rotation:
             ("source", self.source, self.source_table),
             ("target", self.target, self.target_table),
         ):
-            if (
-                positions.dtype != torch.int64
-                or positions.ndim != 1
-                or not positions.is_contiguous()
-            ):
+            device = self.source.device
+            check_tensor(f"{name} positions", positions, (torch.int64,), (None,), device)
+            check_tensor(f"{name} table", table, (torch.float32,), (None, None), device)
+            if table.shape[1] % 2 or not table.shape[1]:
                 raise KernelInputError(
-                    f"{name} positions are {positions.dtype} {tuple(positions.shape)}; expected"
-                    " contiguous int64 [num_tokens]"
-                )
-            if (
-                table.dtype != torch.float32
-                or table.ndim != 2
-                or table.shape[1] % 2
-                or not table.shape[1]
-                or not table.is_contiguous()
-            ):
-                raise KernelInputError(
-                    f"{name} table is {table.dtype} {tuple(table.shape)}; expected contiguous"
-                    " float32 [positions, even, at least 2]"
-                )
-            if not positions.device == table.device == self.source.device:
-                devices = f"positions on {positions.device}, their table on {table.device}"
-                raise KernelInputError(
-                    f"{name} {devices}; expected both on {self.source.device}, as the source"
-                    " positions"
+                    f"{name} table has {table.shape[1]} columns; must be even, at least 2"
                 )
             if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(
                 table
@@ -111,32 +91,16 @@ def rope_rotate(
     Raises:
         KernelInputError: The tensors do not fit together; nothing was written.
     """
-    if (
-        k.dtype not in _DTYPES
-        or k.ndim != 3
-        or not k.is_contiguous()
-        or len(k) != len(rotation.source)
-        or k.shape[2] < rotation.num_rotated
-    ):
-        expected = f"[{len(rotation.source)}, heads, >= {rotation.num_rotated}]"
+    device = rotation.source.device
+    check_tensor("K", k, FLOATS, (len(rotation.source), None, None), device)
+    if k.shape[2] < rotation.num_rotated:
         raise KernelInputError(
-            f"K is {k.dtype} {tuple(k.shape)}; expected contiguous floating-point {expected}"
+            f"K has heads of {k.shape[2]}; must be at least {rotation.num_rotated} dimensions"
         )
-    if k.device != rotation.source.device:
-        raise KernelInputError(f"K is on {k.device}, positions on {rotation.source.device}")
     if out is None:
         out = torch.empty_like(k)
-    elif (
-        out.shape != k.shape
-        or out.dtype != k.dtype
-        or out.device != k.device
-        or not out.is_contiguous()
-    ):
-        raise KernelInputError(
-            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; expected the shape, dtype and"
-            " device of K, contiguous"
-        )
-    elif out.data_ptr() != k.data_ptr() and abs(out.data_ptr() - k.data_ptr()) < k.nbytes:
+    check_tensor("out", out, (k.dtype,), k.shape, device)
+    if out.data_ptr() != k.data_ptr() and abs(out.data_ptr() - k.data_ptr()) < k.nbytes:
         raise KernelInputError("out lies over a part of K; expected K itself, or other memory")
     if k.device.type == "cuda":
         from lmcache_kernels.rope_rotate.kernel import launch

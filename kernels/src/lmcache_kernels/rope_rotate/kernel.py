@@ -8,25 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_kernels.codec_arithmetic import EXACT, launching, narrow, widen
-from lmcache_kernels.codec_shape import KINDS, WORD_DTYPES
+from lmcache_kernels.arithmetic import EXACT, launching, narrow, widen
+from lmcache_kernels.checks import KINDS, WORD_DTYPES
 
 if TYPE_CHECKING:
     from lmcache_kernels.rope_rotate import Rotation
 
 # Not tuned on a GPU: eight heads of 64 pairs are four values a thread.
 MAX_BLOCK_HEADS = 8
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def narrow_any(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`narrow` of any float32 values. Rounding by bits makes -0 of the NaN that GPUs compute:
-    its bits are all ones but for the sign.
-    """
-    raw = narrow(values, KIND)
-    if KIND == 0:
-        raw = tl.where(values != values, 0x7FC0, raw).to(tl.int16)
-    return raw
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -40,7 +29,7 @@ def rope_rotate_kernel(  # type: ignore[no-untyped-def]
         positions: int64 `[num_tokens]` of the source and of the target.
         tables: float32 `[num_positions, num_rotated]` of both.
         sizes: num_heads, head_size.
-        KIND: Of the words: `codec_shape.KINDS`.
+        KIND: Of the words: `checks.KINDS`.
         PAIRS: Number of pairs of dimensions; whether neighbours are a pair.
         BLOCKS: Powers of two: heads worked on at once; at least the number of pairs; at least that
             of other dimensions, 0 for none.
@@ -82,8 +71,8 @@ def rope_rotate_kernel(  # type: ignore[no-untyped-def]
         widen(tl.load(k_ptr + first, mask=mask, other=0), KIND),
         widen(tl.load(k_ptr + second, mask=mask, other=0), KIND),
     )
-    tl.store(out_ptr + first, narrow_any(a * cos - b * sin, KIND), mask=mask)
-    tl.store(out_ptr + second, narrow_any(b * cos + a * sin, KIND), mask=mask)
+    tl.store(out_ptr + first, narrow(a * cos - b * sin, KIND), mask=mask)
+    tl.store(out_ptr + second, narrow(b * cos + a * sin, KIND), mask=mask)
     if BLOCK_REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
         rest_mask = (heads < num_heads)[:, None] & (rest < head_size)[None, :]

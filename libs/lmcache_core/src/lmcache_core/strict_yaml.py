@@ -1,6 +1,4 @@
-"""YAML in which no name is written twice: PyYAML keeps the last and says nothing. And YAML of
-strangers, which can be hostile.
-"""
+"""YAML without duplicate names, of which PyYAML silently keeps the last; and untrusted YAML."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Any, Final
 import yaml
 
 MAX_BRACKETS: Final = 64
-"""In a stranger's text: PyYAML's scanner looks ahead, in time quadratic in the open brackets."""
+"""In untrusted text: PyYAML's scanner looks ahead, in time quadratic in the open brackets."""
 
 
 class DuplicateNameError(yaml.MarkedYAMLError):
@@ -41,7 +39,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_yaml(text: bytes | str) -> Any:
-    """Return what a text says, of YAML's safe types.
+    """Parse a text into YAML's safe types.
 
     Raises:
         DuplicateNameError: A mapping in it has a name twice.
@@ -63,7 +61,7 @@ class _ForeignLoader(_Loader):
 
 
 def load_foreign_yaml(text: str) -> Any:
-    """Return what a stranger's text says. The caller bounds its length.
+    """Parse untrusted text. The caller bounds its length.
 
     Raises:
         yaml.YAMLError: It is no YAML, has an alias or a tag, or more than `MAX_BRACKETS` opening

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class HttpAnswer(NamedTuple):
-    """What a service answered.
+    """The answer of a service.
 
     Attributes:
         status: HTTP status.
@@ -64,14 +64,14 @@ class HttpAnswer(NamedTuple):
 
 
 def status_phrase(status: int) -> str:
-    """Return what HTTP calls a status: people do not know the numbers."""
+    """Return the reason phrase of an HTTP status."""
     import httpx
 
     return repr(httpx.codes.get_reason_phrase(status) or "an unknown status")
 
 
 class ForeignError(CtlError):
-    """What answers is no service of this cache."""
+    """The answer is not that of a service of this cache."""
 
 
 class ServiceRefusedError(CtlError):
@@ -87,7 +87,7 @@ class ServiceRefusedError(CtlError):
 
 
 class Caller:
-    """Asks one service. Opened and closed by `Asker.calling`.
+    """Ask one service. Opened and closed by `Asker.calling`.
 
     Args:
         service: Which one.
@@ -167,7 +167,7 @@ class Caller:
 
 
 class Asker:
-    """Asks any number of services at once.
+    """Ask any number of services at once.
 
     Args:
         settings: Token, TLS and time limit.

@@ -1,4 +1,4 @@
-"""The root of `lmcachectl`: its commands, and how a failure ends."""
+"""The root of `lmcachectl`: its commands, and exit codes of failures."""
 
 from __future__ import annotations
 
@@ -29,90 +29,79 @@ EXTRAS: Final = {
     **dict.fromkeys(("numpy", "numba", "llvmlite"), "codec"),
     **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors"), "model"),
 }
-"""What brings packages that only some commands need."""
+"""The extras with packages that only some commands need."""
 CANNOT_PRINT: Final = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG})
-"""Errors of writing to standard output; a reader that has gone is none of them."""
-_CHUNK_ID = "00112233445566778899aabbccddeeff"
-COMMANDS: Final[dict[str, tuple[Callable[..., None], tuple[str, ...]]]] = {
-    "status": (
-        status,
-        (
-            "status --lookup-url http://lookup:8081 --storage-url http://storage:8080",
-            "status -n lmcache -o json",
-        ),
-    ),
-    "top": (top, ("top -n lmcache", "top --once --interval 10 -o json")),
-    "explain": (
-        sidecar.explain,
-        ("explain --tokens ids.txt", "explain -n lmcache --tokens - < ids.txt"),
-    ),
-    "evict": (
-        evict,
-        (
-            "evict sidecar --size 512MiB",
-            "evict storage/lmcache-storage-0 --everything --yes",
-        ),
-    ),
-    "pin": (pin, ("pin --tokens ids.txt --ttl 3600", "pin --at storage/lmcache-storage-0")),
-    "drain": (
-        drain,
-        ("drain storage/lmcache-storage-0 --within 300", "drain peer/pod-a --no-wait"),
-    ),
-    "bench": (
-        bench,
-        (
-            "bench lm://storage:65432 --seconds 5 --token-file token",
-            "bench lookup -n lmcache",
-            "bench lm/lmcache-storage-0 -n lmcache --size 1MiB",
-        ),
-    ),
-    "doctor": (
-        doctor,
-        (
-            "doctor -n lmcache --strict",
-            "doctor --check-config sidecar=sidecar.yaml -o json",
-        ),
-    ),
-    "version": (version, ("version -n lmcache", "version --client")),
-    "certify codec": (
-        certify.codec,
-        (
-            "certify codec --profile lossless",
-            "certify codec --kv kv.safetensors --max-error 0.1",
-        ),
-    ),
-    "certify blend": (
-        certify.blend,
-        (
-            "certify blend --model ./llama --separator ' # # ' --certificates"
-            " /etc/lmcache/certificates",
-            "certify blend --model ./llama --separator ' # # ' --text held-out.txt --prompts 200",
-        ),
-    ),
-    "codec stats": (codec.stats, ("codec stats --url http://127.0.0.1:8083",)),
-    "codec inspect": (codec.inspect, ("codec inspect /var/lib/lmcache",)),
-    "codec measure": (
-        codec.measure,
-        ("codec measure --profile lossless --kv kv.safetensors",),
-    ),
-    "lookup status": (lookup.status, ("lookup status --url http://lookup:8081",)),
-    "lookup tenants": (
-        lookup.tenants,
-        ("lookup tenants -n lmcache --token-file admin-token",),
-    ),
-    "lookup prefix": (lookup.prefix, (f"lookup prefix {_CHUNK_ID}",)),
-    "lookup locations": (lookup.locations, (f"lookup locations {_CHUNK_ID} -o json",)),
-    "lookup route": (lookup.route, (f"lookup route {_CHUNK_ID}",)),
-    "sidecar explain": (sidecar.explain, ("sidecar explain --tokens ids.txt",)),
-    "sidecar status": (sidecar.status, ("sidecar status --url http://127.0.0.1:8083",)),
+"""Errors of writing to standard output, not counting a reader that has closed it."""
+COMMANDS: Final[dict[str, Callable[..., None]]] = {
+    "status": status,
+    "top": top,
+    "explain": sidecar.explain,
+    "evict": evict,
+    "pin": pin,
+    "drain": drain,
+    "bench": bench,
+    "doctor": doctor,
+    "version": version,
+    "certify codec": certify.codec,
+    "certify blend": certify.blend,
+    "codec stats": codec.stats,
+    "codec inspect": codec.inspect,
+    "codec measure": codec.measure,
+    "lookup status": lookup.status,
+    "lookup tenants": lookup.tenants,
+    "lookup prefix": lookup.prefix,
+    "lookup locations": lookup.locations,
+    "lookup route": lookup.route,
+    "sidecar explain": sidecar.explain,
+    "sidecar status": sidecar.status,
 }
-"""What each command runs, and examples of how it is called."""
+EXAMPLES: Final = """\
+status --lookup-url http://lookup:8081 --storage-url http://storage:8080
+status -n lmcache -o json
+top -n lmcache
+top --once --interval 10 -o json
+explain --tokens ids.txt
+explain -n lmcache --tokens - < ids.txt
+evict sidecar --size 512MiB
+evict storage/lmcache-storage-0 --everything --yes
+pin --tokens ids.txt --ttl 3600
+pin --at storage/lmcache-storage-0
+drain storage/lmcache-storage-0 --within 300
+drain peer/pod-a --no-wait
+bench lm://storage:65432 --seconds 5 --token-file token
+bench lookup -n lmcache
+bench lm/lmcache-storage-0 -n lmcache --size 1MiB
+doctor -n lmcache --strict
+doctor --check-config sidecar=sidecar.yaml -o json
+version -n lmcache
+version --client
+certify codec --profile lossless
+certify codec --kv kv.safetensors --max-error 0.1
+certify blend --model ./llama --separator ' # # ' --certificates /etc/lmcache/certificates
+certify blend --model ./llama --separator ' # # ' --text held-out.txt --prompts 200
+codec stats --url http://127.0.0.1:8083
+codec inspect /var/lib/lmcache
+codec measure --profile lossless --kv kv.safetensors
+lookup status --url http://lookup:8081
+lookup tenants -n lmcache --token-file admin-token
+lookup prefix 00112233445566778899aabbccddeeff
+lookup locations 00112233445566778899aabbccddeeff -o json
+lookup route 00112233445566778899aabbccddeeff
+sidecar explain --tokens ids.txt
+sidecar status --url http://127.0.0.1:8083
+""".splitlines()
+"""Shown in the help of the command that each begins with."""
 GROUPS: Final = {
     "certify": "Gates that something must pass before it is used: exit code 1 when it does not.",
     "codec": "How KV is encoded on its way to disks, services and peers.",
     "lookup": "The lookup service: who holds which chunk, and whose chunks it knows.",
-    "sidecar": "A running sidecar: how it is, where chunks are and why they are missing.",
+    "sidecar": "A running sidecar: its state, where chunks are and why they are missing.",
 }
+
+
+def examples_of(words: str) -> list[str]:
+    """Return the examples of a command, such as `lookup route`."""
+    return [example for example in EXAMPLES if example.startswith(f"{words} ")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -140,11 +129,11 @@ def _app() -> typer.Typer:
     for group, text in GROUPS.items():
         groups[group] = typer.Typer(no_args_is_help=True, help=text)
         root.add_typer(groups[group], name=group)
-    for words, (command, examples) in COMMANDS.items():
+    for words, command in COMMANDS.items():
         group, _, name = words.rpartition(" ")
+        shown = [f"lmcachectl {example}" for example in examples_of(words)]
         # an empty line keeps each example on a line of its own
-        epilog = "\n\n".join(("Examples:", *(f"lmcachectl {example}" for example in examples)))
-        groups[group].command(name, epilog=epilog)(command)
+        groups[group].command(name, epilog="\n\n".join(("Examples:", *shown)))(command)
     return root
 
 
@@ -172,6 +161,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as exc:
         if exc.errno not in CANNOT_PRINT:
             raise
-        sys.stdout = None  # what is left in it cannot be written at the end either
+        sys.stdout = None  # its buffer cannot be flushed at exit either
         typer.echo(f"lmcachectl: cannot print: {exc.strerror}", err=True)
         sys.exit(EXIT_FAILURE)

@@ -1,15 +1,13 @@
-"""`lmcachectl drain`: let services hand over what only they hold, and watch them do it."""
+"""`lmcachectl drain`: make services hand over what only they hold, and watch them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
-from rich.progress import MofNCompleteColumn, TaskID, TextColumn
 
 from lmcache_ctl.asking import Asker
 from lmcache_ctl.errors import CtlError, UsageError
@@ -19,11 +17,12 @@ from lmcache_ctl.output import (
     Columns,
     Output,
     OutputFormat,
+    Tell,
     confirm,
     print_table,
     print_text,
-    progress,
     show,
+    steps,
 )
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind
@@ -34,7 +33,7 @@ DEFAULT_WITHIN_S = 120.0
 PEER: Final = "peer"
 POLL_S: Final = 0.25
 MAX_UNANSWERED: Final = 3
-"""In a row; then the service is taken to have ended."""
+"""In a row, after which the service counts as ended."""
 DONE: Final = "done"
 PATHS: Final = {
     Kind.SIDECAR: ("/v1/drain?wait=false", "/v1/status"),
@@ -45,23 +44,19 @@ FIGURES: Final = ("total", "handed_over", "already_elsewhere", "failed", "left")
 
 
 class DrainOutcome(msgspec.Struct, frozen=True):
-    """How far one is.
+    """How far a drain is.
 
     Attributes:
         kind: `sidecar`, `storage` or `peer`.
         name: Which instance.
         drain: Its figures; None where it has told none.
-        problem: What went wrong, "" for nothing.
+        problem: The failure, "" for none.
     """
 
     kind: str
     name: str
     drain: DrainProgress | None = None
     problem: str = ""
-
-
-Tell = Callable[[DrainOutcome], None]
-"""Called whenever a drain is farther."""
 
 
 @reaches_services
@@ -89,7 +84,7 @@ def drain(
 ) -> None:
     """Drain services: they take nothing new, and hand over what only they hold.
 
-    They go on serving, and stay drained until they are restarted; so it asks
+    They keep serving, and stay drained until they are restarted; so it asks
     before it drains all of a kind at once. Progress goes to standard error.
     Needs the role admin. Exits with 1 when chunks are left, were not taken, or
     it is not done in time.
@@ -102,10 +97,10 @@ def drain(
         if not yes and any(target.name is None for target in wanted):
             names = ", ".join(f"{one.kind}/{one.name}" for one in direct)
             confirm(f"Drain {names} at once? Each takes nothing new until it is restarted.")
-        with _progress() as tell:
-            drains = [_Drain(asker, one, within_s, tell) for one in direct]
-            drains += [_Drain(asker, one, within_s, tell, peer) for one, peer in peers]
-            found = asyncio.run(_run_all(drains))
+        with steps() as tell:
+            begun = [_drained(asker, one, within_s, tell) for one in direct]
+            begun += [_drained(asker, one, within_s, tell, peer) for one, peer in peers]
+            found = asyncio.run(_all(begun))
     show(found, output, print_drains)
     if not all(_is_complete(one) or (not wait and not one.problem) for one in found):
         raise typer.Exit(1)
@@ -153,96 +148,60 @@ async def _meant(
     return direct, [(broker, peer) for peer in peers]
 
 
-async def _run_all(drains: Sequence[_Drain]) -> list[DrainOutcome]:
-    return list(await asyncio.gather(*(drain.run() for drain in drains)))
+async def _all(drains: Sequence[Coroutine[Any, Any, DrainOutcome]]) -> list[DrainOutcome]:
+    return list(await asyncio.gather(*drains))
 
 
-class _Drain:
-    """One drain, watched for `within_s`, or only begun for None; a peer's goes by the broker."""
+async def _drained(
+    asker: Asker, service: Endpoint, within_s: float | None, tell: Tell, peer: str | None = None
+) -> DrainOutcome:
+    """Begin a drain, and watch it for `within_s` (None: not at all); a broker begins a peer's."""
+    if peer is None:
+        begin, look = PATHS[service.kind]
+        outcome = DrainOutcome(str(service.kind), service.name)
+    else:
+        begin, look = f"/v1/peers/{peer}:drain", f"/v1/peers/{peer}"
+        outcome = DrainOutcome(PEER, peer)
+    name = f"{outcome.kind} {outcome.name}"
 
-    def __init__(
-        self,
-        asker: Asker,
-        service: Endpoint,
-        within_s: float | None,
-        tell: Tell,
-        peer: str | None = None,
-    ) -> None:
-        self._asker = asker
-        self._service = service
-        self._within_s = within_s
-        self._tell = tell
-        if peer is None:
-            self._begin, self._look = PATHS[service.kind]
-            self._last = DrainOutcome(str(service.kind), service.name)
-        else:
-            self._begin, self._look = f"/v1/peers/{peer}:drain", f"/v1/peers/{peer}"
-            self._last = DrainOutcome(PEER, peer)
+    async def ask(method: str, path: str) -> None:
+        nonlocal outcome
+        answer: Any = await asker.one(service, lambda caller: caller.ask(method, path))
+        now = msgspec.convert(answer.get("drain"), DrainProgress | None)
+        if now is not None and now != outcome.drain:
+            done = now.total - now.left
+            note = f"{done}/{now.total} {now.state}"
+            tell(name, done if now.total else 1, max(now.total, 1), note, f"{name}: {now}")
+        outcome = msgspec.structs.replace(outcome, drain=now)
 
-    async def run(self) -> DrainOutcome:
-        try:
-            await self._ask("POST", self._begin)
-        except CtlError as exc:
-            return self._ended(str(exc))
-        if self._within_s is None:
-            return self._last
-        try:
-            async with asyncio.timeout(self._within_s):
-                return await self._watched()
-        except TimeoutError:
-            return self._ended(
-                f"not done within {self._within_s:g} s: it goes on by itself; look again with"
-                " lmcachectl status"
-            )
-
-    async def _watched(self) -> DrainOutcome:
-        unanswered = 0
-        while self._last.drain is None or self._last.drain.state != DONE:
+    async def watch() -> str:
+        """Return the problem that ended it, "" where it is done."""
+        num_unanswered = 0
+        while outcome.drain is None or outcome.drain.state != DONE:
             await asyncio.sleep(POLL_S)
             try:
-                await self._ask("GET", self._look)
-                unanswered = 0
+                await ask("GET", look)
+                num_unanswered = 0
             except CtlError as exc:
-                unanswered += 1
-                if unanswered == MAX_UNANSWERED:
-                    return self._ended(f"it has ended, or cannot be asked any more: {exc}")
-        return self._last
+                num_unanswered += 1
+                if num_unanswered == MAX_UNANSWERED:
+                    return f"it has ended, or cannot be asked any more: {exc}"
+        return ""
 
-    async def _ask(self, method: str, path: str) -> None:
-        answer: Any = await self._asker.one(self._service, lambda caller: caller.ask(method, path))
-        drain = msgspec.convert(answer.get("drain"), DrainProgress | None)
-        now = msgspec.structs.replace(self._last, drain=drain)
-        if now != self._last:
-            self._last = now
-            self._tell(now)
-
-    def _ended(self, problem: str) -> DrainOutcome:
-        return msgspec.structs.replace(self._last, problem=problem)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Tell]:
-    """Yield what shows each step on standard error: bars on a terminal, else a line for each."""
-    with progress(MofNCompleteColumn(), TextColumn("{task.fields[state]}")) as (to, bars):
-        tasks: dict[tuple[str, str], TaskID] = {}
-
-        def tell(one: DrainOutcome) -> None:
-            drain, name = one.drain, f"{one.kind} {one.name}"
-            if drain is None:
-                return
-            if bars is None:
-                to.print(f"{name}: {drain}", soft_wrap=True)
-                return
-            if (one.kind, one.name) not in tasks:
-                tasks[one.kind, one.name] = bars.add_task(name, state="")
-            bars.update(
-                tasks[one.kind, one.name],
-                total=max(drain.total, 1),
-                completed=drain.total - drain.left if drain.total else 1,
-                state=drain.state,
-            )
-
-        yield tell
+    problem = ""
+    try:
+        await ask("POST", begin)
+        if within_s is not None:
+            async with asyncio.timeout(within_s):
+                problem = await watch()
+    except CtlError as exc:
+        problem = str(exc)
+    except TimeoutError:
+        problem = (
+            f"not done within {within_s:g} s: it continues by itself; look again with"
+            " lmcachectl status"
+        )
+    return msgspec.structs.replace(outcome, problem=problem)
 
 
 def print_drains(found: Sequence[DrainOutcome]) -> None:

@@ -1,4 +1,4 @@
-"""`lmcachectl lookup`: who holds which chunk, by the lookup service."""
+"""`lmcachectl lookup`: which instance holds which chunk, by the lookup service."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def locations(
     chunk_id: Annotated[str, typer.Argument(metavar="CHUNK_ID", help="A chunk id, 32 hex digits.")],
     output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Show everybody who holds a chunk. Exits with 1 when nobody does."""
+    """Show all instances that hold a chunk. Exits with 1 when none does."""
     found = reach.ask(Kind.LOOKUP, "GET", f"/v1/chunks/{_checked(chunk_id)}/locations")
     show(found, output, _print_holders)
     if not found["holders"]:

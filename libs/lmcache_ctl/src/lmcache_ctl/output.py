@@ -1,4 +1,4 @@
-"""Print what commands find: JSON or YAML for programs, tables for people."""
+"""Print findings: JSON or YAML for programs, tables for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -47,12 +47,12 @@ Output = Annotated[
 
 
 def show(value: T, output: OutputFormat, as_table: Callable[[T], None]) -> None:
-    """Print what a command has found: structs, lists, dicts.
+    """Print the findings of a command: structs, lists, dicts.
 
     Args:
-        value: What it has found.
-        output: How.
-        as_table: Prints it for people.
+        value: The findings.
+        output: The format.
+        as_table: Prints the table.
     """
     if output is OutputFormat.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
@@ -67,7 +67,7 @@ def show(value: T, output: OutputFormat, as_table: Callable[[T], None]) -> None:
 
 
 def plain(text: str) -> str:
-    """Return text that a terminal may show: a character that would steer it is a question mark."""
+    """Return text that is safe on a terminal: control characters become question marks."""
     return _STEERING.sub("?", text)
 
 
@@ -117,6 +117,28 @@ def progress(*columns: ProgressColumn) -> Iterator[tuple[Console, Progress | Non
     described = TextColumn("{task.description}", markup=False)
     with Progress(described, BarColumn(), *columns, console=to) as bars:
         yield to, bars
+
+
+Tell = Callable[[str, float, float, str, str], None]
+"""Takes the name of a step, how much of how much is done, a note, and a line ("" for none)."""
+
+
+@contextlib.contextmanager
+def steps() -> Iterator[Tell]:
+    """Yield what shows steps on standard error: bars with notes on a terminal, else lines."""
+    with progress(TextColumn("{task.fields[note]}")) as (to, bars):
+        tasks: dict[str, TaskID] = {}
+
+        def tell(name: str, done: float, total: float, note: str, line: str) -> None:
+            if bars is None:
+                if line:
+                    to.print(line, soft_wrap=True)
+                return
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, note="")
+            bars.update(tasks[name], completed=done, total=total, note=note)
+
+        yield tell
 
 
 Cell = str | Text

@@ -39,7 +39,7 @@ class Reach:
 
     @property
     def hint(self) -> str:
-        """What to tell where nothing answers and no place was named; "" where one was."""
+        """Return advice for when nothing answers and no place was named; "" where one was."""
         if self.settings.names_urls or self.settings.names_cluster:
             return ""
         return (

@@ -17,7 +17,7 @@ MAX_REPLICAS_OF_A_NAME: Final = 256
 
 
 class Kind(StrEnum):
-    """What a service is; in the order in which they are shown."""
+    """Kinds of services, in the order in which they are shown."""
 
     LOOKUP = "lookup"
     BROKER = "broker"
@@ -37,7 +37,7 @@ DISTRIBUTIONS: Final = {
     Kind.STORAGE: "lmcache-storage",
     Kind.SIDECAR: "lmcache-sidecar",
 }
-"""What each calls itself in `lmcache_build_info`."""
+"""The name of each in `lmcache_build_info`."""
 HOW_TO_AUTHENTICATE: Final = "--token-file FILE or LMCACHE_CTL_TOKEN"
 
 
@@ -54,7 +54,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     """One process that can be asked.
 
     Attributes:
-        kind: What it should be.
+        kind: Its expected kind.
         name: For people: its pod, or host and port.
         url: REST address, `http(s)://host:port`.
         tls_name: What its certificate names where that is not the host of the URL; None: the host.

@@ -26,6 +26,7 @@ from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
 
 STANDARD_INPUT = Path("-")
+_SEPARATORS = re.compile(r"[\s,]+")
 
 
 @reaches(Kind.SIDECAR)
@@ -151,7 +152,7 @@ def read_token_ids(path: Path) -> list[int]:
     inside = text.strip().removeprefix("[").removesuffix("]").strip()
     if not inside:
         raise UsageError(f"{path} is empty: write token ids as numbers, apart by commas or blanks")
-    words = re.split(r"[\s,]+", inside)
+    words = _SEPARATORS.split(inside)
     if not all(word.isascii() and word.isdigit() for word in words):
         raise UsageError(
             f"{path} holds something else than token ids: write numbers apart by commas or blanks"

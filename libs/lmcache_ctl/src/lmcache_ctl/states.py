@@ -1,4 +1,4 @@
-"""Look at services: their health, what they hold and what they have done."""
+"""Read the state of services: health, tiers and counters."""
 
 from __future__ import annotations
 
@@ -12,18 +12,12 @@ import msgspec
 
 from lmcache_ctl.asking import Asker, Caller, ForeignError, HttpAnswer, ServiceRefusedError
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.services import (
-    DISTRIBUTIONS,
-    HOW_TO_AUTHENTICATE,
-    Endpoint,
-    Kind,
-    where_token_is,
-)
+from lmcache_ctl.services import DISTRIBUTIONS, HOW_TO_AUTHENTICATE, Endpoint, Kind, where_token_is
 
 BUILD_INFO: Final = "lmcache_build_info"
 HTTP_REQUESTS_TOTAL: Final = "lmcache_http_requests_total"
 HALF_A_SECOND: Final = 0.5
-"""What a service says of its clock is cut to whole seconds."""
+"""Added to a service's clock, which its header truncates to whole seconds."""
 PATHS: Final = {
     Kind.LOOKUP: ("/v1/stats", "/v1/instances"),
     Kind.BROKER: ("/v1/stats", "/v1/peers"),
@@ -36,7 +30,7 @@ CALLERS_FAULT: Final = WANTS_TOKEN | {HTTPStatus.TOO_MANY_REQUESTS}
 
 
 class State(StrEnum):
-    """How a service is."""
+    """State of a service."""
 
     OK = "ok"
     DEGRADED = "degraded"
@@ -55,7 +49,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Tier(msgspec.Struct, frozen=True):
-    """What a tier holds; 0 for what it does not say."""
+    """A tier's contents; 0 for figures that it does not report."""
 
     name: str
     num_chunks: int = 0
@@ -81,7 +75,7 @@ class DrainProgress(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """What a service has counted since its start.
+    """Counters of a service since its start.
 
     Attributes:
         num_requests: REST requests.
@@ -125,20 +119,20 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     """One service.
 
     Attributes:
-        kind: What it is.
+        kind: Its kind.
         name: Its pod, its instance id, or host and port.
         url: Where it was asked.
-        state: How it is.
+        state: Its state.
         version: Of its build, "" if not known.
         latency_ms: Of its readiness, milliseconds.
         clock_skew_s: How far its clock is before this machine's, seconds, to about one; None where
             it does not say.
-        problem: What is wrong with it, or with asking it, in a sentence; "" for nothing.
-        checks: What it depends on.
-        tiers: What it holds.
-        traffic: What it has done.
-        drain: How far a drain is; None where there is none.
-        facts: A few words on what is particular to its kind.
+        problem: A sentence on its fault, or on why it cannot be asked; "" for none.
+        checks: Its dependencies.
+        tiers: Its tiers.
+        traffic: Its counters.
+        drain: Progress of a drain; None without one.
+        facts: A few words particular to its kind.
         links: The peers that a broker knows.
         needs_token: Whether it told its health only, since it was shown no token.
         token_secret: The Secret with the token of its release, where that is known and none was
@@ -177,10 +171,7 @@ def token_hint(states: Sequence[ServiceStatus]) -> tuple[str, str]:
     if not silent:
         return "", ""
     where = where_token_is(", ".join(sorted({state.token_secret for state in silent} - {""})))
-    return (
-        f"{len(silent)} of {len(states)} services",
-        f"give one by {HOW_TO_AUTHENTICATE}{where}",
-    )
+    return (f"{len(silent)} of {len(states)} services", f"give one by {HOW_TO_AUTHENTICATE}{where}")
 
 
 class Metrics:
@@ -221,7 +212,7 @@ class Metrics:
 
 
 async def look_at(asker: Asker, services: list[Endpoint]) -> list[ServiceStatus]:
-    """Return how each of them is; a service that does not answer is a state, too."""
+    """Return the state of each; not answering is a state, too."""
     seen = await asker.each(services, _look)
     return [
         ServiceStatus(
@@ -256,7 +247,7 @@ async def _look(caller: Caller) -> ServiceStatus:
         raise ForeignError(f"{what}: ask for a {service.kind} elsewhere")
     told, refusal = await _told(caller)
     needs_token = refusal is not None and not caller.has_token and refusal.status in WANTS_TOKEN
-    # Its health it tells to anyone, so a missing token is nothing that is wrong with it.
+    # its health is public, so a missing token is no fault of it
     problem = "" if refusal is None or needs_token else str(refusal)
     state, checks = _readiness(ready)
     try:
@@ -305,7 +296,7 @@ def _foreign(what: str) -> ForeignError:
 
 
 async def _told(caller: Caller) -> tuple[dict[str, Any], ServiceRefusedError | None]:
-    """Return all that needs a token, in one; and the refusal that ended it, if any."""
+    """Return all answers that need a token, merged; and the refusal that ended them, if any."""
     told: dict[str, Any] = {}
     for path in PATHS[caller.service.kind]:
         try:
@@ -328,7 +319,7 @@ def _readiness(answer: HttpAnswer) -> tuple[State, list[Check]]:
 
 
 def _facts(kind: Kind, told: Mapping[str, Any]) -> dict[str, str]:
-    """Return what people ask first of a service of that kind."""
+    """Return the figures that people ask for first."""
     if not told:
         return {}
     if kind is Kind.LOOKUP:
@@ -353,7 +344,7 @@ def _facts(kind: Kind, told: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _traffic(kind: Kind, metrics: Metrics) -> Traffic:
-    """Return what a service of that kind has counted."""
+    """Return the counters of a service of that kind."""
     requests = metrics.total(HTTP_REQUESTS_TOTAL)
     if kind is Kind.LOOKUP:
         wanted, found = (

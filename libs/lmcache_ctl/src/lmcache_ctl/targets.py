@@ -16,7 +16,7 @@ OWN_NAME: Final = {Kind.SIDECAR: "/v1/status", Kind.STORAGE: "/v1/stats"}
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What a person wrote.
+    """A parsed `KIND[/NAME]`.
 
     Attributes:
         kind: Of the services that are meant.
@@ -32,11 +32,11 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class TargetResult(msgspec.Struct, frozen=True):
-    """What a service answered.
+    """The answer of a service.
 
     Attributes:
-        kind: What it is.
-        name: Which instance.
+        kind: Its kind.
+        name: Its instance.
         result: Its answer; empty where it gave none.
         problem: Why it gave none, "" if it did.
     """
@@ -56,7 +56,7 @@ def parse_target(text: str, kinds: Sequence[Kind]) -> Target:
     kind, has_name, name = text.partition("/")
     if kind not in kinds or (has_name and not name):
         raise UsageError(
-            f"{text!r} names no service: write {' or '.join(kinds)}, and /NAME behind it for a"
+            f"{text!r} names no service: write {' or '.join(kinds)}, and append /NAME for a"
             " single one"
         )
     return Target(Kind(kind), name or None)

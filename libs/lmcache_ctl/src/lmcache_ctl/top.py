@@ -1,4 +1,4 @@
-"""`lmcachectl top`: what all services are doing just now."""
+"""`lmcachectl top`: the current rates of all services."""
 
 from __future__ import annotations
 
@@ -31,15 +31,7 @@ from lmcache_ctl.output import (
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint
 from lmcache_ctl.settings import CtlSettings
-from lmcache_ctl.states import (
-    DrainProgress,
-    Link,
-    ServiceStatus,
-    State,
-    Tier,
-    look_at,
-    token_hint,
-)
+from lmcache_ctl.states import DrainProgress, Link, ServiceStatus, State, Tier, look_at, token_hint
 
 MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 3600.0
@@ -65,18 +57,18 @@ class Rates(msgspec.Struct, frozen=True):
     """One service, in the time between two looks.
 
     Attributes:
-        kind: What it is.
+        kind: Its kind.
         name: Which one.
-        state: How it is now.
-        problem: What is wrong with it, "" for nothing.
+        state: Its state now.
+        problem: Its fault, "" for none.
         requests_per_s: REST requests; None where there is nothing to compare with, as of all
             figures below.
         wanted_per_s: Chunks that were asked for.
         hit_ratio: Share of them that were there; None also where none was asked for.
         in_bytes_per_s: Chunks that were stored.
         out_bytes_per_s: Chunks that were handed out.
-        tiers: What it holds now.
-        drain: How far a drain is.
+        tiers: Its tiers now.
+        drain: Progress of a drain.
     """
 
     kind: str
@@ -100,7 +92,7 @@ class Moment(msgspec.Struct, frozen=True):
         services: In the order that they were asked in.
         links: The peers that brokers know, and how many pulls each serves.
         problem: Why the last search for services failed, "" where it did not.
-        hint: What would show more of them, "" for nothing.
+        hint: How to see more of them, "" for nothing.
     """
 
     seconds: float
@@ -124,8 +116,8 @@ def top(
 ) -> None:
     """Show what all services do just now: rates, tiers, peers and drains.
 
-    The table is refreshed until Ctrl-C; every few seconds services are looked
-    for anew, so that pods which come later are seen. With --once, with JSON or YAML, or
+    The table is refreshed until Ctrl-C; every few seconds services are searched
+    again, so that new pods appear. With --once, with JSON or YAML, or
     where standard output is no terminal, it shows one interval and ends.
     """
     with reach.finding() as find:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmcache_demo.cluster import Cluster
-from lmcache_demo.engine_messages import AskBlended, BlendedAnswers, KeepDocuments
-from lmcache_demo.engines import Engine
+from lmcache_demo.engines import AskBlended, BlendedAnswers, Engine, KeepDocuments
 from lmcache_demo.processes import Processes
 
 POLICY, RECOMPUTE_RATIO = "deviation", 0.25
@@ -19,13 +18,13 @@ MIN_REUSED_SHARE, MIN_EQUAL_SHARE, MIN_RIGHT_SHARE = 0.8, 0.9, 0.9
 
 @dataclass(frozen=True)
 class Way:
-    """One way to read the prompts, and what came of it.
+    """One way to read the prompts, and its outcome.
 
     Attributes:
-        policy: Which tokens were to be computed anew.
+        policy: Which tokens to recompute.
         recompute_ratio: Share of them.
-        answers: What came of it.
-        is_good: Whether it has to pass its certificate; the other has to fail, so that prompts are
+        answers: The outcome.
+        is_good: Whether it must pass its certificate; otherwise it must fail, so that prompts are
             computed in full.
     """
 
@@ -36,38 +35,30 @@ class Way:
 
     @property
     def faults(self) -> list[str]:
-        """What is not as said; empty when all is well."""
+        """List what differs from the expectation."""
         answers, found = self.answers, []
         if (answers.reason_against is None) != self.is_good:
-            found.append(
-                "passed its certificate, and should not have"
-                if not self.is_good
-                else f"not blended: {answers.reason_against}"
-            )
+            against = answers.reason_against
+            passed = "passed its certificate, and should not have"
+            found.append(f"not blended: {against}" if self.is_good else passed)
         elif answers.num_blended != (answers.num_answers if self.is_good else 0):
             found.append(f"{answers.num_blended} of {answers.num_answers} prompts were blended")
-        if (
-            self.is_good
-            and answers.num_reused_tokens < answers.num_prompt_tokens * MIN_REUSED_SHARE
-        ):
-            found.append(
-                f"only {answers.num_reused_tokens} of {answers.num_prompt_tokens} tokens were"
-                " reused"
-            )
+        reused, of = answers.num_reused_tokens, answers.num_prompt_tokens
+        if self.is_good and reused < of * MIN_REUSED_SHARE:
+            found.append(f"only {reused} of {of} tokens were reused")
         least = answers.num_answers * (MIN_EQUAL_SHARE if self.is_good else 1)
+        asked = f"of {answers.num_answers} answers are"
         if answers.num_equal < least:
-            found.append(
-                f"{answers.num_equal} of {answers.num_answers} answers are those of full recompute"
-            )
+            found.append(f"{answers.num_equal} {asked} those of full recompute")
         if answers.num_right < answers.num_answers * MIN_RIGHT_SHARE:
-            found.append(f"{answers.num_right} of {answers.num_answers} answers are right")
+            found.append(f"{answers.num_right} {asked} right")
         return [f"blend, {self.policy}: {fault}" for fault in found]
 
 
 def run_blended(
     processes: Processes, cluster: Cluster, directory: Path, say: Callable[[str], None]
 ) -> list[Way]:
-    """Run the step; its engine and sidecars are ended.
+    """Run the step, and end its engine and sidecars.
 
     Args:
         processes: Owner of the processes.
@@ -89,7 +80,7 @@ def run_blended(
     for policy, ratio in ((POLICY, RECOMPUTE_RATIO), ("none", 0.0)):
         answers = engine.ask_blended(AskBlended(str(reader.socket), folder, policy, ratio))
         ways.append(Way(policy, ratio, answers, is_good=policy != "none"))
-    engine.end()
+    engine.process.end()
     for sidecar in (keeper, reader):
         sidecar.process.kill()
     return ways

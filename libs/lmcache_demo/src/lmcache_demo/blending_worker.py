@@ -25,7 +25,7 @@ from lmcache_core.integrations.transformers import CachedCausalLM, connector_of,
 from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
 from lmcache_core.integrations.transformers.blended import blending_model_of
 
-from lmcache_demo.engine_messages import AskBlended, BlendedAnswers, KeepDocuments
+from lmcache_demo.engines import AskBlended, BlendedAnswers, KeepDocuments
 from lmcache_demo.model import load_two_document_model
 from lmcache_demo.model.two_documents import (
     SEPARATOR,
@@ -62,7 +62,7 @@ class BlendingWorker:
         self._prompts, self._certified_prompts = drawn[:NUM_PROMPTS], drawn[NUM_PROMPTS:]
 
     def keep(self, message: KeepDocuments) -> int:
-        """Store the documents of all prompts, in the order that nobody will ask for; returns
+        """Store the documents of all prompts, in an order that no question uses; return
         their tokens.
         """
         num_tokens = 0

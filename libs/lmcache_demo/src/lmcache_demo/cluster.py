@@ -1,4 +1,4 @@
-"""The services of the demo, as separate processes on loopback ports that they choose themselves."""
+"""The services of the demo, as separate processes on loopback ports that they choose."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sidecar:
 
 @dataclass(frozen=True)
 class CodecFigures:
-    """What the codec of one tier of a sidecar did.
+    """Figures of the codec of one tier of a sidecar.
 
     Attributes:
         raw_bytes: Of the chunks that it encoded, before.
@@ -53,7 +53,7 @@ class CodecFigures:
 
 
 class Cluster:
-    """Starts services, and knows their addresses.
+    """Start services, and know their addresses.
 
     Args:
         processes: Owner of the processes.
@@ -83,13 +83,11 @@ class Cluster:
         if redis_server is not None:
             lookup["redis_url"] = self._start_redis(redis_server)
             self.index = "Redis"
-        self._lookup_url = (
-            f"http://{LOOPBACK}:{self._service('lookup', 'lmcache_lookup', lookup)['port']}"
-        )
         broker = {"port": 0, "ticket_keys_file": self._ticket_keys}
-        self._broker_url = (
-            f"http://{LOOPBACK}:{self._service('broker', 'lmcache_broker', broker)['port']}"
-        )
+        port = self._service("lookup", "lmcache_lookup", lookup)["port"]
+        self._lookup_url = f"http://{LOOPBACK}:{port}"
+        port = self._service("broker", "lmcache_broker", broker)["port"]
+        self._broker_url = f"http://{LOOPBACK}:{port}"
         storage = {
             "port": 0,
             "lm_port": 0,
@@ -143,7 +141,7 @@ class Cluster:
         )
 
     def codec_figures(self, sidecar: Sidecar, tier: str) -> CodecFigures:
-        """What the codec of a tier did since the sidecar started."""
+        """Return the figures of a tier's codec since the sidecar started."""
         figures: dict[str, int] = _get(sidecar.port, "/v1/tiers")["tiers"][tier]
         return CodecFigures(
             figures.get("encoded_raw_bytes", 0),
@@ -167,18 +165,8 @@ class Cluster:
         with socket.socket() as probe:
             probe.bind((LOOPBACK, 0))
             port = probe.getsockname()[1]
-        arguments = [
-            "--port",
-            str(port),
-            "--bind",
-            LOOPBACK,
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-            "--dir",
-            str(self._directory),
-        ]
+        arguments = f"--port {port} --bind {LOOPBACK} --appendonly no".split()
+        arguments += ["--save", "", "--dir", str(self._directory)]
         process = self._processes.start_command("redis", [server, *arguments])
         self._services.append(process)
         self._wait("redis to listen", lambda: _accepts(port))

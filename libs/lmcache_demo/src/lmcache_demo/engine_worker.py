@@ -19,7 +19,7 @@ from lmcache_core.telemetry import (
 )
 
 from lmcache_demo.blending_worker import BlendingWorker
-from lmcache_demo.engine_messages import (
+from lmcache_demo.engines import (
     Answer,
     AskBlended,
     Attach,
@@ -34,7 +34,7 @@ MODEL_NAME = "lmcache-demo-llama"
 
 
 class Worker:
-    """The model, behind no cache engine until `attach`."""
+    """The model, without a cache engine until `attach`."""
 
     def __init__(self) -> None:
         self._model, self._tokenizer = load_model()
@@ -54,7 +54,7 @@ class Worker:
         )
 
     def attach(self, socket: str | None) -> None:
-        """Put the model behind a cache engine at that sidecar; None: behind none."""
+        """Give the model a cache engine at that sidecar; None: no cache engine."""
         if self._engine is not None:
             LMCacheEngineBuilder.destroy(INSTANCE)
         model, self._engine = self._model, None

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 START_TIMEOUT_S = 180.0
 """A sidecar compiles its codecs first, where the installation has not: half a minute of two busy
@@ -72,7 +71,7 @@ class Processes:
 
     Args:
         directory: For logs and port files.
-        environment: Environment of the children, beside what each is given.
+        environment: Environment of the children.
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
@@ -83,12 +82,7 @@ class Processes:
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end_all()
 
     @property

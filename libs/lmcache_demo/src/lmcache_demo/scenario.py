@@ -1,19 +1,26 @@
-"""The steps of the demo, each with what must be true of it."""
+"""The steps of the demo, each with its expectation."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data import topics
 
 from lmcache_demo.blending import Way, run_blended
 from lmcache_demo.cluster import DISK_TIER, REMOTE_TIER, Cluster, CodecFigures, Sidecar
-from lmcache_demo.document import prompts
-from lmcache_demo.engine_messages import Answer, Prompt
-from lmcache_demo.engines import Engine
+from lmcache_demo.engines import Answer, Engine, Prompt
 from lmcache_demo.processes import Processes
 
+DOCUMENT = topics.topics["import"].strip()
+"""A chapter of the language reference that the demo's model has not been trained on; nearly
+3,000 of its tokens.
+"""
+QUESTIONS = (
+    "\n\nQuestion: What is the import statement?\nAnswer: The import statement",
+    "\n\nQuestion: What is a future statement?\nAnswer: A future statement",
+)
 MAX_NEW_TOKENS = 24
 MIN_PROMPT_TOKENS = 2000
 DISK_GB = 1.0
@@ -34,8 +41,8 @@ class Compression:
 
     Attributes:
         lossy: Whether other values come back, so that the answer may be another one.
-        written: What the writer's codec did.
-        read: What the reader's codec did.
+        written: Figures of the writer's codec.
+        read: Figures of the reader's codec.
     """
 
     lossy: bool
@@ -49,17 +56,15 @@ class Compression:
 
     @property
     def faults(self) -> list[str]:
-        """What is not as said; empty when all is well."""
-        found = []
+        """List what differs from the expectation."""
+        found, written = [], self.written
         if self.ratio <= 1:
-            found.append(
-                f"{self.written.raw_bytes} bytes of KV were stored in {self.written.encoded_bytes},"
-                " which is not smaller"
-            )
+            sizes = f"{written.raw_bytes} bytes of KV were stored in {written.encoded_bytes}"
+            found.append(f"{sizes}, which is not smaller")
         if not self.read.num_decoded_chunks:
             found.append("nothing was decoded")
-        if self.lossy != (self.written.rms_error > 0):
-            found.append(f"the encoder measured an error of {self.written.rms_error:.2%}")
+        if self.lossy != (written.rms_error > 0):
+            found.append(f"the encoder measured an error of {written.rms_error:.2%}")
         return found
 
 
@@ -70,9 +75,9 @@ class Step:
     Attributes:
         title: What happened.
         expected: Tier that the KV had to come from.
-        answer: What the engine said.
-        reference: What an engine without a cache said.
-        compression: How the KV was stored that the engine got; None for as it is.
+        answer: The engine's answer.
+        reference: The answer of an engine without a cache.
+        compression: How the KV that the engine got was compressed; None for not.
     """
 
     title: str
@@ -84,25 +89,17 @@ class Step:
     @property
     def place(self) -> str:
         """Where the KV came from."""
-        return (
-            ", ".join(PLACES.get(tier, tier) for tier in self.answer.reused_by_tier)
-            or PLACES[NOWHERE]
-        )
+        places = (PLACES.get(tier, tier) for tier in self.answer.reused_by_tier)
+        return ", ".join(places) or PLACES[NOWHERE]
 
     @property
     def first_difference(self) -> int | None:
-        """Which generated token, counted from 1, is the first that is not the one without a
-        cache; None when all are.
-        """
+        """Return the number, from 1, of the first token that differs from the reference's."""
         got, want = self.answer.tokens, self.reference.tokens
         if got == want:
             return None
-        different = (
-            number
-            for number, pair in enumerate(zip(got, want, strict=False), 1)
-            if pair[0] != pair[1]
-        )
-        return next(different, min(len(got), len(want)) + 1)
+        pairs = enumerate(zip(got, want, strict=False), 1)
+        return next((number for number, (a, b) in pairs if a != b), min(len(got), len(want)) + 1)
 
     @property
     def may_differ(self) -> bool:
@@ -111,21 +108,19 @@ class Step:
 
     @property
     def faults(self) -> list[str]:
-        """What is not as said; empty when all is well."""
+        """List what differs from the expectation."""
         found = [] if self.compression is None else self.compression.faults
+        reused, tokens = self.answer.num_reused_tokens, self.answer.num_prompt_tokens
         if self.first_difference is not None and not self.may_differ:
             found.append(f"generated {self.answer.tokens}, without a cache {self.reference.tokens}")
         if set(self.answer.reused_by_tier) != ({self.expected} - {NOWHERE}):
             found.append(f"KV came from {self.place}, expected {PLACES[self.expected]}")
-        if self.expected and self.answer.num_reused_tokens < MIN_PROMPT_TOKENS * 9 // 10:
-            found.append(f"only {self.answer.num_reused_tokens} tokens were reused")
-        if not self.expected and self.answer.num_reused_tokens:
-            found.append(f"{self.answer.num_reused_tokens} tokens were reused, expected none")
-        if self.answer.num_prompt_tokens < MIN_PROMPT_TOKENS:
-            found.append(
-                f"the prompt has {self.answer.num_prompt_tokens} tokens, fewer than"
-                f" {MIN_PROMPT_TOKENS}"
-            )
+        if self.expected and reused < MIN_PROMPT_TOKENS * 9 // 10:
+            found.append(f"only {reused} tokens were reused")
+        if not self.expected and reused:
+            found.append(f"{reused} tokens were reused, expected none")
+        if tokens < MIN_PROMPT_TOKENS:
+            found.append(f"the prompt has {tokens} tokens, fewer than {MIN_PROMPT_TOKENS}")
         return found
 
 
@@ -146,7 +141,7 @@ class Scenario:
         self._cluster = cluster
         self._directory = directory
         self._say = say
-        self._first, self._second = (Prompt(text, MAX_NEW_TOKENS) for text in prompts())
+        self._first, self._second = (Prompt(DOCUMENT + one, MAX_NEW_TOKENS) for one in QUESTIONS)
         self.blended: list[Way] = []
         """Filled by `steps`."""
 
@@ -172,19 +167,19 @@ class Scenario:
         yield Step("A, question 1", NOWHERE, answer, plain_first)
         self._say("engine A reads it again with question 2")
         yield Step("A, question 2", HOT, engine.ask(self._second), plain_second)
-        engine.end()
+        engine.process.end()
 
         self._say("engine B, at sidecar B, reads it with question 2")
-        engine, sidecar_b = self._engine("b", lambda: cluster.start_sidecar("sidecar-b"))
+        engine, sidecar_b = self._engine("b")
         yield Step("B, 2nd sidecar", PEER, engine.ask(self._second), plain_second)
-        engine.end()
+        engine.process.end()
 
         self._say("sidecars A and B are killed; engine C starts at a fresh sidecar")
         sidecar_a.process.kill()
         sidecar_b.process.kill()
-        engine, sidecar_c = self._engine("c", lambda: cluster.start_sidecar("sidecar-c"))
+        engine, sidecar_c = self._engine("c")
         yield Step("C, A+B killed", REMOTE, engine.ask(self._first), plain_first)
-        engine.end()
+        engine.process.end()
         sidecar_c.process.kill()
 
     def _compressed(self, plain_first: Answer, plain_second: Answer) -> Iterator[Step]:
@@ -192,7 +187,10 @@ class Scenario:
         part in it. Kills everything in the end.
         """
         cluster = self._cluster
-        remote = {"salt_file": self._salt(), "remote_serde": LOSSY_SERDE}
+        salt = self._directory / "salt"
+        salt.write_text(secrets.token_hex(16), encoding="utf-8")
+        salt.chmod(0o600)
+        remote = {"salt_file": salt, "remote_serde": LOSSY_SERDE}
         disk = {
             "disk_path": self._directory / "disk-d",
             "disk_gb": DISK_GB,
@@ -203,11 +201,9 @@ class Scenario:
             f"engine D, of another salt, stores: {LOSSY_SERDE} in cache_storage, {LOSSLESS_SERDE}"
             " on a disk"
         )
-        engine, writer = self._engine(
-            "d", lambda: cluster.start_sidecar("sidecar-d", **(remote | disk))
-        )
+        engine, writer = self._engine("d", **(remote | disk))
         answer = engine.ask(self._first)
-        engine.end()
+        engine.process.end()
         cluster.wait_until_settled(writer)
         yield Step("D, other salt", NOWHERE, answer, plain_first)
         written = {tier: cluster.codec_figures(writer, tier) for tier in (REMOTE, DISK)}
@@ -217,9 +213,9 @@ class Scenario:
             f"sidecar D is killed; engine E, at a fresh sidecar, reads the {LOSSY_SERDE} chunks in"
             " cache_storage"
         )
-        engine, reader = self._engine("e", lambda: cluster.start_sidecar("sidecar-e", **remote))
+        engine, reader = self._engine("e", **remote)
         answer = engine.ask(self._first)
-        engine.end()
+        engine.process.end()
         compression = Compression(True, written[REMOTE], cluster.codec_figures(reader, REMOTE))
         yield Step(f"E, {LOSSY_SERDE}", REMOTE, answer, plain_first, compression)
         reader.process.kill()
@@ -228,36 +224,23 @@ class Scenario:
             f"sidecar E is killed; engine F, at a fresh sidecar, reads the {LOSSLESS_SERDE} chunks"
             " on D's disk"
         )
-        engine, reader = self._engine(
-            "f",
-            lambda: self._sidecar_of_disk("sidecar-f", disk | {"salt_file": remote["salt_file"]}),
-        )
+        engine, reader = self._engine("f", **(disk | {"salt_file": salt}))
+        cluster.wait_until_loaded(reader)
         answer = engine.ask(self._first)
         compression = Compression(False, written[DISK], cluster.codec_figures(reader, DISK))
         yield Step(f"F, {LOSSLESS_SERDE}", DISK, answer, plain_first, compression)
 
         self.blended = run_blended(self._processes, cluster, self._directory, self._say)
 
-        self._say("every service and sidecar is killed; engine F goes on without")
+        self._say("every service and sidecar is killed; engine F continues without")
         reader.process.kill()
         cluster.kill_services()
         yield Step("F, all killed", NOWHERE, engine.ask(self._second), plain_second)
-        engine.end()
+        engine.process.end()
 
-    def _salt(self) -> Path:
-        path = self._directory / "salt"
-        path.write_text(secrets.token_hex(16), encoding="utf-8")
-        path.chmod(0o600)
-        return path
-
-    def _sidecar_of_disk(self, name: str, options: Mapping[str, object]) -> Sidecar:
-        sidecar = self._cluster.start_sidecar(name, **options)
-        self._cluster.wait_until_loaded(sidecar)
-        return sidecar
-
-    def _engine(self, name: str, start_sidecar: Callable[[], Sidecar]) -> tuple[Engine, Sidecar]:
-        """A fresh engine at a sidecar; both start at the same time."""
+    def _engine(self, name: str, **options: object) -> tuple[Engine, Sidecar]:
+        """Start a fresh engine at a fresh sidecar, both at the same time."""
         engine = Engine(self._processes, f"engine-{name}")
-        sidecar = start_sidecar()
+        sidecar = self._cluster.start_sidecar(f"sidecar-{name}", **options)
         engine.attach(sidecar.socket)
         return engine, sidecar

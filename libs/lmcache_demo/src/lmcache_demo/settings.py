@@ -1,4 +1,4 @@
-"""What the demo takes from, and gives to, the environment."""
+"""The environment of the demo and of its processes."""
 
 from __future__ import annotations
 

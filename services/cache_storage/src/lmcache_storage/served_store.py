@@ -1,15 +1,17 @@
-"""What this server serves to others over REST and lm://: counted, and open to handovers."""
+"""What this server serves over REST and lm://: counted, and open to handovers from servers that
+end.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Result
 from lmcache_core.storage import DiskBackend
-from lmcache_core.storage.client_view import ClientView, WrappedStore
+from lmcache_core.storage.served import LocalStore, LosslessStore, WrappedStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import AdaptsToClients, ServedStore
@@ -18,7 +20,6 @@ from lmcache_core.wire.served import TakesHandovers
 from typing_extensions import override
 
 from lmcache_storage import metrics
-from lmcache_storage.handover.departures import Departures
 
 MAX_PENDING_SHARE = 4
 """While more than one part in this many of the memory waits to be written to the disk, what is
@@ -26,24 +27,104 @@ handed over waits: no disk has it.
 """
 MAX_WAIT_S = 5.0
 PAUSE_S = 0.01
+MAX_REMOVAL_WAIT_S = 5.0
+"""Longest that a store waits for the removal of the same chunk; it fails then."""
+
+
+class Departures:
+    """Chunks that have moved to another server and are about to be forgotten. Clients are still
+    served them; other servers, which may end, are told that they are gone. On one event loop.
+
+    A chunk that is stored here again, for instance by a server that ends, stays.
+    """
+
+    def __init__(self) -> None:
+        self._keys: set[ChunkKey] = set()
+        self._removals: dict[ChunkKey, asyncio.Event] = {}
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._keys or key in self._removals
+
+    def begin(self, keys: Iterable[ChunkKey]) -> None:
+        """Count these as departing. Call it before they are sent: a receiver may end at once and
+        ask whether its chunks are here.
+        """
+        self._keys.update(keys)
+
+    def end(self, keys: Iterable[ChunkKey]) -> None:
+        """Let these stay after all."""
+        self._keys.difference_update(keys)
+
+    async def forget(self, keys: Sequence[ChunkKey], remove: Awaitable[object]) -> None:
+        """Remove departing chunks. Storing one of them waits until that is over: it would be
+        removed too.
+
+        Args:
+            keys: All of them depart, and none is stored before `remove` runs.
+            remove: Removes them.
+        """
+        removed = asyncio.Event()
+        self.end(keys)
+        self._removals.update(dict.fromkeys(keys, removed))
+        try:
+            await remove
+        finally:
+            for key in keys:
+                del self._removals[key]
+            removed.set()
+
+    async def stay(self, key: ChunkKey) -> bool:
+        """Prepare for storing a chunk, which stays then; False if it cannot be stored now."""
+        self.end([key])
+        try:
+            async with asyncio.timeout(MAX_REMOVAL_WAIT_S):
+                while (removal := self._removals.get(key)) is not None:
+                    await removal.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class KeepingStore(LocalStore):
+    """The tiers of a server. What is put there does not depart.
+
+    Args:
+        stack: The tiers.
+        departures: What is about to be forgotten there.
+        accepts_puts: As of `LocalStore`.
+        timeout_s: As of `LocalStore`.
+    """
+
+    def __init__(
+        self,
+        stack: TierStack,
+        departures: Departures,
+        accepts_puts: Callable[[], bool],
+        timeout_s: float,
+    ) -> None:
+        super().__init__(stack, accepts_puts, timeout_s, tiers=None)
+        self._departures = departures
+
+    @override
+    async def put(self, chunk: Chunk) -> bool:
+        return await self._departures.stay(chunk.key) and await super().put(chunk)
 
 
 class CountedStore(WrappedStore):
-    """A `ServedStore` around another one.
+    """Counts what clients of another store do.
 
     Args:
         store: Does the work.
         counters: Where it is counted, under the names of `lmcache_storage.metrics`.
+
+    Attributes:
+        store: As given: a look at its chunks sends them to no client.
     """
 
     def __init__(self, store: ServedStore, counters: Counters) -> None:
         super().__init__(store)
+        self.store = store
         self._counters = counters
-
-    @property
-    def uncounted(self) -> ServedStore:
-        """The same chunks, for a look at them that sends them to no client."""
-        return self._store
 
     @override
     def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
@@ -84,12 +165,12 @@ class HandoverStore(CountedStore, AdaptsToClients, TakesHandovers):
     """All chunks of this server, for clients and for other servers that hand over theirs.
 
     Args:
-        view: Gives each client what it can take.
+        store: All chunks as they come.
         counters: As of `CountedStore`.
         stack: Where chunks are kept.
         disk: The disk tier of the stack; None without one.
         departures: Chunks that are about to be forgotten.
-        takes_chunks: Whether this server takes chunks still.
+        takes_chunks: Whether this server still takes chunks.
 
     Attributes:
         departures: As given.
@@ -98,15 +179,15 @@ class HandoverStore(CountedStore, AdaptsToClients, TakesHandovers):
 
     def __init__(
         self,
-        view: ClientView,
+        store: ServedStore,
         counters: Counters,
         stack: TierStack,
         disk: DiskBackend | None,
         departures: Departures,
         takes_chunks: Callable[[], bool],
     ) -> None:
-        super().__init__(view, counters)
-        self._view = view
+        super().__init__(store, counters)
+        self._lossless = LosslessStore(store)
         self._stack = stack
         self._disk = disk
         self._takes_chunks = takes_chunks
@@ -117,11 +198,11 @@ class HandoverStore(CountedStore, AdaptsToClients, TakesHandovers):
     @property
     @override
     def offers(self) -> Accepts:
-        return self._view.offers
+        return Accepts(lossy=True)
 
     @override
     def for_client(self, accepts: Accepts) -> ServedStore:
-        return CountedStore(self._view.for_client(accepts), self._counters)
+        return CountedStore(self.store if accepts.lossy else self._lossless, self._counters)
 
     @override
     def stays(self, key: ChunkKey) -> bool:

@@ -6,7 +6,7 @@ import ipaddress
 from typing import Literal
 
 from lmcache_core.errors import ConfigError
-from lmcache_core.storage.remote.addresses import hosts_of
+from lmcache_core.storage.remote.members import hosts_of
 from lmcache_node.settings import BYTES_PER_GB, DistributedUrlText, Tenant
 from lmcache_servicekit.settings import Port, is_loopback
 from pydantic import Field, field_validator, model_validator
@@ -30,8 +30,8 @@ class StorageSettings(S3Settings):
         max_connections: lm:// connections at once.
         lmcache_compat_port: Port for unmodified LMCache clients; 0 takes a free one, unset: there
             is none.
-        lmcache_compat_host: Where to serve them. They show no credentials: whoever reaches this is
-            served.
+        lmcache_compat_host: Where to serve them. They show no credentials: everyone who reaches
+            this is served.
         lmcache_compat_dialect: What they speak: `v0.2` to release 0.3.2, `v0.3+` from 0.3.3 on.
         lmcache_compat_tenant: Whose namespace, quota and tiers they use; needed with
             lmcache_compat_port.

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, FastAPI, Request
 from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.errors import ConfigError
+from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import PeerFigures
-from lmcache_core.storage.client_view import ClientView
 from lmcache_core.storage.guard import GuardOptions
-from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.tiers import HotSpec, TierSet, TiersSpec, build_tiers
 from lmcache_core.wire import LmServer, ServerLimits
 from lmcache_node.local_chunks import LocalChunks
@@ -25,16 +24,15 @@ from lmcache_servicekit.listening import naming_listener
 from lmcache_servicekit.state import ServiceState, service_state
 from typing_extensions import override
 
-from lmcache_storage.compat import create_compat_server
+from lmcache_storage.compat.server import create_compat_server
 from lmcache_storage.compat.values import is_foreign
-from lmcache_storage.handover.departures import Departures, KeepingStore
 from lmcache_storage.handover.mover import Mover, ServerHandover
 from lmcache_storage.handover.rebalancer import LOOK_S, Rebalancer
 from lmcache_storage.handover.servers import OtherServers, create_members
-from lmcache_storage.health import add_health_checks
 from lmcache_storage.metrics import DESCRIBED
+from lmcache_storage.problems import DrainingError
 from lmcache_storage.s3 import S3_TIER, create_s3_backend
-from lmcache_storage.served_store import HandoverStore
+from lmcache_storage.served_store import Departures, HandoverStore, KeepingStore
 from lmcache_storage.settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ handovers wait for.
 
 
 class StorageNode(Node[StorageSettings]):
-    """A node that serves whoever has a token: lm://, REST, and unmodified LMCache clients.
+    """A node that serves everyone with a token: lm://, REST, and unmodified LMCache clients.
 
     Attributes:
         bucket: The further store; None where none is configured.
@@ -64,7 +62,7 @@ class StorageNode(Node[StorageSettings]):
     bucket: S3Backend | None
     limits: ServerLimits
     store: HandoverStore
-    near: ClientView
+    near: LocalStore
     servers: OtherServers | None
 
     def __init__(self, state: ServiceState) -> None:
@@ -100,11 +98,9 @@ class StorageNode(Node[StorageSettings]):
             mover = Mover(chunks, self.servers, self.counters)
         self.make_drain(ServerHandover(chunks, self.servers, mover))
         departures, timeout_s = Departures(), settings.tier_timeout_s
-        whole = LocalStore(stack, self.takes_chunks, timeout_s, tiers=None)
-        near = LocalStore(stack, self.takes_chunks, timeout_s)
-        self.near = ClientView(KeepingStore(near, departures))
+        self.near = LocalStore(stack, self.takes_chunks, timeout_s)
         self.store = HandoverStore(
-            ClientView(KeepingStore(whole, departures)),
+            KeepingStore(stack, departures, self.takes_chunks, timeout_s),
             self.counters,
             stack,
             tiers.disk_files,
@@ -127,7 +123,13 @@ class StorageNode(Node[StorageSettings]):
         )
         grace_s = float(settings.shutdown_grace_s)
         await self.serve(server, settings.advertise_url, grace_s)
-        await self._open_compat(grace_s)
+        if settings.lmcache_compat_port is not None:
+            compat = create_compat_server(settings, self.store, self.counters)
+            host, port = settings.lmcache_compat_host, settings.lmcache_compat_port
+            self.exits.push_async_callback(compat.listener.close, grace_s)
+            with naming_listener("lmcache_compat_host", host, "lmcache_compat_port", port):
+                await compat.open(host, port)
+            self.state.ports["lmcache_compat_port"] = compat.listener.port
         await self.join(lambda: PeerFigures(tiers=self.tier_figures()))
         if members is not None:
             await self.opened(members)
@@ -139,31 +141,28 @@ class StorageNode(Node[StorageSettings]):
             self.exits.push_async_callback(tasks.close)
             tasks.repeat("look", rebalancer.look, LOOK_S)
         self.drain_at_stop(before_stop=settings.hand_over_on_stop, at_exit=False)
-        add_health_checks(self)
+        self._add_health_checks()
 
     @override
     def refuse_stores(self) -> None:
         """Do nothing: every store asks `takes_chunks`."""
 
-    async def page(
-        self, tenant: str, begin: int, end: int
-    ) -> tuple[list[tuple[ChunkKey, int, list[str]]], int]:
-        """Return part of what `holdings` returns, and how many chunks there are."""
-        # Listing takes as long as there are chunks, so it is done in a thread, and by one call at a
-        # time: others need these threads, too.
-        async with self._listing:
-            held = await asyncio.to_thread(self.holdings, tenant)
-        return held[begin:end], len(held)
-
-    def holdings(self, tenant: str) -> list[tuple[ChunkKey, int, list[str]]]:
+    async def holdings(self, tenant: str) -> list[tuple[ChunkKey, int, list[str]]]:
         """Return key, size in bytes and tiers of every chunk of a tenant, ordered by key."""
-        found: dict[ChunkKey, tuple[int, list[str]]] = {}
-        for tier in self.local_tiers:
-            for key, num_bytes in tier.held():
-                if key.tenant == tenant:
-                    found.setdefault(key, (num_bytes, []))[1].append(tier.name)
-        ordered = sorted(found.items(), key=lambda item: item[0].key.canonical())
-        return [(key, num_bytes, names) for key, (num_bytes, names) in ordered]
+
+        def collect() -> list[tuple[ChunkKey, int, list[str]]]:
+            found: dict[ChunkKey, tuple[int, list[str]]] = {}
+            for tier in self.local_tiers:
+                for key, num_bytes in tier.held():
+                    if key.tenant == tenant:
+                        found.setdefault(key, (num_bytes, []))[1].append(tier.name)
+            ordered = sorted(found.items(), key=lambda item: item[0].key.canonical())
+            return [(key, num_bytes, names) for key, (num_bytes, names) in ordered]
+
+        # It takes as long as there are chunks: in a thread, and one at a time, since others need
+        # these threads too.
+        async with self._listing:
+            return await asyncio.to_thread(collect)
 
     async def _make_tiers(self) -> TierSet:
         settings = self.settings
@@ -186,15 +185,67 @@ class StorageNode(Node[StorageSettings]):
             )
         )
 
-    async def _open_compat(self, grace_s: float) -> None:
-        server = create_compat_server(self.settings, self.store, self.counters)
-        if server is None:
-            return
-        host, port = self.settings.lmcache_compat_host, self.settings.lmcache_compat_port or 0
-        self.exits.push_async_callback(server.close, grace_s)
-        with naming_listener("lmcache_compat_host", host, "lmcache_compat_port", port):
-            await server.open()
-        self.state.ports["lmcache_compat_port"] = server.port
+    def _add_health_checks(self) -> None:
+        """Register what `/readyz` asks. Without disk, bucket, lookup or broker the storage still
+        serves from memory: they only degrade it.
+        """
+        health = self.state.health
+        reporter, registration, bucket = self.reporter, self.registration, self.bucket
+
+        async def stores() -> str:
+            if not self.takes_chunks():
+                raise DrainingError("draining")
+            return "new chunks are taken"
+
+        async def arena() -> str:
+            figures = self.stack.hot.stats()
+            return f"{figures['used_bytes']} of {figures['capacity_bytes']} bytes used"
+
+        health.add("stores", stores)
+        health.add("arena", arena)
+        if (disk := self.tiers.disk_files) is not None:
+
+            async def takes_writes() -> str:
+                figures = disk.stats()
+                if figures["is_failing"]:
+                    raise UnavailableError(
+                        "the disk does not take writes; new chunks are kept in memory only"
+                    )
+                if figures["is_loading"]:
+                    return "its directory is being read"
+                return f"{figures['num_chunks']} chunks"
+
+            health.add("disk", takes_writes, required=False)
+        if bucket is not None:
+
+            async def answers() -> str:
+                await bucket.probe()
+                if bucket.refuses_writes:
+                    raise UnavailableError(
+                        "the bucket does not take writes; new chunks are kept in memory and on"
+                        " disk only"
+                    )
+                return "answers"
+
+            health.add("s3", answers, required=False, where=bucket.where)
+        if reporter is not None:
+
+            async def lookup() -> str:
+                if not reporter.registered:
+                    raise UnavailableError(
+                        "not registered at lookup; others cannot find what is held here"
+                    )
+                return "registered"
+
+            health.add("lookup", lookup, required=False)
+        if registration is not None:
+
+            async def broker() -> str:
+                if not registration.registered:
+                    raise UnavailableError("not registered at the broker; others are not sent here")
+                return "registered"
+
+            health.add("broker", broker, required=False)
 
 
 @asynccontextmanager
@@ -205,8 +256,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _storage_of(request: Request) -> StorageNode:
-    storage = request.app.state.storage
-    assert isinstance(storage, StorageNode)
+    storage: StorageNode = request.app.state.storage
     return storage
 
 

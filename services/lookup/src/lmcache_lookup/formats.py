@@ -49,7 +49,8 @@ class RequestBody(Generic[J, P]):
             HTTPException: 415: it has neither format.
             RequestValidationError: It is not what is asked for; the text does not repeat it.
         """
-        kind = _bare(request.headers.get("content-type", ""))
+        content_type = request.headers.get("content-type", "")
+        kind = content_type.partition(";")[0].strip().lower()
         if kind not in FORMATS:
             raise HTTPException(
                 415, f"a body here is {JSON} or {MSGPACK}: say which in Content-Type"
@@ -114,10 +115,6 @@ def _with_integers(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _with_integers(item) for name, item in value.items()}
     return value
-
-
-def _bare(content_type: str) -> str:
-    return content_type.partition(";")[0].strip().lower()
 
 
 def _weights(accept: str) -> dict[str, float]:

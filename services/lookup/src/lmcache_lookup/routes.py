@@ -137,9 +137,7 @@ async def route(request: Request, caller: ClientPrincipal, service: Service) -> 
 
 
 @questions.post(
-    "/contains",
-    summary="Check which chunks have a holder",
-    **bodies.route(CHUNKS, ContainsAnswer),
+    "/contains", summary="Check which chunks have a holder", **bodies.route(CHUNKS, ContainsAnswer)
 )
 async def contains(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """Each chunk on its own, not as a prefix."""

@@ -38,7 +38,20 @@ _GAUGES: Final = MappingProxyType(
         "pending_write_bytes": (TIER_PENDING_BYTES, "Bytes that wait to be written to the tier."),
     }
 )
+_CODEC_ERRORS: Final = (
+    (CODEC_LAST_MAX_RELATIVE_ERROR, "Largest error in the last chunk.", 0, "max_relative"),
+    (
+        CODEC_LAST_RMS_RELATIVE_ERROR,
+        "Root mean square error in the last chunk.",
+        0,
+        "rms_relative",
+    ),
+    (CODEC_WORST_MAX_RELATIVE_ERROR, "Largest error in any chunk so far.", 1, "max_relative"),
+    (CODEC_WORST_RMS_RELATIVE_ERROR, "Largest root mean square error so far.", 1, "rms_relative"),
+)
+"""Name, meaning, place among the last and the worst errors of a profile, attribute."""
 _OPERATIONS: Final = ("contains", "get", "put", "remove", "clear")
+_METERED: Final = (LABEL_TIER, LABEL_OPERATION)
 TIER_EVENTS: Final = (
     "evicted_chunks",
     "expired_chunks",
@@ -118,7 +131,9 @@ class TierCollector(Collector):
         self._tiers = tiers
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a gauge for each size, and one counter for what happens in tiers."""
+        """Yield a gauge for each size, a counter for what happens in tiers, and for metered tiers
+        what they were asked for, how long that took and what it brought.
+        """
         tiers = self._tiers()
         for figure, (name, text) in _GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=[LABEL_TIER])
@@ -134,32 +149,21 @@ class TierCollector(Collector):
                 if event in figures:
                     events.add_metric([tier, event], figures[event])
         yield events
-        yield from _work(tiers)
-
-
-def _work(tiers: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
-    """What tiers were asked for, how long that took and what it brought, for those that are
-    metered.
-    """
-    calls = CounterMetricFamily(
-        TIER_CALLS_TOTAL, "Calls of a tier.", labels=[LABEL_TIER, LABEL_OPERATION]
-    )
-    num_bytes = CounterMetricFamily(
-        TIER_BYTES_TOTAL,
-        "Bytes of records that a tier gave or took.",
-        labels=[LABEL_TIER, LABEL_OPERATION],
-    )
-    seconds = CounterMetricFamily(
-        TIER_SECONDS_TOTAL, "Time that calls of a tier took.", labels=[LABEL_TIER, LABEL_OPERATION]
-    )
-    for tier, figures in tiers.items():
-        for operation in _OPERATIONS:
-            labels = [tier, operation]
-            if f"{operation}_calls" in figures:
-                calls.add_metric(labels, figures[f"{operation}_calls"])
-                num_bytes.add_metric(labels, figures.get(f"{operation}_bytes", 0))
-                seconds.add_metric(labels, figures.get(f"{operation}_microseconds", 0) / 1e6)
-    yield from (calls, num_bytes, seconds)
+        calls = CounterMetricFamily(TIER_CALLS_TOTAL, "Calls of a tier.", labels=_METERED)
+        num_bytes = CounterMetricFamily(
+            TIER_BYTES_TOTAL, "Bytes of records that a tier gave or took.", labels=_METERED
+        )
+        seconds = CounterMetricFamily(
+            TIER_SECONDS_TOTAL, "Time that calls of a tier took.", labels=_METERED
+        )
+        for tier, figures in tiers.items():
+            for operation in _OPERATIONS:
+                if f"{operation}_calls" in figures:
+                    labels = [tier, operation]
+                    calls.add_metric(labels, figures[f"{operation}_calls"])
+                    num_bytes.add_metric(labels, figures.get(f"{operation}_bytes", 0))
+                    seconds.add_metric(labels, figures.get(f"{operation}_microseconds", 0) / 1e6)
+        yield from (calls, num_bytes, seconds)
 
 
 class CodecErrorCollector(Collector):
@@ -176,29 +180,8 @@ class CodecErrorCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield a gauge for the last and the worst of each error."""
-        last_max = GaugeMetricFamily(
-            CODEC_LAST_MAX_RELATIVE_ERROR,
-            "Largest error in the last chunk.",
-            labels=[LABEL_PROFILE],
-        )
-        last_rms = GaugeMetricFamily(
-            CODEC_LAST_RMS_RELATIVE_ERROR,
-            "Root mean square error in the last chunk.",
-            labels=[LABEL_PROFILE],
-        )
-        worst_max = GaugeMetricFamily(
-            CODEC_WORST_MAX_RELATIVE_ERROR,
-            "Largest error in any chunk so far.",
-            labels=[LABEL_PROFILE],
-        )
-        worst_rms = GaugeMetricFamily(
-            CODEC_WORST_RMS_RELATIVE_ERROR,
-            "Largest root mean square error so far.",
-            labels=[LABEL_PROFILE],
-        )
-        for profile, (last, worst) in self._errors().items():
-            last_max.add_metric([profile], last.max_relative)
-            last_rms.add_metric([profile], last.rms_relative)
-            worst_max.add_metric([profile], worst.max_relative)
-            worst_rms.add_metric([profile], worst.rms_relative)
-        yield from (last_max, last_rms, worst_max, worst_rms)
+        for name, text, which, figure in _CODEC_ERRORS:
+            gauge = GaugeMetricFamily(name, text, labels=[LABEL_PROFILE])
+            for profile, errors in self._errors().items():
+                gauge.add_metric([profile], getattr(errors[which], figure))
+            yield gauge

@@ -1,4 +1,4 @@
-"""The end of a node: it takes nothing new, finishes its writes, and hands over what it holds,
+"""The drain of a node: it takes nothing new, finishes its writes, and hands over what it holds,
 within a bound.
 """
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class DrainState(StrEnum):
-    """How far a node is on its way to its end."""
+    """The stages of a drain."""
 
     SERVING = "serving"
     WRITING = "writing"
@@ -72,8 +72,8 @@ class ChunkHandover(Protocol):
     writing_share: float
 
     def count(self) -> int:
-        """Return how many chunks there are, for those who watch the drain from its beginning; 0 if
-        `run` tells it. Called in a thread.
+        """Return how many chunks there are, shown from the beginning of the drain; 0 if `run` sets
+        it. Called in a thread.
         """
 
     async def run(self, progress: DrainProgress, deadline: float) -> None:
@@ -114,12 +114,12 @@ class NodeDrain:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the node takes nothing new any more."""
+        """Return whether the node takes nothing new any more."""
         return self._ended is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last drain has left nothing that could have been written or handed over."""
+        """Return whether the last drain wrote and handed over everything."""
         return not self.progress.left and not self.progress.failed and not self._stack.is_writing
 
     def when_it_begins(self, callback: Callable[[], None]) -> None:
@@ -127,7 +127,7 @@ class NodeDrain:
         self._on_begin.append(callback)
 
     def begin(self) -> None:
-        """NodeDrain in the background, unless a drain is running or has left nothing."""
+        """Drain in the background, unless a drain is running or has left nothing."""
         if self._ended is not None and (not self._ended.is_set() or self.is_complete):
             return
         is_first, self._ended = self._ended is None, asyncio.Event()
@@ -142,13 +142,13 @@ class NodeDrain:
         await self._counted.wait()
 
     async def run(self) -> None:
-        """NodeDrain, for up to `timeout_s` seconds. What could not be done is in `progress`."""
+        """Drain, for up to `timeout_s` seconds. What could not be done is in `progress`."""
         self.begin()
         assert self._ended is not None
         await self._ended.wait()
 
     async def close(self) -> None:
-        """Break off a running drain. Idempotent."""
+        """Cancel a running drain. Idempotent."""
         await self._tasks.close()
 
     async def _drain(self, progress: DrainProgress, ended: asyncio.Event) -> None:

@@ -256,7 +256,7 @@ class Node(ABC, Generic[S]):
             await self.opened(self.registration)
 
     def drain_at_stop(self, *, before_stop: bool, at_exit: bool) -> None:
-        """NodeDrain when the service ends, before any part is closed.
+        """Drain when the service ends, before any part is closed.
 
         Args:
             before_stop: On SIGTERM, while requests are still answered.
@@ -278,7 +278,7 @@ class Node(ABC, Generic[S]):
 
     @property
     def is_settled(self) -> bool:
-        """Whether everything stored has been written below and reported to lookup."""
+        """Return whether everything stored is in the slower tiers and reported to lookup."""
         return not self.stack.is_writing and (self.reporter is None or self.reporter.synced)
 
     def _leave(self) -> None:

@@ -10,7 +10,7 @@ from lmcache_node.settings import NodeSettings
 
 
 def shown_token(path: Path | None) -> TokenFile | None:
-    """The token of `service_token_file`, read again when it changes.
+    """Return the token of `service_token_file`, read again when it changes.
 
     Raises:
         ConfigError: The file cannot be read or holds no token.
@@ -30,7 +30,7 @@ def check_outgoing(settings: NodeSettings) -> None:
 
 
 def client_tls(settings: NodeSettings) -> ClientTls:
-    """For `https://` and `lm+tls://`, read again when the files change.
+    """Return the context for `https://` and `lm+tls://`, read again when the files change.
 
     A service that encrypts, or is told whom to trust, shows its token to no peer that does not
     encrypt.

@@ -17,7 +17,7 @@ from lmcache_servicekit.redis_connections import RedisAccess
 from lmcache_servicekit.state import service_state
 
 from lmcache_broker.discovery import create_discovery
-from lmcache_broker.metrics import BrokerCollector, DiscoveryCollector
+from lmcache_broker.metrics import BrokerCollector
 from lmcache_broker.overview import BrokerOverview
 from lmcache_broker.page import create_page_router
 from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 def create_lifespan(
     settings: BrokerSettings, ticket_keys: TicketKeys
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """The lifespan of a broker that signs with the first of `ticket_keys`."""
+    """Return the lifespan of a broker that signs with the first of `ticket_keys`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -61,7 +61,6 @@ def create_lifespan(
         )
         scheduler = TransferScheduler(transfers, hot)
         state = service_state(app)
-        state.registry.register(BrokerCollector(registry, scheduler, transfers.figures, hot))
         overview = BrokerOverview(settings.instance_id, registry, hot, settings.history_interval_s)
         app.state.broker = BrokerParts(settings, registry, scheduler, hot, overview)
         tasks = TaskSupervisor("broker")
@@ -72,12 +71,14 @@ def create_lifespan(
                 "redis", registry.ping, timeout_s=timeout_s, required=False, where=shared.where
             )
         discovering = await create_discovery(settings, registry)
-        state.registry.register(DiscoveryCollector(discovering))
+        state.registry.register(
+            BrokerCollector(registry, scheduler, transfers.figures, hot, discovering)
+        )
         await scheduler.open()
         try:
             tasks.repeat("sample", overview.sample, settings.history_interval_s)
             if settings.redis_url is not None:
-                tasks.repeat("refresh", registry.keep_fresh, REFRESH_INTERVAL_S)
+                tasks.repeat("refresh", registry.refresh, REFRESH_INTERVAL_S)
             if discovering is not None:
                 await discovering.open()
                 if discovering.watch is not None:
@@ -94,7 +95,8 @@ def create_lifespan(
 
 
 def create_shared_peers(settings: BrokerSettings) -> RedisPeers | None:
-    """What brokers share, as the settings say; None where this one is alone. Connects to nothing.
+    """Return what brokers share, as the settings say; None where this one is alone. Connects to
+    nothing.
 
     Raises:
         ConfigError: The URL, a file for TLS, or the password of the sentinels cannot be read.

@@ -5,11 +5,10 @@ Unknown fields are ignored: a newer peer must be able to register.
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
 from fastapi import Path
 from lmcache_core.p2p import (
-    DrainReport,
     Peer,
     PeerFigures,
     PeerKind,
@@ -34,7 +33,8 @@ from pydantic import (
 )
 
 from lmcache_broker.transfers.choice import WantedFrom
-from lmcache_broker.transfers.scheduler import MAX_WAIT_MS
+
+MAX_WAIT_MS: Final = 10_000
 
 InstanceId = Annotated[str, StringConstraints(pattern=f"^{INSTANCE_PATTERN}$")]
 PeerIdPath = Annotated[str, Path(pattern=f"^{INSTANCE_PATTERN}$", description="The peer's id.")]
@@ -64,10 +64,6 @@ class DrainBody(BaseModel):
     failed: ChunkCount
     left: ChunkCount
 
-    def to_report(self) -> DrainReport:
-        """The domain's view of it."""
-        return DrainReport(**self.model_dump())
-
 
 class TierBody(BaseModel):
     """How full a tier is."""
@@ -96,11 +92,11 @@ class FiguresBody(BaseModel):
     )
     tiers: list[TierBody] = Field([], max_length=MAX_TIERS)
     sole_bytes: ChunkCount | None = Field(
-        None, description="Bytes of chunks that nobody else holds, as far as the peer knows."
+        None, description="Bytes of chunks without another holder, as far as the peer knows."
     )
 
     def to_figures(self) -> PeerFigures:
-        """The domain's view of it."""
+        """Return the domain's view of it."""
         fields = self.model_dump()
         return PeerFigures(
             **fields | {"tiers": tuple(TierFigures(**tier) for tier in fields["tiers"])}
@@ -128,7 +124,7 @@ class AnnounceBody(BaseModel):
     figures: FiguresBody | None = Field(None, description="What the peer has done and holds.")
 
     def to_peer(self, peer_id: str) -> Peer:
-        """The domain's view of it."""
+        """Return the domain's view of it."""
         return Peer(
             id=peer_id,
             incarnation=self.incarnation,
@@ -244,7 +240,7 @@ class TransferBody(BaseModel):
         return self
 
     def wanted(self) -> dict[str, WantedFrom]:
-        """By chunk id, in the order of the request."""
+        """Return who may hold each chunk, in the order of the request."""
         return {chunk.chunk_id: WantedFrom(chunk.holders, chunk.tiers) for chunk in self.chunks}
 
 
@@ -323,7 +319,7 @@ class SeenFiguresView(BaseModel):
     stored_bytes: int
     tiers: list[TierBody]
     sole_bytes: int | None = Field(
-        description="Bytes of chunks that nobody else holds, as far as the peer knows."
+        description="Bytes of chunks without another holder, as far as the peer knows."
     )
 
 
@@ -345,8 +341,6 @@ class LinkView(BaseModel):
 
 class WorkView(BaseModel):
     """What engines asked for and got."""
-
-    model_config = ConfigDict(from_attributes=True)
 
     requested_chunks: int
     loaded_chunks: dict[str, int] = Field(description="By tier.")

@@ -34,46 +34,16 @@ DELETION_COST_FAILURES_TOTAL: Final = "lmcache_broker_deletion_cost_failures_tot
 SHARING_FAILURES_TOTAL: Final = "lmcache_broker_sharing_failures_total"
 
 
-class DiscoveryCollector(Collector):
-    """Figures of discovery; nothing where there is none."""
-
-    def __init__(self, discovering: Discovering | None) -> None:
-        self._discovering = discovering
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric of discovery."""
-        if self._discovering is None:
-            return
-        yield GaugeMetricFamily(
-            SEEN_PEERS,
-            "Peers that a list or the cluster tells of.",
-            self._discovering.discovery.num_seen,
-        )
-        if self._discovering.watch is not None:
-            yield CounterMetricFamily(
-                RESYNCS_TOTAL,
-                "Lists of all endpoints: the first, and resyncs.",
-                self._discovering.watch.num_lists,
-            )
-            yield CounterMetricFamily(
-                WATCHES_TOTAL,
-                "Watches of endpoints that were begun.",
-                self._discovering.watch.num_watches,
-            )
-        costs = self._discovering.costs
-        if costs is not None:
-            yield CounterMetricFamily(
-                DELETION_COSTS_SET_TOTAL, "Pods whose deletion cost was set.", costs.num_patches
-            )
-            yield CounterMetricFamily(
-                DELETION_COST_FAILURES_TOTAL,
-                "Rounds of setting deletion costs that failed.",
-                costs.num_failures,
-            )
-
-
 class BrokerCollector(Collector):
-    """Reads the figures when Prometheus asks."""
+    """Reads the figures when Prometheus asks.
+
+    Args:
+        registry: Peers.
+        scheduler: Requests that wait.
+        figures: What was decided.
+        hot: Copies that were ordered.
+        discovering: Peers that were seen; None: there is no discovery.
+    """
 
     def __init__(
         self,
@@ -81,62 +51,64 @@ class BrokerCollector(Collector):
         scheduler: TransferScheduler,
         figures: TransferFigures,
         hot: HotChunks,
+        discovering: Discovering | None,
     ) -> None:
         self._registry = registry
         self._scheduler = scheduler
         self._figures = figures
         self._hot = hot
+        self._discovering = discovering
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the broker."""
-        census = self._registry.directory.census()
-        figures = self._figures
-        yield GaugeMetricFamily(PEERS, "Peers with a live lease.", census.num_peers)
-        yield GaugeMetricFamily(
-            DRAINING_PEERS, "Live peers that get no new pulls.", census.num_draining
-        )
-        yield GaugeMetricFamily(
-            PULLS_IN_FLIGHT,
-            "Pulls that have neither ended nor outlived their tickets.",
-            census.num_pulls,
-        )
-        yield CounterMetricFamily(
-            EXPIRED_LEASES_TOTAL,
-            "Leases that ran out without a goodbye.",
-            self._registry.directory.num_expired,
-        )
-        yield CounterMetricFamily(PULLS_TOTAL, "Tickets signed.", figures.num_pulls)
-        yield CounterMetricFamily(
-            ASSIGNED_CHUNKS_TOTAL, "Chunks that were assigned to a peer.", figures.num_assigned
-        )
-        yield CounterMetricFamily(
-            UNASSIGNED_CHUNKS_TOTAL, "Chunks that no live peer could serve.", figures.num_unassigned
-        )
-        yield GaugeMetricFamily(
-            WAITING_REQUESTS, "Requests that wait for a busy peer.", self._scheduler.num_waiting
-        )
-        yield CounterMetricFamily(
-            QUEUED_REQUESTS_TOTAL,
-            "Requests that had to wait for a busy peer.",
-            self._scheduler.num_queued,
-        )
-        yield CounterMetricFamily(
-            TURNED_AWAY_REQUESTS_TOTAL,
-            "Requests for which the queue had no room.",
-            self._scheduler.num_turned_away,
-        )
-        yield CounterMetricFamily(
-            ORDERED_COPIES_TOTAL,
-            "Copies of hot chunks that holders were asked to make.",
-            self._hot.num_ordered,
-        )
-        yield GaugeMetricFamily(
-            IS_SHARED,
-            "Whether this broker knows now what the others know.",
-            self._registry.is_shared,
-        )
-        yield CounterMetricFamily(
-            SHARING_FAILURES_TOTAL,
-            "Calls to the shared memory that failed.",
-            self._registry.num_failures,
-        )
+        registry, census = self._registry, self._registry.directory.census()
+        scheduler, figures = self._scheduler, self._figures
+        lost = registry.directory.num_expired
+        for name, help_text, value in (
+            (PEERS, "Peers with a live lease.", census.num_peers),
+            (DRAINING_PEERS, "Live peers that get no new pulls.", census.num_draining),
+            (PULLS_IN_FLIGHT, "Pulls and tickets that have not ended.", census.num_pulls),
+            (WAITING_REQUESTS, "Requests that wait for a busy peer.", scheduler.num_waiting),
+            (IS_SHARED, "Whether this broker knows what the others know.", registry.is_shared),
+        ):
+            yield GaugeMetricFamily(name, help_text, value)
+        for name, help_text, value in (
+            (EXPIRED_LEASES_TOTAL, "Leases that ran out without a goodbye.", lost),
+            (PULLS_TOTAL, "Tickets signed.", figures.num_pulls),
+            (ASSIGNED_CHUNKS_TOTAL, "Chunks assigned to a peer.", figures.num_assigned),
+            (
+                UNASSIGNED_CHUNKS_TOTAL,
+                "Chunks that no live peer could serve.",
+                figures.num_unassigned,
+            ),
+            (QUEUED_REQUESTS_TOTAL, "Requests that had to wait.", scheduler.num_queued),
+            (
+                TURNED_AWAY_REQUESTS_TOTAL,
+                "Requests that a full queue refused.",
+                scheduler.num_turned_away,
+            ),
+            (ORDERED_COPIES_TOTAL, "Copies of hot chunks asked for.", self._hot.num_ordered),
+            (
+                SHARING_FAILURES_TOTAL,
+                "Calls to the shared memory that failed.",
+                registry.num_failures,
+            ),
+        ):
+            yield CounterMetricFamily(name, help_text, value)
+        if self._discovering is not None:
+            yield from self._discovery(self._discovering)
+
+    def _discovery(self, discovering: Discovering) -> Iterator[Metric]:
+        num_seen = len(discovering.discovery.seen)
+        yield GaugeMetricFamily(SEEN_PEERS, "Peers in the list or the cluster.", num_seen)
+        watch, costs = discovering.watch, discovering.costs
+        if watch is not None:
+            yield CounterMetricFamily(RESYNCS_TOTAL, "Lists of all endpoints.", watch.num_lists)
+            yield CounterMetricFamily(WATCHES_TOTAL, "Watches begun.", watch.num_watches)
+        if costs is not None:
+            yield CounterMetricFamily(
+                DELETION_COSTS_SET_TOTAL, "Pods whose deletion cost was set.", costs.num_patches
+            )
+            yield CounterMetricFamily(
+                DELETION_COST_FAILURES_TOTAL, "Rounds of costs that failed.", costs.num_failures
+            )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 import sys
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 from lmcache_core.p2p import PeerFigures
 from lmcache_core.security import Principal, unix_ms
 
@@ -38,50 +38,6 @@ OTHER_LABEL: Final = "other"
 """Further ones, together."""
 
 
-@dataclass(slots=True)
-class WorkCounts:
-    """What engines asked for and got.
-
-    Attributes:
-        requested_chunks: Chunks wanted.
-        loaded_chunks: Chunks got, by tier.
-        loaded_bytes: Bytes of these.
-        missed_chunks: Chunks not got, by reason.
-        stored_bytes: Bytes stored.
-    """
-
-    requested_chunks: int = 0
-    loaded_chunks: Counter[str] = field(default_factory=Counter)
-    loaded_bytes: Counter[str] = field(default_factory=Counter)
-    missed_chunks: Counter[str] = field(default_factory=Counter)
-    stored_bytes: int = 0
-
-    def add(self, figures: PeerFigures, before: PeerFigures | None = None) -> None:
-        """Count what `figures` have above those `before`."""
-        known = PeerFigures() if before is None else before
-        self.requested_chunks += max(0, figures.requested_chunks - known.requested_chunks)
-        self.stored_bytes += max(0, figures.stored_bytes - known.stored_bytes)
-        _grow(self.loaded_chunks, figures.loaded_chunks, known.loaded_chunks)
-        _grow(self.loaded_bytes, figures.loaded_bytes, known.loaded_bytes)
-        _grow(self.missed_chunks, figures.missed_chunks, known.missed_chunks)
-
-    def merge(self, other: WorkCounts) -> None:
-        """Count what another one has counted."""
-        self.requested_chunks += other.requested_chunks
-        self.stored_bytes += other.stored_bytes
-        _grow(self.loaded_chunks, other.loaded_chunks, {})
-        _grow(self.loaded_bytes, other.loaded_bytes, {})
-        _grow(self.missed_chunks, other.missed_chunks, {})
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One interval: Unix time in milliseconds at its end, and what was done in it."""
-
-    ended_ms: int
-    work: WorkCounts
-
-
 class History:
     """The last `MAX_SAMPLES` intervals, by owner.
 
@@ -94,16 +50,16 @@ class History:
 
     def __init__(self, wall_ms: Callable[[], int] = unix_ms) -> None:
         self._wall_ms = wall_ms
-        self._samples: deque[tuple[int, Mapping[str, WorkCounts]]] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[tuple[int, Mapping[str, WorkView]]] = deque(maxlen=MAX_SAMPLES)
         self._last: dict[str, tuple[int, PeerFigures]] = {}
 
     def sample(self, records: Iterable[PeerRecord]) -> None:
-        """An interval is over.
+        """End an interval.
 
         Args:
             records: All live peers.
         """
-        by_owner: dict[str, WorkCounts] = {}
+        by_owner: dict[str, WorkView] = {}
         seen: dict[str, tuple[int, PeerFigures]] = {}
         for record in records:
             figures, known = record.figures, self._last.get(record.field)
@@ -116,34 +72,55 @@ class History:
                 continue
             incarnation, before = known
             is_same_life = incarnation == record.peer.incarnation
-            by_owner.setdefault(record.owner, WorkCounts()).add(
-                figures, before if is_same_life else None
+            grow(
+                by_owner.setdefault(record.owner, no_work()),
+                figures,
+                before if is_same_life else PeerFigures(),
             )
         self._last = seen
         self._samples.append((self._wall_ms(), by_owner))
 
-    def of(self, owners: Collection[str], max_samples: int = MAX_SAMPLES) -> list[Sample]:
-        """The latest intervals, the oldest first, of these owners together."""
+    def of(self, owners: Collection[str], max_samples: int = MAX_SAMPLES) -> list[SampleView]:
+        """Return the latest intervals, the oldest first, of these owners together."""
         found = []
         for ended_ms, by_owner in list(self._samples)[
             len(self._samples) - min(max_samples, len(self._samples)) :
         ]:
-            work = WorkCounts()
+            work = no_work()
             for owner in owners:
                 if owner in by_owner:
-                    work.merge(by_owner[owner])
-            found.append(Sample(ended_ms, work))
+                    grow(work, by_owner[owner])
+            found.append(SampleView.model_construct(ended_ms=ended_ms, work=work))
         return found
 
 
-def _grow(counts: Counter[str], now: Mapping[str, int], before: Mapping[str, int]) -> None:
-    for name, count in now.items():
-        growth = count - before.get(name, 0)
-        if growth <= 0:
-            continue
-        if name not in counts:  # interned: each heartbeat brings the same few names
-            name = sys.intern(name) if len(counts) < MAX_LABELS else OTHER_LABEL
-        counts[name] += growth
+def no_work() -> WorkView:
+    """Return the work of a peer that has not begun."""
+    return WorkView(
+        requested_chunks=0, loaded_chunks={}, loaded_bytes={}, missed_chunks={}, stored_bytes=0
+    )
+
+
+def grow(
+    work: WorkView,
+    now: WorkView | PeerFigures,
+    before: PeerFigures = PeerFigures(),  # noqa: B008
+) -> None:
+    """Add to `work` what was counted since `before`; counts only grow."""
+    work.requested_chunks += max(0, now.requested_chunks - before.requested_chunks)
+    work.stored_bytes += max(0, now.stored_bytes - before.stored_bytes)
+    for counts, new, old in (
+        (work.loaded_chunks, now.loaded_chunks, before.loaded_chunks),
+        (work.loaded_bytes, now.loaded_bytes, before.loaded_bytes),
+        (work.missed_chunks, now.missed_chunks, before.missed_chunks),
+    ):
+        for name, count in new.items():
+            growth = count - old.get(name, 0)
+            if growth <= 0:
+                continue
+            if name not in counts:  # interned: each heartbeat brings the same few names
+                name = sys.intern(name) if len(counts) < MAX_LABELS else OTHER_LABEL
+            counts[name] = counts.get(name, 0) + growth
 
 
 MAX_SHOWN_PEERS: Final = 256
@@ -183,12 +160,12 @@ class BrokerOverview:
         self._kept: OrderedDict[tuple[str, int], tuple[float, OverviewView]] = OrderedDict()
 
     async def sample(self) -> None:
-        """An interval is over; to be repeated."""
+        """End an interval; to be repeated."""
         await self._registry.refresh()
         self._history.sample(self._registry.directory.records())
 
     async def of(self, principal: Principal, max_samples: int) -> OverviewView:
-        """What `principal` may see."""
+        """Return what `principal` may see."""
         await self._registry.refresh()
         key = (principal.tenant, max_samples)
         until_s, kept = self._kept.get(key, (0.0, None))
@@ -209,10 +186,10 @@ class BrokerOverview:
             self._registry.directory.records(principal),
             key=lambda record: (not record.draining, record.peer.id),
         )
-        totals = WorkCounts()
+        totals = no_work()
         for record in records:
             if record.figures is not None:
-                totals.add(record.figures)
+                grow(totals, record.figures)
         now_s = time.monotonic()
         samples = self._history.of((principal.tenant, SHARED_OWNER), max_samples)
         hottest = self._hot.hottest(principal.tenant, MAX_SHOWN_CHUNKS, now_s)
@@ -224,12 +201,9 @@ class BrokerOverview:
             num_peers=len(records),
             peers=[_seen(record, now_s) for record in records[:MAX_SHOWN_PEERS]],
             links=_links(records),
-            totals=_work(totals),
+            totals=totals,
             interval_s=self.interval_s,
-            samples=[
-                SampleView.model_construct(ended_ms=sample.ended_ms, work=_work(sample.work))
-                for sample in samples
-            ],
+            samples=samples,
             hot_chunks=[
                 HotChunkView(chunk_id=chunk_id, num_pulls=num_pulls)
                 for chunk_id, num_pulls in hottest
@@ -237,31 +211,15 @@ class BrokerOverview:
         )
 
 
-def _work(work: WorkCounts) -> WorkView:
-    return WorkView.model_construct(
-        requested_chunks=work.requested_chunks,
-        loaded_chunks=work.loaded_chunks,
-        loaded_bytes=work.loaded_bytes,
-        missed_chunks=work.missed_chunks,
-        stored_bytes=work.stored_bytes,
-    )
-
-
 def _seen(record: PeerRecord, now_s: float) -> SeenPeerView:
     peer = PeerView.model_validate(record.status(now_s))
     told = record.figures
     figures = None
     if told is not None:
-        figures = SeenFiguresView.model_construct(
-            requested_chunks=told.requested_chunks,
-            loaded_chunks=told.loaded_chunks,
-            loaded_bytes=told.loaded_bytes,
-            missed_chunks=told.missed_chunks,
-            stored_chunks=told.stored_chunks,
-            stored_bytes=told.stored_bytes,
-            tiers=[TierBody.model_validate(tier) for tier in told.tiers],
-            sole_bytes=told.sole_bytes,
-        )
+        values = msgspec.structs.asdict(told)
+        del values["pulled_bytes"]
+        values["tiers"] = [TierBody.model_validate(tier) for tier in told.tiers]
+        figures = SeenFiguresView.model_construct(**values)
     return SeenPeerView.model_construct(**dict(peer), figures=figures)
 
 

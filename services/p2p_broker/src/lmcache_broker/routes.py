@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from lmcache_core.errors import ConfigError
-from lmcache_core.p2p import parse_distributed_url
+from lmcache_core.p2p import DrainReport, parse_distributed_url
 from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE
 from lmcache_core.security import Principal
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
@@ -81,7 +81,7 @@ async def announce(
     """A client's peer serves its tenant; those of `storage` and `admin` serve all tenants."""
     _refuse_foreign_loopback(body.distributed_url, request)
     ttl_ms = parts.settings.default_lease_ttl_ms if body.ttl_ms is None else body.ttl_ms
-    drain = None if body.drain is None else body.drain.to_report()
+    drain = None if body.drain is None else DrainReport(**body.drain.model_dump())
     peer = body.to_peer(peer_id)
     figures = None if body.figures is None else body.figures.to_figures()
     lease = await parts.registry.announce(
@@ -156,17 +156,14 @@ async def stats(principal: ClientPrincipal, parts: Parts) -> StatsView:
 @transfers_router.post("/transfers", summary="Assign chunks to peers")
 async def assign(body: TransferBody, principal: ClientPrincipal, parts: Parts) -> TransferView:
     """Tickets are valid for the caller's tenant."""
-    plan = await parts.scheduler.ask(principal, body.requester, body.wanted(), body.wait_ms)
-    return TransferView.model_validate(plan)
+    return await parts.scheduler.ask(principal, body.requester, body.wanted(), body.wait_ms)
 
 
 @transfers_router.post("/transfers:renew", summary="Renew pulls")
 async def renew(body: PullsBody, principal: ClientPrincipal, parts: Parts) -> RenewView:
     """For another ticket's life. Unknown pulls are left out: request them again."""
-    return RenewView.model_validate(
-        {"renewed": await parts.scheduler.renew(principal, body.requester, body.pulls)},
-        from_attributes=True,
-    )
+    renewed = await parts.scheduler.renew(principal, body.requester, body.pulls)
+    return RenewView(renewed=renewed)
 
 
 @transfers_router.post("/transfers:done", summary="End pulls")

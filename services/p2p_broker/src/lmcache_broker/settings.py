@@ -179,7 +179,7 @@ class BrokerSettings(DiscoverySettings, RedisSettings):
 
 
 def load_ticket_keys(settings: BrokerSettings) -> TicketKeys:
-    """The keys that tickets are signed with, the signing one first. Reads the key file.
+    """Return the keys that tickets are signed with, the signing one first. Reads the key file.
 
     Raises:
         ConfigError: The file cannot be read or holds no keys.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,11 +13,10 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import RateLimiter, TlsFiles, TokenTable, server_context
 from lmcache_core.telemetry.tracing import open_tracer
 
-from lmcache_servicekit.audit import AuditMiddleware
 from lmcache_servicekit.auth import GuardedRoute
 from lmcache_servicekit.body_limit import DEFAULT_MAX_BODY_BYTES, BodyLimitMiddleware
 from lmcache_servicekit.health import HealthRegistry, create_health_router
-from lmcache_servicekit.metrics import MetricsMiddleware, create_metrics_router, create_registry
+from lmcache_servicekit.metrics import create_metrics_router, create_registry
 from lmcache_servicekit.probe_server import ProbeServer
 from lmcache_servicekit.problems import MEDIA_TYPE, ProblemType, install_problem_handlers
 from lmcache_servicekit.requests import RequestMiddleware
@@ -75,8 +73,8 @@ class ServiceApp(FastAPI):
         self._more_schemas.update(schemas)
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document; every operation under `/v1`, and every one that reads a body,
-        may answer with a problem.
+        """Return the OpenAPI document. Every operation under `/v1`, and every one that reads a
+        body, may answer with a problem.
         """
         schema = super().openapi()
         schemas = schema.setdefault("components", {}).setdefault("schemas", {})
@@ -98,7 +96,7 @@ def create_service_app(
     *,
     lifespan: Lifespan,
     routers: Sequence[APIRouter],
-    bodies: BodyBounds | None = None,
+    bodies: BodyBounds = BodyBounds(),
     problems: Mapping[type[Exception], ProblemType] | None = None,
     only_tenant: str | None = None,
 ) -> ServiceApp:
@@ -113,7 +111,7 @@ def create_service_app(
         routers: The service's routes, each a `GuardedRoute`, with full paths:
             `APIRouter(prefix="/v1", route_class=GuardedRoute)`, since a prefix that is given to
             `include_router` does not reach the metrics' route label.
-        bodies: Bounds of request bodies; None means 4 MiB everywhere.
+        bodies: Bounds of request bodies; by default 4 MiB everywhere.
         problems: Entries for the service's own errors.
         only_tenant: Whose service this is; None: all tenants'.
 
@@ -121,7 +119,11 @@ def create_service_app(
         ConfigError: The token file or a certificate cannot be read.
         TypeError: A route lets in any caller.
     """
-    _refuse_unguarded(routers)
+    for route in (route for router in routers for route in router.routes):
+        if not isinstance(route, GuardedRoute):
+            raise TypeError(
+                f"{route} lets every caller in: make it by APIRouter(route_class=GuardedRoute)"
+            )
     version = version_of(distribution)
     app = ServiceApp(
         title=distribution,
@@ -145,14 +147,11 @@ def create_service_app(
     if settings.rate_limit_per_tenant is not None:
         state.limiter = RateLimiter(settings.rate_limit_per_tenant)
     app.state.service = state
-    bounds = bodies or BodyBounds()
     # The one added last is the outermost: refused bodies are counted too.
     app.add_middleware(
-        BodyLimitMiddleware, max_body_bytes=bounds.max_body_bytes, overrides=bounds.overrides
+        BodyLimitMiddleware, max_body_bytes=bodies.max_body_bytes, overrides=bodies.overrides
     )
-    app.add_middleware(AuditMiddleware, service=distribution, instance=settings.instance_id)
-    app.add_middleware(MetricsMiddleware, registry=state.registry)
-    app.add_middleware(RequestMiddleware, state=state)
+    app.add_middleware(RequestMiddleware, state=state, service=distribution)
     install_problem_handlers(app, problems)
     for router in (
         *routers,
@@ -163,77 +162,44 @@ def create_service_app(
     return app
 
 
-def _refuse_unguarded(routers: Sequence[APIRouter]) -> None:
-    for route in (route for router in routers for route in router.routes):
-        if not isinstance(route, GuardedRoute):
-            raise TypeError(
-                f"{route} lets in whoever comes: make it by APIRouter(route_class=GuardedRoute)"
-            )
-
-
-@asynccontextmanager
-async def _probes_of(state: ServiceState) -> AsyncIterator[None]:
-    """First of all, so that a kubelet sees a living process while the rest is still opened."""
-    settings = state.settings
-    if settings.health_port is None:
-        yield
-        return
-    probes = ProbeServer(state, settings.health_host, settings.health_port)
-    await probes.open()
-    state.ports["health_port"] = probes.port
-    try:
-        yield
-    finally:
-        await probes.close()
-
-
-@asynccontextmanager
-async def _traced(state: ServiceState, distribution: str) -> AsyncIterator[None]:
-    settings = state.settings
-    state.tracer = open_tracer(
-        settings.otlp_endpoint, distribution, settings.instance_id, settings.trace_sample_ratio
-    )
-    try:
-        yield
-    finally:
-        if state.tracer is not None:
-            await asyncio.to_thread(state.tracer.close)
-
-
 def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
         state = service_state(app)
-        tokens = state.tokens
+        settings = state.settings
 
         async def reload() -> None:
-            await asyncio.to_thread(tokens.reload_if_changed)
-
-        supervisor = TaskSupervisor("servicekit")
+            await asyncio.to_thread(state.tokens.reload_if_changed)
 
         async def look() -> None:
-            """Tell in the log what is away, and back, also where no kubelet asks."""
+            """Log what is away, and back, also where no kubelet asks."""
             await asyncio.sleep(HEALTH_LOOK_S)
             await state.health.run()
 
-        if not tokens.is_anonymous:
-            supervisor.repeat("token-reload", reload, TOKEN_RELOAD_INTERVAL_S)
-        try:
-            async with (
-                _probes_of(state),
-                _traced(state, app.title),
-                lifespan(app),
-                contextlib.AsyncExitStack() as more,
-            ):
-                if state.siblings is not None:
-                    await state.siblings.open()
-                    more.push_async_callback(state.siblings.close)
-                looks = TaskSupervisor("health")
-                # Ends first: what the lifespan closes is not away.
-                more.push_async_callback(looks.close)
-                looks.repeat("look", look, 0.0)
-                yield
-        finally:
-            await supervisor.close()
+        async with AsyncExitStack() as exits:
+            tasks = TaskSupervisor("servicekit")
+            exits.push_async_callback(tasks.close)
+            if not state.tokens.is_anonymous:
+                tasks.repeat("token-reload", reload, TOKEN_RELOAD_INTERVAL_S)
+            if settings.health_port is not None:
+                # Before the rest is opened, so that a kubelet sees a living process.
+                probes = ProbeServer(state, settings.health_host, settings.health_port)
+                await probes.open()
+                exits.push_async_callback(probes.close)
+                state.ports["health_port"] = probes.port
+            state.tracer = open_tracer(
+                settings.otlp_endpoint, app.title, settings.instance_id, settings.trace_sample_ratio
+            )
+            if state.tracer is not None:
+                exits.push_async_callback(asyncio.to_thread, state.tracer.close)
+            await exits.enter_async_context(lifespan(app))
+            if state.siblings is not None:
+                await state.siblings.open()
+                exits.push_async_callback(state.siblings.close)
+            looks = TaskSupervisor("health")
+            # Ends first: what the lifespan closes is not away.
+            exits.push_async_callback(looks.close)
+            looks.repeat("look", look, 0.0)
+            yield
 
     return run

@@ -1,7 +1,7 @@
 """The audit log: one JSON line for each admin action, done or refused, on a logger of its own.
 
-What is written is decided by the layer that checks the role, so that no route can forget it; chunks
-that servers hand over by lm:// are counted into lines, too. Of a request's body only the fields of
+The layer that checks the role decides what is written, so that no route can forget it; chunks that
+servers hand over by lm:// are counted into lines, too. Of a request's body only the fields of
 `AUDITED_FIELDS` are written: neither chunk hashes nor token ids, and no secret.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Final
 from fastapi import Request
 from lmcache_core.security import Principal
 from lmcache_core.wire.served import HandoverNote, NoteHandovers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 AUDIT_LOGGER: Final = "lmcache.audit"
 MAX_AUDITED_BODY_BYTES: Final = 64 << 10
@@ -49,7 +49,7 @@ class AuditEntry:
 
 
 def begin_audit(request: Request) -> AuditEntry | None:
-    """Have this request written down when it is answered; None: it only reads."""
+    """Have a request written down once it is answered; return None where it only reads."""
     if request.method in _READING:
         return None
     client = "unknown" if request.client is None else request.client.host
@@ -69,47 +69,32 @@ async def note_body(request: Request, entry: AuditEntry) -> None:
         return
     if isinstance(values, dict):
         entry.details = {
-            name: _short(value) for name, value in values.items() if name in AUDITED_FIELDS
+            name: value
+            if isinstance(value, bool | int | float | None)
+            else str(value)[:MAX_AUDITED_CHARS]
+            for name, value in values.items()
+            if name in AUDITED_FIELDS
         }
 
 
-class AuditMiddleware:
-    """Writes the line of an admin action when its answer has begun, or it has failed.
+def end_audit(scope: Scope, service: str, instance: str, status: int) -> None:
+    """Write the line of a request that was answered, or has failed, if it is an admin action.
 
     Args:
-        app: The next application.
+        scope: Of the request.
         service: Name of the service.
         instance: Name of this process among its peers.
+        status: Of the answer.
     """
-
-    def __init__(self, app: ASGIApp, service: str, instance: str) -> None:
-        self._app = app
-        self._service = service
-        self._instance = instance
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-        if scope["type"] != "http" or scope["method"] in _READING:
-            await self._app(scope, receive, send)
-            return
-        status = 500
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        finally:
-            entry = scope.get(_SCOPE_KEY)
-            if isinstance(entry, AuditEntry):
-                _write(self._service, self._instance, entry, status, _result(status))
+    entry = scope.get(_SCOPE_KEY)
+    if isinstance(entry, AuditEntry):
+        result = "done" if status < 400 else "refused" if status < 500 else "failed"
+        _write(service, instance, entry, status, result)
 
 
 def handover_audit(service: str, instance: str) -> NoteHandovers:
-    """What writes the lines of chunks that other servers hand over by lm://, which has no status.
+    """Return what writes the lines of chunks that other servers hand over by lm://, which has no
+    status.
 
     Args:
         service: Name of the service.
@@ -144,15 +129,3 @@ def _write(service: str, instance: str, entry: AuditEntry, status: int | None, r
         "result": result,
     }
     logger.info("%s", json.dumps(line))
-
-
-def _result(status: int) -> str:
-    if status < 400:
-        return "done"
-    return "refused" if status < 500 else "failed"
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, bool | int | float) or value is None:
-        return value
-    return str(value)[:MAX_AUDITED_CHARS]

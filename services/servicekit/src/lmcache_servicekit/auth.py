@@ -25,8 +25,10 @@ _SCOPE_KEY: Final = "lmcache.principal"
 
 
 class RoleRequired:
-    """A dependency that lets in callers with a role, or with `admin`, and returns who they are. See
-    `require_role`.
+    """A dependency of a `GuardedRoute` that lets in callers with a role, or with `admin`, and
+    returns who they are.
+
+    What needs `admin` and changes something is written to the audit log, whatever becomes of it.
 
     Attributes:
         role: The role.
@@ -40,13 +42,17 @@ class RoleRequired:
         request: Request,
         credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
     ) -> Principal:
-        """Who `GuardedRoute` has let in."""
+        """Return the caller that `GuardedRoute` has let in."""
         principal: Principal = request.scope[_SCOPE_KEY]
         return principal
 
     async def admit(self, request: Request) -> Principal:
-        """Find out who calls, and let it in. Once for each request. Raises as `require_role`
-        says.
+        """Authenticate the caller and let it in. Called once for each request.
+
+        Raises:
+            AuthenticationError: The token is missing or unknown.
+            PermissionDeniedError: The role is too small, or the tenant another one.
+            ThrottledError: The tenant asks too often.
         """
         credentials = await _bearer(request)
         state = service_state(request.app)
@@ -78,7 +84,7 @@ class GuardedRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What answers a request."""
+        """Return what lets a caller in, then answers."""
         guard = self.guard()
         answer = super().get_route_handler()
 
@@ -89,7 +95,7 @@ class GuardedRoute(APIRoute):
         return handle
 
     def guard(self) -> RoleRequired:
-        """What lets callers in: the strictest of what endpoint and router ask for."""
+        """Return the strictest guard of those that endpoint and router ask for."""
         asked = {required.role: required for required in _required(self.dependant)}
         if not asked:
             raise TypeError(
@@ -106,17 +112,6 @@ def _required(dependant: Dependant) -> Iterator[RoleRequired]:
         yield from _required(needed)
 
 
-def require_role(role: Role) -> RoleRequired:
-    """A dependency of a `GuardedRoute` that lets in callers with `role`, or with `admin`, and
-    returns who they are.
-
-    The route then raises `AuthenticationError` for a missing or unknown token,
-    `PermissionDeniedError` for a lesser role or another tenant's, and `ThrottledError` where the
-    tenant asks too often. What needs `admin` and changes something is written to the audit log,
-    whatever becomes of it.
-    """
-    return RoleRequired(role)
-
-
+require_role = RoleRequired
 ClientPrincipal = Annotated[Principal, Depends(require_role("client"))]
 AdminPrincipal = Annotated[Principal, Depends(require_role("admin"))]

@@ -44,6 +44,9 @@ class EnvironmentReader:
         prefix: For example `LMCACHE_LOOKUP_`.
         reserved: Names (without the prefix) that are no settings but belong to the service, for
             example `CONFIG`.
+
+    Attributes:
+        fields: Every variable that sets something, with the path and the annotation of its field.
     """
 
     def __init__(
@@ -51,19 +54,10 @@ class EnvironmentReader:
     ) -> None:
         self._prefix = prefix
         self._reserved = reserved
-        self._annotations = {
+        self.fields = {
             f"{prefix}{NESTING.join(path).upper()}": (path, annotation)
             for path, annotation in _fields(model)
         }
-
-    @property
-    def names(self) -> list[str]:
-        """Every variable that sets something, sorted."""
-        return sorted(self._annotations)
-
-    def name_of(self, path: FieldPath) -> str:
-        """The variable that sets the field at `path`."""
-        return f"{self._prefix}{NESTING.join(path).upper()}"
 
     def read(self, environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[FieldPath, str]]:
         """Collect the values that `environ` sets.
@@ -81,44 +75,39 @@ class EnvironmentReader:
         # Sorted, so that a whole model comes before its single fields, which then override it.
         for name in sorted(environ):
             text = environ[name]
+            short = name.removeprefix(self._prefix)
             if (
                 not name.upper().startswith(self._prefix)
                 or text == ""
-                or _is_service_link(name.removeprefix(self._prefix), text)
+                or short in self._reserved
+                or _is_service_link(short, text)
             ):
                 continue
-            if name.removeprefix(self._prefix) in self._reserved:
-                continue
-            if name not in self._annotations:
+            if name not in self.fields:
                 raise ConfigError(self._unknown(name, text))
-            path, annotation = self._annotations[name]
+            path, annotation = self.fields[name]
             _put(values, path, text if _is_scalar(annotation) else _parse_yaml(name, text))
             origins[path] = name
         return values, origins
 
     def _unknown(self, name: str, text: str) -> str:
-        near = difflib.get_close_matches(name.upper(), self.names, n=1)
-        shown = (
-            MASK
-            if _SECRET_NAME.search(name)
+        near = difflib.get_close_matches(name.upper(), sorted(self.fields), n=1)
+        is_hidden = (
+            _SECRET_NAME.search(name)
             or _URL_WITH_PASSWORD.search(text)
-            or (near and self._is_secret(near[0]))
-            else text
+            or (near and is_secret(self.fields[near[0]][1]))
         )
-        fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(self.names)}"
-        return f"{name}={shown!r} sets nothing; {fix}"
-
-    def _is_secret(self, name: str) -> bool:
-        return is_secret(self._annotations[name][1])
+        fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(self.fields))}"
+        return f"{name}={MASK if is_hidden else text!r} sets nothing; {fix}"
 
 
 def is_secret(annotation: Any) -> bool:
-    """Whether a field so annotated holds a secret."""
+    """Return whether a field so annotated holds a secret."""
     return any(alternative in (SecretStr, SecretBytes) for alternative in _alternatives(annotation))
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the leaves of `over` put over it; neither is changed."""
+    """Return `base` with the leaves of `over` put over it; neither is changed."""
     result = dict(base)
     for name, value in over.items():
         below = result.get(name)
@@ -148,9 +137,7 @@ def _fields(model: type[BaseModel], above: FieldPath = ()) -> Iterator[tuple[Fie
 
 
 def _alternatives(annotation: Any) -> Iterator[Any]:
-    """The members of a union, without `Annotated` wrappers; anything else is its own only
-    alternative.
-    """
+    """Yield the members of a union, without `Annotated` wrappers; anything else unchanged."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _alternatives(get_args(annotation)[0])

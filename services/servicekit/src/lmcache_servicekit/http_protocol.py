@@ -1,5 +1,5 @@
-"""HTTP connections with bounds that the HTTP library does not have: on what stands around
-bodies, on how long it takes, on their number.
+"""HTTP connections with bounds that the HTTP library lacks: on bytes around bodies, on time, on
+the number of connections.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
 
 MAX_HEAD_BYTES: Final = 64 << 10
-"""Request line and headers; also what a chunked body may take beside its bytes, or beside eight
-times as many.
+"""Request line and headers; also what a chunked body may take besides its bytes and
+`MAX_CHUNK_OVERHEAD` times as many.
 """
 MAX_CHUNK_OVERHEAD: Final = 8
 MAX_CONNECTIONS: Final = 8192
@@ -60,7 +60,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     Where there are too many, the one that has been without a request for longest makes room.
 
     Pipelined requests are parsed a few at a time: while one waits for the answers before it,
-    the bytes behind it are held unparsed and nothing more is read.
+    the bytes after it are held unparsed and nothing more is read.
     """
 
     _num_received = 0
@@ -190,9 +190,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._bound_writing()
 
     def _bound_writing(self) -> None:
-        """A transport that is closed, or a handler that sends, waits for the caller to read, for
-        ever if need be.
-        """
+        # A transport that is closed, or a handler that sends, would wait for ever for the caller to
+        # read.
         num_bytes = self.transport.get_write_buffer_size()
         if num_bytes and self._write_timer is None:
             timeout_s = WRITE_TIMEOUT_S + num_bytes / SLOWEST_READER_BYTES_PER_S
@@ -221,9 +220,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def _check_overhead(self) -> None:
-        beside = self._num_received - self._num_body
+        num_overhead = self._num_received - self._num_body
         if (
-            beside <= MAX_HEAD_BYTES + MAX_CHUNK_OVERHEAD * self._num_body
+            num_overhead <= MAX_HEAD_BYTES + MAX_CHUNK_OVERHEAD * self._num_body
             or self.transport.is_closing()
         ):
             return
@@ -245,7 +244,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _end(self, why: str) -> None:
         logger.debug(
-            "HTTP connection of %s ended: %s", self.client[0] if self.client else "somebody", why
+            "HTTP connection ended: client=%s reason=%s", self.client and self.client[0], why
         )
         self._stop_timer()
         self._idle.pop(self, None)

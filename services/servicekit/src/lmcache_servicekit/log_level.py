@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 from fastapi import APIRouter
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lmcache_servicekit.audit import AUDIT_LOGGER
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
 from lmcache_servicekit.errors import NotFoundError, PermissionDeniedError
-from lmcache_servicekit.logs import LogLevel, is_logger, level_of_root, own_levels, set_level
+from lmcache_servicekit.logs import LogLevel, set_level
 
 LoggerName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
 
@@ -34,24 +35,33 @@ class LogLevels(BaseModel):
 
 
 def create_log_router() -> APIRouter:
-    """The routes `GET` and `PUT /v1/log-level`. A change lasts until the process ends."""
+    """Make the routes `GET` and `PUT /v1/log-level`. A change lasts until the process ends."""
     router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
 
     @router.get("/log-level", summary="Show log levels")
     async def show_levels(principal: ClientPrincipal) -> LogLevels:
-        return LogLevels(level=level_of_root(), loggers=own_levels())
+        return _levels()
 
     @router.put("/log-level", summary="Change log levels")
     async def change_level(request: LogLevelRequest, principal: AdminPrincipal) -> LogLevels:
         """Of the process or one logger; 404 for an unknown one."""
         if request.logger == AUDIT_LOGGER:
             raise PermissionDeniedError("the audit log is written at any level")
-        if request.logger is not None and not is_logger(request.logger):
+        if request.logger is not None and request.logger not in logging.root.manager.loggerDict:
             raise NotFoundError(
                 f"no logger {request.logger!r}: name a module or package of the process, for"
                 " example lmcache_core"
             )
         set_level(request.level, request.logger)
-        return LogLevels(level=level_of_root(), loggers=own_levels())
+        return _levels()
 
     return router
+
+
+def _levels() -> LogLevels:
+    own = {
+        name: logging.getLevelName(logger.level).lower()
+        for name, logger in sorted(logging.root.manager.loggerDict.items())
+        if isinstance(logger, logging.Logger) and logger.level
+    }
+    return LogLevels(level=logging.getLevelName(logging.root.level).lower(), loggers=own)

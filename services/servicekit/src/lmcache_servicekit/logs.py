@@ -11,6 +11,7 @@ import time
 from typing import Final, Literal
 
 from lmcache_core.telemetry.request_context import current_request_id
+from typing_extensions import override
 
 from lmcache_servicekit.audit import AUDIT_LOGGER
 
@@ -30,8 +31,8 @@ class JsonFormatter(logging.Formatter):
     `error` where there is one.
     """
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """Format one record."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
@@ -55,10 +56,9 @@ class CallerFilter(logging.Filter):
         super().__init__()
         self._next: dict[str, float] = {}
 
+    @override
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter.filter`. Kinds are bounded: messages before their arguments are
-        filled in.
-        """
+        # Kinds are bounded: messages before their arguments are filled in.
         if record.levelno != logging.WARNING:
             return True
         if record.created < self._next.get(str(record.msg), 0.0):
@@ -105,25 +105,3 @@ def set_level(level: str, name: str | None = None) -> None:
     if name is None:
         for chatty in _CHATTY:
             logging.getLogger(chatty).setLevel(max(logging.WARNING, logger.level))
-
-
-def is_logger(name: str) -> bool:
-    """Whether something in this process logs under that name or below it."""
-    return name in logging.root.manager.loggerDict
-
-
-def level_of_root() -> str:
-    """The level of the whole process."""
-    return logging.getLevelName(logging.getLogger().level).lower()
-
-
-def own_levels() -> dict[str, str]:
-    """The level of each logger that has one of its own, by name."""
-    found = {
-        name: logger.level
-        for name, logger in logging.root.manager.loggerDict.items()
-        if isinstance(logger, logging.Logger)
-    }
-    return {
-        name: logging.getLevelName(level).lower() for name, level in sorted(found.items()) if level
-    }

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from fastapi import APIRouter, Response
 from prometheus_client import (
@@ -18,7 +17,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from lmcache_servicekit.worker_metrics import WorkerMetrics
 
@@ -32,7 +31,7 @@ _BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 
 def create_registry(service: str, version: str) -> CollectorRegistry:
-    """A registry of one app's own, with the process's figures and which build this is."""
+    """Make a registry of one app's own, with the process's figures and which build this is."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     build = Gauge(
@@ -48,11 +47,11 @@ def create_registry(service: str, version: str) -> CollectorRegistry:
 def create_metrics_router(
     registry: CollectorRegistry, siblings: Callable[[], WorkerMetrics | None] = lambda: None
 ) -> APIRouter:
-    """The route `/metrics`, in Prometheus' text format.
+    """Make the route `/metrics`, in Prometheus' text format.
 
     Args:
-        registry: What it tells.
-        siblings: Gives what tells it for all workers of the port, where there are several.
+        registry: What it shows.
+        siblings: Gives the metrics of all workers of the port, where there are several.
     """
     router = APIRouter(tags=["health"])
 
@@ -67,15 +66,12 @@ def create_metrics_router(
     return router
 
 
-class MetricsMiddleware:
-    """Counts requests and measures how long they take, until the last byte of the answer is handed
-    over.
-
-    Labels are bounded: a route's template instead of a path, known methods only.
+class RequestMetrics:
+    """Counts requests and how long they take. Labels are bounded: a route's template instead of a
+    path, known methods only.
     """
 
-    def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
-        self._app = app
+    def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
             HTTP_REQUESTS_TOTAL,
             "HTTP requests answered.",
@@ -90,30 +86,10 @@ class MetricsMiddleware:
             registry=registry,
         )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on and account for it; an unanswered failure counts as 500."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = 500
-        started = time.perf_counter()
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        finally:
-            method = scope["method"] if scope["method"] in _METHODS else "other"
-            route = _template_of(scope)
-            self._requests.labels(method, route, str(status)).inc()
-            self._duration.labels(method, route).observe(time.perf_counter() - started)
-
-
-def _template_of(scope: Scope) -> str:
-    route: Any = scope.get("route")
-    path = getattr(route, "path", None)
-    return path if isinstance(path, str) else UNMATCHED
+    def count(self, scope: Scope, status: int, elapsed_s: float) -> None:
+        """Count a request that was answered, or has failed."""
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        path = getattr(scope.get("route"), "path", None)
+        route = path if isinstance(path, str) else UNMATCHED
+        self._requests.labels(method, route, str(status)).inc()
+        self._duration.labels(method, route).observe(elapsed_s)

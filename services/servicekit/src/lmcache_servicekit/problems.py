@@ -143,10 +143,20 @@ def install_problem_handlers(
     async def on_domain_error(request: Request, error: Exception) -> JSONResponse:
         problem = problem_of(error, table)
         if problem.status >= 500:
-            logger.warning("%s answered %d: %s", _route_of(request), problem.status, error)
+            path = getattr(request.scope.get("route"), "path", "(no route)")
+            logger.warning(
+                "request failed: request=%s %s status=%d error=%s",
+                request.method,
+                path,
+                problem.status,
+                error,
+            )
         detail = str(error) if problem.shows_detail else None
+        headers = problem.headers
+        if isinstance(error, errors.ThrottledError) and error.retry_after_s is not None:
+            headers = {**(headers or {}), "Retry-After": str(math.ceil(error.retry_after_s))}
         return problem_response(
-            problem.status, problem.title, problem.type, detail, headers=_headers(problem, error)
+            problem.status, problem.title, problem.type, detail, headers=headers
         )
 
     app.add_exception_handler(core.LMCacheError, on_domain_error)
@@ -156,14 +166,8 @@ def install_problem_handlers(
     app.add_exception_handler(Exception, _on_bug)
 
 
-def _headers(problem: ProblemType, error: Exception) -> Mapping[str, str] | None:
-    if not isinstance(error, errors.ThrottledError) or error.retry_after_s is None:
-        return problem.headers
-    return {**(problem.headers or {}), "Retry-After": str(math.ceil(error.retry_after_s))}
-
-
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Names places and rules, and never repeats the input: it may be large or secret."""
+    """Name places and rules, and never repeat the input: it may be large or secret."""
     assert isinstance(error, RequestValidationError)
     found = [
         {"at": ".".join(str(part) for part in item["loc"]), "message": str(item["msg"])}
@@ -173,11 +177,9 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
         return problem_response(
             400, "The body is not well-formed", f"{_TYPE_PREFIX}malformed", errors=found
         )
-    if (
-        error.body
-        and not _is_json(request)
-        and any(item["loc"] == ("body",) for item in error.errors())
-    ):
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_json = kind == "application/json" or kind.endswith("+json")
+    if error.body and not is_json and any(item["loc"] == ("body",) for item in error.errors()):
         return problem_response(
             415, "Unsupported Media Type", detail="send JSON, with Content-Type: application/json"
         )
@@ -189,43 +191,31 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     title = _TITLES.get(error.status_code) or http.HTTPStatus(error.status_code).phrase
     detail = error.detail if error.detail and error.detail != title else None
     headers = error.headers
-    if (
-        error.status_code == 405
-    ):  # starlette names the methods of one route, and a path may have several
-        headers = {**(headers or {}), "Allow": ", ".join(_methods_of_path(request))}
+    if error.status_code == 405:
+        # starlette names the methods of one route, and a path may have several
+        allowed = [
+            method
+            for method in _METHODS
+            if any(
+                route.matches({**request.scope, "method": method})[0] is Match.FULL
+                for route in request.app.routes
+            )
+        ]
+        headers = {**(headers or {}), "Allow": ", ".join(allowed)}
     return problem_response(error.status_code, title, detail=detail, headers=headers)
 
 
-def _methods_of_path(request: Request) -> list[str]:
-    def is_there(method: str) -> bool:
-        scope = {**request.scope, "method": method}
-        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
-
-    return [method for method in _METHODS if is_there(method)]
-
-
-def _is_json(request: Request) -> bool:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return kind == "application/json" or kind.endswith("+json")
-
-
 async def _on_lost_client(request: Request, error: Exception) -> JSONResponse:
-    """Nobody reads this; without it the server logs a traceback for each client that dies while
-    it sends.
-    """
+    # Without this answer, which is read by no client, the server logs a traceback for each client
+    # that dies while it sends.
     return problem_response(
         400, http.HTTPStatus(400).phrase, detail="the client went away in the middle of its body"
     )
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    """The ASGI boundary. Starlette raises the error again after this answer, so that the server
-    logs its traceback.
-    """
+    # The ASGI boundary. Starlette raises the error again after this answer, so that the server logs
+    # its traceback.
     return problem_response(
         500, PROBLEMS[core.LMCacheError].title, PROBLEMS[core.LMCacheError].type
     )
-
-
-def _route_of(request: Request) -> str:
-    return f"{request.method} {getattr(request.scope.get('route'), 'path', '(no route)')}"

@@ -12,7 +12,7 @@ from typing import Any, Final
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import ConfigError
 from lmcache_core.security.tls import ReloadingContext, TlsFiles, client_context
-from lmcache_core.storage.remote.sentinels import SteadySentinels
+from lmcache_core.storage.remote.redis import SteadySentinels
 from redis.asyncio.connection import SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import SentinelManagedSSLConnection
@@ -203,7 +203,7 @@ def describe_failure(where: str, error: BaseException, timeout_s: float) -> str:
     """Say what failed, without the error's own text, which may hold credentials.
 
     Args:
-        where: See `RedisUrl.where`.
+        where: Hosts and ports, as `RedisUrl.where` has them.
         error: What redis-py or the sockets below it raised.
         timeout_s: Limit on the call.
     """

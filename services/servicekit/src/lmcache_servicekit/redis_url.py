@@ -28,12 +28,18 @@ class RedisUrl:
         scheme: One of `REDIS_SCHEMES`.
         addresses: Sentinels, or servers of the cluster to begin with; empty for one server.
         service: What the sentinels call the server.
+        is_cluster: Whether it names a Redis Cluster.
+        has_sentinels: Whether it names sentinels.
+        has_tls: Whether connections are made over TLS.
     """
 
     text: str = field(repr=False)
     scheme: str
     addresses: tuple[Address, ...]
     service: str
+    is_cluster: bool
+    has_sentinels: bool
+    has_tls: bool
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -46,32 +52,19 @@ class RedisUrl:
         """
         try:
             scheme, path = urlsplit(text).scheme, urlsplit(text).path.strip("/")
-            if scheme not in REDIS_SCHEMES or (scheme in CLUSTER_SCHEMES and path):
+            is_cluster, has_sentinels = scheme in CLUSTER_SCHEMES, scheme in SENTINEL_SCHEMES
+            if scheme not in REDIS_SCHEMES or (is_cluster and path):
                 raise ValueError("unknown scheme, or a path after a cluster")
             addresses: tuple[Address, ...] = ()
-            if scheme not in SERVER_SCHEMES:
-                default_port = DEFAULT_SENTINEL_PORT if scheme in SENTINEL_SCHEMES else DEFAULT_PORT
+            if is_cluster or has_sentinels:
+                default_port = DEFAULT_SENTINEL_PORT if has_sentinels else DEFAULT_PORT
                 addresses = tuple(
                     _address_of(host, default_port) for host in _hosts_of(text).split(",")
                 )
-            return cls(text, scheme, addresses, path or "mymaster")
+            service, has_tls = path or "mymaster", scheme in TLS_SCHEMES
+            return cls(text, scheme, addresses, service, is_cluster, has_sentinels, has_tls)
         except ValueError:
             raise unreadable() from None
-
-    @property
-    def is_cluster(self) -> bool:
-        """Whether it names a Redis Cluster."""
-        return self.scheme in CLUSTER_SCHEMES
-
-    @property
-    def has_sentinels(self) -> bool:
-        """Whether it names sentinels."""
-        return self.scheme in SENTINEL_SCHEMES
-
-    @property
-    def has_tls(self) -> bool:
-        """Whether connections are made over TLS."""
-        return self.scheme in TLS_SCHEMES
 
     @property
     def without_tls(self) -> str:

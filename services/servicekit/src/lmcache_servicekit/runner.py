@@ -99,7 +99,7 @@ def run_service(
 
 
 class Address:
-    """The address that a service is reached at, and how others are told.
+    """The address that a service is reached at, and where its port is written for others.
 
     Args:
         name: Of the service.
@@ -117,7 +117,7 @@ class Address:
         self._port_file = port_file
 
     def announce(self, more: Mapping[str, int], workers: str = "") -> None:
-        """Tell that the service listens, and on which other ports."""
+        """Log and write that the service listens, and on which other ports."""
         number = self.listener.getsockname()[1]
         logger.info(
             "%s %s listens on %s port %d%s",
@@ -128,10 +128,13 @@ class Address:
             workers,
         )
         if self._port_file is not None:
-            _write_port_file(self._port_file, {"port": number, **more})
+            # Replaced atomically: a reader never sees half of it.
+            temporary = self._port_file.with_name(f"{self._port_file.name}.{os.getpid()}.tmp")
+            temporary.write_text(json.dumps({"port": number, **more}) + "\n")
+            temporary.replace(self._port_file)
 
     def retract(self) -> None:
-        """It listens no more."""
+        """Remove the port file: it listens no more."""
         if self._port_file is not None:
             self._port_file.unlink(missing_ok=True)
 
@@ -161,8 +164,8 @@ def _with_workers(num_workers: int, create_app: Callable[[], FastAPI], address: 
 
 
 class _Start:
-    """The app, whose failure to start for a reason that we foresaw is told in its own words
-    instead of by a traceback.
+    """The app, whose failure to start for a foreseen reason is reported in its own words instead
+    of by a traceback.
     """
 
     def __init__(self, app: FastAPI) -> None:
@@ -174,8 +177,7 @@ class _Start:
             if message["type"] == "lifespan.startup.failed":
                 self.failure = sys.exc_info()[1]
                 if isinstance(self.failure, LMCacheError):
-                    # It is told as what is wrong with the settings is: uvicorn's own lines would
-                    # only hide it.
+                    # Reported as bad settings are: uvicorn's own lines would only hide it.
                     logging.getLogger("uvicorn.error").disabled = True
                     message = {**message, "message": ""}
             await send(message)
@@ -184,8 +186,8 @@ class _Start:
 
 
 class _Server(uvicorn.Server):
-    """Tells when it listens, and on which port; does what is to be done before it stops; takes a
-    second signal seriously.
+    """Announces that it listens, prepares its stop while it still answers, and ends at once at a
+    second signal.
     """
 
     def __init__(
@@ -196,25 +198,22 @@ class _Server(uvicorn.Server):
         self._state = state
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the lifespan, then listen, then tell."""
+        """Start the lifespan, then listen, then announce."""
         await super().startup(sockets=sockets)
         if self.started:
             self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Do what is to be done before, then stop listening, then end the lifespan."""
+        """Prepare, then stop listening, then end the lifespan."""
         for prepare in self._state.before_stop:
             await prepare()
         await super().shutdown(sockets=sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End gracefully at the first signal, at once at the second: whatever is underway may
-        hang.
-        """
+        """End gracefully at the first signal, at once at the second: what is underway may hang."""
         if self.should_exit:
-            os.write(
-                2, b"a second signal: ending at once\n"
-            )  # logging is not safe inside a handler
+            # Logging is not safe inside a handler.
+            os.write(2, b"a second signal: ending at once\n")
             os._exit(EXIT_BY_SIGNAL + sig)
         super().handle_exit(sig, frame)
 
@@ -235,10 +234,10 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
     config.load()
     tls = service_state(app).tls
     config.ssl = None if tls is None else BoundedContext(tls)
-    # uvicorn raises the signal again once it has shut down; taken as it is, that would turn a
-    # graceful end into "killed".
+    # uvicorn raises the signal again once it has shut down; by default that would turn a graceful
+    # end into "killed".
     for handled in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(handled, _end)
+        signal.signal(handled, lambda number, frame: sys.exit(0))
     try:
         _Server(config, announce, service_state(app)).run(sockets=[address.listener])
     except SystemExit:
@@ -253,10 +252,6 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
         logging.getLogger("uvicorn.error").disabled = False
         address.retract()
     return 0
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(0)
 
 
 def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -278,13 +273,6 @@ def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _write_port_file(path: Path, ports: Mapping[str, int]) -> None:
-    """Replace the file atomically: a reader never sees half of it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(dict(ports)) + "\n")
-    temporary.replace(path)
 
 
 def _parse(

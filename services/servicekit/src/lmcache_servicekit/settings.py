@@ -149,7 +149,7 @@ class ServiceSettings(BaseSettings):
         return self
 
     def listeners(self) -> dict[str, tuple[str, int]]:
-        """Host and port of everything that is listened on, by the name of the port's option."""
+        """Return host and port of every listener, by the name of the port's option."""
         return {"port": (self.host, self.port)} | self._optional(
             "health_port", self.health_host, self.health_port
         )
@@ -158,14 +158,14 @@ class ServiceSettings(BaseSettings):
         return {} if port is None else {option: (host, port)}
 
     def refuse_plaintext(self, option: str, host: str) -> None:
-        """For each address that callers show tokens at.
+        """Check an address that callers show tokens at.
 
         Args:
             option: That names the address.
             host: The address.
 
         Raises:
-            ValueError: Tokens would cross the network for anybody to read.
+            ValueError: Tokens would cross the network in plain text.
         """
         is_told_so = self.allow_plaintext or (
             self.allow_anonymous and self.auth_tokens_file is None
@@ -179,7 +179,7 @@ class ServiceSettings(BaseSettings):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is certainly reachable from this machine only; a name other than
+    """Return whether `host` is certainly reachable from this machine only; a name other than
     `localhost` is not.
     """
     try:
@@ -189,14 +189,14 @@ def is_loopback(host: str) -> bool:
 
 
 def _overlap(host: str, other: str) -> bool:
-    """Whether two listeners of one port cannot be at these hosts."""
+    """Return whether two listeners of one port cannot be at these hosts."""
     if host == other or _is_unspecified(host) or _is_unspecified(other):
         return True
     return is_loopback(host) and is_loopback(other) and "localhost" in (host, other)
 
 
 def _is_unspecified(host: str) -> bool:
-    """Whether a listener at `host` takes every address of this machine."""
+    """Return whether a listener at `host` takes every address of this machine."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -238,7 +238,7 @@ def load_settings(
 
 
 def env_prefix(settings_cls: type[ServiceSettings]) -> str:
-    """The prefix of the variables that set fields of `settings_cls`."""
+    """Return the prefix of the variables that set fields of `settings_cls`."""
     prefix = settings_cls.model_config.get("env_prefix", "")
     assert prefix.startswith("LMCACHE_"), "a service's settings name their env_prefix"
     assert prefix.endswith("_"), "an env_prefix ends with an underscore"
@@ -246,7 +246,7 @@ def env_prefix(settings_cls: type[ServiceSettings]) -> str:
 
 
 def render_settings(settings: ServiceSettings) -> str:
-    """The effective settings as YAML that `load_settings` reads again; secrets are masked."""
+    """Return the effective settings as YAML that `load_settings` reads again, secrets masked."""
     text: str = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
     return text
 
@@ -286,9 +286,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _refuse_unknown(
     settings_cls: type[ServiceSettings], values: Mapping[str, Any], path: Path | None
 ) -> None:
-    """Top-level names, by hand: BaseSettings takes names with a leading underscore as its own
-    arguments.
-    """
+    # By hand: BaseSettings takes names with a leading underscore as its own arguments.
     known = list(settings_cls.model_fields)
     lines = [
         f"{name}: unknown option in {path}; {_nearest(name, known)}"
@@ -300,7 +298,7 @@ def _refuse_unknown(
 
 
 def _without_credentials(text: str) -> str:
-    """That text; what may be a password in a URL is masked, also one with a slash in it."""
+    """Mask what may be a password in a URL, also one with a slash in it."""
     before, _, after = text.partition("://")
     return f"{before}://{MASK}@{after.rpartition('@')[2]}" if "@" in after else text
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
 from multiprocessing.context import ForkProcess
 from typing import Final
 
@@ -23,8 +21,10 @@ logger = logging.getLogger(__name__)
 RESTART_PAUSE_S: Final = 1.0
 STOP_MARGIN_S: Final = 10.0
 """How much longer than its grace a worker may take to end before it is killed."""
+START_LOOK_S: Final = 0.05
+"""How often a parent looks whether all workers listen."""
 
-_HANDLED: Final = (signal.SIGTERM, signal.SIGINT)
+_ENDING: Final = frozenset({signal.SIGTERM, signal.SIGINT})
 _CONTEXT: Final = multiprocessing.get_context("fork")
 
 
@@ -51,7 +51,7 @@ class WorkerPool:
     SIGTERM or SIGINT.
 
     It belongs to a process that has no thread and no event loop: a fork would take half of them
-    along.
+    along. Signals are blocked in the parent while it runs, and waited for.
 
     Args:
         num_workers: How many.
@@ -68,7 +68,8 @@ class WorkerPool:
         self._announce = announce
         self._grace_s = grace_s
         self._processes: dict[int, ForkProcess] = {}
-        self._starting: dict[int, connection.Connection] = {}
+        # Shared with the workers: each sets its own byte once it listens.
+        self._listening = mmap.mmap(-1, num_workers)
         self._due: dict[int, float] = {}
         self._announced = False
 
@@ -80,104 +81,94 @@ class WorkerPool:
             could not start for the first time, 128 and the signal's number after a second signal.
         """
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(self._num_workers)]
-        with _signals() as signals:
-            try:
-                for number in range(self._num_workers):
-                    self._start(WorkerSeat(number, listeners))
-                while True:
-                    pauses = [at - time.monotonic() for at in self._due.values()]
-                    self._wait(signals, max(min(pauses), 0.0) if pauses else None)
-                    if _arrived(signals):
-                        return self._stop(signals)
-                    code = self._reap()
-                    if code is not None:
-                        self._stop(signals)
-                        return code
-                    self._note_ready()
-                    for number in [
-                        number for number, at in self._due.items() if at <= time.monotonic()
-                    ]:
-                        del self._due[number]
-                        self._start(WorkerSeat(number, listeners))
-            finally:
-                for process in self._processes.values():
-                    process.kill()
-                for listener in listeners:
-                    listener.close()
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {*_ENDING, signal.SIGCHLD})
+        self._due = dict.fromkeys(range(self._num_workers), 0.0)
+        try:
+            while True:
+                for number in [n for n, at in self._due.items() if at <= time.monotonic()]:
+                    del self._due[number]
+                    self._start(WorkerSeat(number, listeners), unblocked)
+                if not self._announced and all(self._listening[:]):
+                    self._announced = True
+                    self._announce()
+                pauses = [at - time.monotonic() for at in self._due.values()]
+                if not self._announced:
+                    pauses.append(START_LOOK_S)
+                if _wait(min(pauses, default=None)):
+                    return self._stop()
+                code = self._reap()
+                if code is not None:
+                    self._stop()
+                    return code
+        finally:
+            for process in self._processes.values():
+                process.kill()
+            for listener in listeners:
+                listener.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
-    def _start(self, seat: WorkerSeat) -> None:
-        ready, tell = _CONTEXT.Pipe(duplex=False)
+    def _start(self, seat: WorkerSeat, unblocked: Iterable[int]) -> None:
+        def ready() -> None:
+            self._listening[seat.number] = 1
+
+        self._listening[seat.number] = 0
         process = _CONTEXT.Process(
-            target=_work, args=(self._serve, seat, tell), name=f"worker-{seat.number}"
+            target=_work, args=(self._serve, seat, ready, unblocked), name=f"worker-{seat.number}"
         )
         process.start()
-        tell.close()
         self._processes[seat.number] = process
-        self._starting[seat.number] = ready
-
-    def _wait(self, signals: socket.socket, timeout_s: float | None) -> None:
-        sentinels = [process.sentinel for process in self._processes.values()]
-        connection.wait([signals, *sentinels, *self._starting.values()], timeout_s)
-
-    def _note_ready(self) -> None:
-        for number, ready in list(self._starting.items()):
-            if ready.poll():
-                del self._starting[number]
-                ready.close()
-        if not self._starting and not self._due and not self._announced:
-            self._announced = True
-            self._announce()
 
     def _reap(self) -> int | None:
-        """Have those started again that ended.
+        """Have workers that ended started again.
 
         Returns:
-            What a worker ended with if that is no use: one has not come up the first time.
+            The exit code of one that has not come up the first time; None: go on.
         """
         for number, process in list(self._processes.items()):
             if process.exitcode is None:
                 continue
-            process.join()
             del self._processes[number]
-            ready = self._starting.pop(number, None)
-            if ready is not None:
-                ready.close()
-                if not self._announced:
-                    return process.exitcode or 1
+            if not self._announced and not self._listening[number]:
+                return process.exitcode or 1
             logger.error(
-                "worker %d ended with %s; another one takes its place", number, process.exitcode
+                "worker ended, replacing it: worker=%d exit_code=%s", number, process.exitcode
             )
             self._due[number] = time.monotonic() + RESTART_PAUSE_S
         return None
 
-    def _stop(self, signals: socket.socket) -> int:
+    def _stop(self) -> int:
         for process in self._processes.values():
             process.terminate()
         deadline = time.monotonic() + self._grace_s + STOP_MARGIN_S
-        code = 0
-        # Asked once a round: one that ends in between must not be left out of the wait that it
-        # would have ended.
-        while sentinels := [
-            process.sentinel for process in self._processes.values() if process.exitcode is None
-        ]:
+        while any(process.exitcode is None for process in self._processes.values()):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                logger.error("a worker does not end; it is killed")
+                logger.error("worker does not end, killing it: waited_s=%g", self._grace_s)
                 return 1
-            connection.wait([signals, *sentinels], left_s)
-            number = _arrived(signals)
-            if number:
+            if number := _wait(left_s):
                 return 128 + number
-        for process in self._processes.values():
-            code = code or abs(process.exitcode or 0)
-        return code
+        codes = [abs(process.exitcode or 0) for process in self._processes.values()]
+        return next(filter(None, codes), 0)
 
 
-def _work(serve: Serve, seat: WorkerSeat, tell: connection.Connection) -> None:
-    """A worker's life. It ends with its parent, also when that is killed."""
-    signal.set_wakeup_fd(-1)
-    for handled in _HANDLED:
-        signal.signal(handled, signal.SIG_DFL)
+def _wait(timeout_s: float | None) -> int:
+    """Wait for a signal, or until a worker has ended; return the signal's number, 0 for none."""
+    waited = {*_ENDING, signal.SIGCHLD}
+    arrived = (
+        signal.sigwaitinfo(waited)
+        if timeout_s is None
+        else signal.sigtimedwait(waited, max(timeout_s, 0.0))
+    )
+    return arrived.si_signo if arrived is not None and arrived.si_signo in _ENDING else 0
+
+
+def _work(
+    serve: Serve, seat: WorkerSeat, ready: Callable[[], None], unblocked: Iterable[int]
+) -> None:
+    """Live as a worker. It ends with its parent, also when that is killed."""
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -186,37 +177,4 @@ def _work(serve: Serve, seat: WorkerSeat, tell: connection.Connection) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
-
-    def ready() -> None:
-        tell.send_bytes(b"ready")
-        tell.close()
-
     sys.exit(serve(seat, ready))
-
-
-@contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """A socket that a byte arrives at for each signal, while this process itself goes on."""
-    received, written = socket.socketpair()
-    received.setblocking(False)
-    written.setblocking(False)
-    before = {number: signal.signal(number, _pass) for number in _HANDLED}
-    wakeup = signal.set_wakeup_fd(written.fileno())
-    try:
-        yield received
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        received.close()
-        written.close()
-
-
-def _pass(number: int, frame: object) -> None:
-    """Taken note of through the wakeup descriptor."""
-
-
-def _arrived(signals: socket.socket) -> int:
-    """The number of a signal that has arrived, 0 for none."""
-    readable, _, _ = select.select([signals], [], [], 0)
-    return signals.recv(1)[0] if readable else 0

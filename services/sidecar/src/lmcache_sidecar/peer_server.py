@@ -7,11 +7,9 @@ from collections.abc import Callable
 from lmcache_core.errors import AuthenticationError
 from lmcache_core.record import RAW_SERDE, Chunk
 from lmcache_core.security import Principal, TicketKeyFile, TicketVerifier
-from lmcache_core.storage.client_view import WrappedStore
 from lmcache_core.storage.codecs import Codecs
-from lmcache_core.storage.encoding_store import EncodingStore
 from lmcache_core.storage.hot import RECEIVING_SHARE
-from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.served import EncodingStore, LocalStore, WrappedStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import Authenticate, LmServer, ServedStore, ServerLimits

@@ -13,7 +13,7 @@ from lmcache_core.config import DISK_SERDES
 from lmcache_core.config.options import did_you_mean
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.remote import check_remote_scheme
-from lmcache_core.storage.remote.addresses import hosts_of
+from lmcache_core.storage.remote.members import hosts_of
 from lmcache_node.settings import DistributedUrlText, NodeSettings
 from lmcache_servicekit.settings import Port, is_loopback
 from pydantic import AfterValidator, Field, field_validator, model_validator

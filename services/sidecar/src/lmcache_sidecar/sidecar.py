@@ -17,7 +17,7 @@ from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory import SharedArena
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.storage.codecs import create_codecs
-from lmcache_core.storage.local_store import LOCAL_TIERS
+from lmcache_core.storage.stack import LOCAL_TIERS
 from lmcache_core.storage.tiers import HotSpec
 from lmcache_node.collectors import CodecErrorCollector
 from lmcache_node.local_chunks import LocalChunks

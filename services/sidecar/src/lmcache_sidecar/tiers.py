@@ -9,7 +9,7 @@ from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
-from lmcache_core.storage.remote.locating import LookupLocator
+from lmcache_core.storage.remote.members import LookupLocator
 from lmcache_core.storage.tiers import (
     HotSpec,
     PeersSpec,

@@ -4,16 +4,44 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Annotated
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Request
 from lmcache_servicekit.app import BodyBounds, create_service_app
+from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 from lmcache_servicekit.state import service_state
 
-from lmcache_webhook.injection.plan import InjectionOptions, Tenant
+from lmcache_webhook.admission import AdmissionAnswer, AdmissionQuestion
+from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.injection.template import check_cpu, read_template
 from lmcache_webhook.reviews import MAX_BODY_BYTES, Reviewer, WebhookCollector
-from lmcache_webhook.routes import WebhookParts, router
 from lmcache_webhook.settings import WebhookSettings
+
+router = APIRouter(tags=["admission"], route_class=GuardedRoute)
+
+
+async def _reviewer(request: Request) -> Reviewer:
+    reviewer = request.app.state.reviewer
+    assert isinstance(reviewer, Reviewer)
+    return reviewer
+
+
+@router.post("/mutate", summary="Review a pod", response_model_exclude_none=True)
+async def mutate(
+    principal: ClientPrincipal,
+    question: AdmissionQuestion,
+    reviewer: Annotated[Reviewer, Depends(_reviewer)],
+    request: Request,
+) -> AdmissionAnswer:
+    """Answer an AdmissionReview.
+
+    API servers send no token by default, so `allow_anonymous` is usual here; the answer holds no
+    secrets.
+    """
+    declared = request.headers.get("content-length", "")
+    return await reviewer.answer(
+        question.request, int(declared) if declared.isdecimal() else MAX_BODY_BYTES
+    )
 
 
 def create_app(settings: WebhookSettings) -> FastAPI:
@@ -27,7 +55,7 @@ def create_app(settings: WebhookSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service_state(app).registry.register(WebhookCollector(reviewer))
-        app.state.webhook = WebhookParts(reviewer)
+        app.state.reviewer = reviewer
         yield
 
     return create_service_app(
@@ -40,41 +68,11 @@ def create_app(settings: WebhookSettings) -> FastAPI:
 
 
 def injection_options(settings: WebhookSettings) -> InjectionOptions:
-    """What the settings say about injection. Reads the template.
+    """Return what the settings say about injection. Reads the template.
 
     Raises:
         ConfigError: It cannot be read or is wrong.
     """
     template = read_template(settings.sidecar_template_file)
     check_cpu(settings.sidecar_cpu, template)
-    return InjectionOptions(
-        sidecar_image=settings.sidecar_image,
-        payload_image=settings.payload_image,
-        image_pull_policy=settings.image_pull_policy,
-        sidecar_template=template,
-        sidecar_options={name: _text(value) for name, value in settings.sidecar_options.items()},
-        arena_gb=settings.arena_gb,
-        max_arena_gb=settings.max_arena_gb,
-        disk_gb=settings.disk_gb,
-        max_disk_gb=settings.max_disk_gb,
-        memory_overhead_mb=settings.memory_overhead_mb,
-        payload_resources=dict(settings.payload_resources.items()),
-        sidecar_cpu=settings.sidecar_cpu,
-        run_as_user=settings.run_as_user,
-        kubernetes_service=settings.kubernetes_service,
-        kubernetes_namespace=settings.kubernetes_namespace,
-        tenants=tuple(
-            Tenant(
-                one.name,
-                frozenset(one.namespaces),
-                one.credentials_secret,
-                one.keys_secret,
-                one.tls_secret,
-            )
-            for one in settings.tenants
-        ),
-    )
-
-
-def _text(value: str | bool | int | float) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return InjectionOptions(settings, template)

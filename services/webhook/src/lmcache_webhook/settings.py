@@ -79,7 +79,7 @@ class WebhookSettings(ServiceSettings):
         max_arena_gb: The most that a pod may ask for.
         disk_gb: Disk on the node of a pod that does not say; 0 for none.
         max_disk_gb: The most that a pod may ask for.
-        memory_overhead_mb: Memory of the sidecar beside the arena, MiB.
+        memory_overhead_mb: Memory of the sidecar besides the arena, MiB.
         payload_resources: Requests and limits of the container that copies the payload, as in a
             container.
         sidecar_cpu: What the sidecar requests, as Kubernetes writes it.

@@ -1,50 +1,19 @@
 from __future__ import annotations
 
 import pytest
-from lmcache_storage.compat.dialect import DIALECTS, CompatCommand
-from lmcache_storage.compat.refusals import CloseReason, CompatRefusedError
+from lmcache_storage.compat.dialect import DIALECTS, CloseReason, CompatRefusedError
 
 from tests.fixtures.compat import (
-    ABOUT,
     EXIST,
     GET,
     HEALTH,
     LIST,
-    NO_VALUE,
     PUT,
-    reply_bytes,
     request_bytes,
 )
 
 MAX = 1000
 both = pytest.mark.parametrize("dialect", DIALECTS)
-
-
-@both
-@pytest.mark.parametrize("key", ["k", "vllm@model name@1@0@ab", "ключ", "k" * 150])
-def test_a_put_is_read(dialect: str, key: str) -> None:
-    request = DIALECTS[dialect].parse(request_bytes(dialect, PUT, key, MAX, ABOUT), MAX)
-    assert (request.command, request.key, request.num_bytes, request.about) == (
-        CompatCommand.PUT,
-        key,
-        MAX,
-        ABOUT,
-    )
-
-
-@both
-def test_numbers_are_kept_whatever_they_are(dialect: str) -> None:
-    about = (-1, 99, -(2**31), 2**31 - 1, 0, 7)
-    assert DIALECTS[dialect].parse(request_bytes(dialect, PUT, "k", 1, about), MAX).about == about
-
-
-@both
-@pytest.mark.parametrize("command", [GET, EXIST, HEALTH])
-@pytest.mark.parametrize("num_bytes", [-1, 0, 2**31 - 1])
-def test_only_a_put_brings_a_value(dialect: str, command: int, num_bytes: int) -> None:
-    assert (
-        DIALECTS[dialect].parse(request_bytes(dialect, command, "k", num_bytes), MAX).num_bytes == 0
-    )
 
 
 @both
@@ -77,10 +46,3 @@ def test_what_is_no_request_is_refused(
     with pytest.raises(CompatRefusedError) as refused:
         DIALECTS[dialect].parse(request_bytes(dialect, command, key, num_bytes), MAX)
     assert refused.value.reason is reason
-
-
-@both
-def test_replies(dialect: str) -> None:
-    assert DIALECTS[dialect].found(5, ABOUT) == reply_bytes(dialect, 200, 5, ABOUT)
-    assert DIALECTS[dialect].found() == reply_bytes(dialect, 200, 0, NO_VALUE)
-    assert DIALECTS[dialect].missing() == reply_bytes(dialect, 400, 0, NO_VALUE)

@@ -7,8 +7,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lmcache_storage.compat.dialect import DIALECTS, CompatCommand
-from lmcache_storage.compat.refusals import CloseReason
+from lmcache_storage.compat.dialect import DIALECTS, CloseReason, CompatCommand
 from lmcache_storage.compat.values import ABOUT_EXTENSION
 from lmcache_storage.metrics import DESCRIBED
 from lmcache_storage.settings import StorageSettings

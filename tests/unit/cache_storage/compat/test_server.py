@@ -8,8 +8,7 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.telemetry import Counters
 from lmcache_storage.compat.dialect import DIALECTS
-from lmcache_storage.compat.server import CompatServer
-from lmcache_storage.compat.session import CompatLimits
+from lmcache_storage.compat.server import CompatLimits, CompatServer
 from lmcache_storage.compat.values import ForeignValues
 
 from tests.fixtures.compat import (
@@ -35,7 +34,7 @@ both = pytest.mark.parametrize("dialect", DIALECTS)
 async def test_there_and_back(dialect: str) -> None:
     async with (
         listening(dialect) as listener,
-        compat_client(listener.server.port, dialect) as client,
+        compat_client(listener.port, dialect) as client,
     ):
         assert await client.get("k") is None
         assert not await client.exists("k")
@@ -44,12 +43,12 @@ async def test_there_and_back(dialect: str) -> None:
         assert await client.exists("k")
         assert await client.get("k") == ((1, 3, 2, 2, 4, 2), VALUE)
         assert await client.ask(HEALTH) == reply_bytes(dialect, 200)
-        async with compat_client(listener.server.port, dialect) as second:
+        async with compat_client(listener.port, dialect) as second:
             assert await second.get("other") == ((1, 3, 2, 2, 4, 2), b"x")
 
 
 async def test_requests_sent_without_waiting_are_answered_in_order() -> None:
-    async with listening() as listener, compat_client(listener.server.port) as client:
+    async with listening() as listener, compat_client(listener.port) as client:
         for i in range(20):
             await client.put(f"k{i}", bytes([i]) * 50_000)
         await client.raw.send(*(request_bytes("v0.3+", GET, f"k{i}") for i in range(20)))
@@ -75,10 +74,10 @@ async def test_what_cannot_be_understood_closes_its_connection_alone(
 ) -> None:
     async with (
         listening(dialect) as listener,
-        compat_client(listener.server.port, dialect) as other,
+        compat_client(listener.port, dialect) as other,
     ):
         await other.put("k", b"value")
-        async with connected(listener.server.port) as raw:
+        async with connected(listener.port) as raw:
             await raw.send(request_bytes(dialect, command, key, num_bytes))
             assert await raw.is_closed()
         assert listener.closed(reason) == 1
@@ -90,10 +89,10 @@ async def test_a_request_that_ends_early_is_counted_and_gives_its_memory_back(
     num_sent: int,
 ) -> None:
     async with listening() as listener:
-        async with connected(listener.server.port) as raw:
+        async with connected(listener.port) as raw:
             await raw.send((request_bytes("v0.3+", PUT, "k", len(VALUE)) + VALUE)[:num_sent])
         await listener.store.arena.until_empty()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not listener.closed("short"):
                 await asyncio.sleep(0.005)
         assert not listener.store.chunks
@@ -101,11 +100,11 @@ async def test_a_request_that_ends_early_is_counted_and_gives_its_memory_back(
 
 async def test_a_client_that_just_goes_is_not_counted() -> None:
     async with listening() as listener:
-        async with compat_client(listener.server.port) as client:
+        async with compat_client(listener.port) as client:
             await client.put("k", b"value")
             assert await client.exists("k")
-        async with asyncio.timeout(5):
-            while listener.server.num_connections:
+        async with asyncio.timeout(60):
+            while listener.num_connections:
                 await asyncio.sleep(0.005)
         assert not [name for name in listener.counters.snapshot() if "closed" in name[0]]
 
@@ -114,7 +113,7 @@ async def test_a_client_that_just_goes_is_not_counted() -> None:
 async def test_a_slow_sender_is_cut_off_and_holds_no_memory(num_sent: int) -> None:
     async with (
         listening(transfer_timeout_s=SHORT_S, min_bytes_per_s=1 << 30) as listener,
-        connected(listener.server.port) as raw,
+        connected(listener.port) as raw,
     ):
         await raw.send((request_bytes("v0.3+", PUT, "k", len(VALUE)) + VALUE)[:num_sent])
         assert await raw.is_closed()
@@ -126,15 +125,15 @@ async def test_a_client_that_does_not_read_its_value_is_cut_off() -> None:
     value = bytes(LIMITS["max_value_bytes"])
     async with (
         listening(transfer_timeout_s=SHORT_S, min_bytes_per_s=1 << 30) as listener,
-        compat_client(listener.server.port) as client,
+        compat_client(listener.port) as client,
     ):
         await client.put("k", value)
         assert await client.exists("k")
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            deaf.connect(("127.0.0.1", listener.server.port))
+            deaf.connect(("127.0.0.1", listener.port))
             deaf.sendall(request_bytes("v0.3+", GET, "k") * 4)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not listener.closed("slow"):
                     await asyncio.sleep(0.01)
         assert await client.get("k") == ((1, 3, 2, 2, 4, 2), value)
@@ -143,7 +142,7 @@ async def test_a_client_that_does_not_read_its_value_is_cut_off() -> None:
 async def test_silence_ends_a_connection_at_last() -> None:
     async with (
         listening(idle_timeout_s=SHORT_S) as listener,
-        compat_client(listener.server.port) as client,
+        compat_client(listener.port) as client,
     ):
         assert await client.ask(HEALTH) == reply_bytes("v0.3+", 200)
         assert await client.raw.is_closed()
@@ -153,26 +152,26 @@ async def test_silence_ends_a_connection_at_last() -> None:
 async def test_a_connection_too_many_is_closed_and_later_ones_are_served() -> None:
     async with listening(max_connections=2) as listener:
         async with (
-            compat_client(listener.server.port) as first,
-            compat_client(listener.server.port) as second,
+            compat_client(listener.port) as first,
+            compat_client(listener.port) as second,
         ):
             for client in (first, second):
                 assert await client.ask(HEALTH) == reply_bytes("v0.3+", 200)
-            async with connected(listener.server.port) as third:
+            async with connected(listener.port) as third:
                 assert await third.is_closed()
             assert listener.closed("too_many") == 1
             assert await first.ask(HEALTH) == reply_bytes("v0.3+", 200)
-        async with asyncio.timeout(5):
-            while listener.server.num_connections:
+        async with asyncio.timeout(60):
+            while listener.num_connections:
                 await asyncio.sleep(0.005)
-        async with compat_client(listener.server.port) as fourth:
+        async with compat_client(listener.port) as fourth:
             assert await fourth.ask(HEALTH) == reply_bytes("v0.3+", 200)
 
 
 async def test_a_value_without_room_is_read_to_its_end_and_not_kept() -> None:
     async with (
         listening(store=MemoryStore(1 << 20)) as listener,
-        compat_client(listener.server.port) as client,
+        compat_client(listener.port) as client,
     ):
         await client.put("large", bytes(2 << 20))
         await client.put("small", b"value")
@@ -186,9 +185,9 @@ async def test_values_on_their_way_in_hold_no_more_memory_than_they_may() -> Non
     """
     async with listening(max_receiving_bytes=2 << 20, room_timeout_s=SHORT_S) as listener:
         async with (
-            connected(listener.server.port) as one,
-            connected(listener.server.port) as two,
-            connected(listener.server.port) as three,
+            connected(listener.port) as one,
+            connected(listener.port) as two,
+            connected(listener.port) as three,
         ):
             for greedy in (one, two, three):
                 await greedy.send(request_bytes("v0.3+", PUT, "greedy", 1 << 20))
@@ -206,7 +205,7 @@ async def test_who_breaks_the_protocol_is_logged_once_in_a_while(
     async with listening() as listener:
         with caplog.at_level(logging.INFO):
             for _ in range(5):
-                async with connected(listener.server.port) as raw:
+                async with connected(listener.port) as raw:
                     await raw.send(request_bytes("v0.3+", LIST, "secret-key"))
                     assert await raw.is_closed()
         assert listener.closed("command") == 5
@@ -221,14 +220,14 @@ async def test_who_breaks_the_protocol_is_logged_once_in_a_while(
 async def test_close_lets_a_request_underway_end() -> None:
     async with (
         listening() as listener,
-        compat_client(listener.server.port) as client,
-        compat_client(listener.server.port) as idle,
+        compat_client(listener.port) as client,
+        compat_client(listener.port) as idle,
     ):
         assert await idle.ask(HEALTH) == reply_bytes("v0.3+", 200)
         listener.store.gate = asyncio.Event()
         await client.raw.send(request_bytes("v0.3+", GET, "k"))
         await asyncio.sleep(0.05)
-        closing = asyncio.create_task(listener.server.close(drain_s=5))
+        closing = asyncio.create_task(listener.server.listener.close(drain_s=5))
         assert await idle.raw.is_closed()
         assert not closing.done()
         listener.store.gate.set()
@@ -238,22 +237,20 @@ async def test_close_lets_a_request_underway_end() -> None:
 
 
 async def test_close_does_not_wait_longer_than_told() -> None:
-    async with listening() as listener, connected(listener.server.port) as raw:
+    async with listening() as listener, connected(listener.port) as raw:
         await raw.send(request_bytes("v0.3+", PUT, "k", 1000))
         await asyncio.sleep(0.05)
-        async with asyncio.timeout(3):
-            await listener.server.close(drain_s=0.1)
+        async with asyncio.timeout(9):
+            await listener.server.listener.close(drain_s=0.1)
         assert await raw.is_closed()
-        await listener.server.close()
+        await listener.server.listener.close()
 
 
 async def test_a_port_that_is_taken_is_named() -> None:
     async with listening() as listener:
         counters = Counters()
         values = ForeignValues(listener.store, "acme", "v0.2", counters)
-        second = CompatServer(
-            values, DIALECTS["v0.2"], CompatLimits(**LIMITS), counters, port=listener.server.port
-        )
-        with pytest.raises(UnavailableError, match=f"127.0.0.1:{listener.server.port}"):
-            await second.open()
-        await second.close()
+        second = CompatServer(values, DIALECTS["v0.2"], CompatLimits(**LIMITS), counters)
+        with pytest.raises(UnavailableError, match=f"127.0.0.1:{listener.port}"):
+            await second.open(port=listener.port)
+        await second.listener.close()

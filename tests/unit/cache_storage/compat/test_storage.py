@@ -53,15 +53,6 @@ async def test_values_stay_within_the_tenants_quota_and_the_oldest_give_place() 
         assert held[-1] == 19
 
 
-async def test_a_full_memory_gives_up_the_oldest_values() -> None:
-    async with storage_with_compat() as (_, port, _), compat_client(port) as client:
-        for i in range(40):
-            await client.put(f"k{i}", bytes([i]) * MIB)
-        held = [i for i in range(40) if await client.get(f"k{i}") == (ABOUT, bytes([i]) * MIB)]
-        assert 8 <= len(held) <= 16
-        assert held[-1] == 39
-
-
 async def test_only_what_a_client_is_sent_counts_as_served() -> None:
     """A PUT is compared with what is there; that is nobody's answer, and no miss of anybody's."""
     async with storage_with_compat() as (rest, port, _), compat_client(port) as client:
@@ -88,14 +79,6 @@ async def test_only_what_a_client_is_sent_counts_as_served() -> None:
         )
 
 
-async def test_a_value_expires() -> None:
-    async with storage_with_compat(chunk_ttl_s=0.3) as (_, port, _), compat_client(port) as client:
-        await client.put("k", b"value")
-        assert await client.get("k") == (ABOUT, b"value")
-        await asyncio.sleep(0.4)
-        assert await client.get("k") is None
-
-
 async def test_a_draining_instance_takes_nothing_new_and_goes_on_serving() -> None:
     async with storage_with_compat() as (rest, port, _), compat_client(port) as client:
         await client.put("before", bytes(MIB))
@@ -120,7 +103,7 @@ async def test_values_stay_at_the_server_where_their_client_looks_for_them(tmp_p
         assert (
             await rest.put(f"/v1/chunks/{make_key('a').key.to_url()}", content=make_record("a"))
         ).status_code == 201
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (stats := (await rest.get("/v1/stats")).json())["settled"]:
                 await asyncio.sleep(0.01)
         assert [tier["num_chunks"] for tier in stats["tiers"].values()] == [2, 2]

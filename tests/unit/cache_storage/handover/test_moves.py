@@ -13,11 +13,9 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk
 from lmcache_core.security import Principal
 from lmcache_core.storage import LocalCPUBackend
-from lmcache_core.storage.client_view import ClientView
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.pin_board import PinBoard
-from lmcache_core.storage.remote.members import Address, Members
+from lmcache_core.storage.remote.members import Members, ServerAddress
 from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
@@ -27,11 +25,10 @@ from lmcache_node.drain import DrainProgress, DrainState, NodeDrain
 from lmcache_node.local_chunks import LocalChunks
 from lmcache_storage import metrics
 from lmcache_storage.handover import rebalancer as rebalancing
-from lmcache_storage.handover.departures import Departures, KeepingStore
 from lmcache_storage.handover.mover import WINDOW_CHUNKS, Mover, ServerHandover, num_hottest
 from lmcache_storage.handover.rebalancer import Rebalancer
 from lmcache_storage.handover.servers import OtherServers
-from lmcache_storage.served_store import HandoverStore
+from lmcache_storage.served_store import Departures, HandoverStore, KeepingStore
 
 from tests.fixtures.wire import MemoryStore
 
@@ -91,7 +88,7 @@ class Here:
         )
         self.pins = PinBoard(self.stack, arena.capacity_bytes, 1.0)
         self.departures = Departures()
-        served = ClientView(KeepingStore(LocalStore(self.stack, lambda: True), self.departures))
+        served = KeepingStore(self.stack, self.departures, lambda: True, 1.0)
         self.store = HandoverStore(
             served, self.counters, self.stack, None, self.departures, lambda: True
         )
@@ -127,10 +124,10 @@ class Here:
         self.others[name].clear()
         self.others[name].arena.check_empty()
 
-    async def _find(self) -> list[Address]:
-        return [Address("127.0.0.1", server.port, "") for server in self.servers.values()]
+    async def _find(self) -> list[ServerAddress]:
+        return [ServerAddress("127.0.0.1", server.port, "") for server in self.servers.values()]
 
-    def _client(self, address: Address) -> LmClient:
+    def _client(self, address: ServerAddress) -> LmClient:
         return LmClient(
             address.host, address.port, None, ClientOptions(timeout_s=2, hands_over=True)
         )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from lmcache_core.testing.chunks import make_key
-from lmcache_storage.s3.layout import is_record, object_name, tenant_name
+from lmcache_storage.s3.objects import is_record, object_name, tenant_name
 
 ODD = ["..", ".", ".a", "a/b", "a b", "a%2Fb", "a=2Fb", "a~b", "ä", "a\nb", "=2E", "A", "a"]
 

@@ -11,13 +11,12 @@ import msgspec
 import pytest
 import torch
 import xxhash
-from lmcache_core.documented.cachegen.container import (
+from lmcache_core.documented.cachegen.outputs import (
     MAX_DATA_CHUNKS,
     MAX_EXTENT,
     MAX_HEAD_BYTES,
     MAX_PAYLOAD_BYTES,
 )
-from lmcache_core.documented.cachegen.quantization import bins_tensor
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.cachegen import (
     CacheGenConfig,
@@ -35,7 +34,7 @@ MEMORY_BOUND_BYTES = 4 << 20
 def gpu_output(tokens: int = 5, dtype: torch.dtype = torch.bfloat16) -> CacheGenGPUEncoderOutput:
     kv = torch.randn(2, 2, tokens, 1, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
     return encode_function(
-        kv, CacheGenConfig.for_num_layers(2), bins_tensor([32, 32]), bins_tensor([32, 32]), 2
+        kv, CacheGenConfig.for_num_layers(2), torch.tensor([32, 32]), torch.tensor([32, 32]), 2
     )
 
 
@@ -160,8 +159,21 @@ def test_one_output_is_not_taken_for_the_other() -> None:
         CacheGenGPUEncoderOutput.from_bytes(older_output().to_bytes())
 
 
+KIND = "channel_streams"
 SCALES = [["float32", [0, 0, 1]]] * 2
 EMPTY_TABLE = ["int16", [0, 1, 5]]
+RIGHT = [EMPTY_TABLE, *SCALES]
+
+
+def head(*tensors: object, numbers: object = (1, 1), kind: str = KIND) -> list[object]:
+    return [kind, numbers, tensors or RIGHT]
+
+
+def table_of(dtype: str, *shape: int) -> list[object]:
+    """A head whose first tensor is said to be so."""
+    return head([dtype, shape], *SCALES)
+
+
 HOSTILE_HEADS = {
     "nothing": b"",
     "no message": b"\xc1",
@@ -172,47 +184,31 @@ HOSTILE_HEADS = {
     "a long text": b"\x93\xdb\xff\xff\xff\xff",
     "no text": b"\x93\xa1\x80\x90\x90",
     "nested deeply": b"\x91" * MAX_HEAD_BYTES,
-    "an object": {"kind": "channel_streams"},
-    "too few fields": ["channel_streams", [1, 1]],
-    "too many fields": ["channel_streams", [1, 1], [EMPTY_TABLE, *SCALES], 1],
-    "negative": ["channel_streams", [-1, -1], [EMPTY_TABLE, *SCALES]],
-    "a number too large": ["channel_streams", [1 << 50, 1], [EMPTY_TABLE, *SCALES]],
-    "a number that is none": ["channel_streams", [1.5, 1], [EMPTY_TABLE, *SCALES]],
-    "too many numbers": ["channel_streams", [1] * (MAX_DATA_CHUNKS + 3), [EMPTY_TABLE, *SCALES]],
-    "too few numbers": ["channel_streams", [1], [EMPTY_TABLE, *SCALES]],
-    "too few tensors": ["channel_streams", [1, 1], SCALES],
-    "a chunk without tensors": ["channel_streams", [1, 1, 0], [EMPTY_TABLE, *SCALES]],
-    "an unknown dtype": ["channel_streams", [1, 1], [["object", [0, 1, 5]], *SCALES]],
-    "an attribute of torch": ["channel_streams", [1, 1], [["load", [0, 1, 5]], *SCALES]],
-    "a bool": ["channel_streams", [1, 1], [["bool", [0, 1, 5]], *SCALES]],
-    "another dtype": ["channel_streams", [1, 1], [["int32", [0, 1, 5]], *SCALES]],
-    "too many dimensions": ["channel_streams", [1, 1], [["int16", [0, 1, 5, 1, 1]], *SCALES]],
-    "too few dimensions": ["channel_streams", [1, 1], [["int16", [0, 1]], *SCALES]],
-    "empty but endless": ["channel_streams", [1, 1], [["int16", [0, 1 << 40, 1 << 40]], *SCALES]],
-    "larger than the payload": [
-        "channel_streams",
-        [1, 1],
-        [["int16", [2, 1, MAX_EXTENT // 2]], *SCALES],
-    ],
-    "other channels": ["channel_streams", [1, 2], [EMPTY_TABLE, *SCALES]],
-    "other layers": ["channel_streams", [1, 0], [["int16", [2, 0, 5]], *SCALES]],
-    "tokens without a chunk": [
-        "channel_streams",
-        [1, 1],
-        [EMPTY_TABLE, *[["float32", [0, 7, 1]]] * 2],
-    ],
-    "scales that differ": [
-        "channel_streams",
-        [1, 1],
-        [EMPTY_TABLE, ["float32", [0, 0, 1]], ["float16", [0, 0, 1]]],
-    ],
-    "scales of whole numbers": [
-        "channel_streams",
-        [1, 1],
-        [EMPTY_TABLE, *[["int32", [0, 0, 1]]] * 2],
-    ],
-    "another kind": ["other", [1, 1], [EMPTY_TABLE, *SCALES]],
-    "older": ["streams", [1, 1], [EMPTY_TABLE, *SCALES]],
+    "an object": {"kind": KIND},
+    "too few fields": [KIND, [1, 1]],
+    "too many fields": [*head(), 1],
+    "negative": head(numbers=[-1, -1]),
+    "a number too large": head(numbers=[1 << 50, 1]),
+    "a number that is none": head(numbers=[1.5, 1]),
+    "too many numbers": head(numbers=[1] * (MAX_DATA_CHUNKS + 3)),
+    "too few numbers": head(numbers=[1]),
+    "too few tensors": head(*SCALES),
+    "a chunk without tensors": head(numbers=[1, 1, 0]),
+    "an unknown dtype": table_of("object", 0, 1, 5),
+    "an attribute of torch": table_of("load", 0, 1, 5),
+    "a bool": table_of("bool", 0, 1, 5),
+    "another dtype": table_of("int32", 0, 1, 5),
+    "too many dimensions": table_of("int16", 0, 1, 5, 1, 1),
+    "too few dimensions": table_of("int16", 0, 1),
+    "empty but endless": table_of("int16", 0, 1 << 40, 1 << 40),
+    "larger than the payload": table_of("int16", 2, 1, MAX_EXTENT // 2),
+    "other channels": head(numbers=[1, 2]),
+    "other layers": head(["int16", [2, 0, 5]], *SCALES, numbers=[1, 0]),
+    "tokens without a chunk": head(EMPTY_TABLE, *[["float32", [0, 7, 1]]] * 2),
+    "scales that differ": head(EMPTY_TABLE, ["float32", [0, 0, 1]], ["float16", [0, 0, 1]]),
+    "scales of whole numbers": head(EMPTY_TABLE, *[["int32", [0, 0, 1]]] * 2),
+    "another kind": head(kind="other"),
+    "older": head(kind="streams"),
 }
 
 
@@ -230,9 +226,7 @@ def test_a_hostile_head_under_a_right_digest(name: str) -> None:
 
 
 def test_what_the_hostile_heads_differ_from_is_read() -> None:
-    read = CacheGenGPUEncoderOutput.from_bytes(
-        sealed(["channel_streams", [1, 1], [EMPTY_TABLE, *SCALES]])
-    )
+    read = CacheGenGPUEncoderOutput.from_bytes(sealed(head()))
     assert (read.cdf.shape, read.data_chunks) == ((0, 1, 5), [])
 
 
@@ -264,46 +258,40 @@ def test_what_must_be_zero_is_zero(position: int) -> None:
         CacheGenGPUEncoderOutput.from_bytes(written)
 
 
-def test_what_could_not_be_read_is_not_written() -> None:
-    output = gpu_output()
-    chunk = output.data_chunks[0]
-    wrong = [
-        {"num_heads": 2},
-        {"num_heads": -1, "head_size": -3},
-        {"cdf": output.cdf.int()},
-        {"cdf": output.cdf[:2]},
-        {"max_tensors_key": output.max_tensors_key.int()},
-        {"max_tensors_value": output.max_tensors_value[:1]},
-        {"data_chunks": output.data_chunks[:-1]},
-        {"data_chunks": [dataclasses.replace(chunk, ntokens=-2), *output.data_chunks]},
-        {"data_chunks": [dataclasses.replace(chunk, ntokens=2.0), *output.data_chunks[1:]]},
-        {
-            "data_chunks": [
-                dataclasses.replace(chunk, bytestream=chunk.bytestream.int()),
-                *output.data_chunks[1:],
-            ]
-        },
-        {
-            "data_chunks": [
-                dataclasses.replace(chunk, bytestream_lengths=chunk.bytestream_lengths[:1]),
-                *output.data_chunks[1:],
-            ]
-        },
-        {
-            "data_chunks": [
-                *output.data_chunks,
-                *[dataclasses.replace(chunk, ntokens=0)] * MAX_DATA_CHUNKS,
-            ]
-        },
-    ]
-    for change in wrong:
-        with pytest.raises(SerdeError):
-            dataclasses.replace(output, **change).to_bytes()
-    older = older_output()
-    for change in (
-        {"start_indices": torch.ones(1)},
-        {"start_indices": torch.ones([1] * 5, dtype=torch.int32)},
-        {"head_size": 4},
-    ):
-        with pytest.raises(SerdeError):
-            dataclasses.replace(older, **change).to_bytes()
+GPU, OLDER = gpu_output(), older_output()
+CHUNK = GPU.data_chunks[0]
+
+
+def chunks(**changes: object) -> dict[str, object]:
+    return {"data_chunks": [dataclasses.replace(CHUNK, **changes), *GPU.data_chunks[1:]]}
+
+
+@pytest.mark.parametrize(
+    ("output", "change"),
+    [
+        (GPU, {"num_heads": 2}),
+        (GPU, {"num_heads": -1, "head_size": -3}),
+        (GPU, {"cdf": GPU.cdf.int()}),
+        (GPU, {"cdf": GPU.cdf[:2]}),
+        (GPU, {"max_tensors_key": GPU.max_tensors_key.int()}),
+        (GPU, {"max_tensors_value": GPU.max_tensors_value[:1]}),
+        (GPU, {"data_chunks": GPU.data_chunks[:-1]}),
+        (GPU, chunks(ntokens=-2)),
+        (GPU, chunks(ntokens=2.0)),
+        (GPU, chunks(bytestream=CHUNK.bytestream.int())),
+        (GPU, chunks(bytestream_lengths=CHUNK.bytestream_lengths[:1])),
+        (
+            GPU,
+            {
+                "data_chunks": GPU.data_chunks
+                + [dataclasses.replace(CHUNK, ntokens=0)] * MAX_DATA_CHUNKS
+            },
+        ),
+        (OLDER, {"start_indices": torch.ones(1)}),
+        (OLDER, {"start_indices": torch.ones([1] * 5, dtype=torch.int32)}),
+        (OLDER, {"head_size": 4}),
+    ],
+)
+def test_what_could_not_be_read_is_not_written(output, change) -> None:
+    with pytest.raises(SerdeError):
+        dataclasses.replace(output, **change).to_bytes()

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from lmcache_core.documented.cachegen.quantization import CacheGenEncoderImpl, bins_tensor
+from lmcache_core.documented.cachegen.quantization import CacheGenEncoderImpl
 from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.serde.cachegen import (
     CacheGenConfig,
@@ -78,7 +78,7 @@ def test_quantising_to_the_bit(bins: int, x: str, m: str, q: int) -> None:
 @pytest.mark.parametrize(("bins", "x", "m", "q"), QUANTISED)
 def test_many_values_at_once_are_quantised_as_one(bins: int, x: str, m: str, q: int) -> None:
     rows = torch.tensor([[[float.fromhex(x)] * 37 + [-float.fromhex(m)]] * 3] * 2, device=DEVICE)
-    quantised, maxes = torch_quant_vectorized(bins_tensor([bins] * 2), rows)
+    quantised, maxes = torch_quant_vectorized(torch.tensor([bins] * 2), rows)
     assert (quantised.dtype, quantised.shape, maxes.shape) == (torch.int8, rows.shape, (2, 3, 1))
     assert (quantised.view(torch.uint8)[..., :37] == q).all()
     assert (quantised[..., 37] == 0).all()
@@ -90,7 +90,7 @@ def test_dequantising_to_the_bit(bins: int, q: int, m: str, value: str) -> None:
     assert quant(bins, torch.tensor([q], device=DEVICE), float.fromhex(m)).tolist() == [wanted]
     t = torch.full((2, 3, 37), q, dtype=torch.uint8, device=DEVICE)
     maxes = torch.full((2, 3, 1), float.fromhex(m), device=DEVICE)
-    decoded = do_dequantize(t, bins_tensor([bins] * 2), maxes)
+    decoded = do_dequantize(t, torch.tensor([bins] * 2), maxes)
     assert decoded.dtype == torch.float32
     assert (decoded == wanted).all()
     assert (t == q).all()
@@ -116,13 +116,13 @@ def test_random_values_as_the_reference(dtype: torch.dtype, shape: tuple[int, in
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(5)) * 3).to(dtype).to(DEVICE)
     x[0, 0] = 0
     q, m, back = reference(x, bins)
-    quantised, maxes = torch_quant_vectorized(bins_tensor(bins), x)
+    quantised, maxes = torch_quant_vectorized(torch.tensor(bins), x)
     assert maxes.dtype == dtype
     assert np.array_equal(quantised.view(torch.uint8).cpu().numpy(), q)
     assert np.array_equal(maxes.float().cpu().numpy(), m)
     for t in (quantised, quantised.view(torch.uint8), torch.from_numpy(q).to(DEVICE)):
-        assert np.array_equal(do_dequantize(t, bins_tensor(bins), maxes).cpu().numpy(), back)
-    rounded = do_dequantize(quantised, bins_tensor(bins), maxes, dtype)
+        assert np.array_equal(do_dequantize(t, torch.tensor(bins), maxes).cpu().numpy(), back)
+    rounded = do_dequantize(quantised, torch.tensor(bins), maxes, dtype)
     assert rounded.dtype == dtype
     assert torch.equal(rounded.cpu(), torch.from_numpy(back).to(dtype))
     for layer, number in enumerate(bins):
@@ -135,8 +135,8 @@ def test_random_values_as_the_reference(dtype: torch.dtype, shape: tuple[int, in
 def test_a_view_is_quantised_as_its_copy() -> None:
     x = torch.randn(7, 5, 3, dtype=torch.bfloat16).permute(2, 1, 0)
     viewed, copied = (
-        torch_quant_vectorized(bins_tensor([32] * 3), x),
-        torch_quant_vectorized(bins_tensor([32] * 3), x.contiguous()),
+        torch_quant_vectorized(torch.tensor([32] * 3), x),
+        torch_quant_vectorized(torch.tensor([32] * 3), x.contiguous()),
     )
     assert torch.equal(viewed[0], copied[0])
     assert torch.equal(viewed[1], copied[1])
@@ -144,17 +144,17 @@ def test_a_view_is_quantised_as_its_copy() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_come_back_as_zeros(dtype: torch.dtype) -> None:
-    quantised, maxes = torch_quant_vectorized(bins_tensor([32]), torch.zeros(1, 2, 5, dtype=dtype))
+    quantised, maxes = torch_quant_vectorized(torch.tensor([32]), torch.zeros(1, 2, 5, dtype=dtype))
     assert (quantised == 15).all()
-    assert (do_dequantize(quantised, bins_tensor([32]), maxes) == 0).all()
+    assert (do_dequantize(quantised, torch.tensor([32]), maxes) == 0).all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_spoils_its_token_only(bad: float) -> None:
     x = torch.ones(1, 3, 4)
     x[0, 1, 2] = bad
-    quantised, maxes = torch_quant_vectorized(bins_tensor([16]), x)
-    decoded = do_dequantize(quantised, bins_tensor([16]), maxes)
+    quantised, maxes = torch_quant_vectorized(torch.tensor([16]), x)
+    decoded = do_dequantize(quantised, torch.tensor([16]), maxes)
     assert quantised[0, 1].tolist() == [7, 7, 7, 7]
     assert decoded[0, 1].isnan().all()
     assert torch.equal(decoded[0, [0, 2]], x[0, [0, 2]])
@@ -162,25 +162,25 @@ def test_what_is_no_number_spoils_its_token_only(bad: float) -> None:
 
 def test_the_smallest_and_largest_magnitudes() -> None:
     tiny = torch.tensor([[[2.0**-149, 0.0, -(2.0**-149)]]])
-    quantised, maxes = torch_quant_vectorized(bins_tensor([32]), tiny)
+    quantised, maxes = torch_quant_vectorized(torch.tensor([32]), tiny)
     assert quantised.flatten().tolist() == [30, 15, 0]
-    assert torch.equal(do_dequantize(quantised, bins_tensor([32]), maxes), tiny)
+    assert torch.equal(do_dequantize(quantised, torch.tensor([32]), maxes), tiny)
     huge = torch.tensor([[[3e38, 2.9e38, -3e38]]])
-    assert torch_quant_vectorized(bins_tensor([32]), huge)[0].flatten().tolist() == [30, 30, 0]
+    assert torch_quant_vectorized(torch.tensor([32]), huge)[0].flatten().tolist() == [30, 30, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_eight_bit_floats(dtype: torch.dtype) -> None:
     x = torch.tensor([[[1.5, -0.5, 0.25, 0.0]]]).to(dtype)
-    quantised, maxes = torch_quant_vectorized(bins_tensor([32]), x)
+    quantised, maxes = torch_quant_vectorized(torch.tensor([32]), x)
     assert (maxes.dtype, maxes.float().tolist()) == (dtype, [[[1.5]]])
     assert quantised.flatten().tolist() == [30, 10, 18, 15], "17.5 is a tie"
 
 
 def test_no_tokens() -> None:
-    quantised, maxes = torch_quant_vectorized(bins_tensor([32, 32]), torch.empty(2, 0, 3))
+    quantised, maxes = torch_quant_vectorized(torch.tensor([32, 32]), torch.empty(2, 0, 3))
     assert (quantised.shape, maxes.shape) == ((2, 0, 3), (2, 0, 1))
-    assert do_dequantize(quantised, bins_tensor([32, 32]), maxes).shape == (2, 0, 3)
+    assert do_dequantize(quantised, torch.tensor([32, 32]), maxes).shape == (2, 0, 3)
 
 
 @pytest.mark.parametrize("bins", [2, 3, 33, 258, 32.5, math.nan])
@@ -248,7 +248,7 @@ def test_the_encoder_step_by_step_is_the_vectorised_one() -> None:
         (config.bins_of_keys(), fp_k, encoder.quantized_key, encoder.max_tensors_key),
         (config.bins_of_values(), fp_v, encoder.quantized_value, encoder.max_tensors_value),
     ):
-        wanted, wanted_maxes = torch_quant_vectorized(bins_tensor(bins), values)
+        wanted, wanted_maxes = torch_quant_vectorized(torch.tensor(bins), values)
         assert torch.equal(concat_max(quantised), wanted.float())
         assert torch.equal(concat_max(maxes), wanted_maxes)
     cdf = encoder.compute_cdf(is_key=True)
@@ -259,27 +259,17 @@ def test_the_encoder_step_by_step_is_the_vectorised_one() -> None:
     assert encoder.compute_cdf(is_key=False).shape == (11, 6, 33)
 
 
+KV, CONFIG = torch.ones(2, 3, 4), CacheGenConfig.for_num_layers(2)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {},
-        {"fp_k": torch.ones(2, 3, 4), "config": CacheGenConfig.for_num_layers(2)},
-        {
-            "fp_k": torch.ones(2, 3, 4),
-            "fp_v": torch.ones(3, 3, 4),
-            "config": CacheGenConfig.for_num_layers(2),
-        },
-        {
-            "fp_k": torch.ones(2, 3),
-            "fp_v": torch.ones(2, 3, 4),
-            "config": CacheGenConfig.for_num_layers(2),
-        },
-        {
-            "fp_k": torch.ones(2, 3, 4),
-            "fp_v": torch.ones(2, 3, 4),
-            "config": CacheGenConfig.for_num_layers(2),
-            "more": 1,
-        },
+        {"fp_k": KV, "config": CONFIG},
+        {"fp_k": KV, "fp_v": torch.ones(3, 3, 4), "config": CONFIG},
+        {"fp_k": torch.ones(2, 3), "fp_v": KV, "config": CONFIG},
+        {"fp_k": KV, "fp_v": KV, "config": CONFIG, "more": 1},
     ],
 )
 def test_fields_of_the_encoder(fields) -> None:

@@ -4,12 +4,9 @@ refused or decoded wrong, never more.
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
-from lmcache_core.documented.cachegen import channel_streams
 from lmcache_core.documented.cachegen.quantization import channel_distributions
 from lmcache_core.errors import LayoutError, SerdeError
 from lmcache_core.serde.cachegen import (
@@ -48,12 +45,8 @@ def encoded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Streams and their lengths."""
     layers, tokens, channels = symbols.shape
-    buffer = torch.full(
-        (layers, channels, 2 * tokens + 4 if room is None else room),
-        0xA5,
-        dtype=torch.uint8,
-        device=DEVICE,
-    )
+    room = 2 * tokens + 4 if room is None else room
+    buffer = torch.full((layers, channels, room), 0xA5, dtype=torch.uint8, device=DEVICE)
     lengths = torch.full((layers, channels), -1, dtype=torch.int32, device=DEVICE)
     return encode_ntokens(cdf, symbols, buffer, lengths), lengths
 
@@ -118,26 +111,6 @@ def test_every_stream_is_the_references(bins: int) -> None:
     assert bytes(stream.tolist()) == b"".join(streams for layer in wanted for streams in layer)
     assert lengths.tolist() == [[len(streams) for streams in layer] for layer in wanted]
     assert torch.equal(decoded(cdf, stream, lengths, 50), symbols)
-
-
-def test_machine_code_and_its_source_agree() -> None:
-    symbols, cdf = example(layers=2, tokens=30, channels=2)
-    stream, lengths = encoded(cdf, symbols)
-    table, values = cdf.cpu().numpy().view(np.uint16), symbols.view(torch.uint8).cpu().numpy()
-    buffers, sizes = np.zeros((2, 2, 64), dtype=np.uint8), np.zeros((2, 2), dtype=np.int32)
-    assert channel_streams.encode_streams(table, values, buffers, sizes) == (
-        channel_streams.NO_FAULT,
-        0,
-    )
-    assert sizes.tolist() == lengths.tolist()
-    plain = b"".join(buffers[i, j, : sizes[i, j]].tobytes() for i in range(2) for j in range(2))
-    assert plain == bytes(stream.tolist())
-    offsets = np.concatenate(([0], np.cumsum(sizes.reshape(-1)))).astype(np.int64)
-    back = np.zeros_like(values)
-    assert channel_streams.decode_streams(
-        table, np.frombuffer(plain, dtype=np.uint8), offsets, back
-    ) == (channel_streams.NO_FAULT, 0)
-    assert np.array_equal(back, values)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 255, 256, 257])
@@ -206,13 +179,8 @@ def test_distributions_are_the_documented_ones() -> None:
 def test_distributions_always_rise(bins: int, tokens: int) -> None:
     symbols = torch.full((1, tokens, 1), bins - 1, dtype=torch.uint8)
     for value in (0, bins // 2, bins - 1):
-        rises = np.diff(
-            channel_distributions(symbols.fill_(value), bins)
-            .numpy()
-            .view(np.uint16)
-            .astype(np.int64)
-        )
-        assert (rises >= 1).all()
+        cdf = channel_distributions(symbols.fill_(value), bins).numpy().view(np.uint16)
+        assert (np.diff(cdf.astype(np.int64)) >= 1).all()
 
 
 def test_collecting_and_recombining() -> None:
@@ -277,19 +245,6 @@ def test_damaged_streams_are_refused_or_decoded_wrong() -> None:
     assert refused > len(stream), "most damage is noticed"
 
 
-def test_any_bytes_end_soon_and_inside_the_buffer() -> None:
-    chance = random.Random(3)
-    _, cdf = example(layers=1, tokens=40, channels=2)
-    for _ in range(500):
-        sizes = [chance.choice([0, 3, 4, 5, 30]) for _ in range(2)]
-        lengths = torch.tensor([sizes], dtype=torch.int32)
-        stream = torch.tensor([chance.randrange(256) for _ in range(sum(sizes))], dtype=torch.uint8)
-        around = torch.full((1, 44, 2), 0x5A, dtype=torch.uint8)
-        with pytest.raises(SerdeError, match="damaged"):
-            decode_chunk(cdf, CacheGenGPUBytestream(stream, lengths, 40), around[:, 2:42])
-        assert (around == 0x5A).all(), "nothing is written where the chunk is refused"
-
-
 @pytest.mark.parametrize("row", [[1, 2, 3], [0, 0, 3], [0, 5, 5, 9], [0, 5, 4, 9], [0xFFFF, 0, 1]])
 def test_tables_that_do_not_rise(row: list[int]) -> None:
     stream = torch.tensor([0, 0, 0x80, 0], dtype=torch.uint8)
@@ -323,25 +278,15 @@ def test_a_chunk_of_another_number_of_tokens() -> None:
 def test_tensors_of_other_shapes_or_dtypes() -> None:
     symbols, cdf = example(layers=2, tokens=4, channels=3)
     buffer, lengths = torch.zeros(2, 3, 12, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.int32)
-    right = {
-        "cdf_int": cdf,
-        "encode_input": symbols,
-        "output_buffer": buffer,
-        "output_lengths": lengths,
-    }
+    right = [cdf, symbols, buffer, lengths]
     wrong = [
-        {"cdf_int": cdf.int()},
-        {"cdf_int": cdf[:1]},
-        {"cdf_int": cdf[:, :, :1]},
-        {"cdf_int": cdf.repeat(1, 1, 8)},
-        {"encode_input": symbols.float()},
-        {"encode_input": symbols[0]},
-        {"output_buffer": buffer.to(torch.int8)},
-        {"output_buffer": buffer[:, :2]},
-        {"output_lengths": lengths.long()},
-        {"output_lengths": lengths[:1]},
+        [cdf.int(), cdf[:1], cdf[:, :, :1], cdf.repeat(1, 1, 8)],
+        [symbols.float(), symbols[0]],
+        [buffer.to(torch.int8), buffer[:, :2]],
+        [lengths.long(), lengths[:1]],
     ]
-    for change in wrong:
-        with pytest.raises(LayoutError, match="give"):
-            encode_ntokens(**(right | change))
-    encode_ntokens(**right)
+    for place, tensors in enumerate(wrong):
+        for tensor in tensors:
+            with pytest.raises(LayoutError, match="give"):
+                encode_ntokens(*right[:place], tensor, *right[place + 1 :])
+    encode_ntokens(*right)

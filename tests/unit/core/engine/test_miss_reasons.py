@@ -187,10 +187,9 @@ def test_identity(tmp_path: Path) -> None:
         assert retrieve(cache) == 1
         assert cache.misses() == {"identity": NUM_CHUNKS - 1}
         assert retrieve(cache) == 1
-        assert cache.misses() == {
-            "identity": NUM_CHUNKS - 1,
-            "never_stored": NUM_CHUNKS - 1,
-        }, "it is gone"
+        assert cache.misses() == {"identity": NUM_CHUNKS - 1, "never_stored": NUM_CHUNKS - 1}, (
+            "it is gone"
+        )
 
 
 @pytest.mark.parametrize("at", [-1, -CHUNK_BYTES])

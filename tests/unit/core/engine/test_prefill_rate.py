@@ -33,11 +33,6 @@ def rate(clock: Clock) -> PrefillRate:
     return PrefillRate(clock=clock)
 
 
-def test_nothing_is_known_at_first(rate: PrefillRate) -> None:
-    assert rate.tokens_per_s is None
-    assert rate.recompute_s(256) is None
-
-
 def test_between_the_miss_and_the_store_the_engine_computes(
     rate: PrefillRate, clock: Clock
 ) -> None:

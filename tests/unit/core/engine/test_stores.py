@@ -11,8 +11,8 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.storage import StorageManager
-from lmcache_core.storage.engine_spec import engine_spec
 from lmcache_core.storage.guard import Guard
+from lmcache_core.storage.manager import engine_spec
 from lmcache_core.storage.tiers import build_tiers
 from lmcache_core.telemetry import Counters
 

@@ -28,14 +28,14 @@ from lmcache_core.telemetry import (
 )
 from lmcache_core.testing.faults import ForwardingBackend
 
-from tests.fixtures.embedded import Embedded, embedded_engine, until
+from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import CHUNK_BYTES, kv_of, tokens_of
 
 TOKENS = tokens_of((0, 1, 0, 0))
 NUM_CHUNKS = 4
 TIERS = ["Hot", "LocalDiskBackend", "P2PBackend", "RemoteBackend"]
-NOISE_S = 0.6
+NOISE_S = 10.0
 
 
 @pytest.fixture(params=["hot", "disk"])
@@ -192,57 +192,46 @@ def test_a_store_that_finds_no_room_for_all_keeps_the_first(tmp_path: Path) -> N
         assert retrieve(cache) == 3 * CHUNK_SIZE
 
 
-def slow_writes(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> list[float]:
-    """Every file takes so long to be written; the list grows by one with each."""
-    written: list[float] = []
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[int]]]:
+    """What allows files to be written, and one entry for each that was."""
+    may_write, written = threading.Event(), list[int]()
     write = DiskFiles.write
 
-    def slow(self: DiskFiles, fd: int, buffers: Sequence[bytes | memoryview]) -> None:
-        time.sleep(delay_s)
+    def gated(self: DiskFiles, fd: int, buffers: Sequence[bytes | memoryview]) -> None:
+        assert may_write.wait(60.0)
         write(self, fd, buffers)
-        written.append(delay_s)
+        written.append(fd)
 
-    monkeypatch.setattr(DiskFiles, "write", slow)
-    return written
+    monkeypatch.setattr(DiskFiles, "write", gated)
+    yield may_write, written
+    may_write.set()
 
 
-def test_store_does_not_wait_for_slow_tiers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with embedded_engine(tmp_path) as cache:
-        written = slow_writes(monkeypatch, 0.5)
-        begin = time.monotonic()
+def test_store_does_not_wait_for_slow_tiers(tmp_path: Path, writes: Any) -> None:
+    may_write, written = writes
+    with embedded_engine(tmp_path, close_drain_s=60.0, **PATIENT) as cache:
         store(cache)
-        assert time.monotonic() - begin < 0.5
-        assert written == []
         assert retrieve(cache) == len(TOKENS), "and it is there at once"
-        cache.drain()
-        assert len(written) == NUM_CHUNKS
-
-
-def test_close_finishes_what_is_to_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with embedded_engine(tmp_path, close_drain_s=10.0) as cache:
-        written = slow_writes(monkeypatch, 0.1)
-        store(cache)
-    assert len(written) == NUM_CHUNKS
+        assert written == []
+        may_write.set()
+    assert len(written) == NUM_CHUNKS, "a close finishes what is to be written"
     with embedded_engine(tmp_path) as cache:
         assert retrieve(cache) == len(TOKENS)
 
 
 @pytest.mark.parametrize("close_drain_s", [0.0, 0.2])
 def test_close_abandons_what_takes_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close_drain_s: float
+    tmp_path: Path, writes: Any, close_drain_s: float
 ) -> None:
     with embedded_engine(tmp_path, close_drain_s=close_drain_s) as cache:
-        slow_writes(monkeypatch, 1.6)
         store(cache)
         until(lambda: bool(cache.stack._writers["LocalDiskBackend"]._writing), "nothing is written")
         begin = time.monotonic()
         cache.engine.close()
         assert time.monotonic() - begin < close_drain_s + MARGIN_S + NOISE_S
         assert cache.engine.lookup(TOKENS) == 0
+        writes[0].set()
 
 
 class Lingering(ForwardingBackend):

@@ -20,7 +20,7 @@ def connector():
 
 
 def fill(connector, engine, start, end, **kwargs):
-    memory = make_memory(connector.get_shape(end - start), connector.kv_dtype)
+    memory = make_memory(connector.get_shape(end - start), connector.layout.kv_dtype)
     connector.from_gpu(memory, start, end, **kwargs)
     return bytes(memory.byte_array)
 
@@ -32,7 +32,7 @@ def test_a_chunk_is_copied_as_with_slots_of_its_own(connector, start, end):
     alone = fill(connector, engine, start, end, kvcaches=engine, slot_mapping=SLOTS)
     assert fill(connector, engine, start, end, addresses=addresses) == alone
     others = [make_kv_caches(LAYOUT, 2), make_kv_caches(LAYOUT, 2)]
-    memory = make_memory(connector.get_shape(end - start), connector.kv_dtype)
+    memory = make_memory(connector.get_shape(end - start), connector.layout.kv_dtype)
     memory.byte_array[:] = alone
     connector.to_gpu(memory, start, end, kvcaches=others[0], slot_mapping=SLOTS)
     connector.to_gpu(
@@ -46,7 +46,7 @@ def test_tokens_that_were_not_checked_are_refused(connector, start, end):
     engine = make_kv_caches(LAYOUT, 1)
     before = snapshot(engine)
     addresses = connector.addresses_of(engine, SLOTS, BEGIN, END)
-    memory = make_memory(connector.get_shape(end - start), connector.kv_dtype)
+    memory = make_memory(connector.get_shape(end - start), connector.layout.kv_dtype)
     for copy in (connector.from_gpu, connector.to_gpu):
         with pytest.raises(
             LayoutError, match=rf"tokens \[{start}, {end}\) are not among those .* \[2, 8\)"

@@ -68,10 +68,10 @@ def test_one_group_is_a_kv_blob_and_several_are_flat():
         ("b", "bfloat16", (1, 1, 4, 7), 512, 56),
     ]
     assert connector.get_shape(4) == torch.Size((284,))
-    assert connector.kv_dtype == "bfloat16"
+    assert connector.layout.kv_dtype == "bfloat16"
     assert gaps_between(specs) == [slice(480, 512)]
     mixed = PagedGPUConnector(KVLayout((A, LayerGroup("c", 1, 1, 3, "float8_e4m3fn"))))
-    assert (mixed.get_shape(4), mixed.kv_dtype) == (torch.Size((536,)), "uint8")
+    assert (mixed.get_shape(4), mixed.layout.kv_dtype) == (torch.Size((536,)), "uint8")
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 4, 256])
@@ -258,7 +258,7 @@ def test_any_layout_takes_any_slots_out_of_one_engine_into_another(
         for seed in (1, 50, 50)
     )
     connector = PagedGPUConnector(layout)
-    memory = make_memory(connector.get_shape(num_tokens), connector.kv_dtype)
+    memory = make_memory(connector.get_shape(num_tokens), connector.layout.kv_dtype)
     connector.from_gpu(
         memory,
         0,

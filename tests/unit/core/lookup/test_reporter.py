@@ -6,13 +6,21 @@ import asyncio
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import httpx
 import msgspec
 import pytest
-from lmcache_core.lookup import Holding, InstanceReporter, LookupClient, ReporterTiming
+from lmcache_core.lookup import (
+    Holding,
+    InstanceReporter,
+    LookupClient,
+    Outbox,
+    ReporterTiming,
+    StoreEvent,
+)
 
 FAST = ReporterTiming(ttl_ms=300, gather_s=0.0, retry_s=0.01, max_retry_s=0.05, max_pending=8)
 
@@ -75,7 +83,7 @@ class Instance:
 
     def __init__(self, service: ModelService) -> None:
         self.client = LookupClient(
-            "http://lookup", timeout_s=1.0, transport=httpx.MockTransport(service)
+            "http://lookup", timeout_s=30.0, transport=httpx.MockTransport(service)
         )
         self.held: dict[tuple[bytes, str], int] = {}
         self.reporter = InstanceReporter(self.client, "pod-1", "sidecar", self.snapshot, FAST)
@@ -112,7 +120,7 @@ async def running(service: ModelService) -> AsyncIterator[Instance]:
         await instance.client.close()
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
@@ -299,7 +307,21 @@ async def test_close_ends_right_after_an_event(turns: int) -> None:
     instance.store(1)
     for _ in range(turns):
         await asyncio.sleep(0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(9):
         await instance.reporter.close()
     assert service.ended
     await instance.client.close()
+
+
+@pytest.mark.parametrize("next_sequence", [0, 4, 99])
+def test_an_acknowledgement_that_cannot_be_true_loses_everything(next_sequence: int) -> None:
+    events = [StoreEvent("store", f"{number:032x}", "hot", number) for number in range(5)]
+    outbox = Outbox(max_pending=1)
+    outbox.begin(1)
+    outbox.announce(deque(events[:4]))
+    outbox.add(events[4])
+    assert outbox.num_unacknowledged == 5, "the announcement does not count towards the bound"
+    assert outbox.batch(3) == outbox.batch(3) == (0, events[:3])
+    outbox.acknowledge(1)
+    outbox.acknowledge(next_sequence)
+    assert (outbox.needs_resync, outbox.num_unacknowledged) == (True, 0)

@@ -16,16 +16,6 @@ def test_sizes_are_rounded_up_to_the_alignment():
     assert align_up(5, 4) == 8
 
 
-def test_an_extent_is_aligned_and_large_enough():
-    free = FreeList(CAPACITY)
-    assert free.allocate(1) == FreeBlock(0, ALIGN_BYTES)
-    assert free.allocate(ALIGN_BYTES + 1) == FreeBlock(ALIGN_BYTES, 2 * ALIGN_BYTES)
-    assert free.allocate(0) == FreeBlock(3 * ALIGN_BYTES, ALIGN_BYTES)
-    assert free.used_bytes == 4 * ALIGN_BYTES
-    assert free.num_used_blocks == 3
-    free.check_integrity()
-
-
 def test_the_smallest_extent_that_fits_is_taken():
     free = FreeList(CAPACITY)
     taken = [free.allocate(n * ALIGN_BYTES) for n in (4, 1, 2, 1, 8)]
@@ -43,37 +33,6 @@ def test_of_several_that_fit_as_well_the_one_freed_last_is_taken():
         free.free(taken[i].start)
     assert [free.allocate(1) for _ in range(3)] == [taken[2], taken[0], taken[4]]
     free.check_integrity()
-
-
-def test_full_is_none_and_not_an_error():
-    free = FreeList(CAPACITY)
-    assert free.allocate(CAPACITY + 1) is None
-    assert free.allocate(CAPACITY) == FreeBlock(0, CAPACITY)
-    assert free.allocate(1) is None
-    assert free.free_blocks() == []
-    free.check_integrity()
-
-
-def test_room_in_pieces_is_no_room():
-    free = FreeList(4 * ALIGN_BYTES)
-    taken = [free.allocate(1) for _ in range(4)]
-    free.free(taken[0].start)
-    free.free(taken[2].start)
-    assert free.allocate(2 * ALIGN_BYTES) is None
-    free.free(taken[1].start)
-    assert free.allocate(3 * ALIGN_BYTES) == FreeBlock(0, 3 * ALIGN_BYTES)
-
-
-@pytest.mark.parametrize(
-    "order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
-)
-def test_neighbours_are_joined_in_every_order(order):
-    free = FreeList(3 * ALIGN_BYTES)
-    taken = [free.allocate(1) for _ in range(3)]
-    for i in order:
-        free.free(taken[i].start)
-        free.check_integrity()
-    assert free.free_blocks() == [FreeBlock(0, 3 * ALIGN_BYTES)]
 
 
 @pytest.mark.parametrize("start", [0, ALIGN_BYTES, 1, -1, CAPACITY])

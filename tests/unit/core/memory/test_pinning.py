@@ -10,7 +10,7 @@ import logging
 
 import pytest
 import torch
-from lmcache_core.memory import arena_tensors as module
+from lmcache_core.memory import tensor as module
 
 PIECE = 1 << 12
 OUT_OF_MEMORY = 2

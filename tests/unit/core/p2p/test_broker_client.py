@@ -18,7 +18,7 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 
 async def opened(
-    handler: Handler, token: str | None = None, timeout_s: float = 2.0
+    handler: Handler, token: str | None = None, timeout_s: float = 30.0
 ) -> BrokerClient:
     client = BrokerClient(URL, token, timeout_s, transport=httpx.MockTransport(handler))
     await client.open()

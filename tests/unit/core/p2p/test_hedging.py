@@ -1,4 +1,4 @@
-from lmcache_core.p2p.hedging import (
+from lmcache_core.p2p.pull import (
     MAX_HEDGES_SAVED,
     MIN_HEDGE_S,
     MIN_SAMPLES,

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_core.security import RateLimiter
-from lmcache_core.security.rate_limit import MAX_BUCKETS
+from lmcache_core.security.tokens import MAX_BUCKETS
 
 
 class Clock:

@@ -20,20 +20,20 @@ from tests.fixtures.tls import Authority, ended_pair
 def test_servers_speak_1_3_and_resume_no_session(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair = authority.sign("server")
-    context = server_context(TlsFiles(pair.cert, pair.key))._in_force
+    context = server_context(TlsFiles(pair.cert, pair.key))._contexts.current()
     assert (context.minimum_version, context.num_tickets, context.verify_mode) == (
         ssl.TLSVersion.TLSv1_3,
         0,
         ssl.CERT_NONE,
     )
-    mutual = server_context(TlsFiles(pair.cert, pair.key, authority.file))._in_force
+    mutual = server_context(TlsFiles(pair.cert, pair.key, authority.file))._contexts.current()
     assert mutual.verify_mode == ssl.CERT_REQUIRED
 
 
 def test_clients_always_check_whom_they_speak_to(tmp_path: Path) -> None:
     for context in (
-        client_context()._in_force,
-        client_context(TlsFiles(ca_file=Authority(tmp_path).file))._in_force,
+        client_context()._contexts.current(),
+        client_context(TlsFiles(ca_file=Authority(tmp_path).file))._contexts.current(),
         no_context(),
     ):
         assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)

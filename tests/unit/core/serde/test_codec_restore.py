@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 import torch
 from lmcache_core.documented.cachegen.quantization import (
-    bins_tensor,
     do_dequantize,
     torch_quant_vectorized,
 )
@@ -50,8 +49,8 @@ def documented(dtype: str, shape: tuple[int, ...], payload: bytes) -> bytes:
     config = CacheGenConfig.for_num_layers(shape[1])
     sides = []
     for side, bins in zip(kv, (config.bins_of_keys(), config.bins_of_values()), strict=True):
-        quantised, maxes = torch_quant_vectorized(bins_tensor(bins), side)
-        sides.append(do_dequantize(quantised, bins_tensor(bins), maxes, kv.dtype))
+        quantised, maxes = torch_quant_vectorized(torch.tensor(bins), side)
+        sides.append(do_dequantize(quantised, torch.tensor(bins), maxes, kv.dtype))
     return bits_of(torch.stack(sides))
 
 

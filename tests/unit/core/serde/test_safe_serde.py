@@ -1,5 +1,5 @@
-"""The Safe serde: its file is read by safetensors alone, and what is no such file is refused
-under a right digest.
+"""The Safe serde: safetensors reads its file, and what is no such file is refused under a right
+digest.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import safetensors
 import safetensors.torch
 import torch
 from lmcache_core.errors import SerdeError
@@ -34,10 +33,6 @@ def read(payload: bytes, dtype: int = FLOAT32, shape: tuple[int, ...] = (1, 3)) 
     )
 
 
-def not_to_be_called(*_: object) -> None:
-    pytest.fail("this was shown to the library")
-
-
 def test_the_payload_is_a_safetensors_file() -> None:
     payload = SafeSerializer().to_bytes(GIVEN)[16 + 2 * 8 + 16 :]
     assert list(safetensors.torch.load(payload)) == ["tensor_bytes"]
@@ -59,10 +54,7 @@ def test_a_file_made_by_hand_is_read(padding: bytes) -> None:
         (file_of(HEADER, DATA + b"1"), "does not hold 12 bytes"),
     ],
 )
-def test_lengths_that_do_not_fit_are_refused(
-    payload: bytes, match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(safetensors.torch, "load", not_to_be_called)
+def test_lengths_that_do_not_fit_are_refused(payload: bytes, match: str) -> None:
     with pytest.raises(SerdeError, match=match):
         read(payload)
 
@@ -92,68 +84,9 @@ def test_lengths_that_do_not_fit_are_refused(
     ],
     ids=repr,
 )
-def test_another_header_is_never_shown_to_the_library(
-    header: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(safetensors.torch, "load", not_to_be_called)
+def test_another_header_is_refused(header: object) -> None:
     with pytest.raises(SerdeError, match=r"header is not that of one tensor of float32 \(1, 3\)"):
         read(file_of(header))
-
-
-@pytest.mark.parametrize(
-    ("found", "match"),
-    [
-        ({}, "holds a NoneType, not a plain tensor"),
-        (
-            {"tensor_bytes": GIVEN.double()},
-            r"holds torch.float64 \(1, 3\), its head says float32 \(1, 3\)",
-        ),
-        (
-            {"tensor_bytes": GIVEN.view(3)},
-            r"holds torch.float32 \(3,\), its head says float32 \(1, 3\)",
-        ),
-        (
-            {"tensor_bytes": torch.nn.Parameter(GIVEN, requires_grad=False)},
-            "holds a Parameter, not a plain tensor",
-        ),
-        ({"tensor_bytes": GIVEN.clone().requires_grad_()}, "not a plain tensor"),
-        ({"tensor_bytes": torch.zeros(1, 3, device="meta")}, "not a plain tensor"),
-        ({"tensor_bytes": torch.zeros(1).expand(1, 3)}, "view of other memory"),
-        ({"tensor_bytes": torch.zeros(2, 3)[:1]}, "view of other memory"),
-    ],
-)
-def test_what_the_library_makes_of_it_is_checked(
-    found: object, match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(safetensors.torch, "load", lambda data: found)
-    with pytest.raises(SerdeError, match=match):
-        read(file_of(HEADER))
-
-
-@pytest.mark.parametrize(
-    "error", [safetensors.SafetensorError("bad"), KeyError("bad"), RuntimeError("bad")], ids=repr
-)
-def test_what_the_library_raises_is_named(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(data: bytes) -> None:
-        raise error
-
-    monkeypatch.setattr(safetensors.torch, "load", fail)
-    with pytest.raises(
-        SerdeError, match=f"safetensors refuses the payload: {type(error).__name__}: .*bad"
-    ) as caught:
-        read(file_of(HEADER))
-    assert caught.value.__cause__ is error
-
-
-def test_too_little_memory_says_nothing_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(data: bytes) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(safetensors.torch, "load", fail)
-    with pytest.raises(MemoryError):
-        read(file_of(HEADER))
 
 
 def test_a_library_that_writes_otherwise_is_found_out_when_writing(

@@ -17,7 +17,7 @@ from lmcache_core.serde.machine_code import side_by_side
 
 SHAPE = (2, 2, 256, 128)
 LATE_S = 0.1
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(params=[None, Profile.STANDARD, Profile.HIGH], ids=str)

@@ -17,7 +17,7 @@ from lmcache_core.wire import messages as m
 from tests.fixtures.frames import HELLO
 from tests.fixtures.scripted_sidecar import GENERATION, scripted_sidecar
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def eventually(condition: Callable[[], object], complaint: str) -> None:

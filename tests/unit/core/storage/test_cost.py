@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from lmcache_core.storage.cost import MIN_OBSERVATIONS, RECOVERED_FACTOR, ReadCost
+from lmcache_core.storage.guard import MIN_OBSERVATIONS, RECOVERED_FACTOR, ReadCost
 
 CHUNK = 1_000_000
 LATENCY_S, S_PER_CHUNK = 0.004, 0.001

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import random
+from itertools import islice
+
 import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.eviction import DEFAULT_POLICY, create_policy
 from lmcache_core.storage.eviction.ledger import MAX_RECENT_EVICTIONS, RecentEvictions
+from lmcache_core.storage.eviction.s3fifo import GhostQueue
 from lmcache_core.storage.eviction.s3lru import S3LRUPolicy
 from lmcache_core.testing.chunks import make_key
 
@@ -58,3 +62,238 @@ def test_reasons_are_remembered_for_the_last_ones_only():
     for i in range(MAX_RECENT_EVICTIONS):
         recent.add(make_key(i))
     assert [recent.miss(key).reason for key in (A, B)] == [MissReason.NEVER_STORED] * 2
+
+
+A, B, C, D = (make_key(name) for name in "abcd")
+
+
+def keys(prefix, num):
+    return [make_key(f"{prefix} {i}") for i in range(num)]
+
+
+def insert(policy, *new, num_bytes=10):
+    for key in new:
+        policy.on_insert(key, num_bytes)
+
+
+def read(policy, *known):
+    for key in known:
+        policy.on_access(key)
+
+
+def evict(policy, num):
+    gone = []
+    for key in islice(policy.victims(), num):
+        policy.on_remove(key)
+        gone.append(key)
+    return gone
+
+
+def pass_through(policy, new, capacity):
+    for key in new:
+        insert(policy, key)
+        if len(policy) > capacity:
+            evict(policy, 1)
+
+
+@pytest.fixture
+def s3lru():
+    return create_policy("s3lru")
+
+
+@pytest.fixture
+def s3fifo():
+    return create_policy("s3fifo")
+
+
+@pytest.fixture(params=["s3lru", "s3fifo"])
+def policy(request):
+    return create_policy(request.param)
+
+
+def test_what_was_read_stays_while_others_pass_through(policy):
+    known = keys("known", 8)
+    insert(policy, *known)
+    read(policy, *known, *known)
+    pass_through(policy, keys("passing", 100), capacity=10)
+    assert set(known) < set(policy.victims())
+
+
+def test_probation_is_first_in_first_out(policy):
+    passing = keys("passing", 5)
+    insert(policy, *passing)
+    assert evict(policy, 5) == passing
+
+
+def test_what_comes_back_soon_after_probation_has_none(policy):
+    passing = keys("passing", 10)
+    insert(policy, *passing)
+    assert evict(policy, 1) == [passing[0]]
+    insert(policy, passing[0])
+    assert evict(policy, 10) == [*passing[1:], passing[0]]
+
+
+def test_what_comes_back_late_starts_anew(policy):
+    passing = keys("passing", 60)
+    pass_through(policy, passing, capacity=5)
+    insert(policy, passing[0], A)
+    order = evict(policy, len(policy))
+    assert order.index(A) == order.index(passing[0]) + 1
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10])
+def test_ghosts_never_outweigh_what_is_held(policy, num_bytes):
+    for key in keys("passing", 500):
+        insert(policy, key, num_bytes=num_bytes)
+        if len(policy) > 5:
+            evict(policy, 1)
+        assert policy._ghosts.num_bytes <= len(policy) * num_bytes
+    assert bool(len(policy._ghosts)) == (num_bytes > 0)
+
+
+def test_what_is_removed_on_request_leaves_no_ghost(policy):
+    insert(policy, A, B, C)
+    policy.on_remove(B)
+    insert(policy, B, D)
+    assert evict(policy, 4) == [A, C, B, D]
+
+
+def test_the_tail_of_a_chain_goes_before_its_head(policy):
+    chain = keys("chain", 6)
+    insert(policy, *reversed(chain))
+    read(policy, *reversed(chain))
+    assert evict(policy, 6) == chain[::-1]
+
+
+def test_what_was_declined_goes_behind_the_others_and_may_be_removed(policy):
+    insert(policy, A, B, C, D)
+    read(policy, B, B)
+    for key in policy.victims():
+        if key == C:
+            break  # A, the first one, was declined
+    policy.on_remove(D)
+    assert evict(policy, 3) == [C, B, A]
+
+
+def test_what_was_declined_and_removed_on_request_is_gone(policy):
+    insert(policy, A, B, C)
+    assert len(list(policy.victims())) == 3
+    policy.on_remove(A)
+    insert(policy, A)
+    assert sorted(evict(policy, 3), key=[A, B, C].index) == [A, B, C]
+    assert len(policy) == 0
+
+
+def test_s3lru_lets_probation_take_a_fifth_of_the_bytes_not_of_the_chunks(s3lru):
+    large, small = keys("large", 2), keys("small", 40)
+    insert(s3lru, *large, num_bytes=1000)
+    read(s3lru, *large)
+    insert(s3lru, *small)
+    assert next(s3lru.victims()) == large[0]  # 400 bytes on probation of 2400
+    insert(s3lru, A, num_bytes=200)
+    assert next(s3lru.victims()) == small[0]  # 600 of 2600
+
+
+def test_the_main_queue_of_s3lru_is_in_the_order_of_the_last_access(s3lru):
+    insert(s3lru, A, B, C)
+    read(s3lru, A, B, C, A)
+    assert list(s3lru.victims()) == [B, C, A]
+
+
+def test_s3fifo_lets_probation_take_a_tenth_of_the_bytes_not_of_the_chunks(s3fifo):
+    large, small = keys("large", 2), keys("small", 20)
+    insert(s3fifo, *large, num_bytes=1000)
+    read(s3fifo, *large, *large)
+    insert(s3fifo, *small)
+    assert (
+        next(s3fifo.victims()) == large[0]
+    )  # both have moved to the main queue; 200 bytes on probation of 2200
+    insert(s3fifo, A, num_bytes=30)
+    assert next(s3fifo.victims()) == small[0]  # 230 of 2230
+
+
+def test_one_read_on_probation_is_not_enough_for_s3fifo(s3fifo):
+    insert(s3fifo, A, B, C)
+    read(s3fifo, A, B, B)
+    assert evict(s3fifo, 3) == [A, C, B]
+
+
+def test_a_read_in_the_main_queue_of_s3fifo_is_worth_one_round_and_three_are_the_most(s3fifo):
+    insert(s3fifo, A, B, C, D)
+    read(s3fifo, *(A, B, C, D) * 2)
+    assert next(s3fifo.victims()) == A  # all of them have moved to the main queue
+    read(s3fifo, *[A] * 3, *[B] * 9, C)
+    assert evict(s3fifo, 4) == [D, C, A, B]
+
+
+class Printed:
+    """Algorithm 1 of the paper, line by line, with lists, for chunks of one size and a tier that
+    is always full when it makes room.
+    """
+
+    def __init__(self):
+        self.small, self.main, self.ghosts, self.num_reads = [], [], [], {}
+
+    def insert(self, key):
+        if key in self.ghosts:
+            self.ghosts.remove(key)
+            self.main.append(key)
+        else:
+            self.small.append(key)
+        self.num_reads[key] = 0
+
+    def read(self, key):
+        self.num_reads[key] = min(self.num_reads[key] + 1, 3)
+
+    def evict(self):
+        while True:
+            num_held = len(self.small) + len(self.main)
+            if self.small and (10 * len(self.small) >= num_held or not self.main):
+                key = self.small.pop(0)
+                if self.num_reads[key] <= 1:
+                    self.ghosts = [*self.ghosts, key][-int(0.9 * (num_held - 1)) :]
+                    return key
+                self.num_reads[key] = 0
+                self.main.append(key)
+            else:
+                key = self.main.pop(0)
+                if self.num_reads[key] == 0:
+                    return key
+                self.num_reads[key] -= 1
+                self.main.append(key)
+
+
+@pytest.mark.parametrize("capacity", [3, 7, 10, 20, 30, 40, 59])
+def test_s3fifo_is_the_printed_algorithm(s3fifo, capacity):
+    rng = random.Random(capacity)
+    names, printed, held = keys("name", 100), Printed(), set()
+    for _ in range(3000):
+        key = (
+            names[min(99, int(rng.paretovariate(0.5)) - 1)]
+            if rng.random() < 0.5
+            else rng.choice(names)
+        )
+        if key in held:
+            s3fifo.on_access(key)
+            printed.read(key)
+            continue
+        if len(held) == capacity:
+            gone = evict(s3fifo, 1)
+            assert gone == [printed.evict()]
+            held -= set(gone)
+        insert(s3fifo, key)
+        printed.insert(key)
+        held.add(key)
+    assert printed.main
+    assert printed.small
+
+
+def test_the_ghost_queue_forgets_the_oldest_beyond_its_limit():
+    ghosts = GhostQueue()
+    for key, num_bytes in ((A, 10), (B, 0), (C, 20)):
+        ghosts.add(key, num_bytes, limit_bytes=30)
+    assert [len(ghosts), ghosts.num_bytes] == [2, 21]  # one of no bytes counts as one
+    assert [ghosts.take(key) for key in (A, B, B, C)] == [False, True, False, True]
+    assert [len(ghosts), ghosts.num_bytes] == [0, 0]
+    ghosts.add(A, 40, limit_bytes=30)
+    assert not ghosts.take(A)

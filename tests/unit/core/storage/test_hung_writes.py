@@ -213,7 +213,7 @@ async def test_a_start_on_a_disk_that_hangs_ends(
 ) -> None:
     monkeypatch.setattr("lmcache_core.storage.disk.backend.ACQUIRE_WAIT_S", 0.05)
     monkeypatch.setattr("lmcache_core.storage.disk.backend.CLOSE_WAIT_S", 0.05)
-    monkeypatch.setattr("lmcache_core.storage.reconnect.FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr("lmcache_core.storage.stack.FIRST_RETRY_S", 0.05)
     may_go_on = threading.Event()
 
     class Stuck(DiskFiles):

@@ -6,8 +6,7 @@ import pytest
 from lmcache_core.errors import ConfigError, IntegrityError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.eviction import Ledger, TenantQuotas, TierLimits, create_policy
-from lmcache_core.storage.eviction.ledger import Expiry
-from lmcache_core.storage.eviction.quota import TenantPolicy
+from lmcache_core.storage.eviction.ledger import Expiry, TenantPolicy
 from lmcache_core.testing.chunks import make_key
 
 A, B, C = make_key("a"), make_key("b"), make_key("c")

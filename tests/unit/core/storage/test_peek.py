@@ -13,8 +13,7 @@ from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.storage.hot_table import HeldChunk
+from lmcache_core.storage.hot import HeldChunk, LocalCPUBackend
 from lmcache_core.testing.chunks import make_chunk, make_key
 
 SLOT_BYTES = 1024

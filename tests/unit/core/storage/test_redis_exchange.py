@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.remote import redis as redis_tier
-from lmcache_core.storage.remote.redis import RedisBackend
-from lmcache_core.storage.remote.redis_exchange import SLICE_BYTES, encoded, exchange
+from lmcache_core.storage.remote.redis import (
+    SLICE_BYTES,
+    RedisBackend,
+    SteadySentinels,
+    encoded,
+    exchange,
+)
 from lmcache_core.testing.backend_suite import Arena
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from redis.connection import Encoder, PythonRespSerializer
@@ -179,3 +185,35 @@ async def test_a_second_cancellation_while_an_answer_is_given_up_does_not_cost_t
         await asking
     assert client.history[-1] == "disconnect"
     client.check_released()
+
+
+MASTER = {
+    "ip": "10.0.0.1",
+    "port": 6379,
+    "is_master": True,
+    "is_sdown": False,
+    "is_odown": False,
+    "num-other-sentinels": 2,
+}
+
+
+class Sentinel:
+    def __init__(self, name: str, answers: bool) -> None:
+        self.name = name
+        self._answers = answers
+
+    async def sentinel_masters(self) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        if not self._answers:
+            raise LostConnectionError(self.name)
+        return {"mymaster": MASTER}
+
+
+async def test_none_gets_lost_and_the_one_that_answers_is_asked_first() -> None:
+    every = [Sentinel("a", False), Sentinel("b", True), Sentinel("c", True)]
+    sentinels = SteadySentinels([])  # type: ignore[no-untyped-call]
+    sentinels.sentinels = list(every)
+    found = await asyncio.gather(*(sentinels.discover_master("mymaster") for _ in range(3)))
+    assert found == [("10.0.0.1", 6379)] * 3
+    assert {one.name for one in sentinels.sentinels} == {"a", "b", "c"}
+    assert sentinels.sentinels[0].name == "b"

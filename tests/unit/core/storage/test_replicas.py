@@ -14,7 +14,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.remote.base import Locate
-from lmcache_core.storage.remote.members import Address, Members
+from lmcache_core.storage.remote.members import Members, ServerAddress
 from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.remote.replicas import ReplicatedBackend
 from lmcache_core.testing.backend_suite import Arena, payload_of
@@ -42,7 +42,7 @@ class Cluster:
         self._exits = exits
         self._timeout_s = timeout_s
         self.stores: dict[str, Server] = {}
-        self.addresses: dict[str, Address] = {}
+        self.addresses: dict[str, ServerAddress] = {}
         self._servers: dict[str, LmServer] = {}
         self.members = Members(self._find, self._client, "test")
         self.tier = ReplicatedBackend(self.members, timeout_s, locate)
@@ -54,7 +54,7 @@ class Cluster:
             self._servers[name] = await self._exits.enter_async_context(
                 serving(self.stores[name], name=name)
             )
-            self.addresses[name] = Address("127.0.0.1", self._servers[name].port, name)
+            self.addresses[name] = ServerAddress("127.0.0.1", self._servers[name].port, name)
         await self.members.refresh()
 
     async def stop(self, name: str) -> None:
@@ -74,10 +74,10 @@ class Cluster:
             for result in await self.tier.batched_get(keys, self.arena, timeout_s)
         ]
 
-    async def _find(self) -> list[Address]:
+    async def _find(self) -> list[ServerAddress]:
         return list(self.addresses.values())
 
-    def _client(self, address: Address) -> LmClient:
+    def _client(self, address: ServerAddress) -> LmClient:
         return LmClient(
             address.host,
             address.port,
@@ -187,8 +187,11 @@ async def test_what_one_refuses_goes_to_the_second_choice() -> None:
         assert await made.tier.batched_put([make_chunk("new")]) == [False]
 
 
-async def test_a_silent_one_costs_one_deadline_and_is_left_alone_then() -> None:
-    async with cluster("s-0", "s-1", timeout_s=0.3) as made:
+async def test_a_silent_one_costs_one_deadline_and_is_left_alone_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lmcache_core.storage.remote.members.REST_INITIAL_S", 3.0)
+    async with cluster("s-0", "s-1", timeout_s=2.0) as made:
         await made.put(KEYS)
         made.stores["s-0"].gate = asyncio.Event()
         now = asyncio.get_running_loop().time
@@ -196,12 +199,12 @@ async def test_a_silent_one_costs_one_deadline_and_is_left_alone_then() -> None:
         assert {part for part in first if isinstance(part, MissReason)} == {MissReason.DEADLINE}
         began = now()
         second = await made.got(KEYS)
-        assert now() - began < 0.2
+        assert now() - began < 1.9, "the silent one was asked again"
         assert [isinstance(part, bytes) for part in second] == [
             made.where(key) == ["s-1"] for key in KEYS
         ]
         made.stores["s-0"].gate.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await made.got(KEYS) != payloads(KEYS):
                 await asyncio.sleep(0.05)
 
@@ -230,7 +233,7 @@ async def test_nobody_there_is_a_tier_that_is_away() -> None:
 
 async def test_two_addresses_of_one_server_are_one() -> None:
     async with cluster("s-0") as made:
-        made.addresses["the same"] = Address("localhost", made.addresses["s-0"].port, "")
+        made.addresses["the same"] = ServerAddress("localhost", made.addresses["s-0"].port, "")
         await made.members.refresh()
         assert list(made.members.by_name()) == ["s-0"]
         assert all(await made.put(KEYS))
@@ -243,7 +246,7 @@ async def test_one_that_moves_to_another_address_keeps_its_chunks() -> None:
         async with serving(Server(), name="s-0") as elsewhere:
             elsewhere._service.store.chunks.update(moved.chunks)  # type: ignore[attr-defined]
             await made.stop("s-0")
-            made.addresses["s-0"] = Address("127.0.0.1", elsewhere.port, "s-0")
+            made.addresses["s-0"] = ServerAddress("127.0.0.1", elsewhere.port, "s-0")
             await made.members.refresh()
             assert await made.got(KEYS) == payloads(KEYS)
             elsewhere._service.store.chunks.clear()  # type: ignore[attr-defined]
@@ -295,7 +298,7 @@ async def test_a_cancelled_get_gives_everything_back() -> None:
         await made.put(KEYS)
         made.stores["s-1"].gate = asyncio.Event()
         reading = asyncio.create_task(made.tier.batched_get(KEYS, made.arena))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not made.arena.allocator.used_bytes:
                 await asyncio.sleep(0.005)
         reading.cancel()

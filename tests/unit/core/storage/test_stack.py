@@ -18,7 +18,7 @@ from lmcache_core.storage import write_behind
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 

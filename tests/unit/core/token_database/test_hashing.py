@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from lmcache_core.testing.token_database_suite import CHUNK_SIZE, MAX_TOKEN_ID, METADATA
 from lmcache_core.token_database import MultimodalSpan, chain_hashes, identity_root
 from lmcache_core.token_database.hashing import (
-    NO_EXTRAS,
     chain_hashes_of_bytes,
     extras_of_chunks,
     tokens_as_bytes,
@@ -113,20 +112,6 @@ def test_fields_cannot_run_into_each_other():
     assert len(roots) == len(pairs)
 
 
-def test_extras_lie_only_where_spans_do():
-    spans = [
-        MultimodalSpan(b"cat", 6, 4),
-        MultimodalSpan(b"dog", 9, 2**32 - 1),
-        MultimodalSpan(b"ant", 30, 1),
-    ]
-    extras = extras_of_chunks(spans, 18, CHUNK_SIZE)
-    assert sorted(extras) == [4, 8, 12, 16]
-    assert extras[4] == struct.pack("<I", 1) + prefixed(b"cat") + struct.pack("<qI", 2, 4)
-    assert extras[16] == struct.pack("<I", 1) + prefixed(b"dog") + struct.pack("<qI", -7, 2**32 - 1)
-    assert extras_of_chunks([], 18, CHUNK_SIZE) == {}
-    assert bytes(4) == NO_EXTRAS
-
-
 @given(tokens_lists)
 def test_token_ids_become_little_endian_words(tokens):
     want = struct.pack(f"<{len(tokens)}I", *tokens)
@@ -163,25 +148,6 @@ print([h.hex() for _, _, h in chain_hashes_of_bytes(bytes(32), tokens_as_bytes(r
 def test_bytes_make_the_chain_that_words_make(tokens, spans):
     chain = chain_hashes_of_bytes(bytes(32), tokens_as_bytes(tokens), CHUNK_SIZE, spans)
     assert [digest for _, _, digest in chain] == digests(tokens, spans)
-
-
-def test_hashes_are_the_same_in_every_process():
-    program = """
-import numpy as np
-from lmcache_core.token_database import chain_hashes
-print([h.hex() for _, _, h in chain_hashes(bytes(32), np.arange(10, dtype="<u4"), 4)])
-"""
-    runs = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert runs == {f"{[digest.hex() for digest in digests(np.arange(10))]}\n"}
 
 
 def test_many_spans_over_many_chunks_cost_what_they_overlap():

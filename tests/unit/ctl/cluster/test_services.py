@@ -36,10 +36,9 @@ def test_a_name_stands_for_all_its_addresses(monkeypatch: pytest.MonkeyPatch) ->
         (socket.AF_INET6, 0, 0, "", ("::1", 0)),
     ]
     [one] = services_of(CtlSettings(storage_urls=("http://localhost:1",)))
-    assert (one.url, one.host) == (
-        "http://localhost:1",
-        None,
-    ), "one machine by both families is one"
+    assert (one.url, one.host) == ("http://localhost:1", None), (
+        "one machine by both families is one"
+    )
 
 
 @pytest.mark.parametrize(

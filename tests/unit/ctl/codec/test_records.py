@@ -12,10 +12,10 @@ import pytest
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.record import Chunk, RecordHeader, TensorSpec, encode_head, payload_digest
 from lmcache_core.serde import create_codec
+from lmcache_core.storage.codecs import encoded_chunk
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.layout import record_name
 from lmcache_core.storage.disk.record_file import write_record
-from lmcache_core.storage.transcoding import encoded_chunk
 from lmcache_core.telemetry import CodecFigures
 from lmcache_core.testing.chunks import make_key
 from lmcache_ctl.cli import main

@@ -29,7 +29,7 @@ def test_bytes_do_not_depend_on_where_the_tensor_lies(
     writer = CacheGenSerializer(config, metadata(fmt))
     given = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     wanted = writer.to_bytes(given)
-    assert writer.encode_where_it_lies(given.to(DEVICE)) == wanted
+    assert writer.encode_on_device(given.to(DEVICE)) == wanted
     assert CacheGenDeserializer(config, metadata(fmt), None).from_bytes(wanted).shape == given.shape
 
 
@@ -38,5 +38,5 @@ def test_what_cannot_be_quantised_is_left_to_the_host(value: float) -> None:
     given = torch.randn(2, 2, 4, 2, 24).to(torch.bfloat16)
     given[1, 0, 3, 1, 2] = value
     writer = CacheGenSerializer(LMCacheEngineConfig.from_defaults(), metadata("vllm"))
-    assert writer.encode_where_it_lies(given.to(DEVICE)) is None
-    assert writer.encode_where_it_lies(torch.zeros(3, device=DEVICE)) is None
+    assert writer.encode_on_device(given.to(DEVICE)) is None
+    assert writer.encode_on_device(torch.zeros(3, device=DEVICE)) is None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lmcache_kernels.codec_shape import WORD_DTYPES
+from lmcache_kernels.checks import WORD_DTYPES
 from lmcache_kernels.rope_rotate import Rotation, rope_rotate_reference
 from lmcache_kernels.rope_rotate.kernel import launch
 

@@ -13,7 +13,8 @@ from lmcache_core.serde.blob import Mode, Reader
 from lmcache_core.serde.machine_code import load_loops
 from lmcache_core.serde.quantised import PlaneLayout, QuantisedCoder, Quantiser
 from lmcache_core.serde.tables import TableSet, bell_curves
-from lmcache_kernels.codec_shape import WORD_DTYPES, CodecShape, EncodedPlanes
+from lmcache_kernels.checks import WORD_DTYPES
+from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes
 from lmcache_kernels.codec_tables import CodecTables
 
 DEVICE = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")

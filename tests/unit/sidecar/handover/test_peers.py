@@ -20,7 +20,7 @@ from lmcache_core.p2p import PeerStatus
 from lmcache_core.security import TokenTable
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload

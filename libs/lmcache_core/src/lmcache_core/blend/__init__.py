@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmcache_core.blend.executor import CacheBlendImpl
-    from lmcache_core.blend.indices import create_index, indices_to_mask, mask_to_indices
     from lmcache_core.blend.interfaces import (
         BlendExecutor,
         BlendOutput,
         BlendRetriever,
         BlendRetrieverResult,
         BlendRetrieverTask,
+        create_index,
+        indices_to_mask,
+        mask_to_indices,
     )
     from lmcache_core.blend.retriever import SPTBlendRetriever, SPTBlendRetrieverTask
     from lmcache_core.blend.rotary import RopeParameters, RotaryEmbedding
@@ -34,9 +36,9 @@ _RESOLVED_LATER = MappingProxyType(
         "RotaryEmbedding": "rotary",
         "SPTBlendRetriever": "retriever",
         "SPTBlendRetrieverTask": "retriever",
-        "create_index": "indices",
-        "indices_to_mask": "indices",
-        "mask_to_indices": "indices",
+        "create_index": "interfaces",
+        "indices_to_mask": "interfaces",
+        "mask_to_indices": "interfaces",
     }
 )
 

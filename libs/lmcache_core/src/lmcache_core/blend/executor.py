@@ -6,23 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from lmcache_kernels.blend_select import blend_deviation
 
 from lmcache_core._typing import override
-from lmcache_core.blend.batch import Batch, Layer, Pair
-from lmcache_core.blend.indices import create_index, indices_to_mask, mask_to_indices
-from lmcache_core.blend.interfaces import BlendExecutor, BlendOutput
+from lmcache_core.blend.interfaces import BlendExecutor, BlendOutput, mask_to_indices
 from lmcache_core.blend.selection import Candidates, SelectionPolicy, create_policy, with_the_rest
-
-__all__ = [
-    "CacheBlendImpl",
-    "PositionalEncoder",
-    "create_index",
-    "indices_to_mask",
-    "mask_to_indices",
-]
 
 PositionalEncoder = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
@@ -34,6 +25,153 @@ Mover = Callable[[torch.Tensor, torch.Tensor], Move]
 """(original positions, positions) of a batch to what moves its layers: the reverse encoder and
 the encoder in one step.
 """
+
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+"""K and V."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """The tokens of a batch and where their KV comes from.
+
+    Attributes:
+        valid_mask: Booleans on the CPU, `[num_tokens]`.
+        original_positions: int64 `[num_tokens]`.
+        query_start_loc: `[num_requests + 1]`, as it was given.
+        starts: The same as plain numbers.
+    """
+
+    valid_mask: torch.Tensor
+    original_positions: torch.Tensor
+    query_start_loc: torch.Tensor
+    starts: tuple[int, ...]
+
+    @classmethod
+    def checked(
+        cls,
+        valid_mask: torch.Tensor,
+        original_positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        *,
+        looks_at_values: bool,
+    ) -> _Batch:
+        """Check lengths, and values too if told to.
+
+        Raises:
+            ValueError: They do not describe one batch.
+        """
+        num_tokens = len(valid_mask)
+        if valid_mask.ndim != 1 or original_positions.shape != (num_tokens,):
+            shapes = (
+                f"valid_mask is {tuple(valid_mask.shape)}, original_positions"
+                f" {tuple(original_positions.shape)}"
+            )
+            raise ValueError(f"{shapes}; both have one value a token")
+        starts = tuple(query_start_loc.tolist()) if query_start_loc.ndim == 1 else ()
+        if (
+            len(starts) < 1
+            or starts[0] != 0
+            or starts[-1] != num_tokens
+            or any(a > b for a, b in pairwise(starts))
+        ):
+            raise ValueError(
+                f"query_start_loc is {query_start_loc.tolist()}; it must rise from 0 to the number"
+                f" of tokens, {num_tokens}"
+            )
+        if looks_at_values and num_tokens and int(original_positions.min()) < 0:
+            raise ValueError(
+                f"original_positions holds {int(original_positions.min())}; positions are counted"
+                " from 0"
+            )
+        return cls(valid_mask.to(torch.bool), original_positions, query_start_loc, starts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all requests."""
+        return len(self.valid_mask)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """Fresh Q, K and V of the tokens that are still computed.
+
+    Attributes:
+        q: Any number of heads.
+        k: As `v`.
+        v: As `k`.
+        token_dim: Which dimension of them counts tokens.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    token_dim: int
+
+    def check(self, positions: torch.Tensor, num_tokens: int, *, looks_at_values: bool) -> None:
+        """Check that there are so many tokens.
+
+        Raises:
+            ValueError: There are not, or K and V differ in shape or dtype.
+        """
+        if self.k.ndim < 2:
+            raise ValueError(
+                f"fresh_k is {tuple(self.k.shape)}; expected tokens and their channels"
+            )
+        if not -self.k.ndim <= self.token_dim < self.k.ndim:
+            raise ValueError(f"token_dim is {self.token_dim}; fresh_k has {self.k.ndim} dimensions")
+        for name, side in (("fresh_q", self.q), ("fresh_k", self.k), ("fresh_v", self.v)):
+            if side.ndim != self.k.ndim or side.shape[self.token_dim] != num_tokens:
+                raise ValueError(
+                    f"{name} is {tuple(side.shape)}; expected {num_tokens} tokens in dimension"
+                    f" {self.token_dim}"
+                )
+        if self.k.shape != self.v.shape or self.k.dtype != self.v.dtype:
+            raise ValueError(
+                f"fresh_k is {tuple(self.k.shape)} of {self.k.dtype}, fresh_v {tuple(self.v.shape)}"
+                f" of {self.v.dtype}"
+            )
+        if positions.shape != (num_tokens,):
+            raise ValueError(
+                f"positions is {tuple(positions.shape)}; expected one for each of {num_tokens}"
+                " tokens"
+            )
+        if looks_at_values and num_tokens and int(positions.min()) < 0:
+            raise ValueError(
+                f"positions holds {int(positions.min())}; positions are counted from 0"
+            )
+
+    def checked_retrieved(
+        self, k: torch.Tensor | None, v: torch.Tensor | None, batch: _Batch
+    ) -> _Pair | None:
+        """Return the retrieved pair of all tokens; None where nothing is valid.
+
+        Raises:
+            ValueError: It has another shape, dtype or device than the fresh.
+        """
+        if not batch.valid_mask.any():
+            return None
+        shape = list(self.k.shape)
+        shape[self.token_dim] = batch.num_tokens
+        for name, side in (("retrieved_k", k), ("retrieved_v", v)):
+            if (
+                side is None
+                or list(side.shape) != shape
+                or side.dtype != self.k.dtype
+                or side.device != self.k.device
+            ):
+                found = (
+                    "None"
+                    if side is None
+                    else f"{tuple(side.shape)} of {side.dtype} on {side.device}"
+                )
+                raise ValueError(
+                    f"{name} is {found}; expected {tuple(shape)} of {self.k.dtype} on"
+                    f" {self.k.device}, as the fresh"
+                )
+        assert k is not None
+        assert v is not None
+        return k, v
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +262,10 @@ class CacheBlendImpl(BlendExecutor):
         """
         selected = self._selected_before(layer_id)
         is_whole = layer_id <= self.policy.check_layer
-        batch = Batch.checked(
+        batch = _Batch.checked(
             valid_mask, original_positions, query_start_loc, looks_at_values=is_whole
         )
-        fresh = Layer(fresh_q, fresh_k, fresh_v, token_dim)
+        fresh = _Layer(fresh_q, fresh_k, fresh_v, token_dim)
         fresh.check(
             positions,
             batch.num_tokens if selected is None else len(selected.indices),
@@ -162,7 +300,7 @@ class CacheBlendImpl(BlendExecutor):
         return self._selected
 
     def _select(
-        self, batch: Batch, fresh: Layer, retrieved: Pair, positions: torch.Tensor
+        self, batch: _Batch, fresh: _Layer, retrieved: _Pair, positions: torch.Tensor
     ) -> tuple[_Selected, BlendOutput]:
         """Choose the tokens that are still computed; of this layer all K and V are fresh."""
         device = fresh.k.device
@@ -185,15 +323,20 @@ class CacheBlendImpl(BlendExecutor):
         starts = counts[batch.query_start_loc.to(device).long()].to(batch.query_start_loc)
         selected = _Selected(indices, batch.valid_mask.clone(), self._move_of(originals, positions))
         return selected, BlendOutput(
-            fresh.taken(fresh.q, indices), fresh.k, fresh.v, positions[indices], indices, starts
+            fresh.q.index_select(fresh.token_dim, indices),
+            fresh.k,
+            fresh.v,
+            positions[indices],
+            indices,
+            starts,
         )
 
     def _fill(
         self,
         selected: _Selected,
-        batch: Batch,
-        fresh: Layer,
-        retrieved: Pair | None,
+        batch: _Batch,
+        fresh: _Layer,
+        retrieved: _Pair | None,
         positions: torch.Tensor,
     ) -> BlendOutput:
         """Return all tokens' KV: the retrieved, moved, and the fresh in its place where there is

@@ -209,13 +209,13 @@ def _refuse_beside_sidecar(config: LMCacheEngineConfig, options: Mapping[str, Op
     refused = [
         option
         for name, option in options.items()
-        if option.about.beside_sidecar and getattr(config, name) not in (None, option.default)
+        if option.beside_sidecar and getattr(config, name) not in (None, option.default)
     ]
     if refused:
         values = ", ".join(
             f"{option.name}={option.shown(getattr(config, option.name))}" for option in refused
         )
-        fixes = "; ".join(dict.fromkeys(option.about.beside_sidecar for option in refused))
+        fixes = "; ".join(dict.fromkeys(option.beside_sidecar for option in refused))
         raise ConfigError(
             f"{values}, sidecar_socket={config.sidecar_socket!r}: the tiers are the sidecar's;"
             f" {fixes}"

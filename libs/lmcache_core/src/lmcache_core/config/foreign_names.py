@@ -26,7 +26,7 @@ class ForeignName:
 
     Attributes:
         accepted: Which values are accepted and what they set, for people.
-        translate: From the value, and all names beside it, to our options; None refuses the value.
+        translate: From the value, and all names with it, to our options; None refuses the value.
         instead: What to do where the value is refused.
         part_of: The name without which LMCache does not read this one, "" for none.
     """
@@ -99,14 +99,6 @@ def _cache_policy(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | Non
     )
 
 
-def _blocking_timeout(value: Any, _named: Mapping[str, Any]) -> dict[str, Any]:
-    return {} if value is None else {"tier_timeout_s": value}
-
-
-def _hash_algorithm(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | None:
-    return {} if value in (None, "builtin") or str(value).startswith("sha256") else None
-
-
 def _only(*defaults: Any, instead: str) -> ForeignName:
     """Return a name whose value is accepted while it asks for nothing: LMCache's default, null or
     empty.
@@ -135,35 +127,25 @@ def _either(*values: Any, because: str) -> ForeignName:
     )
 
 
-def _part_of(switch: str, *names: str) -> dict[str, ForeignName]:
-    """Return the names that LMCache reads only where `switch` is set, which is refused by itself;
-    any value goes where it is not.
-    """
+def _part_of(switch: str, names: str, instead: str | None = None) -> dict[str, ForeignName]:
+    """Return the names that LMCache reads only where `switch` is set: any value goes where it is
+    not.
 
-    def translate(_value: Any, named: Mapping[str, Any]) -> dict[str, Any] | None:
-        return {} if named.get(switch) in _NOTHING else None
-
-    known = ForeignName(
-        f"anything, while `{switch}` is off or unset",
-        translate,
-        f"it belongs to {switch}; leave both out",
-        switch,
-    )
-    return dict.fromkeys(names, known)
-
-
-def _beside(switch: str, *names: str, instead: str) -> dict[str, ForeignName]:
-    """Return the names that LMCache reads only where `switch` is set, which is an option here too,
-    though these are not.
+    Args:
+        switch: An option that is refused by itself, or with `instead` is an option here too.
+        names: The names, with spaces.
+        instead: What to do where the switch is set. Empty values go then, too.
     """
 
     def translate(value: Any, named: Mapping[str, Any]) -> dict[str, Any] | None:
-        return {} if named.get(switch) in _NOTHING or value in (None, "", [], {}) else None
+        is_empty = instead is not None and value in (None, "", [], {})
+        return {} if is_empty or named.get(switch) in _NOTHING else None
 
-    accepted = f"null, empty; anything, while `{switch}` is off or unset"
-    return dict.fromkeys(
-        names, ForeignName(accepted, translate, f"leave it out; {instead}", switch)
-    )
+    accepted = f"anything, while `{switch}` is off or unset"
+    fix = f"it belongs to {switch}; leave both out"
+    if instead is not None:
+        accepted, fix = f"null, empty; {accepted}", f"leave it out; {instead}"
+    return dict.fromkeys(names.split(), ForeignName(accepted, translate, fix, switch))
 
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
@@ -182,7 +164,7 @@ _SEPARATOR_IS_AN_ARGUMENT = (
     "give the separator as token ids, CachedCausalLM(model, engine, separator)"
 )
 _NO_THRESHOLDS = (
-    "a share of the tokens is computed anew (blend_recompute_ratio), not what is above a bound"
+    "a share of the tokens is recomputed (blend_recompute_ratio), not what is above a bound"
 )
 _POLICY_HAS_THE_LAYER = (
     "the layer on which tokens are chosen follows from blend_policy: 1 for deviation, 0 for the"
@@ -210,10 +192,16 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         "cache_policy": ForeignName(
             "LRU, S3FIFO: `eviction_policy` of that name; null", _cache_policy, _NO_OTHER_POLICY
         ),
-        "blocking_timeout_secs": ForeignName("`tier_timeout_s`", _blocking_timeout, ""),
+        "blocking_timeout_secs": ForeignName(
+            "`tier_timeout_s`",
+            lambda value, _: {} if value is None else {"tier_timeout_s": value},
+            "",
+        ),
         "pre_caching_hash_algorithm": ForeignName(
             "builtin, sha256…, null: chunks are always named by SHA-256",
-            _hash_algorithm,
+            lambda value, _: (
+                {} if value in (None, "builtin") or str(value).startswith("sha256") else None
+            ),
             "chunks are always named by SHA-256; leave it out",
         ),
         "pipelined_backend": _either(True, False, because="remote tiers always pipeline"),
@@ -277,49 +265,37 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         "enable_lazy_memory_allocator": _only(False, instead=_ALLOCATED_AT_ONCE),
         **_part_of(
             "enable_lazy_memory_allocator",
-            "lazy_memory_initial_ratio",
-            "lazy_memory_expand_trigger_ratio",
-            "lazy_memory_step_ratio",
-            "lazy_memory_safe_size",
+            "lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio "
+            "lazy_memory_step_ratio lazy_memory_safe_size",
         ),
-        **_beside(
+        **_part_of(
             "enable_blending",
-            "blend_separator",
-            "blend_special_str",
+            "blend_separator blend_special_str",
             instead=_SEPARATOR_IS_AN_ARGUMENT,
         ),
-        **_beside(
+        **_part_of(
             "enable_blending",
             "blend_add_special_in_precomp",
             instead="documents are encoded by the caller, with what they begin with",
         ),
-        **_beside(
+        **_part_of(
             "enable_blending",
             "blend_recompute_ratios",
             instead="set blend_recompute_ratio, one number for all layers",
         ),
-        **_beside("enable_blending", "blend_thresholds", instead=_NO_THRESHOLDS),
-        **_beside("enable_blending", "blend_check_layers", instead=_POLICY_HAS_THE_LAYER),
-        **_beside(
+        **_part_of("enable_blending", "blend_thresholds", instead=_NO_THRESHOLDS),
+        **_part_of("enable_blending", "blend_check_layers", instead=_POLICY_HAS_THE_LAYER),
+        **_part_of(
             "enable_p2p",
-            "p2p_host",
-            "p2p_init_ports",
-            "p2p_lookup_ports",
-            "peer_init_ports",
-            "peer_lookup_ports",
+            "p2p_host p2p_init_ports p2p_lookup_ports peer_init_ports peer_lookup_ports",
             instead=_PEERS,
         ),
         "enable_controller": _only(False, instead=_NO_CONTROLLER),
         **_part_of(
             "enable_controller",
-            "lmcache_instance_id",
-            "controller_url",
-            "controller_pull_url",
-            "controller_reply_url",
-            "lmcache_worker_port",
-            "lmcache_worker_ports",
-            "lmcache_worker_ids",
-            "lmcache_worker_heartbeat_delay_time",
+            "lmcache_instance_id controller_url controller_pull_url "
+            "controller_reply_url lmcache_worker_port lmcache_worker_ports "
+            "lmcache_worker_ids lmcache_worker_heartbeat_delay_time "
             "lmcache_worker_heartbeat_time",
         ),
         "enable_pd": _only(False, instead=_NO_PD),
@@ -327,48 +303,21 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         "enable_nixl": _only(False, instead=_NO_PD),
         **_part_of(
             "enable_pd",
-            "pd_role",
-            "pd_buffer_size",
-            "pd_buffer_device",
-            "pd_peer_host",
-            "pd_peer_init_port",
-            "pd_peer_alloc_port",
-            "pd_peer_query_port",
-            "pd_proxy_host",
-            "pd_proxy_port",
-            "pd_allocation_timeout_sec",
-            "pd_shutdown_timeout_sec",
-            "pd_max_prefill_len",
-            "pd_condition_poll_interval_sec",
-            "pd_backend_mode",
-            "pd_skip_proxy_notification",
-            "pd_bidirectional",
-            "transfer_channel",
-            "nixl_backends",
+            "pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port "
+            "pd_peer_alloc_port pd_peer_query_port pd_proxy_host pd_proxy_port "
+            "pd_allocation_timeout_sec pd_shutdown_timeout_sec pd_max_prefill_len "
+            "pd_condition_poll_interval_sec pd_backend_mode pd_skip_proxy_notification "
+            "pd_bidirectional transfer_channel nixl_backends",
         ),
         **_part_of(
             "enable_nixl",
-            "nixl_role",
-            "nixl_buffer_size",
-            "nixl_buffer_device",
-            "nixl_enable_gc",
-            "nixl_peer_host",
-            "nixl_peer_port",
-            "nixl_peer_init_port",
-            "nixl_peer_alloc_port",
-            "nixl_receiver_host",
-            "nixl_receiver_port",
-            "nixl_proxy_host",
-            "nixl_proxy_port",
+            "nixl_role nixl_buffer_size nixl_buffer_device nixl_enable_gc "
+            "nixl_peer_host nixl_peer_port nixl_peer_init_port nixl_peer_alloc_port "
+            "nixl_receiver_host nixl_receiver_port nixl_proxy_host nixl_proxy_port",
         ),
         "gds_path": _only(instead=_NO_GDS),
         **_part_of(
-            "gds_path",
-            "gds_path_sharding",
-            "gds_buffer_size",
-            "gds_backend",
-            "use_gds",
-            "cufile_buffer_size",
+            "gds_path", "gds_path_sharding gds_buffer_size gds_backend use_gds cufile_buffer_size"
         ),
         "maru_path": _only(instead="there is no CXL tier; use local_disk or remote_url"),
         **_part_of("maru_path", "maru_pool_size"),
@@ -377,20 +326,15 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         ),
         **_part_of(
             "internal_api_server_enabled",
-            "internal_api_server_host",
-            "internal_api_server_port_start",
-            "script_allowed_imports",
-            "internal_api_server_include_index_list",
+            "internal_api_server_host internal_api_server_port_start "
+            "script_allowed_imports internal_api_server_include_index_list "
             "internal_api_server_socket_path_prefix",
         ),
         **dict.fromkeys(
-            (
-                "plugin_locations",
-                "runtime_plugin_locations",
-                "external_backends",
-                "storage_plugins",
-                "remote_storage_plugins",
-            ),
+            [
+                *("plugin_locations", "runtime_plugin_locations", "external_backends"),
+                *("storage_plugins", "remote_storage_plugins"),
+            ],
             _only(instead="nothing is loaded by name from a configuration; leave it out"),
         ),
         "remote_config_url": _only(
@@ -402,17 +346,14 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         ),
         **_part_of(
             "enable_chunk_statistics",
-            "chunk_statistics_auto_start_statistics",
-            "chunk_statistics_strategy",
-            "chunk_statistics_auto_exit_timeout_hours",
+            "chunk_statistics_auto_start_statistics chunk_statistics_strategy "
+            "chunk_statistics_auto_exit_timeout_hours "
             "chunk_statistics_auto_exit_target_unique_chunks",
         ),
         "enable_hidden_state_cache": _only(False, instead="only KV is cached; set it to false"),
         **_part_of(
             "enable_hidden_state_cache",
-            "max_hidden_state_cpu_size",
-            "hidden_state_layers",
-            "hidden_states_retrieve_mode",
+            "max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode",
         ),
         "cost_aware_half_life_seconds": _only(60, instead=_NO_OTHER_POLICY),
         "cost_aware_ewma_alpha": _only(0.2, instead=_NO_OTHER_POLICY),

@@ -46,8 +46,8 @@ class Form:
 
 
 @dataclass(frozen=True)
-class About:
-    """What the model says of an option beside its name, type and default.
+class Option:
+    """One option of the engine. What follows `beside_sidecar` is read off the model's field.
 
     Attributes:
         group: Heading in the documentation.
@@ -61,6 +61,11 @@ class About:
         secret: Never shown.
         beside_sidecar: What to do instead of setting it where the tiers are the sidecar's; "" where
             it may be set there too.
+        name: Its name; `LMCACHE_<NAME>` in the environment.
+        kind: bool, int, float or str.
+        optional: Whether None is a value.
+        default: Its value in `from_defaults`.
+        documented: One of the documented fifteen; the others are this library's own.
     """
 
     group: str
@@ -73,27 +78,11 @@ class About:
     hint: str = ""
     secret: bool = False
     beside_sidecar: str = ""
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option of the engine.
-
-    Attributes:
-        name: Its name; `LMCACHE_<NAME>` in the environment.
-        kind: bool, int, float or str.
-        optional: Whether None is a value.
-        default: Its value in `from_defaults`.
-        documented: One of the documented fifteen; the others are this library's own.
-        about: The rest.
-    """
-
-    name: str
-    kind: type
-    optional: bool
-    default: Any
-    documented: bool
-    about: About
+    name: str = ""
+    kind: type = str
+    optional: bool = False
+    default: Any = None
+    documented: bool = False
 
     @property
     def kind_name(self) -> str:
@@ -103,18 +92,17 @@ class Option:
     @property
     def allowed(self) -> str:
         """The allowed values, for people."""
-        about = self.about
-        if about.choices:
-            text = ("" if len(about.choices) == 1 else "one of ") + ", ".join(
-                _as_yaml(choice) for choice in about.choices
+        if self.choices:
+            text = ("" if len(self.choices) == 1 else "one of ") + ", ".join(
+                _as_yaml(choice) for choice in self.choices
             )
         elif self.kind in (int, float):
             text = (
-                f"{'a whole number' if self.kind is int else 'a number'} in {_as_yaml(about.low)} …"
-                f" {_as_yaml(about.high)}"
+                f"{'a whole number' if self.kind is int else 'a number'} in {_as_yaml(self.low)} …"
+                f" {_as_yaml(self.high)}"
             )
-        elif about.form is not None:
-            text = about.form.wanted
+        elif self.form is not None:
+            text = self.form.wanted
         else:
             text = self.kind_name
         return f"{text}, or none" if self.optional else text
@@ -126,16 +114,16 @@ class Option:
             ConfigError: The value is not allowed; the text shows no secret.
         """
         if not self._holds(value):
-            unit = f" ({self.about.unit})" if self.about.unit else ""
-            hint = f"; {self.about.hint}" if self.about.hint else ""
-            near = _nearest(value, self.about.choices)
+            unit = f" ({self.unit})" if self.unit else ""
+            hint = f"; {self.hint}" if self.hint else ""
+            near = _nearest(value, self.choices)
             raise ConfigError(
                 f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{near}{hint}"
             )
 
     def shown(self, value: Any) -> str:
         """Return a value as people may see it: neither a secret nor the credentials in a URL."""
-        return "…" if self.about.secret and value != "" else shown(value)
+        return "…" if self.secret and value != "" else shown(value)
 
     def _holds(self, value: Any) -> bool:
         if value is None:
@@ -143,17 +131,17 @@ class Option:
         kinds = (int, float) if self.kind is float else (self.kind,)
         if type(value) not in kinds:  # exactly: True is no number
             return False
-        if self.about.choices:
-            return value in self.about.choices
+        if self.choices:
+            return value in self.choices
         if self.kind in (int, float):
-            return bool(self.about.low <= value <= self.about.high)  # also false for NaN
-        return self.about.form is None or self.about.form.fits(value)
+            return bool(self.low <= value <= self.high)  # also false for NaN
+        return self.form is None or self.form.fits(value)
 
 
 def option(group: str, meaning: str, *, default: Any = dataclasses.MISSING, **facts: Any) -> Any:
-    """Return a dataclass field that is an option; see `About`."""
+    """Return a dataclass field that is an option; see `Option`."""
     return dataclasses.field(
-        default=default, metadata={_METADATA_KEY: About(group, meaning, **facts)}
+        default=default, metadata={_METADATA_KEY: Option(group, meaning, **facts)}
     )
 
 
@@ -171,13 +159,13 @@ def options_of(model: Any, documented_defaults: Callable[..., Any]) -> Mapping[s
         kinds = typing.get_args(hints[field.name]) or (hints[field.name],)
         documented = field.default is dataclasses.MISSING
         default = parameters[field.name].default if documented else field.default
-        found[field.name] = Option(
-            field.name,
-            kinds[0],
-            NoneType in kinds,
-            default,
-            documented,
+        found[field.name] = dataclasses.replace(
             field.metadata[_METADATA_KEY],
+            name=field.name,
+            kind=kinds[0],
+            optional=NoneType in kinds,
+            default=default,
+            documented=documented,
         )
     return MappingProxyType(found)
 

@@ -116,7 +116,7 @@ def reference() -> str:
     """Return the text of docs/configuration.md."""
     groups: dict[str, list[Option]] = {}
     for option in OPTIONS.values():
-        groups.setdefault(option.about.group, []).append(option)
+        groups.setdefault(option.group, []).append(option)
     parts = [_HEAD]
     for group, options in groups.items():
         parts.append("\n".join([f"## {group}\n", *_table(options)]) + "\n")
@@ -139,7 +139,7 @@ def _table(options: list[Option]) -> Iterator[str]:
             f"`{option.name}`" + ("" if option.documented else "°"),
             _default(option),
             _cell(_values(option)),
-            _cell(f"{option.about.meaning} {_hint(option)}".strip()),
+            _cell(f"{option.meaning} {_hint(option)}".strip()),
         )
         yield f"| {' | '.join(cells)} |"
 
@@ -148,8 +148,8 @@ def _beside_sidecar() -> Iterator[str]:
     yield "| option | instead |"
     yield "|---|---|"
     for option in OPTIONS.values():
-        if option.about.beside_sidecar:
-            instead = option.about.beside_sidecar.removeprefix("set the sidecar's ")
+        if option.beside_sidecar:
+            instead = option.beside_sidecar.removeprefix("set the sidecar's ")
             yield f"| `{option.name}` | {_cell(instead)} |"
 
 
@@ -190,12 +190,11 @@ def _names(names: list[str]) -> str:
 
 
 def _values(option: Option) -> str:
-    about = option.about
-    if about.choices:
-        return ", ".join(map(str, about.choices))
+    if option.choices:
+        return ", ".join(map(str, option.choices))
     if option.kind in (int, float):
-        return f"{about.low:.12g} … {about.high:.12g} {about.unit}".strip()
-    return "" if about.form is None or about.form.wanted == "text" else about.form.wanted
+        return f"{option.low:.12g} … {option.high:.12g} {option.unit}".strip()
+    return "" if option.form is None or option.form.wanted == "text" else option.form.wanted
 
 
 def _default(option: Option) -> str:
@@ -207,7 +206,7 @@ def _default(option: Option) -> str:
 
 
 def _hint(option: Option) -> str:
-    return f"({option.about.hint[0].upper()}{option.about.hint[1:]}.)" if option.about.hint else ""
+    return f"({option.hint[0].upper()}{option.hint[1:]}.)" if option.hint else ""
 
 
 def _cell(text: str) -> str:

@@ -7,14 +7,14 @@ contracts` checks it), so a reader of the live path may skip it.
 |---|---|---|
 | `pools` | `lmcache_core.memory` | pools of equal slots |
 | `mixed_allocator` | `lmcache_core.memory` | a pinned arena and byte buffers in one allocator |
-| `radix`, `radix_tree` | `lmcache_core.token_database` | a token database that remembers prefixes |
+| `radix` | `lmcache_core.token_database` | a token database that remembers prefixes |
 | `tensor_backend` | `lmcache_core.storage` | tensors by key, over the tiers |
 | `disk` | `lmcache_core.storage` | the disk tier with methods for one chunk at a time |
 | `debug_serde` | `lmcache_core.serde` | serdes that log what they do |
 | `cachegen` | `lmcache_core.serde`, `.serde.cachegen` | CacheGen of one tensor, step by step |
 | `legacy_config` | `LMCacheEngineConfig.from_legacy` | the old names of backends |
 
-`cachegen.device` alone uses the kernels `cachegen_quantize`, `cachegen_encode` and
-`cachegen_decode` (with `codec_shape`, `codec_tables`). The codec of the live path
-(`lmcache_core.serde.CacheGenCodec`) runs on the CPU, in the sidecar, and writes the same bytes.
+`cachegen.device` encodes and decodes on a CUDA device by the kernels `cachegen_quantize`,
+`cachegen_encode` and `cachegen_decode`. The live path (`lmcache_core.serde.CacheGenCodec`) runs on
+the CPU, in the sidecar, and writes the same bytes.
 """

@@ -1,4 +1,4 @@
-"""Serdes whose work can be read in the log."""
+"""Serdes that log what they do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class SerializerDebugWrapper(Serializer):
-    """Forwards to a serializer and writes one debug line a call: dtype, shape, bytes, milliseconds.
+    """Forwards to a serializer and writes one debug line a call.
 
     Args:
         s: What is wrapped.
@@ -27,21 +27,12 @@ class SerializerDebugWrapper(Serializer):
     def to_bytes(self, t: torch.Tensor) -> bytes:
         begin = time.perf_counter()
         encoded = self._wrapped.to_bytes(t)
-        name, shape = type(self._wrapped).__name__, tuple(t.shape)
-        logger.debug(
-            "%s: %s %s as %d bytes in %.3f ms",
-            name,
-            t.dtype,
-            shape,
-            len(encoded),
-            _milliseconds_since(begin),
-        )
+        _log("encoded", self._wrapped, t, len(encoded), begin)
         return encoded
 
 
 class DeserializerDebugWrapper(Deserializer):
-    """Forwards to a deserializer and writes one debug line a call: bytes, dtype, shape,
-    milliseconds.
+    """Forwards to a deserializer and writes one debug line a call.
 
     Args:
         d: What is wrapped.
@@ -55,18 +46,17 @@ class DeserializerDebugWrapper(Deserializer):
     def from_bytes(self, bs: BytesLike) -> torch.Tensor:
         begin = time.perf_counter()
         tensor = self._wrapped.from_bytes(bs)
-        num_bytes = memoryview(bs).nbytes
-        name, shape = type(self._wrapped).__name__, tuple(tensor.shape)
-        logger.debug(
-            "%s: %d bytes as %s %s in %.3f ms",
-            name,
-            num_bytes,
-            tensor.dtype,
-            shape,
-            _milliseconds_since(begin),
-        )
+        _log("decoded", self._wrapped, tensor, memoryview(bs).nbytes, begin)
         return tensor
 
 
-def _milliseconds_since(begin: float) -> float:
-    return (time.perf_counter() - begin) * 1e3
+def _log(done: str, serde: object, tensor: torch.Tensor, num_bytes: int, begin: float) -> None:
+    logger.debug(
+        "%s: serde=%s dtype=%s shape=%s bytes=%d took_ms=%.3f",
+        done,
+        type(serde).__name__,
+        tensor.dtype,
+        tuple(tensor.shape),
+        num_bytes,
+        (time.perf_counter() - begin) * 1e3,
+    )

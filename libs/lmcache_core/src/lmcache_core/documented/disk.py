@@ -33,33 +33,6 @@ BLOCKING_WAIT_S = 10.0
 DiskKey = CacheEngineKey | ChunkKey
 
 
-class PutTasks:
-    """Keys of the chunks that are being written, a bounded number of them. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._keys: set[ChunkKey] = set()
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        with self._lock:
-            return key in self._keys
-
-    def add(self, key: ChunkKey) -> bool:
-        """Note that a chunk is being written; False when it is already, or when there are
-        `MAX_PUT_TASKS`.
-        """
-        with self._lock:
-            if key in self._keys or len(self._keys) >= MAX_PUT_TASKS:
-                return False
-            self._keys.add(key)
-            return True
-
-    def discard(self, key: ChunkKey) -> None:
-        """Forget a chunk that is written, or will not be."""
-        with self._lock:
-            self._keys.discard(key)
-
-
 class LocalDiskBackend(DiskBackend):
     """A disk tier that also keeps and returns single chunks as memory objects.
 
@@ -86,7 +59,8 @@ class LocalDiskBackend(DiskBackend):
     ) -> None:
         super().__init__(root, capacity_bytes, **options)
         self._allocator = memory_allocator or BufferAllocator()
-        self._put_tasks = PutTasks()
+        self._put_lock = threading.Lock()
+        self._being_put: set[ChunkKey] = set()
 
     def contains(self, key: DiskKey) -> bool:
         """Return whether a chunk is held. Does not count as an access."""
@@ -94,7 +68,8 @@ class LocalDiskBackend(DiskBackend):
 
     def exists_in_put_tasks(self, key: DiskKey) -> bool:
         """Return whether `submit_put_task` or `async_save_bytes_to_disk` is about to write it."""
-        return _name(key) in self._put_tasks
+        with self._put_lock:
+            return _name(key) in self._being_put
 
     def submit_put_task(self, key: DiskKey, memory_obj: MemoryObj) -> Future[bool] | None:
         """Write a chunk in the background.
@@ -111,14 +86,23 @@ class LocalDiskBackend(DiskBackend):
         """
         name = _name(key)
         self._pool.check_open()
-        if not self._store.is_loaded or not self._put_tasks.add(name):
+        if not self._store.is_loaded:
             return None
+        with self._put_lock:
+            if name in self._being_put or len(self._being_put) >= MAX_PUT_TASKS:
+                return None
+            self._being_put.add(name)
+
+        def forget(_: object) -> None:
+            with self._put_lock:
+                self._being_put.discard(name)
+
         try:
             future = self._submit_write(_chunk_of(name, memory_obj))
         except BaseException:
-            self._put_tasks.discard(name)
+            forget(None)
             raise
-        future.add_done_callback(lambda _: self._put_tasks.discard(name))
+        future.add_done_callback(forget)
         return future
 
     async def async_save_bytes_to_disk(self, key: DiskKey, memory_obj: MemoryObj) -> bool:
@@ -139,9 +123,8 @@ class LocalDiskBackend(DiskBackend):
         """Read a chunk in the background.
 
         Returns:
-            The memory object, owned by the one who takes it from the future, or None when it could
-            not be read after all. None instead of a
-            future: the chunk is not held.
+            A future of the memory object, which the caller then owns, or of None if reading
+            failed. None instead of a future: the chunk is not held.
         """
         name = _name(key)
         self._pool.check_open()

@@ -12,8 +12,8 @@ import torch
 
 from lmcache_core._typing import override
 from lmcache_core.errors import ConfigError, IntegrityError
-from lmcache_core.memory.arena_tensors import device_arena, host_arena, pin
 from lmcache_core.memory.dtypes import dtype_name, num_bytes
+from lmcache_core.memory.tensor import device_arena, host_arena, pin
 
 if TYPE_CHECKING:
     from lmcache_core.config import LMCacheMemPoolMetadata

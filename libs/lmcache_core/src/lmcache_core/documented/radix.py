@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from lmcache_core._typing import override
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
-from lmcache_core.documented.radix_tree import RadixTree
+from lmcache_core.errors import IntegrityError
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.token_database.base import MultimodalSpan, TokenDatabase
 from lmcache_core.token_database.chunked import num_masked_tokens
@@ -33,30 +34,74 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 1 << 22
 
 
-class _Memory:
-    """What is known under one identity root. A new root is a new memory, so that keys of two
-    roots cannot meet in one tree.
+class _KnownChunks:
+    """The chunks named under one identity root: a trie whose nodes are found by the chunk before
+    and the tokens. A new root is a new object, so that keys of two roots cannot meet. Thread-safe.
     """
 
     def __init__(self, root: bytes, max_chunks: int) -> None:
         self.root = root
-        self.lock = threading.Lock()
-        self.tree: RadixTree[CacheEngineKey] = RadixTree(max_chunks)
+        self._max_chunks = max_chunks
+        self._lock = threading.Lock()
+        # (hash of the chunk before, block) -> key, least recently used first. A use moves a whole
+        # path to the end, last chunk first, so the first entry never has a chunk after it.
+        self._keys: OrderedDict[tuple[str, bytes], CacheEngineKey] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, blocks: Sequence[bytes], is_use: bool = True) -> list[CacheEngineKey]:
+        """Return the keys of the longest known prefix."""
+        path: list[tuple[str, bytes]] = []
+        keys: list[CacheEngineKey] = []
+        with self._lock:
+            for block in blocks:
+                node = (keys[-1].chunk_hash if keys else "", block)
+                key = self._keys.get(node)
+                if key is None:
+                    break
+                path.append(node)
+                keys.append(key)
+            if is_use:
+                for node in reversed(path):
+                    self._keys.move_to_end(node)
+        return keys
+
+    def add(self, blocks: Sequence[bytes], keys: Sequence[CacheEngineKey]) -> None:
+        """Remember a sequence, as far as there is room, and count a use of it."""
+        befores = ("", *(key.chunk_hash for key in keys))
+        nodes = zip(befores, blocks, keys, strict=False)
+        with self._lock:
+            for before, block, key in reversed(list(nodes)):
+                self._keys[before, block] = key
+                self._keys.move_to_end((before, block))
+            while len(self._keys) > self._max_chunks:
+                self._keys.popitem(last=False)
+
+    def check_integrity(self) -> None:
+        """Raises:
+        IntegrityError: A chunk would outlive the one before it, or there are too many.
+        """
+        with self._lock:
+            later = {""}
+            for (before, _), key in reversed(self._keys.items()):
+                if before not in later:
+                    raise IntegrityError(f"{key.chunk_hash}: would outlive the chunk before it")
+                later.add(key.chunk_hash)
+            if len(self._keys) > self._max_chunks:
+                raise IntegrityError(f"{len(self._keys)} chunks; at most {self._max_chunks}")
 
 
 class RadixTokenDatabase(TokenDatabase):
     """Names chunks exactly as `ChunkedTokenDatabase` does, but compares the tokens of a prefix that
     it knows instead of hashing them.
 
-    The full chunks of every sequence are kept in a radix tree, together with their keys. What is
-    left of a sequence after its longest known prefix is hashed and put into the tree; a last,
-    partial chunk is hashed every time. The tree is an index of what has been *named*, not of what
-    is *cached*. Multimodal contents take part: a chunk that spans overlap is known by its tokens
-    and a SHA-256 of its extras.
-
-    A chunk takes `4 * chunk_size` bytes for its tokens and about 240 for its key, and a place where
-    sequences part about 600: at the default bound and with chunks of 256 tokens about 20 MiB in
-    all, 30 if no two chunks in a row were used together.
+    The full chunks of every sequence are kept in a tree, together with their keys. What is left of
+    a sequence after its longest known prefix is hashed and put into the tree; a last, partial chunk
+    is hashed every time. The tree is an index of what has been *named*, not of what is *cached*.
+    Multimodal contents take part: a chunk that spans overlap is known by its tokens and a SHA-256
+    of its extras. A chunk takes `4 * chunk_size` bytes for its tokens and some 600 more: about 26
+    MiB in all at the default bound, with chunks of 256 tokens.
 
     Args:
         config: Gives chunk size and salt.
@@ -81,12 +126,12 @@ class RadixTokenDatabase(TokenDatabase):
         self.chunk_size = config.chunk_size
         self._metadata = metadata
         self._max_chunks = max_tokens // config.chunk_size
-        self._memory = _Memory(identity_root(metadata, config.salt), self._max_chunks)
+        self._known = _KnownChunks(identity_root(metadata, config.salt), self._max_chunks)
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in the tree."""
-        return self._memory.tree.num_blocks
+        """Return how many chunks the tree holds."""
+        return len(self._known)
 
     @override
     def process_tokens(
@@ -114,46 +159,39 @@ class RadixTokenDatabase(TokenDatabase):
             ValueError: A token id is negative or above 2^32-1.
         """
         blocks = self._blocks(tokens_as_uint32(tokens), spans)
-        memory = self._memory
-        with memory.lock:
-            return memory.tree.prefix_length(blocks) * self.chunk_size
+        return len(self._known.find(blocks, is_use=False)) * self.chunk_size
 
     @override
     def use_salt(self, salt: str) -> None:
-        """Forgets what was named with the salt before."""
-        self._memory = _Memory(identity_root(self._metadata, salt), self._max_chunks)
+        """Forget what was named with the salt before."""
+        self._known = _KnownChunks(identity_root(self._metadata, salt), self._max_chunks)
 
     def clear(self) -> None:
         """Forget all sequences."""
-        self._memory = _Memory(self._memory.root, self._max_chunks)
+        self._known = _KnownChunks(self._known.root, self._max_chunks)
 
     def check_integrity(self) -> None:
-        """Compare the tree with its books.
+        """Check that every known chunk is found by the ones before it.
 
         Raises:
-            IntegrityError: They do not balance.
+            IntegrityError: One is not.
         """
-        memory = self._memory
-        with memory.lock:
-            memory.tree.check_integrity()
+        self._known.check_integrity()
 
     def _keys(
         self, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]
     ) -> list[CacheEngineKey]:
-        """Return the keys of all chunks, a last partial one included. Hashing is done without the
-        lock.
-        """
-        memory, blocks = self._memory, self._blocks(ids, spans)
-        with memory.lock:
-            keys = memory.tree.find(blocks)
+        """Return the keys of all chunks, a last partial one included."""
+        # Taken once: the salt may change meanwhile.
+        known, blocks = self._known, self._blocks(ids, spans)
+        keys = known.find(blocks)
         num_known = len(keys)
         if num_known * self.chunk_size < len(ids):
-            before = bytes.fromhex(keys[-1].chunk_hash) if keys else memory.root
+            before = bytes.fromhex(keys[-1].chunk_hash) if keys else known.root
             hashes = chain_hashes(before, ids, self.chunk_size, spans, num_known * self.chunk_size)
             keys += [key for _, _, key in named_chunks(self._metadata, hashes)]
         if num_known < len(blocks):
-            with memory.lock:
-                memory.tree.insert(blocks, keys[: len(blocks)])
+            known.add(blocks, keys)
         return keys
 
     def _blocks(self, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]) -> list[bytes]:

@@ -3,8 +3,7 @@
 from lmcache_core.extras import needs_extra
 
 with needs_extra("torch", "torch", "numpy"):
-    from lmcache_core.engine.builder import LMCacheEngineBuilder
-    from lmcache_core.engine.chunk_store import ChunkStore
-    from lmcache_core.engine.engine import LMCacheEngine
+    from lmcache_core.engine.engine import LMCacheEngine, LMCacheEngineBuilder
+    from lmcache_core.record.chunk_store import ChunkStore
 
 __all__ = ["ChunkStore", "LMCacheEngine", "LMCacheEngineBuilder"]

@@ -6,29 +6,31 @@ The one data path, in five hops: `LMCacheEngine.retrieve` -> `TokenDatabase.proc
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
-from lmcache_core.engine.chunk_store import ChunkStore
-from lmcache_core.engine.guard import CallGuard, DegradingGuard, RaisingGuard
+from lmcache_core.engine.guard import CallGuard, DegradingGuard
 from lmcache_core.engine.prefill_rate import PrefillRate
-from lmcache_core.engine.stores import create_chunk_store
+from lmcache_core.engine.stores import BYTES_PER_GB, create_chunk_store
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.memory.base import MemoryAllocatorInterface
 from lmcache_core.record import HOT_TIER
+from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import REQUESTED_TOKENS_TOTAL, Counters
-from lmcache_core.token_database.base import MultimodalSpan, TokenDatabase
+from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, TokenDatabase
 
 if TYPE_CHECKING:
     from lmcache_core.gpu_connectors import EngineMemory
 
 TIERS = frozenset({HOT_TIER, "LocalDiskBackend", "P2PBackend", "RemoteBackend"})
-"""What `lookup` can be confined to."""
+"""What `lookup` can be limited to."""
 
 
 class LMCacheEngine:
@@ -43,7 +45,7 @@ class LMCacheEngine:
             is used.
         token_database: Names chunks.
         gpu_connector: Copies between the serving engine's KV and memory objects.
-        store: Where chunks are kept; by default what the config says (embedded tiers, or the
+        store: Where chunks are kept; by default as configured (embedded tiers, or the
             sidecar).
     """
 
@@ -69,9 +71,9 @@ class LMCacheEngine:
             self._store, gpu_connector, metadata, self.counters, self._workers
         )
         self._prefill = PrefillRate(config.prefill_tokens_per_s)
-        self._guard: CallGuard = (
-            DegradingGuard(self.counters) if config.error_handling else RaisingGuard()
-        )
+        self._guard: CallGuard = nullcontext
+        if config.error_handling:
+            self._guard = DegradingGuard(self.counters)
 
     def open(self) -> None:
         """Start the tiers, or connect to the sidecar. An absent remote tier or sidecar is not an
@@ -170,7 +172,7 @@ class LMCacheEngine:
         Returns:
             Booleans on CPU, shape `[seq_len]`: True where KV has been put into the serving engine.
             After these, memory that was meant for this KV may hold parts of a chunk that turned
-            out damaged: it is to be computed in any case.
+            out damaged: it must be computed in any case.
 
         Raises:
             ValueError: The number of Falses in the mask is not a multiple of the chunk size, or
@@ -222,7 +224,7 @@ class LMCacheEngine:
         mask: torch.Tensor | None = None,
         spans: Sequence[MultimodalSpan] = (),
     ) -> None:
-        """Begin to lift the KV of these tokens into host memory; returns at once.
+        """Begin to read the KV of these tokens into host memory; returns at once.
 
         Args:
             tokens: Token ids, shape `[seq_len]`.
@@ -233,7 +235,7 @@ class LMCacheEngine:
             self._store.prefetch([key for _, _, key in self._named(tokens, mask, spans)])
 
     def note_prefill(self, num_tokens: int, elapsed_s: float) -> None:
-        """Tell how long the serving engine took to compute so many tokens, where its integration
+        """Note how long the serving engine took to compute so many tokens, where its integration
         knows exactly.
         """
         self._prefill.note(num_tokens, elapsed_s)
@@ -245,9 +247,62 @@ class LMCacheEngine:
     def _named(
         self, tokens: torch.Tensor, mask: torch.Tensor | None, spans: Sequence[MultimodalSpan]
     ) -> list[NamedChunk]:
-        """Return the chunks of these tokens. A token database that knows no spans is not given any,
-        as long as there are none.
+        """Return the chunks of these tokens."""
+        # A token database may lack the parameter for spans, as long as there are none.
+        more = (spans,) if spans else ()
+        return list(self._token_database.process_tokens(tokens, mask, *more))
+
+
+class LMCacheEngineBuilder:
+    """Makes, finds and destroys engines of this process: the documented registry, by instance
+    id.
+    """
+
+    _instances: ClassVar[dict[str, LMCacheEngine]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def get_or_create(
+        cls,
+        instance_id: str,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheEngineMetadata,
+        gpu_connector: GPUConnectorInterface,
+    ) -> LMCacheEngine:
+        """Return the engine of that id, made and opened if it does not exist.
+
+        Raises:
+            ValueError: It exists with another config or metadata.
         """
-        if spans:
-            return list(self._token_database.process_tokens(tokens, mask, spans))
-        return list(self._token_database.process_tokens(tokens, mask))
+        with cls._lock:
+            engine = cls._instances.get(instance_id)
+            if engine is None:
+                allocator: MemoryAllocatorInterface | None = None
+                if config.sidecar_socket is None:
+                    from lmcache_core.memory import PinMemoryAllocator
+
+                    allocator = PinMemoryAllocator(int(config.max_local_cpu_size * BYTES_PER_GB))
+                database = ChunkedTokenDatabase(config, metadata)
+                engine = LMCacheEngine(config, metadata, allocator, database, gpu_connector)
+                engine.open()
+                cls._instances[instance_id] = engine
+            elif (engine.config, engine.metadata) != (config, metadata):
+                raise ValueError(
+                    f"engine {instance_id!r} exists with another configuration; destroy it first or"
+                    " use another id"
+                )
+            return engine
+
+    @classmethod
+    def get(cls, instance_id: str) -> LMCacheEngine | None:
+        """Return the engine of that id, or None."""
+        with cls._lock:
+            return cls._instances.get(instance_id)
+
+    @classmethod
+    def destroy(cls, instance_id: str) -> None:
+        """Close and forget the engine of that id, if there is one."""
+        with cls._lock:
+            engine = cls._instances.pop(instance_id, None)
+        if engine is not None:
+            engine.close()

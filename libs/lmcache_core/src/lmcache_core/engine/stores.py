@@ -1,25 +1,33 @@
-"""Chooses, once, the chunk store of the engine: embedded tiers or the pod's sidecar."""
+"""Chooses, once, the chunk store of the engine: embedded tiers or the pod's sidecar; traced if
+configured.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
-from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.errors import ConfigError
 from lmcache_core.memory.base import MemoryAllocatorInterface
+from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import Counters
+from lmcache_core.telemetry.request_context import Carried, RequestIds, Tracer, working_for
 from lmcache_core.token_database import identity_root
 
 if TYPE_CHECKING:
-    from lmcache_core.wire.messages import Describe, Hello
+    from lmcache_core.wire.messages import Describe
+
+BYTES_PER_GB = 1 << 30
+TRACED = frozenset({"lookup", "prefetch", "stage", "reserve", "put", "get"})
+"""Calls of a chunk store that may reach a tier."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +35,15 @@ class SidecarClient:
     """How this process identifies itself to the sidecar.
 
     Attributes:
-        name: Names the engine, the same for all of its processes; by default this process.
+        name: Names the engine, the same for all of its processes.
         groups: Layer groups that chunks are stored for, by their names in keys; none: this process
             does not name chunks.
         loads_beside: Whether one thread loads while another one stores.
     """
 
-    name: str = ""
+    name: str
     groups: tuple[str, ...] = ("",)
     loads_beside: bool = False
-
-
-NAMELESS = SidecarClient()
 
 
 def create_chunk_store(
@@ -47,9 +52,9 @@ def create_chunk_store(
     memory_allocator: MemoryAllocatorInterface | None,
     counters: Counters,
     workers: Workers | None = None,
-    client: SidecarClient = NAMELESS,
+    client: SidecarClient | None = None,
 ) -> ChunkStore:
-    """Return the chunk store that the config names; not opened. Traced where the config says so.
+    """Return the chunk store that the config names; not opened.
 
     Args:
         config: Options.
@@ -57,77 +62,100 @@ def create_chunk_store(
         memory_allocator: Host memory for chunks; only in embedded mode.
         counters: Where misses are counted.
         workers: Threads for digests.
-        client: How this process is to the sidecar.
+        client: How this process identifies itself to the sidecar; by default as an engine of its
+            own.
 
     Raises:
         ConfigError: Embedded mode without an allocator, or traces without the packages that they
             need.
     """
-    store = _create(config, metadata, memory_allocator, counters, workers, client)
-    if config.otlp_endpoint is None:
-        return store
-    from lmcache_core.engine.traced_store import TracedChunkStore
-    from lmcache_core.telemetry.tracing import open_tracer
-
-    name = client.name or f"engine-{os.getpid()}"
-    tracer = open_tracer(config.otlp_endpoint, "lmcache-engine", name, config.trace_sample_ratio)
-    return store if tracer is None else TracedChunkStore(store, tracer)
-
-
-def _create(
-    config: LMCacheEngineConfig,
-    metadata: LMCacheEngineMetadata,
-    memory_allocator: MemoryAllocatorInterface | None,
-    counters: Counters,
-    workers: Workers | None,
-    client: SidecarClient,
-) -> ChunkStore:
+    client = client or SidecarClient(f"engine-{os.getpid()}")
+    store: ChunkStore
     if config.sidecar_socket is not None:
-        from lmcache_core.sidecar import SidecarChunkStore
-
-        hello = _hello(metadata, client.name or f"engine-{os.getpid()}")
-        described = _describing(config, metadata, client.groups) if client.groups else None
-        path, timeout_s = Path(config.sidecar_socket), config.tier_timeout_s
-        return SidecarChunkStore(
-            path, hello, timeout_s, counters, workers, described, client.loads_beside
-        )
-    if memory_allocator is None:
+        store = _sidecar_store(config, metadata, counters, workers, client)
+    elif memory_allocator is None:
         raise ConfigError(
             "memory_allocator=None: embedded mode needs host memory for chunks (or set"
             " sidecar_socket)"
         )
-    from lmcache_core.storage.manager import StorageManager
+    else:
+        from lmcache_core.storage.manager import StorageManager
 
-    return StorageManager(config, memory_allocator, counters, workers)
+        store = StorageManager(config, memory_allocator, counters, workers)
+    if config.otlp_endpoint is None:
+        return store
+    from lmcache_core.telemetry.tracing import open_tracer
+
+    ratio = config.trace_sample_ratio
+    tracer = open_tracer(config.otlp_endpoint, "lmcache-engine", client.name, ratio)
+    return store if tracer is None else cast("ChunkStore", TracedChunkStore(store, tracer))
 
 
-def _hello(metadata: LMCacheEngineMetadata, client: str) -> Hello:
+def _sidecar_store(
+    config: LMCacheEngineConfig,
+    metadata: LMCacheEngineMetadata,
+    counters: Counters,
+    workers: Workers | None,
+    client: SidecarClient,
+) -> ChunkStore:
+    from lmcache_core.sidecar import SidecarChunkStore
     from lmcache_core.wire.capabilities import ON_DEVICE, SIDECAR_CAPABILITIES
-    from lmcache_core.wire.messages import EngineInfo, engine_hello
+    from lmcache_core.wire.messages import Describe, EngineInfo, engine_hello
 
-    on_device = [ON_DEVICE] if torch.cuda.is_available() else []
     engine = EngineInfo(
-        client,
+        client.name,
         os.getpid(),
         metadata.worker_id,
         metadata.model_name,
         metadata.layout_fingerprint(),
         metadata.world_size,
     )
-    return engine_hello(engine, [*SIDECAR_CAPABILITIES, *on_device])
-
-
-def _describing(
-    config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, groups: tuple[str, ...]
-) -> Callable[[str], Describe]:
-    """Return what tells, once the salt is known, how this engine names chunks."""
+    on_device = [ON_DEVICE] if torch.cuda.is_available() else []
+    hello = engine_hello(engine, [*SIDECAR_CAPABILITIES, *on_device])
 
     def describe(salt: str) -> Describe:
-        from lmcache_core.wire.messages import Describe
-
+        """Tell, once the salt is known, how this engine names chunks."""
         root = identity_root(metadata, salt)
-        return Describe(
-            metadata.fmt, metadata.model_name, metadata.world_size, config.chunk_size, root, groups
-        )
+        fmt, model_name, world_size = metadata.fmt, metadata.model_name, metadata.world_size
+        return Describe(fmt, model_name, world_size, config.chunk_size, root, client.groups)
 
-    return describe
+    return SidecarChunkStore(
+        Path(cast("str", config.sidecar_socket)),
+        hello,
+        config.tier_timeout_s,
+        counters,
+        workers,
+        describe if client.groups else None,
+        client.loads_beside,
+    )
+
+
+class TracedChunkStore:
+    """A `ChunkStore` around another one: each call that may reach a tier is a span, and has an id
+    for the logs of all that work for it. A trace begins here.
+
+    Args:
+        store: Is wrapped.
+        tracer: Takes the spans; closed with the store.
+    """
+
+    def __init__(self, store: ChunkStore, tracer: Tracer) -> None:
+        self._store = store
+        self._tracer = tracer
+        self._ids = RequestIds()
+
+    def __getattr__(self, name: str) -> Any:
+        method: Callable[..., Any] = getattr(self._store, name)
+        return functools.partial(self._traced, name, method) if name in TRACED else method
+
+    def _traced(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        came = Carried(self._ids.next())
+        with working_for(f"engine {name}", came, self._tracer, is_server=False):
+            return method(*args, **kwargs)
+
+    def close(self) -> None:
+        """Close the store, then the tracer."""
+        try:
+            self._store.close()
+        finally:
+            self._tracer.close()

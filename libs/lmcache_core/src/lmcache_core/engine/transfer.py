@@ -6,9 +6,9 @@ import math
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from itertools import takewhile
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,8 @@ import torch
 
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
-from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.engine.digests import FillingDigest, FollowingDigest
-from lmcache_core.gpu_connectors.base import (
-    DescribesTensors,
-    GPUConnectorInterface,
-    OrderedGPUConnector,
-)
+from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
@@ -35,9 +30,11 @@ from lmcache_core.record import (
     MissReason,
     RecordHeader,
     TensorSpec,
+    encode_head,
     payload_digest,
     raw_header,
 )
+from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import (
     MISSED_CHUNKS_TOTAL,
     RETRIEVED_BYTES_TOTAL,
@@ -50,8 +47,18 @@ from lmcache_core.telemetry import (
 )
 
 MAX_REMEMBERED_KEYS = 1 << 14
+MAX_KNOWN_LENGTHS = 64
 NamedChunk = tuple[int, int, CacheEngineKey]
 """First token, one past the last, key."""
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What a memory object of some number of tokens holds."""
+
+    tensors: tuple[TensorSpec, ...]
+    num_bytes: int
+    metadata: MemoryObjMetadata
 
 
 class KVTransfer:
@@ -79,12 +86,11 @@ class KVTransfer:
         self._unit_tokens = unit_tokens
         self._store = store
         self._gpu_connector = gpu_connector
-        self._describes = gpu_connector if isinstance(gpu_connector, DescribesTensors) else None
-        self._is_ordered = isinstance(gpu_connector, OrderedGPUConnector)
         self._dtype = metadata.kv_dtype_name
         self._counters = counters
         self._workers = workers
         self._loaded_with_loss = LoadedWithLoss()
+        self._known: dict[int, _Expected] = {}
 
     def store(self, named: Sequence[NamedChunk], kwargs: dict[str, Any]) -> list[bool]:
         """Copy these chunks out of the serving engine and make them visible, as many from the first
@@ -93,31 +99,32 @@ class KVTransfer:
         Returns:
             Of each whether it is visible now.
         """
-        shapes = [self._gpu_connector.get_shape(end - start) for start, end, _ in named]
+        shapes = [self._expected(end - start).metadata.shape for start, end, _ in named]
         reserved = self._store.reserve(shapes, self._dtype)
         put: list[Chunk] = []
         digests: list[Future[bytes]] = []
         try:
-            filled: list[Chunk] = []
-            for (start, end, key), memory in zip(
-                named, takewhile(lambda obj: obj is not None, reserved), strict=False
-            ):
-                assert memory is not None
+            filled: list[MemoryObj] = []
+            for memory in reserved:
+                if memory is None:
+                    break
+                filled.append(memory)
+            for (start, end, _), memory in zip(named, filled, strict=False):
                 if self._store.needs_digests:
                     digests.append(self._fill_and_digest(memory, start, end, kwargs))
                 else:
                     self._gpu_connector.from_gpu(memory, start, end, **kwargs)
-                filled.append(self._describe(key, memory, end - start))
-            put = (
-                [
-                    chunk.sealed_with(digest.result())
-                    for chunk, digest in zip(filled, digests, strict=True)
-                ]
-                if digests
-                else filled
-            )
+            seals: list[bytes | None] = [digest.result() for digest in digests]
+            seals += [None] * (len(filled) - len(seals))
+            put = [
+                self._chunk(key, memory, end - start, seal)
+                for (start, end, key), memory, seal in zip(named, filled, seals, strict=False)
+            ]
             stored = self._store.put(put)
-            self._count_stored(put, stored, len(named))
+            kept = [chunk for chunk, is_kept in zip(put, stored, strict=True) if is_kept]
+            self._counters.add(STORED_CHUNKS_TOTAL, len(kept))
+            self._counters.add(STORED_BYTES_TOTAL, sum(chunk.memory.get_size() for chunk in kept))
+            self._counters.add(UNSTORED_CHUNKS_TOTAL, len(named) - len(kept))
         finally:
             wait(digests)  # memory that is given back must not be read any more
             self._store.release(put)
@@ -148,7 +155,7 @@ class KVTransfer:
         try:
             for (start, end, key), chunk in zip(named, chunks, strict=False):
                 reason = self._misfit(chunk, key, end - start)
-                if reason is None and not self._copy_wanted(chunk, start, end, kwargs, wanted):
+                if reason is None and not self._copy(chunk, start, end, kwargs, wanted):
                     reason = MissReason.CORRUPT
                     self._store.reject(chunk)
                 if reason is not None:
@@ -161,8 +168,16 @@ class KVTransfer:
         if not were_held:
             self._counters.add(MISSED_CHUNKS_TOTAL, num_loaded, MissReason.UNAVAILABLE)
             return 0
-        for (start, end, _), chunk in zip(named, chunks[:num_loaded], strict=False):
-            self._count_retrieved(chunk, end - start)
+        loaded = list(zip(named, chunks[:num_loaded], strict=False))
+        for tier in {chunk.tier for _, chunk in loaded}:
+            of_tier = [
+                (end - start, chunk) for (start, end, _), chunk in loaded if chunk.tier == tier
+            ]
+            num_tokens = sum(length for length, _ in of_tier) * self._unit_tokens
+            size = sum(chunk.memory.get_size() for _, chunk in of_tier)
+            self._counters.add(RETRIEVED_TOKENS_TOTAL, num_tokens, tier)
+            self._counters.add(RETRIEVED_CHUNKS_TOTAL, len(of_tier), tier)
+            self._counters.add(RETRIEVED_BYTES_TOTAL, size, tier)
         return num_loaded
 
     def through_store(self, memory: MemoryObj) -> MemoryObj:
@@ -183,11 +198,9 @@ class KVTransfer:
             self._store.release(put)
         chunks = self._store.get([key])
         try:
-            return (
-                BytesBufferMemoryObj(bytes(chunks[0].memory.byte_array), memory.metadata)
-                if chunks
-                else memory
-            )
+            if not chunks:
+                return memory
+            return BytesBufferMemoryObj(bytes(chunks[0].memory.byte_array), memory.metadata)
         finally:
             self._store.release(chunks)
             self._store.forget([key])
@@ -198,15 +211,15 @@ class KVTransfer:
         """Copy a chunk out of the serving engine; its digest follows in another thread."""
         digest = FillingDigest(memory.byte_array, self._workers)
         try:
-            self._gpu_connector.from_gpu(
-                memory, start, end, **self._followed(kwargs, digest.filled)
-            )
+            if self._gpu_connector.reports_progress:
+                kwargs = {**kwargs, "progress": digest.filled}
+            self._gpu_connector.from_gpu(memory, start, end, **kwargs)
             return digest.finish()
         except BaseException:
             digest.abandon()
             raise
 
-    def _copy_wanted(
+    def _copy(
         self,
         chunk: Chunk,
         start: int,
@@ -214,105 +227,88 @@ class KVTransfer:
         kwargs: dict[str, Any],
         wanted: tuple[int, int] | None,
     ) -> bool:
-        """Copy only the tokens that are wanted; see `_copy`."""
-        low, high = (start, end) if wanted is None else (max(start, wanted[0]), min(end, wanted[1]))
-        if (low, high) == (start, end):
-            return self._copy(chunk, start, end, kwargs)
-        if chunk.is_unchecked and payload_digest(chunk.memory.byte_array) != chunk.header.digest:
-            return False
-        if low < high:
-            self._gpu_connector.to_gpu(
-                self._part(chunk, end - start, low - start, high - start), low, high, **kwargs
-            )
-        return True
-
-    def _copy(self, chunk: Chunk, start: int, end: int, kwargs: dict[str, Any]) -> bool:
-        """Copy a chunk into the serving engine; False when its bytes do not have its digest,
-        where that was still to be checked.
+        """Copy the wanted tokens of a chunk into the serving engine; False when its bytes do not
+        have its digest, where that was still to be checked.
         """
-        kv = self._as_kv(chunk, end - start)
+        payload = chunk.memory.byte_array
+        low, high = (start, end) if wanted is None else (max(start, wanted[0]), min(end, wanted[1]))
+        if (low, high) != (start, end):
+            if chunk.is_unchecked and payload_digest(payload) != chunk.header.digest:
+                return False
+            if low < high:
+                part = self._part(payload, end - start, low - start, high - start)
+                self._gpu_connector.to_gpu(part, low, high, **kwargs)
+            return True
+        kv = BytesBufferMemoryObj(payload, self._expected(end - start).metadata)
         if not chunk.is_unchecked:
             self._gpu_connector.to_gpu(kv, start, end, **kwargs)
             return True
-        digest = FollowingDigest(chunk.memory.byte_array)
-        self._gpu_connector.to_gpu(kv, start, end, **self._followed(kwargs, digest.copied))
+        digest = FollowingDigest(payload)
+        if self._gpu_connector.reports_progress:
+            kwargs = {**kwargs, "progress": digest.copied}
+        self._gpu_connector.to_gpu(kv, start, end, **kwargs)
         return digest.finish() == chunk.header.digest
 
-    def _followed(self, kwargs: dict[str, Any], progress: Callable[[int], None]) -> dict[str, Any]:
-        """Return the connector's arguments, so that it tells how far it is, if it can."""
-        return {**kwargs, "progress": progress} if self._is_ordered else kwargs
-
-    def _describe(self, key: CacheEngineKey, memory: MemoryObj, num_tokens: int) -> Chunk:
+    def _chunk(
+        self, key: CacheEngineKey, memory: MemoryObj, num_tokens: int, digest: bytes | None
+    ) -> Chunk:
+        """Return filled memory as a chunk, sealed if its digest is known."""
         is_lossy = key in self._loaded_with_loss
+        tensors = self._expected(num_tokens).tensors
         header = RecordHeader(
-            key.canonical(), RAW_SERDE, "", is_lossy, self._tensors(num_tokens), UNSEALED_DIGEST
+            key.canonical(), RAW_SERDE, "", is_lossy, tensors, digest or UNSEALED_DIGEST
         )
-        return Chunk.unsealed(ChunkKey(DEFAULT_TENANT, key), header, memory, HOT_TIER)
+        head = None if digest is None else encode_head(header, memory.get_size())
+        return Chunk(ChunkKey(DEFAULT_TENANT, key), header, head, memory, HOT_TIER)
 
-    def _tensors(self, num_tokens: int) -> tuple[TensorSpec, ...]:
-        if self._describes is not None:
-            return self._describes.tensor_specs(num_tokens)
-        shape = tuple(self._gpu_connector.get_shape(num_tokens))
-        return (TensorSpec("", self._dtype, shape, 0, num_bytes(shape, self._dtype)),)
+    def _expected(self, num_tokens: int) -> _Expected:
+        """Return what a memory object of that many tokens holds. Remembered, since nearly all
+        chunks have the same length.
+        """
+        known = self._known.get(num_tokens)
+        if known is None:
+            connector = self._gpu_connector
+            shape = torch.Size(connector.get_shape(num_tokens))
+            tensors = connector.tensor_specs(num_tokens)
+            if tensors is None:
+                size = num_bytes(shape, self._dtype)
+                tensors = (TensorSpec("", self._dtype, tuple(shape), 0, size),)
+            metadata = MemoryObjMetadata(shape, self._dtype, 0, 0, 1, MemoryFormat.KV_BLOB)
+            known = _Expected(tensors, tensors[-1].offset + tensors[-1].length, metadata)
+            if len(self._known) >= MAX_KNOWN_LENGTHS:
+                self._known.clear()
+            self._known[num_tokens] = known
+        return known
 
     def _misfit(self, chunk: Chunk, key: CacheEngineKey, num_tokens: int) -> MissReason | None:
         """Return why a chunk is not exactly the KV that the connector takes (raw, these tensors and
         nothing else); None if it is.
 
-        Whether it may have been encoded with loss is decided where it comes in, by the tier that it
-        comes from.
+        The tier that a chunk comes from decides whether it may have been encoded with loss.
         """
         if chunk.key.key != key:
             return MissReason.IDENTITY
-        header, tensors = chunk.described, self._tensors(num_tokens)
-        is_kv = header.serde == RAW_SERDE and header.tensors == tensors
-        is_whole = chunk.memory.get_size() == tensors[-1].offset + tensors[-1].length
+        header, expected = chunk.described, self._expected(num_tokens)
+        is_kv = header.serde == RAW_SERDE and header.tensors == expected.tensors
+        is_whole = chunk.memory.get_size() == expected.num_bytes
         return None if is_kv and is_whole else MissReason.LAYOUT
 
-    def _as_kv(self, chunk: Chunk, num_tokens: int) -> MemoryObj:
-        """Return the chunk's bytes as the KV_BLOB that the connector takes; borrows the chunk's
-        reference.
-        """
-        shape = torch.Size(self._gpu_connector.get_shape(num_tokens))
-        return BytesBufferMemoryObj(
-            chunk.memory.byte_array,
-            MemoryObjMetadata(shape, self._dtype, 0, 0, 1, MemoryFormat.KV_BLOB),
-        )
-
-    def _part(self, chunk: Chunk, num_tokens: int, low: int, high: int) -> MemoryObj:
+    def _part(self, payload: memoryview, num_tokens: int, low: int, high: int) -> MemoryObj:
         """Return tokens `[low, high)` of a chunk of so many, as a KV_BLOB of its own."""
-        whole = np.frombuffer(chunk.memory.byte_array, np.uint8)
-        specs = self._tensors(high - low)
-        part = np.zeros(specs[-1].offset + specs[-1].length, np.uint8)
-        for spec, of_whole in zip(specs, self._tensors(num_tokens), strict=True):
+        whole, expected = np.frombuffer(payload, np.uint8), self._expected(high - low)
+        part = np.zeros(expected.num_bytes, np.uint8)
+        of_chunk = self._expected(num_tokens).tensors
+        for spec, of_whole in zip(expected.tensors, of_chunk, strict=True):
             token_bytes = of_whole.length // math.prod(of_whole.shape[:-1])
             tokens = whole[of_whole.offset : of_whole.offset + of_whole.length].reshape(
                 -1, num_tokens, token_bytes
             )
             part[spec.offset : spec.offset + spec.length] = tokens[:, low:high].reshape(-1)
-        shape = torch.Size(self._gpu_connector.get_shape(high - low))
-        return BytesBufferMemoryObj(
-            part.data, MemoryObjMetadata(shape, self._dtype, 0, 0, 1, MemoryFormat.KV_BLOB)
-        )
-
-    def _count_stored(
-        self, chunks: Sequence[Chunk], stored: Sequence[bool], num_wanted: int
-    ) -> None:
-        self._counters.add(STORED_CHUNKS_TOTAL, sum(stored))
-        self._counters.add(
-            STORED_BYTES_TOTAL,
-            sum(c.memory.get_size() for c, kept in zip(chunks, stored, strict=True) if kept),
-        )
-        self._counters.add(UNSTORED_CHUNKS_TOTAL, num_wanted - sum(stored))
-
-    def _count_retrieved(self, chunk: Chunk, num_tokens: int) -> None:
-        self._counters.add(RETRIEVED_TOKENS_TOTAL, num_tokens * self._unit_tokens, chunk.tier)
-        self._counters.add(RETRIEVED_CHUNKS_TOTAL, 1, chunk.tier)
-        self._counters.add(RETRIEVED_BYTES_TOTAL, chunk.memory.get_size(), chunk.tier)
+        return BytesBufferMemoryObj(part.data, expected.metadata)
 
 
 class LoadedWithLoss:
-    """Keys of chunks that the serving engine loaded with loss; the oldest go first. Thread-safe.
+    """Keys of chunks that the serving engine loaded with loss, a bounded number. Thread-safe.
 
     The serving engine may store such a chunk again once no tier of this process has it any more.
     Its values are still not the computed ones and must not be stored as if they were.

@@ -18,7 +18,8 @@ with needs_extra("torch", "torch", "numpy"):
     from lmcache_core.gpu_connectors.nested_tuple import VLLMNestedTupleGPUConnector
 
 if TYPE_CHECKING:
-    from lmcache_core.gpu_connectors.canary import EngineMemory, LogicalMemory, run_canary
+    from lmcache_core.gpu_connectors.canary import run_canary
+    from lmcache_core.gpu_connectors.engine_memory import EngineMemory, LogicalMemory
     from lmcache_core.gpu_connectors.paged import (
         PagedConnector,
         PagedGPUConnector,
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 _NEEDS_KERNELS = MappingProxyType(
     {
-        "EngineMemory": "canary",
-        "LogicalMemory": "canary",
+        "EngineMemory": "engine_memory",
+        "LogicalMemory": "engine_memory",
         "PagedConnector": "paged",
         "PagedGPUConnector": "paged",
         "VLLMPagedMemGPUConnector": "paged",

@@ -51,8 +51,8 @@ class Addresses:
         names = [group.name for group in binding.layout.groups]
         parts = [_part(mapping, begin, end) for mapping in _mappings(slot_mapping, names)]
         try:
-            # A slot is one token's when it is only read, too: the other token would be kept with KV
-            # that is not its own
+            # Also when it is only read, a slot has one token: a second one would be kept with KV
+            # that is not its own.
             slots = tuple(
                 CheckedSlots.of(pages, part, once=True)
                 for pages, part in zip(binding.pages, parts, strict=True)
@@ -95,19 +95,10 @@ class Addresses:
         copies = []
         try:
             for checked, spec in zip(self.slots, specs, strict=True):
-                blob = (
-                    staged[spec.offset : spec.offset + spec.length]
-                    .view(checked.pages.dtype)
-                    .view(spec.shape)
-                )
-                copies.append(
-                    (
-                        spec.offset,
-                        checked.part(start - self.begin, end - self.begin).copy_with(
-                            blob, writes_pages
-                        ),
-                    )
-                )
+                blob = staged[spec.offset : spec.offset + spec.length]
+                blob = blob.view(checked.pages.dtype).view(spec.shape)
+                part = checked.part(start - self.begin, end - self.begin)
+                copies.append((spec.offset, part.copy_with(blob, writes_pages)))
         except KernelInputError as exc:
             raise LayoutError(f"tokens [{start}, {end}): {exc}") from exc
         return copies

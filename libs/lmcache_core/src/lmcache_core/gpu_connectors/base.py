@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmcache_core.memory.base import MemoryObj
+from lmcache_core.errors import LayoutError
+from lmcache_core.memory.base import MemoryFormat, MemoryObj
 
 if TYPE_CHECKING:
     from lmcache_core.record import TensorSpec
@@ -16,6 +18,14 @@ if TYPE_CHECKING:
 class GPUConnectorInterface(ABC):
     """Copies the KV of `[start, end)` between a serving engine's memory and a memory object in
     KV_BLOB format.
+    """
+
+    reports_progress = False
+    """Whether the connector copies a chunk in the order of its bytes, so that a digest can follow
+    while they are in the processor's cache. `from_gpu` and `to_gpu` then take one more keyword
+    argument, `progress`: called now and then, in the same thread, with how many bytes of the memory
+    object, from the first, are filled or have been copied. It makes no tensors: it may run in
+    inference mode.
     """
 
     @abstractmethod
@@ -45,23 +55,45 @@ class GPUConnectorInterface(ABC):
         hidden_dim]`.
         """
 
+    def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...] | None:
+        """Return each tensor's group, dtype, shape, and place in the memory object, bytes; None
+        where it is the one tensor of `get_shape`.
+        """
+        return None
 
-@runtime_checkable
-class DescribesTensors(Protocol):
-    """Ability: a connector whose memory objects hold several tensors, for a model with layers of
-    different shapes.
+
+def check_format(memory_obj: MemoryObj) -> None:
+    """Refuse a memory object that is not in KV_BLOB format.
+
+    Raises:
+        LayoutError: It is in another format.
     """
+    found = memory_obj.get_memory_format()
+    if found is not MemoryFormat.KV_BLOB:
+        raise LayoutError(f"the memory object is in format {found.name}, not KV_BLOB")
 
-    def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...]:
-        """Return each tensor's group, dtype, shape, and place in the memory object, bytes."""
 
+def checked_tensor(
+    memory_obj: MemoryObj, shape: Sequence[int], dtype: torch.dtype, is_filled: bool
+) -> torch.Tensor:
+    """Return the tensor in a memory object.
 
-class OrderedGPUConnector(GPUConnectorInterface):
-    """A connector that copies a chunk in the order of its bytes and says how far it is, so that a
-    digest can follow in the cache.
+    Args:
+        memory_obj: Of any format.
+        shape: What its shape must be.
+        dtype: What its dtype must be.
+        is_filled: Whether the caller is going to write to it.
 
-    `from_gpu` and `to_gpu` take one more keyword argument, `progress`: called now and then, in the
-    same thread, with how many bytes of the memory object, from the first, are filled or have been
-    copied. A connector that never calls it is right, too. What is called makes no
-    tensors: it may run in inference mode.
+    Raises:
+        LayoutError: It has another shape or dtype, is not contiguous, or must not be written.
+        AssertionError: It holds no tensor.
     """
+    tensor: torch.Tensor | None = memory_obj.tensor
+    assert tensor is not None, "the memory object holds no tensor"
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or not tensor.is_contiguous():
+        got = f"{tuple(tensor.shape)} of {tensor.dtype}"
+        got += "" if tensor.is_contiguous() else ", not contiguous"
+        raise LayoutError(f"the memory object is {got}; expected {tuple(shape)} of {dtype}")
+    if is_filled and tensor.device.type == "cpu" and memory_obj.byte_array.readonly:
+        raise LayoutError("the memory object is read-only")
+    return tensor

@@ -4,20 +4,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from typing import Any
 
 import torch
-from lmcache_kernels.errors import KernelInputError
 from lmcache_kernels.pages import Pages
 
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors.layout import KVLayout, LayerGroup, Order, Packing
-
-Signature = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,44 +45,6 @@ class Binding:
         )
 
 
-class BindingCache:
-    """The binding of the tensors that came last: engines pass the same ones with every call.
-
-    Tensors count as the same when address, shape, strides, dtype and device are. The binding holds
-    them, so an address cannot come to mean other memory. Thread-safe: entry and lookup are each one
-    reference.
-
-    Args:
-        bind: Makes a binding from `kvcaches`.
-    """
-
-    def __init__(self, bind: Callable[[Any], Binding]) -> None:
-        self._bind = bind
-        self._last: tuple[Signature, Binding] | None = None
-
-    def binding_of(self, kvcaches: Any) -> Binding:
-        """Return the binding of these tensors.
-
-        Raises:
-            LayoutError: They are not as declared.
-        """
-        signature = _signature(kvcaches)
-        last = self._last
-        if last is not None and last[0] == signature:
-            return last[1]
-        try:
-            binding = self._bind(kvcaches)
-        except KernelInputError as exc:
-            raise LayoutError(f"kvcaches: {exc}") from exc
-        if len({pages.device for pages in binding.pages}) != 1:
-            raise LayoutError(
-                "kvcaches are on several devices:"
-                f" {sorted({str(pages.device) for pages in binding.pages})}"
-            )
-        self._last = (signature, binding)
-        return binding
-
-
 def bind_declared(layout: KVLayout, kvcaches: Any) -> Binding:
     """Match tensors with a declared layout.
 
@@ -98,15 +57,14 @@ def bind_declared(layout: KVLayout, kvcaches: Any) -> Binding:
         LayoutError: They are not as declared.
         KernelInputError: As for `Pages.of`.
     """
-    layers = layers_of(layout, kvcaches)
-    pages, at = [], 0
-    for group in layout.groups:
+    pages = []
+    parts = layout.split(layers_of(layout, kvcaches))
+    for group, layers in zip(layout.groups, parts, strict=True):
         sides = [
             layer_sides(group, layer, f"layer {i} of group {group.name!r}")
-            for i, layer in enumerate(layers[at : at + group.num_layers])
+            for i, layer in enumerate(layers)
         ]
         pages.append(Pages.of(*zip(*sides, strict=True)))
-        at += group.num_layers
     return Binding(layout, tuple(pages))
 
 
@@ -131,33 +89,28 @@ def bind_pairs(num_layers: int, hidden_size: int, kvcaches: Any) -> Binding:
         )
     sides = []
     for i, layer in enumerate(layers):
-        if (isinstance(layer, torch.Tensor) and (layer.ndim != 5 or layer.shape[0] != 2)) or len(
-            layer
-        ) != 2:
+        is_tensor = isinstance(layer, torch.Tensor)
+        if (is_tensor and (layer.ndim != 5 or layer.shape[0] != 2)) or len(layer) != 2:
             raise LayoutError(
                 f"layer {i} of kvcaches must be a pair (K, V) or one tensor [2, …], not"
                 f" {_described(layer)}"
             )
         pair = layer[0], layer[1]
-        for side in pair:
-            if (
-                not isinstance(side, torch.Tensor)
-                or side.ndim != 4
-                or side.shape[2] * side.shape[3] != hidden_size
-            ):
-                expected = (
-                    "[num_blocks, block_size, num_heads, head_size] with num_heads * head_size ="
-                    f" {hidden_size}"
-                )
-                raise LayoutError(
-                    f"layer {i} of kvcaches is {_described(layer)}; expected {expected}"
-                )
+        if any(
+            not isinstance(side, torch.Tensor)
+            or side.ndim != 4
+            or side.shape[2] * side.shape[3] != hidden_size
+            for side in pair
+        ):
+            raise LayoutError(
+                f"layer {i} of kvcaches is {_described(layer)}; expected [num_blocks, block_size,"
+                f" num_heads, head_size] with num_heads * head_size = {hidden_size}"
+            )
         sides.append(pair)
     pages = Pages.of(*zip(*sides, strict=True))
     heads, head_size = sides[0][0].shape[2:]
-    return Binding(
-        KVLayout((LayerGroup("", num_layers, heads, head_size, _named(pages.dtype)),)), (pages,)
-    )
+    group = LayerGroup("", num_layers, heads, head_size, _named(pages.dtype))
+    return Binding(KVLayout((group,)), (pages,))
 
 
 def layers_of(layout: KVLayout, kvcaches: Any) -> list[Any]:
@@ -234,7 +187,12 @@ def layer_sides(group: LayerGroup, layer: Any, name: str) -> tuple[torch.Tensor,
     return tuple(side if group.order is Order.NHD else side.transpose(1, 2) for side in sides)
 
 
-def _signature(kvcaches: Any) -> Signature:
+def signature_of(kvcaches: Any) -> tuple[Any, ...]:
+    """Return what is equal for the same tensors: address, shape, strides, dtype and device.
+
+    Raises:
+        LayoutError: Something else than tensors is among them.
+    """
     items: Iterable[Any] = (
         kvcaches.items() if isinstance(kvcaches, Mapping) else enumerate(kvcaches)
     )

@@ -2,13 +2,13 @@
 
 A layout that is declared wrongly, but consistently, round-trips with itself: what is gathered in a
 wrong order is scattered back in the same wrong order, until it goes to other slots or to an engine
-that declares it rightly. So the pattern is written into engine memory and read from it by something
-else than the connector: plain indexing of the engine's own tensors, or the engine's own operator.
+with the right layout. So the connector does not judge itself: the pattern is written into engine
+memory and read from it by plain indexing of the engine's own tensors, or by the engine's operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,12 @@ import torch
 
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors.binding import Binding
-from lmcache_core.gpu_connectors.engine_memory import EngineMemory, LogicalMemory
+from lmcache_core.gpu_connectors.engine_memory import EngineMemory
 from lmcache_core.gpu_connectors.layout import KVLayout, LayerGroup
 from lmcache_core.gpu_connectors.paged import PagedConnector
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import num_bytes
-
-__all__ = ["MAX_CANARY_TOKENS", "EngineMemory", "LogicalMemory", "run_canary"]
 
 MAX_CANARY_TOKENS = 32
 """Tokens in the pattern: parts of two blocks, few enough that an attach takes a fraction of a
@@ -32,9 +30,6 @@ second.
 """
 PATTERN_SEED = 0x1CEB00DA
 SIDE_NAMES = {1: ("latent",), 2: ("K", "V")}
-
-Allocate = Callable[[Sequence[int], str], MemoryObj]
-Views = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,6 @@ def run_canary(
     kvcaches: Any,
     engine: EngineMemory,
     transport: Callable[[MemoryObj], MemoryObj],
-    allocate: Allocate | None = None,
 ) -> None:
     """Send a pattern from engine memory through gather, transport and scatter into other slots, and
     compare at every step.
@@ -72,8 +66,6 @@ def run_canary(
         engine: Judges it. Its layout says what a memory object must hold.
         transport: Stores the memory object and loads it again. Borrows its argument; what it
             returns is released here, unless it is the argument itself.
-        allocate: Makes the memory object to gather into, of that shape and dtype; it is released
-            here. By default plain host memory.
 
     Raises:
         LayoutError: What arrived is not what was sent: the layout is not as declared, or the
@@ -88,7 +80,7 @@ def run_canary(
         ]
         with _preserved(engine, binding, spots):
             _write(engine, patterns, [spot.source for spot in spots])
-            _send(connector, kvcaches, engine, transport, allocate or _host_memory, patterns, spots)
+            _send(connector, kvcaches, engine, transport, patterns, spots)
 
 
 def _send(
@@ -96,31 +88,33 @@ def _send(
     kvcaches: Any,
     engine: EngineMemory,
     transport: Callable[[MemoryObj], MemoryObj],
-    allocate: Allocate,
     patterns: list[torch.Tensor],
     spots: list[_Spots],
 ) -> None:
     """Copy from the source slots to the target slots."""
     num_tokens = len(spots[0].source)
     source, target = [spot.source for spot in spots], [spot.target for spot in spots]
-    with allocate(connector.get_shape(num_tokens), engine.layout.kv_dtype) as memory:
-        connector.from_gpu(memory, 0, num_tokens, kvcaches=kvcaches, slot_mapping=_mappings(source))
-        _check_gathered(engine.layout, memory, patterns, source)
-        loaded = transport(memory)
-        try:
-            if not torch.equal(_bytes_of(loaded), _bytes_of(memory)):
-                raise LayoutError(
-                    "canary: the store gave back other bytes than it was given; the KV layout is"
-                    " not to blame"
-                )
-            replaced = [_read(engine, i, spot.target) for i, spot in enumerate(spots)]
-            before = [tensor.clone() for tensor in _watched(engine, spots)]
-            connector.to_gpu(
-                loaded, 0, num_tokens, kvcaches=kvcaches, slot_mapping=_mappings(target)
+    dtype = engine.layout.kv_dtype
+    shape = connector.get_shape(num_tokens)
+    memory = BytesBufferMemoryObj(
+        bytearray(num_bytes(shape, dtype)),
+        MemoryObjMetadata(shape, dtype, 0, 0, 1, MemoryFormat.KV_BLOB),
+    )
+    connector.from_gpu(memory, 0, num_tokens, kvcaches=kvcaches, slot_mapping=_mappings(source))
+    _check_gathered(engine.layout, memory, patterns, source)
+    loaded = transport(memory)
+    try:
+        if not torch.equal(_bytes_of(loaded), _bytes_of(memory)):
+            raise LayoutError(
+                "canary: the store gave back other bytes than it was given; the KV layout is not to"
+                " blame"
             )
-        finally:
-            if loaded is not memory:
-                loaded.ref_count_down()
+        replaced = [_read(engine, i, spot.target) for i, spot in enumerate(spots)]
+        before = [tensor.clone() for tensor in _watched(engine, spots)]
+        connector.to_gpu(loaded, 0, num_tokens, kvcaches=kvcaches, slot_mapping=_mappings(target))
+    finally:
+        if loaded is not memory:
+            loaded.ref_count_down()
     for i, (group, pattern) in enumerate(zip(engine.layout.groups, patterns, strict=True)):
         _compare(
             group, _read(engine, i, target[i]), pattern, target[i], "scattered to the wrong place"
@@ -131,7 +125,7 @@ def _send(
         for now, then in zip(_watched(engine, spots), before, strict=True)
     ):
         raise LayoutError(
-            "canary: scattering KV changed slots beside those that it was meant for: the KV layout"
+            "canary: scattering KV changed other slots than it was meant for: the KV layout"
             " is not as declared"
         )
 
@@ -215,17 +209,9 @@ def _pattern(group: LayerGroup, index: int, num_tokens: int) -> torch.Tensor:
     random = torch.Generator().manual_seed(PATTERN_SEED + index)
     raw = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
     if dtype.is_floating_point:
-        raw[..., dtype.itemsize - 1 :: dtype.itemsize] &= (
-            0xBF  # the exponent's highest bit: without it nothing is infinite or NaN
-        )
+        # Without the exponent's highest bit nothing is infinite or NaN.
+        raw[..., dtype.itemsize - 1 :: dtype.itemsize] &= 0xBF
     return raw.view(dtype)
-
-
-def _host_memory(shape: Sequence[int], dtype: str) -> MemoryObj:
-    return BytesBufferMemoryObj(
-        bytearray(num_bytes(shape, dtype)),
-        MemoryObjMetadata(shape, dtype, 0, 0, 1, MemoryFormat.KV_BLOB),
-    )
 
 
 def _mappings(slots: list[list[int]]) -> Any:
@@ -263,7 +249,7 @@ def _preserved(engine: EngineMemory, binding: Binding, spots: list[_Spots]) -> I
     for pages, spot in zip(binding.pages, spots, strict=True):
         blocks = {slot // pages.block_size for slot in spot.target if slot < pages.num_slots}
         views += [page[block] for page in pages.tensors for block in blocks]
-    saved: Views = [(view, view.clone()) for view in views]
+    saved = [(view, view.clone()) for view in views]
     try:
         yield
     finally:
@@ -278,9 +264,8 @@ def _check_gathered(
     for i, (group, pattern, spec) in enumerate(
         zip(layout.groups, patterns, layout.tensor_specs(len(slots[0])), strict=True)
     ):
-        got = (
-            content[spec.offset : spec.offset + spec.length].view(pattern.dtype).view(pattern.shape)
-        )
+        got = content[spec.offset : spec.offset + spec.length].view(pattern.dtype)
+        got = got.view(pattern.shape)
         _compare(group, got, pattern, slots[i], "gathered from the wrong place")
 
 

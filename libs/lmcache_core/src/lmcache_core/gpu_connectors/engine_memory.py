@@ -20,9 +20,8 @@ class EngineMemory(Protocol):
     operator, or by plain indexing.
     """
 
-    @property
-    def layout(self) -> KVLayout:
-        """What the engine's KV is."""
+    layout: KVLayout
+    """What the engine's KV is."""
 
     def num_slots(self, group: int) -> tuple[int, int]:
         """Return the blocks of a group, and slots in a block."""
@@ -45,7 +44,7 @@ class LogicalMemory(EngineMemory):
     """The engine's tensors, indexed one token at a time by the shape that the engine gives them.
 
     Args:
-        layout: What the engine says that its tensors are; to be taken from the engine, not from the
+        layout: The engine's own description of its tensors; taken from the engine, not from the
             connector.
         kvcaches: As for `PagedGPUConnector`.
 
@@ -54,14 +53,12 @@ class LogicalMemory(EngineMemory):
     """
 
     def __init__(self, layout: KVLayout, kvcaches: Any) -> None:
-        self._layout = layout
-        layers = layers_of(layout, kvcaches)
+        self.layout = layout
         self._layers: list[list[tuple[torch.Tensor, ...]]] = []
-        at = 0
-        for group in layout.groups:
+        parts = layout.split(layers_of(layout, kvcaches))
+        for group, layers in zip(layout.groups, parts, strict=True):
             tensors = [
-                (layer,) if isinstance(layer, torch.Tensor) else tuple(layer)
-                for layer in layers[at : at + group.num_layers]
+                (layer,) if isinstance(layer, torch.Tensor) else tuple(layer) for layer in layers
             ]
             for i, of_layer in enumerate(tensors):
                 if len(of_layer) != (2 if _is_pair(group) else 1) or any(
@@ -73,16 +70,10 @@ class LogicalMemory(EngineMemory):
                         f" {group.tensor_shape()}"
                     )
             self._layers.append(tensors)
-            at += group.num_layers
-
-    @property
-    @override
-    def layout(self) -> KVLayout:
-        return self._layout
 
     @override
     def num_slots(self, group: int) -> tuple[int, int]:
-        declared = self._layout.groups[group]
+        declared = self.layout.groups[group]
         shape = list(self._layers[group][0][0].shape)
         if declared.packing in (Packing.KV_FIRST, Packing.BLOCK_FIRST):
             shape.pop(0 if declared.packing is Packing.KV_FIRST else 1)
@@ -96,14 +87,14 @@ class LogicalMemory(EngineMemory):
 
     @override
     def read(self, group: int, layer: int, slot: int) -> torch.Tensor:
-        sides = range(self._layout.groups[group].sides)
+        sides = range(self.layout.groups[group].sides)
         return torch.stack(
             [self._cells(group, layer, side, slot).cpu().view(torch.uint8) for side in sides]
         ).view(self._layers[group][layer][0].dtype)
 
     @override
     def block_memory(self, group: int, block: int) -> Sequence[torch.Tensor]:
-        is_behind_sides = self._layout.groups[group].packing is Packing.KV_FIRST
+        is_behind_sides = self.layout.groups[group].packing is Packing.KV_FIRST
         return [
             tensor[:, block] if is_behind_sides else tensor[block]
             for layer in self._layers[group]
@@ -112,7 +103,7 @@ class LogicalMemory(EngineMemory):
 
     def _cells(self, group: int, layer: int, side: int, slot: int) -> torch.Tensor:
         """Return `[num_kv_heads, head_size]` of one token, sharing memory."""
-        declared, tensors = self._layout.groups[group], self._layers[group][layer]
+        declared, tensors = self.layout.groups[group], self._layers[group][layer]
         block, offset = divmod(slot, self.num_slots(group)[1])
         if declared.packing is Packing.KV_FIRST:
             tokens = tensors[0][side, block]

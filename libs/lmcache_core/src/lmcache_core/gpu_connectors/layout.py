@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
+from typing import TypeVar
 
 from lmcache_core.errors import LayoutError
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name, num_bytes
 from lmcache_core.record import TensorSpec
 
 GROUP_ALIGN_BYTES = 512
+MAX_CACHED_SPECS = 256
+
+T = TypeVar("T")
 
 
 class Order(StrEnum):
@@ -93,14 +98,9 @@ class LayerGroup:
                 " layers"
             )
 
-    @property
-    def hidden_size(self) -> int:
-        """Elements of a token on one side of one layer."""
-        return self.num_kv_heads * self.head_size
-
     def shape(self, num_tokens: int) -> tuple[int, int, int, int]:
         """Return the shape of the group in a memory object."""
-        return self.sides, self.num_layers, num_tokens, self.hidden_size
+        return self.sides, self.num_layers, num_tokens, self.num_kv_heads * self.head_size
 
     def tensor_shape(self) -> str:
         """Return the shape of the engine's tensors of a layer, for people."""
@@ -162,13 +162,15 @@ class KVLayout:
         """Return where each group lies in a memory object of that many tokens, bytes; each begins
         at a multiple of 512.
         """
-        specs, at = [], 0
+        return _tensor_specs(self.groups, num_tokens)
+
+    def split(self, layers: Sequence[T]) -> list[Sequence[T]]:
+        """Cut what all layers have, group after group, into the parts of the groups."""
+        parts, at = [], 0
         for group in self.groups:
-            at = -(-at // GROUP_ALIGN_BYTES) * GROUP_ALIGN_BYTES
-            length = num_bytes(group.shape(num_tokens), group.dtype)
-            specs.append(TensorSpec(group.name, group.dtype, group.shape(num_tokens), at, length))
-            at += length
-        return tuple(specs)
+            parts.append(layers[at : at + group.num_layers])
+            at += group.num_layers
+        return parts
 
     def num_bytes(self, num_tokens: int) -> int:
         """Return the bytes of a memory object of that many tokens."""
@@ -182,6 +184,18 @@ class KVLayout:
         if len(self.groups) == 1:
             return self.groups[0].shape(num_tokens)
         return (self.num_bytes(num_tokens) // DTYPE_ITEMSIZE[self.kv_dtype],)
+
+
+@lru_cache(MAX_CACHED_SPECS)  # nearly all chunks of a process have the same length
+def _tensor_specs(groups: tuple[LayerGroup, ...], num_tokens: int) -> tuple[TensorSpec, ...]:
+    specs, at = [], 0
+    for group in groups:
+        at = -(-at // GROUP_ALIGN_BYTES) * GROUP_ALIGN_BYTES
+        shape = group.shape(num_tokens)
+        length = num_bytes(shape, group.dtype)
+        specs.append(TensorSpec(group.name, group.dtype, shape, at, length))
+        at += length
+    return tuple(specs)
 
 
 def gaps_between(specs: Sequence[TensorSpec]) -> list[slice]:

@@ -8,14 +8,13 @@ import torch
 
 from lmcache_core._typing import override
 from lmcache_core.errors import LayoutError
-from lmcache_core.gpu_connectors.base import OrderedGPUConnector
-from lmcache_core.gpu_connectors.content import check_format, checked_tensor
+from lmcache_core.gpu_connectors.base import GPUConnectorInterface, check_format, checked_tensor
 from lmcache_core.memory.base import MemoryObj
 
 Slices = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
+class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
     """For KV given as `kvcaches`: `num_layers` pairs (K, V), each `[num_tokens, num_heads,
     head_size]` (any split of hidden_dim_size).
 
@@ -27,6 +26,8 @@ class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
         num_layers: Number of layers.
     """
 
+    reports_progress = True
+
     def __init__(self, hidden_dim_size: int, num_layers: int) -> None:
         self.hidden_dim_size = hidden_dim_size
         self.num_layers = num_layers
@@ -35,13 +36,12 @@ class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy from `kvcaches`, which must be given."""
         progress = kwargs.get("progress")
-        # plain memory, whatever mode the engine made its tensors in, or for autograd; and quicker
+        # Plain copies, in whatever mode the engine made its tensors; and faster.
         with torch.inference_mode():
             slices = self._slices(memory_obj, start, end, kwargs, is_filled=True)
             step_bytes = memory_obj.get_size() // len(slices)
-            is_host = (
-                slices[0][0].device.type == "cpu"
-            )  # else nothing is filled before the device has finished
+            # On a device nothing is filled before it has finished.
+            is_host = slices[0][0].device.type == "cpu"
             for i, (engine, chunk) in enumerate(slices, 1):
                 chunk.copy_(engine, non_blocking=True)
                 if progress is not None and is_host:
@@ -85,9 +85,8 @@ class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
         shape, dtype = self._checked_sides(layers, end)
         blob = checked_tensor(memory_obj, self.get_shape(end - start), dtype, is_filled)
         keys, values = blob.view(2, self.num_layers, end - start, *shape[1:]).unbind(0)
-        sides = [
-            pair[side][start:end] for side in range(2) for pair in layers
-        ]  # the order in which the memory object has them
+        # In the memory object's order: K of all layers, then V.
+        sides = [pair[side][start:end] for side in range(2) for pair in layers]
         return list(zip(sides, (*keys.unbind(0), *values.unbind(0)), strict=True))
 
     def _checked_sides(

@@ -9,22 +9,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lmcache_kernels.paged_gather import paged_gather_steps
-from lmcache_kernels.paged_scatter import paged_scatter_steps
+from lmcache_kernels.errors import KernelInputError
+from lmcache_kernels.paged_copy import paged_gather_steps, paged_scatter_steps
 
 from lmcache_core._typing import override
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors.addresses import Addresses
-from lmcache_core.gpu_connectors.base import OrderedGPUConnector
-from lmcache_core.gpu_connectors.binding import Binding, BindingCache, bind_declared, bind_pairs
-from lmcache_core.gpu_connectors.content import check_format, checked_tensor
+from lmcache_core.gpu_connectors.base import GPUConnectorInterface, check_format, checked_tensor
+from lmcache_core.gpu_connectors.binding import Binding, bind_declared, bind_pairs, signature_of
 from lmcache_core.gpu_connectors.layout import KVLayout, gaps_between
 from lmcache_core.memory.base import MemoryFormat, MemoryObj
 from lmcache_core.record import TensorSpec
 
 
-class PagedConnector(OrderedGPUConnector):
-    """What the connectors for paged memory have in common: check everything, copy all layers, wait.
+class PagedConnector(GPUConnectorInterface):
+    """Base of the connectors for paged memory: check everything, copy all layers, wait.
 
     Everything is checked before anything is written: on an error memory object and pages are
     untouched. The memory object may be on the pages' device or in host memory; both directions have
@@ -35,23 +34,23 @@ class PagedConnector(OrderedGPUConnector):
             allocates where one is needed.
     """
 
+    reports_progress = True
+
     def __init__(self, staging_tokens: int = 0) -> None:
-        self._bindings = BindingCache(self._bind)
+        # Engines pass the same tensors with every call. The binding holds them, so that an address
+        # cannot come to mean other memory; replaced as a whole, so that no lock is needed.
+        self._last: tuple[tuple[Any, ...], Binding] | None = None
         self._staging = StagingBuffer(staging_tokens)
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Needs `kvcaches` and `slot_mapping`, or
-        `addresses` instead of both.
-        """
+        """Copy KV. Needs `kvcaches` and `slot_mapping`, or `addresses` instead of both."""
         check_format(memory_obj)
         self._fill(memory_obj, start, end, kwargs)
 
     @override
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Needs `kvcaches` and `slot_mapping`, or
-        `addresses` instead of both.
-        """
+        """Copy KV. Needs `kvcaches` and `slot_mapping`, or `addresses` instead of both."""
         check_format(memory_obj)
         progress = kwargs.get("progress")
         addresses = self._addresses(start, end, kwargs)
@@ -74,7 +73,19 @@ class PagedConnector(OrderedGPUConnector):
         """
         if kvcaches is None:
             raise ValueError("kvcaches is missing: pass the pages of every layer")
-        return self._bindings.binding_of(kvcaches)
+        signature = signature_of(kvcaches)
+        last = self._last
+        if last is not None and last[0] == signature:
+            return last[1]
+        try:
+            binding = self._bind(kvcaches)
+        except KernelInputError as exc:
+            raise LayoutError(f"kvcaches: {exc}") from exc
+        devices = {str(pages.device) for pages in binding.pages}
+        if len(devices) != 1:
+            raise LayoutError(f"kvcaches are on several devices: {sorted(devices)}")
+        self._last = signature, binding
+        return binding
 
     def addresses_of(self, kvcaches: Any, slot_mapping: Any, begin: int, end: int) -> Addresses:
         """Return where tokens `[begin, end)` lie, checked once for many chunks: pass it as
@@ -102,11 +113,8 @@ class PagedConnector(OrderedGPUConnector):
             is_filled_at_once = staged is content and binding.device.type == "cpu"
             copies = addresses.copies(staged, start, end, writes_pages=False)
             for gap in gaps_between(binding.layout.tensor_specs(end - start)):
-                staged[
-                    gap
-                    # the digest covers these bytes, and what lay there before must not leave the
-                    # process
-                ].zero_()
+                # The digest covers these bytes, and what lay there before must stay private.
+                staged[gap].zero_()
             for offset, copy in copies:
                 for num_pages in paged_gather_steps(copy):
                     if progress is not None and is_filled_at_once:
@@ -146,19 +154,13 @@ class PagedGPUConnector(PagedConnector):
         super().__init__(staging_tokens)
         self.layout = layout
 
-    @property
-    def kv_dtype(self) -> str:
-        """Name of the dtype in which `get_shape` counts: the groups' own, or "uint8" where they
-        differ.
-        """
-        return self.layout.kv_dtype
-
+    @override
     def get_shape(self, num_tokens: int) -> torch.Size:
-        """Return the shape of the memory object for that many tokens, in elements of `kv_dtype`."""
+        """Return the shape of the memory object, in elements of `layout.kv_dtype`."""
         return torch.Size(self.layout.shape(num_tokens))
 
+    @override
     def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...]:
-        """Return each group's name, dtype, shape, and place in the memory object, bytes."""
         return self.layout.tensor_specs(num_tokens)
 
     def _bind(self, kvcaches: Any) -> Binding:
@@ -233,9 +235,7 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Needs `kvcaches` and `slot_mapping`. Sets the
-        memory object's format to KV_BLOB.
-        """
+        """Copy as `VLLMPagedMemGPUConnector` does; set the memory object's format to KV_BLOB."""
         self._fill(memory_obj, start, end, kwargs)
         memory_obj.metadata.fmt = MemoryFormat.KV_BLOB
 
@@ -288,8 +288,8 @@ class StagingBuffer:
     def near(
         self, content: torch.Tensor, binding: Binding, num_tokens: int
     ) -> Iterator[torch.Tensor]:
-        """Bytes on the pages' device for a memory object's content: the content itself where it is
-        there and no buffer is kept.
+        """Lend bytes on the pages' device for a memory object's content: the content itself if it
+        is there and no buffer is kept.
 
         The device must have finished with them when the block ends.
 
@@ -310,9 +310,8 @@ class StagingBuffer:
                     or self._buffer.device != binding.device
                     or self._buffer.shape[0] < capacity_bytes
                 ):
-                    with torch.inference_mode(
-                        False
-                    ):  # it outlives the caller's mode, and could be written in that one only
+                    # It outlives the caller's mode, and could be written in that one only.
+                    with torch.inference_mode(False):
                         self._buffer = torch.empty(
                             capacity_bytes, dtype=torch.uint8, device=binding.device
                         )

@@ -19,8 +19,7 @@ from lmcache_core.lookup.messages import (
     RouteEntry,
     StoreEvent,
 )
-from lmcache_core.lookup.outbox import Outbox
-from lmcache_core.lookup.reporter import InstanceReporter, ReporterTiming
+from lmcache_core.lookup.reporter import InstanceReporter, Outbox, ReporterTiming
 
 __all__ = [
     "LookupClient",

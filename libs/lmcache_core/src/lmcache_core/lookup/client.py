@@ -360,5 +360,5 @@ def _instance_path(instance_id: str) -> str:
 
 
 def is_packed(reply: Reply) -> bool:
-    """Whether an answer is MessagePack."""
+    """Return whether an answer is MessagePack."""
     return reply.content_type.partition(";")[0].strip().lower() == MSGPACK

@@ -63,7 +63,7 @@ PackedIds = Annotated[
     bytes,
     msgspec.Meta(
         max_length=MAX_CHUNKS_PER_LOOKUP * CHUNK_ID_BYTES,
-        description="Chunk ids of 16 bytes, one behind the other: MessagePack's bin.",
+        description="Chunk ids of 16 bytes, joined: MessagePack's bin.",
     ),
 ]
 PackedId = Annotated[
@@ -234,7 +234,7 @@ class LookupAnswer(msgspec.Struct, frozen=True):
     """Answer to a lookup.
 
     Attributes:
-        num_prefix: How many of the chunks, from the first on, somebody holds.
+        num_prefix: How many of the chunks, from the first on, have a holder.
         holders: Who holds each of them, `num_prefix` lists with at least one entry.
         degraded: The index was away: nothing is known, which is not the same as nothing being held.
     """
@@ -254,7 +254,7 @@ class PackedHolder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HolderRun(msgspec.Struct, frozen=True, array_like=True):
-    """So many chunks, one behind the other, that have the same holders."""
+    """So many chunks in a row that have the same holders."""
 
     num_chunks: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNKS_PER_LOOKUP)]
     holders: Annotated[
@@ -262,19 +262,19 @@ class HolderRun(msgspec.Struct, frozen=True, array_like=True):
     ]
 
     def unpack(self) -> list[Holder]:
-        """The holders."""
+        """Return the holders."""
         return [Holder(one.instance, one.kind, one.tier, one.size_bytes) for one in self.holders]
 
 
 class PackedLookupAnswer(msgspec.Struct, frozen=True):
-    """`LookupAnswer` as MessagePack: the prefix is `runs`, one behind the other."""
+    """`LookupAnswer` as MessagePack: the prefix is `runs`, joined."""
 
     num_prefix: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS_PER_LOOKUP)]
     runs: Annotated[list[HolderRun], msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP)]
     degraded: bool = False
 
     def unpack(self) -> LookupAnswer:
-        """The answer; chunks of a run share one list of holders.
+        """Return the answer; chunks of a run share one list of holders.
 
         Raises:
             ValueError: The runs are not `num_prefix` chunks long.
@@ -304,7 +304,7 @@ class RouteAnswer(msgspec.Struct, frozen=True):
 
 
 class ContainsAnswer(msgspec.Struct, frozen=True):
-    """Answer to a batch contains: for each chunk that was asked about whether somebody holds it;
+    """Answer to a batch contains: for each chunk that was asked about whether it has a holder;
     `degraded` as in `LookupAnswer`.
     """
 
@@ -381,7 +381,7 @@ class EvictedAnswer(msgspec.Struct, frozen=True):
 
 
 def chunk_id_text(chunk_id: bytes) -> str:
-    """The 32 hex digits of a chunk id.
+    """Return the 32 hex digits of a chunk id.
 
     Raises:
         ValueError: It has not 16 bytes.
@@ -403,17 +403,17 @@ def validate_tier(tier: str) -> str:
 
 
 def read_ids(texts: Sequence[str]) -> list[bytes]:
-    """Chunk ids from their hex digits."""
+    """Read chunk ids from their hex digits."""
     return split_ids(bytes.fromhex("".join(texts)))
 
 
 def split_ids(packed: bytes) -> list[bytes]:
-    """Chunk ids that lie one behind the other."""
+    """Split joined chunk ids."""
     return [chunk_id for (chunk_id,) in _ID.iter_unpack(packed)]
 
 
 def pack_ids(chunk_ids: Sequence[bytes]) -> bytes:
-    """Chunk ids one behind the other.
+    """Join chunk ids.
 
     Raises:
         ValueError: One has not 16 bytes.
@@ -425,7 +425,7 @@ def pack_ids(chunk_ids: Sequence[bytes]) -> bytes:
 
 
 def packed_events(request: EventsRequest) -> PackedEventsRequest:
-    """The same events as MessagePack says them."""
+    """Return the same events as MessagePack says them."""
     events = [
         PackedEvent(
             event.op, bytes.fromhex(event.chunk_id), event.tier, event.size_bytes, event.tenant
@@ -438,7 +438,7 @@ def packed_events(request: EventsRequest) -> PackedEventsRequest:
 
 
 def pack_run(num_chunks: int, holders: Sequence[Holder]) -> HolderRun:
-    """A run of chunks that all have these holders, of which the first 16 are named."""
+    """Return a run of chunks that all have these holders, of which the first 16 are named."""
     named = [
         PackedHolder(one.instance, one.kind, one.tier, one.size_bytes)
         for one in holders[:MAX_HOLDERS_PER_CHUNK]

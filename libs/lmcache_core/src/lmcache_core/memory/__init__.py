@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.memory.base import (
-    DescribedMemoryObj,
     FreeBlock,
     MemoryAllocatorInterface,
     MemoryFormat,
@@ -71,7 +70,6 @@ __all__ = [
     "BufferAllocator",
     "BytesBufferMemoryObj",
     "DTYPE_ITEMSIZE",
-    "DescribedMemoryObj",
     "FreeBlock",
     "FreeList",
     "GPUMemoryAllocator",

@@ -14,7 +14,6 @@ from lmcache_core.errors import CapacityError
 from lmcache_core.memory.base import FreeBlock, MemoryFormat, MemoryObjMetadata
 from lmcache_core.memory.counted import CountedMemoryObj, CountingAllocator, OnFreed
 from lmcache_core.memory.free_list import FreeList, extent_bytes
-from lmcache_core.memory.views import tensor_over
 
 if TYPE_CHECKING:
     import torch
@@ -49,23 +48,7 @@ def touched_memory(size: int) -> memoryview:
 class ArenaMemoryObj(CountedMemoryObj):
     """A piece of an arena; made by `ArenaAllocator`."""
 
-    def __init__(
-        self, allocator: ArenaAllocator, metadata: MemoryObjMetadata, view: memoryview
-    ) -> None:
-        super().__init__(metadata, allocator)
-        self._view = view
-
-    @property
-    @override
-    def byte_array(self) -> memoryview:
-        self._require_held()
-        return self._view
-
-    @property
-    @override
-    def tensor(self) -> torch.Tensor:
-        self._require_held()
-        return tensor_over(self._view, self._metadata.shape, self._metadata.dtype)
+    __slots__ = ()
 
 
 class ArenaAllocator(CountingAllocator):
@@ -125,6 +108,5 @@ class ArenaAllocator(CountingAllocator):
         return [self._object(meta) for meta in metas]
 
     def _object(self, meta: MemoryObjMetadata) -> ArenaMemoryObj:
-        return ArenaMemoryObj(
-            self, meta, self._buffer[meta.address : meta.address + meta.get_size()]
-        )
+        view = self._buffer[meta.address : meta.address + meta.get_size()]
+        return ArenaMemoryObj(view, meta, self)

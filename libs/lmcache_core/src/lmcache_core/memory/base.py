@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from lmcache_core._typing import override
 from lmcache_core.memory.dtypes import num_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class MemoryFormat(Enum):
         return 2 if self is MemoryFormat.KV_BLOB else 0
 
 
-@dataclass
+@dataclass(slots=True)
 class MemoryObjMetadata:
     """What a memory object holds and where.
 
@@ -64,18 +63,17 @@ class MemoryObjMetadata:
 
 
 class MemoryObj(ABC):
-    """A reference-counted piece of memory. The holder of a reference gives it back: `with obj:`
-    or `ref_count_down()`.
+    """A reference-counted piece of memory. Give a reference back with `with obj:` or
+    `ref_count_down()`.
     """
 
-    @property
-    @abstractmethod
-    def metadata(self) -> MemoryObjMetadata:
-        """What it holds. Not a copy: do not change it."""
+    __slots__ = ("metadata",)
+    metadata: MemoryObjMetadata
+    """What it holds. Not a copy: do not change it."""
 
-    @abstractmethod
     def get_memory_format(self) -> MemoryFormat:
         """Return how to read it."""
+        return self.metadata.fmt
 
     @abstractmethod
     def ref_count_up(self) -> None:
@@ -119,33 +117,7 @@ class MemoryObj(ABC):
         self.ref_count_down()
 
 
-class DescribedMemoryObj(MemoryObj):
-    """A memory object that keeps its metadata along with its bytes: what all of ours have in
-    common.
-
-    Args:
-        metadata: What it holds; its `ref_count` is the count.
-    """
-
-    def __init__(self, metadata: MemoryObjMetadata) -> None:
-        self._metadata = metadata
-
-    @property
-    @override
-    def metadata(self) -> MemoryObjMetadata:
-        return self._metadata
-
-    @override
-    def get_memory_format(self) -> MemoryFormat:
-        return self._metadata.fmt
-
-    @override
-    def get_ref_count(self) -> int:
-        return self._metadata.ref_count
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class FreeBlock:
+class FreeBlock(NamedTuple):
     """A free extent `[start, start + size)` of an arena, bytes."""
 
     start: int

@@ -10,7 +10,6 @@ from lmcache_core._typing import override
 from lmcache_core.errors import IntegrityError
 from lmcache_core.memory.base import FreeBlock, MemoryFormat, MemoryObjMetadata
 from lmcache_core.memory.counted import CountedMemoryObj, CountingAllocator
-from lmcache_core.memory.views import tensor_over
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +19,12 @@ DEFAULT_BUFFER_CAPACITY_BYTES = 5 << 30
 
 
 class BytesBufferMemoryObj(CountedMemoryObj):
-    """Wraps bytes that the garbage collector owns.
+    """Bytes that the garbage collector owns.
 
     Args:
         raw_bytes: The content, shared, not copied.
         metadata: What it holds; by default flat bytes in `BINARY_BUFFER` format.
-        allocator: Who counts its references and its bytes; without one there is nothing to count,
-            and the count is always 1.
+        allocator: Counts its references and its bytes; without one the count is always 1.
     """
 
     def __init__(
@@ -35,24 +33,12 @@ class BytesBufferMemoryObj(CountedMemoryObj):
         metadata: MemoryObjMetadata | None = None,
         allocator: CountingAllocator | None = None,
     ) -> None:
-        self._view = memoryview(raw_bytes).cast("B")
+        view = memoryview(raw_bytes).cast("B")
         super().__init__(
-            metadata
-            or MemoryObjMetadata((len(self._view),), None, 0, 0, 1, MemoryFormat.BINARY_BUFFER),
+            view,
+            metadata or MemoryObjMetadata((len(view),), None, 0, 0, 1, MemoryFormat.BINARY_BUFFER),
             allocator,
         )
-
-    @property
-    @override
-    def byte_array(self) -> memoryview:
-        self._require_held()
-        return self._view
-
-    @property
-    @override
-    def tensor(self) -> torch.Tensor:
-        self._require_held()
-        return tensor_over(self._view, self._metadata.shape, self._metadata.dtype)
 
 
 class ByteBudget:
@@ -142,7 +128,7 @@ class BufferAllocator(CountingAllocator):
         dtype: torch.dtype | str | None,
         fmt: MemoryFormat = MemoryFormat.BINARY_BUFFER,
     ) -> BytesBufferMemoryObj | None:
-        """Return the metadata's address is a name, not a place."""
+        """Allocate zeros; the address in the metadata is a name, not a place."""
         meta = self._take(tuple(shape), dtype, fmt)
         if meta is None:
             return None

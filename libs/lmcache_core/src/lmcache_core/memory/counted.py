@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 from lmcache_core._typing import override
 from lmcache_core.errors import IntegrityError
 from lmcache_core.memory.base import (
-    DescribedMemoryObj,
     FreeBlock,
     MemoryAllocatorInterface,
     MemoryFormat,
@@ -18,6 +17,7 @@ from lmcache_core.memory.base import (
     MemoryObjMetadata,
 )
 from lmcache_core.memory.dtypes import num_bytes
+from lmcache_core.memory.views import tensor_over
 
 if TYPE_CHECKING:
     import torch
@@ -51,39 +51,58 @@ class Room(Protocol):
         """Raise IntegrityError when the books do not balance."""
 
 
-class CountedMemoryObj(DescribedMemoryObj):
-    """A memory object whose references its allocator counts.
+class CountedMemoryObj(MemoryObj):
+    """Host memory whose references its allocator counts.
 
     Args:
+        view: Its bytes, as many as the metadata say.
         metadata: What it holds.
-        allocator: Who takes it back; without one the memory belongs to the garbage collector and
-            the count is always 1.
+        allocator: Takes it back; without one the memory belongs to the garbage collector and the
+            count is always 1.
     """
 
-    def __init__(self, metadata: MemoryObjMetadata, allocator: CountingAllocator | None) -> None:
-        super().__init__(metadata)
+    __slots__ = ("_allocator", "_view")
+
+    def __init__(
+        self,
+        view: memoryview,
+        metadata: MemoryObjMetadata,
+        allocator: CountingAllocator | None,
+    ) -> None:
+        self.metadata = metadata
+        self._view = view
         self._allocator = allocator
 
     @override
     def ref_count_up(self) -> None:
         if self._allocator is not None:
-            self._allocator.change_ref_count(self, +1)
+            self._allocator.change_ref_count(self.metadata, +1)
 
     @override
     def ref_count_down(self) -> None:
         if self._allocator is not None:
-            self._allocator.change_ref_count(self, -1)
+            self._allocator.change_ref_count(self.metadata, -1)
 
     @override
     def get_ref_count(self) -> int:
-        return 1 if self._allocator is None else self._metadata.ref_count
+        return 1 if self._allocator is None else self.metadata.ref_count
+
+    @property
+    @override
+    def byte_array(self) -> memoryview:
+        self._require_held()
+        return self._view
+
+    @property
+    @override
+    def tensor(self) -> torch.Tensor:
+        return tensor_over(self.byte_array, self.metadata.shape, self.metadata.dtype)
 
     def _require_held(self) -> None:
         """Refuse to show memory that may belong to another object by now."""
-        if self._allocator is not None and self._metadata.ref_count <= 0:
+        if self._allocator is not None and self.metadata.ref_count <= 0:
             raise IntegrityError(
-                f"memory at {self._metadata.address} is used after its last reference was given"
-                " back"
+                f"memory at {self.metadata.address} is used after its last reference was given back"
             )
 
 
@@ -113,13 +132,12 @@ class CountingAllocator(MemoryAllocatorInterface):
         """Bytes handed out, alignment included."""
         return self._room.used_bytes
 
-    def change_ref_count(self, memory_obj: MemoryObj, by: int) -> None:
-        """Add `by` to the object's references and free it at zero.
+    def change_ref_count(self, meta: MemoryObjMetadata, by: int) -> None:
+        """Add `by` to an object's references and free it at zero.
 
         Raises:
             IntegrityError: The object is free already, or was handed out by another allocator.
         """
-        meta = memory_obj.metadata
         with self._lock:
             self._require_ours(meta)
             meta.ref_count += by

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from types import MappingProxyType
 
 DTYPE_ITEMSIZE = MappingProxyType(
@@ -40,4 +41,9 @@ def dtype_name(dtype: object) -> str:
 
 def num_bytes(shape: Sequence[int], dtype: object) -> int:
     """Return the bytes of a contiguous tensor of that shape and dtype."""
-    return math.prod(shape) * DTYPE_ITEMSIZE[dtype_name(dtype)]
+    return math.prod(shape) * _itemsize(dtype)
+
+
+@cache  # spelling a torch dtype takes longer than all the rest
+def _itemsize(dtype: object) -> int:
+    return DTYPE_ITEMSIZE[dtype_name(dtype)]

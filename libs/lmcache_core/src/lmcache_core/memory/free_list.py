@@ -71,9 +71,8 @@ class FreeList:
                 return None
             have = self._sizes[at]
         starts = self._bins[have]
-        start, _ = (
-            starts.popitem()
-        )  # O(1); a look at the last entry of a dict is O(n) once others after it were deleted
+        # O(1); a look at the last entry of a dict is O(n) once others after it were deleted.
+        start, _ = starts.popitem()
         self._unindex(start, have, starts)
         if have > wanted:
             self._insert(start + wanted, have - wanted)

@@ -1,21 +1,32 @@
-"""Memory objects and allocators over torch tensors: host, pinned host, GPU, and pinned host
-with byte buffers.
-"""
+"""Memory objects and allocators over torch tensors: host, pinned host, GPU."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import logging
+import os
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from lmcache_core._typing import override
-from lmcache_core.memory.arena_tensors import device_arena, host_arena, pin
+from lmcache_core.errors import CapacityError, ConfigError
+from lmcache_core.memory.arena import touched_memory
 from lmcache_core.memory.base import MemoryFormat, MemoryObjMetadata
 from lmcache_core.memory.counted import CountedMemoryObj, CountingAllocator
 from lmcache_core.memory.dtypes import dtype_name
 from lmcache_core.memory.free_list import ALIGN_BYTES as _ALIGN_BYTES
 from lmcache_core.memory.free_list import FreeList
 from lmcache_core.memory.views import bytes_under
+
+logger = logging.getLogger(__name__)
+
+MAX_PIECE_BYTES = 64 << 30
+"""Registered in one call; drivers refuse calls of 512 GiB and more."""
 
 
 class TensorMemoryObj(CountedMemoryObj):
@@ -24,17 +35,25 @@ class TensorMemoryObj(CountedMemoryObj):
     Args:
         raw_data: uint8, flat, at least `metadata.get_size()` elements, on any device.
         metadata: What it holds.
-        allocator: Who takes it back; without one the tensor belongs to the garbage collector.
+        allocator: Takes it back; without one the tensor belongs to the garbage collector.
     """
+
+    __slots__ = ("_on_device",)
 
     def __init__(
         self,
-        raw_data: torch.Tensor,
+        raw_data: torch.Tensor | memoryview,
         metadata: MemoryObjMetadata,
         allocator: CountingAllocator | None = None,
     ) -> None:
-        super().__init__(metadata, allocator)
-        self._raw = raw_data
+        # Host memory is kept as bytes: a view of bytes is made in a tenth of a tensor's time.
+        self._on_device: torch.Tensor | None = None
+        if isinstance(raw_data, torch.Tensor):
+            if raw_data.device.type == "cpu":
+                raw_data = bytes_under(raw_data)
+            else:
+                self._on_device, raw_data = raw_data, memoryview(b"")
+        super().__init__(raw_data[: metadata.get_size()], metadata, allocator)
 
     @property
     @override
@@ -44,21 +63,22 @@ class TensorMemoryObj(CountedMemoryObj):
         Raises:
             ValueError: The memory is on another device.
         """
-        self._require_held()
-        if self._raw.device.type != "cpu":
+        if self._on_device is not None:
             raise ValueError(
-                f"memory on {self._raw.device} has no bytes that this process can address: use"
-                " .tensor, or copy it to the host"
+                f"memory on {self._on_device.device} has no bytes that this process can address:"
+                " use .tensor, or copy it to the host"
             )
-        return bytes_under(self._raw[: self.get_size()])
+        return super().byte_array
 
     @property
     @override
     def tensor(self) -> torch.Tensor:
+        if self._on_device is None:
+            return super().tensor
         self._require_held()
-        meta = self._metadata
+        meta = self.metadata
         dtype = torch.uint8 if meta.dtype is None else getattr(torch, dtype_name(meta.dtype))
-        return self._raw[: self.get_size()].view(dtype).view(tuple(meta.shape))
+        return self._on_device[: self.get_size()].view(dtype).view(tuple(meta.shape))
 
 
 class TensorMemoryAllocator(CountingAllocator):
@@ -80,6 +100,7 @@ class TensorMemoryAllocator(CountingAllocator):
                 f" {tensor.device}"
             )
         self._raw = tensor.detach().view(-1).view(torch.uint8)
+        self._memory = bytes_under(self._raw) if tensor.device.type == "cpu" else self._raw
         super().__init__(FreeList(self._raw.numel()))
 
     @override
@@ -90,11 +111,10 @@ class TensorMemoryAllocator(CountingAllocator):
         fmt: MemoryFormat = MemoryFormat.KV_BLOB,
     ) -> TensorMemoryObj | None:
         meta = self._take(torch.Size(shape), dtype, fmt)
-        return (
-            None
-            if meta is None
-            else TensorMemoryObj(self._raw[meta.address : meta.address + meta.phy_size], meta, self)
-        )
+        if meta is None:
+            return None
+        extent = self._memory[meta.address : meta.address + meta.phy_size]
+        return TensorMemoryObj(extent, meta, self)
 
 
 class HostMemoryAllocator(TensorMemoryAllocator):
@@ -147,3 +167,119 @@ class GPUMemoryAllocator(TensorMemoryAllocator):
 
     def __init__(self, size: int, device: str = "cuda") -> None:
         super().__init__(device_arena(size, device))
+
+
+def host_arena(size: int) -> torch.Tensor:
+    """Return uint8 `[size]` in host memory, aligned to a page and touched.
+
+    Raises:
+        ValueError: The size is negative.
+        CapacityError: The machine does not have that much.
+    """
+    return torch.frombuffer(touched_memory(size), dtype=torch.uint8)[:size]
+
+
+def device_arena(size: int, device: str) -> torch.Tensor:
+    """Return uint8 `[size]` on that device, touched.
+
+    Raises:
+        ValueError: The size is negative.
+        ConfigError: There is no such device.
+        CapacityError: It does not have that much memory.
+    """
+    try:
+        where = torch.device(device)
+    except RuntimeError as exc:
+        raise ConfigError(
+            f"device={device!r}: torch knows no such device; use 'cuda', 'cuda:1' or 'cpu'"
+        ) from exc
+    if where.type == "cpu":
+        return host_arena(size)
+    if size < 0:
+        raise ValueError(f"size={size}: must not be negative")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device={device!r}: this process sees {torch.cuda.device_count()} CUDA devices;"
+            " install a CUDA build of torch and make the GPU visible, or use device='cpu'"
+        )
+    try:
+        return torch.zeros(size, dtype=torch.uint8, device=where)
+    except torch.OutOfMemoryError as exc:
+        raise CapacityError(
+            f"an arena of {size / (1 << 30):.2f} GB on {device}: {exc}; make it smaller"
+        ) from exc
+
+
+def pin(arena: torch.Tensor, owner: object) -> bool:
+    """Lock a host arena's pages for CUDA, in place, until `owner` is collected; without CUDA, or
+    when it refuses, say so in the log.
+
+    The pages are registered rather than allocated by torch, whose pinned allocator rounds up to a
+    power of two.
+
+    Returns:
+        Whether they are pinned.
+    """
+    if not torch.cuda.is_available():
+        logger.info(
+            "no CUDA device: the arena of %.2f GB is plain host memory", arena.nbytes / (1 << 30)
+        )
+        return False
+    if arena.nbytes == 0:
+        return False
+    addresses: list[int] = []
+    for at in range(0, arena.nbytes, MAX_PIECE_BYTES):
+        address = arena.data_ptr() + at
+        code = int(
+            _cuda_runtime().cudaHostRegister(address, min(MAX_PIECE_BYTES, arena.nbytes - at), 0)
+        )
+        if code != 0:
+            _unpin(arena, addresses)
+            _take_pending_error()
+            logger.warning(
+                "cannot pin the arena, it stays pageable and copies are slower: size_gb=%.2f"
+                " error=%d",
+                arena.nbytes / (1 << 30),
+                code,
+            )
+            return False
+        addresses.append(address)
+    # The finalizer holds the arena, so that its pages cannot go before they are unpinned.
+    weakref.finalize(owner, _unpin, arena, addresses)
+    return True
+
+
+def _unpin(arena: torch.Tensor, addresses: list[int]) -> None:
+    for address in addresses:
+        _cuda_runtime().cudaHostUnregister(address)
+
+
+def _take_pending_error() -> int | None:
+    """Clear the error that the CUDA runtime keeps after a call that it refused.
+
+    Torch would raise it at its next call, at a place that has nothing to do with it. Torch's own
+    binding lacks the function, so it is looked up in the runtime that torch has loaded.
+
+    Returns:
+        The error; None where no runtime is loaded.
+    """
+    for name in _loaded_runtimes():
+        try:
+            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            return int(library.cudaGetLastError())
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def _loaded_runtimes() -> list[str]:
+    """Return the paths of the CUDA runtime libraries that this process has mapped."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart" in line}
+        return sorted(paths)
+    return []
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -151,7 +151,7 @@ class BrokerClient:
                 less than this client's timeout.
 
         Returns:
-            Pulls that cover each chunk at most once. A chunk that is in none is served by nobody
+            Pulls that cover each chunk at most once. A chunk that is in none is not served
             now.
 
         Raises:
@@ -248,12 +248,8 @@ def _peer_path(instance_id: str) -> str:
 
 
 def _holders_of(chunk_id: bytes, holders: Sequence[str | HeldBy]) -> ChunkHolders:
+    if len(chunk_id) != CHUNK_ID_BYTES:
+        raise ValueError(f"a chunk id has {CHUNK_ID_BYTES} bytes, not {len(chunk_id)}")
     ids = [holder if isinstance(holder, str) else holder.instance for holder in holders]
     tiers = [holder.tier for holder in holders if not isinstance(holder, str)]
-    return ChunkHolders(_hex(chunk_id), ids, tiers if len(tiers) == len(ids) else [])
-
-
-def _hex(chunk_id: bytes) -> str:
-    if len(chunk_id) != CHUNK_ID_BYTES:
-        raise ValueError(f"a chunk id has {CHUNK_ID_BYTES} bytes")
-    return chunk_id.hex()
+    return ChunkHolders(chunk_id.hex(), ids, tiers if len(tiers) == len(ids) else [])

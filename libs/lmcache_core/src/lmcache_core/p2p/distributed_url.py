@@ -73,12 +73,12 @@ def parse_distributed_url(url: str) -> DistributedUrl:
 
 
 def is_encrypted(url: str) -> bool:
-    """Whether connections to that distributed URL are."""
+    """Return whether connections to that distributed URL are."""
     return url.startswith(_ENCRYPTED)
 
 
 def distributed_url_of(host: str, port: int, encrypted: bool) -> str:
-    """The URL of an instance there."""
+    """Return the URL of an instance there."""
     return f"{_ENCRYPTED if encrypted else 'lm://'}{f'[{host}]' if ':' in host else host}:{port}"
 
 

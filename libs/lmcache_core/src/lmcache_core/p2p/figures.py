@@ -65,7 +65,7 @@ class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def bounded(counts: Mapping[str, int], max_names: int = MAX_COUNTED_LABELS) -> dict[str, int]:
-    """The largest of these counts, at most so many, with names that a heartbeat may hold."""
+    """Return the largest of these counts, at most so many, with names that a heartbeat may hold."""
     named = (
         (name, min(count, MAX_COUNT))
         for name, count in counts.items()
@@ -75,7 +75,7 @@ def bounded(counts: Mapping[str, int], max_names: int = MAX_COUNTED_LABELS) -> d
 
 
 def tier_figures(stats: Mapping[str, Mapping[str, int]]) -> tuple[TierFigures, ...]:
-    """How full tiers are.
+    """Return how full tiers are.
 
     Args:
         stats: `StorageBackend.stats` of each, by its name.

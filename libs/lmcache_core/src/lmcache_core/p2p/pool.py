@@ -21,7 +21,7 @@ never answers.
 
 
 def peer_client(distributed_url: str, token: ShownToken, options: ClientOptions) -> LmClient:
-    """The client of a peer, encrypted where its URL says so, and nowhere else.
+    """Return the client of a peer, encrypted where its URL says so, and nowhere else.
 
     Args:
         distributed_url: Of the peer.
@@ -82,7 +82,7 @@ class PeerPool:
         return self._options.timeout_s
 
     async def client(self, distributed_url: str) -> LmClient:
-        """The client of that peer; connects when first used.
+        """Return the client of that peer; connects when first used.
 
         Raises:
             ValueError: Not a distributed URL.

@@ -13,16 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
+from lmcache_core.p2p.broker_client import BrokerClient
+from lmcache_core.p2p.figures import MAX_COUNTED_PEERS
 from lmcache_core.p2p.messages import Assignment, HeldBy
-from lmcache_core.p2p.pull_parts import PullParts
+from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.telemetry.sparse_log import SparseLog
+
+logger = logging.getLogger(__name__)
 
 BATCH_CHUNKS: Final = 8
 """Chunks of one GET: when the peer is late, what was asked for and has not come whole is asked
@@ -42,6 +48,139 @@ STALL_SHARE: Final = 0.5
 """Of a read's time: a peer that brings nothing for so long is given up, so that the next holder,
 or the next tier, still has time.
 """
+
+
+HEDGE_WINDOW: Final = 64
+"""Pulls of one size class that are remembered."""
+MIN_SAMPLES: Final = 16
+MAX_SIZE_CLASS: Final = 12
+HEDGE_QUANTILE: Final = 0.95
+MIN_HEDGE_S: Final = 0.005
+"""Below this a second question costs more than the wait that it saves."""
+UNKNOWN_SHARE: Final = 0.25
+"""Of the time that is left, while too few pulls are known."""
+MAX_HEDGES_SAVED: Final = 5.0
+HEDGES_PER_PULL: Final = 0.1
+"""A slow network makes all pulls late; asking every peer twice then makes it slower."""
+
+
+class PullTimes:
+    """How long pulls took, by size class: chunks to the power of two."""
+
+    def __init__(self) -> None:
+        self._classes: list[deque[float]] = [
+            deque(maxlen=HEDGE_WINDOW) for _ in range(MAX_SIZE_CLASS + 1)
+        ]
+
+    def observe(self, num_chunks: int, elapsed_s: float) -> None:
+        """Note how long a pull of so many chunks took until it was over, or given up because
+        another peer was faster.
+        """
+        self._class_of(num_chunks).append(elapsed_s)
+
+    def hedge_s(self, num_chunks: int, left_s: float) -> float:
+        """Return after how many seconds a pull is late.
+
+        Args:
+            num_chunks: What it is to bring.
+            left_s: Time until its deadline.
+        """
+        samples = sorted(self._class_of(num_chunks))
+        if len(samples) < MIN_SAMPLES:
+            return max(MIN_HEDGE_S, left_s * UNKNOWN_SHARE)
+        return max(MIN_HEDGE_S, samples[min(len(samples) - 1, int(len(samples) * HEDGE_QUANTILE))])
+
+    def _class_of(self, num_chunks: int) -> deque[float]:
+        return self._classes[min(MAX_SIZE_CLASS, num_chunks.bit_length())]
+
+
+class HedgeBudget:
+    """How many pulls may be doubled: one in ten over time, a few at once."""
+
+    def __init__(self) -> None:
+        self._saved = MAX_HEDGES_SAVED
+
+    def earn(self) -> None:
+        """Note that a pull begins."""
+        self._saved = min(MAX_HEDGES_SAVED, self._saved + HEDGES_PER_PULL)
+
+    def spend(self) -> bool:
+        """Return whether this pull may be doubled; then it counts as such."""
+        if self._saved < 1.0:
+            return False
+        self._saved -= 1.0
+        return True
+
+
+@dataclass(slots=True)
+class PullFigures:
+    """What pulls came to.
+
+    Attributes:
+        pulls: Peers that were asked.
+        failed_pulls: Those that did not bring all that they were asked for.
+        renewed_pulls: Tickets that ended before their pulls were over, and were replaced.
+        hedged_pulls: Those that were late, so that another peer was asked too.
+        won_hedges: Chunks that the other peer brought first.
+        failed_over_chunks: Chunks that were asked for again because a peer failed.
+        pulled_chunks: Chunks that came.
+        pulled_bytes: Bytes of these.
+        wasted_bytes: Of chunks that came a second time.
+        corrupt_chunks: Chunks that came damaged, or were not what was asked for.
+    """
+
+    pulls: int = 0
+    failed_pulls: int = 0
+    renewed_pulls: int = 0
+    hedged_pulls: int = 0
+    won_hedges: int = 0
+    failed_over_chunks: int = 0
+    pulled_chunks: int = 0
+    pulled_bytes: int = 0
+    wasted_bytes: int = 0
+    corrupt_chunks: int = 0
+
+
+class PulledBytes:
+    """Bytes that came, by the peer that sent them; of the peers that sent something last."""
+
+    def __init__(self) -> None:
+        self._by_peer: OrderedDict[str, int] = OrderedDict()
+
+    def add(self, peer_id: str, num_bytes: int) -> None:
+        """Count what a peer has sent."""
+        self._by_peer[peer_id] = self._by_peer.pop(peer_id, 0) + num_bytes
+        if len(self._by_peer) > MAX_COUNTED_PEERS:
+            self._by_peer.popitem(last=False)
+
+    def snapshot(self) -> dict[str, int]:
+        """Return bytes by the peer's id."""
+        return dict(self._by_peer)
+
+
+@dataclass(frozen=True, slots=True)
+class PullParts:
+    """What all pulls of one instance share.
+
+    Attributes:
+        instance: This instance.
+        broker: Says who serves.
+        peers: Connections.
+        times: How long pulls took.
+        budget: How many may be doubled.
+        figures: What came of them.
+        pulled: The same bytes by peer.
+        log: Tells of peers that fail.
+    """
+
+    instance: str
+    broker: BrokerClient
+    peers: PeerPool
+    times: PullTimes = field(default_factory=PullTimes)
+    budget: HedgeBudget = field(default_factory=HedgeBudget)
+    figures: PullFigures = field(default_factory=PullFigures)
+    pulled: PulledBytes = field(default_factory=PulledBytes)
+    log: SparseLog = field(default_factory=lambda: SparseLog(logger))
 
 
 @dataclass(slots=True, eq=False)

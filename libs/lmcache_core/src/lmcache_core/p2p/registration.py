@@ -38,13 +38,13 @@ class LeaseListener(Protocol):
     """
 
     def drain_wanted(self) -> None:
-        """The instance is about to end: it should begin its drain. Said once."""
+        """Begin the drain: the instance is about to end. Called once."""
 
     def copies_wanted(self, orders: Sequence[CopyOrder]) -> None:
-        """Others should have these chunks too."""
+        """Give these chunks to others too."""
 
     def drain_report(self) -> DrainReport | None:
-        """How far a drain is; None before it."""
+        """Return how far a drain is; None before it."""
 
 
 class PeerRegistration:

@@ -11,6 +11,7 @@ from lmcache_core.record.chunk import (
     Result,
     Staged,
     StagedFrom,
+    release_all,
 )
 from lmcache_core.record.codec import (
     HEAD_ALIGN_BYTES,
@@ -26,14 +27,16 @@ from lmcache_core.record.codec import (
     encode_head,
     verify_payload,
 )
-from lmcache_core.record.digest import UNSEALED_DIGEST, payload_digest, payload_hasher
 from lmcache_core.record.header import (
     RAW_SERDE,
     REPORT_EXTENSION,
+    UNSEALED_DIGEST,
     Extension,
     RecordHeader,
     RecordReason,
     TensorSpec,
+    payload_digest,
+    payload_hasher,
     raw_header,
 )
 from lmcache_core.record.hot_verifier import HotVerifier
@@ -69,5 +72,6 @@ __all__ = [
     "payload_digest",
     "payload_hasher",
     "raw_header",
+    "release_all",
     "verify_payload",
 ]

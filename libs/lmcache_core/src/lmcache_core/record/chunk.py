@@ -5,6 +5,7 @@ No torch.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple, Protocol
@@ -14,8 +15,7 @@ import msgspec
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record.codec import encode_head, head_bytes
-from lmcache_core.record.digest import payload_digest
-from lmcache_core.record.header import RecordHeader
+from lmcache_core.record.header import RecordHeader, payload_digest
 
 HOT_TIER = "Hot"
 """The name of the tier in host memory."""
@@ -51,8 +51,8 @@ class Chunk:
     """A chunk in memory. The receiver owns a reference on `memory` and gives it back with
     `release`.
 
-    Its head is bytes that came with it, or is made when first asked for (`unsealed`): a chunk that
-    never leaves the process then costs no digest.
+    Its head is bytes that came with it, or is made when first asked for, as its digest is
+    (`unsealed`): a chunk that never leaves the process costs neither.
 
     Args:
         key: Its name.
@@ -65,6 +65,8 @@ class Chunk:
         stored_at: When that tier stored it, seconds since the epoch; None: not known, or just now.
 
     Attributes:
+        is_sealed: Whether its digest is known; if not, asking for `header` or `head` reads the
+            whole payload.
         is_unchecked: The code that copies the payload must compare its digest (`unchecked`).
     """
 
@@ -72,6 +74,7 @@ class Chunk:
         "_head",
         "_header",
         "_seal_lock",
+        "is_sealed",
         "is_unchecked",
         "key",
         "memory",
@@ -92,6 +95,7 @@ class Chunk:
         self.memory = memory
         self.tier = tier
         self.stored_at = stored_at
+        self.is_sealed = head is not None
         self.is_unchecked = False
         self._header = header
         self._head = head
@@ -105,11 +109,6 @@ class Chunk:
         return cls(key, header, None, memory, tier)
 
     @property
-    def is_sealed(self) -> bool:
-        """Whether head and digest exist; if not, asking for them reads the whole payload."""
-        return self._head is not None
-
-    @property
     def header(self) -> RecordHeader:
         """The parsed head of its record, digest included."""
         return self.sealed()._header
@@ -117,9 +116,9 @@ class Chunk:
     @property
     def head(self) -> bytes:
         """The head's bytes, as they go to a file or a socket."""
-        head = self.sealed()._head
-        assert head is not None
-        return head
+        if self._head is None:
+            self._head = encode_head(self.header, self.memory.get_size())
+        return self._head
 
     @property
     def described(self) -> RecordHeader:
@@ -136,22 +135,17 @@ class Chunk:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole record."""
-        return (
-            head_bytes(self._header) if self._head is None else len(self._head)
-        ) + self.memory.get_size()
+        num_head_bytes = len(self.head) if self.is_sealed else head_bytes(self._header)
+        return num_head_bytes + self.memory.get_size()
 
     def sealed(self) -> Chunk:
-        """Return this chunk, with its digest and head computed if they were not. Thread-safe;
-        releases the GIL while it reads.
+        """Return this chunk, with its digest computed if it was not. Thread-safe; releases the GIL
+        while it reads.
         """
-        if self._head is None:
+        if not self.is_sealed:
             with self._seal_lock:
-                if self._head is None:
-                    payload = self.memory.byte_array
-                    self._header = msgspec.structs.replace(
-                        self._header, digest=payload_digest(payload)
-                    )
-                    self._head = encode_head(self._header, len(payload))
+                if not self.is_sealed:
+                    self.sealed_with(payload_digest(self.memory.byte_array))
         return self
 
     def sealed_with(self, digest: bytes) -> Chunk:
@@ -159,17 +153,18 @@ class Chunk:
         computed.
         """
         self._header = msgspec.structs.replace(self._header, digest=digest)
-        self._head = encode_head(self._header, self.memory.get_size())
+        self.is_sealed = True
         return self
 
     def moved(self, memory: MemoryObj, tier: str) -> Chunk:
         """Return the same chunk in that memory (equal bytes, a reference of its own) of that
         tier.
         """
-        # before the header: another thread that seals it sets the header first, and the two must
-        # fit
-        head = self._head
-        return Chunk(self.key, self._header, head, memory, tier, self.stored_at)
+        # Read before the header, which another thread that seals this chunk sets first.
+        is_sealed, head = self.is_sealed, self._head
+        chunk = Chunk(self.key, self._header, head, memory, tier, self.stored_at)
+        chunk.is_sealed = is_sealed
+        return chunk
 
     def unchecked(self) -> Chunk:
         """Return this chunk (and its reference), whose digest the copying code checks."""
@@ -192,6 +187,13 @@ class Allocate(Protocol):
 
 
 Result = Chunk | Miss
+
+
+def release_all(results: Iterable[Result | None]) -> None:
+    """Give back the chunks among results that nobody will get."""
+    for result in results:
+        if isinstance(result, Chunk):
+            result.release()
 
 
 class StagedFrom(IntEnum):

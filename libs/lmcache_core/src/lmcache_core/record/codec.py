@@ -15,13 +15,14 @@ import xxhash
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.record.digest import UNSEALED_DIGEST, payload_digest
 from lmcache_core.record.header import (
     RAW_SERDE,
     REPORT_EXTENSION,
+    UNSEALED_DIGEST,
     RecordHeader,
     RecordReason,
     TensorSpec,
+    payload_digest,
 )
 
 MAGIC = b"LMKV"

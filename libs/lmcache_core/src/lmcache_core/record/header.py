@@ -10,11 +10,28 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
+import xxhash
 
 from lmcache_core.errors import IdentityError, RecordError
 from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES, CacheEngineKey
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name, num_bytes
-from lmcache_core.record.digest import DIGEST_BYTES
+
+DIGEST_BYTES = 16
+UNSEALED_DIGEST = bytes(DIGEST_BYTES)
+"""Stands in a header whose digest is still to be computed."""
+
+
+def payload_digest(payload: bytes | bytearray | memoryview) -> bytes:
+    """Return xxh3-128 of the payload. Releases the GIL while it reads."""
+    return xxhash.xxh3_128_digest(payload)
+
+
+def payload_hasher() -> xxhash.xxh3_128:
+    """Return the same digest of a payload that comes in pieces: give them to `update`, in order,
+    then ask for `digest()`.
+    """
+    return xxhash.xxh3_128()
+
 
 RAW_SERDE = "naive"
 REPORT_EXTENSION = 1

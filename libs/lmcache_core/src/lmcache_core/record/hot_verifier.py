@@ -47,9 +47,8 @@ class HotVerifier:
         """
         chosen = [i for i, _ in enumerate(chunks) if self.chooses()]
         checks = [workers.submit(_is_intact, chunks[i]) for i in chosen]
-        verdicts = [
-            check.result() for check in checks
-        ]  # all of them: the caller gives the memory back when this returns
+        # All of them: the caller gives the memory back when this returns.
+        verdicts = [check.result() for check in checks]
         return next(
             (i for i, is_intact in zip(chosen, verdicts, strict=True) if not is_intact), len(chunks)
         )

@@ -3,7 +3,6 @@ the network may see of it (TLS).
 """
 
 from lmcache_core.security.names import validate_instance_id, validate_tenant
-from lmcache_core.security.rate_limit import RateLimiter
 from lmcache_core.security.ticket_keys import (
     TicketKeyFile,
     TicketKeys,
@@ -20,7 +19,13 @@ from lmcache_core.security.tls import (
     why_silent,
 )
 from lmcache_core.security.token_file import ShownToken, TokenFile, token_text
-from lmcache_core.security.tokens import Principal, Role, TokenTable, speaks_for_all_tenants
+from lmcache_core.security.tokens import (
+    Principal,
+    RateLimiter,
+    Role,
+    TokenTable,
+    speaks_for_all_tenants,
+)
 
 __all__ = [
     "ClientTls",

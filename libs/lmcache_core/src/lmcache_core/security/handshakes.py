@@ -114,7 +114,7 @@ class BoundedContext(ssl.SSLContext):
         self._underway.add(handshake)
 
     def end(self, handshake: CountedObject) -> None:
-        """A handshake is over."""
+        """End a handshake."""
         self._underway.discard(handshake)
 
     @property

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import logging
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from lmcache_core.errors import ConfigError
-from lmcache_core.security.watched_files import WatchedFiles
-
-logger = logging.getLogger(__name__)
+from lmcache_core.security.watched_files import Reloaded, read_bounded
 
 MAX_TICKET_KEYS: Final = 16
 MIN_SECRET_BYTES: Final = 16
@@ -27,9 +25,8 @@ MAX_KEY_FILE_BYTES: Final = 16 * 1024
 _KEY_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 
 
-class TicketKeyFile:
-    """The keys of a file, read again when it changes. A file that goes bad leaves the last good
-    keys in force, and is reported once.
+class TicketKeyFile(Reloaded[dict[str, bytes]]):
+    """Key id to secret, as a file has them now, the one that signs first.
 
     Args:
         path: See `read_ticket_keys`.
@@ -39,26 +36,8 @@ class TicketKeyFile:
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__(partial(read_ticket_keys, path), [path], "ticket keys")
         self._path = path
-        self._watch = WatchedFiles([path])
-        self._keys = read_ticket_keys(path)
-
-    def current(self) -> Mapping[str, bytes]:
-        """Key id to secret as the file has them now, the one that signs first; looks at the file
-        now and then.
-        """
-        if self._watch.have_changed():
-            try:
-                self._keys = read_ticket_keys(self._path)
-            except ConfigError as exc:
-                logger.warning("%s; the keys read before stay in force", exc)
-            else:
-                logger.info(
-                    "ticket keys have been replaced: %s signs, %d are accepted",
-                    next(iter(self._keys)),
-                    len(self._keys),
-                )
-        return self._keys
 
     def __repr__(self) -> str:
         return f"TicketKeyFile({str(self._path)!r})"
@@ -71,7 +50,7 @@ a file.
 
 
 def current_keys(keys: TicketKeys) -> Mapping[str, bytes]:
-    """The keys that count now."""
+    """Return the keys that count now."""
     return keys.current() if isinstance(keys, TicketKeyFile) else keys
 
 
@@ -117,17 +96,7 @@ def read_ticket_keys(path: str | Path) -> dict[str, bytes]:
         ConfigError: The file cannot be read or an entry is wrong. Shows no secret.
     """
     source = f"ticket key file {path}"
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_KEY_FILE_BYTES + 1)
-    except OSError as exc:
-        raise ConfigError(
-            f"{source}: {exc.strerror or exc}; create it or correct the path"
-        ) from exc
-    if len(data) > MAX_KEY_FILE_BYTES:
-        raise ConfigError(
-            f"{source}: larger than {MAX_KEY_FILE_BYTES} bytes; drop keys that no longer sign"
-        )
+    data = read_bounded(Path(path), source, MAX_KEY_FILE_BYTES, "drop keys that no longer sign")
     try:
         text = data.decode("ascii")
     except UnicodeDecodeError:

@@ -10,7 +10,6 @@ tickets.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 import time
@@ -59,22 +58,18 @@ _DECODER: Final = msgspec.msgpack.Decoder(Ticket)
 
 
 class TicketSigner:
-    """Signs tickets with one of the shared keys.
+    """Signs tickets with the first of the shared keys.
 
     Args:
         keys: See `TicketKeys`.
-        active: The id of the key that signs; None: the first.
 
     Raises:
-        ConfigError: A key is out of bounds or `active` is not among them.
+        ConfigError: A key is out of bounds.
     """
 
-    def __init__(self, keys: TicketKeys, active: str | None = None) -> None:
-        now = current_keys(keys)
-        _check_keys(now)
-        if active is not None and active not in now:
-            raise ConfigError(f"ticket keys: the active key {active!r} is not among them; add it")
-        self._keys = keys if active is None else {active: now[active]}
+    def __init__(self, keys: TicketKeys) -> None:
+        _check_keys(current_keys(keys))
+        self._keys = keys
 
     def sign(self, *, instance: str, requester: str, tenant: str, expires_unix_ms: int) -> str:
         """Make a ticket's text, at most 4096 characters.
@@ -84,9 +79,9 @@ class TicketSigner:
         """
         if expires_unix_ms <= 0:
             raise ValueError("a ticket expires at a positive Unix time")
-        active, secret = next(iter(current_keys(self._keys).items()))
+        key_id, secret = next(iter(current_keys(self._keys).items()))
         ticket = Ticket(
-            active,
+            key_id,
             validate_instance_id(instance),
             validate_instance_id(requester),
             validate_tenant(tenant),
@@ -137,8 +132,14 @@ class TicketVerifier:
         Raises:
             AuthenticationError: The ticket is malformed, forged, for another instance or expired.
         """
-        payload, code = _split(text)
-        ticket = _decode(payload)
+        try:
+            version, payload, code = text[: MAX_TICKET_CHARS + 1].encode("ascii").split(b".")
+            if version != _VERSION.encode() or len(text) > MAX_TICKET_CHARS:
+                raise ValueError("another version, or too long")
+            padded = payload + b"=" * (-len(payload) % 4)
+            ticket = _DECODER.decode(base64.b64decode(padded, altchars=b"-_", validate=True))
+        except (ValueError, msgspec.DecodeError):
+            raise AuthenticationError("the ticket is malformed") from None
         secret = current_keys(self._keys).get(ticket.key_id)
         if secret is None:
             raise AuthenticationError("the ticket's key is unknown")
@@ -163,20 +164,3 @@ def _check_keys(keys: Mapping[str, bytes]) -> None:
 def _code(secret: bytes, payload: bytes) -> str:
     code = hmac.new(secret, _DOMAIN + payload, hashlib.sha256).digest()
     return base64.urlsafe_b64encode(code).rstrip(b"=").decode()
-
-
-def _split(text: str) -> tuple[bytes, bytes]:
-    if len(text) > MAX_TICKET_CHARS or not text.isascii():
-        raise AuthenticationError("the ticket is malformed")
-    parts = text.encode("ascii").split(b".")
-    if len(parts) != 3 or parts[0] != _VERSION.encode():
-        raise AuthenticationError("the ticket is malformed")
-    return parts[1], parts[2]
-
-
-def _decode(payload: bytes) -> Ticket:
-    try:
-        raw = base64.b64decode(payload + b"=" * (-len(payload) % 4), altchars=b"-_", validate=True)
-        return _DECODER.decode(raw)
-    except (binascii.Error, ValueError, msgspec.DecodeError):
-        raise AuthenticationError("the ticket is malformed") from None

@@ -16,7 +16,7 @@ from typing import Any
 from lmcache_core._typing import override
 from lmcache_core.errors import ConfigError
 from lmcache_core.security.handshakes import CountedObject
-from lmcache_core.security.watched_files import WatchedFiles
+from lmcache_core.security.watched_files import Reloaded
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class TlsFiles:
     """PEM files of one side.
 
     Attributes:
-        cert_file: Its certificate, with those between it and the root behind it.
+        cert_file: Its certificate, followed by those between it and the root.
         key_file: The certificate's key, without a passphrase; None where it is in the same file.
         ca_file: Who must have signed the other side's certificate. None: a server asks for no
             certificate, a client trusts whom this machine trusts.
@@ -46,7 +46,7 @@ class TlsFiles:
 
     @classmethod
     def named(cls, cert_file: str | None, key_file: str | None, ca_file: str | None) -> TlsFiles:
-        """As an engine's options name them."""
+        """Make them from an engine's options."""
         return cls(
             *(None if name is None else Path(name) for name in (cert_file, key_file, ca_file))
         )
@@ -78,51 +78,35 @@ class ReloadingContext(ssl.SSLContext):
     standing connections keep theirs.
 
     Files are looked at when a connection begins, at most once a second. Settings of this object
-    itself reach no connection: it trusts nobody and has no certificate, so that whoever goes round
-    its methods gets no connection.
+    itself reach no connection: it trusts no one and has no certificate, so that going around its
+    methods gives no connection.
 
     Attributes:
         if_silent: See `why_silent`.
     """
 
-    _build: Callable[[], ssl.SSLContext]
-    _watch: WatchedFiles
-    _in_force: ssl.SSLContext
+    _contexts: Reloaded[ssl.SSLContext]
     if_silent: str
 
     def __new__(cls, build: Callable[[], ssl.SSLContext], files: TlsFiles) -> ReloadingContext:
         """Make a context for `server_context` and `client_context`."""
         context = super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
-        context._build = build
-        context._watch = WatchedFiles(files.paths)
-        context._in_force = build()
+        context._contexts = Reloaded(build, files.paths, "certificates")
         context.if_silent = ""
         return context
 
     @override
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        self._look()
-        return self._in_force.wrap_bio(*args, **kwargs)
+        return self._contexts.current().wrap_bio(*args, **kwargs)
 
     @override
     def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
-        self._look()
-        return self._in_force.wrap_socket(*args, **kwargs)
-
-    def _look(self) -> None:
-        if not self._watch.have_changed():
-            return
-        try:
-            self._in_force = self._build()
-        except ConfigError as exc:
-            logger.warning("%s; the files read before stay in force", exc)
-        else:
-            logger.info("certificates have been replaced: new connections use the new ones")
+        return self._contexts.current().wrap_socket(*args, **kwargs)
 
 
 def server_context(files: TlsFiles) -> ReloadingContext:
-    """What a server listens with: TLS 1.3, and no session tickets, since whoever resumes a session
-    does not show its certificate again.
+    """Return what a server listens with: TLS 1.3, and no session tickets, since a client that
+    resumes a session does not show its certificate again.
 
     Args:
         files: With a `cert_file`. With a `ca_file` clients must show a certificate.
@@ -147,7 +131,7 @@ def server_context(files: TlsFiles) -> ReloadingContext:
 
 
 def client_context(files: TlsFiles | None = None, cert_option: str = "") -> ReloadingContext:
-    """What a client connects with. The server's certificate, and the name in it, are always
+    """Return what a client connects with. The server's certificate, and the name in it, are always
     checked.
 
     Args:
@@ -182,7 +166,7 @@ def client_context(files: TlsFiles | None = None, cert_option: str = "") -> Relo
 
 
 def why_silent(context: ssl.SSLContext | None) -> str:
-    """The end of an error about a server that shook hands and then hung up without a word.
+    """Return the end of an error about a server that shook hands and then hung up without a word.
 
     That is all that a client sees where its certificate is missed or not trusted: under TLS 1.3 its
     handshake is over by then, and event loops drop the alert that would say so.
@@ -194,9 +178,7 @@ def why_silent(context: ssl.SSLContext | None) -> str:
 
 
 def no_context() -> ssl.SSLContext:
-    """For clients of URLs without TLS whose library wants a context all the same: it trusts
-    nobody.
-    """
+    """Return a context that trusts no one, for URLs without TLS where a library wants one."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 

@@ -1,4 +1,5 @@
-"""The token file: which bearer token belongs to which tenant, in which role.
+"""Callers: which bearer token belongs to which tenant, in which role, and how many requests a
+caller has in a second. The token file:
 
 ```yaml
 tokens:
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
-from collections.abc import Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -25,7 +27,7 @@ import yaml
 
 from lmcache_core.errors import AuthenticationError, ConfigError
 from lmcache_core.security.names import validate_tenant
-from lmcache_core.security.watched_files import identify, identity_of
+from lmcache_core.security.watched_files import Identity, identity_of, read_bounded
 from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
 
 Role = Literal["client", "storage", "admin"]
@@ -56,7 +58,9 @@ class Principal:
 
 
 def speaks_for_all_tenants(role: str) -> bool:
-    """Whether a caller of that role may hold, hand over and report the chunks of every tenant."""
+    """Return whether a caller of that role may hold, hand over and report the chunks of every
+    tenant.
+    """
     return role in ("storage", "admin")
 
 
@@ -91,7 +95,7 @@ class TokenTable:
         self,
         credentials: Sequence[_Credential],
         source: Path | None,
-        fingerprint: tuple[int, ...] | None = None,
+        fingerprint: Identity | None = None,
     ) -> None:
         self._credentials = tuple(credentials)
         self._source = source
@@ -106,13 +110,13 @@ class TokenTable:
                 fix, and shows no secret.
         """
         source = Path(path)
-        data, fingerprint = _read(source)
-        return cls(_parse(data, source), source, fingerprint)
+        fingerprint = identity_of(source)  # before the reading: a later change is noticed
+        return cls(_read(source), source, fingerprint)
 
     @classmethod
     def anonymous(cls) -> TokenTable:
-        """A table that takes anyone, with any token or none, for `Principal("default", "admin",
-        "anonymous")`.
+        """Return a table that takes anyone, with any token or none, for `Principal("default",
+        "admin", "anonymous")`.
         """
         return cls((), None)
 
@@ -160,8 +164,7 @@ class TokenTable:
         if seen == self._fingerprint:
             return False
         self._fingerprint = seen
-        data, self._fingerprint = _read(self._source)
-        self._credentials = _parse(data, self._source)
+        self._credentials = _read(self._source)
         return True
 
     def __repr__(self) -> str:
@@ -174,28 +177,13 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
-def _read(path: Path) -> tuple[bytes, tuple[int, ...]]:
-    """Bytes and identity of one and the same file, though it may be replaced while we look."""
-    try:
-        with path.open("rb") as file:
-            fingerprint = identify(os.fstat(file.fileno()))
-            data = file.read(MAX_TOKEN_FILE_BYTES + 1)
-    except OSError as exc:
-        raise ConfigError(
-            f"token file {path}: {exc.strerror or exc}; create it or correct the path"
-        ) from exc
-    if len(data) > MAX_TOKEN_FILE_BYTES:
-        raise ConfigError(
-            f"token file {path}: larger than {MAX_TOKEN_FILE_BYTES} bytes; remove tokens that"
-            " nobody uses"
-        )
-    return data, fingerprint
-
-
-def _parse(data: bytes, path: Path) -> tuple[_Credential, ...]:
+def _read(path: Path) -> tuple[_Credential, ...]:
     """Errors are raised `from None`: the parsers' own messages quote the file, and with it
     tokens.
     """
+    data = read_bounded(
+        path, f"token file {path}", MAX_TOKEN_FILE_BYTES, "remove tokens that are not used"
+    )
     try:
         raw = load_yaml(data)
     except DuplicateNameError as exc:
@@ -260,3 +248,41 @@ def _credential(entry: _TokenEntry, where: str) -> _Credential:
             )
         digest = _digest(token)
     return _Credential(digest, Principal(tenant, entry.role, entry.name))
+
+
+MAX_BUCKETS: Final = 4096
+
+
+class RateLimiter:
+    """One bucket for each caller, which holds one second's requests, at least one, and fills
+    evenly.
+
+    Beyond `MAX_BUCKETS` callers the one that has been away longest is forgotten, and has a full
+    bucket if it comes again. For one thread.
+
+    Args:
+        per_second: Requests a second.
+        clock: Monotonic time, seconds.
+    """
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        assert per_second > 0
+        self._per_second = per_second
+        self._capacity = max(per_second, 1.0)
+        self._clock = clock
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def wait_s(self, caller: str) -> float:
+        """Take one request of that caller's.
+
+        Returns:
+            0 when it may be served; else it was not taken, and one may be in that many seconds.
+        """
+        now = self._clock()
+        level, at = self._buckets.pop(caller, (self._capacity, now))
+        level = min(self._capacity, level + (now - at) * self._per_second)
+        is_served = level >= 1.0
+        self._buckets[caller] = (level - is_served, now)
+        if len(self._buckets) > MAX_BUCKETS:
+            self._buckets.popitem(last=False)
+        return 0.0 if is_served else (1.0 - level) / self._per_second

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, TypeVar
+
+from lmcache_core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S: Final = 1.0
+
+T = TypeVar("T")
 
 Identity = tuple[int, ...]
 
 
 class WatchedFiles:
-    """Tells whether files are others than they were. Safe to share between threads.
+    """Tells whether files have changed. Safe to share between threads.
 
     Args:
         paths: The files; links are followed, since a mounted secret is replaced by moving one.
@@ -37,9 +43,7 @@ class WatchedFiles:
         self._next_look = clock() + interval_s
 
     def have_changed(self) -> bool:
-        """Whether something is different since this was last asked, or since the beginning. A
-        file that has gone is different.
-        """
+        """Return whether a file changed or went since the last call, or since the beginning."""
         with self._lock:
             now = self._clock()
             if now < self._next_look:
@@ -53,13 +57,65 @@ class WatchedFiles:
 
 
 def identity_of(path: Path) -> Identity | None:
-    """What tells this file from one that takes its place; None where there is none."""
+    """Return what tells this file from one that takes its place; None if there is none."""
     try:
-        return identify(path.stat())
+        stat = path.stat()
     except OSError:
         return None
-
-
-def identify(stat: os.stat_result) -> Identity:
-    """The same for a file that is open."""
     return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def read_bounded(path: Path, where: str, max_bytes: int, if_larger: str) -> bytes:
+    """Read a small file.
+
+    Args:
+        path: The file.
+        where: What errors call it.
+        max_bytes: Its largest size.
+        if_larger: What to do about a larger one.
+
+    Raises:
+        ConfigError: It cannot be read or is larger.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as exc:
+        raise ConfigError(
+            f"{where} cannot be read: {exc.strerror or exc}; create it or correct the path"
+        ) from exc
+    if len(data) > max_bytes:
+        raise ConfigError(f"{where} is larger than {max_bytes} bytes; {if_larger}")
+    return data
+
+
+class Reloaded(Generic[T]):
+    """A value read from files, and read again when they change. Files that go bad leave the last
+    good value in force, logged once per change.
+
+    Args:
+        read: Reads the value; raises `ConfigError`.
+        paths: The files.
+        what: Name of the value in logs.
+
+    Raises:
+        ConfigError: The first reading fails.
+    """
+
+    def __init__(self, read: Callable[[], T], paths: Iterable[Path], what: str) -> None:
+        self._read = read
+        self._what = what
+        # Before the reading: what changes meanwhile is read again.
+        self._watch = WatchedFiles(paths)
+        self._value = read()
+
+    def current(self) -> T:
+        """Return the value as the files have it now; looks at them at most once a second."""
+        if self._watch.have_changed():
+            try:
+                self._value = self._read()
+            except ConfigError as exc:
+                logger.warning("%s; the %s read before stay in force", exc, self._what)
+            else:
+                logger.info("%s have been replaced", self._what)
+        return self._value

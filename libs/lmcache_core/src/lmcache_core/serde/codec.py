@@ -138,7 +138,7 @@ class ChunkCodec(Protocol):
             header: Of its record; `decodes` is true.
             payload: The encoded bytes.
             out: Where the raw payload goes: exactly `decoded_bytes(header)` bytes, tensors one
-                behind the other in the header's order.
+                after the other in the header's order.
 
         Raises:
             SerdeError: The bytes are not what the header says. Bounded time and memory; `out` may

@@ -1,8 +1,8 @@
 """The Safe serde: a safetensors file of one tensor after the checked head of `tensor_bytes`. Needs
 torch and safetensors.
 
-The library is given only files that are found, by our own reading, to be exactly what it writes for
-one tensor of the head's dtype and shape.
+The library writes; reading takes only files that are exactly what it writes for one tensor of the
+head's dtype and shape, and needs no library for that.
 
 Source: the format is https://huggingface.co/docs/safetensors, "Format": length of the header as
     u64, the header as JSON, the data.
@@ -22,11 +22,9 @@ from lmcache_core.serde.base import BytesLike, PlainDeserializer, Serializer
 from lmcache_core.serde.tensor_bytes import (
     SerdeId,
     TensorHead,
-    check_decoded,
-    check_elements,
+    decoded_tensor,
     dense,
     head_of,
-    library_failures,
     seal,
     unseal,
 )
@@ -66,7 +64,7 @@ class SafeSerializer(Serializer):
         payload: bytes = safetensors.torch.save({TENSOR_KEY: tensor})
         head = head_of(SerdeId.SAFETENSOR, tensor, payload)
         try:
-            _check_file(head, memoryview(payload))
+            _elements(head, memoryview(payload))
         except SerdeError as exc:
             raise SerdeError(
                 f"safetensors {safetensors.__version__} writes files of another form; use the Fast"
@@ -80,16 +78,16 @@ class SafeDeserializer(PlainDeserializer):
 
     @override
     def from_bytes_normal(self, b: BytesLike) -> torch.Tensor:
-        head, payload = unseal(b, SerdeId.SAFETENSOR)
-        _check_file(head, payload)
-        with library_failures("safetensors"):
-            tensors = safetensors.torch.load(bytes(payload))
-        return check_decoded(head, tensors.get(TENSOR_KEY))
+        head, file = unseal(b, SerdeId.SAFETENSOR)
+        return decoded_tensor(head, _elements(head, file))
 
 
-def _check_file(head: TensorHead, file: memoryview) -> None:
-    """Check that a file is what safetensors writes for a tensor of that dtype and shape, under
-    our key and without metadata.
+def _elements(head: TensorHead, file: memoryview) -> memoryview:
+    """Return the data of a file that is what safetensors writes for a tensor of that dtype and
+    shape, under our key and without metadata.
+
+    Raises:
+        SerdeError: The file is another.
     """
     header_bytes = int.from_bytes(file[:_LENGTH_BYTES], "little")
     data_at = _LENGTH_BYTES + header_bytes
@@ -107,4 +105,4 @@ def _check_file(head: TensorHead, file: memoryview) -> None:
         raise SerdeError(
             f"the file's header is not that of one tensor of {head.dtype} {head.shape}"
         )
-    check_elements(head, file[data_at:])
+    return file[data_at:]

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
@@ -25,7 +24,7 @@ from lmcache_core._typing import override
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name
 from lmcache_core.memory.views import bytes_under, tensor_over
-from lmcache_core.record.digest import DIGEST_BYTES, payload_hasher
+from lmcache_core.record.header import DIGEST_BYTES, payload_hasher
 from lmcache_core.serde.base import BytesLike, PlainDeserializer, Serializer
 
 MAGIC = b"LMTB"
@@ -193,7 +192,10 @@ def unseal(data: BytesLike, serde: SerdeId) -> tuple[TensorHead, memoryview]:
     Raises:
         SerdeError: The bytes are no such container, or are damaged.
     """
-    view = _as_bytes(data)
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError("bytes with gaps cannot be decoded: copy them with bytes()")
+    view = view.cast("B") if view.nbytes else memoryview(b"")
     if len(view) < _PREFIX.size:
         raise SerdeError(
             f"{len(view)} bytes are too short for an encoded tensor, which begins with"
@@ -239,41 +241,16 @@ def check_elements(head: TensorHead, elements: memoryview) -> None:
         raise SerdeError("a bool that is neither 0 nor 1")
 
 
-def check_decoded(head: TensorHead, tensor: object) -> torch.Tensor:
-    """Check that what a library made of a payload is what the head says: a plain tensor, with its
-    own memory and no more.
+def decoded_tensor(head: TensorHead, elements: memoryview) -> torch.Tensor:
+    """Return a new tensor of the head's dtype and shape with these bytes.
 
     Raises:
-        SerdeError: It is something else.
+        SerdeError: They are not values of that dtype.
     """
-    if (
-        type(tensor) is not torch.Tensor
-        or tensor.layout is not torch.strided
-        or tensor.device.type != "cpu"
-        or tensor.requires_grad
-    ):
-        raise SerdeError(f"the payload holds a {type(tensor).__name__}, not a plain tensor")
-    if (tensor.dtype, tuple(tensor.shape)) != (head.torch_dtype, head.shape):
-        raise SerdeError(
-            f"the payload holds {tensor.dtype} {tuple(tensor.shape)}, its head says {head.dtype}"
-            f" {head.shape}"
-        )
-    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != head.num_bytes:
-        raise SerdeError("the payload holds a view of other memory")
+    check_elements(head, elements)
+    tensor = torch.empty(head.shape, dtype=head.torch_dtype, device="cpu")
+    bytes_under(tensor)[:] = elements
     return tensor
-
-
-@contextmanager
-def library_failures(name: str) -> Iterator[None]:
-    """Turn what a library raises about a payload into `SerdeError`. Too little memory stays what
-    it is: it says nothing of the bytes.
-    """
-    try:
-        yield
-    except (SerdeError, MemoryError):
-        raise
-    except Exception as exc:
-        raise SerdeError(f"{name} refuses the payload: {type(exc).__name__}: {exc}") from exc
 
 
 class FastSerializer(Serializer):
@@ -291,18 +268,7 @@ class FastDeserializer(PlainDeserializer):
 
     @override
     def from_bytes_normal(self, b: BytesLike) -> torch.Tensor:
-        head, payload = unseal(b, SerdeId.FAST)
-        check_elements(head, payload)
-        tensor = torch.empty(head.shape, dtype=head.torch_dtype, device="cpu")
-        bytes_under(tensor)[:] = payload
-        return tensor
-
-
-def _as_bytes(data: BytesLike) -> memoryview:
-    view = memoryview(data)
-    if not view.c_contiguous:
-        raise ValueError("bytes with gaps cannot be decoded: copy them with bytes()")
-    return view.cast("B") if view.nbytes else memoryview(b"")
+        return decoded_tensor(*unseal(b, SerdeId.FAST))
 
 
 def _digest(prefix: BytesLike, payload: BytesLike) -> bytes:

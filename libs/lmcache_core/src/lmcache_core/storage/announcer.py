@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import Holding, InstanceReporter
 from lmcache_core.storage.base import OnRemoved
 
+if TYPE_CHECKING:
+    from lmcache_core.storage.disk import DiskBackend
+    from lmcache_core.storage.hot import LocalCPUBackend
 
-class HeldTier(Protocol):
-    """A local tier, as far as a full announcement needs it."""
-
-    name: str
-
-    def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size in bytes of every chunk held now."""
-
-
-class LoadedTier(HeldTier, Protocol):
-    """A local tier that is read in the background after its start."""
-
-    async def wait_loaded(self) -> None:
-        """Return when everything that was there before the start is known, or could not be read."""
-
-    def call_when_restored(self, on_restored: Callable[[], None]) -> None:
-        """Call `on_restored` on the loop whenever chunks are held again that could not be read."""
+    LocalTier = LocalCPUBackend | DiskBackend
 
 
 class TierAnnouncer:
@@ -43,20 +30,20 @@ class TierAnnouncer:
     def __init__(self, own_tenant: str) -> None:
         self._own_tenant = own_tenant
         self._reporter: InstanceReporter | None = None
-        self._tiers: dict[str, HeldTier] = {}
+        self._tiers: dict[str, LocalTier] = {}
 
-    def connect(self, reporter: InstanceReporter, tiers: Sequence[HeldTier]) -> None:
-        """From now on pass on what these tiers gain and lose."""
+    def connect(self, reporter: InstanceReporter, tiers: Sequence[LocalTier]) -> None:
+        """Pass on what these tiers gain and lose from now on."""
         self._reporter = reporter
         self._tiers = {tier.name: tier for tier in tiers}
 
     def stored(self, key: ChunkKey, tier: str, num_bytes: int) -> None:
-        """See `StackListener.stored`; tiers that are not local are not announced."""
+        """Announce what a tier has kept; tiers that are not local are not announced."""
         if self._reporter is not None and tier in self._tiers:
             self._reporter.stored(key.key.chunk_id(), tier, num_bytes, self._tenant(key))
 
     def removed_from(self, tier: str) -> OnRemoved:
-        """What that tier is to call with every key that it gives up."""
+        """Return what that tier is to call with every key that it gives up."""
 
         def removed(key: ChunkKey) -> None:
             if self._reporter is not None:
@@ -65,12 +52,12 @@ class TierAnnouncer:
         return removed
 
     def snapshot(self) -> Iterator[Holding]:
-        """Everything held now, for a full announcement."""
+        """Yield everything held now, for a full announcement."""
         for tier in self._tiers.values():
             for key, num_bytes in tier.held():
                 yield Holding(key.key.chunk_id(), tier.name, num_bytes, self._tenant(key))
 
-    async def announce_when_loaded(self, tier: LoadedTier) -> None:
+    async def announce_when_loaded(self, tier: DiskBackend) -> None:
         """Announce what a tier finds once it has been read, and whenever it can read more later.
 
         A large disk is read in the background, and one that is not there at the start is opened

@@ -7,16 +7,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from lmcache_core.errors import ConfigError
-from lmcache_core.record import MissReason, RecordHeader
+from lmcache_core.errors import ConfigError, SerdeError
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.memory.buffer import BytesBufferMemoryObj
+from lmcache_core.record import (
+    REPORT_EXTENSION,
+    Chunk,
+    Miss,
+    MissReason,
+    RecordHeader,
+    Result,
+    decoded_header,
+    encode_head,
+    payload_digest,
+)
 from lmcache_core.serde import DOCUMENTED_NAMES, create_codec
-from lmcache_core.serde.codec import ChunkCodec
+from lmcache_core.serde.codec import ChunkCodec, EncodingReport, encoding_report, report_extension
 from lmcache_core.serde.documented_codec import DocumentedCodec
-from lmcache_core.storage.disk.pool import FilePool
-from lmcache_core.telemetry import CodecFigures, Counters
+from lmcache_core.storage.disk.pool import FilePool, abandon, release_result
+from lmcache_core.telemetry import CodecFigures, Counters, MeasuredError
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +107,6 @@ class Codecs:
         self.encoding = FilePool("lmcache-encoding", -(-num_threads // 2))
         self.figures = CodecFigures(counters)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether opening them takes no time."""
-        return not self._named
-
     def named(self, serde: str | None) -> ChunkCodec | None:
         """The codec that an option names; None for none and "naive"."""
         return None if serde is None else self._named.get(serde)
@@ -144,7 +154,7 @@ class Codecs:
                 await self._close_all()
 
     def decoder_of(self, header: RecordHeader) -> ChunkCodec | MissReason:
-        """Who decodes a record, or why nobody does."""
+        """Return what decodes a record, or why nothing does."""
         for codec in self._open:
             if codec.decodes(header):
                 return codec
@@ -160,9 +170,7 @@ class Codecs:
             if not all(have_ended):
                 logger.warning("codecs did not stop in time, leaving their threads")
         finally:
-            await asyncio.to_thread(
-                _close_all, opened
-            )  # goes on in its thread when nobody waits for it any more
+            await asyncio.to_thread(_close_all, opened)  # a cancellation does not stop it
 
 
 def _open_all(
@@ -206,3 +214,128 @@ def _close_all(opened: Sequence[ChunkCodec]) -> None:
 def _family(serde: str) -> str:
     """The serde's name without its profile."""
     return serde.partition(":")[0]
+
+
+PROFILE_SEPARATOR = "@"
+"""Between the name of a profile and the id of its tables."""
+
+
+def encoded_chunk(codec: ChunkCodec, chunk: Chunk, figures: CodecFigures) -> Chunk | None:
+    """A raw chunk, encoded and sealed.
+
+    Args:
+        codec: Open.
+        chunk: Raw; borrowed.
+        figures: Where the work is counted.
+
+    Returns:
+        A chunk with memory of its own, outside any arena; None when its record would not be
+        smaller: it stays as it is. Lossy if the codec is, and also if the chunk was decoded from a
+        lossy record before.
+    """
+    header = chunk.described
+    began = time.perf_counter()
+    encoded = codec.encode(header.tensors, chunk.memory.byte_array)
+    if encoded is None:
+        figures.left_raw(codec.serde, time.perf_counter() - began)
+        return None
+    payload = encoded.payload
+    extensions = [extension for extension in header.extensions if extension.id != REPORT_EXTENSION]
+    if (report := report_extension(encoded.report)) is not None:
+        extensions.append(report)
+    made = RecordHeader(
+        header.key,
+        encoded.serde,
+        encoded.profile,
+        encoded.lossy or header.lossy,
+        encoded.tensors,
+        payload_digest(payload),
+        tuple(extensions),
+    )
+    head = encode_head(made, len(payload))
+    elapsed_s = time.perf_counter() - began
+    raw_bytes = chunk.memory.get_size()
+    # The longer head may have eaten what the payload saved.
+    if len(payload) < raw_bytes and len(head) + len(payload) >= chunk.num_bytes:
+        figures.left_raw(codec.serde, elapsed_s)
+        return None
+    figures.encoded(codec.serde, raw_bytes, len(payload), elapsed_s)
+    _note_errors(figures, made, encoded.report)
+    return Chunk(chunk.key, made, head, BytesBufferMemoryObj(payload), chunk.tier, chunk.stored_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """A chunk that is to be decoded into other memory; owns a reference on both until it has run or
+    is abandoned.
+
+    Attributes:
+        codec: Decodes such records.
+        chunk: Encoded.
+        memory: For the decoded payload, of exactly its length.
+        figures: Where the work is counted.
+        seals: Also compute the digest of what was decoded.
+    """
+
+    codec: ChunkCodec
+    chunk: Chunk
+    memory: MemoryObj
+    figures: CodecFigures
+    seals: bool
+
+    def run(self) -> Result:
+        """Decode. The result takes over the decoded memory."""
+        began = time.perf_counter()
+        encoded, memory = self.chunk, self.memory
+        header = encoded.described
+        try:
+            self.codec.decode(header, encoded.memory.byte_array, memory.byte_array)
+            chunk = Chunk(
+                encoded.key, decoded_header(header), None, memory, encoded.tier, encoded.stored_at
+            )
+            if self.seals:
+                chunk.sealed()
+            self.figures.decoded(
+                self.codec.serde,
+                memory.get_size(),
+                encoded.memory.get_size(),
+                time.perf_counter() - began,
+            )
+        except SerdeError:
+            memory.ref_count_down()
+            return Miss(MissReason.CORRUPT)
+        except BaseException:
+            memory.ref_count_down()
+            raise
+        finally:
+            encoded.release()
+        _note_errors(self.figures, header, encoding_report(header))
+        return chunk
+
+    def release(self) -> None:
+        """Give both references back; it does not run."""
+        self.memory.ref_count_down()
+        self.chunk.release()
+
+    def abandon(self, future: Future[Result]) -> None:
+        """Wait no longer for the future that runs this: what it owns is given back as soon as its
+        thread lets go.
+        """
+        abandon(future, release_result, self.release)
+
+
+def _note_errors(
+    figures: CodecFigures, header: RecordHeader, report: EncodingReport | None
+) -> None:
+    if report is not None and report.groups:
+        error = MeasuredError(
+            max(group.max_relative for group in report.groups),
+            max(group.rms_relative for group in report.groups),
+        )
+        figures.measured(_profile_name(header), error)
+
+
+def _profile_name(header: RecordHeader) -> str:
+    """Serde and profile, without the id of the tables."""
+    profile = header.profile.partition(PROFILE_SEPARATOR)[0]
+    return header.serde if profile in ("", header.serde) else f"{header.serde}/{profile}"

@@ -11,12 +11,20 @@ from functools import partial
 from lmcache_core._typing import override
 from lmcache_core.errors import RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import RAW_SERDE, Allocate, Chunk, Miss, MissReason, Result, decoded_bytes
+from lmcache_core.record import (
+    RAW_SERDE,
+    Allocate,
+    Chunk,
+    Miss,
+    MissReason,
+    Result,
+    decoded_bytes,
+    release_all,
+)
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.byte_gate import ByteGate
-from lmcache_core.storage.codecs import Codecs
+from lmcache_core.storage.codecs import Codecs, Decoding, encoded_chunk
 from lmcache_core.storage.disk.pool import wait_all
-from lmcache_core.storage.transcoding import Decoding, encoded_chunk
 from lmcache_core.storage.unusable import UnusableRecords
 from lmcache_core.telemetry import CodecFigures
 
@@ -139,9 +147,7 @@ class EncodedBackend(StorageBackend):
                     results[i] = Miss(MissReason.DEADLINE)  # the chunk belongs to `_let_in` now
                     results[i] = self._let_in(i, result, None if is_late else allocate, jobs)
                 elif result.reason is MissReason.ENCODING and not self._accepts_lossy:
-                    self._replaceable.note(
-                        key
-                    )  # its server has filtered what would be refused here
+                    self._replaceable.note(key)  # its server filtered what is refused here
             await wait_all(
                 [future for _, _, future in jobs],
                 None if deadline is None else max(0.0, deadline - began),
@@ -153,9 +159,7 @@ class EncodedBackend(StorageBackend):
         except BaseException:
             for _, decoding, future in jobs:
                 decoding.abandon(future)
-            for result in results:
-                if isinstance(result, Chunk):
-                    result.release()
+            release_all(results)
             raise
         for (i, decoding, future), has_ended in zip(jobs, ended, strict=True):
             results[i] = result = _taken(decoding, future, has_ended)

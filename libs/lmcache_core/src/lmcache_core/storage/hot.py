@@ -6,7 +6,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from lmcache_core._typing import override
 from lmcache_core.errors import IntegrityError
@@ -16,7 +17,6 @@ from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import Allocate, Chunk, Miss, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.eviction import Clock, EvictionPolicy, Ledger, TierLimits
-from lmcache_core.storage.hot_table import HeldChunk, HotTable
 from lmcache_core.telemetry.request_context import step
 
 if TYPE_CHECKING:
@@ -57,6 +57,23 @@ class BoundedMemory(Protocol):
 
 
 OnKept = Callable[[Chunk], None]
+
+
+class HeldChunk(NamedTuple):
+    """Facts about a chunk that the tier holds.
+
+    Attributes:
+        num_bytes: Of the whole record.
+        stored_at: When it was stored, seconds since the epoch; None: not known.
+        num_holders: References on its memory other than the tier's own: readers, pins, writes to
+            slower tiers.
+        lossy: Whether its encoding has lost something.
+    """
+
+    num_bytes: int
+    stored_at: float | None
+    num_holders: int
+    lossy: bool
 
 
 class LocalCPUBackend(StorageBackend):
@@ -101,7 +118,9 @@ class LocalCPUBackend(StorageBackend):
         self._on_kept = on_kept
         self._clock = clock
         self._lock = threading.Lock()
-        self._table = HotTable(Ledger(policy, limits, clock))
+        self._ledger = Ledger(policy, limits, clock)
+        self._chunks: dict[ChunkKey, Chunk] = {}
+        self._used_bytes = 0
         self._num_failed_allocations = 0
         self._incoming: list[tuple[MemoryObj, str]] = []
 
@@ -127,7 +146,7 @@ class LocalCPUBackend(StorageBackend):
             return None
         gone: list[ChunkKey] = []
         with self._lock:
-            for key in self._table.give_up(MAX_VICTIMS_PER_ALLOCATION):
+            for key in self._give_up(MAX_VICTIMS_PER_ALLOCATION):
                 gone.append(key)
                 memory_obj = self._allocator.allocate(shape, dtype, fmt)
                 if memory_obj is not None:
@@ -163,22 +182,18 @@ class LocalCPUBackend(StorageBackend):
             if self._may_receive(num_bytes, own, of_all, tenant):
                 memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
                 if memory_obj is None:
-                    is_over = self._table.is_over_quota(tenant, own + num_bytes)
-                    held_bytes = self._table.used_bytes
+                    is_over = self._ledger.is_over_quota(tenant, own + num_bytes)
+                    held_bytes = self._used_bytes
                     most_bytes = num_bytes + min(
                         num_bytes, self._memory.capacity_bytes // GAPS_SHARE
                     )
-                    for key in self._table.give_up(
-                        MAX_VICTIMS_PER_ALLOCATION, tenant if is_over else None
-                    ):
+                    whose = tenant if is_over else None
+                    for key in self._give_up(MAX_VICTIMS_PER_ALLOCATION, whose):
                         gone.append(key)
                         memory_obj = self._allocator.allocate(
                             (num_bytes,), None, MemoryFormat.BINARY
                         )
-                        if (
-                            memory_obj is not None
-                            or held_bytes - self._table.used_bytes >= most_bytes
-                        ):
+                        if memory_obj is not None or held_bytes - self._used_bytes >= most_bytes:
                             break
             if memory_obj is None:
                 self._num_failed_allocations += 1
@@ -197,7 +212,9 @@ class LocalCPUBackend(StorageBackend):
             tenant: The tenant that asks.
         """
         capacity = self._memory.capacity_bytes
-        if self._table.could_never_hold(tenant, own + num_bytes):
+        quota = self._ledger.quota(tenant)
+        if quota is not None and own + num_bytes > quota:
+            self._ledger.refuse()
             return False
         return (
             own + num_bytes <= capacity // RECEIVING_SHARE
@@ -212,13 +229,13 @@ class LocalCPUBackend(StorageBackend):
         chunks the head is then the most recent.
         """
         with step("tier Hot get"), self._lock:
-            gone = self._table.expire(MAX_EXPIRED_PER_CALL, keys)
-            found = [self._table.find(key) for key in keys]
+            gone = self._expire(keys)
+            found = [self._find(key) for key in keys]
             for chunk in reversed(found):
                 if chunk is not None:
                     chunk.memory.ref_count_up()
                     if is_access:
-                        self._table.access(chunk.key)
+                        self._ledger.access(chunk.key)
         self._report(gone)
         return found
 
@@ -241,14 +258,14 @@ class LocalCPUBackend(StorageBackend):
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which chunks are held. Does not count as an access."""
         with self._lock:
-            return [self._table.find(key) is not None for key in keys]
+            return [self._find(key) is not None for key in keys]
 
     def remove_many(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; how many were held. Memory that a reader still references is freed when
         it lets go.
         """
         with self._lock:
-            gone = [key for key in keys if self._table.remove(key)]
+            gone = [key for key in keys if self._remove(key)]
         self._report(gone)
         return len(gone)
 
@@ -258,14 +275,13 @@ class LocalCPUBackend(StorageBackend):
         """
         gone: list[ChunkKey] = []
         with self._lock:
-            before = self._table.used_bytes
-            victims = self._table.give_up()
+            before = self._used_bytes
+            victims = self._give_up()
             while (
-                before - self._table.used_bytes < num_bytes
-                and (key := next(victims, None)) is not None
+                before - self._used_bytes < num_bytes and (key := next(victims, None)) is not None
             ):
                 gone.append(key)
-            freed = before - self._table.used_bytes
+            freed = before - self._used_bytes
         self._report(gone)
         return freed
 
@@ -274,7 +290,7 @@ class LocalCPUBackend(StorageBackend):
         remembered, or never stored.
         """
         with self._lock:
-            return self._table.miss(key)
+            return self._ledger.miss(key)
 
     def keys(self) -> list[ChunkKey]:
         """Names of all chunks that would be served now."""
@@ -283,22 +299,24 @@ class LocalCPUBackend(StorageBackend):
     def held(self) -> list[tuple[ChunkKey, int]]:
         """Name and size (whole record, bytes) of every chunk that would be served now."""
         with self._lock:
-            keys = self._table.all_keys()
+            keys = list(self._chunks)
         return self._sizes(keys)
 
     def hottest(self) -> list[tuple[ChunkKey, int]]:
         """Like `held`, roughly what would be evicted last first."""
         with self._lock:
-            keys = self._table.coldest_first()
+            keys = self._ledger.coldest_first()
         return self._sizes(keys[::-1])
 
     def peek_many(self, keys: Sequence[ChunkKey]) -> list[HeldChunk | Miss]:
         """What there is to tell of chunks. Does not count as an access."""
         with self._lock:
-            found = [(key, self._table.find(key)) for key in keys]
+            found = [(key, self._find(key)) for key in keys]
             return [
-                self._table.miss(key) if chunk is None else HeldChunk.of(chunk)
-                for key, chunk in found
+                self._ledger.miss(key)
+                if c is None
+                else HeldChunk(c.num_bytes, c.stored_at, c.memory.get_ref_count() - 1, c.lossy)
+                for key, c in found
             ]
 
     def clear_now(self, tenant: str | None = None) -> int:
@@ -311,7 +329,9 @@ class LocalCPUBackend(StorageBackend):
         longer) a chunk of this tier.
         """
         with self._lock:
-            return self._table.stats() | {
+            return self._ledger.stats() | {
+                "num_chunks": len(self._chunks),
+                "used_bytes": self._used_bytes,
                 "capacity_bytes": self._memory.capacity_bytes,
                 "arena_used_bytes": self._memory.used_bytes,
                 "failed_allocations": self._num_failed_allocations,
@@ -325,10 +345,18 @@ class LocalCPUBackend(StorageBackend):
         """
         self._allocator.check_integrity()
         with self._lock:
-            self._table.check_integrity()
-            if self._table.used_bytes > self._memory.used_bytes:
+            sizes = {key: chunk.memory.metadata.phy_size for key, chunk in self._chunks.items()}
+            if sum(sizes.values()) != self._used_bytes:
                 raise IntegrityError(
-                    f"chunks hold {self._table.used_bytes} bytes, the arena has handed out"
+                    f"chunks hold {sum(sizes.values())} bytes, books say {self._used_bytes}"
+                )
+            self._ledger.check_integrity(sizes)
+            for key, chunk in self._chunks.items():
+                if chunk.memory.get_ref_count() < 1:
+                    raise IntegrityError(f"chunk {key.key.chunk_hash} is held without a reference")
+            if self._used_bytes > self._memory.used_bytes:
+                raise IntegrityError(
+                    f"chunks hold {self._used_bytes} bytes, the arena has handed out"
                     f" {self._memory.used_bytes}"
                 )
 
@@ -340,8 +368,8 @@ class LocalCPUBackend(StorageBackend):
         removals.
         """
         with self._lock:
-            for key in self._table.all_keys():
-                self._table.remove(key)
+            for key in list(self._chunks):
+                self._remove(key)
 
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -393,14 +421,14 @@ class LocalCPUBackend(StorageBackend):
         for begin in range(0, len(keys), LISTED_AT_ONCE):
             part = keys[begin : begin + LISTED_AT_ONCE]
             with self._lock:
-                chunks = [self._table.find(key) for key in part]
+                chunks = [self._find(key) for key in part]
                 found += [(chunk.key, chunk.num_bytes) for chunk in chunks if chunk is not None]
         return found
 
     def _clear_in_parts(self, tenant: str | None) -> Iterator[int]:
         """Forget everything (of that tenant), and yield the number of chunks after each part."""
         with self._lock:
-            keys = self._table.all_keys()
+            keys = list(self._chunks)
         for begin in range(0, len(keys), REMOVED_AT_ONCE):
             part = keys[begin : begin + REMOVED_AT_ONCE]
             yield self.remove_many([key for key in part if tenant in (None, key.tenant)])
@@ -415,15 +443,19 @@ class LocalCPUBackend(StorageBackend):
         else:
             memory_obj.ref_count_up()
         with self._lock:
-            gone = self._table.expire(MAX_EXPIRED_PER_CALL, [chunk.key])
-            is_admitted = self._table.admits(chunk, memory_obj.metadata.phy_size, gone)
+            gone = self._expire([chunk.key])
+            is_admitted = self._admits(chunk, memory_obj.metadata.phy_size, gone)
             if is_admitted:
                 is_ours = memory_obj is chunk.memory and chunk.tier == self.name
                 kept = chunk if is_ours else chunk.moved(memory_obj, self.name)
                 if kept.stored_at is None:
                     kept.stored_at = self._clock()
-                self._table.put(kept)
-                self._incoming = [entry for entry in self._incoming if entry[0] is not memory_obj]
+                self._remove(kept.key)  # in its place
+                self._chunks[kept.key] = kept
+                self._used_bytes += memory_obj.metadata.phy_size
+                self._ledger.add(kept.key, memory_obj.metadata.phy_size, kept.stored_at)
+                if self._incoming:
+                    self._incoming = [held for held in self._incoming if held[0] is not memory_obj]
                 if self._on_kept is not None:
                     self._on_kept(kept)
         if not is_admitted:
@@ -436,7 +468,7 @@ class LocalCPUBackend(StorageBackend):
         """
         gone: list[ChunkKey] = []
         with self._lock:
-            is_admitted = self._table.admits(chunk, chunk.memory.get_size(), gone)
+            is_admitted = self._admits(chunk, chunk.memory.get_size(), gone)
         self._report(gone)
         memory_obj = self.allocate(chunk.memory.get_size()) if is_admitted else None
         if memory_obj is not None:
@@ -447,3 +479,88 @@ class LocalCPUBackend(StorageBackend):
         if self._on_removed is not None:
             for key in gone:
                 self._on_removed(key)
+
+    # What follows is called under the lock.
+
+    def _find(self, key: ChunkKey) -> Chunk | None:
+        """Return the chunk if it may be served; not an access."""
+        chunk = self._chunks.get(key)
+        return chunk if chunk is not None and self._ledger.is_live(key) else None
+
+    def _admits(self, chunk: Chunk, num_bytes: int, gone: list[ChunkKey]) -> bool:
+        """Return whether a chunk is to be kept. Its tenant's own chunks are given up for it as far
+        as the quota demands.
+
+        Args:
+            chunk: The chunk.
+            num_bytes: What it will take.
+            gone: Extended by the keys that were given up.
+        """
+        held = self._find(chunk.key)
+        if held is not None and (chunk.lossy or not held.lossy):
+            return False
+        tenant = chunk.key.tenant
+        quota = self._ledger.quota(tenant)
+        if quota is None:
+            return True
+        more_bytes = num_bytes - (0 if held is None else held.memory.metadata.phy_size)
+        if num_bytes <= quota and self._ledger.is_over_quota(tenant, more_bytes):
+            for key in self._give_up(tenant=tenant, spared=chunk.key):
+                gone.append(key)
+                if not self._ledger.is_over_quota(tenant, more_bytes):
+                    break
+        if self._ledger.is_over_quota(tenant, more_bytes):
+            self._ledger.refuse()
+            return False
+        return True
+
+    def _expire(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Forget chunks whose time is over: all of `keys`, and a few others. Those with readers
+        too: nothing waits for them.
+        """
+        if not self._ledger.has_ttl:
+            return []
+        past = self._ledger.past(MAX_EXPIRED_PER_CALL)
+        past += [key for key in keys if key in self._chunks and not self._ledger.is_live(key)]
+        gone = list(dict.fromkeys(past))
+        for key in gone:
+            self._ledger.expire(key)
+            self._drop(key)
+        return gone
+
+    def _give_up(
+        self, limit: int | None = None, tenant: str | None = None, spared: ChunkKey | None = None
+    ) -> Iterator[ChunkKey]:
+        """Forget chunks one by one: first those whose time is over, then, in the policy's order,
+        those that nobody references.
+
+        Args:
+            limit: How many are looked at; None: all.
+            tenant: Whose chunks go, for its quota; None: everybody's.
+            spared: Never given up.
+
+        Yields:
+            What has just been forgotten.
+        """
+        for key in self._ledger.past(len(self._chunks) if limit is None else limit):
+            self._ledger.expire(key)
+            self._drop(key)
+            yield key
+        for key in islice(self._ledger.victims(tenant), limit):
+            if key == spared or self._chunks[key].memory.get_ref_count() > 1:
+                continue
+            self._ledger.evict(key)
+            self._drop(key)
+            yield key
+
+    def _remove(self, key: ChunkKey) -> bool:
+        if key not in self._chunks:
+            return False
+        self._ledger.remove(key)
+        self._drop(key)
+        return True
+
+    def _drop(self, key: ChunkKey) -> None:
+        chunk = self._chunks.pop(key)
+        self._used_bytes -= chunk.memory.metadata.phy_size
+        chunk.memory.ref_count_down()

@@ -1,4 +1,4 @@
-"""The engine's chunk store in embedded mode: tiers in this process, behind a sync face."""
+"""The engine's chunk store in embedded mode: tiers in this process, behind a sync interface."""
 
 from __future__ import annotations
 
@@ -6,20 +6,32 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lmcache_core._typing import override
 from lmcache_core.concurrency import LoopThread, TaskSupervisor, Workers
 from lmcache_core.config import LMCacheEngineConfig
+from lmcache_core.config.options import directory_of_url
 from lmcache_core.errors import LMCacheError, UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkChain, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
-from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result, Staged
-from lmcache_core.storage.engine_spec import engine_spec
-from lmcache_core.storage.local_store import LOCAL_TIERS
-from lmcache_core.storage.stack import TierStack
+from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result, Staged, release_all
+from lmcache_core.record.chunk_store import ChunkStore
+from lmcache_core.security import ClientTls, TlsFiles, TokenFile, client_context
+from lmcache_core.storage.eviction import TierLimits
+from lmcache_core.storage.stack import LOCAL_TIERS, TierStack
 from lmcache_core.storage.staging import STAGED_SHARE, SWEEP_INTERVAL_S, ChunkBudget, Stager
-from lmcache_core.storage.tiers import build_tiers
+from lmcache_core.storage.tiers import (
+    DiskSpec,
+    HotSpec,
+    PeersSpec,
+    RemoteSpec,
+    TiersSpec,
+    build_tiers,
+)
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 
 if TYPE_CHECKING:
@@ -42,8 +54,8 @@ MAX_PREFETCHES = 64
 T = TypeVar("T")
 
 
-class StorageManager:
-    """See `lmcache_core.engine.ChunkStore`.
+class StorageManager(ChunkStore):
+    """The tiers in this process as the engine's chunk store.
 
     Hot chunks are served in the caller's thread; only what is not hot crosses to the loop thread.
     Tiers that do not answer in time are misses. Before `open` and after `close` it is an empty
@@ -127,8 +139,8 @@ class StorageManager:
             # What was put or lifted meanwhile, or if the tiers did not close in time.
             self._hot.clear_now()
 
+    @override
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
-        """See `ChunkStore.lookup`."""
         stack, names = self._stack, _names(keys)
         if stack is None:
             return 0
@@ -153,8 +165,9 @@ class StorageManager:
             else next((i for i, tier in enumerate(tiers) if tier is None), len(names))
         )
 
+    @override
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
-        """See `ChunkStore.prefetch`; beyond `MAX_PREFETCHES` at once it does nothing."""
+        """Begin to lift chunks into host memory, `MAX_PREFETCHES` times at once at most."""
         stack = self._stack
         if stack is None or not self._prefetches.acquire(blocking=False):
             return
@@ -167,6 +180,7 @@ class StorageManager:
         """See `ChunkStore.is_worth`: what is in this process answers at once."""
         return True
 
+    @override
     def stage(
         self,
         ticket: str,
@@ -177,7 +191,6 @@ class StorageManager:
         wait_s: float | None = None,
         saving_s: float = 0.0,
     ) -> Staged | None:
-        """See `ChunkStore.stage`; it answers at once."""
         staging = self._staging
         if staging is None:
             return None
@@ -185,25 +198,25 @@ class StorageManager:
             ticket, chains, deadline_s=self._timeout_s, is_prefix=is_prefix, recompute_s=recompute_s
         )
 
+    @override
     def unstage(self, tickets: Sequence[str]) -> None:
-        """See `ChunkStore.unstage`."""
         staging = self._staging
         if staging is not None:
             staging.unstage(tickets)
 
+    @override
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
-        """See `ChunkStore.reserve`."""
         if self._stack is None:
             return [None] * len(shapes)
         return [self._hot.allocate_tensor(shape, dtype, MemoryFormat.KV_BLOB) for shape in shapes]
 
     @property
+    @override
     def needs_digests(self) -> bool:
-        """See `ChunkStore.needs_digests`."""
         return self._verifier.needs_digests
 
+    @override
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `ChunkStore.put`."""
         stack = self._stack
         if stack is not None and not self._tiers.lower and self._keep_hot:
             kept_hot = self._hot.put_many(chunks)
@@ -216,13 +229,13 @@ class StorageManager:
         )
         return [False] * len(chunks) if kept is None else kept
 
+    @override
     def get(
         self,
         keys: Sequence[CacheEngineKey],
         recompute_s: float | None = None,
         check_later: bool = False,
     ) -> list[Chunk]:
-        """See `ChunkStore.get`."""
         stack, names = self._stack, _names(keys)
         results = None if stack is None else self._all_from_hot(names)
         if stack is not None and results is None:
@@ -234,13 +247,13 @@ class StorageManager:
             work = stack.batched_get(
                 names, self._timeout_s, prefix_only=True, recompute_s=recompute_s
             )
-            results = self._wait(work, limit_s, _release_all)
+            results = self._wait(work, limit_s, release_all)
         return self._prefix(
             [Miss(MissReason.UNAVAILABLE)] * len(names) if results is None else results, check_later
         )
 
+    @override
     def reject(self, chunk: Chunk) -> None:
-        """See `ChunkStore.reject`."""
         self._hot.remove_many([chunk.key])
 
     def evict(self, keys: Sequence[CacheEngineKey]) -> int:
@@ -255,23 +268,23 @@ class StorageManager:
         )
         return num_removed or 0
 
+    @override
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
-        """See `ChunkStore.forget`."""
         self.evict(keys)
 
+    @override
     def release(self, chunks: Sequence[Chunk]) -> bool:
-        """See `ChunkStore.release`; references in this process cannot be lost."""
         for chunk in chunks:
             chunk.release()
         return True
 
+    @override
     def abort(self, memories: Sequence[MemoryObj]) -> None:
-        """See `ChunkStore.abort`."""
         for memory in memories:
             memory.ref_count_down()
 
+    @override
     def stats(self) -> dict[str, dict[str, int]]:
-        """See `ChunkStore.stats`; empty when closed."""
         stack = self._stack
         return {} if stack is None else stack.stats()
 
@@ -290,9 +303,8 @@ class StorageManager:
         except UnavailableError as exc:
             logger.warning("tiers did not answer: error=%s", exc)
             return None
-        except (
-            ValueError
-        ) as exc:  # to the engine's caller that would mean that an argument is wrong
+        except ValueError as exc:
+            # To the engine's caller that would mean that an argument is wrong.
             raise LMCacheError(f"a tier failed: {exc!r}") from exc
 
     async def _open_stack(self) -> TierStack:
@@ -319,7 +331,7 @@ class StorageManager:
 
     def _start_lift(self, work: Coroutine[Any, Any, None]) -> bool:
         try:
-            self._loop.submit(work).add_done_callback(_say_failed)
+            self._loop.submit(work).add_done_callback(_log_failure)
         except UnavailableError:
             return False
         return True
@@ -330,7 +342,7 @@ class StorageManager:
 
     async def _lift(self, stack: TierStack, names: Sequence[ChunkKey]) -> None:
         try:
-            _release_all(await stack.batched_get(names, self._timeout_s, prefix_only=True))
+            release_all(await stack.batched_get(names, self._timeout_s, prefix_only=True))
         finally:
             self._prefetches.release()
 
@@ -342,10 +354,8 @@ class StorageManager:
             self._hot.miss(name) if chunk is None else chunk
             for name, chunk in zip(names, self._hot.get_many(names), strict=True)
         ]
-        if self._tiers.lower and any(
-            isinstance(result, Miss) for result in results
-        ):  # evicted in this moment
-            _release_all(results)
+        if self._tiers.lower and any(isinstance(result, Miss) for result in results):
+            release_all(results)  # one was evicted in this moment
             return None
         return results
 
@@ -360,7 +370,7 @@ class StorageManager:
                 for c in chunks
             ]
             self._count_first_miss(results, len(chunks))
-            _release_all(results[len(chunks) :])
+            release_all(results[len(chunks) :])
             return chunks
         from_hot = [i for i, chunk in enumerate(chunks) if chunk.tier == self._hot.name]
         num_intact = self._verifier.num_intact([chunks[i] for i in from_hot], self._workers)
@@ -371,7 +381,7 @@ class StorageManager:
             self.reject(chunks[num_good])
         else:
             self._count_first_miss(results, num_good)
-        _release_all(results[num_good:])
+        release_all(results[num_good:])
         return chunks[:num_good]
 
     def _count_first_miss(self, results: Sequence[Result], num_chunks: int) -> None:
@@ -381,13 +391,7 @@ class StorageManager:
             self._counters.add(MISSED_CHUNKS_TOTAL, len(results) - num_chunks, first.reason)
 
 
-def _release_all(results: Sequence[Result]) -> None:
-    for result in results:
-        if isinstance(result, Chunk):
-            result.release()
-
-
-def _say_failed(lift: Future[None]) -> None:
+def _log_failure(lift: Future[None]) -> None:
     if not lift.cancelled() and lift.exception() is not None:
         logger.error("lifting chunks failed", exc_info=lift.exception())
 
@@ -401,3 +405,69 @@ def _leading_chunks(results: Sequence[Result]) -> Iterator[Chunk]:
         if isinstance(result, Miss):
             return
         yield result
+
+
+BYTES_PER_GB = 1 << 30
+
+
+def engine_spec(
+    config: LMCacheEngineConfig,
+    memory: MemoryAllocatorInterface,
+    peers: PeerGroup | None = None,
+    counters: Counters | None = None,
+) -> TiersSpec:
+    """Describe the tiers of an embedded engine.
+
+    Args:
+        config: Which there are.
+        memory: Host memory for chunks.
+        peers: What joins the engine to others; None: nothing does.
+        counters: Where the work of codecs is counted.
+
+    Raises:
+        ConfigError: The token file or a TLS file cannot be read, or a serde's packages are not
+            installed.
+    """
+    from lmcache_core.storage.codecs import create_codecs
+
+    limits = TierLimits(ttl_s=config.chunk_ttl_s)
+    disk = remote = None
+    if config.local_disk is not None:
+        disk = DiskSpec(
+            path=Path(directory_of_url(config.local_disk)),
+            capacity_bytes=int(config.max_local_disk_size * BYTES_PER_GB),
+            limits=limits,
+            fsync=config.disk_fsync,
+            serde=config.local_disk_serde,
+        )
+    if config.remote_url is not None:
+        token_file = config.remote_token_file
+        remote = RemoteSpec(
+            url=config.remote_url,
+            timeout_s=config.tier_timeout_s,
+            token=None if token_file is None else TokenFile(Path(token_file), "remote_token_file"),
+            serde=config.remote_serde,
+            tls=_tls(config),
+            locate=None if peers is None else peers.locate,
+        )
+    serdes = [None if tier is None else tier.serde for tier in (disk, remote)]
+    spec = TiersSpec(
+        hot=HotSpec(memory=memory, limits=limits),
+        disk=disk,
+        remote=remote,
+        policy=config.eviction_policy,
+        codecs=create_codecs(serdes, decode_documented=True, counters=counters),
+        seals=config.verify_hot != "never",
+    )
+    if peers is None:
+        return spec
+    return replace(
+        spec, peers=PeersSpec(backend=peers.make_tier()), removed_from=peers.removed_from
+    )
+
+
+def _tls(config: LMCacheEngineConfig) -> ClientTls | None:
+    files = TlsFiles.named(
+        config.remote_tls_cert_file, config.remote_tls_key_file, config.remote_tls_ca_file
+    )
+    return ClientTls(client_context(files, "remote_tls_cert_file")) if files.paths else None

@@ -15,11 +15,9 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import LookupClient
 from lmcache_core.p2p import Assignment, BrokerClient, HeldBy
 from lmcache_core.p2p.pool import PeerPool
-from lmcache_core.p2p.pull import PeerPull
-from lmcache_core.p2p.pull_parts import PulledBytes, PullParts
+from lmcache_core.p2p.pull import PeerPull, PulledBytes, PullParts
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
-from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.time_limit import caller_limit
+from lmcache_core.storage.base import StorageBackend, caller_limit
 
 PEER_TIER = "P2PBackend"
 PEER_KIND = "sidecar"

@@ -34,11 +34,10 @@ from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import OnRemoved
 from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.storage.disk import DiskBackend
-from lmcache_core.storage.encoding_store import EncodingStore
-from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote import Locate
-from lmcache_core.storage.remote.locating import LookupLocator
+from lmcache_core.storage.remote.members import LookupLocator
+from lmcache_core.storage.served import EncodingStore, LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.wire import LmServer
 

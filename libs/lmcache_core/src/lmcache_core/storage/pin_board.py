@@ -19,7 +19,7 @@ PIN_BOUND = "pin_bound"
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedChunk:
+class OperatorPin:
     """A chunk that is kept.
 
     Attributes:
@@ -71,11 +71,11 @@ class PinBoard:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def pins(self) -> list[PinnedChunk]:
+    def pins(self) -> list[OperatorPin]:
         """Everything that is pinned now."""
         now = self._clock()
         return [
-            PinnedChunk(key, _size(pin.chunk), max(0.0, pin.ends_at - now))
+            OperatorPin(key, _size(pin.chunk), max(0.0, pin.ends_at - now))
             for key, pin in self._pins.items()
         ]
 

@@ -23,9 +23,8 @@ async def seal_all(chunks: Sequence[Chunk]) -> None:
             chunk.sealed()
             continue
         chunk.memory.ref_count_up()
-        sealing.append(
-            asyncio.shield(loop.run_in_executor(None, _seal_and_release, chunk))
-        )  # it runs, come what may
+        # Shielded: it must run, or nothing gives the reference back.
+        sealing.append(asyncio.shield(loop.run_in_executor(None, _seal_and_release, chunk)))
     await asyncio.gather(*sealing)
 
 

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
-from lmcache_core.concurrency import cancel_and_join
-from lmcache_core.errors import UnavailableError
+from lmcache_core.concurrency import TaskSupervisor, cancel_and_join
+from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Miss, MissReason, Result
-from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.base import IsUnwanted, ReadLimit, StorageBackend
 from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.storage.inflight import InflightRead, InflightReads, IsUnwanted
-from lmcache_core.storage.reconnect import TierReconnector
-from lmcache_core.storage.time_limit import ReadLimit
 from lmcache_core.storage.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
+LOCAL_TIERS = ("Hot", "LocalDiskBackend")
+"""Those that keep chunks in this pod."""
 DEFAULT_TIMEOUT_S = 2.0
 GRACE_S = 0.05
 """What a tier may need to give back, at the deadline, what it has; one that needs longer loses
@@ -430,3 +429,130 @@ def _release(results: list[Result], start: int) -> None:
 
 def _missing(results: Sequence[Result]) -> list[int]:
     return [i for i, result in enumerate(results) if isinstance(result, Miss)]
+
+
+FIRST_RETRY_S = 1.0
+MAX_RETRY_S = 30.0
+
+
+class TierReconnector:
+    """Opens tiers, and retries in the background.
+
+    Args:
+        on_open: Called on the loop with each tier that was opened later, which belongs to the
+            callee from then on.
+    """
+
+    def __init__(self, on_open: Callable[[StorageBackend], None]) -> None:
+        self._on_open = on_open
+        self._tasks = TaskSupervisor("reconnect-tiers")
+
+    async def open(self, tier: StorageBackend) -> bool:
+        """Open a tier; False when it is unavailable now, and retried.
+
+        Raises:
+            ConfigError: Its options are wrong, or another process owns its directory.
+        """
+        try:
+            await tier.open()
+        except UnavailableError as exc:
+            logger.error("tier unavailable, retrying: tier=%s error=%s", tier.name, exc)
+            self._tasks.start(tier.name, self._open_later(tier))
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop retrying. Idempotent."""
+        await self._tasks.close()
+
+    async def _open_later(self, tier: StorageBackend) -> None:
+        pause_s = FIRST_RETRY_S
+        last = ""
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+            try:
+                await tier.open()
+            except (UnavailableError, ConfigError) as exc:
+                if str(exc) != last:
+                    last = str(exc)
+                    logger.warning("tier still unavailable: tier=%s error=%s", tier.name, exc)
+                continue
+            logger.info("tier available: tier=%s", tier.name)
+            self._on_open(tier)
+            return
+
+
+class InflightRead:
+    """Chunks that one task is reading from slower tiers.
+
+    Args:
+        keys: Their names.
+
+    Attributes:
+        unwanted: Those of them that are being removed: the task must not keep them.
+        done: Set when the read is over.
+    """
+
+    def __init__(self, keys: Sequence[ChunkKey]) -> None:
+        self.keys = frozenset(keys)
+        self.unwanted: set[ChunkKey] = set()
+        self.done = asyncio.Event()
+
+    def forget(self, is_unwanted: IsUnwanted) -> None:
+        """Note which of the chunks are being removed."""
+        self.unwanted.update(key for key in self.keys if is_unwanted(key))
+
+
+class InflightReads:
+    """The reads of one stack, and the removals that they must not undo. On its event loop only."""
+
+    def __init__(self) -> None:
+        self._active: list[InflightRead] = []
+        self._removals: dict[object, IsUnwanted] = {}
+
+    @contextmanager
+    def reading(self, keys: Sequence[ChunkKey]) -> Iterator[InflightRead]:
+        """Announce a read of these chunks for as long as the context lasts."""
+        read = InflightRead(keys)
+        for is_unwanted in self._removals.values():
+            read.forget(is_unwanted)
+        self._active.append(read)
+        try:
+            yield read
+        finally:
+            self._active.remove(read)
+            read.done.set()
+
+    @contextmanager
+    def removing(self, is_unwanted: IsUnwanted) -> Iterator[None]:
+        """Announce that these chunks are being removed from one tier after the other.
+
+        Reads in progress, or begun meanwhile, may still find them in a tier whose turn is to come.
+        They do not keep them, even when they end later: a caller that saw a chunk gone must not
+        see it again.
+        """
+        for read in self._active:
+            read.forget(is_unwanted)
+        removal = object()
+        self._removals[removal] = is_unwanted
+        try:
+            yield
+        finally:
+            del self._removals[removal]
+
+    async def wait_for_others(self, keys: Sequence[ChunkKey], timeout_s: float) -> bool:
+        """Wait up to `timeout_s` seconds until no other task is reading these chunks; False if
+        none was.
+        """
+        wanted = set(keys)
+        others = [read for read in self._active if not wanted.isdisjoint(read.keys)]
+        if not others:
+            return False
+        try:
+            async with asyncio.timeout(timeout_s):
+                for read in others:
+                    await read.done.wait()
+        except TimeoutError:
+            pass
+        return True

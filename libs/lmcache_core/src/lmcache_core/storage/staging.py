@@ -8,15 +8,49 @@ import asyncio
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from lmcache_core.keys import ChunkChain, ChunkKey
 from lmcache_core.record import Chunk, Result, Staged, StagedFrom
-from lmcache_core.storage.cooperative import Steps, run_blocking, run_cooperatively
 from lmcache_core.storage.peer import PEER_TIER
 from lmcache_core.storage.stack import TierStack
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A generator that yields at safe preemption points. State read before a yield may be stale after
+it; closing the generator at a yield releases everything that it holds.
+"""
+
+
+def run_blocking(steps: Steps[T]) -> T:
+    """Run all steps here and now."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+
+async def run_cooperatively(steps: Steps[T], lock: threading.Lock) -> T:
+    """Run the steps on this event loop, each under the lock, with other work in between. Cancelled
+    between two steps, the generator is closed.
+    """
+    try:
+        while True:
+            with lock:
+                try:
+                    next(steps)
+                except StopIteration as done:
+                    result: T = done.value
+                    return result
+            await asyncio.sleep(0)
+    finally:
+        with lock:
+            steps.close()
+
 
 MAX_TICKETS = 4096
 STAGE_LEASE_S = 120.0

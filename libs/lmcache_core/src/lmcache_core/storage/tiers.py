@@ -28,7 +28,7 @@ from lmcache_core.storage.hot import LocalCPUBackend, OnKept
 from lmcache_core.storage.stack import StackListener, TierStack
 
 if TYPE_CHECKING:
-    from lmcache_core.p2p.pull_parts import PulledBytes
+    from lmcache_core.p2p.pull import PulledBytes
     from lmcache_core.storage.codecs import Codecs
     from lmcache_core.storage.disk import DiskBackend
     from lmcache_core.storage.peer import P2PBackend

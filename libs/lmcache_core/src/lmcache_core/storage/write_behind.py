@@ -15,8 +15,7 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
-from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.inflight import IsUnwanted
+from lmcache_core.storage.base import IsUnwanted, StorageBackend
 from lmcache_core.storage.sealing import seal_all
 
 logger = logging.getLogger(__name__)

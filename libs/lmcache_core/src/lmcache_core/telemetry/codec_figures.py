@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lmcache_core.telemetry.counters import Counters
@@ -22,8 +23,8 @@ from lmcache_core.telemetry.names import (
 )
 
 MAX_PROFILES = 64
-"""Profiles whose errors are remembered; what more there are come from others' records, and a
-label's values must be bounded.
+"""Profiles whose errors are remembered: they come from others' records, and a label's values must
+be bounded.
 """
 MAX_ERROR = 1e6
 """A measured error is shown as at most this: the figure comes out of records, which may say
@@ -70,28 +71,43 @@ class CodecFigures:
 
     def encoded(self, serde: str, raw_bytes: int, encoded_bytes: int, elapsed_s: float) -> None:
         """Count a chunk that was encoded."""
-        self._counters.add(CODEC_ENCODED_CHUNKS_TOTAL, 1, serde)
-        self._counters.add(CODEC_ENCODED_RAW_BYTES_TOTAL, raw_bytes, serde)
-        self._counters.add(CODEC_ENCODED_BYTES_TOTAL, encoded_bytes, serde)
-        self._counters.add(CODEC_ENCODE_MICROSECONDS_TOTAL, int(elapsed_s * 1e6), serde)
-        if self._whole is not None:
-            self._whole.encoded(serde, raw_bytes, encoded_bytes, elapsed_s)
+        self._add(
+            serde,
+            {
+                CODEC_ENCODED_CHUNKS_TOTAL: 1,
+                CODEC_ENCODED_RAW_BYTES_TOTAL: raw_bytes,
+                CODEC_ENCODED_BYTES_TOTAL: encoded_bytes,
+                CODEC_ENCODE_MICROSECONDS_TOTAL: int(elapsed_s * 1e6),
+            },
+        )
 
     def left_raw(self, serde: str, elapsed_s: float) -> None:
         """Count a chunk that stays raw, since encoding would not make it smaller."""
-        self._counters.add(CODEC_UNENCODED_CHUNKS_TOTAL, 1, serde)
-        self._counters.add(CODEC_ENCODE_MICROSECONDS_TOTAL, int(elapsed_s * 1e6), serde)
-        if self._whole is not None:
-            self._whole.left_raw(serde, elapsed_s)
+        self._add(
+            serde,
+            {
+                CODEC_UNENCODED_CHUNKS_TOTAL: 1,
+                CODEC_ENCODE_MICROSECONDS_TOTAL: int(elapsed_s * 1e6),
+            },
+        )
 
     def decoded(self, serde: str, raw_bytes: int, encoded_bytes: int, elapsed_s: float) -> None:
         """Count a chunk that was decoded."""
-        self._counters.add(CODEC_DECODED_CHUNKS_TOTAL, 1, serde)
-        self._counters.add(CODEC_DECODED_RAW_BYTES_TOTAL, raw_bytes, serde)
-        self._counters.add(CODEC_DECODED_BYTES_TOTAL, encoded_bytes, serde)
-        self._counters.add(CODEC_DECODE_MICROSECONDS_TOTAL, int(elapsed_s * 1e6), serde)
+        self._add(
+            serde,
+            {
+                CODEC_DECODED_CHUNKS_TOTAL: 1,
+                CODEC_DECODED_RAW_BYTES_TOTAL: raw_bytes,
+                CODEC_DECODED_BYTES_TOTAL: encoded_bytes,
+                CODEC_DECODE_MICROSECONDS_TOTAL: int(elapsed_s * 1e6),
+            },
+        )
+
+    def _add(self, serde: str, amounts: Mapping[str, int]) -> None:
+        for name, amount in amounts.items():
+            self._counters.add(name, amount, serde)
         if self._whole is not None:
-            self._whole.decoded(serde, raw_bytes, encoded_bytes, elapsed_s)
+            self._whole._add(serde, amounts)
 
     def measured(self, profile: str, error: MeasuredError) -> None:
         """Note the errors that the encoder of a chunk with that profile measured."""

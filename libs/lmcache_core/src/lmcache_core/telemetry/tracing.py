@@ -41,7 +41,7 @@ _SENDING: Final[ContextVar[bool]] = ContextVar("lmcache_sending_spans", default=
 def open_tracer(
     endpoint: str | None, service: str, instance: str, sample_ratio: float = DEFAULT_SAMPLE_RATIO
 ) -> Tracer | None:
-    """Begin to trace, if there is anybody to send to.
+    """Begin to trace, if there is a collector.
 
     Args:
         endpoint: Base URL of the collector's OTLP over HTTP, such as `http://collector:4318`; None:
@@ -168,7 +168,7 @@ def _quiet(sender: Any) -> Any:
                 waited_s = time.monotonic() - begun
                 self._log.log(
                     logging.WARNING,
-                    "%d spans could not be sent (%.1f s); tracing goes on without them",
+                    "spans not sent, dropped: spans=%d waited_s=%.1f",
                     len(spans),
                     waited_s,
                 )

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from lmcache_core.token_database.chunked import ChunkedTokenDatabase
 
 _RESOLVED_LATER = MappingProxyType(
-    {
-        "ChunkedTokenDatabase": "token_database.chunked",
-        "RadixTokenDatabase": "documented.radix",
-    }
+    {"ChunkedTokenDatabase": "token_database.chunked", "RadixTokenDatabase": "documented.radix"}
 )
 
 __all__ = [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.concurrency.listening import stop_listening
+from lmcache_core.concurrency.supervisor import stop_listening
 from lmcache_core.errors import UnavailableError
 from lmcache_core.wire.messages import ErrorMessage
 from lmcache_core.wire.stream import FrameStream

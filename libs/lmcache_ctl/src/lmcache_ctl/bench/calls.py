@@ -16,16 +16,9 @@ from lmcache_core.errors import LMCacheError
 from lmcache_core.security import no_context
 
 from lmcache_ctl.asking import tls_context
-from lmcache_ctl.bench.report import (
-    CONNECT,
-    ROUND_TRIP,
-    BenchLoad,
-    Latency,
-    Phase,
-    PhaseProgress,
-    Tell,
-)
+from lmcache_ctl.bench.report import CONNECT, ROUND_TRIP, BenchLoad, Latency, Phase
 from lmcache_ctl.errors import CtlError
+from lmcache_ctl.output import Tell
 from lmcache_ctl.services import Endpoint
 from lmcache_ctl.settings import CtlSettings
 
@@ -33,9 +26,9 @@ CALL_TIMEOUT_S: Final = 10.0
 PAUSE_S: Final = 0.1
 """After a call that failed."""
 TELL_S: Final = 0.2
-"""Between two words on how far it is."""
+"""Between two updates of the progress."""
 MAX_PROBES: Final = 200
-"""Connections, and round trips, that are made to learn what the way there takes by itself."""
+"""Connections, and round trips, that measure the network by itself."""
 PROBE_TIMEOUT_S: Final = 5.0
 MAX_WAY_S: Final = 1.0
 WAY_SHARE: Final = 0.1
@@ -45,7 +38,7 @@ DEFAULT_PORTS: Final = {"http": 80, "https": 443, "lm": 65432, "lm+tls": 65432}
 
 @dataclass
 class Done:
-    """What a call came to: payload bytes of each chunk that is right, reasons of the others."""
+    """The outcome of a call: chunks that are right and their payload; the others by reason."""
 
     seconds: float = 0.0
     num_chunks: int = 0
@@ -57,94 +50,77 @@ Call = Callable[[], Awaitable[Done | None]]
 """One call to the target; None: there is nothing more to do."""
 
 
-class PhaseRun:
-    """Makes calls, several at once, until there are no more or the time is over.
+async def run_phase(name: str, call: Call, concurrency: int, seconds: float, tell: Tell) -> Phase:
+    """Make calls, several at once, until there are no more or the time is over; measure them.
 
     Args:
         name: Of the phase.
+        call: Makes one; a `CtlError` that it raises ends the phase.
         concurrency: How many at once.
         seconds: How long at most.
-        tell: Called again and again with how far it is.
+        tell: Called again and again with the progress.
     """
+    latencies: list[float] = []
+    total, failed = Done(), Counter[str]()
+    started = time.perf_counter()
 
-    def __init__(self, name: str, concurrency: int, seconds: float, tell: Tell) -> None:
-        self._name = name
-        self._concurrency = concurrency
-        self._seconds = seconds
-        self._tell = tell
-        self._latencies: list[float] = []
-        self._sum = Done()
-        self._failed: Counter[str] = Counter()
-
-    async def run(self, call: Call) -> Phase:
-        """Make the calls, and measure them; errors of `CtlError` that a call raises end it."""
-        started = time.perf_counter()
-        ends = started + self._seconds
-        telling = asyncio.create_task(self._telling(started))
-        try:
-            await self._all(call, ends)
-        finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
-        seconds = time.perf_counter() - started
-        self._tell(PhaseProgress(self._name, 1.0, len(self._latencies), is_over=True))
-        done = self._sum
-        return Phase(
-            self._name,
-            len(self._latencies),
-            done.num_chunks,
-            done.num_bytes,
-            round(seconds, 3),
-            round(len(self._latencies) / seconds, 1),
-            round(done.num_bytes / seconds),
-            _latency(self._latencies),
-            dict(done.not_done),
-            dict(self._failed),
-        )
-
-    async def _all(self, call: Call, ends: float) -> None:
-        workers = [asyncio.create_task(self._work(call, ends)) for _ in range(self._concurrency)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-
-    async def _telling(self, started: float) -> None:
-        while True:
-            await asyncio.sleep(TELL_S)
-            share = min(1.0, (time.perf_counter() - started) / self._seconds)
-            self._tell(PhaseProgress(self._name, share, len(self._latencies), is_over=False))
-
-    async def _work(self, call: Call, ends: float) -> None:
-        while time.perf_counter() < ends:
+    async def work() -> None:
+        while time.perf_counter() < started + seconds:
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):
                     done = await call()
             except (LMCacheError, TimeoutError) as exc:
-                self._failed[str(exc) or "no answer in time"] += 1
+                failed[str(exc) or "no answer in time"] += 1
                 await asyncio.sleep(PAUSE_S)
                 continue
             if done is None:
                 return
-            self._latencies.append(done.seconds)
-            self._sum.num_chunks += done.num_chunks
-            self._sum.num_bytes += done.num_bytes
-            self._sum.not_done.update(done.not_done)
+            latencies.append(done.seconds)
+            total.num_chunks += done.num_chunks
+            total.num_bytes += done.num_bytes
+            total.not_done.update(done.not_done)
+
+    async def show_progress() -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            share = min(1.0, (time.perf_counter() - started) / seconds)
+            tell(name, share, 1.0, f"{len(latencies)} calls", "")
+
+    workers = [asyncio.create_task(work()) for _ in range(concurrency)]
+    showing = asyncio.create_task(show_progress())
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for task in (*workers, showing):
+            task.cancel()
+        await asyncio.gather(*workers, showing, return_exceptions=True)
+    took_s, num_calls = time.perf_counter() - started, len(latencies)
+    tell(name, 1.0, 1.0, f"{num_calls} calls", f"{name}: {num_calls} calls")
+    return Phase(
+        name,
+        num_calls,
+        total.num_chunks,
+        total.num_bytes,
+        round(took_s, 3),
+        round(num_calls / took_s, 1),
+        round(total.num_bytes / took_s),
+        _latency(latencies),
+        dict(total.not_done),
+        dict(failed),
+    )
 
 
 def _latency(seconds: Sequence[float]) -> Latency | None:
     if not seconds:
         return None
     ordered = sorted(seconds)
-    shares = (0.5, 0.9, 0.99)
-    at = [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]
-    return Latency(*(round(1000 * value, 3) for value in (*at, ordered[-1])))
+    last = len(ordered) - 1
+    at = [ordered[min(last, int(share * len(ordered)))] for share in (0.5, 0.9, 0.99, 1.0)]
+    return Latency(*(round(1000 * value, 3) for value in at))
 
 
 class ServiceTransport(httpx.AsyncBaseTransport):
-    """HTTP to one service, by its socket, its certificate's name and the host it is called by.
+    """HTTP to one service: its socket, the name of its certificate, and its host name.
 
     Args:
         service: Which one.
@@ -163,7 +139,7 @@ class ServiceTransport(httpx.AsyncBaseTransport):
         )
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request to the service, whatever its URL says."""
+        """Send a request to the service, not to the host of its URL."""
         if self._service.tls_name is not None:
             request.extensions = {**request.extensions, "sni_hostname": self._service.tls_name}
         if self._service.host is not None:
@@ -171,7 +147,7 @@ class ServiceTransport(httpx.AsyncBaseTransport):
         return await self._transport.handle_async_request(request)
 
     async def aclose(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         await self._transport.aclose()
 
 
@@ -194,8 +170,8 @@ def probing(service: Endpoint, probe: Callable[[], Awaitable[float]]) -> Call:
 def connecting(service: Endpoint) -> Call | None:
     """Return a call that opens a connection, one round trip that the other side's kernel answers.
 
-    None where none leads there: behind a port-forward, where the API answers, and where a URL
-    names several servers.
+    Return None where that measures something else: through a port-forward, which the API answers,
+    and with several servers in the URL.
     """
     parts = urlsplit(service.url)
     if service.forwarded or "," in parts.netloc or not parts.hostname:
@@ -234,5 +210,5 @@ async def way_phases(service: Endpoint, smallest: Call, load: BenchLoad, tell: T
     """Measure the way there by itself: connections where one leads there, then smallest calls."""
     seconds = min(MAX_WAY_S, load.seconds * WAY_SHARE)
     connect = connecting(service)
-    phases = [] if connect is None else [await PhaseRun(CONNECT, 1, seconds, tell).run(connect)]
-    return [*phases, await PhaseRun(ROUND_TRIP, 1, seconds, tell).run(smallest)]
+    phases = [] if connect is None else [await run_phase(CONNECT, connect, 1, seconds, tell)]
+    return [*phases, await run_phase(ROUND_TRIP, smallest, 1, seconds, tell)]

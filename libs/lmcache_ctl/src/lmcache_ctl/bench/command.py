@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from lmcache_ctl.asking import Asker
-from lmcache_ctl.bench.report import SCHEMES, BenchLoad, num_chunks_of, print_report, show_phases
+from lmcache_ctl.bench.report import SCHEMES, BenchLoad, num_chunks_of, print_report
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import reaches_services
-from lmcache_ctl.output import Output, OutputFormat, show
+from lmcache_ctl.output import Output, OutputFormat, show, steps
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind
 from lmcache_ctl.settings import parse_size
@@ -71,7 +71,7 @@ def bench(
 
     num_bytes = parse_size(size)
     num_chunks = num_chunks_of(num_bytes, parse_size(total))
-    with _chosen_service(reach, target) as service, show_phases() as tell:
+    with _chosen_service(reach, target) as service, steps() as tell:
         kind, run, batch = "storage", run_storage_load, CHUNKS_IN_A_CALL
         if service.kind is Kind.LOOKUP:
             num_chunks, num_bytes = min(num_chunks, MAX_PREFIX), 0

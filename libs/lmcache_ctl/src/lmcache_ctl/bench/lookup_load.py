@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -18,13 +19,14 @@ from lmcache_ctl.bench.calls import (
     CALL_TIMEOUT_S,
     Call,
     Done,
-    PhaseRun,
     ServiceTransport,
     asking_for_nothing,
+    run_phase,
     way_phases,
 )
-from lmcache_ctl.bench.report import BENCH_NAME, TIER, BenchLoad, Report, Tell
+from lmcache_ctl.bench.report import BENCH_NAME, TIER, BenchLoad, Report
 from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.output import Tell
 from lmcache_ctl.services import Endpoint
 from lmcache_ctl.settings import CtlSettings
 
@@ -34,7 +36,6 @@ SEEN_S: Final = 5.0
 """Until what was announced must be found."""
 LOOK_S: Final = 0.05
 ID_BYTES: Final = 16
-NOT_FOUND: Final = "not found"
 
 
 async def run_lookup_load(
@@ -50,21 +51,20 @@ async def run_lookup_load(
     async with _opened(settings, service, load) as client:
         async with asking_for_nothing(service, settings) as call:
             way = await way_phases(service, call, load, tell)
-        prefix = _Prefix(client, chunk_ids)
+        instance = f"{BENCH_NAME}-{secrets.token_hex(8)}"
         try:
-            await prefix.announce()
-            renewing = asyncio.create_task(prefix.renew())
+            await _announce(client, instance, chunk_ids)
+            renewing = asyncio.create_task(_renew_again_and_again(client, instance))
             try:
-                found = await PhaseRun("lookup", load.concurrency, load.seconds, tell).run(
-                    _looking_up(client, chunk_ids)
-                )
+                looking_up = _looking_up(client, chunk_ids)
+                found = await run_phase("lookup", looking_up, load.concurrency, load.seconds, tell)
             finally:
                 renewing.cancel()
                 await asyncio.gather(renewing, return_exceptions=True)
         except (LMCacheError, TimeoutError) as exc:
             raise CtlError(f"{service.url} cannot be used: {exc or 'no answer in time'}") from exc
         finally:
-            num_left = await prefix.take_back()
+            num_left = await _take_back(client, instance, chunk_ids)
     return Report(load, [*way, found], load.num_chunks - num_left, num_left)
 
 
@@ -85,56 +85,51 @@ async def _opened(
         await client.close()
 
 
-class _Prefix:
-    """Chunks that only an instance of this bench says it holds."""
+async def _announce(client: LookupClient, instance: str, chunk_ids: list[bytes]) -> None:
+    """Announce the chunks, and wait until they are found.
 
-    def __init__(self, client: LookupClient, chunk_ids: list[bytes]) -> None:
-        self._client = client
-        self._chunk_ids = chunk_ids
-        self._instance = f"{BENCH_NAME}-{secrets.token_hex(8)}"
+    Raises:
+        UnavailableError: They are not found in time.
+    """
+    await _renew(client, instance)
+    await _send(client, instance, "store", 0, chunk_ids)
+    deadline = time.monotonic() + SEEN_S
+    while (found := await client.lookup(chunk_ids)).num_prefix < len(chunk_ids):
+        if time.monotonic() > deadline:
+            what = f"it finds {found.num_prefix} of {len(chunk_ids)} chunks"
+            what = "its index does not answer" if found.degraded else what
+            raise UnavailableError(f"{what} that it was told of")
+        await asyncio.sleep(LOOK_S)
 
-    async def announce(self) -> None:
-        """Announce it, and wait until it is found; raises `UnavailableError` where it is not."""
-        await self._renew_once()
-        await self._send("store", 0)
-        deadline = time.monotonic() + SEEN_S
-        wanted = len(self._chunk_ids)
-        while (found := await self._client.lookup(self._chunk_ids)).num_prefix < wanted:
-            if time.monotonic() > deadline:
-                what = f"it finds {found.num_prefix} of {wanted} chunks"
-                what = "its index does not answer" if found.degraded else what
-                raise UnavailableError(f"{what} that it was told of")
-            await asyncio.sleep(LOOK_S)
 
-    async def renew(self) -> None:
-        """Renew the lease until cancelled; a failed renewal shows in chunks that are missing."""
-        while True:
-            await asyncio.sleep(RENEW_S)
-            try:
-                await self._renew_once()
-            except UnavailableError:
-                continue
+async def _renew_again_and_again(client: LookupClient, instance: str) -> None:
+    """Renew the lease until cancelled; a failed renewal shows in chunks that are missing."""
+    while True:
+        await asyncio.sleep(RENEW_S)
+        with contextlib.suppress(UnavailableError):
+            await _renew(client, instance)
 
-    async def take_back(self) -> int:
-        """Remove the chunks; return how many are left, which the lease ends with."""
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._send("remove", len(self._chunk_ids))
-                await self._client.end_instance(self._instance)
-                return sum((await self._client.contains(self._chunk_ids)).present)
-        except (LMCacheError, TimeoutError):
-            return len(self._chunk_ids)
 
-    async def _renew_once(self) -> None:
-        await self._client.renew_instance(
-            self._instance, incarnation=1, kind="sidecar", ttl_ms=LEASE_MS
-        )
+async def _take_back(client: LookupClient, instance: str, chunk_ids: list[bytes]) -> int:
+    """Remove the chunks; return how many are left, which end with the lease."""
+    try:
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            await _send(client, instance, "remove", len(chunk_ids), chunk_ids)
+            await client.end_instance(instance)
+            return sum((await client.contains(chunk_ids)).present)
+    except (LMCacheError, TimeoutError):
+        return len(chunk_ids)
 
-    async def _send(self, op: EventOp, first: int) -> None:
-        events = [StoreEvent(op, chunk_id.hex(), TIER, 1) for chunk_id in self._chunk_ids]
-        await self._client.send_events(
-            self._instance, incarnation=1, first_sequence=first, events=events
-        )
+
+async def _renew(client: LookupClient, instance: str) -> None:
+    await client.renew_instance(instance, incarnation=1, kind="sidecar", ttl_ms=LEASE_MS)
+
+
+async def _send(
+    client: LookupClient, instance: str, op: EventOp, first: int, chunk_ids: list[bytes]
+) -> None:
+    events = [StoreEvent(op, chunk_id.hex(), TIER, 1) for chunk_id in chunk_ids]
+    await client.send_events(instance, incarnation=1, first_sequence=first, events=events)
 
 
 def _looking_up(client: LookupClient, chunk_ids: list[bytes]) -> Call:
@@ -144,7 +139,7 @@ def _looking_up(client: LookupClient, chunk_ids: list[bytes]) -> Call:
         done.seconds = time.perf_counter() - started
         done.num_chunks = found.num_prefix
         if found.num_prefix < len(chunk_ids):
-            done.not_done[NOT_FOUND] += len(chunk_ids) - found.num_prefix
+            done.not_done["not found"] += len(chunk_ids) - found.num_prefix
         return done
 
     return call

@@ -1,16 +1,13 @@
-"""What a bench does, what comes of it, and how it is shown."""
+"""The load and the report of a bench, and how the report is shown."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
-from rich.progress import TaskID, TextColumn
 
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.output import UNKNOWN, Columns, print_table, print_text, progress, size_text
+from lmcache_ctl.output import UNKNOWN, Columns, print_table, print_text, size_text
 
 SCHEMES: Final = ("lm://", "lm+tls://", "http://", "https://")
 BENCH_NAME: Final = "lmcachectl-bench"
@@ -23,7 +20,7 @@ ROUND_TRIP: Final = "round trip"
 
 
 class BenchLoad(msgspec.Struct, frozen=True):
-    """What is to be done.
+    """The load to put on a service.
 
     Attributes:
         target: `storage` or `lookup`.
@@ -42,18 +39,6 @@ class BenchLoad(msgspec.Struct, frozen=True):
     chunk_bytes: int
     concurrency: int
     batch: int
-
-
-class PhaseProgress(NamedTuple):
-    """How far a phase is: its share of the time, and the calls that were answered."""
-
-    phase: str
-    share: float
-    num_calls: int
-    is_over: bool
-
-
-Tell = Callable[[PhaseProgress], None]
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -100,10 +85,10 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What was measured.
+    """The measurements.
 
     Attributes:
-        load: What was done.
+        load: The load.
         phases: The way there, then the work.
         num_removed: Chunks removed at the end.
         num_left: Chunks that are still there.
@@ -140,24 +125,6 @@ def num_chunks_of(chunk_bytes: int, total_bytes: int) -> int:
             " give a smaller --total"
         )
     return num_chunks
-
-
-@contextlib.contextmanager
-def show_phases() -> Iterator[Tell]:
-    """Yield what shows each step on standard error: bars on a terminal, else a line for each."""
-    with progress(TextColumn("{task.fields[calls]} calls")) as (to, bars):
-        tasks: dict[str, TaskID] = {}
-
-        def tell(step: PhaseProgress) -> None:
-            if bars is None:
-                if step.is_over:
-                    to.print(f"{step.phase}: {step.num_calls} calls", soft_wrap=True)
-                return
-            if step.phase not in tasks:
-                tasks[step.phase] = bars.add_task(step.phase, total=1.0, calls=0)
-            bars.update(tasks[step.phase], completed=step.share, calls=step.num_calls)
-
-        yield tell
 
 
 def print_report(found: Report) -> None:

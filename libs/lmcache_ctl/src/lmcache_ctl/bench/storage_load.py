@@ -27,14 +27,15 @@ from lmcache_ctl.bench.calls import (
     CALL_TIMEOUT_S,
     Call,
     Done,
-    PhaseRun,
     ServiceTransport,
     asking_for_nothing,
     probing,
+    run_phase,
     way_phases,
 )
-from lmcache_ctl.bench.report import BENCH_NAME, TIER, BenchLoad, Phase, Report, Tell
+from lmcache_ctl.bench.report import BENCH_NAME, TIER, BenchLoad, Phase, Report
 from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.output import Tell
 from lmcache_ctl.services import HOW_TO_AUTHENTICATE, Endpoint
 from lmcache_ctl.settings import CtlSettings
 
@@ -94,13 +95,14 @@ async def run_storage_load(
             way = await way_phases(service, _asking_for_one(service, backend), load, tell)
         stored: list[int] = []
         try:
-            storing = PhaseRun("store", load.concurrency, load.seconds * STORE_SHARE, tell)
-            store = await storing.run(_storing(backend, chunks, stored, load))
-            left_s = max(load.seconds - store.seconds, load.seconds * STORE_SHARE)
-            fetching = PhaseRun("fetch", load.concurrency, left_s, tell)
+            half_s = load.seconds * STORE_SHARE
+            storing = _storing(backend, chunks, stored, load)
+            store = await run_phase("store", storing, load.concurrency, half_s, tell)
             fetch = Phase("fetch", 0, 0, 0, 0.0, 0.0, 0.0, None, {}, {})
             if stored:
-                fetch = await fetching.run(_fetching(backend, chunks, stored, load))
+                fetching = _fetching(backend, chunks, stored, load)
+                left_s = max(load.seconds - store.seconds, half_s)
+                fetch = await run_phase("fetch", fetching, load.concurrency, left_s, tell)
         finally:
             num_removed, num_left = await _clean(backend, chunks)
     return Report(load, [*way, store, fetch], num_removed, num_left)

@@ -214,7 +214,7 @@ def _inspected(
 
 
 def _digest(files: DiskFiles, fd: int, at: int, payload_bytes: int) -> bytes:
-    """Return the digest of the payload as far as it is there."""
+    """Return the digest of the payload, or of the part that the file has."""
     hasher, block = payload_hasher(), memoryview(bytearray(BLOCK_BYTES))
     end = at + payload_bytes
     while at < end:

@@ -54,7 +54,7 @@ def check_identity(where: str, option: str, cert: Path, load: Callable[[], objec
         where: Of which settings.
         option: That names the certificate.
         cert: Its file.
-        load: What the service does with both; raises what it would.
+        load: Loads both as the service does.
     """
     subject = Subject(CHECK, where)
     tls.logger.disabled = True  # what it would warn of is a finding here

@@ -66,7 +66,7 @@ CLIENT_IDENTITIES: Final = (
 
 
 class ConfigFile(NamedTuple):
-    """What a person wrote as `KIND=FILE`."""
+    """A parsed `KIND=FILE`."""
 
     kind: str
     path: Path
@@ -170,7 +170,7 @@ def _exists(path: Path) -> bool:
 
 
 def _files_of(subject: Subject, settings: Any) -> Iterator[Finding]:
-    """Check that each file is what it should be, readable, and not for everybody to read."""
+    """Check that each file is readable and valid, and that secrets are not world-readable."""
     for option in (*SECRET_FILES, *PLAIN_FILES):
         value = getattr(settings, option, None)
         if value is None or (option.startswith("peer_") and not settings.enable_p2p):
@@ -185,7 +185,7 @@ def _files_of(subject: Subject, settings: Any) -> Iterator[Finding]:
             yield subject.error(f"{option} {path}: {reason}", fix)
             continue
         if option in SECRET_FILES and mode & stat.S_IROTH:
-            what = f"{option} {path} can be read by everybody ({mode:04o})"
+            what = f"{option} {path} is world-readable ({mode:04o})"
             yield subject.warning(what, f"chmod o-r {path}")
         else:
             yield subject.ok(f"{option} {path}")
@@ -193,8 +193,8 @@ def _files_of(subject: Subject, settings: Any) -> Iterator[Finding]:
 
 def _protection_of(subject: Subject, settings: ServiceSettings) -> Iterator[Finding]:
     if settings.auth_tokens_file is None and settings.allow_anonymous:
-        what = "anybody who reaches it may call it (allow_anonymous)"
-        fix = "set auth_tokens_file, unless a NetworkPolicy is all the protection that is wanted"
+        what = "every client that reaches it may call it (allow_anonymous)"
+        fix = "set auth_tokens_file, unless a NetworkPolicy is protection enough"
         yield subject.warning(what, fix)
     if settings.allow_plaintext and settings.tls_cert_file is None:
         what = "tokens and chunks cross the network unencrypted (allow_plaintext)"

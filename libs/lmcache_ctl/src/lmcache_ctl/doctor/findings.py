@@ -1,4 +1,4 @@
-"""What the doctor finds."""
+"""The doctor's findings."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Finding(msgspec.Struct, frozen=True):
 
     Attributes:
         level: How bad it is.
-        check: What was checked, for example `clock`.
-        where: At whom: a service, a file, a host.
-        what: What was found.
-        fix: What to do about it; "" where nothing is to be done.
+        check: Name of the check, for example `clock`.
+        where: A service, a file or a host.
+        what: The finding.
+        fix: How to mend it; "" where nothing is wrong.
     """
 
     level: Level
@@ -40,34 +40,34 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Subject(NamedTuple):
-    """What is looked at: makes the findings of one check at one place."""
+    """Make the findings of one check at one place."""
 
     check: str
     where: str
 
     def ok(self, what: str) -> Finding:
-        """Find nothing wrong."""
+        """Report that all is well."""
         return Finding(Level.OK, self.check, self.where, what)
 
     def note(self, what: str, fix: str = "") -> Finding:
-        """Find what a person should know."""
+        """Report something worth knowing."""
         return Finding(Level.NOTE, self.check, self.where, what, fix)
 
     def warning(self, what: str, fix: str) -> Finding:
-        """Find what will, or may, keep the cluster from its work."""
+        """Report what will, or may, stop the cluster or a part of it."""
         return Finding(Level.WARNING, self.check, self.where, what, fix)
 
     def error(self, what: str, fix: str) -> Finding:
-        """Find what keeps the cluster, or a part of it, from its work."""
+        """Report what stops the cluster or a part of it."""
         return Finding(Level.ERROR, self.check, self.where, what, fix)
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """All that was found.
+    """All findings.
 
     Attributes:
-        num_errors: What keeps the cluster, or a part of it, from its work.
-        num_warnings: What will, or may.
+        num_errors: Faults that stop the cluster, or a part of it.
+        num_warnings: Faults that will, or may.
         findings: In the order of the checks, worst first within each.
     """
 

@@ -69,7 +69,7 @@ def _arena(subject: Subject, settings: Any) -> Iterator[Finding]:
         yield subject.ok(f"{size_text(free)} for {size_text(wanted)}")
     if at == directory and stat.S_IMODE(directory.stat().st_mode) & stat.S_IWOTH:
         what = (
-            f"everybody may write to arena_path {directory}: whoever does, decides what engines"
+            f"arena_path {directory} is world-writable: every user can change the KV that engines"
             " load"
         )
         yield subject.error(what, f"chmod o-w {directory}")

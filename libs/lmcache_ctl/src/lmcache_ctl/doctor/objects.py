@@ -38,10 +38,7 @@ def _of_pod(pod: Any) -> Iterator[Finding]:
     ready = next((one for one in pod.status.conditions or () if one.type == "Ready"), None)
     if pod.status.phase == "Succeeded":
         return
-    statuses = [
-        *(pod.status.init_container_statuses or ()),
-        *(pod.status.container_statuses or ()),
-    ]
+    statuses = [*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())]
     if ready is None or ready.status != "True":
         message = ready.message if ready is not None else None
         what = _waits(statuses) or message or f"its phase is {pod.status.phase}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from lmcache_ctl.errors import CtlError, UsageError
@@ -17,56 +16,39 @@ PAGE: Final = 250
 
 
 class KubeApi:
-    """A cluster's API, and one namespace of it. Enter it, so that its connections are closed.
+    """A cluster's API, and one namespace of it; leaving it closes its connections.
 
     Args:
         settings: Which kubeconfig, context and namespace.
+
+    Attributes:
+        core: A `kubernetes.client.CoreV1Api`.
+        apps: A `kubernetes.client.AppsV1Api`.
 
     Raises:
         UsageError: The kubeconfig cannot be read, or it does not have that context.
     """
 
     def __init__(self, settings: CtlSettings) -> None:
+        from kubernetes import client
+
         self.timeout_s = settings.timeout_s
         self.configuration, namespace = _load(settings)
         self.namespace = settings.namespace or namespace
-        self._client = self.client()
+        self._client = client.ApiClient(self.configuration)
+        self.core: Any = client.CoreV1Api(self._client)
+        self.apps: Any = client.AppsV1Api(self._client)
 
     def __enter__(self) -> Self:
         """Connects when first asked."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the connections."""
         self._client.close()
 
-    def client(self) -> Any:
-        """A `kubernetes.client.ApiClient` of its own, for streams."""
-        from kubernetes import client
-
-        return client.ApiClient(self.configuration)
-
-    @property
-    def core(self) -> Any:
-        """A `kubernetes.client.CoreV1Api`."""
-        from kubernetes import client
-
-        return client.CoreV1Api(self._client)
-
-    @property
-    def apps(self) -> Any:
-        """A `kubernetes.client.AppsV1Api`."""
-        from kubernetes import client
-
-        return client.AppsV1Api(self._client)
-
     def list(self, method: Any, what: str, selector: str) -> list[Any]:
-        """All objects of the namespace that a selector matches.
+        """Return all objects of the namespace that a selector matches.
 
         Args:
             method: A `list_namespaced_…` of the client.
@@ -91,7 +73,7 @@ class KubeApi:
         )
 
     def call(self, what: str, method: Any, *args: Any, **how: Any) -> Any:
-        """One call of the API.
+        """Make one call of the API.
 
         Args:
             what: It is about, for errors.
@@ -120,7 +102,7 @@ class KubeApi:
             ) from exc
 
     def refusal(self, what: str, status: int | None, reason: str) -> str:
-        """What to tell of an error of the API."""
+        """Return the sentence for an error of the API."""
         if status in (401, 403):
             why = "Forbidden" if status == 403 else "Unauthorized"
             return (
@@ -131,8 +113,9 @@ class KubeApi:
 
 
 class _Complaints(logging.Handler):
-    """What the loader only logs: that a command which should print credentials has failed. It
-    would go on without any.
+    """Keep what the loader only logs: that a command which should print credentials has failed.
+
+    It would continue without any.
     """
 
     def __init__(self) -> None:
@@ -144,12 +127,12 @@ class _Complaints(logging.Handler):
 
 
 def _load(settings: CtlSettings) -> tuple[Any, str]:
-    """The configuration, and the namespace of the context."""
+    """Return the configuration, and the namespace of the context."""
     import yaml
     from kubernetes import client, config
 
     configuration = client.Configuration()
-    configuration.retries = 0  # a call has one deadline, and is not told of again and again
+    configuration.retries = 0  # a call has one deadline, and is reported once
     named = None if settings.kubeconfig is None else str(settings.kubeconfig)
     if named is None and settings.context is None and POD_NAMESPACE_FILE.is_file():
         config.load_incluster_config(client_configuration=configuration)

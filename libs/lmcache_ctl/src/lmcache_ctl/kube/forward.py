@@ -1,5 +1,5 @@
-"""A port of a pod behind a socket on this machine: port-forward through the Kubernetes API, one
-stream for each connection.
+"""Forward a socket of this machine to a port of a pod, through the Kubernetes API; one stream for
+each connection.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import select
 import socket
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
@@ -20,20 +19,19 @@ JOIN_S: Final = 2.0
 POLL_S: Final = 0.1
 READ_BYTES: Final = 1 << 16
 END_S: Final = 1.0
-"""For the API to take leave of a stream."""
+"""For the API to close a stream."""
 LOOPBACK: Final = "127.0.0.1"
 
 
 class PodPort:
-    """Forwards connections while it is entered. What cannot be forwarded is answered with 502 and
-    the reason.
+    """Forward connections while it is entered; answer with 502 and the reason where that fails.
 
     Args:
         cluster: Where the pod is.
         pod: Its name.
         port: The port in it; that may be on its loopback.
-        path: Of the Unix socket; None for a TCP port on loopback, which anybody on this machine may
-            connect to.
+        path: Of the Unix socket; None for a TCP port on loopback, which every user of this machine
+            may connect to.
     """
 
     def __init__(self, cluster: KubeApi, pod: str, port: int, path: Path | None) -> None:
@@ -63,15 +61,8 @@ class PodPort:
         host, port = self._listener.getsockname()
         return str(host), int(port)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End the streams; one that the API has not answered is left behind, and ends with the
-        process.
-        """
+    def __exit__(self, *_: object) -> None:
+        """End the streams; one that the API has not answered ends with the process."""
         self._is_over.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         for thread in self._threads:
@@ -117,7 +108,7 @@ class PodPort:
                 try:
                     num_back = self._pump(near, far)
                 finally:
-                    forward.close()  # its thread sees that, and takes leave of the API
+                    forward.close()  # its thread notices, and closes the stream
                     forward.has_ended.wait(END_S)
                 if not num_back and not self._is_over.is_set():
                     _refuse(near, self._silence(forward.error(self._port)))
@@ -125,7 +116,7 @@ class PodPort:
             self._room.release()
 
     def _silence(self, error: str | None) -> str:
-        """Why nothing came back."""
+        """Return the reason for an empty answer."""
         if error:
             return f"nothing listens at port {self._port} of pod {self._pod} ({error})"
         return (
@@ -134,7 +125,7 @@ class PodPort:
         )
 
     def _pump(self, near: socket.socket, far: Any) -> int:
-        """Both ways until one side ends; the bytes that came back."""
+        """Copy both ways until one side ends; return the bytes that came back."""
         num_back = 0
         while not self._is_over.is_set():
             readable, _, _ = select.select([near, far], [], [], POLL_S)
@@ -160,12 +151,12 @@ def _refuse(near: socket.socket, why: str) -> None:
     )
     try:
         near.sendall(head.encode() + body)
-    except OSError:  # whoever asked has gone
+    except OSError:  # the client has gone
         return
 
 
 def _status(exc: Exception) -> int | None:
-    """Of an answer that is none of a WebSocket, too."""
+    """Return the status, also of an answer that is not a WebSocket's."""
     return getattr(exc, "status", None) or getattr(exc, "status_code", None)
 
 

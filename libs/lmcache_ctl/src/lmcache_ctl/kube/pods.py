@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from lmcache_ctl.errors import CtlError
@@ -26,12 +25,10 @@ LM_PORT_NAME: Final = "lm"
 DEFAULT_LM_PORT: Final = 65432
 MAX_FORWARDED: Final = 256
 TOKENS_KEY: Final = "tokens.yaml"
-"""What services of the chart read from the Secret that also holds the operator's token, under
-the next key.
-"""
+"""Key of the services' tokens in the Secret that holds the operator's under the next key."""
 OPERATOR_KEY: Final = "operator-token"
 FORWARDED_NAME: Final = "localhost"
-"""What certificates of the chart name beside a pod's service: a forwarded connection ends there."""
+"""A name in all certificates of the chart: a forwarded connection ends there."""
 
 
 class PodService(NamedTuple):
@@ -76,14 +73,14 @@ def services_in(pods: Sequence[Any], port_name: str = PORT_NAME) -> list[PodServ
 
 
 class PodWays:
-    """Ways to the services of a namespace, each behind a socket in a directory of its own. Enter
-    it, so that they are closed.
+    """Ways to the services of a namespace, each a socket in a private directory; leaving it closes
+    them.
 
     Args:
         settings: Which cluster, namespace and release.
         kinds: Of which services.
-        port_name: `http`, or `lm` for that of cache_storage, which is then behind a port on
-            loopback.
+        port_name: `http`, or `lm` for that of cache_storage, which is then forwarded from a port
+            on loopback.
 
     Raises:
         UsageError: The kubeconfig cannot be used.
@@ -108,12 +105,7 @@ class PodWays:
         """Forwards nothing before `find`."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close all of them."""
         with self._open:
             for one in list(self._ways):

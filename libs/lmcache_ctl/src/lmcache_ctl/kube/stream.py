@@ -1,6 +1,4 @@
-"""A stream of a port-forward. Imports the package `kubernetes`, and so is imported only when one
-is opened.
-"""
+"""A stream of a port-forward. Importing it imports the slow package `kubernetes`."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from lmcache_ctl.kube.access import KubeApi
 
 
 class Stream(PortForward):  # type: ignore[misc]
-    """The package's own, whose thread ends without a word when the connection breaks, and leaves
-    nothing open.
+    """The package's own, whose thread ends silently when the connection breaks, and closes all.
 
     Attributes:
         has_ended: Set when its thread has closed everything.
@@ -39,8 +36,7 @@ class Stream(PortForward):  # type: ignore[misc]
 
 
 def open_stream(cluster: KubeApi, pod: str, port: int) -> Stream:
-    """A stream to a port of a pod, with a client of its own: while a stream is opened the client
-    can do nothing else.
+    """Open a stream to a port of a pod, with a client of its own, which opening occupies.
 
     Raises:
         ApiException: The API refuses.
@@ -54,7 +50,7 @@ def open_stream(cluster: KubeApi, pod: str, port: int) -> Stream:
     ) -> Stream:
         return Stream(create_websocket(configuration, get_websocket_url(url), headers), [port])
 
-    with cluster.client() as own:
+    with client.ApiClient(cluster.configuration) as own:
         asked = client.CoreV1Api(own).connect_get_namespaced_pod_portforward
         stream: Stream = _websocket_request(
             connected, {"_preload_content": False}, asked, pod, cluster.namespace, ports=str(port)

@@ -1,5 +1,4 @@
-"""Two small language models that ship with the demonstration: real weights, trained by
-:mod:`.train`, loaded offline.
+"""Two small language models that ship with the demonstration: real weights, loaded offline.
 
 The second is the first, taught to answer from two documents (:mod:`.two_documents`).
 ``MODEL_CARD.md`` beside this file says how they were trained and what they can do.

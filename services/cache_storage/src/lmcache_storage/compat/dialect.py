@@ -1,5 +1,5 @@
-"""The fixed headers that LMCache clients send and read. They carry no version, so each listener
-speaks one dialect.
+"""The fixed headers that LMCache clients send and read, and what breaks their protocol. They carry
+no version, so each listener speaks one dialect.
 
 Source: `docs/protocols.md`, "LMCache compatibility". Vectors: `tests/contract/lmcache_compat`.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from lmcache_storage.compat.refusals import CloseReason, CompatRefusedError
+from lmcache_core.errors import ProtocolError
 
 KEY_BYTES: Final = 150
 NUM_ABOUT: Final = 6
@@ -29,6 +29,33 @@ NO_VALUE: Final[About] = (1, 2, 0, 0, 0, 0)
 """Describes the value of a reply without one: numbers that every release knows, since some look
 them up before the code.
 """
+
+
+class CloseReason(StrEnum):
+    """Why a connection was closed, other than that its client went or the service ends. Each is
+    counted.
+    """
+
+    TOO_MANY = "too_many"
+    COMMAND = "command"
+    KEY = "key"
+    LENGTH = "length"
+    SHORT = "short"
+    SLOW = "slow"
+    IDLE = "idle"
+
+
+class CompatRefusedError(ProtocolError):
+    """The client broke the protocol or a bound: nothing that follows on its connection can be
+    understood.
+
+    Attributes:
+        reason: Fit for a metric label.
+    """
+
+    def __init__(self, reason: CloseReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 class CompatCommand(IntEnum):
@@ -105,18 +132,15 @@ class Dialect:
             (fmt, dtype, *dims),
         )
 
-    def found(self, num_bytes: int = 0, about: About = NO_VALUE) -> bytes:
-        """Header of the reply that the value, of so many bytes, is there (and follows if
-        `num_bytes` is not 0).
+    def found(self, num_bytes: int = 0, about: About = NO_VALUE, code: int = CODE_FOUND) -> bytes:
+        """Return the header of the reply that the value, of so many bytes, is there; it follows if
+        `num_bytes` is not 0.
         """
-        return self._reply(CODE_FOUND, num_bytes, about)
+        return self.reply.pack(code, num_bytes, *about, *((0,) if self.has_location else ()))
 
     def missing(self) -> bytes:
-        """The reply that there is no such value."""
-        return self._reply(CODE_MISSING, 0, NO_VALUE)
-
-    def _reply(self, code: int, num_bytes: int, about: About) -> bytes:
-        return self.reply.pack(code, num_bytes, *about, *((0,) if self.has_location else ()))
+        """Return the reply that there is no such value."""
+        return self.found(code=CODE_MISSING)
 
 
 DIALECTS: Final = MappingProxyType(

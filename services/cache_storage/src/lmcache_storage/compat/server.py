@@ -1,102 +1,278 @@
-"""The listener for LMCache clients."""
+"""The listener for LMCache clients, and its connections."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Final
 
+from lmcache_core.errors import UnavailableError
 from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.telemetry import Counters
 from lmcache_core.telemetry.sparse_log import SparseLog
-from lmcache_core.wire import FrameStream
+from lmcache_core.wire import FrameStream, ServedStore
 from lmcache_core.wire.listener import FrameListener
 
-from lmcache_storage.compat.dialect import Dialect
-from lmcache_storage.compat.refusals import CloseReason
-from lmcache_storage.compat.session import CompatLimits, CompatService, CompatSession
-from lmcache_storage.compat.values import ForeignValues
+from lmcache_storage import metrics
+from lmcache_storage.compat.dialect import (
+    DIALECTS,
+    CloseReason,
+    CompatCommand,
+    CompatRefusedError,
+    Dialect,
+    Request,
+)
+from lmcache_storage.compat.values import MAX_HEAD_BYTES, ForeignValues
+from lmcache_storage.settings import StorageSettings
 
 logger = logging.getLogger(__name__)
 
-KEEPALIVE_IDLE_S = 60
-KEEPALIVE_INTERVAL_S = 15
-KEEPALIVE_PROBES = 4
+KEEPALIVE_IDLE_S: Final = 60
+KEEPALIVE_INTERVAL_S: Final = 15
+KEEPALIVE_PROBES: Final = 4
+RECEIVING_SHARE: Final = 4
+"""Values on their way in may hold one part in this many of the host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompatLimits:
+    """Bounds of what these clients, which show no credentials, can make the service do.
+
+    Attributes:
+        max_connections: Connections at once; a further one is closed unheard.
+        max_value_bytes: Largest value that is taken.
+        max_receiving_bytes: Memory that values on their way in may hold together; one that alone
+            needs more has it when no other does.
+        idle_timeout_s: Longest silence. Long, since these clients do not connect again; the kernel
+            finds those that are gone.
+        transfer_timeout_s: For the rest of a header and for each transfer of a value, plus the time
+            that `min_bytes_per_s` gives it.
+        min_bytes_per_s: Slowest transfer of a value.
+        room_timeout_s: Longest wait for other values to have come in; then the value is not kept.
+    """
+
+    max_connections: int
+    max_value_bytes: int
+    max_receiving_bytes: int
+    idle_timeout_s: float = 7 * 24 * 3600.0
+    transfer_timeout_s: float = 10.0
+    min_bytes_per_s: int = 1 << 20
+    room_timeout_s: float = 2.0
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """Return the longest time that a value of that size may take."""
+        return self.transfer_timeout_s + num_bytes / self.min_bytes_per_s
 
 
 class CompatServer:
-    """Serves values to LMCache clients. Whoever reaches the port is served: it knows no credentials
-    and no TLS.
+    """Serves values to LMCache clients. Everyone who reaches the port is served: it knows no
+    credentials and no TLS.
 
     Args:
         values: What is served.
         dialect: What its clients speak.
         limits: Bounds of what they can do.
         counters: Where requests and closed connections are counted.
-        host: Where to listen.
-        port: 0 takes a free one; see `port`.
+
+    Attributes:
+        listener: Has the port, once it is open.
+        room: Memory for values on their way in.
     """
 
     def __init__(
-        self,
-        values: ForeignValues,
-        dialect: Dialect,
-        limits: CompatLimits,
-        counters: Counters,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        self, values: ForeignValues, dialect: Dialect, limits: CompatLimits, counters: Counters
     ) -> None:
-        room = ByteGate(limits.max_receiving_bytes)
-        self._service = CompatService(dialect, values, limits, room, counters, SparseLog(logger))
-        self._host = host
-        self._wanted_port = port
-        self._listener = FrameListener(
+        self.values = values
+        self.dialect = dialect
+        self.limits = limits
+        self.counters = counters
+        self.room = ByteGate(limits.max_receiving_bytes)
+        self._log = SparseLog(logger)
+        self.listener = FrameListener(
             "the listener for LMCache clients",
             limits.max_connections,
-            self._begin,
-            self._turned_away,
+            lambda stream: CompatSession(stream, self),
+            lambda stream: self.closed(
+                stream, CloseReason.TOO_MANY, f"{limits.max_connections} connections are open"
+            ),
         )
 
-    @property
-    def port(self) -> int:
-        """The port that it listens on. Only while it is open."""
-        return self._listener.port
-
-    @property
-    def num_connections(self) -> int:
-        """Connections that are served now."""
-        return self._listener.num_connections
-
-    async def open(self) -> None:
-        """Listen.
+    async def open(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen; port 0 takes a free one.
 
         Raises:
             UnavailableError: The address cannot be bound.
         """
-        for listening in await self._listener.open(self._host, self._wanted_port):
-            _keep_alive(listening)
+        for listening in await self.listener.open(host, port):
+            # The kernel ends connections whose other side is gone; those that are accepted take
+            # these options over.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
-    async def close(self, drain_s: float = 0.0) -> None:
-        """Stop listening, let requests underway end for up to `drain_s` seconds, then end what
-        is left. Idempotent.
-        """
-        await self._listener.close(drain_s)
-
-    def _begin(self, stream: FrameStream) -> CompatSession:
-        return CompatSession(stream, self._service)
-
-    def _turned_away(self, stream: FrameStream) -> None:
-        self._service.closed(
-            stream,
-            CloseReason.TOO_MANY,
-            f"{self._service.limits.max_connections} connections are open",
-        )
+    def closed(self, stream: FrameStream, reason: CloseReason, detail: str) -> None:
+        """Count and log that a connection is closed, and why."""
+        self.counters.add(metrics.COMPAT_CLOSED_TOTAL, label=reason)
+        message = "connection of an LMCache client closed: client=%s reason=%s detail=%s"
+        self._log.log(logging.WARNING, message, stream.peer(), reason.value, detail)
 
 
-def _keep_alive(listening: socket.socket) -> None:
-    """Let the kernel end connections whose other side is gone; those that are accepted take
-    these options over.
+def create_compat_server(
+    settings: StorageSettings, store: ServedStore, counters: Counters
+) -> CompatServer:
+    """Make the listener that the settings describe. It does not listen yet.
+
+    Args:
+        settings: With a tenant for these clients.
+        store: Where values are kept.
+        counters: Where it counts, under the names of `lmcache_storage.metrics`.
     """
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    assert settings.lmcache_compat_tenant is not None, "the settings check this"
+    dialect = DIALECTS[settings.lmcache_compat_dialect]
+    limits = CompatLimits(
+        settings.lmcache_compat_max_connections,
+        settings.max_record_bytes - MAX_HEAD_BYTES,
+        settings.memory_bytes // RECEIVING_SHARE,
+    )
+    values = ForeignValues(store, settings.lmcache_compat_tenant, dialect.name, counters)
+    return CompatServer(values, dialect, limits, counters)
+
+
+class CompatSession:
+    """Answers the requests of one connection in order; these clients send the next when they have
+    the last one's reply, or need none.
+
+    Args:
+        stream: The connection.
+        server: What is served, and the bounds.
+    """
+
+    def __init__(self, stream: FrameStream, server: CompatServer) -> None:
+        self._stream = stream
+        self._server = server
+        self._dialect = server.dialect
+        self._values = server.values
+        self._limits = server.limits
+        self._is_waiting = False
+        self._is_draining = False
+
+    async def run(self) -> None:
+        """Serve until the client goes or breaks a bound. The connection is closed then."""
+        try:
+            while not self._is_draining:
+                request = await self._next_request()
+                if request is None:
+                    return
+                await self._answer(request)
+        except CompatRefusedError as exc:
+            self._server.closed(self._stream, exc.reason, str(exc))
+        except UnavailableError:
+            pass  # the client went while it was answered, or the service ends
+        finally:
+            await self._stream.end()
+
+    def drain(self) -> None:
+        """Take no more requests; the connection ends when the one underway is answered."""
+        self._is_draining = True
+        if self._is_waiting:
+            self._stream.close()
+
+    async def _next_request(self) -> Request | None:
+        """Return the next request; None when the client has gone between two."""
+        header = bytearray(self._dialect.request.size)
+        view = memoryview(header)
+        self._is_waiting = True
+        try:
+            async with asyncio.timeout(self._limits.idle_timeout_s):
+                await self._stream.readinto(view[:1])
+        except TimeoutError:
+            raise CompatRefusedError(
+                CloseReason.IDLE, f"silent for {self._limits.idle_timeout_s:g} s"
+            ) from None
+        except UnavailableError:
+            return None
+        finally:
+            self._is_waiting = False
+        await self._receive(view[1:], "a header")
+        return self._dialect.parse(header, self._limits.max_value_bytes)
+
+    async def _answer(self, request: Request) -> None:
+        self._server.counters.add(metrics.COMPAT_REQUESTS_TOTAL, label=request.command.name.lower())
+        match request.command:
+            case CompatCommand.PUT:
+                await self._put(request)
+            case CompatCommand.GET:
+                await self._get(request.key)
+            case CompatCommand.EXIST:
+                is_there = await self._values.contains(request.key)
+                await self._send(self._dialect.found() if is_there else self._dialect.missing())
+            case CompatCommand.HEALTH:
+                await self._send(self._dialect.found())
+
+    async def _get(self, key: str) -> None:
+        found = await self._values.get(key)
+        if found is None:
+            await self._send(self._dialect.missing())
+            return
+        chunk, about = found
+        try:
+            value = chunk.memory.byte_array
+            await self._send(self._dialect.found(len(value), about), value)
+        finally:
+            chunk.release()
+
+    async def _put(self, request: Request) -> None:
+        """Take a value in. There is no reply, so one that finds no room is read to its end and
+        forgotten.
+        """
+        num_bytes = request.num_bytes
+        async with AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(self._limits.room_timeout_s):
+                    await held.enter_async_context(self._server.room.using(num_bytes))
+            except TimeoutError:
+                self._server.counters.add(metrics.REFUSED_CHUNKS_TOTAL)
+                memory = None
+            else:
+                memory = self._values.allocate(num_bytes)
+            if memory is None:
+                with self._expecting("the rest of a value"):
+                    async with self._stream.paced(self._limits.transfer_s):
+                        await self._stream.discard(num_bytes)
+                return
+            with memory:
+                await self._receive(memory.byte_array, "a value")
+                await self._values.put(request.key, request.about, memory)
+
+    async def _receive(self, view: memoryview, what: str) -> None:
+        with self._expecting(f"the rest of {what}"):
+            async with self._stream.paced(self._limits.transfer_s):
+                await self._stream.readinto(view)
+
+    async def _send(self, header: bytes, *value: memoryview) -> None:
+        """Send a reply, the header in one piece: some clients read it by a single call."""
+        num_bytes = sum(map(len, value))
+        try:
+            async with asyncio.timeout(self._limits.transfer_s(num_bytes)):
+                await self._stream.send(header, *value)
+        except TimeoutError:
+            raise CompatRefusedError(
+                CloseReason.SLOW, f"a reply of {len(header) + num_bytes} bytes was not read in time"
+            ) from None
+
+    @contextmanager
+    def _expecting(self, what: str) -> Iterator[None]:
+        """Close a connection where what has begun does not come, or not in time."""
+        try:
+            yield
+        except TimeoutError:
+            raise CompatRefusedError(CloseReason.SLOW, f"{what} did not come in time") from None
+        except UnavailableError:
+            raise CompatRefusedError(
+                CloseReason.SHORT, f"the connection ended before {what} had come"
+            ) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Final
+from typing import Final, cast
 
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
@@ -28,12 +28,10 @@ from lmcache_storage.served_store import CountedStore
 
 ABOUT_EXTENSION: Final = 2
 """Id of the extension with the numbers by which a client described its value; ignorable, since
-nobody else asks for it.
+only its clients ask for it.
 """
 MAX_HEAD_BYTES: Final = 2 * HEAD_ALIGN_BYTES
-"""Of a record that is made here: its key is short, and what it says beside it has a fixed
-length.
-"""
+"""Of a record that is made here: its key is short, and the rest of the head has a fixed length."""
 NAME_PREFIX: Final = "lmcache-"
 INLINE_DIGEST_BYTES: Final = 1 << 20
 TIER: Final = "compat"
@@ -42,7 +40,7 @@ _ABOUT: Final = struct.Struct(f"<{NUM_ABOUT}i")
 
 
 class ForeignValues:
-    """Values whose bytes only their clients can read, beside the KV of one tenant and under names
+    """Values whose bytes only their clients can read, stored in one tenant's namespace under names
     that no KV has.
 
     They are marked lossy: whether they are is not known here.
@@ -57,23 +55,23 @@ class ForeignValues:
 
     def __init__(self, store: ServedStore, tenant: str, dialect: str, counters: Counters) -> None:
         self._store = store
-        self._uncounted = store.uncounted if isinstance(store, CountedStore) else store
+        self._uncounted = store.store if isinstance(store, CountedStore) else store
         self._tenant = tenant
         self._kind = f"{NAME_PREFIX}{dialect}"
         self._counters = counters
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
-        """See `ServedStore.allocate`."""
+        """Return memory for a value, owned by the caller; None when there is no room."""
         return self._store.allocate(num_bytes, self._tenant)
 
     async def contains(self, key: str) -> bool:
-        """Whether there is a value of that name."""
+        """Return whether there is a value of that name."""
         [is_there] = await self._store.contains([self._chunk_key(key)])
         return is_there
 
     async def get(self, key: str) -> tuple[Chunk, About] | None:
-        """The value, its bytes compared with their digest, and what its client said of it; None
-        where there is none.
+        """Return the value, its bytes compared with their digest, and what its client said of it;
+        None where there is none.
 
         The caller owns the chunk. A damaged one is removed.
         """
@@ -126,31 +124,25 @@ class ForeignValues:
         )
 
     def _about(self, header: RecordHeader) -> About | None:
-        """What the client said; None for a record that did not come from here, since others may
-        put under this name too.
+        """Return what the client said; None for a record that did not come from here, since others
+        may put under this name too.
         """
-        for extension in header.extensions:
-            if (
-                header.serde == self._kind
-                and extension.id == ABOUT_EXTENSION
-                and len(extension.data) == _ABOUT.size
-            ):
-                fmt, dtype, *dims = _ABOUT.unpack(extension.data)
-                return (fmt, dtype, dims[0], dims[1], dims[2], dims[3])
+        for extension in header.extensions if header.serde == self._kind else ():
+            if extension.id == ABOUT_EXTENSION and len(extension.data) == _ABOUT.size:
+                return cast(About, _ABOUT.unpack(extension.data))
         return None
 
 
 def is_foreign(key: ChunkKey) -> bool:
-    """Whether that is the name of a value of an LMCache client: it is of use only at the server
-    where that client looks for it.
+    """Return whether a key names a value of an LMCache client. Such a value is useful only at the
+    server where that client looks for it.
     """
     return key.key.fmt.startswith(NAME_PREFIX)
 
 
 async def _is_intact(chunk: Chunk) -> bool:
-    """Cancelled, the thread may still read memory that was given back meanwhile: it writes
-    nothing, and nobody asks for its result.
-    """
+    # Cancelled, the thread may still read memory that was given back meanwhile: it writes nothing,
+    # and its result is dropped.
     payload = chunk.memory.byte_array
     try:
         if len(payload) <= INLINE_DIGEST_BYTES:

@@ -1,3 +1,1 @@
-"""What becomes of chunks when servers come and go: they move to their homes, and a server that
-ends leaves none behind.
-"""
+"""Moves chunks to their homes when servers come and go, and all of a server that ends."""

@@ -18,7 +18,7 @@ from lmcache_node.local_chunks import LocalChunks
 from typing_extensions import override
 
 from lmcache_storage import metrics
-from lmcache_storage.handover.servers import SEND_TIMEOUT_S, OtherServers
+from lmcache_storage.handover.servers import OtherServers
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ class Mover:
         self._counters = counters
 
     async def run(self, wanted: Sequence[Sized], num_evicting: int, moved: MoveProgress) -> None:
-        """Move chunks, in this order. It may be cancelled; what has been sent by then has moved.
+        """Move chunks, in this order. If it is cancelled, what has been sent by then has moved.
 
         Args:
             wanted: Names and sizes.
-            num_evicting: For so many of them, from the first on, others may be given up.
+            num_evicting: For this many of them, from the first on, others may be evicted.
             moved: Kept up to date; its `total` is set by the caller.
         """
         at = 0
@@ -95,8 +95,10 @@ class Mover:
         self._count(moved, "failed", len(left))
 
     async def move_home(self, window: Sequence[Sized], moved: MoveProgress) -> list[ChunkKey]:
-        """Move a few chunks to their homes and nowhere else, where these have room; those that
-        are there now.
+        """Move a few chunks to their homes, where these have room, and nowhere else.
+
+        Returns:
+            Those that are there now.
         """
         sizes = dict(window)
         live = self._servers.live()
@@ -108,9 +110,7 @@ class Mover:
         return (await self._give_all(live, by_name, False, moved)).settled
 
     async def still_home(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those of some chunks that have moved home which have not been lost there since, and
-        will not be by that server's end.
-        """
+        """Return those of some chunks, which have moved home, that their home holds, to stay."""
         live = self._servers.live()
         asked = [
             self._still_there(live[name], part)
@@ -128,13 +128,14 @@ class Mover:
 
     async def _still_there(self, member: Member, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         try:
-            return await self._servers.still_there(member, keys, SEND_TIMEOUT_S)
+            held = await self._servers.held_there(member, keys)
         except (UnavailableError, AuthenticationError, ProtocolError) as exc:
             logger.warning(
                 "handover not confirmed, keeping the chunks: server=%s error=%s", member.name, exc
             )
             member.failed()
             return []
+        return [key for key in keys if held[key]]
 
     async def _give_all(
         self,
@@ -159,11 +160,10 @@ class Mover:
         sizes = dict(part)
         keys = list(sizes)
         try:
-            missing = await self._servers.missing_there(member, keys, SEND_TIMEOUT_S)
-            there = sizes.keys() - set(missing)
-            self._count(moved, "already_elsewhere", len(there))
-            outcome.settled += there
-            keys = missing
+            held = await self._servers.held_there(member, keys)
+            outcome.settled += [key for key in keys if held[key]]
+            self._count(moved, "already_elsewhere", len(outcome.settled))
+            keys = [key for key in keys if not held[key]]
             while keys:
                 batch = _batch(keys, sizes)
                 await self._send(member, batch, may_evict, moved, outcome, sizes)
@@ -188,11 +188,7 @@ class Mover:
         results = await self._chunks.read(batch)
         chunks = [result for result in results if isinstance(result, Chunk)]
         try:
-            taken = (
-                await self._servers.send(member, chunks, may_evict, SEND_TIMEOUT_S)
-                if chunks
-                else {}
-            )
+            taken = await self._servers.send(member, chunks, may_evict) if chunks else {}
         finally:
             for chunk in chunks:
                 chunk.release()
@@ -211,8 +207,8 @@ class Mover:
 
     @staticmethod
     def _end_of_window(wanted: Sequence[Sized], begin: int, num_evicting: int) -> int:
-        """Where a window ends that begins there: not across the border between what may evict
-        and what may not.
+        """Return where a window ends that begins there: not across the border between what may
+        evict and what may not.
         """
         limit = min(
             len(wanted), begin + WINDOW_CHUNKS, *([num_evicting] if begin < num_evicting else [])
@@ -276,7 +272,7 @@ class ServerHandover(ChunkHandover):
         limit = asyncio.timeout_at(deadline)
         try:
             async with limit:
-                await self._servers.refresh()
+                await self._servers.members.refresh()
                 wanted = await asyncio.to_thread(self._chunks.hottest_first)
                 progress.total = len(wanted)
                 num_evicting = await asyncio.to_thread(num_hottest, wanted, EVICTING_SHARE)

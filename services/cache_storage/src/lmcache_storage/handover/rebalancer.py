@@ -8,10 +8,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from lmcache_core.keys import ChunkKey
-from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.remote.rendezvous import home
-from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.stack import LOCAL_TIERS, TierStack
 from lmcache_node.drain import MoveProgress
 from lmcache_node.local_chunks import LocalChunks
 
@@ -24,11 +23,11 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 CHUNKS_A_TURN = 256
 STEADY_LOOKS = 3
-"""So many looks in a row must have found the same servers before chunks move."""
+"""Looks in a row that must find the same servers before chunks move."""
 WINDOW_CHUNKS = 16
 FORGET_AFTER_S = 5.0
-"""What has moved is served here for so long yet: a reader may have asked at its new home before
-it arrived there.
+"""What has moved is served here for this long: a reader may have asked at its new home before it
+arrived there.
 """
 
 Situation = tuple[frozenset[str], int]
@@ -111,8 +110,8 @@ class Rebalancer:
         await asyncio.sleep(now() - began)
 
     async def _forget(self, known: frozenset[str]) -> None:
-        """Give up what moved a while ago, unless it has to stay: its home is here again or has
-        lost it, or it was stored here anew.
+        """Forget what moved a while ago, unless it has to stay: its home is here again or has lost
+        it, or it was stored here again.
         """
         departures = self._store.departures
         while (

@@ -11,7 +11,7 @@ from lmcache_core.record import Chunk
 from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.remote import RemoteOptions
 from lmcache_core.storage.remote.lm import client_maker, members_of
-from lmcache_core.storage.remote.members import Address, Member, Members
+from lmcache_core.storage.remote.members import Member, Members, ServerAddress
 
 from lmcache_storage.settings import StorageSettings
 
@@ -27,31 +27,31 @@ class OtherServers:
         instance: What this server calls itself.
         tenant: Of the token that is shown: its chunks can be sent also to those that take no
             handovers.
+
+    Attributes:
+        members: As given.
+        instance: As given.
     """
 
     def __init__(self, members: Members, instance: str, tenant: str) -> None:
-        self._members = members
+        self.members = members
         self._tenant = tenant
         self.instance = instance
 
     def known(self) -> frozenset[str]:
         """Return the names of all others, also of those that do not answer."""
-        return frozenset(self._members.by_name()) - {self.instance}
+        return frozenset(self.members.by_name()) - {self.instance}
 
     def live(self) -> dict[str, Member]:
         """Return those that answer, by name."""
         return {
             name: member
-            for name, member in self._members.by_name().items()
+            for name, member in self.members.by_name().items()
             if name != self.instance and not member.is_resting
         }
 
-    async def refresh(self) -> None:
-        """Look up the set again."""
-        await self._members.refresh()
-
     async def send(
-        self, member: Member, chunks: Sequence[Chunk], may_evict: bool, timeout_s: float
+        self, member: Member, chunks: Sequence[Chunk], may_evict: bool
     ) -> dict[ChunkKey, bool]:
         """Send chunks (borrowed); return for each whether that server has it now.
 
@@ -62,38 +62,18 @@ class OtherServers:
         """
         client = member.client
         if client.takes_handovers:
-            able, stored = list(chunks), await client.hand_over(chunks, may_evict, timeout_s)
+            able, stored = list(chunks), await client.hand_over(chunks, may_evict, SEND_TIMEOUT_S)
         else:
             able = [chunk for chunk in chunks if chunk.key.tenant == self._tenant]
-            stored = await client.put(able, timeout_s) if able else []
+            stored = await client.put(able, SEND_TIMEOUT_S) if able else []
         return {chunk.key: False for chunk in chunks} | {
             chunk.key: is_there for chunk, is_there in zip(able, stored, strict=True)
         }
 
-    async def still_there(
-        self, member: Member, keys: Sequence[ChunkKey], timeout_s: float
-    ) -> list[ChunkKey]:
-        """Return those that it says it holds, to stay: only these may be forgotten here. Raises as
-        `send`.
-        """
-        return [
-            key
-            for key, is_there in (await self._asked(member, keys, timeout_s)).items()
-            if is_there
-        ]
-
-    async def missing_there(
-        self, member: Member, keys: Sequence[ChunkKey], timeout_s: float
-    ) -> list[ChunkKey]:
-        """Return those that must be sent: it does not say that it holds them. Raises as `send`."""
-        present = await self._asked(member, keys, timeout_s)
-        return [key for key in keys if not present[key]]
-
-    async def _asked(
-        self, member: Member, keys: Sequence[ChunkKey], timeout_s: float
-    ) -> dict[ChunkKey, bool]:
-        """Return for each whether that server says it holds it. An earlier version, or a server
-        that does not let us ask for other tenants, does not say so: that counts as not held.
+    async def held_there(self, member: Member, keys: Sequence[ChunkKey]) -> dict[ChunkKey, bool]:
+        """Return for each chunk whether that server says it holds it, to stay. Only these may be
+        forgotten here. An earlier version, or a server that does not let us ask for other tenants,
+        does not say so: that counts as not held. Raises as `send`.
         """
         by_tenant: dict[str, list[ChunkKey]] = {}
         for key in keys:
@@ -101,19 +81,21 @@ class OtherServers:
         found = dict.fromkeys(keys, False)
         client = member.client
         if not client.is_connected:
-            await client.ping(timeout_s)  # whether it can be asked is known once it is connected
+            await client.ping(
+                SEND_TIMEOUT_S
+            )  # whether it can be asked is known once it is connected
         for tenant, part in by_tenant.items():
             if client.answers_held:
-                found |= zip(part, await client.holds(tenant, part, timeout_s), strict=True)
+                found |= zip(part, await client.holds(tenant, part, SEND_TIMEOUT_S), strict=True)
             elif tenant == self._tenant:
-                found |= zip(part, await client.contains(part, timeout_s), strict=True)
+                found |= zip(part, await client.contains(part, SEND_TIMEOUT_S), strict=True)
         return found
 
 
 def create_members(
     settings: StorageSettings, broker: BrokerClient | None, token: ShownToken, tls: ClientTls | None
 ) -> Members | None:
-    """Make the set that this server belongs to, not opened; None where it is alone.
+    """Make the set that this server belongs to, not opened; None where there is no other.
 
     Args:
         settings: May name the servers.
@@ -130,14 +112,14 @@ def create_members(
     if broker is None:
         return None
 
-    async def find() -> Sequence[Address]:
+    async def find() -> Sequence[ServerAddress]:
         peers = [
             peer
             for peer in await broker.peers()
             if peer.kind == STORAGE_KIND and peer.id != settings.instance_id
         ]
         urls = [parse_distributed_url(peer.distributed_url) for peer in peers if not peer.draining]
-        return [Address(url.host, url.port, url.host) for url in urls]
+        return [ServerAddress(url.host, url.port, url.host) for url in urls]
 
     scheme = "lm" if settings.tls_cert_file is None else "lm+tls"
     return Members(find, client_maker(f"{scheme}://", options, hands_over=True), "the broker")

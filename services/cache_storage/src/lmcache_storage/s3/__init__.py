@@ -1,8 +1,8 @@
 """The further store: a bucket of S3-compatible object storage behind memory and disk (ADR 14). Off
 unless `s3_bucket` is set.
 
-`settings` are its options, `layout` names objects, `objects` talks to the bucket, `backend` is the
-tier. The client library is imported only where a bucket is named.
+`settings` are its options, `objects` talks to the bucket, `backend` is the tier. The client library
+is imported only where a bucket is named.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ S3_TIER = "S3Backend"
 
 
 def create_s3_backend(settings: S3Settings) -> S3Backend | None:
-    """The tier that the settings name, not opened; None when they name no bucket.
+    """Make the tier that the settings name, not opened; None when they name no bucket.
 
     Raises:
         ConfigError: The client library is not installed, or a file cannot be read.

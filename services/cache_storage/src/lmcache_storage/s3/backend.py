@@ -12,13 +12,12 @@ from lmcache_core.concurrency import run_together
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
-from lmcache_core.storage.base import StorageBackend
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, release_all
+from lmcache_core.storage.base import StorageBackend, caller_limit
 from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.pool import FilePool
-from lmcache_core.storage.remote.base import release_all
-from lmcache_core.storage.time_limit import caller_limit
 from lmcache_core.telemetry import Counters
+from typing_extensions import override
 
 from lmcache_storage.s3 import S3_TIER
 from lmcache_storage.s3.objects import BucketObjects, FoundObject
@@ -86,11 +85,11 @@ class S3Backend(StorageBackend):
 
     @property
     def refuses_writes(self) -> bool:
-        """Whether the last write failed although the bucket could be asked."""
+        """Return whether the last write failed although the bucket could be asked."""
         return self._backoff.is_failing
 
     async def probe(self) -> None:
-        """See whether the bucket answers.
+        """Check that the bucket answers.
 
         Raises:
             UnavailableError: It does not.
@@ -98,10 +97,9 @@ class S3Backend(StorageBackend):
         async with self._limit():
             await self._reading.run(self._objects.probe)
 
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`. One HEAD a chunk, `MAX_READS` of them at once;
-        the records are not read.
-        """
+        # One HEAD a chunk, `MAX_READS` of them at once; the records are not read.
         found = [False] * len(keys)
 
         async def ask(i: int, key: ChunkKey) -> None:
@@ -112,11 +110,11 @@ class S3Backend(StorageBackend):
             await run_together(ask(i, key) for i, key in enumerate(keys))
         return found
 
+    @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """See `StorageBackend.batched_get`. Several objects at once, each read straight into memory
-        and verified in a thread.
+        """Read several objects at once, each straight into memory and verified in a thread.
 
         An object that cannot be read is a miss; when no object could be, the tier is unavailable.
         """
@@ -143,9 +141,10 @@ class S3Backend(StorageBackend):
                 self._counters.add(_COUNTED[result.reason])
         return answered
 
+    @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. False when the bucket takes no more although it can
-        be asked, and for a while after that.
+        """Write chunks. False where the bucket takes no more although it can be asked, and for a
+        while after that.
         """
         self._writing.check_open()
         kept = [False] * len(chunks)
@@ -158,21 +157,20 @@ class S3Backend(StorageBackend):
         self._counters.add("failed_writes", len(failures))
         if not failures:
             if self._backoff.succeeded():
-                logger.info("tier %s takes writes again", self.name)
+                logger.info("tier takes writes again: tier=%s", self.name)
             return kept
-        # raises where it is not the write that is the trouble: the breaker then leaves the whole
-        # tier alone
+        # Raises where more than writes fail: the breaker then bypasses the whole tier.
         await self.probe()
         if self._backoff.failed():
             logger.warning(
-                "tier %s takes no writes, and is left alone with them for a while: %s",
+                "tier takes no writes, skipping them for a while: tier=%s error=%s",
                 self.name,
                 failures[0],
             )
         return kept
 
+    @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `StorageBackend.batched_remove`."""
         removed = [False] * len(keys)
 
         async def remove(i: int, key: ChunkKey) -> None:
@@ -183,14 +181,14 @@ class S3Backend(StorageBackend):
             await run_together(remove(i, key) for i, key in enumerate(dict.fromkeys(keys)))
         return sum(removed)
 
+    @override
     async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`, for everybody who shares the bucket. Lists it, without a
-        deadline.
-        """
+        """Clear the bucket for all servers that share it. Lists it, without a deadline."""
         return await self._reading.run(self._objects.clear, tenant)
 
+    @override
     def stats(self) -> dict[str, int]:
-        """Figures of this process; how much the bucket holds is the bucket's to say."""
+        """Return figures of this process; the bucket alone knows how much it holds."""
         counted = {name: value for (name, _), value in self._counters.snapshot().items()}
         sizes = {"num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0}
         return (
@@ -227,7 +225,7 @@ class S3Backend(StorageBackend):
                 results[place] = Miss(MissReason.UNAVAILABLE)
 
     async def _read(self, found: FoundObject, memory: MemoryObj) -> Result:
-        """Hands `memory` over to a thread, which lives on when nobody waits for it any more."""
+        """Hand `memory` over to a thread, which may outlive its caller."""
         try:
             reading = self._reading.submit(self._objects.read, found, memory)
         except BaseException:
@@ -259,7 +257,7 @@ class S3Backend(StorageBackend):
 
     @asynccontextmanager
     async def _limit(self) -> AsyncIterator[None]:
-        """A deadline whose end is `UnavailableError`."""
+        """Bound what is inside by a deadline whose end is `UnavailableError`."""
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 yield

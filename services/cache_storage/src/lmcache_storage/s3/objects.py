@@ -1,15 +1,21 @@
 """Records as objects of one bucket. Blocking, thread-safe; the only file that knows the client
 library.
+
+Objects are named `<prefix><tenant>/<2 hex>/<64 hex>.kvr`, one record each; the 64 digits are the
+SHA-256 of its canonical key, as in the names of the disk tier: no name tells a model or a token,
+all have the same length, and they are spread evenly.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
 
 import obstore
 from lmcache_core.errors import ConfigError, RecordError, UnavailableError
@@ -29,12 +35,12 @@ from lmcache_core.record import (
     payload_hasher,
 )
 from lmcache_core.security import TokenFile
+from lmcache_core.storage.disk.layout import record_name
 from lmcache_core.storage.remote.base import miss_for
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from lmcache_storage.s3 import S3_TIER
-from lmcache_storage.s3.layout import is_record, object_name, tenant_name
 from lmcache_storage.s3.settings import S3Settings
 
 if TYPE_CHECKING:
@@ -61,6 +67,36 @@ CHECKED_BYTES: Final = 1 << 20
 """What an object is read by when it is only checked."""
 PROBE: Final = "lmcache-probe"
 _OF_ANOTHER_VERSION: Final = frozenset({RecordReason.VERSION, RecordReason.EXTENSION})
+
+_RECORD = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}\.kvr")
+_TENANT = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*/")
+
+
+def object_name(prefix: str, key: ChunkKey) -> str:
+    """Return the name of a chunk's object."""
+    name = record_name(key.key)
+    return f"{prefix}{tenant_name(key.tenant)}/{name[:2]}/{name}"
+
+
+def tenant_name(tenant: str) -> str:
+    """Return a tenant's part of names: each tenant has one of its own, which holds no `/`, is never
+    `.` or `..`, and needs no quoting in URLs.
+    """
+    name = quote(tenant, safe="").replace("~", "%7E").replace("%", "=")
+    return "=2E" + name[1:] if name.startswith(".") else name
+
+
+def is_record(name: str, prefix: str, tenant: str | None) -> bool:
+    """Return whether an object of that name claims to be a record of that tenant, of any when None:
+    nothing else is ever removed.
+    """
+    if not name.startswith(prefix):
+        return False
+    rest = name[len(prefix) :]
+    beginning = _TENANT.match(rest)
+    if beginning is None or (tenant is not None and beginning[0] != tenant_name(tenant) + "/"):
+        return False
+    return _RECORD.fullmatch(rest, beginning.end()) is not None
 
 
 @dataclass(slots=True)
@@ -106,7 +142,7 @@ class BucketObjects:
         self._store = _create_store(settings)
 
     def probe(self) -> None:
-        """See whether the bucket can be asked for an object.
+        """Check that the bucket can be asked for an object.
 
         Raises:
             UnavailableError: It cannot; or it does not exist, as far as it tells.
@@ -117,7 +153,7 @@ class BucketObjects:
             raise self._unavailable(exc) from exc
 
     def contains(self, key: ChunkKey) -> bool:
-        """Whether there is an object for that chunk, and it is not too old. Its bytes are not read.
+        """Return whether there is an object for that chunk that is not too old, without reading it.
 
         Raises:
             UnavailableError: The bucket cannot be asked.
@@ -133,8 +169,8 @@ class BucketObjects:
         return not self._is_past(_stored_at(answer))
 
     def find(self, key: ChunkKey) -> FoundObject | Miss:
-        """The record of that chunk, its head read; or why there is none. What is too old is
-        removed, and what is damaged if it is so twice.
+        """Return the record of that chunk, its head read; or why there is none. What is too old is
+        removed, and what is damaged if it is damaged twice.
 
         Raises:
             UnavailableError: The bucket cannot be read.
@@ -155,8 +191,8 @@ class BucketObjects:
             raise self._unavailable(exc) from exc
 
     def read(self, found: FoundObject, memory: MemoryObj) -> Result:
-        """The chunk in that memory, verified; or a miss, and the memory is given back. An object
-        that is damaged twice is removed.
+        """Return the chunk in that memory, verified; or a miss, and the memory is given back. An
+        object that is damaged twice is removed.
 
         Raises:
             UnavailableError: The bucket cannot be read any more; the memory is given back.
@@ -197,7 +233,7 @@ class BucketObjects:
             raise self._unavailable(exc) from exc
 
     def remove(self, key: ChunkKey) -> bool:
-        """Remove a chunk's object; whether there was one.
+        """Remove a chunk's object; return whether there was one.
 
         Raises:
             UnavailableError: The bucket does not do it.
@@ -213,7 +249,7 @@ class BucketObjects:
         return True
 
     def clear(self, tenant: str | None) -> int:
-        """Remove all records (of that tenant), and nothing else that lies in the bucket; how many.
+        """Remove all records (of that tenant), and nothing else in the bucket; return how many.
         Lists them.
 
         Raises:
@@ -263,8 +299,8 @@ class BucketObjects:
         return miss_for(exc)
 
     def _error_of(self, key: ChunkKey, name: str) -> str | None:
-        """What is wrong with an object, read as a whole into memory of its own: nothing if it is
-        whole, None if it is gone.
+        """Return what is wrong with an object, read as a whole: nothing if it is intact, None if
+        it is gone.
         """
         try:
             found = _found(obstore.get(self._store, name), key, 0)
@@ -282,8 +318,8 @@ class BucketObjects:
         return ""
 
     def _discard(self, name: str) -> None:
-        """Remove what nobody can use, so that a good one is written there again; if that fails,
-        it is a miss the next time too.
+        """Remove an unusable object, so that a good one is written there again; if that fails, it
+        is a miss the next time too.
         """
         try:
             obstore.delete(self._store, name)
@@ -302,7 +338,7 @@ class _Pieces:
         self._piece = memoryview(b"")
 
     def fill(self, view: memoryview, saw: Callable[[memoryview], object] | None = None) -> None:
-        """Fill it with what comes next, and show `saw` each part of it.
+        """Fill a buffer with what comes next, and show `saw` each part of it.
 
         Raises:
             RecordError: The object ends before.
@@ -408,7 +444,7 @@ def _create_store(settings: S3Settings) -> S3Store:
 
 
 def _stored_at(answer: GetResult) -> float:
-    """When the chunk was stored, seconds since the epoch."""
+    """Return when the chunk was stored, seconds since the epoch."""
     made_at = answer.meta["last_modified"].timestamp()
     try:
         return min(made_at, float(answer.attributes.get(STORED_AT, made_at)))
@@ -417,6 +453,6 @@ def _stored_at(answer: GetResult) -> float:
 
 
 def _cause(exc: Exception) -> str:
-    """What went wrong, without the answer's body, which may repeat what was signed."""
+    """Return what went wrong, without the answer's body, which may repeat what was signed."""
     first = str(exc).partition("\n")[0].partition(": <")[0]
     return first[:MAX_CAUSE_CHARS] or type(exc).__name__

@@ -48,7 +48,6 @@ def create_index(settings: LookupSettings) -> LookupIndex:
         )
     from lmcache_servicekit.redis_connections import RedisAccess
 
-    from lmcache_lookup.index.guarded import GuardedIndex
     from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 
     access = RedisAccess.of(settings)
@@ -60,4 +59,4 @@ def create_index(settings: LookupSettings) -> LookupIndex:
         max_instances_per_tenant=settings.max_instances_per_tenant,
         max_chunks_per_tenant=settings.max_chunks_per_tenant,
     )
-    return GuardedIndex(RedisIndex(access, options))
+    return RedisIndex(access, options)

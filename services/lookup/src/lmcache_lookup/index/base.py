@@ -169,7 +169,7 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
-        """Who holds each chunk, in one round trip.
+        """Return who holds each chunk, in one round trip.
 
         Returns:
             One list for each chunk id, empty where no live instance holds it. Not to be changed:
@@ -178,7 +178,7 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def instances(self, owner: str) -> list[InstanceStatus]:
-        """The live leases that `owner` took, sorted by instance."""
+        """Return the live leases that `owner` took, sorted by instance."""
 
     @abc.abstractmethod
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
@@ -204,10 +204,10 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def stats(self, tenant: str) -> IndexStats:
-        """Figures of one tenant: its chunks, and the instances whose leases it took."""
+        """Return figures of one tenant: its chunks, and the instances whose leases it took."""
 
     @abc.abstractmethod
     async def tenants(self) -> list[str]:
-        """The tenants in whose namespaces chunks were stored, sorted; some may have none any
+        """Return the tenants in whose namespaces chunks were stored, sorted; some may have none any
         more.
         """

@@ -244,7 +244,7 @@ class EmbeddedIndex(LookupIndex):
         check_places(*self._places(key[0]), self._max_instances, self._max_instances_per_tenant)
 
     def _places(self, owner: str) -> tuple[bool, bool]:
-        """Whether there is a place for one more lease, and one of this owner."""
+        """Return whether there is a place for one more lease, and one of this owner."""
         num_own = sum(other == owner for other, _ in self._leases)
         return len(self._leases) < self._max_instances, num_own < self._max_instances_per_tenant
 

@@ -77,7 +77,7 @@ def bucket_of(chunk_id: bytes) -> int:
 
 
 def split_by_bucket(chunk_ids: Sequence[bytes]) -> list[list[bytes]]:
-    """The ids that lie in each of the 64 buckets.
+    """Return the ids that lie in each of the 64 buckets.
 
     Raises:
         ValueError: They have not 16 bytes each.
@@ -90,30 +90,30 @@ def split_by_bucket(chunk_ids: Sequence[bytes]) -> list[list[bytes]]:
 
 
 def bucket_key(tenant: str, bucket: int) -> str:
-    """The key of a tenant's bucket."""
+    """Return the key of a tenant's bucket."""
     return _BUCKET_PREFIXES[bucket] + tenant
 
 
 def mark_key(bucket: int) -> str:
-    """The key of a bucket's mark, for all tenants: it lies where the bucket lies, and is lost
-    with it. No tenant is called so.
+    """Return the key of a bucket's mark, for all tenants: it lies where the bucket lies, and is
+    lost with it. No tenant is called so.
     """
     return _BUCKET_PREFIXES[bucket] + "!"
 
 
 def lease_field(owner: str, instance: str) -> str:
-    """The field of a lease; neither part can hold a slash."""
+    """Return the field of a lease; neither part can hold a slash."""
     return f"{owner}/{instance}"
 
 
 def pack_holder(holder: StoredHolder) -> bytes:
-    """The bytes of one holder."""
+    """Return the bytes of one holder."""
     tier = holder.tier.encode("ascii")
     return _HOLDER.pack(holder.number, holder.incarnation, holder.size_bytes, len(tier)) + tier
 
 
 def pack_life(incarnation: int, size_bytes: int, tier: str) -> bytes:
-    """The bytes of one holder from its incarnation on: the number is Redis' to know."""
+    """Return the bytes of one holder from its incarnation on: the number is Redis' to know."""
     return pack_holder(StoredHolder(0, incarnation, size_bytes, tier))[NUMBER_BYTES:]
 
 
@@ -133,12 +133,12 @@ def unpack_holders(data: bytes) -> Iterator[StoredHolder]:
 
 
 def pack_identity(number: int, incarnation: int) -> bytes:
-    """The first 12 bytes of a holder: which life of which instance."""
+    """Return the first 12 bytes of a holder: which life of which instance."""
     return struct.pack("<IQ", number, incarnation)
 
 
 def pack_number(number: int) -> bytes:
-    """The first 4 bytes of a holder: which instance."""
+    """Return the first 4 bytes of a holder: which instance."""
     return struct.pack("<I", number)
 
 

@@ -1,4 +1,5 @@
-"""The index in Redis: any number of stateless replicas share it.
+"""The index in Redis: any number of stateless replicas share it. While Redis is away, a breaker
+answers.
 
 A lookup is one round trip: the version of the lease table, and the values of the chunks. The table
 itself is read again only when its version changed or a lease in it may have run out.
@@ -10,7 +11,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from lmcache_core.keys import CHUNK_ID_BYTES
 from lmcache_core.lookup import Holder
@@ -30,6 +31,7 @@ from lmcache_lookup.index.base import (
     LookupIndex,
     check_places,
 )
+from lmcache_lookup.index.breaker import IndexBreaker
 from lmcache_lookup.index.packing import (
     LEASES_KEY,
     MARKS_KEY,
@@ -53,6 +55,7 @@ from lmcache_lookup.index.redis_writer import (
 )
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 MAX_TENANTS_KEPT: Final = 256
 
@@ -102,6 +105,7 @@ class RedisIndex(LookupIndex):
         self._options = options
         self._clock = clock
         self._table = _NO_TABLE
+        self._breaker = IndexBreaker(self.name)
         self._client = create_redis_client(access, options.write_timeout_s)
         self.where = self._client.where
         bounds = WriteBounds(
@@ -126,11 +130,17 @@ class RedisIndex(LookupIndex):
 
     @override
     async def ping(self) -> None:
-        await self._client.within(self._options.read_timeout_s, self._client.ping(VERSION_KEY))
+        timeout_s = self._options.read_timeout_s
+        await self._breaker.ping(
+            lambda: self._client.within(timeout_s, self._client.ping(VERSION_KEY))
+        )
 
     @override
     async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
-        return await self._write(self._renew(owner, claim))
+        return await self._breaker.call(
+            lambda: self._client.within(self._options.write_timeout_s, self._renew(owner, claim)),
+            write="renew",
+        )
 
     @override
     async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
@@ -138,24 +148,31 @@ class RedisIndex(LookupIndex):
             lease_field(owner, instance),
             "" if incarnation is None else incarnation_text(incarnation),
         ]
-        return bool(
-            await self._write(self._client.run(scripts.END, [LEASES_KEY, VERSION_KEY], argv))
-        )
+        keys = [LEASES_KEY, VERSION_KEY]
+        return bool(await self._write(self._client.run, scripts.END, keys, argv))
 
     @override
     async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
-        return await self._write(self._writer.take(lease_field(owner, batch.instance), batch))
+        field = lease_field(owner, batch.instance)
+        return await self._breaker.call(
+            lambda: self._client.within(
+                self._options.write_timeout_s, self._writer.take(field, batch)
+            ),
+            write="apply",
+        )
 
     @override
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
-        return await self._client.within(
-            self._options.read_timeout_s, self._holders(tenant, chunk_ids)
+        return await self._breaker.call(
+            lambda: self._client.within(
+                self._options.read_timeout_s, self._holders(tenant, chunk_ids)
+            )
         )
 
     @override
     async def instances(self, owner: str) -> list[InstanceStatus]:
         asked_at = self._clock()
-        table = await self._write(self._load_table())
+        table = await self._write(self._load_table)
         return sorted(
             (
                 InstanceStatus(
@@ -179,30 +196,28 @@ class RedisIndex(LookupIndex):
             if inside
         ]
         commands = [RedisCommand(key, ("HDEL", key, *inside)) for key, inside in asked]
-        return sum(count or 0 for count in await self._write(self._client.many(commands)))
+        return sum(count or 0 for count in await self._write(self._client.many, commands))
 
     @override
     async def clear(self, tenant: str) -> None:
         # The instances are asked to begin again first, so that nothing taken meanwhile counts.
-        await self._write(self._client.run(scripts.RESYNC, [LEASES_KEY], [tenant]))
-        await self._write(self._client.many(_to_every_bucket("UNLINK", tenant)))
+        await self._write(self._client.run, scripts.RESYNC, [LEASES_KEY], [tenant])
+        await self._write(self._client.many, _to_every_bucket("UNLINK", tenant))
 
     @override
     async def sweep(self) -> int:
-        return await self._write(self._sweeper.step())
+        return 0 if self._breaker.is_open else await self._write(self._sweeper.step)
 
     @override
     async def stats(self, tenant: str) -> IndexStats:
-        num_chunks = sum(
-            count or 0
-            for count in await self._write(self._client.many(_to_every_bucket("HLEN", tenant)))
-        )
+        counts = await self._write(self._client.many, _to_every_bucket("HLEN", tenant))
+        num_chunks = sum(count or 0 for count in counts)
         return IndexStats(num_chunks, len(await self.instances(tenant)))
 
     @override
     async def tenants(self) -> list[str]:
         asking = RedisCommand(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))
-        found = (await self._write(self._client.many([asking])))[0]
+        found = (await self._write(self._client.many, [asking]))[0]
         return sorted(tenant.decode() for tenant in found or ())
 
     async def _renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
@@ -277,8 +292,13 @@ class RedisIndex(LookupIndex):
         self._table = LiveTable.from_reply(reply, asked_at)
         return self._table
 
-    async def _write(self, call: Awaitable[T]) -> T:
-        return await self._client.within(self._options.write_timeout_s, call)
+    async def _write(
+        self, call: Callable[P, Awaitable[T]], *args: P.args, **options: P.kwargs
+    ) -> T:
+        timeout_s = self._options.write_timeout_s
+        return await self._breaker.call(
+            lambda: self._client.within(timeout_s, call(*args, **options))
+        )
 
 
 class BucketReads:
@@ -308,9 +328,7 @@ class BucketReads:
             ]
         return [
             RedisCommand(
-                key,
-                (),
-                packed=b"*%d%b%b\r\n" % (len(inside) + 2, head, _BEFORE_ID.join(inside)),
+                key, (), packed=b"*%d%b%b\r\n" % (len(inside) + 2, head, _BEFORE_ID.join(inside))
             )
             for (key, head), inside in zip(kept, buckets, strict=True)
             if inside

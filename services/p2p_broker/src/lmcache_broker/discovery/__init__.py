@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError
 
-from lmcache_broker.discovery.cluster import ClusterApi, ClusterOptions
+from lmcache_broker.discovery.cluster import ClusterApi
 from lmcache_broker.discovery.costs import COST_INTERVAL_S, DeletionCosts
 from lmcache_broker.discovery.discovery import Discovery
 from lmcache_broker.discovery.slices import Sighting
@@ -23,33 +24,24 @@ _STEP_S: Final = 0.001
 """Between two lists or watches; what they have to wait for, they wait for themselves."""
 
 
+@dataclass(slots=True)
 class Discovering:
     """The work of a discovery, while it is open.
 
-    Args:
+    Attributes:
         discovery: What it brings peers to.
         api: Where they come from; None for a list that never changes.
         watch: What follows it there; None without one.
         costs: What tells the cluster which pods to end first; None where that is not wanted.
-
-    Attributes:
-        discovery: See above.
-        watch: See above.
-        costs: See above.
     """
 
-    def __init__(
-        self,
-        discovery: Discovery,
-        api: ClusterApi | None = None,
-        watch: EndpointWatch | None = None,
-        costs: DeletionCosts | None = None,
-    ) -> None:
-        self.discovery = discovery
-        self.watch = watch
-        self.costs = costs
-        self._api = api
-        self._tasks = TaskSupervisor("broker-discovery", max_tasks=3)
+    discovery: Discovery
+    api: ClusterApi | None = None
+    watch: EndpointWatch | None = None
+    costs: DeletionCosts | None = None
+    _tasks: TaskSupervisor = field(
+        default_factory=lambda: TaskSupervisor("broker-discovery", max_tasks=3)
+    )
 
     async def open(self) -> None:
         """Begin. Does not wait for the cluster.
@@ -57,8 +49,8 @@ class Discovering:
         Raises:
             ConfigError: There is no cluster here, or a file cannot be read.
         """
-        if self._api is not None:
-            await self._api.open()
+        if self.api is not None:
+            await self.api.open()
         if self.watch is not None:
             self._tasks.repeat("watch", self.watch.follow, _STEP_S)
         if self.costs is not None:
@@ -68,14 +60,14 @@ class Discovering:
     async def close(self) -> None:
         """End the work and the connections. Idempotent."""
         await self._tasks.close()
-        if self._api is not None:
-            await self._api.close()
+        if self.api is not None:
+            await self.api.close()
 
 
 async def create_discovery(
     settings: DiscoverySettings, registry: PeerRegistry
 ) -> Discovering | None:
-    """What the settings ask for, not opened; None where peers are known by their registrations
+    """Return what the settings ask for, not opened; None where peers are known by registrations
     alone.
 
     Raises:
@@ -85,29 +77,12 @@ async def create_discovery(
         return None
     discovery = Discovery(registry, settings.discovery_tenant or SHARED_OWNER)
     if settings.discovery == "static":
-        peers = settings.static_peers
-        discovery.see(
-            {
-                peer.id: Sighting(peer.id, peer.distributed_url, peer.kind, peer.zone, peer.node)
-                for peer in peers
-            }
-        )
+        discovery.see({peer.id: Sighting(**peer.model_dump()) for peer in settings.static_peers})
         return Discovering(discovery)
-    assert settings.kubernetes_service is not None, "the settings have checked it"
     namespace = settings.kubernetes_namespace
     if namespace is None:
         namespace = await asyncio.to_thread(_pod_namespace)
-    options = ClusterOptions(
-        settings.kubernetes_service,
-        namespace,
-        settings.kubernetes_port,
-        settings.kubernetes_port_name,
-        settings.kubernetes_api_url,
-        settings.kubernetes_token_file,
-        settings.kubernetes_ca_file,
-        settings.kubernetes_tls,
-    )
-    api = ClusterApi(options)
+    api = ClusterApi(settings, namespace)
     costs = DeletionCosts(api, discovery, registry) if settings.pod_deletion_cost else None
     return Discovering(discovery, api, EndpointWatch(api, discovery.see), costs)
 

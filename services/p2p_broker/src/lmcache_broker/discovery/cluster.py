@@ -5,11 +5,11 @@ annotation of pods.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from lmcache_core.errors import ConfigError, UnavailableError
+
+from lmcache_broker.settings import DiscoverySettings
 
 WATCH_SECONDS: Final = 240
 PATCH_TIMEOUT_S: Final = 5.0
@@ -21,43 +21,20 @@ class GoneError(UnavailableError):
     """The version that a watch was to go on from is not known any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterOptions:
-    """Where the API is and what is followed.
-
-    Attributes:
-        service: Name of the service whose endpoints are peers.
-        namespace: Its namespace.
-        port: Of lm://, where the service's slices do not name `port_name`.
-        port_name: Name of the service's port.
-        api_url: Instead of what a pod is told by its cluster.
-        token_file: Token for `api_url`; read again at each list and watch.
-        ca_file: Who signed the certificate of `api_url`.
-        is_encrypted: Whether peers serve lm:// over TLS.
-    """
-
-    service: str
-    namespace: str
-    port: int
-    port_name: str
-    api_url: str | None = None
-    token_file: Path | None = None
-    ca_file: Path | None = None
-    is_encrypted: bool = False
-
-
 class ClusterApi:
     """Client of the Kubernetes API. The constructor connects to nothing.
 
     Args:
-        options: Where it is.
+        settings: Where it is, and the service whose endpoints are peers.
+        namespace: Of the service and its pods.
 
     Attributes:
-        options: See above.
+        settings: See above.
     """
 
-    def __init__(self, options: ClusterOptions) -> None:
-        self.options = options
+    def __init__(self, settings: DiscoverySettings, namespace: str) -> None:
+        self.settings = settings
+        self._namespace = namespace
         self._client: Any = None
         self._slices: Any = None
         self._pods: Any = None
@@ -72,7 +49,7 @@ class ClusterApi:
         from kubernetes.aio import client, config
 
         configuration = client.Configuration()
-        if self.options.api_url is None:
+        if self.settings.kubernetes_api_url is None:
             try:
                 config.load_incluster_config(configuration)
             except config.ConfigException as exc:
@@ -81,10 +58,9 @@ class ClusterApi:
                     " kubernetes_api_url"
                 ) from exc
         else:
-            configuration.host = self.options.api_url
-            configuration.ssl_ca_cert = (
-                None if self.options.ca_file is None else str(self.options.ca_file)
-            )
+            configuration.host = self.settings.kubernetes_api_url
+            ca_file = self.settings.kubernetes_ca_file
+            configuration.ssl_ca_cert = None if ca_file is None else str(ca_file)
         self._client = client.ApiClient(configuration)
         self._slices = client.DiscoveryV1Api(self._client)
         self._pods = client.CoreV1Api(self._client)
@@ -96,7 +72,8 @@ class ClusterApi:
             self._client = None
 
     async def list_slices(self, **how: Any) -> Any:
-        """The answer to a list or a watch of the service's slices, not read; its owner closes it.
+        """Return the answer to a list or a watch of the service's slices, not read; the caller
+        closes it.
 
         Raises:
             GoneError: A watch was to go on from a version that is forgotten.
@@ -105,13 +82,10 @@ class ClusterApi:
         from kubernetes.aio.client.exceptions import ApiException
 
         await self._authorise()
-        selector = f"kubernetes.io/service-name={self.options.service}"
+        selector = f"kubernetes.io/service-name={self.settings.kubernetes_service}"
         try:
             response = await self._slices.list_namespaced_endpoint_slice_without_preload_content(
-                self.options.namespace,
-                label_selector=selector,
-                _request_timeout=WATCH_SECONDS * 2,
-                **how,
+                self._namespace, label_selector=selector, _request_timeout=WATCH_SECONDS * 2, **how
             )
         except ApiException as exc:
             raise _refusal(exc.status) from exc
@@ -138,7 +112,7 @@ class ClusterApi:
         try:
             async with asyncio.timeout(PATCH_TIMEOUT_S):
                 response = await self._pods.patch_namespaced_pod_without_preload_content(
-                    name, self.options.namespace, body, _content_type=_MERGE
+                    name, self._namespace, body, _content_type=_MERGE
                 )
         except ApiException as exc:
             raise _refusal(exc.status) from exc
@@ -151,9 +125,9 @@ class ClusterApi:
         return bool(status == 200)
 
     async def _authorise(self) -> None:
-        """Tokens are replaced while we run."""
-        if self.options.token_file is not None:
-            token = await asyncio.to_thread(self.options.token_file.read_text, "utf-8")
+        """Show the token as the file has it now: tokens are replaced while we run."""
+        if self.settings.kubernetes_token_file is not None:
+            token = await asyncio.to_thread(self.settings.kubernetes_token_file.read_text, "utf-8")
             self._client.configuration.api_key["BearerToken"] = f"Bearer {token.strip()}"
 
 

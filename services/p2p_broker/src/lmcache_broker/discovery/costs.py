@@ -74,7 +74,7 @@ class DeletionCosts:
         self._note(False, "can be set again")
 
     def _wanted(self) -> dict[str, int]:
-        """The cost of each pod that says what it alone holds, and that is not about to end;
+        """Return the cost of each pod that says what it alone holds, and that is not about to end;
         those never set come first.
         """
         found: dict[str, int] = {}
@@ -90,12 +90,10 @@ class DeletionCosts:
         if is_refused != self._is_refused:
             self._is_refused = is_refused
             logger.log(
-                logging.WARNING if is_refused else logging.INFO,
-                "deletion costs of pods %s",
-                detail,
+                logging.WARNING if is_refused else logging.INFO, "deletion costs of pods %s", detail
             )
 
 
 def _is_news(known: int | None, cost: int) -> bool:
-    """What a broker before this one has set is not known."""
+    """Return whether a cost is to be set; what an earlier broker has set is not known."""
     return known is None or abs(cost - known) >= max(MIN_CHANGE, CHANGE_SHARE * known)

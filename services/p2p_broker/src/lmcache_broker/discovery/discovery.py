@@ -35,41 +35,31 @@ class Discovery:
         owner: Whom peers belong to that have not registered: a tenant, or `SHARED_OWNER`.
 
     Attributes:
-        num_seen: Peers that are seen now.
+        seen: Peers that are seen now, by id.
     """
 
     def __init__(self, registry: PeerRegistry, owner: str) -> None:
         self._registry = registry
         self._owner = owner
         self._applied: dict[str, Sighting] = {}
-        self._seen: Mapping[str, Sighting] = {}
+        self.seen: Mapping[str, Sighting] = {}
         self._changed = asyncio.Event()
-
-    @property
-    def seen(self) -> Mapping[str, Sighting]:
-        """Peers that are seen now, by id."""
-        return self._seen
-
-    @property
-    def num_seen(self) -> int:
-        """Number of peers that are seen now."""
-        return len(self._seen)
 
     def see(self, seen: Mapping[str, Sighting]) -> None:
         """Replace the set of peers that are seen. Returns at once."""
-        self._seen = dict(seen)
+        self.seen = dict(seen)
         self._changed.set()
 
     async def keep(self) -> None:
         """Apply what has changed, and now and then all of it; to be repeated."""
-        is_hasty = any(sighting.is_leaving for sighting in self._seen.values())
+        is_hasty = any(sighting.is_leaving for sighting in self.seen.values())
         try:
             async with asyncio.timeout(LEAVING_RENEW_S if is_hasty else RENEW_S):
                 await self._changed.wait()
         except TimeoutError:
             pass
         self._changed.clear()
-        await self._apply(self._seen)
+        await self._apply(self.seen)
 
     async def _apply(self, seen: Mapping[str, Sighting]) -> None:
         for peer_id, old in list(self._applied.items()):
@@ -85,9 +75,8 @@ class Discovery:
                 self._sight(sighting)
 
     def _sight(self, sighting: Sighting) -> None:
-        peer = Peer(
-            sighting.id, 0, sighting.distributed_url, sighting.kind, sighting.zone, sighting.node
-        )
+        at = sighting.distributed_url
+        peer = Peer(sighting.id, 0, at, sighting.kind, sighting.zone, sighting.node)
         try:
             self._registry.directory.sight(self._owner, peer, SIGHTING_TTL_S)
         except CapacityError as exc:

@@ -54,11 +54,11 @@ class SliceTable:
         self._slices: dict[str, Mapping[str, Any]] = {}
 
     def replace(self, items: list[Mapping[str, Any]]) -> None:
-        """These are all of them."""
+        """Replace all slices."""
         self._slices = {name: item for item in items[:MAX_SLICES] if (name := _name_of(item))}
 
     def apply(self, kind: str, item: Mapping[str, Any]) -> None:
-        """One was added, modified or deleted."""
+        """Add, replace or remove a slice."""
         name = _name_of(item)
         if kind == "DELETED":
             self._slices.pop(name, None)

@@ -54,11 +54,13 @@ class EndpointWatch:
     """
 
     def __init__(self, api: ClusterApi, on_seen: OnSeen, silence_s: float = SILENCE_S) -> None:
-        options = api.options
+        settings = api.settings
         self._api = api
         self._on_seen = on_seen
         self._silence_s = silence_s
-        self._table = SliceTable(options.port, options.port_name, options.is_encrypted)
+        self._table = SliceTable(
+            settings.kubernetes_port, settings.kubernetes_port_name, settings.kubernetes_tls
+        )
         self._backoff = Backoff(RETRY_S, MAX_RETRY_S, time.monotonic)
         self._version = ""
         self._heard_at = float("-inf")
@@ -168,14 +170,14 @@ class EndpointWatch:
             logger.log(
                 logging.INFO if is_following else logging.WARNING,
                 "endpoints of %s: %s",
-                self._api.options.service,
+                self._api.settings.kubernetes_service,
                 detail,
             )
 
 
 async def _lines(parts: AsyncIterator[bytes], silence_s: float) -> AsyncIterator[bytes]:
-    """The lines of a stream, ended by its end. Raises `TimeoutError` when nothing comes for too
-    long. What was cut off is no line.
+    """Return the lines of a stream, ended by its end. Raises `TimeoutError` when nothing comes for
+    too long. What was cut off is no line.
     """
     rest = bytearray()
     while True:

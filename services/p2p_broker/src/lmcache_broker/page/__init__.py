@@ -34,7 +34,7 @@ _MEDIA_TYPES: Final = MappingProxyType(
 
 
 def create_page_router() -> APIRouter:
-    """The routes of the page. Reads its files, once."""
+    """Return the routes of the page. Reads its files, once."""
     folder = resources.files("lmcache_broker.page") / "static"
     files = {
         entry.name: entry.read_bytes()

@@ -21,8 +21,7 @@ from lmcache_core.p2p import (
 from lmcache_core.security import Principal, speaks_for_all_tenants
 from lmcache_servicekit.errors import ConflictError, NotFoundError, PermissionDeniedError
 
-from lmcache_broker.peers.record import PeerRecord
-from lmcache_broker.peers.shared import SharedPeer
+from lmcache_broker.peers.record import PeerRecord, SharedPeer
 
 SHARED_OWNER: Final = "*"
 """Owner of peers that serve every tenant: storage servers, and what an admin registered.
@@ -76,13 +75,16 @@ class PeerDirectory:
     Args:
         limits: Bounds.
         clock: Monotonic seconds.
+
+    Attributes:
+        num_expired: Leases that ran out without having been ended, as far as noticed.
     """
 
     def __init__(self, limits: PeerLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
         self._records: dict[tuple[str, str], PeerRecord] = {}
-        self._num_expired = 0
+        self.num_expired = 0
 
     def announce(
         self,
@@ -133,14 +135,14 @@ class PeerDirectory:
         return Lease(ttl_ms, record.draining)
 
     def find(self, principal: Principal, peer_id: str) -> PeerRecord | None:
-        """The live peer of that id that `principal` sees."""
+        """Return the live peer of that id that `principal` sees."""
         now_s = self._clock()
         return self._live((principal.tenant, peer_id), now_s) or self._live(
             (SHARED_OWNER, peer_id), now_s
         )
 
     def get(self, principal: Principal, peer_id: str) -> PeerStatus:
-        """Like `find`, as seen by callers.
+        """Return what callers see of a peer.
 
         Raises:
             NotFoundError: There is none.
@@ -148,14 +150,14 @@ class PeerDirectory:
         return self.require(principal, peer_id).status(self._clock())
 
     def visible(self, principal: Principal) -> list[PeerStatus]:
-        """All live peers that `principal` sees, by id."""
+        """Return all live peers that `principal` sees, by id."""
         now_s = self._clock()
         return sorted(
             (record.status(now_s) for record in self.records(principal)), key=lambda peer: peer.id
         )
 
     def records(self, principal: Principal | None = None) -> list[PeerRecord]:
-        """The records of these, or of all live peers; for looking at."""
+        """Return the records of these, or of all live peers, for reading."""
         self._forget_expired(self._clock())
         return [
             record
@@ -178,7 +180,7 @@ class PeerDirectory:
         return record.status(self._clock())
 
     def sight(self, owner: str, peer: Peer, ttl_s: float) -> None:
-        """A peer was seen from outside. If it has registered, that counts and this does not.
+        """Note that a peer was seen from outside; a registration counts more.
 
         Args:
             owner: Whom it belongs to until it registers.
@@ -204,7 +206,7 @@ class PeerDirectory:
             known.peer, known.lease_ends_s = peer, now_s + ttl_s
 
     def at(self, peer_id: str, distributed_url: str) -> list[PeerRecord]:
-        """Live peers of that id, of whatever owner, whose address has that host: two tenants may
+        """Return live peers of that id, of any owner, whose address has that host: two tenants may
         have peers of one name.
         """
         now_s, host = self._clock(), parse_distributed_url(distributed_url).host
@@ -217,11 +219,11 @@ class PeerDirectory:
         ]
 
     def forget(self, record: PeerRecord) -> None:
-        """A peer is gone, whatever its lease says."""
+        """Forget a peer that is gone, whatever its lease says."""
         self._records.pop((record.owner, record.peer.id), None)
 
     def note_drain(self, principal: Principal, peer_id: str) -> None:
-        """Others have asked the peer to drain that `principal` announced."""
+        """Note that others have asked the peer to drain that `principal` announced."""
         record = self._records.get((owner_of(principal), peer_id))
         if record is not None:
             record.draining = True
@@ -263,12 +265,12 @@ class PeerDirectory:
             known.share_pulls(shared.num_pulls)
 
     def doubt_pulls(self, until_s: float) -> None:
-        """Other brokers cannot be heard: what they said of pulls counts for no longer than that."""
+        """Believe what other brokers said of pulls for no longer than that."""
         for record in self._records.values():
             record.doubt_pulls(until_s)
 
     def told(self) -> list[SharedPeer]:
-        """All live peers, as other brokers are told of them."""
+        """Return all live peers, as other brokers are told of them."""
         now_s = self._clock()
         self._forget_expired(now_s)
         return [
@@ -290,13 +292,8 @@ class PeerDirectory:
         self._forget_expired(now_s)
         return Census.of([record.status(now_s) for record in self._records.values()])
 
-    @property
-    def num_expired(self) -> int:
-        """Leases that ran out without having been ended, as far as noticed."""
-        return self._num_expired
-
     def require(self, principal: Principal, peer_id: str) -> PeerRecord:
-        """Like `find`.
+        """Return the live peer of that id that `principal` sees.
 
         Raises:
             NotFoundError: There is none.
@@ -312,7 +309,7 @@ class PeerDirectory:
 
     def _forget_expired(self, now_s: float) -> None:
         live = {key: record for key, record in self._records.items() if now_s < record.lease_ends_s}
-        self._num_expired += len(self._records) - len(live)
+        self.num_expired += len(self._records) - len(live)
         self._records = live
 
     def _forget_sightings_of(self, record: PeerRecord) -> None:
@@ -332,19 +329,19 @@ class PeerDirectory:
 
 
 def owner_of(principal: Principal) -> str:
-    """Who the peers belong to that `principal` registers."""
+    """Return the owner of the peers that `principal` registers."""
     return SHARED_OWNER if speaks_for_all_tenants(principal.role) else principal.tenant
 
 
 def may_register(principal: Principal, peer: Peer) -> bool:
-    """Whether a caller may register a peer of that kind: clients register sidecars, the role
+    """Return whether a caller may register a peer of that kind: clients register sidecars, the role
     `storage` storage servers, admins both.
     """
     return principal.role == "admin" or (principal.role == "storage") == (peer.kind == STORAGE_KIND)
 
 
 def _is_sighting_of(record: PeerRecord, peer: Peer) -> bool:
-    """Whether a peer that has registered takes the place of that record; a sidecar's never takes
-    a storage server's.
+    """Return whether a peer that has registered takes the place of that record; a sidecar's never
+    takes a storage server's.
     """
     return record.peer.incarnation == 0 and record.peer.kind == peer.kind

@@ -29,7 +29,7 @@ class Requester(NamedTuple):
         return f"{self.tenant}/{self.instance}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BookedPull:
     """One pull. Times are monotonic seconds.
 
@@ -58,21 +58,18 @@ class PullBook:
         self._by_tenant: Counter[str] = Counter()
         self._by_requester: Counter[Requester] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._pulls)
-
     def __iter__(self) -> Iterator[BookedPull]:
         return iter(list(self._pulls.values()))
 
     def add(self, pull: BookedPull) -> None:
-        """A pull begins."""
+        """Begin a pull."""
         self._pulls[pull.pull_id] = pull
         self._by_tenant[pull.requester.tenant] += 1
         self._by_requester[pull.requester] += 1
-        pull.record.add_pull(pull.ends_s, pull.pull_id)
+        pull.record.add_pull(pull.pull_id, pull.ends_s)
 
     def end(self, pull_id: str, requester: Requester) -> BookedPull | None:
-        """That pull of that requester is over; None when there is none."""
+        """End that pull of that requester; return None when there is none."""
         pull = self._find(pull_id, requester)
         if pull is not None:
             self._drop(pull)
@@ -82,18 +79,16 @@ class PullBook:
     def renew(
         self, pull_id: str, requester: Requester, now_s: float, ends_s: float
     ) -> BookedPull | None:
-        """That pull of that requester goes on until then; None when there is none, or it has
-        gone on for too long.
+        """Let that pull of that requester go on until then; return None when there is none, or it
+        has lasted too long.
         """
         pull = self._find(pull_id, requester)
         if pull is None or now_s - pull.began_s > MAX_PULL_S:
             return None
-        renewed = self._pulls[pull_id] = BookedPull(
-            pull_id, requester, pull.record, pull.began_s, ends_s
-        )
+        pull.ends_s = ends_s
         self._pulls[pull_id] = self._pulls.pop(pull_id)  # the last to expire
         pull.record.renew_pull(pull_id, ends_s)
-        return renewed
+        return pull
 
     def expire(self, now_s: float) -> None:
         """Forget those whose tickets have ended."""
@@ -104,7 +99,7 @@ class PullBook:
             self._drop(pull)
 
     def share(self, requester: Requester) -> tuple[int, int]:
-        """Pulls of its tenant, and its own: who has the fewest is next."""
+        """Return the number of pulls of its tenant, and its own: the fewest are next."""
         return (self._by_tenant[requester.tenant], self._by_requester[requester])
 
     def _find(self, pull_id: str, requester: Requester) -> BookedPull | None:

@@ -1,11 +1,12 @@
-"""One live peer in the broker's memory, and the pulls that it serves."""
+"""One live peer in the broker's memory, its pulls, and what brokers tell each other."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from lmcache_core.p2p import DrainReport, Peer, PeerFigures, PeerStatus
+from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures, PeerStatus
 
 
 @dataclass(slots=True)
@@ -31,7 +32,6 @@ class PeerRecord:
     figures: PeerFigures | None = None
     _pulls: dict[str, float] = field(default_factory=dict)
     _shared_pulls: tuple[int, float] | None = None
-    _num_anonymous: int = 0
 
     @property
     def field(self) -> str:
@@ -58,36 +58,33 @@ class PeerRecord:
             self._shared_pulls = None
         return len(self._pulls)
 
-    def add_pull(self, ends_s: float, pull_id: str | None = None) -> None:
+    def add_pull(self, pull_id: str, ends_s: float) -> None:
         """Count a pull. Tickets live equally long, so that the oldest is the first to expire."""
         assert not self._pulls or next(reversed(self._pulls.values())) <= ends_s
-        if pull_id is None:
-            self._num_anonymous += 1
-            pull_id = f"#{self._num_anonymous}"
         self._pulls[pull_id] = ends_s
 
     def end_pull(self, pull_id: str) -> None:
-        """A pull is over before its ticket is; none of that id is fine."""
+        """End a pull before its ticket ends; none of that id is fine."""
         if self._pulls.pop(pull_id, None) is not None and self._shared_pulls is not None:
             num_shared, until_s = self._shared_pulls
             self._shared_pulls = (max(0, num_shared - 1), until_s)
 
     def renew_pull(self, pull_id: str, ends_s: float) -> None:
-        """A pull goes on, until no sooner than any other."""
+        """Let a pull go on, until no sooner than any other."""
         if self._pulls.pop(pull_id, None) is not None:
-            self.add_pull(ends_s, pull_id)
+            self.add_pull(pull_id, ends_s)
 
     def share_pulls(self, num_pulls: int) -> None:
         """Set what all brokers together know of its pulls, until it is set again or doubted."""
         self._shared_pulls = (num_pulls, math.inf)
 
     def doubt_pulls(self, until_s: float) -> None:
-        """The other brokers cannot be heard: what they said counts for no longer than that."""
+        """Believe the other brokers, who cannot be heard, for no longer than that."""
         if self._shared_pulls is not None:
             self._shared_pulls = (self._shared_pulls[0], until_s)
 
     def status(self, now_s: float) -> PeerStatus:
-        """What callers may see of it."""
+        """Return what callers may see of it."""
         return PeerStatus(
             id=self.peer.id,
             incarnation=self.peer.incarnation,
@@ -103,6 +100,47 @@ class PeerRecord:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPeer:
+    """A peer as brokers tell each other.
+
+    Attributes:
+        owner: Tenant, or `SHARED_OWNER`.
+        peer: What it says of itself.
+        load: 0 (idle) to 1 (full).
+        draining: It gets no new pulls.
+        ttl_ms: What is left of its lease; 0 when it has run out.
+        num_pulls: Pulls that all brokers together have granted and that are not over.
+        is_gone: It ended its lease.
+        drain: How far it is on its way to its end.
+        figures: What it has done and holds, if it has said so.
+    """
+
+    owner: str
+    peer: Peer
+    load: float
+    draining: bool
+    ttl_ms: int
+    num_pulls: int = 0
+    is_gone: bool = False
+    drain: DrainReport | None = None
+    figures: PeerFigures | None = None
+
+
+class PlacedOrder(NamedTuple):
+    """A copy that a peer is to make.
+
+    Attributes:
+        tenant: Whose chunk it is.
+        server: The peer.
+        order: Of what, and to whom.
+    """
+
+    tenant: str
+    server: str
+    order: CopyOrder
+
+
 def peer_id_of(life: str) -> str:
-    """The id of the peer in a `PeerRecord.life`."""
+    """Return the id of the peer in a `PeerRecord.life`."""
     return life.partition("/")[2].rpartition("#")[0]

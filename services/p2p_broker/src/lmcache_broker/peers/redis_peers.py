@@ -1,9 +1,10 @@
-"""`SharedPeers` in Redis: one script a call, every call within a deadline, every failure an
+"""What brokers share, in Redis: one script a call, every call within a deadline, every failure an
 `UnavailableError`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,19 +15,10 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures
 from lmcache_servicekit.errors import StoreRefusedError
 from lmcache_servicekit.redis_client import RedisClient, Script
-from typing_extensions import override
 
 from lmcache_broker.peers import redis_scripts as scripts
-from lmcache_broker.peers.pulls import MAX_PULL_S
-from lmcache_broker.peers.shared import (
-    Changes,
-    PlacedOrder,
-    PullClaim,
-    PullUnderway,
-    PullVerdict,
-    SharedPeer,
-    SharedPeers,
-)
+from lmcache_broker.peers.pulls import MAX_PULL_S, BookedPull
+from lmcache_broker.peers.record import PlacedOrder, SharedPeer
 
 T = TypeVar("T")
 
@@ -42,8 +34,8 @@ its deadline.
 _HEAD_CHARS: Final = 37
 
 
-class RedisPeers(SharedPeers):
-    """Peers in Redis. The constructor connects to nothing.
+class RedisPeers:
+    """Peers in Redis, which brokers share. The constructor connects to nothing.
 
     Args:
         client: Redis; belongs to this object.
@@ -62,8 +54,10 @@ class RedisPeers(SharedPeers):
         self._epoch = b""
         self._seen = 0
 
-    @override
     async def announce(self, peers: Sequence[SharedPeer]) -> list[bool | None]:
+        """Register or renew; return for each whether it drains, or None where a newer incarnation
+        is live.
+        """
         found: list[bool | None] = []
         for begin in range(0, len(peers), MAX_TOLD_AT_ONCE):
             argv: list[str | int] = []
@@ -82,63 +76,70 @@ class RedisPeers(SharedPeers):
             ]
         return found
 
-    @override
     async def remove(self, owner: str, peer_id: str) -> None:
+        """End a lease."""
         await self._run(scripts.REMOVE, [_field(owner, peer_id)])
 
-    @override
     async def drain(self, owner: str, peer_id: str) -> None:
+        """Let this incarnation of a peer get no new pulls."""
         await self._run(scripts.DRAIN, [_field(owner, peer_id)])
 
-    @override
-    async def changes(self) -> Changes:
+    async def changes(self) -> tuple[list[SharedPeer], bool]:
+        """Return what has changed since the last call that succeeded, everything at the first; and
+        whether the memory was lost meanwhile, so that what is not told again is not known.
+        """
         epoch, seq, now_ms, *rest = await self._run(scripts.CHANGES, [self._seen])
-        is_anew = epoch != self._epoch
-        if is_anew and self._seen:  # what it told was told of another life of the numbers
+        is_lost = epoch != self._epoch
+        if is_lost and self._seen:  # the answer was about another life of the numbers
             epoch, seq, now_ms, *rest = await self._run(scripts.CHANGES, [0])
         peers = [
             _unpacked(field.decode(), raw.decode(), num, now_ms)
             for field, raw, num in zip(rest[::3], rest[1::3], rest[2::3], strict=True)
         ]
         self._epoch, self._seen = epoch, seq
-        return Changes(peers, is_anew)
+        return peers, is_lost
 
-    @override
     async def claim(
-        self, who: str, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int
-    ) -> list[PullVerdict]:
-        argv: list[str | int] = [who, max_pulls, ttl_ms]
-        for claim in claims:
-            argv += [claim.life, claim.pull_id]
-        found = await self._run(scripts.CLAIM, argv)
-        return [
-            PullVerdict(bool(granted), num)
-            for granted, num in zip(found[::2], found[1::2], strict=True)
-        ]
+        self, who: str, claims: Sequence[tuple[str, str]], max_pulls: int, ttl_ms: int
+    ) -> list[tuple[bool, int]]:
+        """Count a requester's pulls, each a life and an id, each only if its peer keeps within
+        `max_pulls`, until ended or `ttl_ms` are over.
 
-    @override
-    async def restore_pulls(self, pulls: Sequence[PullUnderway]) -> None:
+        Returns:
+            For each whether it counts, and how many its peer serves now.
+        """
+        argv: list[str | int] = [who, max_pulls, ttl_ms, *itertools.chain.from_iterable(claims)]
+        found = await self._run(scripts.CLAIM, argv)
+        return list(zip(map(bool, found[::2]), found[1::2], strict=True))
+
+    async def restore_pulls(self, pulls: Sequence[BookedPull], now_s: float) -> None:
+        """Count pulls that were granted already; those that are known are passed over."""
         for begin in range(0, len(pulls), MAX_TOLD_AT_ONCE):
             argv: list[str | int] = []
             for pull in pulls[begin : begin + MAX_TOLD_AT_ONCE]:
-                argv += [pull.who, pull.claim.life, pull.claim.pull_id, pull.age_ms, pull.ttl_ms]
+                age_ms = round((now_s - pull.began_s) * 1000)
+                ttl_ms = max(1, round((pull.ends_s - now_s) * 1000))
+                life = pull.record.life
+                argv += [str(pull.requester), life, pull.pull_id, age_ms, ttl_ms]
             await self._run(scripts.RESTORE_PULLS, argv)
 
-    @override
     async def renew_pulls(self, who: str, pull_ids: Sequence[str], ttl_ms: int) -> list[str | None]:
+        """Let a requester's pulls go on for so long; return for each the life of the peer, or None
+        where there is no such pull.
+        """
         lives = await self._run(
             scripts.RENEW_PULLS, [who, ttl_ms, round(MAX_PULL_S * 1000), *pull_ids]
         )
         return [life.decode() or None for life in lives]
 
-    @override
     async def end_pulls(self, who: str, pull_ids: Sequence[str]) -> list[bool]:
+        """End a requester's pulls; return for each whether there was one."""
         return [
             bool(was_there) for was_there in await self._run(scripts.END_PULLS, [who, *pull_ids])
         ]
 
-    @override
     async def order_copies(self, orders: Sequence[PlacedOrder], ttl_ms: int) -> None:
+        """Let peers make copies; one that does not ask for that long is not told."""
         for begin in range(0, len(orders), MAX_TOLD_AT_ONCE):
             argv: list[str | int] = [ttl_ms, MAX_ORDERING_PEERS, MAX_ORDER_BYTES_PER_PEER]
             for placed in orders[begin : begin + MAX_TOLD_AT_ONCE]:
@@ -149,20 +150,20 @@ class RedisPeers(SharedPeers):
                 ]
             await self._run(scripts.ORDER_COPIES, argv)
 
-    @override
     async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
+        """Return what that peer is to copy for that tenant; it is told once."""
         now_ms, lines = await self._run(scripts.TAKE_ORDERS, [_field(tenant, peer_id)])
         found = [line.split(" ") for line in lines.decode().splitlines()]
         return list(
             dict.fromkeys(CopyOrder(*order) for end_ms, *order in found if int(end_ms) > now_ms)
         )
 
-    @override
     async def ping(self) -> None:
+        """Raise `UnavailableError` unless Redis answers."""
         await self._within(self._client.ping(scripts.KEYS[0]))
 
-    @override
     async def close(self) -> None:
+        """End connections. Idempotent."""
         await self._client.close()
 
     async def _run(self, script: Script, argv: Sequence[str | int]) -> Any:
@@ -203,44 +204,28 @@ def _packed(shared: SharedPeer) -> str:
 
 def _unpacked(field: str, raw: str, num_pulls: int, now_ms: int) -> SharedPeer:
     owner, _, peer_id = field.partition("/")
-    url, kind, zone, node, load, drain, *more = json.loads(
-        raw[_HEAD_CHARS:]
-    )  # a newer broker may say more, an older one less
-    ttl_ms = max(0, int(raw[22:_HEAD_CHARS]) - now_ms)
-    peer = Peer(peer_id, int(raw[:20]), url, kind, zone, node)
+    # A newer broker may say more, an older one less.
+    url, kind, zone, node, load, drain, *more = json.loads(raw[_HEAD_CHARS:])
+    if isinstance(drain, list):
+        drain = dict(zip(DrainReport.__struct_fields__, drain, strict=False))
     return SharedPeer(
         owner,
-        peer,
+        Peer(peer_id, int(raw[:20]), url, kind, zone, node),
         load,
         raw[20] == "1",
-        ttl_ms,
+        max(0, int(raw[22:_HEAD_CHARS]) - now_ms),
         num_pulls,
         is_gone=raw[21] == "1",
-        drain=_drain(drain),
-        figures=_figures(more[0]) if more else None,
+        drain=_read(drain, DrainReport),
+        figures=_read(more[0], PeerFigures) if more else None,
     )
 
 
-def _drain(raw: object) -> DrainReport | None:
-    """For looking at alone, as figures are; a newer broker may say more, behind what is known."""
-    try:
-        said = msgspec.convert(raw, list[Any] | None) or ()
-        return (
-            msgspec.convert(
-                dict(zip(DrainReport.__struct_fields__, said, strict=False)), DrainReport
-            )
-            if said
-            else None
-        )
-    except msgspec.ValidationError:
-        return None
-
-
-def _figures(raw: object) -> PeerFigures | None:
-    """For looking at alone: what another version writes differently is no reason not to know the
-    peer.
+def _read(raw: object, kind: type[T]) -> T | None:
+    """Read what is for display alone: what another version writes differently is no reason not to
+    know the peer.
     """
     try:
-        return None if raw is None else msgspec.convert(raw, PeerFigures)
+        return msgspec.convert(raw, kind)
     except msgspec.ValidationError:
         return None

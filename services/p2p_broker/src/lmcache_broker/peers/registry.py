@@ -1,9 +1,9 @@
 """The peers as all brokers know them: this one's memory, kept in step with the others' through
-`SharedPeers`.
+Redis.
 
-What is asked is answered from memory. Where brokers share a memory it is brought up to date before,
-unless that was done a moment ago; where it is away, what the heartbeats told this broker is the
-answer, and when it is back, the others are told all of it.
+Questions are answered from memory. Where brokers share a Redis, memory is brought up to date first,
+unless that was done a moment ago. While Redis is away, this broker answers from what heartbeats
+told it; when it is back, the others are told all of that.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
-from typing import Final
+from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Lease, Peer, PeerFigures, PeerStatus
@@ -22,22 +21,19 @@ from lmcache_servicekit.errors import ConflictError
 
 from lmcache_broker.peers.directory import PeerDirectory, owner_of
 from lmcache_broker.peers.pulls import BookedPull, PullBook, Requester
-from lmcache_broker.peers.record import PeerRecord
-from lmcache_broker.peers.shared import (
-    PlacedOrder,
-    PullClaim,
-    PullUnderway,
-    PullVerdict,
-    SharedPeer,
-    SharedPeers,
-)
+from lmcache_broker.peers.record import PeerRecord, PlacedOrder, SharedPeer
+from lmcache_broker.peers.redis_peers import RedisPeers
 
 logger = logging.getLogger(__name__)
 
 MAX_STALE_S: Final = 0.05
 REFRESH_INTERVAL_S: Final = 1.0
 PULLS_BELIEVED_S: Final = 5.0
-"""So long what other brokers said of pulls counts when they cannot be heard any more."""
+"""How long other brokers' pulls count once these brokers cannot be heard any more."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+D = TypeVar("D")
 
 
 class PeerRegistry:
@@ -52,30 +48,25 @@ class PeerRegistry:
         directory: This broker's memory.
         book: Pulls that this broker has granted.
         shares: Whether there is a shared memory at all.
-        num_failures: Calls to the shared memory that failed.
+        is_shared: Whether the last call to it succeeded.
+        num_failures: Calls to it that failed.
     """
 
     def __init__(
         self,
         directory: PeerDirectory,
-        shared: SharedPeers | None = None,
+        shared: RedisPeers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory = directory
         self.book = PullBook()
         self._shared = shared
-        self.shares = shared is not None
+        self.shares = self.is_shared = shared is not None
         self._clock = clock
         self._lock = asyncio.Lock()
         self._fresh_until = float("-inf")
-        self._is_shared = shared is not None
         self._has_told = False
         self.num_failures = 0
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether the last call to the shared memory succeeded."""
-        return self._is_shared and self.shares
 
     async def announce(
         self,
@@ -99,27 +90,18 @@ class PeerRegistry:
             drain=drain,
             figures=figures,
         )
-        if self._shared is None:
-            return lease
         told = SharedPeer(
-            owner_of(principal),
-            peer,
-            load,
-            lease.draining,
-            lease.ttl_ms,
-            drain=drain,
-            figures=figures,
+            owner_of(principal), peer, load, lease.draining, lease.ttl_ms, 0, False, drain, figures
         )
-        try:
-            (state,) = await self._shared.announce([told])
-        except UnavailableError as exc:
-            self._note_away(exc)
+        states = await self._ask(RedisPeers.announce, None, [told])
+        if states is None:
             return lease
-        if state is None:
+        (drains,) = states
+        if drains is None:
             raise ConflictError(f"peer {peer.id}: a later incarnation is registered")
-        if state:
+        if drains:
             self.directory.note_drain(principal, peer.id)
-        return Lease(lease.ttl_ms, state)
+        return Lease(lease.ttl_ms, drains)
 
     async def get(self, principal: Principal, peer_id: str) -> PeerStatus:
         """Return a live peer as callers see it; raises `NotFoundError`."""
@@ -134,29 +116,28 @@ class PeerRegistry:
     async def remove(self, principal: Principal, peer_id: str) -> None:
         """End a lease that `principal` could have taken; none is fine."""
         self.directory.remove(principal, peer_id)
-        await self._tell(lambda shared: shared.remove(owner_of(principal), peer_id))
+        await self._ask(RedisPeers.remove, None, owner_of(principal), peer_id)
 
     async def drain(self, principal: Principal, peer_id: str) -> PeerStatus:
         """Give a peer no new pulls; raises `NotFoundError`."""
         await self.refresh()
         record = self.directory.require(principal, peer_id)
         status = self.directory.drain(principal, peer_id)
-        await self._tell(partial(_drain, record))
+        await self._ask(RedisPeers.drain, None, record.owner, peer_id)
         return status
 
     async def see_leaving(self, peer_id: str, distributed_url: str) -> None:
         """Give no new pulls to a peer that is about to end; its next heartbeat tells it."""
         for record in self.directory.at(peer_id, distributed_url):
-            if record.draining:
-                continue
-            record.draining = True
-            await self._tell(partial(_drain, record))
+            if not record.draining:
+                record.draining = True
+                await self._ask(RedisPeers.drain, None, record.owner, peer_id)
 
     async def forget(self, peer_id: str, distributed_url: str) -> None:
         """Forget a peer that is gone, whatever its lease says."""
         for record in self.directory.at(peer_id, distributed_url):
             self.directory.forget(record)
-            await self._tell(partial(_remove, record))
+            await self._ask(RedisPeers.remove, None, record.owner, peer_id)
 
     async def claim(
         self,
@@ -165,29 +146,27 @@ class PeerRegistry:
         max_pulls: int,
         ttl_s: float,
     ) -> list[bool]:
-        """Count a requester's pulls against their peers; which of them there was room for.
+        """Count a requester's pulls against their peers; return which of them there was room for.
 
         Args:
             requester: Who pulls.
             pulls: Peer and new id of each; no peer twice.
             max_pulls: Bound for each peer, by all brokers together while they share a memory.
-            ttl_s: A pull is over after that, if it is neither ended before nor renewed.
+            ttl_s: When a pull is over that is neither ended before nor renewed.
         """
-        verdicts: Sequence[PullVerdict] | None = None
-        if self._shared is not None and pulls:
-            claims = [PullClaim(record.life, pull_id) for record, pull_id in pulls]
-            try:
-                verdicts = await self._shared.claim(
-                    str(requester), claims, max_pulls, round(ttl_s * 1000)
-                )
-            except UnavailableError as exc:
-                self._note_away(exc)
+        if not pulls:
+            return []
+        claims = [(record.life, pull_id) for record, pull_id in pulls]
+        verdicts = await self._ask(
+            RedisPeers.claim, None, str(requester), claims, max_pulls, round(ttl_s * 1000)
+        )
         now_s = self._clock()
-        granted = [record.num_pulls(now_s) < max_pulls for record, _ in pulls]
-        if verdicts is not None:
-            granted = [verdict.is_granted for verdict in verdicts]
-            for (record, _), verdict in zip(pulls, verdicts, strict=True):
-                record.share_pulls(verdict.num_pulls)
+        if verdicts is None:
+            granted = [record.num_pulls(now_s) < max_pulls for record, _ in pulls]
+        else:
+            granted = [is_granted for is_granted, _ in verdicts]
+            for (record, _), (_, num_pulls) in zip(pulls, verdicts, strict=True):
+                record.share_pulls(num_pulls)
         for (record, pull_id), is_granted in zip(pulls, granted, strict=True):
             if is_granted:
                 self.book.add(BookedPull(pull_id, requester, record, now_s, now_s + ttl_s))
@@ -196,25 +175,20 @@ class PeerRegistry:
     async def renew_pulls(
         self, requester: Requester, pull_ids: Sequence[str], ttl_s: float
     ) -> dict[str, str]:
-        """A requester's pulls go on for so long from now, whichever broker has granted them.
+        """Let a requester's pulls go on for so long from now, whichever broker has granted them.
 
         Returns:
             The life of the peer by the id of each pull that is underway and has not lasted too
             long.
         """
-        found: dict[str, str] = {}
-        if self._shared is not None and pull_ids:
-            try:
-                lives = await self._shared.renew_pulls(
-                    str(requester), pull_ids, round(ttl_s * 1000)
-                )
-                found = {
-                    pull_id: life
-                    for pull_id, life in zip(pull_ids, lives, strict=True)
-                    if life is not None
-                }
-            except UnavailableError as exc:
-                self._note_away(exc)
+        lives = await self._ask(
+            RedisPeers.renew_pulls, None, str(requester), pull_ids, round(ttl_s * 1000)
+        )
+        found = {
+            pull_id: life
+            for pull_id, life in zip(pull_ids, lives or [None] * len(pull_ids), strict=True)
+            if life is not None
+        }
         now_s = self._clock()
         for pull_id in pull_ids:
             pull = self.book.renew(pull_id, requester, now_s, now_s + ttl_s)
@@ -223,36 +197,26 @@ class PeerRegistry:
         return found
 
     async def end_pulls(self, requester: Requester, pull_ids: Sequence[str]) -> int:
-        """A requester's pulls are over before their tickets are, whichever broker has granted
-        them; how many there were.
+        """End a requester's pulls before their tickets end, whichever broker has granted them;
+        return how many there were.
         """
         ended = [self.book.end(pull_id, requester) is not None for pull_id in pull_ids]
-        if self._shared is not None and pull_ids:
-            try:
-                there = await self._shared.end_pulls(str(requester), pull_ids)
-                ended = [
-                    was_here or was_there for was_here, was_there in zip(ended, there, strict=True)
-                ]
-                self._fresh_until = float("-inf")  # places are free that were granted elsewhere
-            except UnavailableError as exc:
-                self._note_away(exc)
+        there = await self._ask(RedisPeers.end_pulls, None, str(requester), pull_ids)
+        if there is not None:
+            ended = [here or elsewhere for here, elsewhere in zip(ended, there, strict=True)]
+            self._fresh_until = float("-inf")  # places are free that were granted elsewhere
         return sum(ended)
 
     async def order_copies(self, orders: Sequence[PlacedOrder], ttl_s: float) -> bool:
-        """Let whichever broker hears of the peers next tell them; False where it has to be this
+        """Let the broker that hears of the peers next tell them; False where it has to be this
         one.
         """
-        return await self._tell(lambda shared: shared.order_copies(orders, round(ttl_s * 1000)))
+        asked = await self._ask(RedisPeers.order_copies, False, orders, round(ttl_s * 1000))
+        return asked is not False
 
     async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
-        """What brokers want that peer to copy; it is told once."""
-        if self._shared is None:
-            return []
-        try:
-            return await self._shared.take_orders(tenant, peer_id)
-        except UnavailableError as exc:
-            self._note_away(exc)
-            return []
+        """Return what brokers want that peer to copy; it is told once."""
+        return await self._ask(RedisPeers.take_orders, [], tenant, peer_id)
 
     async def refresh(self, max_stale_s: float = MAX_STALE_S) -> None:
         """Bring memory up to date, unless it was a moment ago. Never raises for a shared memory
@@ -265,16 +229,8 @@ class PeerRegistry:
                 await self._refresh(self._shared)
                 self._fresh_until = self._clock() + max_stale_s
 
-    async def keep_fresh(self) -> None:
-        """To be repeated: what is in memory when the shared one goes away is not old."""
-        await self.refresh()
-
     async def ping(self) -> str:
-        """For readiness.
-
-        Raises:
-            UnavailableError: The shared memory is away.
-        """
+        """Answer for readiness; raises `UnavailableError` while the shared memory is away."""
         assert self._shared is not None
         await self._shared.ping()
         return "shared with other brokers"
@@ -284,61 +240,46 @@ class PeerRegistry:
         if self._shared is not None:
             await self._shared.close()
 
-    async def _refresh(self, shared: SharedPeers) -> None:
+    async def _refresh(self, shared: RedisPeers) -> None:
         try:
-            changes = await shared.changes()
-            self.directory.adopt(changes.peers)
-            if changes.is_anew or not self._has_told:
+            peers, is_lost = await shared.changes()
+            self.directory.adopt(peers)
+            if is_lost or not self._has_told:
                 await shared.announce(self.directory.told())
-                await shared.restore_pulls(self._underway())
+                now_s = self._clock()
+                self.book.expire(now_s)
+                await shared.restore_pulls(list(self.book), now_s)
                 self._has_told = True
         except UnavailableError as exc:
             self._note_away(exc)
             return
-        if not self._is_shared:
-            self._is_shared = True
+        if not self.is_shared:
+            self.is_shared = True
             logger.info("shared peer store available again")
 
-    async def _tell(self, call: Callable[[SharedPeers], Awaitable[None]]) -> bool:
-        """Tell the other brokers; False where there are none, or where they cannot be told now."""
+    async def _ask(
+        self,
+        call: Callable[Concatenate[RedisPeers, P], Awaitable[T]],
+        otherwise: D,
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> T | D:
+        """Call the shared memory; return `otherwise` where there is none, or it is away."""
         if self._shared is None:
-            return False
+            return otherwise
         try:
-            await call(self._shared)
+            return await call(self._shared, *args, **options)
         except UnavailableError as exc:
             self._note_away(exc)
-            return False
-        return True
-
-    def _underway(self) -> list[PullUnderway]:
-        now_s = self._clock()
-        self.book.expire(now_s)
-        return [
-            PullUnderway(
-                str(pull.requester),
-                PullClaim(pull.record.life, pull.pull_id),
-                round((now_s - pull.began_s) * 1000),
-                max(1, round((pull.ends_s - now_s) * 1000)),
-            )
-            for pull in self.book
-        ]
+            return otherwise
 
     def _note_away(self, exc: UnavailableError) -> None:
         """Log changes only."""
         self.num_failures += 1
         self._has_told = False
-        if self._is_shared:
-            self._is_shared = False
+        if self.is_shared:
+            self.is_shared = False
             self.directory.doubt_pulls(self._clock() + PULLS_BELIEVED_S)
             logger.warning(
-                "shared peer store unavailable, answering from local registrations: error=%s",
-                exc,
+                "shared peer store unavailable, answering from local registrations: error=%s", exc
             )
-
-
-async def _drain(record: PeerRecord, shared: SharedPeers) -> None:
-    await shared.drain(record.owner, record.peer.id)
-
-
-async def _remove(record: PeerRecord, shared: SharedPeers) -> None:
-    await shared.remove(record.owner, record.peer.id)

@@ -15,10 +15,10 @@ from lmcache_core.p2p import CopyOrder, PeerStatus
 from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE
 from lmcache_core.security import Principal
 
+from lmcache_broker.bodies import TransferView
 from lmcache_broker.peers.directory import PeerDirectory
-from lmcache_broker.peers.shared import PlacedOrder
+from lmcache_broker.peers.record import PlacedOrder
 from lmcache_broker.transfers.choice import WantedFrom
-from lmcache_broker.transfers.service import TransferPlan
 
 MAX_COUNTED_CHUNKS: Final = 65_536
 MAX_ORDERS: Final = 4096
@@ -46,10 +46,6 @@ class _Heat:
     num_pulls: int = 0
     ordered_s: float = float("-inf")
 
-    def is_new(self, now_s: float) -> bool:
-        """Whether what it counts belongs to the window that has not ended yet."""
-        return now_s - self.began_s <= WINDOW_S
-
 
 class HotChunks:
     """Counts pulls and writes orders, each broker for the requests that come to it. Who is told of
@@ -75,7 +71,7 @@ class HotChunks:
         principal: Principal,
         requester: str,
         wanted: Mapping[str, WantedFrom],
-        plan: TransferPlan,
+        plan: TransferView,
         now_s: float,
     ) -> list[PlacedOrder]:
         """Count the pulls of a plan, and order copies of what has become hot.
@@ -115,12 +111,12 @@ class HotChunks:
         return placed
 
     def hand_on(self, placed: Sequence[PlacedOrder]) -> None:
-        """Other brokers know of these orders: they are not told from here, too."""
+        """Withdraw these orders, which other brokers tell."""
         for order in placed:
             self._orders.pop(_key_of(order), None)
 
     def orders_for(self, principal: Principal, peer_id: str, now_s: float) -> list[CopyOrder]:
-        """What that peer is to copy; it is told once."""
+        """Return what that peer is to copy; it is told once."""
         mine = [key for key in self._orders if key[:2] == (principal.tenant, peer_id)][
             :MAX_COPIES_PER_LEASE
         ]
@@ -128,7 +124,9 @@ class HotChunks:
         return [order for until_s, order in told if now_s < until_s]
 
     def hottest(self, tenant: str, max_chunks: int, now_s: float) -> list[tuple[str, int]]:
-        """The tenant's chunks that were pulled most within the last minute or so, and how often."""
+        """Return the tenant's chunks that were pulled most within the last minute or so, and how
+        often.
+        """
         since_s = now_s - WINDOW_S
         counted = [
             (heat.num_pulls, key[1])
@@ -147,7 +145,7 @@ class HotChunks:
         self._heat.move_to_end(key)
         if len(self._heat) > MAX_COUNTED_CHUNKS:
             self._heat.popitem(last=False)
-        if not heat.is_new(now_s):
+        if now_s - heat.began_s > WINDOW_S:
             heat.began_s, heat.num_pulls = now_s, 0
         heat.num_pulls += 1
         if heat.num_pulls < self._limits.num_pulls or now_s - heat.ordered_s < ORDER_TTL_S:

@@ -18,14 +18,14 @@ from typing import Final
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import Principal
 
+from lmcache_broker.bodies import MAX_WAIT_MS, RenewedView, TransferView
 from lmcache_broker.peers.pulls import Requester
 from lmcache_broker.transfers.choice import WantedFrom
 from lmcache_broker.transfers.hot import ORDER_TTL_S, HotChunks
-from lmcache_broker.transfers.service import RenewedPull, TransferPlan, TransferService
+from lmcache_broker.transfers.service import TransferService
 
 MAX_WAITING: Final = 1024
 MAX_WAITING_PER_TENANT: Final = 256
-MAX_WAIT_MS: Final = 10_000
 LOOK_INTERVAL_S: Final = 0.05
 """How often the queue looks for places that other brokers, or the ends of tickets, have made
 free.
@@ -39,8 +39,8 @@ class _Waiter:
     wanted: Mapping[str, WantedFrom]
     holders: Mapping[str, str]
     number: int
-    in_vain: TransferPlan
-    answer: asyncio.Future[TransferPlan]
+    in_vain: TransferView
+    answer: asyncio.Future[TransferView]
 
 
 class TransferScheduler:
@@ -85,7 +85,7 @@ class TransferScheduler:
 
     async def ask(
         self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], wait_ms: int
-    ) -> TransferPlan:
+    ) -> TransferView:
         """Assign chunks to peers, at once or when a place is free.
 
         Args:
@@ -116,7 +116,7 @@ class TransferScheduler:
 
     async def renew(
         self, principal: Principal, requester: str, pull_ids: Sequence[str]
-    ) -> list[RenewedPull]:
+    ) -> list[RenewedView]:
         """Renew the tickets of pulls that are underway."""
         return await self._service.renew(principal, requester, pull_ids)
 
@@ -125,16 +125,16 @@ class TransferScheduler:
         principal: Principal,
         requester: str,
         wanted: Mapping[str, WantedFrom],
-        plan: TransferPlan,
+        plan: TransferView,
         wait_ms: int,
-    ) -> TransferPlan:
+    ) -> TransferView:
         num_own = sum(waiter.principal.tenant == principal.tenant for waiter in self._waiting)
         if len(self._waiting) >= MAX_WAITING or num_own >= MAX_WAITING_PER_TENANT:
             self.num_turned_away += 1
             return plan
         self.num_queued += 1
         holders = self._busy_holders(principal, plan, wanted)
-        answer: asyncio.Future[TransferPlan] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[TransferView] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(principal, requester, wanted, holders, next(self._numbers), plan, answer)
         self._enter(waiter)
         self._freed.set()
@@ -153,7 +153,7 @@ class TransferScheduler:
         self._held_back.update(waiter.holders.keys())
 
     def _leave(self, waiter: _Waiter) -> None:
-        """It does not wait any more; it may have left before."""
+        """Take a waiter out of the queue; it may have left before."""
         if waiter not in self._waiting:
             return
         self._waiting.remove(waiter)
@@ -163,7 +163,7 @@ class TransferScheduler:
                 del self._held_back[field]
 
     def _busy_holders(
-        self, principal: Principal, plan: TransferPlan, wanted: Mapping[str, WantedFrom]
+        self, principal: Principal, plan: TransferView, wanted: Mapping[str, WantedFrom]
     ) -> dict[str, str]:
         """Ids, by `PeerRecord.field`, of those alone that it could be served by: it must not
         hold others off from a name.

@@ -6,73 +6,20 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from lmcache_core.security import Principal, TicketSigner, unix_ms
 
+from lmcache_broker.bodies import AssignmentView, RenewedView, TransferView
 from lmcache_broker.peers.pulls import Requester
 from lmcache_broker.peers.record import PeerRecord, peer_id_of
 from lmcache_broker.peers.registry import PeerRegistry
-from lmcache_broker.transfers.choice import Chooser, WantedFrom
+from lmcache_broker.transfers.choice import WantedFrom, choose
 
 MAX_ROUNDS: Final = 4
 """Choices for one request: a peer that looked free may have been taken through another broker."""
 PULL_ID_BYTES: Final = 9
-
-
-@dataclass(frozen=True, slots=True)
-class GrantedPull:
-    """Chunks that one peer serves to the requester.
-
-    Attributes:
-        instance: Its id.
-        distributed_url: Its address.
-        chunk_ids: As they were asked for, in that order.
-        ticket: Good for this peer, requester and tenant.
-        expires_ms: End of the ticket, Unix time in milliseconds.
-        pull: What the requester calls it by when it renews it, and when it is over.
-        ttl_ms: Life of the ticket, for those whose clock is not ours.
-    """
-
-    instance: str
-    distributed_url: str
-    chunk_ids: Sequence[str]
-    ticket: str
-    expires_ms: int
-    pull: str
-    ttl_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class RenewedPull:
-    """A pull that goes on.
-
-    Attributes:
-        pull: Its id.
-        ticket: In the place of the one before.
-        expires_ms: End of the ticket, Unix time in milliseconds.
-        ttl_ms: Life of the ticket.
-    """
-
-    pull: str
-    ticket: str
-    expires_ms: int
-    ttl_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class TransferPlan:
-    """Every chunk of a request, in exactly one place.
-
-    Attributes:
-        assignments: At most one per peer.
-        unassigned: Chunks that no live holder can serve now.
-        busy: Those of them whose live holders all serve as many pulls as they may.
-    """
-
-    assignments: Sequence[GrantedPull]
-    unassigned: Sequence[str]
-    busy: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -134,7 +81,7 @@ class TransferService:
         requester: str,
         wanted: Mapping[str, WantedFrom],
         held_back: Collection[str] = (),
-    ) -> TransferPlan:
+    ) -> TransferView:
         """Choose a peer for each chunk and count the pulls against them.
 
         Args:
@@ -145,26 +92,38 @@ class TransferService:
         """
         await self.registry.refresh()
         self.registry.book.expire(self.clocks.monotonic())
-        chooser = Chooser(self.registry.directory, self.limits.max_pulls)
-        pulls: list[GrantedPull] = []
+        find = self.registry.directory.find
+        pulls: list[AssignmentView] = []
         unheld: list[str] = []
         full = set(held_back)
         who = Requester(principal.tenant, requester)
         rest = dict(wanted)
         for _ in range(MAX_ROUNDS):
-            choice = chooser.choose(principal, requester, rest, self.clocks.monotonic(), full)
+            now_s, max_pulls = self.clocks.monotonic(), self.limits.max_pulls
+            choice = choose(partial(find, principal), max_pulls, requester, rest, now_s, full)
             unheld += choice.unheld
             offers = [
-                (record, _new_id())
+                (record, secrets.token_urlsafe(PULL_ID_BYTES))
                 for peer_id in choice.by_peer
-                if (record := self._record(principal, peer_id)) is not None
+                if (record := find(principal, peer_id)) is not None
             ]
             verdicts = await self.registry.claim(
-                who, offers, self.limits.max_pulls, self.limits.ticket_ttl_ms / 1000
+                who, offers, max_pulls, self.limits.ticket_ttl_ms / 1000
             )
             for (record, pull_id), is_granted in zip(offers, verdicts, strict=True):
                 if is_granted:
-                    pulls.append(self._grant(who, record, choice.by_peer[record.peer.id], pull_id))
+                    ticket, expires_ms = self._sign(who, record)
+                    pulls.append(
+                        AssignmentView(
+                            instance=record.peer.id,
+                            distributed_url=record.peer.distributed_url,
+                            chunk_ids=list(choice.by_peer[record.peer.id]),
+                            ticket=ticket,
+                            expires_ms=expires_ms,
+                            pull=pull_id,
+                            ttl_ms=self.limits.ticket_ttl_ms,
+                        )
+                    )
                 else:
                     full.add(record.field)
             settled = {chunk_id for pull in pulls for chunk_id in pull.chunk_ids} | set(unheld)
@@ -176,60 +135,43 @@ class TransferService:
         unassigned = [
             chunk_id for chunk_id in wanted if chunk_id in rest or chunk_id in set(unheld)
         ]
-        return TransferPlan(pulls, unassigned, list(rest))
+        return TransferView(assignments=pulls, unassigned=unassigned, busy=list(rest))
 
-    def count(self, plan: TransferPlan) -> None:
-        """Count what a request has come to."""
+    def count(self, plan: TransferView) -> None:
+        """Count the answer to a request."""
         self.figures.num_pulls += len(plan.assignments)
         self.figures.num_assigned += sum(len(pull.chunk_ids) for pull in plan.assignments)
         self.figures.num_unassigned += len(plan.unassigned)
 
     async def end(self, principal: Principal, requester: str, pull_ids: Sequence[str]) -> int:
-        """Pulls are over. Those that are not known, or not the caller's, are passed over.
-
-        Returns:
-            How many there were.
+        """End pulls and return how many there were; those that are not known, or not the
+        caller's, are ignored.
         """
         return await self.registry.end_pulls(Requester(principal.tenant, requester), pull_ids)
 
     async def renew(
         self, principal: Principal, requester: str, pull_ids: Sequence[str]
-    ) -> list[RenewedPull]:
-        """Pulls go on for the life of another ticket. Left out are those that are not known, not
-        the caller's, at a peer that has gone, or `MAX_PULL_S` old.
+    ) -> list[RenewedView]:
+        """Let pulls go on for the life of another ticket, but those that are not known, not the
+        caller's, at a peer that has gone, or `MAX_PULL_S` old.
         """
         await self.registry.refresh()
         self.registry.book.expire(self.clocks.monotonic())
         who, ttl_ms = Requester(principal.tenant, requester), self.limits.ticket_ttl_ms
-        renewed: list[RenewedPull] = []
+        renewed: list[RenewedView] = []
         for pull_id, life in (
             await self.registry.renew_pulls(who, pull_ids, ttl_ms / 1000)
         ).items():
-            record = self._record(principal, peer_id_of(life))
+            record = self.registry.directory.find(principal, peer_id_of(life))
             if record is not None and record.life == life:
-                renewed.append(RenewedPull(pull_id, *self._sign(who, record), ttl_ms))
+                ticket, expires_ms = self._sign(who, record)
+                renewed.append(
+                    RenewedView(pull=pull_id, ticket=ticket, expires_ms=expires_ms, ttl_ms=ttl_ms)
+                )
         return renewed
 
-    def _record(self, principal: Principal, peer_id: str) -> PeerRecord | None:
-        return self.registry.directory.find(principal, peer_id)
-
-    def _grant(
-        self, who: Requester, record: PeerRecord, chunk_ids: Sequence[str], pull_id: str
-    ) -> GrantedPull:
-        peer = record.peer
-        ticket, expires_ms = self._sign(who, record)
-        return GrantedPull(
-            peer.id,
-            peer.distributed_url,
-            chunk_ids,
-            ticket,
-            expires_ms,
-            pull_id,
-            self.limits.ticket_ttl_ms,
-        )
-
     def _sign(self, who: Requester, record: PeerRecord) -> tuple[str, int]:
-        """A ticket, and its end in Unix milliseconds."""
+        """Return a ticket and its end in Unix milliseconds."""
         expires_ms = self.clocks.wall_ms() + self.limits.ticket_ttl_ms
         ticket = self.signer.sign(
             instance=record.peer.id,
@@ -238,7 +180,3 @@ class TransferService:
             expires_unix_ms=expires_ms,
         )
         return ticket, expires_ms
-
-
-def _new_id() -> str:
-    return secrets.token_urlsafe(PULL_ID_BYTES)

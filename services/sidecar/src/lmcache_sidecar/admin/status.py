@@ -7,7 +7,7 @@ import time
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query
-from lmcache_core.storage.local_store import LOCAL_TIERS
+from lmcache_core.storage.stack import LOCAL_TIERS
 from lmcache_node.admin import ClearAnswer, DrainAnswer, DrainView, EvictAnswer, EvictBytesRequest
 from lmcache_servicekit.auth import GuardedRoute, require_role
 from lmcache_servicekit.version import version_of

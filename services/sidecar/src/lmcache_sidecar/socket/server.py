@@ -8,7 +8,7 @@ import logging
 import stat
 from pathlib import Path
 
-from lmcache_core.concurrency.listening import take_turns
+from lmcache_core.concurrency.supervisor import take_turns
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.staging import SWEEP_INTERVAL_S
 from lmcache_core.wire.listener import FrameListener

@@ -80,8 +80,8 @@ def why_renew(
 def renew(
     material: Material | None, names: Sequence[str], lifetime: Lifetime, now: datetime.datetime
 ) -> Material:
-    """A new certificate, from the same authority if that is good for longer, so that nobody has to
-    be told.
+    """Return a new certificate, from the same authority if that is good for longer, so that no one
+    has to be told.
 
     Args:
         material: What there is.
@@ -102,7 +102,7 @@ def renew(
     return Material(
         b"".join(one.public_bytes(serialization.Encoding.PEM) for one in authorities),
         _pem(authority_key),
-        _chain(certificate),
+        certificate.public_bytes(serialization.Encoding.PEM),
         _pem(key),
     )
 
@@ -198,10 +198,6 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
-
-
-def _chain(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:

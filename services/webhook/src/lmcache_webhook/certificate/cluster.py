@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
@@ -17,7 +18,8 @@ from urllib3.exceptions import HTTPError
 from lmcache_webhook.certificate.authority import Material
 
 CALL_TIMEOUT_S: Final = 10
-AUTHORITIES, AUTHORITY_KEY, CERTIFICATE, KEY = "ca.crt", "ca.key", "tls.crt", "tls.key"
+PARTS: Final = ("ca.crt", "ca.key", "tls.crt", "tls.key")
+"""Names in the Secret of the parts of a `Material`, in its order."""
 LABELS: Final = {
     "app.kubernetes.io/managed-by": "lmcache-webhook",
     "app.kubernetes.io/part-of": "lmcache",
@@ -27,27 +29,10 @@ _CONFLICT: Final = 409
 
 
 class LostRaceError(UnavailableError):
-    """Somebody else has written the Secret in the meantime: it is to be read again."""
+    """The Secret was written concurrently: read it again."""
 
 
-class Vault(Protocol):
-    """Where a certificate is kept, and who is told of it."""
-
-    def read(self) -> tuple[Material | None, str]:
-        """What there is, and its version."""
-
-    def write(self, material: Material, version: str) -> None:
-        """Keep another one in the place of that version, of none where it is empty. Raises
-        LostRaceError.
-        """
-
-    def trust(self, authorities: bytes) -> int | None:
-        """Tell the API server whom to trust; how many webhooks were told, None where there is no
-        configuration yet.
-        """
-
-
-class ClusterVault:
+class CertificateStore:
     """A Secret and a MutatingWebhookConfiguration of the cluster that this pod runs in.
 
     Args:
@@ -80,7 +65,7 @@ class ClusterVault:
         self._configuration = configuration
 
     def read(self) -> tuple[Material | None, str]:
-        """See `Vault`. A Secret that lacks a part is none.
+        """Return the certificate and its version; a Secret that lacks a part is none.
 
         Raises:
             UnavailableError: The API server does not let us, or cannot be reached.
@@ -90,35 +75,25 @@ class ClusterVault:
             return None, ""
         data = found.data or {}
         try:
-            material = Material(
-                *(
-                    base64.b64decode(data[name])
-                    for name in (AUTHORITIES, AUTHORITY_KEY, CERTIFICATE, KEY)
-                )
-            )
+            material = Material(*(base64.b64decode(data[name]) for name in PARTS))
         except (KeyError, binascii.Error):
             return None, found.metadata.resource_version
         return material, found.metadata.resource_version
 
     def write(self, material: Material, version: str) -> None:
-        """See `Vault`.
+        """Keep another certificate in the place of that version, of none where it is empty.
 
         Raises:
-            LostRaceError: See there.
+            LostRaceError: The Secret has another version now.
             UnavailableError: As `read`.
         """
-        parts = {
-            AUTHORITIES: material.authorities,
-            AUTHORITY_KEY: material.authority_key,
-            CERTIFICATE: material.certificate,
-            KEY: material.key,
-        }
+        parts = zip(PARTS, dataclasses.astuple(material), strict=True)
         body = {
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": {"name": self._secret, "namespace": self._namespace, "labels": LABELS},
             "type": "Opaque",
-            "data": {name: base64.b64encode(data).decode() for name, data in parts.items()},
+            "data": {name: base64.b64encode(data).decode() for name, data in parts},
         }
         if version:
             body["metadata"]["resourceVersion"] = version  # type: ignore[index]
@@ -131,7 +106,10 @@ class ClusterVault:
             raise LostRaceError("the Secret, or its namespace, has been removed in the meantime")
 
     def trust(self, authorities: bytes) -> int | None:
-        """See `Vault`.
+        """Tell the API server whom to trust.
+
+        Returns:
+            How many webhooks were told; None where there is no configuration yet.
 
         Raises:
             UnavailableError: As `read`.
@@ -144,8 +122,8 @@ class ClusterVault:
         for index, webhook in enumerate(found.webhooks or []):
             if webhook.client_config.ca_bundle == bundle:
                 continue
-            # The name is tested: between reading and writing somebody may have added or removed
-            # one.
+            # The name is tested: between reading and writing one may have been added or
+            # removed.
             operations.append(
                 {"op": "test", "path": f"/webhooks/{index}/name", "value": webhook.name}
             )

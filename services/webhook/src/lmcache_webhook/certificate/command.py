@@ -17,7 +17,7 @@ from typing import Final
 from lmcache_core.errors import ConfigError, LMCacheError
 
 from lmcache_webhook.certificate.authority import Lifetime, renew, why_renew
-from lmcache_webhook.certificate.cluster import ClusterVault, LostRaceError, Vault
+from lmcache_webhook.certificate.cluster import CertificateStore, LostRaceError
 
 MAX_ATTEMPTS: Final = 3
 MAX_DAYS: Final = 3650
@@ -43,10 +43,10 @@ def main(argv: Sequence[str]) -> int:
         datetime.timedelta(days=options.valid_days), datetime.timedelta(days=options.renew_days)
     )
     try:
-        vault = ClusterVault(
+        store = CertificateStore(
             options.namespace, options.secret, options.configuration, options.api_url
         )
-        ensure_certificate(vault, names, lifetime, _tell)
+        ensure_certificate(store, names, lifetime, _tell)
     except ConfigError as exc:
         _tell(str(exc))
         return EXIT_BAD_CONFIG
@@ -56,21 +56,23 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def ensure_certificate(vault: Vault, names: Sequence[str], lifetime: Lifetime, tell: Tell) -> None:
-    """See to it that a vault has a certificate that is good for some time, and that the API server
+def ensure_certificate(
+    store: CertificateStore, names: Sequence[str], lifetime: Lifetime, tell: Tell
+) -> None:
+    """Ensure that a store has a certificate that is good for some time, and that the API server
     trusts it.
 
     Args:
-        vault: Where it is kept.
+        store: Where it is kept.
         names: What it must be good for.
         lifetime: How long, and when it is renewed.
         tell: Gets a line for everything that is done.
 
     Raises:
-        UnavailableError: The vault cannot be used, or others write to it all the time.
+        UnavailableError: The store cannot be used, or others write to it all the time.
     """
     for attempt in range(MAX_ATTEMPTS):
-        material, version = vault.read()
+        material, version = store.read()
         now = datetime.datetime.now(datetime.UTC)
         reason = why_renew(material, names, lifetime, now)
         if reason is None:
@@ -78,7 +80,7 @@ def ensure_certificate(vault: Vault, names: Sequence[str], lifetime: Lifetime, t
             break
         material = renew(material, names, lifetime, now)
         try:
-            vault.write(material, version)
+            store.write(material, version)
         except LostRaceError:
             if attempt + 1 == MAX_ATTEMPTS:
                 raise
@@ -86,7 +88,7 @@ def ensure_certificate(vault: Vault, names: Sequence[str], lifetime: Lifetime, t
         tell(f"a new certificate for {names[0]}: {reason}")
         break
     assert material is not None
-    num_told = vault.trust(material.authorities)
+    num_told = store.trust(material.authorities)
     if num_told is None:
         tell("there is no webhook configuration yet: it is to be told by a later run")
     elif num_told:

@@ -10,8 +10,7 @@ from typing import Final
 
 from lmcache_core.security import validate_tenant
 
-from lmcache_webhook.injection.errors import DeclinedError
-from lmcache_webhook.injection.pod import Metadata
+from lmcache_webhook.injection.pod import DeclinedError, Metadata
 
 PREFIX: Final = "lmcache.io/"
 INJECT: Final = f"{PREFIX}inject"
@@ -53,8 +52,8 @@ class PodRequest:
 
 
 def is_asked_for(metadata: Metadata) -> bool:
-    """Whether a pod has the label or annotation that asks for injection. An annotation wins over
-    a label.
+    """Return whether a pod has the label or annotation that asks for injection. An annotation wins
+    over a label.
     """
     annotation = (metadata.annotations or {}).get(INJECT)
     return (annotation if annotation is not None else (metadata.labels or {}).get(INJECT)) == "true"
@@ -65,7 +64,7 @@ def read_request(annotations: Mapping[str, str]) -> PodRequest:
 
     Raises:
         DeclinedError: One of them is misspelt or impossible: guessing would give the pod something
-            that nobody asked for.
+            that was not asked for.
     """
     for name in annotations:
         if name.startswith(PREFIX) and name not in KNOWN:

@@ -17,8 +17,7 @@ from lmcache_core.config.sources import ENV_PREFIX, values_of_environment
 from lmcache_core.errors import ConfigError
 
 from lmcache_webhook.injection.annotations import CONTAINER
-from lmcache_webhook.injection.errors import DeclinedError
-from lmcache_webhook.injection.pod import Container, PodSpec
+from lmcache_webhook.injection.pod import Container, DeclinedError, PodSpec
 
 OPTION: Final = "--kv-transfer-config"
 CONNECTOR_MODULE: Final = "lmcache_core.integrations.vllm"
@@ -28,11 +27,13 @@ _TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|bac
 
 def runs_vllm(container: Container) -> bool:
     """Return whether a container looks as if it ran vLLM: by its command line or image."""
+    name = (container.image or "").partition("@")[0].rsplit("/", 1)[-1].partition(":")[0]
     return (
         names_our_connector(container)
         or _starts_server(_line(container))
         or _has_script(container)
-        or _image_is_vllm(container)
+        # The image decides what runs, and is called vllm.
+        or (not container.command and "vllm" in name)
     )
 
 
@@ -91,7 +92,7 @@ def _texts(container: Container) -> list[str]:
 
 
 def _starts_server(line: Sequence[str]) -> bool:
-    """Return whether the words start the server, also behind `tini --`, `env` and the like."""
+    """Return whether the words start the server, also after `tini --`, `env` and the like."""
     for word, following in itertools.pairwise(line):
         if word.rsplit("/", 1)[-1] == "vllm" and following == "serve":
             return True
@@ -114,18 +115,12 @@ def _has_script(container: Container) -> bool:
     return False
 
 
-def _image_is_vllm(container: Container) -> bool:
-    """Return whether the image decides what runs, and is called vllm."""
-    name = (container.image or "").partition("@")[0].rsplit("/", 1)[-1].partition(":")[0]
-    return not container.command and "vllm" in name
-
-
 MAX_OPTION_CHARS: Final = 16 << 10
 """Of all variables LMCACHE_… of a container: reading them takes up to 10 µs a character."""
 
 
 def find_engine(spec: PodSpec, name: str | None) -> tuple[int, Container]:
-    """The container that runs vLLM.
+    """Return the container that runs vLLM.
 
     Args:
         spec: Of the pod.

@@ -17,10 +17,9 @@ from lmcache_webhook.injection.annotations import (
     read_request,
 )
 from lmcache_webhook.injection.command_line import find_engine, names_our_connector, plan_arguments
-from lmcache_webhook.injection.errors import DeclinedError
 from lmcache_webhook.injection.patch import Operation, Patch, add_python_path
 from lmcache_webhook.injection.plan import InjectionOptions, PodPlan, plan_pod
-from lmcache_webhook.injection.pod import Container, Pod, PodSpec, VolumeMount
+from lmcache_webhook.injection.pod import Container, DeclinedError, Pod, PodSpec, VolumeMount
 from lmcache_webhook.injection.sidecar import (
     PORTS,
     PYTHON_PATH,
@@ -128,7 +127,7 @@ def _report(engine: Container, plan: PodPlan, *, has_arguments: bool) -> str:
 
 
 def _check_pod(spec: PodSpec) -> None:
-    """Pods that would not come up, or would lose something, with a sidecar.
+    """Refuse a pod that would not come up, or would lose something, with a sidecar.
 
     Raises:
         DeclinedError: This is one.
@@ -148,7 +147,7 @@ def _check_pod(spec: PodSpec) -> None:
 
 
 def _check_names(spec: PodSpec, engine: Container, plan: PodPlan) -> None:
-    """What we add must not be there already, in somebody else's sense.
+    """Refuse a pod that has something by the name of what is added, in another sense.
 
     Raises:
         DeclinedError: It is.

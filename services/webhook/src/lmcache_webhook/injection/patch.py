@@ -90,7 +90,7 @@ class Patch:
 
 
 def pointer(path: tuple[Step, ...]) -> str:
-    """The JSON pointer (RFC 6901) of a path."""
+    """Return the JSON pointer (RFC 6901) of a path."""
     return "".join(f"/{str(step).replace('~', '~0').replace('/', '~1')}" for step in path)
 
 
@@ -102,7 +102,7 @@ KEPT_PYTHONPATH: Final = "INJECTED_PYTHONPATH"
 def add_python_path(
     patch: Patch, at: tuple[Step, ...], container: Container, directory: str
 ) -> None:
-    """Put a directory behind those of a container's PYTHONPATH.
+    """Append a directory to those of a container's PYTHONPATH.
 
     Args:
         patch: Gets the operations.

@@ -4,67 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lmcache_webhook.injection.annotations import ARENA_GB, DISK_GB, TENANT, PodRequest
-from lmcache_webhook.injection.errors import DeclinedError
-from lmcache_webhook.injection.pod import Pod
+from lmcache_webhook.injection.pod import DeclinedError, Pod
+from lmcache_webhook.settings import TenantEntry, WebhookSettings
 
 ANY_NAMESPACE = "*"
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
-    """A tenant in some namespaces; the Secrets are those of the pod's namespace. See
-    `settings.TenantEntry`.
-    """
-
-    name: str
-    namespaces: frozenset[str]
-    credentials_secret: str | None = None
-    keys_secret: str | None = None
-    tls_secret: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class InjectionOptions:
-    """See `settings.WebhookSettings`; sizes in GiB.
+    """What the webhook adds to pods.
 
     Attributes:
-        sidecar_image: See there, as for the rest but these two.
-        payload_image: …
-        image_pull_policy: …
+        settings: The webhook's settings.
         sidecar_template: What is laid over the sidecar's container, checked.
-        sidecar_options: Options of the sidecar by name, as text.
-        arena_gb: …
-        max_arena_gb: …
-        disk_gb: …
-        max_disk_gb: …
-        memory_overhead_mb: …
-        payload_resources: …
-        sidecar_cpu: …
-        run_as_user: …
-        kubernetes_service: …
-        kubernetes_namespace: …
-        tenants: …
     """
 
-    sidecar_image: str
-    payload_image: str
-    image_pull_policy: str
+    settings: WebhookSettings
     sidecar_template: Mapping[str, Any]
-    sidecar_options: Mapping[str, str]
-    arena_gb: float
-    max_arena_gb: float
-    disk_gb: float
-    max_disk_gb: float
-    memory_overhead_mb: int
-    payload_resources: Mapping[Literal["requests", "limits"], Mapping[str, Any]]
-    sidecar_cpu: str
-    run_as_user: int | None
-    kubernetes_service: str | None
-    kubernetes_namespace: str | None
-    tenants: tuple[Tenant, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +44,7 @@ class PodPlan:
     """
 
     options: InjectionOptions
-    tenant: Tenant
+    tenant: TenantEntry
     arena_gb: float
     disk_gb: float
     run_as_user: int | None
@@ -114,19 +73,29 @@ def plan_pod(
     Raises:
         DeclinedError: It asks for more than it may, or for a tenant that is not its namespace's.
     """
-    user, group = _user_of(options, pod, request, engine)
-    here = _tenants_of(options, namespace)
+    settings = options.settings
+    user, group = _user_of(settings, pod, request, engine)
+    here = [
+        tenant
+        for tenant in settings.tenants
+        if not {namespace, ANY_NAMESPACE}.isdisjoint(tenant.namespaces)
+    ]
+    if not here:
+        raise DeclinedError(
+            f"the webhook knows no tenant for the namespace {namespace}: add it to one of `tenants`"
+            " in its settings"
+        )
     tenant = _tenant_of(here, namespace, request.tenant)
     service = (
-        options.kubernetes_service
-        if namespace == options.kubernetes_namespace and tenant is here[0]
+        settings.kubernetes_service
+        if namespace == settings.kubernetes_namespace and tenant is here[0]
         else None
     )
     return PodPlan(
         options=options,
         tenant=tenant,
-        arena_gb=_size(request.arena_gb, options.arena_gb, options.max_arena_gb, ARENA_GB),
-        disk_gb=_size(request.disk_gb, options.disk_gb, options.max_disk_gb, DISK_GB),
+        arena_gb=_size(request.arena_gb, settings.arena_gb, settings.max_arena_gb, ARENA_GB),
+        disk_gb=_size(request.disk_gb, settings.disk_gb, settings.max_disk_gb, DISK_GB),
         run_as_user=user,
         run_as_group=group,
         is_guaranteed=all(
@@ -146,17 +115,7 @@ def _size(wished: float | None, default: float, most: float, name: str) -> float
     return default if wished is None else wished
 
 
-def _tenants_of(options: InjectionOptions, namespace: str) -> list[Tenant]:
-    here = [tenant for tenant in options.tenants if tenant.namespaces & {namespace, ANY_NAMESPACE}]
-    if not here:
-        raise DeclinedError(
-            f"the webhook knows no tenant for the namespace {namespace}: add it to one of `tenants`"
-            " in its settings"
-        )
-    return here
-
-
-def _tenant_of(here: Sequence[Tenant], namespace: str, wished: str | None) -> Tenant:
+def _tenant_of(here: Sequence[TenantEntry], namespace: str, wished: str | None) -> TenantEntry:
     for tenant in here:
         if wished in (None, tenant.name):
             return tenant
@@ -167,7 +126,7 @@ def _tenant_of(here: Sequence[Tenant], namespace: str, wished: str | None) -> Te
 
 
 def _user_of(
-    options: InjectionOptions, pod: Pod, request: PodRequest, engine: int
+    settings: WebhookSettings, pod: Pod, request: PodRequest, engine: int
 ) -> tuple[int | None, int | None]:
     """Sidecar and vLLM share files, so they are one user where it is known whom vLLM runs as.
     Root may open everything anyway.
@@ -178,7 +137,7 @@ def _user_of(
     groups = [container and container.runAsGroup, whole and whole.runAsGroup]
     user = next((one for one in users if one is not None), None)
     group = next((one for one in groups if one is not None), None)
-    return user or options.run_as_user, group or None
+    return user or settings.run_as_user, group or None
 
 
 def _instance_id(pod: Pod, namespace: str, *, is_followed: bool) -> str:

@@ -1,5 +1,5 @@
-"""The part of a pod that decides what is injected. Everything else of it is neither read nor
-changed.
+"""The part of a pod that decides what is injected, and why a pod stays as it is. Everything else of
+it is neither read nor changed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Annotated, Any, Final, TypeVar
 
+from lmcache_core.errors import LMCacheError
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_TEXT_CHARS: Final = 128 << 10
@@ -18,6 +19,10 @@ _Item = TypeVar("_Item")
 _Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 # An error costs over a kilobyte, and a review has room for half a million of wrong items.
 _Items = Annotated[list[_Item], Field(fail_fast=True)]
+
+
+class DeclinedError(LMCacheError):
+    """Nothing is injected into this pod; the text says why and what to change, in one sentence."""
 
 
 class _Part(BaseModel):
@@ -148,7 +153,7 @@ _BINARY: Final = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 
 
 def amount_of(quantity: Any) -> Decimal | None:
-    """The number that a quantity stands for; None where it is none."""
+    """Return the number that a quantity stands for; None where it is none."""
     if isinstance(quantity, bool) or not isinstance(quantity, str | int | float):
         return None
     found = _QUANTITY.fullmatch(str(quantity))
@@ -161,6 +166,6 @@ def amount_of(quantity: Any) -> Decimal | None:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two quantities are one amount; what is no quantity is the same as nothing."""
+    """Return whether two quantities are one amount; what is no quantity is the same as nothing."""
     amount = amount_of(one)
     return amount is not None and amount == amount_of(other)

@@ -37,43 +37,39 @@ _EMPTY_ACCOUNT_MOUNT: Final = {
 
 
 def payload_container(plan: PodPlan) -> dict[str, Any]:
-    """The init container that copies what goes into vLLM's process."""
+    """Return the init container that copies what goes into vLLM's process."""
+    resources = plan.options.settings.payload_resources
+    requests, limits = resources.get("requests", {}), resources.get("limits", {})
+    if plan.is_guaranteed:
+        requests = limits = requests | limits
     return {
         "name": PAYLOAD,
-        "image": plan.options.payload_image,
-        "imagePullPolicy": plan.options.image_pull_policy,
+        "image": plan.options.settings.payload_image,
+        "imagePullPolicy": plan.options.settings.image_pull_policy,
         "command": ["/payload/install", PAYLOAD_PATH],
-        "resources": _payload_resources(plan),
+        "resources": {"requests": dict(requests), "limits": dict(limits)},
         "securityContext": _security_context(plan),
         "volumeMounts": [{"name": PAYLOAD, "mountPath": PAYLOAD_PATH}, dict(_EMPTY_ACCOUNT_MOUNT)],
     }
 
 
-def _payload_resources(plan: PodPlan) -> dict[str, Any]:
-    requests = dict(plan.options.payload_resources.get("requests", {}))
-    limits = dict(plan.options.payload_resources.get("limits", {}))
-    if plan.is_guaranteed:
-        requests = limits = requests | limits
-    return {"requests": requests, "limits": limits}
-
-
 def sidecar_container(plan: PodPlan) -> dict[str, Any]:
-    """The cache sidecar: an init container that stays. The template of the webhook's settings is
-    laid over it.
+    """Return the cache sidecar: an init container that stays, with the template of the webhook's
+    settings laid over it.
     """
-    memory = f"{math.ceil(plan.arena_gb * 1024) + plan.options.memory_overhead_mb}Mi"
+    memory = f"{math.ceil(plan.arena_gb * 1024) + plan.options.settings.memory_overhead_mb}Mi"
     container: dict[str, Any] = {
         "name": SIDECAR,
         "restartPolicy": "Always",
-        "image": plan.options.sidecar_image,
-        "imagePullPolicy": plan.options.image_pull_policy,
+        "image": plan.options.settings.sidecar_image,
+        "imagePullPolicy": plan.options.settings.image_pull_policy,
         "ports": [
             {"name": "lmcache-lm", "containerPort": LM_PORT},
             {"name": "lmcache-health", "containerPort": HEALTH_PORT},
         ],
         "env": _variables(plan),
         "resources": {
-            "requests": {"cpu": plan.options.sidecar_cpu, "memory": memory},
+            "requests": {"cpu": plan.options.settings.sidecar_cpu, "memory": memory},
             "limits": {"memory": memory},
         },
         "securityContext": _security_context(plan),
@@ -97,7 +93,7 @@ def sidecar_container(plan: PodPlan) -> dict[str, Any]:
 
 
 def engine_mounts() -> list[dict[str, Any]]:
-    """What vLLM's container sees of it."""
+    """Return what vLLM's container mounts."""
     return [
         {"name": "lmcache-arena", "mountPath": ARENA_PATH},
         {"name": "lmcache-socket", "mountPath": SOCKET_DIRECTORY},
@@ -106,7 +102,7 @@ def engine_mounts() -> list[dict[str, Any]]:
 
 
 def transfer_config() -> dict[str, Any]:
-    """The value of vLLM's `--kv-transfer-config`; plain words only. Loads that fail are
+    """Return the value of vLLM's `--kv-transfer-config`; plain words only. Loads that fail are
     computed: vLLM's default ends the request.
     """
     return {
@@ -148,7 +144,7 @@ def _variables(plan: PodPlan) -> list[dict[str, Any]]:
     ]
     values = {
         "arena_wait_s": str(ARENA_WAIT_S),
-        **plan.options.sidecar_options,
+        **{name: _text(value) for name, value in plan.options.settings.sidecar_options.items()},
         **_own_options(plan),
     }
     return [
@@ -231,6 +227,10 @@ def _probe(period_s: int, num_failures: int) -> dict[str, Any]:
     }
 
 
+def _text(value: str | bool | int | float) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _number(value: float) -> str:
     return f"{value:.4f}".rstrip("0").rstrip(".")
 
@@ -245,7 +245,7 @@ would be unreadable to it.
 
 
 def volumes_of(plan: PodPlan) -> list[dict[str, Any]]:
-    """Every volume that a pod gets. Those in memory count towards the limit of the container
+    """Return every volume that a pod gets. Those in memory count towards the limit of the container
     that fills them, the sidecar.
     """
     arena_mb = math.ceil(plan.arena_gb * 1024) + JOURNAL_MB

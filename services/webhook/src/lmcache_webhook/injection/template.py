@@ -91,7 +91,7 @@ def check_template(template: Any, setting: str) -> dict[str, Any]:
 
 
 def check_cpu(sidecar_cpu: str, template: Mapping[str, Any]) -> None:
-    """Every pod with a sidecar that requests more than its limit would be refused.
+    """Refuse amounts with which no pod with a sidecar would be taken.
 
     Args:
         sidecar_cpu: What is requested where the template does not say.
@@ -117,8 +117,8 @@ def check_cpu(sidecar_cpu: str, template: Mapping[str, Any]) -> None:
 
 
 def lay_over(container: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """A container with a template over it: mappings are merged, lists go behind ours, and in them
-    an item replaces its namesake.
+    """Return a container with a template over it: mappings are merged, lists follow ours, and in
+    them an item replaces its namesake.
 
     A probe is replaced as a whole, since it has one of several kinds.
     """

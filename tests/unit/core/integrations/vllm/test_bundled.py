@@ -8,14 +8,15 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from lmcache_core.integrations.vllm import bundled
+from lmcache_core.integrations import vllm
 
-SOURCES = Path(bundled.__file__).parents[3]
+SOURCES = Path(vllm.__file__).parents[3]
+TAG = f"cp{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 ASK = """
 import sys, pathlib
 sys.path.append({sources!r})
-from lmcache_core.integrations.vllm.bundled import append_missing
+from lmcache_core.integrations.vllm import append_missing
 changed = append_missing(pathlib.Path({folder!r})), append_missing(pathlib.Path({folder!r}))
 import msgspec, xxhash, lmcache_core.record
 print(*changed, pathlib.Path(msgspec.__file__).parent.parent, pathlib.Path(xxhash.__file__).parent.parent)
@@ -24,7 +25,7 @@ print(*changed, pathlib.Path(msgspec.__file__).parent.parent, pathlib.Path(xxhas
 
 def pack(folder: Path, *names: str) -> Path:
     """The packages of this Python, as a payload has them."""
-    place = folder / bundled.python_tag()
+    place = folder / TAG
     place.mkdir(parents=True)
     for name in names:
         (place / name).symlink_to(PACKAGES / name)
@@ -72,14 +73,12 @@ def test_nothing_for_this_python_changes_nothing(tmp_path: Path) -> None:
 
 def test_here_nothing_is_missing_and_nothing_came_along() -> None:
     before = list(sys.path)
-    assert not bundled.append_missing()
+    assert not vllm.append_missing()
     assert sys.path == before
-    assert not bundled.FOLDER.exists()
+    assert not vllm.BUNDLED.exists()
 
 
 def test_the_connector_asks_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmcache_core.integrations import vllm
-
     asked = []
 
     def append() -> bool:

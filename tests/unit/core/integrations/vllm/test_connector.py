@@ -16,7 +16,7 @@ from lmcache_core.integrations.vllm.worker import RefusingWorker
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
 from tests.fixtures.scripted_sidecar import scripted_sidecar
 from tests.fixtures.sidecar import running_socket
-from tests.fixtures.vllm_engine import FULL, Shape, running, window
+from tests.fixtures.vllm_engine import Shape, running
 from tests.fixtures.vllm_engine.memory import RankMemory
 from tests.fixtures.vllm_engine.parts import output_of, request_of
 from tests.fixtures.vllm_engine.shapes import kv_cache_config, vllm_config
@@ -135,7 +135,7 @@ def test_a_worker_that_could_not_open_answers_for_loads(
     config = vllm_config(PLAIN, model, embedded(), 0)
     worker = module.LMCacheConnector(config, module.base.KVConnectorRole.WORKER, caches)
     worker.register_kv_caches(RankMemory(PLAIN).by_name)
-    run = ChunkRun(0, 0, (bytes(32),), (5, 6))
+    run = ChunkRun(0, 0, bytes(32), (5, 6))
     worker.bind_connector_metadata(StepPlan((Load("r", 0, 8, (run,), is_async),)))
     worker.start_load_kv(None)
     worker.wait_for_save()
@@ -152,9 +152,26 @@ def test_a_worker_that_could_not_open_answers_for_loads(
     worker.shutdown()
 
 
+def test_a_worker_whose_memory_is_not_as_declared_answers_for_loads(
+    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = connector_of(module, model, embedded(), "WORKER")
+    worker.register_kv_caches({})
+    assert "this worker neither loads nor stores" in caplog.text
+    for _ in range(2):
+        run = ChunkRun(0, 0, bytes(32), (5, 6))
+        worker.bind_connector_metadata(StepPlan((Load("r", 0, 8, (run,), is_async=True),)))
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        assert worker.get_transfer_results(set()).finished_recving == {"r"}
+        assert worker.get_block_ids_with_load_errors() == {5, 6}
+        assert worker.build_connector_worker_meta().is_out, "it is said in every step"
+    worker.shutdown()
+
+
 def test_an_older_vllm_hears_of_the_blocks_of_such_a_worker(model: Path) -> None:
     worker = RefusingWorker(reports_blocks=True)
-    worker.begin_loads(StepPlan((Load("r", 0, 8, (ChunkRun(0, 0, (bytes(32),), (0, 6)),), True),)))
+    worker.begin_loads(StepPlan((Load("r", 0, 8, (ChunkRun(0, 0, bytes(32), (0, 6)),), True),)))
     assert worker.take_received() == ({"r"}, {"r"})
     assert worker.take_bad_blocks() == {6}
     assert worker.take_bad_blocks() == set()
@@ -236,7 +253,7 @@ def test_blocks_are_of_a_gpus_generation(
             module.current_platform, "get_device_capability", lambda told=capability: told
         )
         connector = connector_of(module, model, embedded(layout="blocks"), "WORKER")
-        layouts.append(connector._worker._identity.metadata.layout)
+        layouts.append(connector._worker_side._metadata.layout)
         connector.shutdown()
     assert len(set(layouts)) == 3
 
@@ -299,13 +316,6 @@ def test_a_step_without_metadata_stores_nothing(module: ModuleType, model: Path)
     worker.register_kv_caches(RankMemory(PLAIN).by_name)
     worker.wait_for_save()
     worker.shutdown()
-
-
-def test_vllm_starts_without_a_sidecar(module: ModuleType, model: Path, tmp_path: Path) -> None:
-    with running(
-        module, model, beside(tmp_path / "s.sock"), shape=Shape((FULL, window(6)), num_ranks=2)
-    ) as engine:
-        assert engine.tally(engine.ask(prompt(1, 43), 3)).num_loads == 0
 
 
 def test_figures_are_handed_over(module: ModuleType, model: Path) -> None:

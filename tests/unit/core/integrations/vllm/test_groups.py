@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm.groups import (
-    blocks_of,
     cache_groups,
     check_chunk_size,
     check_packing,
@@ -123,13 +122,9 @@ def test_a_window_drops_what_the_next_token_does_not_see(
 ) -> None:
     """vLLM's own example: with a window of 4 and 7 computed tokens, 0 to 3 are dropped."""
     (group,) = cache_groups(config_of(window(6)))
-    assert (
-        group.num_dropped_tokens(num_computed)
-        == group.first_needed_token(num_computed)
-        == num_dropped
-    )
+    assert group.first_needed_token(num_computed) == num_dropped
     (of_vllm,) = cache_groups(config_of(window(4)))
-    assert of_vllm.num_dropped_tokens(7) == 4
+    assert of_vllm.first_needed_token(7) == 4
 
 
 def test_tokens_in_front_of_a_window_may_be_retained() -> None:
@@ -142,14 +137,7 @@ def test_tokens_in_front_of_a_window_may_be_retained() -> None:
 
 def test_a_full_group_drops_nothing() -> None:
     (group,) = cache_groups(config_of(MLA))
-    assert group.num_dropped_tokens(1000) == 0
-
-
-def test_blocks_that_a_table_lacks_are_the_null_block() -> None:
-    (group,) = cache_groups(config_of(FULL))
-    assert blocks_of([5, 6, 7], group, 8, 0, 1) == (5, 6)
-    assert blocks_of([5, 6, 7], group, 8, 1, 1) == (7, 0)
-    assert blocks_of([5, 6, 7], group, 8, 0, 3) == (5, 6, 7, 0, 0, 0)
+    assert group.first_needed_token(1000) == 0
 
 
 def test_descriptions_differ_when_blocks_mean_something_else() -> None:

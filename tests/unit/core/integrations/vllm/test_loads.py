@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from lmcache_core.integrations.vllm import loads as module
-from lmcache_core.integrations.vllm.loads import LoadResult, LoadThread
+from lmcache_core.integrations.vllm import worker as module
 from lmcache_core.integrations.vllm.plan import Load
+from lmcache_core.integrations.vllm.worker import LoadResult, LoadThread
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def load_of(name: str) -> Load:
@@ -144,12 +144,6 @@ def test_a_thread_that_was_never_opened_can_be_closed() -> None:
     LoadThread(good, refused).close()
 
 
-def test_a_load_that_is_not_tried_has_a_result(made: Callable[..., LoadThread]) -> None:
-    thread = made()
-    thread.refuse(load_of("r"))
-    assert thread.take_results() == [refused(load_of("r"))]
-
-
 def took_s(call: Callable[[], object]) -> float:
     begin = time.monotonic()
     call()
@@ -169,7 +163,7 @@ def test_who_waits_is_woken_by_the_first_result(made: Callable[..., LoadThread])
 def test_nobody_waits_for_what_is_there_or_cannot_come(made: Callable[..., LoadThread]) -> None:
     thread = made()
     assert took_s(lambda: thread.wait(PATIENCE_S)) < PATIENCE_S / 2
-    thread.refuse(load_of("r"))
+    thread.submit(load_of("r"))
     assert took_s(lambda: thread.wait(PATIENCE_S)) < PATIENCE_S / 2
-    assert thread.take_results() == [refused(load_of("r"))]
+    assert thread.take_results() == [good(load_of("r"))]
     assert took_s(lambda: thread.wait(PATIENCE_S)) < PATIENCE_S / 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 
 from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
-from lmcache_core.integrations.vllm.offers import MAX_WINDOW_TRIES, Offer, Offers
+from lmcache_core.integrations.vllm.requests import Offer
+from lmcache_core.integrations.vllm.scheduler import MAX_WINDOW_TRIES, Offers
 from lmcache_core.integrations.vllm.stores import open_store
 from lmcache_core.record import Staged, StagedFrom
 from lmcache_core.telemetry import Counters
@@ -14,7 +15,7 @@ from tests.fixtures.vllm_engine import FULL, Shape, window
 from tests.fixtures.vllm_engine.parts import METADATA, ScriptedStore, groups_of, hot, options_of
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
 
-HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(5)]
+HASHES = b"".join(hashlib.sha256(bytes([i])).digest() for i in range(5))
 HYBRID = Shape((FULL, window(10)))
 NUM_TOKENS = 42
 
@@ -58,7 +59,7 @@ def test_one_group() -> None:
         "",
         True,
     )
-    assert chain.hashes == b"".join(HASHES)
+    assert chain.hashes == HASHES
 
 
 def test_a_lift_that_goes_on_is_not_final() -> None:
@@ -87,7 +88,7 @@ def test_of_a_window_only_its_own_chunks_are_asked_for() -> None:
         "r/window",
         False,
     )
-    assert windowed.hashes == b"".join(HASHES[3:5]), "40 tokens: the next one sees 31 to 40"
+    assert windowed.hashes == HASHES[96:160], "40 tokens: the next one sees 31 to 40"
 
 
 def test_windows_are_asked_for_when_it_is_known_up_to_where() -> None:
@@ -100,13 +101,12 @@ def test_a_missing_chunk_of_a_window_shortens_the_offer_to_in_front_of_it() -> N
     """Of chunks 3 and 4 the fourth is missing: a prefix of 4 chunks needs 2 and 3."""
     store = ScriptedStore([hot(5), Staged(True, (b"\1\0",)), Staged(True, (b"\1\1",))])
     offer, _ = ask(store, HYBRID)
-    assert (offer.num_chunks, offer.is_complete) == (
-        4,
-        False,
-    ), "a later chunk of the full group is there"
+    assert (offer.num_chunks, offer.is_complete) == (4, False), (
+        "a later chunk of the full group is there"
+    )
     assert [chains[0].hashes for _, chains, _ in store.asked[1:]] == [
-        b"".join(HASHES[3:5]),
-        b"".join(HASHES[2:4]),
+        HASHES[96:160],
+        HASHES[64:128],
     ]
 
 
@@ -143,7 +143,7 @@ def test_tries_are_bounded() -> None:
     store = ScriptedStore(
         [Staged(True, (b"\1\0",))]
     )  # it finds the last one missing, whatever it is asked
-    many = [hashlib.sha256(bytes([i])).digest() for i in range(100)]
+    many = bytes(32 * 100)
     offers = Offers(store, KVIdentity(METADATA, 1, 1), groups_of(Shape((window(10),))), CHUNK_SIZE)  # type: ignore[arg-type]
     assert offers.ask("r", many, 802, None) == (Offer(0), True)
     assert len(store.asked) == MAX_WINDOW_TRIES

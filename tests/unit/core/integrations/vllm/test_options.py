@@ -39,15 +39,12 @@ def test_what_is_meant_for_others_is_passed_over() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("device", "layout"),
-    [("cpu", "blocks"), ("cuda", "tokens")],
-)
+@pytest.mark.parametrize(("device", "layout"), [("cpu", "blocks"), ("cuda", "tokens")])
 def test_defaults_are_those_of_the_device(device: str, layout: str) -> None:
     options = read_options(PLACE, device)
-    assert (options.load, options.layout, options.is_async) == ("async", layout, True)
+    assert (options.load, options.layout) == ("async", layout)
     assert read_options({**PLACE, "layout": "auto"}, device) == options
-    assert not read_options({**PLACE, "load": "sync"}, device).is_async
+    assert read_options({**PLACE, "load": "sync"}, device).load == "sync"
 
 
 @pytest.mark.parametrize(

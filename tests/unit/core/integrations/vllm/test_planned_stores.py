@@ -83,7 +83,7 @@ def test_several_workers_store_nothing_in_a_step_with_a_synchronous_load() -> No
     loads = loads_of(side)
     assert stores_of(side, output_of([("r", TABLE, 24, 19)]), loads) == ()
     (stored,) = stores_of(side, output_of(again=[("r", None, 43, 1)]))
-    assert [(run.first, len(run.hashes)) for run in stored.runs] == [(3, 2)], (
+    assert [(run.first, run.num_chunks) for run in stored.runs] == [(3, 2)], (
         "a step later it is known to be right"
     )
 
@@ -95,17 +95,12 @@ def test_one_worker_stores_in_a_step_with_a_synchronous_load() -> None:
     side.allocated(request, TABLE, 24)
     loads = loads_of(side)
     (stored,) = stores_of(side, output_of([("r", TABLE, 24, 19)]), loads)
-    assert [(run.first, len(run.hashes)) for run in stored.runs] == [(3, 2)]
+    assert [(run.first, run.num_chunks) for run in stored.runs] == [(3, 2)]
 
 
 LOADING, BEHIND = (
     ("r", TABLE, 24, 19),
-    (
-        "behind",
-        ([1, 2, 3, 4, 5, 6, 21, 22, 23, 24, 25],),
-        24,
-        19,
-    ),
+    ("behind", ([1, 2, 3, 4, 5, 6, 21, 22, 23, 24, 25],), 24, 19),
 )
 BEHIND_THAT = ("behind that", ([31, 32, 33, 34, 35, 36, 21, 22, 41, 42, 43],), 32, 11)
 BESIDE = ("beside", ([1, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60],), 4, 39)
@@ -168,10 +163,9 @@ def test_nothing_is_stored_any_more_of_what_rests_on_a_load_that_has_failed(num_
     side.step_done(WorkerReport(loaded={"r"}, failed={"r"}), ())
     again = [(name, None, 24, 19) for name in ALL]
     (stored,) = stores_of(side, output_of(again=again))
-    assert (stored.request_id, len(stored.runs[0].hashes)) == (
-        "r",
-        5,
-    ), "what failed is computed, and stored"
+    assert (stored.request_id, stored.runs[0].num_chunks) == ("r", 5), (
+        "what failed is computed, and stored"
+    )
 
 
 @pytest.mark.parametrize("is_resumed", [True, False])
@@ -190,7 +184,7 @@ def test_nothing_is_stored_in_a_step_in_which_another_connector_may_load(is_resu
     )
     assert stores_of(side, step) == ()
     first, second = stores_of(side, output_of(again=[("r", None, 24, 19), ("other", None, 43, 1)]))
-    assert len(first.runs[0].hashes) == len(second.runs[0].hashes) == 3
+    assert first.runs[0].num_chunks == second.runs[0].num_chunks == 3
 
 
 def test_since_029_vllm_tells_of_steps_that_wait_for_loads() -> None:

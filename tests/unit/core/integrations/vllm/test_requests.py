@@ -1,44 +1,162 @@
-"""What the scheduler's side knows of a request: its blocks, and which chunks are to be stored or
-loaded from them.
+"""A request on the scheduler's side: the names of its chunks, and which of them are stored from or
+loaded into its blocks.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
-from lmcache_core.integrations.vllm.requests import ChunkNames, RequestState
+import pytest
+import torch
+from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
+from lmcache_core.integrations.vllm.requests import ChunkNames, RequestNamer, RequestState, spans_of
+from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan
+from lmcache_core.token_database.hashing import identity_root
 
-from tests.fixtures.vllm_engine import FULL, Shape, window
-from tests.fixtures.vllm_engine.parts import groups_of, request_of
+from tests.fixtures import kv
+from tests.fixtures.vllm_engine import FULL, Feature, Request, Shape, window
+from tests.fixtures.vllm_engine.parts import METADATA, groups_of, request_of
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, prompt
 
+SPANS = [MultimodalSpan(b"cat", 10, 20), MultimodalSpan(b"dog", 50, 3)]
 FULL_ONLY = groups_of(Shape())
 HYBRID = groups_of(Shape((FULL, window(6))))
-HASHES = tuple(ChunkNames(b"root", CHUNK_SIZE).extend(prompt(1, 43)))
+NAMES = ChunkNames(b"root", CHUNK_SIZE)
+NAMES.extend(prompt(1, 43))
+
+
+def hashes(first: int, last: int) -> bytes:
+    return NAMES.hashes[32 * first : 32 * last]
+
+
+@pytest.mark.parametrize("spans", [[], SPANS], ids=["text", "contents"])
+@pytest.mark.parametrize("steps", [(70, 71, 79, 80, 81), (5, 15, 16, 17, 64, 128), (1, 1, 33)])
+def test_names_are_those_of_the_token_database(
+    spans: list[MultimodalSpan], steps: tuple[int, ...]
+) -> None:
+    """However the tokens become known: all at once, or one by one."""
+    tokens = prompt(1, 128)
+    database = ChunkedTokenDatabase(kv.make_config(salt="salt"), kv.make_metadata())
+    names = ChunkNames(identity_root(kv.make_metadata(), "salt"), kv.CHUNK_SIZE, spans)
+    for num_known in steps:
+        names.extend(tokens[:num_known])
+        expected = "".join(
+            key.chunk_hash
+            for start, end, key in database.process_tokens(
+                torch.tensor(tokens[:num_known]), None, spans
+            )
+            if end - start == kv.CHUNK_SIZE
+        )
+        assert names.hashes.hex() == expected
+        assert names.num_chunks == num_known // kv.CHUNK_SIZE
+
+
+@pytest.mark.parametrize(
+    ("features", "contents", "spans"),
+    [
+        (None, "", []),
+        ([], None, []),
+        ([Feature("cat", 10, 20), Feature("dog", 50, 3)], "", SPANS),
+        ([Feature("cat", 10, 20)], "dark ", [MultimodalSpan(b"dark cat", 10, 20)]),
+        ([Feature("cat", 0, 4), Feature("", 10, 4)], "", None),
+        ([Feature("renderer0-mm-1-image-0", 0, 4)], None, None),
+    ],
+    ids=["text", "text where contents are counted", "contents", "processed", "no hash", "counted"],
+)
+def test_contents_are_named_by_hash_place_and_processing(
+    features: list[Feature] | None, contents: str | None, spans: list[MultimodalSpan] | None
+) -> None:
+    assert spans_of(SimpleNamespace(mm_features=features), contents) == spans
+
+
+@pytest.fixture
+def roots() -> Roots:
+    made = Roots(KVIdentity(METADATA, 1, 1))
+    made.use_salt("")
+    return made
+
+
+@pytest.fixture
+def namer(roots: Roots) -> RequestNamer:
+    return RequestNamer(roots, CHUNK_SIZE)
+
+
+def hashes_of(namer: RequestNamer, request: Request) -> bytes:
+    names = namer.name(RequestState(request, stored=[0]))
+    assert names is not None
+    return names.hashes
+
+
+def test_names_grow_with_the_tokens(namer: RequestNamer) -> None:
+    request = request_of(2 * CHUNK_SIZE - 1)
+    state = RequestState(request, stored=[1])
+    namer.name(state)
+    state.stored = [1]
+    request.append(5)
+    names = namer.name(state)
+    assert names is not None
+    assert names.hashes == hashes_of(namer, request)
+    assert names.num_chunks == 2
+    assert state.stored == [1], "what is stored stays stored"
+
+
+def test_under_other_roots_nothing_is_stored(namer: RequestNamer, roots: Roots) -> None:
+    state = RequestState(request_of(), stored=[0])
+    before = namer.name(state)
+    state.stored = [5]
+    roots.use_salt("other")
+    after = namer.name(state)
+    assert before is not None
+    assert after is not None
+    assert before.hashes[:32] != after.hashes[:32]
+    assert state.stored == [0]
+
+
+def test_a_request_with_embeddings_has_no_names(namer: RequestNamer) -> None:
+    request = request_of()
+    request.prompt_embeds = object()
+    assert namer.name(RequestState(request, stored=[0])) is None
+
+
+def test_a_session_that_continues_drops_a_token(namer: RequestNamer) -> None:
+    """vLLM takes the next part of the input in place of the token that it generated last, which
+    completed a chunk here.
+    """
+    request = request_of(2 * CHUNK_SIZE - 1)
+    request.resumable = True
+    state = RequestState(request, stored=[0])
+    namer.name(state)
+    request.num_computed_tokens = request.num_tokens
+    request.append(5)
+    assert len(hashes_of(namer, request)) == 32, "what may be dropped has no name"
+    namer.name(state)
+    request.go_on([7] * 2 * CHUNK_SIZE, [Feature("cat", 2 * CHUNK_SIZE, 3)])
+    names = namer.name(state)
+    assert names is not None
+    assert names.hashes == hashes_of(namer, request), "of the tokens and contents of now"
+    without_contents = request_of(2 * CHUNK_SIZE - 1)
+    without_contents.num_computed_tokens = without_contents.num_tokens
+    without_contents.go_on([7] * 2 * CHUNK_SIZE)
+    known = hashes_of(namer, without_contents)
+    assert names.hashes[:64] == known[:64]
+    assert names.hashes[64:96] != known[64:96]
 
 
 def state_of(groups: tuple[object, ...] = FULL_ONLY, num_blocks: int = 11) -> RequestState:
-    state = RequestState(request_of(), stored=[0] * len(groups))
-    state.names = ChunkNames(b"root", CHUNK_SIZE)
-    state.names.extend(prompt(1, 43))
+    state = RequestState(request_of(), names=NAMES, stored=[0] * len(groups))
     state.set_blocks(groups, [range(1, num_blocks + 1), range(21, num_blocks + 21)][: len(groups)])  # type: ignore[arg-type]
     return state
 
 
-def test_chunks_are_stored_once_they_are_whole_and_once() -> None:
+def test_chunks_are_stored_once_when_they_are_whole() -> None:
     state = state_of()
     assert state.complete_runs(FULL_ONLY, CHUNK_SIZE, 7) == []
     (run,) = state.complete_runs(FULL_ONLY, CHUNK_SIZE, 23)
-    assert (run.group, run.first, run.hashes, run.block_ids) == (0, 0, HASHES[:2], (1, 2, 3, 4))
-    (run,) = state.complete_runs(FULL_ONLY, CHUNK_SIZE, 43)
-    assert (run.first, run.hashes, run.block_ids) == (2, HASHES[2:], (5, 6, 7, 8, 9, 10))
-    assert state.complete_runs(FULL_ONLY, CHUNK_SIZE, 43) == []
-
-
-def test_tokens_without_a_name_yet_are_not_stored() -> None:
-    state = state_of()
+    assert (run.group, run.first, run.hashes, run.block_ids) == (0, 0, hashes(0, 2), (1, 2, 3, 4))
     (run,) = state.complete_runs(FULL_ONLY, CHUNK_SIZE, 100)
-    assert len(run.hashes) == 5
+    assert (run.first, run.hashes, run.block_ids) == (2, hashes(2, 5), (5, 6, 7, 8, 9, 10))
+    assert state.complete_runs(FULL_ONLY, CHUNK_SIZE, 100) == []
 
 
 def test_blocks_come_bit_by_bit() -> None:
@@ -53,19 +171,14 @@ def test_chunks_that_a_window_has_lost_are_not_stored() -> None:
     state.drop_blocks(HYBRID, 13)  # tokens 0 to 7 are out of the window
     full, windowed = state.complete_runs(HYBRID, CHUNK_SIZE, 24)
     assert (full.group, full.first, full.block_ids) == (0, 0, (1, 2, 3, 4, 5, 6))
-    assert (windowed.group, windowed.first, windowed.hashes, windowed.block_ids) == (
-        1,
-        1,
-        HASHES[1:3],
-        (23, 24, 25, 26),
-    )
+    assert (windowed.group, windowed.first, windowed.hashes) == (1, 1, hashes(1, 3))
+    assert windowed.block_ids == (23, 24, 25, 26)
 
 
 def test_dropping_is_remembered() -> None:
     state = state_of(HYBRID)
-    state.drop_blocks(HYBRID, 13)
-    state.drop_blocks(HYBRID, 13)
-    state.drop_blocks(HYBRID, 9)
+    for num_computed in (13, 13, 9):
+        state.drop_blocks(HYBRID, num_computed)
     assert state.tables[1][:4] == [0, 0, 23, 24]
     state.drop_blocks(HYBRID, 18)
     assert state.tables == [list(range(1, 12)), [0, 0, 0, *range(24, 32)]]
@@ -78,25 +191,22 @@ def test_dropping_is_remembered() -> None:
 
 def test_groups_that_are_not_cached_are_passed_over() -> None:
     (group,) = groups_of(Shape((FULL,)))
-    moved = [replace(group, index=1)]
     state = RequestState(request_of(), stored=[0])
-    state.set_blocks(moved, [[9, 9], [1, 2]])
+    state.set_blocks([replace(group, index=1)], [[9, 9], [1, 2]])
     assert state.tables == [[1, 2]]
 
 
 def test_loads_cover_the_chunks_that_overlap() -> None:
     state = state_of()
     (run,) = state.load_runs(FULL_ONLY, CHUNK_SIZE, 12, 40)
-    assert (run.first, run.hashes, run.block_ids) == (1, HASHES[1:5], tuple(range(3, 11)))
+    assert (run.first, run.hashes, run.block_ids) == (1, hashes(1, 5), tuple(range(3, 11)))
     assert state.load_runs(FULL_ONLY, CHUNK_SIZE, 40, 40) == []
+    (run,) = state_of(num_blocks=3).load_runs(FULL_ONLY, CHUNK_SIZE, 0, 24)
+    assert run.block_ids == (1, 2, 3, 0, 0, 0), "blocks that a table lacks are the null block"
 
 
 def test_of_a_window_only_what_the_next_token_sees_is_loaded() -> None:
-    state = state_of(HYBRID)
-    full, windowed = state.load_runs(HYBRID, CHUNK_SIZE, 0, 40)
-    assert (full.first, len(full.hashes)) == (0, 5)
-    assert (windowed.first, windowed.hashes, windowed.block_ids) == (
-        4,
-        HASHES[4:],
-        (29, 30),
-    ), "the next token sees 35 to 40"
+    full, windowed = state_of(HYBRID).load_runs(HYBRID, CHUNK_SIZE, 0, 40)
+    assert (full.first, full.num_chunks) == (0, 5)
+    # the next token sees 35 to 40
+    assert (windowed.first, windowed.hashes, windowed.block_ids) == (4, hashes(4, 5), (29, 30))

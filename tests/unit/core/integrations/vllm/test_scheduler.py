@@ -121,29 +121,25 @@ def test_a_load_is_planned_once() -> None:
         0.1,
     )
     (run,) = load.runs
-    assert (run.group, run.first, len(run.hashes), run.block_ids) == (0, 1, 2, (3, 4, 5, 6))
+    assert (run.group, run.first, run.num_chunks, run.block_ids) == (0, 1, 2, (3, 4, 5, 6))
     assert loads_of(side) == ()
     assert store.given_back == [], "until the workers have it"
     side.step_done(WorkerReport(loaded={"r"}), ())
     assert store.given_back == ["r"]
 
 
-def test_the_last_block_is_loaded_whole() -> None:
+@pytest.mark.parametrize(
+    ("num_external", "end", "num_chunks"),
+    [(39, 40, 5), (20, 20, 3)],
+    ids=["the last block is loaded whole", "vLLM may want less than was offered"],
+)
+def test_loads_are_whole_blocks(num_external: int, end: int, num_chunks: int) -> None:
     side = scheduler_side(ScriptedStore([hot(5)]))
     request = request_of(40)
     side.num_matched(request, 0)
-    side.allocated(request, TABLE, 39)
+    side.allocated(request, TABLE, num_external)
     (load,) = loads_of(side)
-    assert (load.begin, load.end) == (0, 40)
-
-
-def test_vllm_may_want_less_than_was_offered() -> None:
-    side = scheduler_side(ScriptedStore([hot(5)]))
-    request = request_of()
-    side.num_matched(request, 0)
-    side.allocated(request, TABLE, 20)
-    (load,) = loads_of(side)
-    assert (load.begin, load.end, len(load.runs[0].hashes)) == (0, 20, 3)
+    assert (load.begin, load.end, load.runs[0].num_chunks) == (0, end, num_chunks)
 
 
 def test_vllm_may_want_nothing() -> None:
@@ -276,17 +272,10 @@ def test_what_failed_is_not_offered_again_and_is_stored_anew(load: str) -> None:
         assert side.num_matched(request, 0) == (0, False)
     side.allocated(request, TABLE, 0)
     (stored,) = stores_of(side, output_of([("r", TABLE, 0, 43)]))
-    assert len(stored.runs[0].hashes) == 5
+    assert stored.runs[0].num_chunks == 5
     assert stored.num_unsure == 43, "only the load may have failed: the chunks may be there"
     other = request_of(name="other")
     assert side.num_matched(other, 0)[0] == 40, "others are not to blame"
-
-
-def test_an_engine_with_a_worker_that_is_out_is_offered_nothing() -> None:
-    side = scheduler_side(ScriptedStore([hot(5)]))
-    side.step_done(WorkerReport(is_out=True), ())
-    side.step_done(WorkerReport(), ())
-    assert side.num_matched(request_of(), 0) == (0, False)
 
 
 @pytest.mark.parametrize(

@@ -261,13 +261,6 @@ class CacheGenEncoderImpl:
         )
 
 
-def bins_tensor(bins: Sequence[int]) -> torch.Tensor:
-    """Return the bins of each layer as the documented functions take them: float32, `[nlayers]`, on
-    the CPU.
-    """
-    return torch.tensor(bins, dtype=torch.float32)
-
-
 def whole_bins(bins: torch.Tensor, num_layers: int) -> tuple[int, ...]:
     """Return the bins of each layer as checked whole numbers; waits for the device.
 

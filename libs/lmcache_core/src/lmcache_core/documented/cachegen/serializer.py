@@ -25,20 +25,30 @@ from lmcache_core.serde.chunk_codec import (
 )
 from lmcache_core.serde.quantised import NotQuantisableError, can_be_quantised
 from lmcache_core.serde.tables import bell_curves
-from lmcache_core.serde.tensor_bytes import SerdeId, TensorHead, check_elements, dense, seal, unseal
+from lmcache_core.serde.tensor_bytes import SerdeId, check_elements, dense, head_of, seal, unseal
 
 if TYPE_CHECKING:
     from lmcache_core.serde.cachegen import CacheGenConfig
 
-_AS_IT_IS, _TOKENS_THIRD, _TOKENS_FOURTH = 0, 1, 2
-"""How the axes of what was given lie: any; `[layers, 2, tokens, heads, size]`; `[layers, 2,
+_ANY_AXES, _TOKENS_THIRD, _TOKENS_FOURTH = 0, 1, 2
+"""The axes of a tensor: any; `[layers, 2, tokens, heads, size]`; `[layers, 2,
 heads, tokens, size]`.
 """
 _ENCODINGS = (RAW_SERDE, LOSSLESS_SERDE, CACHEGEN_SERDE)
 HUGGINGFACE = "huggingface"
 
 
-class CacheGenSerializer(Serializer):
+class _LayerBins:
+    def make_key_bins(self, config: CacheGenConfig) -> torch.Tensor:
+        """Return the bins of the keys of each layer, int64 `[nlayers]`."""
+        return torch.tensor(config.bins_of_keys())
+
+    def make_value_bins(self, config: CacheGenConfig) -> torch.Tensor:
+        """Return the bins of the values of each layer, int64 `[nlayers]`."""
+        return torch.tensor(config.bins_of_values())
+
+
+class CacheGenSerializer(_LayerBins, Serializer):
     """Quantises and entropy-codes KV; what is no KV is encoded without loss. Constructing it makes
     the machine code ready.
 
@@ -60,12 +70,13 @@ class CacheGenSerializer(Serializer):
 
     @override
     def to_bytes(self, tensor: torch.Tensor) -> bytes:
-        """Return KV is `[layers, 2, tokens, heads, size]` (of Hugging Face `[layers, 2, heads,
-        tokens, size]`) or `[2, layers, tokens, channels]`, of float32, float16 or bfloat16. On a
-        CUDA device it is encoded there; the bytes are the same.
+        """Encode a tensor; on a CUDA device by kernels, to the same bytes.
+
+        KV is `[layers, 2, tokens, heads, size]` (of Hugging Face `[layers, 2, heads, tokens,
+        size]`) or `[2, layers, tokens, channels]`, of float32, float16 or bfloat16.
         """
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-            encoded = self.encode_where_it_lies(tensor)
+            encoded = self.encode_on_device(tensor)
             if encoded is not None:
                 return encoded
         given = dense(tensor)
@@ -81,9 +92,9 @@ class CacheGenSerializer(Serializer):
         )
         return _sealed(given, axes, (serde, profile), payload)
 
-    def encode_where_it_lies(self, tensor: torch.Tensor) -> bytes | None:
-        """Encode by kernels, on the tensor's device; None where the tensor is not to be quantised,
-        or would not get smaller.
+    def encode_on_device(self, tensor: torch.Tensor) -> bytes | None:
+        """Encode by kernels on the tensor's device; return None if it cannot be quantised or would
+        not get smaller.
 
         Raises:
             KernelInputError: There is no kernel for its device.
@@ -106,23 +117,14 @@ class CacheGenSerializer(Serializer):
         payload = b"".join(pieces)
         if len(payload) >= tensor.nbytes:
             return None
-        return _sealed(
-            tensor, axes, (CACHEGEN_SERDE, f"{self._profile}{TABLES_MARK}{tables.id}"), payload
-        )
+        profile = f"{self._profile}{TABLES_MARK}{tables.id}"
+        return _sealed(tensor, axes, (CACHEGEN_SERDE, profile), payload)
 
     def _axes_of(self, given: torch.Tensor) -> int:
-        return self._axes if given.dim() == 5 and given.shape[1] == 2 else _AS_IT_IS
-
-    def make_key_bins(self, config: CacheGenConfig) -> torch.Tensor:
-        """Return the bins of the keys of each layer, int64 `[nlayers]`."""
-        return torch.tensor(config.bins_of_keys())
-
-    def make_value_bins(self, config: CacheGenConfig) -> torch.Tensor:
-        """Return the bins of the values of each layer, int64 `[nlayers]`."""
-        return torch.tensor(config.bins_of_values())
+        return self._axes if given.dim() == 5 and given.shape[1] == 2 else _ANY_AXES
 
 
-class CacheGenDeserializer(Deserializer):
+class CacheGenDeserializer(_LayerBins, Deserializer):
     """Reads what any `CacheGenSerializer` wrote. Constructing it makes the machine code ready.
 
     Args:
@@ -158,7 +160,7 @@ class CacheGenDeserializer(Deserializer):
         axes, serde = body[0], _ENCODINGS[body[1]]
         profile = bytes(body[3 : 3 + body[2]]).decode("ascii", "replace")
         payload = body[3 + body[2] :]
-        if axes != _AS_IT_IS and (len(head.shape) != 5 or head.shape[1] != 2):
+        if axes != _ANY_AXES and (len(head.shape) != 5 or head.shape[1] != 2):
             raise SerdeError(
                 f"a tensor of shape {head.shape} has no tokens in a place of their own"
             )
@@ -192,34 +194,25 @@ class CacheGenDeserializer(Deserializer):
             self._buffer = torch.zeros((ntokens, width), dtype=torch.uint8)
         return self._buffer[:ntokens]
 
-    def make_key_bins(self, config: CacheGenConfig) -> torch.Tensor:
-        """Return the bins of the keys of each layer, int64 `[nlayers]`."""
-        return torch.tensor(config.bins_of_keys())
-
-    def make_value_bins(self, config: CacheGenConfig) -> torch.Tensor:
-        """Return the bins of the values of each layer, int64 `[nlayers]`."""
-        return torch.tensor(config.bins_of_values())
-
 
 def _sealed(given: torch.Tensor, axes: int, encoding: tuple[str, str], payload: BytesLike) -> bytes:
     """Return a payload, by serde and profile, in the container."""
-    serde, profile = encoding[0], encoding[1].encode()
-    body = b"".join((bytes([axes, _ENCODINGS.index(serde), len(profile)]), profile, payload))
-    return seal(
-        TensorHead(SerdeId.CACHEGEN, dtype_name(given.dtype), tuple(given.shape), len(body)), body
-    )
+    serde, profile = encoding
+    marks = bytes([axes, _ENCODINGS.index(serde), len(profile)]) + profile.encode()
+    body = b"".join((marks, payload))
+    return seal(head_of(SerdeId.CACHEGEN, given, body), body)
 
 
 def _to_planes(given: torch.Tensor, axes: int) -> torch.Tensor:
     """Return `[2, layers, tokens, channels]`, where the axes are known."""
-    if axes == _AS_IT_IS:
+    if axes == _ANY_AXES:
         return given
     order = (1, 0, 2, 3, 4) if axes == _TOKENS_THIRD else (1, 0, 3, 2, 4)
     return given.permute(order).reshape(_planes_shape(tuple(given.shape), axes))
 
 
 def _planes_shape(shape: tuple[int, ...], axes: int) -> tuple[int, ...]:
-    if axes == _AS_IT_IS:
+    if axes == _ANY_AXES:
         return shape
     layers, sides, third, fourth, size = shape
     tokens, heads = (third, fourth) if axes == _TOKENS_THIRD else (fourth, third)
@@ -228,7 +221,7 @@ def _planes_shape(shape: tuple[int, ...], axes: int) -> tuple[int, ...]:
 
 def _from_planes(kv: torch.Tensor, shape: tuple[int, ...], axes: int) -> torch.Tensor:
     """Return what `_to_planes` was given, contiguous."""
-    if axes == _AS_IT_IS:
+    if axes == _ANY_AXES:
         return kv
     layers, sides, third, fourth, size = shape
     if axes == _TOKENS_THIRD:

@@ -1,6 +1,4 @@
-"""Which models are blended: those whose layers are computed here as they compute themselves. Any
-other is refused by name.
-"""
+"""Which models can be blended: those whose layers are known here. Any other is refused by name."""
 
 from __future__ import annotations
 
@@ -17,11 +15,7 @@ BLENDED_ARCHITECTURES: Final = ("Llama", "Mistral", "Qwen2", "Qwen3")
 normalize or mask elsewhere.
 """
 _KNOWN_ATTENTION: Final = (
-    "eager",
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flex_attention",
+    *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
 )
 """All of them compute softmax(QK) V, to rounding."""
 _SAME_FREQUENCY: Final = 1e-5
@@ -29,32 +23,21 @@ _SAME_FREQUENCY: Final = 1e-5
 
 
 def rope_parameters_of(config: Any) -> RopeParameters:
-    """How a model rotates, from its configuration.
+    """Return how a model rotates, from its configuration.
 
     Raises:
         ValueError: In a way that is not known here.
     """
     options = dict(config.rope_parameters)
-    head_size = int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    head_size = getattr(config, "head_dim", None)
+    head_size = int(head_size or config.hidden_size // config.num_attention_heads)
     share = options.get("partial_rotary_factor", 1.0)
     kind = options.get("rope_type", "default")
     names = (
-        "factor",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "low_freq_factor",
+        *("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
+        *("truncate", "low_freq_factor", "high_freq_factor"),
     )
-    known = {
-        name: options[name]
-        for name in (*names, "high_freq_factor")
-        if options.get(name) is not None
-    }
+    known = {name: options[name] for name in names if options.get(name) is not None}
     return RopeParameters(
         head_size,
         float(options["rope_theta"]),
@@ -67,7 +50,7 @@ def rope_parameters_of(config: Any) -> RopeParameters:
 
 
 def reason_against_layers(model: PreTrainedModel) -> str | None:
-    """Why a model's layers cannot be computed here; None if they can."""
+    """Return why a model's layers cannot be computed here; None if they can."""
     name = type(model).__name__
     kind = name.removesuffix("ForCausalLM")
     module = f"transformers.models.{kind.lower()}.modeling_{kind.lower()}"
@@ -100,15 +83,15 @@ def reason_against_layers(model: PreTrainedModel) -> str | None:
             f" {', '.join(_KNOWN_ATTENTION)}"
         )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    return (
-        None
-        if len(devices) == 1
-        else f"the model lies on {', '.join(devices)}; it is blended on one device only"
-    )
+    if len(devices) != 1:
+        return f"the model lies on {', '.join(devices)}; it is blended on one device only"
+    return None
 
 
 def reason_against_rotation(model: PreTrainedModel) -> str | None:
-    """Why cached K cannot be moved as a model of known architecture rotates it; None if it can."""
+    """Return why cached K cannot be moved as a model of known architecture rotates it; None if it
+    can.
+    """
     try:
         parameters = rope_parameters_of(model.config)
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
@@ -119,13 +102,11 @@ def reason_against_rotation(model: PreTrainedModel) -> str | None:
             " its own"
         )
     own, ours = model.model.rotary_emb, parameters.frequencies()
-    theirs = own.inv_freq.detach().cpu().float()
-    is_same = theirs.shape == ours.shape and torch.allclose(
-        theirs, ours, rtol=_SAME_FREQUENCY, atol=0
-    )
+    theirs, scale = own.inv_freq.detach().cpu().float(), parameters.scale
     if (
-        is_same
-        and abs(own.attention_scaling - parameters.scale) <= _SAME_FREQUENCY * parameters.scale
+        theirs.shape == ours.shape
+        and torch.allclose(theirs, ours, rtol=_SAME_FREQUENCY, atol=0)
+        and abs(own.attention_scaling - scale) <= _SAME_FREQUENCY * scale
     ):
         return None
     return (

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from lmcache_core._typing import override
 from lmcache_core.blend import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
 from lmcache_core.blend.certificate import Quality
 from lmcache_core.integrations.transformers.blended import BlendingModel
@@ -20,9 +21,9 @@ class SplitPrompt:
 
     Attributes:
         documents: Token ids of each, with the separator at its end; at least one.
-        ending: Token ids behind them, at least two: each is predicted from those before it.
+        ending: Token ids after them, at least two: each is predicted from those before it.
         judged: Places in the ending of the tokens whose prediction counts, from 1, such as those of
-            an answer behind its question, `[num_judged]`; None: all but the first.
+            an answer after its question, `[num_judged]`; None: all but the first.
     """
 
     documents: Sequence[torch.Tensor]
@@ -30,20 +31,20 @@ class SplitPrompt:
     judged: torch.Tensor | None = None
 
     def tokens(self) -> torch.Tensor:
-        """All of it, `[num_tokens]`."""
+        """Return the whole prompt, `[num_tokens]`."""
         return torch.cat([*self.documents, self.ending])
 
     def judged_places(self) -> torch.Tensor:
-        """Where in the ending the tokens stand that are judged, `[num_judged]`.
+        """Return the places in the ending of the tokens that are judged, `[num_judged]`.
 
         Raises:
-            ValueError: There is no document, no such token, or nothing behind the documents that it
+            ValueError: There is no document, no such token, or nothing after the documents that it
                 could be predicted from.
         """
         count = len(self.ending)
         if count < 2 or not self.documents:
             raise ValueError(
-                f"a prompt of {len(self.documents)} documents and {count} tokens behind them; at"
+                f"a prompt of {len(self.documents)} documents and {count} tokens after them; at"
                 " least 1 and 2 are needed"
             )
         if self.judged is None:
@@ -57,8 +58,7 @@ class SplitPrompt:
 
 
 class DocumentRetriever(BlendRetriever, BlendRetrieverTask):
-    """Computes the KV of a prompt's documents, each on its own: what a cache would bring, without
-    one.
+    """Computes the KV of a prompt's documents, each on its own: what a cache would return.
 
     Args:
         model: In eval mode.
@@ -104,14 +104,15 @@ class DocumentRetriever(BlendRetriever, BlendRetrieverTask):
             [*parts, torch.zeros(len(prompt.ending), dtype=torch.int64)]
         ).to(prompt.ending.device)
 
+    @override
     def new_request(
         self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor
     ) -> BlendRetrieverTask:
-        """See `BlendRetriever.new_request`: of the prompt of `compute`."""
+        """Return the task of the prompt that `compute` took."""
         return self
 
+    @override
     def result(self, layer_id: int) -> BlendRetrieverResult:
-        """See `BlendRetrieverTask.result`."""
         k, v = self._layers[layer_id]
         return BlendRetrieverResult(k, v, self._valid_mask, self._original_positions)
 
@@ -216,7 +217,7 @@ def measure(
 
 
 def _flat(side: torch.Tensor) -> torch.Tensor:
-    """K or V of a cache, `[1, num_heads, num_tokens, head_size]`, as `[num_tokens, num_heads *
-    head_size]`.
+    """Return K or V of a cache, `[1, num_heads, num_tokens, head_size]`, as `[num_tokens, num_heads
+    * head_size]`.
     """
     return side[0].transpose(0, 1).flatten(1)

@@ -1,4 +1,4 @@
-"""Blended prefill of Hugging Face transformers' models: `architectures.py` says of which."""
+"""Blended prefill of the Hugging Face models that `architectures.py` knows."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ ROWS_OF_A_BLOCK = 128
 
 @dataclass(frozen=True, eq=False)
 class BlendedPrefill:
-    """What a blended prefill gave.
+    """The result of a blended prefill.
 
     Attributes:
         logits: Of the last tokens of each request, `[num_requests, logits_to_keep, vocabulary]`.
         caches: KV of each request, fit for `past_key_values`. It is near to what a full prefill
             gives, not equal.
         num_retrieved: Tokens of the batch whose KV was found.
-        num_computed: Tokens that were computed on the layers behind the check layer.
+        num_computed: Tokens that were computed on the layers after the check layer.
     """
 
     logits: torch.Tensor
@@ -60,7 +60,7 @@ class BlendingModel:
     Args:
         model: Of one of `BLENDED_ARCHITECTURES`, in eval mode; not changed.
         retriever: Finds the KV of parts of prompts.
-        executor: Its encoders are those of the model; nobody else's.
+        executor: Its encoders are those of the model; used here alone.
 
     Raises:
         ValueError: The model's layers are not known here.
@@ -80,7 +80,7 @@ class BlendingModel:
     def prefill(
         self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor, logits_to_keep: int = 1
     ) -> BlendedPrefill:
-        """Compute the KV of a batch of prompts, reusing what is found. Threads take turns.
+        """Compute the KV of a batch of prompts, reusing what is found. One batch at a time.
 
         Args:
             input_tokens: Token ids of all prompts, one after the other, `[num_tokens]`.
@@ -90,9 +90,8 @@ class BlendingModel:
         Raises:
             ValueError: A prompt has fewer tokens, or some of these were retrieved and not computed.
         """
-        shortest = min(
-            (end - start for start, end in pairwise(query_start_loc.tolist())), default=0
-        )
+        lengths = [end - start for start, end in pairwise(query_start_loc.tolist())]
+        shortest = min(lengths, default=0)
         if shortest < logits_to_keep:
             raise ValueError(
                 f"logits of the last {logits_to_keep} tokens are wanted, and a prompt of the batch"
@@ -114,16 +113,14 @@ class BlendingModel:
         computed = torch.arange(len(positions), device=device)
         short = starts
         hidden = inner.embed_tokens(input_tokens)
-        turns, blocks = (
-            self._turns(hidden, positions),
-            _blocks_of(positions, starts, starts, hidden.dtype),
-        )
+        rotation = self._rotation(hidden, positions)
+        blocks = _blocks_of(positions, starts, starts, hidden.dtype)
         kv: list[tuple[torch.Tensor, torch.Tensor]] = []
         num_retrieved = 0
         for layer_id, layer in enumerate(inner.layers):
             found = task.result(layer_id)
             num_retrieved = int(found.valid_mask.sum())
-            q, k, v = self._qkv(layer, hidden, turns)
+            q, k, v = self._qkv(layer, hidden, rotation)
             out: BlendOutput = self._executor.blend(
                 layer_id,
                 found.k,
@@ -140,10 +137,8 @@ class BlendingModel:
             if out.query_start_loc is not None:
                 computed, short = out.local_indices, out.query_start_loc.tolist()
                 hidden, positions = hidden[computed], out.positions
-                turns, blocks = (
-                    self._turns(hidden, positions),
-                    _blocks_of(positions, short, starts, hidden.dtype),
-                )
+                rotation = self._rotation(hidden, positions)
+                blocks = _blocks_of(positions, short, starts, hidden.dtype)
             kv.append((out.k, out.v))
             hidden = self._finish(layer, hidden, out, blocks)
         kept = torch.arange(-logits_to_keep, 0, device=device)
@@ -158,15 +153,15 @@ class BlendingModel:
         logits: torch.Tensor = self._model.lm_head(inner.norm(hidden[rows]))
         return BlendedPrefill(logits, self._caches(kv, starts), num_retrieved, len(positions))
 
-    def _turns(
+    def _rotation(
         self, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of all layers, `[num_tokens, 1, head_size]`."""
+        """Return cosines and sines for all layers, `[num_tokens, 1, head_size]`."""
         cos, sin = self._model.model.rotary_emb(hidden[None], positions[None])
         return cos[0, :, None], sin[0, :, None]
 
     def _qkv(
-        self, layer: Any, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]
+        self, layer: Any, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         attention = layer.self_attn
         x = layer.input_layernorm(hidden)
@@ -176,7 +171,7 @@ class BlendingModel:
         )
         if hasattr(attention, "q_norm"):  # Qwen3
             q, k = attention.q_norm(q), attention.k_norm(k)
-        q, k = (_rotated(side, *turns) for side in (q, k))
+        q, k = (_rotated(side, *rotation) for side in (q, k))
         return q.flatten(1), k.flatten(1), v.flatten(1)
 
     def _finish(
@@ -196,12 +191,11 @@ class BlendingModel:
                 is_causal=block.mask is None,
                 scale=attention.scaling,
                 enable_gqa=True,
-            )[0]
-            .transpose(0, 1)
-            .flatten(1)
+            )
             for block in blocks
         ]
-        hidden = hidden + attention.o_proj(torch.cat(parts))
+        attended = torch.cat([part[0].transpose(0, 1).flatten(1) for part in parts])
+        hidden = hidden + attention.o_proj(attended)
         finished: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return finished
 
@@ -211,14 +205,10 @@ class BlendingModel:
         caches = []
         for start, end in pairwise(starts):
             cache = DynamicCache(config=self._model.config)
-            for i, (k, v) in enumerate(kv):
-                heads = (
-                    x[start:end].view(
-                        end - start, -1, self._model.model.layers[i].self_attn.head_dim
-                    )
-                    for x in (k, v)
-                )
-                cache.update(*(x.transpose(0, 1)[None] for x in heads), i)  # which copies
+            for i, sides in enumerate(kv):
+                shape = end - start, -1, self._model.model.layers[i].self_attn.head_dim
+                heads = (side[start:end].view(shape).transpose(0, 1)[None] for side in sides)
+                cache.update(*heads, i)  # which copies
             caches.append(cache)
         return caches
 
@@ -242,7 +232,7 @@ class _Block:
 def _blocks_of(
     positions: torch.Tensor, short: list[int], long: list[int], dtype: torch.dtype
 ) -> list[_Block]:
-    """Cut what is computed, so that early rows do not pay for keys that they do not see.
+    """Cut the computed rows into blocks, so that early ones do not read keys that they do not see.
 
     Args:
         positions: Of the rows that are computed, rising within each request, `[num_rows]`.
@@ -275,7 +265,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 def blending_model_of(
     model: PreTrainedModel, retriever: BlendRetriever, profile: BlendProfile
 ) -> BlendingModel:
-    """A model that blends as a profile says.
+    """Return a model that blends according to a profile.
 
     Raises:
         ValueError: The model's layers, or how it rotates, are not known here.
@@ -340,10 +330,8 @@ class PromptBlender:
         Raises:
             ValueError: It does not end with the separator, or has it before its end too.
         """
-        segments, width = (
-            split_behind(document.cpu().to(torch.int64), self._separator),
-            len(self._separator),
-        )
+        segments = split_behind(document.cpu().to(torch.int64), self._separator)
+        width = len(self._separator)
         if len(segments[-1]) < width or not torch.equal(segments[-1][-width:], self._separator):
             raise ValueError(
                 f"a document must end with the separator, {self._separator.tolist()}; it would be"
@@ -369,9 +357,9 @@ class PromptBlender:
             return None
         tokens = input_ids.cpu().to(torch.int64)
         segments = split_behind(tokens, self._separator)
-        if len(segments) < 2 or sum(map(self._engine.lookup, segments)) <= self._engine.lookup(
-            tokens
-        ):
+        if len(segments) < 2:
+            return None
+        if sum(map(self._engine.lookup, segments)) <= self._engine.lookup(tokens):
             return None
         return self._blended.prefill(input_ids, torch.tensor([0, len(input_ids)]))
 

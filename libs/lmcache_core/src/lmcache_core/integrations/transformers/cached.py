@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.integrations.transformers.blended import BlendedPrefill, PromptBlender
-from lmcache_core.integrations.transformers.identity import (
-    head_size_of,
-    num_kv_heads_of,
-    num_layers_of,
-)
-
-KVCaches = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+from lmcache_core.integrations.transformers.identity import kv_shape_of
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What one greedy generation gave.
+    """The result of one greedy generation.
 
     Attributes:
         tokens: Generated token ids.
@@ -63,10 +55,9 @@ class CachedCausalLM:
     ) -> None:
         self._model = model
         self._engine = engine
-        blends = engine is not None and engine.config.enable_blending
-        self._blender = (
-            PromptBlender(model, engine, separator) if engine is not None and blends else None
-        )
+        self._blender: PromptBlender | None = None
+        if engine is not None and engine.config.enable_blending:
+            self._blender = PromptBlender(model, engine, separator)
 
     def close(self) -> None:
         """End what blending needs; the engine stays open. Idempotent."""
@@ -97,7 +88,7 @@ class CachedCausalLM:
     def generate(
         self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_id: int | None = None
     ) -> Generation:
-        """Greedy generation; the prompt's KV is reused where cached and stored where not.
+        """Generate greedily; the prompt's KV is reused where cached and stored where not.
 
         With `save_decode_cache`, the KV of the generated tokens is stored too, so that a prompt
         that continues the answer reuses both.
@@ -142,7 +133,9 @@ class CachedCausalLM:
         max_new_tokens: int,
         eos_token_id: int | None,
     ) -> Generation:
-        """As `generate`; nothing is stored, since this KV is not what a full prefill would give."""
+        """Generate as `generate` does; nothing is stored, since this KV is not that of a full
+        prefill.
+        """
         tokens = [int(blended.logits[0, -1].argmax())]
         first_s = time.perf_counter() - begin
         with torch.inference_mode():
@@ -154,16 +147,11 @@ class CachedCausalLM:
     ) -> None:
         """Append generated tokens to the first."""
         while len(tokens) < max_new_tokens and tokens[-1] != eos_token_id:
-            tokens.append(
-                int(
-                    self._forward(
-                        torch.tensor(tokens[-1:], device=self._model.device), cache
-                    ).argmax()
-                )
-            )
+            last = torch.tensor(tokens[-1:], device=self._model.device)
+            tokens.append(int(self._forward(last, cache).argmax()))
 
     def load(self, input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
-        """The cached KV of the prompt's longest prefix, fit for `past_key_values`.
+        """Return the cached KV of the prompt's longest prefix, fit for `past_key_values`.
 
         At least one token is left to compute, since its logits are not cached.
 
@@ -176,12 +164,20 @@ class CachedCausalLM:
         cache = DynamicCache(config=self._model.config)
         if self._engine is None:
             return cache, 0
-        kvcaches = self._empty_kv(len(input_ids))
+        num_layers, num_heads, head_size = kv_shape_of(self._model)
+        sides = torch.empty(
+            (num_layers, 2, len(input_ids), num_heads, head_size),
+            dtype=self._model.dtype,
+            device=self._model.device,
+        )
+        kvcaches = tuple(tuple(layer) for layer in sides)
         num_loaded = int(self._engine.retrieve(input_ids.cpu(), kvcaches=kvcaches).sum())
         num_reused = min(num_loaded, len(input_ids) - 1)
         if num_reused:
-            for i, (k, v) in enumerate(kvcaches):
-                cache.update(_as_heads_first(k[:num_reused]), _as_heads_first(v[:num_reused]), i)
+            for i, layer in enumerate(kvcaches):
+                # `[1, num_heads, num_tokens, head_size]`
+                k, v = (side[:num_reused].transpose(0, 1)[None].contiguous() for side in layer)
+                cache.update(k, v, i)
         return cache, num_reused
 
     def save(self, input_ids: torch.Tensor, cache: DynamicCache, num_known: int = 0) -> None:
@@ -198,7 +194,11 @@ class CachedCausalLM:
         chunk_size = self._engine.config.chunk_size
         mask = torch.ones(len(input_ids), dtype=torch.bool)
         mask[: num_known - num_known % chunk_size] = False
-        self._engine.store(input_ids.cpu(), mask, kvcaches=tuple(_kv_of(cache)))
+        kvcaches = [
+            (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
+            for layer in cache.layers
+        ]
+        self._engine.store(input_ids.cpu(), mask, kvcaches=kvcaches)
 
     def _save_decoded(
         self, input_ids: torch.Tensor, tokens: list[int], cache: DynamicCache
@@ -206,8 +206,7 @@ class CachedCausalLM:
         """Store what generation added to the cache, if the engine is to keep it.
 
         The last generated token was never put through the model, so it has no KV. The chunk that
-        the prompt ended in is stored again, since it goes on with generated tokens and so has
-        another name.
+        the prompt ended in is stored again: with the generated tokens it has another name.
         """
         with_kv = tokens[:-1]
         if self._engine is None or not self._engine.config.save_decode_cache or not with_kv:
@@ -224,14 +223,6 @@ class CachedCausalLM:
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
-    def _empty_kv(self, num_tokens: int) -> KVCaches:
-        shape = (num_tokens, num_kv_heads_of(self._model), head_size_of(self._model))
-        options: dict[str, Any] = {"dtype": self._model.dtype, "device": self._model.device}
-        return tuple(
-            (torch.empty(shape, **options), torch.empty(shape, **options))
-            for _ in range(num_layers_of(self._model))
-        )
-
 
 def _as_prompt(input_ids: torch.Tensor) -> torch.Tensor:
     """Return one prompt as `[num_tokens]`; tokenizers return `[1, num_tokens]`."""
@@ -242,12 +233,3 @@ def _as_prompt(input_ids: torch.Tensor) -> torch.Tensor:
             f" {tuple(input_ids.shape)}"
         )
     return prompt
-
-
-def _kv_of(cache: DynamicCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for layer in cache.layers:
-        yield layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)
-
-
-def _as_heads_first(side: torch.Tensor) -> torch.Tensor:
-    return side.transpose(0, 1)[None].contiguous()

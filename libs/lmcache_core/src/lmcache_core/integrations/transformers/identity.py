@@ -16,32 +16,17 @@ from lmcache_core.memory.views import bytes_under
 FMT = "huggingface"
 _NOT_OF_THE_KV = frozenset(
     {
-        "_name_or_path",
-        "transformers_version",
-        "architectures",
-        "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "id2label",
-    }
-    | {
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "task_specific_params",
-        "problem_type",
+        *("_name_or_path", "transformers_version", "architectures", "use_cache", "return_dict"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id"),
+        *("output_attentions", "output_hidden_states", "task_specific_params", "problem_type"),
     }
 )
-"""Options of a model that change none of its KV, by name; whatever else there is takes part in
-the identity.
-"""
+"""Options of a model that change none of its KV; all others take part in the identity."""
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
-    """Text that differs when any weight differs: the revision of a model that names none. Reads
-    all weights once.
+    """Return text that differs when any weight differs: the revision of a model that names none.
+    Reads all weights once.
     """
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(model.state_dict().items()):
@@ -51,32 +36,25 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
 
 def options_fingerprint(model: PreTrainedModel) -> str:
-    """Text that differs when the same weights would give other KV: position encoding,
+    """Return text that differs when the same weights would give other KV: position encoding,
     activation, attention, norm.
     """
     options = {
         name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_THE_KV
     }
     options["attention"] = getattr(model.config, "_attn_implementation", None)
-    rounded = _rounded_buffers(model)
+    # Buffers that belong to the code, not to the weights, and were cast with these: a model loaded
+    # in bfloat16 rotates by float32 frequencies, one that was cast to it by rounded ones.
+    stored = model.state_dict().keys()
+    rounded = sorted(
+        f"{name};{buffer.dtype}"
+        for name, buffer in model.named_buffers()
+        if name not in stored and buffer.dtype.is_floating_point and buffer.dtype != torch.float32
+    )
     if rounded:
         options["rounded_buffers"] = rounded
     text = json.dumps(options, sort_keys=True, default=str)
     return f"options-{xxhash.xxh3_128_hexdigest(text.encode())}"
-
-
-def _rounded_buffers(model: PreTrainedModel) -> list[str]:
-    """Buffers that belong to the code, not to the weights, and were cast with these: a model that
-    was loaded in bfloat16 rotates by float32 frequencies, and one that was cast to it by rounded
-    ones, which is other KV of the same weights.
-    """
-    stored = model.state_dict().keys()
-    own = ((name, buffer.dtype) for name, buffer in model.named_buffers() if name not in stored)
-    return sorted(
-        f"{name};{dtype}"
-        for name, dtype in own
-        if dtype.is_floating_point and dtype != torch.float32
-    )
 
 
 def metadata_of(
@@ -104,37 +82,22 @@ def metadata_of(
             f"model {model_name!r} has layers that do not keep the KV of every token; only full"
             " attention is supported"
         )
-    shape = (
-        num_layers_of(model),
-        2,
-        config.chunk_size,
-        num_kv_heads_of(model),
-        head_size_of(model),
-    )
+    num_layers, num_heads, head_size = kv_shape_of(model)
+    shape = num_layers, 2, config.chunk_size, num_heads, head_size
     identity = f"{revision or weights_fingerprint(model)};{options_fingerprint(model)}"
     return LMCacheEngineMetadata(model_name, 1, 0, FMT, model.dtype, shape, revision=identity)
 
 
 def connector_of(model: PreTrainedModel) -> VLLMNestedTupleGPUConnector:
-    """The GPU connector for a model's KV."""
-    return VLLMNestedTupleGPUConnector(
-        num_kv_heads_of(model) * head_size_of(model), num_layers_of(model)
-    )
+    """Return the GPU connector for a model's KV."""
+    num_layers, num_heads, head_size = kv_shape_of(model)
+    return VLLMNestedTupleGPUConnector(num_heads * head_size, num_layers)
 
 
-def num_layers_of(model: PreTrainedModel) -> int:
-    """How many layers keep KV."""
-    return int(model.config.num_hidden_layers)
-
-
-def num_kv_heads_of(model: PreTrainedModel) -> int:
-    """Heads of keys and values."""
-    return int(
-        getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
-    )
-
-
-def head_size_of(model: PreTrainedModel) -> int:
-    """Dimensions of a head."""
-    head_size = getattr(model.config, "head_dim", None)
-    return int(head_size or model.config.hidden_size // model.config.num_attention_heads)
+def kv_shape_of(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Return how many layers keep KV, their heads of keys and values, and the size of a head."""
+    config = model.config
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None)
+    head_size = head_size or config.hidden_size // config.num_attention_heads
+    return int(config.num_hidden_layers), int(num_heads), int(head_size)

@@ -5,16 +5,15 @@ How to use it: `docs/vllm.md`.
 | file | concern |
 |---|---|
 | `connector.py` | vLLM's interface: hands each call to one of the two sides |
-| `scheduler.py` | the scheduler's side |
-| `requests.py`, `offers.py` | what it knows of a request: its chunks' names, what can be loaded |
-| `planned_stores.py` | what is to be stored, and from which blocks |
-| `worker.py`, `loads.py`, `memory.py` | a worker's side: between vLLM's blocks and the store |
-| `plan.py` | what the two sides tell each other |
+| `scheduler.py` | the scheduler's side: what a request can load |
+| `planned_stores.py` | what each step stores, and from which blocks |
+| `requests.py` | a request: its chunks' names, its blocks |
+| `plan.py` | what the two sides send each other |
+| `worker.py`, `memory.py` | a worker's side: between vLLM's blocks and the store |
 | `identity.py`, `groups.py` | what the KV is |
-| `adapters.py`, `weights.py`, `file_digests.py` | which weights made it |
-| `options.py`, `stores.py` | configuration, and the chunk store behind it |
+| `weights.py`, `file_digests.py` | which weights made it |
+| `options.py`, `stores.py` | configuration, and the chunk store that it names |
 | `stats.py` | figures, and where hits came from |
-| `bundled.py` | packages that come along where vLLM's Python lacks them |
 
 Only `connector.py` and `stats.py` import vLLM, so that the rest can be tested without it.
 """
@@ -22,14 +21,20 @@ Only `connector.py` and `stats.py` import vLLM, so that the rest can be tested w
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-from lmcache_core.integrations.vllm.bundled import append_missing
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from lmcache_core.integrations.vllm.connector import LMCacheConnector
 
 __all__ = ["LMCacheConnector"]
+
+BUNDLED: Final = Path(__file__).parents[2] / "bundled"
+"""Packages for Pythons that lack them, below the tag of each Python. `docker/payload.Dockerfile`
+puts them into the copy of this package that goes into a pod; it exists nowhere else.
+"""
 
 
 def __getattr__(name: str) -> Any:
@@ -37,3 +42,25 @@ def __getattr__(name: str) -> Any:
         append_missing()
         return getattr(importlib.import_module(f"{__name__}.connector"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def append_missing(folder: Path = BUNDLED) -> bool:
+    """Append the bundled msgspec and xxhash to the search path if this Python lacks one of them:
+    the images of vLLM bring torch, numpy and msgspec, but not always xxhash. They never take the
+    place of a package that exists.
+
+    Args:
+        folder: Where they are.
+
+    Returns:
+        Whether the search path has changed. It does not where nothing is missing, where nothing was
+        brought along for this Python, and at a second call.
+    """
+    # As wheels name it: `cp312`, and `cp313t` without a GIL.
+    place = folder / f"cp{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    has_all = all(importlib.util.find_spec(name) is not None for name in ("msgspec", "xxhash"))
+    if has_all or not place.is_dir() or str(place) in sys.path:
+        return False
+    sys.path.append(str(place))
+    importlib.invalidate_caches()
+    return True

@@ -24,9 +24,9 @@ SEGMENT_BYTES = 256 << 20
 READ_BYTES = 4 << 20
 MAX_THREADS = 8
 MIN_REMEMBERED_BYTES = 64 << 20
-"""Smaller sets of files are read again at each start: that takes less than a tenth of a second."""
+"""Smaller sets of files are read again at each start: it takes less than a tenth of a second."""
 MAX_REMEMBERED = 256
-"""Sets of files; the ones that were remembered first are forgotten first."""
+"""Sets of files; the oldest are forgotten first."""
 SETTLED_S = 2.0
 """Timestamps may be this coarse: a file that was changed more recently is not remembered."""
 MAX_LOCK_WAIT_S = 900.0
@@ -37,8 +37,6 @@ PROGRESS_S = 10.0
 
 _Stat = tuple[int, int, int, int, int]
 """Device, inode, size, and the times of the last change of content and of inode."""
-
-
 _Known = list[tuple[_Stat, str]]
 """What each file was, in the order of their paths, and its digest."""
 _KNOWN = msgspec.json.Decoder(_Known)
@@ -112,7 +110,7 @@ def _read(paths: Sequence[Path]) -> list[str]:
 
 
 def _digest(path: Path, begin: int) -> bytes:
-    """The digest of one segment; xxHash and the read let other threads run."""
+    """Return the digest of one segment; xxHash and the read release the GIL."""
     hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
     left = SEGMENT_BYTES
     with path.open("rb", buffering=0) as content:
@@ -129,7 +127,7 @@ def _stat(path: Path) -> _Stat:
 
 
 def _cache_directory() -> Path | None:
-    """Where digests are remembered; None where others could write there, or nothing can be
+    """Return where digests are remembered; None where others could write there, or nothing can be
     written.
     """
     try:
@@ -144,7 +142,8 @@ def _cache_directory() -> Path | None:
         return None
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         logger.warning(
-            "digests of weights are not remembered, others can write there: directory=%s", directory
+            "digests of weights are not remembered, other users can write there: directory=%s",
+            directory,
         )
         return None
     return directory

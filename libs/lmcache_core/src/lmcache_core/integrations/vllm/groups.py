@@ -10,9 +10,9 @@ from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm.options import TOKENS
 
 NULL_BLOCK = 0
-"""vLLM's placeholder: a block that a request does not have (any more)."""
+"""vLLM's placeholder for a block that a request does not have (any more)."""
 MAX_GROUPS = 16
-"""What one question to the sidecar names."""
+"""What one question to the sidecar may name."""
 FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 WINDOW_SPECS = frozenset({"SlidingWindowSpec"})
 _FACTS = (
@@ -20,7 +20,7 @@ _FACTS = (
     *("num_head_slots", "state_content_bytes", "tokens_per_state", "page_size_padded"),
 )
 _UNPACKED = {"num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
-"""What vLLM says of KV that has K and V of one head and one token in each cell."""
+"""vLLM's description of KV that has K and V of one head and one token in each cell."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class CacheGroup:
         block_size: Tokens in a block.
         window: Tokens that its layers look back, themselves included; None: all.
         layers: Names of its layers.
-        spec: vLLM's description of the first layer, all that the scheduler's process is told.
+        spec: vLLM's description of the first layer: all that the scheduler's process knows.
         specs: In a worker, vLLM's description of each of these layers.
-        retained: Tokens in front of the window whose KV vLLM keeps all the same (it may compute
-            them again for draft models).
+        retained: Tokens before the window whose KV vLLM keeps all the same (it may compute them
+            again for draft models).
     """
 
     number: int
@@ -50,21 +50,15 @@ class CacheGroup:
     specs: tuple[Any, ...]
     retained: int = 0
 
-    def num_dropped_tokens(self, num_computed: int) -> int:
-        """How many tokens, from the first, no longer have their KV in a block once so many are
-        computed and another step begins.
+    def first_needed_token(self, num_computed: int) -> int:
+        """Return the first token whose KV vLLM still wants when so many are computed: the next one
+        looks at it, or it is retained. vLLM drops the blocks before it when another step begins.
         """
         return 0 if self.window is None else max(0, num_computed - self.window + 1 - self.retained)
 
-    def first_needed_token(self, num_computed: int) -> int:
-        """The first token whose KV vLLM still wants when so many are computed: the next one
-        looks at it, or it is retained.
-        """
-        return self.num_dropped_tokens(num_computed)
-
     def describe(self) -> str:
-        """Text that differs when a block of this group means something else, the same in all
-        processes of an engine.
+        """Return text that differs when a block of this group means something else, the same in
+        all processes of an engine.
 
         What only a worker knows, how its other layers differ from the first, is in the records of
         its chunks (`memory_of`).
@@ -74,7 +68,7 @@ class CacheGroup:
 
 
 def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
-    """The groups of a model.
+    """Return the groups of a model.
 
     Args:
         kv_cache_config: vLLM's `KVCacheConfig`.
@@ -94,44 +88,38 @@ def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
         raise LayoutError(
             f"the model has {len(wanted)} cache groups; at most {MAX_GROUPS} can be cached"
         )
-    groups = []
-    for number, (index, group) in enumerate(wanted):
-        specs = _layer_specs(group)
-        kinds = {type(spec).__name__ for spec in specs}
-        if not kinds <= FULL_SPECS | WINDOW_SPECS or getattr(group, "host_resident", False):
-            raise LayoutError(
-                f"cache group {index} is of {', '.join(sorted(kinds))}: only full and"
-                " sliding-window attention can be cached"
-            )
-        windows = {
-            spec.sliding_window if type(spec).__name__ in WINDOW_SPECS else None for spec in specs
-        }
-        sizes = {spec.block_size for spec in specs}
-        if len(windows) != 1 or len(sizes) != 1:
-            raise LayoutError(
-                f"cache group {index} has layers of windows {windows} and block sizes {sizes}: they"
-                " must be the same"
-            )
-        window = windows.pop()
-        name = (
-            "" if len(wanted) == 1 else f"{index}:{'full' if window is None else f'window{window}'}"
+    return tuple(
+        _cache_group(number, index, group, is_only=len(wanted) == 1)
+        for number, (index, group) in enumerate(wanted)
+    )
+
+
+def _cache_group(number: int, index: int, group: Any, is_only: bool) -> CacheGroup:
+    spec, layers = group.kv_cache_spec, tuple(group.layer_names)
+    # A group of layers of different shapes has a description for each. The scheduler gets the first
+    # of them, whatever the names of its layers are.
+    by_layer = getattr(spec, "kv_cache_specs", None)
+    specs = (spec,) * len(layers) if by_layer is None else tuple(by_layer[name] for name in layers)
+    kinds = {type(spec).__name__ for spec in specs}
+    if not kinds <= FULL_SPECS | WINDOW_SPECS or getattr(group, "host_resident", False):
+        raise LayoutError(
+            f"cache group {index} is of {', '.join(sorted(kinds))}: only full and sliding-window"
+            " attention can be cached"
         )
-        retained = max(getattr(spec, "extra_retained_tokens", 0) for spec in specs)
-        first = _first_spec(group)
-        groups.append(
-            CacheGroup(
-                number,
-                index,
-                name,
-                sizes.pop(),
-                window,
-                tuple(group.layer_names),
-                first,
-                specs,
-                retained,
-            )
+    windows = {
+        spec.sliding_window if type(spec).__name__ in WINDOW_SPECS else None for spec in specs
+    }
+    sizes = {spec.block_size for spec in specs}
+    if len(windows) != 1 or len(sizes) != 1:
+        raise LayoutError(
+            f"cache group {index} has layers of windows {windows} and block sizes {sizes}: they"
+            " must be the same"
         )
-    return tuple(groups)
+    (window,), (block_size,) = windows, sizes
+    name = "" if is_only else f"{index}:{'full' if window is None else f'window{window}'}"
+    retained = max(getattr(spec, "extra_retained_tokens", 0) for spec in specs)
+    first = spec if by_layer is None else next(iter(by_layer.values()))
+    return CacheGroup(number, index, name, block_size, window, layers, first, specs, retained)
 
 
 def check_chunk_size(groups: Iterable[CacheGroup], chunk_size: int) -> None:
@@ -145,14 +133,13 @@ def check_chunk_size(groups: Iterable[CacheGroup], chunk_size: int) -> None:
             fitting = -(-chunk_size // group.block_size) * group.block_size
             raise ValueError(
                 f"chunk_size={chunk_size} is not a multiple of vLLM's block size"
-                f" {group.block_size}: "
-                f'set "lmcache.chunk_size" to {fitting} in kv_connector_extra_config, or change'
-                " --block-size"
+                f' {group.block_size}: set "lmcache.chunk_size" to {fitting} in'
+                " kv_connector_extra_config, or change --block-size"
             )
 
 
 def check_packing(groups: Iterable[CacheGroup], layout: str) -> None:
-    """Refuse KV that a backend packs, where chunks are to hold tokens: its shape does not say what
+    """Refuse KV that a backend packs, where chunks must hold tokens: its shape does not say what
     is where in it.
 
     Raises:
@@ -160,52 +147,27 @@ def check_packing(groups: Iterable[CacheGroup], layout: str) -> None:
     """
     if layout != TOKENS:
         return
-    for group in groups:
-        for spec in (group.spec, *group.specs):
-            packing = {name: getattr(spec, name, usual) for name, usual in _UNPACKED.items()}
-            if packing != _UNPACKED:
-                told = ", ".join(f"{name}={value}" for name, value in packing.items())
-                raise LayoutError(
-                    f"the attention backend packs its KV ({told}), which cannot be cut by token:"
-                    ' set "lmcache.layout" to "blocks" and "lmcache.kv_cache_layout" to "LBHNC"'
-                )
+    for spec in (spec for group in groups for spec in (group.spec, *group.specs)):
+        packing = {name: getattr(spec, name, usual) for name, usual in _UNPACKED.items()}
+        if packing != _UNPACKED:
+            told = ", ".join(f"{name}={value}" for name, value in packing.items())
+            raise LayoutError(
+                f"the attention backend packs its KV ({told}), which cannot be cut by token: set"
+                ' "lmcache.layout" to "blocks" and "lmcache.kv_cache_layout" to "LBHNC"'
+            )
 
 
 def fails_by_block(groups: Sequence[CacheGroup]) -> bool:
-    """Whether vLLM can be told of a failed load by blocks.
+    """Return whether failed loads are reported to vLLM by blocks.
 
     Not with several groups: it cannot tell their blocks apart. Nor with a window: it would compute
     again from the first such block on, where the window reaches back to blocks that the request
-    never had. It is then told of the request, which begins anew.
+    never had. Then the request is reported, and starts over.
     """
     return len(groups) == 1 and groups[0].window is None
 
 
-def blocks_of(
-    table: Sequence[int], group: CacheGroup, chunk_size: int, first: int, num_chunks: int
-) -> tuple[int, ...]:
-    """The blocks of consecutive chunks; `NULL_BLOCK` where the table has none."""
-    per_chunk = chunk_size // group.block_size
-    begin, end = first * per_chunk, (first + num_chunks) * per_chunk
-    blocks = tuple(table[begin:end])
-    return blocks + (NULL_BLOCK,) * (end - begin - len(blocks))
-
-
-def _layer_specs(group: Any) -> tuple[Any, ...]:
-    """The description of each layer: a group of layers of different shapes has one for each."""
-    by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    if by_layer is None:
-        return (group.kv_cache_spec,) * len(group.layer_names)
-    return tuple(by_layer[name] for name in group.layer_names)
-
-
-def _first_spec(group: Any) -> Any:
-    """What vLLM tells the scheduler of a group of layers of different shapes."""
-    by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return group.kv_cache_spec if by_layer is None else next(iter(by_layer.values()))
-
-
 def described(spec: Any) -> str:
-    """Text that differs when the KV of a layer means something else."""
+    """Return text that differs when the KV of a layer means something else."""
     facts = (f"{name}={getattr(spec, name, _UNPACKED.get(name))}" for name in _FACTS)
     return f"{type(spec).__name__}({','.join(facts)})"

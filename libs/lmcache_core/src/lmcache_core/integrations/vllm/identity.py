@@ -19,10 +19,9 @@ import torch
 
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.errors import LayoutError
-from lmcache_core.integrations.vllm.adapters import Adapters
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.options import BLOCKS, ConnectorOptions
-from lmcache_core.integrations.vllm.weights import model_fingerprint, options_fingerprint
+from lmcache_core.integrations.vllm.weights import Adapters, model_fingerprint, options_fingerprint
 from lmcache_core.token_database.hashing import identity_root
 
 FMT = "vllm"
@@ -31,34 +30,22 @@ ROOT_APART = b"lmcache/vllm-root/1"
 FILE_FORMATS = frozenset(
     {
         *("auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral"),
-        *(
-            "npcache",
-            "pt",
-            "runai_streamer",
-            "runai_streamer_sharded",
-            "safetensors",
-            "sharded_state",
-        ),
+        *("npcache", "pt", "runai_streamer", "runai_streamer_sharded", "safetensors"),
+        "sharded_state",
     }
 )
-"""vLLM's load formats that read the model's own files. Others take weights from somewhere else."""
+"""vLLM's load formats that read the model's own files. Others take weights from elsewhere."""
 
 _CONTENT_OPTIONS = (
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "mm_encoder_attn_dtype",
-    "mm_encoder_fp8_scale_path",
-    "video_pruning_rate",
-    "video_pruning_method",
+    *("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype"),
+    *("mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method"),
 )
 _CONTENT_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""What multimodal contents become for a model decides about their KV, and is no part of what vLLM
-calls them.
-"""
+"""What contents become for a model decides about their KV, and is not in vLLM's name of them."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -81,11 +68,11 @@ class KVIdentity:
     contents: str | None = ""
 
     def rank_of(self, worker_rank: int) -> int:
-        """Which KV a worker has."""
+        """Return which KV a worker has."""
         return worker_rank // self.replicas
 
     def stores(self, worker_rank: int) -> bool:
-        """Whether that worker stores for all that hold the same."""
+        """Return whether that worker stores for all that hold the same."""
         return worker_rank % self.replicas == 0
 
 
@@ -106,21 +93,16 @@ def identity_of(
         groups: Those that are cached.
         options: Options.
         release: vLLM's version, and what GPU it runs on.
-        is_worker: Leave the weights out: chunks are named by the scheduler's side alone, so that
-            one process of an engine reads them.
+        is_worker: Leave the weights out: only the scheduler's side names chunks, so that one
+            process of an engine reads the weights.
 
     Raises:
-        LayoutError: It depends on more than tokens and weights, or nothing tells which weights, or
+        LayoutError: It depends on more than tokens and weights, or the weights are not known, or
             it is spread over workers in a way that is not supported.
     """
-    model, parallel, cache = (
-        vllm_config.model_config,
-        vllm_config.parallel_config,
-        vllm_config.cache_config,
-    )
-    if not getattr(
-        model, "is_prefix_caching_supported", True
-    ):  # vLLM's own prefix cache is then off, but it would load ours
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    # vLLM's own prefix cache is then off, but it would load ours.
+    if not getattr(model, "is_prefix_caching_supported", True):
         raise LayoutError(
             "vLLM says that this model needs every token of a prompt computed (to pool over all of"
             " them, for example)"
@@ -137,17 +119,24 @@ def identity_of(
             f"the workers of one engine are on {num_nodes} nodes: each node's sidecar would have a"
             " part of each chunk"
         )
-    if getattr(cache, "calculate_kv_scales", False):
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise LayoutError(
             "calculate_kv_scales: the scales of quantised KV then depend on what an engine saw"
             " first, so it cannot be shared"
         )
-    replicas = _replicas(vllm_config, kv_cache_config)
+    # Workers that hold the same KV: all those of a latent (MLA). Newer releases tell the number,
+    # also where there are fewer heads than workers.
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if replicas is None:
+        replicas = parallel.tensor_parallel_size if getattr(model, "use_mla", False) else 1
     num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size // replicas
     spec = groups[0].spec
     shape = (len(groups[0].layers), 2, options.engine.chunk_size, spec.num_kv_heads, spec.head_size)
+    # Of a path the folder's own name, so that the same weights at two paths share.
+    is_path = model.model.startswith(("/", ".", "~"))
+    name = model.model.rstrip("/").rsplit("/", 1)[-1] if is_path else model.model
     metadata = LMCacheEngineMetadata(
-        options.model_name or _short_name(model.model),
+        options.model_name or name,
         num_ranks,
         0,
         FMT,
@@ -156,15 +145,15 @@ def identity_of(
         revision="" if is_worker else _revision_text(vllm_config, options),
         layout=_layout_text(vllm_config, kv_cache_config, groups, options, release),
     )
-    return KVIdentity(metadata, num_ranks, replicas, contents_fingerprint(vllm_config))
+    return KVIdentity(metadata, num_ranks, int(replicas), contents_fingerprint(vllm_config))
 
 
 def contents_fingerprint(vllm_config: Any) -> str | None:
-    """Text that differs where the same content becomes other numbers; None where contents have no
-    names of their own.
+    """Return text that differs where the same content becomes other numbers; None where contents
+    have no names of their own.
 
-    Where vLLM itself caches neither prompts nor contents, it only counts them. Every process counts
-    anew, so another picture has that name elsewhere.
+    Where vLLM itself caches neither prompts nor contents, it only counts them. Every process starts
+    to count at one, so another picture has that name elsewhere.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -208,83 +197,46 @@ class Roots:
 
     @property
     def version(self) -> tuple[str | None, str]:
-        """Changes when roots do: names made under another version are to be made anew."""
+        """Changes when roots do: names made under another version are out of date."""
         return self._salt, self._epoch
 
     def use_salt(self, salt: str) -> None:
-        """The tenant's salt; nothing can be named before it is known."""
+        """Take the tenant's salt; nothing can be named before."""
         self._salt = salt
 
     def begin_epoch(self) -> None:
-        """The model computes other KV from now on (its weights have been replaced): nothing that
-        was named before is found again.
+        """Find nothing again that was named before: the model computes other KV from now on (its
+        weights have been replaced).
         """
         self._epoch = secrets.token_hex(16)
 
     def root_of(self, request: Any) -> bytes | None:
-        """The root for a vLLM request; None while the tenant's salt, or which weights its
-        adapter has, is not known.
+        """Return the root for a vLLM request; None while the tenant's salt, or its adapter's
+        weights, are not known.
         """
         salt, adapter = self._salt, self.adapters.name_of(getattr(request, "lora_request", None))
         if salt is None or adapter is None:
             return None
         root = identity_root(replace(self._metadata, adapter=adapter), salt)
         cache_salt = getattr(request, "cache_salt", None) or ""
-        return _root_apart(root, cache_salt, self._epoch) if cache_salt or self._epoch else root
-
-    def base_root(self) -> bytes | None:
-        """The root of requests without adapter and without a salt of their own."""
-        return (
-            None if self._salt is None or self._epoch else identity_root(self._metadata, self._salt)
-        )
-
-
-def _root_apart(root: bytes, cache_salt: str, epoch: str) -> bytes:
-    """The root of requests that share only among themselves; the length before each field keeps it
-    from reading as another one.
-
-    Source: `docs/protocols.md`, "Identity".
-    """
-    digest = hashlib.sha256()
-    for field in (
-        ROOT_APART,
-        root,
-        cache_salt.encode("utf-8", "surrogatepass"),
-        epoch.encode("ascii"),
-    ):
-        digest.update(_LENGTH.pack(len(field)) + field)
-    return digest.digest()
-
-
-def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Workers that hold the same KV: all those of a latent (MLA); newer releases say so, also
-    where there are fewer heads than workers.
-    """
-    told = getattr(kv_cache_config, "kv_tp_replicas", None)
-    if told is not None:
-        return int(told)
-    return (
-        int(vllm_config.parallel_config.tensor_parallel_size)
-        if getattr(vllm_config.model_config, "use_mla", False)
-        else 1
-    )
-
-
-def _short_name(model: str) -> str:
-    """The folder's own name, so that the same weights at two paths share; a hub's name is as it
-    is.
-    """
-    return model.rstrip("/").rsplit("/", 1)[-1] if model.startswith(("/", ".", "~")) else model
+        if not cache_salt and not self._epoch:
+            return root
+        # The length before each field keeps it from reading as another one (`docs/protocols.md`,
+        # "Identity").
+        digest, text = hashlib.sha256(), cache_salt.encode("utf-8", "surrogatepass")
+        for field in (ROOT_APART, root, text, self._epoch.encode("ascii")):
+            digest.update(_LENGTH.pack(len(field)) + field)
+        return digest.digest()
 
 
 def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
-    """What else decides about the KV of these tokens: weights, and all that is done with them."""
+    """Return what else decides about the KV of these tokens: weights, and their use."""
     model, draft = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
     is_dummy = getattr(getattr(vllm_config, "load_config", None), "load_format", "") == "dummy"
     weights = options.revision or ("" if is_dummy else _weights(vllm_config))
     if weights is None:
         raise LayoutError(
-            f'nothing tells which weights {model.model} has: say so with "lmcache.revision"'
+            f'nothing tells which weights {model.model} has: name them with "lmcache.revision"'
         )
     facts = {
         "weights": weights,
@@ -292,16 +244,16 @@ def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
         "dtype": model.dtype,
         "quantization": model.quantization,
         "dummy": model.seed if is_dummy else "",
-        "draft": (
-            "" if draft is None else f"{getattr(draft, 'method', '')}:{getattr(draft, 'model', '')}"
-        ),
+        "draft": "",
     }
+    if draft is not None:
+        facts["draft"] = f"{getattr(draft, 'method', '')}:{getattr(draft, 'model', '')}"
     return ";".join(f"{name}={value}" for name, value in facts.items())
 
 
 def _weights(vllm_config: Any) -> str | None:
-    """What tells the weights; None where they come from elsewhere than the model's folder or
-    hub.
+    """Return what identifies the weights; None where they come from elsewhere than the model's
+    folder or hub.
     """
     model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
     load_format: str = getattr(load, "load_format", "auto")
@@ -321,7 +273,7 @@ def _layout_text(
     options: ConnectorOptions,
     release: str,
 ) -> str:
-    """What a chunk's bytes mean."""
+    """Return text that differs when a chunk's bytes mean something else."""
     parallel = vllm_config.parallel_config
     partition = (
         os.environ.get("VLLM_PP_LAYER_PARTITION", "") if parallel.pipeline_parallel_size > 1 else ""
@@ -331,17 +283,17 @@ def _layout_text(
         "tp": parallel.tensor_parallel_size,
         "pp": f"{parallel.pipeline_parallel_size}:{partition}",
         "kv": vllm_config.cache_config.cache_dtype,
-        "blocks": (
-            _block_text(vllm_config, kv_cache_config, release) if options.layout == BLOCKS else ""
-        ),
+        "blocks": "",
     }
+    if options.layout == BLOCKS:
+        facts["blocks"] = _block_text(vllm_config, kv_cache_config, release)
     text = ";".join(f"{name}={value}" for name, value in facts.items())
     return f"vllm/1;{options.layout};{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _block_text(vllm_config: Any, kv_cache_config: Any, release: str) -> str:
-    """What decides about the inside of a block that only vLLM can read, as far as all its processes
-    know.
+    """Return what decides about the inside of a block that only vLLM can read, as far as all its
+    processes know.
 
     That is its release, the machine's instructions, and the layout and backend that were asked for.
     Which backend it has chosen by itself only a worker knows: that is in the records of its chunks

@@ -1,4 +1,4 @@
-"""vLLM's KV tensors, as a GPU connector takes them, and as vLLM itself sees them."""
+"""vLLM's KV tensors: as a GPU connector takes them, and as vLLM itself sees them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lmcache_core._typing import override
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors import (
     EngineMemory,
@@ -48,7 +49,7 @@ def memory_of(
     mode: str,
     backends: str = "",
 ) -> GroupMemory:
-    """Match vLLM's tensors with what a group is said to be.
+    """Match vLLM's tensors with the description of a group.
 
     What only a worker knows of them names the tensors in the records of chunks: a record of an
     engine that differs there is a miss.
@@ -73,7 +74,7 @@ def memory_of(
 
 
 def attention_backends(vllm_config: Any, layers: Sequence[str]) -> str:
-    """The classes of the attention backends of these layers; "" where vLLM has none of them."""
+    """Return the classes of these layers' attention backends; "" where vLLM has none of them."""
     context = getattr(
         getattr(vllm_config, "compilation_config", None), "static_forward_context", {}
     )
@@ -82,51 +83,42 @@ def attention_backends(vllm_config: Any, layers: Sequence[str]) -> str:
     return ",".join(sorted(f"{found.__module__}.{found.__qualname__}" for found in classes))
 
 
-class BlockMemory:
-    """vLLM's tensors, a block at a time, whatever is inside.
+class BlockMemory(EngineMemory):
+    """vLLM's tensors, one opaque block at a time.
 
     Args:
-        layout: Layers of opaque blocks: what the connector declares "tokens" are blocks here.
+        layout: Layers of opaque blocks: what the connector calls tokens are blocks here.
         tensors: vLLM's tensors, in the order of the layout's groups; the first dimension counts
             blocks.
     """
 
     def __init__(self, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> None:
-        self._layout = layout
-        self._tensors: list[list[torch.Tensor]] = []
-        at = 0
-        for group in layout.groups:
-            self._tensors.append(list(tensors[at : at + group.num_layers]))
-            at += group.num_layers
+        self.layout = layout
+        self._tensors = layout.split(tensors)
 
-    @property
-    def layout(self) -> KVLayout:
-        """See `EngineMemory.layout`."""
-        return self._layout
-
+    @override
     def num_slots(self, group: int) -> tuple[int, int]:
-        """See `EngineMemory.num_slots`."""
         return self._tensors[group][0].shape[0], 1
 
+    @override
     def write(self, group: int, layer: int, slot: int, cells: torch.Tensor) -> None:
-        """See `EngineMemory.write`."""
         block = self._tensors[group][layer][slot]
         block.copy_(cells.reshape(-1).view(block.dtype).view(block.shape))
 
+    @override
     def read(self, group: int, layer: int, slot: int) -> torch.Tensor:
-        """See `EngineMemory.read`."""
         block = self._tensors[group][layer][slot].cpu().contiguous()
         return block.view(-1).view(torch.uint8).view(1, 1, -1)
 
+    @override
     def block_memory(self, group: int, block: int) -> Sequence[torch.Tensor]:
-        """See `EngineMemory.block_memory`."""
         return [tensor[block] for tensor in self._tensors[group]]
 
 
 def _as_blocks(
     group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: int, backends: str
 ) -> GroupMemory:
-    """Each block of a layer as one run of bytes."""
+    """Take each block of a layer as one run of bytes."""
     by_size: dict[int, list[int]] = {}
     for i, tensor in enumerate(layers):
         if tensor.shape[0] != num_blocks or not tensor[0].is_contiguous():
@@ -152,50 +144,33 @@ def _as_blocks(
 
 
 def _name_of(group: CacheGroup, number: int, members: Sequence[int], backends: str = "") -> str:
-    """The name of some of a group's layers in records: "" where the group's own description says
-    all about them.
+    """Return the name of some of a group's layers in records: "" where the group's own description
+    identifies them.
     """
     facts = [(i, described(group.specs[i])) for i in members]
-    is_all_alike = len(members) == len(group.layers) and {text for _, text in facts} == {
-        described(group.spec)
-    }
-    if is_all_alike and not backends:
+    is_as_described = {text for _, text in facts} == {described(group.spec)}
+    if len(members) == len(group.layers) and is_as_described and not backends:
         return ""
     return f"{number}:{hashlib.sha256(repr((facts, backends)).encode()).hexdigest()[:16]}"
 
 
 def _bytes_of_blocks(tensor: torch.Tensor) -> torch.Tensor:
-    """`[num_blocks, 1, 1, bytes of a block]`, sharing memory."""
-    size = tensor[0].numel() * tensor.element_size()
-    step = tensor.stride(0) * tensor.element_size()
-    num_bytes = (tensor.shape[0] - 1) * step + size
-    elements = tensor.as_strided(
-        (num_bytes // tensor.element_size(),), (1,), tensor.storage_offset()
-    )
-    return elements.view(torch.uint8).as_strided(
-        (tensor.shape[0], 1, 1, size), (step, size, size, 1)
-    )
+    """Return `[num_blocks, 1, 1, bytes of a block]`, sharing memory."""
+    num_blocks, itemsize = tensor.shape[0], tensor.element_size()
+    size, step = tensor[0].numel() * itemsize, tensor.stride(0) * itemsize
+    num_elements = ((num_blocks - 1) * step + size) // itemsize
+    elements = tensor.as_strided((num_elements,), (1,), tensor.storage_offset())
+    return elements.view(torch.uint8).as_strided((num_blocks, 1, 1, size), (step, size, size, 1))
 
 
 def _as_tokens(group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: int) -> GroupMemory:
-    """Each token's K and V, whatever the order of vLLM's axes."""
+    """Take each token's K and V, whatever the order of vLLM's axes."""
     shapes: dict[tuple[Any, ...], list[int]] = {}
     for i, (tensor, spec) in enumerate(zip(layers, group.specs, strict=True)):
         shapes.setdefault(_declared(group, tensor, spec, num_blocks), []).append(i)
     groups = [
-        LayerGroup(
-            _name_of(group, number, members),
-            len(members),
-            heads,
-            size,
-            dtype,
-            sides,
-            order,
-            packing,
-        )
-        for number, ((heads, size, dtype, sides, order, packing), members) in enumerate(
-            shapes.items()
-        )
+        LayerGroup(_name_of(group, number, members), len(members), *declared)
+        for number, (declared, members) in enumerate(shapes.items())
     ]
     layout = KVLayout(tuple(groups))
     ordered = tuple(layers[i] for members in shapes.values() for i in members)
@@ -205,47 +180,27 @@ def _as_tokens(group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: in
 def _declared(
     group: CacheGroup, tensor: torch.Tensor, spec: Any, num_blocks: int
 ) -> tuple[Any, ...]:
-    """Heads, head size, dtype, sides, order and packing of a layer's tensor."""
+    """Return heads, head size, dtype, sides, order and packing of a layer's tensor."""
     heads, size, tokens = spec.num_kv_heads, spec.head_size, group.block_size
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    forms: dict[tuple[int, ...], tuple[Any, ...]]
+    nhd, hnd = Order.NHD, Order.HND
+    forms: dict[tuple[int, ...], tuple[int, int, Order, Packing]]
     if type(spec).__name__ == MLA_SPEC:
         forms = {
-            (num_blocks, tokens, size): (1, size, dtype, 1, Order.NHD, Packing.SPLIT),
-            (num_blocks, 1, tokens, size): (1, size, dtype, 1, Order.HND, Packing.SPLIT),
+            (num_blocks, tokens, size): (1, 1, nhd, Packing.SPLIT),
+            (num_blocks, 1, tokens, size): (1, 1, hnd, Packing.SPLIT),
         }
     else:
         forms = {
-            (num_blocks, heads, tokens, 2 * size): (
-                heads,
-                size,
-                dtype,
-                2,
-                Order.HND,
-                Packing.LAST_DIM,
-            ),
-            (num_blocks, 2, tokens, heads, size): (
-                heads,
-                size,
-                dtype,
-                2,
-                Order.NHD,
-                Packing.BLOCK_FIRST,
-            ),
-            (2, num_blocks, tokens, heads, size): (
-                heads,
-                size,
-                dtype,
-                2,
-                Order.NHD,
-                Packing.KV_FIRST,
-            ),
+            (num_blocks, heads, tokens, 2 * size): (heads, 2, hnd, Packing.LAST_DIM),
+            (num_blocks, 2, tokens, heads, size): (heads, 2, nhd, Packing.BLOCK_FIRST),
+            (2, num_blocks, tokens, heads, size): (heads, 2, nhd, Packing.KV_FIRST),
         }
     form = forms.get(tuple(tensor.shape))
     if form is None:
         raise LayoutError(
             f"a KV tensor {list(tensor.shape)} is not of {num_blocks} blocks of {tokens} tokens"
-            f' with {heads} heads of {size}: set "lmcache.layout" to "blocks", which moves blocks'
-            " as they are"
+            f' with {heads} heads of {size}: set "lmcache.layout" to "blocks", which moves whole'
+            " blocks"
         )
-    return form
+    heads, sides, order, packing = form
+    return heads, size, str(tensor.dtype).removeprefix("torch."), sides, order, packing

@@ -30,13 +30,13 @@ class ConnectorOptions:
 
     Attributes:
         engine: Options of the cache.
-        load: When KV is loaded: "async" (default), while the request waits and others go on; or
+        load: When KV is loaded: "async" (default), while the request waits and others continue; or
             "sync", before the forward pass of the request's first step. When a synchronous load
             fails and the request ends before it has computed that KV, vLLM may take the blocks for
-            KV all the same; so this is for those who know that they need it.
+            KV all the same; so use this only where it is needed.
         layout: What a chunk holds: "tokens", so that engines with other layouts can use it; or
-            "blocks", vLLM's blocks as they are, for backends that pack their inside.
-        kv_cache_layout: Layout to ask vLLM for, in its words; None: whatever it likes.
+            "blocks", vLLM's blocks unchanged, for backends that pack their inside.
+        kv_cache_layout: Layout to ask vLLM for, in its words; None: vLLM's choice.
         model_name: Name under which KV is shared; None: the model's.
         revision: Revision of the weights; None: their fingerprint.
     """
@@ -48,14 +48,9 @@ class ConnectorOptions:
     model_name: str | None = None
     revision: str | None = None
 
-    @property
-    def is_async(self) -> bool:
-        """Whether loads run beside the engine's steps."""
-        return self.load == ASYNC
-
 
 def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
-    """The options of an engine.
+    """Read the options of an engine.
 
     Args:
         extra: `kv_connector_extra_config`: options of `LMCacheEngineConfig` and those above, with
@@ -89,8 +84,16 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
                 f"kv_connector_extra_config: {PREFIX}{name}={own[name]!r}: must be text, or"
                 " left out"
             )
-    load = _one_of("load", own["load"] or ASYNC, (ASYNC, SYNC))
-    layout = _one_of("layout", own["layout"] or AUTO, (AUTO, BLOCKS, TOKENS))
+    load, layout = own["load"] or ASYNC, own["layout"] or AUTO
+    for name, value, choices in (
+        ("load", load, (ASYNC, SYNC)),
+        ("layout", layout, (AUTO, BLOCKS, TOKENS)),
+    ):
+        if value not in choices:
+            raise ConfigError(
+                f"kv_connector_extra_config: {PREFIX}{name}={value!r}: must be one of"
+                f" {', '.join(choices)}"
+            )
     if layout == AUTO:
         layout = BLOCKS if device == "cpu" else TOKENS
     engine = _engine_config(own["config_file"], named)
@@ -110,54 +113,38 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
 
 
 def _meant(name: str) -> str | None:
-    """The option that a name without our prefix is meant to be: it is spelt like one, or begins
-    as ours do.
+    """Return the option that a name without our prefix is meant to be: it is spelt like one, or
+    begins as ours do.
     """
-    spelt = _letters(name)
-    same = [known for known in KNOWN if _letters(known) in (spelt, spelt.removeprefix("lmcache"))]
-    if same or not spelt.startswith("lmcache"):
-        return same[0] if same else None
-    return (
-        difflib.get_close_matches(spelt.removeprefix("lmcache"), KNOWN, n=1, cutoff=0.0)
-        or [KNOWN[0]]
-    )[0]
 
+    def letters(text: str) -> str:
+        return "".join(filter(str.isalnum, text.lower()))
 
-def _letters(name: str) -> str:
-    return "".join(filter(str.isalnum, name.lower()))
+    spelt = letters(name)
+    bare = spelt.removeprefix("lmcache")
+    for known in KNOWN:
+        if letters(known) in (spelt, bare):
+            return known
+    if bare == spelt:
+        return None
+    return (difflib.get_close_matches(bare, KNOWN, n=1, cutoff=0.0) or [KNOWN[0]])[0]
 
 
 def _engine_config(config_file: str | None, named: Mapping[str, Any]) -> LMCacheEngineConfig:
-    """The cache's options: the file's or the environment's, and over them what stands in the
-    extra config.
+    """Return the cache's options: the file's or the environment's, overridden by the extra
+    config's.
     """
-    base = (
-        LMCacheEngineConfig.from_file(config_file)
-        if config_file
-        else LMCacheEngineConfig.from_env()
-    )
+    if config_file:
+        base = LMCacheEngineConfig.from_file(config_file)
+    else:
+        base = LMCacheEngineConfig.from_env()
     in_environment = {name.removeprefix(ENV_PREFIX).lower() for name in read_environment()}
-    if (
-        not config_file
-        and in_environment.isdisjoint((*TIER_OPTIONS, "config_file"))
-        and set(named).isdisjoint(TIER_OPTIONS)
-    ):
+    has_place = not (in_environment | set(named)).isdisjoint(TIER_OPTIONS)
+    if not config_file and not has_place and "config_file" not in in_environment:
         raise ConfigError(
             f'kv_connector_extra_config names no place for KV: set "{PREFIX}sidecar_socket" to the'
             f' socket of the pod\'s sidecar, or "{PREFIX}max_local_cpu_size" to some GB for a cache'
             " inside vLLM"
         )
-    return LMCacheEngineConfig(
-        **{name: getattr(base, name) for name in OPTIONS}
-        | dict(named)
-        | {"save_unfull_chunk": False}
-    )
-
-
-def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise ConfigError(
-            f"kv_connector_extra_config: {PREFIX}{name}={value!r}: must be one of"
-            f" {', '.join(choices)}"
-        )
-    return str(value)
+    of_base = {name: getattr(base, name) for name in OPTIONS}
+    return LMCacheEngineConfig(**of_base | dict(named) | {"save_unfull_chunk": False})

@@ -1,4 +1,4 @@
-"""What the scheduler's side and the workers tell each other, each step. Picklable, and free of
+"""What the scheduler's side and the workers send each other in every step. Picklable; holds no
 token ids.
 """
 
@@ -8,6 +8,8 @@ import functools
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from lmcache_core.keys import CHUNK_HASH_BYTES
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -23,31 +25,35 @@ class ChunkRun:
     """Consecutive chunks of one request in one cache group.
 
     Attributes:
-        group: Number of the group among those that are cached (`CacheGroup.number`).
+        group: `CacheGroup.number`.
         first: Number of the first chunk in the request.
-        hashes: Chunk hashes, 32 bytes each.
-        block_ids: vLLM's blocks of all these chunks, in their order; 0 where there is none (any
-            more).
+        hashes: Chunk hashes of `CHUNK_HASH_BYTES` each, packed.
+        block_ids: vLLM's blocks of all these chunks, in order; `NULL_BLOCK` where there is none.
     """
 
     group: int
     first: int
-    hashes: tuple[bytes, ...]
+    hashes: bytes
     block_ids: tuple[int, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks this run names."""
+        return len(self.hashes) // CHUNK_HASH_BYTES
 
 
 @dataclass(frozen=True)
 class Load:
-    """KV that a worker is to put into vLLM's blocks.
+    """KV that a worker puts into vLLM's blocks.
 
     Attributes:
-        request_id: Whose.
+        request_id: The request.
         begin: First token that vLLM does not have.
-        end: One behind the last token that it was promised.
+        end: One past the last token that vLLM was promised.
         runs: The chunks that overlap `[begin, end)`, one run for each group.
-        is_async: vLLM waits for the request's id in `finished_recving`; otherwise the load is over
+        is_async: vLLM waits for the request's id in `finished_recving`; otherwise the load ends
             before the forward pass.
-        recompute_s: What computing one chunk anew costs; None: not known.
+        recompute_s: Cost of computing one chunk; None: not known.
     """
 
     request_id: str
@@ -63,7 +69,7 @@ class Store:
     """Chunks that are complete in vLLM's blocks once this step's forward pass has run.
 
     Attributes:
-        request_id: Whose.
+        request_id: The request.
         runs: The chunks.
         num_unsure: How many of its tokens, from the first, belong to chunks that may be stored
             already.
@@ -76,15 +82,14 @@ class Store:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Everything that a worker is to do in one step.
+    """Everything a worker does in one step.
 
     Attributes:
         loads: What to load, or to begin to load.
-        stores: What to store behind it.
-        waits_for_loads: Whether all requests wait for loads: nothing else can go on before one of
-            these is over.
+        stores: What to store after the forward pass.
+        waits_for_loads: All requests wait for loads: nothing is computed before one of them ends.
         recompute_s: As in `Load`.
-        step: Its number, to be reported when it has ended; 0 where that is of no interest.
+        step: The step's number, reported when it has ended; 0: not reported.
     """
 
     loads: tuple[Load, ...] = ()
@@ -99,9 +104,9 @@ class WorkerReport:
     """What workers did in one step.
 
     Attributes:
-        loaded: Requests of which a synchronous load is over.
+        loaded: Requests whose synchronous load has ended.
         failed: Requests of which a load failed.
-        is_out: A worker cannot use its KV memory: nothing is to be loaded.
+        is_out: A worker cannot use its KV memory: nothing may be loaded.
         hosts: Where workers run, in the first report of each.
         step: `StepPlan.step`.
     """
@@ -113,7 +118,7 @@ class WorkerReport:
     step: int = 0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        """This report and that of another worker as one."""
+        """Merge another worker's report into this one."""
         self.loaded |= other.loaded
         self.failed |= other.failed
         self.is_out |= other.is_out

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup, blocks_of
+from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
 from lmcache_core.integrations.vllm.identity import Roots
-from lmcache_core.integrations.vllm.offers import Offer
 from lmcache_core.integrations.vllm.plan import ChunkRun
+from lmcache_core.keys import CHUNK_HASH_BYTES
 from lmcache_core.token_database import MultimodalSpan
 from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32
 
@@ -20,66 +20,76 @@ class ChunkNames:
     Args:
         root: What the chain begins with, 32 bytes.
         chunk_size: Tokens in a chunk; a shorter rest has no name.
-        spans: Multimodal contents behind placeholder tokens.
+        spans: Multimodal contents of placeholder tokens.
+
+    Attributes:
+        hashes: The hashes of all whole chunks, packed.
+        num_chunks: How many.
     """
 
     def __init__(self, root: bytes, chunk_size: int, spans: Sequence[MultimodalSpan] = ()) -> None:
         self._root = root
         self._chunk_size = chunk_size
         self._spans = tuple(spans)
-        self.hashes: list[bytes] = []
+        self.hashes = b""
+        self.num_chunks = 0
 
-    def extend(self, token_ids: Sequence[int]) -> list[bytes]:
+    def extend(self, token_ids: Sequence[int]) -> None:
         """Name the chunks that these tokens complete.
 
         Args:
             token_ids: All tokens of the request from the first, those of earlier calls unchanged.
-
-        Returns:
-            The hashes of all whole chunks.
         """
-        size, known = self._chunk_size, len(self.hashes)
-        num_chunks = len(token_ids) // size
-        if num_chunks > known:
-            if self._spans:  # their places count from the first token of the sequence
-                ids = tokens_as_uint32(token_ids[: num_chunks * size])
-                chain = chain_hashes(self._previous, ids, size, self._spans, first=known * size)
-            else:
-                chain = chain_hashes(
-                    self._previous,
-                    tokens_as_uint32(token_ids[known * size : num_chunks * size]),
-                    size,
-                )
-            self.hashes += [digest for _, _, digest in chain]
-        return self.hashes
+        size = self._chunk_size
+        known, self.num_chunks = self.num_chunks, max(self.num_chunks, len(token_ids) // size)
+        if self.num_chunks == known:
+            return
+        # The places of spans count from the first token of the sequence.
+        begin = 0 if self._spans else known * size
+        ids = tokens_as_uint32(token_ids[begin : self.num_chunks * size])
+        previous = self.hashes[-CHUNK_HASH_BYTES:] or self._root
+        chain = chain_hashes(previous, ids, size, self._spans, first=known * size - begin)
+        self.hashes += b"".join([digest for _, _, digest in chain])
 
-    @property
-    def _previous(self) -> bytes:
-        return self.hashes[-1] if self.hashes else self._root
+
+@dataclass(frozen=True)
+class Offer:
+    """What the chunk store can give a request.
+
+    Attributes:
+        num_chunks: How many chunks, from the first, are in memory for all ranks and groups, and
+            stay there.
+        origins: Where each of them was found, by the values of `StagedFrom`.
+        is_complete: The chunks after them were not stored when the store answered. False when it
+            did not answer, or when a window shortened the offer.
+    """
+
+    num_chunks: int
+    origins: bytes = b""
+    is_complete: bool = False
 
 
 @dataclass
 class RequestState:
-    """One request, from when vLLM first speaks of it until it has finished.
+    """One request, from when vLLM first names it until it has finished.
 
     Attributes:
         request: vLLM's own object.
-        names: Names of its chunks; None while they cannot be told.
-        names_version: Under which version of the roots, and of how long a prompt.
-        adapter: What named its adapter then; "" where it has none.
-        tables: Its blocks in each group, as the scheduler has told them.
-        dropped: For each group, how many blocks from the first have been taken away again.
-        stored: For each group, how many chunks from the first need no storing (any more).
-        num_local: Tokens that vLLM has itself, as it last said, and those that are loaded for it
-            since.
-        offer: What can be loaded, once that is known.
-        is_new: The store has answered that it has no more of its chunks than it offered.
-        asked_at: When its chunks were first asked for, since the last answer; None: they are not
-            asked for. Seconds, monotonic.
-        polled_at: When they were last asked for.
-        load: `[begin, end)` tokens that are to be loaded in the next step.
-        is_loading: An asynchronous load is on its way.
-        gave_up: Nothing more is loaded for it: a load failed.
+        names: Names of its chunks; None while they are not known.
+        names_version: The version of the roots, and the length of the prompt, when it was named.
+        adapter: What named its adapter then; "" without one.
+        tables: Its blocks in each group, as vLLM has given them.
+        dropped: In each group, how many blocks from the first vLLM has taken away.
+        stored: In each group, how many chunks from the first are planned to be stored, or need not
+            be.
+        num_local: How many of its tokens vLLM had itself when it last asked, or has been given.
+        offer: What can be loaded; None while that is not known.
+        is_new: The chunks that were not offered were not stored.
+        asked_at: When the store was asked for an offer that is still open. Seconds, monotonic.
+        polled_at: When the store was last asked.
+        load: `[begin, end)` tokens to load in the next step.
+        is_loading: An asynchronous load is underway.
+        gave_up: A load failed: nothing more is loaded for it.
         is_outdated: The weights, or its adapter's, have been replaced since it began: its KV is
             neither loaded nor stored.
     """
@@ -103,7 +113,7 @@ class RequestState:
 
     @property
     def request_id(self) -> str:
-        """vLLM's name for it."""
+        """vLLM's id of the request."""
         return str(self.request.request_id)
 
     @property
@@ -114,16 +124,16 @@ class RequestState:
         return not (self.gave_up or getattr(self.request, "skip_reading_prefix_cache", False))
 
     def forget_offer(self) -> None:
-        """What was offered has been taken, or is out of date."""
+        """Drop an offer that has been taken, or is out of date."""
         self.offer, self.asked_at = None, None
 
     def set_blocks(self, groups: Sequence[CacheGroup], block_ids: Sequence[Sequence[int]]) -> None:
-        """The whole block tables, by vLLM's numbers of the groups."""
+        """Take the whole block tables, by vLLM's numbers of the groups."""
         self.tables = [list(block_ids[group.index]) for group in groups]
         self.dropped = [0] * len(groups)
 
     def add_blocks(self, groups: Sequence[CacheGroup], block_ids: Sequence[Sequence[int]]) -> None:
-        """Blocks that have been added at the ends of the tables."""
+        """Append blocks to the tables."""
         for table, group in zip(self.tables, groups, strict=True):
             table.extend(block_ids[group.index])
 
@@ -132,7 +142,7 @@ class RequestState:
         tables there are none to forget.
         """
         for table, group in zip(self.tables, groups, strict=False):
-            end = min(group.num_dropped_tokens(num_computed) // group.block_size, len(table))
+            end = min(group.first_needed_token(num_computed) // group.block_size, len(table))
             begin = self.dropped[group.number]
             if begin < end:
                 table[begin:end] = [NULL_BLOCK] * (end - begin)
@@ -141,45 +151,49 @@ class RequestState:
     def complete_runs(
         self, groups: Sequence[CacheGroup], chunk_size: int, num_tokens: int
     ) -> list[ChunkRun]:
-        """Chunks that are whole once so many tokens are computed, and are not stored yet; from
-        now on they count as stored.
+        """Return the chunks that are whole once so many tokens are computed, and are not stored
+        yet; from now on they count as stored.
         """
         assert self.names is not None
-        num_chunks = min(num_tokens // chunk_size, len(self.names.hashes))
+        num_chunks = min(num_tokens // chunk_size, self.names.num_chunks)
         runs = []
         for group, table in zip(groups, self.tables, strict=True):
             first = self.stored[group.number]
             self.stored[group.number] = max(first, num_chunks)
-            while first < num_chunks and NULL_BLOCK in blocks_of(
-                table, group, chunk_size, first, 1
+            per_chunk = chunk_size // group.block_size
+            while first < num_chunks and (
+                (first + 1) * per_chunk > len(table)
+                or NULL_BLOCK in table[first * per_chunk : (first + 1) * per_chunk]
             ):
                 first += 1
             if first < num_chunks:
-                blocks = blocks_of(table, group, chunk_size, first, num_chunks - first)
-                runs.append(
-                    ChunkRun(
-                        group.number, first, tuple(self.names.hashes[first:num_chunks]), blocks
-                    )
-                )
+                runs.append(self._run(group, table, chunk_size, first, num_chunks))
         return runs
 
     def load_runs(
         self, groups: Sequence[CacheGroup], chunk_size: int, begin: int, end: int
     ) -> list[ChunkRun]:
-        """The chunks that tokens `[begin, end)` come from; of a windowed group only those that
-        the next token looks at.
+        """Return the chunks that tokens `[begin, end)` come from; of a windowed group only those
+        that the next token looks at.
         """
-        assert self.names is not None
         runs = []
         for group, table in zip(groups, self.tables, strict=True):
-            first_token = max(begin, group.first_needed_token(end))
-            first, last = first_token // chunk_size, -(-end // chunk_size)
+            first = max(begin, group.first_needed_token(end)) // chunk_size
+            last = -(-end // chunk_size)
             if first < last:
-                blocks = blocks_of(table, group, chunk_size, first, last - first)
-                runs.append(
-                    ChunkRun(group.number, first, tuple(self.names.hashes[first:last]), blocks)
-                )
+                runs.append(self._run(group, table, chunk_size, first, last))
         return runs
+
+    def _run(
+        self, group: CacheGroup, table: Sequence[int], chunk_size: int, first: int, last: int
+    ) -> ChunkRun:
+        """Return chunks `[first, last)` with their blocks."""
+        assert self.names is not None
+        hashes = self.names.hashes[first * CHUNK_HASH_BYTES : last * CHUNK_HASH_BYTES]
+        begin, end = (chunk * chunk_size // group.block_size for chunk in (first, last))
+        blocks = tuple(table[begin:end])
+        missing = (NULL_BLOCK,) * (end - begin - len(blocks))
+        return ChunkRun(group.number, first, hashes, blocks + missing)
 
 
 class RequestNamer:
@@ -188,7 +202,7 @@ class RequestNamer:
     Args:
         roots: What the chains begin with.
         chunk_size: Tokens in a chunk.
-        contents: What else decides about the KV of multimodal contents; None: they have no names.
+        contents: `KVIdentity.contents`.
     """
 
     def __init__(self, roots: Roots, chunk_size: int, contents: str | None = "") -> None:
@@ -197,17 +211,16 @@ class RequestNamer:
         self._contents = contents
 
     def name(self, state: RequestState) -> ChunkNames | None:
-        """The names of a request's chunks, as far as its tokens are known; None when they cannot be
-        told (yet).
+        """Return the names of a request's chunks, as far as its tokens are known; None when they
+        cannot be named (yet).
 
         Under other roots than before, nothing of the request counts as stored. Nor when its prompt
-        has grown: a session that goes on has dropped the token that was generated last, and may
+        has grown: a session that continues has dropped the token that was generated last, and may
         have new contents.
         """
-        request = state.request
-        if state.names is not None and not self._roots.adapters.is_loaded(
-            _adapter(request), state.adapter
-        ):
+        request, adapters = state.request, self._roots.adapters
+        lora = getattr(request, "lora_request", None)
+        if state.names is not None and not adapters.is_loaded(lora, state.adapter):
             state.is_outdated = True
         if state.is_outdated:
             return None
@@ -217,31 +230,30 @@ class RequestNamer:
             if root is None or spans is None or getattr(request, "prompt_embeds", None) is not None:
                 return None
             state.names, state.names_version = ChunkNames(root, self._chunk_size, spans), version
-            state.adapter = self._roots.adapters.name_of(_adapter(request)) or ""
+            state.adapter = adapters.name_of(lora) or ""
             state.stored = [0] * len(state.stored)
-        may_lose_tokens = getattr(request, "resumable", False)
-        state.names.extend(
-            request.all_token_ids[: request.num_prompt_tokens]
-            if may_lose_tokens
-            else request.all_token_ids
-        )
+        token_ids = request.all_token_ids
+        if getattr(request, "resumable", False):  # it may lose tokens that were generated
+            token_ids = token_ids[: request.num_prompt_tokens]
+        state.names.extend(token_ids)
         return state.names
 
     def check(self, state: RequestState) -> bool:
-        """Whether what the request computes now has the names that it was given; takes longer
-        than `name`.
+        """Return whether what the request computes now has the names that it was given; takes
+        longer than `name`.
         """
-        state.is_outdated |= not self._roots.adapters.is_unchanged(_adapter(state.request))
+        lora = getattr(state.request, "lora_request", None)
+        state.is_outdated |= not self._roots.adapters.is_unchanged(lora)
         return not state.is_outdated
 
 
 def spans_of(request: Any, contents: str | None = "") -> list[MultimodalSpan] | None:
-    """The multimodal contents of a vLLM request; None when one of them has no name, so that the
-    request cannot be cached.
+    """Return the multimodal contents of a vLLM request; None when one of them has no name, so that
+    the request cannot be cached.
 
     Args:
         request: vLLM's request.
-        contents: What else decides about their KV; None: their names tell nothing.
+        contents: `KVIdentity.contents`.
     """
     spans = []
     for feature in getattr(request, "mm_features", None) or ():
@@ -252,7 +264,3 @@ def spans_of(request: Any, contents: str | None = "") -> list[MultimodalSpan] | 
             MultimodalSpan(f"{contents}{identifier}".encode(), position.offset, position.length)
         )
     return spans
-
-
-def _adapter(request: Any) -> Any:
-    return getattr(request, "lora_request", None)

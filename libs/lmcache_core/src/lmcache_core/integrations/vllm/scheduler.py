@@ -1,43 +1,49 @@
-"""The scheduler's side: what each request can load, what is to be stored after each step.
+"""The scheduler's side: what each request can load, and what each step loads and stores.
 Imports nothing of vLLM.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.prefill_rate import MIN_PREFILL_TOKENS, PrefillRate
 from lmcache_core.integrations.vllm.groups import CacheGroup
-from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
-from lmcache_core.integrations.vllm.offers import Offer, Offers
-from lmcache_core.integrations.vllm.options import ConnectorOptions
+from lmcache_core.integrations.vllm.identity import FMT, KVIdentity, Roots
+from lmcache_core.integrations.vllm.options import ASYNC, ConnectorOptions
 from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport, this_host
 from lmcache_core.integrations.vllm.planned_stores import StorePlanner
-from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState
+from lmcache_core.integrations.vllm.requests import Offer, RequestNamer, RequestState
+from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain
+from lmcache_core.record import Staged, StagedFrom
 
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.003
-"""Longest wait of the scheduler for an answer that others wait for as well: less than a step takes.
-Then the request is asked about again in the next step.
+"""Longest wait of the scheduler for an answer: less than a step takes, since all requests wait.
+The request is asked about again in the next step.
 """
 POLL_S = 0.002
-"""A request that waits for a lift is asked about in every step; the store not more often than
-this.
-"""
+"""vLLM asks about a waiting request in every step; the store is not asked more often than this."""
 PATIENCE_MARGIN_S = 0.5
-"""What the store may take beyond its own deadline before a request goes on with what is there."""
+"""What the store may take beyond its own deadline before a request continues with what is there."""
 
 MAX_TIMED_STEPS = 64
-"""More than vLLM has under way at once; a worker that is out reports none."""
+"""More than vLLM has underway at once; a worker that is out reports none."""
 
 WHOLE_OFFER_S = 60.0
 PARTIAL_OFFER_S = 1.0
 """A request that has waited longer for its turn is looked up again."""
+
+MAX_WINDOW_TRIES = 8
+"""How often a shorter prefix is tried when chunks of a window are missing."""
+WINDOW_TICKET = "/window"
 
 
 class SchedulerSide:
@@ -52,7 +58,7 @@ class SchedulerSide:
 
     Attributes:
         stores: Plans what is stored after each step.
-        step: Number of the step that was planned last, if it tells of a prefill's rate, else 0.
+        step: Number of the step that was planned last, if its duration measures prefill, else 0.
     """
 
     def __init__(
@@ -63,7 +69,8 @@ class SchedulerSide:
         store: ChunkStore,
         roots: Roots,
     ) -> None:
-        self._options = options
+        self._is_async = options.load == ASYNC
+        self._patience_s = options.engine.tier_timeout_s + PATIENCE_MARGIN_S
         self._groups = tuple(groups)
         self._chunk_size = options.engine.chunk_size
         self._block_size = max(group.block_size for group in groups)
@@ -72,10 +79,10 @@ class SchedulerSide:
         self._roots = roots
         self._namer = RequestNamer(roots, self._chunk_size, identity.contents)
         self._states: dict[str, RequestState] = {}
+        self._loads: dict[str, RequestState] = {}
         self.stores = StorePlanner(
             options, groups, self._states, self._namer, identity.num_ranks * identity.replicas
         )
-        self._loads: dict[str, RequestState] = {}
         self._prefill = PrefillRate(options.engine.prefill_tokens_per_s)
         self.step = 0
         self._num_steps = 0
@@ -84,7 +91,7 @@ class SchedulerSide:
         self._is_out = False
 
     def new_request(self, request: Any) -> None:
-        """Begin to lift what a new request needs while it waits for its turn."""
+        """Let the store read what a new request needs while it waits for its turn."""
         state = self._state_of(request)
         if state.may_load:
             self._ask(state, wait_s=0.0)
@@ -97,22 +104,21 @@ class SchedulerSide:
         state.num_local = num_local
         if not state.may_load or state.is_loading or self._is_out:
             return 0, False
-        if state.offer is not None and time.monotonic() - state.polled_at > self._shelf_life_s(
-            state
-        ):
-            self._end_offer(state)
+        if state.offer is not None:
+            # Others may have stored more meanwhile, and the store keeps nothing for ever.
+            is_whole = state.names is not None and state.offer.num_chunks == state.names.num_chunks
+            shelf_life_s = WHOLE_OFFER_S if is_whole else PARTIAL_OFFER_S
+            if time.monotonic() - state.polled_at > shelf_life_s:
+                self._end_offer(state)
         if self._loadable(state) < self._block_size:
             return 0, False  # vLLM has all of it: not worth waiting for an answer
         if state.offer is None:
             self._ask(state, wait_s=WAIT_S)
             if state.offer is None:
                 return (None, False) if state.asked_at is not None else (0, False)
-        num_tokens = (
-            min(state.offer.num_chunks * self._chunk_size, self._limit_of(state)) - num_local
-        )
-        if num_tokens < self._block_size:
-            return 0, False
-        return num_tokens, self._options.is_async
+        num_offered = state.offer.num_chunks * self._chunk_size
+        num_tokens = min(num_offered, self._limit_of(state)) - num_local
+        return (num_tokens, self._is_async) if num_tokens >= self._block_size else (0, False)
 
     def allocated(
         self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int
@@ -125,12 +131,12 @@ class SchedulerSide:
             if state.offer is not None:
                 self._end_offer(state)
             return
-        assert state.offer is not None, "tokens that nobody offered are to be loaded"
+        assert state.offer is not None, "vLLM loads tokens that were not offered"
         state.set_blocks(self._groups, block_ids)
-        state.load = (state.num_local, state.num_local + num_external)
+        state.load = state.num_local, state.num_local + num_external
         state.num_local += num_external
         state.stored = [state.offer.num_chunks] * len(self._groups)
-        state.is_loading = self._options.is_async
+        state.is_loading = self._is_async
         self._loads[state.request_id] = state
 
     def origins_of(self, request: Any, num_external: int) -> dict[int, int]:
@@ -148,9 +154,21 @@ class SchedulerSide:
 
     def plan_loads(self) -> tuple[Load, ...]:
         """Return what the workers load in this step, or begin to."""
-        loads = tuple(self._planned_load(state) for state in self._loads.values())
+        loads = []
+        for state in self._loads.values():
+            assert state.load is not None
+            begin, end = state.load
+            whole_blocks = -(-end // self._block_size) * self._block_size
+            runs = tuple(state.load_runs(self._groups, self._chunk_size, begin, end))
+            state.load = None
+            if not state.is_loading:
+                state.forget_offer()
+            load = Load(
+                state.request_id, begin, whole_blocks, runs, state.is_loading, self.recompute_s
+            )
+            loads.append(load)
         self._loads.clear()
-        return loads
+        return tuple(loads)
 
     def waits_for_loads(self, output: Any) -> bool:
         """Return whether a step (vLLM's `SchedulerOutput`) computes nothing because all requests
@@ -173,7 +191,7 @@ class SchedulerSide:
         for request_id in output.num_scheduled_tokens:
             state = self._states.get(request_id)
             if state is not None and state.asked_at is not None:
-                # It runs already: the answer only says what need not be stored.
+                # It runs already: the answer only shows what need not be stored.
                 self._ask(state, wait_s=0.0)
                 if state.offer is not None:
                     self._end_offer(state)
@@ -193,7 +211,13 @@ class SchedulerSide:
             report: Their report; None when there was nothing to say.
             received: Requests whose asynchronous load is over, on all workers.
         """
-        self._note_rate(report.step if report is not None else 0)
+        now, step = time.monotonic(), report.step if report is not None else 0
+        if step in self._timed:
+            # Where steps overlap this one began when the one before had ended, not when planned.
+            num_tokens, planned_at = self._timed[step]
+            self._prefill.note(num_tokens, now - max(planned_at, self._last_ended))
+            self._timed = {later: timed for later, timed in self._timed.items() if later > step}
+        self._last_ended = now
         over = list(report.loaded) if report is not None else []
         for request_id in received:
             over.append(request_id)
@@ -202,25 +226,26 @@ class SchedulerSide:
                 state.is_loading = False
                 state.forget_offer()
         if report is not None:
-            self._is_out |= report.is_out or self._has_workers_elsewhere(report)
+            elsewhere = report.hosts - {this_host()}
+            if elsewhere:  # they have another sidecar than the one that is asked here
+                logger.error(
+                    "nothing is loaded, workers of this engine are on other hosts: host=%s"
+                    " others=%s",
+                    this_host(),
+                    sorted(elsewhere),
+                )
+            self._is_out |= report.is_out or bool(elsewhere)
             if report.failed & report.loaded:
                 self.stores.load_failed()
-            for request_id in report.failed:
-                self._give_up(request_id)
+            for request_id in report.failed & self._states.keys():
+                logger.warning("loading KV failed, recomputing: request=%s", request_id)
+                # Offering more could repeat without end. What is computed instead is stored again
+                # where it is missing.
+                state = self._states[request_id]
+                state.gave_up, state.is_new = True, False
+                state.forget_offer()
+                state.stored = [0] * len(self._groups)
         self._offers.give_back(over)
-
-    def _has_workers_elsewhere(self, report: WorkerReport) -> bool:
-        """Return whether a worker is in another pod or on another node, where it has another
-        sidecar than the one that is asked here.
-        """
-        elsewhere = report.hosts - {this_host()}
-        if elsewhere:
-            logger.error(
-                "nothing is loaded, workers of this engine are on other hosts: host=%s others=%s",
-                this_host(),
-                sorted(elsewhere),
-            )
-        return bool(elsewhere)
 
     def finished(self, request: Any) -> None:
         """Forget a request that has ended, or was aborted."""
@@ -260,22 +285,18 @@ class SchedulerSide:
             return
         state.polled_at = now
         names = self._namer.name(state)
-        if names is None or not names.hashes:
+        if names is None or not names.num_chunks:
             state.asked_at = None
             return
         saving_s = self._prefill.recompute_s(self._loadable(state)) or 0.0
+        limit = self._limit_of(state)
         offer, is_final = self._offers.ask(
-            state.request_id,
-            names.hashes,
-            self._limit_of(state),
-            self.recompute_s,
-            wait_s,
-            saving_s,
+            state.request_id, names.hashes, limit, self.recompute_s, wait_s, saving_s
         )
         if offer is None:
             state.polled_at = 0.0  # to look whether the answer has come costs nothing
         first_asked = state.asked_at if state.asked_at is not None else now
-        if is_final or now - first_asked > self._options.engine.tier_timeout_s + PATIENCE_MARGIN_S:
+        if is_final or now - first_asked > self._patience_s:
             # Its shelf life begins now, also where no answer has come.
             state.offer, state.asked_at, state.polled_at = offer or Offer(0), None, now
             state.is_new = state.offer.is_complete
@@ -284,71 +305,153 @@ class SchedulerSide:
             state.asked_at = first_asked
 
     def _limit_of(self, state: RequestState) -> int:
-        """How many tokens can be loaded at most: the forward pass needs one.
+        """Return how many tokens can be loaded at most: the forward pass needs one.
 
         In an asynchronous load vLLM itself steps back by that one, but a window then reaches back
         to a token whose block it has dropped.
         """
-        return int(state.request.num_tokens) - (
-            0 if self._options.is_async and not self._has_windows else 1
-        )
+        leaves_one = self._has_windows or not self._is_async
+        return int(state.request.num_tokens) - leaves_one
 
     def _loadable(self, state: RequestState) -> int:
-        """How many tokens could be loaded if all of its chunks were there, beyond those that
+        """Return how many tokens could be loaded if all of its chunks were there, beyond those that
         vLLM has itself.
         """
-        return (
-            min(
-                int(state.request.num_tokens) // self._chunk_size * self._chunk_size,
-                self._limit_of(state),
-            )
-            - state.num_local
-        )
-
-    def _shelf_life_s(self, state: RequestState) -> float:
-        """How long an offer is good: others may have stored more meanwhile, or the store may
-        keep it no longer.
-        """
-        assert state.offer is not None
-        is_whole = state.names is not None and state.offer.num_chunks == len(state.names.hashes)
-        return WHOLE_OFFER_S if is_whole else PARTIAL_OFFER_S
+        num_whole = int(state.request.num_tokens) // self._chunk_size * self._chunk_size
+        return min(num_whole, self._limit_of(state)) - state.num_local
 
     def _end_offer(self, state: RequestState) -> None:
         if state.offer is not None or state.asked_at is not None:
             state.forget_offer()
             self._offers.give_back([state.request_id])
 
-    def _planned_load(self, state: RequestState) -> Load:
-        assert state.load is not None
-        begin, end = state.load
-        whole_blocks = -(-end // self._block_size) * self._block_size
-        runs = state.load_runs(self._groups, self._chunk_size, begin, end)
-        state.load = None
-        if not state.is_loading:
-            state.forget_offer()
-        return Load(
-            state.request_id, begin, whole_blocks, tuple(runs), state.is_loading, self.recompute_s
+
+class Offers:
+    """Asks the store what can be loaded. Nothing here waits for a tier.
+
+    Args:
+        store: The chunk store.
+        identity: What the KV is.
+        groups: The cache groups.
+        chunk_size: Tokens in a chunk.
+    """
+
+    def __init__(
+        self, store: ChunkStore, identity: KVIdentity, groups: Sequence[CacheGroup], chunk_size: int
+    ) -> None:
+        self._store = store
+        # Another connector of this engine may ask the same store about the same requests.
+        self._mark = f"{secrets.token_hex(4)}:"
+        self._chain = partial(ChunkChain, FMT, identity.metadata.model_name, identity.num_ranks)
+        self._chunk_size = chunk_size
+        self._whole = [group for group in groups if group.window is None]
+        self._windowed = [group for group in groups if group.window is not None]
+        self._open: set[str] = set()
+        self._bounds: dict[str, tuple[bytes, Offer]] = {}
+
+    def ask(
+        self,
+        ticket: str,
+        hashes: bytes,
+        num_tokens: int,
+        recompute_s: float | None,
+        wait_s: float | None = None,
+        saving_s: float = 0.0,
+    ) -> tuple[Offer | None, bool]:
+        """Return what there is now of these chunks, and whether the answer is final. No offer while
+        the store has not answered.
+
+        Args:
+            ticket: Names the request; ask again with it to follow what the store reads for it.
+            hashes: Hashes of its chunks, packed.
+            num_tokens: How many tokens of it can be loaded at most.
+            recompute_s: Cost of computing one chunk; None: not known.
+            wait_s: As for `ChunkStore.stage`.
+            saving_s: As for `ChunkStore.stage`.
+        """
+        stage = partial(
+            self._store.stage, recompute_s=recompute_s, wait_s=wait_s, saving_s=saving_s
         )
+        self._open.add(ticket)
+        # The windows depend on how long the prefix is. That is not asked again when the windows
+        # take several calls.
+        known, bound = self._bounds.pop(ticket, (b"", None))
+        if bound is None or known != hashes:
+            bound, is_final = self._of_whole_groups(stage, ticket, hashes)
+            if bound is None or not is_final:
+                return bound, is_final
+        if not self._windowed:
+            return bound, True
+        return self._shortened_to_windows(stage, ticket, hashes, bound, num_tokens)
 
-    def _note_rate(self, step: int) -> None:
-        """A step has ended. Where steps overlap it began when the one before had ended, not when
-        it was planned.
+    def give_back(self, tickets: Collection[str]) -> None:
+        """Release what these requests were offered; unknown tickets are ignored."""
+        ours = [self._mark + ticket for ticket in tickets if ticket in self._open]
+        self._open.difference_update(tickets)
+        for ticket in tickets:
+            self._bounds.pop(ticket, None)
+        if ours:
+            windows = [ticket + WINDOW_TICKET for ticket in ours if self._windowed]
+            self._store.unstage([*ours, *windows])
+
+    def _of_whole_groups(
+        self, stage: Callable[..., Staged | None], ticket: str, hashes: bytes
+    ) -> tuple[Offer | None, bool]:
+        if not self._whole:
+            return Offer(len(hashes) // CHUNK_HASH_BYTES), True
+        staged = stage(
+            self._mark + ticket, [self._chain(group.name, hashes) for group in self._whole]
+        )
+        if staged is None:
+            return Offer(0), True
+        if not staged.tiers:
+            return None, False
+        # The prefix ends where one of the groups lacks a chunk. A chunk is as far away as in the
+        # group where it is farthest.
+        nowhere = bytes([StagedFrom.NOWHERE])
+        num_chunks = min(len(tiers.partition(nowhere)[0]) for tiers in staged.tiers)
+        origins = bytes(max(chunk) for chunk in zip(*staged.tiers, strict=True))[:num_chunks]
+        return Offer(num_chunks, origins, is_complete=staged.is_ready), staged.is_ready
+
+    def _shortened_to_windows(
+        self,
+        stage: Callable[..., Staged | None],
+        ticket: str,
+        hashes: bytes,
+        bound: Offer,
+        num_tokens: int,
+    ) -> tuple[Offer | None, bool]:
+        """Return the longest prefix whose windows are there too: a windowed group needs only the
+        chunks that the next token looks at.
         """
-        now = time.monotonic()
-        if step in self._timed:
-            num_tokens, planned_at = self._timed[step]
-            self._prefill.note(num_tokens, now - max(planned_at, self._last_ended))
-            self._timed = {later: timed for later, timed in self._timed.items() if later > step}
-        self._last_ended = now
-
-    def _give_up(self, request_id: str) -> None:
-        """Offer nothing more to a request whose load failed: that could repeat without end.
-
-        What it computes instead is stored again where it is missing.
-        """
-        state = self._states.get(request_id)
-        if state is not None:
-            logger.warning("loading KV failed, recomputing: request=%s", request_id)
-            state.gave_up, state.is_new = True, False
-            state.forget_offer()
-            state.stored = [0] * len(self._groups)
+        offer = bound
+        for _ in range(MAX_WINDOW_TRIES):
+            if offer.num_chunks == 0:
+                break
+            end = min(offer.num_chunks * self._chunk_size, num_tokens)
+            firsts = [group.first_needed_token(end) // self._chunk_size for group in self._windowed]
+            chains = [
+                self._chain(
+                    group.name,
+                    hashes[CHUNK_HASH_BYTES * first : CHUNK_HASH_BYTES * offer.num_chunks],
+                )
+                for group, first in zip(self._windowed, firsts, strict=True)
+            ]
+            staged = stage(self._mark + ticket + WINDOW_TICKET, chains, is_prefix=False)
+            if staged is None:
+                return Offer(0), True
+            missing = [
+                first + tiers.find(StagedFrom.NOWHERE)
+                for first, tiers in zip(firsts, staged.tiers, strict=False)
+                if StagedFrom.NOWHERE in tiers
+            ]
+            if staged.tiers and not missing:
+                origins = offer.origins or bytes([StagedFrom.HOT]) * offer.num_chunks
+                return replace(offer, origins=origins), True
+            if not staged.is_ready:
+                self._bounds[ticket] = hashes, offer
+                return (Offer(0) if staged.tiers else None), False
+            # Every longer prefix up to this one has that chunk in its window, too.
+            num_chunks = min(missing)
+            offer = Offer(num_chunks, offer.origins[:num_chunks])
+        return Offer(0, is_complete=bound.is_complete and bound.num_chunks == 0), True

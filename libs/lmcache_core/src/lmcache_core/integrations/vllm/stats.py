@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from lmcache_core._typing import override
 from lmcache_core.record import StagedFrom
 from lmcache_core.telemetry import (
     FAILED_CALLS_TOTAL,
@@ -39,16 +40,13 @@ DESCRIBED = MappingProxyType(
         STORED_CHUNKS_TOTAL: "Chunks stored.",
         STORED_BYTES_TOTAL: "Bytes stored.",
         UNSTORED_CHUNKS_TOTAL: "Chunks that were to be stored and found no room.",
-        FAILED_CALLS_TOTAL: (
-            "Calls of the connector that failed inside; vLLM went on without the cache."
-        ),
+        FAILED_CALLS_TOTAL: "Calls of the connector that failed; vLLM continued without the cache.",
     }
 )
 PROMETHEUS_PREFIX = "vllm:"
 CONNECTOR = ("LMCacheConnector", "lmcache_core.integrations.vllm", "LMCacheConnector")
 """Name, module and class."""
 
-_SOURCES_MODULE = "vllm.v1.metrics.cache_hit_source"
 _SOURCE_NAMES: Mapping[int, str] = {
     StagedFrom.HOT: "HOST",
     StagedFrom.DISK: "DISK",
@@ -63,27 +61,27 @@ class LMCacheStats(KVConnectorStats):
     data: dict[str, int] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        """The field of that name: vLLM 0.27's `MultiConnector` takes figures that never left the
-        process for a dictionary.
+        """Return the field of that name: vLLM 0.27's `MultiConnector` takes figures that never left
+        the process for a dictionary.
         """
         return getattr(self, name)
 
+    @override
     def reset(self) -> None:
-        """Begin anew."""
         self.data = {}
 
+    @override
     def is_empty(self) -> bool:
-        """Whether nothing has happened."""
         return not any(self.data.values())
 
+    @override
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """These figures and those of another worker, or a later time, as one."""
         for name, amount in other.data.items():
             self.data[name] = self.data.get(name, 0) + amount
         return self
 
+    @override
     def reduce(self) -> dict[str, int | float]:
-        """For the log line."""
         return {
             name.removeprefix("lmcache_").removesuffix("_total"): amount
             for name, amount in self.data.items()
@@ -92,7 +90,7 @@ class LMCacheStats(KVConnectorStats):
 
 
 class StatsTaker:
-    """Says how much counters have grown since it was last asked.
+    """Measures how much counters have grown since it was last asked.
 
     Args:
         counters: Of one side of the connector.
@@ -100,17 +98,13 @@ class StatsTaker:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._last: dict[str, int] = {}
+        self._last = dict.fromkeys(DESCRIBED, 0)
 
     def take(self) -> LMCacheStats | None:
-        """The growth; None when there is none."""
+        """Return the growth; None when there is none."""
         now = {name: self._counters.value(name) for name in DESCRIBED}
-        growth = {
-            name: value - self._last.get(name, 0)
-            for name, value in now.items()
-            if value > self._last.get(name, 0)
-        }
-        self._last = now
+        last, self._last = self._last, now
+        growth = {name: now[name] - last[name] for name in DESCRIBED if now[name] > last[name]}
         return LMCacheStats(data=growth) if growth else None
 
 
@@ -125,7 +119,11 @@ class LMCachePromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        _make_known()
+        # The process of vLLM's HTTP server builds the figures of a `MultiConnector`'s children by
+        # the names of their classes, and ends if one is unknown, as all are that came by the path
+        # of their module.
+        with contextlib.suppress(ValueError):  # known already, from an engine before
+            KVConnectorFactory.register_connector(*CONNECTOR)
         kind = metric_types[Counter]
         self._metrics = {}
         for name, text in DESCRIBED.items():
@@ -138,40 +136,26 @@ class LMCachePromMetrics(KVConnectorPromMetrics):
                 index: metric.labels(*values) for index, values in per_engine_labelvalues.items()
             }
 
+    @override
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what has happened."""
         for name, amount in transfer_stats_data.items():
             if name in self._metrics:
                 self._metrics[name][engine_idx].inc(amount)
 
 
-def _make_known() -> None:
-    """Tell vLLM our class by name. The process of its HTTP server makes the figures of a
-    `MultiConnector`'s children anew by the names of their classes, and ends where it does not know
-    one, as it knows none that came by the path of its module.
-    """
-    with contextlib.suppress(ValueError):  # known already, from an engine before
-        KVConnectorFactory.register_connector(*CONNECTOR)
-
-
-def _hit_source() -> Any:
-    return (
-        importlib.import_module(_SOURCES_MODULE).CacheHitSource
-        if importlib.util.find_spec(_SOURCES_MODULE) is not None
-        else None
-    )
-
-
-HIT_SOURCE = getattr(_hit_source(), "HOST", None)
-"""What hits are unless they are told apart."""
+_Sources: Any = None
+if importlib.util.find_spec("vllm.v1.metrics.cache_hit_source") is not None:  # since 0.32
+    _Sources = importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource
+HIT_SOURCE = getattr(_Sources, "HOST", None)
+"""The source of hits by default."""
 
 
 def hit_sources(origins: Mapping[int, int]) -> dict[Any, int]:
-    """Tokens by vLLM's source, from tokens by `StagedFrom`; a value of a later sidecar's is a
-    source of no name.
+    """Return tokens by vLLM's source, from tokens by `StagedFrom`; the value of a later sidecar is
+    a source without a name.
     """
     counts: dict[Any, int] = {}
     for origin, num_tokens in origins.items():
-        source = getattr(_hit_source(), _SOURCE_NAMES.get(origin, "EXTERNAL_UNSPECIFIED"))
+        source = getattr(_Sources, _SOURCE_NAMES.get(origin, "EXTERNAL_UNSPECIFIED"))
         counts[source] = counts.get(source, 0) + num_tokens
     return counts

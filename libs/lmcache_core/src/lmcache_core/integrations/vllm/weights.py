@@ -1,19 +1,27 @@
-"""Which weights made the KV: a fingerprint of the model's files, or of a LoRA adapter's."""
+"""Which weights made the KV: fingerprints of the model's files, and names of LoRA adapters. Imports
+nothing of vLLM.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm.file_digests import file_digests
 
+logger = logging.getLogger(__name__)
+
+MAX_ADAPTERS = 1024
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+ADAPTER_SUFFIXES = WEIGHT_SUFFIXES | {".json"}
 FileVersions = tuple[tuple[str, int, int], ...]
 """Name, size and time of the last change of each file."""
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -25,8 +33,8 @@ _NOT_OF_THE_KV = frozenset(
 def model_fingerprint(
     model: str, revision: str | None, hf_config: Any, download_dir: str | None = None
 ) -> str | None:
-    """Text that differs for other weights, whatever path they have; None where nothing tells which
-    weights they are.
+    """Return text that differs for other weights, whatever path they have; None where the
+    weights cannot be identified.
 
     Every byte of a folder's weights is read (`file_digests`).
 
@@ -48,18 +56,18 @@ def model_fingerprint(
         except OSError as exc:
             raise LayoutError(f"the weights in {model} cannot be read: {exc}") from exc
     # A branch or a tag may be other weights tomorrow: only a commit says which.
-    told = getattr(hf_config, "_commit_hash", None)
-    if told is None:
+    commit = getattr(hf_config, "_commit_hash", None)
+    if commit is None:
         folder = downloaded_folder(model, revision, download_dir)
-        told = (revision or "") if folder is None else folder.name
-    return f"hub-{model}@{told}" if _COMMIT.fullmatch(told) else None
+        commit = (revision or "") if folder is None else folder.name
+    return f"hub-{model}@{commit}" if _COMMIT.fullmatch(commit) else None
 
 
 def downloaded_folder(
     name: str, revision: str | None = None, download_dir: str | None = None
 ) -> Path | None:
-    """Where a hub's repository has been downloaded to; None where it has not been, or the name
-    is none.
+    """Return where a hub's repository has been downloaded to; None where it has not been, or the
+    name is none.
     """
     try:
         hub: Any = importlib.import_module("huggingface_hub")
@@ -70,27 +78,34 @@ def downloaded_folder(
 
 
 def options_fingerprint(hf_config: Any) -> str:
-    """Text that differs when the same weights would give other KV: position encoding,
+    """Return text that differs when the same weights would give other KV: position encoding,
     activation, attention, norm.
     """
+
+    def without_names(options: Any) -> Any:
+        if not isinstance(options, Mapping):
+            return options
+        kept = {str(name): value for name, value in options.items() if name not in _NOT_OF_THE_KV}
+        return {name: without_names(value) for name, value in kept.items()}
+
     options = hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config)
-    return hashlib.sha256(
-        json.dumps(_without_names(options), sort_keys=True, default=str).encode()
-    ).hexdigest()[:32]
+    text = json.dumps(without_names(options), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def adapter_fingerprint(folder: Path) -> str:
-    """Text that differs for other LoRA weights: of the whole content of the adapter's files."""
-    files = _files(folder, frozenset({".json", *WEIGHT_SUFFIXES}))
+    """Return text that differs for other LoRA weights: of the whole content of the adapter's
+    files.
+    """
     # The scheduler's thread asks: reading an adapter twice is better than an engine that waits.
-    return "files-" + _files_fingerprint(files, lock_wait_s=0.0)
+    return "files-" + _files_fingerprint(_files(folder, ADAPTER_SUFFIXES), lock_wait_s=0.0)
 
 
 def adapter_version(folder: Path) -> FileVersions:
-    """Changes when an adapter's files may have changed; cheap enough for every request."""
-    stats = (
-        (file.name, file.stat()) for file in _files(folder, frozenset({".json", *WEIGHT_SUFFIXES}))
-    )
+    """Return what changes when an adapter's files may have changed; cheap enough for every
+    request.
+    """
+    stats = [(file.name, file.stat()) for file in _files(folder, ADAPTER_SUFFIXES)]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
@@ -105,11 +120,106 @@ def _files(folder: Path, suffixes: frozenset[str]) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.suffix in suffixes and file.is_file())
 
 
-def _without_names(options: Any) -> Any:
-    if isinstance(options, Mapping):
-        return {
-            str(name): _without_names(value)
-            for name, value in options.items()
-            if name not in _NOT_OF_THE_KV
-        }
-    return options
+_AdapterKey = tuple[int, str, str]
+
+
+@dataclass(frozen=True)
+class _KnownAdapter:
+    """An adapter: which files it had when it was seen, and its name; None while the
+    weights that vLLM computes with are not known.
+    """
+
+    version: FileVersions | None
+    name: str | None
+
+
+class Adapters:
+    """Names LoRA adapters by name and content, as far as requests and files tell.
+
+    vLLM reads an adapter again where that was asked for (`load_inplace`), and otherwise only when
+    it had to drop it meanwhile; it knows adapters by their numbers alone.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[_AdapterKey, _KnownAdapter] = {}
+        self._loaded: dict[int, str] = {}
+        """What vLLM has under each number, according to the last request with it."""
+
+    def name_of(self, lora: Any) -> str | None:
+        """Return what names a request's adapter, "" where it has none; None when its weights are
+        not known: the request is then not cached.
+        """
+        if lora is None:
+            return ""
+        key, is_reread = _key_of(lora), bool(getattr(lora, "load_inplace", False))
+        folder = adapter_folder(key[2])
+        version = None if folder is None else adapter_version(folder)
+        known = self._known.get(key)
+        is_retried = known is not None and known.name is None and is_reread and folder is not None
+        if known is None or known.version != version or is_retried:
+            is_first = known is None or known.version is None
+            if folder is None:
+                known = self._unknown(key, version, "are in no folder of this machine")
+            elif is_first or is_reread:
+                known = self._read(key, version, folder)
+            else:
+                known = self._unknown(key, version, "have changed since it was loaded")
+        if known.name is None:
+            return None
+        if not is_reread and self._loaded.get(key[0], known.name) != known.name:
+            why = f"may not be loaded: another adapter had its number {key[0]}"
+            return self._unknown(key, version, why).name
+        self._loaded[key[0]] = known.name
+        return known.name
+
+    def is_loaded(self, lora: Any, name: str) -> bool:
+        """Return whether, as far as requests show, no other adapter has replaced the one of this
+        name.
+        """
+        return lora is None or self._loaded.get(int(lora.lora_int_id)) == name
+
+    def is_unchanged(self, lora: Any) -> bool:
+        """Return whether the adapter's files are those that it was named by: before vLLM is told to
+        load it again, they change.
+        """
+        if lora is None:
+            return True
+        folder, known = adapter_folder(str(lora.lora_path)), self._known.get(_key_of(lora))
+        return folder is not None and known is not None and known.version == adapter_version(folder)
+
+    def _read(self, key: _AdapterKey, version: FileVersions | None, folder: Path) -> _KnownAdapter:
+        try:
+            fingerprint = adapter_fingerprint(folder)
+        except (LayoutError, OSError) as exc:
+            return self._unknown(key, version, f"cannot be read ({exc})")
+        return self._remember(key, _KnownAdapter(version, f"{len(key[1])}:{key[1]}@{fingerprint}"))
+
+    def _unknown(self, key: _AdapterKey, version: FileVersions | None, why: str) -> _KnownAdapter:
+        logger.warning(
+            "adapter not cached until it is loaded again, its files %s: adapter=%s path=%s",
+            why,
+            key[1],
+            key[2],
+        )
+        return self._remember(key, _KnownAdapter(version, None))
+
+    def _remember(self, key: _AdapterKey, known: _KnownAdapter) -> _KnownAdapter:
+        if len(self._known) >= MAX_ADAPTERS:
+            self._known.clear()
+            self._loaded.clear()
+        self._known[key] = known
+        return known
+
+
+def adapter_folder(path: str) -> Path | None:
+    """Return where vLLM reads an adapter from: a folder, or what has been downloaded for its name
+    on a hub; None when there is neither.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    return None if folder.is_absolute() else downloaded_folder(path)
+
+
+def _key_of(lora: Any) -> _AdapterKey:
+    return int(lora.lora_int_id), str(lora.lora_name), str(lora.lora_path)

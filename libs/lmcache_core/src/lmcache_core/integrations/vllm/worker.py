@@ -1,8 +1,11 @@
-"""A worker's side: chunks between vLLM's blocks and the chunk store. Imports nothing of vLLM."""
+"""A worker's side: KV between vLLM's blocks and the chunk store. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,18 +13,16 @@ from typing import Any
 import torch
 
 from lmcache_core.concurrency import Workers
-from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import CallGuard
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup, fails_by_block
 from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
-from lmcache_core.integrations.vllm.loads import LoadResult, LoadThread
 from lmcache_core.integrations.vllm.memory import GroupMemory, memory_of
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport, this_host
-from lmcache_core.keys import CacheEngineKey
+from lmcache_core.keys import Lane
 from lmcache_core.record import HOT_TIER
 from lmcache_core.telemetry import UNSTORED_CHUNKS_TOTAL, Counters
 
@@ -31,28 +32,70 @@ MAX_REST_S = 0.005
 """A step that computes nothing waits this long for loads: empty steps in a row would take the
 interpreter's lock from them. A request that arrives meanwhile waits no longer than that.
 """
-
 STORE_QUESTIONS = 2
-"""How often a step waits for the sidecar when it stores: for memory, and until it is visible."""
+"""How often a storing step waits for the sidecar: for memory, and until the chunks are visible."""
+MAX_WAITING_LOADS = 4096
+JOIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """How a load ended.
+
+    Attributes:
+        request_id: The request.
+        bad_blocks: vLLM's blocks that do not hold what they should.
+        is_good: Everything was loaded.
+    """
+
+    request_id: str
+    bad_blocks: frozenset[int]
+    is_good: bool
 
 
 @dataclass(frozen=True)
 class _GroupTransfer:
-    """One group's way between vLLM and the store."""
+    """The path of one cache group between vLLM and the store.
+
+    Attributes:
+        group: The group.
+        memory: vLLM's tensors.
+        connector: Copies them.
+        transfer: Copies through `connector` from and to the store.
+        lane: What the keys of its chunks have in common on this worker.
+        units: Slots in a chunk.
+    """
 
     group: CacheGroup
     memory: GroupMemory
     connector: PagedGPUConnector
     transfer: KVTransfer
+    lane: Lane
+    units: int
+
+    def named(self, run: ChunkRun) -> list[NamedChunk]:
+        """Return the chunks of a run; their places count from its first slot."""
+        units = self.units
+        return [(i * units, (i + 1) * units, k) for i, k in enumerate(self.lane.keys(run.hashes))]
+
+    def arguments(self, run: ChunkRun, begin: int, end: int) -> dict[str, Any]:
+        """Return the GPU connector's arguments for slots `[begin, end)` of a run, checked once for
+        all of its chunks.
+        """
+        slots = torch.tensor(run.block_ids, dtype=torch.int64)
+        size = self.group.block_size
+        if self.memory.unit_tokens == 1:
+            slots = (slots[:, None] * size + torch.arange(size)).reshape(-1)
+        return {"addresses": self.connector.addresses_of(self.memory.kvcaches, slots, begin, end)}
 
 
 class RefusingWorker:
-    """A worker's side where there can be none: every load fails at once, and the scheduler's side
-    hears that this worker is out.
+    """A worker's side that cannot use vLLM's memory (yet): every load fails at once, nothing is
+    stored, and the scheduler's side hears that this worker is out.
 
     Args:
-        reports_blocks: Whether asynchronous loads that fail are told by block; otherwise vLLM hears
-            of requests.
+        reports_blocks: Tell vLLM which blocks of asynchronous loads failed; otherwise it hears of
+            requests.
     """
 
     def __init__(self, reports_blocks: bool) -> None:
@@ -61,37 +104,30 @@ class RefusingWorker:
         self._bad_blocks: set[int] = set()
         self._report = WorkerReport(is_out=True)
 
-    def register(self, *_: Any) -> None:
-        """Take nothing of vLLM's tensors."""
-
-    def close(self) -> None:
-        """Nothing runs."""
-
     def begin_loads(self, plan: StepPlan) -> None:
-        """Fail all of them."""
+        """Fail all loads of a step."""
         for load in plan.loads:
             self._report.failed.add(load.request_id)
             (self._received if load.is_async else self._report.loaded).add(load.request_id)
             if self.reports_blocks or not load.is_async:
-                self._bad_blocks.update(
-                    block for run in load.runs for block in run.block_ids if block != NULL_BLOCK
-                )
+                self._bad_blocks.update(*(run.block_ids for run in load.runs))
+        self._bad_blocks.discard(NULL_BLOCK)
 
     def store(self, plan: StepPlan) -> None:
         """Store nothing."""
 
     def take_received(self) -> tuple[set[str], set[str]]:
-        """See `WorkerSide.take_received`."""
+        """Return as `WorkerSide.take_received` does; all of them failed."""
         received, self._received = self._received, set()
         return received, set(received)
 
     def take_bad_blocks(self) -> set[int]:
-        """See `WorkerSide.take_bad_blocks`."""
+        """Return as `WorkerSide.take_bad_blocks` does."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def take_report(self) -> WorkerReport:
-        """See `WorkerSide.take_report`."""
+        """Return the report of a step."""
         report, self._report = self._report, WorkerReport(is_out=True)
         return report
 
@@ -106,7 +142,7 @@ class WorkerSide:
         rank: This worker's number among all of the engine.
         store: The chunk store; opened and closed by its owner.
         counters: What is counted.
-        guard: Stands around everything that vLLM must not feel.
+        guard: Catches everything that vLLM must not feel.
     """
 
     def __init__(
@@ -119,17 +155,20 @@ class WorkerSide:
         counters: Counters,
         guard: CallGuard,
     ) -> None:
-        self._options = options
+        self.reports_blocks = fails_by_block(groups)
+        """Whether failed loads are told by block; otherwise vLLM hears of requests."""
+        self._chunk_size = options.engine.chunk_size
+        self._layout = options.layout
         self._groups = tuple(groups)
-        self._identity = identity
-        self._kv_rank = identity.rank_of(rank)
+        self._metadata = replace(identity.metadata, worker_id=identity.rank_of(rank))
+        self._num_ranks = identity.num_ranks
         self._stores = identity.stores(rank)
         self._store = store
         self._counters = counters
         self._guard = guard
         self._workers = Workers("lmcache-digest")
-        self._lanes: list[_GroupTransfer] = []
-        self._loads = LoadThread(self._load, self._refused)
+        self._transfers: list[_GroupTransfer] = []
+        self._loads = LoadThread(self._load, lambda load: self._result(load, load.begin))
         self._sync_results: list[LoadResult] = []
         self._bad_blocks: set[int] = set()
         self._failed_in_step: set[str] = set()
@@ -142,10 +181,10 @@ class WorkerSide:
         backends_of: Callable[[Sequence[str]], str] = lambda layers: "",
     ) -> None:
         """Take vLLM's KV tensors, and check with a pattern that they are read and written as vLLM
-        does it.
+        does it. Nothing can be loaded or stored before.
 
         Args:
-            kv_caches: The tensor of each layer, by name; nobody uses them yet.
+            kv_caches: The tensor of each layer, by name; not in use yet.
             num_blocks: Blocks in each.
             backends_of: Names the attention backends of layers.
 
@@ -153,23 +192,19 @@ class WorkerSide:
             LayoutError: They are not what vLLM says that they are, or the pattern did not come
                 back.
         """
-        metadata = replace(self._identity.metadata, worker_id=self._kv_rank)
         self._workers.open()
-        lanes = []
+        transfers = []
         for group in self._groups:
-            memory = memory_of(
-                group, kv_caches, num_blocks, self._options.layout, backends_of(group.layers)
-            )
-            described = replace(metadata, kv_dtype=memory.layout.kv_dtype)
-            tried = self._lane(group, memory, described)
-            run_canary(
-                tried.connector, memory.kvcaches, memory.engine, tried.transfer.through_store
-            )
+            backends = backends_of(group.layers)
+            memory = memory_of(group, kv_caches, num_blocks, self._layout, backends)
+            tried = self._transfer_of(group, memory)
+            through_store = tried.transfer.through_store
+            run_canary(tried.connector, memory.kvcaches, memory.engine, through_store)
             # vLLM may call this inside a memory pool that sleep mode empties: what the canary has
             # made on the device (addresses, staging) is dropped, and made again outside of it when
             # it is first needed.
-            lanes.append(self._lane(group, memory, described))
-        self._lanes = lanes
+            transfers.append(self._transfer_of(group, memory))
+        self._transfers = transfers
         self._loads.open()
 
     def close(self) -> None:
@@ -177,191 +212,205 @@ class WorkerSide:
         self._loads.close()
         self._workers.close()
 
-    @property
-    def reports_blocks(self) -> bool:
-        """Whether failed loads are told by block; otherwise vLLM hears of requests."""
-        return fails_by_block(self._groups)
-
     def begin_loads(self, plan: StepPlan) -> None:
-        """Do the loads that this step waits for, begin the others."""
+        """Do the loads that this step waits for, and begin the others."""
         self._failed_in_step = set()
         self._report.step = plan.step
         for load in plan.loads:
-            if load.is_async and self._lanes:
+            if load.is_async:
                 self._loads.submit(load)
-            elif load.is_async:
-                self._loads.refuse(load)
-            else:
-                result = self._load(load)
-                self._sync_results.append(result)
-                if not result.is_good:
-                    self._failed_in_step.add(load.request_id)
+                continue
+            result = self._load(load)
+            self._sync_results.append(result)
+            if not result.is_good:
+                self._failed_in_step.add(load.request_id)
         if plan.waits_for_loads:
             self._loads.wait(MAX_REST_S)
 
     def store(self, plan: StepPlan) -> None:
-        """Copy out what the step has completed; vLLM may use its blocks for something else when
-        this returns.
+        """Copy out what the step has completed; vLLM may reuse its blocks when this returns.
 
-        With speculative decoding this is called behind `take_bad_blocks`: the draft model writes KV
+        With speculative decoding this is called after `take_bad_blocks`: the draft model writes KV
         as well.
         """
-        if not self._stores or not self._lanes:
-            return
-        # What was computed behind KV that is not there is nobody's KV.
+        # What was computed from KV that is missing is wrong.
         stores = [store for store in plan.stores if store.request_id not in self._failed_in_step]
-        with self._guard("store"), torch.inference_mode():
-            for store in stores:
-                for run in store.runs:
-                    self._store_run(run, store.num_unsure, plan.recompute_s or 0.0)
+        if self._stores and stores:
+            with self._guard("store"), torch.inference_mode():
+                for store in stores:
+                    for run in store.runs:
+                        self._store_run(run, store.num_unsure, plan.recompute_s or 0.0)
 
     def take_received(self) -> tuple[set[str], set[str]]:
-        """Requests whose asynchronous load is over, and those of them of which it failed."""
+        """Return the requests whose asynchronous load has ended, and those of them whose load
+        failed.
+        """
         results = self._loads.take_results()
-        for result in results:
-            self._note(result)
-        return {result.request_id for result in results}, {
-            result.request_id for result in results if not result.is_good
-        }
+        self._note(results)
+        failed = {result.request_id for result in results if not result.is_good}
+        return {result.request_id for result in results}, failed
 
     def take_bad_blocks(self) -> set[int]:
-        """vLLM's blocks that do not hold what they were to be loaded with; ends the step's
-        synchronous loads.
+        """Return vLLM's blocks that do not hold what was to be loaded; ends the step's synchronous
+        loads.
         """
-        for result in self._sync_results:
-            self._note(result)
-            self._report.loaded.add(result.request_id)
-        self._sync_results.clear()
+        self._note(self._sync_results)
+        self._report.loaded.update(result.request_id for result in self._sync_results)
+        self._sync_results = []
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def take_report(self) -> WorkerReport | None:
-        """What the scheduler's side is to hear of this step; None when that is nothing."""
+        """Return what the scheduler's side must hear of this step; None when that is nothing."""
         report, self._report = self._report, WorkerReport()
-        report.is_out = not self._lanes
         return report if report != WorkerReport() else None
 
-    def _lane(
-        self, group: CacheGroup, memory: GroupMemory, metadata: LMCacheEngineMetadata
-    ) -> _GroupTransfer:
+    def _transfer_of(self, group: CacheGroup, memory: GroupMemory) -> _GroupTransfer:
+        units = self._chunk_size // memory.unit_tokens
         is_on_device = memory.kvcaches[0].device.type != "cpu"
-        connector = PagedGPUConnector(memory.layout, self._units(memory) if is_on_device else 0)
+        connector = PagedGPUConnector(memory.layout, units if is_on_device else 0)
+        metadata = replace(self._metadata, kv_dtype=memory.layout.kv_dtype)
         transfer = KVTransfer(
             self._store, connector, metadata, self._counters, self._workers, memory.unit_tokens
         )
-        return _GroupTransfer(group, memory, connector, transfer)
+        lane = Lane(FMT, metadata.model_name, self._num_ranks, metadata.worker_id, group.name)
+        return _GroupTransfer(group, memory, connector, transfer, lane, units)
 
-    def _note(self, result: LoadResult) -> None:
-        self._bad_blocks |= result.bad_blocks
-        if not result.is_good:
-            self._report.failed.add(result.request_id)
+    def _note(self, results: Sequence[LoadResult]) -> None:
+        for result in results:
+            self._bad_blocks |= result.bad_blocks
+            if not result.is_good:
+                self._report.failed.add(result.request_id)
 
     def _load(self, load: Load) -> LoadResult:
         first_bad: int | None = load.begin
         with self._guard("retrieve"), torch.inference_mode():
-            if not self._lanes:
-                return self._refused(load)
             bad = [token for run in load.runs if (token := self._load_run(run, load)) is not None]
             first_bad = min(bad, default=None)
         return self._result(load, first_bad)
 
-    def _refused(self, load: Load) -> LoadResult:
-        return self._result(load, load.begin)
-
     def _result(self, load: Load, first_bad: int | None) -> LoadResult:
-        """A load's result; without blocks where vLLM is to take the whole request for failed."""
+        """Return a load's result; without blocks where vLLM takes the whole request for failed."""
         if first_bad is None:
             return LoadResult(load.request_id, frozenset(), is_good=True)
         bad: set[int] = set()
         for run in load.runs if self.reports_blocks else ():
-            group = self._groups[run.group]
-            start = run.first * self._options.engine.chunk_size
-            bad |= set(
-                run.block_ids[
-                    (first_bad - start) // group.block_size : -(
-                        -(load.end - start) // group.block_size
-                    )
-                ]
-            )
+            size = self._groups[run.group].block_size
+            start = run.first * self._chunk_size
+            bad.update(run.block_ids[(first_bad - start) // size : -(-(load.end - start) // size)])
         return LoadResult(load.request_id, frozenset(bad - {NULL_BLOCK}), is_good=False)
 
     def _load_run(self, run: ChunkRun, load: Load) -> int | None:
-        """Load one group's chunks; the first token whose KV is not there, None when all is."""
-        lane = self._lanes[run.group]
-        chunk_size, unit = self._options.engine.chunk_size, lane.memory.unit_tokens
-        start = run.first * chunk_size
-        end = min(load.end, start + len(run.hashes) * chunk_size)
-        num_absent = next(
-            (i for i, block in enumerate(run.block_ids) if block != NULL_BLOCK), len(run.block_ids)
-        )
-        needed = max(load.begin, start, lane.group.first_needed_token(load.end))
-        begin = max(load.begin, start, start + num_absent * lane.group.block_size)
-        blocks = run.block_ids[
-            (begin - start) // lane.group.block_size : -(-(end - start) // lane.group.block_size)
-        ]
-        if begin > needed or end < load.end or NULL_BLOCK in blocks:
+        """Load one group's chunks; return the first token whose KV is missing, None if none is."""
+        lane = self._transfers[run.group]
+        size, unit = lane.group.block_size, lane.memory.unit_tokens
+        start = run.first * self._chunk_size
+        end = min(load.end, start + run.num_chunks * self._chunk_size)
+        present = (i for i, block in enumerate(run.block_ids) if block != NULL_BLOCK)
+        num_absent = next(present, len(run.block_ids))
+        begin = max(load.begin, start)
+        needed = max(begin, lane.group.first_needed_token(load.end))
+        first = max(begin, start + num_absent * size)
+        blocks = run.block_ids[(first - start) // size : -(-(end - start) // size)]
+        if first > needed or end < load.end or NULL_BLOCK in blocks:
             logger.error("no block or no chunk for KV to load: request=%s", load.request_id)
-            return max(start, load.begin)
-        wanted = ((begin - start) // unit, (end - start) // unit)
+            return begin
+        wanted = ((first - start) // unit, (end - start) // unit)
         num_loaded = lane.transfer.load(
-            self._named(run, lane), load.recompute_s, self._arguments(run, lane, *wanted), wanted
+            lane.named(run), load.recompute_s, lane.arguments(run, *wanted), wanted
         )
-        return (
-            None
-            if num_loaded == len(run.hashes)
-            else max(start + num_loaded * chunk_size, load.begin)
-        )
+        missing = num_loaded < run.num_chunks
+        return max(start + num_loaded * self._chunk_size, load.begin) if missing else None
 
     def _store_run(self, run: ChunkRun, num_unsure: int, recompute_s: float) -> None:
         """Store one group's chunks, unless the engine's step would wait longer for that than
         they are worth.
         """
-        if not self._store.is_worth(recompute_s * len(run.hashes) / STORE_QUESTIONS):
-            self._counters.add(UNSTORED_CHUNKS_TOTAL, len(run.hashes))
+        if not self._store.is_worth(recompute_s * run.num_chunks / STORE_QUESTIONS):
+            self._counters.add(UNSTORED_CHUNKS_TOTAL, run.num_chunks)
             return
-        lane = self._lanes[run.group]
-        named = self._named(run, lane)
+        lane = self._transfers[run.group]
+        named = lane.named(run)
         # The scheduler knows of the others that they were not there when the request came.
-        num_asked = max(0, num_unsure // self._options.engine.chunk_size - run.first)
-        num_known = (
-            self._store.lookup([key for _, _, key in named[:num_asked]], [HOT_TIER])
-            if num_asked
-            else 0
-        )
+        asked = named[: max(0, num_unsure // self._chunk_size - run.first)]
+        num_known = self._store.lookup([key for *_, key in asked], [HOT_TIER]) if asked else 0
         if num_known < len(named):
-            lane.transfer.store(
-                named[num_known:], self._arguments(run, lane, named[num_known][0], named[-1][1])
-            )
+            arguments = lane.arguments(run, named[num_known][0], named[-1][1])
+            lane.transfer.store(named[num_known:], arguments)
 
-    def _named(self, run: ChunkRun, lane: _GroupTransfer) -> list[NamedChunk]:
-        """The chunks of a run; their places count from its first slot."""
-        units, metadata = self._units(lane.memory), self._identity.metadata
-        keys = (
-            CacheEngineKey(
-                FMT,
-                metadata.model_name,
-                self._identity.num_ranks,
-                self._kv_rank,
-                digest.hex(),
-                lane.group.name,
-            )
-            for digest in run.hashes
-        )
-        return [(i * units, (i + 1) * units, key) for i, key in enumerate(keys)]
 
-    def _arguments(
-        self, run: ChunkRun, lane: _GroupTransfer, begin: int, end: int
-    ) -> dict[str, Any]:
-        """The GPU connector's arguments for slots `[begin, end)` of a run, checked once for all
-        of its chunks.
+class LoadThread:
+    """Runs asynchronous loads one after the other, in a thread that ends with the process.
+
+    Args:
+        load: Does one; must not raise.
+        refuse: Gives the result of a load that is not tried.
+    """
+
+    def __init__(
+        self, load: Callable[[Load], LoadResult], refuse: Callable[[Load], LoadResult]
+    ) -> None:
+        self._load = load
+        self._refuse = refuse
+        self._waiting: queue.Queue[Load | None] = queue.Queue(MAX_WAITING_LOADS)
+        self._has_changed = threading.Condition()
+        self._num_underway = 0
+        self._results: list[LoadResult] = []
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lmcache-loads", daemon=True)
+
+    def open(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End after the load that runs; those that wait are refused. Idempotent.
+
+        A load that does not end within `JOIN_S` is left to its thread.
         """
-        slots = torch.tensor(run.block_ids, dtype=torch.int64)
-        if lane.memory.unit_tokens == 1:
-            slots = (
-                slots[:, None] * lane.group.block_size + torch.arange(lane.group.block_size)
-            ).reshape(-1)
-        return {"addresses": lane.connector.addresses_of(lane.memory.kvcaches, slots, begin, end)}
+        if self._thread.is_alive() and not self._is_closing.is_set():
+            self._is_closing.set()
+            with contextlib.suppress(queue.Full):  # then the thread has something to wake up for
+                self._waiting.put_nowait(None)
+            self._thread.join(JOIN_S)
+            if self._thread.is_alive():
+                logger.error(
+                    "load did not end, leaving it: thread=%s waited_s=%g", self._thread.name, JOIN_S
+                )
 
-    def _units(self, memory: GroupMemory) -> int:
-        """Slots of a chunk."""
-        return self._options.engine.chunk_size // memory.unit_tokens
+    def submit(self, load: Load) -> None:
+        """Queue a load; beyond `MAX_WAITING_LOADS` it is refused."""
+        with self._has_changed:
+            self._num_underway += 1
+        try:
+            self._waiting.put_nowait(load)
+        except queue.Full:
+            logger.warning(
+                "too many loads wait, recomputing: request=%s limit=%d",
+                load.request_id,
+                MAX_WAITING_LOADS,
+            )
+            self._done(self._refuse(load))
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until there is a result to take or no load is underway; at most so long."""
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: self._results or not self._num_underway, limit_s)
+
+    def take_results(self) -> list[LoadResult]:
+        """Return the loads that have ended since the last call."""
+        with self._has_changed:
+            results, self._results = self._results, []
+        return results
+
+    def _run(self) -> None:
+        while (load := self._waiting.get()) is not None:
+            self._done(self._refuse(load) if self._is_closing.is_set() else self._load(load))
+            if self._is_closing.is_set() and self._waiting.empty():
+                return
+
+    def _done(self, result: LoadResult) -> None:
+        with self._has_changed:
+            self._results.append(result)
+            self._num_underway -= 1
+            self._has_changed.notify_all()

@@ -21,7 +21,7 @@ from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
 from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.storage.disk.lock import DirectoryLock
-from lmcache_core.storage.disk.pool import FilePool, wait_all
+from lmcache_core.storage.disk.pool import FilePool, abandon, release_result, wait_all
 from lmcache_core.storage.disk.store import TIER_NAME, DiskStore
 from lmcache_core.storage.eviction import Clock, EvictionPolicy, TierLimits, create_policy
 
@@ -189,7 +189,7 @@ class DiskBackend(StorageBackend):
         for i, memory, future in jobs:
             if not future.done():
                 results[i] = Miss(MissReason.DEADLINE)
-                _abandon(future, memory)
+                abandon(future, release_result, memory.ref_count_down)
             elif future.cancelled():
                 memory.ref_count_down()
             else:
@@ -261,7 +261,7 @@ class DiskBackend(StorageBackend):
                     raise bug
         except BaseException:
             for _, memory, future in jobs:
-                _abandon(future, memory)
+                abandon(future, release_result, memory.ref_count_down)
             raise
 
     def _acquire(self) -> None:
@@ -306,20 +306,6 @@ class DiskBackend(StorageBackend):
         if self._on_removed is not None and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
                 self._loop.call_soon_threadsafe(self._on_removed, key)
-
-
-def _abandon(future: Future[Result], memory: MemoryObj) -> None:
-    if future.cancel():
-        memory.ref_count_down()
-    else:
-        future.add_done_callback(_release_result)
-
-
-def _release_result(future: Future[Result]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        result = future.result()
-        if isinstance(result, Chunk):
-            result.release()
 
 
 def _log_failure(future: Future[None]) -> None:

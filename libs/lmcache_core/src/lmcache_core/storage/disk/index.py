@@ -70,7 +70,7 @@ class DiskIndex:
         self.capacity_bytes = capacity_bytes
         self._ledger = Ledger(policy, limits, clock)
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._entries: dict[ChunkKey, DiskEntry] = {}
         self._damaged = RecentEvictions()
         self._entry_bytes = 0
@@ -139,7 +139,8 @@ class DiskIndex:
         more.
         """
         with self._lock:
-            return self._is_over_quota(tenant, charge)
+            reserved = self._tenants_reserved_bytes.get(tenant, 0)
+            return self._ledger.is_over_quota(tenant, reserved + charge)
 
     def reserve(self, charge: int, tenant: str) -> bool:
         """Take a part of the capacity and of a quota for a file that is about to be written;
@@ -148,7 +149,7 @@ class DiskIndex:
         with self._lock:
             if (
                 self._entry_bytes + self._reserved_bytes + charge > self.capacity_bytes
-                or self._is_over_quota(tenant, charge)
+                or self.is_over_quota(tenant, charge)
             ):
                 return False
             self._reserved_bytes += charge
@@ -167,14 +168,18 @@ class DiskIndex:
         gone.
         """
         with self._lock:
-            self._unreserve(charge, tenant)
+            self._reserved_bytes -= charge
+            if tenant is not None:
+                self._tenants_reserved_bytes[tenant] -= charge
+                if not self._tenants_reserved_bytes[tenant]:
+                    del self._tenants_reserved_bytes[tenant]
 
     def commit(self, key: ChunkKey, entry: DiskEntry) -> None:
         """The file has its name: its reservation becomes an entry, in the place of an older one."""
         with self._lock:
             if key in self._entries:
                 self._pop(key)
-            self._unreserve(entry.charge, key.tenant)
+            self.unreserve(entry.charge, key.tenant)
             self._insert(key, entry)
 
     def restore(self, found: Sequence[tuple[ChunkKey, DiskEntry]]) -> None:
@@ -305,18 +310,6 @@ class DiskIndex:
 
     def _miss(self, key: ChunkKey) -> Miss:
         return Miss(MissReason.EXPIRED) if key in self._entries else self._ledger.miss(key)
-
-    def _is_over_quota(self, tenant: str, charge: int) -> bool:
-        return self._ledger.is_over_quota(
-            tenant, self._tenants_reserved_bytes.get(tenant, 0) + charge
-        )
-
-    def _unreserve(self, charge: int, tenant: str | None) -> None:
-        self._reserved_bytes -= charge
-        if tenant is not None:
-            self._tenants_reserved_bytes[tenant] -= charge
-            if not self._tenants_reserved_bytes[tenant]:
-                del self._tenants_reserved_bytes[tenant]
 
     def _insert(self, key: ChunkKey, entry: DiskEntry) -> None:
         if entry.stored_at is None:

@@ -64,6 +64,13 @@ class DiskLayout:
         name = record_name(key.key)
         return self.root / tenant_directory(key.tenant) / name[:2] / name
 
+    def find(self, key: ChunkKey) -> Path | None:
+        """Return the file of a chunk; None where the tenant's name cannot be a directory's."""
+        try:
+            return self.record(key)
+        except ValueError:
+            return None
+
     def new_temporary(self) -> Path:
         """A name that no other writer uses."""
         return self.temporary / f"{self._start}-{next(self._numbers)}{TEMPORARY_SUFFIX}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from lmcache_core.errors import UnavailableError
+from lmcache_core.record import Result, release_all
 
 T = TypeVar("T")
 
@@ -74,8 +76,7 @@ class FilePool:
         try:
             await wait_all([future])
         except BaseException:
-            if not future.cancel() and discard is not None:
-                future.add_done_callback(lambda done: _discard(done, discard))
+            abandon(future, discard)
             raise
         if future.cancelled():
             raise UnavailableError(f"{self.name} was closed")
@@ -95,9 +96,8 @@ class FilePool:
             await wait_all(list(self._running), wait_s)
         if self._running:
             return False
-        await asyncio.to_thread(
-            pool.shutdown
-        )  # threads that only have to give back the memory of reads that nobody waited for
+        # The threads only have to give back the memory of reads that nothing waited for.
+        await asyncio.to_thread(pool.shutdown)
         return True
 
 
@@ -115,6 +115,30 @@ async def wait_all(futures: Sequence[Future[Any]], timeout_s: float | None = Non
             future.exception()  # seen, so that it is not reported as overlooked
 
 
-def _discard(future: Future[T], discard: Callable[[T], object]) -> None:
+def abandon(
+    future: Future[T],
+    discard: Callable[[T], object] | None,
+    never_run: Callable[[], object] | None = None,
+) -> None:
+    """Wait for work no longer, and see that what it holds is given back.
+
+    Args:
+        future: Of the work.
+        discard: Called with its result, once it has one.
+        never_run: Called instead if the work had not begun, and never will.
+    """
+    if future.cancel():
+        if never_run is not None:
+            never_run()
+    elif discard is not None:
+        future.add_done_callback(partial(_discard, discard))
+
+
+def _discard(discard: Callable[[T], object], future: Future[T]) -> None:
     if not future.cancelled() and future.exception() is None:
         discard(future.result())
+
+
+def release_result(result: Result | None) -> None:
+    """Give back a result that nobody takes: `discard` for reads."""
+    release_all([result])

@@ -1,16 +1,21 @@
-"""Makes room on a disk tier: removes files, and the entries that tell of them."""
+"""The room of a disk tier: what takes it without being served, and what goes when it is needed."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskIndex
 from lmcache_core.storage.disk.layout import DiskLayout
-from lmcache_core.storage.disk.quarantine import Quarantine
 
+logger = logging.getLogger(__name__)
+
+MAX_BAD_FILES = 8
 MAX_VICTIMS_PER_WRITE = 1024
 MAX_EXPIRED_PER_CALL = 16
 """Chunks whose time is over that a call removes on its way; more than one, so that they do not
@@ -18,18 +23,36 @@ pile up.
 """
 
 
-class DiskRoom:
-    """What goes, and in which order: chunks whose time is over, damaged files, then the policy's
-    victims.
+class Unread(NamedTuple):
+    """A file or directory that exists and could not be read.
 
-    Not thread-safe: the store calls it under its lock for names.
+    Attributes:
+        charge: What it takes of the capacity; 0 where that is not known.
+        needs_payload: Whether it is good again only when all of it can be read, not only its head.
+    """
+
+    charge: int
+    needs_payload: bool = False
+
+
+class DiskRoom:
+    """Files that are charged but never served, and the order in which room is made: chunks whose
+    time is over, damaged files, records of a later version, then the policy's victims.
+
+    What could not be read is charged and never removed to make room: nothing is known about it. Not
+    thread-safe: the store calls it under its lock for names.
 
     Args:
         layout: Where files lie.
-        index: What is held.
+        index: What is held, and what all of it is charged to.
         files: How files are touched.
-        quarantine: Damaged files, and those that cannot be removed.
         on_removed: Called with every key that is given up.
+
+    Attributes:
+        unread: What could not be read.
+        unread_bytes: The charges of those together, since every write asks.
+        damaged: Damaged files, and those that cannot be removed, with their charges; the oldest
+            first.
     """
 
     def __init__(
@@ -37,14 +60,16 @@ class DiskRoom:
         layout: DiskLayout,
         index: DiskIndex,
         files: DiskFiles,
-        quarantine: Quarantine,
         on_removed: Callable[[ChunkKey], None],
     ) -> None:
         self._layout = layout
         self._index = index
         self._files = files
-        self._quarantine = quarantine
         self._on_removed = on_removed
+        self._later: dict[Path, int] = {}  # of a later version: as many as an upgrade has written
+        self.damaged: dict[Path, int] = {}
+        self.unread: dict[Path, Unread] = {}
+        self.unread_bytes = 0
 
     def reserve(self, charge: int, tenant: str) -> bool:
         """Take a part of the capacity and of the tenant's quota; False, and counted if the quota is
@@ -81,12 +106,99 @@ class DiskRoom:
         for key in past:
             path = self._layout.record(key)
             try:
-                self._files.unlink(path)
+                self._files.unlink(path)  # first: what is charged is never less than what is there
                 self._index.evict(key)
             except OSError:
-                self._quarantine.adopt(path, self._index.evict(key).charge)
+                self.hold_damaged(path, self._index.evict(key).charge)
             self._on_removed(key)
         return bool(past)
+
+    def set_aside(self, path: Path, charge: int) -> None:
+        """Move a damaged file away; the oldest ones above `MAX_BAD_FILES` are removed. Never raises
+        `OSError`.
+
+        Args:
+            path: The file. When it can be neither moved nor removed (a read-only disk), it stays
+                charged where it is.
+            charge: What it takes of the capacity; not charged yet.
+        """
+        held = self._layout.new_bad()
+        try:
+            self._files.make_directory(self._layout.bad)
+            self._files.rename(path, held)
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            logger.warning("cannot move damaged file aside: path=%s error=%r", path, exc.strerror)
+            held = path
+        self.hold_damaged(held, charge)
+
+    def hold_damaged(self, path: Path, charge: int) -> None:
+        """Charge a file where it is, for removal when its space is needed. Never raises
+        `OSError`.
+        """
+        self.forget(path)
+        self._index.charge_anyway(charge)
+        self.damaged[path] = charge
+        if len(self.damaged) > MAX_BAD_FILES:
+            self._remove_first(self.damaged)
+
+    def hold_later(self, path: Path, charge: int) -> None:
+        """Leave a good record of a later version where it is, until its space is needed."""
+        self._index.charge_anyway(charge)
+        self._later[path] = charge
+
+    def hold_unread(self, path: Path, unread: Unread) -> None:
+        """Charge what cannot be read, until it can."""
+        self._index.charge_anyway(unread.charge)
+        self.unread_bytes += unread.charge
+        self.unread[path] = unread
+
+    def unserved(self) -> list[Path]:
+        """List everything that is charged and not served."""
+        return [*self.unread, *self.damaged, *self._later]
+
+    def forget(self, path: Path) -> int | None:
+        """Charge such a file no more and return what it was charged; None if it is none."""
+        unread = self.unread.pop(path, None)
+        if unread is not None:
+            self.unread_bytes -= unread.charge
+        charges = (
+            unread and unread.charge,
+            self.damaged.pop(path, None),
+            self._later.pop(path, None),
+        )
+        held = [charge for charge in charges if charge is not None]
+        self._index.unreserve(sum(held))
+        return sum(held) if held else None
+
+    def unlink(self, path: Path, charge: int) -> None:
+        """Remove a file that is charged no more; one that cannot be removed stays charged."""
+        try:
+            self._files.unlink(path)
+        except OSError:
+            self.hold_damaged(path, charge)
+
+    def remove_oldest(self) -> bool:
+        """Remove the damaged file held longest, or else the oldest of a later version.
+
+        Returns:
+            False when there is none, or it cannot be removed: it is then held on, and tried last.
+        """
+        return self._remove_first(self.damaged) or self._remove_first(self._later)
+
+    def _remove_first(self, files: dict[Path, int]) -> bool:
+        if not files:
+            return False
+        path = next(iter(files))
+        charge = files.pop(path)
+        try:
+            self._files.unlink(path)
+        except OSError:
+            files[path] = charge
+            return False
+        self._index.unreserve(charge)
+        return True
 
     def _give_up_one(self, tenant: str | None = None, charge: int = 0) -> bool:
         """Remove one file; for a tenant that is over its quota, or would be with so much more,
@@ -95,7 +207,7 @@ class DiskRoom:
         if self.expire(1):
             return True
         is_own = tenant is not None and self._index.is_over_quota(tenant, charge)
-        if not is_own and self._quarantine.remove_oldest():
+        if not is_own and self.remove_oldest():
             return True
         key = self._index.victim(tenant if is_own else None)
         if key is None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from lmcache_core.errors import RecordError
@@ -24,7 +23,6 @@ from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
 from lmcache_core.storage.disk.layout import FILE_DEPTH, DiskLayout, charged_bytes, tenant_of
 from lmcache_core.storage.disk.lock import DirectoryLock
-from lmcache_core.storage.disk.quarantine import Quarantine
 from lmcache_core.storage.disk.record_file import (
     BLOCK_BYTES,
     name_record,
@@ -33,7 +31,7 @@ from lmcache_core.storage.disk.record_file import (
     read_payload,
     write_record,
 )
-from lmcache_core.storage.disk.room import DiskRoom
+from lmcache_core.storage.disk.room import DiskRoom, Unread
 from lmcache_core.storage.disk.scan import LATER_VERSION, Found, read_entry, scan
 from lmcache_core.telemetry import Counters
 
@@ -60,18 +58,6 @@ EVENTS = (
     "leftovers_at_start",
 )
 """What is counted, under these names in `stats`."""
-
-
-class _Unread(NamedTuple):
-    """A file or directory that exists and could not be read.
-
-    Attributes:
-        charge: What it takes of the capacity; 0 where that is not known.
-        needs_payload: Whether it is good again only when all of it can be read, not only its head.
-    """
-
-    charge: int
-    needs_payload: bool = False
 
 
 class DiskStore:
@@ -108,12 +94,9 @@ class DiskStore:
         self._fsync = fsync
         self._lock = lock
         self._names_lock = threading.Lock()
-        self._quarantine = Quarantine(layout, index, files)
-        self._room = DiskRoom(layout, index, files, self._quarantine, on_removed)
+        self._room = DiskRoom(layout, index, files, on_removed)
         self._backoff = WriteBackoff()
         self._counters = Counters()
-        self._unread: dict[Path, _Unread] = {}
-        self._unread_bytes = 0  # the charges of those, since every write asks
         self._crowded_out_bytes = 0
         self._failed: WeakKeyDictionary[DiskEntry, tuple[float, int]] = WeakKeyDictionary()
         self._num_good_reads = 0
@@ -135,8 +118,7 @@ class DiskStore:
         with self._names_lock:
             self._remove_half_written(half_written)
             for path in bad:
-                with contextlib.suppress(OSError):
-                    self._quarantine.adopt(path, charged_bytes(self._files.stat(path).st_size))
+                self._hold_damaged(path)
             self._take_over(found)
             self.is_loaded = True
         self._counters.add("damaged_at_start", len(found.damaged))
@@ -163,7 +145,7 @@ class DiskStore:
     @property
     def has_unread(self) -> bool:
         """Whether `look_again` has anything to do."""
-        return bool(self._unread) or not self.is_loaded
+        return bool(self._room.unread) or not self.is_loaded
 
     def look_again(self) -> bool:
         """Try once more to read what could not be read, and serve what can be.
@@ -178,7 +160,7 @@ class DiskStore:
             self.load()
             return True
         with self._names_lock:
-            unread = dict(self._unread)
+            unread = dict(self._room.unread)
         places = [
             path for path, why in unread.items() if not why.needs_payload or self._is_readable(path)
         ]
@@ -188,7 +170,7 @@ class DiskStore:
         with self._names_lock:
             # A write or a removal may have come first: then the file is not ours to judge by what
             # it was.
-            still_unread = self._unread.keys() & set(places)
+            still_unread = self._room.unread.keys() & set(places)
             found.records = [
                 (key, entry)
                 for key, entry in found.records
@@ -207,9 +189,9 @@ class DiskStore:
                 if self._is_below(path, still_unread)
             }
             for path in still_unread:
-                self._forget_unread(path)
+                self._room.forget(path)
             self._take_over(found)
-        if still_unread and not self._unread:
+        if still_unread and not self._room.unread:
             logger.info("files can be read again: path=%s", self._layout.root)
         return bool(found.records)
 
@@ -227,7 +209,7 @@ class DiskStore:
         entry = DiskEntry(
             chunk.num_bytes - payload_bytes, payload_bytes, chunk.lossy, chunk.stored_at
         )
-        path = self._path(chunk.key)
+        path = self._layout.find(chunk.key)
         if (
             path is None
             or not self._index.could_hold(chunk.key.tenant, entry.charge)
@@ -295,7 +277,7 @@ class DiskStore:
             True when a record for that key is complete, as far as its head tells, and readable;
             False when the file is none of that key, its time is over, or there is no room for it.
         """
-        path = self._path(key)
+        path = self._layout.find(key)
         if path is None:
             return False
         try:
@@ -309,7 +291,7 @@ class DiskStore:
                 return True
             if not self._index.reserve(entry.charge, key.tenant):
                 return False
-            self._forget(path)
+            self._room.forget(path)
             self._index.commit(key, entry)
         return self._index.contains_many([key])[0]  # not if its time is over already
 
@@ -320,19 +302,17 @@ class DiskStore:
         """
         num_removed = 0
         for key in keys:
-            path = self._path(key)
+            path = self._layout.find(key)
             if path is None:
                 continue
             with self._names_lock:
                 for write in [write for write, written in self._writing.items() if written == key]:
                     del self._writing[write]
                 entry = self._index.remove(key)
-                if entry is not None:
-                    self._unlink(path, entry.charge)
-                elif path in self._unread or path in self._quarantine:
-                    self._unlink(path, self._forget(path))
-                else:
+                charge = self._room.forget(path) if entry is None else entry.charge
+                if charge is None:
                     continue
+                self._room.unlink(path, charge)
             num_removed += 1
             self._on_removed(key)
         return num_removed
@@ -349,10 +329,10 @@ class DiskStore:
             }
         num_removed = self.remove(self._index.keys(tenant))
         with self._names_lock:
-            for path in [*self._unread, *self._quarantine.paths()]:
+            for path in self._room.unserved():
                 parts = path.relative_to(self._layout.root).parts
                 if len(parts) == FILE_DEPTH and tenant in (None, tenant_of(parts[0])):
-                    self._unlink(path, self._forget(path))
+                    self._room.unlink(path, self._room.forget(path) or 0)
                     num_removed += 1
         return num_removed
 
@@ -365,24 +345,18 @@ class DiskStore:
         """Figures of the index and of everything that was counted."""
         figures = self._index.stats() | {event: self._counters.value(event) for event in EVENTS}
         return figures | {
-            "quarantined_files": len(self._quarantine),
-            "unread_files": len(self._unread),
+            "quarantined_files": len(self._room.damaged),
+            "unread_files": len(self._room.unread),
             "is_failing": int(
                 self._backoff.is_failing or self._is_crowded_out(self._crowded_out_bytes)
             ),
         }
 
-    def _path(self, key: ChunkKey) -> Path | None:
-        try:
-            return self._layout.record(key)
-        except ValueError:
-            return None
-
     def _is_crowded_out(self, charge: int) -> bool:
         """Whether files that cannot be read leave no room for a write, whatever else is given
         up.
         """
-        return self._unread_bytes + charge > self._index.capacity_bytes
+        return self._room.unread_bytes + charge > self._index.capacity_bytes
 
     def _note_crowded_out(self, charge: int) -> None:
         """Count as failing while a write of that size does not fit."""
@@ -393,13 +367,15 @@ class DiskStore:
                 "no room for writes, files that cannot be read take it: path=%s unread_files=%d"
                 " unread_bytes=%d",
                 self._layout.root,
-                len(self._unread),
-                self._unread_bytes,
+                len(self._room.unread),
+                self._room.unread_bytes,
             )
 
     def _write_reserved(self, chunk: Chunk, entry: DiskEntry, path: Path) -> bool:
-        if not self._reserve(entry.charge, chunk.key.tenant):
-            return False
+        if not self._index.reserve(entry.charge, chunk.key.tenant):
+            with self._names_lock:
+                if not self._room.reserve(entry.charge, chunk.key.tenant):
+                    return False
         temporary = self._layout.new_temporary()
         is_committed = False
         this_write = object()
@@ -413,7 +389,7 @@ class DiskStore:
                     return False
                 if self._index.wants(chunk.key, chunk.lossy):
                     name_record(self._files, temporary, path, self._layout.root, self._fsync)
-                    self._forget(path)
+                    self._room.forget(path)
                     self._index.commit(chunk.key, entry)
                     is_committed = True
         finally:
@@ -430,41 +406,16 @@ class DiskStore:
             self._files.unlink(temporary)
         except OSError:
             with self._names_lock:
-                self._quarantine.adopt(temporary, charge)
+                self._room.hold_damaged(temporary, charge)
         self._index.unreserve(charge, tenant)
-
-    def _unlink(self, path: Path, charge: int) -> None:
-        """Remove a file that is charged no more; one that cannot be removed stays charged."""
-        try:
-            self._files.unlink(path)
-        except OSError:
-            self._quarantine.adopt(path, charge)
-
-    def _forget(self, path: Path) -> int:
-        """Charge a file that is not served no more and return what it was charged."""
-        return self._quarantine.forget(path) + self._forget_unread(path)
-
-    def _forget_unread(self, path: Path) -> int:
-        """Charge an unread file no more; what it was charged."""
-        unread = self._unread.pop(path, None)
-        if unread is None:
-            return 0
-        self._index.unreserve(unread.charge)
-        self._unread_bytes -= unread.charge
-        return unread.charge
-
-    def _hold_unread(self, path: Path, unread: _Unread) -> None:
-        self._index.charge_anyway(unread.charge)
-        self._unread_bytes += unread.charge
-        self._unread[path] = unread
 
     def _take_over(self, found: Found) -> None:
         for path, size in found.damaged:
-            self._quarantine.take(path, charged_bytes(size))
+            self._room.set_aside(path, charged_bytes(size))
         for path, size in found.later:
-            self._quarantine.leave(path, charged_bytes(size))
+            self._room.hold_later(path, charged_bytes(size))
         for path, size in found.unread.items():
-            self._hold_unread(path, _Unread(charged_bytes(size)))
+            self._room.hold_unread(path, Unread(charged_bytes(size)))
         self._index.restore(found.records)
         self._room.shrink()
 
@@ -483,12 +434,6 @@ class DiskStore:
         except OSError:
             return False
         return True
-
-    def _reserve(self, charge: int, tenant: str) -> bool:
-        if self._index.reserve(charge, tenant):
-            return True
-        with self._names_lock:
-            return self._room.reserve(charge, tenant)
 
     def _read_into(
         self, key: ChunkKey, entry: DiskEntry, payload: memoryview
@@ -515,9 +460,9 @@ class DiskStore:
             if self._index.remove(key, entry) is None:
                 return Miss(MissReason.EVICTED)
             if isinstance(exc, RecordError) and exc.reason in LATER_VERSION:
-                self._quarantine.leave(path, entry.charge)
+                self._room.hold_later(path, entry.charge)
             elif not is_missing:
-                self._quarantine.take(path, entry.charge)
+                self._room.set_aside(path, entry.charge)
                 self._index.note_damage(key)
         self._on_removed(key)
         self._counters.add("missing_files" if is_missing else "corrupt_chunks")
@@ -542,7 +487,8 @@ class DiskStore:
             if self._index.remove(key, entry) is None:
                 return
             self._index.note_damage(key, MissReason.UNAVAILABLE)
-            self._hold_unread(self._layout.record(key), _Unread(entry.charge, needs_payload=True))
+            unread = Unread(entry.charge, needs_payload=True)
+            self._room.hold_unread(self._layout.record(key), unread)
         self._on_removed(key)
         logger.warning(
             "chunk cannot be read, not served until it can: chunk=%s error=%s",
@@ -556,8 +502,11 @@ class DiskStore:
             try:
                 self._files.unlink(path)
             except OSError:
-                with contextlib.suppress(OSError):
-                    self._quarantine.adopt(path, charged_bytes(self._files.stat(path).st_size))
+                self._hold_damaged(path)
+
+    def _hold_damaged(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            self._room.hold_damaged(path, charged_bytes(self._files.stat(path).st_size))
 
     def _paths_in(self, directory: Path) -> list[Path]:
         try:

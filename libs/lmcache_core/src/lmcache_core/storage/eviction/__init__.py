@@ -7,8 +7,7 @@ import importlib
 from lmcache_core.config.registry import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.eviction.base import EvictionPolicy
-from lmcache_core.storage.eviction.ledger import Clock, Ledger, TierLimits
-from lmcache_core.storage.eviction.quota import TenantQuotas
+from lmcache_core.storage.eviction.ledger import Clock, Ledger, TenantQuotas, TierLimits
 
 DEFAULT_POLICY = DEFAULT_EVICTION_POLICY
 POLICIES = EVICTION_POLICIES

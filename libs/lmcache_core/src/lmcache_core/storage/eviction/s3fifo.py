@@ -14,7 +14,48 @@ from dataclasses import dataclass
 from lmcache_core._typing import override
 from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.eviction.base import EvictionPolicy
-from lmcache_core.storage.eviction.ghosts import GhostQueue
+
+
+class GhostQueue:
+    """Keys without chunks, first in, first out, bounded by what the chunks took. Every call is
+    O(1), amortised.
+
+    Source: the ghost queue of S3-FIFO (see `s3fifo.py`).
+    """
+
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[ChunkKey, int] = OrderedDict()
+        self._num_bytes = 0
+
+    def add(self, key: ChunkKey, num_bytes: int, limit_bytes: float) -> None:
+        """Remember a key, and forget the oldest ones beyond the limit.
+
+        Args:
+            key: One that is not remembered.
+            num_bytes: What its chunk took; one of no bytes counts as one byte, so that the limit
+                bounds those too.
+            limit_bytes: What the chunks of all remembered keys may have taken.
+        """
+        assert key not in self._sizes, "a key is given up once"
+        self._sizes[key] = max(num_bytes, 1)
+        self._num_bytes += self._sizes[key]
+        while self._num_bytes > limit_bytes:
+            self._num_bytes -= self._sizes.popitem(last=False)[1]
+
+    def take(self, key: ChunkKey) -> bool:
+        """Whether a key is remembered; from now on it is not."""
+        num_bytes = self._sizes.pop(key, None)
+        self._num_bytes -= num_bytes or 0
+        return num_bytes is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """What the chunks of all remembered keys took."""
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
 
 SMALL_PERCENT = 10
 """Part of the held bytes from which on chunks on probation go first."""
@@ -55,9 +96,8 @@ class S3FIFOPolicy(EvictionPolicy):
     def __init__(self) -> None:
         self._small: OrderedDict[ChunkKey, _Held] = OrderedDict()
         self._main: OrderedDict[ChunkKey, _Held] = OrderedDict()
-        self._declined: OrderedDict[ChunkKey, _Held] = (
-            OrderedDict()
-        )  # joins the main queue with the next `victims`: none is offered twice
+        # Joins the main queue with the next `victims`: none is offered twice.
+        self._declined: OrderedDict[ChunkKey, _Held] = OrderedDict()
         self._ghosts = GhostQueue()
         self._small_bytes = 0
         self._held_bytes = 0

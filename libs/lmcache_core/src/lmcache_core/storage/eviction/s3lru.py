@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from lmcache_core._typing import override
 from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.eviction.base import EvictionPolicy
-from lmcache_core.storage.eviction.ghosts import GhostQueue
+from lmcache_core.storage.eviction.s3fifo import GhostQueue
 
 SMALL_SHARE = 0.2
 """Part of the held bytes that chunks on probation may take. Tuned: see

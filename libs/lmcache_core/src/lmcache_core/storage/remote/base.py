@@ -1,6 +1,4 @@
-"""What remote tiers share: their name, their options, their figures, and the check of a record
-that came as bytes.
-"""
+"""What remote tiers share: options, figures, and the check of a record that came as bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from lmcache_core._typing import override
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import (
@@ -21,9 +20,11 @@ from lmcache_core.record import (
     Result,
     decode_head,
     decode_prefix,
+    release_all,
     verify_payload,
 )
 from lmcache_core.security import ClientTls, ShownToken
+from lmcache_core.storage.base import StorageBackend, caller_limit
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 
 REMOTE_TIER = "RemoteBackend"
@@ -59,41 +60,75 @@ class RemoteOptions:
     tls: ClientTls | None = None
 
 
-@dataclass(slots=True)
-class RemoteFigures:
-    """What a remote tier counts; how much the server holds is the server's to say."""
+class RemoteBackend(StorageBackend):
+    """A remote tier: it counts what it moves; how much a server holds is the server's to say."""
 
-    stored_chunks: int = 0
-    served_chunks: int = 0
-    served_bytes: int = 0
-    corrupt_chunks: int = 0
-    failed_reads: int = 0
+    name = REMOTE_TIER
 
-    def count_got(self, results: Sequence[Result]) -> None:
-        """Count what a get brought."""
-        for result in results:
-            if isinstance(result, Chunk):
-                self.served_chunks += 1
-                self.served_bytes += result.num_bytes
-            elif result.reason in (MissReason.CORRUPT, MissReason.IDENTITY):
-                self.corrupt_chunks += 1
+    def __init__(self) -> None:
+        self._stored_chunks = 0
+        self._served_chunks = 0
+        self._served_bytes = 0
+        self._corrupt_chunks = 0
+        self._failed_reads = 0
 
-    def count_failed(self, results: Sequence[Result]) -> None:
-        """Count those of a get that could not be read, or not twice in the same way."""
-        self.failed_reads += results.count(Miss(MissReason.UNAVAILABLE))
+    @override
+    async def open(self) -> None:
+        """Do nothing: connections are made when first needed."""
 
-    def as_stats(self) -> dict[str, int]:
-        """For `StorageBackend.stats`."""
+    @override
+    async def clear(self, tenant: str | None = None) -> int:
+        """Forget nothing: a server that many share is cleared by its operators."""
+        return 0
+
+    @override
+    def stats(self) -> dict[str, int]:
         return {
             "num_chunks": 0,
             "used_bytes": 0,
             "capacity_bytes": 0,
-            "stored_chunks": self.stored_chunks,
-            "served_chunks": self.served_chunks,
-            "served_bytes": self.served_bytes,
-            "corrupt_chunks": self.corrupt_chunks,
-            "failed_reads": self.failed_reads,
+            "stored_chunks": self._stored_chunks,
+            "served_chunks": self._served_chunks,
+            "served_bytes": self._served_bytes,
+            "corrupt_chunks": self._corrupt_chunks,
+            "failed_reads": self._failed_reads,
         }
+
+    async def _collect(
+        self,
+        num_keys: int,
+        timeout_s: float | None,
+        read: Callable[[list[Result | None]], Awaitable[None]],
+        unanswered: MissReason = MissReason.NEVER_STORED,
+    ) -> list[Result]:
+        """Return what `read` brings within the caller's time, counted.
+
+        Args:
+            num_keys: How many results there are to be.
+            timeout_s: The caller's limit; what has not come by then is late.
+            read: Fills results in; what it leaves out is missing.
+            unanswered: Why, if there was time.
+        """
+        results: list[Result | None] = [None] * num_keys
+        try:
+            # The caller's limit is the outer one, so that it decides when both end at once.
+            async with caller_limit(timeout_s) as limit:
+                await read(results)
+        except BaseException:
+            release_all(results)
+            raise
+        missing = Miss(MissReason.DEADLINE if limit.expired() else unanswered)
+        answered = [missing if result is None else result for result in results]
+        self._count_got(answered)
+        return answered
+
+    def _count_got(self, results: Sequence[Result]) -> None:
+        for result in results:
+            if isinstance(result, Chunk):
+                self._served_chunks += 1
+                self._served_bytes += result.num_bytes
+            elif result.reason in (MissReason.CORRUPT, MissReason.IDENTITY):
+                self._corrupt_chunks += 1
 
 
 def miss_for(error: RecordError) -> Miss:
@@ -158,18 +193,3 @@ def _parts_of(record: bytes, key: ChunkKey) -> tuple[bytes, RecordHeader, memory
     head = bytes(view[: prefix.head_bytes])
     header, _ = decode_head(head, key.key)
     return head, header, view[prefix.head_bytes :]
-
-
-def all_answered(results: Sequence[Result | None], limit: asyncio.Timeout) -> list[Result]:
-    """Results with a miss where nothing came: late, if the caller's time was over, else never
-    stored.
-    """
-    unanswered = Miss(MissReason.DEADLINE if limit.expired() else MissReason.NEVER_STORED)
-    return [unanswered if result is None else result for result in results]
-
-
-def release_all(results: Sequence[Result | None]) -> None:
-    """Give back the chunks among results that nobody will get."""
-    for result in results:
-        if isinstance(result, Chunk):
-            result.release()

@@ -5,8 +5,15 @@ mounted bucket.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import contextlib
+import errno
+import logging
+import os
+import stat
+import time
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -14,16 +21,37 @@ from urllib.parse import urlsplit
 from lmcache_core._typing import override
 from lmcache_core.concurrency import run_together
 from lmcache_core.config.options import directory_of_url
-from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.errors import ConfigError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
-from lmcache_core.storage.base import StorageBackend
+from lmcache_core.record import (
+    Allocate,
+    Chunk,
+    Miss,
+    MissReason,
+    RecordHeader,
+    RecordReason,
+    Result,
+    decode_head,
+)
+from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.files import DiskFiles
-from lmcache_core.storage.disk.pool import FilePool
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, release_all
-from lmcache_core.storage.remote.shared_directory import FoundRecord, SharedDirectory
-from lmcache_core.storage.time_limit import caller_limit
+from lmcache_core.storage.disk.layout import DiskLayout, is_record, is_shard, tenant_of
+from lmcache_core.storage.disk.pool import FilePool, release_result
+from lmcache_core.storage.disk.record_file import (
+    check_payload,
+    name_record,
+    opened,
+    read_head,
+    read_payload,
+    write_record,
+)
+from lmcache_core.storage.remote.base import (
+    REMOTE_TIER,
+    RemoteBackend,
+    RemoteOptions,
+    miss_for,
+)
 
 NUM_THREADS = 8
 """File operations at once: enough to hide a network's delay."""
@@ -50,7 +78,7 @@ def create(url: str, options: RemoteOptions) -> FileBackend:
     return FileBackend(Path(path), options)
 
 
-class FileBackend(StorageBackend):
+class FileBackend(RemoteBackend):
     """Chunks as files, one record each, in a directory without an owner.
 
     Any number of processes may write the same chunk at once: each writes a file of its own and
@@ -65,15 +93,13 @@ class FileBackend(StorageBackend):
         files: How files are touched.
     """
 
-    name = REMOTE_TIER
-
     def __init__(self, root: Path, options: RemoteOptions, files: DiskFiles | None = None) -> None:
+        super().__init__()
         self._root = root
         self._timeout_s = options.timeout_s
         self._directory = SharedDirectory(root, files or DiskFiles())
         self._pool = FilePool("lmcache-files", NUM_THREADS)
         self._turns = asyncio.Semaphore(NUM_THREADS)
-        self._figures = RemoteFigures()
 
     async def open(self) -> None:
         """Start the threads, and let one clear away what dead writers have left. The directory
@@ -99,19 +125,13 @@ class FileBackend(StorageBackend):
         memory and verified in a thread.
         """
         self._pool.check_open()
-        results: list[Result | None] = [None] * len(keys)
-        try:
-            async with caller_limit(timeout_s) as limit:
-                await self._in_time(
-                    run_together(self._get(i, key, allocate, results) for i, key in enumerate(keys))
-                )
-        except BaseException:
-            release_all(results)
-            raise
-        late = Miss(MissReason.DEADLINE if limit.expired() else MissReason.UNAVAILABLE)
-        answered = [late if result is None else result for result in results]
-        self._figures.count_got(answered)
-        self._figures.count_failed(answered)
+
+        async def read(results: list[Result | None]) -> None:
+            reads = (self._get(i, key, allocate, results) for i, key in enumerate(keys))
+            await self._in_time(run_together(reads))
+
+        answered = await self._collect(len(keys), timeout_s, read, MissReason.UNAVAILABLE)
+        self._failed_reads += answered.count(Miss(MissReason.UNAVAILABLE))
         return answered
 
     @override
@@ -124,7 +144,7 @@ class FileBackend(StorageBackend):
         await self._in_time(
             run_together(self._put(i, chunk, kept) for i, chunk in enumerate(chunks))
         )
-        self._figures.stored_chunks += sum(kept)
+        self._stored_chunks += sum(kept)
         return kept
 
     @override
@@ -137,10 +157,6 @@ class FileBackend(StorageBackend):
         a deadline.
         """
         return await self._mapped(self._pool.run(self._directory.clear, tenant))
-
-    def stats(self) -> dict[str, int]:
-        """Figures of this process; how much the directory holds is its file system's to say."""
-        return self._figures.as_stats()
 
     async def _get(
         self, place: int, key: ChunkKey, allocate: Allocate, results: list[Result | None]
@@ -176,7 +192,7 @@ class FileBackend(StorageBackend):
             give_back(None)
             raise
         reading.add_done_callback(give_back)
-        return await self._pool.result_of(reading, discard=_release)
+        return await self._pool.result_of(reading, discard=release_result)
 
     async def _put(self, place: int, chunk: Chunk, kept: list[bool]) -> None:
         async with self._turns:
@@ -210,6 +226,304 @@ def _close(found: FoundRecord | Miss) -> None:
         found.close()
 
 
-def _release(result: Result) -> None:
-    if isinstance(result, Chunk):
-        result.release()
+logger = logging.getLogger(__name__)
+
+GROWING_S = 60.0
+"""On some mounts a file can be seen while it is still being uploaded: one that looks damaged is
+left alone until it is that old.
+"""
+STALE_S = 86400.0
+"""A temporary file that old was left by a writer that died."""
+MAX_STALE_FILES = 1024
+"""So many of them are removed at once."""
+
+_TAKES_NO_MORE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+)
+"""What a write may be answered by a directory that can be read all the same."""
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRecord:
+    """A record whose head has been read and is the one that was asked for. Its file is open until
+    `SharedDirectory.read` or `close`.
+
+    Attributes:
+        key: Its name.
+        path: Its file's name.
+        status: Of the file that is open, which may no longer have that name.
+        head: Its head.
+        header: The same, parsed.
+        payload_bytes: Length of its payload.
+    """
+
+    key: ChunkKey
+    path: Path
+    fd: int
+    status: os.stat_result
+    head: bytes
+    header: RecordHeader
+    payload_bytes: int
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.fd)
+
+
+class SharedDirectory:
+    """Looks up, reads, writes and removes records. Names are those of the disk tier.
+
+    Args:
+        root: The directory, which must exist.
+        files: How files are touched.
+    """
+
+    def __init__(self, root: Path, files: DiskFiles) -> None:
+        self._layout = DiskLayout(root)
+        self._files = files
+        self._backoff = WriteBackoff()
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which chunks have a file.
+
+        Raises:
+            OSError: The directory is not there, or does not answer.
+        """
+        found = [self._is_file(key) for key in keys]
+        if not any(found):
+            self._check_root()
+        return found
+
+    def find(self, key: ChunkKey) -> FoundRecord | Miss:
+        """The record of that chunk, open; or why there is none.
+
+        Raises:
+            OSError: The directory is not there.
+        """
+        path = self._layout.find(key)
+        if path is None:
+            return Miss(MissReason.NEVER_STORED)
+        try:
+            fd = self._files.open(path)
+        except _ABSENT:
+            self._check_root()
+            return Miss(MissReason.NEVER_STORED)
+        except OSError as exc:
+            return Miss(MissReason.CORRUPT if exc.errno == errno.ELOOP else MissReason.UNAVAILABLE)
+        try:
+            found = self._found(key, path, fd)
+        except BaseException:
+            self._files.close(fd)
+            raise
+        if isinstance(found, Miss):
+            self._files.close(fd)
+        return found
+
+    def read(self, found: FoundRecord, memory: MemoryObj) -> Result:
+        """Read and verify the payload, and close the file.
+
+        Args:
+            found: What `find` gave.
+            memory: Room for the payload; its reference passes to the chunk returned, or is given
+                back.
+        """
+        try:
+            read_payload(self._files, found.fd, len(found.head), found.header, memory.byte_array)
+        except RecordError as exc:
+            memory.ref_count_down()
+            return self._refuse(found.key, found.path, found.status, exc)
+        except OSError:
+            memory.ref_count_down()
+            return Miss(MissReason.UNAVAILABLE)
+        except BaseException:
+            memory.ref_count_down()
+            raise
+        finally:
+            found.close()
+        return Chunk(found.key, found.header, found.head, memory, REMOTE_TIER)
+
+    def write(self, chunk: Chunk) -> bool:
+        """Keep one chunk. The caller holds its memory until this returns.
+
+        Returns:
+            True when a whole record has its name; False when the directory takes no more, or did
+            not a short while ago.
+
+        Raises:
+            OSError: The directory is not there, or fails in another way.
+        """
+        path = self._layout.find(chunk.key)
+        if path is None:
+            return False
+        if self._holds(path, chunk):
+            return True
+        if not self._backoff.allows():
+            return False
+        temporary = self._layout.new_temporary()
+        try:
+            self._check_root()
+            write_record(self._files, temporary, chunk, fsync=False)
+            name_record(self._files, temporary, path, self._layout.root, fsync=False)
+        except OSError as exc:
+            with contextlib.suppress(OSError):
+                self._files.unlink(temporary)
+            if exc.errno not in _TAKES_NO_MORE:
+                raise
+            if self._backoff.failed():
+                logger.warning(
+                    "shared directory refuses writes, retrying later: path=%s error=%r",
+                    self._layout.root,
+                    exc.strerror,
+                )
+            return False
+        if self._backoff.succeeded():
+            logger.info("shared directory takes writes again: path=%s", self._layout.root)
+        return True
+
+    def remove(self, keys: Sequence[ChunkKey]) -> int:
+        """Remove the files of chunks; how many there were.
+
+        Raises:
+            OSError: One of them cannot be removed.
+        """
+        present = [
+            path
+            for key in keys
+            if self._is_file(key) and (path := self._layout.find(key)) is not None
+        ]
+        for path in present:
+            self._files.unlink(path)
+        return len(present)
+
+    def clear(self, tenant: str | None = None) -> int:
+        """Remove every record (of that tenant); how many there were.
+
+        Raises:
+            OSError: The directory cannot be read, or one of them cannot be removed.
+        """
+        num_removed = 0
+        for path in self._records(tenant):
+            self._files.unlink(path)
+            num_removed += 1
+        return num_removed
+
+    def remove_stale(self) -> None:
+        """Remove what writers that died have left. Never raises `OSError`: others may be at it
+        too.
+        """
+        with contextlib.suppress(OSError):
+            for name in self._files.list_directory(self._layout.temporary)[:MAX_STALE_FILES]:
+                path = self._layout.temporary / name
+                with contextlib.suppress(OSError):
+                    if time.time() - self._files.stat(path).st_mtime > STALE_S:
+                        self._files.unlink(path)
+
+    def _check_root(self) -> None:
+        self._files.stat(self._layout.root)
+
+    def _is_file(self, key: ChunkKey) -> bool:
+        path = self._layout.find(key)
+        try:
+            return path is not None and stat.S_ISREG(self._files.stat(path).st_mode)
+        except _ABSENT:
+            return False
+
+    def _found(self, key: ChunkKey, path: Path, fd: int) -> FoundRecord | Miss:
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                return Miss(MissReason.CORRUPT)
+            head, header, payload_bytes = self._read_head(key, fd, status)
+        except RecordError as exc:
+            return self._refuse(key, path, status, exc)
+        except OSError:
+            return Miss(MissReason.UNAVAILABLE)
+        return FoundRecord(key, path, fd, status, head, header, payload_bytes)
+
+    def _read_head(
+        self, key: ChunkKey, fd: int, status: os.stat_result
+    ) -> tuple[bytes, RecordHeader, int]:
+        head = read_head(self._files, fd)
+        header, payload_bytes = decode_head(head, key.key)
+        if status.st_size != len(head) + payload_bytes:
+            raise RecordError(
+                RecordReason.SHORT,
+                f"{status.st_size} bytes, its head says {len(head) + payload_bytes}",
+            )
+        return head, header, payload_bytes
+
+    def _holds(self, path: Path, chunk: Chunk) -> bool:
+        """Whether a record lies there that the new one would not improve."""
+        try:
+            fd = self._files.open(path)
+        except OSError:
+            return False
+        try:
+            found = self._found(chunk.key, path, fd)
+            return isinstance(found, FoundRecord) and (chunk.lossy or not found.header.lossy)
+        finally:
+            self._files.close(fd)
+
+    def _refuse(self, key: ChunkKey, path: Path, status: os.stat_result, exc: RecordError) -> Miss:
+        """Remove a damaged record, if its name still is its own: not what a good one has just
+        replaced, and not a later version's.
+
+        It is read once more before that, and removed only if the same is wrong with it again:
+        others share the directory, and it may be this host's memory that is bad.
+        """
+        is_ours = exc.reason not in (RecordReason.VERSION, RecordReason.EXTENSION)
+        if not is_ours or time.time() - status.st_mtime <= GROWING_S:
+            return miss_for(exc)
+        try:
+            if self._is_still(path, status):
+                again = self._error_of(key, path)
+                if again != str(exc):
+                    logger.warning(
+                        "file read in two ways, left: path=%s first=%s second=%s",
+                        path,
+                        exc,
+                        again or "whole",
+                    )
+                    return Miss(MissReason.UNAVAILABLE)
+                if self._is_still(path, status):
+                    self._files.unlink(path)
+                    logger.warning("unusable file removed: path=%s error=%s", path, exc)
+        except _ABSENT:
+            pass  # removed by another
+        except OSError:
+            return Miss(MissReason.UNAVAILABLE)
+        return miss_for(exc)
+
+    def _is_still(self, path: Path, status: os.stat_result) -> bool:
+        now = self._files.stat(path)
+        return os.path.samestat(now, status) and now.st_mtime_ns == status.st_mtime_ns
+
+    def _error_of(self, key: ChunkKey, path: Path) -> str:
+        """What is wrong with a record, read as a whole into memory of its own; nothing if it is
+        whole.
+        """
+        with opened(self._files, path) as fd:
+            self._files.drop_cached(fd)
+            try:
+                head, header, payload_bytes = self._read_head(key, fd, os.fstat(fd))
+                check_payload(self._files, fd, len(head), header, payload_bytes)
+            except RecordError as exc:
+                return str(exc)
+        return ""
+
+    def _records(self, tenant: str | None) -> Iterator[Path]:
+        root = self._layout.root
+        for directory in self._files.list_directory(root):
+            owner = None if directory.startswith(".") else tenant_of(directory)
+            if owner is None or tenant not in (None, owner):
+                continue
+            for shard in filter(is_shard, self._names(root / directory)):
+                for name in filter(is_record, self._names(root / directory / shard)):
+                    yield root / directory / shard / name
+
+    def _names(self, path: Path) -> list[str]:
+        try:
+            return self._files.list_directory(path)
+        except _ABSENT:
+            return []  # not a directory, or gone by now

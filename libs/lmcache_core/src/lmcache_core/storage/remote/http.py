@@ -7,27 +7,35 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
+from lmcache_core._typing import override
 from lmcache_core.concurrency import cancel_and_join
-from lmcache_core.errors import ConfigError, ProtocolError, UnavailableError
+from lmcache_core.errors import ConfigError, ProtocolError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
-from lmcache_core.storage.base import StorageBackend
+from lmcache_core.record import (
+    PREFIX_BYTES,
+    Allocate,
+    Chunk,
+    Miss,
+    MissReason,
+    RecordHeader,
+    Result,
+    decode_head,
+    decode_prefix,
+)
 from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.storage.remote.base import (
     REMOTE_TIER,
-    RemoteFigures,
+    RemoteBackend,
     RemoteOptions,
-    all_answered,
-    release_all,
+    payload_is_whole,
 )
-from lmcache_core.storage.remote.record_stream import RecordStream
 from lmcache_core.storage.sealing import seal_all
-from lmcache_core.storage.time_limit import caller_limit
 from lmcache_core.wire.http_client import BearerAuth, context_for, http_client
 
 RECORD_TYPE = "application/vnd.lmcache.record"
@@ -83,7 +91,7 @@ def create(url: str, options: RemoteOptions) -> HttpBackend:
     return HttpBackend(url, options)
 
 
-class HttpBackend(StorageBackend):
+class HttpBackend(RemoteBackend):
     """Chunks in a cache_storage server. The tenant is the one that the server authenticated; keys
     of one process have only one.
 
@@ -93,20 +101,18 @@ class HttpBackend(StorageBackend):
         transport: Instead of real connections, for tests.
     """
 
-    name = REMOTE_TIER
-
     def __init__(
         self,
         base_url: str,
         options: RemoteOptions,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        super().__init__()
         self._base_url = base_url
         self._options = options
         self._auth = BearerAuth(options.token, "remote url")
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
-        self._figures = RemoteFigures()
         self._sending = ByteGate(MAX_SENDING_BYTES)
         self._are_large = True
 
@@ -137,8 +143,8 @@ class HttpBackend(StorageBackend):
         if client is not None:
             await client.aclose()
 
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`."""
         present: list[bool] = []
         async with self._mapped() as client:
             for begin in range(0, len(keys), BATCH_KEYS):
@@ -150,30 +156,23 @@ class HttpBackend(StorageBackend):
                     present += _read_present(await _bounded_body(response), len(batch))
         return present
 
+    @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """See `StorageBackend.batched_get`."""
-        results: list[Result | None] = [None] * len(keys)
-        try:
-            async with (
-                caller_limit(timeout_s) as limit,
-                self._mapped() as client,
-            ):  # outside, so that it decides when both end at once
+        async def read(results: list[Result | None]) -> None:
+            async with self._mapped() as client:
                 begin = 0
                 while begin < len(keys):
                     end = min(len(keys), begin + (FEW_KEYS if self._are_large else BATCH_KEYS))
                     await self._get_batch(client, keys, range(begin, end), allocate, results)
                     begin = end
-        except BaseException:
-            release_all(results)
-            raise
-        answered = all_answered(results, limit)
-        self._figures.count_got(answered)
-        return answered
 
+        return await self._collect(len(keys), timeout_s, read)
+
+    @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`. One request a chunk, several at once."""
+        """Send one request a chunk, several at once."""
         await seal_all(chunks)
         async with self._mapped() as client:
             puts = [asyncio.ensure_future(self._put(client, chunk)) for chunk in chunks]
@@ -181,11 +180,11 @@ class HttpBackend(StorageBackend):
                 stored = await asyncio.gather(*puts)
             finally:
                 await cancel_and_join(puts)
-        self._figures.stored_chunks += sum(stored)
+        self._stored_chunks += sum(stored)
         return stored
 
+    @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `StorageBackend.batched_remove`."""
         num_removed = 0
         async with self._mapped() as client:
             for key in keys:
@@ -194,14 +193,6 @@ class HttpBackend(StorageBackend):
                     await _bounded_body(response)
                     num_removed += response.is_success
         return num_removed
-
-    async def clear(self, tenant: str | None = None) -> int:
-        """Nothing: a server that many share is cleared by its operators."""
-        return 0
-
-    def stats(self) -> dict[str, int]:
-        """Figures of this client; how much the server holds is the server's to say."""
-        return self._figures.as_stats()
 
     async def _get_batch(
         self,
@@ -309,3 +300,112 @@ async def _parts(chunk: Chunk) -> AsyncIterator[bytes]:
     payload = chunk.memory.byte_array
     for at in range(0, len(payload), SENT_AT_ONCE_BYTES):
         yield payload[at : at + SENT_AT_ONCE_BYTES]  # type: ignore[misc]  # it is joined to bytes
+
+
+SKIPPED_AT_ONCE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHead:
+    """The head of a record whose payload comes next."""
+
+    header: RecordHeader
+    head: bytes
+    payload_bytes: int
+
+
+class RecordStream:
+    """A pulled sequence of records.
+
+    Args:
+        pieces: The bytes that they are in, in pieces of any size. One piece is held at a time, and
+            none is looked at once the next one is asked for.
+
+    Attributes:
+        is_damaged: The stream ended within a record, or one's head cannot be read: where the next
+            record begins is not known.
+    """
+
+    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
+        self._pieces = pieces
+        self._piece = memoryview(b"")
+        self._current: RecordHead | None = None
+        self.is_damaged = False
+
+    async def next_head(self) -> RecordHead | None:
+        """Return the head of the next record, None at the end or where `is_damaged`."""
+        assert self._current is None, "the payload before it has been neither taken nor skipped"
+        if self.is_damaged:
+            return None
+        data = bytearray(PREFIX_BYTES)
+        num_bytes = await self._fill(memoryview(data))
+        if not num_bytes:
+            return None
+        try:
+            if num_bytes < PREFIX_BYTES:
+                raise EOFError
+            prefix = decode_prefix(data)
+            data += bytes(prefix.head_bytes - PREFIX_BYTES)
+            await self._fill_whole(memoryview(data)[PREFIX_BYTES:])
+            header, payload_bytes = decode_head(data)
+        except (RecordError, EOFError):
+            self.is_damaged = True
+            return None
+        self._current = RecordHead(header, bytes(data), payload_bytes)
+        return self._current
+
+    async def chunk(self, key: ChunkKey, allocate: Allocate) -> Result:
+        """Return the record whose head was read last as the chunk of that key, verified. The
+        caller owns it.
+        """
+        record, self._current = self._current, None
+        assert record is not None, "no head has been read"
+        memory = allocate(record.payload_bytes)
+        if memory is None:
+            await self._skip(record.payload_bytes)
+            return Miss(MissReason.NO_MEMORY)
+        is_whole = False
+        try:
+            await self._fill_whole(memory.byte_array)
+            is_whole = await payload_is_whole(record.header, memory.byte_array)
+        except EOFError:
+            self.is_damaged = True
+        except BaseException:
+            memory.ref_count_down()
+            raise
+        if not is_whole:
+            memory.ref_count_down()
+            return Miss(MissReason.CORRUPT)
+        return Chunk(key, record.header, record.head, memory, REMOTE_TIER)
+
+    async def skip_payload(self) -> None:
+        """Read the payload whose head was read last, and drop it."""
+        record, self._current = self._current, None
+        assert record is not None, "no head has been read"
+        await self._skip(record.payload_bytes)
+
+    async def _skip(self, num_bytes: int) -> None:
+        dropped = memoryview(bytearray(min(num_bytes, SKIPPED_AT_ONCE_BYTES)))
+        while num_bytes and not self.is_damaged:
+            part = dropped[:num_bytes]
+            self.is_damaged = await self._fill(part) < len(part)
+            num_bytes -= len(part)
+
+    async def _fill_whole(self, view: memoryview) -> None:
+        if await self._fill(view) < len(view):
+            raise EOFError
+
+    async def _fill(self, view: memoryview) -> int:
+        """Fill `view` with what comes next and return how much came: less only at the end."""
+        at = 0
+        while at < len(view):
+            while not len(self._piece):
+                piece = await anext(self._pieces, None)
+                if piece is None:
+                    return at
+                self._piece = memoryview(piece)
+            taken = min(len(view) - at, len(self._piece))
+            view[at : at + taken] = self._piece[:taken]
+            self._piece = self._piece[taken:]
+            at += taken
+        return at

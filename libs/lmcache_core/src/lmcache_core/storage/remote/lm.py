@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
+from lmcache_core._typing import override
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.security import ClientTls, client_context
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.addresses import Resolver, hosts_of, is_literal
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions
-from lmcache_core.storage.remote.members import Address, MakeClient, Members
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteBackend, RemoteOptions
+from lmcache_core.storage.remote.members import (
+    MakeClient,
+    Members,
+    Resolver,
+    ServerAddress,
+    hosts_of,
+    is_literal,
+)
 from lmcache_core.storage.remote.replicas import ReplicatedBackend
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.wire.client import ClientOptions, LmClient
@@ -60,7 +67,7 @@ def client_maker(url: str, options: RemoteOptions, hands_over: bool = False) -> 
         else None
     )
 
-    def client(address: Address) -> LmClient:
+    def client(address: ServerAddress) -> LmClient:
         behaviour = ClientOptions(
             timeout_s=options.timeout_s,
             name=options.client_name,
@@ -74,7 +81,7 @@ def client_maker(url: str, options: RemoteOptions, hands_over: bool = False) -> 
     return client
 
 
-class LmBackend(StorageBackend):
+class LmBackend(RemoteBackend):
     """Chunks in a server that speaks lm://. The tenant is the one that the server authenticated;
     keys of one process have only one.
 
@@ -82,49 +89,36 @@ class LmBackend(StorageBackend):
         client: Closed with this tier.
     """
 
-    name = REMOTE_TIER
-
     def __init__(self, client: LmClient) -> None:
+        super().__init__()
         self._client = client
-        self._figures = RemoteFigures()
-
-    async def open(self) -> None:
-        """Nothing to do: the client connects when first needed."""
 
     async def close(self) -> None:
         """End the connection."""
         await self._client.close()
 
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`."""
         return await _mapped(self._client.contains(keys))
 
+    @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """See `StorageBackend.batched_get`."""
         results = await _mapped(self._client.get(keys, allocate, timeout_s=timeout_s))
-        self._figures.count_got(results)
+        self._count_got(results)
         return results
 
+    @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`."""
         await seal_all(chunks)
         stored = await _mapped(self._client.put(chunks))
-        self._figures.stored_chunks += sum(stored)
+        self._stored_chunks += sum(stored)
         return stored
 
+    @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `StorageBackend.batched_remove`."""
         return await _mapped(self._client.remove(keys))
-
-    async def clear(self, tenant: str | None = None) -> int:
-        """Nothing: a server that many share is cleared by its operators."""
-        return 0
-
-    def stats(self) -> dict[str, int]:
-        """Figures of this client; how much the server holds is the server's to say."""
-        return self._figures.as_stats()
 
 
 async def _mapped(work: Awaitable[T]) -> T:

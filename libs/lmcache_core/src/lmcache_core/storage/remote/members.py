@@ -5,15 +5,20 @@ gives itself.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.errors import LMCacheError, UnavailableError
+from lmcache_core.errors import ConfigError, LMCacheError, UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.lookup import LookupAnswer
 from lmcache_core.wire.backoff import Backoff
-from lmcache_core.wire.client import LmClient
+from lmcache_core.wire.client import DEFAULT_PORT, LmClient
 from lmcache_core.wire.messages import ANY_SERVER
 
 logger = logging.getLogger(__name__)
@@ -30,7 +35,7 @@ next choice.
 """
 
 
-class Address(NamedTuple):
+class ServerAddress(NamedTuple):
     """Where a server is.
 
     Attributes:
@@ -44,8 +49,8 @@ class Address(NamedTuple):
     name: str
 
 
-FindAddresses = Callable[[], Awaitable[Sequence[Address]]]
-MakeClient = Callable[[Address], LmClient]
+FindAddresses = Callable[[], Awaitable[Sequence[ServerAddress]]]
+MakeClient = Callable[[ServerAddress], LmClient]
 
 
 class Member:
@@ -56,7 +61,7 @@ class Member:
         client: Speaks to it.
     """
 
-    def __init__(self, address: Address, client: LmClient) -> None:
+    def __init__(self, address: ServerAddress, client: LmClient) -> None:
         self.client = client
         self._address = address
         self._rest = Backoff(REST_INITIAL_S, REST_CAP_S, time.monotonic)
@@ -100,7 +105,7 @@ class Members:
         self._find = find
         self._make_client = make_client
         self._name = name
-        self._by_address: dict[Address, Member] = {}
+        self._by_address: dict[ServerAddress, Member] = {}
         self._tasks = TaskSupervisor("replicas", max_tasks=2)
         self._known: frozenset[str] = frozenset()
         self._is_found = False
@@ -169,7 +174,7 @@ class Members:
         else:
             member.answered()
 
-    async def _close(self, addresses: Iterable[Address]) -> None:
+    async def _close(self, addresses: Iterable[ServerAddress]) -> None:
         for address in list(addresses):
             member = self._by_address.pop(address, None)
             if member is not None:
@@ -182,3 +187,142 @@ class Members:
                 "servers known: service=%s servers=%s", self._name, ",".join(sorted(known)) or "-"
             )
             self._known = known
+
+
+RESOLVE_TIMEOUT_S = 2.0
+
+_NO_SUCH_HOST = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
+
+
+def hosts_of(url: str) -> list[ServerAddress]:
+    """Host and port of each host in `lm://host[:port],host[:port],…`; IPv6 addresses stand in
+    brackets.
+
+    Raises:
+        ConfigError: It is no such URL.
+    """
+    scheme, _, rest = url.partition("://")
+    found: list[ServerAddress] = []
+    for text in rest.removesuffix("/").split(","):
+        try:
+            parts = urlsplit(f"{scheme}://{text}")
+            port = parts.port or DEFAULT_PORT
+        except ValueError as exc:
+            raise ConfigError(f"remote url {scheme}://…: {exc}") from exc
+        if (
+            not parts.hostname
+            or parts.path
+            or parts.query
+            or parts.fragment
+            or parts.username
+            or parts.password
+        ):
+            raise ConfigError(
+                f"remote url {scheme}://{parts.hostname}: must be {scheme}://host:port or"
+                f" {scheme}://host:port,host:port, and the token an option of its own"
+            )
+        found.append(ServerAddress(parts.hostname, port, parts.hostname))
+    if len(found) > MAX_ADDRESSES:
+        raise ConfigError(
+            f"remote url {scheme}://…: {len(found)} hosts; the limit is {MAX_ADDRESSES}"
+        )
+    return found
+
+
+def is_literal(host: str) -> bool:
+    """Whether that is an IP address and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class Resolver:
+    """Finds the addresses of hosts, all those that each name has: a headless service has one for
+    every pod.
+
+    Args:
+        hosts: Names or addresses, with their ports.
+    """
+
+    def __init__(self, hosts: Sequence[ServerAddress]) -> None:
+        self._last: dict[ServerAddress, Sequence[ServerAddress]] = dict.fromkeys(hosts, ())
+
+    async def __call__(self) -> list[ServerAddress]:
+        """The addresses there are now. Those of a name that nobody can tell just now are as they
+        were.
+
+        Raises:
+            UnavailableError: No name has an address.
+        """
+        hosts = list(self._last)
+        for host, addresses in zip(
+            hosts, await asyncio.gather(*map(self._resolved, hosts)), strict=True
+        ):
+            self._last[host] = addresses
+        found = [address for addresses in self._last.values() for address in addresses]
+        if not found:
+            raise UnavailableError(f"{', '.join(host.name for host in hosts)}: no such host")
+        return found
+
+    async def _resolved(self, host: ServerAddress) -> Sequence[ServerAddress]:
+        if is_literal(host.name):
+            return [host]
+        try:
+            async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+                found = await asyncio.get_running_loop().getaddrinfo(
+                    host.name, host.port, type=socket.SOCK_STREAM
+                )
+        except socket.gaierror as exc:
+            return [] if exc.errno in _NO_SUCH_HOST else self._last[host]
+        except (OSError, UnicodeError):  # the former also of a time that is over
+            return self._last[host]
+        return list(
+            dict.fromkeys(
+                ServerAddress(str(address[0]), host.port, host.name) for *_, address in found
+            )
+        )
+
+
+MAX_QUESTIONS = 4
+"""Lookup tells the longest prefix that somebody holds: each chunk that nobody holds costs a
+question.
+"""
+
+
+class KnowsPrefixes(Protocol):
+    """Who is asked: a `LookupClient`."""
+
+    async def lookup(self, chunk_ids: Sequence[bytes]) -> LookupAnswer:
+        """Who holds each chunk of the longest prefix. Raises `UnavailableError`."""
+
+
+class LookupLocator:
+    """A `Locate` that asks the lookup service.
+
+    Args:
+        lookup: Open for as long as this is used.
+    """
+
+    def __init__(self, lookup: KnowsPrefixes) -> None:
+        self._lookup = lookup
+
+    async def __call__(self, keys: Sequence[ChunkKey]) -> list[list[str]]:
+        """Instances that hold each chunk, none where that is not known.
+
+        Raises:
+            UnavailableError: Lookup did not answer.
+        """
+        chunk_ids = [key.key.chunk_id() for key in keys]
+        found: list[list[str]] = []
+        for _ in range(MAX_QUESTIONS):
+            if len(found) >= len(chunk_ids):
+                break
+            answer = await self._lookup.lookup(chunk_ids[len(found) :])
+            if answer.degraded:
+                break
+            found += [[holder.instance for holder in holders] for holders in answer.holders]
+            if len(found) < len(chunk_ids):
+                found.append([])  # the first that nobody holds
+        return found + [[] for _ in range(len(chunk_ids) - len(found))]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import RedisError, ResponseError
 
 from lmcache_core._typing import override
+from lmcache_core.concurrency import cancel_and_join
 from lmcache_core.errors import ConfigError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import (
@@ -29,20 +33,13 @@ from lmcache_core.record import (
     decode_prefix,
     payload_digest,
 )
-from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.base import (
-    REMOTE_TIER,
-    RemoteFigures,
+    RemoteBackend,
     RemoteOptions,
-    all_answered,
     chunk_from_record,
     is_damaged,
-    release_all,
 )
-from lmcache_core.storage.remote.redis_exchange import MAX_AHEAD, encoded, exchange
-from lmcache_core.storage.remote.sentinels import SteadySentinels
 from lmcache_core.storage.sealing import seal_all
-from lmcache_core.storage.time_limit import caller_limit
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +86,7 @@ def create(url: str, options: RemoteOptions) -> RedisBackend:
     return RedisBackend(client, options.timeout_s, int(ttl_text), sentinels)
 
 
-class RedisBackend(StorageBackend):
+class RedisBackend(RemoteBackend):
     """Chunks in Redis, at `lmc:<tenant>:<url key>`. What comes back is checked like everything that
     enters the process.
 
@@ -104,8 +101,6 @@ class RedisBackend(StorageBackend):
         sentinels: Clients that find Redis for `client`; closed with this tier.
     """
 
-    name = REMOTE_TIER
-
     def __init__(
         self,
         client: redis.Redis,
@@ -113,15 +108,12 @@ class RedisBackend(StorageBackend):
         ttl_s: int = 0,
         sentinels: Sequence[redis.Redis] = (),
     ) -> None:
+        super().__init__()
         self._client = client
         self._sentinels = sentinels
         self._timeout_s = timeout_s
         self._ttl_s = ttl_s
         self._record_bytes = ASSUMED_RECORD_BYTES
-        self._figures = RemoteFigures()
-
-    async def open(self) -> None:
-        """Nothing to do: the client connects when first needed."""
 
     async def close(self) -> None:
         """End the connections."""
@@ -146,19 +138,13 @@ class RedisBackend(StorageBackend):
         A record is read once more before that: others share Redis, and it may be this host's memory
         that is bad.
         """
-        results: list[Result | None] = [None] * len(keys)
-        try:
-            async with (
-                caller_limit(timeout_s) as limit,
-                self._mapped(),
-            ):  # outside, so that it decides when both end at once
+
+        async def read(results: list[Result | None]) -> None:
+            async with self._mapped():
                 await self._get(keys, allocate, results)
-        except BaseException:
-            release_all(results)
-            raise
-        answered = all_answered(results, limit)
-        self._figures.count_got(answered)
-        self._figures.count_failed(answered)
+
+        answered = await self._collect(len(keys), timeout_s, read)
+        self._failed_reads += answered.count(Miss(MissReason.UNAVAILABLE))
         return answered
 
     @override
@@ -180,7 +166,7 @@ class RedisBackend(StorageBackend):
         if requests:
             async with self._mapped():
                 await exchange(self._client, requests, lambda: MAX_AHEAD, note)
-        self._figures.stored_chunks += sum(stored)
+        self._stored_chunks += sum(stored)
         return stored
 
     @override
@@ -206,10 +192,6 @@ class RedisBackend(StorageBackend):
                 )
                 num_removed += await self._client.unlink(*names) if names else 0
         return num_removed
-
-    def stats(self) -> dict[str, int]:
-        """Figures of this client; how much Redis holds is Redis' to say."""
-        return self._figures.as_stats()
 
     async def _get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, results: list[Result | None]
@@ -340,3 +322,156 @@ def _is_of_another_version(record: bytes) -> bool:
     except RecordError as exc:
         return exc.reason in (RecordReason.VERSION, RecordReason.EXTENSION)
     return False
+
+
+MAX_AHEAD = 256
+"""Requests without an answer, at most."""
+SLICE_BYTES = 1 << 20
+"""What is copied and handed to the event loop at once: large enough, and still in the
+processor's cache when it is sent.
+"""
+
+Request = Sequence[bytes | memoryview]
+OnAnswer = Callable[[int, Any], Awaitable[None]]
+
+
+async def exchange(
+    client: redis.Redis,
+    requests: Sequence[Request],
+    num_ahead: Callable[[], int],
+    on_answer: OnAnswer,
+) -> None:
+    """Send requests over one connection and hand each answer over as it comes: one round trip
+    altogether, and no more answers in memory than the one that is read and the one that is being
+    dealt with.
+
+    A connection that was lost before anything was answered is replaced once; requests are therefore
+    such as may be sent twice.
+
+    Args:
+        client: Whose connections are used.
+        requests: Encoded.
+        num_ahead: How many may be without an answer, asked again and again; 1 to `MAX_AHEAD` are.
+        on_answer: Given the number of the request and its answer, a `ResponseError` where Redis
+            refuses; never called for two at once.
+
+    Raises:
+        RedisError: The connection failed.
+    """
+    pool = client.connection_pool
+    for is_last in (False, True):
+        connection = await pool.get_connection()  # type: ignore[no-untyped-call]
+        dealing = _Dealing(on_answer)
+        try:
+            await _run(connection, requests, num_ahead, dealing)
+            return
+        except LostConnectionError:
+            if is_last or dealing.num_answers:
+                raise
+        finally:
+            try:
+                await dealing.close()
+            finally:  # also when a second deadline passes meanwhile: the pool has few connections
+                if dealing.num_answers < len(requests):
+                    # What else comes on it would answer a later question.
+                    await connection.disconnect(nowait=True)
+                await pool.release(connection)
+
+
+class _Dealing:
+    """Answers that are dealt with one by one, beside the reading of the next."""
+
+    def __init__(self, on_answer: OnAnswer) -> None:
+        self._on_answer = on_answer
+        self._task: asyncio.Future[None] | None = None
+        self.num_answers = 0
+
+    async def take(self, answer: Any) -> None:
+        await self.join()
+        self._task = asyncio.ensure_future(self._on_answer(self.num_answers, answer))
+        self.num_answers += 1
+
+    async def join(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            try:
+                await task
+            finally:
+                task.cancel()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            await cancel_and_join([self._task])
+
+
+async def _run(
+    connection: Any, requests: Sequence[Request], num_ahead: Callable[[], int], dealing: _Dealing
+) -> None:
+    num_sent = 0
+    for i in range(len(requests)):
+        while num_sent < len(requests) and num_sent - i < min(max(num_ahead(), 1), MAX_AHEAD):
+            for piece in _slices(requests[num_sent]):
+                await connection.send_packed_command([piece], check_health=False)
+            num_sent += 1
+        try:
+            answer = await connection.read_response(disable_decoding=True)
+        except ResponseError as exc:
+            answer = exc
+        await dealing.take(answer)
+        del answer
+    await dealing.join()
+
+
+def encoded(*words: bytes | str | int | Sequence[bytes | memoryview]) -> Request:
+    """A command in Redis' protocol; a sequence of buffers is one word, and none of them is
+    copied.
+    """
+    request: list[bytes | memoryview] = [b"*%d\r\n" % len(words)]
+    for word in words:
+        parts = (
+            [str(word).encode()]
+            if isinstance(word, str | int)
+            else [word]
+            if isinstance(word, bytes)
+            else list(word)
+        )
+        request += [b"$%d\r\n" % sum(len(part) for part in parts), *parts, b"\r\n"]
+    return request
+
+
+def _slices(request: Request) -> Iterator[bytes]:
+    """The bytes of a request: what is small put together, what is large cut into slices.
+
+    Copies, the only ones that we make: the event loop may hold on to what it sends when the caller
+    has given the memory back.
+    """
+    small = bytearray()
+    for part in request:
+        if len(small) + len(part) <= SLICE_BYTES:
+            small += part
+            continue
+        if small:
+            yield bytes(small)
+            small = bytearray()
+        view = memoryview(part)
+        for begin in range(0, len(view), SLICE_BYTES):
+            yield bytes(view[begin : begin + SLICE_BYTES])
+    if small:
+        yield bytes(small)
+
+
+class SteadySentinels(Sentinel):
+    """redis-py's sentinels, of which none gets lost.
+
+    redis-py moves the sentinel that answered to the front of its list. Two calls at once may then
+    write one sentinel twice and another not at all: it is asked no more, and never closed. Here
+    each call has a list of its own.
+    """
+
+    async def discover_master(self, service_name: str) -> tuple[str, int]:
+        """Return host and port of the master; see `Sentinel.discover_master`."""
+        own = copy.copy(self)
+        own.sentinels = list(self.sentinels)
+        found: tuple[str, int] = await Sentinel.discover_master(own, service_name)
+        self.sentinels = own.sentinels
+        return found

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from lmcache_core._typing import override
-from lmcache_core.errors import UnavailableError
+from lmcache_core.concurrency import cancel_and_join
+from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
-from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.asking import (
-    Answers,
-    Places,
-    Remembered,
-    Servers,
-    ask,
-    best_places,
-    homes,
-    whereabouts,
-)
-from lmcache_core.storage.remote.base import REMOTE_TIER, Locate, RemoteFigures, release_all
-from lmcache_core.storage.remote.members import Members
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, release_all
+from lmcache_core.storage.remote.base import Locate, RemoteBackend
+from lmcache_core.storage.remote.members import Member, Members
 from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.sealing import seal_all
 
@@ -43,7 +36,7 @@ _MAY_BE_ELSEWHERE = frozenset(
 _IS_SILENCE = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
 
 
-class ReplicatedBackend(StorageBackend):
+class ReplicatedBackend(RemoteBackend):
     """Chunks in servers that speak lm://. A chunk is put at its home; what is not there is looked
     for at its next choices.
 
@@ -57,14 +50,12 @@ class ReplicatedBackend(StorageBackend):
             choices are.
     """
 
-    name = REMOTE_TIER
-
     def __init__(self, members: Members, timeout_s: float, locate: Locate | None = None) -> None:
+        super().__init__()
         self._members = members
         self._timeout_s = timeout_s
         self._locate = locate
         self._seen = Remembered()
-        self._figures = RemoteFigures()
         self._num_found_elsewhere = 0
 
     async def open(self) -> None:
@@ -123,7 +114,7 @@ class ReplicatedBackend(StorageBackend):
         self._num_found_elsewhere += sum(
             isinstance(results[i], Chunk) for at in elsewhere.values() for i in at
         )
-        self._figures.count_got(results)
+        self._count_got(results)
         return results
 
     @override
@@ -150,7 +141,7 @@ class ReplicatedBackend(StorageBackend):
         later = await self._put(chunks, second, servers, stored)
         if not later.by_name:
             answers.require_one()
-        self._figures.stored_chunks += sum(stored)
+        self._stored_chunks += sum(stored)
         return stored
 
     @override
@@ -174,14 +165,10 @@ class ReplicatedBackend(StorageBackend):
         self._seen.forget(keys)
         return len({keys[i] for at in there.by_name.values() for i in at})
 
-    async def clear(self, tenant: str | None = None) -> int:
-        """Nothing: servers that many share are cleared by their operators."""
-        return 0
-
+    @override
     def stats(self) -> dict[str, int]:
-        """Figures of this client; how much the servers hold is theirs to say."""
         servers = self._members.by_name().values()
-        return self._figures.as_stats() | {
+        return super().stats() | {
             "num_replicas": len(servers),
             "num_replicas_away": sum(
                 server.is_resting or not server.client.is_connected for server in servers
@@ -294,3 +281,125 @@ class _Fetch:
         for i, result in zip(at, got, strict=True):
             self._results[i] = result
         return not all(isinstance(result, Miss) and result.reason in _IS_SILENCE for result in got)
+
+
+MAX_REMEMBERED = 65536
+"""Chunks that were found elsewhere than at home, whose place is remembered."""
+
+T = TypeVar("T")
+Servers = Mapping[str, Member]
+Places = Mapping[str, Sequence[int]]
+"""Which of some chunks are a matter of which server: their numbers by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers(Generic[T]):
+    """What came of a round of questions.
+
+    Attributes:
+        by_name: Answers, by server.
+        failure: Why a server did not answer, if one did not.
+    """
+
+    by_name: Mapping[str, T]
+    failure: UnavailableError | None
+
+    def require_one(self) -> Mapping[str, T]:
+        """The answers. Raises `UnavailableError` when everybody was silent who was asked."""
+        if self.failure is not None and not self.by_name:
+            raise self.failure
+        return self.by_name
+
+
+async def ask(servers: Servers, questions: Mapping[str, Awaitable[T]]) -> Answers[T]:
+    """Ask several servers side by side. Those that do not answer, or refuse, are left alone for
+    a while.
+    """
+    tasks = {name: asyncio.ensure_future(question) for name, question in questions.items()}
+    try:
+        if tasks:
+            await asyncio.wait(tasks.values())
+    finally:
+        await cancel_and_join(tasks.values())
+    answers: dict[str, T] = {}
+    failure: UnavailableError | None = None
+    for name, task in tasks.items():
+        try:
+            answers[name] = task.result()
+        except (AuthenticationError, ProtocolError, UnavailableError) as exc:
+            servers[name].failed()
+            failure = UnavailableError(f"{name}: {exc}")
+        else:
+            servers[name].answered()
+    return Answers(answers, failure)
+
+
+async def whereabouts(
+    servers: Servers, keys: Sequence[ChunkKey], places: Places, timeout_s: float
+) -> Answers[Sequence[int]]:
+    """Which chunks are where they are asked for: their numbers, by server."""
+    questions = {
+        name: servers[name].client.contains([keys[i] for i in at], timeout_s)
+        for name, at in places.items()
+    }
+    answers = await ask(servers, questions)
+    present = {
+        name: [i for i, is_there in zip(places[name], answer, strict=True) if is_there]
+        for name, answer in answers.by_name.items()
+    }
+    return Answers(present, answers.failure)
+
+
+def best_places(keys: Sequence[ChunkKey], found: Mapping[str, Sequence[int]]) -> dict[int, str]:
+    """For each chunk that some server has, the one that suits it best."""
+    holders: dict[int, list[str]] = {}
+    for name, at in found.items():
+        for i in at:
+            holders.setdefault(i, []).append(name)
+    return {i: home(names, keys[i].key.chunk_id()) for i, names in holders.items()}
+
+
+class Remembered:
+    """Where chunks are that are not at home, as far as they have been seen."""
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[ChunkKey, str] = OrderedDict()
+
+    def note(self, key: ChunkKey, name: str, servers: Servers) -> None:
+        """A chunk was found there."""
+        if name == home(list(servers), key.key.chunk_id()):
+            self._places.pop(key, None)
+            return
+        self._places[key] = name
+        self._places.move_to_end(key)
+        if len(self._places) > MAX_REMEMBERED:
+            self._places.popitem(last=False)
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """These are gone, or somewhere else."""
+        for key in keys:
+            self._places.pop(key, None)
+
+    def places(self, keys: Sequence[ChunkKey], servers: Servers) -> dict[str, list[int]]:
+        """Where each chunk is asked for first: where it was seen, or at home."""
+        names = list(servers)
+        found: dict[str, list[int]] = {}
+        for i, key in enumerate(keys):
+            seen_at = self._places.get(key)
+            name = (
+                seen_at
+                if seen_at is not None and seen_at in servers
+                else home(names, key.key.chunk_id())
+            )
+            found.setdefault(name, []).append(i)
+        return found
+
+
+def homes(
+    keys: Sequence[ChunkKey], which: Iterable[int], names: Sequence[str]
+) -> dict[str, list[int]]:
+    """The chunks with these numbers, by their homes among these servers."""
+    found: dict[str, list[int]] = {}
+    for i in which:
+        found.setdefault(home(names, keys[i].key.chunk_id()), []).append(i)
+    return found

@@ -1,0 +1,60 @@
+"""How Triton kernels read floating-point numbers, and where they run."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lmcache_kernels.errors import KernelInputError
+
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+"""Launch options of every kernel that computes with floating-point numbers: each operation is
+rounded by itself, as the reference does it.
+"""
+
+
+def launching(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one for launches: a CUDA device, or any if Triton interprets.
+
+    Raises:
+        KernelInputError: No kernel runs there.
+    """
+    if device.type == "cuda":
+        return torch.cuda.device(device)
+    if isinstance(widen, triton.JITFunction):
+        raise KernelInputError(
+            f"tensors are on {device}; this op has a kernel for CUDA devices only"
+        )
+    return nullcontext()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def widen(raw, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the float32 values of the words of a dtype (`checks.KINDS`), exactly."""
+    if KIND == 0:
+        values = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif KIND == 1:
+        values = raw.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        values = raw.to(tl.float32, bitcast=True)
+    return values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def narrow(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round float32 values to the words of a dtype (`checks.KINDS`): to nearest, ties to even."""
+    if KIND == 0:
+        bits = values.to(tl.uint32, bitcast=True)
+        raw = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        # Rounding by bits would make -0 of the NaN that GPUs compute, whose bits are all ones but
+        # for the sign.
+        raw = tl.where(values != values, 0x7FC0, raw).to(tl.int16)
+    elif KIND == 1:
+        raw = values.to(tl.float16).to(tl.int16, bitcast=True)
+    else:
+        raw = values.to(tl.int32, bitcast=True)
+    return raw

@@ -1,0 +1,290 @@
+"""`paged_gather` and `paged_scatter`: between the pages of a KV cache and a contiguous chunk. The
+maths: `README.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from lmcache_kernels.errors import KernelInputError
+from lmcache_kernels.paged_copy.reference import paged_gather_reference, paged_scatter_reference
+from lmcache_kernels.paged_copy.slot_runs import find_runs
+from lmcache_kernels.pages import MAX_WORD_BYTES, WORD_DTYPES, HostArray, Pages
+
+__all__ = [
+    "CheckedSlots",
+    "PagedCopy",
+    "checked_copy",
+    "paged_gather",
+    "paged_gather_reference",
+    "paged_gather_steps",
+    "paged_scatter",
+    "paged_scatter_reference",
+    "paged_scatter_steps",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedSlots:
+    """Slots that have been checked against pages, once for all copies that go there. Make them with
+    `CheckedSlots.of`.
+
+    Attributes:
+        pages: The pages.
+        slots: int64 `[num_tokens]`, contiguous, on the pages' device; `slot = block * block_size +
+            offset`. All exist.
+        are_distinct: Whether no slot occurs twice; False if that was not checked.
+    """
+
+    pages: Pages
+    slots: torch.Tensor
+    are_distinct: bool
+
+    @classmethod
+    def of(cls, pages: Pages, slot_mapping: torch.Tensor, once: bool) -> CheckedSlots:
+        """Check slots against pages. Waits for the device when the slots are on one.
+
+        Args:
+            pages: The pages.
+            slot_mapping: int64 `[num_tokens]`, on the pages' device or the CPU.
+            once: Demand that no slot occurs twice.
+
+        Raises:
+            KernelInputError: They do not fit the pages, a slot does not exist or (with `once`)
+                occurs twice.
+        """
+        if slot_mapping.dtype != torch.int64 or slot_mapping.ndim != 1:
+            raise KernelInputError(
+                f"slot_mapping must be int64 [num_tokens], not {slot_mapping.dtype}"
+                f" {tuple(slot_mapping.shape)}"
+            )
+        if slot_mapping.device != pages.device and slot_mapping.device.type != "cpu":
+            raise KernelInputError(
+                f"slot_mapping is on {slot_mapping.device}, the pages are on {pages.device}"
+            )
+        slots = slot_mapping.contiguous()
+        if slots.shape[0]:
+            _check_slots(slots, pages.num_slots, once)
+        return cls(pages, slots.to(pages.device), once)
+
+    def part(self, begin: int, end: int) -> CheckedSlots:
+        """Return the slots of tokens `[begin, end)`."""
+        return CheckedSlots(self.pages, self.slots[begin:end], self.are_distinct)
+
+    def copy_with(self, blob: torch.Tensor, writes_pages: bool) -> PagedCopy:
+        """Return a copy between these slots and a chunk.
+
+        Args:
+            blob: `[num_sides, num_layers, num_tokens, hidden_size]`, contiguous, of the pages'
+                dtype and device.
+            writes_pages: Also demand that no slot occurs twice and no two page tensors are the same
+                memory.
+
+        Raises:
+            KernelInputError: They do not fit together.
+        """
+        pages = self.pages
+        expected = (pages.num_sides, pages.num_layers, self.slots.shape[0], pages.hidden_size)
+        if tuple(blob.shape) != expected or not blob.is_contiguous():
+            kind = "contiguous" if blob.is_contiguous() else "not contiguous"
+            raise KernelInputError(
+                f"the chunk is {tuple(blob.shape)}, {kind}; expected {expected}, contiguous"
+            )
+        if blob.dtype != pages.dtype or blob.device != pages.device:
+            raise KernelInputError(
+                f"the chunk is {blob.dtype} on {blob.device}; the pages are {pages.dtype} on"
+                f" {pages.device}"
+            )
+        if writes_pages and not pages.are_distinct:
+            raise KernelInputError(
+                "two of the keys and values are the same memory: what would be written there is"
+                " ambiguous"
+            )
+        if writes_pages and not self.are_distinct:
+            raise KernelInputError("these slots were checked for reading: one may occur twice")
+        return PagedCopy(pages, self.slots, blob)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedCopy:
+    """Pages, chunk and slots of one copy, checked against each other. Make it with `checked_copy`.
+
+    Attributes:
+        pages: The pages.
+        slots: int64 `[num_tokens]`, contiguous, on the pages' device; `slot = block * block_size +
+            offset`.
+        blob: The chunk: contiguous `[num_sides, num_layers, num_tokens, hidden_size]`, of the
+            pages' dtype and device.
+    """
+
+    pages: Pages
+    slots: torch.Tensor
+    blob: torch.Tensor
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the chunk that belong to one page tensor: one side of one layer, all tokens."""
+        return self.blob.nbytes // len(self.pages.tensors)
+
+    @cached_property
+    def alignment_bytes(self) -> int:
+        """What every address, stride and contiguous run of pages and chunk is a multiple of."""
+        offset_bytes = int(self.blob.storage_offset()) * self.blob.element_size()
+        return math.gcd(self.pages.alignment_bytes, self.blob.data_ptr(), offset_bytes)
+
+    @property
+    def word_bytes(self) -> int:
+        """The widest word (8, 4, 2 or 1 bytes) in which pages and chunk can be addressed."""
+        return math.gcd(self.alignment_bytes, MAX_WORD_BYTES)
+
+
+def checked_copy(
+    pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor, writes_pages: bool
+) -> PagedCopy:
+    """Check chunk and slots against the pages. Arguments and errors are those of `CheckedSlots.of`
+    and `CheckedSlots.copy_with`.
+    """
+    return CheckedSlots.of(pages, slot_mapping, writes_pages).copy_with(blob, writes_pages)
+
+
+def paged_gather(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor) -> None:
+    """Fill `blob` with the KV of the named slots, bit for bit. Does not wait for the device to
+    finish.
+
+    Args:
+        pages: Read.
+        slot_mapping: int64 `[num_tokens]`, `slot = block * block_size + offset`, in any order, on
+            the pages' device or the CPU.
+        blob: Filled: contiguous `[num_sides, num_layers, num_tokens, num_heads * head_size]`, of
+            the pages' dtype and device.
+
+    Raises:
+        KernelInputError: The tensors do not fit together, or a slot does not exist; `blob` is
+            untouched.
+    """
+    deque(paged_gather_steps(checked_copy(pages, slot_mapping, blob, writes_pages=False)), maxlen=0)
+
+
+def paged_scatter(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor) -> None:
+    """Write `blob` into the named slots of the pages, bit for bit; no other slot changes. Does not
+    wait for the device to finish.
+
+    Args:
+        pages: Written.
+        slot_mapping: As of `paged_gather`, but no slot twice.
+        blob: As of `paged_gather`, but read.
+
+    Raises:
+        KernelInputError: The tensors do not fit together, or a slot does not exist or occurs twice;
+            the pages are untouched.
+    """
+    deque(paged_scatter_steps(checked_copy(pages, slot_mapping, blob, writes_pages=True)), maxlen=0)
+
+
+def paged_gather_steps(copy: PagedCopy) -> Iterator[int]:
+    """Gather what has been checked, step by step: for callers who check several copies first, or
+    follow the copy with more.
+
+    Yields:
+        How many of the pages, from the first, are in the chunk completely; on a device once, when
+        all are on their way.
+    """
+    return _steps(copy, to_pages=False)
+
+
+def paged_scatter_steps(copy: PagedCopy) -> Iterator[int]:
+    """Scatter what has been checked, step by step.
+
+    Yields:
+        How many of the pages, from the first, are filled from the chunk; on a device once, when all
+        are on their way.
+    """
+    return _steps(copy, to_pages=True)
+
+
+def _steps(copy: PagedCopy, to_pages: bool) -> Iterator[int]:
+    if copy.slots.shape[0] == 0:
+        return
+    if copy.pages.device.type == "cpu":
+        yield from _copy_on_host(copy, to_pages)
+        return
+    if copy.pages.device.type == "cuda":
+        from lmcache_kernels.paged_copy.kernel import launch
+
+        with torch.cuda.device(copy.pages.device):
+            launch(copy, to_pages)
+    elif to_pages:
+        paged_scatter_reference(copy)
+    else:
+        paged_gather_reference(copy)
+    yield len(copy.pages.tensors)
+
+
+def _copy_on_host(copy: PagedCopy, to_pages: bool) -> Iterator[int]:
+    """Cut the slots into runs once; then each of the pages is one pass over blocks, not tokens."""
+    runs = find_runs(copy.slots.numpy(), copy.pages.block_size)
+    pages: list[HostArray] = [page.numpy() for page in copy.pages.words(copy.word_bytes)]
+    row = pages[0].shape[2:]
+    flat = copy.blob.detach().view(-1).view(WORD_DTYPES[copy.word_bytes]).numpy()
+    chunks = flat.reshape(len(pages), len(copy.slots), *row)
+    for run in runs.edges:
+        tokens = slice(run.token, run.token + run.length)
+        place = run.block, slice(run.offset, run.offset + run.length)
+        for page, chunk in zip(pages, chunks, strict=True):
+            if to_pages:
+                page[place] = chunk[tokens]
+            else:
+                chunk[tokens] = page[place]
+    if not len(runs.blocks):
+        return
+    cuts = copy.pages.units(copy.word_bytes, runs.unit)
+    numbers = {cut[1]: runs.blocks * cut[1] + runs.places for cut in cuts if cut is not None}
+    for done, (page, cut, chunk) in enumerate(zip(pages, cuts, chunks, strict=True), 1):
+        rows = chunk[runs.begin : runs.end]
+        if cut is None:
+            if to_pages:
+                page[runs.token_slots()] = rows
+            else:
+                rows[...] = page[runs.token_slots()]
+        else:
+            view, apart = cut
+            units = rows.reshape(len(runs.blocks), *view.shape[1:])
+            # An assignment by index is three times as fast in numpy, which copies a unit in one
+            # piece; a selection is as fast in torch, which uses several threads.
+            if to_pages:
+                view.numpy()[_as_slice(numbers[apart])] = units
+            else:
+                index = torch.from_numpy(numbers[apart])
+                torch.index_select(view, 0, index, out=torch.from_numpy(units))
+        yield done
+
+
+def _as_slice(numbers: HostArray) -> HostArray | slice:
+    """Return consecutive numbers as a slice, which numpy copies faster; others as they are."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    if last - first == len(numbers) - 1 and bool((numbers[1:] - numbers[:-1] == 1).all()):
+        return slice(first, last + 1)
+    return numbers
+
+
+def _check_slots(slots: torch.Tensor, num_slots: int, once: bool) -> None:
+    facts = [*torch.aminmax(slots)]
+    if once:
+        ordered = slots.sort().values
+        facts.append((ordered[1:] == ordered[:-1]).sum())
+    low, high, *repeats = torch.stack(facts).tolist()  # waits for the device once
+    if low < 0 or high >= num_slots:
+        raise KernelInputError(
+            f"slot_mapping holds {low if low < 0 else high}; the slots of these pages are 0 …"
+            f" {num_slots - 1}"
+        )
+    if any(repeats):
+        raise KernelInputError(
+            f"slot_mapping names {repeats[0]} slots more than once: a slot has the KV of one token"
+        )

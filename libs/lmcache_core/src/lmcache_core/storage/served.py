@@ -1,0 +1,302 @@
+"""What a process serves to others over lm://: the chunks of its own tiers, by default never those
+of its peers or of its remote tier, and each client only what it can decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from lmcache_core._typing import override
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.memory.buffer import BufferAllocator
+from lmcache_core.record import RAW_SERDE, Chunk, Miss, MissReason, Result, release_all
+from lmcache_core.serde.codec import ChunkCodec
+from lmcache_core.storage.codecs import Codecs, encoded_chunk
+from lmcache_core.storage.disk.pool import abandon, release_result, wait_all
+from lmcache_core.storage.stack import DEFAULT_TIMEOUT_S, LOCAL_TIERS, TierStack
+from lmcache_core.storage.unusable import UnusableRecords
+from lmcache_core.telemetry import CodecFigures
+from lmcache_core.wire import AdaptsToClients, ServedStore
+from lmcache_core.wire.capabilities import Accepts
+
+
+class LocalStore(ServedStore):
+    """A `ServedStore` over the local tiers of a stack, or those that are named.
+
+    Args:
+        stack: The tiers.
+        accepts_puts: Asked at every PUT and its allocation: False while draining, or always for a
+            read-only store.
+        timeout_s: Longest wait on slower tiers for one request.
+        tiers: Names of the tiers that are served; None: all.
+    """
+
+    def __init__(
+        self,
+        stack: TierStack,
+        accepts_puts: Callable[[], bool],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        tiers: Sequence[str] | None = LOCAL_TIERS,
+    ) -> None:
+        self._stack = stack
+        self._tiers = tiers
+        self._accepts_puts = accepts_puts
+        self._timeout_s = timeout_s
+
+    @override
+    def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
+        return self._stack.receive(num_bytes, tenant) if self._accepts_puts() else None
+
+    @override
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return [
+            tier is not None
+            for tier in await self._stack.batched_tiers(keys, self._timeout_s, self._tiers)
+        ]
+
+    @override
+    async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
+        return await self._stack.batched_get(keys, self._timeout_s, search_range=self._tiers)
+
+    @override
+    async def put(self, chunk: Chunk) -> bool:
+        if not self._accepts_puts():
+            return False
+        (is_kept,) = await self._stack.batched_put([chunk])
+        return is_kept
+
+    @override
+    async def remove(self, keys: Sequence[ChunkKey]) -> int:
+        return await self._stack.batched_remove(keys, self._tiers)
+
+
+class WrappedStore(ServedStore):
+    """A `ServedStore` around another one that forwards everything.
+
+    Args:
+        store: What is wrapped.
+    """
+
+    def __init__(self, store: ServedStore) -> None:
+        self._store = store
+
+    @override
+    def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
+        return self._store.allocate(num_bytes, tenant)
+
+    @override
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return await self._store.contains(keys)
+
+    @override
+    async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
+        return await self._store.get(keys)
+
+    @override
+    async def put(self, chunk: Chunk) -> bool:
+        return await self._store.put(chunk)
+
+    @override
+    async def remove(self, keys: Sequence[ChunkKey]) -> int:
+        return await self._store.remove(keys)
+
+
+class LosslessStore(WrappedStore):
+    """A store as clients see it that take nothing lossy: a lossy record is a miss, is not there,
+    and gives place to a lossless one.
+
+    Args:
+        store: What is wrapped.
+    """
+
+    def __init__(self, store: ServedStore) -> None:
+        super().__init__(store)
+        self._replaceable = UnusableRecords()
+
+    @override
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Return which chunks a `get` would find now; that a record is lossy is known only once it
+        was read.
+        """
+        found = await self._store.contains(keys)
+        return [
+            is_there and key not in self._replaceable
+            for key, is_there in zip(keys, found, strict=True)
+        ]
+
+    @override
+    async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
+        return [self._let_out(result) for result in await self._store.get(keys)]
+
+    @override
+    async def put(self, chunk: Chunk) -> bool:
+        if chunk.key in self._replaceable and not chunk.lossy:
+            # From every tier: those that write later would keep the record that they have.
+            await self._store.remove([chunk.key])
+            self._replaceable.forget([chunk.key])
+        return await self._store.put(chunk)
+
+    @override
+    async def remove(self, keys: Sequence[ChunkKey]) -> int:
+        num_removed = await self._store.remove(keys)
+        self._replaceable.forget(keys)
+        return num_removed
+
+    def _let_out(self, result: Result) -> Result:
+        if isinstance(result, Miss):
+            return result
+        if not result.lossy:
+            self._replaceable.forget([result.key])
+            return result
+        self._replaceable.note(result.key)
+        result.release()
+        return Miss(MissReason.ENCODING)
+
+
+class ClientView(WrappedStore, AdaptsToClients):
+    """A store that holds records as they come, and `AdaptsToClients`.
+
+    Args:
+        store: What is wrapped.
+    """
+
+    def __init__(self, store: ServedStore) -> None:
+        super().__init__(store)
+        self._lossless = LosslessStore(store)
+
+    @property
+    @override
+    def offers(self) -> Accepts:
+        return Accepts(lossy=True)
+
+    @override
+    def for_client(self, accepts: Accepts) -> ServedStore:
+        return self._store if accepts.lossy else self._lossless
+
+
+MAX_ENCODING_BYTES = 128 << 20
+"""Raw bytes that are being encoded for peers at once; what more is asked for goes out raw, since
+waiting may take longer than sending.
+"""
+MAX_SENDING_BYTES = 256 << 20
+"""Encoded bytes that are held until they are sent."""
+
+
+class EncodingStore(ClientView):
+    """Serves raw chunks encoded, to clients who say that they decode the serde (and, if it loses
+    something, that they take that).
+
+    All others get raw chunks, and nothing lossy unless they take it.
+
+    Args:
+        store: What is wrapped.
+        codecs: Open while this store serves.
+        serde: How chunks are encoded, one that `codecs` was made with; "naive": not at all.
+    """
+
+    def __init__(self, store: ServedStore, codecs: Codecs, serde: str) -> None:
+        super().__init__(store)
+        self._codec = codecs.named(serde)
+        self._codecs = codecs
+        self._work = _Work(codecs)
+
+    @property
+    @override
+    def offers(self) -> Accepts:
+        return Accepts(True, frozenset() if self._codec is None else frozenset({self._codec.serde}))
+
+    @override
+    def for_client(self, accepts: Accepts) -> ServedStore:
+        store, codec = super().for_client(accepts), self._codec
+        if (
+            codec is None
+            or codec.serde not in accepts.serdes
+            or (codec.lossy and not accepts.lossy)
+        ):
+            return store
+        return _EncodedView(store, codec, self._work)
+
+    def stats(self) -> dict[str, int]:
+        """What was encoded, and how many encoded bytes wait to be sent."""
+        return self._work.figures.stats() | {"sending_bytes": self._work.memory.used_bytes}
+
+
+class _Work:
+    """What all views of a store share: threads, bounds, figures."""
+
+    def __init__(self, codecs: Codecs) -> None:
+        self.threads = codecs.encoding
+        self.figures = CodecFigures(whole=codecs.figures)
+        self.memory = BufferAllocator(capacity_bytes=MAX_SENDING_BYTES)
+        self.encoding_bytes = 0
+
+    def run(self, codec: ChunkCodec, chunk: Chunk) -> Chunk | None:
+        """The chunk, encoded, in memory that is counted; None: it goes out as it is. Takes over
+        a reference.
+        """
+        try:
+            encoded = encoded_chunk(codec, chunk, self.figures)
+            memory = (
+                None
+                if encoded is None
+                else self.memory.allocate((encoded.memory.get_size(),), None)
+            )
+            if encoded is None or memory is None:
+                return None
+            memory.byte_array[:] = encoded.memory.byte_array
+            return encoded.moved(memory, encoded.tier)
+        finally:
+            chunk.release()
+
+
+class _EncodedView(WrappedStore):
+    def __init__(self, store: ServedStore, codec: ChunkCodec, work: _Work) -> None:
+        super().__init__(store)
+        self._codec = codec
+        self._work = work
+
+    @override
+    async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
+        results = await self._store.get(keys)
+        work = self._work
+        futures: dict[int, Future[Chunk | None]] = {}
+        num_bytes = 0
+        try:
+            for i, result in enumerate(results):
+                if isinstance(result, Chunk) and self._is_worth_it(result):
+                    futures[i] = self._submit(result)
+                    work.encoding_bytes += result.memory.get_size()
+                    num_bytes += result.memory.get_size()
+            await wait_all(list(futures.values()))
+            encoded = {
+                i: future.result() for i, future in futures.items() if not future.cancelled()
+            }
+        except BaseException:
+            for future in futures.values():
+                abandon(future, release_result)
+            release_all(results)
+            raise
+        finally:
+            work.encoding_bytes -= num_bytes
+        for i, chunk in encoded.items():
+            raw = results[i]
+            if chunk is not None and isinstance(raw, Chunk):
+                raw.release()
+                results[i] = chunk
+        return results
+
+    def _is_worth_it(self, chunk: Chunk) -> bool:
+        is_raw = chunk.described.serde == RAW_SERDE
+        return is_raw and self._work.encoding_bytes + chunk.memory.get_size() <= MAX_ENCODING_BYTES
+
+    def _submit(self, chunk: Chunk) -> Future[Chunk | None]:
+        chunk.memory.ref_count_up()
+        try:
+            future = self._work.threads.submit(self._work.run, self._codec, chunk)
+        except BaseException:
+            chunk.release()
+            raise
+        future.add_done_callback(lambda done: chunk.release() if done.cancelled() else None)
+        return future

@@ -1,0 +1,222 @@
+"""`/v1/stats` and `/v1/admin`: evict, clear, drain, and chunks that an operator keeps in memory."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter
+from lmcache_core.storage.pin_board import MAX_PINNED_CHUNKS
+from lmcache_node.admin import (
+    DEFAULT_TTL_S,
+    ClearAnswer,
+    DrainAnswer,
+    DrainView,
+    EvictAnswer,
+    EvictBytesRequest,
+    PinnedBytes,
+    Ttl,
+    UnpinAnswer,
+    pinned_bytes,
+)
+from lmcache_node.settings import Tenant
+from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lmcache_storage.chunks import UrlKey, chunk_key
+from lmcache_storage.problems import DrainingError
+from lmcache_storage.storage import RunningStorage
+
+UrlKeys = Annotated[list[UrlKey], Field(min_length=1, max_length=MAX_PINNED_CHUNKS)]
+
+
+class StorageStats(BaseModel):
+    """The storage at a glance."""
+
+    instance: str
+    advertise_url: str
+    draining: bool
+    settled: bool = Field(description="Whether everything stored has reached the disk and lookup")
+    num_connections: int = Field(description="Open lm:// connections")
+    tiers: dict[str, dict[str, int]]
+    drain: DrainView
+    replicas: list[str] | None = Field(
+        description="The other instances, as they call themselves; null where none are configured"
+    )
+    reporter: dict[str, int] | None = Field(
+        description="What lookup has been told; null without one"
+    )
+
+
+class ClearTenantRequest(BaseModel):
+    """Whose chunks to forget: those of the caller's tenant where nothing is said."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tenant: Tenant | None = None
+    all_tenants: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> ClearTenantRequest:
+        if self.all_tenants and self.tenant is not None:
+            raise ValueError("name one tenant or all_tenants, not both")
+        return self
+
+
+class PinKeysRequest(BaseModel):
+    """What to keep in memory, and for how long."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    keys: UrlKeys
+    ttl_s: Ttl = DEFAULT_TTL_S
+    tenant: Tenant | None = Field(
+        None, description="Whose chunks: those of the caller's tenant where nothing is said"
+    )
+
+
+class UnpinnedKey(BaseModel):
+    """One chunk that is not kept."""
+
+    key: str
+    reason: str = Field(
+        description="Why it is missing here, or `pin_bound`: too much is pinned already"
+    )
+
+
+class PinKeysAnswer(PinnedBytes):
+    """What is kept now."""
+
+    num_pinned: int = Field(description="Of the chunks asked for")
+    not_pinned: list[UnpinnedKey]
+
+
+class UnpinKeysRequest(BaseModel):
+    """What to keep no longer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    keys: UrlKeys | None = Field(None, description="Without it, everything of the tenant")
+    tenant: Tenant | None = Field(
+        None, description="Whose chunks: those of the caller's tenant where nothing is said"
+    )
+
+
+class PinnedKey(BaseModel):
+    """One chunk that is kept."""
+
+    key: str
+    tenant: str
+    num_bytes: int
+    expires_in_s: float
+
+
+class PinnedKeys(PinnedBytes):
+    """Everything that is kept, of all tenants."""
+
+    pins: list[PinnedKey]
+
+
+router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
+pins_router = APIRouter(prefix="/v1/admin", tags=["pins"], route_class=GuardedRoute)
+
+
+@router.get("/stats")
+async def stats(storage: RunningStorage, principal: ClientPrincipal) -> StorageStats:
+    """Show a summary."""
+    return StorageStats(
+        instance=storage.settings.instance_id,
+        advertise_url=storage.distributed_url,
+        draining=storage.drain.has_begun,
+        settled=storage.is_settled,
+        num_connections=storage.lm_server.num_connections,
+        tiers=storage.stack.stats(),
+        drain=DrainView.model_validate(storage.drain.progress),
+        replicas=None if storage.servers is None else sorted(storage.servers.known()),
+        reporter=None if storage.reporter is None else storage.reporter.stats,
+    )
+
+
+@router.post("/admin/evict")
+async def evict(
+    storage: RunningStorage, principal: AdminPrincipal, request: EvictBytesRequest
+) -> EvictAnswer:
+    """Free host memory, coldest chunks first. The disk keeps its copies."""
+    return EvictAnswer(freed_bytes=await storage.stack.hot.evict(request.num_bytes))
+
+
+@router.post("/admin/clear")
+async def clear(
+    storage: RunningStorage, principal: AdminPrincipal, request: ClearTenantRequest | None = None
+) -> ClearAnswer:
+    """Remove the chunks of one tenant (default: the caller's) or of all."""
+    wanted = request or ClearTenantRequest()
+    tenant = None if wanted.all_tenants else wanted.tenant or principal.tenant
+    return ClearAnswer(num_chunks=await storage.stack.clear(tenant))
+
+
+@router.post("/admin/drain")
+async def drain(
+    storage: RunningStorage, principal: AdminPrincipal, wait: bool = True
+) -> DrainAnswer:
+    """Drain: become unready, accept no new chunks, finish writes, hand over all chunks.
+
+    Reads continue.
+    """
+    storage.drain.begin()
+    if wait:
+        await storage.drain.run()
+    return DrainAnswer(
+        draining=True,
+        settled=not storage.stack.is_writing,
+        drain=DrainView.model_validate(storage.drain.progress),
+    )
+
+
+@pins_router.post("/pin")
+async def pin(
+    storage: RunningStorage, principal: AdminPrincipal, request: PinKeysRequest
+) -> PinKeysAnswer:
+    """Pin chunks: load them into memory and protect them from eviction."""
+    if storage.drain.has_begun:
+        raise DrainingError("this instance is draining")
+    tenant = request.tenant or principal.tenant
+    keys = [chunk_key(tenant, key) for key in dict.fromkeys(request.keys)]
+    reasons = await storage.pins.pin(keys, request.ttl_s)
+    return PinKeysAnswer(
+        num_pinned=len(keys) - len(reasons),
+        not_pinned=[
+            UnpinnedKey(key=key.key.to_url(), reason=reason) for key, reason in reasons.items()
+        ],
+        **pinned_bytes(storage.pins),
+    )
+
+
+@pins_router.post("/unpin")
+async def unpin(
+    storage: RunningStorage, principal: AdminPrincipal, request: UnpinKeysRequest | None = None
+) -> UnpinAnswer:
+    """Unpin chunks."""
+    wanted = request or UnpinKeysRequest(keys=None, tenant=None)
+    tenant = wanted.tenant or principal.tenant
+    if wanted.keys is None:
+        keys = [pinned.key for pinned in storage.pins.pins() if pinned.key.tenant == tenant]
+    else:
+        keys = [chunk_key(tenant, key) for key in wanted.keys]
+    return UnpinAnswer(num_unpinned=storage.pins.unpin(keys))
+
+
+@pins_router.get("/pins")
+async def pins(storage: RunningStorage, principal: AdminPrincipal) -> PinnedKeys:
+    """List pins and their remaining time."""
+    return PinnedKeys(
+        pins=[
+            PinnedKey(
+                key=pinned.key.key.to_url(),
+                tenant=pinned.key.tenant,
+                num_bytes=pinned.num_bytes,
+                expires_in_s=round(pinned.expires_in_s, 3),
+            )
+            for pinned in storage.pins.pins()
+        ],
+        **pinned_bytes(storage.pins),
+    )

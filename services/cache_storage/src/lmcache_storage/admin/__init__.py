@@ -1,1 +1,0 @@
-"""Figures and administration, for people."""

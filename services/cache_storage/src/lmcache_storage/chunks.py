@@ -1,0 +1,271 @@
+"""`/v1/chunks`: store, read, ask, remove, list. All in the namespace of the caller's tenant."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from lmcache_core.errors import CapacityError, RecordError
+from lmcache_core.keys import CacheEngineKey, ChunkKey
+from lmcache_core.record import Chunk, Miss, MissReason, RecordReason
+from lmcache_core.storage.remote.http import RecordStream
+from lmcache_core.wire import ServedStore, ServerLimits
+from lmcache_core.wire.capabilities import Accepts
+from lmcache_core.wire.stream import paced
+from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
+from lmcache_servicekit.errors import NotFoundError
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
+
+from lmcache_storage.problems import DrainingError, RecordTooLargeError, SlowClientError
+from lmcache_storage.records import RECORD_TYPE, RecordResponse, RecordsResponse
+from lmcache_storage.storage import RunningStorage
+
+MAX_PAGE: Final = 1000
+MAX_KEYS: Final = 4096
+MAX_URL_KEY_CHARS: Final = 6000
+MAX_ACCEPT_CHARS: Final = 256
+LOSSLESS: Final = "lossless"
+RECORD_CONTENT: Final = {
+    "content": {RECORD_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+}
+
+UrlKey = Annotated[
+    str, Field(min_length=1, max_length=MAX_URL_KEY_CHARS, description="A key in its URL spelling")
+]
+PathKey = Annotated[
+    str, Path(max_length=MAX_URL_KEY_CHARS, description="The chunk's key in its URL spelling")
+]
+AcceptHeader = Annotated[
+    str,
+    Header(
+        alias="LMCache-Accept",
+        max_length=MAX_ACCEPT_CHARS,
+        description=(
+            "`lossless`: records that were encoded with loss are not served, and give place to what"
+            " is stored without. By default everything is served. A list with commas; words of"
+            " later versions are passed over."
+        ),
+    ),
+]
+
+
+class Keys(BaseModel):
+    """Chunks that are asked about."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    keys: list[UrlKey] = Field(max_length=MAX_KEYS)
+
+
+class Present(BaseModel):
+    """Which of them are here, in the order of the keys."""
+
+    present: list[bool]
+
+
+class ListedChunk(BaseModel):
+    """One chunk."""
+
+    key: str
+    size_bytes: int
+    tiers: list[str]
+
+
+class ListedChunks(BaseModel):
+    """A page of the caller's chunks."""
+
+    chunks: list[ListedChunk]
+    next_offset: int | None
+
+
+def chunk_key(tenant: str, url_key: str) -> ChunkKey:
+    """Return a key in a tenant's namespace; raise `IdentityError` for a malformed one."""
+    return ChunkKey(tenant, CacheEngineKey.from_url(url_key))
+
+
+async def _visible_store(storage: RunningStorage, accept: AcceptHeader = "") -> ServedStore:
+    """Return the chunks that the caller can decode."""
+    words = {word.strip().lower() for word in accept.split(",")}
+    return storage.store.for_client(Accepts(lossy=LOSSLESS not in words))
+
+
+VisibleStore = Annotated[ServedStore, Depends(_visible_store)]
+
+router = APIRouter(prefix="/v1", tags=["chunks"], route_class=GuardedRoute)
+
+
+@router.put(
+    "/chunks/{key}",
+    status_code=201,
+    response_class=Response,
+    openapi_extra={"requestBody": {"required": True, **RECORD_CONTENT}},
+    responses={201: {"description": "Kept"}, 204: {"description": "It was here already"}},
+)
+async def put_chunk(
+    key: PathKey,
+    request: Request,
+    principal: ClientPrincipal,
+    storage: RunningStorage,
+    store: VisibleStore,
+) -> Response:
+    """Store one verified record under its key."""
+    name = chunk_key(principal.tenant, key)
+    if not storage.takes_chunks():
+        raise DrainingError("this instance is draining")
+    chunk = await receive_record(request, name, store, storage.limits)
+    try:
+        # The first question reaches no bucket; the second knows what this client can decode.
+        [is_near] = await storage.near.contains([name])
+        was_here = is_near and await store.contains([name]) == [True]
+        if not await store.put(chunk):
+            raise CapacityError(f"no room for a record of {chunk.num_bytes} bytes")
+    finally:
+        chunk.release()
+    return Response(status_code=204 if was_here else 201)
+
+
+@router.get(
+    "/chunks/{key}",
+    response_class=Response,
+    responses={200: {"description": "The record", **RECORD_CONTENT}},
+)
+async def get_chunk(
+    key: PathKey, principal: ClientPrincipal, storage: RunningStorage, store: VisibleStore
+) -> Response:
+    """Read one record."""
+    [result] = await store.get([chunk_key(principal.tenant, key)])
+    if isinstance(result, Miss):
+        raise NotFoundError(f"the chunk is not served: {result.reason}")
+    return RecordResponse(result, storage.limits)
+
+
+@router.head("/chunks/{key}", response_class=Response)
+async def head_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleStore) -> Response:
+    """Check whether one chunk exists."""
+    if await store.contains([chunk_key(principal.tenant, key)]) != [True]:
+        raise NotFoundError("the chunk is not here")
+    response = Response(media_type=RECORD_TYPE)
+    del response.headers["content-length"]
+    return response
+
+
+@router.delete("/chunks/{key}", status_code=204, response_class=Response)
+async def delete_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleStore) -> Response:
+    """Remove one chunk."""
+    if not await store.remove([chunk_key(principal.tenant, key)]):
+        raise NotFoundError("the chunk is not here")
+    return Response(status_code=204)
+
+
+@router.post("/chunks:contains")
+async def contains(keys: Keys, principal: ClientPrincipal, store: VisibleStore) -> Present:
+    """Check which chunks exist."""
+    names = [chunk_key(principal.tenant, key) for key in keys.keys]
+    return Present(present=await store.contains(names))
+
+
+@router.post(
+    "/chunks:get",
+    response_class=Response,
+    responses={200: {"description": "Records back to back", **RECORD_CONTENT}},
+)
+async def get_chunks(
+    keys: Keys, principal: ClientPrincipal, storage: RunningStorage, store: VisibleStore
+) -> Response:
+    """Read many records; missing ones are left out."""
+    # Each once: a short request must not ask for one record thousands of times.
+    names = [chunk_key(principal.tenant, key) for key in dict.fromkeys(keys.keys)]
+    return RecordsResponse(store, names, storage.limits)
+
+
+@router.get("/chunks")
+async def list_chunks(
+    principal: ClientPrincipal,
+    storage: RunningStorage,
+    offset: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+) -> ListedChunks:
+    """List the caller's chunks by key."""
+    end = offset + limit
+    held = await storage.holdings(principal.tenant)
+    page = [
+        ListedChunk(key=key.key.to_url(), size_bytes=size, tiers=tiers)
+        for key, size, tiers in held[offset:end]
+    ]
+    return ListedChunks(chunks=page, next_offset=end if end < len(held) else None)
+
+
+async def receive_record(
+    request: Request, key: ChunkKey, store: ServedStore, limits: ServerLimits
+) -> Chunk:
+    """Read a request's body into the arena and verify it there. The caller owns the chunk.
+
+    Args:
+        request: Its body is one record.
+        key: The key that the record must have.
+        store: Gives the memory.
+        limits: Bounds of a record's size and of how slow a client may be.
+
+    Raises:
+        RecordError: The body is not one intact record of that key.
+        RecordTooLargeError: It declares more than `max_blob_bytes`.
+        CapacityError: There is no room for it.
+        SlowClientError: The body did not arrive in time, or its client went away.
+    """
+    num_received = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal num_received
+        try:
+            async for piece in request.stream():
+                num_received += len(piece)
+                yield piece
+        except ClientDisconnect as exc:
+            raise SlowClientError("the client went away in the middle of its body") from exc
+
+    records = RecordStream(pieces())
+    try:
+        async with asyncio.timeout(limits.transfer_s(0)):
+            head = await records.next_head()
+        if head is None:
+            raise RecordError(
+                RecordReason.SHORT, "the body does not begin with the intact head of a record"
+            )
+        if head.header.key != key.key.canonical():
+            raise RecordError(RecordReason.WRONG_KEY, "the record has another key than the path")
+        # Before memory is taken for what the head declares.
+        num_bytes = len(head.head) + head.payload_bytes
+        declared = request.headers.get("content-length")
+        if declared is not None and num_bytes != int(declared[:19]):
+            raise RecordError(
+                RecordReason.BOUNDS,
+                f"the head declares a record of {num_bytes} bytes, the body has {declared[:19]}",
+            )
+        if num_bytes > limits.max_blob_bytes:
+            raise RecordTooLargeError(
+                f"the head declares a record of {num_bytes} bytes; at most"
+                f" {limits.max_blob_bytes} are taken (max_record_mb)"
+            )
+        async with paced(limits.transfer_s, lambda: num_received):
+            result = await records.chunk(key, partial(store.allocate, tenant=key.tenant))
+        if isinstance(result, Miss):
+            if result.reason is MissReason.NO_MEMORY:
+                raise CapacityError(f"no room for a payload of {head.payload_bytes} bytes")
+            raise RecordError(
+                RecordReason.DIGEST, "the payload is not the one that the head describes"
+            )
+        try:
+            async with asyncio.timeout(limits.transfer_s(0)):
+                more = await records.next_head()
+            if more is not None or records.is_damaged:
+                raise RecordError(RecordReason.BOUNDS, "there are bytes after the record")
+        except BaseException:
+            result.release()
+            raise
+    except TimeoutError as exc:
+        raise SlowClientError("the rest of the body did not arrive in time") from exc
+    return result

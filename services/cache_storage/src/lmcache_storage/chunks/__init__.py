@@ -1,1 +1,0 @@
-"""Chunks over REST."""

@@ -1,0 +1,1 @@
+"""Train the demo's models again: `make model`, or `python -m tests.training.train --help`."""
