@@ -1,9 +1,10 @@
-"""What holds for every test process: how many there are, their threads, their signals; and tests
-without PyTorch.
+"""What holds for every test process: how many there are, their threads, their signals, the patience
+of Hypothesis; and tests without PyTorch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -23,6 +24,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # inherit that. Tests that interrupt a child need the default, whatever started the tests.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy machine stops for longer than Hypothesis lets an example, or its generation, take. vLLM's
+# environment has no Hypothesis.
+with contextlib.suppress(ModuleNotFoundError):
+    import hypothesis
+
+    hypothesis.settings.register_profile(
+        "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("patient")
 
 
 @pytest.hookimpl(optionalhook=True)  # vLLM's environment has no such plugin

@@ -223,7 +223,7 @@ def working(engine: LMCacheEngine, sidecar: ChaoticSidecar, seed: int) -> Iterat
             thread.join()
 
 
-def eventually(condition: Callable[[], object], what: str, seconds: float = 10.0) -> None:
+def eventually(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
@@ -260,8 +260,11 @@ def test_chaos_changes_nothing_but_the_hit_ratio(tmp_path: Path, verify_hot: str
                     until = time.monotonic() + CHAOS_S
                     while time.monotonic() < until and not workload.faults:
                         dice.choice((sidecar.kill, sidecar.stop, sidecar.stop, sidecar.end))(dice)
+                    eventually(
+                        lambda: workload.num_hits > 20 or bool(workload.faults),
+                        "the test has tested nothing",
+                    )
                 assert not workload.faults, f"seed {SEED}: {workload.faults}"
-                assert workload.num_hits > 20, "the test has tested something"
                 tokens, kv = workload.prompts[0]
 
                 def is_back() -> bool:

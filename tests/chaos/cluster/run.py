@@ -17,7 +17,7 @@ from tests.chaos.cluster.engines import Engines
 from tests.chaos.cluster.inspection import Usage, grown, until_tidy, usages
 from tests.chaos.cluster.plan import SIDECARS, Fault
 
-HEAL_TIMEOUT_S = 45.0
+HEAL_TIMEOUT_S = 90.0
 HIT_SHARE = 0.7
 """Of the hit ratio before the faults: that much must be back after them."""
 FIRST_PROBE = 10_000

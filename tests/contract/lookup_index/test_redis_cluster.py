@@ -76,7 +76,7 @@ def stores(chunk_ids: Sequence[bytes] = CHUNKS) -> list[IndexEvent]:
 
 async def at_last(call: Callable[[], Awaitable[T]]) -> T:
     """What a call answers when it can be answered again."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return await call()

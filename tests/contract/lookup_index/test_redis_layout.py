@@ -233,7 +233,7 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout_once() -> None:
             await index.holders("acme", [CHUNK])
         assert asyncio.get_running_loop().time() - started < 1.0
         server.resume()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     assert (await index.holders("acme", [CHUNK]))[0]

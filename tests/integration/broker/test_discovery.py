@@ -46,7 +46,7 @@ class World:
         return await self.until(lambda peers: sorted(peers) == sorted(ids))
 
     async def until_watching(self, num_watches: int = 1) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.api.watches) < num_watches:
                 await asyncio.sleep(0.005)
 
@@ -147,7 +147,7 @@ async def test_a_pod_that_is_marked_for_deletion_drains_and_one_that_has_gone_lo
 async def test_one_that_registers_for_itself_is_there_once(api: KubernetesApi) -> None:
     await api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1")))
     async with following(api, discovery_tenant="acme", auth_tokens_file=None) as world:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (await world.rest.get("/metrics")).text.find("\nlmcache_broker_peers 1.0\n") < 0:
                 await asyncio.sleep(0.01)
         assert await world.peers() == {}, "it is taken to be another tenant's"
@@ -300,7 +300,7 @@ async def test_peers_from_a_list() -> None:
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://broker") as rest,
     ):
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60.0
         while not (peers := (await rest.get("/v1/peers")).json()["peers"]):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)

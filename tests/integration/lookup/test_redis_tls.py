@@ -91,7 +91,7 @@ async def test_new_connections_read_replaced_files(tmp_path: Path) -> None:
         with pytest.raises(UnavailableError):
             await index.ping()
         replace(trusted, authority.file.read_bytes() + later.file.read_bytes())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not await answers(index):
                 await asyncio.sleep(0.1)
         await index.close()

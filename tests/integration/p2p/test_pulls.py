@@ -117,7 +117,7 @@ async def test_what_a_cut_peer_has_not_brought_comes_from_another(world: Town) -
     await world.add("a", NAMES, bytes_per_s=200_000)
     await world.add("b", NAMES, load=0.9)
     pulling = asyncio.create_task(world.pull(NAMES, ["a", "b"], timeout_s=30.0))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while world.proxies["a"].num_passed < 20_000:
             await asyncio.sleep(0.005)
     await world.proxies["a"].close()
@@ -132,7 +132,7 @@ async def test_what_a_cut_peer_has_not_brought_comes_from_another(world: Town) -
 async def test_without_another_holder_the_rest_is_a_miss(world: Town) -> None:
     await world.add("a", NAMES, bytes_per_s=200_000)
     pulling = asyncio.create_task(world.pull(NAMES, ["a"], timeout_s=30.0))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while world.parts.figures.pulled_chunks < 4:
             await asyncio.sleep(0.005)
     await world.proxies["a"].close()
@@ -173,7 +173,7 @@ async def test_damaged_records_come_from_the_next_holder(world: Town) -> None:
 async def test_a_read_that_is_broken_off_gives_everything_back(world: Town) -> None:
     await world.add("a", NAMES, bytes_per_s=200_000)
     pulling = asyncio.create_task(world.pull(NAMES, ["a"], timeout_s=30.0))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while world.parts.figures.pulled_chunks < 4:
             await asyncio.sleep(0.005)
     pulling.cancel()

@@ -27,7 +27,7 @@ def lines(guarded: Guarded) -> list[dict[str, Any]]:
 
 
 def await_lines(guarded: Guarded, num_lines: int) -> Sequence[dict[str, Any]]:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60.0
     while len(lines(guarded)) < num_lines:
         assert time.monotonic() < deadline, lines(guarded)
         time.sleep(0.02)

@@ -123,7 +123,7 @@ def free_port() -> int:
         return port
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

@@ -63,7 +63,7 @@ def start(
     return RunningSidecar(process, tmp_path / "s.sock", ports["port"], ports["health_port"])
 
 
-def eventually(condition: Any, seconds: float = 8.0) -> None:
+def eventually(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

@@ -112,7 +112,7 @@ async def test_values_outlive_a_restart_on_the_disk(
     await settle(storage)
     storage.stop(end)
     storage.start()
-    async with compat_client(port_of(storage)) as client, asyncio.timeout(20):
+    async with compat_client(port_of(storage)) as client, asyncio.timeout(60):
         while not await client.exists("k9"):
             await asyncio.sleep(0.02)
         for i in range(10):

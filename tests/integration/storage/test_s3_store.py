@@ -92,7 +92,7 @@ async def figures(rest: httpx.AsyncClient) -> dict[str, int]:
 
 
 async def until(condition: Callable[[], Awaitable[Any]]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.05)
 

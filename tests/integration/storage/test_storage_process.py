@@ -64,14 +64,14 @@ async def doors(
 
 
 async def settled(rest: httpx.AsyncClient) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (stats := (await rest.get("/v1/stats")).json())["settled"]:
             await asyncio.sleep(0.02)
     return dict(stats)
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.05)
 

@@ -296,7 +296,7 @@ async def test_what_is_handed_over_and_what_is_refused_is_told() -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -15,7 +15,7 @@ from tests.fixtures.documents import Watched, document, request, retrieving, sto
 from tests.fixtures.embedded import embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def test_segments_are_fetched_at_the_same_time_and_not_too_many():
@@ -132,7 +132,7 @@ def test_whoever_closes_waits_for_what_is_under_way_and_for_nothing_else():
 
 
 def test_all_segments_together_have_one_deadline(monkeypatch):
-    monkeypatch.setattr(retriever_module, "RETRIEVAL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(retriever_module, "RETRIEVAL_TIMEOUT_S", 0.6)
     go_on, first = threading.Event(), document(0, 14)
 
     def hold(tokens):
@@ -143,9 +143,9 @@ def test_all_segments_together_have_one_deadline(monkeypatch):
         task = request(made, torch.cat(documents))
         began = time.monotonic()
         try:
-            with pytest.raises(TimeoutError, match="11 of 12 segments did not come within 0 s"):
+            with pytest.raises(TimeoutError, match="11 of 12 segments did not come within 1 s"):
                 task.result(0)
-            assert time.monotonic() - began < 1.5, "not one deadline for each"
+            assert time.monotonic() - began < 6.0, "not one deadline for each"
         finally:
             go_on.set()
         until(lambda: all(one.done() for one in task._tasks), "they end")

@@ -22,7 +22,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 SHORTEST = b"GET /v1/x HTTP/1.1\r\n\r\n"
 MAX_WAITING = PARSED_AT_ONCE // len(SHORTEST) + 1
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class Server:

@@ -175,7 +175,7 @@ def stopping_slowly(tmp_path: Path, seconds: float) -> Iterator[subprocess.Popen
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60.0
             while not (tmp_path / "port").exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)

@@ -63,7 +63,7 @@ def pinned_bytes(client: SidecarConnection, *numbers: int) -> tuple[list[bytes],
     ], answer
 
 
-def wait_for(condition: object, seconds: float = 3.0) -> None:
+def wait_for(condition: object, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "did not happen in time"

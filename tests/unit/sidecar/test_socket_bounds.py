@@ -20,7 +20,7 @@ LARGE = m.encode(m.Commit(tuple((number, bytes(60_000)) for number in range(10))
 """A valid request of 600 kB."""
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 3.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

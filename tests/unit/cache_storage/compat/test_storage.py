@@ -121,7 +121,7 @@ async def test_values_stay_at_the_server_where_their_client_looks_for_them(tmp_p
         assert (
             await rest.put(f"/v1/chunks/{make_key('a').key.to_url()}", content=make_record("a"))
         ).status_code == 201
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (stats := (await rest.get("/v1/stats")).json())["settled"]:
                 await asyncio.sleep(0.01)
         assert [tier["num_chunks"] for tier in stats["tiers"].values()] == [2, 2]

@@ -94,7 +94,7 @@ def test_a_late_result_is_discarded_and_none_is_lost(loop: LoopThread, lateness_
                 loop.run(_unstoppable(begun, number, 0.03 + lateness_s), 0.03, discarded.append)
             )
     assert begun
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while len(discarded) + len(returned) < len(begun):
         assert time.monotonic() < deadline, "a result was lost"
         time.sleep(0.005)
@@ -117,8 +117,8 @@ def test_a_blocked_loop_does_not_hold_the_caller(loop: LoopThread) -> None:
     discarded: list[int] = []
     begin = time.monotonic()
     with pytest.raises(UnavailableError):
-        loop.run(block(0.4), 0.05, discarded.append)
-    assert time.monotonic() - begin < 0.3
+        loop.run(block(2.0), 0.05, discarded.append)
+    assert time.monotonic() - begin < 1.9
     assert loop.run(give(1), 5.0) == 1
     assert discarded == [7]
 

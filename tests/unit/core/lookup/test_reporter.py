@@ -112,7 +112,7 @@ async def running(service: ModelService) -> AsyncIterator[Instance]:
         await instance.client.close()
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
@@ -299,7 +299,7 @@ async def test_close_ends_right_after_an_event(turns: int) -> None:
     instance.store(1)
     for _ in range(turns):
         await asyncio.sleep(0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(9):
         await instance.reporter.close()
     assert service.ended
     await instance.client.close()

@@ -18,7 +18,7 @@ from lmcache_core.serde.side_by_side import side_by_side
 
 SHAPE = (2, 2, 256, 128)
 LATE_S = 0.1
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(params=[None, Profile.STANDARD, Profile.HIGH], ids=str)

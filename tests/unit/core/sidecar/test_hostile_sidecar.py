@@ -205,7 +205,7 @@ def test_a_stranger_on_the_socket_is_told_once(
         ) as sidecar,
         engine_at(sidecar.path, tier_timeout_s=0.2),
     ):
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60.0
         while sidecar.num_connections < 4:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -298,7 +298,7 @@ def test_memory_that_is_being_filled_stays_ours_when_another_thread_gives_up(
         )
         extent.byte_array[:] = bytes(extent.get_size())
         store.abort([extent])
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + 60.0
         while sidecar.num_ended == 0:
             assert time.monotonic() < deadline, (
                 "the socket stayed open although nothing is lent any more"

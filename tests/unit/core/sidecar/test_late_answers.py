@@ -32,7 +32,7 @@ CHAINS = [chain_of(range(3))]
 GOOD = Staged(True, (b"\1\1\0",))
 MUCH_S = 1000.0
 TIMEOUT_S = 5.0
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Held:

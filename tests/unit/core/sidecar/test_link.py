@@ -17,7 +17,7 @@ from lmcache_core.sidecar.link import SidecarLink
 from tests.fixtures.scripted_sidecar import GENERATION, scripted_sidecar
 
 HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "m", "layout", m.CAPABILITIES)
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def eventually(condition: Callable[[], object], complaint: str) -> None:

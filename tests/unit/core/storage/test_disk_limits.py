@@ -83,7 +83,7 @@ def num_files(root: Path) -> int:
 
 
 async def until_gone(root: Path, num: int = 0) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while num_files(root) > num:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0)

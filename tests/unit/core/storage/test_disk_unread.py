@@ -156,7 +156,7 @@ async def test_it_looks_again_by_itself(tmp_path, files, monkeypatch):
     files.failing = {"open": errno.EMFILE}
     disk = await opened(tmp_path, files)
     files.failing.clear()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (await disk.batched_contains([make_key("a")]))[0]:
             await asyncio.sleep(0.01)
     await disk.close()
@@ -429,7 +429,7 @@ async def test_what_can_be_read_later_is_announced(tmp_path, files, monkeypatch,
     await asyncio.sleep(0.1)
     assert announced.counts == [0], "looks that find nothing announce nothing"
     files.failing = {}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not announced.counts[-1]:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
@@ -450,7 +450,7 @@ async def test_a_chunk_that_was_set_aside_is_announced_when_it_is_back(
     assert await get(disk, "b", "a") == [make_payload("b"), MissReason.UNAVAILABLE]
     assert await disk.batched_contains([make_key("a")]) == [False]
     files.failing = {}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(announced.counts) < 2:
             await asyncio.sleep(0.01)
     assert announced.counts == [2, 2]

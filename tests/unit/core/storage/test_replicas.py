@@ -201,7 +201,7 @@ async def test_a_silent_one_costs_one_deadline_and_is_left_alone_then() -> None:
             made.where(key) == ["s-1"] for key in KEYS
         ]
         made.stores["s-0"].gate.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await made.got(KEYS) != payloads(KEYS):
                 await asyncio.sleep(0.05)
 
@@ -295,7 +295,7 @@ async def test_a_cancelled_get_gives_everything_back() -> None:
         await made.put(KEYS)
         made.stores["s-1"].gate = asyncio.Event()
         reading = asyncio.create_task(made.tier.batched_get(KEYS, made.arena))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not made.arena.allocator.used_bytes:
                 await asyncio.sleep(0.005)
         reading.cancel()

@@ -25,7 +25,7 @@ from tests.fixtures.prompts import kv_of, tokens_of
 from tests.fixtures.wire import MemoryStore, serving
 
 NAMES = range(5)
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 TOKENS = tokens_of((0, 1, 1), 5)
 
 

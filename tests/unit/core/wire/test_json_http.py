@@ -131,6 +131,6 @@ async def test_a_tls_handshake_that_is_cut_off_leaves_no_connection(limit_s: flo
             call.cancel()
         with pytest.raises((UnavailableError, asyncio.CancelledError)):
             await call
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(9):
             await ended.wait()
         await client.close()

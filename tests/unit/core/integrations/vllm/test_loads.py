@@ -11,7 +11,7 @@ from lmcache_core.integrations.vllm import loads as module
 from lmcache_core.integrations.vllm.loads import LoadResult, LoadThread
 from lmcache_core.integrations.vllm.plan import Load
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def load_of(name: str) -> Load:

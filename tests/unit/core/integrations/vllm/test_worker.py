@@ -40,7 +40,7 @@ from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
 
 HASHES = tuple(hashlib.sha256(bytes([i])).digest() for i in range(5))
 BLOCKS, OTHER_BLOCKS = (5, 3, 9, 4, 6, 8), (20, 19, 30, 31, 12, 11)
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @dataclass
