@@ -154,7 +154,7 @@ async def test_whichever_is_told_that_a_pull_is_over_frees_its_place(
     await asyncio.sleep(0.06)
     assert await one.transfers("r", [(CHUNKS[0], ["a"])]), "the one that granted them knows it, too"
     assert await one.transfers("r", [(CHUNKS[0], ["a"])]) == []
-    assert time.monotonic() - began < 2.0, "before the tickets end"
+    assert time.monotonic() - began < 1.0, "before the tickets end"
 
 
 async def test_a_holder_learns_of_a_hot_chunk_wherever_it_comes_next(
@@ -218,7 +218,7 @@ async def test_without_redis_each_answers_from_its_memory_and_says_so(
             assert await two.transfers("r", [(CHUNKS[0], ["a"])])
             await one.register(peer("b"), load=0.0, ttl_ms=LEASE_MS)
             assert "b" in await names(one)
-            assert time.monotonic() - began < 15.0
+            assert time.monotonic() - began < 3.0
             async with httpx.AsyncClient(base_url=processes[1].url) as rest:
                 readiness = await rest.get("/readyz")
                 assert (readiness.status_code, readiness.json()["status"]) == (200, "degraded")
