@@ -126,7 +126,7 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(tmp_path: Path) ->
         assert sent > 100_000
         begin = time.monotonic()
         running.loop.run(running.server.close(), TIMEOUT_S)
-        assert time.monotonic() - begin < 20.0
+        assert time.monotonic() - begin < 2.0
         raw.close()
 
 
@@ -227,7 +227,7 @@ def test_a_lookup_ends_at_its_callers_deadline(tmp_path: Path) -> None:
         for _ in range(2):
             begin = time.monotonic()
             assert engine.lookup(tokens) == CHUNK_SIZE
-            assert time.monotonic() - begin < 20.0
+            assert time.monotonic() - begin < 0.6
         assert len(running.server.sessions) == 1
 
 
