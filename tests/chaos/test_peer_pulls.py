@@ -20,7 +20,7 @@ from tests.fixtures.peers import Proxy, Town, town
 NUM_CHUNKS = 48
 PAYLOAD_BYTES = 200_000
 BYTES_PER_S = 20_000_000
-SEEDS = range(3)
+SEEDS = range(6)
 
 
 @asynccontextmanager

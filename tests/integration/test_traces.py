@@ -161,7 +161,8 @@ def test_a_retrieve_from_a_peer_is_one_trace(site: Site) -> None:
     hot = {(span.instance, span.parent) for span in trace if span.name == "tier Hot get"}
     assert {("b", asked.span), ("a", pulled.span)} <= hot
 
-    request_id = the_id_of(site, "broker", "request=POST /v1/transfers status=200")
+    answered = "request answered: request=POST /v1/transfers status=200"
+    request_id = the_id_of(site, "broker", answered)
     for service in ("lookup", "a", "b"):
         assert request_id in ids_at(site, service), f"{service} does not tell for whom it worked"
 

@@ -114,7 +114,7 @@ import asyncio
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.config.reference import reference
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.storage.engine_spec import engine_spec
+from lmcache_core.storage.manager import engine_spec
 from lmcache_core.storage.tiers import build_tiers
 from lmcache_core.testing.chunks import make_chunk, make_key
 

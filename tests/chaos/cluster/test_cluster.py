@@ -12,7 +12,7 @@ from tests.chaos.cluster.inspection import Usage, grown
 from tests.chaos.cluster.plan import KINDS, make_plan
 from tests.chaos.cluster.run import Run, Times
 
-SHORT = Times(warm_up_s=4.0, chaos_s=9.0, after_s=3.0)
+SHORT = Times(warm_up_s=5.0, chaos_s=14.0, after_s=4.0)
 PACE_S = 0.6
 SEED = 20271
 

@@ -220,7 +220,7 @@ async def test_without_redis_each_answers_from_its_memory_and_says_so(
             assert await two.transfers("r", [(CHUNKS[0], ["a"])])
             await one.register(peer("b"), load=0.0, ttl_ms=LEASE_MS)
             assert "b" in await names(one)
-            assert time.monotonic() - began < 15.0
+            assert time.monotonic() - began < 3.0
             async with httpx.AsyncClient(base_url=processes[1].url) as rest:
                 readiness = await rest.get("/readyz")
                 assert (readiness.status_code, readiness.json()["status"]) == (200, "degraded")

@@ -198,7 +198,11 @@ async def _says(service: ServiceProcess, text: str) -> bool:
 async def test_a_redis_that_refuses_writes_is_still_read(tmp_path: Path, kind: str) -> None:
     """Also by those whose lease is renewed meanwhile: a full one still takes that."""
     with running_redis() as server, server.client() as raw:
-        environ = SETTINGS | {"LMCACHE_LOOKUP_REDIS_URL": server.url}
+        environ = SETTINGS | {
+            "LMCACHE_LOOKUP_REDIS_URL": server.url,
+            "LMCACHE_LOOKUP_REDIS_TIMEOUT_MS": "9000",
+            "LMCACHE_LOOKUP_REDIS_WRITE_TIMEOUT_MS": "9000",
+        }
         with running_service("lmcache_lookup", tmp_path, environ) as service:
             async with client_of(service) as client:
                 await client.renew_instance(

@@ -34,7 +34,7 @@ from tests.fixtures.sidecar import engine_at
 
 ROOT = Path(__file__).resolve().parents[3]
 ARENA_BYTES = 1 << 20
-TIER_TIMEOUT_S = 1.0
+TIER_TIMEOUT_S = 9.0
 
 
 class Sidecar:
@@ -121,7 +121,7 @@ def test_a_scheduler_has_the_chunks_of_all_ranks_lifted_from_disk(
         assert scheduler.stage("both ranks", [chain.part(0, 7)]) == Staged(True, (b"\1" * 7,))
         scheduler.unstage(["one rank", "both ranks"])
         sidecar.settle()
-        assert sidecar.evict() == 0
+        until(lambda: sidecar.evict() == 0, "chunks of a ticket that was given back are held")
         first_answer = scheduler.stage("t", [chain])
         assert first_answer is not None
         assert not first_answer.is_ready

@@ -104,8 +104,8 @@ async def test_it_waits_as_long_as_it_is_told_and_says_so_once(
     with pytest.raises(CapacityError, match="no room"):
         async with AsyncExitStack() as exits:
             await exits.enter_async_context(opening.lifespan(app))
-    assert 0.35 <= time.monotonic() - began < 20.0
-    assert 2 <= volume.attempts + 100 <= 5, "at once, three times (less if slow), and at the end"
+    assert 0.35 <= time.monotonic() - began < 2.0
+    assert volume.attempts == -100 + 5, "at once, three times, and at the end"
     assert caplog.text.count("no room") == 1
 
 

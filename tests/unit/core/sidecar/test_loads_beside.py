@@ -22,7 +22,7 @@ from tests.fixtures.scripted_sidecar import ARENA_BYTES, Answer, ScriptedSidecar
 
 KEY = CacheEngineKey("vllm", "m", 1, 0, "00" * 32)
 CHUNK_BYTES = 64
-AT_ONCE_S = 5.0
+AT_ONCE_S = 0.4
 """Nothing is waited for; less than a turn at a connection that is busy."""
 PATIENCE_S = 60.0
 

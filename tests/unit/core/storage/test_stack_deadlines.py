@@ -29,8 +29,8 @@ from tests.fixtures.timed_tier import Slow, Timed
 from tests.fixtures.wire import MemoryStore, serving
 
 ARENA_BYTES = 1 << 20
-PATIENCE_S = 30.0
-SOON_S = 20.0
+PATIENCE_S = 5.0
+SOON_S = 2.0
 """More than any deadline in these tests, and less than what they would wait without one."""
 LATE = Miss(MissReason.DEADLINE)
 
@@ -234,7 +234,7 @@ async def test_a_tier_that_is_slower_than_computing_is_left_alone_and_tried_now_
         assert tier.num_calls == MIN_OBSERVATIONS, "nobody knew better"
         for _ in range(2 * PROBE_INTERVAL):
             assert await read_cold(stack, 2, recompute_s=0.005) == [MissReason.DEADLINE] * 2
-        assert MIN_OBSERVATIONS < tier.num_calls <= MIN_OBSERVATIONS + 2, "less if time was over"
+        assert tier.num_calls == MIN_OBSERVATIONS + 2
         tier.latency_s = 0.0
         before = tier.num_calls
         while tier.num_calls == before:

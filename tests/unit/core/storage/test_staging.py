@@ -271,7 +271,7 @@ async def test_a_lift_ends_at_its_deadline_and_a_tier_that_hangs_costs_the_other
         begin = time.monotonic()
         assert not w.stage("t", chain, deadline_s=0.2).is_ready
         assert await w.settled("t") == Staged(True, (b"\2\2\0\0",))
-        assert time.monotonic() - begin < PATIENCE_S
+        assert time.monotonic() - begin < 1.0
 
 
 async def test_a_lift_takes_no_longer_than_computing_would() -> None:
@@ -281,7 +281,7 @@ async def test_a_lift_takes_no_longer_than_computing_would() -> None:
         begin = time.monotonic()
         w.staging.stage("t", [chain_of(range(4))], deadline_s=60.0, recompute_s=0.02)
         assert (await w.settled("t")).tiers == (bytes(4),)
-        assert time.monotonic() - begin < PATIENCE_S
+        assert time.monotonic() - begin < 1.0
 
 
 class Gated(Shelf):

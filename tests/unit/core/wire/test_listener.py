@@ -95,7 +95,7 @@ async def test_who_connects_while_it_closes_is_hung_up_on(kind: str, num_turns: 
     loop.set_exception_handler(lambda _, context: failures.append(context))
     opened = serving(MemoryStore()) if kind == "lm" else listening()
     async with opened as made:
-        server = made if kind == "lm" else made.server
+        server = made if kind == "lm" else made.server.listener
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             for _ in range(num_turns):
                 await asyncio.sleep(0)

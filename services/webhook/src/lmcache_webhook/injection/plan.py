@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmcache_webhook.injection.annotations import ARENA_GB, DISK_GB, TENANT, PodRequest
 from lmcache_webhook.injection.pod import DeclinedError, Pod
-from lmcache_webhook.settings import TenantEntry, WebhookSettings
+
+if TYPE_CHECKING:  # plans are made where servicekit is not installed, too
+    from lmcache_webhook.settings import TenantEntry, WebhookSettings
 
 ANY_NAMESPACE = "*"
 
