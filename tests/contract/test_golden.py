@@ -257,7 +257,7 @@ def test_frames_from_the_specification(case: dict[str, Any]) -> None:
         "LoadExtents",
         "Stage",
         "Promise",
-        "Done",
+        "DoneWith",
         "Ok",
     ]
     numbers += ["Reject", "Describe", "Lookup", "Stats", "StatsOk", "Prefetch"]

@@ -175,7 +175,7 @@ FRAMES: list[dict[str, Any]] = [
             ["/dev/shm/arena", 1 << 30, 3, "always", "salt"],
         ],
     },
-    {"id": 2, "message": ["ReserveExtents", [512, 1]]},
+    {"id": 2, "message": ["ReserveExtents", [512, 1], [[0, {"hex": "c4" * 64}]]]},
     {"id": 2, "message": ["Extents", [[1, 4096, 512, "", {"hex": ""}], "no_memory"]]},
     {"id": 3, "message": ["Commit", [[1, {"hex": "4c4d4b56"}]]]},
     {"id": 4, "message": ["LoadExtents", [[0, {"hex": "c4" * 32}]], 1000, 5000]},

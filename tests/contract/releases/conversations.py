@@ -66,7 +66,7 @@ def talk_socket(path: Path, arena: Callable[[SidecarConnection], memoryview]) ->
         names = connection.names([chunk.key.key])
         connection.call(m.Describe("vllm", "org/model", 1, 256, bytes(32), ("",)), m.Ok)
         said.append(connection.call(m.Lookup(names, (), 1000), m.ContainsOk).present)
-        (lent,) = connection.call(m.ReserveExtents((size,)), m.Extents).items
+        (lent,) = connection.call(m.ReserveExtents((size,), names), m.Extents).items
         assert isinstance(lent, m.Extent)
         arena(connection)[lent.offset : lent.offset + size] = chunk.memory.byte_array
         said.append(connection.call(m.Commit(((lent.id, chunk.head),)), m.ContainsOk).present)

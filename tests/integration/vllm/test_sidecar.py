@@ -18,6 +18,7 @@ import pytest
 from lmcache_core.engine import ChunkStore
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
@@ -163,8 +164,9 @@ def test_chunks_that_one_rank_lacks_are_not_offered(
     class Deaf(WrappedStore):
         """Has no room for the last chunks of this rank."""
 
-        def reserve(self, shapes: Any, dtype: str) -> list[MemoryObj | None]:
-            return self.inner.reserve(shapes[:2], dtype) + [None] * (len(shapes) - 2)
+        def reserve(self, keys: Any, shapes: Any, dtype: str) -> list[MemoryObj | NotLent]:
+            some: list[MemoryObj | NotLent] = self.inner.reserve(keys[:2], shapes[:2], dtype)
+            return some + [NotLent.NO_ROOM] * (len(shapes) - 2)
 
     stores: list[Any] = []
 

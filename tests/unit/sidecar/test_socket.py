@@ -21,6 +21,7 @@ from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 
 from tests.fixtures.frames import PLAIN_HELLO as HELLO
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.late_socket import late_socket
 from tests.fixtures.sidecar import RunningSocket, engine_at, running_socket
 
 
@@ -118,6 +119,45 @@ def test_nothing_is_visible_before_its_commit(
     lent(client, 100)
     assert loaded(client, 1)[0] == []
     assert sidecar.hot.keys() == []
+
+
+def test_no_memory_is_lent_for_a_chunk_that_is_there(
+    sidecar: RunningSocket, client: SidecarConnection
+) -> None:
+    assert put(client, 2, b"two!")
+    used = sidecar.allocator.used_bytes
+    names = client.names([key_of(1), key_of(2)])
+    request = m.ReserveExtents((512, 512, 512), names)
+    new, known, unnamed = client.call(request, m.Extents).items
+    assert (type(new), known, type(unnamed)) == (m.Extent, "known", m.Extent)
+    assert sidecar.allocator.used_bytes == used + 2 * 512
+
+
+def test_more_names_than_sizes_are_refused(client: SidecarConnection) -> None:
+    names = client.names([key_of(1), key_of(2)])
+    with pytest.raises(ProtocolError, match="RESERVE of 1 chunks with 2 names"):
+        client.call(m.ReserveExtents((512,), names), m.Extents)
+
+
+def test_an_engine_needs_two_round_trips_to_store_and_two_to_load(
+    sidecar: RunningSocket, tmp_path: Path
+) -> None:
+    """What is there already is neither asked for before, nor copied again."""
+    tokens, kv = tokens_of(3 * CHUNK_SIZE), random_kv(3 * CHUNK_SIZE)
+    with (
+        late_socket(tmp_path / "relay.sock", sidecar.path) as relay,
+        engine_at(relay.path) as engine,
+    ):
+        relay.forget()
+        engine.store(tokens[:CHUNK_SIZE], kvcaches=kv)
+        engine.store(tokens, kvcaches=kv)
+        assert relay.names() == ["RESERVE", "COMMIT"] * 2
+        relay.forget()
+        engine.store(tokens, kvcaches=kv)
+        assert relay.names() == ["RESERVE"]
+        relay.forget()
+        assert engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).all()
+        assert relay.names() == ["LOAD", "DONE"]
 
 
 def test_a_client_that_goes_gives_everything_back(sidecar: RunningSocket) -> None:

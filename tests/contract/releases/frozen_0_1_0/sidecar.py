@@ -24,7 +24,7 @@ from lm import CONTAINS_OK, CONTEXT, HASH_BYTES, HELLO, HELLO_OK, LANE, PING, PO
 ARENA_BYTES, GENERATION, MAX_NAMES = 4 << 20, 7, 4096
 TIMEOUT_S = 10.0
 RESERVE, EXTENTS, COMMIT, LOAD, STAGE, PROMISE, DONE, OK, REJECT, DESCRIBE, LOOKUP, STATS, STATS_OK, PREFETCH = range(19, 33)
-NUM_FIELDS = {RESERVE: 1, COMMIT: 1, LOAD: 3, STAGE: 5, DONE: 2, REJECT: 1, DESCRIBE: 6, LOOKUP: 3, STATS: 0, PREFETCH: 1, PING: 0, CONTEXT: 2, LANE: 2}
+NUM_FIELDS = {RESERVE: 2, COMMIT: 1, LOAD: 3, STAGE: 5, DONE: 2, REJECT: 1, DESCRIBE: 6, LOOKUP: 3, STATS: 0, PREFETCH: 1, PING: 0, CONTEXT: 2, LANE: 2}
 NUM_ANSWERED = {EXTENTS: 1, CONTAINS_OK: 1, PROMISE: 2, OK: 0, STATS_OK: 1, PONG: 0}
 ANSWERS = {
     RESERVE: EXTENTS, LOAD: EXTENTS, COMMIT: CONTAINS_OK, LOOKUP: CONTAINS_OK, STAGE: PROMISE, DONE: OK, REJECT: OK, DESCRIBE: OK, PREFETCH: OK,
@@ -82,7 +82,7 @@ def converse(path: str, capabilities: list[str]) -> dict[str, Any]:
     said: dict[str, Any] = {"can": sorted(client.can), "before": client.ask(LOOKUP, names_of("one"), [], 1000)}
     if "describe" in client.can:
         client.ask(DESCRIBE, "vllm", "org/model", 1, 256, bytes(32), [""])
-    ((kept, given_up),) = client.ask(RESERVE, [len(payload), 100])
+    ((kept, given_up),) = client.ask(RESERVE, [len(payload), 100], names_of("one", "two"))
     number, offset, length, *_ = kept
     assert length == len(payload)
     client.arena[offset : offset + length] = payload
@@ -204,7 +204,8 @@ class Connection(socketserver.BaseRequestHandler):
             is_here = not fields[1] or "Hot" in fields[1]
             return [[is_here and key in self.server.chunks for key in self.keys(fields[0])]]
         if kind == RESERVE:
-            return [[self.server.reserve(size) for size in fields[0]]]
+            known = [key in self.server.chunks for key in self.keys(fields[1])] or [False] * len(fields[0])
+            return [["known" if is_known else self.server.reserve(size) for size, is_known in zip(fields[0], known, strict=True)]]
         if kind == COMMIT:
             return [[self.server.commit(number, head) for number, head in fields[0]]]
         if kind == LOAD:

@@ -13,6 +13,7 @@ from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import Chunk, RecordHeader, TensorSpec, encode_head, payload_digest
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, RETRIEVED_CHUNKS_TOTAL
 from lmcache_core.token_database import ChunkedTokenDatabase
 
@@ -55,8 +56,8 @@ def put(
     num_bytes: int,
 ) -> None:
     store = engine._store
-    (memory,) = store.reserve([(num_bytes,)], "uint8")
-    assert memory is not None
+    (memory,) = store.reserve([key], [(num_bytes,)], "uint8")
+    assert not isinstance(memory, NotLent)
     memory.byte_array[:] = bytes(num_bytes)
     given = {"serde": "naive", "profile": "", "lossy": False, "tensors": (spec,)} | fields
     header = RecordHeader(key=key.canonical(), digest=payload_digest(memory.byte_array), **given)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from lmcache_core.record import (
     encode_head,
     payload_digest,
 )
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import TierLimits, create_policy
 from lmcache_core.storage.guard import Guard
@@ -270,10 +271,10 @@ def test_no_memory(tmp_path: Path) -> None:
             store(cache, TOKENS[: num * CHUNK_SIZE])
             cache.drain()
         cache.forget_hot()
-        taken = cache.manager.reserve([SHAPE] * 4, "float32")
+        taken = cache.manager.reserve(cache.keys(TOKENS)[:4], [SHAPE] * 4, "float32")
         assert retrieve(cache) == 2
         assert cache.misses() == {"no_memory": NUM_CHUNKS - 2}
-        cache.manager.abort([memory for memory in taken if memory is not None])
+        cache.manager.abort([memory for memory in taken if not isinstance(memory, NotLent)])
         assert retrieve(cache) == NUM_CHUNKS
 
 

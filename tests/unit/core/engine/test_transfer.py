@@ -17,6 +17,7 @@ from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import DEFAULT_TENANT, ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Allocate, Chunk, Result
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskFiles
 from lmcache_core.storage.manager import MARGIN_S
@@ -97,8 +98,10 @@ class EvictingConnector(VLLMNestedTupleGPUConnector):
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         if self.cache is not None:
             self.cache.manager.evict(self.cache.keys(TOKENS))
-            for memory in self.cache.manager.reserve([(CHUNK_BYTES,)] * 6, "uint8"):
-                if memory is not None:
+            for memory in self.cache.manager.reserve(
+                self.cache.keys(TOKENS)[:NUM_CHUNKS], [(CHUNK_BYTES,)] * NUM_CHUNKS, "uint8"
+            ):
+                if not isinstance(memory, NotLent):
                     memory.byte_array[:] = b"\xff" * CHUNK_BYTES
                     self.cache.manager.abort([memory])
         super().to_gpu(memory_obj, start, end, **kwargs)

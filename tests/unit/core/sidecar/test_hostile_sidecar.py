@@ -17,6 +17,7 @@ import pytest
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.keys import Lane
 from lmcache_core.record import encode_head, payload_digest, raw_header
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
@@ -29,6 +30,7 @@ from tests.fixtures.sidecar import engine_at
 TOKENS = tokens_of(2 * CHUNK_SIZE)
 PAYLOAD_BYTES = 2 * NUM_LAYERS * CHUNK_SIZE * HIDDEN * 4
 LANE = Lane("vllm", "org/model", 1, 0)
+(KEY,) = LANE.keys(bytes(32))
 BOUND_S = 1.5
 """Far above what a call may last with these deadlines (0.2 + 0.5 seconds), far below what two
 would.
@@ -307,8 +309,8 @@ def test_memory_that_is_being_filled_stays_ours_when_another_thread_gives_up(
         engine_at(sidecar.path, tier_timeout_s=0.2) as engine,
     ):
         store = engine._store
-        (extent,) = store.reserve([(2, NUM_LAYERS, CHUNK_SIZE, HIDDEN)], "float32")
-        assert extent is not None
+        (extent,) = store.reserve([KEY], [(2, NUM_LAYERS, CHUNK_SIZE, HIDDEN)], "float32")
+        assert not isinstance(extent, NotLent)
         assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
         time.sleep(0.3)
         assert sidecar.num_ended == 0, (

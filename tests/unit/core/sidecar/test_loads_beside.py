@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import payload_digest, raw_header
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.record.codec import encode_head
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import Counters
@@ -87,8 +88,8 @@ def test_a_load_that_takes_long_keeps_no_store_waiting(tmp_path: Path) -> None:
             )
             begin = time.monotonic()
             assert store.lookup([KEY], ["Hot"]) == 0
-            (memory,) = store.reserve([(CHUNK_BYTES,)], "uint8")
-            assert memory is not None, "the store was dropped since a load was underway"
+            (memory,) = store.reserve([KEY], [(CHUNK_BYTES,)], "uint8")
+            assert not isinstance(memory, NotLent), "dropped since a load was underway"
             store.abort([memory])
             assert time.monotonic() - begin < AT_ONCE_S
         finally:
@@ -109,7 +110,7 @@ def test_a_sidecar_that_has_gone_is_gone_for_loads_too(tmp_path: Path) -> None:
         assert ended is not None
         first.close()
         first.path.unlink()
-        assert store.reserve([(CHUNK_BYTES,)], "uint8") == [None]
+        assert store.reserve([KEY], [(CHUNK_BYTES,)], "uint8") == [NotLent.NO_ROOM]
         assert store._load_link.connection is None
         (tmp_path / "second").mkdir()
         with scripted_sidecar(tmp_path / "second", lambda request: None) as second:
@@ -125,6 +126,7 @@ def test_a_connection_that_is_given_up_takes_no_other_with_it(tmp_path: Path) ->
 
     with scripted_sidecar(tmp_path, script) as sidecar, store_at(sidecar) as store:
         before = store._load_link.connection
-        assert store.reserve([(CHUNK_BYTES,)], "uint8") == [None], "memory outside of the arena"
+        refused = store.reserve([KEY], [(CHUNK_BYTES,)], "uint8")
+        assert refused == [NotLent.NO_ROOM], "memory outside of the arena"
         assert store._link.connection is None
         assert store._load_link.connection is before is not None

@@ -40,7 +40,10 @@ SAMPLES = [
     (messages.Pong(), []),
     (messages.ErrorMessage("busy", "later"), ["busy", "later"]),
     (messages.Context("r-1", TRACEPARENT), ["r-1", TRACEPARENT]),
-    (messages.ReserveExtents((512, 1)), [[512, 1]]),
+    (
+        messages.ReserveExtents((512, 1), [(0, b"a" * 64)]),
+        [[512, 1], [[0, b"a" * 64]]],
+    ),
     (
         messages.Extents((messages.Extent(1, 512, 9, "Hot", b"head"), "evicted")),
         [[[1, 512, 9, "Hot", b"head"], "evicted"]],

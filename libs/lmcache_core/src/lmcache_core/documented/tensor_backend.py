@@ -16,6 +16,7 @@ from lmcache_core.errors import RecordError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.views import tensor_over
 from lmcache_core.record import RAW_SERDE, UNSEALED_DIGEST, Chunk, raw_header
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.storage.hot import LocalCPUBackend
 
 if TYPE_CHECKING:
@@ -110,9 +111,9 @@ class StackTensorBackend(LMCBackendInterface):
             header.check(spec.length)
         except RecordError as exc:
             raise ValueError(f"kv_chunk of shape {tuple(kv_chunk.shape)}: {exc}") from exc
-        (memory,) = self._store.reserve([spec.shape], spec.dtype)
-        if memory is None:
-            logger.debug("no room for a chunk: num_bytes=%d", spec.length)
+        (memory,) = self._store.reserve([key], [spec.shape], spec.dtype)
+        if isinstance(memory, NotLent):
+            logger.debug("chunk is not stored: reason=%s num_bytes=%d", memory, spec.length)
             return
         name = ChunkKey(DEFAULT_TENANT, key)
         chunk = Chunk.unsealed(name, header, memory, LocalCPUBackend.name)

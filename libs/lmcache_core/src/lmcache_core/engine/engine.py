@@ -146,11 +146,11 @@ class LMCacheEngine:
             named = [
                 chunk for chunk in self._named(tokens, mask, spans) if chunk[1] - chunk[0] >= least
             ]
-            known = self._store.lookup([key for _, _, key in named], [HOT_TIER])
-            if known < len(named):
-                start, _, key = named[known]
-                self._prefill.stored(key, len(tokens) - start)
-                self._transfer.store(named[known:], kwargs)
+            for start, _, key in named:
+                if self._prefill.is_open(key):
+                    self._prefill.stored(key, len(tokens) - start)
+                    break
+            self._transfer.store(named, kwargs)
 
     def retrieve(
         self,

@@ -72,6 +72,10 @@ class PrefillRate:
             if len(self._open) > MAX_OPEN_PREFILLS:
                 self._open.popitem(last=False)
 
+    def is_open(self, key: Hashable) -> bool:
+        """Return whether this chunk was missed, and has not been stored since."""
+        return key in self._open
+
     def stored(self, key: Hashable, num_tokens: int) -> None:
         """Note a store that begins with this chunk and brings so many tokens."""
         with self._lock:

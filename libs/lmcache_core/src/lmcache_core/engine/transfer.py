@@ -34,7 +34,7 @@ from lmcache_core.record import (
     payload_digest,
     raw_header,
 )
-from lmcache_core.record.chunk_store import ChunkStore
+from lmcache_core.record.chunk_store import ChunkStore, NotLent
 from lmcache_core.telemetry import (
     MISSED_CHUNKS_TOTAL,
     RETRIEVED_BYTES_TOTAL,
@@ -93,43 +93,48 @@ class KVTransfer:
         self._known: dict[int, _Expected] = {}
 
     def store(self, named: Sequence[NamedChunk], kwargs: dict[str, Any]) -> list[bool]:
-        """Copy these chunks out of the serving engine and make them visible, as many from the first
-        as there is memory for.
+        """Copy the chunks that are not in host memory out of the serving engine and make them
+        visible, as many from the first as there is memory for.
 
         Returns:
             Of each whether it is visible now.
         """
         shapes = [self._expected(end - start).metadata.shape for start, end, _ in named]
-        reserved = self._store.reserve(shapes, self._dtype)
+        reserved = self._store.reserve([key for _, _, key in named], shapes, self._dtype)
+        visible = [memory is NotLent.KNOWN for memory in reserved]
+        num_fitting = (*reserved, NotLent.NO_ROOM).index(NotLent.NO_ROOM)
+        lent = [
+            (i, *named[i], memory)
+            for i, memory in enumerate(reserved[:num_fitting])
+            if not isinstance(memory, NotLent)
+        ]
         put: list[Chunk] = []
         digests: list[Future[bytes]] = []
         try:
-            filled: list[MemoryObj] = []
-            for memory in reserved:
-                if memory is None:
-                    break
-                filled.append(memory)
-            for (start, end, _), memory in zip(named, filled, strict=False):
+            for _, start, end, _, memory in lent:
                 if self._store.needs_digests:
                     digests.append(self._fill_and_digest(memory, start, end, kwargs))
                 else:
                     self._gpu_connector.from_gpu(memory, start, end, **kwargs)
             seals: list[bytes | None] = [digest.result() for digest in digests]
-            seals += [None] * (len(filled) - len(seals))
+            seals += [None] * (len(lent) - len(seals))
             put = [
                 self._chunk(key, memory, end - start, seal)
-                for (start, end, key), memory, seal in zip(named, filled, seals, strict=False)
+                for (_, start, end, key, memory), seal in zip(lent, seals, strict=True)
             ]
-            stored = self._store.put(put)
+            stored = self._store.put(put) if put else []
+            for (i, *_), is_kept in zip(lent, stored, strict=True):
+                visible[i] = is_kept
             kept = [chunk for chunk, is_kept in zip(put, stored, strict=True) if is_kept]
             self._counters.add(STORED_CHUNKS_TOTAL, len(kept))
             self._counters.add(STORED_BYTES_TOTAL, sum(chunk.memory.get_size() for chunk in kept))
-            self._counters.add(UNSTORED_CHUNKS_TOTAL, len(named) - len(kept))
+            self._counters.add(UNSTORED_CHUNKS_TOTAL, visible.count(False))
         finally:
             wait(digests)  # memory that is given back must not be read any more
             self._store.release(put)
-            self._store.abort([memory for memory in reserved[len(put) :] if memory is not None])
-        return stored + [False] * (len(named) - len(stored))
+            unused = reserved[num_fitting:] if put else reserved
+            self._store.abort([memory for memory in unused if not isinstance(memory, NotLent)])
+        return visible
 
     def load(
         self,
@@ -186,8 +191,8 @@ class KVTransfer:
         """
         shape = tuple(memory.metadata.shape)
         key = CacheEngineKey("canary", "canary", 1, 0, secrets.token_hex(32))
-        (reserved,) = self._store.reserve([shape], self._dtype)
-        if reserved is None:
+        (reserved,) = self._store.reserve([key], [shape], self._dtype)
+        if isinstance(reserved, NotLent):
             return memory
         reserved.byte_array[:] = memory.byte_array
         header = raw_header(key, shape, self._dtype, UNSEALED_DIGEST)

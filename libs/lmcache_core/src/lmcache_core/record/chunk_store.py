@@ -5,11 +5,20 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from typing import Protocol
 
 from lmcache_core.keys import CacheEngineKey, ChunkChain
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record.chunk import Chunk, Staged
+
+
+class NotLent(StrEnum):
+    """Why `ChunkStore.reserve` gives no memory for a chunk."""
+
+    KNOWN = "known"
+    """It is in host memory already."""
+    NO_ROOM = "no_memory"
 
 
 class ChunkStore(Protocol):
@@ -77,8 +86,10 @@ class ChunkStore(Protocol):
     def unstage(self, tickets: Sequence[str]) -> None:
         """Keep what these tickets were promised no longer; unknown tickets are passed over."""
 
-    def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
-        """Return memory to fill, one object a shape, None where there is no room. Each is
+    def reserve(
+        self, keys: Sequence[CacheEngineKey], shapes: Sequence[Sequence[int]], dtype: str
+    ) -> list[MemoryObj | NotLent]:
+        """Return memory to fill for each chunk that is not in host memory yet. Each object is
         passed to `put` (then `release`) or to `abort`.
         """
 

@@ -13,6 +13,7 @@ from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import Chunk, decode_head
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.sidecar.connection import SidecarConnection
 from lmcache_core.wire.messages import Extent
 
@@ -60,9 +61,9 @@ def reserved_extents(
     items: Sequence[Extent | str],
     shapes: Sequence[Sequence[int]],
     dtype: str,
-) -> list[MemoryObj | None] | None:
-    """Return memory for tensors of these shapes, None for each that there is no room for; None when
-    the answer is not about them.
+) -> list[MemoryObj | NotLent] | None:
+    """Return memory for tensors of these shapes, or why there is none; None when the answer is not
+    about them.
     """
     sizes = [num_bytes(shape, dtype) for shape in shapes]
     if len(items) != len(sizes) or not all(
@@ -72,7 +73,7 @@ def reserved_extents(
         return None
     view = connection.arena.store_view
     return [
-        None
+        (NotLent.KNOWN if item == NotLent.KNOWN else NotLent.NO_ROOM)
         if isinstance(item, str)
         else ArenaExtent(
             connection,

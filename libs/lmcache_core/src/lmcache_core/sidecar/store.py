@@ -24,6 +24,7 @@ from lmcache_core.keys import CacheEngineKey, ChunkChain, Lane
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import HOT_TIER, Chunk, MissReason, Staged
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.sidecar.connection import Question, SidecarConnection
 from lmcache_core.sidecar.extent import ArenaExtent, lent, loaded_chunk, reserved_extents
 from lmcache_core.sidecar.link import SidecarLink, SidecarLinks
@@ -217,18 +218,19 @@ class SidecarChunkStore:
         if self._pace.is_quick:
             self._say_unstaged(connection)
 
-    def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
+    def reserve(
+        self, keys: Sequence[CacheEngineKey], shapes: Sequence[Sequence[int]], dtype: str
+    ) -> list[MemoryObj | NotLent]:
         """See `ChunkStore.reserve`."""
         connection = self._link.connection
-        extents: list[MemoryObj | None] = []
+        extents: list[MemoryObj | NotLent] = []
         while connection is not None and len(extents) < len(shapes):
-            given = self._reserve_batch(
-                connection, shapes[len(extents) : len(extents) + m.MAX_NAMES], dtype
-            )
+            batch = slice(len(extents), len(extents) + m.MAX_NAMES)
+            given = self._reserve_batch(connection, keys[batch], shapes[batch], dtype)
             if not given:
                 break
             extents += given
-        return extents + [None] * (len(shapes) - len(extents))
+        return extents + [NotLent.NO_ROOM] * (len(shapes) - len(extents))
 
     @property
     def needs_digests(self) -> bool:
@@ -421,13 +423,18 @@ class SidecarChunkStore:
         self._pace.took(took_s)
 
     def _reserve_batch(
-        self, connection: SidecarConnection, shapes: Sequence[Sequence[int]], dtype: str
-    ) -> list[MemoryObj | None]:
+        self,
+        connection: SidecarConnection,
+        keys: Sequence[CacheEngineKey],
+        shapes: Sequence[Sequence[int]],
+        dtype: str,
+    ) -> list[MemoryObj | NotLent]:
         sizes = tuple(num_bytes(shape, dtype) for shape in shapes)
-        extents: list[MemoryObj | None] = []
+        request = m.ReserveExtents(sizes, connection.names(keys))
+        extents: list[MemoryObj | NotLent] = []
         connection.hold(len(sizes))
         try:
-            answer = self._ask_in_step(connection, m.ReserveExtents(sizes), m.Extents, len(sizes))
+            answer = self._ask_in_step(connection, request, m.Extents, len(sizes))
             if answer is None:
                 return []
             given = reserved_extents(connection, answer.items, shapes, dtype)
@@ -440,7 +447,9 @@ class SidecarChunkStore:
                 return []
             extents = given
         finally:
-            connection.let_go(len(sizes) - sum(extent is not None for extent in extents))
+            connection.let_go(
+                len(sizes) - sum(not isinstance(extent, NotLent) for extent in extents)
+            )
         return extents
 
     def _load(

@@ -19,7 +19,7 @@ from lmcache_core.errors import LMCacheError, UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkChain, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result, Staged, release_all
-from lmcache_core.record.chunk_store import ChunkStore
+from lmcache_core.record.chunk_store import ChunkStore, NotLent
 from lmcache_core.security import ClientTls, TlsFiles, TokenFile, client_context
 from lmcache_core.storage.eviction import TierLimits
 from lmcache_core.storage.stack import LOCAL_TIERS, TierStack
@@ -205,10 +205,17 @@ class StorageManager(ChunkStore):
             staging.unstage(tickets)
 
     @override
-    def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
+    def reserve(
+        self, keys: Sequence[CacheEngineKey], shapes: Sequence[Sequence[int]], dtype: str
+    ) -> list[MemoryObj | NotLent]:
         if self._stack is None:
-            return [None] * len(shapes)
-        return [self._hot.allocate_tensor(shape, dtype, MemoryFormat.KV_BLOB) for shape in shapes]
+            return [NotLent.NO_ROOM] * len(shapes)
+        return [
+            NotLent.KNOWN
+            if is_known
+            else self._hot.allocate_tensor(shape, dtype, MemoryFormat.KV_BLOB) or NotLent.NO_ROOM
+            for is_known, shape in zip(self._hot.contains_many(_names(keys)), shapes, strict=True)
+        ]
 
     @property
     @override

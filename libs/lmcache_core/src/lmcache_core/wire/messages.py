@@ -354,10 +354,16 @@ class ErrorMessage(Message, frozen=True, array_like=True):
 
 
 class ReserveExtents(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Asks for arena memory for chunks to be stored, bytes each. Answered by EXTENTS."""
+    """Asks for arena memory for chunks to be stored. Answered by EXTENTS.
+
+    Attributes:
+        sizes: Bytes of each.
+        names: Their names: there is none for a chunk that is in the arena. Without names, none is.
+    """
 
     frame_type = FrameType.RESERVE
     sizes: Annotated[tuple[_Size, ...], Meta(max_length=MAX_NAMES)]
+    names: _ManyRuns = []
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from lmcache_core.errors import (
 from lmcache_core.keys import CacheEngineKey, ChunkChain, ChunkKey
 from lmcache_core.memory import MemoryObj
 from lmcache_core.record import Chunk, Miss, decode_head
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.storage.staging import Stager
 from lmcache_core.telemetry.request_context import Carried, working_for
 from lmcache_core.wire import messages as m
@@ -49,8 +50,6 @@ LARGE_REQUEST_TIMEOUT_S = 10.0
 their answers.
 """
 HOT_TIER = "Hot"
-NO_ROOM = "no_memory"
-"""Why RESERVE gets no extent."""
 _REQUESTS = frozenset(
     {
         FrameType.RESERVE,
@@ -310,10 +309,16 @@ class EngineSession:
                 result.release()
 
     def _reserve(self, request: m.ReserveExtents) -> m.Extents:
+        known = self._context.stack.hot.contains_many(self._names(request.names))
+        known += [False] * (len(request.sizes) - len(known))
+        if len(known) > len(request.sizes):
+            raise ProtocolError(f"RESERVE of {len(request.sizes)} chunks with {len(known)} names")
         is_open = not self._is_draining and self._may_store
-        items = self._reservations.add(request.sizes) if is_open else [None] * len(request.sizes)
-        self._context.counters.add(metrics.REFUSED_CHUNKS_TOTAL, items.count(None))
-        return m.Extents(tuple(NO_ROOM if item is None else item for item in items))
+        sizes = [size for size, is_known in zip(request.sizes, known, strict=True) if not is_known]
+        lent = iter(self._reservations.add(sizes) if is_open else [None] * len(sizes))
+        items = [NotLent.KNOWN if is_known else next(lent) or NotLent.NO_ROOM for is_known in known]
+        self._context.counters.add(metrics.REFUSED_CHUNKS_TOTAL, items.count(NotLent.NO_ROOM))
+        return m.Extents(tuple(items))
 
     async def _commit(self, request: m.Commit) -> m.ContainsOk:
         stored = [False] * len(request.items)

@@ -204,7 +204,7 @@ def test_stages_of_a_pipeline_have_layouts_of_their_own(
         hellos.append(worker._open_store.store._link._hello)
         worker.shutdown()
     assert [hello.client for hello in hellos] == ["vllm/e/stage0"] * 2 + ["vllm/e/stage1"] * 2
-    assert [hello.rank for hello in hellos] == [0, 1, 2, 3]
+    assert [hello.engine.rank for hello in hellos] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("load", "num_connections"), [("async", 2), ("sync", 1)])

@@ -49,7 +49,7 @@ def test_connectors_of_one_engine_have_tickets_of_their_own() -> None:
 
 def test_one_group() -> None:
     store = ScriptedStore([hot(3)])
-    assert ask(store, Shape(), num_ranks=2) == (Offer(3, b"\1\1\1", is_complete=True), True)
+    assert ask(store, Shape(), num_ranks=2) == (Offer(3, b"\1\1\1"), True)
     ((ticket, (chain,), is_prefix),) = store.asked
     assert (ticket, chain.fmt, chain.model_name, chain.world_size, chain.group, is_prefix) == (
         "r",
@@ -74,13 +74,13 @@ def test_a_store_that_is_away_offers_nothing_and_more_will_not_come() -> None:
 def test_of_several_full_groups_the_shortest_counts_and_the_slowest_tier() -> None:
     tiers = (bytes([1, StagedFrom.DISK, 1, 1, 1]), bytes([StagedFrom.REMOTE, 1, 1, 0, 0]))
     offer, _ = ask(ScriptedStore([Staged(True, tiers)]), Shape((FULL, FULL)))
-    assert offer == Offer(3, bytes([StagedFrom.REMOTE, StagedFrom.DISK, 1]), is_complete=True)
+    assert offer == Offer(3, bytes([StagedFrom.REMOTE, StagedFrom.DISK, 1]))
 
 
 def test_of_a_window_only_its_own_chunks_are_asked_for() -> None:
     store = ScriptedStore([hot(5), Staged(True, (b"\1\1",))])
     offer, is_final = ask(store, HYBRID)
-    assert (offer.num_chunks, offer.is_complete, is_final) == (5, True, True)
+    assert (offer.num_chunks, is_final) == (5, True)
     (_, (whole,), _), (ticket, (windowed,), is_prefix) = store.asked
     assert (whole.group, windowed.group, ticket, is_prefix) == (
         "0:full",
@@ -101,9 +101,7 @@ def test_a_missing_chunk_of_a_window_shortens_the_offer_to_in_front_of_it() -> N
     """Of chunks 3 and 4 the fourth is missing: a prefix of 4 chunks needs 2 and 3."""
     store = ScriptedStore([hot(5), Staged(True, (b"\1\0",)), Staged(True, (b"\1\1",))])
     offer, _ = ask(store, HYBRID)
-    assert (offer.num_chunks, offer.is_complete) == (4, False), (
-        "a later chunk of the full group is there"
-    )
+    assert offer.num_chunks == 4, "a later chunk of the full group is there"
     assert [chains[0].hashes for _, chains, _ in store.asked[1:]] == [
         HASHES[96:160],
         HASHES[64:128],

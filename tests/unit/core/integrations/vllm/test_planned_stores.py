@@ -46,21 +46,6 @@ def test_resumed_requests_have_new_blocks() -> None:
     assert [(run.first, run.block_ids) for run in stored.runs] == [(0, (11, 12, 13, 14))]
 
 
-@pytest.mark.parametrize(
-    ("answer", "num_unsure"), [(hot(0), 0), (None, 40)], ids=["answered", "away"]
-)
-def test_chunks_may_be_stored_already_unless_the_store_has_said_otherwise(
-    answer: Any, num_unsure: int
-) -> None:
-    """A sidecar that comes back while a request is computed may have its chunks."""
-    side = scheduler_side(ScriptedStore([answer]))
-    request = request_of(40)
-    side.num_matched(request, 0)
-    side.allocated(request, TABLE, 0)
-    (stored,) = stores_of(side, output_of([("r", TABLE, 0, 40)]))
-    assert stored.num_unsure == num_unsure
-
-
 @pytest.mark.parametrize("saves", [True, False])
 def test_generated_tokens_are_stored_if_that_is_wanted(saves: bool) -> None:
     side = scheduler_side(ScriptedStore([None]), save_decode_cache=saves)

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.integrations.vllm.stores import OpenStore, open_store
+from lmcache_core.keys import CacheEngineKey
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import Counters
 
 from tests.fixtures.vllm_engine.parts import METADATA, options_of
+
+KEY = CacheEngineKey("vllm", "m", 1, 0, "00" * 32)
 
 
 def opened(engine_id: str, salts: list[str], **options: Any) -> OpenStore:
@@ -26,12 +30,12 @@ def test_the_sides_of_an_engine_share_tiers_inside_vllm() -> None:
     assert (worker.is_alone, scheduler.is_alone, other.is_alone) == (True, False, True)
     worker.close()
     worker.close()
-    (memory,) = scheduler.store.reserve([(8,)], "uint8")
-    assert memory is not None, "one of two has closed it"
+    (memory,) = scheduler.store.reserve([KEY], [(8,)], "uint8")
+    assert not isinstance(memory, NotLent), "one of two has closed it"
     scheduler.store.abort([memory])
     for one in (scheduler, other):
         one.close()
-    assert scheduler.store.reserve([(8,)], "uint8") == [None]
+    assert scheduler.store.reserve([KEY], [(8,)], "uint8") == [NotLent.NO_ROOM]
     again = opened("one", salts)
     assert again.store is not scheduler.store
     again.close()
@@ -42,8 +46,8 @@ def test_connectors_of_one_engine_with_other_options_have_other_tiers() -> None:
     small, large = opened("one", []), opened("one", [], max_local_cpu_size=0.004)
     assert small.store is not large.store
     small.close()
-    (memory,) = large.store.reserve([(8,)], "uint8")
-    assert memory is not None
+    (memory,) = large.store.reserve([KEY], [(8,)], "uint8")
+    assert not isinstance(memory, NotLent)
     large.store.abort([memory])
     large.close()
 
@@ -60,5 +64,5 @@ def test_a_sidecar_that_is_away_is_no_error(tmp_path: Path) -> None:
     )
     assert isinstance(store.store, SidecarChunkStore)
     assert salts == []
-    assert store.store.reserve([(8,)], "uint8") == [None]
+    assert store.store.reserve([KEY], [(8,)], "uint8") == [NotLent.NO_ROOM]
     store.close()

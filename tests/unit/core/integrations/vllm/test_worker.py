@@ -23,6 +23,7 @@ from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, Store
 from lmcache_core.integrations.vllm.worker import STORE_QUESTIONS, WorkerSide
 from lmcache_core.memory import HostMemoryAllocator
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.telemetry import (
     FAILED_CALLS_TOTAL,
     STORED_CHUNKS_TOTAL,
@@ -77,10 +78,8 @@ def slots(blocks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(blocks)[places // 4], places % 4
 
 
-def storing(
-    blocks: tuple[int, ...] = BLOCKS, group: int = 0, first: int = 0, num_unsure: int = 0
-) -> StepPlan:
-    return StepPlan(stores=(Store("r", (run_of(blocks, group, first),), num_unsure),))
+def storing(blocks: tuple[int, ...] = BLOCKS, group: int = 0, first: int = 0) -> StepPlan:
+    return StepPlan(stores=(Store("r", (run_of(blocks, group, first),)),))
 
 
 def loading(
@@ -210,11 +209,11 @@ def test_a_chunk_that_is_there_is_not_stored_again(rank: Callable[..., Rank]) ->
     here = rank()
     here.fill(BLOCKS)
     here.run(storing(BLOCKS[:4]))
-    here.run(storing(num_unsure=19))
+    here.run(storing())
     assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
 
 
-def test_what_a_request_has_computed_itself_is_not_looked_up(rank: Callable[..., Rank]) -> None:
+def test_a_store_asks_the_cache_two_questions(rank: Callable[..., Rank]) -> None:
     stores: list[RecordingStore] = []
 
     def wrap(store: ChunkStore) -> RecordingStore:
@@ -338,7 +337,7 @@ def test_a_load_without_blocks_is_refused(
     assert caplog.text.count("no block") == 5
 
 
-@pytest.mark.parametrize("method", ["get", "lookup", "reserve", "put"])
+@pytest.mark.parametrize("method", ["get", "reserve", "put"])
 def test_what_a_store_raises_ends_here(rank: Callable[..., Rank], method: str) -> None:
     stores: list[RaisingStore] = []
 
@@ -352,7 +351,7 @@ def test_what_a_store_raises_ends_here(rank: Callable[..., Rank], method: str) -
     stores[0].is_armed = True
     bad = here.run(loading(OTHER_BLOCKS[:2], 0, 8))[2]
     assert bad == (set(OTHER_BLOCKS[:2]) if method == "get" else set())
-    here.run(storing(BLOCKS[:4], num_unsure=8))
+    here.run(storing(BLOCKS[:4]))
     assert here.counters.value(FAILED_CALLS_TOTAL) == stores[0].num_raised == 1
     stores[0].is_armed = False
     here.run(storing(BLOCKS[:4]))
@@ -371,8 +370,8 @@ def test_a_canary_that_comes_back_otherwise(rank: Callable[..., Rank]) -> None:
 
 def test_a_store_that_is_full_does_not_keep_a_worker_out(rank: Callable[..., Rank]) -> None:
     class Full(RecordingStore):
-        def reserve(self, shapes: Any, dtype: str) -> list[None]:
-            return [None] * len(shapes)
+        def reserve(self, keys: Any, shapes: Any, dtype: str) -> list[NotLent]:
+            return [NotLent.NO_ROOM] * len(shapes)
 
     here = rank(wrap=Full)
     here.fill(BLOCKS)

@@ -71,13 +71,10 @@ class Store:
     Attributes:
         request_id: The request.
         runs: The chunks.
-        num_unsure: How many of its tokens, from the first, belong to chunks that may be stored
-            already.
     """
 
     request_id: str
     runs: tuple[ChunkRun, ...]
-    num_unsure: int = 0
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,7 @@ class StorePlanner:
         runs = state.complete_runs(self._groups, self._chunk_size, min(num_tokens, num_known))
         if not runs or not self._namer.check(state):
             return None
-        num_unsure = state.num_local if state.is_new else num_known
-        return Store(state.request_id, tuple(runs), num_unsure)
+        return Store(state.request_id, tuple(runs))
 
 
 def _first_in(blocks: set[int], table: Sequence[int]) -> int:

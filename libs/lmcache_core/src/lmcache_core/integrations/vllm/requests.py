@@ -60,13 +60,10 @@ class Offer:
         num_chunks: How many chunks, from the first, are in memory for all ranks and groups, and
             stay there.
         origins: Where each of them was found, by the values of `StagedFrom`.
-        is_complete: The chunks after them were not stored when the store answered. False when it
-            did not answer, or when a window shortened the offer.
     """
 
     num_chunks: int
     origins: bytes = b""
-    is_complete: bool = False
 
 
 @dataclass
@@ -84,7 +81,6 @@ class RequestState:
             be.
         num_local: How many of its tokens vLLM had itself when it last asked, or has been given.
         offer: What can be loaded; None while that is not known.
-        is_new: The chunks that were not offered were not stored.
         asked_at: When the store was asked for an offer that is still open. Seconds, monotonic.
         polled_at: When the store was last asked.
         load: `[begin, end)` tokens to load in the next step.
@@ -103,7 +99,6 @@ class RequestState:
     stored: list[int] = field(default_factory=list)
     num_local: int = 0
     offer: Offer | None = None
-    is_new: bool = False
     asked_at: float | None = None
     polled_at: float = 0.0
     load: tuple[int, int] | None = None

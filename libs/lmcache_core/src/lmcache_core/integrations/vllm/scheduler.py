@@ -242,7 +242,7 @@ class SchedulerSide:
                 # Offering more could repeat without end. What is computed instead is stored again
                 # where it is missing.
                 state = self._states[request_id]
-                state.gave_up, state.is_new = True, False
+                state.gave_up = True
                 state.forget_offer()
                 state.stored = [0] * len(self._groups)
         self._offers.give_back(over)
@@ -299,7 +299,6 @@ class SchedulerSide:
         if is_final or now - first_asked > self._patience_s:
             # Its shelf life begins now, also where no answer has come.
             state.offer, state.asked_at, state.polled_at = offer or Offer(0), None, now
-            state.is_new = state.offer.is_complete
             state.stored = [max(stored, state.offer.num_chunks) for stored in state.stored]
         else:
             state.asked_at = first_asked
@@ -411,7 +410,7 @@ class Offers:
         nowhere = bytes([StagedFrom.NOWHERE])
         num_chunks = min(len(tiers.partition(nowhere)[0]) for tiers in staged.tiers)
         origins = bytes(max(chunk) for chunk in zip(*staged.tiers, strict=True))[:num_chunks]
-        return Offer(num_chunks, origins, is_complete=staged.is_ready), staged.is_ready
+        return Offer(num_chunks, origins), staged.is_ready
 
     def _shortened_to_windows(
         self,
@@ -454,4 +453,4 @@ class Offers:
             # Every longer prefix up to this one has that chunk in its window, too.
             num_chunks = min(missing)
             offer = Offer(num_chunks, offer.origins[:num_chunks])
-        return Offer(0, is_complete=bound.is_complete and bound.num_chunks == 0), True
+        return Offer(0), True

@@ -23,7 +23,6 @@ from lmcache_core.integrations.vllm.memory import GroupMemory, memory_of
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport, this_host
 from lmcache_core.keys import Lane
-from lmcache_core.record import HOT_TIER
 from lmcache_core.telemetry import UNSTORED_CHUNKS_TOTAL, Counters
 
 logger = logging.getLogger(__name__)
@@ -239,7 +238,7 @@ class WorkerSide:
             with self._guard("store"), torch.inference_mode():
                 for store in stores:
                     for run in store.runs:
-                        self._store_run(run, store.num_unsure, plan.recompute_s or 0.0)
+                        self._store_run(run, plan.recompute_s or 0.0)
 
     def take_received(self) -> tuple[set[str], set[str]]:
         """Return the requests whose asynchronous load has ended, and those of them whose load
@@ -322,7 +321,7 @@ class WorkerSide:
         missing = num_loaded < run.num_chunks
         return max(start + num_loaded * self._chunk_size, load.begin) if missing else None
 
-    def _store_run(self, run: ChunkRun, num_unsure: int, recompute_s: float) -> None:
+    def _store_run(self, run: ChunkRun, recompute_s: float) -> None:
         """Store one group's chunks, unless the engine's step would wait longer for that than
         they are worth.
         """
@@ -331,12 +330,7 @@ class WorkerSide:
             return
         lane = self._transfers[run.group]
         named = lane.named(run)
-        # The scheduler knows of the others that they were not there when the request came.
-        asked = named[: max(0, num_unsure // self._chunk_size - run.first)]
-        num_known = self._store.lookup([key for *_, key in asked], [HOT_TIER]) if asked else 0
-        if num_known < len(named):
-            arguments = lane.arguments(run, named[num_known][0], named[-1][1])
-            lane.transfer.store(named[num_known:], arguments)
+        lane.transfer.store(named, lane.arguments(run, named[0][0], named[-1][1]))
 
 
 class LoadThread:
