@@ -33,6 +33,7 @@ from tests.bench import (
     questions,
     redis_tier,
     report,
+    small_chunks,
     storage_rest,
     vllm_part,
 )
@@ -108,6 +109,7 @@ def sections(bench: Bench) -> Sequence[report.Section]:
             bench.run("lookup and stage", lambda: questions.answer_times(bench.directory))
         ),
         report.allocations(bench.run("allocations", allocation.allocation_rows)),
+        report.chunk_costs(bench.run("small chunks", small_chunks.chunk_costs)),
     ]
     measured = (
         ("GPU", paged.gpu_figures),

@@ -15,6 +15,7 @@ from tests.bench.allocation import NUM_LIVE, PairCost
 from tests.bench.identity import NamingCost
 from tests.bench.measure import Figure
 from tests.bench.questions import AnswerTime
+from tests.bench.small_chunks import ChunkCost
 
 TERMINAL_ONLY = frozenset(
     {
@@ -183,6 +184,18 @@ def allocations(costs: Sequence[PairCost]) -> Section:
         "Memory: one allocate and one free",
         ("blocks", "µs a pair", "fastest … slowest", "growth"),
         rows,
+    )
+
+
+def chunk_costs(costs: Sequence[ChunkCost]) -> Section:
+    """Chunks whose bytes cost next to nothing."""
+    return Section(
+        "A chunk of 1 KiB in host memory",
+        ("what", "µs a chunk", "goal", "objects a chunk"),
+        [
+            (cost.name, f"{cost.chunk_us:.1f}", f"{cost.goal_us:g}", f"{cost.objects:.1f}")
+            for cost in costs
+        ],
     )
 
 

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Future
 
 from lmcache_core.concurrency import Workers
-from lmcache_core.record import payload_digest, payload_hasher
+from lmcache_core.record import payload_hasher
 
 FILL_STEP_BYTES = 2 << 20
 FILL_POLL_S = 100e-6
@@ -50,10 +50,6 @@ class FillingDigest:
 
     def finish(self) -> Future[bytes]:
         """Return the digest of the payload, whose bytes are all filled now."""
-        if len(self._payload) <= INLINE_BYTES:
-            done: Future[bytes] = Future()
-            done.set_result(payload_digest(self._payload))
-            return done
         self._num_filled = len(self._payload)
         self._is_over = True
         return self._workers.submit(self._digest, self._follower)

@@ -16,7 +16,7 @@ import torch
 
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
-from lmcache_core.engine.digests import FillingDigest, FollowingDigest
+from lmcache_core.engine.digests import INLINE_BYTES, FillingDigest, FollowingDigest
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
@@ -109,14 +109,16 @@ class KVTransfer:
             if not isinstance(memory, NotLent)
         ]
         put: list[Chunk] = []
-        digests: list[Future[bytes]] = []
+        digests: list[bytes | Future[bytes]] = []
         try:
             for _, start, end, _, memory in lent:
                 if self._store.needs_digests:
                     digests.append(self._fill_and_digest(memory, start, end, kwargs))
                 else:
                     self._gpu_connector.from_gpu(memory, start, end, **kwargs)
-            seals: list[bytes | None] = [digest.result() for digest in digests]
+            seals: list[bytes | None] = [
+                digest if isinstance(digest, bytes) else digest.result() for digest in digests
+            ]
             seals += [None] * (len(lent) - len(seals))
             put = [
                 self._chunk(key, memory, end - start, seal)
@@ -130,7 +132,8 @@ class KVTransfer:
             self._counters.add(STORED_BYTES_TOTAL, sum(chunk.memory.get_size() for chunk in kept))
             self._counters.add(UNSTORED_CHUNKS_TOTAL, visible.count(False))
         finally:
-            wait(digests)  # memory that is given back must not be read any more
+            # Memory that is given back must not be read any more.
+            wait([digest for digest in digests if not isinstance(digest, bytes)])
             self._store.release(put)
             unused = reserved[num_fitting:] if put else reserved
             self._store.abort([memory for memory in unused if not isinstance(memory, NotLent)])
@@ -212,9 +215,15 @@ class KVTransfer:
 
     def _fill_and_digest(
         self, memory: MemoryObj, start: int, end: int, kwargs: dict[str, Any]
-    ) -> Future[bytes]:
-        """Copy a chunk out of the serving engine; its digest follows in another thread."""
-        digest = FillingDigest(memory.byte_array, self._workers)
+    ) -> bytes | Future[bytes]:
+        """Copy a chunk out of the serving engine; the digest of a large one follows in another
+        thread.
+        """
+        payload = memory.byte_array
+        if len(payload) <= INLINE_BYTES:
+            self._gpu_connector.from_gpu(memory, start, end, **kwargs)
+            return payload_digest(payload)
+        digest = FillingDigest(payload, self._workers)
         try:
             if self._gpu_connector.reports_progress:
                 kwargs = {**kwargs, "progress": digest.filled}
