@@ -40,7 +40,7 @@ demo: $(VENV)/.runtime ## Show the whole system at work on this machine: service
 	@$(BIN)/lmcache-demo
 
 test: $(VENV)/.tools ## Run every test: unit, contract, property, integration, chaos, helm
-	@$(BIN)/pytest -n auto --dist loadfile
+	@$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Not listed: the unit and contract tests that need no PyTorch, on another Python: make test-base PYTHON=python3.13
 test-base: $(BASE_HOME)/.ready
@@ -97,7 +97,7 @@ helm-check: $(VENV)/.tools ## The chart: lint, render and validate with Helm 3 a
 
 docker-lint: $(VENV)/.tools ## The images: lint, and run their install steps in clean environments
 	@$(BIN)/hadolint docker/*.Dockerfile
-	@$(BIN)/pytest tests/integration/docker_install.py
+	@$(BIN)/pytest -n auto tests/integration/docker_install.py
 
 # Not listed: docs/api from the services' OpenAPI documents, which a test compares
 api-docs: $(VENV)/.tools
