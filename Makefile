@@ -47,7 +47,7 @@ test-base: $(BASE_HOME)/.ready
 	@export PATH="$$PATH:$(REDIS_OF_VENV)"; command -v redis-server >/dev/null || { echo "make test-base needs redis-server: install it, or run 'make test' before" >&2; exit 1; }; $(BASE_HOME)/bin/python -m pytest -n auto --dist loadfile $(BASE_TESTS)
 
 test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready ## Run the connector inside a real vLLM, on the CPU: VLLM=0.32.0, SMOKE=1
-	@PYTHONPATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(if $(SMOKE),-m smoke)
+	@PYTHONPATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -n 2 -c tests/vllm/pytest.ini tests/vllm $(if $(SMOKE),-m smoke)
 
 # Not listed, like the rest of what only CI needs: a released LMCache with our cache_storage as its remote tier
 test-lmcache: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
