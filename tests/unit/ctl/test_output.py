@@ -12,7 +12,7 @@ import pytest
 from lmcache_ctl.drain import DrainOutcome, print_drains
 from lmcache_ctl.output import Columns, print_table, print_text
 from lmcache_ctl.services import Kind
-from lmcache_ctl.states import DrainProgress, ServiceStatus, State, Tier, Traffic
+from lmcache_ctl.states import DrainStatus, ServiceStatus, State, Tier, Traffic
 from lmcache_ctl.status import print_status, summed
 from lmcache_ctl.top import moment, print_moment
 
@@ -39,7 +39,7 @@ def busy(growth: int) -> ServiceStatus:
     traffic = Traffic(
         100 + 98_765 * growth, 1000 + 10 * growth, found, growth << 27, growth << 30, {"Hot": found}
     )
-    drain = DrainProgress("handing_over", 40_000, 20_000, 5, 1, 19_994)
+    drain = DrainStatus("handing_over", 40_000, 20_000, 5, 1, 19_994)
     facts = {"engines": "1", "registered": "yes", "models": "meta-llama/Llama-3.1-8B-Instruct"}
     return ServiceStatus(
         Kind.SIDECAR,

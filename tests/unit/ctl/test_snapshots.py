@@ -20,14 +20,14 @@ from lmcache_ctl.drain import DrainOutcome, print_drains
 from lmcache_ctl.output import OutputFormat, show
 from lmcache_ctl.pin import print_pins
 from lmcache_ctl.services import Kind
-from lmcache_ctl.states import Check, DrainProgress, Link, ServiceStatus, State, Tier, Traffic
+from lmcache_ctl.states import Check, DrainStatus, Link, ServiceStatus, State, Tier, Traffic
 from lmcache_ctl.status import print_status, summed
 from lmcache_ctl.targets import TargetResult
 from lmcache_ctl.top import moment, print_moment
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 GIB = 1 << 30
-DRAIN = DrainProgress("handing_over", 40, 20, 5, 1, 14)
+DRAIN = DrainStatus("handing_over", 40, 20, 5, 1, 14)
 TIERS = [Tier("Hot", 40, GIB, 4 * GIB), Tier("LocalDiskBackend", 90, 3 * GIB, 10 * GIB)]
 
 
@@ -172,7 +172,7 @@ def findings() -> Any:
 
 
 def drains() -> list[DrainOutcome]:
-    done = DrainOutcome("sidecar", "pod-a", DrainProgress("done", 40, 30, 10, 0, 0))
+    done = DrainOutcome("sidecar", "pod-a", DrainStatus("done", 40, 30, 10, 0, 0))
     return [
         done,
         DrainOutcome("peer", "pod-b", DRAIN, "not done within 10 s"),

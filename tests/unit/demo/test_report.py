@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 from lmcache_demo.blending import Way
-from lmcache_demo.cluster import CodecFigures
+from lmcache_demo.cluster import TierCompression
 from lmcache_demo.engines import Answer, BlendedAnswers
 from lmcache_demo.report import print_steps
 from lmcache_demo.scenario import DISK, HOT, NOWHERE, PEER, Compression, Step
@@ -19,7 +19,7 @@ ALL_EQUAL = "Every answer equals the one without a cache, token for token"
 PLAIN = Answer([1, 2], "", 3000, 0, {}, 0, 0, 0, 1.0, 32)
 HIT = Answer([1, 2], "", 3000, 2900, {HOT: 2900}, 1, 0, 0, 0.1, 32)
 FROM_DISK = msgspec.structs.replace(HIT, reused_by_tier={DISK: 2900})
-WRITTEN, READ = CodecFigures(3000, 1000, 0, 0.5, 0.25), CodecFigures(0, 0, 12, 0.5, 0.25)
+WRITTEN, READ = TierCompression(3000, 1000, 0, 0.5, 0.25), TierCompression(0, 0, 12, 0.5, 0.25)
 EXACT = replace(WRITTEN, max_error=0.0, rms_error=0.0)
 LOSSY, LOSSLESS = Compression(True, WRITTEN, READ), Compression(False, EXACT, READ)
 REASON = "the model failed its certificate"
@@ -85,7 +85,7 @@ def test_what_is_as_said_has_no_fault(one: Step | Way) -> None:
             (step(DISK, FROM_DISK, compression), fault)
             for compression, fault in [
                 (Compression(False, replace(EXACT, encoded_bytes=3000), READ), "not smaller"),
-                (Compression(False, CodecFigures(0, 0, 0, 0.0, 0.0), READ), "not smaller"),
+                (Compression(False, TierCompression(0, 0, 0, 0.0, 0.0), READ), "not smaller"),
                 (Compression(False, EXACT, replace(READ, num_decoded_chunks=0)), "nothing was dec"),
                 (Compression(False, WRITTEN, READ), "an error of 25.00%"),
                 (Compression(True, EXACT, READ), "an error of 0.00%"),

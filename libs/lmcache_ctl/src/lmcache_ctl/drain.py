@@ -26,7 +26,7 @@ from lmcache_ctl.output import (
 )
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind
-from lmcache_ctl.states import DrainProgress
+from lmcache_ctl.states import DrainStatus
 from lmcache_ctl.targets import Target, named, parse_target
 
 DEFAULT_WITHIN_S = 120.0
@@ -55,7 +55,7 @@ class DrainOutcome(msgspec.Struct, frozen=True):
 
     kind: str
     name: str
-    drain: DrainProgress | None = None
+    drain: DrainStatus | None = None
     problem: str = ""
 
 
@@ -167,7 +167,7 @@ async def _drained(
     async def ask(method: str, path: str) -> None:
         nonlocal outcome
         answer: Any = await asker.one(service, lambda caller: caller.ask(method, path))
-        now = msgspec.convert(answer.get("drain"), DrainProgress | None)
+        now = msgspec.convert(answer.get("drain"), DrainStatus | None)
         if now is not None and now != outcome.drain:
             done = now.total - now.left
             note = f"{done}/{now.total} {now.state}"

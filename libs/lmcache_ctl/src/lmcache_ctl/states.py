@@ -57,7 +57,7 @@ class Tier(msgspec.Struct, frozen=True):
     capacity_bytes: int = 0
 
 
-class DrainProgress(msgspec.Struct, frozen=True):
+class DrainStatus(msgspec.Struct, frozen=True):
     """How far a drain is; `total` is the sum of the four after it."""
 
     state: str
@@ -112,7 +112,7 @@ class Link(msgspec.Struct, frozen=True):
     load: float
     draining: bool
     num_pulls: int
-    drain: DrainProgress | None = None
+    drain: DrainStatus | None = None
 
 
 class ServiceStatus(msgspec.Struct, frozen=True):
@@ -150,7 +150,7 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     checks: list[Check] = []
     tiers: list[Tier] = []
     traffic: Traffic = Traffic()
-    drain: DrainProgress | None = None
+    drain: DrainStatus | None = None
     facts: dict[str, str] = {}
     links: list[Link] = []
     needs_token: bool = False
@@ -251,7 +251,7 @@ async def _look(caller: Caller) -> ServiceStatus:
     problem = "" if refusal is None or needs_token else str(refusal)
     state, checks = _readiness(ready)
     try:
-        drain = msgspec.convert(told.get("drain"), DrainProgress | None)
+        drain = msgspec.convert(told.get("drain"), DrainStatus | None)
         if drain is not None and drain.state == "serving":
             drain = None
         if told.get("draining") or drain is not None:

@@ -31,7 +31,7 @@ from lmcache_ctl.output import (
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint
 from lmcache_ctl.settings import CtlSettings
-from lmcache_ctl.states import DrainProgress, Link, ServiceStatus, State, Tier, look_at, token_hint
+from lmcache_ctl.states import DrainStatus, Link, ServiceStatus, State, Tier, look_at, token_hint
 
 MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 3600.0
@@ -81,7 +81,7 @@ class Rates(msgspec.Struct, frozen=True):
     in_bytes_per_s: float | None
     out_bytes_per_s: float | None
     tiers: list[Tier]
-    drain: DrainProgress | None
+    drain: DrainStatus | None
 
 
 class Moment(msgspec.Struct, frozen=True):

@@ -33,7 +33,7 @@ class Sidecar:
 
 
 @dataclass(frozen=True)
-class CodecFigures:
+class TierCompression:
     """Figures of the codec of one tier of a sidecar.
 
     Attributes:
@@ -140,10 +140,10 @@ class Cluster:
             lambda: _get(sidecar.port, "/v1/tiers")["tiers"][DISK_TIER]["is_loading"] == 0,
         )
 
-    def codec_figures(self, sidecar: Sidecar, tier: str) -> CodecFigures:
+    def codec_figures(self, sidecar: Sidecar, tier: str) -> TierCompression:
         """Return the figures of a tier's codec since the sidecar started."""
         figures: dict[str, int] = _get(sidecar.port, "/v1/tiers")["tiers"][tier]
-        return CodecFigures(
+        return TierCompression(
             figures.get("encoded_raw_bytes", 0),
             figures.get("encoded_bytes", 0),
             figures.get("decoded_chunks", 0),

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydoc_data import topics
 
 from lmcache_demo.blending import Way, run_blended
-from lmcache_demo.cluster import DISK_TIER, REMOTE_TIER, Cluster, CodecFigures, Sidecar
+from lmcache_demo.cluster import DISK_TIER, REMOTE_TIER, Cluster, Sidecar, TierCompression
 from lmcache_demo.engines import Answer, Engine, Prompt
 from lmcache_demo.processes import Processes
 
@@ -46,8 +46,8 @@ class Compression:
     """
 
     lossy: bool
-    written: CodecFigures
-    read: CodecFigures
+    written: TierCompression
+    read: TierCompression
 
     @property
     def ratio(self) -> float:

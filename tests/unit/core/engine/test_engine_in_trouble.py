@@ -216,7 +216,9 @@ def test_a_remote_where_nobody_listens_costs_a_refused_connection_and_a_log_line
             engine.store(tokens, kvcaches=random_kv(len(tokens)))
             assert engine.lookup(tokens) == len(tokens)
         engine.close()
-    assert 1 <= num_attempts < 20, "not one for each call, on however slow a machine"
+    assert 1 <= num_attempts <= 3, (
+        "not one for each call; a second and a third only on a machine that is very slow"
+    )
     assert len(caplog.messages) == 1
     assert "RemoteBackend" in caplog.messages[0]
     assert engine.counters.value(MISSED_CHUNKS_TOTAL, "breaker_open") > 0

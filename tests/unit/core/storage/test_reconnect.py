@@ -130,7 +130,7 @@ async def test_the_end_does_not_wait_for_it(tmp_path: Path) -> None:
     (tmp_path / "volume").write_text("away")
     async with stack_on(tmp_path / "volume" / "disk"):
         began = time.monotonic()
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 1.0
 
 
 async def test_a_disk_that_hangs_is_waited_for_with_one_thread(
