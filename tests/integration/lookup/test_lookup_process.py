@@ -206,7 +206,7 @@ async def test_a_redis_that_refuses_writes_is_still_read(tmp_path: Path, kind: s
         with running_service("lmcache_lookup", tmp_path, environ) as service:
             async with client_of(service) as client:
                 await client.renew_instance(
-                    "one", incarnation=1, kind="sidecar", ttl_ms=2_000 if kind == "full" else 60_000
+                    "one", incarnation=1, kind="sidecar", ttl_ms=4_000 if kind == "full" else 60_000
                 )
                 first = [StoreEvent("store", A.hex(), "hot", 1)]
                 await client.send_events("one", incarnation=1, first_sequence=0, events=first)
@@ -224,7 +224,7 @@ async def test_a_redis_that_refuses_writes_is_still_read(tmp_path: Path, kind: s
                         )
                     if kind == "full":
                         await client.renew_instance(
-                            "one", incarnation=1, kind="sidecar", ttl_ms=2_000
+                            "one", incarnation=1, kind="sidecar", ttl_ms=4_000
                         )
                     assert not (await client.lookup([A])).degraded
                     assert await prefix(client, A) == [["one"]]
@@ -234,7 +234,7 @@ async def test_a_redis_that_refuses_writes_is_still_read(tmp_path: Path, kind: s
                     await asyncio.sleep(1.5)
                     if kind == "full":
                         await client.renew_instance(
-                            "one", incarnation=1, kind="sidecar", ttl_ms=2_000
+                            "one", incarnation=1, kind="sidecar", ttl_ms=4_000
                         )
                     assert not (await client.lookup([A])).degraded
                 ready = get(service, "/readyz")
