@@ -49,7 +49,7 @@ def in_process() -> dict[str, float]:
             pass
 
     def a_request() -> None:
-        with working_for("sidecar Pin", Carried(IDS.next()), None):
+        with working_for("sidecar LOAD", Carried(IDS.next()), None):
             pass
 
     return {

@@ -136,7 +136,7 @@ def test_a_retrieve_from_a_peer_is_one_trace(site: Site) -> None:
     tiers = {"tier Hot get", "tier P2PBackend get"}
     wanted = {
         "engine get",
-        "sidecar Pin",
+        "sidecar LOAD",
         "POST /v1/lookup",
         "POST /v1/transfers",
         "lm GET",
@@ -148,7 +148,7 @@ def test_a_retrieve_from_a_peer_is_one_trace(site: Site) -> None:
     trace = of_trace(trace, pulled.trace)
     root = the_only(trace, "engine get", "lmcache-engine")
     assert root.parent == b""
-    asked = the_only(trace, "sidecar Pin", "lmcache-sidecar")
+    asked = the_only(trace, "sidecar LOAD", "lmcache-sidecar")
     assert (asked.parent, asked.instance) == (root.span, "b")
     lookup, transfer = (
         the_only(trace, "POST /v1/lookup", "lmcache-lookup"),
@@ -190,8 +190,8 @@ def test_a_retrieve_from_storage_tells_of_every_tier(site: Site) -> None:
             loaded = empty_kv(NUM_TOKENS)
             assert engine.retrieve(tokens, kvcaches=loaded).all()
             assert_equal_prefix(loaded, kv, NUM_TOKENS)
-            trace = the_trace_of(site, (tier, "c"), ("sidecar Pin", "c"))
-            asked = the_only(trace, "sidecar Pin", "lmcache-sidecar")
+            trace = the_trace_of(site, (tier, "c"), ("sidecar LOAD", "c"))
+            asked = the_only(trace, "sidecar LOAD", "lmcache-sidecar")
             assert {span.parent for span in trace if (span.name, span.instance) == (tier, "c")} == {
                 asked.span
             }
