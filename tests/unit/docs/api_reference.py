@@ -68,7 +68,9 @@ def _rows(paths: Mapping[str, Any], without: set[str]) -> Iterator[str]:
             is_own = not operation["operationId"].startswith(
                 f"{summary.lower().replace(' ', '_')}_"
             )
-            text = f"{summary}. {text}".strip() if is_own or not text else text
+            text = (
+                f"{summary}." if is_own or not text else text.partition(". ")[0].rstrip(".") + "."
+            )
             told = text.replace("|", r"\|")
             yield f"| `{method.upper()} {path}` | {told} |"
 
