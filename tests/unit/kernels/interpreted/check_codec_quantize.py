@@ -25,8 +25,13 @@ def check_equal(got, expected):
         assert torch.equal(getattr(got, name).cpu(), getattr(expected, name).cpu()), name
 
 
-@pytest.mark.parametrize("shape", [(3, 3, 33), (1, 1, 1), (2, 17, 70), (1, 2, 1500)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def cases(*shapes, wide):
+    """Each shape in every dtype; one that takes several tiles in one."""
+    each = [(dtype, shape) for shape in shapes for dtype in DTYPES]
+    return pytest.mark.parametrize(("dtype", "shape"), [*each, (torch.bfloat16, wide)], ids=str)
+
+
+@cases((3, 3, 33), (1, 1, 1), (2, 17, 70), wide=(1, 2, 1500))
 def test_by_token_is_the_reference_and_the_cpu_codec(codec, make_kv, dtype, shape):
     x, levels = make_kv(dtype, *shape), (15, 7, 127)[: shape[0]]
     got = cachegen_quantize_by_token(x, levels)
@@ -37,8 +42,7 @@ def test_by_token_is_the_reference_and_the_cpu_codec(codec, make_kv, dtype, shap
     assert torch.equal(got.scales.cpu(), scales)
 
 
-@pytest.mark.parametrize("shape", [(2, 64, 33), (1, 65, 70), (1, 70, 1030)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cases((2, 64, 33), (1, 65, 70), wide=(1, 70, 1030))
 def test_by_plane_is_the_reference_and_the_cpu_codec(codec, make_kv, dtype, shape):
     x = make_kv(dtype, *shape)
     got = cachegen_quantize_by_plane(x, FINENESS)
