@@ -21,7 +21,7 @@ from lmcache_core.storage.remote.replicas import MAX_FURTHER_CHOICES
 from lmcache_core.storage.tiers import build_tiers
 from lmcache_core.testing.backend_suite import payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
-from lmcache_core.wire import LmServer
+from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.kv import make_config
 from tests.fixtures.replicas import free_ports

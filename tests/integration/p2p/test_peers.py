@@ -17,7 +17,7 @@ from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.p2p import parse_distributed_url
 from lmcache_core.record import Chunk
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
-from lmcache_core.wire import ClientOptions, LmClient
+from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import (

@@ -18,7 +18,7 @@ from lmcache_core.security import ClientTls
 from lmcache_core.security.watched_files import LOOK_INTERVAL_S
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
 from lmcache_core.testing.chunks import make_key
-from lmcache_core.wire import ClientOptions, LmClient
+from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.testing.chunks import make_chunk
-from lmcache_core.wire import ClientOptions, LmClient
+from lmcache_core.wire.client import ClientOptions, LmClient
 
 from tests.fixtures.guarded_services import TOKENS, Guarded
 

@@ -15,7 +15,7 @@ from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.record import Chunk, Miss
 from lmcache_core.security import TicketSigner, unix_ms
 from lmcache_core.testing.chunks import make_chunk, make_key, make_record
-from lmcache_core.wire import LmClient
+from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.guarded_services import REST_NAMES, TICKET_KEYS, TOKENS, Guarded
 from tests.fixtures.tls import client_tls

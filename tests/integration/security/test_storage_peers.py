@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from lmcache_core.testing.chunks import make_chunk, make_key
-from lmcache_core.wire import LmClient
+from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.replicas import replicas
 from tests.fixtures.service_process import ServiceProcess, running_service

@@ -20,7 +20,7 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import MissReason
 from lmcache_core.testing.backend_suite import payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
-from lmcache_core.wire import LmClient
+from lmcache_core.wire.client import LmClient
 
 from tests.chaos.cluster.link import Link
 from tests.fixtures.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3

@@ -20,7 +20,7 @@ from lmcache_core.memory import ArenaAllocator
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.testing.backend_suite import payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
-from lmcache_core.wire import LmClient
+from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.service_process import ServiceProcess, running_service
 

@@ -8,7 +8,7 @@ import asyncio
 import sys
 
 from lmcache_core.testing.chunks import make_chunk
-from lmcache_core.wire import LmServer
+from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.wire import MemoryStore, anyone
 

@@ -11,7 +11,7 @@ from lmcache_core.errors import AuthenticationError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
-from lmcache_core.wire import ServerLimits
+from lmcache_core.wire.served import ServerLimits
 
 from tests.fixtures.wire import Arena, MemoryStore, by_token, client_of, keys_of, serving
 

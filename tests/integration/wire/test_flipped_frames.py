@@ -14,7 +14,7 @@ import pytest
 from lmcache_core.errors import LMCacheError
 from lmcache_core.record import Chunk
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
-from lmcache_core.wire import ClientOptions, LmClient
+from lmcache_core.wire.client import ClientOptions, LmClient
 
 from tests.fixtures.wire import Arena, MemoryStore, serving
 

@@ -17,10 +17,11 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
 from lmcache_core.security import Principal
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
-from lmcache_core.wire import ClientOptions, LmClient, LmServer, ServerLimits
+from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.intake import HandoverLog
 from lmcache_core.wire.messages import ErrorMessage, HandoverChunk, Held, Ping, Put, PutOk
-from lmcache_core.wire.served import HandoverNote
+from lmcache_core.wire.served import HandoverNote, ServerLimits
+from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.wire import MemoryStore, RawConnection, connected
 

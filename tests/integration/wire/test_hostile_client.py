@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 from lmcache_core.keys import Lane
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
-from lmcache_core.wire import ServerLimits, messages
+from lmcache_core.wire import messages
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 from lmcache_core.wire.messages import build_frame
+from lmcache_core.wire.served import ServerLimits
 
 from tests.fixtures.wire import (
     Arena,

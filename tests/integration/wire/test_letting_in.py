@@ -8,7 +8,7 @@ import pytest
 from lmcache_core.errors import AuthenticationError, UnavailableError
 from lmcache_core.record import Miss, MissReason
 from lmcache_core.security import Ticket
-from lmcache_core.wire import ServerLimits
+from lmcache_core.wire.served import ServerLimits
 
 from tests.fixtures.wire import (
     Arena,

@@ -11,8 +11,8 @@ from typing import cast
 
 import pytest
 from lmcache_core.testing.chunks import make_chunk, make_key
-from lmcache_core.wire import ServerLimits
 from lmcache_core.wire.messages import Put, PutOk, build_frame
+from lmcache_core.wire.served import ServerLimits
 from lmcache_storage.chunks import receive_record
 from lmcache_storage.problems import SlowClientError
 from starlette.requests import Request

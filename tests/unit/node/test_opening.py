@@ -11,7 +11,8 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.p2p import BrokerClient, PeerRegistration
 from lmcache_core.testing.chunks import make_chunk
-from lmcache_core.wire import LmClient, LmServer
+from lmcache_core.wire.client import LmClient
+from lmcache_core.wire.server import LmServer
 from lmcache_servicekit.listening import CannotListenError
 from lmcache_servicekit.state import service_state
 

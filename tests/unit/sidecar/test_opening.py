@@ -16,7 +16,7 @@ from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.storage.remote.file import FileBackend
 from lmcache_core.testing.chunks import make_chunk, make_key
-from lmcache_core.wire import LmClient
+from lmcache_core.wire.client import LmClient
 from lmcache_servicekit.settings import load_settings
 from lmcache_servicekit.state import service_state
 from lmcache_sidecar import sidecar as opening

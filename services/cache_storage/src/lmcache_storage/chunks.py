@@ -12,8 +12,8 @@ from lmcache_core.errors import CapacityError, RecordError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, RecordReason
 from lmcache_core.storage.remote.http import RecordStream
-from lmcache_core.wire import ServedStore, ServerLimits
 from lmcache_core.wire.capabilities import Accepts
+from lmcache_core.wire.served import ServedStore, ServerLimits
 from lmcache_core.wire.stream import paced
 from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 from lmcache_servicekit.errors import NotFoundError

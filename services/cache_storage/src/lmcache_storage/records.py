@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fastapi import Response
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
-from lmcache_core.wire import ServedStore, ServerLimits
+from lmcache_core.wire.served import ServedStore, ServerLimits
 from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)

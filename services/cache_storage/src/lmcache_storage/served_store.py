@@ -14,9 +14,8 @@ from lmcache_core.storage import DiskBackend
 from lmcache_core.storage.served import LocalStore, LosslessStore, WrappedStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
-from lmcache_core.wire import AdaptsToClients, ServedStore
 from lmcache_core.wire.capabilities import Accepts
-from lmcache_core.wire.served import TakesHandovers
+from lmcache_core.wire.served import AdaptsToClients, ServedStore, TakesHandovers
 from typing_extensions import override
 
 from lmcache_storage import metrics

@@ -16,7 +16,8 @@ from lmcache_core.p2p import PeerFigures
 from lmcache_core.storage.guard import GuardOptions
 from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.tiers import HotSpec, TierSet, TiersSpec, build_tiers
-from lmcache_core.wire import LmServer, ServerLimits
+from lmcache_core.wire.served import ServerLimits
+from lmcache_core.wire.server import LmServer
 from lmcache_node.local_chunks import LocalChunks
 from lmcache_node.node import Node, disk_spec
 from lmcache_servicekit.audit import handover_audit

@@ -32,7 +32,7 @@ from lmcache_core.lookup.messages import (
     StatsAnswer,
     TenantsAnswer,
 )
-from lmcache_core.security.names import INSTANCE_PATTERN, TENANT_PATTERN
+from lmcache_core.names import INSTANCE_PATTERN, TENANT_PATTERN
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
 
 from lmcache_lookup.formats import BodyTypes, RequestBody, answered, packed_answer, wants_packed

@@ -27,7 +27,7 @@ from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.tiers import DiskSpec, TierSet
 from lmcache_core.telemetry import Counters
-from lmcache_core.wire import LmServer
+from lmcache_core.wire.server import LmServer
 from lmcache_servicekit.listening import naming_listener
 from lmcache_servicekit.state import ServiceState
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Final, Self
 
 from fastapi import Path
+from lmcache_core.names import INSTANCE_PATTERN
 from lmcache_core.p2p import (
     Peer,
     PeerFigures,
@@ -22,7 +23,6 @@ from lmcache_core.p2p.figures import (
     MAX_TIERS,
 )
 from lmcache_core.p2p.messages import MAX_CHUNKS_PER_TRANSFER, MAX_HOLDERS_PER_CHUNK
-from lmcache_core.security.names import INSTANCE_PATTERN
 from pydantic import (
     AfterValidator,
     BaseModel,

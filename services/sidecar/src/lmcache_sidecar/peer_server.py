@@ -12,7 +12,8 @@ from lmcache_core.storage.hot import RECEIVING_SHARE
 from lmcache_core.storage.served import EncodingStore, LocalStore, WrappedStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
-from lmcache_core.wire import Authenticate, LmServer, ServedStore, ServerLimits
+from lmcache_core.wire.served import Authenticate, ServedStore, ServerLimits
+from lmcache_core.wire.server import LmServer
 from lmcache_servicekit.state import ServiceState
 from typing_extensions import override
 

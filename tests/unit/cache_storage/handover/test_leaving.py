@@ -12,7 +12,8 @@ import pytest
 from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.remote.rendezvous import home
 from lmcache_core.testing.chunks import make_chunk
-from lmcache_core.wire import ClientOptions, LmClient, LmServer
+from lmcache_core.wire.client import ClientOptions, LmClient
+from lmcache_core.wire.server import LmServer
 from lmcache_storage import served_store as departures_module
 from lmcache_storage.handover import rebalancer as rebalancing
 from lmcache_storage.served_store import Departures

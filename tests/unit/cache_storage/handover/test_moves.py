@@ -20,7 +20,8 @@ from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_chunk, make_key
-from lmcache_core.wire import ClientOptions, LmClient, LmServer
+from lmcache_core.wire.client import ClientOptions, LmClient
+from lmcache_core.wire.server import LmServer
 from lmcache_node.drain import DrainProgress, DrainState, NodeDrain
 from lmcache_node.local_chunks import LocalChunks
 from lmcache_storage import metrics

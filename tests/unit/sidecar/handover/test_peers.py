@@ -24,7 +24,7 @@ from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
-from lmcache_core.wire import LmServer
+from lmcache_core.wire.server import LmServer
 from lmcache_node.drain import DrainProgress
 from lmcache_sidecar import metrics
 from lmcache_sidecar.handover import handover as module

@@ -15,7 +15,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 import msgspec
 
 from lmcache_core.keys import CHUNK_ID_BYTES
-from lmcache_core.security.names import INSTANCE_PATTERN, TENANT_PATTERN
+from lmcache_core.names import INSTANCE_PATTERN, TENANT_PATTERN
 
 MSGPACK: Final = "application/vnd.msgpack"
 JSON: Final = "application/json"

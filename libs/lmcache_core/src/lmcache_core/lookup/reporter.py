@@ -24,7 +24,7 @@ from lmcache_core.lookup.messages import (
     chunk_id_text,
     validate_tier,
 )
-from lmcache_core.security.names import validate_instance_id
+from lmcache_core.names import validate_instance_id
 from lmcache_core.wire.backoff import Backoff
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
+from lmcache_core.names import validate_instance_id
 from lmcache_core.p2p.distributed_url import parse_distributed_url
 from lmcache_core.p2p.figures import PeerFigures
-from lmcache_core.security.names import validate_instance_id
 
 PeerKind = Literal["sidecar", "storage"]
 

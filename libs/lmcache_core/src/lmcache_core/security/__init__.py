@@ -2,7 +2,7 @@
 the network may see of it (TLS).
 """
 
-from lmcache_core.security.names import validate_instance_id, validate_tenant
+from lmcache_core.names import validate_instance_id, validate_tenant
 from lmcache_core.security.ticket_keys import (
     TicketKeyFile,
     TicketKeys,

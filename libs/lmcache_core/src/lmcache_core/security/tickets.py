@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from lmcache_core.errors import AuthenticationError, ConfigError
-from lmcache_core.security.names import validate_instance_id, validate_tenant
+from lmcache_core.names import validate_instance_id, validate_tenant
 from lmcache_core.security.ticket_keys import MAX_TICKET_KEYS, TicketKeys, check_key, current_keys
 
 MAX_TICKET_CHARS: Final = 4096

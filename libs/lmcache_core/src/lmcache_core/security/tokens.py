@@ -26,7 +26,7 @@ import msgspec
 import yaml
 
 from lmcache_core.errors import AuthenticationError, ConfigError
-from lmcache_core.security.names import validate_tenant
+from lmcache_core.names import validate_tenant
 from lmcache_core.security.watched_files import Identity, identity_of, read_bounded
 from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
 

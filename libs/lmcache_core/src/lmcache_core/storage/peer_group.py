@@ -39,7 +39,7 @@ from lmcache_core.storage.remote import Locate
 from lmcache_core.storage.remote.members import LookupLocator
 from lmcache_core.storage.served import EncodingStore, LocalStore
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.wire import LmServer
+from lmcache_core.wire.server import LmServer
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from lmcache_core.storage.disk.pool import abandon, release_result, wait_all
 from lmcache_core.storage.stack import DEFAULT_TIMEOUT_S, LOCAL_TIERS, TierStack
 from lmcache_core.storage.unusable import UnusableRecords
 from lmcache_core.telemetry import CodecFigures
-from lmcache_core.wire import AdaptsToClients, ServedStore
 from lmcache_core.wire.capabilities import Accepts
+from lmcache_core.wire.served import AdaptsToClients, ServedStore
 
 
 class LocalStore(ServedStore):

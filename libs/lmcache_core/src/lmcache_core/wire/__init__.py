@@ -47,27 +47,3 @@ Bounds: frames and fields in `frames` and `messages`, what one client can make a
 its connection by the bytes that have come, not by those that it announced. A record is believed
 only when its digest has been computed here and its key is the one that was asked for.
 """
-
-from lmcache_core.wire.client import DEFAULT_PORT, ClientOptions, LmClient
-from lmcache_core.wire.served import (
-    AdaptsToClients,
-    Authenticate,
-    ServedStore,
-    ServerLimits,
-    VerifyTicket,
-)
-from lmcache_core.wire.server import LmServer
-from lmcache_core.wire.stream import FrameStream
-
-__all__ = [
-    "AdaptsToClients",
-    "Authenticate",
-    "ClientOptions",
-    "DEFAULT_PORT",
-    "FrameStream",
-    "LmClient",
-    "LmServer",
-    "ServedStore",
-    "ServerLimits",
-    "VerifyTicket",
-]

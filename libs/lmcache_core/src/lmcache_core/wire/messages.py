@@ -28,7 +28,7 @@ from lmcache_core.errors import (
     VersionError,
 )
 from lmcache_core.keys import CHUNK_HASH_BYTES, MAX_CANONICAL_KEY_BYTES, ChunkChain, Lane
-from lmcache_core.security.names import TENANT_PATTERN
+from lmcache_core.names import TENANT_PATTERN
 from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS, MAX_TRACEPARENT_CHARS
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 

@@ -14,8 +14,9 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.telemetry import Counters
 from lmcache_core.telemetry.sparse_log import SparseLog
-from lmcache_core.wire import FrameStream, ServedStore
 from lmcache_core.wire.listener import FrameListener
+from lmcache_core.wire.served import ServedStore
+from lmcache_core.wire.stream import FrameStream
 
 from lmcache_storage import metrics
 from lmcache_storage.compat.dialect import (

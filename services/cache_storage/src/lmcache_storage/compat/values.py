@@ -20,7 +20,7 @@ from lmcache_core.record import (
     verify_payload,
 )
 from lmcache_core.telemetry import Counters
-from lmcache_core.wire import ServedStore
+from lmcache_core.wire.served import ServedStore
 
 from lmcache_storage import metrics
 from lmcache_storage.compat.dialect import NUM_ABOUT, About

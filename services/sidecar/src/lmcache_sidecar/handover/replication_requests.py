@@ -15,7 +15,7 @@ from lmcache_core.p2p import CopyOrder, DrainReport, LeaseListener
 from lmcache_core.record import Chunk
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.telemetry import Counters
-from lmcache_core.wire import LmClient
+from lmcache_core.wire.client import LmClient
 from lmcache_node.drain import NodeDrain
 from lmcache_node.local_chunks import LocalChunks
 from typing_extensions import override

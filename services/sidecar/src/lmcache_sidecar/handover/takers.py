@@ -15,7 +15,7 @@ from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.peer import PEER_KIND, PEER_TIER
 from lmcache_core.storage.sealing import seal_all
-from lmcache_core.wire import ClientOptions, LmClient
+from lmcache_core.wire.client import ClientOptions, LmClient
 from typing_extensions import override
 
 from lmcache_sidecar.handover.waiting import MAX_BATCH_CHUNKS
