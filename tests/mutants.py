@@ -277,7 +277,7 @@ def main() -> None:
     chosen = {
         name: module
         for name, module in modules.items()
-        if name.startswith(prefixes) and ".testing" not in name and ".documented" not in name
+        if name.startswith(prefixes) and ".documented" not in name
     }
     mutants = list(draw(chosen, options.count, random.Random(options.seed)))
     workplace = Workplace()

@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 
 class KillingFiles(DiskFiles):

@@ -11,10 +11,11 @@ from pathlib import Path
 from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
-from lmcache_core.testing.backend_suite import Arena, payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
-WRITER = Path(__file__).with_name("disk_writer.py")
+from tests.suites.backend_suite import Arena, payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
+
+WRITER = "tests.chaos.disk_writer"
 CAPACITY_BYTES = 4 * BLOCK_BYTES
 VALID = {
     "a": [make_payload("a")],
@@ -65,7 +66,7 @@ async def check(root: Path, said: list[str]) -> None:
 
 
 async def test_every_point_of_death_leaves_a_sound_directory(tmp_path):
-    command = [sys.executable, str(WRITER), str(tmp_path), str(CAPACITY_BYTES)]
+    command = [sys.executable, "-m", WRITER, str(tmp_path), str(CAPACITY_BYTES)]
     subprocess.run(command, check=True, timeout=100)
     num_points = len(list(tmp_path.glob("*.said")))
     assert num_points > 60, "the writer has more points than that"

@@ -16,8 +16,9 @@ from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.layout import BLOCK_BYTES, charged_bytes
-from lmcache_core.testing.backend_suite import payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.backend_suite import payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_NAMES = 24
 CAPACITY_BYTES = 10 * BLOCK_BYTES

@@ -16,11 +16,11 @@ from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.encoded import EncodedBackend
-from lmcache_core.testing.chunks import make_chunk, make_key
-from lmcache_core.testing.faults import FaultPlan, FaultyBackend
 
 from tests.fixtures.codecs import decoded_from_lossy
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk, make_key
+from tests.suites.faults import FaultPlan, FaultyBackend
 
 NUM_NAMES = 12
 NUM_STEPS = 150

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
-from lmcache_core.testing.faults import FaultPlan, FaultyBackend
 
 from tests.fixtures.embedded import Embedded, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import CHUNK_BYTES, kv_of, tokens_of
+from tests.suites.faults import FaultPlan, FaultyBackend
 
 NUM_STEPS = 600
 NUM_THREADS = 5

@@ -17,7 +17,8 @@ from lmcache_core.memory import (
     TensorMemoryAllocator,
     create_shared_arena,
 )
-from lmcache_core.testing.allocator_suite import CAPACITY_BYTES, AddressableSuite, ArenaSuite
+
+from tests.suites.allocator_suite import CAPACITY_BYTES, AddressableSuite, ArenaSuite
 
 GPU_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

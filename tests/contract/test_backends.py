@@ -16,10 +16,10 @@ from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.guard import Guard
-from lmcache_core.testing.backend_suite import BackendSuite, BackendUnderTest, ReadingBackendSuite
-from lmcache_core.testing.faults import FaultPlan, FaultyBackend, ForwardingBackend
 
 from tests.fixtures.encoded_suite import EncodedReadingSuite, EncodedSuite, encoding
+from tests.suites.backend_suite import BackendSuite, BackendUnderTest, ReadingBackendSuite
+from tests.suites.faults import FaultPlan, FaultyBackend, ForwardingBackend
 
 CAPACITY_BYTES = 4 << 20
 

@@ -14,7 +14,8 @@ from lmcache_core.serde import (
     Serializer,
 )
 from lmcache_core.serde.cachegen import CacheGenConfig, do_dequantize, torch_quant_vectorized
-from lmcache_core.testing.serde_suite import SerdeSuite
+
+from tests.suites.serde_suite import SerdeSuite
 
 CONFIG = LMCacheEngineConfig.from_defaults()
 

@@ -7,8 +7,9 @@ import pytest
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde import create_codec
 from lmcache_core.serde.codec import ChunkCodec
-from lmcache_core.testing.codec_payloads import header_of, kv_payload, specs_of
-from lmcache_core.testing.codec_suite import ChunkCodecSuite
+
+from tests.suites.codec_payloads import header_of, kv_payload, specs_of
+from tests.suites.codec_suite import ChunkCodecSuite
 
 
 class NamedSuite(ChunkCodecSuite):

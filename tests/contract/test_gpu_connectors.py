@@ -16,14 +16,15 @@ from lmcache_core.gpu_connectors import (
     VLLMPagedMemGPUConnector,
     VLLMPagedMemGPUConnectorV2,
 )
-from lmcache_core.testing.connector_suite import (
+
+from tests.suites.connector_suite import (
     NUM_TOKENS,
     ConnectorSuite,
     ConnectorUnderTest,
     PagedConnectorSuite,
     PagedUnderTest,
 )
-from lmcache_core.testing.kv_caches import one_group, random_tensor
+from tests.suites.kv_caches import one_group, random_tensor
 
 HIDDEN, NUM_LAYERS = 15, 2
 SLIDING = LayerGroup("sliding", 2, 3, 5, "bfloat16", packing=Packing.KV_FIRST)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from lmcache_core.storage.eviction import POLICIES, EvictionPolicy, create_policy
 from lmcache_core.storage.eviction.ledger import TenantPolicy
-from lmcache_core.testing.policy_suite import PolicySuite
+
+from tests.suites.policy_suite import PolicySuite
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

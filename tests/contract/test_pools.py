@@ -8,7 +8,8 @@ from lmcache_core.config import LMCacheMemPoolMetadata
 from lmcache_core.errors import ConfigError
 from lmcache_core.memory import LocalCPUBufferPool, LocalCPUPool, LocalGPUPool, LocalPool
 from lmcache_core.memory.tensor import device_arena
-from lmcache_core.testing.pool_suite import CHUNK_BYTES, DTYPE, KV_SHAPE, PoolSuite, gigabytes
+
+from tests.suites.pool_suite import CHUNK_BYTES, DTYPE, KV_SHAPE, PoolSuite, gigabytes
 
 
 class TestLocal(PoolSuite):

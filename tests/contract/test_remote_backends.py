@@ -17,18 +17,18 @@ from lmcache_core.record import UNSEALED_DIGEST, Chunk, Miss, MissReason, Record
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.remote.redis import OnAnswer, exchange
-from lmcache_core.testing.backend_suite import (
-    Arena,
-    BackendUnderTest,
-    ReadingBackendSuite,
-    payload_of,
-)
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 from tests.fixtures.encoded_suite import EncodedReadingSuite, encoding
 from tests.fixtures.redis_server import RedisServer, running_redis
 from tests.fixtures.rest import RestServer, rest_server
 from tests.fixtures.wire import MemoryStore, serving
+from tests.suites.backend_suite import (
+    Arena,
+    BackendUnderTest,
+    ReadingBackendSuite,
+    payload_of,
+)
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 
 class RemoteSuite(ReadingBackendSuite):

@@ -15,13 +15,6 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.testing.backend_suite import (
-    Arena,
-    BackendUnderTest,
-    ReadingBackendSuite,
-    payload_of,
-)
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from lmcache_storage.s3 import create_s3_backend
 from lmcache_storage.s3.backend import S3Backend
 from lmcache_storage.s3.objects import _Pieces
@@ -29,6 +22,13 @@ from lmcache_storage.settings import StorageSettings
 
 from tests.fixtures.s3_server import LISTED_MS, S3Server, running_s3
 from tests.fixtures.tls import Authority
+from tests.suites.backend_suite import (
+    Arena,
+    BackendUnderTest,
+    ReadingBackendSuite,
+    payload_of,
+)
+from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 OLD_S = 3600.0
 

@@ -17,7 +17,8 @@ from lmcache_core.serde import (
     TorchDeserializer,
     TorchSerializer,
 )
-from lmcache_core.testing.serde_suite import SerdeSuite
+
+from tests.suites.serde_suite import SerdeSuite
 
 PAIRS = (
     (TorchSerializer, TorchDeserializer),

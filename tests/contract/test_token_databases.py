@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from lmcache_core.config import LMCacheEngineMetadata
-from lmcache_core.testing.token_database_suite import (
+from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, RadixTokenDatabase
+
+from tests.suites.token_database_suite import (
     CHUNK_SIZE,
     MakeDatabase,
     TokenDatabaseSuite,
     make_config,
 )
-from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, RadixTokenDatabase
 
 CHAINS = json.loads(
     (Path(__file__).parent / "golden" / "identity.json").read_text(encoding="utf-8")

@@ -45,9 +45,6 @@ from lmcache_core.serde.cachegen import CacheGenConfig
 from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, CacheGenCodec, Profile
 from lmcache_core.serde.codec import encoding_report
 from lmcache_core.serde.tables import bell_curves
-from lmcache_core.testing.chunks import make_record
-from lmcache_core.testing.codec_payloads import decode_between_guards, kv_payload, specs_of
-from lmcache_core.testing.serde_suite import random_bits, sealed_by_hand
 from lmcache_core.wire import messages
 from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 from lmcache_core.wire.frames import HEADER_BYTES, WITH_RECORD, FrameType
@@ -58,6 +55,9 @@ from lmcache_webhook.settings import WebhookSettings
 
 from tests.fixtures import pods
 from tests.fixtures.time_bound import cpu_bound
+from tests.suites.chunks import make_record
+from tests.suites.codec_payloads import decode_between_guards, kv_payload, specs_of
+from tests.suites.serde_suite import random_bits, sealed_by_hand
 
 MAX_DECODED_BYTES = 1 << 20
 """Heads that claim more are left alone once they are read: whoever decodes has bounded what it

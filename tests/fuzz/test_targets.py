@@ -11,12 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile
-from lmcache_core.testing.codec_payloads import (
-    decode_between_guards,
-    header_of,
-    kv_payload,
-    specs_of,
-)
 
 from tests.fuzz import __main__ as command
 from tests.fuzz.plain_loops import Checked, plain_channel_streams, plain_loops
@@ -27,6 +21,12 @@ from tests.fuzz.targets import (
     read_gpu_output,
     seeds_of_blobs,
     seeds_of_gpu_outputs,
+)
+from tests.suites.codec_payloads import (
+    decode_between_guards,
+    header_of,
+    kv_payload,
+    specs_of,
 )
 
 NUM_DAMAGED = 40

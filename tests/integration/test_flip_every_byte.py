@@ -15,11 +15,11 @@ import redis
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
-from lmcache_core.testing.chunks import make_key, make_payload, make_record
 
 from tests.fixtures.redis_server import RedisServer, running_redis
 from tests.fixtures.rest import RestServer, rest_server
 from tests.fixtures.wire import Arena, MemoryStore, serving
+from tests.suites.chunks import make_key, make_payload, make_record
 
 KEY = make_key("flipped")
 SMALL = make_record("flipped", make_payload("flipped", 3000))

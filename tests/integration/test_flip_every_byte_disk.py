@@ -8,8 +8,9 @@ import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskBackend
-from lmcache_core.testing.backend_suite import payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.backend_suite import payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 SMALL_PAYLOAD_BYTES = 7000
 LARGE_PAYLOAD_BYTES = 32 << 20

@@ -16,7 +16,8 @@ from lmcache_core.memory import (
     MemoryObj,
     MixedMemoryAllocator,
 )
-from lmcache_core.testing.allocator_suite import BoundedAllocator, has_pattern, write_pattern
+
+from tests.suites.allocator_suite import BoundedAllocator, has_pattern, write_pattern
 
 CAPACITY_BYTES = 12 * ALIGN_BYTES
 SHAPES = st.sampled_from(

@@ -25,9 +25,9 @@ from hypothesis.stateful import (
 )
 from lmcache_core.memory import MemoryObj
 from lmcache_core.memory.arena_locks import FileLock, join_generation
-from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.arena import ARENA_BYTES, ArenaStart, make_bytes
+from tests.suites.chunks import make_chunk, make_key
 
 NAMES = st.integers(0, 40)
 SIZES = st.integers(1, ARENA_BYTES // 8)

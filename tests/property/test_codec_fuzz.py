@@ -17,7 +17,8 @@ from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import RecordHeader, TensorSpec
 from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, CacheGenCodec, Profile
 from lmcache_core.serde.tables import bell_curves
-from lmcache_core.testing.codec_payloads import decode_between_guards, kv_payload, specs_of
+
+from tests.suites.codec_payloads import decode_between_guards, kv_payload, specs_of
 
 TENSORS = (
     (Profile.STANDARD, ("bfloat16", (2, 2, 20, 30))),

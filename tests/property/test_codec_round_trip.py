@@ -12,7 +12,8 @@ from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE
 from lmcache_core.record import TensorSpec
 from lmcache_core.serde import create_codec
 from lmcache_core.serde.codec import ChunkCodec
-from lmcache_core.testing.codec_payloads import (
+
+from tests.suites.codec_payloads import (
     KV_DTYPES,
     bits_of_values,
     check_reported_errors,

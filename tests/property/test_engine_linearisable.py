@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.testing.faults import ForwardingBackend
 
 from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import Prompt, kv_of, tokens_of, wanted_pieces
 from tests.fixtures.register_history import Action, History, Operation, num_explained
+from tests.suites.faults import ForwardingBackend
 
 NUM_THREADS = 4
 NUM_STEPS = 400

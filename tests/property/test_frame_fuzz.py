@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lmcache_core.errors import ProtocolError, UnavailableError
 from lmcache_core.record import MissReason
-from lmcache_core.testing.chunks import make_key, make_record
 from lmcache_core.wire import messages
 from lmcache_core.wire.frames import (
     HEADER_BYTES,
@@ -27,6 +26,7 @@ from lmcache_core.wire.messages import build_frame, parse_meta
 from lmcache_core.wire.stream import FrameStream
 
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_key, make_record
 
 types = st.sampled_from(FrameType)
 RECORD = make_record("a")

@@ -13,7 +13,8 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage.eviction import POLICIES, TenantQuotas, TierLimits, create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.testing.chunks import make_chunk, make_payload
+
+from tests.suites.chunks import make_chunk, make_payload
 
 CAPACITY_BYTES = 8192
 NAMES = st.integers(0, 11)

@@ -8,8 +8,9 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from lmcache_core.testing.token_database_suite import CHUNK_SIZE, METADATA, make_config, named
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, RadixTokenDatabase
+
+from tests.suites.token_database_suite import CHUNK_SIZE, METADATA, make_config, named
 
 MAX_CHUNKS = 7
 SEQUENCES = st.lists(st.sampled_from([0, 1]), max_size=9)

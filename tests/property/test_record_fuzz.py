@@ -26,7 +26,8 @@ from lmcache_core.record import (
     payload_digest,
     verify_payload,
 )
-from lmcache_core.testing.chunks import make_key, make_record
+
+from tests.suites.chunks import make_key, make_record
 
 RECORD = make_record("fuzz", b"payload" * 50)
 HEAD_BYTES = decode_prefix(RECORD[:PREFIX_BYTES]).head_bytes

@@ -28,7 +28,8 @@ from lmcache_core.serde import (
     TorchDeserializer,
     TorchSerializer,
 )
-from lmcache_core.testing.serde_suite import bits_of, random_bits, sealed_by_hand
+
+from tests.suites.serde_suite import bits_of, random_bits, sealed_by_hand
 
 DTYPES = tuple(DTYPE_ITEMSIZE)
 WRITERS: tuple[type[Serializer], ...] = (TorchSerializer, SafeSerializer, FastSerializer)

@@ -64,8 +64,8 @@ import asyncio, os
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.config.reference import reference
 from lmcache_core.storage.tiers import HotSpec, RemoteSpec, TiersSpec, build_tiers
-from lmcache_core.testing.backend_suite import Arena, payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+from tests.suites.backend_suite import Arena, payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 url = "shelf://upstairs" + os.getcwd()
 config = LMCacheEngineConfig.from_defaults(remote_url=url, remote_token_file="/token")
@@ -116,7 +116,7 @@ from lmcache_core.config.reference import reference
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.storage.manager import engine_spec
 from lmcache_core.storage.tiers import build_tiers
-from lmcache_core.testing.chunks import make_chunk, make_key
+from tests.suites.chunks import make_chunk, make_key
 
 config = LMCacheEngineConfig.from_env({"LMCACHE_EVICTION_POLICY": "mru"})
 assert "s3lru, s3fifo, mru, lru" in reference()

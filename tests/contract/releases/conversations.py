@@ -14,10 +14,11 @@ from lmcache_core.lookup import LookupClient, StoreEvent
 from lmcache_core.p2p import BrokerClient, HeldBy, Peer
 from lmcache_core.record import Chunk
 from lmcache_core.sidecar.connection import SidecarConnection
-from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 from lmcache_core.wire.client import LmClient
+
+from tests.suites.chunks import make_chunk, make_key
 
 SERVER, CLIENT = "storage-0", "release"
 IDS = [bytes([number]) * 16 for number in (1, 2, 3)]

@@ -18,7 +18,6 @@ import pytest
 from lmcache_core.lookup import LookupClient
 from lmcache_core.memory import create_shared_arena
 from lmcache_core.p2p import BrokerClient
-from lmcache_core.testing.chunks import make_chunk
 from lmcache_core.wire.frames import (
     HEADER_BYTES,
     FrameHeader,
@@ -41,6 +40,7 @@ from tests.contract.releases.tape import (
 from tests.fixtures.service_process import running_service
 from tests.fixtures.sidecar import running_socket
 from tests.fixtures.wire import MemoryStore, client_of, serving
+from tests.suites.chunks import make_chunk
 
 REST = ("lookup", "broker")
 FUTURE = "from_the_future"

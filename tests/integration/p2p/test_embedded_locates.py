@@ -19,14 +19,14 @@ from lmcache_core.storage.peer_group import PeerGroup
 from lmcache_core.storage.remote.rendezvous import ranked
 from lmcache_core.storage.remote.replicas import MAX_FURTHER_CHOICES
 from lmcache_core.storage.tiers import build_tiers
-from lmcache_core.testing.backend_suite import payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.kv import make_config
 from tests.fixtures.replicas import free_ports
 from tests.fixtures.service_process import running_service
 from tests.fixtures.wire import MemoryStore
+from tests.suites.backend_suite import payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 KEY = make_key("a")
 NAMES = [f"s-{i}" for i in range(MAX_FURTHER_CHOICES + 3)]

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from lmcache_core.record import Chunk, Miss, MissReason, Result
-from lmcache_core.testing.chunks import make_key, make_payload
 
 from tests.fixtures.peers import Town, town
+from tests.suites.chunks import make_key, make_payload
 
 NAMES = [f"chunk-{i}" for i in range(40)]
 

@@ -19,13 +19,13 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.manager import engine_spec
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.tiers import build_tiers
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire.client import ClientOptions
 from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.guarded_services import TOKENS, Guarded, secure
 from tests.fixtures.tls import Authority, client_tls, server_tls
 from tests.fixtures.wire import Arena, MemoryStore, Tenant, anyone
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 
 def storage_url(guarded: Guarded, scheme: str) -> str:

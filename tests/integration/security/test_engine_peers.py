@@ -17,7 +17,6 @@ from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.security import ClientTls
 from lmcache_core.security.watched_files import LOOK_INTERVAL_S
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
-from lmcache_core.testing.chunks import make_key
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_demo.settings import quiet_environment
 
@@ -35,6 +34,7 @@ from tests.fixtures.tls_engines import (
     tls_engines,
     until_found,
 )
+from tests.suites.chunks import make_key
 
 PEER = "P2PBackend"
 

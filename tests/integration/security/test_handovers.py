@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from lmcache_core.errors import UnavailableError
-from lmcache_core.testing.chunks import make_chunk
 from lmcache_core.wire.client import ClientOptions, LmClient
 
 from tests.fixtures.guarded_services import TOKENS, Guarded
+from tests.suites.chunks import make_chunk
 
 
 def lines(guarded: Guarded) -> list[dict[str, Any]]:

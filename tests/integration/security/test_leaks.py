@@ -12,7 +12,6 @@ import httpx
 import pytest
 from lmcache_broker.settings import BrokerSettings
 from lmcache_core.errors import LMCacheError
-from lmcache_core.testing.chunks import make_key
 from lmcache_lookup.settings import LookupSettings
 from lmcache_servicekit.settings import ServiceSettings, load_settings, render_settings
 from lmcache_sidecar.settings import SidecarSettings
@@ -20,6 +19,7 @@ from lmcache_storage.settings import StorageSettings
 
 from tests.fixtures.guarded_services import REST_NAMES, SALT, TICKET_SECRET, TOKENS, Guarded
 from tests.integration.security.test_ports import CALLS, CHUNK, allocate, eventually, ticket
+from tests.suites.chunks import make_key
 
 WRONG = "wrong-token-0123456789-which-somebody-mistyped"
 SETTINGS: dict[str, type[ServiceSettings]] = {

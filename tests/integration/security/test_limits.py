@@ -8,11 +8,11 @@ from pathlib import Path
 
 import httpx
 from lmcache_core.errors import UnavailableError
-from lmcache_core.testing.chunks import make_key
 from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.service_process import running_service
 from tests.fixtures.storage_app import TOKENS, bearer, write_tokens
+from tests.suites.chunks import make_key
 
 PER_SECOND = 4
 

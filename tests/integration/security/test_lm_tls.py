@@ -15,13 +15,13 @@ from lmcache_core.errors import AuthenticationError, UnavailableError
 from lmcache_core.record import Chunk
 from lmcache_core.security import ClientTls
 from lmcache_core.security.watched_files import LOOK_INTERVAL_S
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.served import ServerLimits
 from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.tls import Authority, client_tls, server_tls
 from tests.fixtures.wire import Arena, MemoryStore, Tenant
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 SIZES = (0, 1, 4096, 70_000, (1 << 20) + 1, 9_000_000)
 

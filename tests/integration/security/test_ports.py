@@ -14,11 +14,11 @@ from lmcache_core.errors import AuthenticationError, UnavailableError
 from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.record import Chunk, Miss
 from lmcache_core.security import TicketSigner, unix_ms
-from lmcache_core.testing.chunks import make_chunk, make_key, make_record
 from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.guarded_services import REST_NAMES, TICKET_KEYS, TOKENS, Guarded
 from tests.fixtures.tls import client_tls
+from tests.suites.chunks import make_chunk, make_key, make_record
 
 LM_NAMES = ("storage", "sidecar")
 CHUNK = make_key("guarded", "acme")

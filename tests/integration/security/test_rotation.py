@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 from lmcache_core.errors import AuthenticationError, UnavailableError
 from lmcache_core.security.watched_files import LOOK_INTERVAL_S
-from lmcache_core.testing.chunks import make_key
 from lmcache_servicekit.app import TOKEN_RELOAD_INTERVAL_S
 
 from tests.fixtures.guarded_services import REST_NAMES, TOKENS, Guarded, write_tokens
 from tests.fixtures.tls import replace
 from tests.integration.security.test_ports import eventually
+from tests.suites.chunks import make_key
 
 KEY = make_key("rotated", "acme")
 STATUS = {

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.replicas import replicas
 from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.suites.chunks import make_chunk, make_key
 
 TOKENS = {
     "acme": "acme-token-0123456789",

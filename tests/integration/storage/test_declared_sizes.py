@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 from lmcache_core.wire.messages import Put, PutOk, build_frame
 from lmcache_servicekit.state import service_state
@@ -24,6 +23,7 @@ from tests.fixtures.compat import PUT as COMPAT_PUT
 from tests.fixtures.compat import request_bytes
 from tests.fixtures.storage_app import TOKENS, assert_problem, bearer, write_tokens
 from tests.fixtures.wire import connected
+from tests.suites.chunks import make_chunk, make_key
 
 MEMORY_BYTES = 4 << 20
 MAX_RECORD_BYTES = 1 << 20

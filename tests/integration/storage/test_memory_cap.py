@@ -14,11 +14,11 @@ import httpx
 import pytest
 from lmcache_core.record import encode_head, payload_digest, raw_header
 from lmcache_core.storage.hot import RECEIVING_SHARE
-from lmcache_core.testing.chunks import make_key
 from lmcache_core.wire.frames import HEADER_BYTES, parse_header
 from lmcache_core.wire.messages import Hello, Message, Put, PutOk, build_frame, parse_meta
 
 from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.suites.chunks import make_key
 
 NUM_WRITERS = 64
 PAYLOAD_BYTES = 32 << 20

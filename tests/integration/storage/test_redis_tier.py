@@ -18,10 +18,10 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.guard import Guard, GuardOptions
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.remote.redis import AHEAD_BYTES, BATCH_KEYS, RedisBackend
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 from tests.fixtures.redis_server import RedisServer, redis_executable, running_redis
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 TIMEOUT_S = 0.5
 

@@ -8,11 +8,11 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.remote import create_remote_backend
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 from tests.fixtures.service_process import ServiceProcess, running_service
 from tests.fixtures.storage_app import TOKENS, write_tokens
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_CHUNKS = 200
 SIZES = (0, 1, 5000, 100_000, 1_500_000)

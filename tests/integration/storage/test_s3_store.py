@@ -18,14 +18,14 @@ import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import MissReason
-from lmcache_core.testing.backend_suite import payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from lmcache_core.wire.client import LmClient
 
 from tests.chaos.cluster.link import Link
 from tests.fixtures.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
 from tests.fixtures.service_process import ServiceProcess, running_service
 from tests.fixtures.storage_app import TOKENS, bearer, write_tokens
+from tests.suites.backend_suite import payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 CHUNK_BYTES = 100_000
 MEMORY_GB = 0.03

@@ -16,12 +16,12 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import MissReason
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.rendezvous import home
-from lmcache_core.testing.backend_suite import payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.replicas import Replicas, replicas, url_keys
 from tests.fixtures.service_process import running_service
+from tests.suites.backend_suite import payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 CHUNK_BYTES = 50_000
 KEYS = [make_key(i) for i in range(80)]

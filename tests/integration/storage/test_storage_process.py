@@ -18,11 +18,11 @@ import httpx
 import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.testing.backend_suite import payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.suites.backend_suite import payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 LARGE_BYTES = 3_000_001
 A, B = make_key("a").key.to_url(), make_key("b").key.to_url()

@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from lmcache_core.testing.chunks import make_chunk
 from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.wire import MemoryStore, anyone
+from tests.suites.chunks import make_chunk
 
 
 async def main(port: int, num_chunks: int, payload_bytes: int) -> None:

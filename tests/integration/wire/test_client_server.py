@@ -10,10 +10,10 @@ import pytest
 from lmcache_core.errors import AuthenticationError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, Result
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire.served import ServerLimits
 
 from tests.fixtures.wire import Arena, MemoryStore, by_token, client_of, keys_of, serving
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 SIZES = (0, 1, 511, 4096, 4097, 70_000, 1 << 20, (1 << 20) + 1, 2_500_000)
 

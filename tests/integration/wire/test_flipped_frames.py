@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import pytest
 from lmcache_core.errors import LMCacheError
 from lmcache_core.record import Chunk
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire.client import ClientOptions, LmClient
 
 from tests.fixtures.wire import Arena, MemoryStore, serving
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NAMES = ("a", "b")
 NUM_PAYLOAD_BYTES = 64

@@ -16,7 +16,6 @@ from lmcache_core.errors import AuthenticationError, CapacityError, UnavailableE
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
 from lmcache_core.security import Principal
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.intake import HandoverLog
 from lmcache_core.wire.messages import ErrorMessage, HandoverChunk, Held, Ping, Put, PutOk
@@ -24,6 +23,7 @@ from lmcache_core.wire.served import HandoverNote, ServerLimits
 from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.wire import MemoryStore, RawConnection, connected
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 
 class TakingStore(MemoryStore):

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from lmcache_core.keys import Lane
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from lmcache_core.wire import messages
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 from lmcache_core.wire.messages import build_frame
@@ -27,6 +26,7 @@ from tests.fixtures.wire import (
     keys_of,
     serving,
 )
+from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 QUICK = ServerLimits(
     hello_timeout_s=0.2, idle_timeout_s=0.3, transfer_timeout_s=0.3, min_bytes_per_s=100 << 20

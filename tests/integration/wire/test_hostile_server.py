@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError, VersionError
 from lmcache_core.record import Chunk, Miss, MissReason
-from lmcache_core.testing.chunks import make_chunk, make_payload, make_record
 from lmcache_core.wire import messages
 from lmcache_core.wire.frames import HEADER_BYTES, FrameType, parse_header
 from lmcache_core.wire.messages import build_frame
 
 from tests.fixtures.wire import Arena, RawConnection, client_of, hostile_server, keys_of
+from tests.suites.chunks import make_chunk, make_payload, make_record
 
 TIMEOUT_S = 0.4
 RECORD = make_record("a", make_payload("a", 20_000))

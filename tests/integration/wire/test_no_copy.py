@@ -13,9 +13,9 @@ import uvloop
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk
-from lmcache_core.testing.chunks import make_chunk
 
 from tests.fixtures.wire import MemoryStore, client_of, serving
+from tests.suites.chunks import make_chunk
 
 NUM_CHUNKS = 4
 PAYLOAD_BYTES = 32 << 20

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire.messages import Put, PutOk, build_frame
 from lmcache_core.wire.served import ServerLimits
 from lmcache_storage.chunks import receive_record
@@ -19,6 +18,7 @@ from starlette.requests import Request
 
 from tests.fixtures.compat import PUT, listening, request_bytes
 from tests.fixtures.wire import MemoryStore, connected, serving
+from tests.suites.chunks import make_chunk, make_key
 
 ANNOUNCED_BYTES = 4 << 20
 RATE = 32 << 10

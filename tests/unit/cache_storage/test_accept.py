@@ -9,12 +9,12 @@ import pytest
 from lmcache_core.record import Chunk
 from lmcache_core.storage.remote.base import RemoteOptions
 from lmcache_core.storage.remote.http import HttpBackend
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.client import ClientOptions, LmClient
 
 from tests.fixtures.storage_app import assert_problem, serving
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 LOSSLESS = {"LMCache-Accept": "lossless"}
 LOSSY, PLAIN = make_chunk("lossy", lossy=True), make_chunk("plain")

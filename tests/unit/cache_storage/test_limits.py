@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 import httpx
-from lmcache_core.testing.chunks import make_key, make_record
 
 from tests.fixtures.storage_app import bearer, serving, write_tokens
+from tests.suites.chunks import make_key, make_record
 
 BLOCK_GB = 4096 / (1 << 30)
 

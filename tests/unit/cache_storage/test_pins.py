@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
-from lmcache_core.testing.chunks import make_key, make_payload, make_record
 
 from tests.fixtures.storage_app import TOKENS, assert_problem, bearer, serving, write_tokens
+from tests.suites.chunks import make_key, make_payload, make_record
 
 NAMES = ["a", "b", "c"]
 URLS = [make_key(name).key.to_url() for name in NAMES]

@@ -13,9 +13,10 @@ from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire.served import ServerLimits
 from lmcache_storage.records import SLICE_BYTES, RecordResponse, RecordsResponse
+
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 LIMITS = ServerLimits(transfer_timeout_s=0.05, min_bytes_per_s=1 << 40, get_batch=2)
 NUM_CHUNKS = 5

@@ -13,12 +13,12 @@ import pytest
 from lmcache_core.lookup import InstanceReporter
 from lmcache_core.record import encode_head
 from lmcache_core.storage import DiskBackend, LocalCPUBackend
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from lmcache_core.wire.client import LmClient
 from lmcache_storage.records import SLICE_BYTES
 from lmcache_storage.storage import StorageNode
 
 from tests.fixtures.storage_app import assert_problem, serving
+from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 A, B = make_key("a").key.to_url(), make_key("b").key.to_url()
 RECORD_TYPE = "application/vnd.lmcache.record"

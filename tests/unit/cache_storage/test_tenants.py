@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from lmcache_core.testing.chunks import make_key, make_payload, make_record
 
 from tests.fixtures.storage_app import assert_problem, bearer, serving, write_tokens
+from tests.suites.chunks import make_key, make_payload, make_record
 
 A = make_key("a").key.to_url()
 

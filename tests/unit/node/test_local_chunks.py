@@ -13,9 +13,9 @@ from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 from tests.fixtures.local_chunks import local_chunks
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 
 @pytest.fixture

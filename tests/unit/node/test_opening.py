@@ -10,13 +10,13 @@ import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.p2p import BrokerClient, PeerRegistration
-from lmcache_core.testing.chunks import make_chunk
 from lmcache_core.wire.client import LmClient
 from lmcache_core.wire.server import LmServer
 from lmcache_servicekit.listening import CannotListenError
 from lmcache_servicekit.state import service_state
 
 from tests.fixtures.nodes import KINDS, node_app, node_of
+from tests.suites.chunks import make_chunk
 
 AWAY = {"lookup_url": "http://127.0.0.1:1", "broker_url": "http://127.0.0.1:1"}
 

@@ -14,13 +14,13 @@ import torch
 from lmcache_core.record import Chunk, Miss, MissReason, payload_digest
 from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.telemetry import CodecFigures, MeasuredError
-from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_node.collectors import CodecErrorCollector
 from lmcache_sidecar import sidecar as opening
 from lmcache_sidecar.app import create_app
 from lmcache_sidecar.settings import SidecarSettings
 
 from tests.fixtures.encoded_tier import content
+from tests.suites.chunks import make_chunk, make_key
 
 SHAPE = (2, 4, 32, 64)
 

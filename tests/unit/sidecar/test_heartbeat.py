@@ -20,7 +20,6 @@ from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
-from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_node.local_chunks import LocalChunks
 from lmcache_sidecar import metrics
 from lmcache_sidecar.exclusive_chunks import MAX_SAMPLED_CHUNKS, ExclusiveBytes
@@ -28,6 +27,7 @@ from lmcache_sidecar.heartbeat import heartbeat_figures
 from lmcache_sidecar.holders import Holders
 
 from tests.fixtures.local_chunks import local_chunks
+from tests.suites.chunks import make_chunk, make_key
 
 NUM_CHUNKS = 4
 

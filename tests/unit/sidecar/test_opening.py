@@ -15,7 +15,6 @@ import pytest
 from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.storage.remote.file import FileBackend
-from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire.client import LmClient
 from lmcache_servicekit.settings import load_settings
 from lmcache_servicekit.state import service_state
@@ -23,6 +22,8 @@ from lmcache_sidecar import sidecar as opening
 from lmcache_sidecar.app import create_app
 from lmcache_sidecar.arena import OpenedArena, open_arena
 from lmcache_sidecar.settings import SidecarSettings
+
+from tests.suites.chunks import make_chunk, make_key
 
 
 def make_settings(tmp_path: Path, **options: object) -> SidecarSettings:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.storage import DiskBackend, LocalCPUBackend
-from lmcache_core.testing.chunks import make_key, make_record
 from lmcache_storage.app import create_app
 from lmcache_storage.settings import StorageSettings
 
 from tests.fixtures.compat import ABOUT, compat_client, storage_with_compat
 from tests.fixtures.storage_app import bearer, write_tokens
+from tests.suites.chunks import make_key, make_record
 
 MIB = 1 << 20
 URL = f"/v1/chunks/{CacheEngineKey('lmcache-v0.3+', '', 1, 0, 'k').to_url()}"

@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 import pytest
 from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.remote.rendezvous import home
-from lmcache_core.testing.chunks import make_chunk
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.server import LmServer
 from lmcache_storage import served_store as departures_module
 from lmcache_storage.handover import rebalancer as rebalancing
 from lmcache_storage.served_store import Departures
 
+from tests.suites.chunks import make_chunk
 from tests.unit.cache_storage.handover.test_moves import ADMIN, KEYS, Here, here
 
 STRANGERS = [key for key in KEYS if home(["s-0", "s-1"], key.key.chunk_id()) == "s-1"]

@@ -19,7 +19,6 @@ from lmcache_core.storage.remote.members import Members, ServerAddress
 from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
-from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.server import LmServer
 from lmcache_node.drain import DrainProgress, DrainState, NodeDrain
@@ -32,6 +31,7 @@ from lmcache_storage.handover.servers import OtherServers
 from lmcache_storage.served_store import Departures, HandoverStore, KeepingStore
 
 from tests.fixtures.wire import MemoryStore
+from tests.suites.chunks import make_chunk, make_key
 
 ADMIN = Principal("default", "admin", "servers")
 KEYS = [make_key(i) for i in range(40)]

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from lmcache_core.testing.chunks import make_key
 from lmcache_storage.s3.objects import is_record, object_name, tenant_name
+
+from tests.suites.chunks import make_key
 
 ODD = ["..", ".", ".a", "a/b", "a b", "a%2Fb", "a=2Fb", "a~b", "ä", "a\nb", "=2E", "A", "a"]
 

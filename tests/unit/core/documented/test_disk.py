@@ -20,8 +20,9 @@ from lmcache_core.memory import ArenaAllocator, MemoryFormat
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.disk import DiskFiles, backend
 from lmcache_core.storage.eviction import TierLimits
-from lmcache_core.testing.backend_suite import payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
+
+from tests.suites.backend_suite import payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 SHAPE = (2, 3, 16, 24)
 CAPACITY_BYTES = 1 << 20

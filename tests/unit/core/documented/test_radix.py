@@ -6,18 +6,19 @@ import pytest
 import torch
 from lmcache_core.documented import radix
 from lmcache_core.errors import IntegrityError
-from lmcache_core.testing.token_database_suite import (
+from lmcache_core.token_database import (
+    ChunkedTokenDatabase,
+    MultimodalSpan,
+    RadixTokenDatabase,
+)
+
+from tests.suites.token_database_suite import (
     CHUNK_SIZE,
     METADATA,
     branching_sequences,
     interleave,
     make_config,
     named,
-)
-from lmcache_core.token_database import (
-    ChunkedTokenDatabase,
-    MultimodalSpan,
-    RadixTokenDatabase,
 )
 
 CAT = [MultimodalSpan(b"cat", 5, 2)]

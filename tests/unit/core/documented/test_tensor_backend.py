@@ -11,10 +11,10 @@ from lmcache_core.concurrency import LoopThread
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.storage import LMCBackendInterface, StackTensorBackend, StorageManager
 from lmcache_core.telemetry import Counters
-from lmcache_core.testing.chunks import make_key
 
 from tests.fixtures.kv import make_config
 from tests.fixtures.wire import MemoryStore, serving
+from tests.suites.chunks import make_key
 
 ARENA_BYTES = 4 << 20
 KV_SHAPE = (3, 2, 16, 2, 8)

@@ -20,11 +20,11 @@ from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.guard import MIN_OBSERVATIONS, Guard
 from lmcache_core.storage.manager import MARGIN_S
 from lmcache_core.storage.stack import GRACE_S
-from lmcache_core.testing.faults import ForwardingBackend
 
 from tests.fixtures.embedded import Embedded, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import kv_of, tokens_of
+from tests.suites.faults import ForwardingBackend
 
 TOKENS = tokens_of((0, 1, 0, 0))
 NUM_CHUNKS = 4

@@ -17,7 +17,6 @@ from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.telemetry import FAILED_CALLS_TOTAL, Counters
-from lmcache_core.testing.faults import ForwardingBackend
 from lmcache_core.token_database import ChunkedTokenDatabase
 
 from tests.fixtures.embedded import Embedded, embedded_engine
@@ -31,6 +30,7 @@ from tests.fixtures.kv import (
     make_metadata,
 )
 from tests.fixtures.prompts import kv_of, tokens_of
+from tests.suites.faults import ForwardingBackend
 
 TOKENS = tokens_of((0, 1, 0, 1))
 OTHER = tokens_of((1, 1, 1))

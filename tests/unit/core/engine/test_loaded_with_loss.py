@@ -9,11 +9,11 @@ import torch
 from lmcache_core.engine import transfer
 from lmcache_core.engine.transfer import LoadedWithLoss
 from lmcache_core.storage.disk import DiskBackend
-from lmcache_core.testing.chunks import make_key
 
 from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine
 from tests.fixtures.kv import HIDDEN, NUM_LAYERS, KVCaches, empty_kv
 from tests.fixtures.prompts import tokens_of
+from tests.suites.chunks import make_key
 
 TOKENS = tokens_of((0, 1, 2))
 NUM_HEADS = 2

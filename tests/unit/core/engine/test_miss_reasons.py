@@ -32,12 +32,12 @@ from lmcache_core.storage.guard import Guard
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import RETRIEVED_CHUNKS_TOTAL
-from lmcache_core.testing.chunks import make_chunk, make_key
-from lmcache_core.testing.faults import ForwardingBackend
 
 from tests.fixtures.embedded import PATIENCE_S, Embedded, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import CHUNK_BYTES, kv_of, tokens_of
+from tests.suites.chunks import make_chunk, make_key
+from tests.suites.faults import ForwardingBackend
 
 TOKENS = tokens_of((0, 1, 0, 0))
 NUM_CHUNKS = 4

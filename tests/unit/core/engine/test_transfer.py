@@ -27,11 +27,11 @@ from lmcache_core.telemetry import (
     STORED_CHUNKS_TOTAL,
     UNSTORED_CHUNKS_TOTAL,
 )
-from lmcache_core.testing.faults import ForwardingBackend
 
 from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import CHUNK_BYTES, kv_of, tokens_of
+from tests.suites.faults import ForwardingBackend
 
 TOKENS = tokens_of((0, 1, 0, 0))
 NUM_CHUNKS = 4

@@ -6,8 +6,9 @@ import pytest
 import torch
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors import KVLayout, LayerGroup, PagedGPUConnector
-from lmcache_core.testing.connector_suite import make_memory
-from lmcache_core.testing.kv_caches import make_kv_caches, one_group, same, snapshot
+
+from tests.suites.connector_suite import make_memory
+from tests.suites.kv_caches import make_kv_caches, one_group, same, snapshot
 
 LAYOUT = one_group()
 SLOTS = torch.tensor([-1, -1, 9, 3, 4, 5, 14, 0])

@@ -18,7 +18,8 @@ from lmcache_core.gpu_connectors import (
     run_canary,
 )
 from lmcache_core.memory import BytesBufferMemoryObj, HostMemoryAllocator
-from lmcache_core.testing.kv_caches import make_kv_caches, one_group, same, snapshot
+
+from tests.suites.kv_caches import make_kv_caches, one_group, same, snapshot
 
 SIDE = 4
 """Heads and tokens of a block: as many, so that a wrong order has the right shape."""

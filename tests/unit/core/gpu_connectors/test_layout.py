@@ -19,8 +19,9 @@ from lmcache_core.gpu_connectors import (
 )
 from lmcache_core.gpu_connectors.layout import gaps_between
 from lmcache_core.record import RecordHeader
-from lmcache_core.testing.connector_suite import make_memory
-from lmcache_core.testing.kv_caches import make_kv_caches, one_group, same, snapshot
+
+from tests.suites.connector_suite import make_memory
+from tests.suites.kv_caches import make_kv_caches, one_group, same, snapshot
 
 A = LayerGroup("a", 2, 3, 5, torch.bfloat16, layers=("a0", "a1"))
 B = LayerGroup("b", 1, 1, 7, "bfloat16", sides=1, layers=("b0",))

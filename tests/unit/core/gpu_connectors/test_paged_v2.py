@@ -15,8 +15,9 @@ from lmcache_core.gpu_connectors import (
     VLLMPagedMemGPUConnectorV2,
 )
 from lmcache_core.memory.base import MemoryFormat
-from lmcache_core.testing.connector_suite import SLOTS, make_memory
-from lmcache_core.testing.kv_caches import make_kv_caches, one_group, same, snapshot
+
+from tests.suites.connector_suite import SLOTS, make_memory
+from tests.suites.kv_caches import make_kv_caches, one_group, same, snapshot
 
 HIDDEN, NUM_LAYERS = 15, 2
 LAYOUT = one_group(packing=Packing.KV_FIRST)

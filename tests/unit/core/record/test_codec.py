@@ -25,7 +25,8 @@ from lmcache_core.record import (
     payload_digest,
 )
 from lmcache_core.record.codec import CHECKSUM_BYTES
-from lmcache_core.testing.chunks import make_key, make_record
+
+from tests.suites.chunks import make_key, make_record
 
 
 def record_with(name: bytes, other: bytes) -> bytes:

@@ -12,7 +12,8 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.record import Chunk, HotVerifier
 from lmcache_core.record.hot_verifier import SAMPLE_INTERVAL
-from lmcache_core.testing.chunks import make_chunk, make_payload
+
+from tests.suites.chunks import make_chunk, make_payload
 
 
 @pytest.fixture(params=["threads", "no threads"])

@@ -17,7 +17,8 @@ from lmcache_core.record import (
     payload_digest,
     verify_payload,
 )
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_THREADS = 6
 

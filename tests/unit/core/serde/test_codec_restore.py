@@ -18,11 +18,11 @@ from lmcache_core.record import decoded_bytes
 from lmcache_core.serde import create_codec
 from lmcache_core.serde.cachegen import CacheGenConfig
 from lmcache_core.serde.machine_code import load_loops
-from lmcache_core.testing.codec_payloads import header_of, kv_payload, specs_of
-from lmcache_core.testing.serde_suite import bits_of
 
 from tests.fixtures import codec_reference
 from tests.fixtures.codec_reference import KINDS, WORDS, Chosen, Quantised
+from tests.suites.codec_payloads import header_of, kv_payload, specs_of
+from tests.suites.serde_suite import bits_of
 
 Array = npt.NDArray[Any]
 DTYPES = list(KINDS)

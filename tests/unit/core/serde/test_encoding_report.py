@@ -12,7 +12,8 @@ from lmcache_core.serde.codec import (
     encoding_report,
     report_extension,
 )
-from lmcache_core.testing.chunks import make_chunk
+
+from tests.suites.chunks import make_chunk
 
 REPORT = EncodingReport(
     3.5, 1000, 440, (GroupError("keys 0-9", 0.04, 0.01), GroupError("values 0-1", 0.05, 0.02))

@@ -11,7 +11,8 @@ import safetensors.torch
 import torch
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde import SafeDeserializer, SafeSerializer
-from lmcache_core.testing.serde_suite import sealed_by_hand
+
+from tests.suites.serde_suite import sealed_by_hand
 
 SAFETENSOR, FLOAT32, BOOL = 2, 2, 12
 GIVEN = torch.tensor([[1.0, 2.0, 3.0]])

@@ -13,7 +13,8 @@ from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE
 from lmcache_core.serde import FastDeserializer, FastSerializer
 from lmcache_core.serde.tensor_bytes import DTYPE_CODES, SerdeId, TensorHead, contiguous_strides
-from lmcache_core.testing.serde_suite import sealed_by_hand
+
+from tests.suites.serde_suite import sealed_by_hand
 
 FAST, UINT8, FLOAT32, BOOL = 3, 11, 2, 12
 # The numbers of dtypes are in stored bytes: they may be added to, never changed.

@@ -15,7 +15,8 @@ from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE
 from lmcache_core.serde import TorchDeserializer, TorchSerializer
 from lmcache_core.serde.torch_serde import pickle_of_tensor
-from lmcache_core.testing.serde_suite import sealed_by_hand
+
+from tests.suites.serde_suite import sealed_by_hand
 
 TORCH, FLOAT32, BOOL = 1, 2, 12
 GIVEN = torch.tensor([[1.0, 2.0, 3.0]])

@@ -17,14 +17,15 @@ import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_core.serde import CODEC_NAMES, create_codec, warm_up
 from lmcache_core.serde.machine_code import load_loops
-from lmcache_core.testing.codec_payloads import (
+from numba.core import compiler
+
+from tests.suites.codec_payloads import (
     CASES,
     decode_between_guards,
     header_of,
     kv_payload,
     specs_of,
 )
-from numba.core import compiler
 
 TIMEOUT_S = 110
 WITHOUT_WRITING = """

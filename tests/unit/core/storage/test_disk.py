@@ -10,8 +10,9 @@ from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.layout import charged_bytes, tenant_directory, tenant_of
-from lmcache_core.testing.backend_suite import payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.backend_suite import payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 CHARGE = charged_bytes(512 + 1000)
 NUM_SLOTS = 4

@@ -11,8 +11,9 @@ from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, SETTLED_S, WriteBackoff
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
-from lmcache_core.testing.backend_suite import Arena, payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.backend_suite import Arena, payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_SLOTS = 3
 MUTATIONS = ("make_directory", "create", "write", "sync", "rename", "sync_directory", "unlink")

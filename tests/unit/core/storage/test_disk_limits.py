@@ -17,8 +17,9 @@ from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.testing.backend_suite import Arena, payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.backend_suite import Arena, payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_SLOTS = 16
 CAPACITY_BYTES = NUM_SLOTS * BLOCK_BYTES

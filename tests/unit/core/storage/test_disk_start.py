@@ -12,8 +12,9 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles, backend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
-from lmcache_core.testing.backend_suite import Arena, payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.backend_suite import Arena, payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 CAPACITY_BYTES = 64 * BLOCK_BYTES
 

@@ -18,8 +18,9 @@ from lmcache_core.record import MissReason
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.disk import DiskBackend, DiskFiles, store
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
-from lmcache_core.testing.backend_suite import Arena, payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.backend_suite import Arena, payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_CHUNKS = 20
 CAPACITY_BYTES = 64 * BLOCK_BYTES
@@ -461,7 +462,7 @@ CHILD = """
     import asyncio, os, resource, sys
     from pathlib import Path
     from lmcache_core.storage.disk import DiskFiles, DiskBackend
-    from lmcache_core.testing.chunks import make_chunk
+    from tests.suites.chunks import make_chunk
 
     class Tight(DiskFiles):
         '''Leaves no descriptor free but, to list a directory, one.'''

@@ -10,7 +10,8 @@ from lmcache_core.storage.eviction import DEFAULT_POLICY, create_policy
 from lmcache_core.storage.eviction.ledger import MAX_RECENT_EVICTIONS, RecentEvictions
 from lmcache_core.storage.eviction.s3fifo import GhostQueue
 from lmcache_core.storage.eviction.s3lru import S3LRUPolicy
-from lmcache_core.testing.chunks import make_key
+
+from tests.suites.chunks import make_key
 
 A, B, C = make_key("a"), make_key("b"), make_key("c")
 

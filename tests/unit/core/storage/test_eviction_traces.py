@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.testing.chunks import make_key
 
 from tests.bench import eviction
+from tests.suites.chunks import make_key
 
 A, B, C, D = (make_key(name) for name in "abcd")
 

@@ -10,9 +10,10 @@ from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.testing.backend_suite import Arena, payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
-from lmcache_core.testing.faults import FaultPlan, FaultyBackend
+
+from tests.suites.backend_suite import Arena, payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
+from tests.suites.faults import FaultPlan, FaultyBackend
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from lmcache_core.storage.disk import DiskFiles
 from lmcache_core.storage.disk.backoff import MIN_PAUSE_S, WriteBackoff
 from lmcache_core.storage.remote import RemoteOptions
 from lmcache_core.storage.remote.file import GROWING_S, STALE_S, FileBackend
-from lmcache_core.testing.backend_suite import Arena, payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.backend_suite import Arena, payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 TIMEOUT_S = 5.0
 NUM_WRITERS = 4
@@ -27,7 +28,7 @@ WRITER = """
 import asyncio, sys
 from pathlib import Path
 from lmcache_core.storage.remote import create_remote_backend
-from lmcache_core.testing.chunks import make_chunk, make_payload
+from tests.suites.chunks import make_chunk, make_payload
 
 async def main(root):
     backend = create_remote_backend(f"file://{root}", timeout_s=60)

@@ -20,9 +20,9 @@ from lmcache_core.storage import guard as module
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.guard import Guard, GuardOptions
-from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk, make_key
 
 KEYS = [make_key(1), make_key(2)]
 OPTIONS = GuardOptions(num_failures=3, cool_down_s=1.0, cool_down_cap_s=4.0, slow_call_s=0.5)

@@ -11,7 +11,8 @@ from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage import hot as hot_module
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 SLOT_BYTES = 1024
 NUM_SLOTS = 8

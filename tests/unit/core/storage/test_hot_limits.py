@@ -10,7 +10,8 @@ from lmcache_core.memory import ArenaAllocator, MemoryObj
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_policy
 from lmcache_core.storage.hot import MAX_EXPIRED_PER_CALL, LocalCPUBackend
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 SLOT_BYTES = 1024
 NUM_SLOTS = 32

@@ -17,9 +17,9 @@ from lmcache_core.storage.remote.http import (
     HttpBackend,
     RecordStream,
 )
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 NUM_KEYS = 2 * BATCH_KEYS
 

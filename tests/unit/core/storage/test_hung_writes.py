@@ -19,8 +19,9 @@ from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.guard import Guard, GuardOptions
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.testing.backend_suite import payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.backend_suite import payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 ARENA_BYTES = 1 << 20
 PAYLOAD_BYTES = 16 << 10

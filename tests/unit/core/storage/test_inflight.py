@@ -8,7 +8,8 @@ from contextlib import ExitStack
 import pytest
 from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.storage.stack import InflightReads
-from lmcache_core.testing.chunks import make_key
+
+from tests.suites.chunks import make_key
 
 A, B, C = (make_key(name) for name in "abc")
 

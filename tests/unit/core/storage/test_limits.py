@@ -7,7 +7,8 @@ from lmcache_core.errors import ConfigError, IntegrityError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.eviction import Ledger, TenantQuotas, TierLimits, create_policy
 from lmcache_core.storage.eviction.ledger import Expiry, TenantPolicy
-from lmcache_core.testing.chunks import make_key
+
+from tests.suites.chunks import make_key
 
 A, B, C = make_key("a"), make_key("b"), make_key("c")
 MINE, YOURS = make_key("a", "mine"), make_key("a", "yours")

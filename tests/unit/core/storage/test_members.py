@@ -16,7 +16,8 @@ from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.lookup import Holder, LookupAnswer
 from lmcache_core.storage.remote.members import MAX_QUESTIONS, LookupLocator, Resolver, hosts_of
 from lmcache_core.storage.remote.rendezvous import home, ranked, score
-from lmcache_core.testing.chunks import make_key
+
+from tests.suites.chunks import make_key
 
 
 @pytest.fixture

@@ -16,9 +16,10 @@ from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.guard import Guard, GuardOptions
 from lmcache_core.storage.observers import MetricsObserver
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, TIER_CHUNKS_TOTAL, Counters
-from lmcache_core.testing.backend_suite import Arena, payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key
-from lmcache_core.testing.faults import ForwardingBackend
+
+from tests.suites.backend_suite import Arena, payload_of
+from tests.suites.chunks import make_chunk, make_key
+from tests.suites.faults import ForwardingBackend
 
 RECORD_BYTES = 512 + 1000
 

@@ -14,7 +14,8 @@ from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import HeldChunk, LocalCPUBackend
-from lmcache_core.testing.chunks import make_chunk, make_key
+
+from tests.suites.chunks import make_chunk, make_key
 
 SLOT_BYTES = 1024
 NUM_SLOTS = 8

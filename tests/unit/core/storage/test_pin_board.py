@@ -13,7 +13,8 @@ from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.pin_board import PIN_BOUND, PinBoard
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.testing.chunks import make_chunk, make_key
+
+from tests.suites.chunks import make_chunk, make_key
 
 NUM_SLOTS = 8
 SLOT_BYTES = 1024

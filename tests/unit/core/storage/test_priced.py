@@ -13,9 +13,9 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.record import Allocate, Miss, MissReason, Result
 from lmcache_core.storage.guard import MIN_OBSERVATIONS, PROBE_INTERVAL, Guard, GuardOptions
-from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.timed_tier import Timed
+from tests.suites.chunks import make_chunk, make_key
 
 LIMIT_S = 0.1
 

@@ -19,7 +19,8 @@ from lmcache_core.storage.disk.lock import DirectoryLock
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.testing.chunks import make_chunk, make_key
+
+from tests.suites.chunks import make_chunk, make_key
 
 
 @pytest.fixture(autouse=True)

@@ -16,13 +16,13 @@ from lmcache_core.storage.remote.redis import (
     encoded,
     exchange,
 )
-from lmcache_core.testing.backend_suite import Arena
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from redis.connection import Encoder, PythonRespSerializer
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import ResponseError
 
 from tests.fixtures.redis_server import FakeRedis
+from tests.suites.backend_suite import Arena
+from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 
 def test_a_command_is_encoded_as_the_client_library_does_it():

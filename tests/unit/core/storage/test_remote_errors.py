@@ -23,11 +23,11 @@ from lmcache_core.storage.remote import RemoteOptions, create_remote_backend
 from lmcache_core.storage.remote.http import MAX_CONNECTIONS, HttpBackend
 from lmcache_core.storage.remote.lm import LmBackend
 from lmcache_core.storage.remote.redis import RedisBackend
-from lmcache_core.testing.chunks import make_chunk, make_key, make_record
 
 from tests.fixtures.redis_server import FakeRedis
 from tests.fixtures.rest import RestServer, rest_server
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk, make_key, make_record
 
 CALLS: dict[str, Callable[[StorageBackend, Arena], Coroutine[Any, Any, object]]] = {
     "contains": lambda backend, arena: backend.batched_contains([make_key(1)]),

@@ -17,12 +17,12 @@ from lmcache_core.storage.remote.base import Locate
 from lmcache_core.storage.remote.members import Members, ServerAddress
 from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.remote.replicas import ReplicatedBackend
-from lmcache_core.testing.backend_suite import Arena, payload_of
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.wire import MemoryStore, serving
+from tests.suites.backend_suite import Arena, payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 KEYS = [make_key(i) for i in range(40)]
 

@@ -22,11 +22,11 @@ from lmcache_core.storage.guard import MIN_OBSERVATIONS, PROBE_INTERVAL, Guard, 
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.stack import GRACE_S, TierStack
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
-from lmcache_core.testing.faults import FaultPlan, FaultyBackend, ForwardingBackend
 
 from tests.fixtures.timed_tier import Slow, Timed
 from tests.fixtures.wire import MemoryStore, serving
+from tests.suites.chunks import make_chunk, make_key, make_payload
+from tests.suites.faults import FaultPlan, FaultyBackend, ForwardingBackend
 
 ARENA_BYTES = 1 << 20
 PATIENCE_S = 5.0

@@ -16,7 +16,8 @@ from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.write_behind import BATCH_CHUNKS
-from lmcache_core.testing.chunks import make_chunk, make_key
+
+from tests.suites.chunks import make_chunk, make_key
 
 NUM_CHUNKS = 3 * BATCH_CHUNKS
 

@@ -17,12 +17,12 @@ from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 from tests.fixtures.embedded import embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import kv_of, tokens_of
 from tests.fixtures.wire import MemoryStore, serving
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NAMES = range(5)
 PATIENCE_S = 60.0

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_core.errors import ConfigError
 from lmcache_core.keys import CacheEngineKey
-from lmcache_core.testing.token_database_suite import METADATA, make_config, named
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, TokenDatabase
 from lmcache_core.token_database.chunked import num_masked_tokens
+
+from tests.suites.token_database_suite import METADATA, make_config, named
 
 
 def test_chunks_are_named_as_they_are_taken():

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_core.testing.token_database_suite import CHUNK_SIZE, MAX_TOKEN_ID, METADATA
 from lmcache_core.token_database import MultimodalSpan, chain_hashes, identity_root
 from lmcache_core.token_database.hashing import (
     chain_hashes_of_bytes,
@@ -20,6 +19,8 @@ from lmcache_core.token_database.hashing import (
     tokens_as_bytes,
     tokens_as_uint32,
 )
+
+from tests.suites.token_database_suite import CHUNK_SIZE, MAX_TOKEN_ID, METADATA
 
 tokens_lists = st.lists(st.integers(0, MAX_TOKEN_ID), max_size=40)
 span_lists = st.lists(

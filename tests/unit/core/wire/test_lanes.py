@@ -7,9 +7,10 @@ import asyncio
 import pytest
 from lmcache_core.errors import IdentityError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
-from lmcache_core.testing.chunks import make_key
 from lmcache_core.wire.lanes import DeclaredLanes, KnownLanes
 from lmcache_core.wire.messages import MAX_LANES, DeclareLane, Message
+
+from tests.suites.chunks import make_key
 
 HASH = "0f" * 32
 

@@ -17,10 +17,11 @@ from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.layout import record_name
 from lmcache_core.storage.disk.record_file import write_record
 from lmcache_core.telemetry import CodecFigures
-from lmcache_core.testing.chunks import make_key
 from lmcache_ctl.cli import main
 from lmcache_ctl.codec.records import inspect_file, record_files
 from lmcache_ctl.errors import CtlError
+
+from tests.suites.chunks import make_key
 
 SHAPE = (2, 3, 64, 32)
 

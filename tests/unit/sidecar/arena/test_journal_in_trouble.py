@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory.arena_locks import generations_in, join_generation
-from lmcache_core.testing.chunks import make_key
 from lmcache_sidecar.arena import arena_journal, journal_file
 from lmcache_sidecar.arena.journal_file import FILE_NAME, JournalFile, JournalFiles
 
 from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, names_of
+from tests.suites.chunks import make_key
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_core.errors import RecordError
-from lmcache_core.testing.chunks import make_chunk
 from lmcache_sidecar.arena.entries import (
     MAX_ENTRY_BYTES,
     VERSION,
@@ -26,6 +25,8 @@ from lmcache_sidecar.arena.entries import (
 )
 from lmcache_sidecar.arena.journal_file import FILE_NAME, MAX_JOURNAL_BYTES, JournalFiles
 from lmcache_sidecar.arena.replay import FoundExtents, replay
+
+from tests.suites.chunks import make_chunk
 
 SIZE, INODE = 64 << 10, 7
 BEGIN = Begin(VERSION, SIZE, INODE)

@@ -8,11 +8,11 @@ import pytest
 from lmcache_core.memory.arena_locks import generation_path, generations_in, join_generation
 from lmcache_core.memory.shared import FILE_NAME as ARENA_NAME
 from lmcache_core.storage.eviction import TenantQuotas, TierLimits
-from lmcache_core.testing.chunks import make_key
 from lmcache_sidecar import metrics
 from lmcache_sidecar.arena.journal_file import FILE_NAME
 
 from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, make_bytes, names_of
+from tests.suites.chunks import make_key
 
 WAYS_TO_END = ["kill", "stop"]
 

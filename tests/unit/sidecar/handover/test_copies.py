@@ -11,13 +11,13 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.p2p import CopyOrder
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.telemetry import Counters
-from lmcache_core.testing.chunks import make_key, make_payload
 from lmcache_sidecar import metrics
 from lmcache_sidecar.handover import replication_requests as module
 from lmcache_sidecar.handover.replication_requests import Copier
 from lmcache_sidecar.handover.takers import PeerSource
 
 from tests.fixtures.local_chunks import local_chunks
+from tests.suites.chunks import make_key, make_payload
 from tests.unit.sidecar.handover.test_peers import (
     KEYS,
     NUM_CHUNKS,

@@ -15,13 +15,13 @@ from lmcache_core.record import Chunk
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.telemetry import Counters
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_node.drain import DrainProgress
 from lmcache_sidecar import metrics
 from lmcache_sidecar.handover import handover as module
 from lmcache_sidecar.handover.handover import PodHandover
 
 from tests.fixtures.local_chunks import local_chunks
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_CHUNKS = 40
 KEYS = [make_key(i) for i in range(NUM_CHUNKS)]

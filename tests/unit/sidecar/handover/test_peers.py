@@ -23,7 +23,6 @@ from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire.server import LmServer
 from lmcache_node.drain import DrainProgress
 from lmcache_sidecar import metrics
@@ -34,6 +33,7 @@ from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.peer_server import PeerStore
 
 from tests.fixtures.local_chunks import local_chunks
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_CHUNKS = 6
 KEYS = [make_key(i) for i in range(NUM_CHUNKS)]

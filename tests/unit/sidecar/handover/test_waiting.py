@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from lmcache_core.testing.chunks import make_key
 from lmcache_sidecar.handover.waiting import MAX_BATCH_BYTES, MAX_BATCH_CHUNKS, WaitingChunks
+
+from tests.suites.chunks import make_key
 
 KEYS = [make_key(i) for i in range(40)]
 

@@ -16,12 +16,12 @@ from lmcache_core.storage import LocalCPUBackend, encoded
 from lmcache_core.storage import codecs as codecs_module
 from lmcache_core.storage.codecs import MAX_CODEC_THREADS
 from lmcache_core.storage.encoded import EncodedBackend
-from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of
 from tests.fixtures.embedded import until
 from tests.fixtures.encoded_tier import DATA, got, opened
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk, make_key
 
 TIMEOUT_S = 10.0
 

@@ -11,11 +11,11 @@ from lmcache_core.record import MissReason
 from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.testing.chunks import make_chunk
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, encoded_by
 from tests.fixtures.encoded_tier import DATA, got, opened
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk
 
 
 async def test_codecs_are_opened_once_for_all_tiers(

@@ -14,12 +14,12 @@ from lmcache_core.serde.codec import GroupError, encoding_report
 from lmcache_core.storage import LocalCPUBackend, encoded
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.testing.chunks import make_chunk, make_key
-from lmcache_core.testing.faults import FaultPlan, FaultyBackend
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, encoded_by
 from tests.fixtures.encoded_tier import DATA, content, got, inside, opened
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk, make_key
+from tests.suites.faults import FaultPlan, FaultyBackend
 
 
 async def test_what_is_put_is_smaller_inside_and_comes_back_bit_for_bit(

@@ -12,11 +12,11 @@ from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.unusable import MAX_UNUSABLE_KEYS, UnusableRecords
-from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, decoded_from_lossy, encoded_by, seen_lossily
 from tests.fixtures.encoded_tier import DATA, content, got, inside, opened, put_inside
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk, make_key
 
 
 async def test_a_lossy_record_keeps_its_mark_decoded_and_written_on(

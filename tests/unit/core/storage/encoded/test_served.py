@@ -11,7 +11,6 @@ import pytest_asyncio
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.storage import served as served_module
 from lmcache_core.storage.served import ClientView, EncodingStore
-from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.messages import HelloOk
@@ -21,6 +20,7 @@ from lmcache_core.wire.server import LmServer
 from tests.fixtures.codecs import ZlibCodec, codecs_of, decoded_from_lossy, encoded_by
 from tests.fixtures.encoded_tier import DATA, content
 from tests.fixtures.wire import Arena, MemoryStore, anyone, connected
+from tests.suites.chunks import make_chunk, make_key
 
 EVERYTHING = Accepts(True, frozenset({"flate", "half"}))
 NAMES = ("raw", "lossless", "lossy", "decoded", "absent")

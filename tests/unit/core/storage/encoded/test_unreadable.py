@@ -8,11 +8,11 @@ from lmcache_core.record import Chunk, MissReason, TensorSpec, encode_head
 from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.unusable import NOTED_S, UnusableRecords
-from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, encoded_by
 from tests.fixtures.encoded_tier import DATA, got, inside, opened, put_inside
 from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk, make_key
 
 
 async def put_damaged(hot: LocalCPUBackend, *, is_huge: bool = False) -> None:

@@ -2,7 +2,6 @@
 method.
 """
 
-# ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
 
 import random
@@ -12,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
 from lmcache_core.config import LMCacheMemPoolMetadata
 from lmcache_core.errors import ConfigError, IntegrityError
 from lmcache_core.memory import BasePool, KVObj
-from lmcache_core.testing.allocator_suite import interleave
+
+from tests.suites.allocator_suite import interleave
 
 NUM_LAYERS, CHUNK_SIZE, NUM_HEADS, HEAD_SIZE = 3, 8, 2, 5
 KV_SHAPE = (NUM_LAYERS, 2, CHUNK_SIZE, NUM_HEADS, HEAD_SIZE)
@@ -157,7 +156,7 @@ class PoolSuite(ABC):
         failures: list[str] = []
 
         def work(seed: int) -> None:
-            rng = random.Random(seed)  # noqa: S311 (test data)
+            rng = random.Random(seed)
             for turn in range(NUM_TURNS):
                 kv_obj = pool.allocate(vllm_chunk(rng.randint(1, CHUNK_SIZE)))
                 pool.check_integrity()

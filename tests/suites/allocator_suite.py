@@ -2,7 +2,6 @@
 gives it a `make_allocator` method.
 """
 
-# ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
 
 import itertools
@@ -15,7 +14,6 @@ from typing import Protocol
 
 import pytest
 import torch
-
 from lmcache_core.errors import IntegrityError
 from lmcache_core.memory import ALIGN_BYTES, MemoryFormat, MemoryObj
 
@@ -92,7 +90,7 @@ def interleave(work: Callable[[int], None]) -> None:
 
 
 def _pattern(num_bytes: int, seed: int) -> bytes:
-    return random.Random(seed).randbytes(num_bytes)  # noqa: S311 (test data)
+    return random.Random(seed).randbytes(num_bytes)
 
 
 class AllocatorSuite(ABC):
@@ -270,7 +268,7 @@ class AllocatorSuite(ABC):
         failures: list[str] = []
 
         def work(seed: int) -> None:
-            rng = random.Random(seed)  # noqa: S311 (test data)
+            rng = random.Random(seed)
             held: list[MemoryObj] = []
             for turn in range(NUM_TURNS):
                 memory_obj = allocator.allocate((rng.randrange(1500),), torch.uint8, self.fmt)
@@ -313,7 +311,7 @@ class ArenaSuite(AllocatorSuite):
         self, allocator: BoundedAllocator, seed: int
     ) -> None:
         objects = [self.take(allocator, ALIGN_BYTES) for _ in range(CAPACITY_BYTES // ALIGN_BYTES)]
-        random.Random(seed).shuffle(objects)  # noqa: S311 (test data)
+        random.Random(seed).shuffle(objects)
         for memory_obj in objects:
             memory_obj.ref_count_down()
             allocator.check_integrity()

@@ -2,7 +2,6 @@
 `PagedConnectorSuite` and gives it `under_test`.
 """
 
-# ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -11,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.gpu_connectors.engine_memory import LogicalMemory
 from lmcache_core.gpu_connectors.layout import KVLayout
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.testing.kv_caches import (
+
+from tests.suites.kv_caches import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     make_kv_caches,
@@ -290,7 +289,7 @@ class ConnectorSuite:
         """A ValueError, and neither engine memory nor the memory object is touched."""
         memory = memory or self.memory_for(under_test, 3)
         before, fmt = snapshot(kwargs["kvcaches"]), memory.get_memory_format()
-        with pytest.raises(ValueError):  # noqa: PT011 (which one is the connector's business)
+        with pytest.raises(ValueError):
             getattr(under_test.connector, method)(memory, *tokens, **kwargs)
         assert same(snapshot(kwargs["kvcaches"]), before)
         assert bytes(memory.byte_array) == bytes([POISON]) * memory.get_size()

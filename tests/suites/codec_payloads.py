@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, num_bytes
 from lmcache_core.record import RecordHeader, TensorSpec, decoded_bytes, payload_digest
 from lmcache_core.serde.codec import ChunkCodec, EncodedPayload
-from lmcache_core.testing.chunks import make_key
+
+from tests.suites.chunks import make_key
 
 TensorCase = tuple[str, tuple[int, ...]]
 """Dtype and shape."""
@@ -105,7 +105,7 @@ def kv_payload(specs: Sequence[TensorSpec], seed: int) -> bytes:
 
 def noise_payload(size: int) -> bytes:
     """Bytes that nothing can make smaller."""
-    return random.Random(size).randbytes(size)  # noqa: S311 (test data)
+    return random.Random(size).randbytes(size)
 
 
 def values_of(spec: TensorSpec, data: bytes) -> npt.NDArray[np.float64]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
 from lmcache_core.gpu_connectors.layout import KVLayout, LayerGroup, Order, Packing
 
 NUM_BLOCKS, BLOCK_SIZE = 7, 4

@@ -2,7 +2,6 @@
 fixture.
 """
 
-# ruff: noqa: D102, ASYNC110 (tests are named after what they check; they poll for work of other threads)
 from __future__ import annotations
 
 import asyncio
@@ -11,13 +10,13 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
-
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import ListsKeys, StorageBackend
-from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 ARENA_BYTES = 1 << 20
 LARGE_PAYLOAD_BYTES = 300_001

@@ -2,17 +2,16 @@
 `policy` fixture.
 """
 
-# ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
 
 import random
 from itertools import islice
 
 import pytest
-
 from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.eviction import EvictionPolicy
-from lmcache_core.testing.chunks import make_key
+
+from tests.suites.chunks import make_key
 
 NUM_KEYS = 30
 TENANTS = ("one", "two", "three")
@@ -58,7 +57,7 @@ class PolicySuite:
     def test_some_may_be_removed_and_others_declined(
         self, filled: EvictionPolicy, seed: int
     ) -> None:
-        rng = random.Random(seed)  # noqa: S311 (test data)
+        rng = random.Random(seed)
         gone: set[ChunkKey] = set()
         declined: set[ChunkKey] = set()
         for key in filled.victims():
@@ -144,7 +143,7 @@ class PolicySuite:
     def test_whatever_happens_it_knows_what_is_held(
         self, policy: EvictionPolicy, seed: int
     ) -> None:
-        rng = random.Random(seed)  # noqa: S311 (test data)
+        rng = random.Random(seed)
         held: set[ChunkKey] = set()
         for _ in range(2000):
             key = rng.choice(KEYS)

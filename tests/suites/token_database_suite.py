@@ -2,7 +2,6 @@
 a `make_database` fixture.
 """
 
-# ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
 
 import dataclasses
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.token_database import MultimodalSpan, TokenDatabase
@@ -62,7 +60,7 @@ def hashes(database: TokenDatabase, tokens: Any, spans: Sequence[MultimodalSpan]
 
 def branching_sequences(seed: int, num_sequences: int, max_tokens: int = 40) -> list[list[int]]:
     """Sequences that share prefixes of all lengths, the same for the same seed."""
-    dice = random.Random(seed)  # noqa: S311 (test data)
+    dice = random.Random(seed)
     made: list[list[int]] = [[]]
     while len(made) < num_sequences:
         known = dice.choice(made)
@@ -338,7 +336,7 @@ class TokenDatabaseSuite:
         shared = make_database(make_config(), METADATA)
 
         def ask(thread: int) -> None:
-            for i in random.Random(thread).sample(range(NUM_SEQUENCES), NUM_SEQUENCES):  # noqa: S311 (test data)
+            for i in random.Random(thread).sample(range(NUM_SEQUENCES), NUM_SEQUENCES):
                 assert named(shared, sequences[i]) == want[i]
 
         interleave(ask)

@@ -110,7 +110,7 @@ class FaultyBackend(ForwardingBackend):
     def __init__(self, backend: StorageBackend, plan: FaultPlan) -> None:
         super().__init__(backend)
         self._plan = plan
-        self._random = random.Random(plan.seed)  # noqa: S311 (faults, not secrets)
+        self._random = random.Random(plan.seed)
         self._num_faults = 0
 
     def __repr__(self) -> str:

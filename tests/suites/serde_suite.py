@@ -2,7 +2,6 @@
 and `make_deserializer`.
 """
 
-# ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
 
 import random
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 import xxhash
-
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE
 from lmcache_core.serde import Deserializer, Serializer
@@ -42,7 +40,7 @@ def random_bits(dtype: torch.dtype, shape: Sequence[int], seed: int) -> torch.Te
     random.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    data = torch.tensor(list(random.Random(seed).randbytes(num_bytes)), dtype=torch.uint8)  # noqa: S311 (test data)
+    data = torch.tensor(list(random.Random(seed).randbytes(num_bytes)), dtype=torch.uint8)
     return (data % 2 if dtype is torch.bool else data).view(dtype).view(tuple(shape))
 
 

@@ -2,7 +2,6 @@
 `make_codec`.
 """
 
-# ruff: noqa: D102 (tests are named after what they check)
 from __future__ import annotations
 
 import math
@@ -12,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-
 from lmcache_core.errors import SerdeError
 from lmcache_core.record import TensorSpec, decoded_bytes, encode_head
 from lmcache_core.serde.codec import ChunkCodec, EncodedPayload
-from lmcache_core.testing.codec_payloads import (
+
+from tests.suites.codec_payloads import (
     CASES,
     GUARD,
     HOSTILE_BITS,

@@ -28,7 +28,7 @@ def make_key(name: object, tenant: str = DEFAULT_TENANT) -> ChunkKey:
 
 def make_payload(name: object, num_bytes: int = DEFAULT_PAYLOAD_BYTES) -> bytes:
     """The payload of the chunk called `name`: pseudo-random, the same every time."""
-    return random.Random(f"{name}/{num_bytes}").randbytes(num_bytes)  # noqa: S311 (test data)
+    return random.Random(f"{name}/{num_bytes}").randbytes(num_bytes)
 
 
 def make_chunk(

@@ -1,0 +1,1 @@
+"""Contract suites, each for all implementations of one interface, and makers of test data."""
