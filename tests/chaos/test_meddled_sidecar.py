@@ -22,7 +22,7 @@ from tests.fixtures.sidecar import running_socket
 from tests.fixtures.vllm_engine import Engine, Status, running
 from tests.fixtures.vllm_engine.worlds import beside, make_model, prompt
 
-REQUESTS = {"HELLO", "LANE", "DESCRIBE", "STAGE", "DONE", "LOOKUP", "RESERVE", "COMMIT", "LOAD"}
+REQUESTS = {"HELLO", "LANE", "DESCRIBE", "STAGE", "DONE", "RESERVE", "COMMIT", "LOAD"}
 ANSWERS = {"HELLO_OK", "OK", "PROMISE", "CONTAINS_OK", "EXTENTS"}
 SHARE = 0.15
 NUM_ROUNDS, MAX_ENGINES = 20, 8
