@@ -113,7 +113,7 @@ def test_everything_is_denied_to_every_pod_and_each_may_do_its_work(rendering: R
 
 
 def test_what_is_open_listens(rendering: Rendering) -> None:
-    """A port that nobody opens is a rule that was forgotten."""
+    """A port that no pod listens on needs no rule."""
     for policy in rendering.of_kind("NetworkPolicy"):
         selected = [one for one in templates(rendering).values() if selects(policy["spec"], one)]
         containers = [one for pod in selected for one in containers_of(pod["spec"])]

@@ -54,7 +54,7 @@ def meta_of(frame: bytes) -> Any:
 
 
 def with_surplus(frame: bytes, surplus: list[object]) -> bytes:
-    """A HELLO or HELLO_OK, with fields that nobody knows yet after its own."""
+    """Return a HELLO or HELLO_OK with unknown fields appended."""
     return with_meta(frame, [*meta_of(frame), *surplus])
 
 

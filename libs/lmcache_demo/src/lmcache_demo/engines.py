@@ -128,7 +128,7 @@ class Engine:
         )
 
     def attach(self, socket: Path | None) -> None:
-        """Attach it to a sidecar, and wait until it is ready. It may be told another one later.
+        """Attach it to a sidecar and wait until it is ready. It may be attached to another later.
 
         Args:
             socket: The sidecar's; None for no cache.

@@ -379,7 +379,7 @@ async def exchange(
 
 
 class _Dealing:
-    """Answers that are dealt with one by one, beside the reading of the next."""
+    """Handles answers one at a time while the next one is being read."""
 
     def __init__(self, on_answer: OnAnswer) -> None:
         self._on_answer = on_answer
