@@ -136,7 +136,7 @@ class ArenaRestarts(RuleBasedStateMachine):
     def stop(self) -> None:
         """In order; what clients of this start hold stays theirs."""
         mine = [lent for lent in self.open if lent.generation == self.generation]
-        self.start.owner.extents.abandoned([lent.memory for lent in mine])
+        self.start.journal.abandoned([lent.memory for lent in mine])
         self.start.stop()
         self.start_anew()
 
@@ -170,7 +170,7 @@ class ArenaRestarts(RuleBasedStateMachine):
             for lent in self.open
             if lent.generation != self.generation
         )
-        assert self.start.owner.status.lent_bytes >= old
+        assert self.start.owner.lent_bytes >= old
 
     def teardown(self) -> None:
         for lock in self.clients.values():

@@ -20,7 +20,7 @@ from lmcache_servicekit.settings import load_settings
 from lmcache_servicekit.state import service_state
 from lmcache_sidecar import sidecar as opening
 from lmcache_sidecar.app import create_app
-from lmcache_sidecar.arena import OpenedArena, open_arena
+from lmcache_sidecar.arena.owner import ArenaOwner, open_arena
 from lmcache_sidecar.settings import SidecarSettings
 
 from tests.suites.chunks import make_chunk, make_key
@@ -45,7 +45,7 @@ class Volume:
     def __init__(self) -> None:
         self.attempts = 0
 
-    def open(self, file: ArenaFile, recovers: bool) -> OpenedArena:
+    def open(self, file: ArenaFile, recovers: bool) -> ArenaOwner:
         self.attempts += 1
         if self.attempts < 3:
             raise CapacityError("no room")
@@ -231,7 +231,7 @@ async def test_the_arena_is_as_its_settings_say(tmp_path: Path) -> None:
         arena = app.state.sidecar.arena
         assert arena.path.stat().st_mode & 0o777 == 0o600
         assert arena.path.stat().st_blocks * 512 >= arena.size
-        assert not app.state.sidecar.arena_owner.status.is_recorded
+        assert not app.state.sidecar.arena_owner.is_recorded
     assert list((tmp_path / "arena").iterdir()) == []
 
 
@@ -245,7 +245,7 @@ async def test_a_start_that_cannot_listen_leaves_the_arena_to_the_next(tmp_path:
             pass
     (tmp_path / "s.sock").unlink()
     async with opening.lifespan(app := create_app(settings)):
-        assert app.state.sidecar.arena_owner.status.recovery.found_chunks == 1
+        assert app.state.sidecar.arena_owner.recovery.found_chunks == 1
 
 
 async def test_a_socket_that_cannot_be_set_up_is_closed(

@@ -300,9 +300,9 @@ def test_after_garbage_others_are_still_served(
 
 
 def test_two_sidecars_do_not_share_a_socket(sidecar: RunningSocket, tmp_path: Path) -> None:
-    from lmcache_sidecar.socket import SocketServer
+    from lmcache_sidecar.socket.server import SocketServer
 
-    second = SocketServer(sidecar.path, sidecar.server._context)
+    second = SocketServer(sidecar.path, sidecar.server.context)
     with pytest.raises(ConfigError, match="another sidecar listens"):
         sidecar.loop.run(second.open(), 5.0)
 

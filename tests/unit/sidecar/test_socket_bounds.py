@@ -76,11 +76,11 @@ def test_a_large_request_gets_its_turn_when_another_is_answered(
         greeted(running.path) as second,
     ):
         first.socket.sendall(LARGE[:-1])
-        wait_for(lambda: running.server._shared.large_requests.used_bytes)
+        wait_for(lambda: running.server.context.large_requests.used_bytes)
         assert taken_bytes(second.socket, LARGE) < len(LARGE)
         first.socket.sendall(LARGE[-1:])
         assert first.answer() == m.ContainsOk([False] * 10)
-    assert running.server._shared.large_requests.used_bytes == 0, (
+    assert running.server.context.large_requests.used_bytes == 0, (
         "the one that went away waits no more"
     )
 
@@ -93,7 +93,7 @@ def test_waiting_in_turn_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         greeted(running.path) as second,
     ):
         first.socket.sendall(LARGE[:-1])
-        wait_for(lambda: running.server._shared.large_requests.used_bytes)
+        wait_for(lambda: running.server.context.large_requests.used_bytes)
         num_sent = taken_bytes(second.socket, LARGE)
         first.socket.close()
         second.socket.sendall(LARGE[num_sent:])
@@ -113,7 +113,7 @@ def test_a_large_request_does_not_wait_for_ever(
         greeted(running.path) as second,
     ):
         first.socket.sendall(LARGE[:-1])
-        wait_for(lambda: running.server._shared.large_requests.used_bytes)
+        wait_for(lambda: running.server.context.large_requests.used_bytes)
         monkeypatch.setattr(session, "LARGE_REQUEST_TIMEOUT_S", 0.2)
         taken_bytes(second.socket, LARGE[:-1])
         refusal = second.answer()

@@ -22,7 +22,7 @@ from lmcache_core.record import Extension, encode_head, payload_digest, raw_head
 from lmcache_core.sidecar import SidecarConnection
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.wire import messages as m
-from lmcache_sidecar.arena import UnrecordedExtents
+from lmcache_sidecar.arena.journal import ArenaJournal
 from lmcache_sidecar.socket import session as session_module
 
 from tests.fixtures.frames import HELLO, greeted
@@ -50,7 +50,8 @@ def test_a_store_that_fails_half_way_leaves_no_reservation(tmp_path: Path) -> No
             with pytest.raises(ValueError, match="kvcaches"):
                 engine.store(tokens_of(4 * CHUNK_SIZE, seed), kvcaches=short)
         (session,) = running.server.sessions
-        assert session.describe()["num_reservations"] == session.describe()["reserved_bytes"] == 0
+        assert not session.memory.reservations
+        assert session.memory.reserved_bytes == 0
         assert running.allocator.used_bytes == 0
 
 
@@ -233,40 +234,39 @@ def test_a_lookup_ends_at_its_callers_deadline(tmp_path: Path) -> None:
         assert len(running.server.sessions) == 1
 
 
-class FullJournal(UnrecordedExtents):
-    """Cannot write down what is lent; remembers what it was asked."""
+class FakeJournal(ArenaJournal):
+    """Of an arena that the next start uses again; remembers what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_writable: bool) -> None:
         self.asked: list[int] = []
+        self._is_writable = is_writable
 
     def reserved(self, memories: Sequence[MemoryObj]) -> bool:
         self.asked.append(len(memories))
-        return False
+        return self._is_writable
+
+    def abandoned(self, memories: Sequence[MemoryObj]) -> None:
+        for memory in memories:
+            memory.ref_count_down()
 
 
 def test_what_the_next_start_would_not_know_of_is_not_lent(tmp_path: Path) -> None:
-    extents = FullJournal()
-    with running_socket(tmp_path, extents=extents) as running:
-        with greeted(running.path) as client:
-            answer = client.say(m.ReserveExtents((1000, 2 << 20, 1000)))
+    journal = FakeJournal(is_writable=False)
+    with running_socket(tmp_path, journal=journal) as running:
+        client = SidecarConnection(running.path, HELLO, 5.0)
+        client.open()
+        answer = client.call(m.ReserveExtents((1000, 2 << 20, 1000)), m.Extents)
+        client.close()
         assert answer == m.Extents(("no_memory",) * 3)
-        assert extents.asked == [2]
+        assert journal.asked == [2]
         assert running.allocator.used_bytes == 0
 
 
-class UsedAgain(UnrecordedExtents):
-    """The next start uses the same memory."""
-
-    needs_locks = True
-
-
-@pytest.mark.parametrize(
-    ("extents", "is_lent"), [(UsedAgain(), False), (UnrecordedExtents(), True)]
-)
+@pytest.mark.parametrize(("journal", "is_lent"), [(FakeJournal(True), False), (None, True)])
 def test_who_takes_no_lock_is_lent_no_memory_that_the_next_start_uses(
-    tmp_path: Path, extents: UnrecordedExtents, is_lent: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, journal: ArenaJournal | None, is_lent: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running_socket(tmp_path, extents=extents) as running:
+    with running_socket(tmp_path, journal=journal) as running:
         with greeted(running.path) as raw:
             lent = m.Extent(1, 0, 1000) if is_lent else "no_memory"
             assert raw.say(m.ReserveExtents((1000,))) == m.Extents((lent,))

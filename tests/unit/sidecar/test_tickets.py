@@ -64,13 +64,10 @@ def test_the_end_of_a_connection_gives_back_what_it_was_promised(sidecar: Runnin
             assert store.stage("t", [CHAIN]) == Staged(True, (b"\1" * 4,))
             other.unstage(["t"])
             assert not evictable(sidecar, CHAIN), "tickets belong to their client"
-            assert sidecar.server.staged_bytes == 4 * TAKEN_BYTES
-            (session,) = [
-                session for session in sidecar.server.sessions if session.describe()["num_tickets"]
-            ]
-            assert session.describe()["world_size"] == 1
+            assert sidecar.server.context.staged.used_bytes == 4 * TAKEN_BYTES
+            assert sorted(s.staging.num_tickets for s in sidecar.server.sessions) == [0, 1]
         until(lambda: evictable(sidecar, CHAIN), "a client that has gone holds chunks")
-        assert sidecar.server.staged_bytes == 0
+        assert sidecar.server.context.staged.used_bytes == 0
 
 
 def test_a_ticket_ends_with_its_lease_while_the_client_lives_on(
@@ -187,7 +184,7 @@ def test_loads_are_checked_by_sample_only_where_a_gpu_computes(tmp_path: Path) -
 def test_an_engine_says_how_it_names_kv(sidecar: RunningSocket) -> None:
     with engine_at(sidecar.path) as engine:
         (session,) = sidecar.server.sessions
-        (described,) = session.descriptions
+        (described,) = sidecar.server.context.descriptions.said_by(session)
         metadata = make_metadata()
         assert (described.fmt, described.model_name, described.world_size, described.groups) == (
             "vllm",
@@ -226,7 +223,10 @@ def test_the_last_descriptions_of_a_client_are_remembered(sidecar: RunningSocket
         for number in (*range(MAX_DESCRIPTIONS + 6), 20):
             connection.call(m.Describe("vllm", f"m{number}", 1, 16, bytes(32), ("",)), m.Ok)
         (session,) = sidecar.server.sessions
-        names = [described.model_name for described in session.descriptions]
+        names = [
+            described.model_name
+            for described in sidecar.server.context.descriptions.said_by(session)
+        ]
         assert len(names) == MAX_DESCRIPTIONS
         assert names[0] == "m6"
         assert names[-2:] == ["m69", "m20"]

@@ -29,7 +29,7 @@ from lmcache_servicekit.settings import is_loopback
 from lmcache_servicekit.state import ServiceState, service_state
 from typing_extensions import override
 
-from lmcache_sidecar.arena import ArenaOwner, open_arena
+from lmcache_sidecar.arena.owner import ArenaOwner, open_arena
 from lmcache_sidecar.exclusive_chunks import MEASURE_INTERVAL_S, ExclusiveBytes
 from lmcache_sidecar.explainer import Explainer
 from lmcache_sidecar.handover.handover import PodHandover
@@ -40,7 +40,8 @@ from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.peer_server import create_peer_server
 from lmcache_sidecar.settings import SidecarSettings, make_default_directories
-from lmcache_sidecar.socket import SessionContext, SocketServer
+from lmcache_sidecar.socket.context import SessionContext
+from lmcache_sidecar.socket.server import SocketServer
 from lmcache_sidecar.tiers import build_sidecar_tiers
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,11 @@ class SidecarNode(Node[SidecarSettings]):
         owner = self.arena_owner
         tiers = build_sidecar_tiers(
             settings,
-            HotSpec(memory=owner.allocator, limits=settings.memory_limits, on_kept=owner.on_kept),
+            HotSpec(
+                memory=owner.allocator,
+                limits=settings.memory_limits,
+                on_kept=None if owner.journal is None else owner.journal.kept,
+            ),
             codecs,
             self.announcer,
             self.token,
@@ -102,8 +107,8 @@ class SidecarNode(Node[SidecarSettings]):
             settings.tier_timeout_s,
             self.tasks,
             self.counters,
-            owner.extents,
-            tracer=self.state.tracer,
+            owner.journal,
+            self.state.tracer,
         )
         self.socket_server = SocketServer(settings.socket_path, context)
         self.descriptions = context.descriptions
@@ -203,7 +208,7 @@ class SidecarNode(Node[SidecarSettings]):
         logged = ""
         while True:
             try:
-                return ArenaOwner(await asyncio.to_thread(open_arena, file, settings.arena_recover))
+                return await asyncio.to_thread(open_arena, file, settings.arena_recover)
             except CapacityError as exc:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:

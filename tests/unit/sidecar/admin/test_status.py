@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_sidecar.app import create_app
-from lmcache_sidecar.socket import SocketServer
+from lmcache_sidecar.socket.server import SocketServer
 
 from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, write_tokens
 from tests.fixtures.sidecar_app import (

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory.arena_locks import generations_in, join_generation
-from lmcache_sidecar.arena import arena_journal, journal_file
-from lmcache_sidecar.arena.journal_file import FILE_NAME, JournalFile, JournalFiles
+from lmcache_sidecar.arena import journal
+from lmcache_sidecar.arena.journal import FILE_NAME, ArenaJournal, JournalFile
 
 from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, names_of
 from tests.suites.chunks import make_key
@@ -64,7 +64,7 @@ def test_a_journal_that_cannot_be_written_is_given_up_and_serving_goes_on(
 def test_a_journal_is_begun_again_when_there_is_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena_journal, "RETRY_S", 0.0)
+    monkeypatch.setattr(journal, "RETRY_S", 0.0)
     start = ArenaStart(tmp_path)
     start.recover()
     with full_volume():
@@ -81,7 +81,7 @@ def test_a_journal_is_begun_again_when_there_is_room_again(
     second.recover()
     second.look()
     assert second.served() == names_of(second, "ab")
-    assert second.owner.status.lent_bytes == lent.metadata.phy_size
+    assert second.owner.lent_bytes == lent.metadata.phy_size
     client.release()
     second.stop()
 
@@ -104,7 +104,7 @@ def test_a_journal_that_can_neither_be_written_nor_removed_ends_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next start would believe it, and hand out what clients write to."""
-    monkeypatch.setattr(arena_journal, "RETRY_S", 0.0)
+    monkeypatch.setattr(journal, "RETRY_S", 0.0)
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(1, "not permitted")
@@ -117,12 +117,12 @@ def test_a_journal_that_can_neither_be_written_nor_removed_ends_stores(
     with monkeypatch.context() as patch, full_volume():
         patch.setattr(Path, "unlink", refuse)
         patch.setattr(os, "pwrite", refuse)
-        assert not start.owner.extents.reserved([memory])
+        assert not start.journal.reserved([memory])
         start.look()
-        assert not start.owner.extents.reserved([memory])
+        assert not start.journal.reserved([memory])
     assert start.served() == names_of(start, "a")
     start.look()
-    assert start.owner.extents.reserved([memory])
+    assert start.journal.reserved([memory])
     memory.ref_count_down()
     start.stop()
 
@@ -242,7 +242,7 @@ def failing_for(path: Path | None, code: int, call: Callable[..., Any]) -> Calla
 def test_a_long_journal_is_written_anew_and_says_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_file, "MIN_REWRITE_BYTES", 4096)
+    monkeypatch.setattr(journal, "MIN_REWRITE_BYTES", 4096)
     start = ArenaStart(tmp_path)
     client = join_generation(tmp_path, start.owner.arena.generation)
     start.recover()
@@ -259,7 +259,7 @@ def test_a_long_journal_is_written_anew_and_says_the_same(
     second = ArenaStart(tmp_path)
     second.recover()
     assert second.served() == held
-    assert second.owner.status.lent_bytes == lent.metadata.phy_size
+    assert second.owner.lent_bytes == lent.metadata.phy_size
     client.release()
     second.stop()
 
@@ -267,29 +267,29 @@ def test_a_long_journal_is_written_anew_and_says_the_same(
 def test_what_happens_while_a_journal_is_written_anew_is_in_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_file, "MIN_REWRITE_BYTES", 0)
-    monkeypatch.setattr(journal_file, "REWRITE_RATIO", 0)
+    monkeypatch.setattr(journal, "MIN_REWRITE_BYTES", 0)
+    monkeypatch.setattr(journal, "REWRITE_RATIO", 0)
     start = ArenaStart(tmp_path)
     client = join_generation(tmp_path, start.owner.arena.generation)
     start.store("a")
-    draft = JournalFiles.draft
+    draft = ArenaJournal._draft
     lent = []
 
-    def slow_draft(journal: JournalFiles, bodies: object) -> JournalFile:
-        done = draft(journal, bodies)  # type: ignore[arg-type]
+    def slow_draft(journal: ArenaJournal, items: object) -> JournalFile:
+        done = draft(journal, items)  # type: ignore[arg-type]
         start.store("b")
         start.hot.remove_many([make_key("a")])
         lent.extend(start.reserve(2000))
         return done
 
-    monkeypatch.setattr(JournalFiles, "draft", slow_draft)
+    monkeypatch.setattr(ArenaJournal, "_draft", slow_draft)
     start.look()
-    monkeypatch.setattr(JournalFiles, "draft", draft)
+    monkeypatch.setattr(ArenaJournal, "_draft", draft)
     start.kill()
     second = ArenaStart(tmp_path)
     second.recover()
     assert second.served() == names_of(second, "b")
-    assert second.owner.status.lent_bytes == 2048
+    assert second.owner.lent_bytes == 2048
     client.release()
     second.stop()
 
@@ -297,7 +297,7 @@ def test_what_happens_while_a_journal_is_written_anew_is_in_both(
 def test_chunks_beyond_the_bound_of_the_journal_are_served_and_not_recovered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena_journal, "MAX_WEIGHT_BYTES", 700)
+    monkeypatch.setattr(journal, "MAX_WEIGHT_BYTES", 700)
     start = ArenaStart(tmp_path)
     start.recover()
     for name in "abcd":
@@ -307,7 +307,7 @@ def test_chunks_beyond_the_bound_of_the_journal_are_served_and_not_recovered(
     second = ArenaStart(tmp_path)
     second.recover()
     assert second.served() == names_of(second, "ab")
-    assert second.owner.status.lent_bytes == 0
+    assert second.owner.lent_bytes == 0
     second.stop()
 
 
@@ -315,7 +315,7 @@ def test_a_journal_that_grows_beyond_its_bound_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = ArenaStart(tmp_path)
-    monkeypatch.setattr(journal_file, "MAX_JOURNAL_BYTES", 1000)
+    monkeypatch.setattr(journal, "MAX_JOURNAL_BYTES", 1000)
     for number in range(10):
         assert start.store(number)
     assert not is_recorded(start)
@@ -330,6 +330,6 @@ def test_a_client_that_holds_nothing_does_not_hold_up_the_next_start(tmp_path: P
     first.kill()
     second = ArenaStart(tmp_path)
     assert generations_in(tmp_path) == [second.owner.arena.generation]
-    assert second.owner.status.lent_bytes == 0
+    assert second.owner.lent_bytes == 0
     client.release()
     second.stop()

@@ -14,17 +14,18 @@ from lmcache_sidecar.arena.entries import (
     AnyEntry,
     Begin,
     Committed,
+    FoundExtents,
     Freed,
     JournalError,
     Reserved,
     encode_entry,
     framed,
     read_entries,
+    replay,
     with_padding,
     without_padding,
 )
-from lmcache_sidecar.arena.journal_file import FILE_NAME, MAX_JOURNAL_BYTES, JournalFiles
-from lmcache_sidecar.arena.replay import FoundExtents, replay
+from lmcache_sidecar.arena.journal import FILE_NAME, MAX_JOURNAL_BYTES, read_journal
 
 from tests.suites.chunks import make_chunk
 
@@ -191,4 +192,4 @@ def test_a_file_that_somebody_else_may_have_written_is_not_read(tmp_path: Path, 
         with path.open("r+b") as file:
             file.truncate(2 * MAX_JOURNAL_BYTES + 1)
     with pytest.raises(JournalError):
-        list(JournalFiles(tmp_path).read())
+        list(read_journal(tmp_path))

@@ -9,7 +9,7 @@ from lmcache_core.memory.arena_locks import generation_path, generations_in, joi
 from lmcache_core.memory.shared import FILE_NAME as ARENA_NAME
 from lmcache_core.storage.eviction import TenantQuotas, TierLimits
 from lmcache_sidecar import metrics
-from lmcache_sidecar.arena.journal_file import FILE_NAME
+from lmcache_sidecar.arena.journal import FILE_NAME
 
 from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, make_bytes, names_of
 from tests.suites.chunks import make_key
@@ -24,7 +24,7 @@ def test_chunks_are_served_again_once_they_are_checked(
     leave(tmp_path, "abc", end)
     start = ArenaStart(tmp_path)
     assert start.served() == {}
-    assert start.owner.status.recovery.found_chunks == 3
+    assert start.owner.recovery.found_chunks == 3
     assert start.owner.allocator.used_bytes == 3 * 1024
     caplog.set_level("INFO")
     start.recover()
@@ -80,14 +80,14 @@ def test_a_damaged_chunk_is_freed_and_counted(tmp_path: Path) -> None:
     start = ArenaStart(tmp_path)
     start.recover()
     assert start.served() == names_of(start, "ac")
-    assert start.owner.status.recovery.damaged_chunks == 1
+    assert start.owner.recovery.damaged_chunks == 1
     assert start.counters.snapshot()[metrics.UNRECOVERED_CHUNKS_TOTAL, "damaged"] == 1
     assert start.owner.allocator.used_bytes == 2048
     start.check_integrity()
     start.look()
     start.kill()
     again = ArenaStart(tmp_path)
-    assert again.owner.status.recovery.found_chunks == 2, "it is not looked at twice"
+    assert again.owner.recovery.found_chunks == 2, "it is not looked at twice"
     again.stop()
 
 
@@ -111,7 +111,7 @@ def test_tenants_quotas_and_ages_are_respected(tmp_path: Path) -> None:
     third.recover()
     assert third.served() == {}
     assert third.announced == []
-    assert third.owner.status.recovery.dropped_chunks == 3
+    assert third.owner.recovery.dropped_chunks == 3
     third.stop()
 
 
@@ -122,7 +122,7 @@ def test_a_chunk_that_was_stored_anew_meanwhile_stays(tmp_path: Path) -> None:
     start.recover()
     assert start.served() == names_of(start, "a")
     assert start.owner.allocator.used_bytes == 1024
-    assert start.owner.status.recovery.dropped_chunks == 1
+    assert start.owner.recovery.dropped_chunks == 1
     start.check_integrity()
     start.stop()
 
@@ -137,7 +137,7 @@ def test_memory_that_a_client_may_still_write_to_is_used_by_nobody(tmp_path: Pat
         start = ArenaStart(tmp_path)
         start.recover()
         start.look()
-        assert start.owner.status.lent_bytes == lent.metadata.phy_size
+        assert start.owner.lent_bytes == lent.metadata.phy_size
         for number in range(2 * ARENA_BYTES // 1024):
             assert start.store(number)
         assert (
@@ -150,7 +150,7 @@ def test_memory_that_a_client_may_still_write_to_is_used_by_nobody(tmp_path: Pat
     client.release()
     last = ArenaStart(tmp_path)
     last.look()
-    assert last.owner.status.lent_bytes == 0
+    assert last.owner.lent_bytes == 0
     assert generations_in(tmp_path) == [last.owner.arena.generation]
     last.recover()
     last.hot.clear_now()
@@ -177,16 +177,16 @@ def test_what_is_abandoned_at_the_end_is_lent_at_the_next_start(tmp_path: Path) 
     first = ArenaStart(tmp_path)
     first.recover()
     client = join_generation(tmp_path, first.owner.arena.generation)
-    first.owner.extents.abandoned(first.reserve(1000))
+    first.journal.abandoned(first.reserve(1000))
     assert first.owner.allocator.used_bytes == 1024
     first.stop()
     assert first.owner.allocator.used_bytes == 0
     second = ArenaStart(tmp_path)
     second.look()
-    assert second.owner.status.lent_bytes == 1024
+    assert second.owner.lent_bytes == 1024
     client.release()
     second.look()
-    assert second.owner.status.lent_bytes == 0
+    assert second.owner.lent_bytes == 0
     second.stop()
 
 
@@ -195,7 +195,7 @@ def test_nothing_is_lent_once_the_end_has_begun(tmp_path: Path) -> None:
     start.owner.seal()
     memory = start.hot.allocate(1000)
     assert memory is not None
-    assert not start.owner.extents.reserved([memory])
+    assert not start.journal.reserved([memory])
     memory.ref_count_down()
     start.stop()
 
@@ -271,7 +271,8 @@ def test_without_recovery_nothing_is_looked_for_and_nothing_is_left(tmp_path: Pa
     assert start.served() == {}
     assert not is_recorded(start)
     assert start.store("b")
-    start.owner.extents.abandoned(start.reserve(1000))
+    for memory in start.reserve(1000):
+        memory.ref_count_down()
     start.stop()
     assert list(tmp_path.iterdir()) == []
 

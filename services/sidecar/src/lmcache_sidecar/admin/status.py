@@ -143,7 +143,7 @@ admin_role = Depends(require_role("admin"))
 @router.get("/status", dependencies=[client_role])
 async def status(sidecar: RunningSidecar) -> Status:
     """Show a summary."""
-    clients = [session.describe() for session in sidecar.socket_server.sessions]
+    clients = [session.memory for session in sidecar.socket_server.sessions]
     return Status(
         instance=sidecar.settings.instance_id,
         version=version_of("lmcache-sidecar"),
@@ -151,7 +151,7 @@ async def status(sidecar: RunningSidecar) -> Status:
         distributed_url=sidecar.distributed_url,
         generation=f"{sidecar.arena.generation:016x}",
         arena_bytes=sidecar.arena.size,
-        arena=ArenaView.model_validate(sidecar.arena_owner.status),
+        arena=ArenaView.model_validate(sidecar.arena_owner),
         verify_hot=sidecar.settings.verify_hot,
         accepts_handover=sidecar.takes_handovers(),
         draining=sidecar.drain.has_begun,
@@ -160,9 +160,9 @@ async def status(sidecar: RunningSidecar) -> Status:
         registered=sidecar.is_registered,
         settled=sidecar.is_settled,
         pending_bytes=sidecar.stack.num_pending_bytes,
-        reserved_bytes=sum(int(client["reserved_bytes"]) for client in clients),
-        held_bytes=sum(int(client["pinned_bytes"]) for client in clients)
-        + sidecar.socket_server.staged_bytes,
+        reserved_bytes=sum(memory.reserved_bytes for memory in clients),
+        held_bytes=sum(memory.pinned_bytes for memory in clients)
+        + sidecar.socket_server.context.staged.used_bytes,
         pinned_bytes=sidecar.pins.num_bytes,
     )
 
@@ -176,18 +176,26 @@ async def tiers(sidecar: RunningSidecar) -> Tiers:
 @router.get("/clients", dependencies=[client_role])
 async def clients(sidecar: RunningSidecar) -> Clients:
     """List clients connected to the socket."""
-    sessions = [session for session in sidecar.socket_server.sessions if session.engine is not None]
     return Clients(
         clients=[
-            ClientStatus.model_validate(
-                session.describe()
-                | {
-                    "descriptions": [
-                        Description.model_validate(known) for known in session.descriptions
-                    ]
-                }
+            ClientStatus(
+                client=session.engine.name,
+                pid=session.engine.pid,
+                rank=session.engine.rank,
+                world_size=session.engine.world_size,
+                model=session.engine.model,
+                num_reservations=len(session.memory.reservations),
+                reserved_bytes=session.memory.reserved_bytes,
+                num_pins=len(session.memory.pins),
+                pinned_bytes=session.memory.pinned_bytes,
+                num_tickets=session.staging.num_tickets,
+                descriptions=[
+                    Description.model_validate(known)
+                    for known in sidecar.descriptions.said_by(session)
+                ],
             )
-            for session in sessions
+            for session in sidecar.socket_server.sessions
+            if session.engine is not None
         ]
     )
 

@@ -1,4 +1,4 @@
-"""Entries of the arena's journal, and their bytes.
+"""Entries of the arena's journal, their bytes, and what they say together.
 
 Source: `docs/adr/0009-arena-generations.md`.
 """
@@ -6,11 +6,14 @@ Source: `docs/adr/0009-arena-generations.md`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
 import xxhash
 from lmcache_core.errors import LMCacheError, RecordError
+from lmcache_core.memory.free_list import ALIGN_BYTES, extent_bytes
 from lmcache_core.record.codec import CHECKSUM_BYTES, PREFIX_BYTES, decode_prefix
 
 VERSION = 1
@@ -26,7 +29,7 @@ _NUMBER = struct.Struct("<I")
 
 
 class JournalError(LMCacheError):
-    """A journal cannot be trusted: the arena beside it is not used again."""
+    """A journal cannot be trusted: its arena is not used again."""
 
 
 class JournalEntry(
@@ -36,7 +39,7 @@ class JournalEntry(
 
 
 class Begin(JournalEntry, frozen=True):
-    """First of all: which arena file this journal is of."""
+    """The first entry: which arena file this journal is of."""
 
     version: int
     arena_bytes: int
@@ -63,24 +66,20 @@ class Committed(JournalEntry, frozen=True):
 
 
 class Freed(JournalEntry, frozen=True):
-    """Extents, by offset, that hold nothing any more and that nobody writes to."""
+    """Extents, by offset, that hold nothing and that no client writes to."""
 
     offsets: tuple[int, ...]
 
 
 AnyEntry = Begin | Reserved | Committed | Freed
 
-_ENCODER = msgspec.msgpack.Encoder()
+encode_entry = msgspec.msgpack.Encoder().encode
+"""Return the body of an entry."""
 _DECODER: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
 
 
-def encode_entry(entry: AnyEntry) -> bytes:
-    """The body of an entry."""
-    return _ENCODER.encode(entry)
-
-
 def framed(body: bytes, place: int) -> bytes:
-    """An entry as it stands in the file, at that place (0 for the first)."""
+    """Frame the body of an entry for its place in the file (0 for the first)."""
     return (
         _FRAME.pack(len(body), _check(len(body), place), xxhash.xxh3_64_intdigest(body, seed=place))
         + body
@@ -88,11 +87,10 @@ def framed(body: bytes, place: int) -> bytes:
 
 
 def read_entries(data: bytes) -> Iterator[AnyEntry]:
-    """The entries of a journal, one after the other.
+    """Yield the entries of a journal.
 
-    What stands at the end and is shorter than it says was being written when its writer was killed,
-    and was never acted upon: it is left out. Whatever else is wrong means that entries are missing
-    which nobody can name.
+    An entry at the end that is shorter than it says was being written when its writer was killed,
+    and was never acted upon: it is left out. Any other fault means that entries are missing.
 
     Raises:
         JournalError: Something is damaged.
@@ -110,18 +108,18 @@ def read_entries(data: bytes) -> Iterator[AnyEntry]:
         try:
             yield _DECODER.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise JournalError(f"entry {place} is none: {exc}") from exc
+            raise JournalError(f"entry {place} cannot be decoded: {exc}") from exc
         at, place = at + _FRAME.size + length, place + 1
 
 
 def without_padding(head: bytes) -> bytes:
-    """The head of a record without the zeros in it."""
+    """Return the head of a record without the zeros in it."""
     prefix = decode_prefix(head)
     return head[: PREFIX_BYTES + prefix.header_bytes] + head[-CHECKSUM_BYTES:]
 
 
 def with_padding(short: bytes) -> bytes:
-    """The inverse of `without_padding`; nothing is checked but the length.
+    """Invert `without_padding`; only the length is checked.
 
     Raises:
         RecordError: It is not the head of a record.
@@ -134,3 +132,87 @@ def with_padding(short: bytes) -> bytes:
 
 def _check(length: int, place: int) -> int:
     return xxhash.xxh32_intdigest(_NUMBER.pack(length), seed=place & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """An extent that a client of that generation may write to.
+
+    Attributes:
+        generation: Whose clients.
+        num_bytes: What it takes of the arena.
+    """
+
+    generation: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoundExtents:
+    """What is in an arena, by its journal.
+
+    Attributes:
+        lent: By generation the extents (offset, bytes) that its clients may still write to.
+        committed: Chunks, in the order in which they were kept.
+    """
+
+    lent: Mapping[int, list[tuple[int, int]]] = field(default_factory=lambda: MappingProxyType({}))
+    committed: tuple[Committed, ...] = ()
+
+
+def replay(entries: Iterable[AnyEntry], arena_bytes: int, inode: int) -> FoundExtents:
+    """Follow a journal to its end.
+
+    Raises:
+        JournalError: It is of another arena or version, or says what cannot be: nothing of it is
+            then believed.
+    """
+    steps = iter(entries)
+    begin = next(steps, None)
+    if begin != Begin(VERSION, arena_bytes, inode):
+        raise JournalError(
+            f"it is of another arena, or of another version of this software: {begin}"
+        )
+    state: dict[int, Lent | Committed] = {}
+    for entry in steps:
+        match entry:
+            case Begin():
+                raise JournalError("it begins twice")
+            case Reserved(generation, extents):
+                for offset, num_bytes in extents:
+                    if offset in state:
+                        raise JournalError(f"the extent at {offset} is given out twice")
+                    state[offset] = Lent(generation, num_bytes)
+            case Committed(offset, length):
+                before = state.pop(offset, None)  # so that the order is that of the commits
+                if isinstance(before, Committed) or (
+                    before is not None and before.num_bytes != extent_bytes(length)
+                ):
+                    raise JournalError(f"the chunk at {offset} is where another one is")
+                state[offset] = entry
+            case Freed(offsets):
+                for offset in offsets:
+                    if state.pop(offset, None) is None:
+                        raise JournalError(f"the extent at {offset} is freed twice")
+    _check_extents(state, arena_bytes)
+    lent: dict[int, list[tuple[int, int]]] = {}
+    for offset, extent in state.items():
+        if isinstance(extent, Lent):
+            lent.setdefault(extent.generation, []).append((offset, extent.num_bytes))
+    return FoundExtents(
+        lent, tuple(extent for extent in state.values() if isinstance(extent, Committed))
+    )
+
+
+def _check_extents(state: Mapping[int, Lent | Committed], arena_bytes: int) -> None:
+    end = 0
+    for offset, extent in sorted(state.items(), key=lambda item: item[0]):
+        num_bytes = extent.num_bytes if isinstance(extent, Lent) else extent_bytes(extent.length)
+        is_whole = (
+            num_bytes > 0
+            and offset % ALIGN_BYTES == num_bytes % ALIGN_BYTES == 0
+            and (isinstance(extent, Lent) or extent.length >= 0)
+        )
+        if not is_whole or offset < end or offset + num_bytes > arena_bytes:
+            raise JournalError(f"the extent at {offset} overlaps another one or leaves the arena")
+        end = offset + num_bytes

@@ -1,4 +1,4 @@
-"""What the sessions of a socket work with, and what they keep together."""
+"""What the sessions of a socket share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmcache_core.telemetry.request_context import RequestIds, Tracer
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.messages import EngineInfo
 
-from lmcache_sidecar.arena.extents import ReservedExtents, UnrecordedExtents
+from lmcache_sidecar.arena.journal import ArenaJournal
 from lmcache_sidecar.descriptions import Descriptions
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ that are loaded.
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class SessionContext:
     """What all sessions of a sidecar share.
 
@@ -42,9 +42,19 @@ class SessionContext:
         timeout_s: Longest wait on the tiers for a lookup.
         tasks: Owner of background lifts.
         counters: What engines asked for and got, under the names of `lmcache_sidecar.metrics`.
-        extents: Hears of what clients are lent.
-        descriptions: Hears how clients name KV.
+        journal: Records what clients are lent; None: the next start uses a new arena, and what is
+            written to this one does no harm.
         tracer: Traces requests; None: no traces.
+        descriptions: How clients name KV.
+        request_ids: Names for requests that came without one.
+        large_requests: Bounds the memory of large requests, from their first byte until they are
+            answered.
+        log: For lines that clients can cause as often as they like.
+        is_draining: Whether no client can store any more.
+        staged: What tickets of all clients may hold together.
+        pinned: What pins of all clients may hold together; a chunk that several pin counts once.
+        max_reserved_bytes: What reservations of all clients may hold together.
+        reserved_bytes: What they hold.
     """
 
     stack: TierStack
@@ -56,62 +66,19 @@ class SessionContext:
     timeout_s: float
     tasks: TaskSupervisor
     counters: Counters
-    extents: ReservedExtents = field(default_factory=UnrecordedExtents)
-    descriptions: Descriptions = field(default_factory=Descriptions)
+    journal: ArenaJournal | None = None
     tracer: Tracer | None = None
+    descriptions: Descriptions = field(default_factory=Descriptions)
+    request_ids: RequestIds = field(default_factory=RequestIds)
+    log: SparseLog = field(default_factory=lambda: SparseLog(logger))
+    is_draining: bool = False
+    reserved_bytes: int = 0
 
-
-class ReservationRoom:
-    """What reservations of all clients may hold together.
-
-    Args:
-        arena_bytes: Size of the arena.
-
-    Attributes:
-        used_bytes: What they hold.
-    """
-
-    def __init__(self, arena_bytes: int) -> None:
-        self._max_bytes = arena_bytes - arena_bytes // KEPT_SHARE
-        self.used_bytes = 0
-
-    def take(self, num_bytes: int) -> bool:
-        """Whether so many more fit; they count from now on."""
-        if self.used_bytes + num_bytes > self._max_bytes:
-            return False
-        self.used_bytes += num_bytes
-        return True
-
-    def give(self, num_bytes: int) -> None:
-        """So many are reserved no more."""
-        self.used_bytes -= num_bytes
-
-
-class SharedState:
-    """What the sessions of one socket keep together.
-
-    Args:
-        arena_bytes: Size of the arena.
-
-    Attributes:
-        request_ids: Names for requests that came without one.
-        large_requests: Bounds the memory of large requests, from their first byte until they are
-            answered.
-        log: For lines that clients can cause as often as they like.
-        is_draining: Whether no client can store any more.
-        room: What tickets of all clients may hold together.
-        reserved: What reservations of all clients may hold together.
-        pinned: What pins of all clients may hold together; a chunk that several pin counts once.
-    """
-
-    def __init__(self, arena_bytes: int) -> None:
-        self.request_ids = RequestIds()
+    def __post_init__(self) -> None:
         self.large_requests = ByteGate(MAX_LARGE_REQUEST_BYTES)
-        self.log = SparseLog(logger)
-        self.is_draining = False
-        self.room = ChunkBudget(arena_bytes // STAGED_SHARE)
-        self.reserved = ReservationRoom(arena_bytes)
-        self.pinned = ChunkBudget(arena_bytes - arena_bytes // KEPT_SHARE)
+        self.max_reserved_bytes = self.arena.size - self.arena.size // KEPT_SHARE
+        self.staged = ChunkBudget(self.arena.size // STAGED_SHARE)
+        self.pinned = ChunkBudget(self.max_reserved_bytes)
         self._greeted: list[EngineInfo] = []
 
     def greet(self, engine: EngineInfo) -> None:
@@ -138,5 +105,4 @@ class SharedState:
 
     def leave(self, engine: EngineInfo) -> None:
         """Forget a client that was let in."""
-        at = next(i for i, other in enumerate(self._greeted) if other is engine)
-        del self._greeted[at]
+        self._greeted = [other for other in self._greeted if other is not engine]

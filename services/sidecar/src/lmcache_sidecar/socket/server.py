@@ -15,7 +15,7 @@ from lmcache_core.wire.listener import FrameListener
 from lmcache_core.wire.stream import FrameStream
 
 from lmcache_sidecar import metrics
-from lmcache_sidecar.socket.context import SessionContext, SharedState
+from lmcache_sidecar.socket.context import SessionContext
 from lmcache_sidecar.socket.session import EngineSession
 
 logger = logging.getLogger(__name__)
@@ -32,24 +32,26 @@ class SocketServer:
         path: Where; a socket that no process listens on any more is replaced, one in use is an
             error.
         context: What sessions share.
+
+    Attributes:
+        context: The same.
     """
 
     def __init__(self, path: Path, context: SessionContext) -> None:
         self._path = path
-        self._context = context
-        self._shared = SharedState(context.arena.size)
-        self._listener = FrameListener("sidecar socket", MAX_CLIENTS, self._begin, self._turn_away)
+        self.context = context
+        self._listener = FrameListener(
+            "sidecar socket",
+            MAX_CLIENTS,
+            lambda stream: EngineSession(stream, context),
+            self._turn_away,
+        )
         self._inode = 0
 
     @property
     def sessions(self) -> list[EngineSession]:
-        """Clients that are connected now."""
+        """Return the clients that are connected now."""
         return [each for each in self._listener.sessions if isinstance(each, EngineSession)]
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of the arena that tickets of all clients hold."""
-        return self._shared.room.used_bytes
 
     async def open(self) -> None:
         """Listen.
@@ -73,13 +75,13 @@ class SocketServer:
                 f"socket_path={str(self._path)!r}: {exc.strerror or exc}; choose another path"
             ) from exc
         logger.info("engines reach this sidecar by the socket %s", self._path)
-        self._context.tasks.repeat("stage-leases", self._expire_tickets, SWEEP_INTERVAL_S)
+        self.context.tasks.repeat("stage-leases", self._expire_tickets, SWEEP_INTERVAL_S)
 
     def refuse_stores(self) -> None:
-        """From now on no client can store: the sidecar is draining."""
-        self._shared.is_draining = True
+        """Refuse every reservation and lift nothing for tickets: the sidecar is draining."""
+        self.context.is_draining = True
         for session in self.sessions:
-            session.refuse_stores()
+            session.staging.stop_lifting()
 
     async def close(self) -> None:
         """Stop listening and end every session. Idempotent."""
@@ -93,7 +95,7 @@ class SocketServer:
 
     async def _expire_tickets(self) -> None:
         for session in self.sessions:
-            await session.expire_tickets()
+            await session.staging.expire_cooperatively()
 
     async def _replace_dead_socket(self) -> None:
         try:
@@ -112,13 +114,10 @@ class SocketServer:
             " another path"
         )
 
-    def _begin(self, stream: FrameStream) -> EngineSession:
-        return EngineSession(stream, self._context, self._shared)
-
     def _turn_away(self, stream: FrameStream) -> None:
-        self._shared.log.log(
+        self.context.log.log(
             logging.WARNING,
             "a client of the socket is turned away: %d are connected",
             self._listener.num_connections,
         )
-        self._context.counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, metrics.TOO_MANY)
+        self.context.counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, metrics.TOO_MANY)

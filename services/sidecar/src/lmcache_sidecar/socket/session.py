@@ -1,19 +1,15 @@
-"""One client of the socket: its reservations, its pins, its tickets, and the answers to its
-requests.
-"""
+"""One client of the socket: what it holds, and the answers to its requests."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from lmcache_core.errors import (
     IdentityError,
     LayoutError,
-    LMCacheError,
     ProtocolError,
     RecordError,
     UnavailableError,
@@ -33,11 +29,9 @@ from lmcache_core.wire.stream import FrameStream
 
 from lmcache_sidecar import metrics
 from lmcache_sidecar.descriptions import MAX_NAMED_KEYS
-from lmcache_sidecar.socket.context import SessionContext, SharedState
-from lmcache_sidecar.socket.pins import ClientPins, fit_for_one_answer
-from lmcache_sidecar.socket.reservations import Reservations
+from lmcache_sidecar.socket.client_memory import ClientMemory
+from lmcache_sidecar.socket.context import SessionContext
 
-VERIFY_AUTO = "auto"
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
@@ -68,92 +62,52 @@ _REQUESTS = frozenset(
 
 
 class EngineSession:
-    """Serves one connection, one request after the other; `close` gives everything back.
+    """Serves one connection, one request after the other; at its end everything is given back.
 
     Args:
         stream: The connection.
         context: What all sessions of the sidecar share.
-        shared: What those of one socket have in common.
+
+    Attributes:
+        memory: What the client holds of the arena.
+        staging: Its tickets.
+        engine: Who it is; None before HELLO and after its end.
     """
 
-    def __init__(self, stream: FrameStream, context: SessionContext, shared: SharedState) -> None:
+    def __init__(self, stream: FrameStream, context: SessionContext) -> None:
         self._stream = stream
         self._context = context
-        self._shared = shared
         self._reader = RequestReader(_REQUESTS, stream.read_header, stream.read_message)
-        self._ids: Iterator[int] = itertools.count(1)
-        self._reservations = Reservations(context, shared.reserved, self._ids)
-        self._pins = ClientPins(context.stack.hot, shared.pinned, self._ids)
-        self._staging = Stager(
+        self._may_store = False
+        self.memory = ClientMemory(context)
+        self.staging = Stager(
             context.stack,
             context.tenant,
-            shared.room,
+            context.staged,
             lambda lift: context.tasks.start("stage", lift),
         )
-        self._is_draining = shared.is_draining
-        self._may_store = False
-        if self._is_draining:
-            self._staging.stop_lifting()
+        if context.is_draining:
+            self.staging.stop_lifting()
         self.engine: m.EngineInfo | None = None
-
-    def describe(self) -> dict[str, int | str]:
-        """For the status page."""
-        engine = self.engine or _UNKNOWN
-        return {
-            "client": engine.name,
-            "pid": engine.pid,
-            "rank": engine.rank,
-            "world_size": engine.world_size if self.engine else 0,
-            "model": engine.model,
-            "num_reservations": len(self._reservations),
-            "reserved_bytes": self._reservations.num_bytes,
-            "num_pins": len(self._pins),
-            "pinned_bytes": self._pins.num_bytes,
-            "num_tickets": self._staging.num_tickets,
-        }
-
-    @property
-    def descriptions(self) -> tuple[m.Describe, ...]:
-        """How this client names KV, as far as it has said so; the last ones."""
-        return self._context.descriptions.said_by(self)
-
-    def refuse_stores(self) -> None:
-        """From now on every reservation is refused and nothing is lifted for tickets: the
-        sidecar is draining.
-        """
-        self._is_draining = True
-        self._staging.stop_lifting()
-
-    async def expire_tickets(self) -> None:
-        """Forget tickets that the client no longer speaks about."""
-        await self._staging.expire_cooperatively()
 
     async def run(self) -> None:
         """Serve until the client goes or breaks the protocol, then give everything back."""
         try:
             await self._talk()
-            await self.close_cooperatively()
+            self._give_up_memory()
+            # Promises may be many: give others their turn meanwhile. Cancelled, `close` does the
+            # rest.
+            await self.staging.close_cooperatively()
         finally:
-            self.close()
+            self._give_up_memory()
+            self.staging.close()
             self._stream.abort()
 
     def drain(self) -> None:
         """Keep what is reserved for the client from everyone else: the sidecar ends, and the client
         may not know that yet and still write.
         """
-        self._reservations.abandon()
-
-    async def close_cooperatively(self) -> None:
-        """`close`, with turns for others while promises are given back, which may be many.
-        Cancelled, `close` does the rest.
-        """
-        self._give_up_memory()
-        await self._staging.close_cooperatively()
-
-    def close(self) -> None:
-        """Give back every reservation, pin and promise: the client is gone. Idempotent."""
-        self._give_up_memory()
-        self._staging.close()
+        self.memory.abandon()
 
     async def _talk(self) -> None:
         try:
@@ -169,8 +123,12 @@ class EngineSession:
                     answer = await self._answer_within(message)
                 await self._stream.send_message(request.correlation_id, answer)
         except (ProtocolError, IdentityError, LayoutError) as exc:
-            self._shared.log.log(logging.WARNING, "a client of the socket is refused: %s", exc)
-            await self._end_when_gone(exc)
+            self._context.log.log(logging.WARNING, "a client of the socket is refused: %s", exc)
+            # Until the client has closed its side it may still touch what is reserved or pinned for
+            # it: the memory stays its own.
+            cause = ProtocolError(str(exc)) if isinstance(exc, IdentityError) else exc
+            await self._stream.say_goodbye(ErrorMessage.about(cause))
+            await self._stream.until_gone()
         except UnavailableError:
             if self._stream.is_open:  # a tier's, not the connection's
                 await self._stream.until_gone()
@@ -179,14 +137,6 @@ class EngineSession:
         except Exception:
             await self._stream.until_gone()
             raise
-
-    async def _end_when_gone(self, cause: LMCacheError) -> None:
-        # Until the client has closed its side it may still touch what is reserved or pinned for it:
-        # the memory stays its own.
-        if isinstance(cause, IdentityError):
-            cause = ProtocolError(str(cause))
-        await self._stream.say_goodbye(ErrorMessage.about(cause))
-        await self._stream.until_gone()
 
     @asynccontextmanager
     async def _received(self, header: FrameHeader) -> AsyncIterator[Message]:
@@ -201,7 +151,7 @@ class EngineSession:
             reason = metrics.NO_ROOM
             try:
                 async with asyncio.timeout(LARGE_REQUEST_TIMEOUT_S):
-                    await room.enter_async_context(self._shared.large_requests.using(num_bytes))
+                    await room.enter_async_context(self._context.large_requests.using(num_bytes))
                     reason = metrics.TOO_SLOW
                     message = await self._stream.read_message(header)
             except TimeoutError as exc:
@@ -223,7 +173,7 @@ class EngineSession:
         """
         came = self._reader.carried or Carried()
         name = f"sidecar {request.frame_type.name}"
-        carried = Carried(came.request_id or self._shared.request_ids.next(), came.traceparent)
+        carried = Carried(came.request_id or self._context.request_ids.next(), came.traceparent)
         with working_for(name, carried, self._context.tracer):
             answer = await self._answer(request)
             logger.debug("%s is answered", name)
@@ -243,11 +193,10 @@ class EngineSession:
             case m.LoadExtents():
                 return await self._load(request)
             case m.DoneWith():
-                self._pins.release(request.extents)
-                self._reservations.release(request.extents)
-                await self._staging.unstage_cooperatively(request.tickets)
+                self.memory.release(request.extents)
+                await self.staging.unstage_cooperatively(request.tickets)
             case m.Reject():
-                num_damaged = await self._pins.reject(request.extents)
+                num_damaged = await self.memory.reject(request.extents)
                 self._context.counters.add(metrics.CORRUPT_CHUNKS_TOTAL, num_damaged)
             case m.Stage():
                 return await self._stage(request)
@@ -262,29 +211,27 @@ class EngineSession:
 
     def _give_up_memory(self) -> None:
         if self.engine is not None:
-            self._shared.leave(self.engine)
+            self._context.leave(self.engine)
             self.engine = None
         self._context.descriptions.left(self)
-        self._reservations.close()
-        self._pins.close()
+        self.memory.close()
 
     def _greet(self, hello: m.Hello, version: int) -> m.HelloOk:
         engine = hello.engine
         if engine is None:
             raise ProtocolError("HELLO on a sidecar's socket says which engine it is")
-        self._shared.greet(engine)
+        self._context.greet(engine)
         self.engine = engine
         context = self._context
-        self._may_store = LOCKS in hello.capabilities or not context.extents.needs_locks
+        self._may_store = LOCKS in hello.capabilities or context.journal is None
         if not self._may_store:
             logger.warning(
                 "client %s takes no lock of the arena: it can load, and store nothing", engine.name
             )
         arena = context.arena
         verify_hot = context.verify_hot
-        if (
-            verify_hot == VERIFY_AUTO
-        ):  # where a GPU computes, a digest of every load would take longer than the rest of it
+        if verify_hot == "auto":
+            # Where a GPU computes, a digest of every load would take longer than the rest of it.
             verify_hot = "sampled" if ON_DEVICE in hello.capabilities else "always"
         return m.HelloOk(
             version,
@@ -313,9 +260,9 @@ class EngineSession:
         known += [False] * (len(request.sizes) - len(known))
         if len(known) > len(request.sizes):
             raise ProtocolError(f"RESERVE of {len(request.sizes)} chunks with {len(known)} names")
-        is_open = not self._is_draining and self._may_store
+        is_open = self._may_store and not self._context.is_draining
         sizes = [size for size, is_known in zip(request.sizes, known, strict=True) if not is_known]
-        lent = iter(self._reservations.add(sizes) if is_open else [None] * len(sizes))
+        lent = iter(self.memory.reserve(sizes) if is_open else [None] * len(sizes))
         items = [NotLent.KNOWN if is_known else next(lent) or NotLent.NO_ROOM for is_known in known]
         self._context.counters.add(metrics.REFUSED_CHUNKS_TOTAL, items.count(NotLent.NO_ROOM))
         return m.Extents(tuple(items))
@@ -325,7 +272,7 @@ class EngineSession:
         chunks: list[Chunk] = []
         places: list[int] = []
         for i, (handle, head) in enumerate(request.items):
-            memory = self._reservations.take(handle)
+            memory = self.memory.take(handle)
             if memory is None:
                 continue
             chunk = self._described(memory, head)
@@ -344,7 +291,8 @@ class EngineSession:
         finally:
             for chunk in chunks:
                 chunk.release()
-            self._context.extents.flush()
+            if self._context.journal is not None:
+                self._context.journal.flush()
         return m.ContainsOk(stored)
 
     def _described(self, memory: MemoryObj, head: bytes) -> Chunk | None:
@@ -366,12 +314,12 @@ class EngineSession:
 
     async def _load(self, request: m.LoadExtents) -> m.Extents:
         names = self._names(request.names)
-        self._pins.require_room(len(names))
+        self.memory.require_pins(len(names))
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
         got = await self._context.stack.batched_get(
             names, request.deadline_ms / 1000, prefix_only=True, recompute_s=recompute_s
         )
-        results = self._pins.fitting(fit_for_one_answer(got))
+        results = self.memory.fitting(got)
         counters = self._context.counters
         counters.add(metrics.REQUESTED_CHUNKS_TOTAL, len(names))
         extents: list[m.Extent | str] = []
@@ -382,7 +330,7 @@ class EngineSession:
                 break
             counters.add(metrics.LOADED_CHUNKS_TOTAL, 1, result.tier)
             counters.add(metrics.LOADED_BYTES_TOTAL, result.num_bytes, result.tier)
-            extents.append(self._pins.add(result))
+            extents.append(self.memory.pin(result))
         return m.Extents(tuple(extents))
 
     async def _stage(self, request: m.Stage) -> m.Promise:
@@ -396,16 +344,13 @@ class EngineSession:
         except ValueError as exc:
             raise ProtocolError(f"STAGE: {exc}") from exc
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
-        staged = await self._staging.stage_cooperatively(
+        staged = await self.staging.stage_cooperatively(
             request.ticket, chains, request.deadline_ms / 1000, request.is_prefix, recompute_s
         )
         return m.Promise(staged.is_ready, staged.tiers)
 
     def _names(self, names: Sequence[NameRun]) -> list[ChunkKey]:
         return self._reader.lanes.keys(names, self._context.tenant, m.MAX_NAMES)
-
-
-_UNKNOWN = m.EngineInfo("", 0, 0, "", "")
 
 
 def _check_names(description: m.Describe) -> None:

@@ -1,0 +1,189 @@
+"""What one client holds of the arena: memory that it fills, and chunks that it loads."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from itertools import takewhile
+
+from lmcache_core.errors import ProtocolError, RecordError
+from lmcache_core.memory import MemoryObj
+from lmcache_core.memory.free_list import extent_bytes
+from lmcache_core.record import Chunk, Miss, MissReason, Result, verify_payload
+from lmcache_core.wire.frames import MAX_ARENA_META_BYTES
+from lmcache_core.wire.messages import Extent
+
+from lmcache_sidecar.socket.context import SessionContext
+
+logger = logging.getLogger(__name__)
+
+MAX_RESERVATIONS = 16384
+RESERVED_SHARE = 2
+"""Reservations of one client may hold one part in this many of the arena."""
+MAX_PINS = 16384
+MAX_PINNED_CHUNK_BYTES = 128
+"""A chunk in an answer to LOAD, without its head; tier names are short."""
+
+
+class ClientMemory:
+    """The reservations and the pins of one client, each of which holds a reference and has a handle
+    that no other has.
+
+    Args:
+        context: What all sessions share: where memory comes from, and how much there is for all.
+
+    Attributes:
+        reservations: Memory that the client fills, by handle.
+        pins: Chunks that it loads, by handle.
+        reserved_bytes: What the reservations hold of the arena.
+    """
+
+    def __init__(self, context: SessionContext) -> None:
+        self._context = context
+        self._handles = itertools.count(1)
+        self.reservations: dict[int, MemoryObj] = {}
+        self.pins: dict[int, Chunk] = {}
+        self.reserved_bytes = 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return what the pins hold of the arena; a chunk that is pinned twice counts twice."""
+        return sum(chunk.memory.metadata.phy_size for chunk in self.pins.values())
+
+    def reserve(self, sizes: Sequence[int]) -> list[Extent | None]:
+        """Lend memory; None where there is no room."""
+        lent = [self._reserve_one(size) for size in sizes]
+        handles = [extent.id for extent in lent if extent is not None]
+        journal = self._context.journal
+        if (
+            handles
+            and journal is not None
+            and not journal.reserved([self.reservations[handle] for handle in handles])
+        ):
+            self.release(handles)
+            return [None] * len(lent)
+        return lent
+
+    def take(self, handle: int) -> MemoryObj | None:
+        """End a reservation; its reference passes to the caller. None for one that is not known."""
+        memory = self.reservations.pop(handle, None)
+        if memory is not None:
+            self.reserved_bytes -= memory.metadata.phy_size
+            self._context.reserved_bytes -= memory.metadata.phy_size
+        return memory
+
+    def fitting(self, results: list[Result]) -> list[Result]:
+        """Take room for the chunks before the first miss, each to be passed to `pin`. Chunks for
+        which there is no room, or that one answer cannot name, are given back and count as misses.
+        """
+        meta_bytes = 0
+        for i, result in enumerate(results):
+            if isinstance(result, Chunk):  # heads of other writers may be large
+                meta_bytes += len(result.head) + MAX_PINNED_CHUNK_BYTES
+            if meta_bytes > MAX_ARENA_META_BYTES:
+                results = _cut(results, i)
+                break
+        prefix = takewhile(lambda result: isinstance(result, Chunk), results)
+        chunks = [chunk for chunk in prefix if isinstance(chunk, Chunk)]
+        num_fitting = self._context.pinned.take(chunks, unit=1)
+        return results if num_fitting == len(chunks) else _cut(results, num_fitting)
+
+    def require_pins(self, num_chunks: int) -> None:
+        """Refuse a client that pins without end.
+
+        Raises:
+            ProtocolError: So many more would be more than `MAX_PINS`.
+        """
+        if len(self.pins) + num_chunks > MAX_PINS:
+            raise ProtocolError(f"more than {MAX_PINS} pins; release some first")
+
+    def pin(self, chunk: Chunk) -> Extent:
+        """Pin a chunk that `fitting` has let through; its reference passes to this object."""
+        handle = next(self._handles)
+        self.pins[handle] = chunk
+        memory = chunk.memory
+        return Extent(handle, memory.metadata.address, memory.get_size(), chunk.tier, chunk.head)
+
+    def release(self, handles: Sequence[int]) -> None:
+        """Give reservations and pins back; unknown ones are passed over."""
+        for handle in handles:
+            memory, chunk = self.take(handle), self.pins.pop(handle, None)
+            if memory is not None:
+                memory.ref_count_down()
+            if chunk is not None:
+                self._context.pinned.give([chunk])
+                chunk.release()
+
+    async def reject(self, handles: Sequence[int]) -> int:
+        """Check pinned chunks that the client found damaged; those that are leave the hot tier. The
+        pins stay.
+
+        Returns:
+            How many were damaged.
+        """
+        num_damaged = 0
+        for handle in handles:
+            chunk = self.pins.get(handle)
+            if chunk is None:
+                continue
+            chunk.memory.ref_count_up()  # the client may be gone before its bytes are read
+            try:
+                await asyncio.to_thread(verify_payload, chunk.header, chunk.memory.byte_array)
+            except RecordError:
+                num_damaged += 1
+                logger.error(
+                    "chunk %s is damaged in the arena and is not served any more",
+                    chunk.key.key.chunk_hash,
+                )
+                self._stop_serving(chunk)
+            finally:
+                chunk.release()
+        return num_damaged
+
+    def abandon(self) -> None:
+        """Keep what is reserved from everyone else: the sidecar ends while the client may still be
+        writing.
+        """
+        if self._context.journal is not None:
+            memories = [self.take(handle) for handle in list(self.reservations)]
+            self._context.journal.abandoned([memory for memory in memories if memory is not None])
+        self.release(list(self.reservations))
+
+    def close(self) -> None:
+        """Give everything back: the client is gone."""
+        self.release([*self.reservations, *self.pins])
+
+    def _reserve_one(self, size: int) -> Extent | None:
+        context, num_bytes = self._context, extent_bytes(size)
+        if (
+            len(self.reservations) >= MAX_RESERVATIONS
+            or self.reserved_bytes + num_bytes > context.arena.size // RESERVED_SHARE
+            or context.reserved_bytes + num_bytes > context.max_reserved_bytes
+        ):
+            return None
+        memory = context.stack.allocate(size)
+        if memory is None:
+            return None
+        self.reserved_bytes += num_bytes
+        context.reserved_bytes += num_bytes
+        handle = next(self._handles)
+        self.reservations[handle] = memory
+        return Extent(handle, memory.metadata.address, size)
+
+    def _stop_serving(self, chunk: Chunk) -> None:
+        hot = self._context.stack.hot
+        (held,) = hot.get_many([chunk.key])
+        if held is not None:
+            is_same = held.memory is chunk.memory  # else a good one has replaced it
+            held.release()
+            if is_same:
+                hot.remove_many([chunk.key])
+
+
+def _cut(results: list[Result], num_kept: int) -> list[Result]:
+    for surplus in results[num_kept:]:
+        if isinstance(surplus, Chunk):
+            surplus.release()
+    return [*results[:num_kept], Miss(MissReason.NO_MEMORY)]
