@@ -19,11 +19,15 @@ from lmcache_node.admin import DEFAULT_TTL_S
 from lmcache_node.drain import DrainState
 from lmcache_servicekit.runner import EXIT_BY_SIGNAL
 from lmcache_sidecar import metrics
-from lmcache_sidecar.admin.explain import MAX_EXPLAINED_TOKENS, MAX_EXPLANATIONS
+from lmcache_sidecar.admin.explain import (
+    MAX_EXPLAINED_TOKENS,
+    MAX_EXPLANATIONS,
+    QUARANTINED,
+    UNKNOWN,
+)
 from lmcache_sidecar.admin.pins import MAX_HASHES
 from lmcache_sidecar.app import create_app
 from lmcache_sidecar.descriptions import MAX_NAMED_KEYS
-from lmcache_sidecar.explainer import QUARANTINED, UNKNOWN
 from lmcache_sidecar.handover.handover import MAX_TRIES
 from lmcache_sidecar.handover.takers import MAX_TAKERS
 from lmcache_sidecar.settings import SidecarSettings, default_run_directory

@@ -22,8 +22,7 @@ from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
 from lmcache_node.local_chunks import LocalChunks
 from lmcache_sidecar import metrics
-from lmcache_sidecar.exclusive_chunks import MAX_SAMPLED_CHUNKS, ExclusiveBytes
-from lmcache_sidecar.heartbeat import heartbeat_figures
+from lmcache_sidecar.heartbeat import MAX_SAMPLED_CHUNKS, ExclusiveBytes, heartbeat_figures
 from lmcache_sidecar.holders import Holders
 
 from tests.fixtures.local_chunks import local_chunks

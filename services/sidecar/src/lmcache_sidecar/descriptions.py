@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product, zip_longest
 
@@ -23,8 +23,8 @@ MAX_NAMED_MODELS = 8
 
 
 class Descriptions:
-    """What engines have said, the last ones of each, and some of what those have said that have
-    gone. On the event loop only.
+    """The latest descriptions of each engine, and some of those of engines that have gone. On the
+    event loop only.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Descriptions:
         return len({known for said in (self._left_behind, *self._said.values()) for known in said})
 
     def note(self, description: Describe, client: Hashable = "") -> None:
-        """A client says how it names KV; that pushes out its own oldest word, never another
+        """Note how a client names KV. This pushes out its own oldest description, never another
         client's.
         """
         said = self._said.pop(client, {})
@@ -43,20 +43,20 @@ class Descriptions:
         _add(said, description)
 
     def said_by(self, client: Hashable) -> tuple[Describe, ...]:
-        """What that client has said, the last one last."""
+        """Return what that client has said, the latest last."""
         return tuple(self._said.get(client, ()))
 
     def left(self, client: Hashable) -> None:
-        """That client has gone."""
+        """Note that a client has gone."""
         for description in list(self._said.pop(client, ()))[-MAX_LEFT_BEHIND:]:
             _add(self._left_behind, description)
 
     def of(self, model_name: str | None = None) -> list[Describe]:
-        """Those of that model (of all, if none is named): the last one of each client, then the one
-        before of each, and so on.
+        """Return those of a model, or all: the latest of each client, then the one before of each,
+        and so on.
 
-        Whoever spoke last comes first; those that have gone count as one who spoke before all
-        others. At most `MAX_DESCRIPTIONS`.
+        The client that spoke last comes first; those that have gone count as one that spoke before
+        all others. At most `MAX_DESCRIPTIONS`.
 
         Raises:
             ConflictError: There is none.
@@ -102,7 +102,7 @@ class NamedChunk:
         chunk_hash: 64 hex digits.
         keys: By rank, then by group.
         start: Its first token; None where only the hash is known.
-        end: Behind its last one.
+        end: After its last one.
     """
 
     chunk_hash: str
@@ -111,101 +111,58 @@ class NamedChunk:
     end: int | None = None
 
 
-class ChunkNamer:
-    """Names chunks as one description says.
-
-    Args:
-        tenant: Namespace of this pod.
-        description: How.
-    """
-
-    def __init__(self, tenant: str, description: Describe) -> None:
-        self._tenant = tenant
-        self._description = description
-
-    def of_tokens(self, token_ids: Sequence[int]) -> list[NamedChunk]:
-        """The chunks of a prompt of text, in order.
-
-        Raises:
-            ConfigError: They have too many keys.
-            ValueError: A token id is negative or above 2^32-1.
-        """
-        self.check_tokens(len(token_ids))
-        # Without numpy, which a sidecar needs for nothing else and which would be a third of its
-        # image.
-        chain = chain_hashes_of_bytes(
-            self._description.root, tokens_as_bytes(token_ids), self._description.chunk_size
-        )
-        return [self._named(digest.hex(), start, end) for start, end, digest in chain]
-
-    def of_hashes(self, chunk_hashes: Sequence[str]) -> list[NamedChunk]:
-        """The chunks of these hashes.
-
-        Raises:
-            ConfigError: They have too many keys.
-        """
-        self.check_chunks(len(chunk_hashes))
-        return [self._named(chunk_hash) for chunk_hash in chunk_hashes]
-
-    def check_tokens(self, num_tokens: int) -> None:
-        """As `check_chunks`, for the chunks of so many tokens."""
-        self.check_chunks(-(-num_tokens // self._description.chunk_size))
-
-    def check_chunks(self, num_chunks: int) -> None:
-        """Refuse to name too much at once.
-
-        Raises:
-            ConfigError: So many chunks have more than `MAX_NAMED_KEYS` keys.
-        """
-        known = self._description
-        keys_per_chunk = known.world_size * len(known.groups)
-        if num_chunks * keys_per_chunk > MAX_NAMED_KEYS:
-            raise ConfigError(
-                f"{num_chunks} chunks of model {known.model_name!r} ({known.world_size} ranks,"
-                f" {len(known.groups)} groups of layers): at most {MAX_NAMED_KEYS} keys at once;"
-                f" ask for {MAX_NAMED_KEYS // keys_per_chunk} chunks or fewer"
-            )
-
-    def _named(
-        self, chunk_hash: str, start: int | None = None, end: int | None = None
-    ) -> NamedChunk:
-        known = self._description
-        keys = tuple(
-            ChunkKey(
-                self._tenant,
-                CacheEngineKey(
-                    known.fmt, known.model_name, known.world_size, rank, chunk_hash, group
-                ),
-            )
-            for rank, group in product(range(known.world_size), known.groups)
-        )
-        return NamedChunk(chunk_hash, keys, start, end)
-
-
-def namers(
-    tenant: str, descriptions: Sequence[Describe], check: Callable[[ChunkNamer], None]
-) -> list[tuple[Describe, ChunkNamer]]:
-    """Those of the descriptions by which everything that is asked for can be named: one that cannot
-    does not cost the others their answer.
+def named_chunks(
+    tenant: str,
+    descriptions: Sequence[Describe],
+    chunk_hashes: Sequence[str],
+    token_ids: Sequence[int] = (),
+) -> Iterator[tuple[Describe, list[NamedChunk]]]:
+    """Name chunks as each description does, one after the other. A description by which there are
+    too many keys is skipped, so that it does not cost the others their answer.
 
     Args:
         tenant: Namespace of this pod.
         descriptions: At least one.
-        check: Raises `ConfigError` where it is too much.
+        chunk_hashes: Names chunks; or
+        token_ids: A prompt of text, of whose chunks all are named.
 
     Raises:
-        ConfigError: It is too much for all of them; what the first says.
+        ConfigError: There are too many keys by every description; says what the first allows.
+        ValueError: A token id is negative or above 2^32-1.
     """
-    able: list[tuple[Describe, ChunkNamer]] = []
     errors: list[ConfigError] = []
-    for description in descriptions:
-        namer = ChunkNamer(tenant, description)
-        try:
-            check(namer)
-        except ConfigError as exc:
-            errors.append(exc)
-        else:
-            able.append((description, namer))
-    if not able:
+    for known in descriptions:
+        num_chunks = len(chunk_hashes) or -(-len(token_ids) // known.chunk_size)
+        keys_per_chunk = known.world_size * len(known.groups)
+        if num_chunks * keys_per_chunk > MAX_NAMED_KEYS:
+            error = (
+                f"{num_chunks} chunks of model {known.model_name!r} ({known.world_size} ranks,"
+                f" {len(known.groups)} groups of layers): at most {MAX_NAMED_KEYS} keys at once;"
+                f" ask for {MAX_NAMED_KEYS // keys_per_chunk} chunks or fewer"
+            )
+            errors.append(ConfigError(error))
+            continue
+        named: list[tuple[str, int | None, int | None]]
+        named = [(chunk_hash, None, None) for chunk_hash in chunk_hashes]
+        if token_ids:
+            # Without numpy, which a sidecar needs for nothing else and which would be a third of
+            # its image.
+            chain = chain_hashes_of_bytes(known.root, tokens_as_bytes(token_ids), known.chunk_size)
+            named = [(digest.hex(), start, end) for start, end, digest in chain]
+        yield (
+            known,
+            [
+                NamedChunk(chunk_hash, _keys(tenant, known, chunk_hash), start, end)
+                for chunk_hash, start, end in named
+            ],
+        )
+    if len(errors) == len(descriptions):
         raise errors[0]
-    return able
+
+
+def _keys(tenant: str, known: Describe, chunk_hash: str) -> tuple[ChunkKey, ...]:
+    fmt, model, num_ranks = known.fmt, known.model_name, known.world_size
+    return tuple(
+        ChunkKey(tenant, CacheEngineKey(fmt, model, num_ranks, rank, chunk_hash, group))
+        for rank, group in product(range(num_ranks), known.groups)
+    )

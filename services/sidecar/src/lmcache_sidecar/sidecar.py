@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
@@ -16,33 +16,37 @@ from fastapi import Depends, FastAPI, Request
 from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory import SharedArena
 from lmcache_core.memory.shared import ArenaFile
-from lmcache_core.storage.codecs import create_codecs
-from lmcache_core.storage.stack import LOCAL_TIERS
-from lmcache_core.storage.tiers import HotSpec
+from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.storage.codecs import Codecs, create_codecs
+from lmcache_core.storage.peer import PEER_TIER, P2PBackend
+from lmcache_core.storage.remote.members import LookupLocator
+from lmcache_core.storage.tiers import HotSpec, PeersSpec, RemoteSpec, TiersSpec, build_tiers
+from lmcache_core.wire.capabilities import Accepts
 from lmcache_node.collectors import CodecErrorCollector
 from lmcache_node.local_chunks import LocalChunks
-from lmcache_node.node import Node
+from lmcache_node.node import Node, disk_spec
 from lmcache_node.settings import BYTES_PER_GB
-from lmcache_servicekit.errors import ConflictError, PermissionDeniedError
 from lmcache_servicekit.secret_file import read_secret_file
-from lmcache_servicekit.settings import is_loopback
 from lmcache_servicekit.state import ServiceState, service_state
 from typing_extensions import override
 
 from lmcache_sidecar.arena.owner import ArenaOwner, open_arena
-from lmcache_sidecar.exclusive_chunks import MEASURE_INTERVAL_S, ExclusiveBytes
-from lmcache_sidecar.explainer import Explainer
+from lmcache_sidecar.descriptions import Descriptions
 from lmcache_sidecar.handover.handover import PodHandover
-from lmcache_sidecar.handover.replication_requests import BrokerRequests, Copier
+from lmcache_sidecar.handover.replication_requests import BrokerRequests
 from lmcache_sidecar.handover.takers import PeerSource, RemoteSource, TakerSource
-from lmcache_sidecar.heartbeat import heartbeat_figures, machine_load
+from lmcache_sidecar.heartbeat import (
+    MEASURE_INTERVAL_S,
+    ExclusiveBytes,
+    heartbeat_figures,
+    machine_load,
+)
 from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.peer_server import create_peer_server
 from lmcache_sidecar.settings import SidecarSettings, make_default_directories
 from lmcache_sidecar.socket.context import SessionContext
 from lmcache_sidecar.socket.server import SocketServer
-from lmcache_sidecar.tiers import build_sidecar_tiers
 
 logger = logging.getLogger(__name__)
 wait_before_retry = asyncio.sleep
@@ -54,14 +58,18 @@ class SidecarNode(Node[SidecarSettings]):
     """A node whose memory tier is shared with the engines of its pod.
 
     Attributes:
-        arena_owner: The shared memory, and what of it outlives this process.
+        arena_owner: Owns the shared memory, and what of it outlives this process.
+        arena: The shared memory.
         socket_server: Serves the engines of the pod.
-        explainer: Tells where chunks are.
+        descriptions: How the engines name KV.
+        holders: Tells who else has chunks; None without lookup.
     """
 
     arena_owner: ArenaOwner
+    arena: SharedArena
     socket_server: SocketServer
-    explainer: Explainer
+    descriptions: Descriptions
+    holders: Holders | None
 
     def __init__(self, state: ServiceState) -> None:
         assert isinstance(state.settings, SidecarSettings)
@@ -74,27 +82,14 @@ class SidecarNode(Node[SidecarSettings]):
         salt = read_secret_file(settings.salt_file, "salt_file") or ""
         # Probes are answered while the arena is still waited for.
         health.add("arena", _arena_is_not_open)
-        self.arena_owner = await self._open_arena()
-        self.exits.callback(self.arena_owner.close)
+        self.arena_owner = owner = await self._open_arena()
+        self.arena = owner.arena
+        self.exits.callback(owner.close)
         await self.open_clients()
         serdes = [settings.disk_serde, settings.remote_serde, settings.peer_serde]
         # Codecs compile when they open, so that nothing is compiled while a request waits.
         codecs = await self.opened(create_codecs(serdes, counters=self.counters))
-        owner = self.arena_owner
-        tiers = build_sidecar_tiers(
-            settings,
-            HotSpec(
-                memory=owner.allocator,
-                limits=settings.memory_limits,
-                on_kept=None if owner.journal is None else owner.journal.kept,
-            ),
-            codecs,
-            self.announcer,
-            self.token,
-            self.tls,
-            None if self.lookup is None or self.broker is None else (self.lookup, self.broker),
-        )
-        await self.open_tiers(tiers, DESCRIBED)
+        await self.open_tiers(build_tiers(self._describe_tiers(codecs)), DESCRIBED)
         self.state.registry.register(CodecErrorCollector(codecs.figures.errors))
         self.exits.callback(owner.seal)  # before the tiers are emptied
         context = SessionContext(
@@ -112,8 +107,9 @@ class SidecarNode(Node[SidecarSettings]):
         )
         self.socket_server = SocketServer(settings.socket_path, context)
         self.descriptions = context.descriptions
-        holders = None if self.lookup is None else Holders(self.lookup, settings.instance_id)
-        self.explainer = Explainer(self.tiers, holders, settings.tier_timeout_s)
+        self.holders = holders = (
+            None if self.lookup is None else Holders(self.lookup, settings.instance_id)
+        )
         # Other tenants' chunks on a disk would arrive elsewhere under this tenant's name.
         chunks = LocalChunks(
             self.tiers.hot,
@@ -152,13 +148,8 @@ class SidecarNode(Node[SidecarSettings]):
         self.socket_server.refuse_stores()
 
     @property
-    def arena(self) -> SharedArena:
-        """The shared memory."""
-        return self.arena_owner.arena
-
-    @property
     def is_registered(self) -> bool | None:
-        """Whether lookup and broker know this sidecar now; None: none are configured."""
+        """Return whether lookup and broker know this sidecar now; None: none are configured."""
         if self.reporter is None or self.registration is None:
             return None
         return self.reporter.registered and self.registration.registered
@@ -166,33 +157,6 @@ class SidecarNode(Node[SidecarSettings]):
     def takes_handovers(self) -> bool:
         """Return whether peers may put chunks here just now."""
         return self.settings.accept_handover and self.takes_chunks()
-
-    def require_serving(self) -> None:
-        """Refuse what makes no sense in a drain.
-
-        Raises:
-            ConflictError: A drain has begun.
-        """
-        if not self.takes_chunks():
-            raise ConflictError("this sidecar is draining: it keeps nothing any more")
-
-    def require_loopback(self) -> None:
-        """Refuse what no other machine may ask.
-
-        Raises:
-            PermissionDeniedError: REST listens on an address that others can reach.
-        """
-        if not is_loopback(self.settings.host):
-            raise PermissionDeniedError(
-                "this call is served on loopback only; this sidecar has"
-                f" host={self.settings.host!r}"
-            )
-
-    async def clear(self, tiers: Sequence[str] = LOCAL_TIERS) -> int:
-        """Forget every chunk of these local tiers; return the number in the fullest one."""
-        num_chunks = await self.stack.clear(search_range=tiers)
-        await self.pins.expire()
-        return num_chunks
 
     async def _open_arena(self) -> ArenaOwner:
         """Open the arena. A new one may not fit while engines still map that of an earlier start:
@@ -223,6 +187,49 @@ class SidecarNode(Node[SidecarSettings]):
                     )
                 await wait_before_retry(min(ARENA_RETRY_S, left_s))
 
+    def _describe_tiers(self, codecs: Codecs) -> TiersSpec:
+        """Return the tiers that the settings name, peers only where lookup and broker are known.
+
+        Each has a codec, since others may have written what lies there: engines are handed nothing
+        that was not asked for.
+        """
+        settings, owner = self.settings, self.arena_owner
+        peers = remote = None
+        if self.lookup is not None and self.broker is not None:
+            # Peers encode as they are set; what is taken from them is what this sidecar would send.
+            accepts = Accepts(codecs.is_lossy(settings.peer_serde), frozenset(codecs.decodable()))
+            pool = PeerPool(
+                settings.instance_id,
+                PEER_TIER,
+                settings.tier_timeout_s,
+                accepts=accepts,
+                tls=self.tls,
+            )
+            backend = P2PBackend(settings.instance_id, self.lookup, self.broker, pool)
+            peers = PeersSpec(backend=backend, accepts_lossy=accepts.lossy)
+        if settings.remote_url is not None:
+            remote = RemoteSpec(
+                url=settings.remote_url,
+                timeout_s=settings.tier_timeout_s,
+                token=self.token,
+                serde=settings.remote_serde,
+                tls=self.tls,
+                locate=None if self.lookup is None else LookupLocator(self.lookup),
+            )
+        return TiersSpec(
+            hot=HotSpec(
+                memory=owner.allocator,
+                limits=settings.memory_limits,
+                on_kept=None if owner.journal is None else owner.journal.kept,
+            ),
+            disk=disk_spec(settings, settings.disk_serde),
+            peers=peers,
+            remote=remote,
+            policy=settings.eviction_policy,
+            codecs=codecs,
+            removed_from=self.announcer.removed_from,
+        )
+
     def _make_handover(self, chunks: LocalChunks, holders: Holders | None) -> BrokerRequests | None:
         """Make the drain, and what does as the broker asks; None without a broker."""
         settings = self.settings
@@ -243,7 +250,7 @@ class SidecarNode(Node[SidecarSettings]):
         self.make_drain(PodHandover(chunks, sources, self.counters))
         if peers is None:
             return None
-        return BrokerRequests(self.drain, Copier(chunks, peers.connect, self.tasks, self.counters))
+        return BrokerRequests(self.drain, chunks, peers.connect, self.tasks, self.counters)
 
     def _drain_at_signal(self) -> None:
         """Let SIGUSR1 begin the drain and end nothing: a pod's preStop hook needs no token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,8 @@ class LookupOf:
 
 
 def use(parts: SidecarNode, lookup: LookupOf | None = None, remote: object | None = None) -> None:
-    parts.explainer._holders = None if lookup is None else Holders(lookup, "test")  # type: ignore[arg-type]
-    parts.explainer._remote = remote  # type: ignore[assignment]
+    parts.holders = None if lookup is None else Holders(lookup, "test")  # type: ignore[arg-type]
+    parts.tiers = dataclasses.replace(parts.tiers, remote=remote)  # type: ignore[arg-type]
 
 
 async def test_peers_are_named(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.p2p import CopyOrder
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.telemetry import Counters
+from lmcache_node.drain import NodeDrain
 from lmcache_sidecar import metrics
 from lmcache_sidecar.handover import replication_requests as module
-from lmcache_sidecar.handover.replication_requests import Copier
+from lmcache_sidecar.handover.replication_requests import BrokerRequests
 from lmcache_sidecar.handover.takers import PeerSource
 
 from tests.fixtures.local_chunks import local_chunks
@@ -44,11 +45,12 @@ class Giver:
         self.counters = Counters()
         source = PeerSource("a", Broker(), Lookup(), token, 2.0)  # type: ignore[arg-type]
         chunks = local_chunks(hot or make_hot())
-        self.copier = Copier(chunks, source.connect, self.tasks, self.counters)
+        drain = NodeDrain(1.0, None, None)  # type: ignore[arg-type]
+        self.requests = BrokerRequests(drain, chunks, source.connect, self.tasks, self.counters)
 
     async def copy(self, orders: Sequence[CopyOrder]) -> float:
         """Bytes that were copied when all is done."""
-        self.copier.copy(orders)
+        self.requests.copies_wanted(orders)
         await self.tasks.close(5.0)
         return self.counters.value(metrics.COPIED_CHUNKS_TOTAL)
 
@@ -89,9 +91,9 @@ async def test_orders_are_bounded_and_come_while_others_are_done(
     monkeypatch.setattr(module, "MAX_WAITING_ORDERS", 2)
     async with peer(tmp_path) as b:
         giver = Giver()
-        giver.copier.copy([order(name, b) for name in (0, 1, 2)])
+        giver.requests.copies_wanted([order(name, b) for name in (0, 1, 2)])
         await asyncio.sleep(0)  # it has begun
-        giver.copier.copy([order(3, b)])
+        giver.requests.copies_wanted([order(3, b)])
         await giver.tasks.close(5.0)
         assert giver.counters.value(metrics.COPIED_CHUNKS_TOTAL) == 3, (
             "the third of the first was one too many"

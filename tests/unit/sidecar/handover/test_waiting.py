@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from lmcache_sidecar.handover.waiting import MAX_BATCH_BYTES, MAX_BATCH_CHUNKS, WaitingChunks
+from lmcache_sidecar.handover.handover import MAX_BATCH_BYTES, WaitingChunks
+from lmcache_sidecar.handover.takers import MAX_BATCH_CHUNKS
 
 from tests.suites.chunks import make_key
 
@@ -52,7 +53,7 @@ def test_a_failure_loses_nothing() -> None:
 def test_what_a_taker_refused_it_is_not_offered_again_and_others_are() -> None:
     waiting = queue(3)
     with waiting.batch("a") as batch:
-        batch.refuse(KEYS[0])
+        batch.refused.add(KEYS[0])
     assert waiting.num_refused == 1
     with waiting.batch("a") as batch:
         assert batch.keys == KEYS[1:3]
@@ -79,12 +80,12 @@ def test_whatever_takers_do_every_chunk_is_settled_once_or_waits(seed: int) -> N
     settled = []
     for _ in range(60):
         with waiting.batch(rng.choice("abc")) as batch:
-            for key in batch.keys:
+            for key in list(batch.keys):
                 what = rng.choice(("settle", "refuse", "leave"))
                 if what == "settle":
                     batch.settle(key)
                     settled.append(key)
                 elif what == "refuse":
-                    batch.refuse(key)
+                    batch.refused.add(key)
     assert len(settled) == len(set(settled))
     assert len(waiting) == len(KEYS) - len(settled)

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-from typing import Annotated
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from itertools import islice, takewhile
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Depends
-from lmcache_core.keys import MAX_TOKEN_ID
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import MAX_TOKEN_ID, ChunkKey
+from lmcache_core.record import Miss, MissReason
+from lmcache_core.storage.peer import PEER_TIER
 from lmcache_core.wire.messages import Describe
 from lmcache_servicekit.auth import GuardedRoute, require_role
+from lmcache_servicekit.errors import PermissionDeniedError
+from lmcache_servicekit.settings import is_loopback
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lmcache_sidecar.admin.pins import ChunkHashes, ModelName
-from lmcache_sidecar.descriptions import ChunkNamer, namers
-from lmcache_sidecar.explainer import PlaceState
+from lmcache_sidecar.descriptions import NamedChunk, named_chunks
+from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.sidecar import RunningSidecar, SidecarNode
 
+MAX_QUESTIONS = 64
+"""To lookup, for the chunks of one rank and group."""
+QUARANTINED = "quarantined"
+UNKNOWN = "unknown"
+
+T = TypeVar("T")
+PlaceState = Literal["present", "refused", "unknown"]
 MAX_EXPLAINED_TOKENS = 131_072
 MAX_EXPLANATIONS = 4
 
@@ -44,8 +59,6 @@ class ExplainRequest(BaseModel):
 class PlaceView(BaseModel):
     """A tier that has a chunk, or may have it."""
 
-    model_config = ConfigDict(from_attributes=True)
-
     tier: str
     state: PlaceState = Field(
         description="refused: there, and not served for its encoding; unknown: no answer in time"
@@ -53,9 +66,9 @@ class PlaceView(BaseModel):
     num_bytes: int | None = None
     age_s: float | None = None
     num_holders: int | None = Field(
-        None, description="References on it: readers, pins, writes to slower tiers"
+        default=None, description="References on it: readers, pins, writes to slower tiers"
     )
-    lossy: bool | None = Field(None, description="null: not known without reading it")
+    lossy: bool | None = Field(default=None, description="null: not known without reading it")
     peers: list[str] = Field(default_factory=list, description="Instances that hold it")
 
 
@@ -102,6 +115,9 @@ class ExplainAnswer(BaseModel):
     )
 
 
+Found = Sequence[PlaceView | MissReason]
+"""What one tier says of each chunk."""
+
 router = APIRouter(
     prefix="/v1",
     tags=["explain"],
@@ -116,7 +132,10 @@ async def explain(sidecar: RunningSidecar, request: ExplainRequest) -> ExplainAn
 
     Token ids are never logged. 409 before an engine has connected.
     """
-    sidecar.require_loopback()
+    if not is_loopback(sidecar.settings.host):
+        raise PermissionDeniedError(
+            f"this call is served on loopback only; this sidecar has host={sidecar.settings.host!r}"
+        )
     known = sidecar.descriptions.of(request.model)
     if request.token_ids is None:  # a hash holds the identity already
         known = list(
@@ -125,41 +144,31 @@ async def explain(sidecar: RunningSidecar, request: ExplainRequest) -> ExplainAn
                 for one in reversed(known)
             }.values()
         )[::-1]
-    able = namers(sidecar.settings.tenant, known, lambda namer: _check(namer, request))
+    named = named_chunks(
+        sidecar.settings.tenant, known, request.chunk_hashes or (), request.token_ids or ()
+    )
     explained = [
-        await _explain(sidecar, request, one, namer) for one, namer in able[:MAX_EXPLANATIONS]
+        await _explain(sidecar, one, chunks) for one, chunks in islice(named, MAX_EXPLANATIONS)
     ]
     return ExplainAnswer(explanations=explained, num_not_explained=len(known) - len(explained))
 
 
-def _check(namer: ChunkNamer, request: ExplainRequest) -> None:
-    if request.token_ids is None:
-        namer.check_chunks(len(request.chunk_hashes or ()))
-    else:
-        namer.check_tokens(len(request.token_ids))
-
-
 async def _explain(
-    sidecar: SidecarNode, request: ExplainRequest, known: Describe, namer: ChunkNamer
+    sidecar: SidecarNode, known: Describe, chunks: Sequence[NamedChunk]
 ) -> Explanation:
-    chunks = (
-        namer.of_hashes(request.chunk_hashes or ())
-        if request.token_ids is None
-        else namer.of_tokens(request.token_ids)
-    )
     keys = [key for chunk in chunks for key in chunk.keys]
-    states = iter(zip(keys, await sidecar.explainer.states(keys), strict=True))
+    # Chunks of one prompt stand in its order.
+    tiers = await asyncio.gather(
+        _in_memory(sidecar, keys),
+        _on_disk(sidecar, keys),
+        _at_peers(sidecar, keys),
+        _in_remote(sidecar, keys),
+    )
+    states = iter(zip(keys, zip(*filter(None, tiers), strict=True), strict=True))
     views = []
     for chunk in chunks:
         of_chunk = [
-            StateView(
-                rank=key.key.worker_id,
-                group=key.key.group,
-                places=[PlaceView.model_validate(place) for place in state.places],
-                missing=state.missing,
-                is_pinned=key in sidecar.pins,
-            )
-            for _, (key, state) in zip(chunk.keys, states, strict=False)
+            _state(sidecar, key, found) for _, (key, found) in zip(chunk.keys, states, strict=False)
         ]
         is_complete = all(state.missing is None for state in of_chunk)
         views.append(
@@ -180,3 +189,121 @@ async def _explain(
         num_prefix=len(list(takewhile(lambda view: view.is_complete, views))),
         chunks=views,
     )
+
+
+async def _in_memory(sidecar: SidecarNode, keys: Sequence[ChunkKey]) -> Found:
+    hot = sidecar.stack.hot
+    return [
+        held.reason
+        if isinstance(held, Miss)
+        else PlaceView(
+            tier=hot.name,
+            state="present",
+            num_bytes=held.num_bytes,
+            age_s=_age_s(held.stored_at),
+            num_holders=held.num_holders,
+            lossy=held.lossy,
+        )
+        for held in hot.peek_many(keys)
+    ]
+
+
+async def _on_disk(sidecar: SidecarNode, keys: Sequence[ChunkKey]) -> Found:
+    files, disk = sidecar.tiers.disk_files, sidecar.tiers.disk
+    if files is None or disk is None:
+        return ()
+    served = await _bounded(sidecar, disk.batched_contains(keys))
+    found: list[PlaceView | MissReason] = []
+    for i, entry in enumerate(files.peek_many(keys)):
+        if isinstance(entry, Miss):
+            found.append(entry.reason)
+            continue
+        found.append(
+            PlaceView(
+                tier=files.name,
+                state="unknown" if served is None else "present" if served[i] else "refused",
+                num_bytes=entry.record_bytes,
+                age_s=_age_s(entry.stored_at),
+                lossy=entry.lossy,
+            )
+        )
+    return found
+
+
+async def _at_peers(sidecar: SidecarNode, keys: Sequence[ChunkKey]) -> Found:
+    if sidecar.holders is None:
+        return ()
+    found: list[PlaceView | MissReason] = [PlaceView(tier=PEER_TIER, state="unknown")] * len(keys)
+    await _bounded(sidecar, _ask_lookup(sidecar.holders, keys, found))
+    return found
+
+
+async def _ask_lookup(
+    holders: Holders, keys: Sequence[ChunkKey], found: list[PlaceView | MissReason]
+) -> None:
+    """Fill in what is known of peers: of each rank and group by itself, as only in their order
+    chunks make a prefix.
+    """
+    chains: dict[tuple[int, str], list[int]] = {}
+    for i, key in enumerate(keys):
+        chains.setdefault((key.key.worker_id, key.key.group), []).append(i)
+    for chain in chains.values():
+        answer = await holders.of([keys[i].key.chunk_id() for i in chain], MAX_QUESTIONS)
+        for i, holding in zip(chain, answer, strict=True):
+            if holding is not None:
+                peers = [holder.instance for holder in holding]
+                found[i] = (
+                    PlaceView(tier=PEER_TIER, state="present", peers=peers)
+                    if peers
+                    else MissReason.NEVER_STORED
+                )
+
+
+async def _in_remote(sidecar: SidecarNode, keys: Sequence[ChunkKey]) -> Found:
+    remote = sidecar.tiers.remote
+    if remote is None:
+        return ()
+    present = await _bounded(sidecar, remote.batched_contains(keys))
+    if present is None:
+        return [PlaceView(tier=remote.name, state="unknown")] * len(keys)
+    there = PlaceView(tier=remote.name, state="present")
+    return [there if is_there else MissReason.NEVER_STORED for is_there in present]
+
+
+async def _bounded(sidecar: SidecarNode, work: Awaitable[T]) -> T | None:
+    """Return None where a tier does not answer in time."""
+    try:
+        async with asyncio.timeout(sidecar.settings.tier_timeout_s):
+            return await work
+    except (TimeoutError, UnavailableError):
+        return None
+
+
+def _age_s(stored_at: float | None) -> float | None:
+    return None if stored_at is None else max(0.0, time.time() - stored_at)
+
+
+def _state(sidecar: SidecarNode, key: ChunkKey, found: Found) -> StateView:
+    places = [place for place in found if isinstance(place, PlaceView)]
+    reasons = [reason for reason in found if isinstance(reason, MissReason)]
+    return StateView(
+        rank=key.key.worker_id,
+        group=key.key.group,
+        places=places,
+        missing=_why_missing({place.state for place in places}, reasons),
+        is_pinned=key in sidecar.pins,
+    )
+
+
+def _why_missing(states: set[PlaceState], reasons: Sequence[MissReason]) -> str | None:
+    """Return what is known for certain before what could not be asked; None: it is present."""
+    if "present" in states:
+        return None
+    if "refused" in states:
+        return MissReason.ENCODING.value
+    if MissReason.CORRUPT in reasons:
+        return QUARANTINED
+    known = next((reason for reason in reasons if reason is not MissReason.NEVER_STORED), None)
+    if known is not None:
+        return known.value
+    return UNKNOWN if "unknown" in states else MissReason.NEVER_STORED.value

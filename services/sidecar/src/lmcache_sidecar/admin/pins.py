@@ -9,9 +9,10 @@ from fastapi import APIRouter, Depends
 from lmcache_core.keys import ChunkKey
 from lmcache_node.admin import DEFAULT_TTL_S, PinnedBytes, Ttl, UnpinAnswer, pinned_bytes
 from lmcache_servicekit.auth import GuardedRoute, require_role
+from lmcache_servicekit.errors import ConflictError
 from pydantic import BaseModel, ConfigDict, Field
 
-from lmcache_sidecar.descriptions import NamedChunk, namers
+from lmcache_sidecar.descriptions import NamedChunk, named_chunks
 from lmcache_sidecar.sidecar import RunningSidecar
 
 MAX_HASHES = 4096
@@ -86,10 +87,11 @@ async def pin(sidecar: RunningSidecar, request: PinHashesRequest) -> PinHashesAn
 
     409 before an engine has connected, and in a drain.
     """
-    sidecar.require_serving()
-    hashes, known = request.chunk_hashes, sidecar.descriptions.of(request.model)
-    able = namers(sidecar.settings.tenant, known, lambda namer: namer.check_chunks(len(hashes)))
-    chunks = [namer.of_hashes(hashes) for _, namer in able]
+    if not sidecar.takes_chunks():
+        raise ConflictError("this sidecar is draining: it keeps nothing any more")
+    known = sidecar.descriptions.of(request.model)
+    named = named_chunks(sidecar.settings.tenant, known, request.chunk_hashes)
+    chunks = [of_model for _, of_model in named]
     keys = list(
         dict.fromkeys(key for of_model in chunks for chunk in of_model for key in chunk.keys)
     )
@@ -132,9 +134,8 @@ async def pins(sidecar: RunningSidecar) -> PinnedHashes:
 def _unpinned(
     chunks: Sequence[Sequence[NamedChunk]], reasons: Mapping[ChunkKey, str]
 ) -> list[UnpinnedHash]:
-    """What is not pinned, and why.
-
-    A hash belongs to one model: what is missing under the names of others is not told.
+    """Return what is not pinned, and why. A hash belongs to one model: what is missing under the
+    names of others is left out.
 
     Args:
         chunks: The same chunks, as each description names them.

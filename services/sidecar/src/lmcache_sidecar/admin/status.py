@@ -223,7 +223,9 @@ async def evict(sidecar: RunningSidecar, request: EvictBytesRequest) -> EvictAns
 async def clear(sidecar: RunningSidecar, request: ClearTiersRequest | None = None) -> ClearAnswer:
     """Remove all chunks of this sidecar's own tiers, or of the named ones."""
     tiers = None if request is None else request.tiers
-    return ClearAnswer(num_chunks=await sidecar.clear(LOCAL_TIERS if tiers is None else tiers))
+    num_chunks = await sidecar.stack.clear(search_range=tiers or LOCAL_TIERS)
+    await sidecar.pins.expire()
+    return ClearAnswer(num_chunks=num_chunks)
 
 
 @router.post("/drain", dependencies=[admin_role])

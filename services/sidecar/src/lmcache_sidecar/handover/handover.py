@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.telemetry import Counters
 from lmcache_node.drain import ChunkHandover, DrainProgress
@@ -14,17 +18,97 @@ from lmcache_node.local_chunks import LocalChunks
 from typing_extensions import override
 
 from lmcache_sidecar import metrics
-from lmcache_sidecar.handover.takers import NotWelcomeError, Taker, TakerSource
-from lmcache_sidecar.handover.waiting import TakerBatch, WaitingChunks
+from lmcache_sidecar.handover.takers import (
+    MAX_BATCH_CHUNKS,
+    NotWelcomeError,
+    Taker,
+    TakerSource,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
 """Fruitless batches in a row after which a taker is given up, and attempts to list takers."""
 FIRST_PAUSE_S = 0.25
+MAX_BATCH_BYTES = 16 << 20
+"""Of the chunks that one taker is given at once; a larger chunk goes alone."""
 _MAY_COME_LATER = frozenset(
     {MissReason.UNAVAILABLE, MissReason.BREAKER_OPEN, MissReason.DEADLINE, MissReason.NO_MEMORY}
 )
+
+
+@dataclass
+class TakerBatch:
+    """Chunks that are with one taker.
+
+    Attributes:
+        keys: Those not dealt with yet, the hottest first.
+        num_settled: Those dealt with.
+        refused: Those that the taker does not take; they stay in `keys`.
+    """
+
+    keys: list[ChunkKey]
+    num_settled: int = 0
+    refused: set[ChunkKey] = field(default_factory=set)
+
+    def settle(self, key: ChunkKey) -> None:
+        """Count a chunk as dealt with."""
+        self.keys.remove(key)
+        self.num_settled += 1
+
+
+class WaitingChunks:
+    """A queue: what is taken out and not settled returns to its place. On one event loop.
+
+    Args:
+        chunks: Names and sizes in bytes, the hottest first.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[ChunkKey, int]]) -> None:
+        self._chunks = tuple(chunks)
+        self._places = {key: place for place, (key, _) in enumerate(chunks)}
+        self._heap = list(range(len(chunks)))  # of places; sorted, which is a heap
+        self._refused_by: dict[ChunkKey, set[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def num_refused(self) -> int:
+        """Return how many waiting chunks at least one taker has refused."""
+        return sum(self._chunks[place][0] in self._refused_by for place in self._heap)
+
+    @contextmanager
+    def batch(self, taker: str) -> Iterator[TakerBatch]:
+        """Take the next chunks that this taker has not refused; empty when there are none. Those
+        not settled inside wait again.
+        """
+        batch = TakerBatch(self._take(taker))
+        try:
+            yield batch
+        finally:
+            for key in batch.refused:
+                self._refused_by.setdefault(key, set()).add(taker)
+            for key in batch.keys:
+                heappush(self._heap, self._places[key])
+
+    def _take(self, taker: str) -> list[ChunkKey]:
+        taken: list[ChunkKey] = []
+        passed: list[int] = []
+        num_bytes = 0
+        while self._heap and len(taken) < MAX_BATCH_CHUNKS:
+            key, size = self._chunks[self._heap[0]]
+            if taker in self._refused_by.get(key, ()):
+                passed.append(heappop(self._heap))
+                continue
+            num_bytes += size
+            if taken and num_bytes > MAX_BATCH_BYTES:
+                break
+            heappop(self._heap)
+            taken.append(key)
+        for place in passed:
+            heappush(self._heap, place)
+        return taken
 
 
 class PodHandover(ChunkHandover):
@@ -123,13 +207,13 @@ class PodHandover(ChunkHandover):
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** max(0, num_in_vain - 1))
 
     async def _hand_batch(self, taker: Taker, batch: TakerBatch, progress: DrainProgress) -> None:
-        keys = batch.keys
+        keys = list(batch.keys)
         for key, is_elsewhere in zip(keys, await taker.has(keys), strict=True):
             if is_elsewhere:
                 batch.settle(key)
                 progress.already_elsewhere += 1
                 self._counters.add(metrics.DRAINED_CHUNKS_TOTAL, 1, "already_elsewhere")
-        keys = batch.keys
+        keys = list(batch.keys)
         if not keys:
             return
         results = await self._chunks.read(keys)
@@ -139,27 +223,18 @@ class PodHandover(ChunkHandover):
                 if not isinstance(result, Chunk) and result.reason not in _MAY_COME_LATER:
                     batch.settle(key)
                     self._fail(progress, 1)
-            if chunks:
-                self._note(chunks, await taker.put(chunks), batch, progress)
+            taken = await taker.put(chunks) if chunks else []
+            for chunk, is_taken in zip(chunks, taken, strict=True):
+                if not is_taken:
+                    batch.refused.add(chunk.key)
+                    continue
+                batch.settle(chunk.key)
+                progress.handed_over += 1
+                self._counters.add(metrics.DRAINED_CHUNKS_TOTAL, 1, "handed_over")
+                self._counters.add(metrics.HANDED_OVER_BYTES_TOTAL, chunk.num_bytes)
         finally:
             for chunk in chunks:
                 chunk.release()
-
-    def _note(
-        self,
-        chunks: Sequence[Chunk],
-        taken: Sequence[bool],
-        batch: TakerBatch,
-        progress: DrainProgress,
-    ) -> None:
-        for chunk, is_taken in zip(chunks, taken, strict=True):
-            if not is_taken:
-                batch.refuse(chunk.key)
-                continue
-            batch.settle(chunk.key)
-            progress.handed_over += 1
-            self._counters.add(metrics.DRAINED_CHUNKS_TOTAL, 1, "handed_over")
-            self._counters.add(metrics.HANDED_OVER_BYTES_TOTAL, chunk.num_bytes)
 
     def _fail(self, progress: DrainProgress, num_chunks: int) -> None:
         progress.failed += num_chunks

@@ -21,7 +21,7 @@ from lmcache_node.local_chunks import LocalChunks
 from typing_extensions import override
 
 from lmcache_sidecar import metrics
-from lmcache_sidecar.handover.waiting import MAX_BATCH_CHUNKS
+from lmcache_sidecar.handover.takers import MAX_BATCH_CHUNKS
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,13 @@ _STEP: Final = 1024
 """Keys that are compared between two turns of the loop; a large arena has many."""
 
 
-class Copier:
-    """Sends the copies that the broker orders, one peer after the other, in the background. What
-    cannot be sent is dropped: the broker orders it again.
+class BrokerRequests(LeaseListener):
+    """Does what the broker asks this sidecar for: begins the drain and reports how far it is, and
+    sends copies of hot chunks, one peer after the other, in the background. Copies that cannot be
+    sent are dropped: the broker orders them again.
 
     Args:
+        drain: The way to the end.
         chunks: What there is.
         connect: Makes the client of a peer, by its distributed URL.
         tasks: Owns the work.
@@ -43,27 +45,49 @@ class Copier:
 
     def __init__(
         self,
+        drain: NodeDrain,
         chunks: LocalChunks,
         connect: Callable[[str], LmClient],
         tasks: TaskSupervisor,
         counters: Counters,
     ) -> None:
+        self._drain = drain
         self._chunks = chunks
         self._connect = connect
         self._tasks = tasks
         self._counters = counters
         self._waiting: dict[CopyOrder, None] = {}
-        self._is_working = False
+        self._is_copying = False
 
-    def copy(self, orders: Sequence[CopyOrder]) -> None:
-        """Queue orders, up to `MAX_WAITING_ORDERS`, and return at once."""
+    @override
+    def drain_wanted(self) -> None:
+        self._drain.begin()
+
+    @override
+    def drain_report(self) -> DrainReport | None:
+        if not self._drain.has_begun:
+            return None
+        progress = self._drain.progress
+        return DrainReport(
+            progress.state.value,
+            progress.total,
+            progress.handed_over,
+            progress.already_elsewhere,
+            progress.failed,
+            progress.left,
+        )
+
+    @override
+    def copies_wanted(self, orders: Sequence[CopyOrder]) -> None:
+        if self._drain.has_begun:  # it hands over everything instead
+            return
         for order in orders:
             if len(self._waiting) < MAX_WAITING_ORDERS:
                 self._waiting[order] = None
-        if self._waiting and not self._is_working:
-            self._is_working = self._tasks.start("copies", self._work())
+        if self._waiting and not self._is_copying:
+            self._is_copying = self._tasks.start("copies", self._copy())
 
-    async def _work(self) -> None:
+    async def _copy(self) -> None:
         try:
             while self._waiting:
                 orders, self._waiting = self._waiting, {}
@@ -76,7 +100,7 @@ class Copier:
                         url, [keys[chunk_id] for chunk_id in chunk_ids if chunk_id in keys]
                     )
         finally:
-            self._is_working = False
+            self._is_copying = False
 
     async def _keys(self, chunk_ids: set[str]) -> dict[str, ChunkKey]:
         """Return the keys of chunks that are here, by chunk id."""
@@ -117,39 +141,3 @@ class Copier:
         finally:
             for chunk in chunks:
                 chunk.release()
-
-
-class BrokerRequests(LeaseListener):
-    """Does what the broker asks this sidecar for, and reports how far its drain is.
-
-    Args:
-        drain: The way to the end.
-        copier: Sends copies.
-    """
-
-    def __init__(self, drain: NodeDrain, copier: Copier) -> None:
-        self._drain = drain
-        self._copier = copier
-
-    @override
-    def drain_wanted(self) -> None:
-        self._drain.begin()
-
-    @override
-    def copies_wanted(self, orders: Sequence[CopyOrder]) -> None:
-        if not self._drain.has_begun:  # a drain hands over everything instead
-            self._copier.copy(orders)
-
-    @override
-    def drain_report(self) -> DrainReport | None:
-        if not self._drain.has_begun:
-            return None
-        progress = self._drain.progress
-        return DrainReport(
-            progress.state.value,
-            progress.total,
-            progress.handed_over,
-            progress.already_elsewhere,
-            progress.failed,
-            progress.left,
-        )

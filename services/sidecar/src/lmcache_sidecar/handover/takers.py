@@ -7,8 +7,7 @@ from typing import Protocol, TypeVar
 
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.lookup import Holder
-from lmcache_core.p2p import BrokerClient, PeerStatus
+from lmcache_core.p2p import BrokerClient
 from lmcache_core.p2p.pool import peer_client
 from lmcache_core.record import Chunk
 from lmcache_core.security import ClientTls, ShownToken
@@ -18,9 +17,10 @@ from lmcache_core.storage.sealing import seal_all
 from lmcache_core.wire.client import ClientOptions, LmClient
 from typing_extensions import override
 
-from lmcache_sidecar.handover.waiting import MAX_BATCH_CHUNKS
 from lmcache_sidecar.holders import Holders
 
+MAX_BATCH_CHUNKS = 16
+"""That one taker is given at once."""
 MAX_TAKERS = 4
 """Peers that are sent to at once; those with the least to do."""
 CONNECT_TIMEOUT_S = 0.5
@@ -135,10 +135,14 @@ class PeerSource(TakerSource):
             (peer for peer in peers if peer.kind == PEER_KIND),
             key=lambda peer: (peer.load, peer.num_pulls, peer.id),
         )
-        return [
-            _Peer(f"{peer.id} at {peer.distributed_url}", self._client(peer), self)
-            for peer in able[:MAX_TAKERS]
-        ]
+        takers = []
+        for peer in able[:MAX_TAKERS]:
+            url = peer.distributed_url
+            client = self._clients.get(url)
+            if client is None:
+                client = self._clients[url] = self.connect(url)
+            takers.append(_Peer(f"{peer.id} at {url}", client, self))
+        return takers
 
     @override
     async def close(self) -> None:
@@ -155,10 +159,13 @@ class PeerSource(TakerSource):
         found = await self._holders.of([key.key.chunk_id() for key in keys], MAX_BATCH_CHUNKS)
         if None in found:
             raise UnavailableError("lookup does not know who holds what")
-        return [any(self._stays(holder) for holder in holders or ()) for holders in found]
-
-    def _stays(self, holder: Holder) -> bool:
-        return holder.kind == STORAGE_KIND or holder.instance in self._live
+        return [
+            any(
+                holder.kind == STORAGE_KIND or holder.instance in self._live
+                for holder in holders or ()
+            )
+            for holders in found
+        ]
 
     def connect(self, distributed_url: str) -> LmClient:
         """Make a client of a peer; the caller closes it.
@@ -167,12 +174,6 @@ class PeerSource(TakerSource):
             ValueError: Not a distributed URL.
         """
         return peer_client(distributed_url, self._token, self._options)
-
-    def _client(self, peer: PeerStatus) -> LmClient:
-        client = self._clients.get(peer.distributed_url)
-        if client is None:
-            client = self._clients[peer.distributed_url] = self.connect(peer.distributed_url)
-        return client
 
 
 class _Peer(Taker):
