@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from lmcache_core.errors import AuthenticationError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
-from lmcache_core.wire.client import LmClient
-from lmcache_core.wire.client import ClientOptions
-from lmcache_node.outgoing import client_tls, shown_token
+from lmcache_core.wire.client import ClientOptions, LmClient
+from lmcache_node.node import client_tls, shown_token
 from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 

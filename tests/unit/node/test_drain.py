@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -42,15 +43,14 @@ class Receiver(ChunkHandover):
         self.calls.append("close")
 
 
-def drain_to(receiver: Receiver) -> NodeDrain:
+def drain_to(receiver: Receiver, on_begin: Callable[[], None] = lambda: None) -> NodeDrain:
     hot = LocalCPUBackend(ArenaAllocator.anonymous(4096), create_policy())
-    return NodeDrain(60, TierStack(hot), receiver)
+    return NodeDrain(60, TierStack(hot), receiver, on_begin)
 
 
 async def test_all_who_ask_wait_for_the_same_drain_and_it_begins_once() -> None:
     receiver, begun = Receiver(), []
-    drain = drain_to(receiver)
-    drain.when_it_begins(lambda: begun.append(drain.has_begun))
+    drain = drain_to(receiver, lambda: begun.append(drain.has_begun))
     assert not drain.has_begun
     asked = [asyncio.create_task(drain.run()) for _ in range(3)]
     await drain.counted()

@@ -6,7 +6,7 @@ import ctypes
 from typing import Final
 
 from fastapi import FastAPI
-from lmcache_node.outgoing import check_outgoing
+from lmcache_node.node import check_outgoing
 from lmcache_servicekit.app import BodyBounds, create_service_app
 from lmcache_servicekit.log_level import create_log_router
 from lmcache_servicekit.runner import run_service

@@ -96,18 +96,25 @@ class NodeDrain:
         timeout_s: Longest time that it takes.
         stack: Whose writes are finished.
         handover: What comes after the writes.
+        on_begin: Called once, when the first drain begins.
 
     Attributes:
         progress: Of the current or the last drain.
     """
 
-    def __init__(self, timeout_s: float, stack: TierStack, handover: ChunkHandover) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        stack: TierStack,
+        handover: ChunkHandover,
+        on_begin: Callable[[], None] = lambda: None,
+    ) -> None:
         self._timeout_s = timeout_s
         self._stack = stack
         self._handover = handover
         # Its own tasks: a drain outlives the request that asked for it.
         self._tasks = TaskSupervisor("drain", max_tasks=2)
-        self._on_begin: list[Callable[[], None]] = []
+        self._on_begin = on_begin
         self._ended: asyncio.Event | None = None
         self._counted = asyncio.Event()
         self.progress = DrainProgress()
@@ -122,17 +129,13 @@ class NodeDrain:
         """Return whether the last drain wrote and handed over everything."""
         return not self.progress.left and not self.progress.failed and not self._stack.is_writing
 
-    def when_it_begins(self, callback: Callable[[], None]) -> None:
-        """Call this, once, when the first drain begins."""
-        self._on_begin.append(callback)
-
     def begin(self) -> None:
         """Drain in the background, unless a drain is running or has left nothing."""
         if self._ended is not None and (not self._ended.is_set() or self.is_complete):
             return
         is_first, self._ended = self._ended is None, asyncio.Event()
-        for callback in self._on_begin if is_first else ():
-            callback()
+        if is_first:
+            self._on_begin()
         self.progress = DrainProgress(state=DrainState.WRITING)
         if not self._tasks.start("drain", self._drain(self.progress, self._ended)):
             self._end(self.progress, self._ended)

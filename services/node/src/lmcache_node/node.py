@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Generic, Literal, Protocol, Self, TypeVar
 
@@ -21,6 +22,7 @@ from lmcache_core.p2p import (
     distributed_url_of,
 )
 from lmcache_core.p2p.figures import tier_figures
+from lmcache_core.security import ClientTls, TlsFiles, TokenFile, client_context
 from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.pin_board import PinBoard
@@ -33,7 +35,6 @@ from lmcache_servicekit.state import ServiceState
 
 from lmcache_node.collectors import CounterCollector, Described, TierCollector
 from lmcache_node.drain import ChunkHandover, NodeDrain
-from lmcache_node.outgoing import client_tls, shown_token
 from lmcache_node.settings import NodeSettings
 
 CLIENT_TIMEOUT_S = 1.0
@@ -190,8 +191,7 @@ class Node(ABC, Generic[S]):
 
     def make_drain(self, handover: ChunkHandover) -> None:
         """Prepare the drain; from its beginning nothing new is taken, pinned or sent here."""
-        self.drain = NodeDrain(self.settings.drain_timeout_s, self.stack, handover)
-        self.drain.when_it_begins(self._leave)
+        self.drain = NodeDrain(self.settings.drain_timeout_s, self.stack, handover, self._leave)
 
     async def serve(self, server: LmServer, advertised_url: str | None, grace_s: float = 0) -> None:
         """Listen for lm://.
@@ -298,4 +298,42 @@ def disk_spec(settings: NodeSettings, serde: str | None = None) -> DiskSpec | No
         limits=settings.disk_limits,
         fsync=settings.disk_fsync,
         serde=serde,
+    )
+
+
+def shown_token(path: Path | None) -> TokenFile | None:
+    """Return the token of `service_token_file`, read again when it changes.
+
+    Raises:
+        ConfigError: The file cannot be read or holds no token.
+    """
+    return None if path is None else TokenFile(path, "service_token_file")
+
+
+def check_outgoing(settings: NodeSettings) -> None:
+    """Refuse files that cannot be used before the service begins to start, so that its log ends
+    with that sentence.
+
+    Raises:
+        ConfigError: As `shown_token` and `client_tls`, which read them for good.
+    """
+    shown_token(settings.service_token_file)
+    client_tls(settings)
+
+
+def client_tls(settings: NodeSettings) -> ClientTls:
+    """Return the context for `https://` and `lm+tls://`, read again when the files change.
+
+    A service that encrypts, or is told whom to trust, shows its token to no peer that does not
+    encrypt.
+
+    Raises:
+        ConfigError: A file cannot be read or does not fit.
+    """
+    files = TlsFiles(
+        settings.tls_client_cert_file, settings.tls_client_key_file, settings.tls_ca_file
+    )
+    context = client_context(files, "tls_client_cert_file")
+    return ClientTls(
+        context, settings.tls_peer_name, bool(settings.tls_cert_file or settings.tls_ca_file)
     )

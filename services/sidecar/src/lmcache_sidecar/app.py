@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from lmcache_core.security import TicketKeyFile
-from lmcache_node.outgoing import check_outgoing
+from lmcache_node.node import check_outgoing
 from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.log_level import create_log_router
 from lmcache_servicekit.secret_file import read_secret_file

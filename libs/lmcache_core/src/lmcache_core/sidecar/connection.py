@@ -89,7 +89,17 @@ class SidecarConnection:
         path: The sidecar's socket.
         hello: What to say first.
         timeout_s: Deadline of connecting, and of each call that names none.
+
+    Attributes:
+        is_greeted: Whether the sidecar has answered HELLO.
+        greeting_s: How long that took.
+        welcome: The answer. Only after `open`, as the next one.
+        arena_info: What the sidecar has said about its arena.
+        verifier: Chooses what is verified of what is loaded.
     """
+
+    welcome: HelloOk
+    arena_info: ArenaInfo
 
     def __init__(self, path: Path, hello: Hello, timeout_s: float) -> None:
         self._path = path
@@ -108,20 +118,19 @@ class SidecarConnection:
         self._header: FrameHeader | None = None  # of the frame that is arriving
         self._received = bytearray()
         self._unsent = bytearray()
-        self._welcome: HelloOk | None = None
-        self.greeting_s = 0.0
-        """How long the sidecar took to answer HELLO."""
         self._arena: SharedArena | None = None
+        self.is_greeted = False
+        self.greeting_s = 0.0
         self.verifier = HotVerifier("always")
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can be made."""
+        """Return whether calls can be made."""
         return self._is_usable and self._pid == os.getpid()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the other end has closed the socket, as far as is known without asking it.
+        """Return whether the other end has closed the socket, as far as is known without asking it.
         Waits for nothing.
         """
         with self._books:
@@ -132,26 +141,8 @@ class SidecarConnection:
             return bool(ended.poll(0))
 
     @property
-    def is_greeted(self) -> bool:
-        """Whether the sidecar has answered HELLO."""
-        return self._welcome is not None
-
-    @property
-    def welcome(self) -> HelloOk:
-        """The sidecar's answer to HELLO. Only after `open`."""
-        assert self._welcome is not None
-        return self._welcome
-
-    @property
-    def arena_info(self) -> ArenaInfo:
-        """What the sidecar has said about its arena. Only after `open`."""
-        assert self._welcome is not None
-        assert self._welcome.arena is not None
-        return self._welcome.arena
-
-    @property
     def arena(self) -> SharedArena:
-        """The mapped arena. Only after `open`; stays mapped while anyone holds a view of it."""
+        """Return the mapped arena. Only after `open`; stays mapped while a view is held."""
         assert self._arena is not None
         return self._arena
 
@@ -159,9 +150,9 @@ class SidecarConnection:
         """Connect, say HELLO, join the sidecar's generation, map the arena.
 
         Raises:
-            UnavailableError: Nobody listens, or no answer in time.
+            UnavailableError: The sidecar does not listen, or does not answer in time.
             VersionError: The sidecar speaks no version of ours.
-            ProtocolError: It answered nonsense.
+            ProtocolError: Its answer makes no sense.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         connection.settimeout(self._timeout_s)
@@ -175,9 +166,9 @@ class SidecarConnection:
         self._socket, self._pid, self._is_usable = connection, os.getpid(), True
         begin = time.monotonic()
         try:
-            self._welcome = self._greet()
+            self.welcome, info = self._greet()
+            self.arena_info, self.is_greeted = info, True
             self.greeting_s = time.monotonic() - begin
-            info = self.arena_info
             self._arena = attach_shared_arena(Path(info.path), info.num_bytes, info.generation)
         except (UnavailableError, ProtocolError):
             self.close()
@@ -216,7 +207,7 @@ class SidecarConnection:
             self._num_held += count
 
     def let_go(self, count: int) -> None:
-        """The counterpart of `hold`: that many pieces are touched no more."""
+        """Undo `hold`: that many pieces are not touched any more."""
         with self._books:
             self._num_held -= count
             assert self._num_held >= 0, "more was let go than was held"
@@ -334,12 +325,11 @@ class SidecarConnection:
         finally:
             self.let_go(1)
 
-    def _greet(self) -> HelloOk:
+    def _greet(self) -> tuple[HelloOk, ArenaInfo]:
         try:
             welcome = self.call(self._hello, HelloOk)
         except _NotAFrame as exc:
-            # One text whatever it was: who reports each cause once is not to report every random
-            # byte.
+            # One text for all of it: `SidecarLink` reports each cause once, not each random byte.
             raise ProtocolError(
                 "what answers there speaks another protocol; set sidecar_socket to a sidecar's"
                 " socket"
@@ -353,7 +343,7 @@ class SidecarConnection:
             raise ProtocolError(
                 "what answers there has no arena; set sidecar_socket to a sidecar's socket"
             )
-        return welcome
+        return welcome, welcome.arena
 
     def _declare(self, lanes: Iterable[Lane]) -> None:
         with self._books:
@@ -495,8 +485,8 @@ class SidecarConnection:
 
     def _preface(self, correlation_id: int) -> bytes:
         """Return the CONTEXT frame of a request, where one is known and the sidecar heeds it."""
-        whose, welcome = carried(), self._welcome
-        if whose is None or welcome is None or CONTEXT not in welcome.capabilities:
+        whose = carried()
+        if whose is None or not self.is_greeted or CONTEXT not in self.welcome.capabilities:
             return b""
         return build_frame(correlation_id, Context(whose.request_id, whose.traceparent))
 

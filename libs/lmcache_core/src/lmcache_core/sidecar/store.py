@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from lmcache_core._typing import override
 from lmcache_core.concurrency import Workers
 from lmcache_core.errors import IdentityError, UnavailableError
 from lmcache_core.keys import CacheEngineKey, ChunkChain, Lane
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import HOT_TIER, Chunk, MissReason, Staged
-from lmcache_core.record.chunk_store import NotLent
+from lmcache_core.record.chunk_store import ChunkStore, NotLent
 from lmcache_core.sidecar.connection import Question, SidecarConnection
 from lmcache_core.sidecar.extent import ArenaExtent, lent, loaded_chunk, reserved_extents
 from lmcache_core.sidecar.link import SidecarLink, SidecarLinks
@@ -70,8 +71,8 @@ class _Asked:
         )
 
 
-class SidecarChunkStore:
-    """See `lmcache_core.engine.ChunkStore`. A call waits at most `TURN_S` + `timeout_s` +
+class SidecarChunkStore(ChunkStore):
+    """Reaches the tiers of the pod's sidecar. A call waits at most `TURN_S` + `timeout_s` +
     `CALL_MARGIN_S`.
 
     Args:
@@ -113,27 +114,26 @@ class SidecarChunkStore:
         self._newest: Callable[[], SidecarConnection | None] = lambda: None
         self._pace = Pace(self._probe)
         self._step_s = timeout_s / STEP_SHARE
+        self._deadline_ms = max(1, int(timeout_s * 1000))
         self._asked: dict[str, _Asked] = {}
         self._unsaid: list[str] = []
 
+    @override
     def open(self, on_salt: Callable[[str], None]) -> None:
-        """Try to connect; no sidecar is not an error. `on_salt` is called with the sidecar's
-        salt at each connection.
-        """
         self._on_salt = on_salt
         self._links.open()
 
+    @override
     def close(self) -> None:
-        """End the connections; reservations and pins go back to the sidecar."""
         self._links.close()
         self._pace.close()
 
+    @override
     def is_worth(self, saving_s: float) -> bool:
-        """See `ChunkStore.is_worth`."""
         return self._link.connection is not None and self._pace.is_worth(saving_s)
 
+    @override
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
-        """See `ChunkStore.lookup`."""
         num_prefix = 0
         connection = self._link.connection
         if connection is None or search_range == []:
@@ -156,13 +156,14 @@ class SidecarChunkStore:
                 break
         return num_prefix
 
+    @override
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
-        """See `ChunkStore.prefetch`."""
         connection = self._link.connection
         if connection is not None:
             for batch in _batches(keys):
                 self._links.ask(connection, m.Prefetch(connection.names(batch)), m.Ok)
 
+    @override
     def stage(
         self,
         ticket: str,
@@ -173,7 +174,6 @@ class SidecarChunkStore:
         wait_s: float | None = None,
         saving_s: float = 0.0,
     ) -> Staged | None:
-        """See `ChunkStore.stage`. Too many chains, or ranks of one, are a ValueError."""
         if len(chains) > m.MAX_CHAINS:
             raise ValueError(f"{len(chains)} chains in one question; the limit is {m.MAX_CHAINS}")
         connection = self._link.connection
@@ -203,10 +203,9 @@ class SidecarChunkStore:
             self._links.give_up(connection, "the sidecar answered STAGE for other chunks")
         return staged
 
+    @override
     def unstage(self, tickets: Sequence[str]) -> None:
-        """See `ChunkStore.unstage`; what cannot be said now is said later, or the sidecar finds
-        it out by itself.
-        """
+        # What cannot be said now is said later, or the sidecar finds it out by itself.
         for ticket in tickets:
             self._asked.pop(ticket, None)
         connection = self._link.connection
@@ -218,10 +217,10 @@ class SidecarChunkStore:
         if self._pace.is_quick:
             self._say_unstaged(connection)
 
+    @override
     def reserve(
         self, keys: Sequence[CacheEngineKey], shapes: Sequence[Sequence[int]], dtype: str
     ) -> list[MemoryObj | NotLent]:
-        """See `ChunkStore.reserve`."""
         connection = self._link.connection
         extents: list[MemoryObj | NotLent] = []
         while connection is not None and len(extents) < len(shapes):
@@ -233,12 +232,12 @@ class SidecarChunkStore:
         return extents + [NotLent.NO_ROOM] * (len(shapes) - len(extents))
 
     @property
+    @override
     def needs_digests(self) -> bool:
-        """See `ChunkStore.needs_digests`: every chunk leaves this process."""
-        return True
+        return True  # every chunk leaves this process
 
+    @override
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `ChunkStore.put`; the chunks are those of one `reserve`."""
         stored: list[bool] = []
         for at in range(0, len(chunks), m.MAX_NAMES):
             batch = chunks[at : at + m.MAX_NAMES]
@@ -262,13 +261,13 @@ class SidecarChunkStore:
             stored += [False] * len(batch) if answer is None else answer.present
         return stored
 
+    @override
     def get(
         self,
         keys: Sequence[CacheEngineKey],
         recompute_s: float | None = None,
         check_later: bool = False,
     ) -> list[Chunk]:
-        """See `ChunkStore.get`."""
         connection = self._load_link.connection
         chunks: list[Chunk] = []
         reason: str = MissReason.UNAVAILABLE
@@ -282,10 +281,9 @@ class SidecarChunkStore:
             self._counters.add(MISSED_CHUNKS_TOTAL, len(keys) - len(chunks), reason)
         return chunks
 
+    @override
     def reject(self, chunk: Chunk) -> None:
-        """See `ChunkStore.reject`: the sidecar looks for itself, and serves the chunk no more if
-        it is so.
-        """
+        # The sidecar checks for itself, and stops serving the chunk if it is damaged.
         logger.warning(
             "chunk %s in the sidecar's arena is damaged and is not used", chunk.key.key.chunk_hash
         )
@@ -297,19 +295,20 @@ class SidecarChunkStore:
         ):
             self._links.ask(extent.connection, m.Reject((extent.handle,)), m.Ok)
 
+    @override
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
-        """See `ChunkStore.forget`: the sidecar's eviction sees to them."""
+        pass  # the sidecar's eviction sees to them
 
+    @override
     def release(self, chunks: Sequence[Chunk]) -> bool:
-        """See `ChunkStore.release`."""
         return self._give_back(lent([chunk.memory for chunk in chunks]))
 
+    @override
     def abort(self, memories: Sequence[MemoryObj]) -> None:
-        """See `ChunkStore.abort`."""
         self._give_back(lent(memories))
 
+    @override
     def stats(self) -> dict[str, dict[str, int]]:
-        """Figures of the sidecar's tiers; empty when it is away."""
         connection = self._link.connection
         answer = None if connection is None else self._links.ask(connection, m.Stats(), m.StatsOk)
         return {} if answer is None else answer.stats
@@ -406,10 +405,6 @@ class SidecarChunkStore:
             return None  # nothing is known: the next connection is measured when it is made
         return self._links.seconds_to_answer(connection, m.Ping(), m.Pong, self._timeout_s)
 
-    @property
-    def _deadline_ms(self) -> int:
-        return max(1, int(self._timeout_s * 1000))
-
     def _greeted(self, connection: SidecarConnection) -> None:
         """Prepare a connection before it is used otherwise."""
         salt = connection.arena_info.salt
@@ -476,7 +471,8 @@ class SidecarChunkStore:
             reason: str = MissReason.NEVER_STORED
             for key, item in zip(keys, answer.items, strict=False):
                 if isinstance(item, str):
-                    reason = _miss_reason(item)
+                    is_known = item in MissReason.__members__.values()
+                    reason = item if is_known else MissReason.UNAVAILABLE
                     break
                 chunk = loaded_chunk(connection, key, item)
                 if chunk is None:
@@ -530,11 +526,6 @@ def _batches(items: Sequence[T]) -> list[Sequence[T]]:
 
 def _microseconds(recompute_s: float | None) -> int:
     return 0 if recompute_s is None else max(1, min(int(recompute_s * 1e6), m.MAX_RECOMPUTE_US))
-
-
-def _miss_reason(text: str) -> str:
-    """Return a miss reason of the sidecar's; an unknown one reads as `unavailable`."""
-    return text if text in MissReason.__members__.values() else MissReason.UNAVAILABLE
 
 
 def _staged(
