@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lmcache_core.engine import LMCacheEngine
@@ -15,7 +13,7 @@ from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.processes import Processes
-from tests.fixtures.restarted_sidecar import ARENA_BYTES, RestartedSidecar, until
+from tests.fixtures.restarted_sidecar import RestartedSidecar, until
 from tests.fixtures.sidecar import engine_at
 
 NUM_CHUNKS = 20
@@ -73,38 +71,6 @@ def test_an_engine_finds_again_what_it_stored_before_a_restart(
     assert f"lmcache_sidecar_recovered_chunks_total {NUM_CHUNKS}.0" in lines
 
 
-def test_restarts_in_a_row_lose_nothing(processes: Processes, tmp_path: Path) -> None:
-    sidecar = RestartedSidecar(processes, tmp_path)
-    with engine_at(sidecar.socket) as engine:
-        engine.store(TOKENS, kvcaches=KV)
-    for number in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
-        sidecar.end(number)
-        sidecar.start()  # the next signal may come before the recovery is over
-    until(lambda: sidecar.recovery["is_over"], "the recovery does not end")
-    with engine_at(sidecar.socket) as engine:
-        assert num_retrieved(engine) == NUM_TOKENS
-
-
-@pytest.mark.parametrize(
-    "options", [{"arena_gb": 2 * ARENA_BYTES / (1 << 30)}, {"arena_recover": False}]
-)
-def test_it_starts_empty_where_the_arena_does_not_fit(
-    processes: Processes, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    sidecar = RestartedSidecar(processes, tmp_path)
-    with engine_at(sidecar.socket) as engine:
-        engine.store(TOKENS, kvcaches=KV)
-        sidecar.restart(**options)
-        assert sidecar.hot["arena_used_bytes"] == 0
-
-        def stored() -> bool:
-            engine.store(TOKENS, kvcaches=KV)
-            return engine.lookup(TOKENS) == NUM_TOKENS
-
-        until(stored, "the engine does not come back")
-        assert num_retrieved(engine) == NUM_TOKENS
-
-
 def test_a_bit_that_flips_while_it_is_down_is_not_served(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -130,28 +96,6 @@ def test_a_bit_that_flips_while_it_is_down_is_not_served(
         'lmcache_sidecar_unrecovered_chunks_total{reason="damaged"} 1.0'
         in sidecar.ask("/metrics").splitlines()
     )
-
-
-def test_a_journal_that_cannot_be_written_costs_recovery_and_nothing_else(
-    processes: Processes, tmp_path: Path
-) -> None:
-    sidecar = RestartedSidecar(processes, tmp_path)
-    with engine_at(sidecar.socket) as engine:
-        inode = (sidecar.arena / "kv.arena").stat().st_ino
-        no_limit = resource.prlimit(
-            sidecar.process.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)
-        )
-        engine.store(TOKENS, kvcaches=KV)
-        assert num_retrieved(engine) == NUM_TOKENS
-        assert not sidecar.ask("/v1/status")["arena"]["is_recorded"]
-        resource.prlimit(sidecar.process.process.pid, resource.RLIMIT_FSIZE, no_limit)
-        sidecar.restart()
-        assert (sidecar.recovery["found_chunks"], sidecar.lent_bytes) == (0, 0)
-        assert (sidecar.arena / "kv.arena").stat().st_ino != inode
-        until(
-            lambda: sidecar.ask("/v1/status")["arena"]["is_recorded"],
-            "the new one is not written down",
-        )
 
 
 def test_two_sidecars_refuse_one_arena(processes: Processes, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
 from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
+from tests.fixtures.embedded import until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
@@ -124,23 +125,16 @@ def free_port() -> int:
         return port
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.05)
-
-
 def store_at(sidecar: Sidecar, seed: int = 1) -> None:
     with engine_at(sidecar.socket) as engine:
         engine.store(tokens_of(NUM_TOKENS, seed), kvcaches=random_kv(NUM_TOKENS, seed))
-    eventually(lambda: sidecar.get("/v1/status")["pending_bytes"] == 0)
+    until(lambda: sidecar.get("/v1/status")["pending_bytes"] == 0)
 
 
 def assert_hit(sidecar: Sidecar, tier: str, seed: int = 1) -> None:
     target = empty_kv(NUM_TOKENS)
     with engine_at(sidecar.socket) as engine:
-        eventually(lambda: engine.lookup(tokens_of(NUM_TOKENS, seed), [tier]) == NUM_TOKENS)
+        until(lambda: engine.lookup(tokens_of(NUM_TOKENS, seed), [tier]) == NUM_TOKENS)
         assert engine.retrieve(tokens_of(NUM_TOKENS, seed), kvcaches=target).all()
         assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, tier) == NUM_TOKENS
     assert_equal_prefix(target, random_kv(NUM_TOKENS, seed), NUM_TOKENS)
@@ -159,66 +153,22 @@ def test_what_storage_missed_while_it_was_away_it_has_when_the_sidecar_is_gone(s
     assert_hit(site.sidecar("fresh"), "RemoteBackend")
 
 
-def test_a_drain_sends_nothing_twice(site: Site) -> None:
-    lm_port = free_port()
-    site.options["remote_url"] = f"lm://127.0.0.1:{lm_port}"
-    site.storage(lm_port)
-    sidecar = site.sidecar("first")
-    store_at(sidecar, 1)
-    answer = sidecar.post("/v1/drain")
-    assert answer["settled"]
-    expected = {
-        "state": "done",
-        "total": NUM_CHUNKS,
-        "handed_over": 0,
-        "already_elsewhere": NUM_CHUNKS,
-        "failed": 0,
-        "left": 0,
-    }
-    assert answer["drain"] == sidecar.get("/v1/status")["drain"] == expected
-    with engine_at(sidecar.socket) as engine:
-        assert engine.lookup(tokens_of(NUM_TOKENS, 1)) == NUM_TOKENS, (
-            "a draining sidecar goes on serving"
-        )
-        engine.store(tokens_of(NUM_TOKENS, 2), kvcaches=random_kv(NUM_TOKENS, 2))
-        assert engine.lookup(tokens_of(NUM_TOKENS, 2)) == 0, "and takes nothing new"
-    sidecar.terminate()
-    assert sidecar.wait() == 0
-
-
 def test_a_peer_takes_over_and_serves_itself_and_others(site: Site) -> None:
     site.with_neighbours()
     leaving, heir, third = (site.sidecar(name) for name in ("leaving", "heir", "third"))
     for sidecar in (leaving, heir, third):
-        eventually(lambda sidecar=sidecar: sidecar.get("/v1/status")["registered"])
+        until(lambda sidecar=sidecar: sidecar.get("/v1/status")["registered"])
     store_at(leaving)
-    eventually(lambda: leaving.get("/v1/status")["settled"])
+    until(lambda: leaving.get("/v1/status")["settled"])
     leaving.terminate()
     assert leaving.wait() == 0
     assert f"handed_over={NUM_CHUNKS}" in leaving.process.tail()
     held = [sidecar.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] for sidecar in (heir, third)]
     assert sum(held) == NUM_CHUNKS
     taker, other = (heir, third) if held[0] else (third, heir)
-    eventually(lambda: taker.get("/v1/status")["settled"])
+    until(lambda: taker.get("/v1/status")["settled"])
     assert_hit(other, "P2PBackend")
     assert_hit(taker, "Hot")
-
-
-def test_peers_that_refuse_or_drain_are_left_alone(site: Site) -> None:
-    site.with_neighbours()
-    heirs = [site.sidecar("refusing", accept_handover=False), site.sidecar("draining")]
-    heirs[1].post("/v1/drain")
-    leaving = site.sidecar("leaving")
-    for sidecar in (leaving, *heirs):
-        eventually(lambda sidecar=sidecar: sidecar.get("/v1/status")["registered"])
-    store_at(leaving)
-    leaving.terminate()
-    assert leaving.wait() == 0
-    assert (
-        "drained: chunks=4 handed_over=0 already_elsewhere=0 refused=4 left=0"
-        in leaving.process.tail()
-    )
-    assert [heir.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] for heir in heirs] == [0, 0]
 
 
 class HangingServer:
@@ -271,7 +221,7 @@ def test_a_target_that_hangs_does_not_keep_it_beyond_its_time(
     sidecar = hanging_sidecar(site, hanging, 2.0)
     begin = time.monotonic()
     sidecar.terminate()
-    eventually(lambda: sidecar.get("/v1/status")["drain"]["state"] == "handing_over", 2.0)
+    until(lambda: sidecar.get("/v1/status")["drain"]["state"] == "handing_over")
     assert sidecar.get("/v1/status")["drain"]["left"] == NUM_CHUNKS, (
         "it tells how far it is while it ends"
     )
@@ -284,7 +234,7 @@ def test_a_target_that_hangs_does_not_keep_it_beyond_its_time(
 def test_a_second_sigterm_ends_it_at_once(site: Site, hanging: HangingServer) -> None:
     sidecar = hanging_sidecar(site, hanging, 60.0)
     sidecar.terminate()
-    eventually(lambda: sidecar.get("/v1/status")["draining"])
+    until(lambda: sidecar.get("/v1/status")["draining"])
     assert sidecar.process.is_alive
     sidecar.terminate()
     assert sidecar.wait(2.0) == 128 + signal.SIGTERM

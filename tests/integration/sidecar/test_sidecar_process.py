@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import pytest
 from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
+from tests.fixtures.embedded import until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
@@ -64,49 +64,6 @@ def start(
     return RunningSidecar(process, tmp_path / "s.sock", ports["port"], ports["health_port"])
 
 
-def eventually(condition: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.05)
-
-
-def test_status_tells_what_the_sidecar_holds(processes: Processes, tmp_path: Path) -> None:
-    sidecar = start(processes, tmp_path)
-    tokens = tokens_of(3 * CHUNK_SIZE)
-    with engine_at(sidecar.socket) as engine:
-        engine.store(tokens, kvcaches=random_kv(len(tokens)))
-        assert sidecar.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] == 3
-        (client,) = sidecar.get("/v1/clients")["clients"]
-        assert client["model"] == "org/model"
-        assert client["num_pins"] == client["num_reservations"] == 0
-        assert len(sidecar.get("/v1/chunks?limit=2")["chunks"]) == 2
-        request = urllib.request.Request(f"http://127.0.0.1:{sidecar.port}/v1/clear", method="POST")
-        with urllib.request.urlopen(request, timeout=5) as response:
-            assert json.loads(response.read()) == {"num_chunks": 3}
-        assert engine.lookup(tokens) == 0
-    assert sidecar.get("/readyz", sidecar.health_port)["status"] == "ok"
-
-
-def test_metrics_tell_where_chunks_came_from_and_why_not(
-    processes: Processes, tmp_path: Path
-) -> None:
-    sidecar = start(processes, tmp_path)
-    tokens = tokens_of(5 * CHUNK_SIZE)
-    with engine_at(sidecar.socket) as engine:
-        engine.store(tokens[: 3 * CHUNK_SIZE], kvcaches=random_kv(3 * CHUNK_SIZE))
-        assert int(engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).sum()) == 3 * CHUNK_SIZE
-    with urllib.request.urlopen(
-        f"http://127.0.0.1:{sidecar.health_port}/metrics", timeout=5
-    ) as response:
-        lines = response.read().decode().splitlines()
-    assert "lmcache_sidecar_requested_chunks_total 5.0" in lines
-    assert 'lmcache_sidecar_loaded_chunks_total{tier="Hot"} 3.0' in lines
-    assert 'lmcache_sidecar_missed_chunks_total{reason="never_stored"} 2.0' in lines
-    assert "lmcache_sidecar_stored_chunks_total 3.0" in lines
-    assert 'lmcache_tier_chunks{tier="Hot"} 3.0' in lines
-
-
 def test_sigterm_ends_it_cleanly(processes: Processes, tmp_path: Path) -> None:
     sidecar = start(processes, tmp_path)
     sidecar.process.process.send_signal(signal.SIGTERM)
@@ -135,7 +92,7 @@ def test_the_hook_begins_the_drain_and_ends_nothing(processes: Processes, tmp_pa
         )
         done = begin_drain(sidecar.socket)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-        eventually(lambda: sidecar.get("/v1/status")["drain"]["state"] == "done")
+        until(lambda: sidecar.get("/v1/status")["drain"]["state"] == "done")
         engine.store(tokens, kvcaches=random_kv(len(tokens)))
         assert engine.lookup(tokens) == CHUNK_SIZE, "reads go on, and nothing new is kept"
         sidecar.process.process.send_signal(signal.SIGUSR1)
@@ -158,38 +115,6 @@ def test_the_hook_needs_little() -> None:
     assert not {"torch", "numpy", "pydantic", "msgspec", "fastapi", "lmcache_core"} & set(loaded)
 
 
-def test_without_recovery_nothing_is_left_in_memory(processes: Processes, tmp_path: Path) -> None:
-    sidecar = start(processes, tmp_path, arena_recover=False)
-    with engine_at(sidecar.socket) as engine:
-        engine.store(tokens_of(CHUNK_SIZE), kvcaches=random_kv(CHUNK_SIZE))
-    sidecar.process.process.send_signal(signal.SIGTERM)
-    assert sidecar.process.process.wait(15) == 0
-    assert not list((tmp_path / "arena").iterdir())
-
-
-def test_an_engine_outlives_its_sidecar_and_finds_the_next(
-    processes: Processes, tmp_path: Path
-) -> None:
-    tokens, kv = tokens_of(3 * CHUNK_SIZE), random_kv(3 * CHUNK_SIZE)
-    first = start(processes, tmp_path, "first")
-    with engine_at(first.socket) as engine:
-        engine.store(tokens, kvcaches=kv)
-        assert engine.lookup(tokens) == len(tokens)
-        first.process.kill()
-        assert engine.lookup(tokens) == 0
-        assert not engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any()
-        start(processes, tmp_path, "second")
-
-        def stored() -> bool:
-            engine.store(tokens, kvcaches=kv)
-            return engine.lookup(tokens) == len(tokens)
-
-        eventually(stored)
-        target = empty_kv(len(tokens))
-        assert engine.retrieve(tokens, kvcaches=target).all()
-        assert_equal_prefix(target, kv, len(tokens))
-
-
 def test_a_restarted_sidecar_serves_its_disk(processes: Processes, tmp_path: Path) -> None:
     disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.05}
     tokens, kv, target = (
@@ -200,7 +125,7 @@ def test_a_restarted_sidecar_serves_its_disk(processes: Processes, tmp_path: Pat
     first = start(processes, tmp_path, "first", **disk)
     with engine_at(first.socket) as engine:
         engine.store(tokens, kvcaches=kv)
-        eventually(lambda: first.get("/v1/status")["settled"])
+        until(lambda: first.get("/v1/status")["settled"])
     first.process.kill()
     second = start(processes, tmp_path, "second", **disk)
     with engine_at(second.socket) as engine:
@@ -243,18 +168,10 @@ def test_a_killed_engine_leaves_nothing_behind(processes: Processes, tmp_path: P
         doomed.wait()
         assert doomed.stdout is not None
         doomed.stdout.close()
-    eventually(lambda: not sidecar.get("/v1/clients")["clients"])
+    until(lambda: not sidecar.get("/v1/clients")["clients"])
     figures = sidecar.get("/v1/tiers")["tiers"]["Hot"]
     assert figures["arena_used_bytes"] == 0
     assert figures["num_chunks"] == 0, "a half-written chunk was never visible"
-
-
-def test_two_sidecars_refuse_one_socket(processes: Processes, tmp_path: Path) -> None:
-    from lmcache_demo.processes import DemoError
-
-    start(processes, tmp_path, "first")
-    with pytest.raises(DemoError, match="another sidecar listens"):
-        start(processes, tmp_path, "second", arena_path=tmp_path / "other")
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -21,16 +17,14 @@ from typing import Any
 import pytest
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
-from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
+from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.chains import chain_of, num_loaded, store_chunks
 from tests.fixtures.embedded import until
-from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.processes import Processes
-from tests.fixtures.sidecar import engine_at
 
 ROOT = Path(__file__).resolve().parents[3]
 ARENA_BYTES = 1 << 20
@@ -150,37 +144,6 @@ def test_what_was_promised_can_be_loaded_from_an_arena_that_others_have_filled(
         assert num_loaded(store, chain.keys_of_rank(0)) == 400
 
 
-def test_a_client_that_is_killed_holds_nothing(tmp_path: Path, processes: Processes) -> None:
-    sidecar = Sidecar(tmp_path, processes)
-    code = textwrap.dedent(f"""
-        import time
-        from pathlib import Path
-        from lmcache_core.sidecar import SidecarChunkStore
-        from lmcache_core.telemetry import Counters
-        from tests.fixtures.chains import chain_of, store_chunks
-        from tests.fixtures.frames import HELLO
-
-        store = SidecarChunkStore(Path({str(sidecar.socket)!r}), HELLO, 5.0, Counters())
-        store.open(lambda salt: None)
-        chain = chain_of(range(20))
-        store_chunks(store, chain.keys_of_rank(0))
-        print(sum(store.stage("t", [chain]).tiers[0]), flush=True)
-        time.sleep(60)
-    """)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    }
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
-    ) as client:
-        assert client.stdout is not None
-        assert client.stdout.readline() == "20\n"
-        assert sidecar.evict() == 20
-        client.send_signal(signal.SIGKILL)
-        client.wait(10)
-    until(lambda: sidecar.evict() == 0, "chunks are held for a client that is dead")
-
-
 def test_a_remote_tier_that_hangs_costs_a_lift_its_deadline_and_nobody_else_anything(
     tmp_path: Path, processes: Processes
 ) -> None:
@@ -211,31 +174,3 @@ def test_a_remote_tier_that_hangs_costs_a_lift_its_deadline_and_nobody_else_anyt
                 time.sleep(0.01)
             assert staged.is_ready, "the lift outlasts its deadline"
             assert sorted(lasted)[len(lasted) // 2] < 0.1
-
-
-def test_bytes_that_change_in_the_arena_are_missed_forgotten_and_stored_anew(
-    tmp_path: Path, processes: Processes
-) -> None:
-    sidecar = Sidecar(tmp_path, processes, verify_hot="always")
-    tokens, kv = tokens_of(3 * CHUNK_SIZE), random_kv(3 * CHUNK_SIZE)
-    with engine_at(sidecar.socket) as engine:
-        engine.store(tokens, kvcaches=kv)
-        store: Any = engine._store
-        keys = [key for _, _, key in engine._token_database.process_tokens(tokens)]
-        chunks = store.get(keys)
-        offset = chunks[1].memory.metadata.address
-        store.release(chunks)
-        with Path(store._link.connection.arena_info.path).open("r+b") as arena:
-            arena.seek(offset + 5)
-            byte = arena.read(1)[0]
-            arena.seek(offset + 5)
-            arena.write(bytes([byte ^ 0x10]))
-        assert int(engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).sum()) == CHUNK_SIZE
-        assert engine.counters.value(MISSED_CHUNKS_TOTAL, "corrupt") == 2
-        assert engine.lookup(tokens) == CHUNK_SIZE
-        assert sidecar.ask("/v1/tiers")["tiers"]["Hot"]["num_chunks"] == 2
-        assert "lmcache_sidecar_corrupt_chunks_total 1.0" in sidecar.ask("/metrics").splitlines()
-        engine.store(tokens, kvcaches=kv)
-        target = empty_kv(len(tokens))
-        assert engine.retrieve(tokens, kvcaches=target).all()
-        assert_equal_prefix(target, kv, len(tokens))

@@ -16,27 +16,13 @@ from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.storage.remote.file import FileBackend
 from lmcache_core.wire.client import LmClient
-from lmcache_servicekit.settings import load_settings
 from lmcache_servicekit.state import service_state
 from lmcache_sidecar import sidecar as opening
 from lmcache_sidecar.app import create_app
 from lmcache_sidecar.arena.owner import ArenaOwner, open_arena
-from lmcache_sidecar.settings import SidecarSettings
 
+from tests.fixtures.sidecar_app import make_settings
 from tests.suites.chunks import make_chunk, make_key
-
-
-def make_settings(tmp_path: Path, **options: object) -> SidecarSettings:
-    values: dict[str, object] = {
-        "port": 0,
-        "lm_port": 0,
-        "health_port": 0,
-        "instance_id": "test",
-        "socket_path": tmp_path / "s.sock",
-        "arena_path": tmp_path / "arena",
-        "arena_gb": 0.001,
-    }
-    return SidecarSettings(**(values | options))
 
 
 class Volume:
@@ -56,7 +42,7 @@ async def test_it_waits_for_room_with_its_probes_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume = Volume()
-    app = create_app(make_settings(tmp_path, arena_wait_s=30))
+    app = create_app(make_settings(tmp_path, arena_wait_s=30, health_port=0))
     state = service_state(app)
     seen: list[tuple[int, int]] = []
 
@@ -132,32 +118,6 @@ async def test_a_tier_that_is_refused_leaves_nothing_of_those_before_it(
         """The directory is free again."""
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"disk_path": "/x"}, "disk_gb is not set: set both or none"),
-        ({"lookup_url": "http://localhost:1"}, "go together"),
-        ({"lm_host": "10.0.0.1"}, "allow_anonymous"),
-        (
-            {"lm_host": "10.0.0.1", "ticket_keys_file": "/k"},
-            "lm_host='10.0.0.1'.*allow_plaintext=true",
-        ),
-        ({"tls_cert_file": "/c", "distributed_url": "lm://pod:65433"}, r"write lm\+tls://"),
-        ({"tenant": "Not A Tenant"}, "tenant"),
-        ({"distributed_url": "http://x"}, "lm://host:port"),
-        ({"arena_gb": 0}, "greater than 0"),
-        ({"verify_hot": "maybe"}, "always"),
-        ({"arena_mode": "0888"}, "octal"),
-        ({"arena_mode": "0060"}, "octal"),
-        ({"arena_mode": 0o660}, "in quotes"),
-        ({"arena_huge_pages": "always"}, "advise"),
-    ],
-)
-def test_contradictions_are_refused(tmp_path: Path, options: dict[str, object], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        make_settings(tmp_path, **options)
-
-
 async def test_the_limits_of_its_settings_reach_its_tiers(tmp_path: Path) -> None:
     options = {
         "disk_path": tmp_path / "disk",
@@ -180,25 +140,6 @@ async def test_the_limits_of_its_settings_reach_its_tiers(tmp_path: Path) -> Non
         assert set(disk.keys()) == {make_key(name, "mine") for name in (2, 3, 4)}
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, False),
-        ({"accept_handover": True}, True),
-        ({"auth_tokens_file": "/x", "lm_host": "10.0.0.1", "allow_plaintext": True}, True),
-        ({"auth_tokens_file": "/x", "ticket_keys_file": "/y"}, True),
-        ({"ticket_keys_file": "/y"}, False),
-        ({"lm_host": "10.0.0.1", "allow_anonymous": True}, False),
-        ({"lm_host": "10.0.0.1", "allow_anonymous": True, "accept_handover": True}, True),
-        ({"auth_tokens_file": "/x", "accept_handover": False}, False),
-    ],
-)
-def test_chunks_of_peers_are_taken_where_it_is_known_who_puts(
-    tmp_path: Path, options: dict[str, object], expected: bool
-) -> None:
-    assert make_settings(tmp_path, **options).accept_handover is expected
-
-
 @pytest.mark.parametrize("options", [{}, {"accept_handover": True}])
 async def test_nobody_stores_under_an_engines_names_unless_told_so(
     tmp_path: Path, options: dict[str, object]
@@ -209,18 +150,6 @@ async def test_nobody_stores_under_an_engines_names_unless_told_so(
         assert await client.put([make_chunk("theirs")]) == [bool(options)]
         await client.close()
         assert app.state.sidecar.tiers.hot.keys() == [make_key("theirs")] * bool(options)
-
-
-def test_taking_chunks_from_peers_that_cannot_put_any_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="set auth_tokens_file too"):
-        make_settings(tmp_path, ticket_keys_file="/y", accept_handover=True)
-
-
-def test_a_wrong_option_is_one_line_although_a_default_follows_from_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_settings(SidecarSettings, environ={"LMCACHE_SIDECAR_LM_PORT": "x"})
-    assert str(caught.value).splitlines() == [str(caught.value)]
-    assert "LMCACHE_SIDECAR_LM_PORT" in str(caught.value)
 
 
 async def test_the_arena_is_as_its_settings_say(tmp_path: Path) -> None:

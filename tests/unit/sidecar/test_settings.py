@@ -1,38 +1,82 @@
+"""Settings that are refused, and those that follow from others."""
+
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 
-BOTH = {"LOOKUP_URL": "http://lookup:8081", "BROKER_URL": "https://broker:8082"}
+BOTH = {"lookup_url": "http://lookup:8081", "broker_url": "https://broker:8082"}
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"PORT": "1234", "LM_PORT": "1234"}, "lm_port=1234 is the value of port too"),
-        ({"LM_PORT": "8083"}, "lm_port=8083 is the value of port too"),
-        (BOTH | {"LOOKUP_URL": "lookup:8081"}, "lookup_url=.*http://host:port"),
-        (BOTH | {"BROKER_URL": "https://broker:8082/?token=x"}, "broker_url=.*http://host:port"),
-        ({"REMOTE_URL": "s3://bucket"}, "remote_url=.*scheme must be one of"),
-        ({"REMOTE_URL": "lm://storage:65432/path"}, "remote_url=.*lm://host:port"),
+        ({"port": 1234, "lm_port": 1234}, "lm_port=1234 is the value of port too"),
+        ({"lm_port": 8083}, "lm_port=8083 is the value of port too"),
+        (BOTH | {"lookup_url": "lookup:8081"}, "(?s)lookup_url.*http://host:port"),
+        (BOTH | {"broker_url": "https://broker:8082/?token=x"}, "(?s)broker_url.*http://host:port"),
+        ({"remote_url": "s3://bucket"}, "(?s)remote_url.*scheme must be one of"),
+        ({"remote_url": "lm://storage:65432/path"}, "(?s)remote_url.*lm://host:port"),
+        ({"disk_path": "/x"}, "disk_gb is not set: set both or none"),
+        ({"lookup_url": "http://localhost:1"}, "go together"),
+        ({"lm_host": "10.0.0.1"}, "allow_anonymous"),
+        (
+            {"lm_host": "10.0.0.1", "ticket_keys_file": "/k"},
+            "lm_host='10.0.0.1'.*allow_plaintext=true",
+        ),
+        ({"tls_cert_file": "/c", "distributed_url": "lm://pod:65433"}, r"write lm\+tls://"),
+        ({"tenant": "Not A Tenant"}, "tenant"),
+        ({"distributed_url": "http://x"}, "lm://host:port"),
+        ({"arena_gb": 0}, "greater than 0"),
+        ({"verify_hot": "maybe"}, "always"),
+        ({"arena_mode": "0888"}, "octal"),
+        ({"arena_mode": "0060"}, "octal"),
+        ({"arena_mode": 0o660}, "in quotes"),
+        ({"arena_huge_pages": "always"}, "advise"),
+        ({"disk_serde": "cachegn"}, "did you mean 'cachegen'"),
+        ({"peer_serde": "torch"}, "no encoding that a sidecar has"),
+        ({"remote_serde": "lossless"}, "set remote_url"),
+        ({"disk_serde": "lossless"}, "set disk_path"),
+        ({"ticket_keys_file": "/y", "accept_handover": True}, "set auth_tokens_file too"),
     ],
 )
-def test_what_could_not_start_is_told_by_its_option(options: dict[str, str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        load_settings(
-            SidecarSettings,
-            None,
-            {f"LMCACHE_SIDECAR_{name}": value for name, value in options.items()},
-        )
+def test_what_could_not_start_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        SidecarSettings(**options)
 
 
 def test_what_can_start_is_taken() -> None:
-    environ = BOTH | {"REMOTE_URL": "redis://user:secret@redis:6379/0"}
-    load_settings(
-        SidecarSettings, None, {f"LMCACHE_SIDECAR_{name}": value for name, value in environ.items()}
-    )
+    SidecarSettings(**BOTH, remote_url="redis://user:secret@redis:6379/0")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, False),
+        ({"accept_handover": True}, True),
+        ({"auth_tokens_file": "/x", "lm_host": "10.0.0.1", "allow_plaintext": True}, True),
+        ({"auth_tokens_file": "/x", "ticket_keys_file": "/y"}, True),
+        ({"ticket_keys_file": "/y"}, False),
+        ({"lm_host": "10.0.0.1", "allow_anonymous": True}, False),
+        ({"lm_host": "10.0.0.1", "allow_anonymous": True, "accept_handover": True}, True),
+        ({"auth_tokens_file": "/x", "accept_handover": False}, False),
+    ],
+)
+def test_chunks_of_peers_are_taken_where_it_is_known_who_puts(
+    options: dict[str, Any], expected: bool
+) -> None:
+    assert SidecarSettings(**options).accept_handover is expected
+
+
+def test_a_wrong_option_is_one_line_although_a_default_follows_from_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(SidecarSettings, environ={"LMCACHE_SIDECAR_LM_PORT": "x"})
+    assert str(caught.value).splitlines() == [str(caught.value)]
+    assert "LMCACHE_SIDECAR_LM_PORT" in str(caught.value)
 
 
 @pytest.mark.parametrize("password", ["hunter2", "hun/ter2", "hun'ter2", "hun@ter2"])

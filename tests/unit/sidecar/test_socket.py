@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,9 @@ from lmcache_core.sidecar import SidecarConnection
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
+from lmcache_sidecar import metrics
 
+from tests.fixtures.embedded import until
 from tests.fixtures.frames import PLAIN_HELLO as HELLO
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.late_socket import late_socket
@@ -77,13 +78,6 @@ def loaded(
     return data, extents, next((item for item in items if isinstance(item, str)), None)
 
 
-def wait_for(condition: object, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
-
-
 def test_an_engine_stores_and_another_retrieves(sidecar: RunningSocket) -> None:
     tokens, kv, target = (
         tokens_of(5 * CHUNK_SIZE + 3),
@@ -96,6 +90,18 @@ def test_an_engine_stores_and_another_retrieves(sidecar: RunningSocket) -> None:
     with engine_at(sidecar.path) as second:
         assert second.retrieve(tokens, kvcaches=target).all()
     assert_equal_prefix(target, kv, len(tokens))
+
+
+def test_it_is_counted_where_chunks_came_from_and_why_not(sidecar: RunningSocket) -> None:
+    tokens = tokens_of(5 * CHUNK_SIZE)
+    with engine_at(sidecar.path) as engine:
+        engine.store(tokens[: 3 * CHUNK_SIZE], kvcaches=random_kv(3 * CHUNK_SIZE))
+        assert int(engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).sum()) == 3 * CHUNK_SIZE
+    counted = sidecar.counters.snapshot()
+    assert counted[metrics.REQUESTED_CHUNKS_TOTAL, ""] == 5
+    assert counted[metrics.LOADED_CHUNKS_TOTAL, "Hot"] == 3
+    assert counted[metrics.MISSED_CHUNKS_TOTAL, "never_stored"] == 2
+    assert counted[metrics.STORED_CHUNKS_TOTAL, ""] == 3
 
 
 def test_a_longest_prefix_is_pinned_and_the_reason_of_its_end_told(
@@ -168,7 +174,7 @@ def test_a_client_that_goes_gives_everything_back(sidecar: RunningSocket) -> Non
     lent(client, 700, 800)
     used = sidecar.allocator.used_bytes
     client.close()
-    wait_for(lambda: not sidecar.server.sessions)
+    until(lambda: not sidecar.server.sessions)
     assert sidecar.allocator.used_bytes == 1024 < used, "only the stored chunk is left"
 
 
@@ -230,7 +236,7 @@ def test_pins_of_all_clients_leave_some_of_the_arena(
     client.call(m.DoneWith(tuple(extent.id for extent in first)), m.Ok)
     assert loaded(client, 8)[2] == "no_memory", "the other still has them"
     others[0].close()
-    wait_for(lambda: len(sidecar.server.sessions) == 2)
+    until(lambda: len(sidecar.server.sessions) == 2)
     assert len(loaded(client, 8)[1]) == 1
     others[1].close()
     assert put(client, 20, bytes(100_000)), "the rest is for stores"
@@ -332,7 +338,7 @@ def test_an_engine_without_a_sidecar_computes_and_finds_it_later(tmp_path: Path)
                 engine.store(tokens, kvcaches=kv)
                 return engine.lookup(tokens) == len(tokens)
 
-            wait_for(stored, 8.0)
+            until(stored, "the sidecar is not found")
             assert engine.retrieve(tokens, kvcaches=target).all()
         assert not engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any(), (
             "gone again, and no error"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,19 +18,13 @@ from lmcache_core.wire.frames import (
 from lmcache_sidecar import metrics
 from lmcache_sidecar.socket import context, server, session
 
+from tests.fixtures.embedded import until
 from tests.fixtures.frames import PLAIN_HELLO, RawClient, greeted
 from tests.fixtures.sidecar import running_socket
 
 LARGE = m.build_frame(2, m.Commit(tuple((number, bytes(60_000)) for number in range(10))))
 """A valid request of 600 kB."""
 META_BYTES = len(LARGE) - HEADER_BYTES
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
 
 
 def taken_bytes(raw: socket.socket, data: bytes) -> int:
@@ -76,7 +68,7 @@ def test_a_large_request_gets_its_turn_when_another_is_answered(
         greeted(running.path) as second,
     ):
         first.socket.sendall(LARGE[:-1])
-        wait_for(lambda: running.server.context.large_requests.used_bytes)
+        until(lambda: running.server.context.large_requests.used_bytes)
         assert taken_bytes(second.socket, LARGE) < len(LARGE)
         first.socket.sendall(LARGE[-1:])
         assert first.answer() == m.ContainsOk([False] * 10)
@@ -93,7 +85,7 @@ def test_waiting_in_turn_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         greeted(running.path) as second,
     ):
         first.socket.sendall(LARGE[:-1])
-        wait_for(lambda: running.server.context.large_requests.used_bytes)
+        until(lambda: running.server.context.large_requests.used_bytes)
         num_sent = taken_bytes(second.socket, LARGE)
         first.socket.close()
         second.socket.sendall(LARGE[num_sent:])
@@ -113,7 +105,7 @@ def test_a_large_request_does_not_wait_for_ever(
         greeted(running.path) as second,
     ):
         first.socket.sendall(LARGE[:-1])
-        wait_for(lambda: running.server.context.large_requests.used_bytes)
+        until(lambda: running.server.context.large_requests.used_bytes)
         monkeypatch.setattr(session, "LARGE_REQUEST_TIMEOUT_S", 0.2)
         taken_bytes(second.socket, LARGE[:-1])
         refusal = second.answer()
@@ -138,7 +130,7 @@ def test_reservations_of_all_clients_leave_some_of_the_arena(tmp_path: Path) -> 
         assert granted == [8, 4, 0, 0], "half of it each, three quarters together"
         assert running.counters.value(metrics.REFUSED_CHUNKS_TOTAL) == 4 * 16 - 12
         clients[0].socket.close()
-        wait_for(lambda: len(running.server.sessions) == 3)
+        until(lambda: len(running.server.sessions) == 3)
         assert len(reserved_by(clients[2], (64 << 10,) * 16)) == 8, (
             "what a client leaves others may have"
         )

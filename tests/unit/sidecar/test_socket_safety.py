@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from lmcache_core.wire import messages as m
 from lmcache_sidecar.arena.journal import ArenaJournal
 from lmcache_sidecar.socket import session as session_module
 
+from tests.fixtures.embedded import until
 from tests.fixtures.frames import HELLO, greeted
 from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
 from tests.fixtures.sidecar import TIMEOUT_S, engine_at, running_socket
@@ -34,13 +36,6 @@ class SlowDisk(DiskBackend):
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         await asyncio.sleep(60)
         return [True] * len(keys)
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
 
 
 def test_a_store_that_fails_half_way_leaves_no_reservation(tmp_path: Path) -> None:
@@ -82,6 +77,27 @@ def test_the_socket_of_a_successor_is_left_alone(tmp_path: Path) -> None:
             assert running.path.exists()
 
 
+@pytest.mark.parametrize("num_turns", range(6))
+def test_who_connects_while_it_closes_is_hung_up_on(tmp_path: Path, num_turns: int) -> None:
+    """After so many turns of the loop the connection is still in the backlog, accepted, or its
+    session about to begin.
+    """
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(5.0)
+        with running_socket(tmp_path) as running:
+
+            async def connect_and_close() -> None:
+                client.connect(str(running.path))
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                await running.server.close()
+
+            running.loop.run(connect_and_close(), 5.0)
+        gc.collect()  # where something was left open, it is told here
+        with contextlib.suppress(ConnectionError):
+            assert client.recv(1) == b""
+
+
 @pytest.mark.parametrize("refused", [HELLO, m.Reject((-1,)), m.Stage("t", ((9, b""),), True, 1, 0)])
 def test_a_refused_client_keeps_its_memory_until_it_has_gone(
     tmp_path: Path, refused: m.Message
@@ -97,7 +113,7 @@ def test_a_refused_client_keeps_its_memory_until_it_has_gone(
             assert client.socket.recv(1) == b"", "the sidecar has nothing more to say"
             time.sleep(0.1)
             assert running.allocator.used_bytes == used > 0
-        wait_for(lambda: running.allocator.used_bytes == 0)
+        until(lambda: running.allocator.used_bytes == 0)
 
 
 def test_a_client_whose_large_request_does_not_arrive_keeps_its_memory_until_it_has_gone(
@@ -113,7 +129,7 @@ def test_a_client_whose_large_request_does_not_arrive_keeps_its_memory_until_it_
             assert isinstance(client.answer(), m.ErrorMessage)
             time.sleep(0.1)
             assert running.allocator.used_bytes == used > 0
-        wait_for(lambda: running.allocator.used_bytes == 0)
+        until(lambda: running.allocator.used_bytes == 0)
 
 
 def test_a_client_that_does_not_read_does_not_hold_up_the_end(tmp_path: Path) -> None:
@@ -146,12 +162,12 @@ def test_a_session_that_ignores_its_cancellation_does_not_hold_up_the_end(
     monkeypatch.setattr(session_module.EngineSession, "_talk", ignore_cancellation)
     with running_socket(tmp_path) as running, socket.socket(socket.AF_UNIX) as raw:
         raw.connect(str(running.path))
-        wait_for(lambda: running.server.sessions)
+        until(lambda: running.server.sessions)
         try:
             running.loop.run(running.server.close(), TIMEOUT_S)
         finally:
             may_end.set()
-        wait_for(lambda: not running.server.sessions)
+        until(lambda: not running.server.sessions)
     assert [
         "ignored its cancellation" in record.getMessage()
         for record in caplog.records
@@ -215,7 +231,7 @@ def test_a_client_that_says_nothing_is_sent_away(
         raw.settimeout(5.0)
         raw.connect(str(running.path))
         assert raw.recv(1) == b""
-        wait_for(lambda: not running.server.sessions)
+        until(lambda: not running.server.sessions)
 
 
 def test_a_lookup_ends_at_its_callers_deadline(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from lmcache_core.wire import messages as m
 from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 
 from tests.fixtures.chains import chain_of
+from tests.fixtures.embedded import until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.scripted_sidecar import (
     UNHURRIED_S,
@@ -70,13 +71,6 @@ def held(
             store.close()
 
 
-def eventually(condition: Callable[[], object], complaint: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.005)
-
-
 def asked(sidecar: ScriptedSidecar) -> list[str]:
     names = [request.frame_type.name for request in sidecar.requests]
     return [name for name in names if name != "PING"]
@@ -87,7 +81,7 @@ def test_what_can_save_much_is_waited_for_and_asked_once(tmp_path: Path) -> None
         for _ in range(20):
             assert store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == Staged(False, ())
         go.set()
-        eventually(
+        until(
             lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD,
             "the answer is lost",
         )
@@ -98,7 +92,7 @@ def test_what_can_save_much_is_waited_for_and_asked_once(tmp_path: Path) -> None
 def test_what_can_save_little_is_done_without_until_the_sidecar_is_quick(tmp_path: Path) -> None:
     with held(tmp_path) as (store, sidecar, go):
         assert store.stage("t", CHAINS, wait_s=0.0) == Staged(False, ())
-        eventually(lambda: store.stage("t", CHAINS, wait_s=0.0) is None, "it waits without end")
+        until(lambda: store.stage("t", CHAINS, wait_s=0.0) is None, "it waits without end")
         assert not store.is_worth(0.0)
         assert store.is_worth(MUCH_S)
         for number in range(100):
@@ -106,8 +100,8 @@ def test_what_can_save_little_is_done_without_until_the_sidecar_is_quick(tmp_pat
             store.unstage([f"t{number}"])
         assert asked(sidecar).count("STAGE") == 1
         go.set()
-        eventually(lambda: store.is_worth(0.0), "nothing finds out that the sidecar is quick again")
-        eventually(
+        until(lambda: store.is_worth(0.0), "nothing finds out that the sidecar is quick again")
+        until(
             lambda: store.stage("u", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD,
             "it is not asked again",
         )
@@ -117,10 +111,10 @@ def test_what_can_save_little_is_done_without_until_the_sidecar_is_quick(tmp_pat
 def test_a_sidecar_that_never_answers_is_given_up_in_the_background(tmp_path: Path) -> None:
     with held(tmp_path, timeout_s=0.2) as (store, sidecar, go):
         assert store.stage("t", CHAINS, wait_s=0.0) == Staged(False, ())
-        eventually(lambda: store.stage("t", CHAINS, wait_s=0.0) is None, "it waits without end")
-        eventually(lambda: sidecar.num_connections > 1, "the connection is kept for ever")
+        until(lambda: store.stage("t", CHAINS, wait_s=0.0) is None, "it waits without end")
+        until(lambda: sidecar.num_connections > 1, "the connection is kept for ever")
         go.set()
-        eventually(
+        until(
             lambda: store.stage("u", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD,
             "it is not asked again",
         )
@@ -148,7 +142,7 @@ def test_a_sidecar_that_hangs_is_given_up_although_nothing_more_can_be_sent(
             store.stage("t", chains, wait_s=0.0, saving_s=MUCH_S)
             return sidecar.num_connections > 1
 
-        eventually(is_given_up, "the connection is kept for ever")
+        until(is_given_up, "the connection is kept for ever")
 
 
 def test_a_full_socket_is_noticed_although_its_questions_were_dropped(tmp_path: Path) -> None:
@@ -156,7 +150,7 @@ def test_a_full_socket_is_noticed_although_its_questions_were_dropped(tmp_path: 
     with held(tmp_path) as (store, sidecar, _):
         for number in range(MAX_UNANSWERED + 1):
             store.unstage([f"t{number}"])
-        eventually(
+        until(
             lambda: not store.stage("t", CHAINS, wait_s=0.0) and not store.is_worth(0.0),
             "it counts as quick",
         )
@@ -183,23 +177,23 @@ def test_a_probe_that_could_not_be_sent_tells_nothing(
         monkeypatch.setattr(store._pace, "_probe", counted)
         with connection._turn:
             store._pace.wasted(2 * UNHURRIED_S)
-            eventually(lambda: probes, "it is not probed")
+            until(lambda: probes, "it is not probed")
             time.sleep(0.05)
             assert not store.is_worth(0.0), "nothing has been answered"
         go.set()
-        eventually(lambda: store.is_worth(0.0), "nothing finds out that the sidecar is quick")
+        until(lambda: store.is_worth(0.0), "nothing finds out that the sidecar is quick")
 
 
 def test_a_ticket_is_given_back_before_it_is_asked_for_again(tmp_path: Path) -> None:
     with held(tmp_path) as (store, sidecar, go):
         go.set()
         for _ in range(3):
-            eventually(
+            until(
                 lambda: store.stage("t", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD,
                 "no answer",
             )
             store.unstage(["t"])
-        eventually(lambda: len(asked(sidecar)) == 7, "not all was said")
+        until(lambda: len(asked(sidecar)) == 7, "not all was said")
         assert asked(sidecar)[1:] == ["STAGE", "DONE"] * 3
 
 
@@ -209,7 +203,7 @@ def test_a_ticket_that_was_given_back_to_a_late_sidecar_is_told_before_it_is_ask
     """Nothing is sent to give it back while the sidecar is late; the order counts all the same."""
     with held(tmp_path) as (store, sidecar, go):
         assert store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())
-        eventually(
+        until(
             lambda: (
                 store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) and not store.is_worth(0.0)
             ),
@@ -218,7 +212,7 @@ def test_a_ticket_that_was_given_back_to_a_late_sidecar_is_told_before_it_is_ask
         store.unstage(["t"])
         assert store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())
         go.set()
-        eventually(
+        until(
             lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD,
             "the answer is lost",
         )
@@ -232,7 +226,7 @@ def test_other_chains_under_a_ticket_are_another_question(tmp_path: Path) -> Non
         )
         assert store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())
         go.set()
-        eventually(lambda: asked(sidecar).count("STAGE") == 2, "it was not asked")
+        until(lambda: asked(sidecar).count("STAGE") == 2, "it was not asked")
 
 
 def test_requests_without_answers_are_bounded_and_nothing_waits_for_them(tmp_path: Path) -> None:
@@ -255,19 +249,19 @@ def test_requests_without_answers_are_bounded_and_nothing_waits_for_them(tmp_pat
             )
             return len(said) == 4 * MAX_UNANSWERED + 1
 
-        eventually(is_said, "tickets that could not be given back at once are forgotten")
+        until(is_said, "tickets that could not be given back at once are forgotten")
 
 
 def test_a_sidecar_that_ends_while_many_answers_are_missing_is_noticed(tmp_path: Path) -> None:
     with held(tmp_path) as (store, sidecar, _):
         sidecar.script = lambda request: None  # it reads, and answers HELLO alone
-        eventually(
+        until(
             lambda: store.unstage(["t"]) or len(sidecar.requests) > MAX_UNANSWERED,
             "it does not read",
         )
         for connection in list(sidecar._connections):
             connection.shutdown(socket.SHUT_RDWR)
-        eventually(
+        until(
             lambda: store.unstage(["t"]) or sidecar.num_connections > 1,
             "a connection that has ended is used for ever",
         )
@@ -286,7 +280,7 @@ def test_an_answer_may_come_in_pieces(tmp_path: Path) -> None:
             return pieces[-1:]
 
         sidecar.script = script
-        eventually(
+        until(
             lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD,
             "pieces are lost",
         )
@@ -302,10 +296,10 @@ def test_a_wait_for_nothing_is_followed_by_a_rest() -> None:
     begin = time.monotonic()
     pace.wasted(0.01)
     assert not pace.is_worth(0.0)
-    eventually(lambda: pace.is_worth(0.0), "it rests for ever")
+    until(lambda: pace.is_worth(0.0), "it rests for ever")
     assert probes[0] - begin >= 0.2
     pace.took(2 * QUICK_S)
-    eventually(
+    until(
         lambda: len(probes) == 2 and pace.is_worth(0.0),
         "one answer that came late is held against it",
     )
@@ -351,14 +345,14 @@ def test_a_connection_is_measured_when_it_is_made(tmp_path: Path) -> None:
         store = SidecarChunkStore(sidecar.path, HELLO, TIMEOUT_S, Counters())
         store.open(lambda salt: None)
         try:
-            eventually(
+            until(
                 lambda: m.Ping() in sidecar.requests,
                 "nothing finds out whether it is still late",
             )
             assert not store.is_worth(0.0)
             assert store.is_worth(MUCH_S)
             may_answer.set()
-            eventually(lambda: store.is_worth(0.0), "it is held against it for ever")
+            until(lambda: store.is_worth(0.0), "it is held against it for ever")
         finally:
             may_answer.set()
             store.close()
@@ -379,6 +373,6 @@ def test_a_rest_may_begin_while_a_probe_is_under_way() -> None:
     begin = time.monotonic()
     pace.wasted(0.02)
     may_answer.set()
-    eventually(lambda: pace.is_worth(0.0), "it rests for ever")
+    until(lambda: pace.is_worth(0.0), "it rests for ever")
     assert time.monotonic() - begin >= 0.4
     pace.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,11 @@ from lmcache_core.sidecar.connection import SidecarConnection
 from lmcache_core.sidecar.link import SidecarLink
 from lmcache_core.wire import messages as m
 
+from tests.fixtures.embedded import until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.scripted_sidecar import GENERATION, scripted_sidecar
 
 PATIENCE_S = 60.0
-
-
-def eventually(condition: Callable[[], object], complaint: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.01)
 
 
 def test_a_fault_that_nobody_foresaw_ends_one_attempt_and_not_the_link(
@@ -44,11 +36,9 @@ def test_a_fault_that_nobody_foresaw_ends_one_attempt_and_not_the_link(
     link.open()
     try:
         with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
-            eventually(lambda: link.connection, "the link has given up")
+            until(lambda: link.connection, "the link has given up")
             assert sidecar.num_connections == 3
-            eventually(
-                lambda: sidecar.num_ended == 2, "a connection that was not greeted stays open"
-            )
+            until(lambda: sidecar.num_ended == 2, "a connection that was not greeted stays open")
             assert [fault.exc_type for fault in seen] == [KeyError, KeyError]
             assert caplog.text.count("connecting to the sidecar failed: KeyError('greeting')") == 2
     finally:
@@ -75,7 +65,7 @@ def test_a_process_without_descriptors_to_spare_tries_again(
         link.open()
         try:
             assert num_refused == 1
-            eventually(lambda: link.connection, "the link has given up")
+            until(lambda: link.connection, "the link has given up")
             assert num_refused == 2
         finally:
             link.close()
@@ -104,14 +94,14 @@ def test_a_sidecar_that_answers_and_cannot_be_used_is_told_of_once_for_each_caus
         assert num_complaints() == 0, "nobody is there"
         with scripted_sidecar(tmp_path, script) as sidecar:
             is_ready.set()
-            eventually(lambda: num_complaints() == 1, "nothing tells why it is not used")
+            until(lambda: num_complaints() == 1, "nothing tells why it is not used")
             assert "engines must see the sidecar's arena_path" in caplog.text
             tried = sidecar.num_connections
-            eventually(lambda: sidecar.num_connections > tried, "it has given up")
+            until(lambda: sidecar.num_connections > tried, "it has given up")
             refused = m.ErrorMessage("layout", "another one")
-            eventually(lambda: num_complaints() == 2, "nothing tells why it is not used")
+            until(lambda: num_complaints() == 2, "nothing tells why it is not used")
             refused, generation = None, GENERATION
-            eventually(lambda: link.connection, "it has given up")
+            until(lambda: link.connection, "it has given up")
             assert num_complaints() == 2
     finally:
         link.close()

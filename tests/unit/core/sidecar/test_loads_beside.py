@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from lmcache_core.keys import CacheEngineKey
@@ -18,6 +18,7 @@ from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 
+from tests.fixtures.embedded import until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.scripted_sidecar import ARENA_BYTES, Answer, ScriptedSidecar, scripted_sidecar
 
@@ -36,13 +37,6 @@ def store_at(sidecar: ScriptedSidecar) -> Iterator[SidecarChunkStore]:
         yield store
     finally:
         store.close()
-
-
-def eventually(condition: Callable[[], object], complaint: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.01)
 
 
 def loaded(handle: int) -> m.Extents:
@@ -82,7 +76,7 @@ def test_a_load_that_takes_long_keeps_no_store_waiting(tmp_path: Path) -> None:
         thread = threading.Thread(target=load)
         thread.start()
         try:
-            eventually(
+            until(
                 lambda: any(isinstance(request, m.LoadExtents) for request in sidecar.requests),
                 "nothing is loaded",
             )
@@ -115,8 +109,8 @@ def test_a_sidecar_that_has_gone_is_gone_for_loads_too(tmp_path: Path) -> None:
         (tmp_path / "second").mkdir()
         with scripted_sidecar(tmp_path / "second", lambda request: None) as second:
             first.path.symlink_to(second.path)
-            eventually(lambda: store._load_link.connection, "loads have no connection")
-            eventually(lambda: store._link.connection, "stores have no connection")
+            until(lambda: store._load_link.connection, "loads have no connection")
+            until(lambda: store._link.connection, "stores have no connection")
 
 
 def test_a_connection_that_is_given_up_takes_no_other_with_it(tmp_path: Path) -> None:

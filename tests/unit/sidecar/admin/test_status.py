@@ -89,6 +89,8 @@ async def test_clear_names_tiers(
     async with serving(tmp_path, disk_path=tmp_path / "disk", **DISK) as (client, parts):
         await store(parts, *KEYS)
         await parts.stack.drain(5)
+        page = (await client.get("/v1/chunks?limit=2")).json()
+        assert (len(page["chunks"]), page["next_offset"]) == (2, 2)
         assert (await client.post("/v1/clear", json=body)).json() == {"num_chunks": len(KEYS)}
         tiers = (await client.get("/v1/tiers")).json()["tiers"]
         assert (tiers["Hot"]["num_chunks"], tiers["LocalDiskBackend"]["num_chunks"]) == kept

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,6 @@ from lmcache_sidecar.sidecar import SidecarNode
 from tests.fixtures.sidecar_app import hash_of, key_of, serving, store
 
 KEYS = [key_of(hash_of(i)) for i in range(5)]
-
-
-@pytest.fixture
-async def shared(tmp_path: Path) -> AsyncIterator[SidecarNode]:
-    """A sidecar whose remote tier is a directory that is not there yet."""
-    async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared", accept_handover=True) as (
-        _,
-        parts,
-    ):
-        yield parts
 
 
 async def until_not_written(parts: SidecarNode) -> None:
@@ -42,46 +31,6 @@ async def until_not_written(parts: SidecarNode) -> None:
             for held in parts.stack.hot.peek_many(KEYS)
         ):
             await asyncio.sleep(0.01)
-
-
-async def test_a_tier_that_was_away_when_chunks_were_stored_gets_them_at_the_end(
-    shared: SidecarNode, tmp_path: Path
-) -> None:
-    await store(shared, *KEYS)
-    await until_not_written(shared)
-    assert shared.drain.progress.state is DrainState.SERVING
-    (tmp_path / "shared").mkdir()
-    await shared.drain.run()
-    assert len(list((tmp_path / "shared").rglob("*.kvr"))) == len(KEYS)
-    progress = shared.drain.progress
-    assert (progress.state, progress.total, progress.handed_over, progress.left) == (
-        DrainState.DONE,
-        len(KEYS),
-        len(KEYS),
-        0,
-    )
-
-
-async def test_a_drain_that_left_something_is_tried_again_and_one_that_did_not_is_over(
-    shared: SidecarNode, tmp_path: Path
-) -> None:
-    await store(shared, *KEYS)
-    await shared.drain.run()
-    assert shared.drain.progress.left == len(KEYS)
-    (tmp_path / "shared").mkdir()
-    await shared.drain.run()
-    assert shared.drain.progress.left == 0
-    last = shared.drain.progress
-    await shared.drain.run()
-    assert shared.drain.progress is last
-
-
-async def test_nothing_new_is_taken_from_its_beginning(shared: SidecarNode, tmp_path: Path) -> None:
-    assert shared.takes_handovers()
-    shared.drain.begin()
-    assert not shared.takes_chunks()
-    assert not shared.takes_handovers()
-    await shared.drain.run()
 
 
 class Hanging(StorageBackend):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,8 @@ from lmcache_core.telemetry import Counters
 from lmcache_node.drain import DrainProgress
 from lmcache_sidecar import metrics
 from lmcache_sidecar.handover import handover as module
-from lmcache_sidecar.handover.handover import PodHandover
+from lmcache_sidecar.handover.handover import MAX_BATCH_BYTES, PodHandover, WaitingChunks
+from lmcache_sidecar.handover.takers import MAX_BATCH_CHUNKS
 
 from tests.fixtures.local_chunks import local_chunks
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -206,3 +209,48 @@ async def test_a_chunk_that_is_gone_meanwhile_has_failed() -> None:
     hot = make_hot(3)
     progress = await hand_over(hot, Evicts())
     assert (progress.total, progress.handed_over, progress.failed, progress.left) == (3, 2, 1, 0)
+
+
+def queue(num_chunks: int = NUM_CHUNKS, num_bytes: int = 10) -> WaitingChunks:
+    return WaitingChunks([(key, num_bytes) for key in KEYS[:num_chunks]])
+
+
+def test_the_hottest_are_given_out_first_and_those_not_settled_come_back() -> None:
+    waiting = queue()
+    with contextlib.suppress(RuntimeError), waiting.batch("a") as batch:
+        assert batch.keys == KEYS[:MAX_BATCH_CHUNKS]
+        batch.settle(KEYS[1])
+        batch.refused.add(KEYS[2])
+        raise RuntimeError
+    assert (len(waiting), waiting.num_refused) == (NUM_CHUNKS - 1, 1)
+    with waiting.batch("a") as batch:
+        assert batch.keys == [KEYS[0], *KEYS[3 : MAX_BATCH_CHUNKS + 2]]
+    with waiting.batch("b") as batch:
+        assert batch.keys == [KEYS[0], *KEYS[2 : MAX_BATCH_CHUNKS + 1]]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [(MAX_BATCH_BYTES * 2, 1), (MAX_BATCH_BYTES // 2, 2), (MAX_BATCH_BYTES // 2 + 1, 1)],
+)
+def test_batches_are_bounded_in_bytes_but_never_empty(num_bytes: int, expected: int) -> None:
+    with queue(5, num_bytes).batch("a") as batch:
+        assert len(batch.keys) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_takers_do_every_chunk_is_settled_once_or_waits(seed: int) -> None:
+    rng = random.Random(seed)
+    waiting = queue()
+    settled = []
+    for _ in range(60):
+        with waiting.batch(rng.choice("abc")) as batch:
+            for key in list(batch.keys):
+                what = rng.choice(("settle", "refuse", "leave"))
+                if what == "settle":
+                    batch.settle(key)
+                    settled.append(key)
+                elif what == "refuse":
+                    batch.refused.add(key)
+    assert len(settled) == len(set(settled))
+    assert len(waiting) == len(KEYS) - len(settled)
