@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -93,24 +94,24 @@ class Described(NamedTuple):
     values: tuple[str, ...] = ()
 
 
+@dataclass(eq=False)
 class CounterCollector(Collector):
     """Counters of the library.
 
-    Args:
+    Attributes:
         counters: What has been counted.
         described: Which of it is shown, by counter name.
     """
 
-    def __init__(self, counters: Counters, described: Mapping[str, Described]) -> None:
-        self._counters = counters
-        self._described = described
+    counters: Counters
+    described: Mapping[str, Described]
 
     def collect(self) -> Iterator[Metric]:
         """Yield a family for each counter; one without a label is there from the start, as are
         the values of a label that are known.
         """
-        counted = self._counters.snapshot()
-        for name, (text, label_name, known) in self._described.items():
+        counted = self.counters.snapshot()
+        for name, (text, label_name, known) in self.described.items():
             family = CounterMetricFamily(name, text, labels=[label_name] if label_name else [])
             shown = dict.fromkeys(known if label_name else ("",), 0) | {
                 label: value for (of, label), value in counted.items() if of == name
@@ -120,21 +121,21 @@ class CounterCollector(Collector):
             yield family
 
 
+@dataclass(eq=False)
 class TierCollector(Collector):
     """Figures of tiers.
 
-    Args:
+    Attributes:
         tiers: Gives them, by tier name.
     """
 
-    def __init__(self, tiers: Callable[[], Mapping[str, Mapping[str, int]]]) -> None:
-        self._tiers = tiers
+    tiers: Callable[[], Mapping[str, Mapping[str, int]]]
 
     def collect(self) -> Iterator[Metric]:
         """Yield a gauge for each size, a counter for what happens in tiers, and for metered tiers
         what they were asked for, how long that took and what it brought.
         """
-        tiers = self._tiers()
+        tiers = self.tiers()
         for figure, (name, text) in _GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=[LABEL_TIER])
             for tier, figures in tiers.items():
@@ -166,22 +167,20 @@ class TierCollector(Collector):
         yield from (calls, num_bytes, seconds)
 
 
+@dataclass(eq=False)
 class CodecErrorCollector(Collector):
     """How far decoded values are from what was stored, as encoders have measured it.
 
-    Args:
+    Attributes:
         errors: Gives the last and the worst errors, by profile.
     """
 
-    def __init__(
-        self, errors: Callable[[], Mapping[str, tuple[MeasuredError, MeasuredError]]]
-    ) -> None:
-        self._errors = errors
+    errors: Callable[[], Mapping[str, tuple[MeasuredError, MeasuredError]]]
 
     def collect(self) -> Iterator[Metric]:
         """Yield a gauge for the last and the worst of each error."""
         for name, text, which, figure in _CODEC_ERRORS:
             gauge = GaugeMetricFamily(name, text, labels=[LABEL_PROFILE])
-            for profile, errors in self._errors().items():
+            for profile, errors in self.errors().items():
                 gauge.add_metric([profile], getattr(errors[which], figure))
             yield gauge

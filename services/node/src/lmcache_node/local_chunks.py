@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory import MemoryObj
 from lmcache_core.memory.buffer import BufferAllocator
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import ListsKeys, StorageBackend
@@ -16,11 +16,12 @@ MAX_READING_BYTES = 256 << 20
 """Memory for chunks that are read from disk to be sent, encoded and decoded."""
 
 
+@dataclass(frozen=True)
 class LocalChunks:
     """Lists and reads what memory and disk hold. Reads do not go through the hot tier: they would
     evict chunks there that have not been handed over yet.
 
-    Args:
+    Attributes:
         hot: The memory tier.
         listed: Lists what the disk holds; None without a disk.
         disk: Reads from the disk; None without one.
@@ -28,42 +29,38 @@ class LocalChunks:
         is_wanted: Which chunks are listed.
     """
 
-    def __init__(
-        self,
-        hot: LocalCPUBackend,
-        listed: ListsKeys | None,
-        disk: StorageBackend | None,
-        timeout_s: float,
-        is_wanted: Callable[[ChunkKey], bool],
-    ) -> None:
-        self._hot = hot
-        self._listed = listed
-        self._disk = disk
-        self._timeout_s = timeout_s
-        self._is_wanted = is_wanted
-        self._buffers = BufferAllocator(capacity_bytes=MAX_READING_BYTES)
+    hot: LocalCPUBackend
+    listed: ListsKeys | None
+    disk: StorageBackend | None
+    timeout_s: float
+    is_wanted: Callable[[ChunkKey], bool]
+    _buffers: BufferAllocator = field(
+        init=False, default_factory=lambda: BufferAllocator(capacity_bytes=MAX_READING_BYTES)
+    )
 
     def hottest_first(self) -> list[tuple[ChunkKey, int]]:
         """Return name and size in bytes of every chunk: those in memory, then those on disk alone,
         the newest first. It takes as long as there are chunks; call it in a thread.
         """
-        found = dict(self._hot.hottest())
-        for key, num_bytes in [] if self._listed is None else reversed(self._listed.held()):
+        found = dict(self.hot.hottest())
+        for key, num_bytes in [] if self.listed is None else reversed(self.listed.held()):
             found.setdefault(key, num_bytes)
-        return [(key, num_bytes) for key, num_bytes in found.items() if self._is_wanted(key)]
+        return [(key, num_bytes) for key, num_bytes in found.items() if self.is_wanted(key)]
 
     async def read(self, keys: Sequence[ChunkKey]) -> list[Result]:
         """Return chunks, a reference each owned by the caller, or why they cannot be read."""
         results: list[Result] = [
             Miss(MissReason.NEVER_STORED) if chunk is None else chunk
-            for chunk in self._hot.get_many(keys)
+            for chunk in self.hot.get_many(keys)
         ]
         cold = [i for i, result in enumerate(results) if isinstance(result, Miss)]
-        if not cold or self._disk is None:
+        if not cold or self.disk is None:
             return results
         try:
-            read = await self._disk.batched_get(
-                [keys[i] for i in cold], self._allocate, self._timeout_s
+            read = await self.disk.batched_get(
+                [keys[i] for i in cold],
+                lambda num_bytes: self._buffers.allocate((num_bytes,), None),
+                self.timeout_s,
             )
         except UnavailableError:
             read = [Miss(MissReason.UNAVAILABLE)] * len(cold)
@@ -75,6 +72,3 @@ class LocalChunks:
         for i, result in zip(cold, read, strict=True):
             results[i] = result
         return results
-
-    def _allocate(self, num_bytes: int) -> MemoryObj | None:
-        return self._buffers.allocate((num_bytes,), None)

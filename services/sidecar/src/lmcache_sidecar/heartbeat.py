@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+from dataclasses import dataclass
 from typing import Final
 
 from lmcache_core.errors import UnavailableError
@@ -64,28 +65,24 @@ def heartbeat_figures(
     )
 
 
+@dataclass
 class ExclusiveBytes:
     """Estimates how many bytes only this sidecar holds: samples chunks at even distances from the
     hottest to the coldest, and asks who else has them.
 
-    Args:
+    Attributes:
         chunks: What this sidecar holds.
         remote: The remote tier, without a breaker; None without one.
         holders: Tells which peers and storage servers have what.
         timeout_s: Longest wait for the remote tier.
-
-    Attributes:
         num_bytes: The last estimate; None while lookup or the remote tier did not answer.
     """
 
-    def __init__(
-        self, chunks: LocalChunks, remote: StorageBackend | None, holders: Holders, timeout_s: float
-    ) -> None:
-        self._chunks = chunks
-        self._remote = remote
-        self._holders = holders
-        self._timeout_s = timeout_s
-        self.num_bytes: int | None = None
+    chunks: LocalChunks
+    remote: StorageBackend | None
+    holders: Holders
+    timeout_s: float
+    num_bytes: int | None = None
 
     async def measure(self) -> None:
         """Renew the estimate; to be repeated."""
@@ -101,21 +98,19 @@ class ExclusiveBytes:
 
     def _sampled(self) -> tuple[int, list[tuple[ChunkKey, int]]]:
         """Return the bytes of all chunks, and a sample of them."""
-        held = self._chunks.hottest_first()
+        held = self.chunks.hottest_first()
         sample = held[:: max(1, math.ceil(len(held) / MAX_SAMPLED_CHUNKS))]
         return sum(num_bytes for _, num_bytes in held), sample
 
     async def _alone(self, sample: list[tuple[ChunkKey, int]]) -> int:
         """Return the bytes of chunks that no other instance has."""
-        if self._remote is not None and sample:
-            async with asyncio.timeout(self._timeout_s):
-                there = await self._remote.batched_contains([key for key, _ in sample])
+        if self.remote is not None and sample:
+            async with asyncio.timeout(self.timeout_s):
+                there = await self.remote.batched_contains([key for key, _ in sample])
             sample = [chunk for chunk, is_there in zip(sample, there, strict=True) if not is_there]
         if not sample:
             return 0
-        found = await self._holders.of(
-            [key.key.chunk_id() for key, _ in sample], MAX_SAMPLED_CHUNKS
-        )
+        found = await self.holders.of([key.key.chunk_id() for key, _ in sample], MAX_SAMPLED_CHUNKS)
         if None in found:
             raise UnavailableError("lookup does not know who holds what")
         return sum(

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lmcache_core.lookup import Holder, LookupClient
 
 
+@dataclass(frozen=True)
 class Holders:
     """Asks lookup for each of several chunks, which need not be a prefix of anything.
 
-    Args:
+    Attributes:
         lookup: Open for as long as this object is.
         instance: This instance, whose own chunks do not count.
     """
 
-    def __init__(self, lookup: LookupClient, instance: str) -> None:
-        self._lookup = lookup
-        self._instance = instance
+    lookup: LookupClient
+    instance: str
 
     async def of(
         self, chunk_ids: Sequence[bytes], max_questions: int
     ) -> list[Sequence[Holder] | None]:
-        """The holders of each chunk; None for those about which nothing is known.
+        """Return the holders of each chunk; None for those about which nothing is known.
 
-        Lookup answers with the longest prefix that somebody holds, so that every chunk that nobody
+        Lookup answers with the longest prefix that is held, so that every chunk that no instance
         holds costs a question: ask about chunks in the order of their prompt.
 
         Args:
@@ -39,7 +40,7 @@ class Holders:
             rest = chunk_ids[len(found) :]
             if not rest:
                 break
-            answer = await self._lookup.lookup(rest, [self._instance])
+            answer = await self.lookup.lookup(rest, [self.instance])
             if answer.degraded:
                 break
             found += answer.holders

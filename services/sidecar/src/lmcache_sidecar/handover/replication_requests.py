@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from lmcache_core.concurrency import TaskSupervisor
@@ -30,12 +31,13 @@ _STEP: Final = 1024
 """Keys that are compared between two turns of the loop; a large arena has many."""
 
 
+@dataclass
 class BrokerRequests(LeaseListener):
     """Does what the broker asks this sidecar for: begins the drain and reports how far it is, and
     sends copies of hot chunks, one peer after the other, in the background. Copies that cannot be
     sent are dropped: the broker orders them again.
 
-    Args:
+    Attributes:
         drain: The way to the end.
         chunks: What there is.
         connect: Makes the client of a peer, by its distributed URL.
@@ -43,31 +45,23 @@ class BrokerRequests(LeaseListener):
         counters: What was copied, under the names of `lmcache_sidecar.metrics`.
     """
 
-    def __init__(
-        self,
-        drain: NodeDrain,
-        chunks: LocalChunks,
-        connect: Callable[[str], LmClient],
-        tasks: TaskSupervisor,
-        counters: Counters,
-    ) -> None:
-        self._drain = drain
-        self._chunks = chunks
-        self._connect = connect
-        self._tasks = tasks
-        self._counters = counters
-        self._waiting: dict[CopyOrder, None] = {}
-        self._is_copying = False
+    drain: NodeDrain
+    chunks: LocalChunks
+    connect: Callable[[str], LmClient]
+    tasks: TaskSupervisor
+    counters: Counters
+    _waiting: dict[CopyOrder, None] = field(init=False, default_factory=dict)
+    _is_copying: bool = field(init=False, default=False)
 
     @override
     def drain_wanted(self) -> None:
-        self._drain.begin()
+        self.drain.begin()
 
     @override
     def drain_report(self) -> DrainReport | None:
-        if not self._drain.has_begun:
+        if not self.drain.has_begun:
             return None
-        progress = self._drain.progress
+        progress = self.drain.progress
         return DrainReport(
             progress.state.value,
             progress.total,
@@ -79,13 +73,13 @@ class BrokerRequests(LeaseListener):
 
     @override
     def copies_wanted(self, orders: Sequence[CopyOrder]) -> None:
-        if self._drain.has_begun:  # it hands over everything instead
+        if self.drain.has_begun:  # it hands over everything instead
             return
         for order in orders:
             if len(self._waiting) < MAX_WAITING_ORDERS:
                 self._waiting[order] = None
         if self._waiting and not self._is_copying:
-            self._is_copying = self._tasks.start("copies", self._copy())
+            self._is_copying = self.tasks.start("copies", self._copy())
 
     async def _copy(self) -> None:
         try:
@@ -105,7 +99,7 @@ class BrokerRequests(LeaseListener):
     async def _keys(self, chunk_ids: set[str]) -> dict[str, ChunkKey]:
         """Return the keys of chunks that are here, by chunk id."""
         found: dict[str, ChunkKey] = {}
-        for i, (key, _) in enumerate(await asyncio.to_thread(self._chunks.hottest_first)):
+        for i, (key, _) in enumerate(await asyncio.to_thread(self.chunks.hottest_first)):
             if i % _STEP == _STEP - 1:
                 await asyncio.sleep(0)
             chunk_id = key.key.chunk_id().hex()
@@ -116,7 +110,7 @@ class BrokerRequests(LeaseListener):
         return found
 
     async def _copy_to(self, url: str, keys: Sequence[ChunkKey]) -> None:
-        client = self._connect(url)
+        client = self.connect(url)
         try:
             for begin in range(0, len(keys), MAX_BATCH_CHUNKS):
                 batch = keys[begin : begin + MAX_BATCH_CHUNKS]
@@ -132,12 +126,12 @@ class BrokerRequests(LeaseListener):
     async def _send(self, client: LmClient, keys: Sequence[ChunkKey]) -> None:
         if not keys:
             return
-        chunks = [result for result in await self._chunks.read(keys) if isinstance(result, Chunk)]
+        chunks = [result for result in await self.chunks.read(keys) if isinstance(result, Chunk)]
         try:
             await seal_all(chunks)
             for chunk, is_taken in zip(chunks, await client.put(chunks), strict=True):
-                self._counters.add(metrics.COPIED_CHUNKS_TOTAL, is_taken)
-                self._counters.add(metrics.COPIED_BYTES_TOTAL, chunk.num_bytes * is_taken)
+                self.counters.add(metrics.COPIED_CHUNKS_TOTAL, is_taken)
+                self.counters.add(metrics.COPIED_BYTES_TOTAL, chunk.num_bytes * is_taken)
         finally:
             for chunk in chunks:
                 chunk.release()

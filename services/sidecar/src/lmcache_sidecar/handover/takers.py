@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
@@ -33,21 +35,20 @@ class NotWelcomeError(UnavailableError):
     """A taker refuses this sidecar, now and later."""
 
 
-class Taker(Protocol):
+@dataclass(frozen=True)
+class Taker:
     """One receiver of chunks. Its calls may be cancelled; they raise `UnavailableError` when it
     cannot be reached.
 
     Attributes:
         name: Unlike that of any other taker.
+        has: Tells which chunks need not be sent: they are there, or can be found elsewhere.
+        put: Sends chunks (borrowed); True for each that the receiver holds whole now.
     """
 
     name: str
-
-    async def has(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which chunks need not be sent: they are there, or can be found elsewhere."""
-
-    async def put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Send chunks (borrowed); True for each that the receiver holds whole now."""
+    has: Callable[[Sequence[ChunkKey]], Awaitable[list[bool]]]
+    put: Callable[[Sequence[Chunk]], Awaitable[list[bool]]]
 
 
 class TakerSource(Protocol):
@@ -60,32 +61,24 @@ class TakerSource(Protocol):
         """End the connections to them. Idempotent."""
 
 
-class RemoteSource(TakerSource, Taker):
+class RemoteSource(TakerSource):
     """The remote tier as the only taker.
 
     Args:
         tier: Encodes, and has no breaker: a drain must tell a tier that cannot be reached from one
-            that refuses.
+            that refuses. It belongs to the stack, which closes it.
     """
 
     def __init__(self, tier: StorageBackend) -> None:
-        self._tier = tier
-        self.name = tier.name
+        self._taker = Taker(tier.name, tier.batched_contains, tier.batched_put)
 
     @override
-    async def takers(self) -> Sequence[RemoteSource]:
-        return [self]
+    async def takers(self) -> Sequence[Taker]:
+        return [self._taker]
 
     @override
-    async def has(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return await self._tier.batched_contains(keys)
-
-    @override
-    async def put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        return await self._tier.batched_put(chunks)
-
     async def close(self) -> None:
-        """Do nothing: the tier belongs to the stack."""
+        pass
 
 
 class PeerSource(TakerSource):
@@ -124,7 +117,7 @@ class PeerSource(TakerSource):
         self._live: frozenset[str] = frozenset()
 
     @override
-    async def takers(self) -> Sequence[_Peer]:
+    async def takers(self) -> Sequence[Taker]:
         peers = [
             peer
             for peer in await self._broker.peers()
@@ -141,7 +134,9 @@ class PeerSource(TakerSource):
             client = self._clients.get(url)
             if client is None:
                 client = self._clients[url] = self.connect(url)
-            takers.append(_Peer(f"{peer.id} at {url}", client, self))
+            takers.append(
+                Taker(f"{peer.id} at {url}", partial(self._has, client), partial(_put, client))
+            )
         return takers
 
     @override
@@ -149,23 +144,6 @@ class PeerSource(TakerSource):
         while self._clients:
             _, client = self._clients.popitem()
             await client.close()
-
-    async def are_elsewhere(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which chunks another instance holds that is not about to end.
-
-        Raises:
-            UnavailableError: Lookup did not answer, or does not know.
-        """
-        found = await self._holders.of([key.key.chunk_id() for key in keys], MAX_BATCH_CHUNKS)
-        if None in found:
-            raise UnavailableError("lookup does not know who holds what")
-        return [
-            any(
-                holder.kind == STORAGE_KIND or holder.instance in self._live
-                for holder in holders or ()
-            )
-            for holders in found
-        ]
 
     def connect(self, distributed_url: str) -> LmClient:
         """Make a client of a peer; the caller closes it.
@@ -175,26 +153,28 @@ class PeerSource(TakerSource):
         """
         return peer_client(distributed_url, self._token, self._options)
 
-
-class _Peer(Taker):
-    """One sidecar. Without lookup only this peer is asked what need not be sent."""
-
-    def __init__(self, name: str, client: LmClient, source: PeerSource) -> None:
-        self.name = name
-        self._client = client
-        self._source = source
-
-    @override
-    async def has(self, keys: Sequence[ChunkKey]) -> list[bool]:
+    async def _has(self, client: LmClient, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Return which chunks another instance holds that is not about to end. Without lookup only
+        this peer is asked.
+        """
         try:
-            return await self._source.are_elsewhere(keys)
+            found = await self._holders.of([key.key.chunk_id() for key in keys], MAX_BATCH_CHUNKS)
         except UnavailableError:
-            return await _mapped(self._client.contains(keys))
+            found = [None]
+        if None in found:  # lookup does not know
+            return await _mapped(client.contains(keys))
+        return [
+            any(
+                holder.kind == STORAGE_KIND or holder.instance in self._live
+                for holder in holders or ()
+            )
+            for holders in found
+        ]
 
-    @override
-    async def put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        await seal_all(chunks)
-        return await _mapped(self._client.put(chunks))
+
+async def _put(client: LmClient, chunks: Sequence[Chunk]) -> list[bool]:
+    await seal_all(chunks)
+    return await _mapped(client.put(chunks))
 
 
 async def _mapped(work: Awaitable[T]) -> T:
