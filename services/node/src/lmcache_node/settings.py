@@ -79,7 +79,7 @@ class NodeSettings(ServiceSettings):
             again when it changes, as the next two.
         tls_client_cert_file: Certificate (PEM) that is shown to them.
         tls_client_key_file: Its key (PEM, no passphrase), where it is not in the same file.
-        tls_peer_name: What certificates behind `lm+tls://` name; None: the host of the URL.
+        tls_peer_name: What certificates of `lm+tls://` name; None: the host of the URL.
         lm_host: Where to serve lm://.
         lm_port: Port for lm://; 0 takes a free one.
         lookup_url: The lookup service; None: there is none.
@@ -122,7 +122,7 @@ class NodeSettings(ServiceSettings):
 
     @property
     def memory_limits(self) -> TierLimits:
-        """What the memory tier does not keep although it has room."""
+        """Return what the memory tier refuses although it has room."""
         return self._limits(
             self.tenant_quota_gb,
             {tenant: quota.memory_gb for tenant, quota in self.tenant_quotas.items()},
@@ -130,7 +130,7 @@ class NodeSettings(ServiceSettings):
 
     @property
     def disk_limits(self) -> TierLimits:
-        """What the disk tier does not keep although it has room."""
+        """Return what the disk tier refuses although it has room."""
         return self._limits(
             self.tenant_disk_quota_gb,
             {tenant: quota.disk_gb for tenant, quota in self.tenant_quotas.items()},
@@ -169,14 +169,14 @@ class NodeSettings(ServiceSettings):
         return super().listeners() | {"lm_port": (self.lm_host, self.lm_port)}
 
     def check_scheme(self, option: str, url: str | None) -> None:
-        """For the URL that others reach lm:// of this service at.
+        """Check the URL at which others reach lm:// of this service.
 
         Args:
             option: That names it.
             url: A distributed URL, or none.
 
         Raises:
-            ValueError: It tells others to come unencrypted, whom this service would not understand.
+            ValueError: It tells others to connect unencrypted, which this service does not accept.
         """
         if url is not None and self.tls_cert_file is not None and not is_encrypted(url):
             raise ValueError(

@@ -1,8 +1,8 @@
 """`python -m lmcache_sidecar.begin_drain [SOCKET]`: the hook of a pod that is to end.
 
-It sends SIGUSR1 to whoever listens on the sidecar's socket, which needs no token. Its process id is
-asked of the kernel: 1 is the sidecar only where each container has process ids of its own. Needs
-the standard library alone, since a hook must be quick.
+It sends SIGUSR1 to the process that listens on the sidecar's socket, which needs no token. The
+kernel tells its process id: 1 is the sidecar only where each container has process ids of its own.
+Needs the standard library alone, since a hook must be quick.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def listener_at(path: str) -> int:
-    """The process that listens at a socket, by its id in our namespace.
+    """Return the id, in our namespace, of the process that listens at a socket.
 
     Raises:
-        OSError: Nobody listens there.
+        OSError: No process listens there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(TIMEOUT_S)

@@ -98,7 +98,7 @@ class SidecarSettings(NodeSettings):
         verify_hot: What engines verify when they load from shared memory: every chunk, 1 in 16, or
             none; `auto`: 1 in 16 where their KV is on a GPU, else every chunk.
         accept_handover: Whether peers that end may hand over their chunks to this sidecar. By
-            default, if peers show tokens: whoever may put chunks decides what engines load.
+            default, if peers show tokens: who may put chunks decides what engines load.
     """
 
     model_config = SettingsConfigDict(env_prefix="LMCACHE_SIDECAR_")

@@ -45,7 +45,7 @@ class ArenaExtent(BytesBufferMemoryObj):
         self.is_lent = True
 
     def end(self) -> None:
-        """The bytes are not touched any more. Idempotent."""
+        """Note that the bytes are not touched any more. Idempotent."""
         if self.is_lent:
             self.is_lent = False
             self.connection.let_go(1)

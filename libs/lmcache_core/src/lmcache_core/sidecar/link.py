@@ -69,7 +69,7 @@ class SidecarLink:
 
     @property
     def connection(self) -> SidecarConnection | None:
-        """The connection, or None while there is none."""
+        """Return the connection, or None while there is none."""
         if os.getpid() != self._pid:
             self._begin_afresh()
             self._reconnect_later(None)
@@ -96,7 +96,7 @@ class SidecarLink:
             thread.join(self._timeout_s)
 
     def lost(self, connection: SidecarConnection, cause: LMCacheError, cost_s: float) -> None:
-        """A connection is no longer open; tell once or more often.
+        """Note that a connection is no longer open; calling it again is harmless.
 
         Args:
             connection: Which.
@@ -119,8 +119,8 @@ class SidecarLink:
         self._reconnect_later(self._wait_s)
 
     def _begin_afresh(self) -> None:
-        """Also in a forked child, whose parent keeps the connection and in which no other thread
-        lives on.
+        """Start without a connection: also in a forked child, whose parent keeps the connection and
+        in which no other thread lives on.
         """
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -177,7 +177,7 @@ class SidecarLink:
             # An unforeseen fault ends this thread visibly; another thread keeps trying.
             except Exception as exc:
                 logger.error(
-                    "connecting to the sidecar failed: %r; the next attempt is in %.1f s",
+                    "connecting to the sidecar failed: %r; retry_in_s=%.1f",
                     exc,
                     next_wait_s,
                 )
@@ -194,16 +194,18 @@ class SidecarLink:
                 )  # lost again already, and this thread was taken to be still at work
 
     def _complain(self, cause: LMCacheError, is_there: bool) -> None:
-        """A sidecar that answers and cannot be used has something wrong that does not pass by
-        itself: say so, once for each cause.
+        """Log that a sidecar answers but cannot be used, once for each cause: that does not pass by
+        itself.
         """
         if is_there and str(cause) != self._complaint and not self._closing.is_set():
             self._complaint = str(cause)
-            logger.error("the sidecar at %s answers, and cannot be used: %s", self._path, cause)
+            logger.error(
+                "the sidecar answers, and cannot be used: socket=%s error=%s", self._path, cause
+            )
 
     def _say_lost(self, cause: LMCacheError | OSError) -> None:
         if not self._closing.is_set():
-            logger.warning("no sidecar, going on without a cache: %s", cause)
+            logger.warning("no sidecar, computing without a cache: error=%s", cause)
 
 
 class SidecarLinks:
@@ -234,7 +236,7 @@ class SidecarLinks:
         timeout_s: float | None = None,
         turn_s: float = TURN_S,
     ) -> A | None:
-        """See `SidecarConnection.call`; None if no answer arrives, for any reason."""
+        """Call `SidecarConnection.call`; return None if no answer arrives, for any reason."""
         return self._tried(
             connection, lambda: connection.call(request, expected, timeout_s, turn_s)
         )
@@ -242,13 +244,13 @@ class SidecarLinks:
     def send(
         self, connection: SidecarConnection, request: Message, expected: type[A]
     ) -> Question[A] | None:
-        """See `SidecarConnection.send`; None if it could not be sent."""
+        """Call `SidecarConnection.send`; return None if it could not be sent."""
         return self._tried(connection, lambda: connection.send(request, expected))
 
     def answer_to(
         self, connection: SidecarConnection, question: Question[A], wait_s: float
     ) -> A | None:
-        """See `SidecarConnection.answer_to`; None if there is no answer (yet)."""
+        """Call `SidecarConnection.answer_to`; return None if there is no answer (yet)."""
         return self._tried(connection, lambda: connection.answer_to(question, wait_s))
 
     def seconds_to_answer(
@@ -296,8 +298,8 @@ class SidecarLinks:
             return None
 
     def _lost(self, connection: SidecarConnection, cause: LMCacheError, cost_s: float) -> None:
-        """A sidecar that has gone has closed the other connections too: they are made again at
-        once, not at their next call.
+        """Tell all links: a sidecar that has gone has closed the other connections too. They are
+        made again at once, not at their next call.
         """
         for link in self._links:
             link.lost(connection, cause, cost_s)

@@ -45,15 +45,15 @@ class Pace:
 
     @property
     def is_quick(self) -> bool:
-        """Whether an answer is to be expected at once."""
+        """Return whether an answer can be expected at once."""
         return self._took_s <= QUICK_S
 
     def is_worth(self, saving_s: float) -> bool:
-        """Whether an answer that can save so much is worth the wait."""
+        """Return whether an answer that can save so much is worth the wait."""
         return self._took_s <= max(QUICK_S, MAX_DELAY * saving_s)
 
     def patience_s(self, saving_s: float) -> float:
-        """How long to wait for an answer that has not come yet and can save so much."""
+        """Return how long to wait for a late answer that can save so much."""
         return max(QUICK_S, MAX_FIRST_DELAY * saving_s)
 
     def took(self, seconds: float, rest_s: float = 0.0) -> None:

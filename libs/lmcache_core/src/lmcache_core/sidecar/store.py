@@ -2,9 +2,9 @@
 sidecar.
 
 The sidecar may be absent, hang, be killed or restarted at any moment: every call then answers as an
-empty cache would, and goes on by itself when the sidecar is back. A hanging sidecar costs one call
-its deadline; the calls after it cost nothing (`SidecarLink`). One that answers late is not waited
-for where that costs more than it can save (`Pace`).
+empty cache would, and reconnects by itself when the sidecar is back. A hanging sidecar costs one
+call its deadline; the calls after it cost nothing (`SidecarLink`). One that answers late is not
+waited for where that costs more than it can save (`Pace`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Asked:
     request: m.Stage
 
     def is_about(self, connection: SidecarConnection, request: m.Stage) -> bool:
-        """Whether it has asked the same on that connection; what computing costs may be known
+        """Return whether it asks the same on that connection. What computing costs may be known
         better meanwhile.
         """
         mine = self.request
@@ -205,7 +205,7 @@ class SidecarChunkStore(ChunkStore):
 
     @override
     def unstage(self, tickets: Sequence[str]) -> None:
-        # What cannot be said now is said later, or the sidecar finds it out by itself.
+        # What cannot be said now is said later, or the sidecar finds out by itself.
         for ticket in tickets:
             self._asked.pop(ticket, None)
         connection = self._link.connection
@@ -380,7 +380,7 @@ class SidecarChunkStore(ChunkStore):
         return question
 
     def _unanswered(self, ticket: str, asked: _Asked, saving_s: float) -> Staged | None:
-        """What to say of a question without an answer: wait, or do without it."""
+        """Decide about a question without an answer: wait, or do without it."""
         waited_s = time.monotonic() - asked.question.sent_at
         if waited_s <= self._pace.patience_s(saving_s):
             if self._pace.is_quick:
@@ -514,7 +514,7 @@ class SidecarChunkStore(ChunkStore):
         limit_s = self._step_s + len(extents) * CHUNK_S
         answer = self._links.ask(connection, request, expected, limit_s, self._timeout_s)
         if answer is None:
-            self._links.give_up(connection, f"{request.frame_type.name} could not be said")
+            self._links.give_up(connection, f"could not deliver {request.frame_type.name}")
         for extent in extents:
             extent.end()
         return answer

@@ -46,7 +46,7 @@ MIN_REWRITE_BYTES = 1 << 20
 REWRITE_RATIO = 2
 """It is rewritten when it is so many times as long as it would then be."""
 MAX_JOURNAL_BYTES = 32 << 20
-"""Beyond, it is given up. It and the one that replaces it fit beside the arena on a volume that
+"""Beyond, it is given up. It and the one that replaces it fit next to the arena on a volume that
 has 64 MiB more.
 """
 MAX_WEIGHT_BYTES = 14 << 20

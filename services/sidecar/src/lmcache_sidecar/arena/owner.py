@@ -141,7 +141,7 @@ def open_arena(file: ArenaFile, recovers: bool) -> ArenaOwner:
     can be trusted, else a new one.
 
     Args:
-        file: How it is to be.
+        file: Where, how large and for whom.
         recovers: Whether what is in it outlives this process, and what an earlier one has left is
             looked for.
 

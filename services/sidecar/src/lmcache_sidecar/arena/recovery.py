@@ -83,7 +83,7 @@ class ArenaRecovery:
                 if chunk is None:
                     self.damaged_chunks += 1
                     counters.add(metrics.UNRECOVERED_CHUNKS_TOTAL, 1, metrics.DAMAGED)
-                # One that has been stored again meanwhile stays as it is.
+                # One that has been stored again meanwhile is not replaced.
                 elif not hot.contains_many([chunk.key])[0] and hot.put_many([chunk])[0]:
                     self.recovered_chunks += 1
                     counters.add(metrics.RECOVERED_CHUNKS_TOTAL, 1)
