@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,9 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lmcache_core.record import Staged
+from lmcache_core.sidecar import SidecarChunkStore
+from lmcache_core.telemetry import Counters
+from lmcache_core.wire import messages as m
+from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
+from tests.fixtures.chains import chain_of, num_loaded, store_chunks
 from tests.fixtures.embedded import until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.processes import Processes
@@ -31,14 +38,23 @@ class RunningSidecar:
     process: Process
     socket: Path
     port: int
-    health_port: int
 
-    def get(self, path: str, port: int | None = None) -> dict[str, Any]:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{port or self.port}{path}", timeout=5
-        ) as response:
-            body: dict[str, Any] = json.loads(response.read())
-            return body
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """GET, or POST where there is a body."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=5) as response:
+            answer: dict[str, Any] = json.loads(response.read())
+            return answer
+
+    def evict(self) -> int:
+        """Push everything out of the arena that is not held; how many chunks are left there."""
+        self.ask("/v1/evict", {"num_bytes": 1 << 30})
+        left: int = self.ask("/v1/tiers")["tiers"]["Hot"]["num_chunks"]
+        return left
 
 
 @pytest.fixture
@@ -54,26 +70,13 @@ def start(
     settings = {
         "port": 0,
         "lm_port": 0,
-        "health_port": 0,
         "instance_id": name,
         "socket_path": tmp_path / "s.sock",
         "arena_path": tmp_path / "arena",
         "arena_gb": 0.01,
     }
     process, ports = processes.start_service(name, "lmcache_sidecar", settings | options)
-    return RunningSidecar(process, tmp_path / "s.sock", ports["port"], ports["health_port"])
-
-
-def test_sigterm_ends_it_cleanly(processes: Processes, tmp_path: Path) -> None:
-    sidecar = start(processes, tmp_path)
-    sidecar.process.process.send_signal(signal.SIGTERM)
-    assert sidecar.process.process.wait(15) == 0
-    assert not sidecar.socket.exists()
-    assert {path.suffix for path in (tmp_path / "arena").iterdir()} == {
-        ".arena",
-        ".journal",
-        ".generation",
-    }, "for the next start"
+    return RunningSidecar(process, tmp_path / "s.sock", ports["port"])
 
 
 def begin_drain(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -92,13 +95,16 @@ def test_the_hook_begins_the_drain_and_ends_nothing(processes: Processes, tmp_pa
         )
         done = begin_drain(sidecar.socket)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-        until(lambda: sidecar.get("/v1/status")["drain"]["state"] == "done")
+        until(lambda: sidecar.ask("/v1/status")["drain"]["state"] == "done")
         engine.store(tokens, kvcaches=random_kv(len(tokens)))
         assert engine.lookup(tokens) == CHUNK_SIZE, "reads go on, and nothing new is kept"
         sidecar.process.process.send_signal(signal.SIGUSR1)
-        assert sidecar.get("/healthz") == {"status": "ok"}
+        assert sidecar.ask("/healthz") == {"status": "ok"}
     sidecar.process.process.send_signal(signal.SIGTERM)
     assert sidecar.process.process.wait(15) == 0
+    assert not sidecar.socket.exists()
+    left = {path.suffix for path in (tmp_path / "arena").iterdir()}
+    assert left == {".arena", ".journal", ".generation"}, "for the next start"
     done = begin_drain(sidecar.socket)
     assert done.returncode == 1, "who has gone needs no drain, and the log of the pod says so"
     assert done.stdout.startswith(f"the drain cannot begin: {sidecar.socket}: ")
@@ -125,7 +131,7 @@ def test_a_restarted_sidecar_serves_its_disk(processes: Processes, tmp_path: Pat
     first = start(processes, tmp_path, "first", **disk)
     with engine_at(first.socket) as engine:
         engine.store(tokens, kvcaches=kv)
-        until(lambda: first.get("/v1/status")["settled"])
+        until(lambda: first.ask("/v1/status")["settled"])
     first.process.kill()
     second = start(processes, tmp_path, "second", **disk)
     with engine_at(second.socket) as engine:
@@ -160,7 +166,7 @@ def test_a_killed_engine_leaves_nothing_behind(processes: Processes, tmp_path: P
     try:
         assert doomed.stdout is not None
         assert doomed.stdout.readline() == b"ready\n"
-        assert sidecar.get("/v1/clients")["clients"][0]["reserved_bytes"] == 2_000_896, (
+        assert sidecar.ask("/v1/clients")["clients"][0]["reserved_bytes"] == 2_000_896, (
             "as the arena cuts it"
         )
     finally:
@@ -168,8 +174,8 @@ def test_a_killed_engine_leaves_nothing_behind(processes: Processes, tmp_path: P
         doomed.wait()
         assert doomed.stdout is not None
         doomed.stdout.close()
-    until(lambda: not sidecar.get("/v1/clients")["clients"])
-    figures = sidecar.get("/v1/tiers")["tiers"]["Hot"]
+    until(lambda: not sidecar.ask("/v1/clients")["clients"])
+    figures = sidecar.ask("/v1/tiers")["tiers"]["Hot"]
     assert figures["arena_used_bytes"] == 0
     assert figures["num_chunks"] == 0, "a half-written chunk was never visible"
 
@@ -213,3 +219,65 @@ def test_the_default_directory_is_refused_when_others_may_enter_it(tmp_path: Pat
         (tmp_path / f"lmcache-{os.getuid()}").rmdir()
         owner.start_service("y", "lmcache_sidecar", settings)
         assert (tmp_path / f"lmcache-{os.getuid()}").stat().st_mode & 0o777 == 0o700
+
+
+@contextlib.contextmanager
+def client_of(sidecar: RunningSidecar, rank: int) -> Iterator[SidecarChunkStore]:
+    """One of two ranks."""
+    engine = m.EngineInfo("test", os.getpid(), rank, "org/model", "layout", 2)
+    hello = m.engine_hello(engine, SIDECAR_CAPABILITIES)
+    store = SidecarChunkStore(sidecar.socket, hello, 9.0, Counters())
+    store.open(lambda salt: None)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def settled(store: SidecarChunkStore, ticket: str, *chains: Any) -> Staged:
+    found: list[Staged] = []
+
+    def is_ready() -> bool:
+        staged = store.stage(ticket, chains)
+        assert staged is not None
+        found.append(staged)
+        return staged.is_ready
+
+    until(is_ready, "the lift does not end")
+    return found[-1]
+
+
+def test_a_scheduler_has_the_chunks_of_all_ranks_lifted_from_disk(
+    processes: Processes, tmp_path: Path
+) -> None:
+    sidecar = start(
+        processes, tmp_path, disk_path=tmp_path / "disk", disk_gb=0.01, tier_timeout_s=9
+    )
+    chain = chain_of(range(10), world_size=2)
+    with (
+        client_of(sidecar, 0) as first,
+        client_of(sidecar, 1) as second,
+        client_of(sidecar, 0) as scheduler,
+    ):
+
+        def is_given_back(*tickets: str) -> bool:
+            scheduler.unstage(tickets)  # on a busy machine it may have been too late to be told
+            return sidecar.evict() == 0
+
+        assert store_chunks(first, chain.keys_of_rank(0)) == 10
+        assert settled(scheduler, "one rank", chain).tiers == (bytes(10),)
+        assert store_chunks(second, chain.keys_of_rank(1)[:7]) == 7
+        assert scheduler.stage("both ranks", [chain.part(0, 7)]) == Staged(True, (b"\1" * 7,))
+        until(lambda: sidecar.ask("/v1/status")["settled"], "chunks are not written below")
+        until(lambda: is_given_back("one rank", "both ranks"), "chunks are held for a ticket")
+        first_answer = scheduler.stage("t", [chain])
+        assert first_answer is not None
+        assert not first_answer.is_ready
+        assert settled(scheduler, "t", chain).tiers == (b"\2" * 7 + bytes(3),)
+        assert sidecar.evict() == 14
+        assert (
+            num_loaded(first, chain.keys_of_rank(0)[:7])
+            == num_loaded(second, chain.keys_of_rank(1)[:7])
+            == 7
+        )
+        until(lambda: is_given_back("t"), "chunks are held for a ticket")

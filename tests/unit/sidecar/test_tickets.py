@@ -19,7 +19,6 @@ from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.capabilities import ON_DEVICE, SIDECAR_CAPABILITIES
 from lmcache_sidecar import metrics
-from lmcache_sidecar.descriptions import MAX_DESCRIPTIONS
 from lmcache_sidecar.socket import server as server_module
 
 from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, num_loaded, store_chunks
@@ -215,23 +214,6 @@ def test_a_description_is_made_with_the_sidecars_salt_at_each_connection(tmp_pat
         store._link.lost(connection, UnavailableError("closed by the test"), 0.0)
         until(lambda: store.stage("t", []) is not None, "it does not come back")
         assert salts == ["s1", "s1"]
-
-
-def test_the_last_descriptions_of_a_client_are_remembered(sidecar: RunningSocket) -> None:
-    connection = connected(sidecar)
-    try:
-        for number in (*range(MAX_DESCRIPTIONS + 6), 20):
-            connection.call(m.Describe("vllm", f"m{number}", 1, 16, bytes(32), ("",)), m.Ok)
-        (session,) = sidecar.server.sessions
-        names = [
-            described.model_name
-            for described in sidecar.server.context.descriptions.said_by(session)
-        ]
-        assert len(names) == MAX_DESCRIPTIONS
-        assert names[0] == "m6"
-        assert names[-2:] == ["m69", "m20"]
-    finally:
-        connection.close()
 
 
 @pytest.mark.parametrize(

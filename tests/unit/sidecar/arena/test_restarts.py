@@ -58,14 +58,19 @@ def test_the_order_of_eviction_outlives_a_restart(tmp_path: Path) -> None:
     start.stop()
 
 
-def test_what_was_forgotten_stays_forgotten(tmp_path: Path) -> None:
+def test_what_was_forgotten_or_given_back_is_free_at_the_next_start(tmp_path: Path) -> None:
     start = ArenaStart(tmp_path)
+    client = join_generation(tmp_path, start.owner.arena.generation)
     for name in "abc":
         start.store(name)
     start.hot.remove_many([make_key("b")])
+    for memory in start.reserve(1000, 2000):
+        memory.ref_count_down()
     start.look()
     start.kill()
     again = ArenaStart(tmp_path)
+    client.release()
+    assert again.owner.allocator.used_bytes == 2 * 1024
     again.recover()
     assert again.served() == names_of(again, "ac")
     again.stop()
@@ -157,19 +162,6 @@ def test_memory_that_a_client_may_still_write_to_is_used_by_nobody(tmp_path: Pat
     assert last.owner.allocator.used_bytes == 0
     last.check_integrity()
     last.stop()
-
-
-def test_memory_that_was_given_back_is_free_at_the_next_start(tmp_path: Path) -> None:
-    first = ArenaStart(tmp_path)
-    client = join_generation(tmp_path, first.owner.arena.generation)
-    for memory in first.reserve(1000, 2000):
-        memory.ref_count_down()
-    first.look()
-    first.kill()
-    start = ArenaStart(tmp_path)
-    assert start.owner.allocator.used_bytes == 0
-    client.release()
-    start.stop()
 
 
 def test_what_is_abandoned_at_the_end_is_lent_at_the_next_start(tmp_path: Path) -> None:

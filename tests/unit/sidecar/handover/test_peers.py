@@ -162,15 +162,6 @@ async def test_a_peer_takes_everything_bit_for_bit(tmp_path: Path) -> None:
         assert b.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) == NUM_CHUNKS
 
 
-async def test_several_peers_share_it(tmp_path: Path) -> None:
-    async with peer(tmp_path, "b") as b, peer(tmp_path, "c") as c:
-        big = make_hot()
-        progress = await hand_over(Broker([b.status, c.status]), Lookup(), big)
-        assert progress.handed_over == NUM_CHUNKS
-        assert set(b.hot.keys()) | set(c.hot.keys()) == set(KEYS)
-        assert set(b.hot.keys()).isdisjoint(c.hot.keys())
-
-
 async def test_what_somebody_else_holds_who_stays_is_not_sent(tmp_path: Path) -> None:
     async with peer(tmp_path, "b") as b, peer(tmp_path, "leaving", draining=True) as leaving:
         holders = held_by("b", KEYS[0], KEYS[4]) | held_by("store", KEYS[2], kind="storage")
