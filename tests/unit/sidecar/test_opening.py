@@ -6,9 +6,9 @@ import errno
 import os
 import socket
 import threading
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import pytest
@@ -85,13 +85,18 @@ async def test_it_waits_as_long_as_it_is_told_and_says_so_once(
     volume = Volume()
     volume.attempts = -100
     monkeypatch.setattr(opening, "open_arena", volume.open)
-    monkeypatch.setattr(opening, "ARENA_RETRY_S", 0.1)
-    app = create_app(make_settings(tmp_path, arena_wait_s=0.35))
-    began = time.monotonic()
+    clock = mock.Mock(monotonic=mock.Mock(return_value=0.0))
+
+    async def sleep(seconds: float) -> None:
+        clock.monotonic.return_value += seconds
+
+    monkeypatch.setattr(opening, "time", clock)
+    monkeypatch.setattr(opening, "wait_before_retry", sleep)
+    app = create_app(make_settings(tmp_path, arena_wait_s=3.5))
     with pytest.raises(CapacityError, match="no room"):
         async with AsyncExitStack() as exits:
             await exits.enter_async_context(opening.lifespan(app))
-    assert 0.35 <= time.monotonic() - began < 2.0
+    assert clock.monotonic.return_value == 3.5
     assert volume.attempts == -100 + 5, "at once, three times, and at the end"
     assert caplog.text.count("no room") == 1
 

@@ -72,12 +72,12 @@ def test_the_end_of_a_connection_gives_back_what_it_was_promised(sidecar: Runnin
 def test_a_ticket_ends_with_its_lease_while_the_client_lives_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_module, "STAGE_LEASE_S", 0.5)
+    monkeypatch.setattr(staging_module, "STAGE_LEASE_S", 1.0)
     monkeypatch.setattr(server_module, "SWEEP_INTERVAL_S", 0.02)
     with running_socket(tmp_path, ARENA_BYTES) as sidecar, client_of(sidecar) as store:
         store_chunks(store, CHAIN.keys_of_rank(0))
         begin = time.monotonic()
-        while time.monotonic() < begin + 0.8:
+        while time.monotonic() < begin + 1.3:
             assert store.stage("t", [CHAIN]) == Staged(True, (b"\1" * 4,))
             assert not evictable(sidecar, CHAIN)
             time.sleep(0.02)

@@ -295,7 +295,7 @@ def test_threads_behind_a_slow_request_do_not_wait_one_after_the_other(tmp_path:
             thread.start()
         for thread in threads:
             thread.join()
-        assert max(lasted) < 2.5, "0.5 for its turn, 0.8 + 0.5 for an answer"
+        assert max(lasted) < 6.0, "0.5 for its turn, 0.8 + 0.5 for an answer; not eight times that"
 
 
 def test_memory_that_is_being_filled_stays_ours_when_another_thread_gives_up(

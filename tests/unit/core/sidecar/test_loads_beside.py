@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,8 +23,6 @@ from tests.fixtures.scripted_sidecar import ARENA_BYTES, Answer, ScriptedSidecar
 
 KEY = CacheEngineKey("vllm", "m", 1, 0, "00" * 32)
 CHUNK_BYTES = 64
-AT_ONCE_S = 0.4
-"""Nothing is waited for; less than a turn at a connection that is busy."""
 PATIENCE_S = 60.0
 
 
@@ -80,12 +77,10 @@ def test_a_load_that_takes_long_keeps_no_store_waiting(tmp_path: Path) -> None:
                 lambda: any(isinstance(request, m.LoadExtents) for request in sidecar.requests),
                 "nothing is loaded",
             )
-            begin = time.monotonic()
             assert store.lookup([KEY], ["Hot"]) == 0
             (memory,) = store.reserve([KEY], [(CHUNK_BYTES,)], "uint8")
             assert not isinstance(memory, NotLent), "dropped since a load was underway"
             store.abort([memory])
-            assert time.monotonic() - begin < AT_ONCE_S
         finally:
             is_lifted.set()
             thread.join()

@@ -96,11 +96,11 @@ async def test_clear_names_tiers(
         assert (tiers["Hot"]["num_chunks"], tiers["LocalDiskBackend"]["num_chunks"]) == kept
 
 
-@pytest.mark.parametrize("body", [{"tiers": ["RemoteBackend"]}, {"tiers": []}, {"tier": "Hot"}])
-async def test_others_are_not_cleared(tmp_path: Path, body: dict[str, object]) -> None:
+async def test_others_are_not_cleared(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, parts):
         await store(parts, *KEYS)
-        assert (await client.post("/v1/clear", json=body)).status_code == 422
+        for body in ({"tiers": ["RemoteBackend"]}, {"tiers": []}, {"tier": "Hot"}):
+            assert (await client.post("/v1/clear", json=body)).status_code == 422
         assert len(parts.stack.hot.keys()) == len(KEYS)
 
 

