@@ -95,8 +95,8 @@ class EngineSession:
         try:
             await self._talk()
             self._give_up_memory()
-            # Promises may be many: give others their turn meanwhile. Cancelled, `close` does the
-            # rest.
+            # Promises may be many: give others their turn meanwhile. What a cancellation leaves,
+            # `staging.close` gives back.
             await self.staging.close_cooperatively()
         finally:
             self._give_up_memory()
