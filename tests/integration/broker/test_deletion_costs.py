@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import lmcache_broker.discovery as opening
 import pytest
 from lmcache_broker.app import create_app
 from lmcache_broker.discovery import costs as module
+from lmcache_broker.discovery import discovery as opening
 from lmcache_broker.settings import BrokerSettings
 
 from tests.fixtures.kubernetes_api import KubernetesApi, endpoint, endpoint_slice

@@ -189,7 +189,7 @@ async def test_bad_peer_ids(rest: httpx.AsyncClient, name: str) -> None:
     assert_problem(await rest.put(f"/v1/peers/{name}", json=BODY), 422)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"null", b'{"incarnation": NaN}'])
+@pytest.mark.parametrize("content", [b"[]", b"null", b"7"])
 async def test_bodies_that_are_no_announcement(rest: httpx.AsyncClient, content: bytes) -> None:
     response = await rest.put(
         "/v1/peers/a", content=content, headers={"content-type": "application/json"}
@@ -198,7 +198,15 @@ async def test_bodies_that_are_no_announcement(rest: httpx.AsyncClient, content:
 
 
 @pytest.mark.parametrize(
-    ("content", "status"), [(b"{", 400), (b"\xff", 400), (b"[" * 60_000, 400), (b" " * 70_000, 413)]
+    ("content", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"\xff", 400),
+        (b'{"incarnation": NaN}', 400),
+        (b"[" * 60_000, 400),
+        (b" " * 70_000, 413),
+    ],
 )
 async def test_bodies_that_are_not_even_json(
     rest: httpx.AsyncClient, content: bytes, status: int

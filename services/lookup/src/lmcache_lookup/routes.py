@@ -34,8 +34,14 @@ from lmcache_core.lookup.messages import (
 )
 from lmcache_core.names import INSTANCE_PATTERN, TENANT_PATTERN
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
+from lmcache_servicekit.bodies import (
+    BodyTypes,
+    RequestBody,
+    answered,
+    packed_answer,
+    wants_packed,
+)
 
-from lmcache_lookup.formats import BodyTypes, RequestBody, answered, packed_answer, wants_packed
 from lmcache_lookup.index import LeaseClaim
 from lmcache_lookup.service import LookupService, tenant_for
 from lmcache_lookup.settings import LookupSettings

@@ -126,18 +126,20 @@ class PeerRegistry:
         await self._ask(RedisPeers.drain, None, record.owner, peer_id)
         return status
 
-    async def see_leaving(self, peer_id: str, distributed_url: str) -> None:
-        """Give no new pulls to a peer that is about to end; its next heartbeat tells it."""
-        for record in self.directory.at(peer_id, distributed_url):
+    async def see_leaving(self, peer: Peer) -> None:
+        """Give no new pulls to a peer that is about to end; it learns of it with its next
+        heartbeat.
+        """
+        for record in self.directory.at(peer):
             if not record.draining:
                 record.draining = True
-                await self._ask(RedisPeers.drain, None, record.owner, peer_id)
+                await self._ask(RedisPeers.drain, None, record.owner, peer.id)
 
-    async def forget(self, peer_id: str, distributed_url: str) -> None:
-        """Forget a peer that is gone, whatever its lease says."""
-        for record in self.directory.at(peer_id, distributed_url):
+    async def forget(self, peer: Peer) -> None:
+        """Forget a peer that has gone, whatever its lease says."""
+        for record in self.directory.at(peer):
             self.directory.forget(record)
-            await self._ask(RedisPeers.remove, None, record.owner, peer_id)
+            await self._ask(RedisPeers.remove, None, record.owner, peer.id)
 
     async def claim(
         self,

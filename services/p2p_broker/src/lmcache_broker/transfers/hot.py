@@ -12,13 +12,11 @@ from operator import itemgetter
 from typing import Final
 
 from lmcache_core.p2p import CopyOrder, PeerStatus
-from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE
+from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE, ChunkHolders, TransferResponse
 from lmcache_core.security import Principal
 
-from lmcache_broker.bodies import TransferView
 from lmcache_broker.peers.directory import PeerDirectory
 from lmcache_broker.peers.record import PlacedOrder
-from lmcache_broker.transfers.choice import WantedFrom
 
 MAX_COUNTED_CHUNKS: Final = 65_536
 MAX_ORDERS: Final = 4096
@@ -70,8 +68,8 @@ class HotChunks:
         self,
         principal: Principal,
         requester: str,
-        wanted: Mapping[str, WantedFrom],
-        plan: TransferView,
+        wanted: Mapping[str, ChunkHolders],
+        plan: TransferResponse,
         now_s: float,
     ) -> list[PlacedOrder]:
         """Count the pulls of a plan, and order copies of what has become hot.
