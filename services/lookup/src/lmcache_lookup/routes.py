@@ -18,7 +18,6 @@ from lmcache_core.lookup.messages import (
     EventsRequest,
     EvictedAnswer,
     EvictRequest,
-    InstanceEntry,
     InstanceLease,
     InstancesAnswer,
     LeaseRequest,
@@ -199,14 +198,7 @@ async def end(
 )
 async def instances(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """Those of the caller's tenant."""
-    found = await service.index.instances(caller.tenant)
-    entries = [
-        InstanceEntry(
-            one.instance, one.kind, one.incarnation, one.next_sequence, max(one.expires_in_ms, 0)
-        )
-        for one in found
-    ]
-    return answered(request, InstancesAnswer(entries))
+    return answered(request, InstancesAnswer(await service.index.instances(caller.tenant)))
 
 
 @events_router.post(
@@ -214,8 +206,7 @@ async def instances(request: Request, caller: ClientPrincipal, service: Service)
 )
 async def take_events(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """A repeated batch is skipped; a gap requests a resync."""
-    state = await service.take(caller, await EVENTS.read(request))
-    return answered(request, EventsAck(state.next_sequence, state.resync))
+    return answered(request, await service.take(caller, await EVENTS.read(request)))
 
 
 @admin_router.get("/stats", summary="Show figures of the index", **bodies.route(answer=StatsAnswer))

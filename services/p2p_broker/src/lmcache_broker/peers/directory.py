@@ -53,8 +53,8 @@ class PeerDirectory:
     A principal sees its tenant's peers and the shared ones; where both have an id, the tenant's own
     comes first. So no tenant can see, replace or squat on another one's peers.
 
-    Storage servers show each other their tokens and hand each other all tenants' chunks. Who is one
-    is therefore never what a client says: `may_register`.
+    Storage servers show each other their tokens and hand each other all tenants' chunks. A client
+    must therefore not register as one: `may_register`.
 
     Args:
         limits: Bounds.
@@ -167,7 +167,7 @@ class PeerDirectory:
         """Note that a peer was seen from outside; a registration counts more.
 
         Args:
-            owner: Whom it belongs to until it registers.
+            owner: Its owner until it registers.
             peer: With the incarnation 0, which any registration beats.
             ttl_s: How long that holds.
 
@@ -253,8 +253,8 @@ class PeerDirectory:
         for record in self._records.values():
             record.doubt_pulls(until_s)
 
-    def told(self) -> list[SharedPeer]:
-        """Return all live peers, as other brokers are told of them."""
+    def shared(self) -> list[SharedPeer]:
+        """Return all live peers as they are written to Redis."""
         now_s = self._clock()
         self._forget_expired(now_s)
         return [

@@ -1,4 +1,4 @@
-"""The pulls that this broker has granted and that are not over: whose they are, and at whom."""
+"""The unfinished pulls that this broker has granted: their requesters and serving peers."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from typing import Final, NamedTuple
 from lmcache_broker.peers.record import PeerRecord
 
 MAX_PULL_S: Final = 600.0
-"""Since its beginning; then it is renewed no more, so that no requester keeps a place for ever."""
+"""Age from which a pull is not renewed, so that no requester keeps a place for ever."""
 
 
 class Requester(NamedTuple):
-    """Who pulls.
-
-    Attributes:
-        tenant: Whose it is.
-        instance: Its id in that tenant.
-    """
+    """An instance that pulls, and its tenant."""
 
     tenant: str
     instance: str
 
     def __str__(self) -> str:
-        """As brokers tell each other. Neither part holds a slash."""
+        """Return its name in Redis. Neither part holds a slash."""
         return f"{self.tenant}/{self.instance}"
 
 
@@ -35,8 +30,7 @@ class BookedPull:
 
     Attributes:
         pull_id: Known to its requester alone.
-        requester: Who pulls.
-        record: Who serves.
+        record: The serving peer.
         began_s: When it was granted.
         ends_s: When its ticket ends.
     """
@@ -79,9 +73,7 @@ class PullBook:
     def renew(
         self, pull_id: str, requester: Requester, now_s: float, ends_s: float
     ) -> BookedPull | None:
-        """Let that pull of that requester go on until then; return None when there is none, or it
-        has lasted too long.
-        """
+        """Extend a requester's pull; return None when there is none, or it has lasted too long."""
         pull = self._find(pull_id, requester)
         if pull is None or now_s - pull.began_s > MAX_PULL_S:
             return None
@@ -99,7 +91,7 @@ class PullBook:
             self._drop(pull)
 
     def share(self, requester: Requester) -> tuple[int, int]:
-        """Return the number of pulls of its tenant, and its own: the fewest are next."""
+        """Return how many pulls its tenant has, and how many of them it has itself."""
         return (self._by_tenant[requester.tenant], self._by_requester[requester])
 
     def _find(self, pull_id: str, requester: Requester) -> BookedPull | None:

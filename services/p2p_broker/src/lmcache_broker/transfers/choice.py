@@ -49,9 +49,9 @@ def choose(
 ) -> Choice:
     """Choose a peer for each chunk.
 
-    One order serves a whole request, but for the tier, so that its chunks gather at few peers: few
-    pulls, each worth its connection. A request is one pull per peer, so that a peer with one free
-    place is able.
+    One order of peers serves the whole request, but for the tier, so that its chunks gather at few
+    peers: few pulls, each worth its connection. A request is one pull per peer, so one free place
+    is enough.
 
     Args:
         find: Returns the live peer of an id that the requester sees.

@@ -298,8 +298,8 @@ class TransferScheduler:
             pass
 
     async def _serve_one(self) -> bool:
-        """Serve the first waiter, in the order of fairness, for whom there is a place. Return
-        whether there was one.
+        """Serve the first waiter, in the order of fairness, that has a place. Return whether there
+        was one.
         """
 
         def turn(waiter: _Waiter) -> tuple[int, int, int]:
