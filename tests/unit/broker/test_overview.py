@@ -1,8 +1,6 @@
 """`GET /v1/overview`: what heartbeats told, and how it went."""
 
 import asyncio
-import base64
-import hashlib
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,11 +31,8 @@ from lmcache_broker.settings import BrokerSettings
 from lmcache_core.errors import ConfigError
 from lmcache_core.p2p import Peer, PeerFigures
 
-TOKENS = {
-    "acme": "acme-token-0123456789",
-    "rival": "rival-token-0123456789",
-    "operator": "operator-token-0123456789",
-}
+from tests.fixtures.broker import TOKENS, bearer, write_tokens
+
 BODY = {"incarnation": 1, "distributed_url": "lm://10.0.0.1:65433"}
 FIGURES: dict[str, Any] = {
     "requested_chunks": 12,
@@ -56,22 +51,13 @@ FIGURES: dict[str, Any] = {
 
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[FastAPI]:
-    path = tmp_path / "tokens.yaml"
-    entries = [
-        f"- {{name: {name}, tenant: {name}, role: {'admin' if name == 'operator' else 'client'}, "
-        f"token_sha256: {hashlib.sha256(token.encode()).hexdigest()}}}"
-        for name, token in TOKENS.items()
-    ]
-    path.write_text("tokens:\n" + "\n".join(entries))
-    key = base64.b64encode(b"k" * 32).decode()
     app = create_app(
         BrokerSettings(
-            ticket_keys=f"k1:{key}",
-            auth_tokens_file=path,
+            auth_tokens_file=write_tokens(tmp_path / "tokens.yaml"),
             hot_chunk_pulls=1000,
             instance_id="broker-0",
         )
-    )  # type: ignore[arg-type]
+    )
     async with app.router.lifespan_context(app):
         yield app
 
@@ -79,7 +65,7 @@ async def app(tmp_path: Path) -> AsyncIterator[FastAPI]:
 class Caller:
     def __init__(self, app: FastAPI, name: str) -> None:
         self._http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://broker")
-        self._headers = {"authorization": f"Bearer {TOKENS[name]}"}
+        self._headers = bearer(name)
 
     async def beat(
         self, peer: str, figures: Mapping[str, Any] | None = None, **more: Any
