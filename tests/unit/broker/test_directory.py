@@ -93,8 +93,8 @@ def test_a_new_incarnation_has_no_pulls(directory: PeerDirectory, clock: FakeClo
     announce(directory, peer("a"))
     record = directory.find(ACME, "a")
     assert record is not None
-    record.add_pull("p", clock() + 2)
-    record.add_pull("q", clock() + 3)
+    record.pulls["p"] = clock() + 2
+    record.pulls["q"] = clock() + 3
     assert record.num_pulls(clock()) == 2
     assert record.num_pulls(clock() + 2) == 1
     announce(directory, peer("a", incarnation=2))

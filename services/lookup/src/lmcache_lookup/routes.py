@@ -43,7 +43,6 @@ from lmcache_servicekit.bodies import (
 
 from lmcache_lookup.index import LeaseClaim
 from lmcache_lookup.service import LookupService, tenant_for
-from lmcache_lookup.settings import LookupSettings
 
 CHUNKS: Final = RequestBody(ChunksRequest, PackedChunksRequest)
 LEASE: Final = RequestBody(LeaseRequest, LeaseRequest)
@@ -61,14 +60,7 @@ async def _service(request: Request) -> LookupService:
     return service
 
 
-async def _settings(request: Request) -> LookupSettings:
-    settings = request.app.state.lookup_settings
-    assert isinstance(settings, LookupSettings)
-    return settings
-
-
 Service = Annotated[LookupService, Depends(_service)]
-Settings = Annotated[LookupSettings, Depends(_settings)]
 ChunkIdInPath = Annotated[
     str, Path(pattern=r"^[0-9a-f]{32}$", description="A chunk id: 32 hex digits.")
 ]
@@ -166,15 +158,11 @@ async def locations(
     "/instances/{instance}", summary="Take or renew a lease", **bodies.route(LEASE, InstanceLease)
 )
 async def renew(
-    request: Request,
-    instance: InstanceInPath,
-    caller: ClientPrincipal,
-    service: Service,
-    settings: Settings,
+    request: Request, instance: InstanceInPath, caller: ClientPrincipal, service: Service
 ) -> Response:
     """The instance's chunks are found until the lease ends."""
     body = await LEASE.read(request)
-    ttl_ms = settings.granted_ttl_ms(body.ttl_ms)
+    ttl_ms = service.settings.granted_ttl_ms(body.ttl_ms)
     state = await service.index.renew(
         caller.tenant, LeaseClaim(instance, body.incarnation, body.kind, ttl_ms)
     )

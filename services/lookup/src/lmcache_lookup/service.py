@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from lmcache_core.errors import UnavailableError
@@ -29,23 +30,26 @@ from lmcache_servicekit.errors import PermissionDeniedError
 
 from lmcache_lookup.index import EventBatch, IndexEvent, LookupIndex
 from lmcache_lookup.metrics import LookupMetrics
+from lmcache_lookup.settings import LookupSettings
 
 logger = logging.getLogger(__name__)
 
 MAX_ROUTED_INSTANCES: Final = 4096
 
 
+@dataclass(frozen=True, slots=True)
 class LookupService:
     """Answers questions of one tenant at a time, and takes events of one instance at a time.
 
-    Args:
+    Attributes:
         index: The holders of chunks.
         metrics: Counts both.
+        settings: Options.
     """
 
-    def __init__(self, index: LookupIndex, metrics: LookupMetrics) -> None:
-        self.index = index
-        self.metrics = metrics
+    index: LookupIndex
+    metrics: LookupMetrics
+    settings: LookupSettings
 
     async def lookup(
         self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]

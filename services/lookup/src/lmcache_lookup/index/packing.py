@@ -132,11 +132,6 @@ def unpack_holders(data: bytes) -> Iterator[StoredHolder]:
         yield StoredHolder(number, incarnation, size_bytes, tier.decode("ascii"))
 
 
-def pack_identity(number: int, incarnation: int) -> bytes:
-    """Return the first 12 bytes of a holder: which life of which instance."""
-    return struct.pack("<IQ", number, incarnation)
-
-
 def pack_number(number: int) -> bytes:
     """Return the first 4 bytes of a holder: which instance."""
     return struct.pack("<I", number)

@@ -60,7 +60,7 @@ class PullBook:
         self._pulls[pull.pull_id] = pull
         self._by_tenant[pull.requester.tenant] += 1
         self._by_requester[pull.requester] += 1
-        pull.record.add_pull(pull.pull_id, pull.ends_s)
+        pull.record.pulls[pull.pull_id] = pull.ends_s
 
     def end(self, pull_id: str, requester: Requester) -> BookedPull | None:
         """End that pull of that requester; return None when there is none."""
@@ -79,7 +79,7 @@ class PullBook:
             return None
         pull.ends_s = ends_s
         self._pulls[pull_id] = self._pulls.pop(pull_id)  # the last to expire
-        pull.record.renew_pull(pull_id, ends_s)
+        pull.record.pulls[pull_id] = ends_s
         return pull
 
     def expire(self, now_s: float) -> None:
@@ -89,6 +89,7 @@ class PullBook:
             if pull.ends_s > now_s:
                 break
             self._drop(pull)
+            pull.record.pulls.pop(pull.pull_id, None)
 
     def share(self, requester: Requester) -> tuple[int, int]:
         """Return how many pulls its tenant has, and how many of them it has itself."""

@@ -19,6 +19,7 @@ class PeerRecord:
         draining: It gets no new pulls.
         drain: Progress of its drain, if it reports one.
         figures: Counters of its work, if it reports any.
+        pulls: Pulls that this broker has granted: id -> end of the ticket. `PullBook` keeps them.
     """
 
     peer: Peer
@@ -28,7 +29,7 @@ class PeerRecord:
     lease_ends_s: float
     drain: DrainReport | None = None
     figures: PeerFigures | None = None
-    _pulls: dict[str, float] = field(default_factory=dict)
+    pulls: dict[str, float] = field(default_factory=dict)
     _shared_pulls: tuple[int, float] | None = None
 
     @property
@@ -45,32 +46,18 @@ class PeerRecord:
         """Return the pulls that have neither ended nor outlived their tickets: those of all
         brokers if they are heard, otherwise this one's.
         """
-        for pull_id, ends_s in list(self._pulls.items()):
-            if ends_s > now_s:
-                break
-            del self._pulls[pull_id]
         if self._shared_pulls is not None:
             num_shared, until_s = self._shared_pulls
             if now_s < until_s:
                 return num_shared
             self._shared_pulls = None
-        return len(self._pulls)
-
-    def add_pull(self, pull_id: str, ends_s: float) -> None:
-        """Count a pull. Tickets live equally long, so that the oldest is the first to expire."""
-        assert not self._pulls or next(reversed(self._pulls.values())) <= ends_s
-        self._pulls[pull_id] = ends_s
+        return sum(ends_s > now_s for ends_s in self.pulls.values())
 
     def end_pull(self, pull_id: str) -> None:
         """End a pull before its ticket ends; none of that id is fine."""
-        if self._pulls.pop(pull_id, None) is not None and self._shared_pulls is not None:
+        if self.pulls.pop(pull_id, None) is not None and self._shared_pulls is not None:
             num_shared, until_s = self._shared_pulls
             self._shared_pulls = (max(0, num_shared - 1), until_s)
-
-    def renew_pull(self, pull_id: str, ends_s: float) -> None:
-        """Extend a pull; none ends later than it."""
-        if self._pulls.pop(pull_id, None) is not None:
-            self.add_pull(pull_id, ends_s)
 
     def share_pulls(self, num_pulls: int) -> None:
         """Set the number of its pulls at all brokers together, until it is set again or doubted."""
