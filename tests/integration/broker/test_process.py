@@ -2,11 +2,10 @@
 client and registration.
 """
 
-import asyncio
 import base64
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -16,6 +15,7 @@ from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration
 from lmcache_core.security import TicketVerifier
 
 from tests.fixtures.service_process import ServiceProcess
+from tests.fixtures.waiting import opened, until
 
 CLIENT_TOKEN = "client-token-0123456789"
 ADMIN_TOKEN = "admin-token-0123456789"
@@ -47,14 +47,10 @@ def broker(tmp_path: Path) -> Iterator[ServiceProcess]:
     process.stop(signal.SIGKILL)
 
 
-@asynccontextmanager
-async def client_of(
+def client_of(
     broker: ServiceProcess, token: str | None = CLIENT_TOKEN
-) -> AsyncIterator[BrokerClient]:
-    client = BrokerClient(broker.url, token, SLOW_S)
-    await client.open()
-    yield client
-    await client.close()
+) -> AbstractAsyncContextManager[BrokerClient]:
+    return opened(BrokerClient(broker.url, token, SLOW_S))
 
 
 @asynccontextmanager
@@ -70,20 +66,15 @@ async def registered(client: BrokerClient, *names: str) -> AsyncIterator[list[Pe
         await registration.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SLOW_S):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 async def until_registered(registrations: list[PeerRegistration], expected: bool = True) -> None:
     await until(lambda: {one.registered for one in registrations} == {expected})
 
 
 async def until_drains(client: BrokerClient, expected: dict[str, bool]) -> None:
-    async with asyncio.timeout(SLOW_S):
-        while {peer.id: peer.draining for peer in await client.peers()} != expected:
-            await asyncio.sleep(0.02)
+    async def is_so() -> bool:
+        return {peer.id: peer.draining for peer in await client.peers()} == expected
+
+    await until(is_so)
 
 
 async def test_pulls_are_assigned_with_tickets_that_the_serving_peer_takes(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -15,6 +15,7 @@ from lmcache_core.lookup import Holding, InstanceReporter, LookupClient, Reporte
 
 from tests.fixtures.redis_server import RedisServer, running_redis
 from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.waiting import opened, until
 
 A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
 TIMING = ReporterTiming(ttl_ms=2_000, gather_s=0.0, retry_s=0.02, max_retry_s=0.2)
@@ -42,16 +43,10 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceP
         yield process
 
 
-@asynccontextmanager
-async def client_of(
+def client_of(
     service: ServiceProcess, token: str | None = None
-) -> AsyncIterator[LookupClient]:
-    client = LookupClient(service.url, token, timeout_s=5)
-    await client.open()
-    try:
-        yield client
-    finally:
-        await client.close()
+) -> AbstractAsyncContextManager[LookupClient]:
+    return opened(LookupClient(service.url, token, timeout_s=5))
 
 
 class Instance:
@@ -68,24 +63,9 @@ class Instance:
 @asynccontextmanager
 async def reporting(client: LookupClient, name: str, *chunk_ids: bytes) -> AsyncIterator[Instance]:
     instance = Instance(client, name, chunk_ids)
-    await instance.reporter.open()
-    try:
-        await until_synced(instance)
+    async with opened(instance.reporter):
+        await until(lambda: instance.reporter.synced)
         yield instance
-    finally:
-        await instance.reporter.close()
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await condition():
-            await asyncio.sleep(0.02)
-
-
-async def until_synced(instance: Instance) -> None:
-    async with asyncio.timeout(60.0):
-        while not instance.reporter.synced:
-            await asyncio.sleep(0.02)
 
 
 async def prefix(
@@ -133,7 +113,7 @@ async def test_a_dead_instance_vanishes_with_its_lease(service: ServiceProcess) 
             events=[StoreEvent("store", A.hex(), "disk", 3)],
         )
         assert await prefix(client, A) == [["mute"]]
-        await eventually(lambda: _prefix_is(client, [], A))
+        await until(lambda: _prefix_is(client, [], A))
 
 
 async def test_a_gap_leads_to_a_resync_that_heals(service: ServiceProcess) -> None:
@@ -156,7 +136,7 @@ async def test_a_gap_leads_to_a_resync_that_heals(service: ServiceProcess) -> No
         instance.held[C] = 9
         instance.reporter.stored(B, "hot", 1)
         instance.reporter.stored(C, "hot", 9)
-        await until_synced(instance)
+        await until(lambda: instance.reporter.synced)
         assert await prefix(client, A, C) == [["one"], ["one"]]
 
 
@@ -170,7 +150,7 @@ async def test_after_a_restart_of_the_service_everything_is_known_again(
             await client.lookup([A])
         service.environ["LMCACHE_LOOKUP_PORT"] = str(port)
         service.start()
-        await eventually(lambda: _prefix_is(client, [["one"], ["one"]], A, B))
+        await until(lambda: _prefix_is(client, [["one"], ["one"]], A, B))
 
 
 async def test_a_large_prefix_is_one_call(service: ServiceProcess) -> None:
@@ -184,10 +164,6 @@ async def _prefix_is(client: LookupClient, expected: list[list[str]], *chunk_ids
         return await prefix(client, *chunk_ids) == expected
     except UnavailableError:
         return False
-
-
-async def _says(service: ServiceProcess, text: str) -> bool:
-    return text in service.output
 
 
 @pytest.mark.parametrize("kind", ["full", "read-only"])
@@ -271,7 +247,7 @@ async def test_redis_killed_and_back(tmp_path: Path) -> None:
                 instance.held[B] = 7
                 instance.reporter.stored(B, "hot", 7)
                 server.start()
-                await eventually(lambda: _prefix_is(client, [["one"], ["one"]], A, B))
+                await until(lambda: _prefix_is(client, [["one"], ["one"]], A, B))
                 assert get(service, "/readyz").json()["status"] == "ok"
             assert "redis://" not in service.output
 
@@ -294,7 +270,7 @@ async def test_redis_that_hangs_does_not_hold_lookups_up(tmp_path: Path) -> None
                 # Five waits for the timeout would take 7.5 s: the breaker has opened.
                 assert loop.time() - started < 6.0
                 server.resume()
-                await eventually(lambda: _prefix_is(client, [["one"]], A))
+                await until(lambda: _prefix_is(client, [["one"]], A))
 
 
 async def test_two_replicas_share_redis(tmp_path: Path, server: RedisServer) -> None:
@@ -336,13 +312,13 @@ async def test_it_starts_without_redis_and_waits_for_it(tmp_path: Path) -> None:
             f"dependency unavailable: check=index error=redis at 127.0.0.1:{server.port} cannot be"
             " reached"
         )
-        await eventually(lambda: _says(service, away))
+        await until(lambda: away in service.output)
         assert get(service, "/readyz").json()["status"] == "degraded"
         server.start()
         try:
             async with client_of(service) as client, reporting(client, "one", A):
                 assert await prefix(client, A) == [["one"]]
-                await eventually(lambda: _says(service, "dependency available again: check=index"))
+                await until(lambda: "dependency available again: check=index" in service.output)
         finally:
             server.kill()
 
