@@ -12,7 +12,15 @@ from lmcache_core.p2p import Peer
 from lmcache_core.security import Principal, TicketVerifier
 from lmcache_servicekit.errors import ConflictError
 
-from tests.fixtures.broker import ACME, KEYS, OPERATOR, RIVAL, FakeClock, at_once, transfer_service
+from tests.fixtures.broker import (
+    ACME,
+    KEYS,
+    OPERATOR,
+    RIVAL,
+    FakeClock,
+    at_once,
+    transfer_scheduler,
+)
 from tests.fixtures.broker import wanted as wanted_from
 
 IDS = ["a", "b", "c", "d"]
@@ -42,7 +50,7 @@ class BrokerMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         self.directory = PeerDirectory(PeerLimits(1000, 1000, 3_600_000), self.clock)
-        self.service = transfer_service(
+        self.scheduler = transfer_scheduler(
             self.directory, self.clock, max_pulls=MAX_PULLS, ticket_ttl_ms=int(TICKET_S * 1000)
         )
         self.models: dict[tuple[str, str], Model] = {}
@@ -114,7 +122,7 @@ class BrokerMachine(RuleBasedStateMachine):
         wanted=st.dictionaries(chunk_ids, holder_lists, max_size=8),
     )
     def transfer(self, who: Principal, requester: str, wanted: dict[str, list[str]]) -> None:
-        plan = at_once(self.service.assign(who, requester, wanted_from(wanted)))
+        plan = at_once(self.scheduler.ask(who, requester, wanted_from(wanted), 0))
         served = [chunk for pull in plan.assignments for chunk in pull.chunk_ids]
         assert sorted([*served, *plan.unassigned]) == sorted(wanted)
         assert len({pull.instance for pull in plan.assignments}) == len(plan.assignments)

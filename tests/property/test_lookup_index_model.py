@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LeaseState, LookupIndex
+from lmcache_lookup.index import EventBatch, EventsAck, IndexEvent, LeaseClaim, LookupIndex
 from lmcache_lookup.index.embedded import EmbeddedIndex
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 from lmcache_servicekit.redis_connections import RedisAccess
@@ -75,14 +75,14 @@ class Model:
         default_factory=dict
     )
 
-    def renew(self, owner: str, instance: str, incarnation: int) -> LeaseState:
+    def renew(self, owner: str, instance: str, incarnation: int) -> EventsAck:
         lease = self.leases.get((owner, instance))
         if lease is not None and incarnation < lease.incarnation:
-            return LeaseState(0, True)
+            return EventsAck(0, True)
         if lease is None or incarnation > lease.incarnation:
             self._kill(owner, instance)
             lease = self.leases[owner, instance] = Lease(incarnation)
-        return LeaseState(lease.next_sequence, lease.resync)
+        return EventsAck(lease.next_sequence, lease.resync)
 
     def end(self, owner: str, instance: str, incarnation: int | None) -> bool:
         lease = self.leases.get((owner, instance))
@@ -92,12 +92,12 @@ class Model:
         del self.leases[owner, instance]
         return True
 
-    def apply(self, owner: str, batch: EventBatch) -> LeaseState:
+    def apply(self, owner: str, batch: EventBatch) -> EventsAck:
         lease = self.leases.get((owner, batch.instance))
         if lease is None or lease.incarnation != batch.incarnation or lease.resync:
-            return LeaseState(0, True)
+            return EventsAck(0, True)
         if batch.first_sequence > lease.next_sequence:
-            return LeaseState(lease.next_sequence, True)
+            return EventsAck(lease.next_sequence, True)
         for event in batch.events[lease.next_sequence - batch.first_sequence :]:
             entries = self.held.setdefault((event.tenant, event.chunk_id), {})
             place = (owner, batch.instance, event.tier)
@@ -105,7 +105,7 @@ class Model:
             if event.op == "store":
                 entries[place] = (lease.incarnation, event.size_bytes)
             lease.next_sequence += 1
-        return LeaseState(lease.next_sequence, False)
+        return EventsAck(lease.next_sequence, False)
 
     def holders(self, tenant: str, chunk_id: bytes) -> list[tuple[str, str, int]]:
         entries = self.held.get((tenant, chunk_id), {})

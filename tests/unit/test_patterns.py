@@ -31,7 +31,7 @@ each text.
 """
 CHARS = "aA0_-./@:, \t\n`'\"\\=+%[{($"
 TRIED_BY_HAND = {
-    "lmcache_lookup/formats.py": "at most five characters",
+    "lmcache_servicekit/bodies.py": "at most five characters",
 }
 """Calls of `re` that compile where they are used."""
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 import redis
 from lmcache_core.errors import CapacityError
 from lmcache_core.lookup import Holder
-from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LeaseState, LookupIndex
+from lmcache_lookup.index import EventBatch, EventsAck, IndexEvent, LeaseClaim, LookupIndex
 from lmcache_lookup.index.base import MAX_STORED_HOLDERS_PER_CHUNK
 from lmcache_lookup.index.embedded import EmbeddedIndex
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
@@ -28,8 +28,8 @@ MAX_INSTANCES_PER_TENANT = 6
 MAX_CHUNKS_PER_TENANT = 640
 LONG_MS = 60_000
 SHORT_MS = 400
-TAKEN = LeaseState(0, False)
-HOLDS_BACK = LeaseState(0, True)
+TAKEN = EventsAck(0, False)
+HOLDS_BACK = EventsAck(0, True)
 OPTIONS = RedisIndexOptions(
     read_timeout_s=5,
     write_timeout_s=5,
@@ -98,7 +98,7 @@ async def join(
     *,
     owner: str = "acme",
     ttl_ms: int = LONG_MS,
-) -> LeaseState:
+) -> EventsAck:
     return await index.renew(owner, LeaseClaim(instance, incarnation, "sidecar", ttl_ms))
 
 
@@ -109,7 +109,7 @@ async def tell(
     first: int = 0,
     incarnation: int = 1,
     owner: str = "acme",
-) -> LeaseState:
+) -> EventsAck:
     return await index.apply(owner, EventBatch(instance, incarnation, first, events))
 
 
@@ -131,8 +131,8 @@ async def test_nothing_is_held_at_first(index: LookupIndex) -> None:
 async def test_what_is_stored_is_held_in_the_order_asked(index: LookupIndex) -> None:
     await join(index, "a")
     await join(index, "b")
-    assert await tell(index, "a", event(1), event(2, tier="disk"), event(8)) == LeaseState(3, False)
-    assert await tell(index, "b", event(2)) == LeaseState(1, False)
+    assert await tell(index, "a", event(1), event(2, tier="disk"), event(8)) == EventsAck(3, False)
+    assert await tell(index, "b", event(2)) == EventsAck(1, False)
     assert await held(index, 8, 2, 3, 1) == [["a/hot"], ["a/disk", "b/hot"], [], ["a/hot"]]
 
 
@@ -191,23 +191,23 @@ async def test_a_repeat_is_skipped(index: LookupIndex) -> None:
     await join(index, "a")
     await tell(index, "a", event(1), event(2))
     await tell(index, "a", event(1, "remove"), first=2)
-    assert await tell(index, "a", event(1), event(2)) == LeaseState(3, False)
+    assert await tell(index, "a", event(1), event(2)) == EventsAck(3, False)
     assert await held(index, 1, 2) == [[], ["a/hot"]]
 
 
 async def test_of_an_overlap_only_the_new_part_is_taken(index: LookupIndex) -> None:
     await join(index, "a")
     await tell(index, "a", event(1), event(1, "remove"))
-    assert await tell(index, "a", event(1), event(1, "remove"), event(2)) == LeaseState(3, False)
+    assert await tell(index, "a", event(1), event(1, "remove"), event(2)) == EventsAck(3, False)
     assert await held(index, 1, 2) == [[], ["a/hot"]]
 
 
 async def test_a_gap_takes_nothing_and_asks_for_a_resync(index: LookupIndex) -> None:
     await join(index, "a")
     await tell(index, "a", event(1))
-    assert await tell(index, "a", event(2), first=2) == LeaseState(1, True)
+    assert await tell(index, "a", event(2), first=2) == EventsAck(1, True)
     assert await held(index, 1, 2) == [["a/hot"], []]
-    assert await tell(index, "a", event(3), first=1) == LeaseState(2, False)
+    assert await tell(index, "a", event(3), first=1) == EventsAck(2, False)
 
 
 async def test_an_empty_batch_changes_nothing(index: LookupIndex) -> None:
@@ -218,7 +218,7 @@ async def test_an_empty_batch_changes_nothing(index: LookupIndex) -> None:
 async def test_a_renewal_tells_the_number_that_is_waited_for(index: LookupIndex) -> None:
     assert await join(index, "a") == TAKEN
     await tell(index, "a", event(1), event(2))
-    assert await join(index, "a") == LeaseState(2, False)
+    assert await join(index, "a") == EventsAck(2, False)
 
 
 async def test_a_higher_incarnation_kills_the_entries_of_the_lower_at_once(
@@ -280,7 +280,7 @@ async def test_an_incarnation_below_one_that_ran_out_is_taken_as_it_is(index: Lo
     await tell(index, "a", event(1), event(2), incarnation=9)
     await asyncio.sleep(SHORT_MS / 1000 + 0.05)
     assert await join(index, "a", 3) == TAKEN
-    assert await tell(index, "a", event(1), incarnation=3) == LeaseState(1, False)
+    assert await tell(index, "a", event(1), incarnation=3) == EventsAck(1, False)
     assert await held(index, 1, 2) == [["a/hot"], []]
 
 
@@ -306,7 +306,7 @@ async def test_ending_a_lease_ends_its_holdings(index: LookupIndex) -> None:
 async def test_a_late_end_leaves_the_next_life_alone(index: LookupIndex) -> None:
     await join(index, "a", 2)
     assert not await index.end("acme", "a", 1)
-    assert await tell(index, "a", event(1), incarnation=2) == LeaseState(1, False)
+    assert await tell(index, "a", event(1), incarnation=2) == EventsAck(1, False)
     assert await index.end("acme", "a", 2)
 
 
@@ -418,7 +418,7 @@ async def test_clearing_asks_the_tenants_instances_to_announce_again(index: Look
     assert (await join(index, "a")).resync
     assert not (await join(index, "s", owner="ops")).resync
     assert await join(index, "a", 2) == TAKEN
-    assert await tell(index, "a", event(1), incarnation=2) == LeaseState(1, False)
+    assert await tell(index, "a", event(1), incarnation=2) == EventsAck(1, False)
 
 
 async def test_sweeping_clears_what_is_dead_and_nothing_else(index: LookupIndex) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 import pytest_asyncio
 from lmcache_core.errors import UnavailableError
-from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LeaseState
+from lmcache_lookup.index import EventBatch, EventsAck, IndexEvent, LeaseClaim
 from lmcache_lookup.index import redis_scripts as scripts
 from lmcache_lookup.index.packing import (
     LEASES_KEY,
@@ -60,7 +60,7 @@ async def shards(cluster: RedisClusterServers) -> AsyncIterator[RedisClient]:
     await made.close()
 
 
-async def join(index: RedisIndex, instance: str = "a", incarnation: int = 1) -> LeaseState:
+async def join(index: RedisIndex, instance: str = "a", incarnation: int = 1) -> EventsAck:
     return await index.renew("acme", LeaseClaim(instance, incarnation, "sidecar", 60_000))
 
 
@@ -120,15 +120,15 @@ async def test_a_batch_with_a_server_missing_is_not_taken_and_can_be_repeated(
     try:
         with pytest.raises(UnavailableError):
             await hurried.apply("acme", EventBatch("a", 1, 0, stores()))
-        assert await join(index) == LeaseState(0, False)
+        assert await join(index) == EventsAck(0, False)
         # Long enough for what still lies in the silent server's buffers to be late.
         await asyncio.sleep(CLAIM_S)
     finally:
         silent.resume()
     assert 0 < await num_held(index) < NUM_BUCKETS
-    assert await at_last(
-        lambda: index.apply("acme", EventBatch("a", 1, 0, stores()))
-    ) == LeaseState(NUM_BUCKETS, False)
+    assert await at_last(lambda: index.apply("acme", EventBatch("a", 1, 0, stores()))) == EventsAck(
+        NUM_BUCKETS, False
+    )
     assert await num_held(index) == NUM_BUCKETS
     await hurried.close()
 
@@ -142,10 +142,10 @@ async def test_a_batch_that_a_server_refuses_can_be_repeated_at_once(
         try:
             with pytest.raises(UnavailableError):
                 await index.apply("acme", EventBatch("a", 1, 0, stores()))
-            assert await join(index) == LeaseState(0, False)
+            assert await join(index) == EventsAck(0, False)
         finally:
             raw.config_set("maxmemory", "0")
-    assert await index.apply("acme", EventBatch("a", 1, 0, stores())) == LeaseState(
+    assert await index.apply("acme", EventBatch("a", 1, 0, stores())) == EventsAck(
         NUM_BUCKETS, False
     )
 
@@ -161,8 +161,8 @@ async def test_an_instances_events_are_taken_by_one_replica_at_a_time(
         await index.apply("acme", EventBatch("a", 1, 0, stores()))
     assert (await claim(shards, "y"))[2] == -1
     # Another life of the instance is nobody's yet.
-    assert await join(index, incarnation=2) == LeaseState(0, False)
-    assert await index.apply("acme", EventBatch("a", 2, 0, stores())) == LeaseState(
+    assert await join(index, incarnation=2) == EventsAck(0, False)
+    assert await index.apply("acme", EventBatch("a", 2, 0, stores())) == EventsAck(
         NUM_BUCKETS, False
     )
 
@@ -179,7 +179,7 @@ async def test_a_claim_is_taken_over_when_it_has_ended_for_all_clocks(
     assert await shards.run(
         scripts.SETTLE, [LEASES_KEY], ["acme/a", incarnation_text(1), "x", 1]
     ) == [0, 0, 0]
-    assert await join(index) == LeaseState(0, False)
+    assert await join(index) == EventsAck(0, False)
     assert await shards.run(
         scripts.SETTLE, [LEASES_KEY], ["acme/a", incarnation_text(1), "y", 1]
     ) == [1, 0, 1]
@@ -263,16 +263,16 @@ async def test_a_server_that_comes_back_empty_is_noticed_with_the_next_renewal(
     for incarnation, instance in ((1, "a"), (1, "b")):
         await join(index, instance, incarnation)
         await index.apply("acme", EventBatch(instance, incarnation, 0, stores()))
-        assert await join(index, instance, incarnation) == LeaseState(NUM_BUCKETS, False)
+        assert await join(index, instance, incarnation) == EventsAck(NUM_BUCKETS, False)
     await restart(cluster.servers[which(cluster)])
     state = await at_last(lambda: join(index))
     # Either it is told to begin anew, or it sees it by the number.
-    assert state in (LeaseState(NUM_BUCKETS, True), LeaseState(0, False))
-    assert await join(index, "b") in (LeaseState(NUM_BUCKETS, True), LeaseState(0, False))
-    assert await join(index, "a", 2) == LeaseState(0, False)
-    assert await at_last(
-        lambda: index.apply("acme", EventBatch("a", 2, 0, stores()))
-    ) == LeaseState(NUM_BUCKETS, False)
+    assert state in (EventsAck(NUM_BUCKETS, True), EventsAck(0, False))
+    assert await join(index, "b") in (EventsAck(NUM_BUCKETS, True), EventsAck(0, False))
+    assert await join(index, "a", 2) == EventsAck(0, False)
+    assert await at_last(lambda: index.apply("acme", EventBatch("a", 2, 0, stores()))) == EventsAck(
+        NUM_BUCKETS, False
+    )
     assert await num_held(index) == NUM_BUCKETS
     assert {
         holder.instance for holders in await index.holders("acme", CHUNKS) for holder in holders
@@ -292,15 +292,15 @@ async def test_a_server_that_is_emptied_is_noticed_with_the_next_renewal(
     with cluster.servers[which(cluster)].client() as raw:
         raw.flushall()
     other = RedisIndex(RedisAccess.parse(cluster.url), OPTIONS)
-    assert await join(other, "a") in (LeaseState(NUM_BUCKETS, True), LeaseState(0, False))
-    assert await join(other, "b") in (LeaseState(NUM_BUCKETS, True), LeaseState(0, False))
+    assert await join(other, "a") in (EventsAck(NUM_BUCKETS, True), EventsAck(0, False))
+    assert await join(other, "b") in (EventsAck(NUM_BUCKETS, True), EventsAck(0, False))
     await asyncio.sleep(MASTERS_FRESH_S)
     for replica, instance in ((other, "a"), (index, "b")):
-        assert await join(replica, instance, 2) == LeaseState(0, False)
-        assert await replica.apply("acme", EventBatch(instance, 2, 0, stores())) == LeaseState(
+        assert await join(replica, instance, 2) == EventsAck(0, False)
+        assert await replica.apply("acme", EventBatch(instance, 2, 0, stores())) == EventsAck(
             NUM_BUCKETS, False
         )
-        assert await join(replica, instance, 2) == LeaseState(NUM_BUCKETS, False)
+        assert await join(replica, instance, 2) == EventsAck(NUM_BUCKETS, False)
     assert [len(holders) for holders in await index.holders("acme", CHUNKS)] == [2] * NUM_BUCKETS
     await other.close()
 
@@ -332,9 +332,9 @@ async def test_what_a_lost_lease_left_behind_is_nobody_elses(
     await join(index, "a")
     await index.apply("acme", EventBatch("a", 1, 0, stores()))
     await restart(cluster.servers[lease_server(cluster)])
-    assert await at_last(lambda: join(index, "b")) == LeaseState(0, False)
+    assert await at_last(lambda: join(index, "b")) == EventsAck(0, False)
     assert await at_last(lambda: num_held(index)) == 0
-    assert await join(index, "a") == LeaseState(0, False)
+    assert await join(index, "a") == EventsAck(0, False)
     assert await num_held(index) == 0
 
 
@@ -373,20 +373,20 @@ async def test_a_slot_that_moves_is_followed(
         assert old.execute_command("MIGRATE", "127.0.0.1", taker.port, key, 0, 1000) == b"OK"
         assert await num_held(index) == NUM_BUCKETS
         await asyncio.sleep(MASTERS_FRESH_S)
-        assert await join(index) == LeaseState(NUM_BUCKETS, False)
+        assert await join(index) == EventsAck(NUM_BUCKETS, False)
         assert (
             old.execute_command("MIGRATE", "127.0.0.1", taker.port, mark_key(0), 0, 1000) == b"OK"
         )
         await asyncio.sleep(MASTERS_FRESH_S)
-        assert await join(index) == LeaseState(NUM_BUCKETS, False)
+        assert await join(index) == EventsAck(NUM_BUCKETS, False)
         more = stores([b"\0" + b"z" * 15])
-        assert await index.apply("acme", EventBatch("a", 1, NUM_BUCKETS, more)) == LeaseState(
+        assert await index.apply("acme", EventBatch("a", 1, NUM_BUCKETS, more)) == EventsAck(
             NUM_BUCKETS + 1, False
         )
         for client in (new, old):
             client.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[new])
         assert await num_held(index) == NUM_BUCKETS
-        assert await join(index) == LeaseState(NUM_BUCKETS + 1, False)
+        assert await join(index) == EventsAck(NUM_BUCKETS + 1, False)
         assert (await index.holders("acme", [more[0].chunk_id]))[0]
         new.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[old])
         old.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[new])

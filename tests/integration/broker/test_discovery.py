@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from lmcache_broker.discovery import watch as module
 from lmcache_broker.settings import BrokerSettings
 from lmcache_core.errors import ConfigError
 
+from tests.fixtures.broker import following
 from tests.fixtures.kubernetes_api import KubernetesApi, endpoint, endpoint_slice
+from tests.fixtures.sample_service import asgi_client
 
 CHUNK = "0" * 32
 
@@ -32,7 +34,7 @@ class World:
         return {peer["id"]: peer for peer in (await self.rest.get("/v1/peers")).json()["peers"]}
 
     async def until(
-        self, condition: Callable[[dict[str, dict[str, Any]]], bool], seconds: float = 5.0
+        self, condition: Callable[[dict[str, dict[str, Any]]], bool], seconds: float = 60.0
     ) -> dict[str, dict[str, Any]]:
         deadline = time.monotonic() + seconds
         while True:
@@ -59,19 +61,8 @@ class World:
 
 
 @asynccontextmanager
-async def following(api: KubernetesApi, **options: Any) -> AsyncIterator[World]:
-    settings = {
-        "discovery": "kubernetes",
-        "kubernetes_service": "sidecars",
-        "kubernetes_namespace": "ns",
-        "kubernetes_api_url": api.url,
-    }
-    app = create_app(BrokerSettings(**(settings | options)))
-    async with AsyncExitStack() as exits:
-        await exits.enter_async_context(app.router.lifespan_context(app))
-        rest = await exits.enter_async_context(
-            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://broker")
-        )
+async def world_of(api: KubernetesApi, **options: Any) -> AsyncIterator[World]:
+    async with following(api, **options) as rest:
         yield World(api, rest)
 
 
@@ -92,7 +83,7 @@ async def world(api: KubernetesApi) -> AsyncIterator[World]:
             "s1", endpoint("a", "10.0.0.1"), endpoint("b", "10.0.0.2", zone="z2", node="n2")
         )
     )
-    async with following(api) as running:
+    async with world_of(api) as running:
         await running.until_ids("a", "b")
         await running.until_watching()
         yield running
@@ -146,7 +137,7 @@ async def test_a_pod_that_is_marked_for_deletion_drains_and_one_that_has_gone_lo
 
 async def test_one_that_registers_for_itself_is_there_once(api: KubernetesApi) -> None:
     await api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1")))
-    async with following(api, discovery_tenant="acme", auth_tokens_file=None) as world:
+    async with world_of(api, discovery_tenant="acme", auth_tokens_file=None) as world:
         async with asyncio.timeout(60):
             while (await world.rest.get("/metrics")).text.find("\nlmcache_broker_peers 1.0\n") < 0:
                 await asyncio.sleep(0.01)
@@ -166,7 +157,7 @@ async def test_one_that_registers_only_while_it_ends_is_told_soon(world: World) 
     )
     await asyncio.sleep(0.1)
     assert (await world.register("c", "10.0.0.3"))["draining"] is False, "it has come in between"
-    await world.until(lambda peers: peers["c"]["draining"], seconds=3.0)
+    await world.until(lambda peers: peers["c"]["draining"], seconds=10.0)
     assert (await world.register("c", "10.0.0.3"))["draining"] is True
     assert (await world.register("b", "10.0.0.2"))["draining"] is False
 
@@ -181,7 +172,7 @@ async def test_one_that_is_not_ready_is_no_peer_and_keeps_its_own_lease(world: W
 
 async def test_pods_that_encrypt_are_who_they_say_they_are(api: KubernetesApi) -> None:
     await api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1"), endpoint("b", "10.0.0.2")))
-    async with following(api, kubernetes_tls=True) as world:
+    async with world_of(api, kubernetes_tls=True) as world:
         peers = await world.until_ids("a", "b")
         assert peers["b"]["distributed_url"] == "lm+tls://10.0.0.2:65433"
         await world.register("a", "10.0.0.1", distributed_url="lm+tls://10.0.0.1:65433")
@@ -271,7 +262,7 @@ async def test_a_silent_watch_is_begun_anew(
     api: KubernetesApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.EndpointWatch.__init__, "__defaults__", (0.1,))
-    async with following(api) as running:
+    async with world_of(api) as running:
         await running.until_watching(3)
 
 
@@ -280,7 +271,7 @@ async def test_the_token_is_read_again_for_each_watch(api: KubernetesApi, tmp_pa
     token_file = tmp_path / "token"
     token_file.write_text("first-token\n")
     await api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1")))
-    async with following(api, kubernetes_token_file=token_file) as running:
+    async with world_of(api, kubernetes_token_file=token_file) as running:
         await running.until_ids("a")
         await running.until_watching()
         api.token = "second-token"
@@ -295,11 +286,7 @@ async def test_peers_from_a_list() -> None:
         discovery="static",
         static_peers=[{"id": "a", "distributed_url": "lm://a.example:1", "zone": "z1"}],
     )  # type: ignore[list-item]
-    app = create_app(settings)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://broker") as rest,
-    ):
+    async with asgi_client(create_app(settings)) as rest:
         deadline = time.monotonic() + 60.0
         while not (peers := (await rest.get("/v1/peers")).json()["peers"]):
             assert time.monotonic() < deadline

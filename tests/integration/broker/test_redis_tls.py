@@ -73,7 +73,7 @@ async def test_another_master_is_found() -> None:
         watched.master.kill()
         began = time.monotonic()
         assert not await answers(peers)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 5.0
         await asyncio.to_thread(watched.wait_for_failover)
         await until_answered(peers)
         await peers.announce([PEER])

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from lmcache_core.security import TicketVerifier, read_ticket_keys
 
 from tests.fixtures.redis_server import RedisServer, running_redis
 from tests.fixtures.service_process import ServiceProcess
+from tests.fixtures.waiting import opened, until
 
 CHUNKS = [bytes([i]) * 16 for i in range(8)]
 LEASE_MS = 20_000
@@ -63,11 +64,10 @@ def processes(tmp_path: Path, redis_server: RedisServer) -> Iterator[list[Servic
 @pytest.fixture
 async def brokers(processes: list[ServiceProcess]) -> AsyncIterator[list[BrokerClient]]:
     async with AsyncExitStack() as exits:
-        clients = [BrokerClient(process.url, None, 30.0) for process in processes]
-        for client in clients:
-            await client.open()
-            exits.push_async_callback(client.close)
-        yield clients
+        yield [
+            await exits.enter_async_context(opened(BrokerClient(process.url, None, 30.0)))
+            for process in processes
+        ]
 
 
 def peer(name: str, incarnation: int = 1) -> Peer:
@@ -78,13 +78,6 @@ async def names(broker: BrokerClient) -> list[str]:
     return [found.id for found in await broker.peers()]
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not await condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.02)
-
-
 async def test_what_one_is_told_the_other_knows(
     brokers: list[BrokerClient], tmp_path: Path
 ) -> None:
@@ -92,7 +85,7 @@ async def test_what_one_is_told_the_other_knows(
     await one.register(peer("a"), load=0.5, ttl_ms=LEASE_MS)
     await two.register(peer("b"), load=0.1, ttl_ms=LEASE_MS)
     for broker in brokers:
-        await eventually(lambda broker=broker: holds(broker, ["a", "b"]))
+        await until(lambda broker=broker: holds(broker, ["a", "b"]))
     (assignment,) = await two.transfers("b", [(CHUNKS[0], ["a"])])
     assert (
         TicketVerifier(read_ticket_keys(tmp_path / "ticket-keys"), "a")
@@ -106,7 +99,7 @@ async def test_what_one_is_told_the_other_knows(
         "the peer learns of it wherever it comes next"
     )
     await two.deregister("a")
-    await eventually(lambda: holds(one, ["b"]))
+    await until(lambda: holds(one, ["b"]))
 
 
 async def holds(broker: BrokerClient, expected: list[str]) -> bool:
@@ -119,7 +112,7 @@ async def test_an_older_incarnation_is_refused_by_both(brokers: list[BrokerClien
     with pytest.raises(UnavailableError, match="status 409"):
         await two.register(peer("a", 6), load=0.0, ttl_ms=LEASE_MS)
     await two.register(peer("a", 8), load=0.0, ttl_ms=LEASE_MS)
-    await eventually(lambda: has_incarnation(one, 8))
+    await until(lambda: has_incarnation(one, 8))
 
 
 async def has_incarnation(broker: BrokerClient, incarnation: int) -> bool:
@@ -196,13 +189,9 @@ async def test_a_restarted_broker_knows_what_the_other_knows(
     for process in processes:
         process.stop(signal.SIGKILL)
     processes[1].start()
-    fresh = BrokerClient(processes[1].url, None, 5.0)
-    await fresh.open()
-    try:
-        await eventually(lambda: holds(fresh, ["a"]))
+    async with opened(BrokerClient(processes[1].url, None, 30.0)) as fresh:
+        await until(lambda: holds(fresh, ["a"]))
         assert [found.draining for found in await fresh.peers()] == [True]
-    finally:
-        await fresh.close()
 
 
 async def test_without_redis_each_answers_from_its_memory_and_says_so(
@@ -210,7 +199,7 @@ async def test_without_redis_each_answers_from_its_memory_and_says_so(
 ) -> None:
     one, two = brokers
     await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
-    await eventually(lambda: holds(two, ["a"]))
+    await until(lambda: holds(two, ["a"]))
     for blow in ("pause", "kill"):
         getattr(redis_server, blow)()
         try:
@@ -237,10 +226,10 @@ async def test_without_redis_each_answers_from_its_memory_and_says_so(
                 redis_server.start()
         # What was told meanwhile, and what Redis has lost, the others are told again, without any
         # heartbeat.
-        await eventually(lambda: holds(two, ["a", "b"]))
-        await eventually(lambda: holds(one, ["a", "b"]))
+        await until(lambda: holds(two, ["a", "b"]))
+        await until(lambda: holds(one, ["a", "b"]))
         await one.deregister("b")
-        await eventually(lambda: holds(two, ["a"]))
+        await until(lambda: holds(two, ["a"]))
 
 
 async def test_a_flush_is_healed_without_a_heartbeat(
@@ -248,15 +237,15 @@ async def test_a_flush_is_healed_without_a_heartbeat(
 ) -> None:
     one, two = brokers
     await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
-    await eventually(lambda: holds(two, ["a"]))
+    await until(lambda: holds(two, ["a"]))
     with redis_server.client() as client:
         client.flushall()
-        await eventually(lambda: told_again(redis_server))
+        await until(lambda: told_again(redis_server))
 
     async def is_known_to_both() -> bool:
         return await names(one) == await names(two) == ["a"]
 
-    await eventually(is_known_to_both)
+    await until(is_known_to_both)
 
 
 async def test_pulls_outlive_a_flush(
@@ -268,12 +257,12 @@ async def test_pulls_outlive_a_flush(
         assert await one.transfers("r", [(CHUNKS[0], ["a"])])
     with redis_server.client() as client:
         client.flushall()
-        await eventually(lambda: told_again(redis_server))
+        await until(lambda: told_again(redis_server))
 
     async def is_known_to_the_other() -> bool:  # which asks Redis in its own time
         return [found.num_pulls for found in await two.peers()] == [MAX_PULLS]
 
-    await eventually(is_known_to_the_other)
+    await until(is_known_to_the_other)
     assert await two.transfers("r", [(CHUNKS[0], ["a"])]) == []
 
 
@@ -304,7 +293,7 @@ async def test_the_page_of_both_shows_the_same(
         one, two = [await asyncio.to_thread(seen, process) for process in processes]
         return one == two and one["ids"] == ["a", "b"] and bool(one["links"])
 
-    await eventually(is_the_same)
+    await until(is_the_same)
     one = await asyncio.to_thread(seen, processes[0])
     assert (one["ids"], one["is_shared"]) == (["a", "b"], True)
     assert one["links"] == [{"requester": "a", "server": "b", "num_bytes": 30}]

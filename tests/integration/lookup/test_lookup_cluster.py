@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -17,28 +16,13 @@ from lmcache_lookup.index.packing import LEASES_KEY
 
 from tests.fixtures.redis_cluster import running_cluster
 from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.waiting import opened, until
 
 CHUNKS = [bytes([place]) * 16 for place in range(0, 256, 4)]
 """One in each bucket."""
 MOST_S = 4.0
 """A tenth of a second for Redis; the rest is what a busy machine may take."""
 TIMING = ReporterTiming(ttl_ms=6_000, gather_s=0.0, retry_s=0.02, max_retry_s=0.2)
-
-
-@asynccontextmanager
-async def client_of(service: ServiceProcess) -> AsyncIterator[LookupClient]:
-    client = LookupClient(service.url, None, timeout_s=5)
-    await client.open()
-    try:
-        yield client
-    finally:
-        await client.close()
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await condition():
-            await asyncio.sleep(0.02)
 
 
 async def is_ready(service: ServiceProcess) -> bool:
@@ -73,7 +57,10 @@ async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -
                 stack.enter_context(running_service("lmcache_lookup", tmp_path / name, environ))
             )
         told, asked = services
-        async with client_of(told) as teller, client_of(asked) as asker:
+        async with (
+            opened(LookupClient(told.url, None, timeout_s=5)) as teller,
+            opened(LookupClient(asked.url, None, timeout_s=5)) as asker,
+        ):
             reporter = InstanceReporter(
                 teller,
                 "one",
@@ -81,9 +68,8 @@ async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -
                 lambda: [Holding(chunk_id, "hot", 7) for chunk_id in CHUNKS],
                 TIMING,
             )
-            await reporter.open()
-            try:
-                await eventually(lambda: all_are_held(asker))
+            async with opened(reporter):
+                await until(lambda: all_are_held(asker))
                 assert await is_ready(asked)
                 place = cluster.place_of(LEASES_KEY)
                 cluster.servers[place].pause()
@@ -93,16 +79,14 @@ async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -
                 assert time.monotonic() - began_at < MOST_S
                 assert not await is_ready(asked)
                 cluster.wait_for_failover(place)
-                await eventually(lambda: all_are_held(asker))
-                await eventually(lambda: is_ready(asked))
-                await eventually(lambda: is_ready(told))
+                await until(lambda: all_are_held(asker))
+                await until(lambda: is_ready(asked))
+                await until(lambda: is_ready(told))
                 cluster.servers[place].resume()
                 # It comes back with what it knew; meanwhile the instance may be announcing
                 # everything again.
                 await asyncio.sleep(1)
-                await eventually(lambda: all_are_held(asker))
-            finally:
-                await reporter.close()
+                await until(lambda: all_are_held(asker))
             # By its word, or when its lease has run out.
-            await eventually(lambda: nothing_is_held(asker))
+            await until(lambda: nothing_is_held(asker))
         assert "redis-cluster://" not in told.output + asked.output

@@ -1,12 +1,12 @@
 import pytest
 from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_broker.transfers import hot as module
-from lmcache_broker.transfers.choice import WantedFrom
 from lmcache_broker.transfers.hot import ORDER_TTL_S, WINDOW_S, HotChunks, HotLimits
 from lmcache_core.p2p import CopyOrder
+from lmcache_core.p2p.messages import ChunkHolders
 from lmcache_core.security import Principal
 
-from tests.fixtures.broker import ACME, RIVAL, FakeClock, at_once, peer, transfer_service
+from tests.fixtures.broker import ACME, RIVAL, FakeClock, at_once, peer, transfer_scheduler
 
 CHUNK = "0" * 32
 
@@ -15,7 +15,7 @@ class World:
     def __init__(self, num_pulls: int = 3, num_copies: int = 2) -> None:
         self.clock = FakeClock()
         self.directory = PeerDirectory(PeerLimits(100, 100, 3_600_000), self.clock)
-        self.service = transfer_service(
+        self.scheduler = transfer_scheduler(
             self.directory, self.clock, max_pulls=100, ticket_ttl_ms=1_000
         )
         self.hot = HotChunks(self.directory, HotLimits(num_pulls, num_copies))
@@ -35,12 +35,12 @@ class World:
     def pull(
         self, *holders: str, requester: str = "me", who: Principal = ACME, chunk_id: str = CHUNK
     ) -> None:
-        wanted = {chunk_id: WantedFrom(holders)}
+        wanted = {chunk_id: ChunkHolders(chunk_id, list(holders))}
         self.hot.note(
             who,
             requester,
             wanted,
-            at_once(self.service.assign(who, requester, wanted)),
+            at_once(self.scheduler.ask(who, requester, wanted, 0)),
             self.clock(),
         )
 

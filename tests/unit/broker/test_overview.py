@@ -1,19 +1,17 @@
 """`GET /v1/overview`: what heartbeats told, and how it went."""
 
 import asyncio
-import base64
-import hashlib
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import lmcache_broker.overview as overview_service
+import msgspec
 import pytest
 from fastapi import FastAPI
 from lmcache_broker import app as broker_app
 from lmcache_broker.app import create_app
-from lmcache_broker.bodies import OverviewView
 from lmcache_broker.overview import (
     MAX_KEPT_VIEWS,
     MAX_LABELS,
@@ -24,19 +22,17 @@ from lmcache_broker.overview import (
     MAX_SHOWN_PEERS,
     OTHER_LABEL,
     History,
+    Overview,
+    Work,
     grow,
-    no_work,
 )
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.settings import BrokerSettings
 from lmcache_core.errors import ConfigError
 from lmcache_core.p2p import Peer, PeerFigures
 
-TOKENS = {
-    "acme": "acme-token-0123456789",
-    "rival": "rival-token-0123456789",
-    "operator": "operator-token-0123456789",
-}
+from tests.fixtures.broker import TOKENS, bearer, write_tokens
+
 BODY = {"incarnation": 1, "distributed_url": "lm://10.0.0.1:65433"}
 FIGURES: dict[str, Any] = {
     "requested_chunks": 12,
@@ -55,22 +51,13 @@ FIGURES: dict[str, Any] = {
 
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[FastAPI]:
-    path = tmp_path / "tokens.yaml"
-    entries = [
-        f"- {{name: {name}, tenant: {name}, role: {'admin' if name == 'operator' else 'client'}, "
-        f"token_sha256: {hashlib.sha256(token.encode()).hexdigest()}}}"
-        for name, token in TOKENS.items()
-    ]
-    path.write_text("tokens:\n" + "\n".join(entries))
-    key = base64.b64encode(b"k" * 32).decode()
     app = create_app(
         BrokerSettings(
-            ticket_keys=f"k1:{key}",
-            auth_tokens_file=path,
+            auth_tokens_file=write_tokens(tmp_path / "tokens.yaml"),
             hot_chunk_pulls=1000,
             instance_id="broker-0",
         )
-    )  # type: ignore[arg-type]
+    )
     async with app.router.lifespan_context(app):
         yield app
 
@@ -78,7 +65,7 @@ async def app(tmp_path: Path) -> AsyncIterator[FastAPI]:
 class Caller:
     def __init__(self, app: FastAPI, name: str) -> None:
         self._http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://broker")
-        self._headers = {"authorization": f"Bearer {TOKENS[name]}"}
+        self._headers = bearer(name)
 
     async def beat(
         self, peer: str, figures: Mapping[str, Any] | None = None, **more: Any
@@ -136,7 +123,7 @@ async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
     }
     assert (seen["num_peers"], seen["interval_s"]) == (4, 10.0)
     assert (seen["broker"], seen["shares"], seen["is_shared"]) == ("broker-0", False, False)
-    assert OverviewView.model_validate(seen).model_dump(mode="json") == seen, (
+    assert msgspec.json.decode(msgspec.json.encode(msgspec.convert(seen, Overview))) == seen, (
         "what it is documented to be"
     )
 
@@ -287,7 +274,7 @@ def test_history_is_bounded() -> None:
 
 def test_names_are_bounded_whatever_peers_tell() -> None:
     peers = [PeerFigures(missed_chunks={f"{peer}-{i}": 2 for i in range(32)}) for peer in range(4)]
-    work, both = no_work(), no_work()
+    work, both = Work(), Work()
     for figures in peers:
         grow(work, figures)
     grow(both, work)

@@ -4,12 +4,14 @@ import re
 from collections.abc import AsyncIterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from lmcache_broker.app import create_app
 from lmcache_broker.settings import BrokerSettings
+
+from tests.fixtures.broker import write_tokens
+from tests.fixtures.sample_service import asgi_client
 
 FOLDER = Path(str(resources.files("lmcache_broker.page") / "static"))
 FILES = sorted(path.name for path in FOLDER.iterdir())
@@ -18,16 +20,8 @@ SCRIPTS = [name for name in FILES if name.endswith(".js")]
 
 @pytest.fixture
 async def rest(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    tokens = tmp_path / "tokens.yaml"
-    tokens.write_text(
-        "tokens:\n  - {name: one, tenant: one, role: client, token: one-token-0123456789abcdef}\n"
-    )
-    app = create_app(BrokerSettings(auth_tokens_file=tokens))
-    transport: Any = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://broker") as client,
-    ):
+    tokens = write_tokens(tmp_path / "tokens.yaml")
+    async with asgi_client(create_app(BrokerSettings(auth_tokens_file=tokens))) as client:
         yield client
 
 

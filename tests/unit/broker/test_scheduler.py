@@ -7,15 +7,13 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from lmcache_broker.bodies import TransferView
 from lmcache_broker.peers import pulls
 from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_broker.transfers import scheduler as module
-from lmcache_broker.transfers.choice import WantedFrom
-from lmcache_broker.transfers.scheduler import TransferScheduler
+from lmcache_core.p2p.messages import ChunkHolders, TransferResponse
 from lmcache_core.security import Principal, TicketVerifier
 
-from tests.fixtures.broker import ACME, KEYS, OPERATOR, RIVAL, FakeClock, peer, transfer_service
+from tests.fixtures.broker import ACME, KEYS, OPERATOR, RIVAL, FakeClock, peer, transfer_scheduler
 
 MAX_PULLS = 2
 TTL_MS = 5_000
@@ -28,10 +26,9 @@ class Office:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.directory = PeerDirectory(PeerLimits(100, 100, 3_600_000), self.clock)
-        self.service = transfer_service(
+        self.scheduler = transfer_scheduler(
             self.directory, self.clock, max_pulls=MAX_PULLS, ticket_ttl_ms=TTL_MS
         )
-        self.desk = TransferScheduler(self.service)
         self.directory.announce(OPERATOR, peer("a"), load=0.0, ttl_ms=600_000, draining=False)
         self.served: list[str] = []
 
@@ -41,22 +38,26 @@ class Office:
         who: Principal = ACME,
         wait_ms: int = WAIT_MS,
         holders: tuple[str, ...] = ("a",),
-    ) -> TransferView:
-        plan = await self.desk.ask(who, requester, {"c": WantedFrom(holders)}, wait_ms)
+    ) -> TransferResponse:
+        plan = await self.scheduler.ask(
+            who, requester, {"c": ChunkHolders("c", list(holders))}, wait_ms
+        )
         if plan.assignments:
             self.served.append(requester)
         return plan
 
-    async def queue(self, requester: str, who: Principal = ACME) -> asyncio.Task[TransferView]:
-        before = self.desk.num_waiting
+    async def queue(self, requester: str, who: Principal = ACME) -> asyncio.Task[TransferResponse]:
+        before = len(self.scheduler.waiting)
         task = asyncio.create_task(self.ask(requester, who))
         async with asyncio.timeout(60):
-            while self.desk.num_waiting == before:
+            while len(self.scheduler.waiting) == before:
                 await asyncio.sleep(0)
         return task
 
-    async def end(self, plan: TransferView, requester: str, who: Principal = ACME) -> None:
-        assert await self.desk.end(who, requester, [pull.pull for pull in plan.assignments]) == 1
+    async def end(self, plan: TransferResponse, requester: str, who: Principal = ACME) -> None:
+        assert (
+            await self.scheduler.end(who, requester, [pull.pull for pull in plan.assignments]) == 1
+        )
 
     async def until_served(self, *requesters: str) -> None:
         async with asyncio.timeout(60):
@@ -67,10 +68,10 @@ class Office:
 @pytest.fixture
 async def office() -> AsyncIterator[Office]:
     running = Office()
-    await running.desk.open()
+    await running.scheduler.open()
     yield running
-    await running.desk.close()
-    assert running.desk.num_waiting == 0
+    await running.scheduler.close()
+    assert not running.scheduler.waiting
 
 
 async def test_who_does_not_wait_is_told_that_holders_are_busy(office: Office) -> None:
@@ -136,7 +137,7 @@ async def test_a_wait_ends(office: Office) -> None:
         await office.ask(name)
     plan = await office.ask("r3", wait_ms=30)
     assert plan.busy == ["c"]
-    assert office.desk.num_waiting == 0
+    assert not office.scheduler.waiting
 
 
 async def test_who_gives_up_takes_no_place(office: Office) -> None:
@@ -154,10 +155,10 @@ async def test_who_gives_up_takes_no_place(office: Office) -> None:
 async def test_nobody_ends_another_ones_pull(office: Office) -> None:
     plan = await office.ask("r1")
     ids = [pull.pull for pull in plan.assignments]
-    assert await office.desk.end(ACME, "r2", ids) == 0
-    assert await office.desk.end(RIVAL, "r1", ids) == 0
-    assert await office.desk.end(ACME, "r1", ids) == 1
-    assert await office.desk.end(ACME, "r1", ids) == 0
+    assert await office.scheduler.end(ACME, "r2", ids) == 0
+    assert await office.scheduler.end(RIVAL, "r1", ids) == 0
+    assert await office.scheduler.end(ACME, "r1", ids) == 1
+    assert await office.scheduler.end(ACME, "r1", ids) == 0
 
 
 async def test_who_waits_holds_nobody_off_from_peers_that_it_cannot_see(office: Office) -> None:
@@ -167,7 +168,7 @@ async def test_who_waits_holds_nobody_off_from_peers_that_it_cannot_see(office: 
         await office.ask(name)
     waiting = asyncio.create_task(office.ask("r3", holders=("a", "theirs")))
     async with asyncio.timeout(60):
-        while not office.desk.num_waiting:
+        while not office.scheduler.waiting:
             await asyncio.sleep(0)
     assert len((await office.ask("r", RIVAL, wait_ms=0, holders=("theirs",))).assignments) == 1
     waiting.cancel()
@@ -181,10 +182,10 @@ async def test_who_is_served_when_its_time_is_just_over_has_its_place(office: Of
     loop = asyncio.get_running_loop()
     waiting = asyncio.create_task(office.ask("r3", wait_ms=20))
     async with asyncio.timeout(60):
-        while not office.desk.num_waiting:
+        while not office.scheduler.waiting:
             await asyncio.sleep(0)
-    (waiter,) = office.desk._waiting
-    served = TransferView(assignments=[], unassigned=["c"], busy=[])
+    (waiter,) = office.scheduler.waiting
+    served = TransferResponse(assignments=[], unassigned=["c"], busy=[])
     time.sleep(
         0.03
     )  # its time is over when the loop looks next, and right before that it is served
@@ -197,16 +198,16 @@ async def test_a_pull_goes_on_for_its_requester_alone(office: Office) -> None:
     (pull,) = plan.assignments
     for _ in range(3):
         office.clock.now_s += TTL_MS / 1000 * 0.6
-        assert await office.desk.renew(ACME, "r2", [pull.pull]) == []
-        assert await office.desk.renew(RIVAL, "r1", [pull.pull]) == []
-        (renewed,) = await office.desk.renew(ACME, "r1", [pull.pull, "unheard-of"])
+        assert await office.scheduler.renew(ACME, "r2", [pull.pull]) == []
+        assert await office.scheduler.renew(RIVAL, "r1", [pull.pull]) == []
+        (renewed,) = await office.scheduler.renew(ACME, "r1", [pull.pull, "unheard-of"])
         assert (renewed.pull, renewed.ttl_ms) == (pull.pull, TTL_MS)
         assert (
             TicketVerifier(KEYS, "a", office.clock.unix_ms).verify(renewed.ticket).requester == "r1"
         )
     assert office.directory.get(ACME, "a").num_pulls == 1
     office.clock.now_s += TTL_MS / 1000
-    assert await office.desk.renew(ACME, "r1", [pull.pull]) == [], "it has ended"
+    assert await office.scheduler.renew(ACME, "r1", [pull.pull]) == [], "it has ended"
     assert office.directory.get(ACME, "a").num_pulls == 0
 
 
@@ -216,12 +217,12 @@ async def test_a_pull_does_not_go_on_for_ever_or_at_another_life_of_its_peer(
     (old,) = (await office.ask("r1")).assignments
     monkeypatch.setattr(pulls, "MAX_PULL_S", 4.0)
     office.clock.now_s += 4.5
-    assert await office.desk.renew(ACME, "r1", [old.pull]) == []
+    assert await office.scheduler.renew(ACME, "r1", [old.pull]) == []
     (pull,) = (await office.ask("r2")).assignments
     office.directory.announce(
         OPERATOR, peer("a", incarnation=2), load=0.0, ttl_ms=600_000, draining=False
     )
-    assert await office.desk.renew(ACME, "r2", [pull.pull]) == []
+    assert await office.scheduler.renew(ACME, "r2", [pull.pull]) == []
 
 
 async def test_the_queue_is_bounded_for_each_tenant_and_for_all(
@@ -235,8 +236,8 @@ async def test_the_queue_is_bounded_for_each_tenant_and_for_all(
     assert (await office.ask("r5")).busy == ["c"], "its tenant's share is full"
     tasks.append(await office.queue("r6", RIVAL))
     assert (await office.ask("r7", OPERATOR)).busy == ["c"], "all of it is full"
-    assert office.desk.num_turned_away == 2
-    await office.desk.close()
+    assert office.scheduler.num_turned_away == 2
+    await office.scheduler.close()
     assert all(plan.busy == ["c"] for plan in await asyncio.gather(*tasks)), (
         "the end answers who waits"
     )
@@ -252,8 +253,9 @@ async def test_memory_before_disk_but_near_before_far() -> None:
 
     async def chosen(*holders: tuple[str, str]) -> str:
         names, tiers = zip(*holders, strict=True)
-        plan = await office.service.assign(ACME, "me", {"c": WantedFrom(names, tiers)})
-        await office.service.end(ACME, "me", [pull.pull for pull in plan.assignments])
+        wanted = {"c": ChunkHolders("c", list(names), list(tiers))}
+        plan = await office.scheduler.ask(ACME, "me", wanted, 0)
+        await office.scheduler.end(ACME, "me", [pull.pull for pull in plan.assignments])
         return plan.assignments[0].instance
 
     disk, memory = ("disk", "LocalDiskBackend"), ("memory", "Hot")

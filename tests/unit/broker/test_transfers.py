@@ -1,7 +1,7 @@
 import pytest
-from lmcache_broker.bodies import TransferView
 from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_core.p2p import Peer
+from lmcache_core.p2p.messages import TransferResponse
 from lmcache_core.security import Principal, Ticket, TicketVerifier
 
 from tests.fixtures.broker import (
@@ -12,7 +12,7 @@ from tests.fixtures.broker import (
     FakeClock,
     at_once,
     peer,
-    transfer_service,
+    transfer_scheduler,
     wanted,
 )
 
@@ -25,7 +25,7 @@ class World:
     def __init__(self, max_pulls: int = 2) -> None:
         self.clock = FakeClock()
         self.directory = PeerDirectory(PeerLimits(1000, 1000, 3_600_000), self.clock)
-        self.service = transfer_service(
+        self.scheduler = transfer_scheduler(
             self.directory, self.clock, max_pulls=max_pulls, ticket_ttl_ms=TTL_MS
         )
 
@@ -40,10 +40,8 @@ class World:
         holders_by_chunk: dict[str, list[str]],
         requester: str = "me",
         principal: Principal = ACME,
-    ) -> TransferView:
-        plan = at_once(self.service.assign(principal, requester, wanted(holders_by_chunk)))
-        self.service.count(plan)
-        return plan
+    ) -> TransferResponse:
+        return at_once(self.scheduler.ask(principal, requester, wanted(holders_by_chunk), 0))
 
     def chosen(
         self, *holders: str, requester: str = "me", principal: Principal = ACME
@@ -135,9 +133,9 @@ def test_chunks_gather_at_few_peers_and_count_as_one_pull_each(world: World) -> 
     assert plan.unassigned == ["c6", "c7"]
     assert [world.directory.get(ACME, name).num_pulls for name in ("a", "b")] == [1, 1]
     assert (
-        world.service.figures.num_pulls,
-        world.service.figures.num_assigned,
-        world.service.figures.num_unassigned,
+        world.scheduler.num_pulls,
+        world.scheduler.num_assigned,
+        world.scheduler.num_unassigned,
     ) == (2, 5, 2)
 
 
@@ -148,7 +146,7 @@ def test_the_requester_the_dead_and_the_draining_are_not_chosen(world: World) ->
     world.directory.announce(ACME, peer("dead"), load=0.0, ttl_ms=1_000, draining=False)
     world.clock.now_s += 1
     plan = world.ask({"c": ["me", "drained", "leaving", "dead", "unheard-of"]})
-    assert plan == TransferView(assignments=[], unassigned=["c"], busy=[])
+    assert plan == TransferResponse(assignments=[], unassigned=["c"], busy=[])
 
 
 def test_a_ticket_names_peer_requester_and_the_callers_tenant(world: World) -> None:

@@ -15,7 +15,6 @@ from lmcache_lookup.index.embedded import DROPS_PER_LOOK, SWEEP_CHUNKS, Embedded
 from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_key, bucket_of, split_by_bucket
 from lmcache_lookup.index.redis_index import (
     MAX_TENANTS_KEPT,
-    BucketReads,
     RedisIndex,
     RedisIndexOptions,
 )
@@ -261,10 +260,10 @@ async def test_the_breaker_guards_every_call_of_the_index_in_redis() -> None:
 
 def test_commands_are_as_the_client_library_encodes_them() -> None:
     chunk_ids = [os.urandom(16) for _ in range(400)]
-    reads = BucketReads()
+    index = RedisIndex(RedisAccess.parse("redis://h"), RedisIndexOptions())
     for number in range(MAX_TENANTS_KEPT + 2):
         tenant = f"tenant-{number}"
-        commands = reads.of(tenant, split_by_bucket(chunk_ids))
+        commands = index._reads_of(tenant, split_by_bucket(chunk_ids))
         keys = sorted({bucket_key(tenant, bucket_of(chunk_id)) for chunk_id in chunk_ids})
         assert [command.key for command in commands] == keys
         for command in commands if number in (0, MAX_TENANTS_KEPT + 1) else ():
@@ -278,7 +277,7 @@ def test_commands_are_as_the_client_library_encodes_them() -> None:
                 == command.full()
                 == hiredis.pack_command(("HMGET", command.key, *inside))
             )  # type: ignore[arg-type]
-    assert reads.of("tenant-0", split_by_bucket([])) == []
+    assert index._reads_of("tenant-0", split_by_bucket([])) == []
 
 
 def test_ids_of_another_length_are_refused() -> None:

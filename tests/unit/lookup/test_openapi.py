@@ -39,7 +39,10 @@ def test_every_type_is_described_with_its_own_fields(document: dict[str, Any]) -
     for kind in bodies.types:
         schema = document["components"]["schemas"][kind.__name__]
         fields = msgspec.structs.fields(kind)
-        assert schema["description"] == inspect.getdoc(kind)
+        text, _, attributes = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
+        assert schema["description"] == text
+        for name in re.findall(r"^    (\w+): ", attributes, re.MULTILINE):
+            assert schema["properties"][name]["description"]
         assert set(schema["properties"]) == {field.encode_name for field in fields}
         assert set(schema.get("required", [])) == {
             field.encode_name for field in fields if field.required

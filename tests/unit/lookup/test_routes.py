@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from lmcache_core.lookup import MAX_CHUNKS_PER_LOOKUP, MAX_EVENTS_PER_BATCH
 from lmcache_lookup.app import create_app
 from lmcache_lookup.index import LookupIndex, create_index
-from lmcache_lookup.routes import DirectRoute, Service, Settings
+from lmcache_lookup.routes import DirectRoute, Service
 from lmcache_lookup.settings import LookupSettings
 from lmcache_servicekit.auth import ClientPrincipal
 
@@ -281,7 +281,7 @@ def test_a_direct_route_refuses_what_it_would_not_run() -> None:
         return Response()
 
     async def more(
-        request: Request, caller: ClientPrincipal, service: Service, settings: Settings
+        request: Request, caller: ClientPrincipal, service: Service, other: Service
     ) -> Response:
         return Response()
 

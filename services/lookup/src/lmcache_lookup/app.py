@@ -61,8 +61,7 @@ def _lifespan_of(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state = service_state(app)
         metrics = LookupMetrics(state.registry)
-        app.state.lookup = LookupService(index, metrics)
-        app.state.lookup_settings = settings
+        app.state.lookup = LookupService(index, metrics, settings)
 
         async def probe() -> str:
             await index.ping()

@@ -18,7 +18,6 @@ from lmcache_core.lookup.messages import (
     EventsRequest,
     EvictedAnswer,
     EvictRequest,
-    InstanceEntry,
     InstanceLease,
     InstancesAnswer,
     LeaseRequest,
@@ -34,11 +33,16 @@ from lmcache_core.lookup.messages import (
 )
 from lmcache_core.names import INSTANCE_PATTERN, TENANT_PATTERN
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
+from lmcache_servicekit.bodies import (
+    BodyTypes,
+    RequestBody,
+    answered,
+    packed_answer,
+    wants_packed,
+)
 
-from lmcache_lookup.formats import BodyTypes, RequestBody, answered, packed_answer, wants_packed
 from lmcache_lookup.index import LeaseClaim
 from lmcache_lookup.service import LookupService, tenant_for
-from lmcache_lookup.settings import LookupSettings
 
 CHUNKS: Final = RequestBody(ChunksRequest, PackedChunksRequest)
 LEASE: Final = RequestBody(LeaseRequest, LeaseRequest)
@@ -56,14 +60,7 @@ async def _service(request: Request) -> LookupService:
     return service
 
 
-async def _settings(request: Request) -> LookupSettings:
-    settings = request.app.state.lookup_settings
-    assert isinstance(settings, LookupSettings)
-    return settings
-
-
 Service = Annotated[LookupService, Depends(_service)]
-Settings = Annotated[LookupSettings, Depends(_settings)]
 ChunkIdInPath = Annotated[
     str, Path(pattern=r"^[0-9a-f]{32}$", description="A chunk id: 32 hex digits.")
 ]
@@ -161,15 +158,11 @@ async def locations(
     "/instances/{instance}", summary="Take or renew a lease", **bodies.route(LEASE, InstanceLease)
 )
 async def renew(
-    request: Request,
-    instance: InstanceInPath,
-    caller: ClientPrincipal,
-    service: Service,
-    settings: Settings,
+    request: Request, instance: InstanceInPath, caller: ClientPrincipal, service: Service
 ) -> Response:
     """The instance's chunks are found until the lease ends."""
     body = await LEASE.read(request)
-    ttl_ms = settings.granted_ttl_ms(body.ttl_ms)
+    ttl_ms = service.settings.granted_ttl_ms(body.ttl_ms)
     state = await service.index.renew(
         caller.tenant, LeaseClaim(instance, body.incarnation, body.kind, ttl_ms)
     )
@@ -193,14 +186,7 @@ async def end(
 )
 async def instances(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """Those of the caller's tenant."""
-    found = await service.index.instances(caller.tenant)
-    entries = [
-        InstanceEntry(
-            one.instance, one.kind, one.incarnation, one.next_sequence, max(one.expires_in_ms, 0)
-        )
-        for one in found
-    ]
-    return answered(request, InstancesAnswer(entries))
+    return answered(request, InstancesAnswer(await service.index.instances(caller.tenant)))
 
 
 @events_router.post(
@@ -208,8 +194,7 @@ async def instances(request: Request, caller: ClientPrincipal, service: Service)
 )
 async def take_events(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """A repeated batch is skipped; a gap requests a resync."""
-    state = await service.take(caller, await EVENTS.read(request))
-    return answered(request, EventsAck(state.next_sequence, state.resync))
+    return answered(request, await service.take(caller, await EVENTS.read(request)))
 
 
 @admin_router.get("/stats", summary="Show figures of the index", **bodies.route(answer=StatsAnswer))

@@ -1,15 +1,17 @@
-"""What the service does with its index."""
+"""Answers questions from the index, and takes events into it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup.messages import (
     MAX_LOCATIONS,
     ContainsAnswer,
+    EventsAck,
     EventsRequest,
     Holder,
     HolderRun,
@@ -26,25 +28,28 @@ from lmcache_core.lookup.messages import (
 from lmcache_core.security import Principal, speaks_for_all_tenants
 from lmcache_servicekit.errors import PermissionDeniedError
 
-from lmcache_lookup.index import EventBatch, IndexEvent, LeaseState, LookupIndex
+from lmcache_lookup.index import EventBatch, IndexEvent, LookupIndex
 from lmcache_lookup.metrics import LookupMetrics
+from lmcache_lookup.settings import LookupSettings
 
 logger = logging.getLogger(__name__)
 
 MAX_ROUTED_INSTANCES: Final = 4096
 
 
+@dataclass(frozen=True, slots=True)
 class LookupService:
     """Answers questions of one tenant at a time, and takes events of one instance at a time.
 
-    Args:
-        index: Who holds what.
-        metrics: Where both are counted.
+    Attributes:
+        index: The holders of chunks.
+        metrics: Counts both.
+        settings: Options.
     """
 
-    def __init__(self, index: LookupIndex, metrics: LookupMetrics) -> None:
-        self.index = index
-        self.metrics = metrics
+    index: LookupIndex
+    metrics: LookupMetrics
+    settings: LookupSettings
 
     async def lookup(
         self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]
@@ -114,9 +119,7 @@ class LookupService:
         self.metrics.found_chunks.inc(bool(found[0]))
         return LocationsAnswer(list(found[0][:MAX_LOCATIONS]))
 
-    async def take(
-        self, caller: Principal, body: EventsRequest | PackedEventsRequest
-    ) -> LeaseState:
+    async def take(self, caller: Principal, body: EventsRequest | PackedEventsRequest) -> EventsAck:
         """Take a batch.
 
         Raises:
@@ -124,12 +127,12 @@ class LookupService:
                 speaks for its own alone.
             UnavailableError: The index is away; sending the batch again is safe.
         """
-        told: Sequence[StoreEvent | PackedEvent] = body.events
+        reported: Sequence[StoreEvent | PackedEvent] = body.events
         events = [
             IndexEvent(
                 event.op, event.tenant or caller.tenant, chunk_id, event.tier, event.size_bytes
             )
-            for event, chunk_id in zip(told, body.ids, strict=True)
+            for event, chunk_id in zip(reported, body.ids, strict=True)
         ]
         if not speaks_for_all_tenants(caller.role) and any(
             event.tenant != caller.tenant for event in events
@@ -147,17 +150,16 @@ class LookupService:
     async def stats(self, tenant: str) -> StatsAnswer:
         """Return figures of one tenant; an index that is away is part of the answer."""
         try:
-            stats = await self.index.stats(tenant)
+            return await self.index.stats(tenant)
         except UnavailableError:
             return StatsAnswer(self.index.name, True, None, None)
-        return StatsAnswer(self.index.name, False, stats.num_chunks, stats.num_instances)
 
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]] | None:
         self.metrics.requested_chunks.inc(len(chunk_ids))
         try:
             return await self.index.holders(tenant, chunk_ids)
         except UnavailableError as exc:
-            logger.debug("answered without the index: %s", exc)
+            logger.debug("index unavailable, answered without it: error=%s", exc)
             self.metrics.degraded_answers.inc()
             return None
 

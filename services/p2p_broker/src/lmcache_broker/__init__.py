@@ -1,1 +1,1 @@
-"""The P2P broker: who is alive at which distributed URL, and who should serve which pull."""
+"""The P2P broker: live peers, their addresses, and which of them serves a pull."""

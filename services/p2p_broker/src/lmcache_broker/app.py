@@ -16,18 +16,17 @@ from lmcache_servicekit.redis_client import create_redis_client
 from lmcache_servicekit.redis_connections import RedisAccess
 from lmcache_servicekit.state import service_state
 
-from lmcache_broker.discovery import create_discovery
+from lmcache_broker.discovery.discovery import create_discovery
 from lmcache_broker.metrics import BrokerCollector
 from lmcache_broker.overview import BrokerOverview
 from lmcache_broker.page import create_page_router
 from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_broker.peers.redis_peers import MAX_CONNECTIONS, RedisPeers
 from lmcache_broker.peers.registry import REFRESH_INTERVAL_S, PeerRegistry
-from lmcache_broker.routes import BrokerParts, overview_router, peers_router, transfers_router
+from lmcache_broker.routes import ROUTERS, BrokerParts, bodies
 from lmcache_broker.settings import BrokerSettings, load_ticket_keys
 from lmcache_broker.transfers.hot import HotChunks, HotLimits
 from lmcache_broker.transfers.scheduler import TransferScheduler
-from lmcache_broker.transfers.service import TransferLimits, TransferService
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +51,16 @@ def create_lifespan(
             ),
             shared,
         )
-        signer = TicketSigner(ticket_keys)
-        transfers = TransferService(
-            registry, signer, TransferLimits(settings.max_pulls_per_peer, settings.ticket_ttl_ms)
-        )
         hot = HotChunks(
             registry.directory, HotLimits(settings.hot_chunk_pulls, settings.hot_chunk_copies)
         )
-        scheduler = TransferScheduler(transfers, hot)
+        scheduler = TransferScheduler(
+            registry,
+            TicketSigner(ticket_keys),
+            max_pulls=settings.max_pulls_per_peer,
+            ticket_ttl_ms=settings.ticket_ttl_ms,
+            hot=hot,
+        )
         state = service_state(app)
         overview = BrokerOverview(settings.instance_id, registry, hot, settings.history_interval_s)
         app.state.broker = BrokerParts(settings, registry, scheduler, hot, overview)
@@ -70,23 +71,21 @@ def create_lifespan(
             state.health.add(
                 "redis", registry.ping, timeout_s=timeout_s, required=False, where=shared.where
             )
-        discovering = await create_discovery(settings, registry)
-        state.registry.register(
-            BrokerCollector(registry, scheduler, transfers.figures, hot, discovering)
-        )
+        discovery = await create_discovery(settings, registry)
+        state.registry.register(BrokerCollector(registry, scheduler, hot, discovery))
         await scheduler.open()
         try:
             tasks.repeat("sample", overview.sample, settings.history_interval_s)
             if settings.redis_url is not None:
                 tasks.repeat("refresh", registry.refresh, REFRESH_INTERVAL_S)
-            if discovering is not None:
-                await discovering.open()
-                if discovering.watch is not None:
-                    state.health.add("kubernetes", discovering.watch.ping, required=False)
+            if discovery is not None:
+                await discovery.open()
+                if discovery.watch is not None:
+                    state.health.add("kubernetes", discovery.watch.ping, required=False)
             yield
         finally:
-            if discovering is not None:
-                await discovering.close()
+            if discovery is not None:
+                await discovery.close()
             await scheduler.close()
             await tasks.close()
             await registry.close()
@@ -109,7 +108,7 @@ def create_shared_peers(settings: BrokerSettings) -> RedisPeers | None:
 
 
 # 4096 chunks with 16 holders of the longest names fit.
-_BODIES: Final = BodyBounds(max_body_bytes=64 << 10, overrides={"/v1/transfers": 12 << 20})
+_BODY_BOUNDS: Final = BodyBounds(max_body_bytes=64 << 10, overrides={"/v1/transfers": 12 << 20})
 
 
 def create_app(settings: BrokerSettings) -> FastAPI:
@@ -118,11 +117,14 @@ def create_app(settings: BrokerSettings) -> FastAPI:
     Raises:
         ConfigError: One of them cannot be read or is wrong.
     """
-    lifespan = create_lifespan(settings, load_ticket_keys(settings))
-    routers = [peers_router, transfers_router, overview_router, create_log_router()]
     app = create_service_app(
-        settings, "lmcache-broker", lifespan=lifespan, routers=routers, bodies=_BODIES
+        settings,
+        "lmcache-broker",
+        lifespan=create_lifespan(settings, load_ticket_keys(settings)),
+        routers=[*ROUTERS, create_log_router()],
+        bodies=_BODY_BOUNDS,
     )
-    # Not among the routers that let callers in first: its files are the same for every caller.
+    app.describe(bodies.schemas())
+    # Not among the guarded routers: the page's files are the same for every caller.
     app.include_router(create_page_router())
     return app

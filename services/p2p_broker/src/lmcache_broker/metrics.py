@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily as Counter
+from prometheus_client.metrics_core import GaugeMetricFamily as Gauge
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
-from lmcache_broker.discovery import Discovering
+from lmcache_broker.discovery.discovery import Discovery
 from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.transfers.hot import HotChunks
 from lmcache_broker.transfers.scheduler import TransferScheduler
-from lmcache_broker.transfers.service import TransferFigures
 
 PEERS: Final = "lmcache_broker_peers"
 DRAINING_PEERS: Final = "lmcache_broker_draining_peers"
@@ -39,76 +41,72 @@ class BrokerCollector(Collector):
 
     Args:
         registry: Peers.
-        scheduler: Requests that wait.
-        figures: What was decided.
+        scheduler: Requests and their answers.
         hot: Copies that were ordered.
-        discovering: Peers that were seen; None: there is no discovery.
+        discovery: Peers that were seen; None where there is no discovery.
     """
 
     def __init__(
         self,
         registry: PeerRegistry,
         scheduler: TransferScheduler,
-        figures: TransferFigures,
         hot: HotChunks,
-        discovering: Discovering | None,
+        discovery: Discovery | None,
     ) -> None:
         self._registry = registry
         self._scheduler = scheduler
-        self._figures = figures
         self._hot = hot
-        self._discovering = discovering
+        self._discovery = discovery
 
+    @override
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric of the broker."""
-        registry, census = self._registry, self._registry.directory.census()
-        scheduler, figures = self._scheduler, self._figures
-        lost = registry.directory.num_expired
-        for name, help_text, value in (
-            (PEERS, "Peers with a live lease.", census.num_peers),
-            (DRAINING_PEERS, "Live peers that get no new pulls.", census.num_draining),
-            (PULLS_IN_FLIGHT, "Pulls and tickets that have not ended.", census.num_pulls),
-            (WAITING_REQUESTS, "Requests that wait for a busy peer.", scheduler.num_waiting),
-            (IS_SHARED, "Whether this broker knows what the others know.", registry.is_shared),
-        ):
-            yield GaugeMetricFamily(name, help_text, value)
-        for name, help_text, value in (
-            (EXPIRED_LEASES_TOTAL, "Leases that ran out without a goodbye.", lost),
-            (PULLS_TOTAL, "Tickets signed.", figures.num_pulls),
-            (ASSIGNED_CHUNKS_TOTAL, "Chunks assigned to a peer.", figures.num_assigned),
-            (
-                UNASSIGNED_CHUNKS_TOTAL,
-                "Chunks that no live peer could serve.",
-                figures.num_unassigned,
-            ),
-            (QUEUED_REQUESTS_TOTAL, "Requests that had to wait.", scheduler.num_queued),
-            (
-                TURNED_AWAY_REQUESTS_TOTAL,
-                "Requests that a full queue refused.",
-                scheduler.num_turned_away,
-            ),
-            (ORDERED_COPIES_TOTAL, "Copies of hot chunks asked for.", self._hot.num_ordered),
-            (
-                SHARING_FAILURES_TOTAL,
-                "Calls to the shared memory that failed.",
-                registry.num_failures,
-            ),
-        ):
-            yield CounterMetricFamily(name, help_text, value)
-        if self._discovering is not None:
-            yield from self._discovery(self._discovering)
+        registry, scheduler = self._registry, self._scheduler
+        peers = registry.directory.visible()
+        num_draining = sum(peer.draining for peer in peers)
+        num_pulls = sum(peer.num_pulls for peer in peers)
+        num_waiting = len(scheduler.waiting)
+        num_lost = registry.directory.num_expired
+        yield Gauge(PEERS, "Peers with a live lease.", len(peers))
+        yield Gauge(DRAINING_PEERS, "Live peers that get no new pulls.", num_draining)
+        yield Gauge(PULLS_IN_FLIGHT, "Pulls and tickets that have not ended.", num_pulls)
+        yield Gauge(WAITING_REQUESTS, "Requests that wait for a busy peer.", num_waiting)
+        yield Gauge(
+            IS_SHARED, "Whether this broker knows what the others know.", registry.is_shared
+        )
+        yield Counter(EXPIRED_LEASES_TOTAL, "Leases that ran out without a goodbye.", num_lost)
+        yield Counter(PULLS_TOTAL, "Tickets signed.", scheduler.num_pulls)
+        yield Counter(ASSIGNED_CHUNKS_TOTAL, "Chunks assigned to a peer.", scheduler.num_assigned)
+        yield Counter(
+            UNASSIGNED_CHUNKS_TOTAL,
+            "Chunks that no live peer could serve.",
+            scheduler.num_unassigned,
+        )
+        yield Counter(QUEUED_REQUESTS_TOTAL, "Requests that had to wait.", scheduler.num_queued)
+        yield Counter(
+            TURNED_AWAY_REQUESTS_TOTAL,
+            "Requests that a full queue refused.",
+            scheduler.num_turned_away,
+        )
+        yield Counter(
+            ORDERED_COPIES_TOTAL, "Copies of hot chunks asked for.", self._hot.num_ordered
+        )
+        yield Counter(
+            SHARING_FAILURES_TOTAL,
+            "Calls to the shared memory that failed.",
+            registry.num_failures,
+        )
+        if self._discovery is not None:
+            yield from self._collect_discovery(self._discovery)
 
-    def _discovery(self, discovering: Discovering) -> Iterator[Metric]:
-        num_seen = len(discovering.discovery.seen)
-        yield GaugeMetricFamily(SEEN_PEERS, "Peers in the list or the cluster.", num_seen)
-        watch, costs = discovering.watch, discovering.costs
+    def _collect_discovery(self, discovery: Discovery) -> Iterator[Metric]:
+        watch, costs = discovery.watch, discovery.costs
+        yield Gauge(SEEN_PEERS, "Peers in the list or the cluster.", len(discovery.seen))
         if watch is not None:
-            yield CounterMetricFamily(RESYNCS_TOTAL, "Lists of all endpoints.", watch.num_lists)
-            yield CounterMetricFamily(WATCHES_TOTAL, "Watches begun.", watch.num_watches)
+            yield Counter(RESYNCS_TOTAL, "Lists of all endpoints.", watch.num_lists)
+            yield Counter(WATCHES_TOTAL, "Watches begun.", watch.num_watches)
         if costs is not None:
-            yield CounterMetricFamily(
-                DELETION_COSTS_SET_TOTAL, "Pods whose deletion cost was set.", costs.num_patches
-            )
-            yield CounterMetricFamily(
-                DELETION_COST_FAILURES_TOTAL, "Rounds of costs that failed.", costs.num_failures
+            num_set, num_failures = costs.num_patches, costs.num_failures
+            yield Counter(DELETION_COSTS_SET_TOTAL, "Pods whose deletion cost was set.", num_set)
+            yield Counter(
+                DELETION_COST_FAILURES_TOTAL, "Rounds of costs that failed.", num_failures
             )

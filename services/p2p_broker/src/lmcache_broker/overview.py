@@ -1,4 +1,4 @@
-"""What the broker knows of the peers and their work, now and over the last hour."""
+"""The peers and their work, now and over the last hour: the data of the web page."""
 
 from __future__ import annotations
 
@@ -10,20 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
 import msgspec
-from lmcache_core.p2p import PeerFigures
+from lmcache_core.p2p import PeerFigures, PeerStatus, TierFigures
 from lmcache_core.security import Principal, unix_ms
 
-from lmcache_broker.bodies import (
-    HotChunkView,
-    LinkView,
-    OverviewView,
-    PeerView,
-    SampleView,
-    SeenFiguresView,
-    SeenPeerView,
-    TierBody,
-    WorkView,
-)
 from lmcache_broker.peers.directory import SHARED_OWNER
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.peers.registry import PeerRegistry
@@ -31,11 +20,127 @@ from lmcache_broker.transfers.hot import HotChunks
 
 MAX_SAMPLES: Final = 360
 MAX_SAMPLED_OWNERS: Final = 256
-"""Tenants whose work is remembered; of further ones only the present is known."""
+"""Tenants with a history; of further ones only the present is known."""
 MAX_LABELS: Final = 64
-"""Names of one kind that are counted by themselves; peers may tell any."""
+"""Names of one kind that are counted one by one; peers may report any. Others count together."""
 OTHER_LABEL: Final = "other"
-"""Further ones, together."""
+MAX_SHOWN_PEERS: Final = 256
+MAX_SHOWN_LINKS: Final = 512
+MAX_SHOWN_CHUNKS: Final = 10
+MAX_KEPT_VIEWS: Final = 16
+MIN_KEPT_COST_S: Final = 0.002
+REST_PER_COST: Final = 20
+"""A view that cost more CPU than the above is kept for its tenant for this many times its cost, at
+most for `MAX_REST_S`. So viewers cost at most a twentieth of the broker's time, however many they
+are, and a small cluster is always shown as it is now.
+"""
+MAX_REST_S: Final = 2.0
+
+
+class SeenFigures(msgspec.Struct, frozen=True):
+    """Counters of a peer since its start, and what it holds now. `links` has its pulls.
+
+    Attributes:
+        loaded_chunks: By tier.
+        loaded_bytes: By tier.
+        missed_chunks: By reason.
+        sole_bytes: Bytes of chunks without another holder, as far as the peer knows.
+    """
+
+    requested_chunks: int
+    loaded_chunks: dict[str, int]
+    loaded_bytes: dict[str, int]
+    missed_chunks: dict[str, int]
+    stored_chunks: int
+    stored_bytes: int
+    tiers: tuple[TierFigures, ...]
+    sole_bytes: int | None
+
+
+class SeenPeer(PeerStatus, frozen=True, kw_only=True):
+    """A live peer and its work.
+
+    Attributes:
+        figures: Null if the peer reports none.
+    """
+
+    figures: SeenFigures | None
+
+
+class Link(msgspec.Struct, frozen=True):
+    """Bytes that one peer has pulled from another since the requester's start."""
+
+    requester: str
+    server: str
+    num_bytes: int
+
+
+class Work(msgspec.Struct):
+    """Chunks that engines asked for, got and stored.
+
+    Attributes:
+        loaded_chunks: By tier.
+        loaded_bytes: By tier.
+        missed_chunks: By reason.
+    """
+
+    requested_chunks: int = 0
+    loaded_chunks: dict[str, int] = {}
+    loaded_bytes: dict[str, int] = {}
+    missed_chunks: dict[str, int] = {}
+    stored_bytes: int = 0
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """The work of one interval.
+
+    Attributes:
+        ended_ms: Unix time in milliseconds.
+    """
+
+    ended_ms: int
+    work: Work
+
+
+class HotChunk(msgspec.Struct, frozen=True):
+    """A chunk that peers pull. Its id stands for its whole prefix: it is a hash of all tokens up
+    to its end.
+
+    Attributes:
+        num_pulls: Granted by this broker within the last minute.
+    """
+
+    chunk_id: str
+    num_pulls: int
+
+
+class Overview(msgspec.Struct, frozen=True):
+    """The peers of the caller's tenant and the shared ones, as this broker knows them.
+
+    Attributes:
+        time_ms: Unix time in milliseconds.
+        broker: The broker that answers.
+        shares: Whether this broker is configured to share peers with others.
+        is_shared: Whether the peer store that brokers share answers this broker.
+        peers: Draining ones first; at most 256.
+        links: The strongest; at most 512.
+        totals: Of all these peers since the start of each.
+        interval_s: Length of a sample.
+        samples: The latest intervals since this broker's start, the oldest first; at most 360.
+        hot_chunks: The chunks that are pulled most; at most 10.
+    """
+
+    time_ms: int
+    broker: str
+    shares: bool
+    is_shared: bool
+    num_peers: int
+    peers: list[SeenPeer]
+    links: list[Link]
+    totals: Work
+    interval_s: float
+    samples: list[Sample]
+    hot_chunks: list[HotChunk]
 
 
 class History:
@@ -50,7 +155,7 @@ class History:
 
     def __init__(self, wall_ms: Callable[[], int] = unix_ms) -> None:
         self._wall_ms = wall_ms
-        self._samples: deque[tuple[int, Mapping[str, WorkView]]] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[tuple[int, Mapping[str, Work]]] = deque(maxlen=MAX_SAMPLES)
         self._last: dict[str, tuple[int, PeerFigures]] = {}
 
     def sample(self, records: Iterable[PeerRecord]) -> None:
@@ -59,7 +164,7 @@ class History:
         Args:
             records: All live peers.
         """
-        by_owner: dict[str, WorkView] = {}
+        by_owner: dict[str, Work] = {}
         seen: dict[str, tuple[int, PeerFigures]] = {}
         for record in records:
             figures, known = record.figures, self._last.get(record.field)
@@ -73,37 +178,30 @@ class History:
             incarnation, before = known
             is_same_life = incarnation == record.peer.incarnation
             grow(
-                by_owner.setdefault(record.owner, no_work()),
+                by_owner.setdefault(record.owner, Work()),
                 figures,
                 before if is_same_life else PeerFigures(),
             )
         self._last = seen
         self._samples.append((self._wall_ms(), by_owner))
 
-    def of(self, owners: Collection[str], max_samples: int = MAX_SAMPLES) -> list[SampleView]:
+    def of(self, owners: Collection[str], max_samples: int = MAX_SAMPLES) -> list[Sample]:
         """Return the latest intervals, the oldest first, of these owners together."""
         found = []
         for ended_ms, by_owner in list(self._samples)[
             len(self._samples) - min(max_samples, len(self._samples)) :
         ]:
-            work = no_work()
+            work = Work()
             for owner in owners:
                 if owner in by_owner:
                     grow(work, by_owner[owner])
-            found.append(SampleView.model_construct(ended_ms=ended_ms, work=work))
+            found.append(Sample(ended_ms, work))
         return found
 
 
-def no_work() -> WorkView:
-    """Return the work of a peer that has not begun."""
-    return WorkView(
-        requested_chunks=0, loaded_chunks={}, loaded_bytes={}, missed_chunks={}, stored_bytes=0
-    )
-
-
 def grow(
-    work: WorkView,
-    now: WorkView | PeerFigures,
+    work: Work,
+    now: Work | PeerFigures,
     before: PeerFigures = PeerFigures(),  # noqa: B008
 ) -> None:
     """Add to `work` what was counted since `before`; counts only grow."""
@@ -123,48 +221,32 @@ def grow(
             counts[name] = counts.get(name, 0) + growth
 
 
-MAX_SHOWN_PEERS: Final = 256
-MAX_SHOWN_LINKS: Final = 512
-MAX_SHOWN_CHUNKS: Final = 10
-MAX_KEPT_VIEWS: Final = 16
-MIN_KEPT_COST_S: Final = 0.002
-REST_PER_COST: Final = 20
-"""A view that took longer than the above is shown to others of its tenant for so many times as
-long, at most for `MAX_REST_S`: however many look, the broker spends a twentieth of its time on
-them, and a small cluster is always shown as it is.
-"""
-MAX_REST_S: Final = 2.0
-
-
 class BrokerOverview:
-    """Builds `OverviewView`. Values were checked when they came and are not checked again.
+    """Builds `Overview`.
 
     Args:
         broker: This broker's name among its peers.
         registry: The peers.
         hot: What they pull most.
         interval_s: Between two samples.
-
-    Attributes:
-        interval_s: See above.
     """
 
     def __init__(
         self, broker: str, registry: PeerRegistry, hot: HotChunks, interval_s: float
     ) -> None:
-        self.interval_s = interval_s
+        self._interval_s = interval_s
         self._broker = broker
         self._registry = registry
         self._hot = hot
         self._history = History()
-        self._kept: OrderedDict[tuple[str, int], tuple[float, OverviewView]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], tuple[float, Overview]] = OrderedDict()
 
     async def sample(self) -> None:
         """End an interval; to be repeated."""
         await self._registry.refresh()
         self._history.sample(self._registry.directory.records())
 
-    async def of(self, principal: Principal, max_samples: int) -> OverviewView:
+    async def of(self, principal: Principal, max_samples: int) -> Overview:
         """Return what `principal` may see."""
         await self._registry.refresh()
         key = (principal.tenant, max_samples)
@@ -181,19 +263,18 @@ class BrokerOverview:
                 self._kept.popitem(last=False)
         return view
 
-    def _build(self, principal: Principal, max_samples: int) -> OverviewView:
+    def _build(self, principal: Principal, max_samples: int) -> Overview:
         records = sorted(
             self._registry.directory.records(principal),
             key=lambda record: (not record.draining, record.peer.id),
         )
-        totals = no_work()
+        totals = Work()
         for record in records:
             if record.figures is not None:
                 grow(totals, record.figures)
         now_s = time.monotonic()
         samples = self._history.of((principal.tenant, SHARED_OWNER), max_samples)
-        hottest = self._hot.hottest(principal.tenant, MAX_SHOWN_CHUNKS, now_s)
-        return OverviewView.model_construct(
+        return Overview(
             time_ms=unix_ms(),
             broker=self._broker,
             shares=self._registry.shares,
@@ -202,28 +283,27 @@ class BrokerOverview:
             peers=[_seen(record, now_s) for record in records[:MAX_SHOWN_PEERS]],
             links=_links(records),
             totals=totals,
-            interval_s=self.interval_s,
+            interval_s=self._interval_s,
             samples=samples,
             hot_chunks=[
-                HotChunkView(chunk_id=chunk_id, num_pulls=num_pulls)
-                for chunk_id, num_pulls in hottest
+                HotChunk(chunk_id, num_pulls)
+                for chunk_id, num_pulls in self._hot.hottest(
+                    principal.tenant, MAX_SHOWN_CHUNKS, now_s
+                )
             ],
         )
 
 
-def _seen(record: PeerRecord, now_s: float) -> SeenPeerView:
-    peer = PeerView.model_validate(record.status(now_s))
-    told = record.figures
+def _seen(record: PeerRecord, now_s: float) -> SeenPeer:
     figures = None
-    if told is not None:
-        values = msgspec.structs.asdict(told)
+    if record.figures is not None:
+        values = msgspec.structs.asdict(record.figures)
         del values["pulled_bytes"]
-        values["tiers"] = [TierBody.model_validate(tier) for tier in told.tiers]
-        figures = SeenFiguresView.model_construct(**values)
-    return SeenPeerView.model_construct(**dict(peer), figures=figures)
+        figures = SeenFigures(**values)
+    return SeenPeer(**msgspec.structs.asdict(record.status(now_s)), figures=figures)
 
 
-def _links(records: Iterable[PeerRecord]) -> list[LinkView]:
+def _links(records: Iterable[PeerRecord]) -> list[Link]:
     found = (
         (-num_bytes, record.peer.id, server)
         for record in records
@@ -232,7 +312,4 @@ def _links(records: Iterable[PeerRecord]) -> list[LinkView]:
         if num_bytes
     )
     strongest = heapq.nsmallest(MAX_SHOWN_LINKS, found)
-    return [
-        LinkView.model_construct(requester=requester, server=server, num_bytes=-less)
-        for less, requester, server in strongest
-    ]
+    return [Link(requester, server, -less) for less, requester, server in strongest]

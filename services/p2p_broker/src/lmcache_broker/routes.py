@@ -1,40 +1,72 @@
-"""The REST interface: `/v1/peers`, `/v1/stats`, `/v1/transfers` and `/v1/overview`."""
+"""The REST interface: `/v1/peers`, `/v1/stats`, `/v1/transfers` and `/v1/overview`.
+
+Its messages are those of `lmcache_core.p2p.messages`, and a few that only people read.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+import msgspec
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from lmcache_core.errors import ConfigError
-from lmcache_core.p2p import DrainReport, parse_distributed_url
-from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE
-from lmcache_core.security import Principal
+from lmcache_core.lookup.messages import JSON
+from lmcache_core.names import INSTANCE_PATTERN
+from lmcache_core.p2p import Lease, Peer, PeerStatus, parse_distributed_url
+from lmcache_core.p2p.messages import (
+    MAX_COPIES_PER_LEASE,
+    AnnounceRequest,
+    PeersResponse,
+    PullsRequest,
+    RenewResponse,
+    TransferRequest,
+    TransferResponse,
+)
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
+from lmcache_servicekit.bodies import BodyTypes, RequestBody, invalid, json_answer
 from lmcache_servicekit.settings import is_loopback
 
-from lmcache_broker.bodies import (
-    AnnounceBody,
-    CopyView,
-    DoneView,
-    LeaseView,
-    OverviewView,
-    PeerIdPath,
-    PeersView,
-    PeerView,
-    PullsBody,
-    RenewView,
-    StatsView,
-    TransferBody,
-    TransferView,
-)
-from lmcache_broker.overview import MAX_SAMPLES, BrokerOverview
-from lmcache_broker.peers.directory import Census
+from lmcache_broker.overview import MAX_SAMPLES, BrokerOverview, Overview
 from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.settings import BrokerSettings
 from lmcache_broker.transfers.hot import HotChunks
 from lmcache_broker.transfers.scheduler import TransferScheduler
+
+
+class BrokerStats(msgspec.Struct, frozen=True):
+    """Figures of the peers that the caller may see.
+
+    Attributes:
+        num_pulls: Tickets that have not expired.
+        num_waiting: Requests, of all tenants, that wait for a place.
+        is_shared: Whether the peer store that brokers share answers this broker.
+    """
+
+    num_peers: int
+    num_draining: int
+    num_pulls: int
+    max_pulls_per_peer: int
+    num_waiting: int
+    is_shared: bool
+
+
+class EndedPulls(msgspec.Struct, frozen=True):
+    """Pulls that were ended.
+
+    Attributes:
+        num_ended: The requester's unfinished ones.
+    """
+
+    num_ended: int
+
+
+ANNOUNCE: Final = RequestBody(AnnounceRequest, AnnounceRequest, [JSON])
+TRANSFER: Final = RequestBody(TransferRequest, TransferRequest, [JSON])
+PULLS: Final = RequestBody(PullsRequest, PullsRequest, [JSON])
+
+bodies: Final = BodyTypes([JSON])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +79,6 @@ class BrokerParts:
     hot: HotChunks
     overview: BrokerOverview
 
-    async def copies_for(self, principal: Principal, peer_id: str) -> list[CopyView]:
-        """What a peer is to copy to others, as this broker and the others want it; it is told
-        once.
-        """
-        orders = self.hot.orders_for(principal, peer_id, time.monotonic())
-        orders += await self.registry.take_orders(principal.tenant, peer_id)
-        return [CopyView.model_validate(order) for order in orders[:MAX_COPIES_PER_LEASE]]
-
 
 async def broker_parts(request: Request) -> BrokerParts:
     """The running broker."""
@@ -64,46 +88,42 @@ async def broker_parts(request: Request) -> BrokerParts:
 
 
 Parts = Annotated[BrokerParts, Depends(broker_parts)]
+PeerIdPath = Annotated[str, Path(pattern=f"^{INSTANCE_PATTERN}$", description="The peer's id.")]
 
 peers_router = APIRouter(prefix="/v1", tags=["peers"], route_class=GuardedRoute)
 transfers_router = APIRouter(prefix="/v1", tags=["transfers"], route_class=GuardedRoute)
 overview_router = APIRouter(prefix="/v1", tags=["overview"], route_class=GuardedRoute)
+ROUTERS: Final = (peers_router, transfers_router, overview_router)
 
 
-@peers_router.put("/peers/{peer_id}", summary="Register a peer, or renew its lease")
+@peers_router.put(
+    "/peers/{peer_id}",
+    summary="Register a peer, or renew its lease",
+    **bodies.route(ANNOUNCE, Lease),
+)
 async def announce(
-    request: Request,
-    peer_id: PeerIdPath,
-    body: AnnounceBody,
-    principal: ClientPrincipal,
-    parts: Parts,
-) -> LeaseView:
+    request: Request, peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts
+) -> Response:
     """A client's peer serves its tenant; those of `storage` and `admin` serve all tenants."""
+    body = await ANNOUNCE.read(request)
     _refuse_foreign_loopback(body.distributed_url, request)
-    ttl_ms = parts.settings.default_lease_ttl_ms if body.ttl_ms is None else body.ttl_ms
-    drain = None if body.drain is None else DrainReport(**body.drain.model_dump())
-    peer = body.to_peer(peer_id)
-    figures = None if body.figures is None else body.figures.to_figures()
+    peer = Peer(peer_id, body.incarnation, body.distributed_url, body.kind, body.zone, body.node)
     lease = await parts.registry.announce(
         principal,
         peer,
         load=body.load,
-        ttl_ms=ttl_ms,
+        ttl_ms=parts.settings.default_lease_ttl_ms if body.ttl_ms is None else body.ttl_ms,
         draining=body.draining,
-        drain=drain,
-        figures=figures,
+        drain=body.drain or None,
+        figures=body.figures or None,
     )
-    return LeaseView(
-        ttl_ms=lease.ttl_ms,
-        draining=lease.draining,
-        copies=await parts.copies_for(principal, peer_id),
-    )
+    copies = parts.hot.orders_for(principal, peer_id, time.monotonic())
+    copies += await parts.registry.take_orders(principal.tenant, peer_id)
+    return json_answer(msgspec.structs.replace(lease, copies=tuple(copies[:MAX_COPIES_PER_LEASE])))
 
 
 def _refuse_foreign_loopback(distributed_url: str, request: Request) -> None:
-    """A peer elsewhere that says it is at the loopback address would make others connect to
-    themselves.
-    """
+    """Refuse a remote peer at a loopback address: others would connect to themselves."""
     host, caller = parse_distributed_url(distributed_url).host, request.client
     if is_loopback(host) and caller is not None and not is_loopback(caller.host):
         raise ConfigError(
@@ -112,18 +132,16 @@ def _refuse_foreign_loopback(distributed_url: str, request: Request) -> None:
         )
 
 
-@peers_router.get("/peers", summary="List the live peers")
-async def list_peers(principal: ClientPrincipal, parts: Parts) -> PeersView:
+@peers_router.get("/peers", summary="List the live peers", **bodies.route(answer=PeersResponse))
+async def list_peers(principal: ClientPrincipal, parts: Parts) -> Response:
     """Those of the caller's tenant, and shared ones."""
-    return PeersView(
-        peers=[PeerView.model_validate(peer) for peer in await parts.registry.visible(principal)]
-    )
+    return json_answer(PeersResponse(await parts.registry.visible(principal)))
 
 
-@peers_router.get("/peers/{peer_id}", summary="Show a live peer")
-async def show_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> PeerView:
+@peers_router.get("/peers/{peer_id}", summary="Show a live peer", **bodies.route(answer=PeerStatus))
+async def show_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> Response:
     """404 if it is not live."""
-    return PeerView.model_validate(await parts.registry.get(principal, peer_id))
+    return json_answer(await parts.registry.get(principal, peer_id))
 
 
 @peers_router.delete("/peers/{peer_id}", status_code=204, summary="End a peer's lease")
@@ -133,55 +151,72 @@ async def remove_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Pa
     return Response(status_code=204)
 
 
-@peers_router.post("/peers/{peer_id}:drain", summary="Give a peer no new pulls")
-async def drain_peer(peer_id: PeerIdPath, principal: AdminPrincipal, parts: Parts) -> PeerView:
+@peers_router.post(
+    "/peers/{peer_id}:drain", summary="Give a peer no new pulls", **bodies.route(answer=PeerStatus)
+)
+async def drain_peer(peer_id: PeerIdPath, principal: AdminPrincipal, parts: Parts) -> Response:
     """Lasts for its incarnation; the peer learns of it with its next heartbeat."""
-    return PeerView.model_validate(await parts.registry.drain(principal, peer_id))
+    return json_answer(await parts.registry.drain(principal, peer_id))
 
 
-@peers_router.get("/stats", summary="Show figures")
-async def stats(principal: ClientPrincipal, parts: Parts) -> StatsView:
+@peers_router.get("/stats", summary="Show figures", **bodies.route(answer=BrokerStats))
+async def stats(principal: ClientPrincipal, parts: Parts) -> Response:
     """Of the peers visible to the caller."""
-    census = Census.of(await parts.registry.visible(principal))
-    return StatsView(
-        num_peers=census.num_peers,
-        num_draining=census.num_draining,
-        num_pulls=census.num_pulls,
-        max_pulls_per_peer=parts.settings.max_pulls_per_peer,
-        num_waiting=parts.scheduler.num_waiting,
-        is_shared=parts.registry.is_shared,
+    peers = await parts.registry.visible(principal)
+    return json_answer(
+        BrokerStats(
+            num_peers=len(peers),
+            num_draining=sum(peer.draining for peer in peers),
+            num_pulls=sum(peer.num_pulls for peer in peers),
+            max_pulls_per_peer=parts.settings.max_pulls_per_peer,
+            num_waiting=len(parts.scheduler.waiting),
+            is_shared=parts.registry.is_shared,
+        )
     )
 
 
-@transfers_router.post("/transfers", summary="Assign chunks to peers")
-async def assign(body: TransferBody, principal: ClientPrincipal, parts: Parts) -> TransferView:
+@transfers_router.post(
+    "/transfers", summary="Assign chunks to peers", **bodies.route(TRANSFER, TransferResponse)
+)
+async def assign(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
     """Tickets are valid for the caller's tenant."""
-    return await parts.scheduler.ask(principal, body.requester, body.wanted(), body.wait_ms)
+    body = await TRANSFER.read(request)
+    wanted = {chunk.chunk_id: chunk for chunk in body.chunks}
+    if len(wanted) != len(body.chunks):
+        raise invalid("a chunk id appears twice", "chunks")
+    if any(chunk.tiers and len(chunk.tiers) != len(chunk.holders) for chunk in body.chunks):
+        raise invalid("tiers names one for each holder, or is left out", "chunks")
+    return json_answer(await parts.scheduler.ask(principal, body.requester, wanted, body.wait_ms))
 
 
-@transfers_router.post("/transfers:renew", summary="Renew pulls")
-async def renew(body: PullsBody, principal: ClientPrincipal, parts: Parts) -> RenewView:
+@transfers_router.post(
+    "/transfers:renew", summary="Renew pulls", **bodies.route(PULLS, RenewResponse)
+)
+async def renew(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
     """For another ticket's life. Unknown pulls are left out: request them again."""
+    body = await PULLS.read(request)
     renewed = await parts.scheduler.renew(principal, body.requester, body.pulls)
-    return RenewView(renewed=renewed)
+    return json_answer(RenewResponse(tuple(renewed)))
 
 
-@transfers_router.post("/transfers:done", summary="End pulls")
-async def done(body: PullsBody, principal: ClientPrincipal, parts: Parts) -> DoneView:
+@transfers_router.post("/transfers:done", summary="End pulls", **bodies.route(PULLS, EndedPulls))
+async def done(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
     """Frees their places before the tickets expire. Unknown pulls are ignored."""
-    return DoneView(num_ended=await parts.scheduler.end(principal, body.requester, body.pulls))
+    body = await PULLS.read(request)
+    return json_answer(EndedPulls(await parts.scheduler.end(principal, body.requester, body.pulls)))
 
 
-@overview_router.get("/overview", response_model=OverviewView, summary="Show peers and their work")
+@overview_router.get(
+    "/overview", summary="Show peers and their work", **bodies.route(answer=Overview)
+)
 async def overview(
     principal: ClientPrincipal,
     parts: Parts,
     max_samples: Annotated[
-        int, Query(ge=0, le=MAX_SAMPLES, description="So many of the latest intervals.")
+        int, Query(ge=0, le=MAX_SAMPLES, description="Number of intervals, the latest ones.")
     ] = MAX_SAMPLES,
 ) -> Response:
     """The data of the web page at `/`."""
-    view = await parts.overview.of(principal, max_samples)
-    return Response(
-        view.model_dump_json(), media_type="application/json", headers={"Cache-Control": "no-store"}
-    )
+    answer = json_answer(await parts.overview.of(principal, max_samples))
+    answer.headers["Cache-Control"] = "no-store"
+    return answer

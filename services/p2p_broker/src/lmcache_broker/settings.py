@@ -6,7 +6,8 @@ import secrets
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from lmcache_core.p2p import PeerKind
+from lmcache_core.names import INSTANCE_PATTERN
+from lmcache_core.p2p import PeerKind, parse_distributed_url
 from lmcache_core.security import TicketKeyFile, TicketKeys, parse_ticket_keys, validate_tenant
 from lmcache_servicekit.redis_settings import RedisSettings
 from lmcache_servicekit.settings import Port, ServiceSettings, is_loopback
@@ -22,10 +23,15 @@ from pydantic import (
 )
 from pydantic_settings import SettingsConfigDict
 
-from lmcache_broker.bodies import DistributedUrlText, InstanceId, TopologyName
-
 MAX_STATIC_PEERS = 4096
 
+
+def _check_distributed_url(url: str) -> str:
+    parse_distributed_url(url)
+    return url
+
+
+_TopologyName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{0,253}$")]
 _ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 
 
@@ -42,11 +48,11 @@ class StaticPeer(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: InstanceId
-    distributed_url: DistributedUrlText
+    id: Annotated[str, StringConstraints(pattern=f"^{INSTANCE_PATTERN}$")]
+    distributed_url: Annotated[str, AfterValidator(_check_distributed_url)]
     kind: PeerKind = "sidecar"
-    zone: TopologyName = ""
-    node: TopologyName = ""
+    zone: _TopologyName = ""
+    node: _TopologyName = ""
 
 
 class DiscoverySettings(ServiceSettings):

@@ -7,8 +7,9 @@ import httpx
 import msgspec
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.lookup import MAX_HOLDERS_PER_CHUNK
 from lmcache_core.p2p import Assignment, BrokerClient, CopyOrder, DrainReport, HeldBy, Lease, Peer
-from lmcache_core.p2p.messages import MAX_CHUNKS_PER_TRANSFER, MAX_HOLDERS_PER_CHUNK, Renewal
+from lmcache_core.p2p.messages import MAX_CHUNKS_PER_TRANSFER, Renewal
 from lmcache_core.wire import json_http as module
 
 URL = "http://broker:8082"

@@ -8,13 +8,14 @@ import ssl
 from collections.abc import Sequence
 
 import httpx
+import msgspec
 
+from lmcache_core.lookup import MAX_HOLDERS_PER_CHUNK
 from lmcache_core.p2p.distributed_url import parse_distributed_url
 from lmcache_core.p2p.figures import PeerFigures
 from lmcache_core.p2p.messages import (
     CHUNK_ID_BYTES,
     MAX_CHUNKS_PER_TRANSFER,
-    MAX_HOLDERS_PER_CHUNK,
     AnnounceRequest,
     Assignment,
     ChunkHolders,
@@ -94,17 +95,17 @@ class BrokerClient:
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        load = min(max(load, 0.0), 1.0)
-        topology = (peer.kind, peer.zone, peer.node)
         body = AnnounceRequest(
             peer.incarnation,
             peer.distributed_url,
-            *topology,
-            load,
+            peer.kind,
+            peer.zone,
+            peer.node,
+            min(max(load, 0.0), 1.0),
             ttl_ms,
             draining,
-            drain,
-            figures,
+            drain or msgspec.UNSET,
+            figures or msgspec.UNSET,
         )
         return self._http.decode(await self._http.call("PUT", _peer_path(peer.id), body), Lease)
 

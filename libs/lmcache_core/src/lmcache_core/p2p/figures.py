@@ -1,5 +1,5 @@
-"""What an instance tells the broker of its work with each heartbeat, for people who look at the
-cluster. Nothing is decided by it but which pod may be ended at the least loss.
+"""Counters that an instance reports to the broker with each heartbeat, for display. They decide
+nothing but which pod Kubernetes may end at the least loss.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ MAX_LABEL_CHARS: Final = 253
 MAX_COUNT: Final = (1 << 53) - 1
 """Larger numbers are not the same in every JSON."""
 
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+BoundedCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Label = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL_CHARS)]
+Counts = Annotated[dict[Label, BoundedCount], msgspec.Meta(max_length=MAX_COUNTED_LABELS)]
 
 
 class TierFigures(msgspec.Struct, frozen=True):
     """How full one tier is.
 
     Attributes:
-        name: The tier's.
-        num_chunks: Chunks that it holds.
-        used_bytes: What they take.
-        capacity_bytes: What it may take; 0 where that is not known here.
+        capacity_bytes: 0 where it is not known.
     """
 
-    name: Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
-    num_chunks: _Count
-    used_bytes: _Count
-    capacity_bytes: _Count
+    name: Label
+    num_chunks: BoundedCount
+    used_bytes: BoundedCount
+    capacity_bytes: BoundedCount
 
 
 class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Counts since the instance's start, and what it holds now. All of it may be left out; what is
-    not known is passed over.
+    """Counters of an instance since its start, and what it holds now. All of it is optional.
 
     Attributes:
-        requested_chunks: Chunks that engines wanted.
-        loaded_chunks: Chunks that they got, by the tier that had them.
-        loaded_bytes: Bytes of these.
-        missed_chunks: Chunks that they did not get, by reason.
+        requested_chunks: Chunks that engines asked for.
+        loaded_chunks: Chunks that engines got, by tier.
+        loaded_bytes: Bytes of these, by tier.
+        missed_chunks: Chunks that engines did not get, by reason.
         stored_chunks: Chunks that engines stored.
         stored_bytes: Bytes of these.
         pulled_bytes: Bytes that came from peers, by the peer's id.
         tiers: How full its own tiers are.
-        sole_bytes: Bytes of chunks that no other peer holds, as far as it knows; None where it does
-            not.
+        sole_bytes: Bytes of chunks without another holder, as far as the instance knows; null
+            where it does not.
     """
 
-    requested_chunks: _Count = 0
-    loaded_chunks: dict[str, _Count] = {}
-    loaded_bytes: dict[str, _Count] = {}
-    missed_chunks: dict[str, _Count] = {}
-    stored_chunks: _Count = 0
-    stored_bytes: _Count = 0
-    pulled_bytes: dict[str, _Count] = {}
-    tiers: tuple[TierFigures, ...] = ()
-    sole_bytes: _Count | None = None
+    requested_chunks: BoundedCount = 0
+    loaded_chunks: Counts = {}
+    loaded_bytes: Counts = {}
+    missed_chunks: Counts = {}
+    stored_chunks: BoundedCount = 0
+    stored_bytes: BoundedCount = 0
+    pulled_bytes: Annotated[
+        dict[Label, BoundedCount], msgspec.Meta(max_length=MAX_COUNTED_PEERS)
+    ] = {}
+    tiers: Annotated[tuple[TierFigures, ...], msgspec.Meta(max_length=MAX_TIERS)] = ()
+    sole_bytes: BoundedCount | None = None
 
 
 def bounded(counts: Mapping[str, int], max_names: int = MAX_COUNTED_LABELS) -> dict[str, int]:

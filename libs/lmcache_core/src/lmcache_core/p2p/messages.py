@@ -1,4 +1,8 @@
-"""What instances and broker tell each other (see `docs/protocols.md`, p2p_broker)."""
+"""Messages between instances and the broker (`docs/protocols.md`, p2p_broker).
+
+Client and broker read and write these types, and the broker's OpenAPI document is made from them.
+Fields that are not known are ignored: a newer peer must be able to register.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,36 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
+from lmcache_core.lookup.messages import (
+    MAX_HOLDERS_PER_CHUNK,
+    NO_LINE_END,
+    ChunkIdText,
+    Incarnation,
+    InstanceText,
+    TierText,
+)
 from lmcache_core.names import validate_instance_id
 from lmcache_core.p2p.distributed_url import parse_distributed_url
-from lmcache_core.p2p.figures import PeerFigures
+from lmcache_core.p2p.figures import BoundedCount, PeerFigures
 
 PeerKind = Literal["sidecar", "storage"]
 
 MAX_CHUNKS_PER_TRANSFER: Final = 4096
-MAX_HOLDERS_PER_CHUNK: Final = 16
 MAX_COPIES_PER_LEASE: Final = 64
 MAX_PEERS_PER_LISTING: Final = 65536
+MAX_WAIT_MS: Final = 10_000
 CHUNK_ID_BYTES: Final = 16
 
-_ShortText = Annotated[str, msgspec.Meta(max_length=300)]
-_PullText = Annotated[str, msgspec.Meta(max_length=64)]
-_TicketText = Annotated[str, msgspec.Meta(max_length=4096)]
-_ChunkIdText = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$(?!\n)")]
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-_PositiveMs = Annotated[int, msgspec.Meta(gt=0, lt=1 << 53)]
+ShortText = Annotated[str, msgspec.Meta(max_length=300)]
+TopologyName = Annotated[str, msgspec.Meta(pattern=rf"^[A-Za-z0-9._-]{{0,253}}${NO_LINE_END}")]
+TicketText = Annotated[str, msgspec.Meta(max_length=4096)]
+PullId = Annotated[str, msgspec.Meta(pattern=rf"^[A-Za-z0-9_-]{{1,64}}${NO_LINE_END}")]
+PositiveMs = Annotated[int, msgspec.Meta(gt=0, lt=1 << 53)]
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """An instance that serves chunks. What it says of itself; who it belongs to, the broker reads
-    from its token.
+    """An instance that serves chunks, as it describes itself. The broker reads its owner from its
+    token.
 
     Attributes:
         id: The instance's id, unique in its tenant.
@@ -57,42 +68,42 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class DrainReport(msgspec.Struct, frozen=True):
-    """How far an instance is that is about to end.
+    """Progress of a drain.
 
     Attributes:
         state: `serving`, `writing`, `handing_over` or `done`; a newer instance may name others.
-        total: Chunks that it holds; the sum of the others.
+        total: Chunks that the instance holds; the sum of the others.
         handed_over: Sent to peers or storage, and kept there.
         already_elsewhere: Held by another peer already.
         failed: No peer took them, or they could not be read.
         left: Not dealt with so far.
     """
 
-    state: _ShortText
-    total: _Count
-    handed_over: _Count
-    already_elsewhere: _Count
-    failed: _Count
-    left: _Count
+    state: Annotated[str, msgspec.Meta(pattern=rf"^[a-z_]{{1,32}}${NO_LINE_END}")]
+    total: BoundedCount
+    handed_over: BoundedCount
+    already_elsewhere: BoundedCount
+    failed: BoundedCount
+    left: BoundedCount
 
 
 class CopyOrder(msgspec.Struct, frozen=True):
-    """The broker's wish that an instance gives a copy of a chunk (32 hex digits) to a peer."""
+    """Order to copy a chunk to another peer."""
 
-    chunk_id: _ChunkIdText
-    instance: _ShortText
-    distributed_url: _ShortText
+    chunk_id: ChunkIdText
+    instance: ShortText
+    distributed_url: ShortText
 
 
 class PeerStatus(Peer, frozen=True, kw_only=True):
     """A live peer as the broker sees it.
 
     Attributes:
-        load: What it last reported, 0 (idle) to 1 (full).
+        load: The load it last reported, 0 (idle) to 1 (full).
         draining: Gets no new pulls.
         num_pulls: Tickets to it that have not expired.
-        expires_in_ms: What is left of its lease.
-        drain: How far it is on its way to its end, if it has said so.
+        expires_in_ms: Remaining life of its lease.
+        drain: Progress of its drain, if it reports one.
     """
 
     load: float
@@ -103,15 +114,15 @@ class PeerStatus(Peer, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The broker's answer to an announcement.
+    """The lease that the broker granted.
 
     Attributes:
         ttl_ms: The lease ends this long after the announcement, unless renewed.
         draining: The instance gets no new pulls.
-        copies: Chunks of the instance that many ask for, and who should have them too.
+        copies: Hot chunks that the instance should copy to other peers.
     """
 
-    ttl_ms: _PositiveMs
+    ttl_ms: PositiveMs
     draining: bool
     copies: Annotated[tuple[CopyOrder, ...], msgspec.Meta(max_length=MAX_COPIES_PER_LEASE)] = ()
 
@@ -120,13 +131,12 @@ class Assignment(msgspec.Struct, frozen=True):
     """One pull that the broker has granted.
 
     Attributes:
-        instance: Who serves.
-        distributed_url: Where.
-        chunk_ids: What, 16 bytes each, in the order of the request.
-        ticket: What to show to the serving instance. A secret until it expires.
+        instance: The serving instance.
+        distributed_url: Its address.
+        chunk_ids: 16 bytes each, in the order of the request.
+        ticket: To show to the serving instance. A secret until it expires.
         expires_ms: End of the ticket, Unix time in milliseconds.
-        pull: What to call the pull by when it goes on or is over; empty when the broker is too old
-            to be told.
+        pull: Id to renew or end the pull by; empty when the broker is too old for either.
         ttl_ms: Life of the ticket from now; 0 when the broker is too old to renew it.
     """
 
@@ -145,19 +155,35 @@ class Assignment(msgspec.Struct, frozen=True):
         )
 
 
-class AnnounceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Body of `PUT /v1/peers/{id}`."""
+class AnnounceRequest(msgspec.Struct, frozen=True):
+    """Announcement of a peer; body of `PUT /v1/peers/{id}`.
 
-    incarnation: int
+    Attributes:
+        incarnation: Rises with every start of the peer.
+        distributed_url: Where it serves, `lm://host:port` or `lm+tls://host:port`.
+        load: 0 (idle) to 1 (full).
+        ttl_ms: The lease asked for; the broker may grant less.
+        draining: The peer wants no new pulls in this incarnation.
+        drain: Progress of its drain.
+        figures: Counters of its work.
+
+    Raises:
+        ValueError: The URL is malformed.
+    """
+
+    incarnation: Incarnation
     distributed_url: str
-    kind: PeerKind
-    zone: str
-    node: str
-    load: float
-    ttl_ms: int | None
-    draining: bool
-    drain: DrainReport | None = None
-    figures: PeerFigures | None = None
+    kind: PeerKind = "sidecar"
+    zone: TopologyName = ""
+    node: TopologyName = ""
+    load: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    ttl_ms: Annotated[int, msgspec.Meta(ge=100, lt=1 << 53)] | None = None
+    draining: bool = False
+    drain: DrainReport | msgspec.UnsetType | None = msgspec.UNSET
+    figures: PeerFigures | msgspec.UnsetType | None = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        parse_distributed_url(self.distributed_url)
 
 
 class HeldBy(NamedTuple):
@@ -168,78 +194,107 @@ class HeldBy(NamedTuple):
 
 
 class ChunkHolders(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A chunk (32 hex digits), the ids of those who may hold it, and in which tier each has it:
-    as many, or none.
+    """A chunk and the instances that may hold it.
+
+    Attributes:
+        chunk_id: 32 hex digits.
+        holders: Their ids.
+        tiers: The tier at each holder: as many, or none.
     """
 
-    chunk_id: str
-    holders: list[str]
-    tiers: list[str] = []
+    chunk_id: ChunkIdText
+    holders: Annotated[list[InstanceText], msgspec.Meta(max_length=MAX_HOLDERS_PER_CHUNK)]
+    tiers: Annotated[list[TierText], msgspec.Meta(max_length=MAX_HOLDERS_PER_CHUNK)] = []
 
 
 class TransferRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Body of `POST /v1/transfers`."""
+    """Chunks that an instance wants to pull; body of `POST /v1/transfers`.
 
-    requester: str
-    chunks: list[ChunkHolders]
-    wait_ms: int = 0
+    Attributes:
+        requester: The instance that will pull.
+        chunks: Distinct chunks.
+        wait_ms: How long to wait for a holder while all of them are busy.
+    """
+
+    requester: InstanceText
+    chunks: Annotated[list[ChunkHolders], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)]
+    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=MAX_WAIT_MS)] = 0
 
 
 class PullsRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /v1/transfers:renew` and of `POST /v1/transfers:done`."""
+    """Pulls of one requester; body of `POST /v1/transfers:renew` and `POST /v1/transfers:done`."""
 
-    requester: str
-    pulls: list[str]
+    requester: InstanceText
+    pulls: Annotated[list[PullId], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)]
 
 
 class WireAssignment(msgspec.Struct, frozen=True):
-    """An assignment in JSON, chunk ids as hex digits."""
+    """Chunks that one peer serves.
 
-    instance: _ShortText
-    distributed_url: _ShortText
+    Attributes:
+        instance: The serving peer.
+        distributed_url: Its address.
+        chunk_ids: 32 hex digits each.
+        ticket: To show to the serving peer.
+        expires_ms: End of the ticket, Unix time in milliseconds.
+        pull: Its id in `/v1/transfers:renew` and `/v1/transfers:done`.
+        ttl_ms: Life of the ticket.
+    """
+
+    instance: ShortText
+    distributed_url: ShortText
     chunk_ids: Annotated[
-        list[_ChunkIdText], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_PER_TRANSFER)
+        list[ChunkIdText], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_PER_TRANSFER)
     ]
-    ticket: _TicketText
-    expires_ms: _PositiveMs
-    pull: _PullText = ""
-    ttl_ms: _Count = 0
+    ticket: TicketText
+    expires_ms: PositiveMs
+    pull: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    ttl_ms: BoundedCount = 0
 
 
 class Renewal(msgspec.Struct, frozen=True):
-    """A pull that goes on.
+    """A renewed pull.
 
     Attributes:
         pull: Its `Assignment.pull`.
-        ticket: In the place of the one before. A secret until it expires.
+        ticket: Replaces the ticket before it. A secret until it expires.
         expires_ms: End of the ticket, Unix time in milliseconds.
         ttl_ms: Life of the ticket from now.
     """
 
-    pull: _PullText
-    ticket: _TicketText
-    expires_ms: _PositiveMs
-    ttl_ms: _PositiveMs
+    pull: Annotated[str, msgspec.Meta(max_length=64)]
+    ticket: TicketText
+    expires_ms: PositiveMs
+    ttl_ms: PositiveMs
 
     def __repr__(self) -> str:
         return f"Renewal(pull={self.pull!r}, ttl_ms={self.ttl_ms})"
 
 
 class RenewResponse(msgspec.Struct, frozen=True):
-    """Answer to `POST /v1/transfers:renew`. A broker that is too old says something else, in
-    which nothing is renewed.
+    """Pulls that were renewed: the requester's unfinished ones, at peers that are still live.
+
+    A broker that is too old answers otherwise, which reads as no pull at all.
     """
 
     renewed: Annotated[tuple[Renewal, ...], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)] = ()
 
 
 class TransferResponse(msgspec.Struct, frozen=True):
-    """Answer to `POST /v1/transfers`; what is unassigned is what no assignment names."""
+    """Every chunk of the request, either in one assignment or unassigned.
+
+    Attributes:
+        assignments: One for each serving peer.
+        unassigned: Chunks that no live holder can serve now.
+        busy: Those of them whose live holders are at their bound of pulls.
+    """
 
     assignments: Annotated[list[WireAssignment], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)]
+    unassigned: list[str] = []
+    busy: list[str] = []
 
 
 class PeersResponse(msgspec.Struct, frozen=True):
-    """Answer to `GET /v1/peers`."""
+    """The live peers that the caller may see."""
 
     peers: Annotated[list[PeerStatus], msgspec.Meta(max_length=MAX_PEERS_PER_LISTING)]

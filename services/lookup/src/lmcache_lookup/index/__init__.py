@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lmcache_core.lookup.messages import EventsAck
+
 from lmcache_lookup.index.base import (
     ClaimedElsewhereError,
     EventBatch,
     IndexEvent,
-    IndexStats,
-    InstanceStatus,
     LeaseClaim,
-    LeaseState,
     LookupIndex,
 )
 
@@ -22,11 +21,9 @@ __all__ = [
     "LookupIndex",
     "ClaimedElsewhereError",
     "LeaseClaim",
-    "LeaseState",
+    "EventsAck",
     "IndexEvent",
     "EventBatch",
-    "InstanceStatus",
-    "IndexStats",
     "create_index",
 ]
 

@@ -1,4 +1,4 @@
-"""The index's interface: who holds which chunk, under leases and numbered events.
+"""The index's interface: the holders of chunks, under leases and numbered events.
 
 Every implementation passes the suite in `tests/contract/lookup_index`. The rules are those of
 `docs/protocols.md`, lookup:
@@ -18,6 +18,7 @@ from typing import Final, Literal
 
 from lmcache_core.errors import CapacityError, UnavailableError
 from lmcache_core.lookup import Holder, InstanceKind
+from lmcache_core.lookup.messages import EventsAck, InstanceEntry, StatsAnswer
 
 MAX_STORED_HOLDERS_PER_CHUNK: Final = 64
 
@@ -30,22 +31,12 @@ class ClaimedElsewhereError(UnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class LeaseClaim:
-    """What an instance says when it takes or renews its lease; `ttl_ms` is what is granted."""
+    """A lease to take or renew; `ttl_ms` is the life granted."""
 
     instance: str
     incarnation: int
     kind: InstanceKind
     ttl_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseState:
-    """What an instance has to know: the number of the event that is waited for, and whether it
-    has to begin again.
-    """
-
-    next_sequence: int
-    resync: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +68,6 @@ class EventBatch:
     events: Sequence[IndexEvent]
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceStatus:
-    """A live lease."""
-
-    instance: str
-    kind: InstanceKind
-    incarnation: int
-    next_sequence: int
-    expires_in_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class IndexStats:
-    """Figures for status pages; chunks of ended leases count until they are swept."""
-
-    num_chunks: int
-    num_instances: int
-
-
 def check_places(
     fits: bool, owner_fits: bool, max_instances: int, max_instances_per_tenant: int
 ) -> None:
@@ -112,7 +84,7 @@ def check_places(
 
 
 class LookupIndex(abc.ABC):
-    """Who holds which chunk.
+    """The holders of each chunk.
 
     Every method but the constructor may raise `UnavailableError`: the place where the index lives
     did not answer in time. Then it is unknown whether a write was taken; all writes may be
@@ -120,7 +92,7 @@ class LookupIndex(abc.ABC):
     """
 
     name: str
-    """Which implementation, for people."""
+    """The implementation, for people."""
     where = "this process"
     """Where it lives, for people."""
 
@@ -137,11 +109,11 @@ class LookupIndex(abc.ABC):
         """Ask the place where the index lives whether it is there."""
 
     @abc.abstractmethod
-    async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
+    async def renew(self, owner: str, claim: LeaseClaim) -> EventsAck:
         """Take or renew a lease.
 
         A higher incarnation replaces a lower one and begins at sequence 0; a lower one than that of
-        a live lease changes nothing and is told to resync; a lease that ran out begins at sequence
+        a live lease changes nothing and has to resync; a lease that ran out begins at sequence
         0, whatever its incarnation.
 
         Raises:
@@ -162,14 +134,14 @@ class LookupIndex(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
+    async def apply(self, owner: str, batch: EventBatch) -> EventsAck:
         """Take events in order, skipping those that were taken before; takes none after a gap or
         without a live lease.
         """
 
     @abc.abstractmethod
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
-        """Return who holds each chunk, in one round trip.
+        """Return the holders of each chunk, in one round trip.
 
         Returns:
             One list for each chunk id, empty where no live instance holds it. Not to be changed:
@@ -177,12 +149,12 @@ class LookupIndex(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def instances(self, owner: str) -> list[InstanceStatus]:
+    async def instances(self, owner: str) -> list[InstanceEntry]:
         """Return the live leases that `owner` took, sorted by instance."""
 
     @abc.abstractmethod
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
-        """Forget who holds these chunks.
+        """Forget the holders of these chunks.
 
         Returns:
             How many were known.
@@ -203,7 +175,7 @@ class LookupIndex(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def stats(self, tenant: str) -> IndexStats:
+    async def stats(self, tenant: str) -> StatsAnswer:
         """Return figures of one tenant: its chunks, and the instances whose leases it took."""
 
     @abc.abstractmethod

@@ -1,6 +1,4 @@
-"""A circuit breaker: while Redis is away, callers are told so at once instead of each waiting for
-its timeout.
-"""
+"""A circuit breaker: while Redis is away, calls fail at once instead of after their timeouts."""
 
 from __future__ import annotations
 

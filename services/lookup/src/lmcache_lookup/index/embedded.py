@@ -1,4 +1,4 @@
-"""The index in this process: for one replica, for trying, for tests."""
+"""The index in this process: for one replica, for a trial, for tests."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lmcache_core.lookup import Holder, InstanceKind
+from lmcache_core.lookup.messages import EventsAck, InstanceEntry, StatsAnswer
 from typing_extensions import override
 
 from lmcache_lookup.index.base import (
     MAX_STORED_HOLDERS_PER_CHUNK,
     EventBatch,
     IndexEvent,
-    IndexStats,
-    InstanceStatus,
     LeaseClaim,
-    LeaseState,
     LookupIndex,
     check_places,
 )
@@ -125,12 +123,12 @@ class EmbeddedIndex(LookupIndex):
         """Always there."""
 
     @override
-    async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
+    async def renew(self, owner: str, claim: LeaseClaim) -> EventsAck:
         key = (owner, claim.instance)
         lease = self._leases.get(key)
         alive = lease is not None and self._is_alive(lease)
         if lease is not None and alive and claim.incarnation < lease.incarnation:
-            return LeaseState(0, True)
+            return EventsAck(0, True)
         if lease is None or not alive or claim.incarnation != lease.incarnation:
             self._make_room(key)
             self._drop(key)
@@ -138,7 +136,7 @@ class EmbeddedIndex(LookupIndex):
                 owner, claim.instance, claim.kind, claim.incarnation, 0.0
             )
         lease.expires_at = self._clock() + claim.ttl_ms / 1000
-        return LeaseState(lease.next_sequence, lease.resync)
+        return EventsAck(lease.next_sequence, lease.resync)
 
     @override
     async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
@@ -150,7 +148,7 @@ class EmbeddedIndex(LookupIndex):
         return alive
 
     @override
-    async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
+    async def apply(self, owner: str, batch: EventBatch) -> EventsAck:
         lease = self._leases.get((owner, batch.instance))
         if (
             lease is None
@@ -158,13 +156,13 @@ class EmbeddedIndex(LookupIndex):
             or lease.incarnation != batch.incarnation
             or lease.resync
         ):
-            return LeaseState(0, True)
+            return EventsAck(0, True)
         if batch.first_sequence > lease.next_sequence:
-            return LeaseState(lease.next_sequence, True)
+            return EventsAck(lease.next_sequence, True)
         for event in batch.events[lease.next_sequence - batch.first_sequence :]:
             self._take(lease, event)
             lease.next_sequence += 1
-        return LeaseState(lease.next_sequence, False)
+        return EventsAck(lease.next_sequence, False)
 
     @override
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
@@ -172,10 +170,10 @@ class EmbeddedIndex(LookupIndex):
         return [self._holders_of(chunks.get(chunk_id) or {}) for chunk_id in chunk_ids]
 
     @override
-    async def instances(self, owner: str) -> list[InstanceStatus]:
+    async def instances(self, owner: str) -> list[InstanceEntry]:
         now = self._clock()
         return [
-            InstanceStatus(
+            InstanceEntry(
                 lease.instance,
                 lease.kind,
                 lease.incarnation,
@@ -220,9 +218,10 @@ class EmbeddedIndex(LookupIndex):
         return num_swept
 
     @override
-    async def stats(self, tenant: str) -> IndexStats:
+    async def stats(self, tenant: str) -> StatsAnswer:
         num_instances = len(await self.instances(tenant))
-        return IndexStats(len(self._tenants.get(tenant) or ()), num_instances)
+        num_chunks = len(self._tenants.get(tenant) or ())
+        return StatsAnswer(self.name, False, num_chunks, num_instances)
 
     @override
     async def tenants(self) -> list[str]:

@@ -132,11 +132,6 @@ def unpack_holders(data: bytes) -> Iterator[StoredHolder]:
         yield StoredHolder(number, incarnation, size_bytes, tier.decode("ascii"))
 
 
-def pack_identity(number: int, incarnation: int) -> bytes:
-    """Return the first 12 bytes of a holder: which life of which instance."""
-    return struct.pack("<IQ", number, incarnation)
-
-
 def pack_number(number: int) -> bytes:
     """Return the first 4 bytes of a holder: which instance."""
     return struct.pack("<I", number)
@@ -194,24 +189,20 @@ class LiveTable:
             UnavailableError: Something else than our leases is stored there.
         """
         try:
-            return cls._read(reply, now)
+            now_ms, version, flat = reply
+            assert isinstance(now_ms, int)
+            assert isinstance(version, bytes)
+            assert isinstance(flat, list)
+            by_identity: dict[tuple[int, int], LiveInstance] = {}
+            for name, raw in zip(flat[::2], flat[1::2], strict=True):
+                lease = msgspec.json.decode(raw, type=StoredLease)
+                if lease.expires_ms > now_ms:
+                    owner, _, instance = name.decode().partition("/")
+                    expires_at = now + (lease.expires_ms - now_ms) / 1000
+                    by_identity[lease.number, int(lease.incarnation)] = LiveInstance(
+                        owner, instance, lease, expires_at
+                    )
+            stale_at = min((live.expires_at for live in by_identity.values()), default=float("inf"))
+            return cls(version, by_identity, stale_at)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError, TypeError) as exc:
             raise UnavailableError(f"the leases in Redis cannot be read: {exc}") from exc
-
-    @classmethod
-    def _read(cls, reply: Sequence[object], now: float) -> LiveTable:
-        now_ms, version, flat = reply
-        assert isinstance(now_ms, int)
-        assert isinstance(version, bytes)
-        assert isinstance(flat, list)
-        by_identity: dict[tuple[int, int], LiveInstance] = {}
-        for name, raw in zip(flat[::2], flat[1::2], strict=True):
-            lease = msgspec.json.decode(raw, type=StoredLease)
-            if lease.expires_ms > now_ms:
-                owner, _, instance = name.decode().partition("/")
-                expires_at = now + (lease.expires_ms - now_ms) / 1000
-                by_identity[lease.number, int(lease.incarnation)] = LiveInstance(
-                    owner, instance, lease, expires_at
-                )
-        stale_at = min((live.expires_at for live in by_identity.values()), default=float("inf"))
-        return cls(version, by_identity, stale_at)

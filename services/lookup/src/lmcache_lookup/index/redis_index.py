@@ -15,6 +15,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from lmcache_core.keys import CHUNK_ID_BYTES
 from lmcache_core.lookup import Holder
+from lmcache_core.lookup.messages import EventsAck, InstanceEntry, StatsAnswer
 from lmcache_servicekit.redis_client import Argument, RedisCommand, create_redis_client
 from lmcache_servicekit.redis_cluster import RedisClusterClient
 from lmcache_servicekit.redis_connections import RedisAccess
@@ -24,10 +25,7 @@ from lmcache_lookup.index import redis_scripts as scripts
 from lmcache_lookup.index.base import (
     MAX_STORED_HOLDERS_PER_CHUNK,
     EventBatch,
-    IndexStats,
-    InstanceStatus,
     LeaseClaim,
-    LeaseState,
     LookupIndex,
     check_places,
 )
@@ -116,7 +114,7 @@ class RedisIndex(LookupIndex):
             if isinstance(self._client, RedisClusterClient)
             else ServerWriter(self._client, bounds)
         )
-        self._reads = BucketReads()
+        self._reads: dict[str, list[tuple[str, bytes]]] = {}
         self._sweeper = BucketSweeper(self._client, self._current_table)
 
     @override
@@ -136,7 +134,7 @@ class RedisIndex(LookupIndex):
         )
 
     @override
-    async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
+    async def renew(self, owner: str, claim: LeaseClaim) -> EventsAck:
         return await self._breaker.call(
             lambda: self._client.within(self._options.write_timeout_s, self._renew(owner, claim)),
             write="renew",
@@ -152,7 +150,7 @@ class RedisIndex(LookupIndex):
         return bool(await self._write(self._client.run, scripts.END, keys, argv))
 
     @override
-    async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
+    async def apply(self, owner: str, batch: EventBatch) -> EventsAck:
         field = lease_field(owner, batch.instance)
         return await self._breaker.call(
             lambda: self._client.within(
@@ -170,17 +168,17 @@ class RedisIndex(LookupIndex):
         )
 
     @override
-    async def instances(self, owner: str) -> list[InstanceStatus]:
+    async def instances(self, owner: str) -> list[InstanceEntry]:
         asked_at = self._clock()
         table = await self._write(self._load_table)
         return sorted(
             (
-                InstanceStatus(
+                InstanceEntry(
                     live.instance,
                     live.lease.kind,
                     incarnation,
                     live.lease.next_sequence,
-                    int((live.expires_at - asked_at) * 1000),
+                    max(0, int((live.expires_at - asked_at) * 1000)),
                 )
                 for (_, incarnation), live in table.by_identity.items()
                 if live.owner == owner
@@ -209,10 +207,11 @@ class RedisIndex(LookupIndex):
         return 0 if self._breaker.is_open else await self._write(self._sweeper.step)
 
     @override
-    async def stats(self, tenant: str) -> IndexStats:
+    async def stats(self, tenant: str) -> StatsAnswer:
         counts = await self._write(self._client.many, _to_every_bucket("HLEN", tenant))
         num_chunks = sum(count or 0 for count in counts)
-        return IndexStats(num_chunks, len(await self.instances(tenant)))
+        num_instances = len(await self.instances(tenant))
+        return StatsAnswer(self.name, False, num_chunks, num_instances)
 
     @override
     async def tenants(self) -> list[str]:
@@ -220,7 +219,7 @@ class RedisIndex(LookupIndex):
         found = (await self._write(self._client.many, [asking]))[0]
         return sorted(tenant.decode() for tenant in found or ())
 
-    async def _renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
+    async def _renew(self, owner: str, claim: LeaseClaim) -> EventsAck:
         seen = await self._writer.masters_seen()
         lease: list[Argument] = [
             lease_field(owner, claim.instance),
@@ -240,7 +239,7 @@ class RedisIndex(LookupIndex):
         keys = [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY, MARKS_KEY]
         next_sequence, resync, taken = await self._client.run(scripts.RENEW, keys, argv)
         check_places(taken != 0, taken >= 0, bounds.max_instances, bounds.max_instances_per_tenant)
-        return LeaseState(next_sequence, bool(resync))
+        return EventsAck(next_sequence, bool(resync))
 
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         # The version is asked for with the values, and on its server before them: an instance that
@@ -248,7 +247,7 @@ class RedisIndex(LookupIndex):
         buckets = split_by_bucket(chunk_ids)
         commands = [
             RedisCommand(VERSION_KEY, ("GET", VERSION_KEY)),
-            *self._reads.of(tenant, buckets),
+            *self._reads_of(tenant, buckets),
         ]
         version, *values_of_buckets = await self._client.many(commands)
         await self._refresh_table(version or b"")
@@ -268,6 +267,33 @@ class RedisIndex(LookupIndex):
         asked = itertools.chain.from_iterable(buckets)
         value_of = dict(zip(asked, values, strict=True))
         return [read[value_of[chunk_id]] for chunk_id in chunk_ids]
+
+    def _reads_of(self, tenant: str, buckets: Sequence[Sequence[bytes]]) -> list[RedisCommand]:
+        """Return one `HMGET` for each bucket that is asked.
+
+        Their hundreds of chunk ids are joined and not looked at one by one. What all commands of a
+        tenant have in common is kept: the keys, and the bytes between the number of words and the
+        first id.
+        """
+        kept = self._reads.get(tenant)
+        if kept is None:
+            if len(self._reads) >= MAX_TENANTS_KEPT:
+                self._reads.clear()
+            keys = [bucket_key(tenant, bucket) for bucket in range(NUM_BUCKETS)]
+            kept = self._reads[tenant] = [
+                (
+                    key,
+                    b"\r\n$5\r\nHMGET\r\n$%d\r\n%b%b" % (len(key), key.encode("ascii"), _BEFORE_ID),
+                )
+                for key in keys
+            ]
+        return [
+            RedisCommand(
+                key, (), packed=b"*%d%b%b\r\n" % (len(inside) + 2, head, _BEFORE_ID.join(inside))
+            )
+            for (key, head), inside in zip(kept, buckets, strict=True)
+            if inside
+        ]
 
     def _live_holders(self, value: bytes) -> list[Holder]:
         known = self._table.by_identity
@@ -299,40 +325,6 @@ class RedisIndex(LookupIndex):
         return await self._breaker.call(
             lambda: self._client.within(timeout_s, call(*args, **options))
         )
-
-
-class BucketReads:
-    """Makes the commands of a lookup: one `HMGET` for each bucket asked, of hundreds of chunk ids,
-    which are joined and not looked at one by one.
-
-    Keeps what the commands of a tenant have in common: their keys, and their bytes between the
-    number of words and the first id.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, list[tuple[str, bytes]]] = {}
-
-    def of(self, tenant: str, buckets: Sequence[Sequence[bytes]]) -> list[RedisCommand]:
-        """Return the commands in the order of the buckets; one without ids is not asked."""
-        kept = self._kept.get(tenant)
-        if kept is None:
-            if len(self._kept) >= MAX_TENANTS_KEPT:
-                self._kept.clear()
-            keys = [bucket_key(tenant, bucket) for bucket in range(NUM_BUCKETS)]
-            kept = self._kept[tenant] = [
-                (
-                    key,
-                    b"\r\n$5\r\nHMGET\r\n$%d\r\n%b%b" % (len(key), key.encode("ascii"), _BEFORE_ID),
-                )
-                for key in keys
-            ]
-        return [
-            RedisCommand(
-                key, (), packed=b"*%d%b%b\r\n" % (len(inside) + 2, head, _BEFORE_ID.join(inside))
-            )
-            for (key, head), inside in zip(kept, buckets, strict=True)
-            if inside
-        ]
 
 
 def _to_every_bucket(name: str, tenant: str) -> list[RedisCommand]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
@@ -15,7 +16,6 @@ from lmcache_lookup.index.packing import (
     TENANTS_KEY,
     LiveTable,
     bucket_key,
-    pack_identity,
     unpack_holders,
 )
 
@@ -25,6 +25,8 @@ SWEEP_PAGE_CHUNKS: Final = 1024
 MAX_BUCKETS_PER_STEP: Final = 16
 
 _BEGIN: Final = b"0"
+_IDENTITY: Final = struct.Struct("<IQ")
+"""The first 12 bytes of a holder."""
 
 
 class BucketSweeper:
@@ -107,5 +109,5 @@ class BucketSweeper:
         for chunk_id, value in page.items():
             for packed in unpack_holders(value):
                 if (packed.number, packed.incarnation) not in alive:
-                    dead += [chunk_id, pack_identity(packed.number, packed.incarnation)]
+                    dead += [chunk_id, _IDENTITY.pack(packed.number, packed.incarnation)]
         return int(await self._client.run(scripts.PRUNE, [bucket], dead)) if dead else 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lmcache_core.lookup.messages import EventsAck
 from lmcache_servicekit.redis_client import Argument, RedisClient, RedisCommand, call
 from lmcache_servicekit.redis_cluster import RedisClusterClient
 from lmcache_servicekit.redis_connections import CLIENT_ERRORS
@@ -18,7 +19,7 @@ from redis.exceptions import ResponseError
 from typing_extensions import override
 
 from lmcache_lookup.index import redis_scripts as scripts
-from lmcache_lookup.index.base import ClaimedElsewhereError, EventBatch, IndexEvent, LeaseState
+from lmcache_lookup.index.base import ClaimedElsewhereError, EventBatch, IndexEvent
 from lmcache_lookup.index.packing import (
     LEASES_KEY,
     NUM_BUCKETS,
@@ -85,7 +86,7 @@ class ServerWriter:
         self._client = client
         self._bounds = bounds
 
-    async def take(self, field: str, batch: EventBatch) -> LeaseState:
+    async def take(self, field: str, batch: EventBatch) -> EventsAck:
         """Take the batch of a lease's `field`; see `LookupIndex.apply`.
 
         Raises:
@@ -107,7 +108,7 @@ class ServerWriter:
         next_sequence, resync = await self._client.run(
             scripts.APPLY, list(keys), [*head, len(tenants), *tenants, *flat]
         )
-        return LeaseState(next_sequence, bool(resync))
+        return EventsAck(next_sequence, bool(resync))
 
     async def masters_seen(self) -> MastersSeen:
         """Return which processes would hold what was written lately; nothing for one server, which
@@ -145,7 +146,7 @@ class ClusterWriter(ServerWriter):
         self._is_refused = False
 
     @override
-    async def take(self, field: str, batch: EventBatch) -> LeaseState:
+    async def take(self, field: str, batch: EventBatch) -> EventsAck:
         claim = secrets.token_hex(8)
         lease: list[Argument] = [field, incarnation_text(batch.incarnation)]
         argv = [
@@ -166,7 +167,7 @@ class ClusterWriter(ServerWriter):
                 " failed; try again"
             )
         if resync or not number:
-            return LeaseState(next_sequence, bool(resync))
+            return EventsAck(next_sequence, bool(resync))
         try:
             await self._client.many(
                 self._takes(batch, next_sequence - batch.first_sequence, number, ends_ms)
@@ -183,7 +184,7 @@ class ClusterWriter(ServerWriter):
             raise ClaimedElsewhereError(
                 "another replica has taken over this instance's events; try again"
             )
-        return LeaseState(next_sequence, bool(resync))
+        return EventsAck(next_sequence, bool(resync))
 
     def _takes(
         self, batch: EventBatch, begin: int, number: int, ends_ms: int

@@ -18,7 +18,7 @@ _MERGE: Final = "application/merge-patch+json"
 
 
 class GoneError(UnavailableError):
-    """The version that a watch was to go on from is not known any more."""
+    """The version that a watch was to continue from is forgotten."""
 
 
 class ClusterApi:
@@ -72,11 +72,11 @@ class ClusterApi:
             self._client = None
 
     async def list_slices(self, **how: Any) -> Any:
-        """Return the answer to a list or a watch of the service's slices, not read; the caller
-        closes it.
+        """Return the unread answer to a list or a watch of the service's slices; the caller closes
+        it.
 
         Raises:
-            GoneError: A watch was to go on from a version that is forgotten.
+            GoneError: A watch was to continue from a version that is forgotten.
             UnavailableError: The API refused.
         """
         from kubernetes.aio.client.exceptions import ApiException
@@ -125,7 +125,7 @@ class ClusterApi:
         return bool(status == 200)
 
     async def _authorise(self) -> None:
-        """Show the token as the file has it now: tokens are replaced while we run."""
+        """Read the token again: tokens are replaced while this process runs."""
         if self.settings.kubernetes_token_file is not None:
             token = await asyncio.to_thread(self.settings.kubernetes_token_file.read_text, "utf-8")
             self._client.configuration.api_key["BearerToken"] = f"Bearer {token.strip()}"

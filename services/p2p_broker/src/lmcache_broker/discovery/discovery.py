@@ -1,83 +1,144 @@
-"""Brings what was seen from outside into the registry."""
+"""Brings the peers of a list, or those that the cluster shows, into the registry."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
-from lmcache_core.errors import CapacityError
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.p2p import Peer
 
-from lmcache_broker.discovery.slices import Sighting
+from lmcache_broker.discovery.cluster import ClusterApi
+from lmcache_broker.discovery.costs import COST_INTERVAL_S, DeletionCosts
+from lmcache_broker.discovery.watch import EndpointWatch, Sighting
+from lmcache_broker.peers.directory import SHARED_OWNER
 from lmcache_broker.peers.registry import PeerRegistry
+from lmcache_broker.settings import DiscoverySettings
 
 logger = logging.getLogger(__name__)
 
+POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 SIGHTING_TTL_S: Final = 60.0
 RENEW_S: Final = 15.0
 LEAVING_RENEW_S: Final = 1.0
 """Used while a peer is about to end: it may register only now, at a broker that has just started,
 and has little time left for its drain.
 """
+_STEP_S: Final = 0.001
+"""Pause between two lists or watches; each of them waits by itself."""
 
 
 class Discovery:
-    """Peers that were seen are peers until they are seen no more; those that register are what they
-    say of themselves.
+    """Keeps the peers that are seen from outside in the registry. A peer that registers is what it
+    says of itself.
 
-    A peer that is about to end gets no new pulls and is asked for its drain; one that has gone
-    loses its lease at once.
+    A peer that is about to end gets no new pulls and is asked to drain; one that has gone loses its
+    lease at once.
 
     Args:
         registry: All peers.
-        owner: Whom peers belong to that have not registered: a tenant, or `SHARED_OWNER`.
+        owner: Owner of peers that have not registered: a tenant, or `SHARED_OWNER`.
+        api: The cluster to follow; None: `see` is called by the caller.
 
     Attributes:
         seen: Peers that are seen now, by id.
+        watch: Follows the cluster; None without one.
+        costs: Sets the pods' deletion costs; None where that is not wanted.
     """
 
-    def __init__(self, registry: PeerRegistry, owner: str) -> None:
+    def __init__(self, registry: PeerRegistry, owner: str, api: ClusterApi | None = None) -> None:
         self._registry = registry
         self._owner = owner
-        self._applied: dict[str, Sighting] = {}
+        self._api = api
         self.seen: Mapping[str, Sighting] = {}
+        self.watch = None if api is None else EndpointWatch(api, self.see)
+        self.costs: DeletionCosts | None = None
+        if api is not None and api.settings.pod_deletion_cost:
+            self.costs = DeletionCosts(api, registry)
+        self._applied: dict[str, Sighting] = {}
         self._changed = asyncio.Event()
+        self._tasks = TaskSupervisor("broker-discovery", max_tasks=3)
+
+    async def open(self) -> None:
+        """Begin. Does not wait for the cluster.
+
+        Raises:
+            ConfigError: There is no cluster here, or a file cannot be read.
+        """
+        if self._api is not None:
+            await self._api.open()
+        if self.watch is not None:
+            self._tasks.repeat("watch", self.watch.follow, _STEP_S)
+        if (costs := self.costs) is not None:
+            self._tasks.repeat("deletion-costs", lambda: costs.update(self.seen), COST_INTERVAL_S)
+        self._tasks.repeat("apply", self._apply_changes, _STEP_S)
+
+    async def close(self) -> None:
+        """End the work and the connections. Idempotent."""
+        await self._tasks.close()
+        if self._api is not None:
+            await self._api.close()
 
     def see(self, seen: Mapping[str, Sighting]) -> None:
         """Replace the set of peers that are seen. Returns at once."""
         self.seen = dict(seen)
         self._changed.set()
 
-    async def keep(self) -> None:
-        """Apply what has changed, and now and then all of it; to be repeated."""
+    async def _apply_changes(self) -> None:
+        """Wait for a change, or until sightings have to be renewed, and apply all of them."""
         is_hasty = any(sighting.is_leaving for sighting in self.seen.values())
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVING_RENEW_S if is_hasty else RENEW_S):
                 await self._changed.wait()
-        except TimeoutError:
-            pass
         self._changed.clear()
-        await self._apply(self.seen)
-
-    async def _apply(self, seen: Mapping[str, Sighting]) -> None:
+        seen = self.seen
         for peer_id, old in list(self._applied.items()):
             new = seen.get(peer_id)
-            if new is None or new.distributed_url != old.distributed_url:
-                await self._registry.forget(peer_id, old.distributed_url)
+            if new is None or new.peer.distributed_url != old.peer.distributed_url:
+                await self._registry.forget(old.peer)
                 del self._applied[peer_id]
-        for sighting in seen.values():
-            self._applied[sighting.id] = sighting
+        for peer_id, sighting in seen.items():
+            self._applied[peer_id] = sighting
             if sighting.is_leaving:
-                await self._registry.see_leaving(sighting.id, sighting.distributed_url)
+                await self._registry.see_leaving(sighting.peer)
             elif sighting.is_ready:
-                self._sight(sighting)
+                try:
+                    self._registry.directory.sight(self._owner, sighting.peer, SIGHTING_TTL_S)
+                except CapacityError as exc:
+                    logger.warning("seen peer not registered: peer=%s error=%s", peer_id, exc)
 
-    def _sight(self, sighting: Sighting) -> None:
-        at = sighting.distributed_url
-        peer = Peer(sighting.id, 0, at, sighting.kind, sighting.zone, sighting.node)
+
+async def create_discovery(settings: DiscoverySettings, registry: PeerRegistry) -> Discovery | None:
+    """Return what the settings ask for, not opened; None where peers are known by registrations
+    alone.
+
+    Raises:
+        ConfigError: The namespace is not given, and this is no pod.
+    """
+    if settings.discovery == "registration":
+        return None
+    owner = settings.discovery_tenant or SHARED_OWNER
+    if settings.discovery == "static":
+        discovery = Discovery(registry, owner)
+        discovery.see(
+            {
+                peer.id: Sighting(Peer(incarnation=0, **peer.model_dump()))
+                for peer in settings.static_peers
+            }
+        )
+        return discovery
+    namespace = settings.kubernetes_namespace
+    if namespace is None:
         try:
-            self._registry.directory.sight(self._owner, peer, SIGHTING_TTL_S)
-        except CapacityError as exc:
-            logger.warning("seen peer not registered: peer=%s error=%s", sighting.id, exc)
+            namespace = await asyncio.to_thread(POD_NAMESPACE_FILE.read_text, "utf-8")
+        except OSError as exc:
+            raise ConfigError(
+                "kubernetes_namespace is not set, and this is no pod"
+                f" ({POD_NAMESPACE_FILE} cannot be read): set it"
+            ) from exc
+    return Discovery(registry, owner, ClusterApi(settings, namespace.strip()))

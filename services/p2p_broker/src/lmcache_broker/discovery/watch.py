@@ -1,43 +1,60 @@
 """Follows the EndpointSlices of one service through the Kubernetes API: a list, then a watch from
 where it ended, for ever.
 
-A watch that the server ends, or whose connection is cut, goes on from the last version that was
-seen (bookmarks keep that one young). One whose version the server has forgotten (410), or that
-cannot be understood, begins again with a list.
+A watch that the server ends, or whose connection is cut, continues from the last version that was
+seen (bookmarks keep that one young). If the server has forgotten the version (410), or an event
+cannot be understood, it begins again with a list.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from lmcache_core.errors import UnavailableError
+from lmcache_core.p2p import Peer, distributed_url_of
 from lmcache_core.wire.backoff import Backoff
 
 from lmcache_broker.discovery.cluster import GONE, WATCH_SECONDS, ClusterApi, GoneError
-from lmcache_broker.discovery.slices import Sighting, SliceTable
 
 logger = logging.getLogger(__name__)
 
+MAX_SLICES: Final = 4096
 MAX_LINE_BYTES: Final = 16 << 20
 MAX_LIST_BYTES: Final = 64 << 20
 LIST_TIMEOUT_S: Final = 10.0
 SILENCE_S: Final = 90.0
-"""A watch that says nothing for longer, not even a bookmark (they come every minute), is taken
-for dead.
-"""
+"""A watch that sends nothing for longer, not even a bookmark (one comes every minute), is dead."""
 RETRY_S: Final = 0.25
 MAX_RETRY_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A peer as a list or the cluster shows it.
+
+    Attributes:
+        peer: Its incarnation is 0. In a cluster its id is the pod's name.
+        is_ready: It may be asked for chunks, though it has not registered.
+        is_leaving: It is about to end.
+    """
+
+    peer: Peer
+    is_ready: bool = True
+    is_leaving: bool = False
+
 
 OnSeen = Callable[[Mapping[str, Sighting]], None]
 
 
 class _UnreadableError(UnavailableError):
-    """A watch said what cannot be gone on from: it would say it again."""
+    """A watch sent an event that cannot be read; it would send it again."""
 
 
 class EndpointWatch:
@@ -54,13 +71,10 @@ class EndpointWatch:
     """
 
     def __init__(self, api: ClusterApi, on_seen: OnSeen, silence_s: float = SILENCE_S) -> None:
-        settings = api.settings
         self._api = api
         self._on_seen = on_seen
         self._silence_s = silence_s
-        self._table = SliceTable(
-            settings.kubernetes_port, settings.kubernetes_port_name, settings.kubernetes_tls
-        )
+        self._slices: dict[str, Mapping[str, Any]] = {}
         self._backoff = Backoff(RETRY_S, MAX_RETRY_S, time.monotonic)
         self._version = ""
         self._heard_at = float("-inf")
@@ -69,7 +83,7 @@ class EndpointWatch:
         self.num_watches = 0
 
     async def ping(self) -> str:
-        """For readiness.
+        """Answer for readiness.
 
         Raises:
             UnavailableError: Nothing has been heard of the API for too long.
@@ -84,8 +98,8 @@ class EndpointWatch:
         return f"version {self._version}"
 
     async def follow(self) -> None:
-        """One list or watch; to be repeated. Failures are waited for, longer and longer, and
-        logged when they begin and end.
+        """List or watch once; to be repeated. After failures it waits, longer and longer; their
+        begin and end are logged.
         """
         try:
             if self._version:
@@ -122,9 +136,10 @@ class EndpointWatch:
         found = json.loads(bytes(body))
         if not isinstance(found, dict):
             raise UnavailableError("the list of endpoints is not an object")
-        self._table.replace(found.get("items") or [])
+        items = (found.get("items") or [])[:MAX_SLICES]
+        self._slices = {name: item for item in items if (name := _name_of(item))}
         self._heard(str((found.get("metadata") or {}).get("resourceVersion") or ""))
-        self._on_seen(self._table.sightings())
+        self._on_seen(self._sightings())
 
     async def _watch(self) -> None:
         self.num_watches += 1
@@ -153,9 +168,57 @@ class EndpointWatch:
                 raise GoneError("the version is gone")
             raise _UnreadableError(f"the watch ended with code {item.get('code')}")
         self._heard(str((item.get("metadata") or {}).get("resourceVersion") or self._version))
-        if kind != "BOOKMARK":
-            self._table.apply(kind, item)
-            self._on_seen(self._table.sightings())
+        if kind == "BOOKMARK":
+            return
+        name = _name_of(item)
+        if kind == "DELETED":
+            self._slices.pop(name, None)
+        elif (
+            kind in ("ADDED", "MODIFIED")
+            and name
+            and (name in self._slices or len(self._slices) < MAX_SLICES)
+        ):
+            self._slices[name] = item
+        self._on_seen(self._sightings())
+
+    def _sightings(self) -> dict[str, Sighting]:
+        """Return peers by id. A peer that two slices name, as happens while it moves from one to
+        the other, is ready if it is in either.
+        """
+        found: dict[str, Sighting] = {}
+        for item in self._slices.values():
+            for sighting in self._read_slice(item):
+                known = found.get(sighting.peer.id)
+                if known is None or (sighting.is_ready and not known.is_ready):
+                    found[sighting.peer.id] = sighting
+        return found
+
+    def _read_slice(self, item: Mapping[str, Any]) -> Iterator[Sighting]:
+        """Yield the peers of a slice. What cannot be read is skipped: a newer API may write things
+        that are unknown here.
+        """
+        settings = self._api.settings
+        ports = {port.get("name"): port.get("port") for port in item.get("ports") or ()}
+        port = ports.get(settings.kubernetes_port_name) or settings.kubernetes_port
+        for endpoint in item.get("endpoints") or ():
+            conditions, target = endpoint.get("conditions") or {}, endpoint.get("targetRef") or {}
+            addresses = endpoint.get("addresses") or ()
+            if target.get("kind") != "Pod" or not addresses:
+                continue
+            is_leaving = conditions.get("terminating") is True
+            try:
+                address = str(ipaddress.ip_address(str(addresses[0])))
+                peer = Peer(
+                    str(target.get("name", "")),
+                    0,
+                    distributed_url_of(address, int(port), settings.kubernetes_tls),
+                    zone=str(endpoint.get("zone") or ""),
+                    node=str(endpoint.get("nodeName") or ""),
+                )
+            except ValueError:
+                continue
+            is_ready = conditions.get("ready") is not False and not is_leaving
+            yield Sighting(peer, is_ready, is_leaving)
 
     def _heard(self, version: str) -> None:
         self._version = version
@@ -175,10 +238,12 @@ class EndpointWatch:
             )
 
 
+def _name_of(item: Mapping[str, Any]) -> str:
+    return str((item.get("metadata") or {}).get("name") or "")
+
+
 async def _lines(parts: AsyncIterator[bytes], silence_s: float) -> AsyncIterator[bytes]:
-    """Return the lines of a stream, ended by its end. Raises `TimeoutError` when nothing comes for
-    too long. What was cut off is no line.
-    """
+    """Yield the whole lines of a stream. Raises `TimeoutError` if nothing comes for too long."""
     rest = bytearray()
     while True:
         try:

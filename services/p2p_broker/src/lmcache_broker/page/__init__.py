@@ -50,7 +50,7 @@ def create_page_router() -> APIRouter:
 
     @router.get("/page/{name}")
     async def file(name: str) -> Response:
-        """What it consists of besides."""
+        """A script, style sheet or image of the page."""
         if name not in files:
             raise HTTPException(404)
         return _answer(name, files[name])

@@ -1,1 +1,1 @@
-"""Who is alive, at which address, for whom."""
+"""Live peers: their addresses, owners and pulls."""

@@ -5,7 +5,7 @@ one heartbeat brings back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,22 +46,6 @@ class PeerLimits:
     max_lease_ttl_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Census:
-    """Figures of a set of live peers."""
-
-    num_peers: int
-    num_draining: int
-    num_pulls: int
-
-    @classmethod
-    def of(cls, peers: Sequence[PeerStatus]) -> Census:
-        """Count `peers`."""
-        return cls(
-            len(peers), sum(peer.draining for peer in peers), sum(peer.num_pulls for peer in peers)
-        )
-
-
 class PeerDirectory:
     """Live peers by owner and id.
 
@@ -69,8 +53,8 @@ class PeerDirectory:
     A principal sees its tenant's peers and the shared ones; where both have an id, the tenant's own
     comes first. So no tenant can see, replace or squat on another one's peers.
 
-    Storage servers show each other their tokens and hand each other all tenants' chunks. Who is one
-    is therefore never what a client says: `may_register`.
+    Storage servers show each other their tokens and hand each other all tenants' chunks. A client
+    must therefore not register as one: `may_register`.
 
     Args:
         limits: Bounds.
@@ -149,8 +133,8 @@ class PeerDirectory:
         """
         return self.require(principal, peer_id).status(self._clock())
 
-    def visible(self, principal: Principal) -> list[PeerStatus]:
-        """Return all live peers that `principal` sees, by id."""
+    def visible(self, principal: Principal | None = None) -> list[PeerStatus]:
+        """Return all live peers that `principal` sees, or all there are, by id."""
         now_s = self._clock()
         return sorted(
             (record.status(now_s) for record in self.records(principal)), key=lambda peer: peer.id
@@ -183,7 +167,7 @@ class PeerDirectory:
         """Note that a peer was seen from outside; a registration counts more.
 
         Args:
-            owner: Whom it belongs to until it registers.
+            owner: Its owner until it registers.
             peer: With the incarnation 0, which any registration beats.
             ttl_s: How long that holds.
 
@@ -191,7 +175,7 @@ class PeerDirectory:
             CapacityError: It is new and the directory, or its owner's share, is full.
         """
         now_s = self._clock()
-        found = self.at(peer.id, peer.distributed_url)
+        found = self.at(peer)
         if any(record.peer.incarnation > 0 and record.peer.kind == peer.kind for record in found):
             sighted = self._records.get((owner, peer.id))
             if sighted is not None and sighted.peer.incarnation == 0:
@@ -205,15 +189,15 @@ class PeerDirectory:
         elif known.peer.incarnation == 0:
             known.peer, known.lease_ends_s = peer, now_s + ttl_s
 
-    def at(self, peer_id: str, distributed_url: str) -> list[PeerRecord]:
-        """Return live peers of that id, of any owner, whose address has that host: two tenants may
-        have peers of one name.
+    def at(self, peer: Peer) -> list[PeerRecord]:
+        """Return live peers of the same id and host, of any owner: two tenants may have peers of
+        one name.
         """
-        now_s, host = self._clock(), parse_distributed_url(distributed_url).host
+        now_s, host = self._clock(), parse_distributed_url(peer.distributed_url).host
         return [
             record
             for key, record in self._records.items()
-            if key[1] == peer_id
+            if key[1] == peer.id
             and self._live(key, now_s)
             and parse_distributed_url(record.peer.distributed_url).host == host
         ]
@@ -269,8 +253,8 @@ class PeerDirectory:
         for record in self._records.values():
             record.doubt_pulls(until_s)
 
-    def told(self) -> list[SharedPeer]:
-        """Return all live peers, as other brokers are told of them."""
+    def shared(self) -> list[SharedPeer]:
+        """Return all live peers as they are written to Redis."""
         now_s = self._clock()
         self._forget_expired(now_s)
         return [
@@ -285,12 +269,6 @@ class PeerDirectory:
             )
             for record in self._records.values()
         ]
-
-    def census(self) -> Census:
-        """Count all live peers of all owners."""
-        now_s = self._clock()
-        self._forget_expired(now_s)
-        return Census.of([record.status(now_s) for record in self._records.values()])
 
     def require(self, principal: Principal, peer_id: str) -> PeerRecord:
         """Return the live peer of that id that `principal` sees.
@@ -314,7 +292,7 @@ class PeerDirectory:
 
     def _forget_sightings_of(self, record: PeerRecord) -> None:
         """Forget what was seen of a peer that has registered, whatever owner it was given."""
-        for other in self.at(record.peer.id, record.peer.distributed_url):
+        for other in self.at(record.peer):
             if other is not record and _is_sighting_of(other, record.peer):
                 self.forget(other)
 

@@ -1,4 +1,4 @@
-"""The pulls that this broker has granted and that are not over: whose they are, and at whom."""
+"""The unfinished pulls that this broker has granted: their requesters and serving peers."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from typing import Final, NamedTuple
 from lmcache_broker.peers.record import PeerRecord
 
 MAX_PULL_S: Final = 600.0
-"""Since its beginning; then it is renewed no more, so that no requester keeps a place for ever."""
+"""Age from which a pull is not renewed, so that no requester keeps a place for ever."""
 
 
 class Requester(NamedTuple):
-    """Who pulls.
-
-    Attributes:
-        tenant: Whose it is.
-        instance: Its id in that tenant.
-    """
+    """An instance that pulls, and its tenant."""
 
     tenant: str
     instance: str
 
     def __str__(self) -> str:
-        """As brokers tell each other. Neither part holds a slash."""
+        """Return its name in Redis. Neither part holds a slash."""
         return f"{self.tenant}/{self.instance}"
 
 
@@ -35,8 +30,7 @@ class BookedPull:
 
     Attributes:
         pull_id: Known to its requester alone.
-        requester: Who pulls.
-        record: Who serves.
+        record: The serving peer.
         began_s: When it was granted.
         ends_s: When its ticket ends.
     """
@@ -66,7 +60,7 @@ class PullBook:
         self._pulls[pull.pull_id] = pull
         self._by_tenant[pull.requester.tenant] += 1
         self._by_requester[pull.requester] += 1
-        pull.record.add_pull(pull.pull_id, pull.ends_s)
+        pull.record.pulls[pull.pull_id] = pull.ends_s
 
     def end(self, pull_id: str, requester: Requester) -> BookedPull | None:
         """End that pull of that requester; return None when there is none."""
@@ -79,15 +73,13 @@ class PullBook:
     def renew(
         self, pull_id: str, requester: Requester, now_s: float, ends_s: float
     ) -> BookedPull | None:
-        """Let that pull of that requester go on until then; return None when there is none, or it
-        has lasted too long.
-        """
+        """Extend a requester's pull; return None when there is none, or it has lasted too long."""
         pull = self._find(pull_id, requester)
         if pull is None or now_s - pull.began_s > MAX_PULL_S:
             return None
         pull.ends_s = ends_s
         self._pulls[pull_id] = self._pulls.pop(pull_id)  # the last to expire
-        pull.record.renew_pull(pull_id, ends_s)
+        pull.record.pulls[pull_id] = ends_s
         return pull
 
     def expire(self, now_s: float) -> None:
@@ -97,9 +89,10 @@ class PullBook:
             if pull.ends_s > now_s:
                 break
             self._drop(pull)
+            pull.record.pulls.pop(pull.pull_id, None)
 
     def share(self, requester: Requester) -> tuple[int, int]:
-        """Return the number of pulls of its tenant, and its own: the fewest are next."""
+        """Return how many pulls its tenant has, and how many of them it has itself."""
         return (self._by_tenant[requester.tenant], self._by_requester[requester])
 
     def _find(self, pull_id: str, requester: Requester) -> BookedPull | None:

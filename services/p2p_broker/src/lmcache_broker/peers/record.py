@@ -1,4 +1,4 @@
-"""One live peer in the broker's memory, its pulls, and what brokers tell each other."""
+"""One live peer in the broker's memory with its pulls, and the same as brokers share it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ class PeerRecord:
     """One live peer. Times are monotonic seconds.
 
     Attributes:
-        peer: What it says of itself.
         owner: Tenant, or `SHARED_OWNER`.
         load: 0 (idle) to 1 (full).
         draining: It gets no new pulls.
-        lease_ends_s: Until when it lives.
-        drain: How far it is on its way to its end.
-        figures: What it has done and holds, if it has said so.
+        drain: Progress of its drain, if it reports one.
+        figures: Counters of its work, if it reports any.
+        pulls: Pulls that this broker has granted: id -> end of the ticket. `PullBook` keeps them.
     """
 
     peer: Peer
@@ -30,56 +29,42 @@ class PeerRecord:
     lease_ends_s: float
     drain: DrainReport | None = None
     figures: PeerFigures | None = None
-    _pulls: dict[str, float] = field(default_factory=dict)
+    pulls: dict[str, float] = field(default_factory=dict)
     _shared_pulls: tuple[int, float] | None = None
 
     @property
     def field(self) -> str:
-        """Its name among the peers of all owners. Neither part holds a slash."""
+        """Return its name among the peers of all owners. Neither part holds a slash."""
         return f"{self.owner}/{self.peer.id}"
 
     @property
     def life(self) -> str:
-        """The same for one incarnation of it: a new one serves none of the old one's pulls."""
+        """Return the same for one incarnation: a new one serves none of the old one's pulls."""
         return f"{self.field}#{self.peer.incarnation}"
 
     def num_pulls(self, now_s: float) -> int:
-        """Pulls that have neither ended nor outlived their tickets, as all brokers know
-        together, otherwise as this one does.
+        """Return the pulls that have neither ended nor outlived their tickets: those of all
+        brokers if they are heard, otherwise this one's.
         """
-        for pull_id, ends_s in list(self._pulls.items()):
-            if ends_s > now_s:
-                break
-            del self._pulls[pull_id]
         if self._shared_pulls is not None:
             num_shared, until_s = self._shared_pulls
             if now_s < until_s:
                 return num_shared
             self._shared_pulls = None
-        return len(self._pulls)
-
-    def add_pull(self, pull_id: str, ends_s: float) -> None:
-        """Count a pull. Tickets live equally long, so that the oldest is the first to expire."""
-        assert not self._pulls or next(reversed(self._pulls.values())) <= ends_s
-        self._pulls[pull_id] = ends_s
+        return sum(ends_s > now_s for ends_s in self.pulls.values())
 
     def end_pull(self, pull_id: str) -> None:
         """End a pull before its ticket ends; none of that id is fine."""
-        if self._pulls.pop(pull_id, None) is not None and self._shared_pulls is not None:
+        if self.pulls.pop(pull_id, None) is not None and self._shared_pulls is not None:
             num_shared, until_s = self._shared_pulls
             self._shared_pulls = (max(0, num_shared - 1), until_s)
 
-    def renew_pull(self, pull_id: str, ends_s: float) -> None:
-        """Let a pull go on, until no sooner than any other."""
-        if self._pulls.pop(pull_id, None) is not None:
-            self.add_pull(pull_id, ends_s)
-
     def share_pulls(self, num_pulls: int) -> None:
-        """Set what all brokers together know of its pulls, until it is set again or doubted."""
+        """Set the number of its pulls at all brokers together, until it is set again or doubted."""
         self._shared_pulls = (num_pulls, math.inf)
 
     def doubt_pulls(self, until_s: float) -> None:
-        """Believe the other brokers, who cannot be heard, for no longer than that."""
+        """Stop counting other brokers' pulls then, unless they are heard again."""
         if self._shared_pulls is not None:
             self._shared_pulls = (self._shared_pulls[0], until_s)
 
@@ -102,18 +87,12 @@ class PeerRecord:
 
 @dataclass(frozen=True, slots=True)
 class SharedPeer:
-    """A peer as brokers tell each other.
+    """A peer as brokers share it.
 
     Attributes:
-        owner: Tenant, or `SHARED_OWNER`.
-        peer: What it says of itself.
-        load: 0 (idle) to 1 (full).
-        draining: It gets no new pulls.
-        ttl_ms: What is left of its lease; 0 when it has run out.
-        num_pulls: Pulls that all brokers together have granted and that are not over.
+        ttl_ms: Remaining life of its lease; 0 when it has run out.
+        num_pulls: Unfinished pulls that all brokers together have granted.
         is_gone: It ended its lease.
-        drain: How far it is on its way to its end.
-        figures: What it has done and holds, if it has said so.
     """
 
     owner: str
@@ -128,13 +107,7 @@ class SharedPeer:
 
 
 class PlacedOrder(NamedTuple):
-    """A copy that a peer is to make.
-
-    Attributes:
-        tenant: Whose chunk it is.
-        server: The peer.
-        order: Of what, and to whom.
-    """
+    """An order to copy a chunk, and the peer of a tenant that should carry it out."""
 
     tenant: str
     server: str

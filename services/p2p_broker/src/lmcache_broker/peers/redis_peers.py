@@ -1,5 +1,5 @@
-"""What brokers share, in Redis: one script a call, every call within a deadline, every failure an
-`UnavailableError`.
+"""The peer store that brokers share, in Redis: one script a call, every call within a deadline,
+every failure an `UnavailableError`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from lmcache_broker.peers.record import PlacedOrder, SharedPeer
 T = TypeVar("T")
 
 MAX_CONNECTIONS: Final = 32
-MAX_TOLD_AT_ONCE: Final = 256
+MAX_PER_CALL: Final = 256
 MAX_ORDERING_PEERS: Final = 4096
 MAX_ORDER_BYTES_PER_PEER: Final = 16 << 10
 RETRY_S: Final = 0.5
-"""After a failure nothing is asked for so long: a Redis that is away must not cost each request
-its deadline.
-"""
+"""Pause after a failure, so that a Redis that is away does not cost each request its deadline."""
 
 _HEAD_CHARS: Final = 37
 
@@ -59,9 +57,9 @@ class RedisPeers:
         is live.
         """
         found: list[bool | None] = []
-        for begin in range(0, len(peers), MAX_TOLD_AT_ONCE):
+        for begin in range(0, len(peers), MAX_PER_CALL):
             argv: list[str | int] = []
-            for shared in peers[begin : begin + MAX_TOLD_AT_ONCE]:
+            for shared in peers[begin : begin + MAX_PER_CALL]:
                 incarnation = f"{shared.peer.incarnation:020d}"
                 argv += [
                     _field(shared.owner, shared.peer.id),
@@ -86,7 +84,7 @@ class RedisPeers:
 
     async def changes(self) -> tuple[list[SharedPeer], bool]:
         """Return what has changed since the last call that succeeded, everything at the first; and
-        whether the memory was lost meanwhile, so that what is not told again is not known.
+        whether Redis lost its data meanwhile, so that all has to be written again.
         """
         epoch, seq, now_ms, *rest = await self._run(scripts.CHANGES, [self._seen])
         is_lost = epoch != self._epoch
@@ -114,9 +112,9 @@ class RedisPeers:
 
     async def restore_pulls(self, pulls: Sequence[BookedPull], now_s: float) -> None:
         """Count pulls that were granted already; those that are known are passed over."""
-        for begin in range(0, len(pulls), MAX_TOLD_AT_ONCE):
+        for begin in range(0, len(pulls), MAX_PER_CALL):
             argv: list[str | int] = []
-            for pull in pulls[begin : begin + MAX_TOLD_AT_ONCE]:
+            for pull in pulls[begin : begin + MAX_PER_CALL]:
                 age_ms = round((now_s - pull.began_s) * 1000)
                 ttl_ms = max(1, round((pull.ends_s - now_s) * 1000))
                 life = pull.record.life
@@ -124,8 +122,8 @@ class RedisPeers:
             await self._run(scripts.RESTORE_PULLS, argv)
 
     async def renew_pulls(self, who: str, pull_ids: Sequence[str], ttl_ms: int) -> list[str | None]:
-        """Let a requester's pulls go on for so long; return for each the life of the peer, or None
-        where there is no such pull.
+        """Extend a requester's pulls; return for each the life of the peer, or None where there is
+        no such pull.
         """
         lives = await self._run(
             scripts.RENEW_PULLS, [who, ttl_ms, round(MAX_PULL_S * 1000), *pull_ids]
@@ -139,10 +137,10 @@ class RedisPeers:
         ]
 
     async def order_copies(self, orders: Sequence[PlacedOrder], ttl_ms: int) -> None:
-        """Let peers make copies; one that does not ask for that long is not told."""
-        for begin in range(0, len(orders), MAX_TOLD_AT_ONCE):
+        """Order copies; an order that no heartbeat fetches within `ttl_ms` is dropped."""
+        for begin in range(0, len(orders), MAX_PER_CALL):
             argv: list[str | int] = [ttl_ms, MAX_ORDERING_PEERS, MAX_ORDER_BYTES_PER_PEER]
-            for placed in orders[begin : begin + MAX_TOLD_AT_ONCE]:
+            for placed in orders[begin : begin + MAX_PER_CALL]:
                 order = placed.order
                 argv += [
                     _field(placed.tenant, placed.server),
@@ -151,7 +149,7 @@ class RedisPeers:
             await self._run(scripts.ORDER_COPIES, argv)
 
     async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
-        """Return what that peer is to copy for that tenant; it is told once."""
+        """Return the copies that the peer should make for the tenant, each once."""
         now_ms, lines = await self._run(scripts.TAKE_ORDERS, [_field(tenant, peer_id)])
         found = [line.split(" ") for line in lines.decode().splitlines()]
         return list(
@@ -222,9 +220,7 @@ def _unpacked(field: str, raw: str, num_pulls: int, now_ms: int) -> SharedPeer:
 
 
 def _read(raw: object, kind: type[T]) -> T | None:
-    """Read what is for display alone: what another version writes differently is no reason not to
-    know the peer.
-    """
+    """Read what is only displayed: a peer stays known if another version wrote it differently."""
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError:

@@ -2,8 +2,8 @@
 Redis.
 
 Questions are answered from memory. Where brokers share a Redis, memory is brought up to date first,
-unless that was done a moment ago. While Redis is away, this broker answers from what heartbeats
-told it; when it is back, the others are told all of that.
+unless that was done a moment ago. While Redis is away, this broker answers from the heartbeats that
+reached it; when Redis is back, it writes them there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_STALE_S: Final = 0.05
 REFRESH_INTERVAL_S: Final = 1.0
 PULLS_BELIEVED_S: Final = 5.0
-"""How long other brokers' pulls count once these brokers cannot be heard any more."""
+"""How long other brokers' pulls count after Redis went away."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class PeerRegistry:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._fresh_until = float("-inf")
-        self._has_told = False
+        self._has_written = False
         self.num_failures = 0
 
     async def announce(
@@ -90,10 +90,10 @@ class PeerRegistry:
             drain=drain,
             figures=figures,
         )
-        told = SharedPeer(
+        shared = SharedPeer(
             owner_of(principal), peer, load, lease.draining, lease.ttl_ms, 0, False, drain, figures
         )
-        states = await self._ask(RedisPeers.announce, None, [told])
+        states = await self._ask(RedisPeers.announce, None, [shared])
         if states is None:
             return lease
         (drains,) = states
@@ -126,18 +126,20 @@ class PeerRegistry:
         await self._ask(RedisPeers.drain, None, record.owner, peer_id)
         return status
 
-    async def see_leaving(self, peer_id: str, distributed_url: str) -> None:
-        """Give no new pulls to a peer that is about to end; its next heartbeat tells it."""
-        for record in self.directory.at(peer_id, distributed_url):
+    async def see_leaving(self, peer: Peer) -> None:
+        """Give no new pulls to a peer that is about to end; it learns of it with its next
+        heartbeat.
+        """
+        for record in self.directory.at(peer):
             if not record.draining:
                 record.draining = True
-                await self._ask(RedisPeers.drain, None, record.owner, peer_id)
+                await self._ask(RedisPeers.drain, None, record.owner, peer.id)
 
-    async def forget(self, peer_id: str, distributed_url: str) -> None:
-        """Forget a peer that is gone, whatever its lease says."""
-        for record in self.directory.at(peer_id, distributed_url):
+    async def forget(self, peer: Peer) -> None:
+        """Forget a peer that has gone, whatever its lease says."""
+        for record in self.directory.at(peer):
             self.directory.forget(record)
-            await self._ask(RedisPeers.remove, None, record.owner, peer_id)
+            await self._ask(RedisPeers.remove, None, record.owner, peer.id)
 
     async def claim(
         self,
@@ -149,7 +151,7 @@ class PeerRegistry:
         """Count a requester's pulls against their peers; return which of them there was room for.
 
         Args:
-            requester: Who pulls.
+            requester: The instance that pulls.
             pulls: Peer and new id of each; no peer twice.
             max_pulls: Bound for each peer, by all brokers together while they share a memory.
             ttl_s: When a pull is over that is neither ended before nor renewed.
@@ -175,7 +177,7 @@ class PeerRegistry:
     async def renew_pulls(
         self, requester: Requester, pull_ids: Sequence[str], ttl_s: float
     ) -> dict[str, str]:
-        """Let a requester's pulls go on for so long from now, whichever broker has granted them.
+        """Extend a requester's pulls to `ttl_s` from now, whichever broker has granted them.
 
         Returns:
             The life of the peer by the id of each pull that is underway and has not lasted too
@@ -208,14 +210,14 @@ class PeerRegistry:
         return sum(ended)
 
     async def order_copies(self, orders: Sequence[PlacedOrder], ttl_s: float) -> bool:
-        """Let the broker that hears of the peers next tell them; False where it has to be this
-        one.
+        """Hand orders to whichever broker the peers' next heartbeats reach; return False where it
+        has to be this one.
         """
         asked = await self._ask(RedisPeers.order_copies, False, orders, round(ttl_s * 1000))
         return asked is not False
 
     async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
-        """Return what brokers want that peer to copy; it is told once."""
+        """Return the copies that the peer should make, each once."""
         return await self._ask(RedisPeers.take_orders, [], tenant, peer_id)
 
     async def refresh(self, max_stale_s: float = MAX_STALE_S) -> None:
@@ -244,12 +246,12 @@ class PeerRegistry:
         try:
             peers, is_lost = await shared.changes()
             self.directory.adopt(peers)
-            if is_lost or not self._has_told:
-                await shared.announce(self.directory.told())
+            if is_lost or not self._has_written:
+                await shared.announce(self.directory.shared())
                 now_s = self._clock()
                 self.book.expire(now_s)
                 await shared.restore_pulls(list(self.book), now_s)
-                self._has_told = True
+                self._has_written = True
         except UnavailableError as exc:
             self._note_away(exc)
             return
@@ -276,7 +278,7 @@ class PeerRegistry:
     def _note_away(self, exc: UnavailableError) -> None:
         """Log changes only."""
         self.num_failures += 1
-        self._has_told = False
+        self._has_written = False
         if self.is_shared:
             self.is_shared = False
             self.directory.doubt_pulls(self._clock() + PULLS_BELIEVED_S)

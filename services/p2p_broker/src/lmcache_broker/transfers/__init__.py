@@ -1,1 +1,1 @@
-"""Who serves which pull."""
+"""Pulls: which peer serves which chunks."""

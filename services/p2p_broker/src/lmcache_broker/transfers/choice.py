@@ -1,5 +1,5 @@
-"""Which holder serves a chunk: near before far, idle before busy, memory before disk, and among
-equals always the same.
+"""Chooses the holder that serves a chunk: near before far, idle before busy, memory before disk,
+and among equals always the same.
 """
 
 from __future__ import annotations
@@ -11,35 +11,17 @@ from functools import partial
 from typing import Final
 
 from lmcache_core.p2p import Peer
+from lmcache_core.p2p.messages import ChunkHolders
 
 from lmcache_broker.peers.record import PeerRecord
 
 MEMORY_TIER: Final = "Hot"
 SLOW_TIER_PRESSURE: Final = 0.5
-"""A holder that has to read the chunk from its disk counts as that much busier. It still wins
-from one that is farther away.
+"""A holder that must read the chunk from its disk counts as this much busier. It still wins over
+one that is farther away.
 """
 
 Order = tuple[int, float, bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class WantedFrom:
-    """Who may hold one chunk.
-
-    Attributes:
-        holders: Their ids.
-        tiers: Where it lies at each of them, as far as the requester knows: as many, or none.
-    """
-
-    holders: Sequence[str]
-    tiers: Sequence[str] = ()
-
-    def pressure_at(self, holder: str) -> float:
-        """Return how much busier the tier makes a holder."""
-        if not self.tiers:
-            return 0.0
-        return 0.0 if self.tiers[self.holders.index(holder)] == MEMORY_TIER else SLOW_TIER_PRESSURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +43,21 @@ def choose(
     find: Callable[[str], PeerRecord | None],
     max_pulls: int,
     requester: str,
-    wanted: Mapping[str, WantedFrom],
+    wanted: Mapping[str, ChunkHolders],
     now_s: float,
     held_back: Collection[str] = (),
 ) -> Choice:
     """Choose a peer for each chunk.
 
-    One order serves a whole request, but for the tier, so that its chunks gather at few peers: few
-    pulls, each worth its connection. A request is one pull per peer, so that a peer with one free
-    place is able.
+    One order of peers serves the whole request, but for the tier, so that its chunks gather at few
+    peers: few pulls, each worth its connection. A request is one pull per peer, so one free place
+    is enough.
 
     Args:
         find: Returns the live peer of an id that the requester sees.
         max_pulls: What a peer serves at once; the pressure on it is pulls over this, plus its load.
         requester: The instance that will pull; never chosen itself.
-        wanted: Who may hold each chunk. Unknown ids are ignored.
+        wanted: Possible holders of each chunk, by chunk id. Unknown holders are ignored.
         now_s: Monotonic seconds.
         held_back: `PeerRecord.field` of peers to count as busy.
     """
@@ -94,9 +76,11 @@ def choose(
             pressure = num_pulls / max_pulls + record.load
             order[peer_id] = (_distance(place, record.peer), pressure, _tie(requester, peer_id))
 
-    def rank(chunk: WantedFrom, holder: str) -> Order:
+    def rank(chunk: ChunkHolders, holder: str) -> Order:
         distance, pressure, tie = order[holder]
-        return (distance, pressure + chunk.pressure_at(holder), tie)
+        if chunk.tiers and chunk.tiers[chunk.holders.index(holder)] != MEMORY_TIER:
+            pressure += SLOW_TIER_PRESSURE
+        return (distance, pressure, tie)
 
     by_peer: dict[str, list[str]] = {}
     busy: list[str] = []

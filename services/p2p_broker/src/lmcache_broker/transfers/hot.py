@@ -1,5 +1,5 @@
-"""Chunks that many ask for get further holders: a holder is told, with its next heartbeat, to
-give a copy to a peer that has none.
+"""Orders further copies of hot chunks: the answer to a holder's next heartbeat asks it to copy the
+chunk to a peer that has none.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ from operator import itemgetter
 from typing import Final
 
 from lmcache_core.p2p import CopyOrder, PeerStatus
-from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE
+from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE, ChunkHolders, TransferResponse
 from lmcache_core.security import Principal
 
-from lmcache_broker.bodies import TransferView
 from lmcache_broker.peers.directory import PeerDirectory
 from lmcache_broker.peers.record import PlacedOrder
-from lmcache_broker.transfers.choice import WantedFrom
 
 MAX_COUNTED_CHUNKS: Final = 65_536
 MAX_ORDERS: Final = 4096
 WINDOW_S: Final = 60.0
 ORDER_TTL_S: Final = 60.0
-"""A holder that has not come by then is not told any more; the same chunk may be ordered again."""
+"""Life of an order that no heartbeat fetches; then the same chunk may be ordered again."""
 
 
 @dataclass(frozen=True, slots=True)
 class HotLimits:
-    """What is hot.
+    """When a chunk is hot.
 
     Attributes:
         num_pulls: Pulls of a chunk within a minute that make it hot; 0: nothing is.
@@ -48,12 +46,11 @@ class _Heat:
 
 
 class HotChunks:
-    """Counts pulls and writes orders, each broker for the requests that come to it. Who is told of
-    the orders is up to `hand_on`.
+    """Counts the pulls that this broker grants, and orders copies.
 
     Args:
-        directory: Who is alive.
-        limits: What is hot.
+        directory: Live peers.
+        limits: Thresholds.
 
     Attributes:
         num_ordered: Copies ordered since the start.
@@ -70,17 +67,17 @@ class HotChunks:
         self,
         principal: Principal,
         requester: str,
-        wanted: Mapping[str, WantedFrom],
-        plan: TransferView,
+        wanted: Mapping[str, ChunkHolders],
+        plan: TransferResponse,
         now_s: float,
     ) -> list[PlacedOrder]:
         """Count the pulls of a plan, and order copies of what has become hot.
 
         Args:
-            principal: Who asked.
+            principal: The caller.
             requester: The instance that will pull; it will have the chunks anyway.
-            wanted: Who holds each chunk.
-            plan: Who serves it.
+            wanted: Holders of each chunk.
+            plan: The serving peers.
             now_s: Monotonic seconds.
 
         Returns:
@@ -111,17 +108,17 @@ class HotChunks:
         return placed
 
     def hand_on(self, placed: Sequence[PlacedOrder]) -> None:
-        """Withdraw these orders, which other brokers tell."""
+        """Drop orders that other brokers deliver."""
         for order in placed:
             self._orders.pop(_key_of(order), None)
 
     def orders_for(self, principal: Principal, peer_id: str, now_s: float) -> list[CopyOrder]:
-        """Return what that peer is to copy; it is told once."""
+        """Return the copies that the peer should make, each once."""
         mine = [key for key in self._orders if key[:2] == (principal.tenant, peer_id)][
             :MAX_COPIES_PER_LEASE
         ]
-        told = [self._orders.pop(key) for key in mine]
-        return [order for until_s, order in told if now_s < until_s]
+        taken = [self._orders.pop(key) for key in mine]
+        return [order for until_s, order in taken if now_s < until_s]
 
     def hottest(self, tenant: str, max_chunks: int, now_s: float) -> list[tuple[str, int]]:
         """Return the tenant's chunks that were pulled most within the last minute or so, and how
@@ -167,7 +164,7 @@ class HotChunks:
         zones, nodes = {peer.zone for peer in having}, {peer.node for peer in having}
 
         def merit(peer: PeerStatus) -> tuple[bool, bool, float, int, str]:
-            """Where no copy is yet, then who has the least to do."""
+            """Prefer places without a copy, then idle peers."""
             return (peer.zone in zones, peer.node in nodes, peer.load, peer.num_pulls, peer.id)
 
         takers = sorted((peer for peer in peers if peer.id not in holders), key=merit)[

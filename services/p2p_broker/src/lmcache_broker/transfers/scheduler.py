@@ -1,7 +1,7 @@
-"""Requests for pulls, and the fair queue of those that find every holder busy.
+"""Grants pulls, and queues the requests whose holders are all busy.
 
 The next free place goes to the tenant with the fewest pulls underway, then to its requester with
-the fewest, then to who came first. While a request waits for a peer, no later one is served
+the fewest, then to the first that came. While a request waits for a peer, no later one is served
 there first.
 """
 
@@ -10,19 +10,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import secrets
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.security import Principal
+from lmcache_core.p2p.messages import (
+    MAX_WAIT_MS,
+    ChunkHolders,
+    Renewal,
+    TransferResponse,
+    WireAssignment,
+)
+from lmcache_core.security import Principal, TicketSigner, unix_ms
 
-from lmcache_broker.bodies import MAX_WAIT_MS, RenewedView, TransferView
 from lmcache_broker.peers.pulls import Requester
-from lmcache_broker.transfers.choice import WantedFrom
+from lmcache_broker.peers.record import PeerRecord, peer_id_of
+from lmcache_broker.peers.registry import PeerRegistry
+from lmcache_broker.transfers.choice import choose
 from lmcache_broker.transfers.hot import ORDER_TTL_S, HotChunks
-from lmcache_broker.transfers.service import TransferService
 
 MAX_WAITING: Final = 1024
 MAX_WAITING_PER_TENANT: Final = 256
@@ -30,200 +40,294 @@ LOOK_INTERVAL_S: Final = 0.05
 """How often the queue looks for places that other brokers, or the ends of tickets, have made
 free.
 """
+MAX_ROUNDS: Final = 4
+"""Choices for one request: a peer that looked free may have been taken through another broker."""
+PULL_ID_BYTES: Final = 9
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     principal: Principal
     requester: str
-    wanted: Mapping[str, WantedFrom]
+    wanted: Mapping[str, ChunkHolders]
     holders: Mapping[str, str]
     number: int
-    in_vain: TransferView
-    answer: asyncio.Future[TransferView]
+    without_place: TransferResponse
+    answer: asyncio.Future[TransferResponse]
 
 
 class TransferScheduler:
     """Answers requests at once, or when a place is free.
 
     Args:
-        service: Grants pulls.
-        hot: Hears of them.
+        registry: Live peers and their pulls.
+        signer: Signs tickets; replaced when keys rotate.
+        max_pulls: Pulls that one peer serves at once.
+        ticket_ttl_ms: Life of a ticket; a pull whose end is not reported ends with it.
+        hot: Counts pulls by chunk; None where no chunk becomes hot.
+        clock: Monotonic seconds, the registry's.
+        wall_ms: Unix time in milliseconds, for tickets.
 
     Attributes:
+        waiting: Requests that wait now.
         num_queued: Requests that had to wait, since the start.
         num_turned_away: Requests that would have waited, but the queue, or their tenant's share of
             it, was full.
+        num_pulls: Tickets signed for new pulls.
+        num_assigned: Chunks in these pulls.
+        num_unassigned: Chunks that no live peer could serve.
     """
 
-    def __init__(self, service: TransferService, hot: HotChunks | None = None) -> None:
-        self._service = service
+    def __init__(
+        self,
+        registry: PeerRegistry,
+        signer: TicketSigner,
+        *,
+        max_pulls: int,
+        ticket_ttl_ms: int,
+        hot: HotChunks | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_ms: Callable[[], int] = unix_ms,
+    ) -> None:
+        self._registry = registry
+        self._signer = signer
+        self._max_pulls = max_pulls
+        self._ticket_ttl_ms = ticket_ttl_ms
         self._hot = hot
-        self._waiting: list[_Waiter] = []
+        self._clock = clock
+        self._wall_ms = wall_ms
+        self.waiting: list[_Waiter] = []
         self._held_back: Counter[str] = Counter()
         self._numbers = itertools.count()
         self._freed = asyncio.Event()
         self._tasks = TaskSupervisor("broker-transfers", max_tasks=1)
         self.num_queued = 0
         self.num_turned_away = 0
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait now."""
-        return len(self._waiting)
+        self.num_pulls = 0
+        self.num_assigned = 0
+        self.num_unassigned = 0
 
     async def open(self) -> None:
         """Begin to serve the queue."""
         self._tasks.repeat("queue", self._serve_queue, 0.001)  # it waits by itself
 
     async def close(self) -> None:
-        """Answer who still waits, with nothing."""
+        """Answer the requests that still wait, without a place."""
         await self._tasks.close()
-        for waiter in self._waiting:
+        for waiter in self.waiting:
             if not waiter.answer.done():
-                waiter.answer.set_result(waiter.in_vain)
+                waiter.answer.set_result(waiter.without_place)
 
     async def ask(
-        self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], wait_ms: int
-    ) -> TransferView:
+        self, principal: Principal, requester: str, wanted: Mapping[str, ChunkHolders], wait_ms: int
+    ) -> TransferResponse:
         """Assign chunks to peers, at once or when a place is free.
 
         Args:
-            principal: Who asks.
-            requester: The instance that will pull.
-            wanted: Who may hold each chunk.
-            wait_ms: When nothing at all can be assigned because holders are busy, wait up to so
-                long for one of them.
+            principal: The caller. Its tenant goes into the tickets; peers that it sees serve it.
+            requester: The instance that will pull; never chosen itself.
+            wanted: Possible holders of each chunk, by chunk id. Unknown ids are passed over.
+            wait_ms: How long to wait for a holder if no chunk can be assigned because holders are
+                busy.
         """
-        plan = await self._service.assign(principal, requester, wanted, set(self._held_back))
+        plan = await self._assign(principal, requester, wanted, set(self._held_back))
         if plan.busy and not plan.assignments and wait_ms > 0:
             plan = await self._wait(principal, requester, wanted, plan, wait_ms)
-        self._service.count(plan)
+        self.num_pulls += len(plan.assignments)
+        self.num_assigned += sum(len(pull.chunk_ids) for pull in plan.assignments)
+        self.num_unassigned += len(plan.unassigned)
         if self._hot is not None:
-            placed = self._hot.note(
-                principal, requester, wanted, plan, self._service.clocks.monotonic()
-            )
-            if placed and await self._service.registry.order_copies(placed, ORDER_TTL_S):
+            placed = self._hot.note(principal, requester, wanted, plan, self._clock())
+            if placed and await self._registry.order_copies(placed, ORDER_TTL_S):
                 self._hot.hand_on(placed)
         return plan
 
     async def end(self, principal: Principal, requester: str, pull_ids: Sequence[str]) -> int:
-        """End pulls before their tickets end; returns how many there were."""
-        num_ended = await self._service.end(principal, requester, pull_ids)
+        """End pulls before their tickets end, and return how many there were; those that are
+        unknown, or another requester's, are ignored.
+        """
+        who = Requester(principal.tenant, requester)
+        num_ended = await self._registry.end_pulls(who, pull_ids)
         if num_ended:
             self._freed.set()
         return num_ended
 
     async def renew(
         self, principal: Principal, requester: str, pull_ids: Sequence[str]
-    ) -> list[RenewedView]:
-        """Renew the tickets of pulls that are underway."""
-        return await self._service.renew(principal, requester, pull_ids)
+    ) -> list[Renewal]:
+        """Extend pulls by the life of another ticket, but those that are unknown, another
+        requester's, at a peer that has gone, or `MAX_PULL_S` old.
+        """
+        await self._registry.refresh()
+        self._registry.book.expire(self._clock())
+        who, ttl_ms = Requester(principal.tenant, requester), self._ticket_ttl_ms
+        lives = await self._registry.renew_pulls(who, pull_ids, ttl_ms / 1000)
+        renewed: list[Renewal] = []
+        for pull_id, life in lives.items():
+            record = self._registry.directory.find(principal, peer_id_of(life))
+            if record is not None and record.life == life:
+                renewed.append(Renewal(pull_id, *self._sign(who, record), ttl_ms))
+        return renewed
+
+    async def _assign(
+        self,
+        principal: Principal,
+        requester: str,
+        wanted: Mapping[str, ChunkHolders],
+        held_back: Collection[str] = (),
+    ) -> TransferResponse:
+        """Choose a peer for each chunk and count the pulls against them.
+
+        Args:
+            principal: See `ask`.
+            requester: See `ask`.
+            wanted: See `ask`.
+            held_back: `PeerRecord.field` of peers to count as busy.
+        """
+        await self._registry.refresh()
+        self._registry.book.expire(self._clock())
+        find = partial(self._registry.directory.find, principal)
+        pulls: list[WireAssignment] = []
+        unheld: list[str] = []
+        full = set(held_back)
+        who = Requester(principal.tenant, requester)
+        rest = dict(wanted)
+        for _ in range(MAX_ROUNDS):
+            choice = choose(find, self._max_pulls, requester, rest, self._clock(), full)
+            unheld += choice.unheld
+            offers = [
+                (record, secrets.token_urlsafe(PULL_ID_BYTES))
+                for peer_id in choice.by_peer
+                if (record := find(peer_id)) is not None
+            ]
+            verdicts = await self._registry.claim(
+                who, offers, self._max_pulls, self._ticket_ttl_ms / 1000
+            )
+            for (record, pull_id), is_granted in zip(offers, verdicts, strict=True):
+                if not is_granted:
+                    full.add(record.field)
+                    continue
+                peer, chunk_ids = record.peer, list(choice.by_peer[record.peer.id])
+                ticket, expires_ms = self._sign(who, record)
+                pulls.append(
+                    WireAssignment(
+                        peer.id,
+                        peer.distributed_url,
+                        chunk_ids,
+                        ticket,
+                        expires_ms,
+                        pull_id,
+                        self._ticket_ttl_ms,
+                    )
+                )
+            settled = {chunk_id for pull in pulls for chunk_id in pull.chunk_ids} | set(unheld)
+            rest = {
+                chunk_id: chunk for chunk_id, chunk in wanted.items() if chunk_id not in settled
+            }
+            if all(verdicts):
+                break
+        unserved = {*rest, *unheld}
+        unassigned = [chunk_id for chunk_id in wanted if chunk_id in unserved]
+        return TransferResponse(pulls, unassigned, busy=list(rest))
+
+    def _sign(self, who: Requester, record: PeerRecord) -> tuple[str, int]:
+        """Return a ticket and its end in Unix milliseconds."""
+        expires_ms = self._wall_ms() + self._ticket_ttl_ms
+        ticket = self._signer.sign(
+            instance=record.peer.id,
+            requester=who.instance,
+            tenant=who.tenant,
+            expires_unix_ms=expires_ms,
+        )
+        return ticket, expires_ms
 
     async def _wait(
         self,
         principal: Principal,
         requester: str,
-        wanted: Mapping[str, WantedFrom],
-        plan: TransferView,
+        wanted: Mapping[str, ChunkHolders],
+        plan: TransferResponse,
         wait_ms: int,
-    ) -> TransferView:
-        num_own = sum(waiter.principal.tenant == principal.tenant for waiter in self._waiting)
-        if len(self._waiting) >= MAX_WAITING or num_own >= MAX_WAITING_PER_TENANT:
+    ) -> TransferResponse:
+        num_own = sum(waiter.principal.tenant == principal.tenant for waiter in self.waiting)
+        if len(self.waiting) >= MAX_WAITING or num_own >= MAX_WAITING_PER_TENANT:
             self.num_turned_away += 1
             return plan
         self.num_queued += 1
-        holders = self._busy_holders(principal, plan, wanted)
-        answer: asyncio.Future[TransferView] = asyncio.get_running_loop().create_future()
+        # Only peers that could serve it: a request must not hold others off from a mere name.
+        named = {holder for chunk_id in plan.busy for holder in wanted[chunk_id].holders}
+        records = (self._registry.directory.find(principal, holder) for holder in named)
+        holders = {
+            record.field: record.peer.id
+            for record in records
+            if record is not None and not record.draining
+        }
+        answer: asyncio.Future[TransferResponse] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(principal, requester, wanted, holders, next(self._numbers), plan, answer)
-        self._enter(waiter)
+        self.waiting.append(waiter)
+        self._held_back.update(holders.keys())
         self._freed.set()
         try:
             async with asyncio.timeout(min(wait_ms, MAX_WAIT_MS) / 1000):
                 return await answer
         except TimeoutError:
-            # Served in the very moment in which its time was over: the place is taken, and it is
-            # there to be used.
+            # It may have been served at the moment its time was over: then its place is taken, and
+            # is there to be used.
             return answer.result() if answer.done() and not answer.cancelled() else plan
         finally:
             self._leave(waiter)
 
-    def _enter(self, waiter: _Waiter) -> None:
-        self._waiting.append(waiter)
-        self._held_back.update(waiter.holders.keys())
-
     def _leave(self, waiter: _Waiter) -> None:
         """Take a waiter out of the queue; it may have left before."""
-        if waiter not in self._waiting:
+        if waiter not in self.waiting:
             return
-        self._waiting.remove(waiter)
+        self.waiting.remove(waiter)
         for field in waiter.holders:
             self._held_back[field] -= 1
             if self._held_back[field] <= 0:
                 del self._held_back[field]
 
-    def _busy_holders(
-        self, principal: Principal, plan: TransferView, wanted: Mapping[str, WantedFrom]
-    ) -> dict[str, str]:
-        """Ids, by `PeerRecord.field`, of those alone that it could be served by: it must not
-        hold others off from a name.
-        """
-        named = {holder for chunk_id in plan.busy for holder in wanted[chunk_id].holders}
-        records = (self._service.registry.directory.find(principal, holder) for holder in named)
-        return {
-            record.field: record.peer.id
-            for record in records
-            if record is not None and not record.draining
-        }
-
     async def _serve_queue(self) -> None:
         self._freed.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_INTERVAL_S if self._waiting else None):
+            async with asyncio.timeout(LOOK_INTERVAL_S if self.waiting else None):
                 await self._freed.wait()
-        self._service.registry.book.expire(self._service.clocks.monotonic())
-        await self._service.registry.refresh()
+        self._registry.book.expire(self._clock())
+        await self._registry.refresh()
         while await self._serve_one():
             pass
 
     async def _serve_one(self) -> bool:
-        """Serve the first waiter, in the order of fairness, for whom there is a place. Returns
-        whether there was one.
+        """Serve the first waiter, in the order of fairness, that has a place. Return whether there
+        was one.
         """
-        for waiter in sorted(self._waiting, key=self._turn):
+
+        def turn(waiter: _Waiter) -> tuple[int, int, int]:
+            who = Requester(waiter.principal.tenant, waiter.requester)
+            return (*self._registry.book.share(who), waiter.number)
+
+        for waiter in sorted(self.waiting, key=turn):
             if waiter.answer.done() or not self._has_room(waiter):
                 continue
-            plan = await self._service.assign(waiter.principal, waiter.requester, waiter.wanted)
+            plan = await self._assign(waiter.principal, waiter.requester, waiter.wanted)
             if not plan.assignments:
                 continue
             if waiter.answer.done():  # it left meanwhile
-                await self._service.end(
-                    waiter.principal, waiter.requester, [pull.pull for pull in plan.assignments]
-                )
+                who = Requester(waiter.principal.tenant, waiter.requester)
+                await self._registry.end_pulls(who, [pull.pull for pull in plan.assignments])
                 return True
             waiter.answer.set_result(plan)
             self._leave(waiter)
             return True
         return False
 
-    def _turn(self, waiter: _Waiter) -> tuple[int, int, int]:
-        return (
-            *self._service.registry.book.share(
-                Requester(waiter.principal.tenant, waiter.requester)
-            ),
-            waiter.number,
-        )
-
     def _has_room(self, waiter: _Waiter) -> bool:
-        service = self._service
+        now_s = self._clock()
         found = (
-            service.registry.directory.find(waiter.principal, holder)
+            self._registry.directory.find(waiter.principal, holder)
             for holder in waiter.holders.values()
         )
-        now_s = service.clocks.monotonic()
         return any(
-            record is not None
-            and not record.draining
-            and record.num_pulls(now_s) < service.limits.max_pulls
+            record is not None and not record.draining and record.num_pulls(now_s) < self._max_pulls
             for record in found
         )

@@ -1,13 +1,15 @@
-"""Bodies in two formats, JSON for people and MessagePack for programs.
+"""Bodies that are msgspec types: the client's types read and write them, and the OpenAPI document
+is made from them.
 
-`Content-Type` says which it is, `Accept` which is wanted. The OpenAPI document is made from the
-types that read and write them.
+A service speaks JSON, or JSON for people and MessagePack for programs. Then `Content-Type` says
+which format a body has, and `Accept` which one the answer should have.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -15,11 +17,13 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from lmcache_core.lookup.messages import JSON, MSGPACK, NO_LINE_END
 
-FORMATS: Final = (JSON, MSGPACK)
+BOTH_FORMATS: Final = (JSON, MSGPACK)
 
 J = TypeVar("J", bound=msgspec.Struct)
 P = TypeVar("P", bound=msgspec.Struct)
 
+_ATTRIBUTES: Final = "\n\nAttributes:\n"
+_ATTRIBUTE: Final = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 _COMPONENT: Final = "#/components/schemas/{name}"
 
 # msgspec repeats what it was given in this case alone; it may be large, or secret.
@@ -28,16 +32,20 @@ _PLACE: Final = re.compile(r"^(.*) - at `\$\.?([^`]*)`$", re.DOTALL)
 
 
 class RequestBody(Generic[J, P]):
-    """Reads what a request says.
+    """Reads the body of a request.
 
     Args:
         plain: Its type where it is JSON.
         packed: Its type where it is MessagePack.
+        formats: The media types to take.
     """
 
-    def __init__(self, plain: type[J], packed: type[P]) -> None:
+    def __init__(
+        self, plain: type[J], packed: type[P], formats: Sequence[str] = BOTH_FORMATS
+    ) -> None:
         self.plain = plain
         self.packed = packed
+        self._formats = formats
         self._read_plain = msgspec.json.Decoder(plain).decode
         self._read_packed = msgspec.msgpack.Decoder(packed).decode
 
@@ -46,24 +54,23 @@ class RequestBody(Generic[J, P]):
         be one version apart.
 
         Raises:
-            HTTPException: 415: it has neither format.
-            RequestValidationError: It is not what is asked for; the text does not repeat it.
+            HTTPException: 415: it has no format that is taken.
+            RequestValidationError: It does not have this type; the text does not repeat it.
         """
         content_type = request.headers.get("content-type", "")
         kind = content_type.partition(";")[0].strip().lower()
-        if kind not in FORMATS:
-            raise HTTPException(
-                415, f"a body here is {JSON} or {MSGPACK}: say which in Content-Type"
-            )
+        if kind not in self._formats:
+            known = " or ".join(self._formats)
+            raise HTTPException(415, f"the body must be {known}: name its type in Content-Type")
         data = await request.body()
         try:
             return self._read_packed(data) if kind == MSGPACK else self._read_json(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            raise RequestValidationError([_told(exc)]) from None
+            raise RequestValidationError([_validation_error(exc)]) from None
 
     def _read_json(self, data: bytes) -> J:
-        # JSON knows one kind of number, so 1.0 is an integer too. That is looked at only where
-        # something is wrong.
+        # JSON knows one kind of number, so 1.0 is an integer too. Only a body that is refused
+        # otherwise pays for that.
         try:
             return self._read_plain(data)
         except msgspec.ValidationError:
@@ -80,30 +87,41 @@ def wants_packed(request: Request) -> bool:
     if accept is None or accept in ("*/*", MSGPACK):
         return accept == MSGPACK
     weights = _weights(accept)
-    plain, packed = (_weight(weights, kind) for kind in FORMATS)
+    plain, packed = (_weight(weights, kind) for kind in BOTH_FORMATS)
     if plain <= 0 and packed <= 0:
-        raise HTTPException(
-            406, f"answers here are {JSON} or {MSGPACK}: name one of them in Accept"
-        )
+        raise HTTPException(406, f"answers are {JSON} or {MSGPACK}: name one of them in Accept")
     return packed > plain
 
 
 def answered(request: Request, answer: msgspec.Struct) -> Response:
-    """Encode an answer that both formats say alike.
+    """Encode an answer in the format that the caller prefers.
 
     Raises:
         HTTPException: 406: the caller takes neither.
     """
-    return (
-        packed_answer(answer)
-        if wants_packed(request)
-        else Response(msgspec.json.encode(answer), media_type=JSON)
-    )
+    return packed_answer(answer) if wants_packed(request) else json_answer(answer)
+
+
+def json_answer(answer: msgspec.Struct) -> Response:
+    """Encode an answer as JSON."""
+    return Response(msgspec.json.encode(answer), media_type=JSON)
 
 
 def packed_answer(answer: msgspec.Struct) -> Response:
     """Encode an answer as MessagePack."""
     return Response(msgspec.msgpack.encode(answer), media_type=MSGPACK)
+
+
+def invalid(message: str, *place: str) -> RequestValidationError:
+    """Return the error for a body whose fields contradict one another.
+
+    Args:
+        message: The rule; must not repeat the body.
+        place: Names that lead to the field.
+    """
+    return RequestValidationError(
+        [{"type": "value_error", "loc": ("body", *place), "msg": message}]
+    )
 
 
 def _with_integers(value: Any) -> Any:
@@ -132,12 +150,12 @@ def _weight(weights: dict[str, float], kind: str) -> float:
     return next((weights[name] for name in (kind, "application/*", "*/*") if name in weights), 0.0)
 
 
-def _told(error: Exception) -> dict[str, object]:
+def _validation_error(error: Exception) -> dict[str, object]:
     """Return an error as the handler of validation errors wants it."""
     text = (
         _REPEATED.sub(r"\1\2", str(error))
         if isinstance(error, msgspec.DecodeError)
-        else "it is not readable"
+        else "the body is not readable"
     )
     placed = _PLACE.match(text)
     message, at = (placed[1], placed[2]) if placed else (text, "")
@@ -150,9 +168,17 @@ def _told(error: Exception) -> dict[str, object]:
 
 
 class BodyTypes:
-    """The types of all bodies, which routes add as they are declared, and their OpenAPI schemas."""
+    """Collects the types of all bodies as routes are declared, and makes their OpenAPI schemas.
 
-    def __init__(self) -> None:
+    Args:
+        formats: Media types of the service's bodies.
+
+    Attributes:
+        types: The types so far.
+    """
+
+    def __init__(self, formats: Sequence[str] = BOTH_FORMATS) -> None:
+        self._formats = formats
         self.types: list[type] = []
 
     def route(
@@ -161,14 +187,14 @@ class BodyTypes:
         answer: type | None = None,
         packed: type | None = None,
     ) -> dict[str, Any]:
-        """Return the arguments of a route's decorator that say what it reads and writes.
+        """Return the arguments of a route's decorator that describe its bodies.
 
         Args:
-            body: What it reads, if it reads something.
+            body: What it reads, if it reads a body.
             answer: What it writes as JSON; None for an empty answer, which is not documented here.
             packed: What it writes as MessagePack where that differs.
         """
-        options: dict[str, Any] = {"response_class": Response}
+        options: dict[str, Any] = {"response_class": Response, "response_model": None}
         if answer is not None:
             sentence = (answer.__doc__ or "").partition("\n")[0]
             content = self._contents(answer, packed or answer)
@@ -179,21 +205,23 @@ class BodyTypes:
         return options
 
     def schemas(self) -> dict[str, Any]:
-        """Return the schemas of the types and of all that they are made of, by name."""
+        """Return the schemas of the types and of their fields' types, by name."""
         _, found = msgspec.json.schema_components(self.types, ref_template=_COMPONENT)
         return {name: _cleaned(schema) for name, schema in found.items()}
 
     def _contents(self, plain: type, packed: type) -> dict[str, Any]:
-        self.types += [kind for kind in (plain, packed) if kind not in self.types]
+        by_format = {JSON: plain, MSGPACK: packed}
+        chosen = {kind: by_format[kind] for kind in self._formats}
+        self.types += dict.fromkeys(kind for kind in chosen.values() if kind not in self.types)
         return {
             kind: {"schema": {"$ref": _COMPONENT.format(name=one.__name__)}}
-            for kind, one in ((JSON, plain), (MSGPACK, packed))
+            for kind, one in chosen.items()
         }
 
 
 def _cleaned(schema: Any) -> Any:
-    """Remove what only Python's regular expressions need, and describe bytes as MessagePack holds
-    them.
+    """Remove what only Python's regular expressions need, describe bytes as MessagePack holds them,
+    and put a docstring's `Attributes` at the properties.
     """
     if isinstance(schema, list):
         return [_cleaned(item) for item in schema]
@@ -205,5 +233,8 @@ def _cleaned(schema: Any) -> Any:
     if isinstance(cleaned.get("pattern"), str):
         cleaned["pattern"] = cleaned["pattern"].removesuffix(NO_LINE_END)
     if isinstance(cleaned.get("description"), str):
-        cleaned["description"] = inspect.cleandoc(cleaned["description"])
+        text, _, attributes = inspect.cleandoc(cleaned["description"]).partition(_ATTRIBUTES)
+        cleaned["description"] = text.partition("\n\nRaises:")[0]
+        for name, told in _ATTRIBUTE.findall(attributes.partition("\n\n")[0]):
+            cleaned["properties"][name]["description"] = " ".join(told.split())
     return cleaned
