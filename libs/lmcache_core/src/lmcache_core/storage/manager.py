@@ -357,10 +357,7 @@ class StorageManager(ChunkStore):
         """What host memory says to these chunks; None when slower tiers may have more to say."""
         if self._tiers.lower and not all(self._hot.contains_many(names)):
             return None
-        results = [
-            self._hot.miss(name) if chunk is None else chunk
-            for name, chunk in zip(names, self._hot.get_many(names), strict=True)
-        ]
+        results = self._hot.results(names)
         if self._tiers.lower and any(isinstance(result, Miss) for result in results):
             release_all(results)  # one was evicted in this moment
             return None

@@ -174,7 +174,7 @@ class TierStack:
             Results in the order of the keys; the caller owns every chunk.
         """
         began = asyncio.get_running_loop().time()
-        results = self._hot_results(keys)
+        results = self.hot.results(keys)
         missing = _missing(results)
         if missing and self.lower:
             limit_s = (
@@ -302,12 +302,6 @@ class TierStack:
         except (TimeoutError, UnavailableError):
             return [False] * len(keys)
 
-    def _hot_results(self, keys: Sequence[ChunkKey]) -> list[Result]:
-        return [
-            self.hot.miss(key) if chunk is None else chunk
-            for key, chunk in zip(keys, self.hot.get_many(keys), strict=True)
-        ]
-
     async def _fill_from_below(
         self,
         keys: Sequence[ChunkKey],
@@ -321,7 +315,7 @@ class TierStack:
             [keys[i] for i in missing], limit.left_s(len(missing))
         ):
             for i, result in zip(
-                missing, self._hot_results([keys[i] for i in missing]), strict=True
+                missing, self.hot.results([keys[i] for i in missing]), strict=True
             ):
                 results[i] = result
             missing = _missing(results)

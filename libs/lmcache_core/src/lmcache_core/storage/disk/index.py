@@ -73,7 +73,6 @@ class DiskIndex:
         self._lock = threading.RLock()
         self._entries: dict[ChunkKey, DiskEntry] = {}
         self._damaged = RecentEvictions()
-        self._entry_bytes = 0
         self._reserved_bytes = 0
         self._tenants_reserved_bytes: dict[str, int] = {}
 
@@ -148,7 +147,7 @@ class DiskIndex:
         """
         with self._lock:
             if (
-                self._entry_bytes + self._reserved_bytes + charge > self.capacity_bytes
+                self._ledger.used_bytes + self._reserved_bytes + charge > self.capacity_bytes
                 or self.is_over_quota(tenant, charge)
             ):
                 return False
@@ -205,13 +204,8 @@ class DiskIndex:
     def evict(self, key: ChunkKey) -> DiskEntry:
         """Forget a held chunk whose file makes room, or whose time is over; what was forgotten."""
         with self._lock:
-            entry = self._entries.pop(key)
-            self._entry_bytes -= entry.charge
-            if self._ledger.is_live(key):
-                self._ledger.evict(key)
-            else:
-                self._ledger.expire(key)
-            return entry
+            reason = MissReason.EVICTED if self._ledger.is_live(key) else MissReason.EXPIRED
+            return self._pop(key, reason)
 
     def refuse(self) -> None:
         """A chunk is not kept because of its tenant's quota."""
@@ -232,8 +226,7 @@ class DiskIndex:
             held = self._entries.get(key)
             if held is None or (entry is not None and held is not entry):
                 return None
-            self._pop(key)
-            return held
+            return self._pop(key)
 
     def keys(self, tenant: str | None = None) -> list[ChunkKey]:
         """Names of all chunks (of that tenant) that lie there, those whose time is over
@@ -266,7 +259,7 @@ class DiskIndex:
     def is_over_capacity(self) -> bool:
         """Whether what was found on disk exceeds the capacity."""
         with self._lock:
-            return self._entry_bytes + self._reserved_bytes > self.capacity_bytes
+            return self._ledger.used_bytes + self._reserved_bytes > self.capacity_bytes
 
     def stats(self) -> dict[str, int]:
         """Figures; `used_bytes` counts whole file-system blocks, and everything that the tier
@@ -275,7 +268,7 @@ class DiskIndex:
         with self._lock:
             return {
                 "num_chunks": len(self._entries),
-                "used_bytes": self._entry_bytes + self._reserved_bytes,
+                "used_bytes": self._ledger.used_bytes + self._reserved_bytes,
                 "capacity_bytes": self.capacity_bytes,
                 "reserved_bytes": self._reserved_bytes,
             } | self._ledger.stats()
@@ -288,16 +281,8 @@ class DiskIndex:
         """
         with self._lock:
             sizes = {key: entry.charge for key, entry in self._entries.items()}
-            charged = sum(sizes.values())
-            if charged != self._entry_bytes or self._reserved_bytes < 0:
-                raise IntegrityError(
-                    f"entries charge {charged} bytes, books say {self._entry_bytes}; reserved"
-                    f" {self._reserved_bytes}"
-                )
-            if (
-                sum(self._tenants_reserved_bytes.values()) > self._reserved_bytes
-                or 0 in self._tenants_reserved_bytes.values()
-            ):
+            reserved = self._tenants_reserved_bytes.values()
+            if not 0 <= sum(reserved) <= self._reserved_bytes or 0 in reserved:
                 raise IntegrityError(
                     f"tenants have reserved {self._tenants_reserved_bytes}, all together"
                     f" {self._reserved_bytes}"
@@ -315,10 +300,10 @@ class DiskIndex:
         if entry.stored_at is None:
             entry = replace(entry, stored_at=self._clock())
         self._entries[key] = entry
-        self._entry_bytes += entry.charge
         self._damaged.discard(key)
         self._ledger.add(key, entry.charge, entry.stored_at)
 
-    def _pop(self, key: ChunkKey) -> None:
-        self._entry_bytes -= self._entries.pop(key).charge
-        self._ledger.remove(key)
+    def _pop(self, key: ChunkKey, reason: MissReason | None = None) -> DiskEntry:
+        entry = self._entries.pop(key)
+        self._ledger.remove(key, entry.charge, reason)
+        return entry

@@ -12,16 +12,13 @@ class EvictionPolicy(ABC):
     """Decides which chunks a full tier gives up first. Not thread-safe: the tier calls it under its
     own lock.
 
-    A policy belongs to exactly one tier. Every key is reported inserted once and removed once.
+    A policy belongs to exactly one tier and is made without arguments. Every key is reported
+    inserted once and removed once.
 
     Chunks of one prompt form a chain: without its head the tail is of no use. Where a tier learns
     of several chunks at once, it reports the last one first, so that the head counts as the most
     recent and the tail goes before it.
     """
-
-    @abstractmethod
-    def fresh(self) -> EvictionPolicy:
-        """An empty policy of the same kind."""
 
     @abstractmethod
     def on_insert(self, key: ChunkKey, num_bytes: int) -> None:

@@ -104,10 +104,6 @@ class S3FIFOPolicy(EvictionPolicy):
         self._offered: ChunkKey | None = None
 
     @override
-    def fresh(self) -> S3FIFOPolicy:
-        return S3FIFOPolicy()
-
-    @override
     def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
         assert not any(key in queue for queue in self._queues()), "a key is inserted once"
         self._held_bytes += num_bytes
