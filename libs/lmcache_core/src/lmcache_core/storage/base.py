@@ -6,7 +6,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from lmcache_core.keys import ChunkKey
@@ -113,26 +112,6 @@ def lister_of(backend: StorageBackend) -> ListsKeys | None:
     while backend.wrapped is not None:
         backend = backend.wrapped
     return backend if isinstance(backend, ListsKeys) else None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadLimit:
-    """How long chunks may be waited for. On the event loop only.
-
-    Attributes:
-        deadline: On the loop's clock.
-        recompute_s: What computing one chunk anew costs; None when that is not known.
-    """
-
-    deadline: float
-    recompute_s: float | None = None
-
-    def left_s(self, num_chunks: int) -> float:
-        """Seconds that so many chunks are worth, and that are left; not positive when there are
-        none.
-        """
-        left_s = self.deadline - asyncio.get_running_loop().time()
-        return left_s if self.recompute_s is None else min(left_s, self.recompute_s * num_chunks)
 
 
 @asynccontextmanager

@@ -123,7 +123,7 @@ class StorageManager(ChunkStore):
         stack, self._stack = self._stack, None
         staging, self._staging = self._staging, None
         if staging is not None:
-            staging.close()
+            staging.run(staging.close())
         if stack is not None:
             try:
                 self._loop.run(self._close_stack(stack), self._close_drain_s + MARGIN_S)
@@ -194,15 +194,21 @@ class StorageManager(ChunkStore):
         staging = self._staging
         if staging is None:
             return None
-        return staging.stage(
-            ticket, chains, deadline_s=self._timeout_s, is_prefix=is_prefix, recompute_s=recompute_s
+        return staging.run(
+            staging.stage(
+                ticket,
+                chains,
+                deadline_s=self._timeout_s,
+                is_prefix=is_prefix,
+                recompute_s=recompute_s,
+            )
         )
 
     @override
     def unstage(self, tickets: Sequence[str]) -> None:
         staging = self._staging
         if staging is not None:
-            staging.unstage(tickets)
+            staging.run(staging.unstage(tickets))
 
     @override
     def reserve(
@@ -344,8 +350,9 @@ class StorageManager(ChunkStore):
         return True
 
     async def _expire_tickets(self) -> None:
-        if self._staging is not None:
-            self._staging.expire()
+        staging = self._staging
+        if staging is not None:
+            staging.run(staging.expire())
 
     async def _lift(self, stack: TierStack, names: Sequence[ChunkKey]) -> None:
         try:

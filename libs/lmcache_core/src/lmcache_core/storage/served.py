@@ -47,7 +47,7 @@ class LocalStore(ServedStore):
 
     @override
     def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
-        return self._stack.receive(num_bytes, tenant) if self._accepts_puts() else None
+        return self._stack.hot.receive(num_bytes, tenant) if self._accepts_puts() else None
 
     @override
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:

@@ -93,7 +93,7 @@ class EngineSession:
         self._is_draining = shared.is_draining
         self._may_store = False
         if self._is_draining:
-            self._staging.stop_lifting()
+            self._staging.may_lift = False
         self.engine: m.EngineInfo | None = None
 
     def describe(self) -> dict[str, int | str]:
@@ -122,11 +122,11 @@ class EngineSession:
         sidecar is draining.
         """
         self._is_draining = True
-        self._staging.stop_lifting()
+        self._staging.may_lift = False
 
     async def expire_tickets(self) -> None:
         """Forget tickets that the client no longer speaks about."""
-        await self._staging.expire_cooperatively()
+        await self._staging.run_cooperatively(self._staging.expire())
 
     async def run(self) -> None:
         """Serve until the client goes or breaks the protocol, then give everything back."""
@@ -148,12 +148,12 @@ class EngineSession:
         Cancelled, `close` does the rest.
         """
         self._give_up_memory()
-        await self._staging.close_cooperatively()
+        await self._staging.run_cooperatively(self._staging.close())
 
     def close(self) -> None:
         """Give back every reservation, pin and promise: the client is gone. Idempotent."""
         self._give_up_memory()
-        self._staging.close()
+        self._staging.run(self._staging.close())
 
     async def _talk(self) -> None:
         try:
@@ -245,7 +245,7 @@ class EngineSession:
             case m.DoneWith():
                 self._pins.release(request.extents)
                 self._reservations.release(request.extents)
-                await self._staging.unstage_cooperatively(request.tickets)
+                await self._staging.run_cooperatively(self._staging.unstage(request.tickets))
             case m.Reject():
                 num_damaged = await self._pins.reject(request.extents)
                 self._context.counters.add(metrics.CORRUPT_CHUNKS_TOTAL, num_damaged)
@@ -396,8 +396,14 @@ class EngineSession:
         except ValueError as exc:
             raise ProtocolError(f"STAGE: {exc}") from exc
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
-        staged = await self._staging.stage_cooperatively(
-            request.ticket, chains, request.deadline_ms / 1000, request.is_prefix, recompute_s
+        staged = await self._staging.run_cooperatively(
+            self._staging.stage(
+                request.ticket,
+                chains,
+                deadline_s=request.deadline_ms / 1000,
+                is_prefix=request.is_prefix,
+                recompute_s=recompute_s,
+            )
         )
         return m.Promise(staged.is_ready, staged.tiers)
 
