@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.base import lister_of
+from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backend import DEFAULT_NUM_THREADS
 from lmcache_core.storage.encoded import EncodedBackend

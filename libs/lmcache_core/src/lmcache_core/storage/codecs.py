@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -30,7 +29,7 @@ from lmcache_core.record import (
 from lmcache_core.serde import DOCUMENTED_NAMES, create_codec
 from lmcache_core.serde.codec import ChunkCodec, EncodingReport, encoding_report, report_extension
 from lmcache_core.serde.documented_codec import DocumentedCodec
-from lmcache_core.storage.disk.pool import FilePool, abandon, release_result
+from lmcache_core.storage.disk.pool import FilePool
 from lmcache_core.telemetry import CodecFigures, Counters, MeasuredError
 
 logger = logging.getLogger(__name__)
@@ -158,8 +157,9 @@ class Codecs:
         for codec in self._open:
             if codec.decodes(header):
                 return codec
-        families = {_family(codec.serde) for codec in self._open}
-        return MissReason.PROFILE if _family(header.serde) in families else MissReason.ENCODING
+        families = {codec.serde.partition(":")[0] for codec in self._open}
+        is_known = header.serde.partition(":")[0] in families
+        return MissReason.PROFILE if is_known else MissReason.ENCODING
 
     async def _close_all(self) -> None:
         opened, self._open = self._open, ()
@@ -209,11 +209,6 @@ def _open_all(
 def _close_all(opened: Sequence[ChunkCodec]) -> None:
     for codec in opened:
         codec.close()
-
-
-def _family(serde: str) -> str:
-    """The serde's name without its profile."""
-    return serde.partition(":")[0]
 
 
 PROFILE_SEPARATOR = "@"
@@ -317,12 +312,6 @@ class Decoding:
         self.memory.ref_count_down()
         self.chunk.release()
 
-    def abandon(self, future: Future[Result]) -> None:
-        """Wait no longer for the future that runs this: what it owns is given back as soon as its
-        thread lets go.
-        """
-        abandon(future, release_result, self.release)
-
 
 def _note_errors(
     figures: CodecFigures, header: RecordHeader, report: EncodingReport | None
@@ -332,10 +321,6 @@ def _note_errors(
             max(group.max_relative for group in report.groups),
             max(group.rms_relative for group in report.groups),
         )
-        figures.measured(_profile_name(header), error)
-
-
-def _profile_name(header: RecordHeader) -> str:
-    """Serde and profile, without the id of the tables."""
-    profile = header.profile.partition(PROFILE_SEPARATOR)[0]
-    return header.serde if profile in ("", header.serde) else f"{header.serde}/{profile}"
+        profile = header.profile.partition(PROFILE_SEPARATOR)[0]  # without the id of the tables
+        name = header.serde if profile in ("", header.serde) else f"{header.serde}/{profile}"
+        figures.measured(name, error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from bisect import bisect_right
 from collections import Counter
@@ -436,10 +435,9 @@ and what it cost before is forgotten.
 
 
 class ReadCost:
-    """Learns the cost of reads from one tier. Thread-safe."""
+    """Learns the cost of reads from one tier."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._mean_chunk_bytes = 0.0
         self._num_observed = 0
         self._num_cheap = 0
@@ -449,35 +447,31 @@ class ReadCost:
         """A read brought that many chunks and bytes (perhaps none, when it was given up) in that
         time.
         """
-        with self._lock:
-            expected_s = self._seconds(num_bytes)
-            is_cheap = (
-                num_chunks > 0
-                and expected_s is not None
-                and elapsed_s * RECOVERED_FACTOR < expected_s
+        expected_s = self._seconds(num_bytes)
+        is_cheap = (
+            num_chunks > 0 and expected_s is not None and elapsed_s * RECOVERED_FACTOR < expected_s
+        )
+        self._num_cheap = self._num_cheap + 1 if is_cheap else 0
+        if self._num_cheap == NUM_RECOVERED:
+            self._num_observed = self._num_cheap = 0
+            self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._num_observed += 1
+        self._weight = self._weight * DECAY + 1
+        self._x = self._x * DECAY + num_bytes
+        self._y = self._y * DECAY + elapsed_s
+        self._xx = self._xx * DECAY + float(num_bytes) * num_bytes
+        self._xy = self._xy * DECAY + num_bytes * elapsed_s
+        if num_chunks:
+            mean = num_bytes / num_chunks
+            self._mean_chunk_bytes = (
+                mean
+                if self._mean_chunk_bytes == 0
+                else DECAY * self._mean_chunk_bytes + (1 - DECAY) * mean
             )
-            self._num_cheap = self._num_cheap + 1 if is_cheap else 0
-            if self._num_cheap == NUM_RECOVERED:
-                self._num_observed = self._num_cheap = 0
-                self._weight = self._x = self._y = self._xx = self._xy = 0.0
-            self._num_observed += 1
-            self._weight = self._weight * DECAY + 1
-            self._x = self._x * DECAY + num_bytes
-            self._y = self._y * DECAY + elapsed_s
-            self._xx = self._xx * DECAY + float(num_bytes) * num_bytes
-            self._xy = self._xy * DECAY + num_bytes * elapsed_s
-            if num_chunks:
-                mean = num_bytes / num_chunks
-                self._mean_chunk_bytes = (
-                    mean
-                    if self._mean_chunk_bytes == 0
-                    else DECAY * self._mean_chunk_bytes + (1 - DECAY) * mean
-                )
 
     def expected_s(self, num_chunks: int) -> float | None:
         """Seconds that reading so many chunks will take; None while too little is known."""
-        with self._lock:
-            return self._seconds(num_chunks * self._mean_chunk_bytes)
+        return self._seconds(num_chunks * self._mean_chunk_bytes)
 
     def num_within(self, num_chunks: int, limit_s: float) -> int:
         """How many of so many chunks, from the first, a read should bring within `limit_s`; all

@@ -14,14 +14,13 @@ from lmcache_core._typing import override
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
 from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.storage.disk.lock import DirectoryLock
-from lmcache_core.storage.disk.pool import FilePool, abandon, release_result, wait_all
+from lmcache_core.storage.disk.pool import ChunkJob, FilePool, finish, wait_all
 from lmcache_core.storage.disk.store import TIER_NAME, DiskStore
 from lmcache_core.storage.eviction import Clock, EvictionPolicy, TierLimits, create_policy
 
@@ -37,8 +36,6 @@ LOOK_AGAIN_S = 10.0
 """Between two looks at files that could not be read; longer where a look takes longer."""
 LOOK_AGAIN_SHARE = 0.05
 """Of a thread's time, spent at most on such looks."""
-
-_Job = tuple[int, MemoryObj, "Future[Result]"]
 
 
 class DiskBackend(StorageBackend):
@@ -171,7 +168,7 @@ class DiskBackend(StorageBackend):
         """
         self._pool.check_open()
         results: list[Result] = []
-        jobs: list[_Job] = []
+        jobs: dict[int, ChunkJob[Result]] = {}
         entries = self._index.find_many(keys)
         if Miss(MissReason.EXPIRED) in entries:
             self._pool.submit(self._store.expire)
@@ -182,18 +179,18 @@ class DiskBackend(StorageBackend):
             elif memory is None:
                 results.append(Miss(MissReason.NO_MEMORY))
             else:
-                results.append(Miss(MissReason.UNAVAILABLE))
-                jobs.append((i, memory, self._pool.submit(self._store.read, key, entry, memory)))
-        if jobs:
-            await self._await_reads(jobs, timeout_s)
-        for i, memory, future in jobs:
-            if not future.done():
-                results[i] = Miss(MissReason.DEADLINE)
-                abandon(future, release_result, memory.ref_count_down)
-            elif future.cancelled():
-                memory.ref_count_down()
-            else:
-                results[i] = future.result()
+                results.append(Miss(MissReason.DEADLINE))
+                jobs[i] = self._pool.begin(
+                    self._store.read, key, entry, memory, unrun=memory.ref_count_down
+                )
+        try:
+            await finish(jobs.values(), timeout_s)
+        except BaseException:
+            for job in jobs.values():
+                job.abandon()
+            raise
+        for i, job in jobs.items():
+            results[i] = job.take(Miss(MissReason.DEADLINE), Miss(MissReason.UNAVAILABLE))
         return results
 
     @override
@@ -248,21 +245,6 @@ class DiskBackend(StorageBackend):
             IntegrityError: They do not balance.
         """
         self._index.check_integrity()
-
-    async def _await_reads(self, jobs: Sequence[_Job], timeout_s: float | None) -> None:
-        try:
-            await wait_all([future for _, _, future in jobs], timeout_s)
-            for _, _, future in jobs:
-                if (
-                    future.done()
-                    and not future.cancelled()
-                    and (bug := future.exception()) is not None
-                ):
-                    raise bug
-        except BaseException:
-            for _, memory, future in jobs:
-                abandon(future, release_result, memory.ref_count_down)
-            raise
 
     def _acquire(self) -> None:
         self._files.make_directory(self._layout.root)
