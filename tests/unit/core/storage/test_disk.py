@@ -256,13 +256,9 @@ async def test_fsync_comes_before_the_name_and_again_behind_it(tmp_path):
     await disk.open()
     await put(disk, "a")
     shard = disk._layout.record(make_key("a")).parent
-    assert calls == [
-        "sync",
-        shard.parent,
-        tmp_path,
-        "rename",
-        shard,
-    ], "the names of new directories count too"
+    assert calls == ["sync", shard.parent, tmp_path, "rename", shard], (
+        "the names of new directories count too"
+    )
     calls.clear()
     await disk.batched_remove([make_key("a")])
     await put(disk, "a")

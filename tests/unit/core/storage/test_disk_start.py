@@ -145,10 +145,9 @@ async def test_a_record_of_a_later_version_is_left_for_it_until_its_space_is_nee
     assert all(path.exists() for path in paths.values())
     assert await disk.batched_put([make_chunk("z"), make_chunk(0)]) == [True, True]
     assert await get(disk, "x", "y", "z", 0) == [make_payload(name) for name in ("x", "y", "z", 0)]
-    assert sum(path.exists() for path in paths.values()) in (
-        10,
-        11,
-    ), "one is replaced, others make room"
+    assert sum(path.exists() for path in paths.values()) in (10, 11), (
+        "one is replaced, others make room"
+    )
     disk.check_integrity()
     await disk.close()
 

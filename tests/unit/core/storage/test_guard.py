@@ -469,10 +469,9 @@ async def test_one_put_that_does_not_end_is_enough_and_only_a_put_ends_it(slow: 
     slow.wait_s = 0
     assert await backend.batched_put([make_chunk(1)]) == [False], "not asked"
     clock.now = 1.1
-    assert await backend.batched_contains(KEYS) == [
-        True,
-        True,
-    ], "reads go on, and prove nothing for writes"
+    assert await backend.batched_contains(KEYS) == [True, True], (
+        "reads go on, and prove nothing for writes"
+    )
     assert backend.is_bypassed
     slow.wait_s = 10.0
     assert await backend.batched_put([make_chunk(1)]) == [False], "a probe that hangs again"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from lmcache_core.errors import ConfigError, IntegrityError
-from lmcache_core.record import MissReason
 from lmcache_core.storage.eviction import Ledger, TenantQuotas, TierLimits, create_policy
 
 from tests.suites.chunks import make_key
@@ -98,11 +97,6 @@ def test_quotas_are_positive(quotas):
         TenantQuotas(**quotas)
 
 
-def test_a_tenant_has_its_own_quota_or_the_default():
-    quotas = TenantQuotas(100, {"mine": 7})
-    assert (quotas.of("mine"), quotas.of("yours"), TenantQuotas().of("yours")) == (7, 100, None)
-
-
 def test_a_tenant_gives_up_its_own_in_its_own_order():
     ledger = Ledger(create_policy("lru"), TierLimits(quotas=TenantQuotas(100)))
     mine = [make_key(i, "mine") for i in range(3)]
@@ -131,29 +125,6 @@ def test_without_limits_nothing_is_past_and_nobody_over(clock):
     assert ledger.past(5) == []
     assert not ledger.is_over_quota(A.tenant, 1 << 60)
     assert ledger.quota(A.tenant) is None
-
-
-def test_a_ledger_says_why_a_chunk_is_gone(clock):
-    ledger = Ledger(create_policy(), TierLimits(10, TenantQuotas(100)), clock)
-    for key in (A, B, C):
-        ledger.add(key, 10)
-    ledger.remove(A, 10, MissReason.EVICTED)
-    ledger.remove(B, 10, MissReason.EXPIRED)
-    ledger.remove(C, 10)
-    assert [ledger.miss(key).reason for key in (A, B, C)] == [
-        MissReason.EVICTED,
-        MissReason.EXPIRED,
-        MissReason.NEVER_STORED,
-    ]
-    assert ledger.stats() == {"evicted_chunks": 1, "expired_chunks": 1, "quota_refused_chunks": 0}
-    ledger.check_integrity({})
-
-
-def test_a_quota_counts_what_is_to_come(clock):
-    ledger = Ledger(create_policy(), TierLimits(quotas=TenantQuotas(100)), clock)
-    ledger.add(MINE, 60)
-    assert [ledger.is_over_quota("mine", more) for more in (0, 40, 41)] == [False, False, True]
-    assert not ledger.is_over_quota("yours", 100)
 
 
 @pytest.mark.parametrize(
