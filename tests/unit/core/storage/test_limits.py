@@ -6,22 +6,16 @@ import pytest
 from lmcache_core.errors import ConfigError, IntegrityError
 from lmcache_core.storage.eviction import Ledger, TenantQuotas, TierLimits, create_policy
 
+from tests.fixtures.disk_tier import Clock
 from tests.suites.chunks import make_key
 
 A, B, C = make_key("a"), make_key("b"), make_key("c")
 MINE, YOURS = make_key("a", "mine"), make_key("a", "yours")
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1000.0)
 
 
 def test_chunks_end_in_the_order_in_which_they_were_stored(clock):
