@@ -193,7 +193,7 @@ async def test_a_file_that_goes_on_behind_its_record_is_damaged(disk, more):
     with disk._layout.record(make_key("a")).open("ab") as file:
         file.write(more)
     assert await get(disk, "a") == [MissReason.CORRUPT]
-    disk._store._room.remove_oldest()
+    await disk.clear("default")
 
 
 async def test_a_real_limit_on_file_sizes_is_a_refused_write(disk, clock):

@@ -30,7 +30,7 @@ class StorageBackend(ABC):
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether calls, or writes alone, are answered without asking the device."""
+        """Return whether calls, or writes alone, are answered without asking the device."""
         return False
 
     def num_worth(self, num_chunks: int, limit_s: float, recompute_s: float | None = None) -> int:
@@ -56,7 +56,7 @@ class StorageBackend(ABC):
 
     @abstractmethod
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of them a `batched_get` would find now."""
+        """Return which of them a `batched_get` would find now."""
 
     @abstractmethod
     async def batched_get(
@@ -89,8 +89,8 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, int]:
-        """Figures for status pages: `num_chunks`, `used_bytes`, `capacity_bytes` and what else
-        the tier counts.
+        """Return figures for status pages: `num_chunks`, `used_bytes`, `capacity_bytes` and what
+        else the tier counts.
         """
 
 
@@ -99,10 +99,10 @@ class ListsKeys(Protocol):
     """Ability: a tier that knows what it holds."""
 
     def keys(self) -> list[ChunkKey]:
-        """Names of all chunks held now."""
+        """Return the names of all chunks held now."""
 
     def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size (whole record, bytes) of every chunk held now."""
+        """Return name and size (whole record, bytes) of every chunk held now."""
 
 
 def lister_of(backend: StorageBackend) -> ListsKeys | None:

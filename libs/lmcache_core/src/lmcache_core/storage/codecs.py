@@ -48,7 +48,7 @@ quantise.
 def create_codecs(
     serdes: Iterable[str | None], decode_documented: bool = False, counters: Counters | None = None
 ) -> Codecs:
-    """The codecs that options name, not opened.
+    """Return the codecs that options name, not opened.
 
     Args:
         serdes: Values of `remote_serde` and its like; None and "naive" are none.
@@ -107,17 +107,17 @@ class Codecs:
         self.figures = CodecFigures(counters)
 
     def named(self, serde: str | None) -> ChunkCodec | None:
-        """The codec that an option names; None for none and "naive"."""
+        """Return the codec that an option names; None for none and "naive"."""
         return None if serde is None else self._named.get(serde)
 
     def is_lossy(self, serde: str | None) -> bool:
-        """Whether the codec that an option names may lose something."""
+        """Return whether the codec that an option names may lose something."""
         codec = self.named(serde)
         return codec is not None and codec.lossy
 
     def decodable(self) -> list[str]:
-        """Names of the serdes that are decoded here for certain, those that options name; known
-        before they are open.
+        """Return the names of the serdes that are decoded here for certain, those that options
+        name; known before they are open.
         """
         named = [codec.serde for codec in self._named.values()]
         return list(
@@ -146,7 +146,7 @@ class Codecs:
             self._num_users += 1
 
     async def close(self) -> None:
-        """One user less; the last one ends their threads."""
+        """Count one user less; the last one ends their threads."""
         async with self._lock:
             self._num_users -= 1
             if self._num_users == 0:
@@ -216,7 +216,7 @@ PROFILE_SEPARATOR = "@"
 
 
 def encoded_chunk(codec: ChunkCodec, chunk: Chunk, figures: CodecFigures) -> Chunk | None:
-    """A raw chunk, encoded and sealed.
+    """Return a raw chunk, encoded and sealed.
 
     Args:
         codec: Open.

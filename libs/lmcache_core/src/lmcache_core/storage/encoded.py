@@ -196,7 +196,7 @@ class EncodedBackend(StorageBackend):
         )
 
     def _time_to_read(self, timeout_s: float | None, num_chunks: int) -> float | None:
-        """What is left of the caller's time for the tier itself."""
+        """Return what is left of the caller's time for the tier itself."""
         return (
             None
             if timeout_s is None
@@ -274,8 +274,8 @@ class EncodedBackend(StorageBackend):
         return kept
 
     async def _encoded(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """These chunks as they are to be written; what is encoded lies outside any arena, the
-        others are the caller's.
+        """Return these chunks as they are to be written; what is encoded lies outside any arena,
+        the others are the caller's.
         """
         encoder = self._encoder
         if encoder is None:
@@ -307,7 +307,7 @@ class EncodedBackend(StorageBackend):
 
 
 def _groups(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    """The chunks in runs of at most `MAX_ENCODING_BYTES`, or of one that is larger; one empty
+    """Yield the chunks in runs of at most `MAX_ENCODING_BYTES`, or of one that is larger; one empty
     run when there are none.
     """
     begin = num_bytes = 0

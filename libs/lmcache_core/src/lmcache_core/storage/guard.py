@@ -91,7 +91,7 @@ class _Breaker:
         return self._state is not _State.CLOSED
 
     def admit(self) -> bool:
-        """Whether a call may go through; when the cool-down is over one probe may."""
+        """Return whether a call may go through; when the cool-down is over one probe may."""
         if self._state is _State.CLOSED:
             return True
         if self._state is _State.PROBING or self._clock() < self._probe_at:
@@ -129,7 +129,7 @@ class _Breaker:
         self._probe_at = self._clock() + wait_s
 
     def learned_nothing(self) -> None:
-        """The call proved nothing: if it was the probe, the next call is."""
+        """Take note of a call that proved nothing: if it was the probe, the next call is."""
         if self._state is _State.PROBING:
             self._state = _State.OPEN
 
@@ -444,8 +444,8 @@ class ReadCost:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, num_chunks: int, num_bytes: int, elapsed_s: float) -> None:
-        """A read brought that many chunks and bytes (perhaps none, when it was given up) in that
-        time.
+        """Learn from a read that brought so many chunks and bytes (none, if it was given up) in
+        that time.
         """
         expected_s = self._seconds(num_bytes)
         is_cheap = (
@@ -470,12 +470,12 @@ class ReadCost:
             )
 
     def expected_s(self, num_chunks: int) -> float | None:
-        """Seconds that reading so many chunks will take; None while too little is known."""
+        """Return the seconds that reading so many chunks takes; None while too little is known."""
         return self._seconds(num_chunks * self._mean_chunk_bytes)
 
     def num_within(self, num_chunks: int, limit_s: float) -> int:
-        """How many of so many chunks, from the first, a read should bring within `limit_s`; all
-        while too little is known.
+        """Return how many of so many chunks, from the first, a read should bring within `limit_s`;
+        all while too little is known.
         """
         return bisect_right(
             range(1, num_chunks + 1), limit_s, key=lambda num: self.expected_s(num) or 0.0

@@ -49,11 +49,11 @@ class BoundedMemory(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that can be handed out."""
+        """Return the bytes that can be handed out."""
 
     @property
     def used_bytes(self) -> int:
-        """Bytes handed out, alignment included."""
+        """Return the bytes handed out, alignment included."""
 
 
 OnKept = Callable[[Chunk], None]
@@ -124,8 +124,8 @@ class LocalCPUBackend(StorageBackend):
         self._incoming: list[tuple[MemoryObj, str]] = []
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
-        """Memory for a payload, by eviction if need be; one reference owned by the caller. None
-        when there is no room.
+        """Return memory for a payload, by eviction if need be; one reference owned by the caller.
+        None when there is no room.
         """
         return self.allocate_tensor((num_bytes,), None, MemoryFormat.BINARY)
 
@@ -135,8 +135,8 @@ class LocalCPUBackend(StorageBackend):
         dtype: torch.dtype | str | None,
         fmt: MemoryFormat = MemoryFormat.KV_BLOB,
     ) -> MemoryObj | None:
-        """Memory for a tensor, by eviction if need be; one reference owned by the caller. None
-        when there is no room.
+        """Return memory for a tensor, by eviction if need be; one reference owned by the caller.
+        None when there is no room.
         """
         memory_obj = self._allocator.allocate(shape, dtype, fmt)
         if memory_obj is not None:
@@ -155,7 +155,8 @@ class LocalCPUBackend(StorageBackend):
         return memory_obj
 
     def receive(self, num_bytes: int, tenant: str) -> MemoryObj | None:
-        """Memory for a payload that a tenant has announced; one reference owned by the caller.
+        """Return memory for a payload that a tenant has announced; one reference owned by the
+        caller.
 
         The bytes may never come. Until they are a chunk, the memory counts against the tenant:
         against its quota, for which it gives up its own chunks and no others, and against a part of
@@ -182,8 +183,8 @@ class LocalCPUBackend(StorageBackend):
         return memory_obj
 
     def get_many(self, keys: Sequence[ChunkKey], is_access: bool = True) -> list[Chunk | None]:
-        """The chunks that are held, None for the others; each with a reference of its own, owned by
-        the caller.
+        """Return the chunks that are held, None for the others; each with a reference of its own,
+        owned by the caller.
 
         Counts as an access to all of them (if it `is_access`), the last one first: of a chain of
         chunks the head is then the most recent.
@@ -223,7 +224,7 @@ class LocalCPUBackend(StorageBackend):
         return self.contains_many([chunk.key for chunk in chunks])
 
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which chunks are held. Does not count as an access."""
+        """Return which chunks are held. Does not count as an access."""
         with self._lock:
             return [self._find(key) is not None for key in keys]
 
@@ -256,18 +257,18 @@ class LocalCPUBackend(StorageBackend):
         return freed
 
     def miss(self, key: ChunkKey) -> Miss:
-        """The miss to report for a chunk that is not held: evicted or expired, as far as
+        """Return the miss to report for a chunk that is not held: evicted or expired, as far as
         remembered, or never stored.
         """
         with self._lock:
             return self._ledger.miss(key)
 
     def keys(self) -> list[ChunkKey]:
-        """Names of all chunks that would be served now."""
+        """Return the names of all chunks that would be served now."""
         return [key for key, _ in self.held()]
 
     def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size (whole record, bytes) of every chunk that would be served now."""
+        """Return name and size (whole record, bytes) of every chunk that would be served now."""
         with self._lock:
             keys = list(self._chunks)
         return self._sizes(keys)
@@ -279,7 +280,7 @@ class LocalCPUBackend(StorageBackend):
         return self._sizes(keys[::-1])
 
     def peek_many(self, keys: Sequence[ChunkKey]) -> list[HeldChunk | Miss]:
-        """What there is to tell of chunks. Does not count as an access."""
+        """Return what is known of chunks. Does not count as an access."""
         with self._lock:
             found = [(key, self._find(key)) for key in keys]
             return [
@@ -327,7 +328,7 @@ class LocalCPUBackend(StorageBackend):
                 )
 
     async def open(self) -> None:
-        """Nothing to do: the arena exists."""
+        """Do nothing: the arena exists."""
 
     async def close(self) -> None:
         """Give up every chunk, so that the arena is empty once readers let go. Not reported as
@@ -426,7 +427,7 @@ class LocalCPUBackend(StorageBackend):
         self._report(gone)
 
     def _copy(self, chunk: Chunk) -> MemoryObj | None:
-        """The chunk's payload in this arena; None when it is not to be kept, or there is no
+        """Return the chunk's payload in this arena; None when it is not to be kept, or there is no
         room.
         """
         gone: list[ChunkKey] = []

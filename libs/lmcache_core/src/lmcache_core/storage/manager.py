@@ -308,8 +308,8 @@ class StorageManager(ChunkStore):
         discard: Callable[[T], None] | None = None,
         margin_s: float = MARGIN_S,
     ) -> T | None:
-        """What `work`, which has `limit_s` seconds, gives, or None when it gave nothing in time
-        and in the margin.
+        """Return what `work`, which has `limit_s` seconds, gives, or None when it gave nothing in
+        time and in the margin.
         """
         try:
             return self._loop.run(work, limit_s + margin_s, discard)
@@ -361,7 +361,9 @@ class StorageManager(ChunkStore):
             self._prefetches.release()
 
     def _all_from_hot(self, names: Sequence[ChunkKey]) -> list[Result] | None:
-        """What host memory says to these chunks; None when slower tiers may have more to say."""
+        """Return what host memory says to these chunks; None when slower tiers may have more to
+        say.
+        """
         if self._tiers.lower and not all(self._hot.contains_many(names)):
             return None
         results = self._hot.results(names)
@@ -371,8 +373,8 @@ class StorageManager(ChunkStore):
         return results
 
     def _prefix(self, results: Sequence[Result], check_later: bool) -> list[Chunk]:
-        """The chunks in front of the first miss and of the first that is damaged in host memory;
-        the others are given back and counted.
+        """Return the chunks in front of the first miss and of the first that is damaged in host
+        memory; the others are given back and counted.
         """
         chunks = list(_leading_chunks(results))
         if check_later:

@@ -169,8 +169,8 @@ def _address(url: str) -> DistributedUrl:
 
 
 def _tls(config: LMCacheEngineConfig) -> tuple[ClientTls, ssl.SSLContext | None]:
-    """What is connected with, and what peers are served with; None where the URL says that they are
-    not encrypted.
+    """Return what is connected with, and what peers are served with; None where the URL says that
+    they are not encrypted.
 
     Raises:
         ConfigError: A file cannot be read or does not fit.
@@ -188,8 +188,8 @@ def _tls(config: LMCacheEngineConfig) -> tuple[ClientTls, ssl.SSLContext | None]
 
 
 def _anybody(token: str | None) -> Principal:
-    """Without ticket keys whoever reaches the address may read; the config allows that on
-    loopback only.
+    """Let every client read that reaches the address: without ticket keys, which the config allows
+    on loopback only.
     """
     return Principal(DEFAULT_TENANT, "client", "anybody")
 

@@ -65,7 +65,7 @@ class StackListener(Protocol):
     """Hears what tiers keep and forget; called on the loop, must not block."""
 
     def stored(self, key: ChunkKey, tier: str, num_bytes: int) -> None:
-        """That tier now holds the chunk, complete and readable."""
+        """Note that a tier now holds a chunk, complete and readable."""
 
 
 class TierStack:
@@ -151,7 +151,7 @@ class TierStack:
         )
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
-        """Arena memory, by eviction if need be; one reference owned by the caller."""
+        """Return arena memory, by eviction if need be; one reference owned by the caller."""
         return self.hot.allocate(num_bytes)
 
     async def batched_tiers(
@@ -160,7 +160,7 @@ class TierStack:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         search_range: Sequence[str] | None = None,
     ) -> list[str | None]:
-        """For each chunk the fastest tier that has it, or None; tiers outside `search_range`
+        """Return for each chunk the fastest tier that has it, or None; tiers outside `search_range`
         (all when None) are not asked.
         """
         found: list[str | None] = [None] * len(keys)
@@ -289,25 +289,25 @@ class TierStack:
 
     @property
     def num_pending_bytes(self) -> int:
-        """Bytes of memory held for writes to slower tiers; zero does not mean that nothing
+        """Return bytes of memory held for writes to slower tiers; zero does not mean that nothing
         waits: see `is_writing`.
         """
         return sum(writer.pending_bytes for writer in self._writers.values())
 
     @property
     def num_waiting_names(self) -> int:
-        """Chunks that wait by name alone for slower tiers, counted once per tier; their bytes
-        are not pending yet.
+        """Return chunks that wait by name alone for slower tiers, counted once per tier; their
+        bytes are not pending yet.
         """
         return sum(len(writer.later) for writer in self._writers.values())
 
     @property
     def is_writing(self) -> bool:
-        """Whether any accepted chunk has neither reached nor failed to reach a slower tier."""
+        """Return whether an accepted chunk neither reached nor failed to reach a slower tier."""
         return any(writer.is_writing for writer in self._writers.values())
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Figures of every tier, by its name."""
+        """Return figures of every tier, by its name."""
         figures = {tier.name: dict(tier.stats()) for tier in (self.hot, *self.lower)}
         for name, writer in self._writers.items():
             figures[name] |= {

@@ -132,7 +132,7 @@ class StagedChain:
         self._chain = chain
 
     def names_of(self, numbers: Sequence[int]) -> list[ChunkKey]:
-        """Name these chunks, in ascending order, the ranks of one chunk together."""
+        """Return name these chunks, in ascending order, the ranks of one chunk together."""
         start, end = numbers[0], numbers[-1] + 1
         names = [
             ChunkKey(self._tenant, key) for key in self._chain.part(start, end).keys_by_chunk()
@@ -284,7 +284,7 @@ class Stager:
         return staged
 
     def _takes(self, name: str) -> bool:
-        """Whether a new question may have that name."""
+        """Return whether a new question may have that name."""
         return not self._is_closed and (name in self._tickets or len(self._tickets) < MAX_TICKETS)
 
     def unstage(self, names: Sequence[str]) -> Steps[None]:

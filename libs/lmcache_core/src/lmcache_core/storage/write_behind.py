@@ -84,7 +84,7 @@ class WriteBehind:
 
     @property
     def is_writing(self) -> bool:
-        """Whether anything waits, by name or with its bytes, or is being written."""
+        """Return whether anything waits, by name or with its bytes, or is being written."""
         return bool(self._pending or self._writing or self.later)
 
     def open(self) -> None:
@@ -115,7 +115,7 @@ class WriteBehind:
 
     @contextmanager
     def holding_back(self, is_unwanted: IsUnwanted) -> Iterator[None]:
-        """While inside, these chunks wait: they are being removed from the tier.
+        """Let these chunks wait while they are being removed from the tier.
 
         Whoever removes them waits for `arrived`, then calls `forget` and removes them from the
         tier, or a pending write brings them back.
@@ -196,8 +196,8 @@ class WriteBehind:
             await asyncio.sleep(0)
 
     def _next_batch(self) -> list[Chunk]:
-        """The next chunks to write, which wait no more; those that are being removed from the
-        tier stay.
+        """Return the next chunks to write, which wait no more; those that are being removed from
+        the tier stay.
         """
         batch: list[Chunk] = []
         num_bytes = 0

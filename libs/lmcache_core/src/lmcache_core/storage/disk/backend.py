@@ -220,16 +220,16 @@ class DiskBackend(StorageBackend):
         return await self._when_loaded(lambda: self._store.clear(tenant))
 
     def keys(self) -> list[ChunkKey]:
-        """Names of all chunks that would be served now."""
+        """Return the names of all chunks that would be served now."""
         return [key for key, _ in self._index.held()]
 
     def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size (whole record, bytes) of every chunk that would be served now."""
+        """Return name and size (whole record, bytes) of every chunk that would be served now."""
         return self._index.held()
 
     def peek_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
-        """What is known of chunks without touching a file; `corrupt` for one that was damaged
-        and set aside. Not an access.
+        """Return what is known of chunks without touching a file; `corrupt` for one that was
+        damaged and set aside. Not an access.
         """
         return self._index.peek_many(keys)
 

@@ -119,7 +119,7 @@ class FilePool:
     async def run(
         self, work: Callable[..., T], *arguments: Any, discard: Callable[[T], object] | None = None
     ) -> T:
-        """What `work` gives. When the caller is cancelled, work that has begun goes on.
+        """Return what `work` gives. When the caller is cancelled, work that has begun goes on.
 
         Args:
             work: Blocking.
@@ -132,7 +132,7 @@ class FilePool:
         return await self.result_of(self.submit(work, *arguments), discard)
 
     async def result_of(self, future: Future[T], discard: Callable[[T], object] | None = None) -> T:
-        """What a future of `submit` gives; see `run`."""
+        """Return what a future of `submit` gives; see `run`."""
         try:
             await wait_all([future])
         except BaseException:

@@ -179,15 +179,10 @@ class DiskRoom:
         except OSError:
             self.hold_damaged(path, charge)
 
-    def remove_oldest(self) -> bool:
-        """Remove the damaged file held longest, or else the oldest of a later version.
-
-        Returns:
-            False when there is none, or it cannot be removed: it is then held on, and tried last.
-        """
-        return self._remove_first(self.damaged) or self._remove_first(self._later)
-
     def _remove_first(self, files: dict[Path, int]) -> bool:
+        """Remove the file that was held longest; one that cannot be removed is held on, and tried
+        last.
+        """
         if not files:
             return False
         path = next(iter(files))
@@ -207,7 +202,7 @@ class DiskRoom:
         if self.expire(1):
             return True
         is_own = tenant is not None and self._index.is_over_quota(tenant, charge)
-        if not is_own and self.remove_oldest():
+        if not is_own and (self._remove_first(self.damaged) or self._remove_first(self._later)):
             return True
         key = self._index.victim(tenant if is_own else None)
         if key is None:

@@ -37,7 +37,7 @@ class TenantQuotas:
                 raise ConfigError(f"tenant quota {tenant}: {quota} bytes; it must be positive")
 
     def of(self, tenant: str) -> int | None:
-        """Bytes that this tenant may take, None for as much as there is."""
+        """Return the bytes that this tenant may take, None for as much as there is."""
         return self.by_tenant.get(tenant, self.default_bytes)
 
 
@@ -75,17 +75,17 @@ class RecentEvictions:
         self._reasons: OrderedDict[ChunkKey, MissReason] = OrderedDict()
 
     def add(self, key: ChunkKey, reason: MissReason = MissReason.EVICTED) -> None:
-        """That chunk has just gone."""
+        """Remember why a chunk has just gone."""
         self._reasons[key] = reason
         if len(self._reasons) > MAX_RECENT_EVICTIONS:
             self._reasons.popitem(last=False)
 
     def discard(self, key: ChunkKey) -> None:
-        """That chunk is held again."""
+        """Forget a chunk that is held again."""
         self._reasons.pop(key, None)
 
     def miss(self, key: ChunkKey) -> Miss:
-        """The miss to report for a chunk that is not held: evicted or expired, as far as
+        """Return the miss to report for a chunk that is not held: evicted or expired, as far as
         remembered, or never stored.
         """
         return Miss(self._reasons.get(key, MissReason.NEVER_STORED))
