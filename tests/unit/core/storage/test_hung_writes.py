@@ -121,7 +121,7 @@ async def test_storing_what_the_disk_has_does_not_end_the_bypass(
     files.may_write.clear()
     await put(stack, "fresh")
     await until(lambda: figures(stack)["breaker_open"])
-    for _ in range(6):
+    for _ in range(2):
         await asyncio.sleep(0.45)  # the longest cool-down is over
         await put(stack, "known")
         assert await stack.drain(WAIT_S)

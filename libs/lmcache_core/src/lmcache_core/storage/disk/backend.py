@@ -58,6 +58,9 @@ class DiskBackend(StorageBackend):
         limits: What it does not keep although it has room.
         clock: Tells the age of chunks; that of what lies there at the start is the files'.
 
+    Attributes:
+        on_restored: Called on the loop whenever chunks are served again that could not be read.
+
     Raises:
         ConfigError: The capacity is not positive.
     """
@@ -95,7 +98,7 @@ class DiskBackend(StorageBackend):
         self._loading: Future[None] | None = None
         self._has_opened = asyncio.Event()
         self._tasks = TaskSupervisor(self._pool.name)
-        self._on_restored: Callable[[], None] | None = None
+        self.on_restored: Callable[[], None] | None = None
 
     async def open(self) -> None:
         """Own the directory and read it, for `LOAD_WAIT_S` seconds here and then in the background.
@@ -148,12 +151,6 @@ class DiskBackend(StorageBackend):
         await self._has_opened.wait()
         if self._loading is not None:
             await wait_all([self._loading])
-
-    def call_when_restored(self, on_restored: Callable[[], None]) -> None:
-        """Call `on_restored` on the loop whenever chunks are served again that could not be
-        read.
-        """
-        self._on_restored = on_restored
 
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -272,8 +269,8 @@ class DiskBackend(StorageBackend):
             has_restored = False
             with contextlib.suppress(OSError):  # the root itself: logged when it first failed
                 has_restored = await self._pool.run(self._store.look_again)
-            if has_restored and self._on_restored is not None:
-                self._on_restored()
+            if has_restored and self.on_restored is not None:
+                self.on_restored()
             pause_s = max(LOOK_AGAIN_S, (time.monotonic() - began) / LOOK_AGAIN_SHARE)
 
     async def _when_loaded(self, work: Callable[[], int]) -> int:

@@ -327,7 +327,7 @@ class DiskStore:
             }
         num_removed = self.remove(self._index.keys(tenant))
         with self._names_lock:
-            for path in self._room.unserved():
+            for path in [*self._room.unread, *self._room.damaged, *self._room.later]:
                 parts = path.relative_to(self._layout.root).parts
                 if len(parts) == FILE_DEPTH and tenant in (None, tenant_of(parts[0])):
                     self._room.unlink(path, self._room.forget(path) or 0)
