@@ -1,10 +1,9 @@
-"""Every eviction policy keeps the contract, alone and below the books of tenants."""
+"""Every eviction policy keeps the contract."""
 
 from __future__ import annotations
 
 import pytest
 from lmcache_core.storage.eviction import POLICIES, EvictionPolicy, create_policy
-from lmcache_core.storage.eviction.ledger import TenantPolicy
 
 from tests.suites.policy_suite import PolicySuite
 
@@ -14,10 +13,3 @@ class TestPolicies(PolicySuite):
     @pytest.fixture
     def policy(self, name: str) -> EvictionPolicy:
         return create_policy(name)
-
-
-@pytest.mark.parametrize("name", sorted(POLICIES))
-class TestTenantPolicy(PolicySuite):
-    @pytest.fixture
-    def policy(self, name: str) -> EvictionPolicy:
-        return TenantPolicy(create_policy(name))

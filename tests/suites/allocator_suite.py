@@ -246,10 +246,9 @@ class AllocatorSuite(ABC):
         ):
             with pytest.raises(IntegrityError):
                 use()
-        assert (successor.get_ref_count(), allocator.used_bytes) == (
-            1,
-            used_bytes,
-        ), "the successor paid for it"
+        assert (successor.get_ref_count(), allocator.used_bytes) == (1, used_bytes), (
+            "the successor paid for it"
+        )
         assert allocator.get_ref_count(gone) == 0
         successor.ref_count_down()
 

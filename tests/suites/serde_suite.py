@@ -179,11 +179,9 @@ class SerdeSuite(ABC):
     def assert_same(self, found: torch.Tensor, given: torch.Tensor, case: object) -> None:
         """Compare what was decoded with what had been encoded."""
         assert type(found) is torch.Tensor, case
-        assert (found.shape, found.dtype, found.device.type) == (
-            given.shape,
-            given.dtype,
-            "cpu",
-        ), case
+        assert (found.shape, found.dtype, found.device.type) == (given.shape, given.dtype, "cpu"), (
+            case
+        )
         assert found.is_contiguous(), case
         assert not found.requires_grad, case
         if self.lossless:

@@ -18,15 +18,6 @@ def observe(
         cost.observe(num, num * CHUNK, latency_s + num * s_per_chunk)
 
 
-def test_nothing_is_known_at_first() -> None:
-    cost = ReadCost()
-    observe(cost, *range(1, MIN_OBSERVATIONS))
-    assert cost.expected_s(1) is None
-    assert cost.num_within(1000, 0.0) == 1000, "what is not known is tried"
-    observe(cost, MIN_OBSERVATIONS)
-    assert cost.expected_s(1) is not None
-
-
 def test_latency_and_bandwidth_are_told_apart() -> None:
     cost = ReadCost()
     observe(cost, 1, 8, 2, 16, 4, 1, 8)
@@ -64,30 +55,11 @@ def test_the_expectation_is_never_negative_and_never_falls_with_size() -> None:
         assert all(seconds >= 0 for seconds in known)
 
 
-def test_what_brought_nothing_counts_as_its_wait() -> None:
-    cost = ReadCost()
-    for _ in range(MIN_OBSERVATIONS):
-        cost.observe(0, 0, 0.2)
-    assert cost.expected_s(1) == pytest.approx(0.2)
-
-
 def test_recent_reads_count_most() -> None:
     cost = ReadCost()
     observe(cost, *[1, 2, 4] * 10)
     observe(cost, *[1, 2, 4] * 10, latency_s=0.05, s_per_chunk=0.02)
     assert cost.expected_s(4) == pytest.approx(0.05 + 4 * 0.02, rel=0.2)
-
-
-def test_a_tier_that_has_recovered_is_judged_anew() -> None:
-    cost = ReadCost()
-    for _ in range(30):
-        cost.observe(0, 0, 2.0)
-    observe(cost, 2)
-    assert cost.expected_s(2) is not None, "one quick read may be luck"
-    observe(cost, 2)
-    assert cost.expected_s(2) is None, "what it cost before says nothing any more"
-    observe(cost, *[2] * MIN_OBSERVATIONS)
-    assert cost.expected_s(2) == pytest.approx(LATENCY_S + 2 * S_PER_CHUNK)
 
 
 def test_a_quick_read_that_brought_nothing_is_no_recovery() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.layout import charged_bytes, tenant_directory, tenant_of
 
+from tests.fixtures.disk_tier import TroubledFiles, put
 from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
@@ -52,11 +54,6 @@ async def get(disk: DiskBackend, *names: object) -> list[bytes | MissReason]:
         payload_of(result)
         for result in await disk.batched_get([make_key(name) for name in names], allocate)
     ]
-
-
-async def put(disk: DiskBackend, *names: object) -> None:
-    for name in names:
-        assert await disk.batched_put([make_chunk(name)]) == [True]
 
 
 async def test_the_least_recently_used_chunk_makes_room(disk, removed, tmp_path):
@@ -199,11 +196,8 @@ async def test_a_path_that_cannot_be_a_directory_is_unavailable(tmp_path):
 
 
 async def test_a_directory_that_cannot_be_read_is_unavailable(tmp_path):
-    class Unreadable(DiskFiles):
-        def list_directory(self, path):
-            raise PermissionError(13, "Permission denied")
-
-    disk = DiskBackend(tmp_path, CAPACITY_BYTES, files=Unreadable())
+    files = TroubledFiles({"list_directory": errno.EACCES})
+    disk = DiskBackend(tmp_path, CAPACITY_BYTES, files=files)
     with pytest.raises(UnavailableError, match="Permission denied"):
         await disk.open()
     again = DiskBackend(tmp_path, CAPACITY_BYTES)
@@ -256,13 +250,9 @@ async def test_fsync_comes_before_the_name_and_again_behind_it(tmp_path):
     await disk.open()
     await put(disk, "a")
     shard = disk._layout.record(make_key("a")).parent
-    assert calls == [
-        "sync",
-        shard.parent,
-        tmp_path,
-        "rename",
-        shard,
-    ], "the names of new directories count too"
+    assert calls == ["sync", shard.parent, tmp_path, "rename", shard], (
+        "the names of new directories count too"
+    )
     calls.clear()
     await disk.batched_remove([make_key("a")])
     await put(disk, "a")

@@ -12,6 +12,7 @@ from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, SETTLED_S, WriteBackoff
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 
+from tests.fixtures.disk_tier import Clock, TroubledFiles, get
 from tests.suites.backend_suite import Arena, payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
@@ -19,49 +20,9 @@ NUM_SLOTS = 3
 MUTATIONS = ("make_directory", "create", "write", "sync", "rename", "sync_directory", "unlink")
 
 
-class Failing(DiskFiles):
-    """Fails the named operations with an error number, as long as one is set; a failing write is
-    a partial one.
-    """
-
-    def __init__(self) -> None:
-        self.failing: dict[str, int] = {}
-
-    def _check(self, operation: str) -> None:
-        if operation in self.failing:
-            code = self.failing[operation]
-            raise OSError(code, os.strerror(code))
-
-    def write(self, fd, buffers):
-        if "write" in self.failing:
-            super().write(fd, [buffers[0]])
-        self._check("write")
-        super().write(fd, buffers)
-
-
-def _checked(name):
-    def operation(self, *arguments):
-        self._check(name)
-        return getattr(DiskFiles, name)(self, *arguments)
-
-    return operation
-
-
-for _name in (*MUTATIONS, "read"):
-    if _name != "write":
-        setattr(Failing, _name, _checked(_name))
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def files():
-    return Failing()
+    return TroubledFiles()
 
 
 @pytest.fixture
@@ -80,13 +41,6 @@ async def disk(tmp_path, files, clock):
     backend.check_integrity()
     lying = sum(1 for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock")
     assert lying * BLOCK_BYTES == backend.stats()["used_bytes"]
-
-
-async def get(disk, *names):
-    return [
-        payload_of(result)
-        for result in await disk.batched_get([make_key(name) for name in names], Arena())
-    ]
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
@@ -239,7 +193,7 @@ async def test_a_file_that_goes_on_behind_its_record_is_damaged(disk, more):
     with disk._layout.record(make_key("a")).open("ab") as file:
         file.write(more)
     assert await get(disk, "a") == [MissReason.CORRUPT]
-    disk._store._room.remove_oldest()
+    await disk.clear("default")
 
 
 async def test_a_real_limit_on_file_sizes_is_a_refused_write(disk, clock):

@@ -18,7 +18,8 @@ from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_polic
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
 
-from tests.suites.backend_suite import Arena, payload_of
+from tests.fixtures.disk_tier import Clock, TroubledFiles, get, num_records, put
+from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_SLOTS = 16
@@ -28,17 +29,9 @@ QUOTA_SLOTS = 3
 QUOTAS = TenantQuotas(QUOTA_SLOTS * BLOCK_BYTES, {"default": CAPACITY_BYTES})
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = time.time()
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(time.time())
 
 
 @pytest.fixture
@@ -67,25 +60,9 @@ def held_by(tier: DiskBackend, tenant: str) -> int:
     return sum(key.tenant == tenant for key, _ in tier.held())
 
 
-async def put(disk, *names, tenant="default", is_kept=True):
-    for name in names:
-        assert await disk.batched_put([make_chunk(name, tenant=tenant)]) == [is_kept]
-
-
-async def get(disk, *names, tenant="default"):
-    return [
-        payload_of(result)
-        for result in await disk.batched_get([make_key(name, tenant) for name in names], Arena())
-    ]
-
-
-def num_files(root: Path) -> int:
-    return len(list(root.rglob("*.kvr")))
-
-
 async def until_gone(root: Path, num: int = 0) -> None:
     async with asyncio.timeout(60):
-        while num_files(root) > num:
+        while num_records(root) > num:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0)
 
@@ -127,7 +104,7 @@ async def test_writes_remove_what_has_expired(disk, clock, tmp_path):
     await put(disk, *range(5))
     clock.now += TTL_S
     await put(disk, "new")
-    assert num_files(tmp_path) == 1
+    assert num_records(tmp_path) == 1
     assert disk.stats()["expired_chunks"] == 5
 
 
@@ -142,19 +119,11 @@ async def test_an_expired_chunk_is_stored_anew(disk, clock):
 async def test_an_expired_file_that_cannot_be_removed_stays_charged_and_stops_nobody(
     clock, removed, tmp_path
 ):
-    class Stuck(DiskFiles):
-        is_stuck = False
-
-        def unlink(self, path):
-            if self.is_stuck:
-                raise OSError(errno.EROFS, "read-only")
-            super().unlink(path)
-
-    files = Stuck()
+    files = TroubledFiles()
     disk = await opened(tmp_path, clock, removed, files=files)
     await put(disk, "a", "b")
     clock.now += TTL_S
-    files.is_stuck = True
+    files.failing = {"unlink": errno.EROFS}
     await put(disk, "c")
     assert await get(disk, "a", "b", "c") == [
         MissReason.EXPIRED,
@@ -193,8 +162,8 @@ async def test_a_tenant_over_its_quota_gives_up_its_own(disk, removed, tmp_path)
     await asyncio.sleep(0)
     assert removed == [make_key(0, "mine")]
     assert held_by(disk, "mine") == QUOTA_SLOTS
-    assert num_files(tmp_path / "mine") == QUOTA_SLOTS
-    assert num_files(tmp_path / "default") == 5
+    assert num_records(tmp_path / "mine") == QUOTA_SLOTS
+    assert num_records(tmp_path / "default") == 5
 
 
 async def test_a_chunk_above_the_quota_is_refused_counted_and_costs_nobody(disk, removed):
@@ -249,8 +218,8 @@ async def test_a_smaller_quota_after_a_restart_holds_at_once(disk, clock, remove
     again = await opened(
         tmp_path, clock, removed, TierLimits(None, TenantQuotas(None, {"mine": BLOCK_BYTES}))
     )
-    assert num_files(tmp_path / "mine") == 1
-    assert num_files(tmp_path / "default") == 5
+    assert num_records(tmp_path / "mine") == 1
+    assert num_records(tmp_path / "default") == 5
     again.check_integrity()
     await again.close()
 

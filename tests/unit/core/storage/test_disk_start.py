@@ -13,35 +13,8 @@ from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles, backend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 
-from tests.suites.backend_suite import Arena, payload_of
+from tests.fixtures.disk_tier import TroubledFiles, fill, get, num_records, opened
 from tests.suites.chunks import make_chunk, make_key, make_payload
-
-CAPACITY_BYTES = 64 * BLOCK_BYTES
-
-
-async def opened(root, capacity_bytes=CAPACITY_BYTES, **options) -> DiskBackend:
-    disk = DiskBackend(root, capacity_bytes, **options)
-    await disk.open()
-    return disk
-
-
-async def fill(root, *names, tenant="default") -> dict[object, os.PathLike]:
-    disk = await opened(root)
-    paths = {}
-    for name in names:
-        chunk = make_chunk(name, tenant=tenant)
-        assert await disk.batched_put([chunk]) == [True]
-        paths[name] = disk._layout.record(chunk.key)
-    await disk.close()
-    return paths
-
-
-async def get(disk, *names, tenant="default"):
-    arena = Arena()
-    return [
-        payload_of(result)
-        for result in await disk.batched_get([make_key(name, tenant) for name in names], arena)
-    ]
 
 
 async def test_what_is_whole_is_served_again_for_its_tenant(tmp_path):
@@ -59,7 +32,7 @@ async def test_a_smaller_capacity_gives_up_the_oldest(tmp_path):
         os.utime(paths[name], (1_000_000_000 - age, 1_000_000_000 - age))
     disk = await opened(tmp_path, 2 * BLOCK_BYTES)
     assert set(disk.keys()) == {make_key(3), make_key(1)}
-    assert len(list(tmp_path.rglob("*.kvr"))) == 2
+    assert num_records(tmp_path) == 2
     disk.check_integrity()
     await disk.close()
 
@@ -145,10 +118,9 @@ async def test_a_record_of_a_later_version_is_left_for_it_until_its_space_is_nee
     assert all(path.exists() for path in paths.values())
     assert await disk.batched_put([make_chunk("z"), make_chunk(0)]) == [True, True]
     assert await get(disk, "x", "y", "z", 0) == [make_payload(name) for name in ("x", "y", "z", 0)]
-    assert sum(path.exists() for path in paths.values()) in (
-        10,
-        11,
-    ), "one is replaced, others make room"
+    assert sum(path.exists() for path in paths.values()) in (10, 11), (
+        "one is replaced, others make room"
+    )
     disk.check_integrity()
     await disk.close()
 
@@ -274,26 +246,17 @@ async def test_a_large_directory_is_read_in_the_background(tmp_path, monkeypatch
 async def test_nothing_counts_as_removed_while_the_directory_cannot_be_read(tmp_path, monkeypatch):
     """It would come back with the first look that can read it."""
 
-    class Unlisted(DiskFiles):
-        is_listed = False
-        has_opened = threading.Event()
-
-        def list_directory(self, path):
-            self.has_opened.wait(10)
-            if not self.is_listed:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return super().list_directory(path)
-
     await fill(tmp_path, "a")
     monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.0)
-    files = Unlisted()
+    files = TroubledFiles({"list_directory": errno.EMFILE})
+    files.may_list.clear()
     disk = await opened(tmp_path, files=files)
-    files.has_opened.set()
+    files.may_list.set()
     with pytest.raises(UnavailableError, match="cannot be read"):
         await disk.clear()
     with pytest.raises(UnavailableError, match="cannot be read"):
         await disk.batched_remove([make_key("a")])
-    files.is_listed = True
+    files.failing.clear()
     await disk._pool.run(disk._store.look_again)
     assert await disk.clear() == 1
     await disk.close()

@@ -6,24 +6,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import subprocess
 import sys
 import textwrap
-import threading
-from pathlib import Path
 
 import pytest
 from lmcache_core.record import MissReason
 from lmcache_core.storage.announcer import TierAnnouncer
-from lmcache_core.storage.disk import DiskBackend, DiskFiles, store
+from lmcache_core.storage.disk import DiskBackend, store
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 
-from tests.suites.backend_suite import Arena, payload_of
+from tests.fixtures.disk_tier import TroubledFiles, fill, get, num_records, opened
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_CHUNKS = 20
-CAPACITY_BYTES = 64 * BLOCK_BYTES
 ENVIRONMENT = [
     errno.EMFILE,
     errno.ENFILE,
@@ -36,69 +32,10 @@ ENVIRONMENT = [
 ]
 
 
-class Trouble(DiskFiles):
-    """Fails the named operations with an error number, on paths that contain `only`."""
-
-    def __init__(self) -> None:
-        self.failing: dict[str, int] = {}
-        self.only: str = ""
-        self._paths: dict[int, Path] = {}
-        self.may_list = threading.Event()
-        self.may_list.set()
-
-    def _check(self, operation: str, path: Path) -> None:
-        if operation in self.failing and self.only in str(path):
-            raise OSError(self.failing[operation], os.strerror(self.failing[operation]))
-
-    def open(self, path):
-        self._check("open", path)
-        fd = super().open(path)
-        self._paths[fd] = path
-        return fd
-
-    def read(self, fd, buffer, at):
-        self._check("read", self._paths[fd])
-        return super().read(fd, buffer, at)
-
-    def stat(self, path):
-        self._check("stat", path)
-        return super().stat(path)
-
-    def list_directory(self, path):
-        self.may_list.wait(10)
-        self._check("list", path)
-        return super().list_directory(path)
-
-
 @pytest.fixture
 def files(monkeypatch):
     monkeypatch.setattr(store, "AGAIN_S", 0.0)
-    return Trouble()
-
-
-async def opened(root, files=None, capacity_bytes=CAPACITY_BYTES, **options) -> DiskBackend:
-    disk = DiskBackend(root, capacity_bytes, files=files, **options)
-    await disk.open()
-    return disk
-
-
-async def fill(root, *names, tenant="default") -> dict[object, Path]:
-    disk = await opened(root)
-    chunks = {name: make_chunk(name, tenant=tenant) for name in names}
-    assert all(await disk.batched_put(list(chunks.values())))
-    await disk.close()
-    return {name: disk._layout.record(chunk.key) for name, chunk in chunks.items()}
-
-
-async def get(disk, *names, tenant="default"):
-    return [
-        payload_of(result)
-        for result in await disk.batched_get([make_key(name, tenant) for name in names], Arena())
-    ]
-
-
-def records(root: Path) -> int:
-    return len(list(root.rglob("*.kvr")))
+    return TroubledFiles()
 
 
 def used_blocks(disk) -> int:
@@ -114,7 +51,7 @@ async def test_a_start_that_cannot_read_its_files_leaves_them_and_looks_again(
     await fill(tmp_path, *range(NUM_CHUNKS))
     files.failing = {operation: code}
     files.only = ".kvr"
-    disk = await opened(tmp_path, files)
+    disk = await opened(tmp_path, files=files)
     figures = disk.stats()
     assert (figures["num_chunks"], figures["damaged_at_start"], figures["quarantined_files"]) == (
         0,
@@ -122,7 +59,7 @@ async def test_a_start_that_cannot_read_its_files_leaves_them_and_looks_again(
         0,
     )
     assert figures["unread_files"] == NUM_CHUNKS
-    assert records(tmp_path) == NUM_CHUNKS
+    assert num_records(tmp_path) == NUM_CHUNKS
     if operation != "stat":
         assert used_blocks(disk) == NUM_CHUNKS, "they take their part of the capacity"
     await disk._pool.run(disk._store.look_again)
@@ -138,9 +75,9 @@ async def test_a_start_that_cannot_read_its_files_leaves_them_and_looks_again(
 async def test_a_directory_that_cannot_be_listed_is_looked_at_again(tmp_path, files, code):
     await fill(tmp_path, *range(4), tenant="a")
     await fill(tmp_path, *range(4), tenant="b")
-    files.failing = {"list": code}
+    files.failing = {"list_directory": code}
     files.only = "/a"
-    disk = await opened(tmp_path, files)
+    disk = await opened(tmp_path, files=files)
     assert await get(disk, *range(4), tenant="b") == [make_payload(i) for i in range(4)]
     assert (disk.stats()["foreign_at_start"], disk.stats()["unread_files"]) == (0, 1)
     assert await disk.batched_put([make_chunk(0, tenant="a")]) == [True]
@@ -155,7 +92,7 @@ async def test_it_looks_again_by_itself(tmp_path, files, monkeypatch):
     monkeypatch.setattr("lmcache_core.storage.disk.backend.LOOK_AGAIN_S", 0.01)
     await fill(tmp_path, "a")
     files.failing = {"open": errno.EMFILE}
-    disk = await opened(tmp_path, files)
+    disk = await opened(tmp_path, files=files)
     files.failing.clear()
     async with asyncio.timeout(60):
         while not (await disk.batched_contains([make_key("a")]))[0]:
@@ -169,9 +106,9 @@ async def test_a_root_that_cannot_be_read_behind_a_slow_start_is_read_later(
     """No writes meanwhile: what lies there is not counted yet."""
     await fill(tmp_path, "a")
     monkeypatch.setattr("lmcache_core.storage.disk.backend.LOAD_WAIT_S", 0.0)
-    files.failing = {"list": errno.EMFILE}
+    files.failing = {"list_directory": errno.EMFILE}
     files.may_list.clear()
-    disk = await opened(tmp_path, files)
+    disk = await opened(tmp_path, files=files)
     files.may_list.set()
     await disk.wait_loaded()
     assert await disk.batched_put([make_chunk("b")]) == [False]
@@ -185,12 +122,12 @@ async def test_a_root_that_cannot_be_read_behind_a_slow_start_is_read_later(
 async def test_what_could_not_be_read_is_never_removed_for_room(tmp_path, files):
     await fill(tmp_path, *range(3))
     files.failing = {"open": errno.EACCES}
-    disk = await opened(tmp_path, files, 4 * BLOCK_BYTES)
+    disk = await opened(tmp_path, 4 * BLOCK_BYTES, files=files)
     files.failing.clear()
     for i in range(10, 15):
         assert await disk.batched_put([make_chunk(i)]) == [True], "in the one block that is left"
     assert used_blocks(disk) == 4
-    assert records(tmp_path) == 4
+    assert num_records(tmp_path) == 4
     await disk._pool.run(disk._store.look_again)
     assert await get(disk, *range(3)) == [make_payload(i) for i in range(3)]
     await disk.close()
@@ -201,7 +138,7 @@ async def test_a_disk_full_of_unread_files_is_failing_until_they_can_be_read(
 ):
     await fill(tmp_path, *range(4))
     files.failing, files.only = {"open": errno.EACCES}, ".kvr"
-    disk = await opened(tmp_path, files, 4 * BLOCK_BYTES)
+    disk = await opened(tmp_path, 4 * BLOCK_BYTES, files=files)
     for i in range(10, 13):
         assert await disk.batched_put([make_chunk(i)]) == [False]
     figures = disk.stats()
@@ -210,7 +147,7 @@ async def test_a_disk_full_of_unread_files_is_failing_until_they_can_be_read(
         3,
         0,
     )
-    assert records(tmp_path) == 4, "they are protected all the same"
+    assert num_records(tmp_path) == 4, "they are protected all the same"
     assert caplog.text.count("no room for writes") == 1
     files.failing = {}
     await disk._pool.run(disk._store.look_again)
@@ -223,7 +160,7 @@ async def test_a_disk_full_of_unread_files_is_failing_until_they_can_be_read(
 async def test_removing_unread_files_ends_the_failure_that_they_are(tmp_path, files, how):
     paths = await fill(tmp_path, *range(4))
     files.failing, files.only = {"open": errno.EACCES}, ".kvr"
-    disk = await opened(tmp_path, files, 4 * BLOCK_BYTES)
+    disk = await opened(tmp_path, 4 * BLOCK_BYTES, files=files)
     assert await disk.batched_put([make_chunk(10)]) == [False]
     assert disk.stats()["is_failing"] == 1
     if how == "by the tier":
@@ -240,7 +177,7 @@ async def test_removing_unread_files_ends_the_failure_that_they_are(tmp_path, fi
 async def test_a_write_for_which_unread_files_leave_no_room_costs_no_other_chunk(tmp_path, files):
     await fill(tmp_path, *range(3))
     files.failing = {"open": errno.EACCES}
-    disk = await opened(tmp_path, files, 4 * BLOCK_BYTES)
+    disk = await opened(tmp_path, 4 * BLOCK_BYTES, files=files)
     files.failing = {}
     assert await disk.batched_put([make_chunk(10)]) == [True]
     assert disk.stats()["is_failing"] == 0
@@ -255,7 +192,7 @@ async def test_a_write_for_which_unread_files_leave_no_room_costs_no_other_chunk
 async def test_a_chunk_stored_again_takes_the_place_of_its_unread_file(tmp_path, files):
     await fill(tmp_path, "a")
     files.failing = {"read": errno.ESTALE}
-    disk = await opened(tmp_path, files)
+    disk = await opened(tmp_path, files=files)
     files.failing.clear()
     assert await disk.batched_put([make_chunk("a")]) == [True]
     assert (disk.stats()["unread_files"], used_blocks(disk)) == (0, 1)
@@ -267,7 +204,7 @@ async def test_a_chunk_stored_again_takes_the_place_of_its_unread_file(tmp_path,
 async def test_what_is_stored_during_a_look_that_fails_is_charged_once(tmp_path, files):
     paths = await fill(tmp_path, "a", "b")
     files.failing, files.only = {"open": errno.EMFILE}, ".kvr"
-    disk = await opened(tmp_path, files)
+    disk = await opened(tmp_path, files=files)
 
     class StoresFirst(dict):
         def __getitem__(self, operation):
@@ -288,7 +225,7 @@ async def test_what_is_removed_while_it_cannot_be_read_does_not_come_back(tmp_pa
     await fill(tmp_path, "a")
     await fill(tmp_path, "b", tenant="other")
     files.failing = {"open": errno.EMFILE}
-    disk = await opened(tmp_path, files)
+    disk = await opened(tmp_path, files=files)
     if how == "remove":
         assert await disk.batched_remove([make_key("a")]) == 1
     else:
@@ -306,7 +243,7 @@ async def test_what_is_removed_while_it_cannot_be_read_does_not_come_back(tmp_pa
 
 async def test_one_hiccup_of_the_device_costs_one_miss(tmp_path, files):
     await fill(tmp_path, "a")
-    disk = await opened(tmp_path, files)
+    disk = await opened(tmp_path, files=files)
     files.failing = {"read": errno.EIO}
     assert await get(disk, "a") == [MissReason.UNAVAILABLE]
     files.failing.clear()
@@ -318,7 +255,7 @@ async def test_one_hiccup_of_the_device_costs_one_miss(tmp_path, files):
 
 async def test_a_device_that_fails_altogether_costs_no_file(tmp_path, files):
     await fill(tmp_path, *range(NUM_CHUNKS))
-    disk = await opened(tmp_path, files)
+    disk = await opened(tmp_path, files=files)
     files.failing = {"read": errno.EIO}
     for _ in range(4):
         assert await get(disk, *range(NUM_CHUNKS)) == [MissReason.UNAVAILABLE] * NUM_CHUNKS
@@ -331,7 +268,7 @@ async def test_a_file_that_fails_where_others_can_be_read_is_set_aside_and_looke
     tmp_path, files
 ):
     paths = await fill(tmp_path, "a", "b")
-    disk = await opened(tmp_path, files)
+    disk = await opened(tmp_path, files=files)
     files.failing, files.only = {"read": errno.EIO}, paths["a"].name
     assert await get(disk, "a", "b") == [MissReason.UNAVAILABLE, make_payload("b")]
     assert await disk.batched_contains([make_key("a")]) == [True]
@@ -351,7 +288,7 @@ async def test_a_file_that_fails_where_others_can_be_read_is_set_aside_and_looke
 async def test_a_volume_that_is_gone_costs_no_entry(tmp_path, files):
     root = tmp_path / "disk"
     await fill(root, "a")
-    disk = await opened(root, files)
+    disk = await opened(root, files=files)
     root.rename(tmp_path / "unmounted")
     root.mkdir()
     assert await get(disk, "a") == [MissReason.UNAVAILABLE]
@@ -366,7 +303,7 @@ async def test_a_directory_that_was_emptied_is_forgotten_and_filled_again(tmp_pa
     """The lock file goes with the records, which is no sign of a volume that is gone."""
     root = tmp_path / "disk"
     await fill(root, "a", "b")
-    disk = await opened(root, files)
+    disk = await opened(root, files=files)
     for path in sorted(root.rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     if how != "its content":
@@ -377,7 +314,7 @@ async def test_a_directory_that_was_emptied_is_forgotten_and_filled_again(tmp_pa
     assert await disk.batched_contains([make_key("a"), make_key("b")]) == [False, False]
     assert await disk.batched_put([make_chunk("a")]) == [True]
     assert await get(disk, "a") == [make_payload("a")]
-    assert (records(root), used_blocks(disk)) == (1, 1)
+    assert (num_records(root), used_blocks(disk)) == (1, 1)
     (path,) = root.rglob("*.kvr")
     path.unlink()
     assert await get(disk, "a") == [MissReason.NEVER_STORED], "files that vanish later, too"
@@ -388,7 +325,7 @@ async def test_a_look_while_the_volume_is_gone_forgets_nothing(tmp_path, files):
     root = tmp_path / "disk"
     await fill(root, "a")
     files.failing, files.only = {"open": errno.EMFILE}, ".kvr"
-    disk = await opened(root, files)
+    disk = await opened(root, files=files)
     files.failing = {}
     root.rename(tmp_path / "unmounted")
     root.mkdir()
@@ -415,7 +352,7 @@ class Announced:
     def removed(self, *_: object) -> None: ...
 
 
-@pytest.mark.parametrize("operation", ["open", "list"])
+@pytest.mark.parametrize("operation", ["open", "list_directory"])
 async def test_what_can_be_read_later_is_announced(tmp_path, files, monkeypatch, operation):
     """`list` fails for the root, which is then read as a whole later."""
     monkeypatch.setattr("lmcache_core.storage.disk.backend.LOOK_AGAIN_S", 0.01)
@@ -423,7 +360,7 @@ async def test_what_can_be_read_later_is_announced(tmp_path, files, monkeypatch,
     monkeypatch.setattr("lmcache_core.storage.disk.backend.LOAD_WAIT_S", 0.0)
     files.failing = {operation: errno.EMFILE}
     files.may_list.clear()
-    disk = await opened(tmp_path, files)
+    disk = await opened(tmp_path, files=files)
     announced = Announced(disk)
     announcing = asyncio.ensure_future(announced.announcer.announce_when_loaded(disk))
     files.may_list.set()
@@ -444,7 +381,7 @@ async def test_a_chunk_that_was_set_aside_is_announced_when_it_is_back(
 ):
     monkeypatch.setattr("lmcache_core.storage.disk.backend.LOOK_AGAIN_S", 0.01)
     paths = await fill(tmp_path, "a", "b")
-    disk = await opened(tmp_path, files)
+    disk = await opened(tmp_path, files=files)
     announced = Announced(disk)
     await announced.announcer.announce_when_loaded(disk)
     files.failing, files.only = {"read": errno.EIO}, paths["a"].name

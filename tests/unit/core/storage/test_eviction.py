@@ -8,7 +8,6 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.eviction import DEFAULT_POLICY, create_policy
 from lmcache_core.storage.eviction.ledger import MAX_RECENT_EVICTIONS, RecentEvictions
-from lmcache_core.storage.eviction.s3fifo import GhostQueue
 from lmcache_core.storage.eviction.s3lru import S3LRUPolicy
 
 from tests.suites.chunks import make_key
@@ -176,15 +175,6 @@ def test_what_was_declined_goes_behind_the_others_and_may_be_removed(policy):
     assert evict(policy, 3) == [C, B, A]
 
 
-def test_what_was_declined_and_removed_on_request_is_gone(policy):
-    insert(policy, A, B, C)
-    assert len(list(policy.victims())) == 3
-    policy.on_remove(A)
-    insert(policy, A)
-    assert sorted(evict(policy, 3), key=[A, B, C].index) == [A, B, C]
-    assert len(policy) == 0
-
-
 def test_s3lru_lets_probation_take_a_fifth_of_the_bytes_not_of_the_chunks(s3lru):
     large, small = keys("large", 2), keys("small", 40)
     insert(s3lru, *large, num_bytes=1000)
@@ -211,20 +201,6 @@ def test_s3fifo_lets_probation_take_a_tenth_of_the_bytes_not_of_the_chunks(s3fif
     )  # both have moved to the main queue; 200 bytes on probation of 2200
     insert(s3fifo, A, num_bytes=30)
     assert next(s3fifo.victims()) == small[0]  # 230 of 2230
-
-
-def test_one_read_on_probation_is_not_enough_for_s3fifo(s3fifo):
-    insert(s3fifo, A, B, C)
-    read(s3fifo, A, B, B)
-    assert evict(s3fifo, 3) == [A, C, B]
-
-
-def test_a_read_in_the_main_queue_of_s3fifo_is_worth_one_round_and_three_are_the_most(s3fifo):
-    insert(s3fifo, A, B, C, D)
-    read(s3fifo, *(A, B, C, D) * 2)
-    assert next(s3fifo.victims()) == A  # all of them have moved to the main queue
-    read(s3fifo, *[A] * 3, *[B] * 9, C)
-    assert evict(s3fifo, 4) == [D, C, A, B]
 
 
 class Printed:
@@ -287,14 +263,3 @@ def test_s3fifo_is_the_printed_algorithm(s3fifo, capacity):
         held.add(key)
     assert printed.main
     assert printed.small
-
-
-def test_the_ghost_queue_forgets_the_oldest_beyond_its_limit():
-    ghosts = GhostQueue()
-    for key, num_bytes in ((A, 10), (B, 0), (C, 20)):
-        ghosts.add(key, num_bytes, limit_bytes=30)
-    assert [len(ghosts), ghosts.num_bytes] == [2, 21]  # one of no bytes counts as one
-    assert [ghosts.take(key) for key in (A, B, B, C)] == [False, True, False, True]
-    assert [len(ghosts), ghosts.num_bytes] == [0, 0]
-    ghosts.add(A, 40, limit_bytes=30)
-    assert not ghosts.take(A)

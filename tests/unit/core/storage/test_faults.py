@@ -26,17 +26,6 @@ def arena() -> Arena:
     return Arena()
 
 
-async def test_a_plan_of_nothing_does_nothing(hot: LocalCPUBackend, arena: Arena) -> None:
-    tier = FaultyBackend(hot, FaultPlan(seed=1))
-    await tier.batched_put([make_chunk(i) for i in range(20)])
-    got = [
-        payload_of(result)
-        for result in await tier.batched_get([make_key(i) for i in range(20)], arena)
-    ]
-    assert got == [make_payload(i) for i in range(20)]
-    assert tier.stats()["injected_faults"] == 0
-
-
 async def test_the_same_seed_breaks_the_same_calls(hot: LocalCPUBackend) -> None:
     async def history(seed: int) -> list[bool]:
         tier = FaultyBackend(hot, FaultPlan(seed, failed_calls=0.5))
@@ -52,24 +41,6 @@ async def test_the_same_seed_breaks_the_same_calls(hot: LocalCPUBackend) -> None
     assert await history(7) == first
     assert await history(8) != first
     assert 10 < sum(first) < 54
-
-
-async def test_a_call_that_fails_late_has_done_its_work_and_leaks_nothing(
-    hot: LocalCPUBackend, arena: Arena
-) -> None:
-    tier = FaultyBackend(hot, FaultPlan(seed=3, failed_calls=1.0))
-    num_done = 0
-    for i in range(32):
-        chunk = make_chunk(i, allocate=arena)
-        with pytest.raises(UnavailableError):
-            await tier.batched_put([chunk])
-        chunk.release()
-        num_done += hot.contains_many([chunk.key])[0]
-    assert 4 < num_done < 28
-    with pytest.raises(UnavailableError):
-        await tier.batched_get(hot.keys(), arena)
-    await hot.close()
-    assert arena.allocator.used_bytes == 0
 
 
 async def test_chunks_are_lost_on_both_ways(hot: LocalCPUBackend, arena: Arena) -> None:
@@ -99,14 +70,3 @@ async def test_what_was_damaged_on_its_way_is_found_by_the_tier_and_the_caller_k
     ]
     assert got == [MissReason.CORRUPT, b""]
     await tier.close()
-
-
-async def test_calls_are_delayed(hot: LocalCPUBackend) -> None:
-    tier = FaultyBackend(hot, FaultPlan(seed=2, delayed_calls=1.0, delay_s=10))
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await tier.batched_remove([make_key(1)])
-
-
-def test_its_name_tells_the_seed(hot: LocalCPUBackend) -> None:
-    assert "seed=42" in repr(FaultyBackend(hot, FaultPlan(seed=42)))

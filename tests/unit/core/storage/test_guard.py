@@ -21,19 +21,12 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.guard import Guard, GuardOptions
 
+from tests.fixtures.disk_tier import Clock
 from tests.fixtures.wire import Arena
 from tests.suites.chunks import make_chunk, make_key
 
 KEYS = [make_key(1), make_key(2)]
 OPTIONS = GuardOptions(num_failures=3, cool_down_s=1.0, cool_down_cap_s=4.0, slow_call_s=0.5)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def plain(num_bytes: int) -> MemoryObj:
@@ -95,7 +88,7 @@ def inner() -> Moody:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture
@@ -462,17 +455,16 @@ async def test_what_is_put_and_removed_adds_to_the_time_by_its_size(
 
 
 async def test_one_put_that_does_not_end_is_enough_and_only_a_put_ends_it(slow: Slow) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     backend = Guard(slow, GuardOptions(timeout_s=0.02, cool_down_s=1.0), clock=clock)
     assert await backend.batched_put([make_chunk(1)]) == [False]
     assert backend.stats().items() >= {"breaker_open": 1, "breaker_openings": 1}.items()
     slow.wait_s = 0
     assert await backend.batched_put([make_chunk(1)]) == [False], "not asked"
     clock.now = 1.1
-    assert await backend.batched_contains(KEYS) == [
-        True,
-        True,
-    ], "reads go on, and prove nothing for writes"
+    assert await backend.batched_contains(KEYS) == [True, True], (
+        "reads go on, and prove nothing for writes"
+    )
     assert backend.is_bypassed
     slow.wait_s = 10.0
     assert await backend.batched_put([make_chunk(1)]) == [False], "a probe that hangs again"
@@ -489,7 +481,7 @@ async def test_a_probe_of_writes_that_tells_nothing_is_followed_by_another(
     slow: Slow, how: str
 ) -> None:
     """Or writes would be bypassed for good."""
-    clock = Clock()
+    clock = Clock(0.0)
     backend = Guard(
         slow, GuardOptions(num_failures=2, cool_down_s=1.0, timeout_s=0.05), clock=clock
     )

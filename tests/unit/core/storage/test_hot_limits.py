@@ -11,19 +11,13 @@ from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_policy
 from lmcache_core.storage.hot import MAX_EXPIRED_PER_CALL, LocalCPUBackend
 
+from tests.fixtures.disk_tier import Clock
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 SLOT_BYTES = 1024
 NUM_SLOTS = 32
 TTL_S = 60.0
 QUOTA_SLOTS = 4
-
-
-class Clock:
-    now = 1e9
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

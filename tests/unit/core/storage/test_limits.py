@@ -4,87 +4,79 @@ from __future__ import annotations
 
 import pytest
 from lmcache_core.errors import ConfigError, IntegrityError
-from lmcache_core.record import MissReason
 from lmcache_core.storage.eviction import Ledger, TenantQuotas, TierLimits, create_policy
-from lmcache_core.storage.eviction.ledger import Expiry, TenantPolicy
 
+from tests.fixtures.disk_tier import Clock
 from tests.suites.chunks import make_key
 
 A, B, C = make_key("a"), make_key("b"), make_key("c")
 MINE, YOURS = make_key("a", "mine"), make_key("a", "yours")
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1000.0)
 
 
 def test_chunks_end_in_the_order_in_which_they_were_stored(clock):
-    expiry = Expiry(10, clock)
+    ledger = Ledger(create_policy(), TierLimits(10), clock)
     for key in (A, B, C):
-        expiry.add(key, None)
+        ledger.add(key, 10)
         clock.now += 2
-    assert expiry.past(5) == []
+    assert ledger.past(5) == []
     clock.now = 1012
-    assert expiry.past(5) == [A, B]
-    assert expiry.past(1) == [A]
-    assert [expiry.is_past(key) for key in (A, B, C)] == [True, True, False]
-    expiry.remove(A)
-    assert expiry.past(5) == [B]
-    assert len(expiry) == 2
+    assert ledger.past(5) == [A, B]
+    assert ledger.past(1) == [A]
+    assert [ledger.is_live(key) for key in (A, B, C)] == [False, False, True]
+    ledger.remove(A, 10)
+    assert ledger.past(5) == [B]
+    ledger.check_integrity({B: 10, C: 10})
 
 
 def test_the_last_moment_is_the_first_one_too_late(clock):
-    expiry = Expiry(10, clock)
-    expiry.add(A, None)
+    ledger = Ledger(create_policy(), TierLimits(10), clock)
+    ledger.add(A, 10)
     clock.now = 1009.9
-    assert not expiry.is_past(A)
+    assert ledger.is_live(A)
     clock.now = 1010
-    assert expiry.is_past(A)
+    assert not ledger.is_live(A)
 
 
 def test_a_chunk_brings_its_age_with_it_but_none_comes_from_the_future(clock):
-    expiry = Expiry(10, clock)
-    expiry.add(A, 995)
-    expiry.add(B, 2000)
+    ledger = Ledger(create_policy(), TierLimits(10), clock)
+    ledger.add(A, 10, 995)
+    ledger.add(B, 10, 2000)
     clock.now = 1006
-    assert [expiry.is_past(key) for key in (A, B)] == [True, False]
+    assert [ledger.is_live(key) for key in (A, B)] == [False, True]
     clock.now = 1010
-    assert expiry.is_past(B)
+    assert not ledger.is_live(B)
 
 
 def test_what_was_stored_while_the_clock_was_ahead_lives_no_longer_than_the_rest(clock):
-    expiry = Expiry(10, clock)
+    ledger = Ledger(create_policy(), TierLimits(10), clock)
     clock.now = 4600
-    expiry.add(A, None)
-    expiry.add(B, None)
+    ledger.add(A, 10)
+    ledger.add(B, 10)
     clock.now = 1000
-    assert not any(expiry.is_past(key) for key in (A, B))
-    assert expiry.past(5) == []
-    expiry.add(C, None)
+    assert all(ledger.is_live(key) for key in (A, B))
+    assert ledger.past(5) == []
+    ledger.add(C, 10)
     clock.now = 1009.9
-    assert not expiry.is_past(A)
+    assert ledger.is_live(A)
     clock.now = 1010
-    assert expiry.is_past(A), "its time began when it was next looked at"
-    assert expiry.past(5) == [A, B, C]
+    assert not ledger.is_live(A), "its time began when it was next looked at"
+    assert ledger.past(5) == [A, B, C]
 
 
 def test_an_old_chunk_behind_younger_ones_is_not_served_though_found_later(clock):
-    expiry = Expiry(10, clock)
-    expiry.add(A, None)
-    expiry.add(B, 992)
+    ledger = Ledger(create_policy(), TierLimits(10), clock)
+    ledger.add(A, 10)
+    ledger.add(B, 10, 992)
     clock.now = 1005
-    assert expiry.is_past(B)
-    assert expiry.past(5) == []
+    assert not ledger.is_live(B)
+    assert ledger.past(5) == []
     clock.now = 1010
-    assert expiry.past(5) == [A, B]
+    assert ledger.past(5) == [A, B]
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, float("nan")])
@@ -99,34 +91,24 @@ def test_quotas_are_positive(quotas):
         TenantQuotas(**quotas)
 
 
-def test_a_tenant_has_its_own_quota_or_the_default():
-    quotas = TenantQuotas(100, {"mine": 7})
-    assert (quotas.of("mine"), quotas.of("yours"), TenantQuotas().of("yours")) == (7, 100, None)
-
-
 def test_a_tenant_gives_up_its_own_in_its_own_order():
-    policy = TenantPolicy(create_policy("lru"))
+    ledger = Ledger(create_policy("lru"), TierLimits(quotas=TenantQuotas(100)))
     mine = [make_key(i, "mine") for i in range(3)]
     for key in (mine[0], YOURS, mine[1], mine[2]):
-        policy.on_insert(key, 10)
-    policy.on_access(mine[0])
-    assert list(policy.victims_of("mine")) == [mine[1], mine[2], mine[0]]
-    assert list(policy.victims_of("nobody")) == []
-    assert list(policy.victims()) == [YOURS, mine[1], mine[2], mine[0]]
-    assert (policy.used_bytes("mine"), policy.used_bytes("yours"), policy.used_bytes("nobody")) == (
-        30,
-        10,
-        0,
-    )
+        ledger.add(key, 10)
+    ledger.access(mine[0])
+    assert list(ledger.victims("mine")) == [mine[1], mine[2], mine[0]]
+    assert list(ledger.victims("nobody")) == []
+    assert list(ledger.victims()) == [YOURS, mine[1], mine[2], mine[0]]
 
 
 def test_a_tenant_without_chunks_is_forgotten():
-    policy = TenantPolicy(create_policy())
+    ledger = Ledger(create_policy(), TierLimits(quotas=TenantQuotas(100)))
     for i in range(100):
         key = make_key("a", f"tenant {i}")
-        policy.on_insert(key, 10)
-        policy.on_remove(key)
-    assert policy._shares == policy._sizes == {}
+        ledger.add(key, 10)
+        ledger.remove(key, 10)
+    assert ledger._shares == {}
 
 
 def test_without_limits_nothing_is_past_and_nobody_over(clock):
@@ -137,29 +119,6 @@ def test_without_limits_nothing_is_past_and_nobody_over(clock):
     assert ledger.past(5) == []
     assert not ledger.is_over_quota(A.tenant, 1 << 60)
     assert ledger.quota(A.tenant) is None
-
-
-def test_a_ledger_says_why_a_chunk_is_gone(clock):
-    ledger = Ledger(create_policy(), TierLimits(10, TenantQuotas(100)), clock)
-    for key in (A, B, C):
-        ledger.add(key, 10)
-    ledger.evict(A)
-    ledger.expire(B)
-    ledger.remove(C)
-    assert [ledger.miss(key).reason for key in (A, B, C)] == [
-        MissReason.EVICTED,
-        MissReason.EXPIRED,
-        MissReason.NEVER_STORED,
-    ]
-    assert ledger.stats() == {"evicted_chunks": 1, "expired_chunks": 1, "quota_refused_chunks": 0}
-    ledger.check_integrity({})
-
-
-def test_a_quota_counts_what_is_to_come(clock):
-    ledger = Ledger(create_policy(), TierLimits(quotas=TenantQuotas(100)), clock)
-    ledger.add(MINE, 60)
-    assert [ledger.is_over_quota("mine", more) for more in (0, 40, 41)] == [False, False, True]
-    assert not ledger.is_over_quota("yours", 100)
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,9 @@ def test_the_hottest_come_first(make_hot: Callable[[], LocalCPUBackend]) -> None
         chunk.release()
     hottest = hot.hottest()
     assert set(hottest) == set(hot.held())
-    assert {key for key, _ in hottest[:2]} == {
-        make_key(1),
-        make_key(5),
-    }, "what was read is hotter than what was not"
+    assert {key for key, _ in hottest[:2]} == {make_key(1), make_key(5)}, (
+        "what was read is hotter than what was not"
+    )
 
 
 async def test_the_disk_remembers_what_was_damaged(tmp_path: Path) -> None:
@@ -89,11 +88,9 @@ async def test_the_disk_remembers_what_was_damaged(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert [isinstance(entry, Miss) for entry in disk.peek_many(keys)] == [
-        False,
-        False,
-        True,
-    ], "a peek reads no file"
+    assert [isinstance(entry, Miss) for entry in disk.peek_many(keys)] == [False, False, True], (
+        "a peek reads no file"
+    )
     allocator = BufferAllocator()
     results = await disk.batched_get(
         keys[:1], lambda num_bytes: allocator.allocate((num_bytes,), None)

@@ -14,17 +14,11 @@ from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.pin_board import PIN_BOUND, PinBoard
 from lmcache_core.storage.stack import TierStack
 
+from tests.fixtures.disk_tier import Clock
 from tests.suites.chunks import make_chunk, make_key
 
 NUM_SLOTS = 8
 SLOT_BYTES = 1024
-
-
-class Clock:
-    now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -40,7 +34,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[TierStack]:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(50.0)
 
 
 @pytest.fixture

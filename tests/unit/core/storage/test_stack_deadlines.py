@@ -246,15 +246,6 @@ async def test_a_tier_that_is_slower_than_computing_is_left_alone_and_tried_now_
             ), "one probe was enough"
 
 
-async def test_a_tier_that_is_fast_enough_goes_on_being_asked(over: MakeStack) -> None:
-    tier = Slow()
-    tier.latency_s = 0.005
-    async with over(Guard(tier, is_priced=True)) as stack:
-        for _ in range(3 * MIN_OBSERVATIONS):
-            assert all(isinstance(one, bytes) for one in await read_cold(stack, 3, recompute_s=1.0))
-        assert tier.num_calls == 3 * MIN_OBSERVATIONS
-
-
 async def test_of_a_long_prompt_the_part_that_comes_in_time_is_read(over: MakeStack) -> None:
     """A read that is too long as a whole was once not made at all."""
     tier = Slow()

@@ -52,7 +52,9 @@ class World:
     def stage(
         self, ticket: str, *chains: object, is_prefix: bool = True, deadline_s: float = PATIENCE_S
     ) -> Staged:
-        return self.staging.stage(ticket, chains, deadline_s=deadline_s, is_prefix=is_prefix)  # type: ignore[arg-type]
+        return self.staging.run(
+            self.staging.stage(ticket, chains, deadline_s=deadline_s, is_prefix=is_prefix)  # type: ignore[arg-type]
+        )
 
     async def settled(self, ticket: str) -> Staged:
         """What is staged when the lift is over."""
@@ -81,7 +83,7 @@ async def world(*lower: Shelf, num_chunks: int = 64, keep_hot: bool = True) -> A
     try:
         yield made[0]
     finally:
-        staging.close()
+        staging.run(staging.close())
         await tasks.close()
     assert room.used_bytes == 0
     assert allocator.used_bytes == stack.hot.stats()["used_bytes"], "a reference was not given back"
@@ -166,7 +168,7 @@ async def test_what_is_held_is_not_evicted_and_afterwards_is() -> None:
         assert w.stage("t", chain).tiers == (b"\1" * 8,)
         w.make_hot(names_of(others.keys_of_rank(0)))
         assert all(w.stack.hot.contains_many(names_of(chain.keys_of_rank(0))))
-        w.staging.unstage(["t", "unknown"])
+        w.staging.run(w.staging.unstage(["t", "unknown"]))
         w.stack.hot.evict_bytes(1 << 20)
         assert not any(w.stack.hot.contains_many(names_of(chain.keys_of_rank(0))))
 
@@ -177,7 +179,7 @@ async def test_no_more_than_half_of_the_arena_is_promised() -> None:
         w.make_hot(names_of([*chain.keys_of_rank(0), *rest.keys_of_rank(0)]))
         assert w.stage("first", chain).tiers == (b"\1" * 6,)
         assert w.stage("second", rest).tiers == (b"\1\1\0\0\0\0",)
-        w.staging.unstage(["first"])
+        w.staging.run(w.staging.unstage(["first"]))
         assert w.stage("third", rest).tiers == (b"\1" * 6,)
 
 
@@ -228,11 +230,11 @@ async def test_a_ticket_that_nobody_speaks_about_is_forgotten() -> None:
         w.stage("old", chain)
         w.now = STAGE_LEASE_S - 1
         w.stage("kept", chain)
-        w.staging.expire()
+        w.staging.run(w.staging.expire())
         assert w.staging.num_tickets == 2
         w.stage("old")
         w.now += 2
-        w.staging.expire()
+        w.staging.run(w.staging.expire())
         assert w.staging.num_tickets == 2, "a word about it renews its lease"
         w.now = STAGE_LEASE_S - 1 + STAGE_LEASE_S
         w.stage("another", chain)
@@ -246,7 +248,7 @@ async def test_a_client_has_a_bounded_number_of_tickets(monkeypatch: pytest.Monk
     async with world() as w:
         w.make_hot(names_of(chain.keys_of_rank(0)))
         assert [w.stage(f"t{i}", chain).tiers[0] for i in range(4)] == [b"\1\1"] * 3 + [b"\0\0"]
-        w.staging.unstage(["t1"])
+        w.staging.run(w.staging.unstage(["t1"]))
         assert w.stage("t3", chain).tiers == (b"\1\1",)
 
 
@@ -256,7 +258,7 @@ async def test_while_draining_what_is_hot_is_staged_and_nothing_lifted() -> None
     shelf.held.update(names_of(chain.keys_of_rank(0)))
     async with world(shelf) as w:
         w.make_hot(names_of(chain.keys_of_rank(0))[:1])
-        w.staging.stop_lifting()
+        w.staging.may_lift = False
         assert w.stage("t", chain) == Staged(True, (b"\1\0",))
         assert not shelf.num_read
 
@@ -279,7 +281,7 @@ async def test_a_lift_takes_no_longer_than_computing_would() -> None:
     shelf.hangs = True
     async with world(shelf) as w:
         begin = time.monotonic()
-        w.staging.stage("t", [chain_of(range(4))], deadline_s=60.0, recompute_s=0.02)
+        w.staging.run(w.staging.stage("t", [chain_of(range(4))], deadline_s=60.0, recompute_s=0.02))
         assert (await w.settled("t")).tiers == (bytes(4),)
         assert time.monotonic() - begin < 1.0
 
@@ -308,7 +310,7 @@ async def test_what_a_lift_brings_for_nobody_stays_hot_and_is_not_held() -> None
         w.stage("t", chain)
         async with asyncio.timeout(PATIENCE_S):
             await shelf.began.wait()
-        w.staging.unstage(["t"])
+        w.staging.run(w.staging.unstage(["t"]))
         shelf.may_go_on.set()
         deadline = time.monotonic() + PATIENCE_S
         while not all(w.stack.hot.contains_many(names)):
@@ -336,8 +338,8 @@ async def test_a_closed_client_is_promised_nothing() -> None:
     async with world(shelf) as w:
         w.make_hot(names_of(chain.keys_of_rank(0))[:1])
         w.stage("t", chain)
-        w.staging.close()
-        w.staging.close()
+        w.staging.run(w.staging.close())
+        w.staging.run(w.staging.close())
         assert w.stage("t", chain) == Staged(True, (bytes(3),))
 
 
@@ -351,9 +353,9 @@ async def test_without_a_hot_tier_staged_chunks_are_hot_until_they_are_given_bac
         w.stage("u", chain_of(range(2)))
         assert (await w.settled("t")).tiers == (b"\2\2\2",)
         await w.settled("u")
-        w.staging.unstage(["t"])
+        w.staging.run(w.staging.unstage(["t"]))
         assert w.stack.hot.contains_many(names) == [True, True, False]
-        w.staging.unstage(["u"])
+        w.staging.run(w.staging.unstage(["u"]))
         assert not any(w.stack.hot.contains_many(names))
         assert w.allocator.used_bytes == 0
 

@@ -56,8 +56,8 @@ class World:
             chunk.release()
 
     async def stage(self, ticket: str, num_chunks: int = NUM_CHUNKS) -> Staged:
-        return await self.staging.stage_cooperatively(
-            ticket, [CHAIN.part(0, num_chunks)], 1.0, True, None
+        return await self.staging.run_cooperatively(
+            self.staging.stage(ticket, [CHAIN.part(0, num_chunks)], deadline_s=1.0)
         )
 
     @property
@@ -73,7 +73,7 @@ async def world() -> AsyncIterator[World]:
     made = World(tasks)
     await made.stack.open()
     yield made
-    made.staging.close()
+    made.staging.run(made.staging.close())
     await tasks.close()
     assert (made.room.used_bytes, made.num_held) == (0, 0)
     made.stack.hot.check_integrity()
@@ -97,7 +97,7 @@ async def test_others_have_their_turn_while_many_chunks_are_taken_and_given_back
         lambda w: w.stage(
             "t", NUM_CHUNKS - 1
         ),  # another question, in whose favour the first is given up
-        lambda w: w.staging.unstage_cooperatively(["t"]),
+        lambda w: w.staging.run_cooperatively(w.staging.unstage(["t"])),
     ]
     async with world() as w:
         assert [await turns_during(work(w)) >= NUM_CHUNKS // BLOCK_KEYS for work in works] == [
@@ -105,17 +105,24 @@ async def test_others_have_their_turn_while_many_chunks_are_taken_and_given_back
         ] * 3
         await w.stage("t")
         w.now += STAGE_LEASE_S
-        assert await turns_during(w.staging.expire_cooperatively()) >= NUM_CHUNKS // BLOCK_KEYS
+        assert (
+            await turns_during(w.staging.run_cooperatively(w.staging.expire()))
+            >= NUM_CHUNKS // BLOCK_KEYS
+        )
         assert w.num_held == 0
         await w.stage("t")
-        assert await turns_during(w.staging.close_cooperatively()) >= NUM_CHUNKS // BLOCK_KEYS
+        assert (
+            await turns_during(w.staging.run_cooperatively(w.staging.close()))
+            >= NUM_CHUNKS // BLOCK_KEYS
+        )
         assert w.num_held == 0
 
 
 async def test_it_says_the_same_in_turns_as_at_once() -> None:
     async with world() as w:
         expected = Staged(True, (b"\1" * NUM_CHUNKS,))
-        assert await w.stage("t") == w.staging.stage("other", [CHAIN], deadline_s=1.0) == expected
+        at_once = w.staging.run(w.staging.stage("other", [CHAIN], deadline_s=1.0))
+        assert await w.stage("t") == at_once == expected
         assert w.num_held == 2 * NUM_CHUNKS
         assert await turns_during(w.stage("t")) <= 2, (
             "the same question again is an answer that is there"
@@ -135,7 +142,7 @@ async def test_a_client_that_goes_meanwhile_is_promised_nothing(num_steps: int, 
             with pytest.raises(asyncio.CancelledError):
                 await staging
         else:
-            w.staging.close()
+            w.staging.run(w.staging.close())
             assert await staging == Staged(True, (bytes(NUM_CHUNKS),))
         assert (w.num_held, w.staging.num_tickets) == (0, 0)
 
@@ -143,7 +150,7 @@ async def test_a_client_that_goes_meanwhile_is_promised_nothing(num_steps: int, 
 async def test_one_that_goes_while_it_gives_back_has_given_back_all_of_it() -> None:
     async with world() as w:
         await w.stage("t")
-        unstaging = asyncio.ensure_future(w.staging.unstage_cooperatively(["t"]))
+        unstaging = asyncio.ensure_future(w.staging.run_cooperatively(w.staging.unstage(["t"])))
         await asyncio.sleep(0)
         assert 0 < w.num_held < NUM_CHUNKS
         unstaging.cancel()
@@ -161,7 +168,7 @@ async def test_what_is_removed_meanwhile_is_held_where_it_was_seen_and_else_not_
         staged = await staging
         assert staged.tiers == (b"\1" * (2 * BLOCK_KEYS) + bytes(NUM_CHUNKS - 2 * BLOCK_KEYS),)
         assert w.room.used_bytes == 2 * BLOCK_KEYS * TAKEN_BYTES
-        w.staging.unstage(["t"])
+        w.staging.run(w.staging.unstage(["t"]))
 
 
 async def test_the_number_of_tickets_is_bounded_also_by_those_that_came_meanwhile(

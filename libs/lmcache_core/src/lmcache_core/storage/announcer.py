@@ -65,7 +65,7 @@ class TierAnnouncer:
         """
         reporter = self._reporter
         if reporter is not None:
-            tier.call_when_restored(reporter.announce_again)
+            tier.on_restored = reporter.announce_again
             await tier.wait_loaded()
             reporter.announce_again()
 

@@ -6,7 +6,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from lmcache_core.keys import ChunkKey
@@ -31,7 +30,7 @@ class StorageBackend(ABC):
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether calls, or writes alone, are answered without asking the device."""
+        """Return whether calls, or writes alone, are answered without asking the device."""
         return False
 
     def num_worth(self, num_chunks: int, limit_s: float, recompute_s: float | None = None) -> int:
@@ -57,7 +56,7 @@ class StorageBackend(ABC):
 
     @abstractmethod
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of them a `batched_get` would find now."""
+        """Return which of them a `batched_get` would find now."""
 
     @abstractmethod
     async def batched_get(
@@ -90,8 +89,8 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, int]:
-        """Figures for status pages: `num_chunks`, `used_bytes`, `capacity_bytes` and what else
-        the tier counts.
+        """Return figures for status pages: `num_chunks`, `used_bytes`, `capacity_bytes` and what
+        else the tier counts.
         """
 
 
@@ -100,10 +99,10 @@ class ListsKeys(Protocol):
     """Ability: a tier that knows what it holds."""
 
     def keys(self) -> list[ChunkKey]:
-        """Names of all chunks held now."""
+        """Return the names of all chunks held now."""
 
     def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size (whole record, bytes) of every chunk held now."""
+        """Return name and size (whole record, bytes) of every chunk held now."""
 
 
 def lister_of(backend: StorageBackend) -> ListsKeys | None:
@@ -113,26 +112,6 @@ def lister_of(backend: StorageBackend) -> ListsKeys | None:
     while backend.wrapped is not None:
         backend = backend.wrapped
     return backend if isinstance(backend, ListsKeys) else None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadLimit:
-    """How long chunks may be waited for. On the event loop only.
-
-    Attributes:
-        deadline: On the loop's clock.
-        recompute_s: What computing one chunk anew costs; None when that is not known.
-    """
-
-    deadline: float
-    recompute_s: float | None = None
-
-    def left_s(self, num_chunks: int) -> float:
-        """Seconds that so many chunks are worth, and that are left; not positive when there are
-        none.
-        """
-        left_s = self.deadline - asyncio.get_running_loop().time()
-        return left_s if self.recompute_s is None else min(left_s, self.recompute_s * num_chunks)
 
 
 @asynccontextmanager

@@ -26,23 +26,20 @@ class ByteGate:
         """Wait until so many bytes may be used; they are given back at the end."""
         taken = min(num_bytes, self._max_bytes)
         if self._waiting or self.used_bytes + taken > self._max_bytes:
-            await self._turn(taken)
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append((taken, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # it had come in that moment
+                    self._give_back(taken)
+                raise
         else:
             self.used_bytes += taken
         try:
             yield
         finally:
             self._give_back(taken)
-
-    async def _turn(self, taken: int) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((taken, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # it had come in that moment
-                self._give_back(taken)
-            raise
 
     def _give_back(self, taken: int) -> None:
         self.used_bytes -= taken

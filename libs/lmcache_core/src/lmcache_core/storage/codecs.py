@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -30,7 +29,7 @@ from lmcache_core.record import (
 from lmcache_core.serde import DOCUMENTED_NAMES, create_codec
 from lmcache_core.serde.codec import ChunkCodec, EncodingReport, encoding_report, report_extension
 from lmcache_core.serde.documented_codec import DocumentedCodec
-from lmcache_core.storage.disk.pool import FilePool, abandon, release_result
+from lmcache_core.storage.disk.pool import FilePool
 from lmcache_core.telemetry import CodecFigures, Counters, MeasuredError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ quantise.
 def create_codecs(
     serdes: Iterable[str | None], decode_documented: bool = False, counters: Counters | None = None
 ) -> Codecs:
-    """The codecs that options name, not opened.
+    """Return the codecs that options name, not opened.
 
     Args:
         serdes: Values of `remote_serde` and its like; None and "naive" are none.
@@ -108,17 +107,17 @@ class Codecs:
         self.figures = CodecFigures(counters)
 
     def named(self, serde: str | None) -> ChunkCodec | None:
-        """The codec that an option names; None for none and "naive"."""
+        """Return the codec that an option names; None for none and "naive"."""
         return None if serde is None else self._named.get(serde)
 
     def is_lossy(self, serde: str | None) -> bool:
-        """Whether the codec that an option names may lose something."""
+        """Return whether the codec that an option names may lose something."""
         codec = self.named(serde)
         return codec is not None and codec.lossy
 
     def decodable(self) -> list[str]:
-        """Names of the serdes that are decoded here for certain, those that options name; known
-        before they are open.
+        """Return the names of the serdes that are decoded here for certain, those that options
+        name; known before they are open.
         """
         named = [codec.serde for codec in self._named.values()]
         return list(
@@ -147,7 +146,7 @@ class Codecs:
             self._num_users += 1
 
     async def close(self) -> None:
-        """One user less; the last one ends their threads."""
+        """Count one user less; the last one ends their threads."""
         async with self._lock:
             self._num_users -= 1
             if self._num_users == 0:
@@ -158,8 +157,9 @@ class Codecs:
         for codec in self._open:
             if codec.decodes(header):
                 return codec
-        families = {_family(codec.serde) for codec in self._open}
-        return MissReason.PROFILE if _family(header.serde) in families else MissReason.ENCODING
+        families = {codec.serde.partition(":")[0] for codec in self._open}
+        is_known = header.serde.partition(":")[0] in families
+        return MissReason.PROFILE if is_known else MissReason.ENCODING
 
     async def _close_all(self) -> None:
         opened, self._open = self._open, ()
@@ -211,17 +211,12 @@ def _close_all(opened: Sequence[ChunkCodec]) -> None:
         codec.close()
 
 
-def _family(serde: str) -> str:
-    """The serde's name without its profile."""
-    return serde.partition(":")[0]
-
-
 PROFILE_SEPARATOR = "@"
 """Between the name of a profile and the id of its tables."""
 
 
 def encoded_chunk(codec: ChunkCodec, chunk: Chunk, figures: CodecFigures) -> Chunk | None:
-    """A raw chunk, encoded and sealed.
+    """Return a raw chunk, encoded and sealed.
 
     Args:
         codec: Open.
@@ -317,12 +312,6 @@ class Decoding:
         self.memory.ref_count_down()
         self.chunk.release()
 
-    def abandon(self, future: Future[Result]) -> None:
-        """Wait no longer for the future that runs this: what it owns is given back as soon as its
-        thread lets go.
-        """
-        abandon(future, release_result, self.release)
-
 
 def _note_errors(
     figures: CodecFigures, header: RecordHeader, report: EncodingReport | None
@@ -332,10 +321,6 @@ def _note_errors(
             max(group.max_relative for group in report.groups),
             max(group.rms_relative for group in report.groups),
         )
-        figures.measured(_profile_name(header), error)
-
-
-def _profile_name(header: RecordHeader) -> str:
-    """Serde and profile, without the id of the tables."""
-    profile = header.profile.partition(PROFILE_SEPARATOR)[0]
-    return header.serde if profile in ("", header.serde) else f"{header.serde}/{profile}"
+        profile = header.profile.partition(PROFILE_SEPARATOR)[0]  # without the id of the tables
+        name = header.serde if profile in ("", header.serde) else f"{header.serde}/{profile}"
+        figures.measured(name, error)

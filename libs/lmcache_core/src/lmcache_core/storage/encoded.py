@@ -24,7 +24,7 @@ from lmcache_core.record import (
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.storage.codecs import Codecs, Decoding, encoded_chunk
-from lmcache_core.storage.disk.pool import wait_all
+from lmcache_core.storage.disk.pool import ChunkJob, finish, wait_all
 from lmcache_core.storage.unusable import UnusableRecords
 from lmcache_core.telemetry import CodecFigures
 
@@ -38,8 +38,6 @@ at most this.
 """
 NEWEST_WEIGHT = 0.5
 MAX_NAMED_SERDES = 16
-
-_Job = tuple[int, Decoding, Future[Result]]
 
 
 class EncodedBackend(StorageBackend):
@@ -140,29 +138,26 @@ class EncodedBackend(StorageBackend):
         )
         began = now()
         is_late = deadline is not None and began >= deadline
-        jobs: list[_Job] = []
+        jobs: dict[int, ChunkJob[Result]] = {}
         try:
             for i, (key, result) in enumerate(zip(keys, results, strict=True)):
                 if isinstance(result, Chunk):
                     results[i] = Miss(MissReason.DEADLINE)  # the chunk belongs to `_let_in` now
-                    results[i] = self._let_in(i, result, None if is_late else allocate, jobs)
+                    let_in = self._let_in(result, None if is_late else allocate)
+                    if isinstance(let_in, ChunkJob):
+                        jobs[i] = let_in
+                    else:
+                        results[i] = let_in
                 elif result.reason is MissReason.ENCODING and not self._accepts_lossy:
                     self._replaceable.note(key)  # its server filtered what is refused here
-            await wait_all(
-                [future for _, _, future in jobs],
-                None if deadline is None else max(0.0, deadline - began),
-            )
-            ended = [future.done() for _, _, future in jobs]
-            for (_, _, future), has_ended in zip(jobs, ended, strict=True):
-                if has_ended and not future.cancelled() and (bug := future.exception()) is not None:
-                    raise bug
+            await finish(jobs.values(), None if deadline is None else max(0.0, deadline - began))
         except BaseException:
-            for _, decoding, future in jobs:
-                decoding.abandon(future)
+            for job in jobs.values():
+                job.abandon()
             release_all(results)
             raise
-        for (i, decoding, future), has_ended in zip(jobs, ended, strict=True):
-            results[i] = result = _taken(decoding, future, has_ended)
+        for i, job in jobs.items():
+            results[i] = result = job.take(Miss(MissReason.DEADLINE), Miss(MissReason.UNAVAILABLE))
             if isinstance(result, Miss) and result.reason is MissReason.CORRUPT:
                 self._replaceable.note(keys[i])
         if jobs:
@@ -201,16 +196,16 @@ class EncodedBackend(StorageBackend):
         )
 
     def _time_to_read(self, timeout_s: float | None, num_chunks: int) -> float | None:
-        """What is left of the caller's time for the tier itself."""
+        """Return what is left of the caller's time for the tier itself."""
         return (
             None
             if timeout_s is None
             else timeout_s - min(self._decode_s * num_chunks, timeout_s * MAX_DECODE_SHARE)
         )
 
-    def _let_in(self, i: int, chunk: Chunk, allocate: Allocate | None, jobs: list[_Job]) -> Result:
-        """The chunk if it may pass as it is, else why it may not. One that is to be decoded is a
-        job more, and late until that is done.
+    def _let_in(self, chunk: Chunk, allocate: Allocate | None) -> Result | ChunkJob[Result]:
+        """Return the chunk if it may pass as it is, the job that decodes it, or why it may not
+        pass.
 
         Takes over the chunk's reference. Without `allocate` it is too late to decode anything.
         """
@@ -235,12 +230,7 @@ class EncodedBackend(StorageBackend):
             chunk.release()
             return Miss(MissReason.DEADLINE if allocate is None else MissReason.NO_MEMORY)
         decoding = Decoding(codec, chunk, memory, self._figures, self._seals)
-        try:
-            jobs.append((i, decoding, self._codecs.decoding.submit(decoding.run)))
-        except BaseException:
-            decoding.release()
-            raise
-        return Miss(MissReason.DEADLINE)
+        return self._codecs.decoding.begin(decoding.run, unrun=decoding.release)
 
     def _forget(self, keys: Sequence[ChunkKey]) -> None:
         self._replaceable.forget(keys)
@@ -284,8 +274,8 @@ class EncodedBackend(StorageBackend):
         return kept
 
     async def _encoded(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """These chunks as they are to be written; what is encoded lies outside any arena, the
-        others are the caller's.
+        """Return these chunks as they are to be written; what is encoded lies outside any arena,
+        the others are the caller's.
         """
         encoder = self._encoder
         if encoder is None:
@@ -308,11 +298,16 @@ class EncodedBackend(StorageBackend):
             for future in futures.values():
                 future.cancel()
             raise
-        return [_encoded_or_raw(chunk, futures.get(i)) for i, chunk in enumerate(chunks)]
+        if any(future.cancelled() for future in futures.values()):
+            raise UnavailableError("the codecs were closed")
+        return [
+            (futures[i].result() if i in futures else None) or chunk
+            for i, chunk in enumerate(chunks)
+        ]
 
 
 def _groups(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    """The chunks in runs of at most `MAX_ENCODING_BYTES`, or of one that is larger; one empty
+    """Yield the chunks in runs of at most `MAX_ENCODING_BYTES`, or of one that is larger; one empty
     run when there are none.
     """
     begin = num_bytes = 0
@@ -325,24 +320,5 @@ def _groups(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
     yield chunks[begin:]
 
 
-def _taken(decoding: Decoding, future: Future[Result], has_ended: bool) -> Result:
-    """What a decoding has come to; nothing, if it had not ended when that was looked at."""
-    if future.cancelled():
-        decoding.release()
-        return Miss(MissReason.UNAVAILABLE)
-    if not has_ended:
-        decoding.abandon(future)
-        return Miss(MissReason.DEADLINE)
-    return future.result()
-
-
 def _let_go(chunk: Chunk, _: Future[Chunk | None]) -> None:
     chunk.release()
-
-
-def _encoded_or_raw(chunk: Chunk, future: Future[Chunk | None] | None) -> Chunk:
-    if future is None:
-        return chunk
-    if future.cancelled():
-        raise UnavailableError("the codecs were closed")
-    return future.result() or chunk

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from bisect import bisect_right
 from collections import Counter
@@ -92,7 +91,7 @@ class _Breaker:
         return self._state is not _State.CLOSED
 
     def admit(self) -> bool:
-        """Whether a call may go through; when the cool-down is over one probe may."""
+        """Return whether a call may go through; when the cool-down is over one probe may."""
         if self._state is _State.CLOSED:
             return True
         if self._state is _State.PROBING or self._clock() < self._probe_at:
@@ -130,7 +129,7 @@ class _Breaker:
         self._probe_at = self._clock() + wait_s
 
     def learned_nothing(self) -> None:
-        """The call proved nothing: if it was the probe, the next call is."""
+        """Take note of a call that proved nothing: if it was the probe, the next call is."""
         if self._state is _State.PROBING:
             self._state = _State.OPEN
 
@@ -436,52 +435,47 @@ and what it cost before is forgotten.
 
 
 class ReadCost:
-    """Learns the cost of reads from one tier. Thread-safe."""
+    """Learns the cost of reads from one tier."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._mean_chunk_bytes = 0.0
         self._num_observed = 0
         self._num_cheap = 0
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, num_chunks: int, num_bytes: int, elapsed_s: float) -> None:
-        """A read brought that many chunks and bytes (perhaps none, when it was given up) in that
-        time.
+        """Learn from a read that brought so many chunks and bytes (none, if it was given up) in
+        that time.
         """
-        with self._lock:
-            expected_s = self._seconds(num_bytes)
-            is_cheap = (
-                num_chunks > 0
-                and expected_s is not None
-                and elapsed_s * RECOVERED_FACTOR < expected_s
+        expected_s = self._seconds(num_bytes)
+        is_cheap = (
+            num_chunks > 0 and expected_s is not None and elapsed_s * RECOVERED_FACTOR < expected_s
+        )
+        self._num_cheap = self._num_cheap + 1 if is_cheap else 0
+        if self._num_cheap == NUM_RECOVERED:
+            self._num_observed = self._num_cheap = 0
+            self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._num_observed += 1
+        self._weight = self._weight * DECAY + 1
+        self._x = self._x * DECAY + num_bytes
+        self._y = self._y * DECAY + elapsed_s
+        self._xx = self._xx * DECAY + float(num_bytes) * num_bytes
+        self._xy = self._xy * DECAY + num_bytes * elapsed_s
+        if num_chunks:
+            mean = num_bytes / num_chunks
+            self._mean_chunk_bytes = (
+                mean
+                if self._mean_chunk_bytes == 0
+                else DECAY * self._mean_chunk_bytes + (1 - DECAY) * mean
             )
-            self._num_cheap = self._num_cheap + 1 if is_cheap else 0
-            if self._num_cheap == NUM_RECOVERED:
-                self._num_observed = self._num_cheap = 0
-                self._weight = self._x = self._y = self._xx = self._xy = 0.0
-            self._num_observed += 1
-            self._weight = self._weight * DECAY + 1
-            self._x = self._x * DECAY + num_bytes
-            self._y = self._y * DECAY + elapsed_s
-            self._xx = self._xx * DECAY + float(num_bytes) * num_bytes
-            self._xy = self._xy * DECAY + num_bytes * elapsed_s
-            if num_chunks:
-                mean = num_bytes / num_chunks
-                self._mean_chunk_bytes = (
-                    mean
-                    if self._mean_chunk_bytes == 0
-                    else DECAY * self._mean_chunk_bytes + (1 - DECAY) * mean
-                )
 
     def expected_s(self, num_chunks: int) -> float | None:
-        """Seconds that reading so many chunks will take; None while too little is known."""
-        with self._lock:
-            return self._seconds(num_chunks * self._mean_chunk_bytes)
+        """Return the seconds that reading so many chunks takes; None while too little is known."""
+        return self._seconds(num_chunks * self._mean_chunk_bytes)
 
     def num_within(self, num_chunks: int, limit_s: float) -> int:
-        """How many of so many chunks, from the first, a read should bring within `limit_s`; all
-        while too little is known.
+        """Return how many of so many chunks, from the first, a read should bring within `limit_s`;
+        all while too little is known.
         """
         return bisect_right(
             range(1, num_chunks + 1), limit_s, key=lambda num: self.expected_s(num) or 0.0

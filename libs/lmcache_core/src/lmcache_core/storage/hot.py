@@ -14,7 +14,7 @@ from lmcache_core.errors import IntegrityError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.record import Allocate, Chunk, Miss, Result
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.eviction import Clock, EvictionPolicy, Ledger, TierLimits
 from lmcache_core.telemetry.request_context import step
@@ -49,11 +49,11 @@ class BoundedMemory(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that can be handed out."""
+        """Return the bytes that can be handed out."""
 
     @property
     def used_bytes(self) -> int:
-        """Bytes handed out, alignment included."""
+        """Return the bytes handed out, alignment included."""
 
 
 OnKept = Callable[[Chunk], None]
@@ -120,13 +120,12 @@ class LocalCPUBackend(StorageBackend):
         self._lock = threading.Lock()
         self._ledger = Ledger(policy, limits, clock)
         self._chunks: dict[ChunkKey, Chunk] = {}
-        self._used_bytes = 0
         self._num_failed_allocations = 0
         self._incoming: list[tuple[MemoryObj, str]] = []
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
-        """Memory for a payload, by eviction if need be; one reference owned by the caller. None
-        when there is no room.
+        """Return memory for a payload, by eviction if need be; one reference owned by the caller.
+        None when there is no room.
         """
         return self.allocate_tensor((num_bytes,), None, MemoryFormat.BINARY)
 
@@ -136,8 +135,8 @@ class LocalCPUBackend(StorageBackend):
         dtype: torch.dtype | str | None,
         fmt: MemoryFormat = MemoryFormat.KV_BLOB,
     ) -> MemoryObj | None:
-        """Memory for a tensor, by eviction if need be; one reference owned by the caller. None
-        when there is no room.
+        """Return memory for a tensor, by eviction if need be; one reference owned by the caller.
+        None when there is no room.
         """
         memory_obj = self._allocator.allocate(shape, dtype, fmt)
         if memory_obj is not None:
@@ -156,7 +155,8 @@ class LocalCPUBackend(StorageBackend):
         return memory_obj
 
     def receive(self, num_bytes: int, tenant: str) -> MemoryObj | None:
-        """Memory for a payload that a tenant has announced; one reference owned by the caller.
+        """Return memory for a payload that a tenant has announced; one reference owned by the
+        caller.
 
         The bytes may never come. Until they are a chunk, the memory counts against the tenant:
         against its quota, for which it gives up its own chunks and no others, and against a part of
@@ -174,27 +174,7 @@ class LocalCPUBackend(StorageBackend):
         gone: list[ChunkKey] = []
         with self._lock:
             self._incoming = [entry for entry in self._incoming if entry[0].get_ref_count() > 0]
-            own = sum(
-                memory.metadata.phy_size for memory, whose in self._incoming if whose == tenant
-            )
-            of_all = sum(memory.metadata.phy_size for memory, _ in self._incoming)
-            memory_obj = None
-            if self._may_receive(num_bytes, own, of_all, tenant):
-                memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
-                if memory_obj is None:
-                    is_over = self._ledger.is_over_quota(tenant, own + num_bytes)
-                    held_bytes = self._used_bytes
-                    most_bytes = num_bytes + min(
-                        num_bytes, self._memory.capacity_bytes // GAPS_SHARE
-                    )
-                    whose = tenant if is_over else None
-                    for key in self._give_up(MAX_VICTIMS_PER_ALLOCATION, whose):
-                        gone.append(key)
-                        memory_obj = self._allocator.allocate(
-                            (num_bytes,), None, MemoryFormat.BINARY
-                        )
-                        if memory_obj is not None or held_bytes - self._used_bytes >= most_bytes:
-                            break
+            memory_obj = self._lend(num_bytes, tenant, gone)
             if memory_obj is None:
                 self._num_failed_allocations += 1
             else:
@@ -202,28 +182,9 @@ class LocalCPUBackend(StorageBackend):
         self._report(gone)
         return memory_obj
 
-    def _may_receive(self, num_bytes: int, own: int, of_all: int, tenant: str) -> bool:
-        """Whether a tenant may be lent so much more.
-
-        Args:
-            num_bytes: What it asks for.
-            own: What it has been lent.
-            of_all: What all have been lent.
-            tenant: The tenant that asks.
-        """
-        capacity = self._memory.capacity_bytes
-        quota = self._ledger.quota(tenant)
-        if quota is not None and own + num_bytes > quota:
-            self._ledger.refuse()
-            return False
-        return (
-            own + num_bytes <= capacity // RECEIVING_SHARE
-            and of_all + num_bytes <= capacity - capacity // KEPT_SHARE
-        )
-
     def get_many(self, keys: Sequence[ChunkKey], is_access: bool = True) -> list[Chunk | None]:
-        """The chunks that are held, None for the others; each with a reference of its own, owned by
-        the caller.
+        """Return the chunks that are held, None for the others; each with a reference of its own,
+        owned by the caller.
 
         Counts as an access to all of them (if it `is_access`), the last one first: of a chain of
         chunks the head is then the most recent.
@@ -238,6 +199,13 @@ class LocalCPUBackend(StorageBackend):
                         self._ledger.access(chunk.key)
         self._report(gone)
         return found
+
+    def results(self, keys: Sequence[ChunkKey]) -> list[Result]:
+        """Like `get_many`, with the reason why a chunk is missing."""
+        return [
+            self.miss(key) if chunk is None else chunk
+            for key, chunk in zip(keys, self.get_many(keys), strict=True)
+        ]
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Keep chunks, taking a reference on the memory of each; memory outside any arena is copied
@@ -256,7 +224,7 @@ class LocalCPUBackend(StorageBackend):
         return self.contains_many([chunk.key for chunk in chunks])
 
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which chunks are held. Does not count as an access."""
+        """Return which chunks are held. Does not count as an access."""
         with self._lock:
             return [self._find(key) is not None for key in keys]
 
@@ -265,7 +233,9 @@ class LocalCPUBackend(StorageBackend):
         it lets go.
         """
         with self._lock:
-            gone = [key for key in keys if self._remove(key)]
+            gone = [key for key in dict.fromkeys(keys) if key in self._chunks]
+            for key in gone:
+                self._drop(key)
         self._report(gone)
         return len(gone)
 
@@ -275,29 +245,30 @@ class LocalCPUBackend(StorageBackend):
         """
         gone: list[ChunkKey] = []
         with self._lock:
-            before = self._used_bytes
+            before = self._ledger.used_bytes
             victims = self._give_up()
             while (
-                before - self._used_bytes < num_bytes and (key := next(victims, None)) is not None
+                before - self._ledger.used_bytes < num_bytes
+                and (key := next(victims, None)) is not None
             ):
                 gone.append(key)
-            freed = before - self._used_bytes
+            freed = before - self._ledger.used_bytes
         self._report(gone)
         return freed
 
     def miss(self, key: ChunkKey) -> Miss:
-        """The miss to report for a chunk that is not held: evicted or expired, as far as
+        """Return the miss to report for a chunk that is not held: evicted or expired, as far as
         remembered, or never stored.
         """
         with self._lock:
             return self._ledger.miss(key)
 
     def keys(self) -> list[ChunkKey]:
-        """Names of all chunks that would be served now."""
+        """Return the names of all chunks that would be served now."""
         return [key for key, _ in self.held()]
 
     def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size (whole record, bytes) of every chunk that would be served now."""
+        """Return name and size (whole record, bytes) of every chunk that would be served now."""
         with self._lock:
             keys = list(self._chunks)
         return self._sizes(keys)
@@ -309,7 +280,7 @@ class LocalCPUBackend(StorageBackend):
         return self._sizes(keys[::-1])
 
     def peek_many(self, keys: Sequence[ChunkKey]) -> list[HeldChunk | Miss]:
-        """What there is to tell of chunks. Does not count as an access."""
+        """Return what is known of chunks. Does not count as an access."""
         with self._lock:
             found = [(key, self._find(key)) for key in keys]
             return [
@@ -331,7 +302,7 @@ class LocalCPUBackend(StorageBackend):
         with self._lock:
             return self._ledger.stats() | {
                 "num_chunks": len(self._chunks),
-                "used_bytes": self._used_bytes,
+                "used_bytes": self._ledger.used_bytes,
                 "capacity_bytes": self._memory.capacity_bytes,
                 "arena_used_bytes": self._memory.used_bytes,
                 "failed_allocations": self._num_failed_allocations,
@@ -346,22 +317,18 @@ class LocalCPUBackend(StorageBackend):
         self._allocator.check_integrity()
         with self._lock:
             sizes = {key: chunk.memory.metadata.phy_size for key, chunk in self._chunks.items()}
-            if sum(sizes.values()) != self._used_bytes:
-                raise IntegrityError(
-                    f"chunks hold {sum(sizes.values())} bytes, books say {self._used_bytes}"
-                )
             self._ledger.check_integrity(sizes)
             for key, chunk in self._chunks.items():
                 if chunk.memory.get_ref_count() < 1:
                     raise IntegrityError(f"chunk {key.key.chunk_hash} is held without a reference")
-            if self._used_bytes > self._memory.used_bytes:
+            if self._ledger.used_bytes > self._memory.used_bytes:
                 raise IntegrityError(
-                    f"chunks hold {self._used_bytes} bytes, the arena has handed out"
+                    f"chunks hold {self._ledger.used_bytes} bytes, the arena has handed out"
                     f" {self._memory.used_bytes}"
                 )
 
     async def open(self) -> None:
-        """Nothing to do: the arena exists."""
+        """Do nothing: the arena exists."""
 
     async def close(self) -> None:
         """Give up every chunk, so that the arena is empty once readers let go. Not reported as
@@ -369,7 +336,7 @@ class LocalCPUBackend(StorageBackend):
         """
         with self._lock:
             for key in list(self._chunks):
-                self._remove(key)
+                self._drop(key)
 
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -382,10 +349,7 @@ class LocalCPUBackend(StorageBackend):
         """Read chunks; `allocate` is not called, since the chunks are in
         memory.
         """
-        return [
-            self.miss(key) if chunk is None else chunk
-            for key, chunk in zip(keys, self.get_many(keys), strict=True)
-        ]
+        return self.results(keys)
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
@@ -450,9 +414,9 @@ class LocalCPUBackend(StorageBackend):
                 kept = chunk if is_ours else chunk.moved(memory_obj, self.name)
                 if kept.stored_at is None:
                     kept.stored_at = self._clock()
-                self._remove(kept.key)  # in its place
+                if kept.key in self._chunks:  # it takes the place of a lossy one
+                    self._drop(kept.key)
                 self._chunks[kept.key] = kept
-                self._used_bytes += memory_obj.metadata.phy_size
                 self._ledger.add(kept.key, memory_obj.metadata.phy_size, kept.stored_at)
                 if self._incoming:
                     self._incoming = [held for held in self._incoming if held[0] is not memory_obj]
@@ -463,7 +427,7 @@ class LocalCPUBackend(StorageBackend):
         self._report(gone)
 
     def _copy(self, chunk: Chunk) -> MemoryObj | None:
-        """The chunk's payload in this arena; None when it is not to be kept, or there is no
+        """Return the chunk's payload in this arena; None when it is not to be kept, or there is no
         room.
         """
         gone: list[ChunkKey] = []
@@ -486,6 +450,39 @@ class LocalCPUBackend(StorageBackend):
         """Return the chunk if it may be served; not an access."""
         chunk = self._chunks.get(key)
         return chunk if chunk is not None and self._ledger.is_live(key) else None
+
+    def _lend(self, num_bytes: int, tenant: str, gone: list[ChunkKey]) -> MemoryObj | None:
+        """Return memory for what a tenant has announced; None if it may not be lent so much more,
+        or there is no room.
+
+        Args:
+            num_bytes: As announced.
+            tenant: The tenant that asks.
+            gone: Extended by the keys that were given up.
+        """
+        own = sum(memory.metadata.phy_size for memory, whose in self._incoming if whose == tenant)
+        of_all = sum(memory.metadata.phy_size for memory, _ in self._incoming)
+        capacity = self._memory.capacity_bytes
+        quota = self._ledger.quota(tenant)
+        if quota is not None and own + num_bytes > quota:
+            self._ledger.refuse()
+            return None
+        if (
+            own + num_bytes > capacity // RECEIVING_SHARE
+            or of_all + num_bytes > capacity - capacity // KEPT_SHARE
+        ):
+            return None
+        memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
+        if memory_obj is not None:
+            return memory_obj
+        is_over = self._ledger.is_over_quota(tenant, own + num_bytes)
+        least_bytes = self._ledger.used_bytes - num_bytes - min(num_bytes, capacity // GAPS_SHARE)
+        for key in self._give_up(MAX_VICTIMS_PER_ALLOCATION, tenant if is_over else None):
+            gone.append(key)
+            memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
+            if memory_obj is not None or self._ledger.used_bytes <= least_bytes:
+                break
+        return memory_obj
 
     def _admits(self, chunk: Chunk, num_bytes: int, gone: list[ChunkKey]) -> bool:
         """Return whether a chunk is to be kept. Its tenant's own chunks are given up for it as far
@@ -524,8 +521,7 @@ class LocalCPUBackend(StorageBackend):
         past += [key for key in keys if key in self._chunks and not self._ledger.is_live(key)]
         gone = list(dict.fromkeys(past))
         for key in gone:
-            self._ledger.expire(key)
-            self._drop(key)
+            self._drop(key, MissReason.EXPIRED)
         return gone
 
     def _give_up(
@@ -543,24 +539,16 @@ class LocalCPUBackend(StorageBackend):
             What has just been forgotten.
         """
         for key in self._ledger.past(len(self._chunks) if limit is None else limit):
-            self._ledger.expire(key)
-            self._drop(key)
+            self._drop(key, MissReason.EXPIRED)
             yield key
         for key in islice(self._ledger.victims(tenant), limit):
             if key == spared or self._chunks[key].memory.get_ref_count() > 1:
                 continue
-            self._ledger.evict(key)
-            self._drop(key)
+            self._drop(key, MissReason.EVICTED)
             yield key
 
-    def _remove(self, key: ChunkKey) -> bool:
-        if key not in self._chunks:
-            return False
-        self._ledger.remove(key)
-        self._drop(key)
-        return True
-
-    def _drop(self, key: ChunkKey) -> None:
+    def _drop(self, key: ChunkKey, reason: MissReason | None = None) -> None:
+        """Forget a held chunk; for the reason see `Ledger.remove`."""
         chunk = self._chunks.pop(key)
-        self._used_bytes -= chunk.memory.metadata.phy_size
+        self._ledger.remove(key, chunk.memory.metadata.phy_size, reason)
         chunk.memory.ref_count_down()

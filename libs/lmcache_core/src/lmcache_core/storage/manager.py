@@ -123,7 +123,7 @@ class StorageManager(ChunkStore):
         stack, self._stack = self._stack, None
         staging, self._staging = self._staging, None
         if staging is not None:
-            staging.close()
+            staging.run(staging.close())
         if stack is not None:
             try:
                 self._loop.run(self._close_stack(stack), self._close_drain_s + MARGIN_S)
@@ -194,15 +194,21 @@ class StorageManager(ChunkStore):
         staging = self._staging
         if staging is None:
             return None
-        return staging.stage(
-            ticket, chains, deadline_s=self._timeout_s, is_prefix=is_prefix, recompute_s=recompute_s
+        return staging.run(
+            staging.stage(
+                ticket,
+                chains,
+                deadline_s=self._timeout_s,
+                is_prefix=is_prefix,
+                recompute_s=recompute_s,
+            )
         )
 
     @override
     def unstage(self, tickets: Sequence[str]) -> None:
         staging = self._staging
         if staging is not None:
-            staging.unstage(tickets)
+            staging.run(staging.unstage(tickets))
 
     @override
     def reserve(
@@ -302,8 +308,8 @@ class StorageManager(ChunkStore):
         discard: Callable[[T], None] | None = None,
         margin_s: float = MARGIN_S,
     ) -> T | None:
-        """What `work`, which has `limit_s` seconds, gives, or None when it gave nothing in time
-        and in the margin.
+        """Return what `work`, which has `limit_s` seconds, gives, or None when it gave nothing in
+        time and in the margin.
         """
         try:
             return self._loop.run(work, limit_s + margin_s, discard)
@@ -344,8 +350,9 @@ class StorageManager(ChunkStore):
         return True
 
     async def _expire_tickets(self) -> None:
-        if self._staging is not None:
-            self._staging.expire()
+        staging = self._staging
+        if staging is not None:
+            staging.run(staging.expire())
 
     async def _lift(self, stack: TierStack, names: Sequence[ChunkKey]) -> None:
         try:
@@ -354,21 +361,20 @@ class StorageManager(ChunkStore):
             self._prefetches.release()
 
     def _all_from_hot(self, names: Sequence[ChunkKey]) -> list[Result] | None:
-        """What host memory says to these chunks; None when slower tiers may have more to say."""
+        """Return what host memory says to these chunks; None when slower tiers may have more to
+        say.
+        """
         if self._tiers.lower and not all(self._hot.contains_many(names)):
             return None
-        results = [
-            self._hot.miss(name) if chunk is None else chunk
-            for name, chunk in zip(names, self._hot.get_many(names), strict=True)
-        ]
+        results = self._hot.results(names)
         if self._tiers.lower and any(isinstance(result, Miss) for result in results):
             release_all(results)  # one was evicted in this moment
             return None
         return results
 
     def _prefix(self, results: Sequence[Result], check_later: bool) -> list[Chunk]:
-        """The chunks in front of the first miss and of the first that is damaged in host memory;
-        the others are given back and counted.
+        """Return the chunks in front of the first miss and of the first that is damaged in host
+        memory; the others are given back and counted.
         """
         chunks = list(_leading_chunks(results))
         if check_later:

@@ -136,16 +136,12 @@ class MetricsObserver(Observer):
     @override
     def stats(self) -> dict[str, int]:
         """Return `get_calls`, `get_bytes`, `put_microseconds`, `missed_evicted` and so on."""
-        return {
-            _figure(name, label): value
-            for (name, label), value in self._counters.snapshot().items()
-            if label and value
-        }
-
-
-def _figure(name: str, label: str) -> str:
-    return (
-        f"missed_{label}"
-        if name == MISSED_CHUNKS_TOTAL
-        else f"{label}_{name.removeprefix(_PREFIX).removesuffix(_SUFFIX)}"
-    )
+        figures = {}
+        for (name, label), value in self._counters.snapshot().items():
+            if name == MISSED_CHUNKS_TOTAL:
+                figure = f"missed_{label}"
+            else:
+                figure = f"{label}_{name.removeprefix(_PREFIX).removesuffix(_SUFFIX)}"
+            if label and value:
+                figures[figure] = value
+        return figures

@@ -49,11 +49,11 @@ class P2PBackend(StorageBackend):
 
     @property
     def pulled(self) -> PulledBytes:
-        """What came, by peer."""
+        """Return what came, by peer."""
         return self._parts.pulled
 
     async def open(self) -> None:
-        """Nothing to do: peers are connected to when needed."""
+        """Do nothing: peers are connected to when needed."""
 
     async def close(self) -> None:
         """End the connections to peers."""
@@ -61,7 +61,9 @@ class P2PBackend(StorageBackend):
         await self._peers.close()
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which chunks some peer holds, as far as lookup knows: the longest prefix of the keys."""
+        """Return which chunks some peer holds, as far as lookup knows: the longest prefix of the
+        keys.
+        """
         holders = await self._holders(keys)
         return [bool(names) for names in holders] + [False] * (len(keys) - len(holders))
 
@@ -86,19 +88,19 @@ class P2PBackend(StorageBackend):
             self._tasks.start("done", self._tell_done(pull.granted))
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Peers pull; nothing is pushed to them."""
+        """Keep nothing: peers pull."""
         return [False] * len(chunks)
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """What peers hold is theirs."""
+        """Remove nothing: what peers hold is theirs."""
         return 0
 
     async def clear(self, tenant: str | None = None) -> int:
-        """What peers hold is theirs."""
+        """Remove nothing: what peers hold is theirs."""
         return 0
 
     def stats(self) -> dict[str, int]:
-        """Figures of the pulls so far."""
+        """Return figures of the pulls so far."""
         return {
             "num_chunks": 0,
             "used_bytes": 0,

@@ -55,6 +55,8 @@ class PeerGroup:
 
     Attributes:
         announcer: Tells lookup what the engine's tiers hold.
+        locate: Tells which server of a remote tier holds what; unavailable while the engine is
+            closed.
 
     Raises:
         ConfigError: A file or a URL cannot be read.
@@ -85,17 +87,11 @@ class PeerGroup:
         self._broker = BrokerClient(
             config.broker_url, token, CLIENT_TIMEOUT_S, tls=self._client_tls.context
         )
+        self.locate: Locate = LookupLocator(self._lookup)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exits = AsyncExitStack()
         self._codecs = create_codecs([RAW])
         self.announcer = TierAnnouncer(DEFAULT_TENANT)
-
-    @property
-    def locate(self) -> Locate:
-        """Return what tells which server of a remote tier holds what; it is unavailable while the
-        engine is closed.
-        """
-        return LookupLocator(self._lookup)
 
     def make_tier(self) -> P2PBackend:
         """Return a new tier that reads from peers."""
@@ -129,7 +125,7 @@ class PeerGroup:
         verify = None if self._keys is None else TicketVerifier(self._keys, self._instance).verify
         await self._codecs.open()
         self._exits.push_async_callback(self._codecs.close)
-        store = EncodingStore(LocalStore(stack, accepts_puts=_never), self._codecs, RAW)
+        store = EncodingStore(LocalStore(stack, accepts_puts=lambda: False), self._codecs, RAW)
         authenticate = _anybody if verify is None else _refuse_without_ticket
         server = LmServer(
             store,
@@ -173,8 +169,8 @@ def _address(url: str) -> DistributedUrl:
 
 
 def _tls(config: LMCacheEngineConfig) -> tuple[ClientTls, ssl.SSLContext | None]:
-    """What is connected with, and what peers are served with; None where the URL says that they are
-    not encrypted.
+    """Return what is connected with, and what peers are served with; None where the URL says that
+    they are not encrypted.
 
     Raises:
         ConfigError: A file cannot be read or does not fit.
@@ -191,13 +187,9 @@ def _tls(config: LMCacheEngineConfig) -> tuple[ClientTls, ssl.SSLContext | None]
     )
 
 
-def _never() -> bool:
-    return False
-
-
 def _anybody(token: str | None) -> Principal:
-    """Without ticket keys whoever reaches the address may read; the config allows that on
-    loopback only.
+    """Let every client read that reaches the address: without ticket keys, which the config allows
+    on loopback only.
     """
     return Principal(DEFAULT_TENANT, "client", "anybody")
 

@@ -72,7 +72,7 @@ class PinBoard:
         return len(self._pins)
 
     def pins(self) -> list[OperatorPin]:
-        """Everything that is pinned now."""
+        """Return everything that is pinned now."""
         now = self._clock()
         return [
             OperatorPin(key, _size(pin.chunk), max(0.0, pin.ends_at - now))

@@ -5,7 +5,6 @@ of its peers or of its remote tier, and each client only what it can decode.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 from lmcache_core._typing import override
 from lmcache_core.keys import ChunkKey
@@ -14,7 +13,7 @@ from lmcache_core.memory.buffer import BufferAllocator
 from lmcache_core.record import RAW_SERDE, Chunk, Miss, MissReason, Result, release_all
 from lmcache_core.serde.codec import ChunkCodec
 from lmcache_core.storage.codecs import Codecs, encoded_chunk
-from lmcache_core.storage.disk.pool import abandon, release_result, wait_all
+from lmcache_core.storage.disk.pool import ChunkJob, finish
 from lmcache_core.storage.stack import DEFAULT_TIMEOUT_S, LOCAL_TIERS, TierStack
 from lmcache_core.storage.unusable import UnusableRecords
 from lmcache_core.telemetry import CodecFigures
@@ -47,7 +46,7 @@ class LocalStore(ServedStore):
 
     @override
     def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
-        return self._stack.receive(num_bytes, tenant) if self._accepts_puts() else None
+        return self._stack.hot.receive(num_bytes, tenant) if self._accepts_puts() else None
 
     @override
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -155,27 +154,6 @@ class LosslessStore(WrappedStore):
         return Miss(MissReason.ENCODING)
 
 
-class ClientView(WrappedStore, AdaptsToClients):
-    """A store that holds records as they come, and `AdaptsToClients`.
-
-    Args:
-        store: What is wrapped.
-    """
-
-    def __init__(self, store: ServedStore) -> None:
-        super().__init__(store)
-        self._lossless = LosslessStore(store)
-
-    @property
-    @override
-    def offers(self) -> Accepts:
-        return Accepts(lossy=True)
-
-    @override
-    def for_client(self, accepts: Accepts) -> ServedStore:
-        return self._store if accepts.lossy else self._lossless
-
-
 MAX_ENCODING_BYTES = 128 << 20
 """Raw bytes that are being encoded for peers at once; what more is asked for goes out raw, since
 waiting may take longer than sending.
@@ -184,7 +162,7 @@ MAX_SENDING_BYTES = 256 << 20
 """Encoded bytes that are held until they are sent."""
 
 
-class EncodingStore(ClientView):
+class EncodingStore(WrappedStore, AdaptsToClients):
     """Serves raw chunks encoded, to clients who say that they decode the serde (and, if it loses
     something, that they take that).
 
@@ -194,13 +172,19 @@ class EncodingStore(ClientView):
         store: What is wrapped.
         codecs: Open while this store serves.
         serde: How chunks are encoded, one that `codecs` was made with; "naive": not at all.
+
+    Attributes:
+        encoding_bytes: Raw bytes that are being encoded now.
     """
 
     def __init__(self, store: ServedStore, codecs: Codecs, serde: str) -> None:
         super().__init__(store)
+        self._lossless = LosslessStore(store)
         self._codec = codecs.named(serde)
-        self._codecs = codecs
-        self._work = _Work(codecs)
+        self._threads = codecs.encoding
+        self._figures = CodecFigures(whole=codecs.figures)
+        self._memory = BufferAllocator(capacity_bytes=MAX_SENDING_BYTES)
+        self.encoding_bytes = 0
 
     @property
     @override
@@ -209,94 +193,74 @@ class EncodingStore(ClientView):
 
     @override
     def for_client(self, accepts: Accepts) -> ServedStore:
-        store, codec = super().for_client(accepts), self._codec
+        store, codec = self._store if accepts.lossy else self._lossless, self._codec
         if (
             codec is None
             or codec.serde not in accepts.serdes
             or (codec.lossy and not accepts.lossy)
         ):
             return store
-        return _EncodedView(store, codec, self._work)
+        return _EncodedView(store, codec, self)
 
     def stats(self) -> dict[str, int]:
-        """What was encoded, and how many encoded bytes wait to be sent."""
-        return self._work.figures.stats() | {"sending_bytes": self._work.memory.used_bytes}
+        """Return what was encoded, and how many encoded bytes wait to be sent."""
+        return self._figures.stats() | {"sending_bytes": self._memory.used_bytes}
 
-
-class _Work:
-    """What all views of a store share: threads, bounds, figures."""
-
-    def __init__(self, codecs: Codecs) -> None:
-        self.threads = codecs.encoding
-        self.figures = CodecFigures(whole=codecs.figures)
-        self.memory = BufferAllocator(capacity_bytes=MAX_SENDING_BYTES)
-        self.encoding_bytes = 0
-
-    def run(self, codec: ChunkCodec, chunk: Chunk) -> Chunk | None:
-        """The chunk, encoded, in memory that is counted; None: it goes out as it is. Takes over
-        a reference.
+    def begin_encoding(self, codec: ChunkCodec, chunk: Chunk) -> ChunkJob[Chunk | None]:
+        """Encode a chunk (borrowed) in a thread, into memory that is counted; the result is None
+        where it goes out as it is.
         """
+        chunk.memory.ref_count_up()
+        return self._threads.begin(self._encode, codec, chunk, unrun=chunk.release)
+
+    def _encode(self, codec: ChunkCodec, chunk: Chunk) -> Chunk | None:
         try:
-            encoded = encoded_chunk(codec, chunk, self.figures)
-            memory = (
-                None
-                if encoded is None
-                else self.memory.allocate((encoded.memory.get_size(),), None)
-            )
-            if encoded is None or memory is None:
-                return None
-            memory.byte_array[:] = encoded.memory.byte_array
-            return encoded.moved(memory, encoded.tier)
+            encoded = encoded_chunk(codec, chunk, self._figures)
         finally:
             chunk.release()
+        if encoded is None:
+            return None
+        memory = self._memory.allocate((encoded.memory.get_size(),), None)
+        if memory is None:
+            return None
+        memory.byte_array[:] = encoded.memory.byte_array
+        return encoded.moved(memory, encoded.tier)
 
 
 class _EncodedView(WrappedStore):
-    def __init__(self, store: ServedStore, codec: ChunkCodec, work: _Work) -> None:
+    """An `EncodingStore` as a client sees it that decodes the serde."""
+
+    def __init__(self, store: ServedStore, codec: ChunkCodec, owner: EncodingStore) -> None:
         super().__init__(store)
         self._codec = codec
-        self._work = work
+        self._owner = owner
 
     @override
     async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
         results = await self._store.get(keys)
-        work = self._work
-        futures: dict[int, Future[Chunk | None]] = {}
+        owner = self._owner
+        jobs: dict[int, ChunkJob[Chunk | None]] = {}
         num_bytes = 0
         try:
             for i, result in enumerate(results):
-                if isinstance(result, Chunk) and self._is_worth_it(result):
-                    futures[i] = self._submit(result)
-                    work.encoding_bytes += result.memory.get_size()
-                    num_bytes += result.memory.get_size()
-            await wait_all(list(futures.values()))
-            encoded = {
-                i: future.result() for i, future in futures.items() if not future.cancelled()
-            }
+                if isinstance(result, Miss) or result.described.serde != RAW_SERDE:
+                    continue
+                size = result.memory.get_size()
+                if owner.encoding_bytes + size <= MAX_ENCODING_BYTES:
+                    jobs[i] = owner.begin_encoding(self._codec, result)
+                    owner.encoding_bytes += size
+                    num_bytes += size
+            await finish(jobs.values())
         except BaseException:
-            for future in futures.values():
-                abandon(future, release_result)
+            for job in jobs.values():
+                job.abandon()
             release_all(results)
             raise
         finally:
-            work.encoding_bytes -= num_bytes
-        for i, chunk in encoded.items():
-            raw = results[i]
-            if chunk is not None and isinstance(raw, Chunk):
+            owner.encoding_bytes -= num_bytes
+        for i, job in jobs.items():
+            encoded, raw = job.take(None, None), results[i]
+            if encoded is not None and isinstance(raw, Chunk):
                 raw.release()
-                results[i] = chunk
+                results[i] = encoded
         return results
-
-    def _is_worth_it(self, chunk: Chunk) -> bool:
-        is_raw = chunk.described.serde == RAW_SERDE
-        return is_raw and self._work.encoding_bytes + chunk.memory.get_size() <= MAX_ENCODING_BYTES
-
-    def _submit(self, chunk: Chunk) -> Future[Chunk | None]:
-        chunk.memory.ref_count_up()
-        try:
-            future = self._work.threads.submit(self._work.run, self._codec, chunk)
-        except BaseException:
-            chunk.release()
-            raise
-        future.add_done_callback(lambda done: chunk.release() if done.cancelled() else None)
-        return future

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Protocol
@@ -15,7 +17,7 @@ from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Miss, MissReason, Result
-from lmcache_core.storage.base import IsUnwanted, ReadLimit, StorageBackend
+from lmcache_core.storage.base import IsUnwanted, StorageBackend
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.write_behind import WriteBehind
 
@@ -32,15 +34,38 @@ TIER_CLOSE_S = 30.0
 """How long a tier may take to close: longer than any tier of ours waits for its threads and
 tasks.
 """
+FIRST_RETRY_S = 1.0
+MAX_RETRY_S = 30.0
+"""Between two attempts to open a tier."""
 DEFAULT_PENDING_SHARE = 2
 """Writes that wait for all slower tiers together may hold one part in this many of the hot tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimit:
+    """How long chunks may be waited for. On the event loop only.
+
+    Attributes:
+        deadline: On the loop's clock.
+        recompute_s: What computing one chunk anew costs; None when that is not known.
+    """
+
+    deadline: float
+    recompute_s: float | None = None
+
+    def left_s(self, num_chunks: int) -> float:
+        """Return the seconds that so many chunks are worth, and that are left; not positive when
+        there are none.
+        """
+        left_s = self.deadline - asyncio.get_running_loop().time()
+        return left_s if self.recompute_s is None else min(left_s, self.recompute_s * num_chunks)
 
 
 class StackListener(Protocol):
     """Hears what tiers keep and forget; called on the loop, must not block."""
 
     def stored(self, key: ChunkKey, tier: str, num_bytes: int) -> None:
-        """That tier now holds the chunk, complete and readable."""
+        """Note that a tier now holds a chunk, complete and readable."""
 
 
 class TierStack:
@@ -51,9 +76,15 @@ class TierStack:
         lower: Slower tiers, fastest first; opened and closed by the stack.
         written: Those of them that every new chunk is written to; None means all.
         listener: Hears of chunks that tiers of this process have kept.
-        keep_hot: Keep chunks in host memory; False uses it only on the way through.
+        keep_hot: Keep chunks that are stored or lifted in host memory; False uses it only on the
+            way through.
         pending_bytes: Bounds on the writes that wait, by tier; equal parts of what
             `DEFAULT_PENDING_SHARE` leaves for those that are not named.
+
+    Attributes:
+        hot: As given.
+        lower: Those of the slower tiers that are open.
+        keep_hot: As given.
     """
 
     def __init__(
@@ -67,9 +98,9 @@ class TierStack:
     ) -> None:
         self.hot = hot
         self.lower = self._tiers = tuple(lower)
-        self._reconnector = TierReconnector(self._came)
+        self.keep_hot = keep_hot
+        self._opening = TaskSupervisor("reconnect-tiers")
         self._listener = listener
-        self._keep_hot = keep_hot
         self._reads = InflightReads()
         behind = self.lower if written is None else written
         num_unnamed = sum(tier.name not in pending_bytes for tier in behind)
@@ -81,11 +112,6 @@ class TierStack:
         }
         self._writers: dict[str, WriteBehind] = {}
 
-    @property
-    def keeps_hot(self) -> bool:
-        """Whether what is stored and lifted stays in host memory."""
-        return self._keep_hot
-
     async def open(self) -> None:
         """Open every tier; one that cannot be had is left out until it can, since a broken disk
         must not stop what works without it.
@@ -94,16 +120,22 @@ class TierStack:
             ConfigError: A tier's options are wrong, or another process owns its directory.
         """
         await self.hot.open()
-        self.lower = tuple([tier for tier in self._tiers if await self._reconnector.open(tier)])
-        for tier in self.lower:
-            self._write_to(tier)
+        self.lower = ()
+        for tier in self._tiers:
+            try:
+                await tier.open()
+            except UnavailableError as exc:
+                logger.error("tier unavailable, retrying: tier=%s error=%s", tier.name, exc)
+                self._opening.start(tier.name, self._open_later(tier))
+            else:
+                self._join(tier)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Finish background writes for up to `drain_s` seconds, then close every tier. Idempotent.
 
         A tier that has not closed after `TIER_CLOSE_S` is logged and left.
         """
-        await self._reconnector.close()
+        await self._opening.close()
         await asyncio.gather(*(writer.close(drain_s) for writer in self._writers.values()))
         try:
             await _close_all(self.lower)
@@ -119,12 +151,8 @@ class TierStack:
         )
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
-        """Arena memory, by eviction if need be; one reference owned by the caller."""
+        """Return arena memory, by eviction if need be; one reference owned by the caller."""
         return self.hot.allocate(num_bytes)
-
-    def receive(self, num_bytes: int, tenant: str) -> MemoryObj | None:
-        """See `LocalCPUBackend.receive`."""
-        return self.hot.receive(num_bytes, tenant)
 
     async def batched_tiers(
         self,
@@ -132,7 +160,7 @@ class TierStack:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         search_range: Sequence[str] | None = None,
     ) -> list[str | None]:
-        """For each chunk the fastest tier that has it, or None; tiers outside `search_range`
+        """Return for each chunk the fastest tier that has it, or None; tiers outside `search_range`
         (all when None) are not asked.
         """
         found: list[str | None] = [None] * len(keys)
@@ -143,9 +171,11 @@ class TierStack:
                 break
             if search_range is not None and tier.name not in search_range:
                 continue
-            for i, has in zip(
-                missing, await self._ask(tier, [keys[i] for i in missing], deadline), strict=True
-            ):
+            held: Sequence[bool] = ()
+            with contextlib.suppress(TimeoutError, UnavailableError):
+                async with asyncio.timeout_at(deadline):
+                    held = await tier.batched_contains([keys[i] for i in missing])
+            for i, has in zip(missing, held, strict=False):  # none without an answer
                 found[i] = tier.name if has else None
         return found
 
@@ -174,7 +204,7 @@ class TierStack:
             Results in the order of the keys; the caller owns every chunk.
         """
         began = asyncio.get_running_loop().time()
-        results = self._hot_results(keys)
+        results = self.hot.results(keys)
         missing = _missing(results)
         if missing and self.lower:
             limit_s = (
@@ -198,11 +228,8 @@ class TierStack:
         """Keep chunks hot and write them to the slower tiers in the background (chunks are
         borrowed).
         """
-        kept = self.hot.put_many(chunks) if self._keep_hot else [True] * len(chunks)
+        kept = self._keep(chunks) if self.keep_hot else [True] * len(chunks)
         held = [chunk for chunk, is_kept in zip(chunks, kept, strict=True) if is_kept]
-        if self._keep_hot:
-            for chunk in held:
-                self._written(chunk, self.hot.name)
         for writer in self._writers.values():
             writer.offer(held)
         return kept
@@ -235,7 +262,11 @@ class TierStack:
         search_range: Sequence[str] | None,
         remove: Callable[[StorageBackend], Awaitable[int]],
     ) -> int:
-        tiers = self._tiers_in(search_range)
+        tiers = [
+            tier
+            for tier in (self.hot, *self.lower)
+            if search_range is None or tier.name in search_range
+        ]
         with ExitStack() as held:
             for writer in self._writers.values():
                 held.enter_context(writer.holding_back(is_unwanted))
@@ -256,34 +287,27 @@ class TierStack:
             counts = [await remove(tier) for tier in tiers]
         return max(counts, default=0)
 
-    def _tiers_in(self, search_range: Sequence[str] | None) -> list[StorageBackend]:
-        return [
-            tier
-            for tier in (self.hot, *self.lower)
-            if search_range is None or tier.name in search_range
-        ]
-
     @property
     def num_pending_bytes(self) -> int:
-        """Bytes of memory held for writes to slower tiers; zero does not mean that nothing
+        """Return bytes of memory held for writes to slower tiers; zero does not mean that nothing
         waits: see `is_writing`.
         """
         return sum(writer.pending_bytes for writer in self._writers.values())
 
     @property
     def num_waiting_names(self) -> int:
-        """Chunks that wait by name alone for slower tiers, counted once per tier; their bytes
-        are not pending yet.
+        """Return chunks that wait by name alone for slower tiers, counted once per tier; their
+        bytes are not pending yet.
         """
-        return sum(writer.num_waiting_names for writer in self._writers.values())
+        return sum(len(writer.later) for writer in self._writers.values())
 
     @property
     def is_writing(self) -> bool:
-        """Whether any accepted chunk has neither reached nor failed to reach a slower tier."""
+        """Return whether an accepted chunk neither reached nor failed to reach a slower tier."""
         return any(writer.is_writing for writer in self._writers.values())
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Figures of every tier, by its name."""
+        """Return figures of every tier, by its name."""
         figures = {tier.name: dict(tier.stats()) for tier in (self.hot, *self.lower)}
         for name, writer in self._writers.items():
             figures[name] |= {
@@ -292,21 +316,6 @@ class TierStack:
                 "unkept_writes": writer.num_failed,
             }
         return figures
-
-    async def _ask(
-        self, tier: StorageBackend, keys: Sequence[ChunkKey], deadline: float
-    ) -> list[bool]:
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await tier.batched_contains(keys)
-        except (TimeoutError, UnavailableError):
-            return [False] * len(keys)
-
-    def _hot_results(self, keys: Sequence[ChunkKey]) -> list[Result]:
-        return [
-            self.hot.miss(key) if chunk is None else chunk
-            for key, chunk in zip(keys, self.hot.get_many(keys), strict=True)
-        ]
 
     async def _fill_from_below(
         self,
@@ -317,11 +326,11 @@ class TierStack:
     ) -> None:
         """Fill in what the slower tiers bring in time."""
         missing = _missing(results)
-        if self._keep_hot and await self._reads.wait_for_others(
+        if self.keep_hot and await self._reads.wait_for_others(
             [keys[i] for i in missing], limit.left_s(len(missing))
         ):
             for i, result in zip(
-                missing, self._hot_results([keys[i] for i in missing]), strict=True
+                missing, self.hot.results([keys[i] for i in missing]), strict=True
             ):
                 results[i] = result
             missing = _missing(results)
@@ -356,35 +365,46 @@ class TierStack:
             except UnavailableError:
                 got = [Miss(MissReason.UNAVAILABLE)] * len(wanted)
         got = [*got, *[Miss(MissReason.DEADLINE)] * (len(missing) - len(wanted))]
-        self._keep(
-            [
-                result
-                for result in got
-                if isinstance(result, Chunk) and result.key not in read.unwanted
-            ]
-        )
+        if self.keep_hot:
+            arrived = [result for result in got if isinstance(result, Chunk)]
+            self._keep([chunk for chunk in arrived if chunk.key not in read.unwanted])
         for i, result in zip(missing, got, strict=True):
             if isinstance(result, Chunk) or result.reason is not MissReason.NEVER_STORED:
                 results[i] = result
 
-    def _keep(self, arrived: Sequence[Chunk]) -> None:
-        """Keep what came from below hot."""
-        if self._keep_hot:
-            for chunk, is_kept in zip(arrived, self.hot.put_many(arrived), strict=True):
-                if is_kept:
-                    self._written(chunk, self.hot.name)
+    def _keep(self, chunks: Sequence[Chunk]) -> list[bool]:
+        kept = self.hot.put_many(chunks)
+        for chunk, is_kept in zip(chunks, kept, strict=True):
+            if is_kept:
+                self._written(chunk, self.hot.name)
+        return kept
 
-    def _came(self, late: StorageBackend) -> None:
-        """A tier is there now that could not be had. It holds what it held, also what was
-        removed from the others meanwhile.
+    async def _open_later(self, tier: StorageBackend) -> None:
+        """Open a tier as soon as it can be. It holds what it held, also what was removed from the
+        others meanwhile.
         """
-        self.lower = tuple(tier for tier in self._tiers if tier is late or tier in self.lower)
-        self._write_to(late)
+        pause_s = FIRST_RETRY_S
+        last = ""
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+            try:
+                await tier.open()
+            except (UnavailableError, ConfigError) as exc:
+                if str(exc) != last:
+                    last = str(exc)
+                    logger.warning("tier still unavailable: tier=%s error=%s", tier.name, exc)
+                continue
+            logger.info("tier available: tier=%s", tier.name)
+            self._join(tier)
+            return
 
-    def _write_to(self, tier: StorageBackend) -> None:
-        writer = self._written_to.get(tier.name)
+    def _join(self, opened: StorageBackend) -> None:
+        """Read a tier that has opened, in its place, and begin to write to it."""
+        self.lower = tuple(tier for tier in self._tiers if tier is opened or tier in self.lower)
+        writer = self._written_to.get(opened.name)
         if writer is not None:
-            self._writers[tier.name] = writer
+            self._writers[opened.name] = writer
             writer.open()
 
     def _written(self, chunk: Chunk, tier: str) -> None:
@@ -431,77 +451,19 @@ def _missing(results: Sequence[Result]) -> list[int]:
     return [i for i, result in enumerate(results) if isinstance(result, Miss)]
 
 
-FIRST_RETRY_S = 1.0
-MAX_RETRY_S = 30.0
-
-
-class TierReconnector:
-    """Opens tiers, and retries in the background.
-
-    Args:
-        on_open: Called on the loop with each tier that was opened later, which belongs to the
-            callee from then on.
-    """
-
-    def __init__(self, on_open: Callable[[StorageBackend], None]) -> None:
-        self._on_open = on_open
-        self._tasks = TaskSupervisor("reconnect-tiers")
-
-    async def open(self, tier: StorageBackend) -> bool:
-        """Open a tier; False when it is unavailable now, and retried.
-
-        Raises:
-            ConfigError: Its options are wrong, or another process owns its directory.
-        """
-        try:
-            await tier.open()
-        except UnavailableError as exc:
-            logger.error("tier unavailable, retrying: tier=%s error=%s", tier.name, exc)
-            self._tasks.start(tier.name, self._open_later(tier))
-            return False
-        return True
-
-    async def close(self) -> None:
-        """Stop retrying. Idempotent."""
-        await self._tasks.close()
-
-    async def _open_later(self, tier: StorageBackend) -> None:
-        pause_s = FIRST_RETRY_S
-        last = ""
-        while True:
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_RETRY_S)
-            try:
-                await tier.open()
-            except (UnavailableError, ConfigError) as exc:
-                if str(exc) != last:
-                    last = str(exc)
-                    logger.warning("tier still unavailable: tier=%s error=%s", tier.name, exc)
-                continue
-            logger.info("tier available: tier=%s", tier.name)
-            self._on_open(tier)
-            return
-
-
+@dataclass(eq=False)
 class InflightRead:
     """Chunks that one task is reading from slower tiers.
 
-    Args:
-        keys: Their names.
-
     Attributes:
+        keys: Their names.
         unwanted: Those of them that are being removed: the task must not keep them.
         done: Set when the read is over.
     """
 
-    def __init__(self, keys: Sequence[ChunkKey]) -> None:
-        self.keys = frozenset(keys)
-        self.unwanted: set[ChunkKey] = set()
-        self.done = asyncio.Event()
-
-    def forget(self, is_unwanted: IsUnwanted) -> None:
-        """Note which of the chunks are being removed."""
-        self.unwanted.update(key for key in self.keys if is_unwanted(key))
+    keys: frozenset[ChunkKey]
+    unwanted: set[ChunkKey] = field(default_factory=set)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class InflightReads:
@@ -514,9 +476,9 @@ class InflightReads:
     @contextmanager
     def reading(self, keys: Sequence[ChunkKey]) -> Iterator[InflightRead]:
         """Announce a read of these chunks for as long as the context lasts."""
-        read = InflightRead(keys)
+        read = InflightRead(frozenset(keys))
         for is_unwanted in self._removals.values():
-            read.forget(is_unwanted)
+            read.unwanted.update(filter(is_unwanted, read.keys))
         self._active.append(read)
         try:
             yield read
@@ -533,7 +495,7 @@ class InflightReads:
         see it again.
         """
         for read in self._active:
-            read.forget(is_unwanted)
+            read.unwanted.update(filter(is_unwanted, read.keys))
         removal = object()
         self._removals[removal] = is_unwanted
         try:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from lmcache_core.keys import ChunkChain, ChunkKey
-from lmcache_core.record import Chunk, Result, Staged, StagedFrom
+from lmcache_core.record import Chunk, Staged, StagedFrom
 from lmcache_core.storage.peer import PEER_TIER
 from lmcache_core.storage.stack import TierStack
 
@@ -22,36 +22,6 @@ Steps = Generator[None, None, T]
 """A generator that yields at safe preemption points. State read before a yield may be stale after
 it; closing the generator at a yield releases everything that it holds.
 """
-
-
-def run_blocking(steps: Steps[T]) -> T:
-    """Run all steps here and now."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            result: T = done.value
-            return result
-
-
-async def run_cooperatively(steps: Steps[T], lock: threading.Lock) -> T:
-    """Run the steps on this event loop, each under the lock, with other work in between. Cancelled
-    between two steps, the generator is closed.
-    """
-    try:
-        while True:
-            with lock:
-                try:
-                    next(steps)
-                except StopIteration as done:
-                    result: T = done.value
-                    return result
-            await asyncio.sleep(0)
-    finally:
-        with lock:
-            steps.close()
-
-
 MAX_TICKETS = 4096
 STAGE_LEASE_S = 120.0
 """A ticket is forgotten so long after its client last asked about it."""
@@ -92,20 +62,19 @@ class ChunkBudget:
 
     Args:
         max_bytes: Bound on the memory of all chunks held.
-        max_lifts: Bound on lifts at once.
+
+    Attributes:
+        max_bytes: The same.
+        used_bytes: What they take now.
+        lifts: Held by each lift.
     """
 
-    def __init__(self, max_bytes: int, max_lifts: int = MAX_LIFTS) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int) -> None:
         self._lock = threading.Lock()
         self._num_holders: dict[int, int] = {}
-        self._lifts = threading.Semaphore(max_lifts)
+        self.max_bytes = max_bytes
         self.used_bytes = 0
-
-    @property
-    def left_bytes(self) -> int:
-        """Return how many bytes may still be held."""
-        return max(0, self._max_bytes - self.used_bytes)
+        self.lifts = threading.Semaphore(MAX_LIFTS)
 
     def take(self, chunks: Sequence[Chunk], unit: int) -> int:
         """Count chunks as held, as many from the first as there is room for.
@@ -118,11 +87,18 @@ class ChunkBudget:
         Returns:
             How many units were taken.
         """
+        num_holders = self._num_holders
         with self._lock:
-            if self._add(chunks):
-                return len(chunks) // unit
             for at in range(0, len(chunks), unit):
-                if not self._add(chunks[at : at + unit]):
+                together = chunks[at : at + unit]
+                for chunk in together:
+                    name = id(chunk.memory)
+                    if name not in num_holders:
+                        num_holders[name] = 0
+                        self.used_bytes += chunk.memory.metadata.phy_size
+                    num_holders[name] += 1
+                if self.used_bytes > self.max_bytes:
+                    self._forget(together)
                     return at // unit
         return len(chunks) // unit
 
@@ -130,30 +106,6 @@ class ChunkBudget:
         """Undo `take`; return the chunks that are not held any more."""
         with self._lock:
             return self._forget(chunks)
-
-    def begin_lift(self) -> bool:
-        """Whether one more lift may run; call `end_lift` after it."""
-        return self._lifts.acquire(blocking=False)
-
-    def end_lift(self) -> None:
-        """Count a lift as over."""
-        self._lifts.release()
-
-    def _add(self, chunks: Sequence[Chunk]) -> bool:
-        """All of them, or none."""
-        num_holders = self._num_holders
-        for chunk in chunks:
-            name = id(chunk.memory)
-            num_before = num_holders.get(name)
-            if num_before is None:
-                num_holders[name] = 1
-                self.used_bytes += chunk.memory.metadata.phy_size
-            else:
-                num_holders[name] = num_before + 1
-        if self.used_bytes <= self._max_bytes:
-            return True
-        self._forget(chunks)
-        return False
 
     def _forget(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         num_holders = self._num_holders
@@ -180,7 +132,7 @@ class StagedChain:
         self._chain = chain
 
     def names_of(self, numbers: Sequence[int]) -> list[ChunkKey]:
-        """Name these chunks, in ascending order, the ranks of one chunk together."""
+        """Return name these chunks, in ascending order, the ranks of one chunk together."""
         start, end = numbers[0], numbers[-1] + 1
         names = [
             ChunkKey(self._tenant, key) for key in self._chain.part(start, end).keys_by_chunk()
@@ -220,6 +172,9 @@ class StageTicket:
 class Stager:
     """The tickets of one client. Thread-safe; no call waits for a tier.
 
+    Each operation is a generator of steps, of at most a few hundred chunks each. `run` takes all of
+    them at once, `run_cooperatively` with other work of the event loop in between.
+
     Args:
         stack: The tiers.
         tenant: Namespace of the client's chunks.
@@ -227,6 +182,9 @@ class Stager:
         start_lift: Runs a lift on the stack's event loop; False when it will not, and has closed
             it.
         clock: Tells how old tickets are, seconds.
+
+    Attributes:
+        may_lift: Set to False to stage only what is hot from now on.
     """
 
     def __init__(
@@ -244,27 +202,52 @@ class Stager:
         self._clock = clock
         self._lock = threading.Lock()
         self._tickets: OrderedDict[str, StageTicket] = OrderedDict()
-        self._may_lift = True
         self._is_closed = False
+        self.may_lift = True
 
     @property
     def num_tickets(self) -> int:
         """Return the number of tickets that are known."""
         return len(self._tickets)
 
+    def run(self, steps: Steps[T]) -> T:
+        """Take all steps of an operation at once."""
+        with self._lock:
+            return _run(steps)
+
+    async def run_cooperatively(self, steps: Steps[T]) -> T:
+        """Take the steps of an operation on this event loop, with other work in between. Cancelled
+        between two steps, the operation is closed.
+        """
+        try:
+            while True:
+                with self._lock:
+                    try:
+                        next(steps)
+                    except StopIteration as done:
+                        result: T = done.value
+                        return result
+                await asyncio.sleep(0)
+        finally:
+            with self._lock:
+                steps.close()
+
     def stage(
         self,
-        ticket: str,
+        name: str,
         chains: Sequence[ChunkChain],
         *,
         deadline_s: float,
         is_prefix: bool = True,
         recompute_s: float | None = None,
-    ) -> Staged:
+    ) -> Steps[Staged]:
         """Hold what of these chunks is in host memory for all ranks, and begin to lift the rest.
 
+        A chunk that is removed between two steps counts as it was seen. Closed or cancelled
+        meanwhile, the ticket holds nothing.
+
         Args:
-            ticket: Name of the request.
+            name: Of the ticket: that of the request.
             chains: What is asked for; none, or the same as before, to ask how far the lift is.
             deadline_s: Longest that the lift may take.
             is_prefix: Nothing behind the first missing chunk of a chain counts or is lifted.
@@ -272,70 +255,7 @@ class Stager:
             recompute_s: What computing one chunk (of all ranks and chains) anew costs; the lift
                 takes no longer than that for each chunk.
         """
-        with self._lock:
-            return run_blocking(self._staging(ticket, chains, deadline_s, is_prefix, recompute_s))
-
-    async def stage_cooperatively(
-        self,
-        ticket: str,
-        chains: Sequence[ChunkChain],
-        deadline_s: float,
-        is_prefix: bool,
-        recompute_s: float | None,
-    ) -> Staged:
-        """Do the same as `stage` on an event loop, yielding to other work every few hundred chunks.
-
-        A chunk that is removed meanwhile counts as it was seen. Closed or cancelled meanwhile, the
-        ticket holds nothing.
-        """
-        return await run_cooperatively(
-            self._staging(ticket, chains, deadline_s, is_prefix, recompute_s), self._lock
-        )
-
-    def unstage(self, tickets: Sequence[str]) -> None:
-        """Stop holding anything for these tickets; unknown ones are ignored. What is being read
-        for them is read to the end, and stays hot.
-        """
-        with self._lock:
-            run_blocking(self._unstaging(tickets))
-
-    async def unstage_cooperatively(self, tickets: Sequence[str]) -> None:
-        """Do the same as `unstage`, yielding to other work."""
-        await run_cooperatively(self._unstaging(tickets), self._lock)
-
-    def expire(self) -> None:
-        """Forget tickets that no client asked about for `STAGE_LEASE_S`."""
-        with self._lock:
-            run_blocking(self._expiring())
-
-    async def expire_cooperatively(self) -> None:
-        """Do the same as `expire`, yielding to other work."""
-        await run_cooperatively(self._expiring(), self._lock)
-
-    def stop_lifting(self) -> None:
-        """Stage only what is hot from now on."""
-        self._may_lift = False
-
-    def close(self) -> None:
-        """Forget every ticket and take no more. Idempotent."""
-        with self._lock:
-            run_blocking(self._closing())
-
-    async def close_cooperatively(self) -> None:
-        """Do the same as `close`, yielding to other work. When cancelled, it may not have forgotten
-        all tickets: call `close` then.
-        """
-        await run_cooperatively(self._closing(), self._lock)
-
-    def _staging(
-        self,
-        name: str,
-        chains: Sequence[ChunkChain],
-        deadline_s: float,
-        is_prefix: bool,
-        recompute_s: float | None,
-    ) -> Steps[Staged]:
-        yield from self._expiring()
+        yield from self.expire()
         known = self._tickets.get(name)
         if known is not None and (not chains or known.asked == (tuple(chains), is_prefix)):
             known.last_asked_at = self._clock()
@@ -348,10 +268,10 @@ class Stager:
             for chain in ticket.chains:
                 yield from self._holding_hot(ticket, chain)
             if not self._takes(name):  # the state may have changed at a yield
-                run_blocking(self._ending(ticket))
+                _run(self._ending(ticket))
                 return StageTicket(self._tenant, chains, is_prefix).staged()
         except BaseException:
-            run_blocking(self._ending(ticket))
+            _run(self._ending(ticket))
             raise
         known = self._tickets.pop(name, None)
         ticket.last_asked_at = self._clock()
@@ -364,16 +284,20 @@ class Stager:
         return staged
 
     def _takes(self, name: str) -> bool:
-        """Whether a new question may have that name."""
+        """Return whether a new question may have that name."""
         return not self._is_closed and (name in self._tickets or len(self._tickets) < MAX_TICKETS)
 
-    def _unstaging(self, names: Sequence[str]) -> Steps[None]:
+    def unstage(self, names: Sequence[str]) -> Steps[None]:
+        """Stop holding anything for these tickets; unknown ones are ignored. What is being read
+        for them is read to the end, and stays hot.
+        """
         for name in names:
             ticket = self._tickets.pop(name, None)
             if ticket is not None:
                 yield from self._ending(ticket)
 
-    def _expiring(self) -> Steps[None]:
+    def expire(self) -> Steps[None]:
+        """Forget tickets that no client asked about for `STAGE_LEASE_S`."""
         while self._tickets:
             name, ticket = next(iter(self._tickets.items()))
             if self._clock() - ticket.last_asked_at < STAGE_LEASE_S:
@@ -381,7 +305,10 @@ class Stager:
             del self._tickets[name]
             yield from self._ending(ticket)
 
-    def _closing(self) -> Steps[None]:
+    def close(self) -> Steps[None]:
+        """Forget every ticket and take no more. Idempotent. Cancelled between two steps, it may not
+        have forgotten all: close again then.
+        """
         self._is_closed = True
         while self._tickets:
             yield from self._ending(self._tickets.popitem()[1])
@@ -402,7 +329,7 @@ class Stager:
         given = ticket.held[:num_chunks]
         del ticket.held[:num_chunks]
         unheld = self._room.give(given)
-        if not self._stack.keeps_hot:
+        if not self._stack.keep_hot:
             self._stack.hot.remove_many([chunk.key for chunk in unheld])
         for chunk in given:
             chunk.release()
@@ -454,14 +381,14 @@ class Stager:
         self, ticket: StageTicket, deadline_s: float, recompute_s: float | None
     ) -> None:
         num_missing = max(chain.tiers.count(0) for chain in ticket.chains)
-        can_lift = num_missing and self._may_lift and self._stack.lower and self._num_affordable(1)
-        if not can_lift or not self._room.begin_lift():
+        can_lift = num_missing and self.may_lift and self._stack.lower and self._num_affordable(1)
+        if not can_lift or not self._room.lifts.acquire(blocking=False):
             return
         limit_s = deadline_s if recompute_s is None else min(deadline_s, recompute_s * num_missing)
         ticket.is_ready = False
         if not self._start_lift(self._lift(ticket, limit_s, recompute_s)):
             ticket.is_ready = True
-            self._room.end_lift()
+            self._room.lifts.release()
 
     async def _lift(self, ticket: StageTicket, limit_s: float, recompute_s: float | None) -> None:
         try:
@@ -470,7 +397,7 @@ class Stager:
                     chains.create_task(self._lift_chain(ticket, chain, limit_s, recompute_s))
         finally:
             ticket.is_ready = True
-            self._room.end_lift()
+            self._room.lifts.release()
 
     async def _lift_chain(
         self, ticket: StageTicket, chain: StagedChain, limit_s: float, recompute_s: float | None
@@ -511,13 +438,19 @@ class Stager:
             recompute_s=None if recompute_s is None else recompute_s / num_ranks,
         )
         codes = [
-            max(map(_code_of, results[i * num_ranks : (i + 1) * num_ranks]))
+            max(
+                # A miss is hot if another read brought it meanwhile.
+                _CODES.get(result.tier, StagedFrom.OTHER)
+                if isinstance(result, Chunk)
+                else StagedFrom.HOT
+                for result in results[i * num_ranks : (i + 1) * num_ranks]
+            )
             for i in range(len(wanted))
         ]
         arrived = [result for result in results if isinstance(result, Chunk)]
         try:
             with self._lock:
-                if not self._stack.keeps_hot and not ticket.is_over:
+                if not self._stack.keep_hot and not ticket.is_over:
                     self._stack.hot.put_many(arrived)
                 # Hold what the tier keeps, not the results: a load finds that, maybe another copy.
                 self._hold(ticket, chain, wanted, codes)
@@ -531,7 +464,7 @@ class Stager:
         """
         figures = self._stack.hot.stats()
         mean_bytes = max(1, figures["used_bytes"] // max(1, figures["num_chunks"]))
-        return self._room.left_bytes // (mean_bytes * num_ranks)
+        return max(0, self._room.max_bytes - self._room.used_bytes) // (mean_bytes * num_ranks)
 
 
 def _whole(found: Sequence[object | None], num_ranks: int, is_prefix: bool) -> Sequence[int]:
@@ -548,8 +481,10 @@ def _whole(found: Sequence[object | None], num_ranks: int, is_prefix: bool) -> S
     ]
 
 
-def _code_of(result: Result) -> int:
-    """Return where a rank's chunk came from; a miss is hot if another read brought it meanwhile."""
-    return (
-        _CODES.get(result.tier, StagedFrom.OTHER) if isinstance(result, Chunk) else StagedFrom.HOT
-    )
+def _run(steps: Steps[T]) -> T:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            result: T = done.value
+            return result

@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from lmcache_core.storage.remote import Locate
 
 
-def _not_reported(tier: str) -> OnRemoved | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotSpec:
     """The tier in host memory.
@@ -135,7 +131,7 @@ class TiersSpec:
     seals: bool = True
     is_priced: bool = True
     guards: Mapping[str, GuardOptions] = field(default_factory=dict)
-    removed_from: Callable[[str], OnRemoved | None] = _not_reported
+    removed_from: Callable[[str], OnRemoved | None] = lambda tier: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,12 @@ class WriteBehind:
         on_written: Called on the loop with every chunk that the tier has kept.
         find: Gives chunks that are still in memory, a reference each; without it only what is
             within the bound is written.
+
+    Attributes:
+        later: Chunks that wait by name, until there is room for their bytes.
+        pending_bytes: Of the chunks that wait with their bytes, or are being written.
+        num_dropped: Chunks for which there was no room, no memory or no time.
+        num_failed: Chunks that the tier did not keep.
     """
 
     def __init__(
@@ -59,7 +65,7 @@ class WriteBehind:
     ) -> None:
         self._backend = backend
         self._find = find
-        self._later: deque[ChunkKey] = deque()
+        self.later: deque[ChunkKey] = deque()
         self._max_pending_bytes = max_pending_bytes
         self._on_written = on_written
         self._pending: deque[Chunk] = deque()
@@ -77,14 +83,9 @@ class WriteBehind:
         self.num_failed = 0
 
     @property
-    def num_waiting_names(self) -> int:
-        """Chunks that wait by name, until there is room for their bytes."""
-        return len(self._later)
-
-    @property
     def is_writing(self) -> bool:
-        """Whether anything waits, by name or with its bytes, or is being written."""
-        return bool(self._pending or self._writing or self._later)
+        """Return whether anything waits, by name or with its bytes, or is being written."""
+        return bool(self._pending or self._writing or self.later)
 
     def open(self) -> None:
         """Start the writer."""
@@ -98,15 +99,15 @@ class WriteBehind:
         there is no room for its bytes or its name, or if the writer is closed.
         """
         num_taken = 0
-        if not self._is_closed and not self._later:
+        if not self._is_closed and not self.later:
             while num_taken < len(chunks) and self._has_room(chunks[num_taken]):
                 chunks[num_taken].memory.ref_count_up()
-                self._take(chunks[num_taken])
+                self._enqueue(chunks[num_taken])
                 num_taken += 1
         num_named = 0
         if not self._is_closed and self._find is not None:
-            num_named = min(len(chunks) - num_taken, MAX_WAITING_NAMES - len(self._later))
-            self._later.extend(chunk.key for chunk in chunks[num_taken : num_taken + num_named])
+            num_named = min(len(chunks) - num_taken, MAX_WAITING_NAMES - len(self.later))
+            self.later.extend(chunk.key for chunk in chunks[num_taken : num_taken + num_named])
         self.num_dropped += len(chunks) - num_taken - num_named
         if num_taken or num_named:
             self._idle.clear()
@@ -114,7 +115,7 @@ class WriteBehind:
 
     @contextmanager
     def holding_back(self, is_unwanted: IsUnwanted) -> Iterator[None]:
-        """While inside, these chunks wait: they are being removed from the tier.
+        """Let these chunks wait while they are being removed from the tier.
 
         Whoever removes them waits for `arrived`, then calls `forget` and removes them from the
         tier, or a pending write brings them back.
@@ -135,7 +136,7 @@ class WriteBehind:
                 self._settle(chunk)
             else:
                 self._pending.append(chunk)
-        self._later = deque(key for key in self._later if not is_unwanted(key))
+        self.later = deque(key for key in self.later if not is_unwanted(key))
 
     async def arrived(self, is_unwanted: IsUnwanted, timeout_s: float) -> None:
         """Wait until none of these chunks is on its way, at most `timeout_s` seconds; what takes
@@ -163,8 +164,8 @@ class WriteBehind:
             await self.drain(drain_s)
         self._is_closed = True
         await self._tasks.close()
-        self.num_dropped += len(self._pending) + len(self._later)
-        self._later.clear()
+        self.num_dropped += len(self._pending) + len(self.later)
+        self.later.clear()
         while self._pending:
             self._settle(self._pending.popleft())
 
@@ -173,7 +174,7 @@ class WriteBehind:
             self._refill()
             self._writing = self._next_batch()
             if not self._writing:
-                if not self._pending and self._later:  # a long store of which much has been evicted
+                if not self._pending and self.later:  # a long store of which much has been evicted
                     await asyncio.sleep(0)
                     continue
                 if not self._pending:
@@ -195,8 +196,8 @@ class WriteBehind:
             await asyncio.sleep(0)
 
     def _next_batch(self) -> list[Chunk]:
-        """The next chunks to write, which wait no more; those that are being removed from the
-        tier stay.
+        """Return the next chunks to write, which wait no more; those that are being removed from
+        the tier stay.
         """
         batch: list[Chunk] = []
         num_bytes = 0
@@ -235,7 +236,7 @@ class WriteBehind:
             bound = min(bound, max(bound // BYPASSED_SHARE, chunk.num_bytes))  # enough for a probe
         return self.pending_bytes + chunk.num_bytes <= bound
 
-    def _take(self, chunk: Chunk) -> None:
+    def _enqueue(self, chunk: Chunk) -> None:
         self.pending_bytes += chunk.num_bytes
         self._pending.append(chunk)
 
@@ -243,19 +244,19 @@ class WriteBehind:
         """Take from memory what waits by name, as far as there is room; what has been evicted
         meanwhile is dropped and counted.
         """
-        for _ in range(min(len(self._later), MAX_REFILL)):
+        for _ in range(min(len(self.later), MAX_REFILL)):
             assert self._find is not None, "else nothing waits by name"
-            (chunk,) = self._find([self._later[0]])
+            (chunk,) = self._find([self.later[0]])
             if chunk is None:
                 self.num_dropped += 1
             elif self._has_room(chunk):
-                self._take(chunk)
+                self._enqueue(chunk)
             else:
                 chunk.release()
                 if self._pending:
                     return
                 self.num_dropped += 1  # larger than the bound: there will never be room
-            self._later.popleft()
+            self.later.popleft()
 
     def _settle(self, chunk: Chunk) -> None:
         self.pending_bytes -= chunk.num_bytes

@@ -81,7 +81,7 @@ class SocketServer:
         """Refuse every reservation and lift nothing for tickets: the sidecar is draining."""
         self.context.is_draining = True
         for session in self.sessions:
-            session.staging.stop_lifting()
+            session.staging.may_lift = False
 
     async def close(self) -> None:
         """Stop listening and end every session. Idempotent."""
@@ -95,7 +95,7 @@ class SocketServer:
 
     async def _expire_tickets(self) -> None:
         for session in self.sessions:
-            await session.staging.expire_cooperatively()
+            await session.staging.run_cooperatively(session.staging.expire())
 
     async def _replace_dead_socket(self) -> None:
         try:

@@ -87,7 +87,7 @@ class EngineSession:
             lambda lift: context.tasks.start("stage", lift),
         )
         if context.is_draining:
-            self.staging.stop_lifting()
+            self.staging.may_lift = False
         self.engine: m.EngineInfo | None = None
 
     async def run(self) -> None:
@@ -97,10 +97,10 @@ class EngineSession:
             self._give_up_memory()
             # Promises may be many: give others their turn meanwhile. What a cancellation leaves,
             # `staging.close` gives back.
-            await self.staging.close_cooperatively()
+            await self.staging.run_cooperatively(self.staging.close())
         finally:
             self._give_up_memory()
-            self.staging.close()
+            self.staging.run(self.staging.close())
             self._stream.abort()
 
     def drain(self) -> None:
@@ -194,7 +194,7 @@ class EngineSession:
                 return await self._load(request)
             case m.DoneWith():
                 self.memory.release(request.extents)
-                await self.staging.unstage_cooperatively(request.tickets)
+                await self.staging.run_cooperatively(self.staging.unstage(request.tickets))
             case m.Reject():
                 num_damaged = await self.memory.reject(request.extents)
                 self._context.counters.add(metrics.CORRUPT_CHUNKS_TOTAL, num_damaged)
@@ -344,8 +344,14 @@ class EngineSession:
         except ValueError as exc:
             raise ProtocolError(f"STAGE: {exc}") from exc
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
-        staged = await self.staging.stage_cooperatively(
-            request.ticket, chains, request.deadline_ms / 1000, request.is_prefix, recompute_s
+        staged = await self.staging.run_cooperatively(
+            self.staging.stage(
+                request.ticket,
+                chains,
+                deadline_s=request.deadline_ms / 1000,
+                is_prefix=request.is_prefix,
+                recompute_s=recompute_s,
+            )
         )
         return m.Promise(staged.is_ready, staged.tiers)
 

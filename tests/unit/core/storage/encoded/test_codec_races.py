@@ -12,9 +12,10 @@ import pytest
 from lmcache_core.concurrency import LoopThread
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk
-from lmcache_core.storage import LocalCPUBackend, encoded
+from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage import codecs as codecs_module
 from lmcache_core.storage.codecs import MAX_CODEC_THREADS
+from lmcache_core.storage.disk.pool import ChunkJob
 from lmcache_core.storage.encoded import EncodedBackend
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of
@@ -109,17 +110,17 @@ async def test_a_bug_that_shows_a_moment_too_late_leaks_nothing(
             raise ArithmeticError("a bug")
 
     codec = Buggy("flate")
-    taken: Callable[..., Any] = encoded._taken
+    taken = ChunkJob.take
 
-    def takes_its_time(decoding: Any, future: Future[Any], *more: Any) -> Any:
+    def takes_its_time(job: Any, late: Any, closed: Any) -> Any:
         codec.gate.set()
         asyncio.get_running_loop()  # still in the same step of it
         for other in running:
             other.exception(TIMEOUT_S)
-        return taken(decoding, future, *more)
+        return taken(job, late, closed)
 
     running: list[Future[Any]] = []
-    monkeypatch.setattr(encoded, "_taken", takes_its_time)
+    monkeypatch.setattr(ChunkJob, "take", takes_its_time)
     async with opened(EncodedBackend(hot, codecs := codecs_of(codec), "flate")) as tier:
         await tier.batched_put([make_chunk(0, payload=DATA), make_chunk(1, payload=DATA)])
         submit = codecs.decoding.submit

@@ -195,10 +195,9 @@ async def test_raw_bytes_on_their_way_are_bounded(
     assert await tier.batched_put(
         [make_chunk("large", payload=large), make_chunk("small", payload=DATA)]
     ) == [True, True]
-    assert await got(tier, arena, "large", "small") == [
-        large,
-        DATA,
-    ], "one that is larger than the bound goes alone"
+    assert await got(tier, arena, "large", "small") == [large, DATA], (
+        "one that is larger than the bound goes alone"
+    )
 
 
 async def test_a_bug_of_the_codec_is_raised_and_leaks_nothing(

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.storage import served as served_module
-from lmcache_core.storage.served import ClientView, EncodingStore
+from lmcache_core.storage.served import EncodingStore
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.messages import HelloOk
@@ -47,8 +47,8 @@ def store(lossless: ZlibCodec, lossy: ZlibCodec) -> Iterator[MemoryStore]:
 
 
 @pytest_asyncio.fixture
-async def door(store: MemoryStore) -> ClientView:
-    return ClientView(store)
+async def door(store: MemoryStore) -> EncodingStore:
+    return EncodingStore(store, codecs_of(), "naive")
 
 
 @asynccontextmanager
@@ -102,12 +102,12 @@ def _kind(result: Result) -> str:
     )
 
 
-async def test_a_door_holds_records_as_they_come(door: ClientView, arena: Arena) -> None:
+async def test_a_door_holds_records_as_they_come(door: EncodingStore, arena: Arena) -> None:
     async with client_of(door, EVERYTHING) as client:
         assert await kinds(client, arena) == ["naive", "flate", "half!", "naive!", "never_stored"]
 
 
-async def test_who_takes_no_loss_gets_none(door: ClientView, arena: Arena) -> None:
+async def test_who_takes_no_loss_gets_none(door: EncodingStore, arena: Arena) -> None:
     async with client_of(door, ONLY_LOSSLESS) as client:
         assert await kinds(client, arena) == [
             "naive",
@@ -122,7 +122,7 @@ async def test_who_takes_no_loss_gets_none(door: ClientView, arena: Arena) -> No
 
 
 async def test_what_is_lossy_gives_place_to_what_is_not(
-    door: ClientView, store: MemoryStore, arena: Arena
+    door: EncodingStore, store: MemoryStore, arena: Arena
 ) -> None:
     keys = [make_key("lossy"), make_key("raw")]
     async with client_of(door, ONLY_LOSSLESS) as client, client_of(door, EVERYTHING) as other:
@@ -140,7 +140,7 @@ async def test_what_is_lossy_gives_place_to_what_is_not(
 
 
 async def test_a_lossy_chunk_takes_nothings_place(
-    door: ClientView, store: MemoryStore, arena: Arena
+    door: EncodingStore, store: MemoryStore, arena: Arena
 ) -> None:
     async with client_of(door, ONLY_LOSSLESS) as client:
         await client.get([make_key("lossy")], arena)
@@ -254,7 +254,7 @@ async def test_what_cannot_be_held_encoded_goes_out_raw(
     monkeypatch.setattr(served_module, "MAX_SENDING_BYTES", 10)
     async with encoding(store, lossless) as served, client_of(served, EVERYTHING) as client:
         assert await kinds(client, arena, ["raw"]) == ["naive"]
-        assert served._work.encoding_bytes == 0
+        assert served.encoding_bytes == 0
 
 
 async def test_a_cancelled_pull_leaves_nothing_behind(
@@ -280,7 +280,7 @@ async def test_a_cancelled_pull_leaves_nothing_behind(
                 or served.stats()["sending_bytes"]
             ):
                 await asyncio.sleep(0.005)
-        assert served._work.encoding_bytes == 0
+        assert served.encoding_bytes == 0
 
 
 async def test_a_store_that_does_not_adapt_serves_all_the_same(

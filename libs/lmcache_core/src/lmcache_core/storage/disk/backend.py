@@ -14,14 +14,13 @@ from lmcache_core._typing import override
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
 from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.storage.disk.lock import DirectoryLock
-from lmcache_core.storage.disk.pool import FilePool, abandon, release_result, wait_all
+from lmcache_core.storage.disk.pool import ChunkJob, FilePool, finish, wait_all
 from lmcache_core.storage.disk.store import TIER_NAME, DiskStore
 from lmcache_core.storage.eviction import Clock, EvictionPolicy, TierLimits, create_policy
 
@@ -37,8 +36,6 @@ LOOK_AGAIN_S = 10.0
 """Between two looks at files that could not be read; longer where a look takes longer."""
 LOOK_AGAIN_SHARE = 0.05
 """Of a thread's time, spent at most on such looks."""
-
-_Job = tuple[int, MemoryObj, "Future[Result]"]
 
 
 class DiskBackend(StorageBackend):
@@ -60,6 +57,9 @@ class DiskBackend(StorageBackend):
         files: How files are touched.
         limits: What it does not keep although it has room.
         clock: Tells the age of chunks; that of what lies there at the start is the files'.
+
+    Attributes:
+        on_restored: Called on the loop whenever chunks are served again that could not be read.
 
     Raises:
         ConfigError: The capacity is not positive.
@@ -98,7 +98,7 @@ class DiskBackend(StorageBackend):
         self._loading: Future[None] | None = None
         self._has_opened = asyncio.Event()
         self._tasks = TaskSupervisor(self._pool.name)
-        self._on_restored: Callable[[], None] | None = None
+        self.on_restored: Callable[[], None] | None = None
 
     async def open(self) -> None:
         """Own the directory and read it, for `LOAD_WAIT_S` seconds here and then in the background.
@@ -152,12 +152,6 @@ class DiskBackend(StorageBackend):
         if self._loading is not None:
             await wait_all([self._loading])
 
-    def call_when_restored(self, on_restored: Callable[[], None]) -> None:
-        """Call `on_restored` on the loop whenever chunks are served again that could not be
-        read.
-        """
-        self._on_restored = on_restored
-
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return self._index.contains_many(keys)
@@ -171,7 +165,7 @@ class DiskBackend(StorageBackend):
         """
         self._pool.check_open()
         results: list[Result] = []
-        jobs: list[_Job] = []
+        jobs: dict[int, ChunkJob[Result]] = {}
         entries = self._index.find_many(keys)
         if Miss(MissReason.EXPIRED) in entries:
             self._pool.submit(self._store.expire)
@@ -182,18 +176,18 @@ class DiskBackend(StorageBackend):
             elif memory is None:
                 results.append(Miss(MissReason.NO_MEMORY))
             else:
-                results.append(Miss(MissReason.UNAVAILABLE))
-                jobs.append((i, memory, self._pool.submit(self._store.read, key, entry, memory)))
-        if jobs:
-            await self._await_reads(jobs, timeout_s)
-        for i, memory, future in jobs:
-            if not future.done():
-                results[i] = Miss(MissReason.DEADLINE)
-                abandon(future, release_result, memory.ref_count_down)
-            elif future.cancelled():
-                memory.ref_count_down()
-            else:
-                results[i] = future.result()
+                results.append(Miss(MissReason.DEADLINE))
+                jobs[i] = self._pool.begin(
+                    self._store.read, key, entry, memory, unrun=memory.ref_count_down
+                )
+        try:
+            await finish(jobs.values(), timeout_s)
+        except BaseException:
+            for job in jobs.values():
+                job.abandon()
+            raise
+        for i, job in jobs.items():
+            results[i] = job.take(Miss(MissReason.DEADLINE), Miss(MissReason.UNAVAILABLE))
         return results
 
     @override
@@ -223,16 +217,16 @@ class DiskBackend(StorageBackend):
         return await self._when_loaded(lambda: self._store.clear(tenant))
 
     def keys(self) -> list[ChunkKey]:
-        """Names of all chunks that would be served now."""
+        """Return the names of all chunks that would be served now."""
         return [key for key, _ in self._index.held()]
 
     def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size (whole record, bytes) of every chunk that would be served now."""
+        """Return name and size (whole record, bytes) of every chunk that would be served now."""
         return self._index.held()
 
     def peek_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
-        """What is known of chunks without touching a file; `corrupt` for one that was damaged
-        and set aside. Not an access.
+        """Return what is known of chunks without touching a file; `corrupt` for one that was
+        damaged and set aside. Not an access.
         """
         return self._index.peek_many(keys)
 
@@ -248,21 +242,6 @@ class DiskBackend(StorageBackend):
             IntegrityError: They do not balance.
         """
         self._index.check_integrity()
-
-    async def _await_reads(self, jobs: Sequence[_Job], timeout_s: float | None) -> None:
-        try:
-            await wait_all([future for _, _, future in jobs], timeout_s)
-            for _, _, future in jobs:
-                if (
-                    future.done()
-                    and not future.cancelled()
-                    and (bug := future.exception()) is not None
-                ):
-                    raise bug
-        except BaseException:
-            for _, memory, future in jobs:
-                abandon(future, release_result, memory.ref_count_down)
-            raise
 
     def _acquire(self) -> None:
         self._files.make_directory(self._layout.root)
@@ -290,8 +269,8 @@ class DiskBackend(StorageBackend):
             has_restored = False
             with contextlib.suppress(OSError):  # the root itself: logged when it first failed
                 has_restored = await self._pool.run(self._store.look_again)
-            if has_restored and self._on_restored is not None:
-                self._on_restored()
+            if has_restored and self.on_restored is not None:
+                self.on_restored()
             pause_s = max(LOOK_AGAIN_S, (time.monotonic() - began) / LOOK_AGAIN_SHARE)
 
     async def _when_loaded(self, work: Callable[[], int]) -> int:

@@ -33,12 +33,12 @@ class WriteBackoff:
 
     @property
     def is_failing(self) -> bool:
-        """Whether the last write failed."""
+        """Return whether the last write failed."""
         return self._pause_s > 0
 
     def allows(self) -> bool:
-        """Whether a write may be tried now. The first one after a pause is a probe: the others
-        wait for another pause.
+        """Return whether a write may be tried now. The first one after a pause is a probe: the
+        others wait for another pause.
         """
         with self._lock:
             if self._pause_s == 0:
@@ -50,7 +50,7 @@ class WriteBackoff:
             return True
 
     def failed(self) -> bool:
-        """A write failed. Stragglers that began before the pause do not lengthen it.
+        """Note that a write failed. Stragglers that began before the pause do not lengthen it.
 
         Returns:
             Whether that is worth telling: not again before `succeeded` was.
@@ -65,7 +65,7 @@ class WriteBackoff:
             return is_news
 
     def succeeded(self) -> bool:
-        """A write succeeded.
+        """Note that a write succeeded.
 
         Returns:
             Whether that is worth telling: that writes fail was told, and none has for `SETTLED_S`.

@@ -20,15 +20,15 @@ class DiskFiles:
         path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
 
     def list_directory(self, path: Path) -> list[str]:
-        """Names in a directory, sorted."""
+        """Return the names in a directory, sorted."""
         return sorted(entry.name for entry in path.iterdir())
 
     def stat(self, path: Path) -> os.stat_result:
-        """Size and times of a file; links are not followed."""
+        """Return size and times of a file; links are not followed."""
         return os.lstat(path)
 
     def create(self, path: Path) -> int:
-        """A descriptor for writing a file that must not exist yet."""
+        """Return a descriptor for writing a file that must not exist yet."""
         return os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE
         )
@@ -68,8 +68,8 @@ class DiskFiles:
         path.unlink(missing_ok=True)
 
     def open(self, path: Path) -> int:
-        """A descriptor for reading a file; links are not followed, and a pipe that lies there
-        instead is not waited for.
+        """Return a descriptor for reading a file; links are not followed, and a pipe that lies
+        there instead is not waited for.
         """
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 

@@ -40,12 +40,12 @@ class DiskEntry:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of the whole record."""
+        """Return the size of the whole record."""
         return self.head_bytes + self.payload_bytes
 
     @property
     def charge(self) -> int:
-        """What it takes of the capacity."""
+        """Return what it takes of the capacity."""
         return charged_bytes(self.record_bytes)
 
 
@@ -73,17 +73,16 @@ class DiskIndex:
         self._lock = threading.RLock()
         self._entries: dict[ChunkKey, DiskEntry] = {}
         self._damaged = RecentEvictions()
-        self._entry_bytes = 0
         self._reserved_bytes = 0
         self._tenants_reserved_bytes: dict[str, int] = {}
 
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which chunks are held. Does not count as an access."""
+        """Return which chunks are held. Does not count as an access."""
         with self._lock:
             return [self._live(key) is not None for key in keys]
 
     def find_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
-        """The entries to read, or why there are none.
+        """Return the entries to read, or why there are none.
 
         Counts as an access to all of them, the last one first: of a chain of chunks the head is
         then the most recent.
@@ -113,20 +112,20 @@ class DiskIndex:
             self._damaged.add(key, reason)
 
     def find(self, key: ChunkKey) -> DiskEntry | Miss:
-        """The entry to read, which counts as an access, or why there is none."""
+        """Return the entry to read, which counts as an access, or why there is none."""
         return self.find_many([key])[0]
 
     def wants(self, key: ChunkKey, lossy: bool) -> bool:
-        """Whether a record would be kept: there is none, or one that loses something where the
-        new one does not.
+        """Return whether a record would be kept: there is none, or one that loses something where
+        the new one does not.
         """
         with self._lock:
             held = self._live(key)
             return held is None or (held.lossy and not lossy)
 
     def could_hold(self, tenant: str, charge: int) -> bool:
-        """Whether an entry of that size fits at all, whatever is given up for it; counted, if
-        the quota is why not.
+        """Return whether an entry of that size fits at all, whatever is given up for it; counted,
+        if the quota is why not.
         """
         quota = self._ledger.quota(tenant)
         if quota is None or charge <= quota:
@@ -135,7 +134,7 @@ class DiskIndex:
         return False
 
     def is_over_quota(self, tenant: str, charge: int = 0) -> bool:
-        """Whether the tenant's entries and reservations would exceed its quota with so much
+        """Return whether the tenant's entries and reservations would exceed its quota with so much
         more.
         """
         with self._lock:
@@ -148,7 +147,7 @@ class DiskIndex:
         """
         with self._lock:
             if (
-                self._entry_bytes + self._reserved_bytes + charge > self.capacity_bytes
+                self._ledger.used_bytes + self._reserved_bytes + charge > self.capacity_bytes
                 or self.is_over_quota(tenant, charge)
             ):
                 return False
@@ -175,7 +174,9 @@ class DiskIndex:
                     del self._tenants_reserved_bytes[tenant]
 
     def commit(self, key: ChunkKey, entry: DiskEntry) -> None:
-        """The file has its name: its reservation becomes an entry, in the place of an older one."""
+        """Turn the reservation of a file that now has its name into an entry, in the place of an
+        older one.
+        """
         with self._lock:
             if key in self._entries:
                 self._pop(key)
@@ -193,28 +194,23 @@ class DiskIndex:
                     self._insert(key, entry)
 
     def victim(self, tenant: str | None = None) -> ChunkKey | None:
-        """The chunk (of that tenant) to give up next; nothing changes."""
+        """Return the chunk (of that tenant) to give up next; nothing changes."""
         with self._lock:
             return next(self._ledger.victims(tenant), None)
 
     def past(self, limit: int) -> list[ChunkKey]:
-        """Chunks whose time is over, at most `limit` of them."""
+        """Return chunks whose time is over, at most `limit` of them."""
         with self._lock:
             return self._ledger.past(limit)
 
     def evict(self, key: ChunkKey) -> DiskEntry:
         """Forget a held chunk whose file makes room, or whose time is over; what was forgotten."""
         with self._lock:
-            entry = self._entries.pop(key)
-            self._entry_bytes -= entry.charge
-            if self._ledger.is_live(key):
-                self._ledger.evict(key)
-            else:
-                self._ledger.expire(key)
-            return entry
+            reason = MissReason.EVICTED if self._ledger.is_live(key) else MissReason.EXPIRED
+            return self._pop(key, reason)
 
     def refuse(self) -> None:
-        """A chunk is not kept because of its tenant's quota."""
+        """Count a chunk that is not kept because of its tenant's quota."""
         with self._lock:
             self._ledger.refuse()
 
@@ -232,23 +228,22 @@ class DiskIndex:
             held = self._entries.get(key)
             if held is None or (entry is not None and held is not entry):
                 return None
-            self._pop(key)
-            return held
+            return self._pop(key)
 
     def keys(self, tenant: str | None = None) -> list[ChunkKey]:
-        """Names of all chunks (of that tenant) that lie there, those whose time is over
+        """Return the names of all chunks (of that tenant) that lie there, those whose time is over
         included.
         """
         with self._lock:
             return [key for key in self._entries if tenant is None or key.tenant == tenant]
 
     def tenants(self) -> set[str]:
-        """Everybody who has something here."""
+        """Return the tenants that have something here."""
         with self._lock:
             return {key.tenant for key in self._entries}
 
     def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size (whole record, bytes) of every chunk that would be served now."""
+        """Return name and size (whole record, bytes) of every chunk that would be served now."""
         with self._lock:
             everything = list(self._entries.items())
         found: list[tuple[ChunkKey, int]] = []
@@ -264,18 +259,17 @@ class DiskIndex:
 
     @property
     def is_over_capacity(self) -> bool:
-        """Whether what was found on disk exceeds the capacity."""
-        with self._lock:
-            return self._entry_bytes + self._reserved_bytes > self.capacity_bytes
+        """Return whether what was found on disk exceeds the capacity."""
+        return self._ledger.used_bytes + self._reserved_bytes > self.capacity_bytes
 
     def stats(self) -> dict[str, int]:
-        """Figures; `used_bytes` counts whole file-system blocks, and everything that the tier
-        has on disk.
+        """Return figures; `used_bytes` counts whole file-system blocks, and everything that the
+        tier has on disk.
         """
         with self._lock:
             return {
                 "num_chunks": len(self._entries),
-                "used_bytes": self._entry_bytes + self._reserved_bytes,
+                "used_bytes": self._ledger.used_bytes + self._reserved_bytes,
                 "capacity_bytes": self.capacity_bytes,
                 "reserved_bytes": self._reserved_bytes,
             } | self._ledger.stats()
@@ -288,16 +282,8 @@ class DiskIndex:
         """
         with self._lock:
             sizes = {key: entry.charge for key, entry in self._entries.items()}
-            charged = sum(sizes.values())
-            if charged != self._entry_bytes or self._reserved_bytes < 0:
-                raise IntegrityError(
-                    f"entries charge {charged} bytes, books say {self._entry_bytes}; reserved"
-                    f" {self._reserved_bytes}"
-                )
-            if (
-                sum(self._tenants_reserved_bytes.values()) > self._reserved_bytes
-                or 0 in self._tenants_reserved_bytes.values()
-            ):
+            reserved = self._tenants_reserved_bytes.values()
+            if not 0 <= sum(reserved) <= self._reserved_bytes or 0 in reserved:
                 raise IntegrityError(
                     f"tenants have reserved {self._tenants_reserved_bytes}, all together"
                     f" {self._reserved_bytes}"
@@ -315,10 +301,10 @@ class DiskIndex:
         if entry.stored_at is None:
             entry = replace(entry, stored_at=self._clock())
         self._entries[key] = entry
-        self._entry_bytes += entry.charge
         self._damaged.discard(key)
         self._ledger.add(key, entry.charge, entry.stored_at)
 
-    def _pop(self, key: ChunkKey) -> None:
-        self._entry_bytes -= self._entries.pop(key).charge
-        self._ledger.remove(key)
+    def _pop(self, key: ChunkKey, reason: MissReason | None = None) -> DiskEntry:
+        entry = self._entries.pop(key)
+        self._ledger.remove(key, entry.charge, reason)
+        return entry

@@ -31,12 +31,12 @@ _RECORD = re.compile(r"[0-9a-f]{64}\.kvr")
 
 
 def charged_bytes(num_bytes: int) -> int:
-    """What a file of that size takes of the capacity."""
+    """Return what a file of that size takes of the capacity."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def record_name(key: CacheEngineKey) -> str:
-    """File name of a record."""
+    """Return the file name of a record."""
     return hashlib.sha256(key.canonical()).hexdigest() + RECORD_SUFFIX
 
 
@@ -56,7 +56,7 @@ class DiskLayout:
         self._numbers = itertools.count()
 
     def record(self, key: ChunkKey) -> Path:
-        """The file of a chunk.
+        """Return the file of a chunk.
 
         Raises:
             ValueError: The tenant's name cannot be one of a directory.
@@ -72,16 +72,16 @@ class DiskLayout:
             return None
 
     def new_temporary(self) -> Path:
-        """A name that no other writer uses."""
+        """Return a name that no other writer uses."""
         return self.temporary / f"{self._start}-{next(self._numbers)}{TEMPORARY_SUFFIX}"
 
     def new_bad(self) -> Path:
-        """A name for a damaged record."""
+        """Return a name for a damaged record."""
         return self.bad / f"{self._start}-{next(self._numbers)}{BAD_SUFFIX}"
 
 
 def tenant_directory(tenant: str) -> str:
-    """Directory name of a tenant: percent-quoted, never hidden.
+    """Return the directory name of a tenant: percent-quoted, never hidden.
 
     Raises:
         ValueError: It is empty or too long.
@@ -97,7 +97,7 @@ def tenant_directory(tenant: str) -> str:
 
 
 def tenant_of(directory: str) -> str | None:
-    """The tenant whose directory has that name, None when it is of no tenant."""
+    """Return the tenant whose directory has that name, None when it is of no tenant."""
     tenant = unquote(directory)
     try:
         return tenant if tenant_directory(tenant) == directory else None
@@ -106,10 +106,10 @@ def tenant_of(directory: str) -> str | None:
 
 
 def is_shard(directory: str) -> bool:
-    """Whether a directory of that name holds records."""
+    """Return whether a directory of that name holds records."""
     return _SHARD.fullmatch(directory) is not None
 
 
 def is_record(file_name: str) -> bool:
-    """Whether a file of that name claims to be a record."""
+    """Return whether a file of that name claims to be a record."""
     return _RECORD.fullmatch(file_name) is not None

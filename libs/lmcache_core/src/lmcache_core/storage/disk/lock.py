@@ -24,7 +24,7 @@ class DirectoryLock:
         self._directory: os.stat_result | None = None
 
     def acquire(self) -> None:
-        """Lock; nothing to do where this object holds the lock already.
+        """Lock, unless this object holds the lock already.
 
         Raises:
             ConfigError: Another process holds it.

@@ -3,15 +3,61 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Result, release_all
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Result | None)
+
+
+@dataclass(slots=True)
+class ChunkJob(Generic[R]):
+    """Work in a thread that owns references until it ends, then its result does.
+
+    Attributes:
+        future: Of the work.
+        unrun: Gives back what the work owns, if it never runs.
+        has_ended: Whether it had when `finish` returned.
+    """
+
+    future: Future[R]
+    unrun: Callable[[], object]
+    has_ended: bool = False
+
+    def take(self, late: R, closed: R) -> R:
+        """Return what it has come to, after `finish`; to be called once.
+
+        Args:
+            late: Returned for work that has not ended, which is abandoned.
+            closed: Returned for work that never ran since its pool was closed.
+        """
+        if self.future.cancelled():
+            self.unrun()
+            return closed
+        if not self.has_ended:
+            self.abandon()
+            return late
+        return self.future.result()
+
+    def abandon(self) -> None:
+        """Wait for it no longer: what it owns is given back as soon as its thread lets go."""
+        abandon(self.future, release_result, self.unrun)
+
+
+async def finish(jobs: Collection[ChunkJob[Any]], timeout_s: float | None = None) -> None:
+    """Wait for jobs, at most `timeout_s` seconds, and raise what one of them raised. The caller
+    takes or abandons each of them afterwards.
+    """
+    await wait_all([job.future for job in jobs], timeout_s)
+    for job in jobs:
+        job.has_ended = job.future.done()
+        if job.has_ended and not job.future.cancelled():
+            job.future.result()
 
 
 class FilePool:
@@ -56,10 +102,24 @@ class FilePool:
         future.add_done_callback(self._running.discard)
         return future
 
+    def begin(
+        self, work: Callable[..., R], *arguments: Any, unrun: Callable[[], object]
+    ) -> ChunkJob[R]:
+        """Run work on chunks in a thread; see `ChunkJob`.
+
+        Raises:
+            UnavailableError: The pool is not open; what the work owns was given back.
+        """
+        try:
+            return ChunkJob(self.submit(work, *arguments), unrun)
+        except BaseException:
+            unrun()
+            raise
+
     async def run(
         self, work: Callable[..., T], *arguments: Any, discard: Callable[[T], object] | None = None
     ) -> T:
-        """What `work` gives. When the caller is cancelled, work that has begun goes on.
+        """Return what `work` gives. When the caller is cancelled, work that has begun goes on.
 
         Args:
             work: Blocking.
@@ -72,7 +132,7 @@ class FilePool:
         return await self.result_of(self.submit(work, *arguments), discard)
 
     async def result_of(self, future: Future[T], discard: Callable[[T], object] | None = None) -> T:
-        """What a future of `submit` gives; see `run`."""
+        """Return what a future of `submit` gives; see `run`."""
         try:
             await wait_all([future])
         except BaseException:
@@ -131,12 +191,9 @@ def abandon(
         if never_run is not None:
             never_run()
     elif discard is not None:
-        future.add_done_callback(partial(_discard, discard))
-
-
-def _discard(discard: Callable[[T], object], future: Future[T]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        discard(future.result())
+        future.add_done_callback(
+            lambda done: None if done.cancelled() or done.exception() else discard(done.result())
+        )
 
 
 def release_result(result: Result | None) -> None:

@@ -30,7 +30,7 @@ page cache, two cores of an AMD EPYC with 1 MiB of L2 each; 0.5 to 4 MiB are ali
 
 @contextmanager
 def opened(files: DiskFiles, path: Path) -> Iterator[int]:
-    """A descriptor of that file for reading."""
+    """Open a file for reading, and close it at the end."""
     fd = files.open(path)
     try:
         yield fd
@@ -39,7 +39,8 @@ def opened(files: DiskFiles, path: Path) -> Iterator[int]:
 
 
 def read_head(files: DiskFiles, fd: int, first_bytes: int = FIRST_READ_BYTES) -> bytes:
-    """The bytes of a record's head, as many as its prefix names or as there are; not checked yet.
+    """Return the bytes of a record's head, as many as its prefix names or as there are; not checked
+    yet.
 
     Args:
         files: How the file is touched.

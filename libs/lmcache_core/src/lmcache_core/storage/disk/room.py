@@ -53,6 +53,7 @@ class DiskRoom:
         unread_bytes: The charges of those together, since every write asks.
         damaged: Damaged files, and those that cannot be removed, with their charges; the oldest
             first.
+        later: Records of a later version with their charges, as many as an upgrade has written.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class DiskRoom:
         self._index = index
         self._files = files
         self._on_removed = on_removed
-        self._later: dict[Path, int] = {}  # of a later version: as many as an upgrade has written
         self.damaged: dict[Path, int] = {}
+        self.later: dict[Path, int] = {}
         self.unread: dict[Path, Unread] = {}
         self.unread_bytes = 0
 
@@ -146,17 +147,13 @@ class DiskRoom:
     def hold_later(self, path: Path, charge: int) -> None:
         """Leave a good record of a later version where it is, until its space is needed."""
         self._index.charge_anyway(charge)
-        self._later[path] = charge
+        self.later[path] = charge
 
     def hold_unread(self, path: Path, unread: Unread) -> None:
         """Charge what cannot be read, until it can."""
         self._index.charge_anyway(unread.charge)
         self.unread_bytes += unread.charge
         self.unread[path] = unread
-
-    def unserved(self) -> list[Path]:
-        """List everything that is charged and not served."""
-        return [*self.unread, *self.damaged, *self._later]
 
     def forget(self, path: Path) -> int | None:
         """Charge such a file no more and return what it was charged; None if it is none."""
@@ -166,7 +163,7 @@ class DiskRoom:
         charges = (
             unread and unread.charge,
             self.damaged.pop(path, None),
-            self._later.pop(path, None),
+            self.later.pop(path, None),
         )
         held = [charge for charge in charges if charge is not None]
         self._index.unreserve(sum(held))
@@ -179,15 +176,10 @@ class DiskRoom:
         except OSError:
             self.hold_damaged(path, charge)
 
-    def remove_oldest(self) -> bool:
-        """Remove the damaged file held longest, or else the oldest of a later version.
-
-        Returns:
-            False when there is none, or it cannot be removed: it is then held on, and tried last.
-        """
-        return self._remove_first(self.damaged) or self._remove_first(self._later)
-
     def _remove_first(self, files: dict[Path, int]) -> bool:
+        """Remove the file that was held longest; one that cannot be removed is held on, and tried
+        last.
+        """
         if not files:
             return False
         path = next(iter(files))
@@ -207,7 +199,7 @@ class DiskRoom:
         if self.expire(1):
             return True
         is_own = tenant is not None and self._index.is_over_quota(tenant, charge)
-        if not is_own and self.remove_oldest():
+        if not is_own and (self._remove_first(self.damaged) or self._remove_first(self.later)):
             return True
         key = self._index.victim(tenant if is_own else None)
         if key is None:

@@ -78,7 +78,7 @@ def scan(layout: DiskLayout, files: DiskFiles, places: Sequence[Path]) -> Found:
 
 
 def _files_in(layout: DiskLayout, files: DiskFiles, path: Path, found: Found) -> Iterator[Path]:
-    """Everything below that is named like a record: `<root>/<tenant>/<shard>/<record>`."""
+    """Yield everything below that is named like a record: `<root>/<tenant>/<shard>/<record>`."""
     depth = len(path.relative_to(layout.root).parts)
     if depth == FILE_DEPTH:
         yield path
@@ -110,7 +110,7 @@ def _files_in(layout: DiskLayout, files: DiskFiles, path: Path, found: Found) ->
 def read_entry(
     files: DiskFiles, tenant: str, path: Path, status: os.stat_result
 ) -> tuple[ChunkKey, DiskEntry]:
-    """What a record file says that it holds.
+    """Return what a record file says that it holds.
 
     Args:
         files: How it is touched.

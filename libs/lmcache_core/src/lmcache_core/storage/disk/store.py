@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -116,7 +115,12 @@ class DiskStore:
         if root in found.unread and found.error is not None:
             raise found.error
         with self._names_lock:
-            self._remove_half_written(half_written)
+            for path in half_written:
+                self._counters.add("leftovers_at_start")
+                try:
+                    self._files.unlink(path)
+                except OSError:
+                    self._hold_damaged(path)
             for path in bad:
                 self._hold_damaged(path)
             self._take_over(found)
@@ -144,7 +148,7 @@ class DiskStore:
 
     @property
     def has_unread(self) -> bool:
-        """Whether `look_again` has anything to do."""
+        """Return whether `look_again` has anything to do."""
         return bool(self._room.unread) or not self.is_loaded
 
     def look_again(self) -> bool:
@@ -171,23 +175,17 @@ class DiskStore:
             # A write or a removal may have come first: then the file is not ours to judge by what
             # it was.
             still_unread = self._room.unread.keys() & set(places)
+
+            def is_ours(path: Path) -> bool:
+                return not still_unread.isdisjoint({path, *path.parents})
+
             found.records = [
-                (key, entry)
-                for key, entry in found.records
-                if self._is_below(self._layout.record(key), still_unread)
+                (key, entry) for key, entry in found.records if is_ours(self._layout.record(key))
             ]
-            doubtful = [
-                path
-                for path, _ in (*found.damaged, *found.later)
-                if self._is_below(path, still_unread)
-            ]
+            doubtful = [path for path, _ in (*found.damaged, *found.later) if is_ours(path)]
             judged = scan(self._layout, self._files, doubtful)
             found.damaged, found.later = judged.damaged, judged.later
-            found.unread = {
-                path: size
-                for path, size in found.unread.items()
-                if self._is_below(path, still_unread)
-            }
+            found.unread = {path: size for path, size in found.unread.items() if is_ours(path)}
             for path in still_unread:
                 self._room.forget(path)
             self._take_over(found)
@@ -259,7 +257,7 @@ class DiskStore:
         return Chunk(key, header, head, memory, TIER_NAME, entry.stored_at)
 
     def describe(self, key: ChunkKey, entry: DiskEntry) -> RecordHeader | Miss:
-        """What a record holds, read from its head; a damaged one is dealt with as by `read`."""
+        """Return what a record holds, by its head; a damaged one is dealt with as by `read`."""
         try:
             with opened(self._files, self._layout.record(key)) as fd:
                 return decode_head(read_head(self._files, fd, entry.head_bytes), key.key)[0]
@@ -329,7 +327,7 @@ class DiskStore:
             }
         num_removed = self.remove(self._index.keys(tenant))
         with self._names_lock:
-            for path in self._room.unserved():
+            for path in [*self._room.unread, *self._room.damaged, *self._room.later]:
                 parts = path.relative_to(self._layout.root).parts
                 if len(parts) == FILE_DEPTH and tenant in (None, tenant_of(parts[0])):
                     self._room.unlink(path, self._room.forget(path) or 0)
@@ -342,7 +340,7 @@ class DiskStore:
             self._room.expire()
 
     def stats(self) -> dict[str, int]:
-        """Figures of the index and of everything that was counted."""
+        """Return figures of the index and of everything that was counted."""
         figures = self._index.stats() | {event: self._counters.value(event) for event in EVENTS}
         return figures | {
             "quarantined_files": len(self._room.damaged),
@@ -353,8 +351,8 @@ class DiskStore:
         }
 
     def _is_crowded_out(self, charge: int) -> bool:
-        """Whether files that cannot be read leave no room for a write, whatever else is given
-        up.
+        """Return whether files that cannot be read leave no room for a write, whatever else is
+        given up.
         """
         return self._room.unread_bytes + charge > self._index.capacity_bytes
 
@@ -419,12 +417,8 @@ class DiskStore:
         self._index.restore(found.records)
         self._room.shrink()
 
-    @staticmethod
-    def _is_below(path: Path, places: AbstractSet[Path]) -> bool:
-        return not {path, *path.parents}.isdisjoint(places)
-
     def _is_readable(self, path: Path) -> bool:
-        """Whether every byte of a file can be read, whatever it says."""
+        """Return whether every byte of a file can be read, whatever it says."""
         block = bytearray(BLOCK_BYTES)
         at = 0
         try:
@@ -475,7 +469,7 @@ class DiskStore:
         return Miss(MissReason.IDENTITY if is_other else MissReason.CORRUPT)
 
     def _fails_again(self, entry: DiskEntry) -> bool:
-        """Whether that file failed at least `AGAIN_S` ago and others could be read since."""
+        """Return whether that file failed at least `AGAIN_S` ago and others could be read since."""
         with self._names_lock:
             now = time.monotonic()
             failed_at, num_good_reads = self._failed.setdefault(entry, (now, self._num_good_reads))
@@ -495,14 +489,6 @@ class DiskStore:
             key.key.chunk_hash,
             exc.strerror,
         )
-
-    def _remove_half_written(self, paths: Sequence[Path]) -> None:
-        for path in paths:
-            self._counters.add("leftovers_at_start")
-            try:
-                self._files.unlink(path)
-            except OSError:
-                self._hold_damaged(path)
 
     def _hold_damaged(self, path: Path) -> None:
         with contextlib.suppress(OSError):

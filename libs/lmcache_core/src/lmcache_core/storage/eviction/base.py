@@ -12,7 +12,8 @@ class EvictionPolicy(ABC):
     """Decides which chunks a full tier gives up first. Not thread-safe: the tier calls it under its
     own lock.
 
-    A policy belongs to exactly one tier. Every key is reported inserted once and removed once.
+    A policy belongs to exactly one tier and is made without arguments. Every key is reported
+    inserted once and removed once.
 
     Chunks of one prompt form a chain: without its head the tail is of no use. Where a tier learns
     of several chunks at once, it reports the last one first, so that the head counts as the most
@@ -20,12 +21,8 @@ class EvictionPolicy(ABC):
     """
 
     @abstractmethod
-    def fresh(self) -> EvictionPolicy:
-        """An empty policy of the same kind."""
-
-    @abstractmethod
     def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
-        """The tier now holds that chunk.
+        """Note that the tier now holds a chunk.
 
         Args:
             key: A key that the policy does not know yet.
@@ -34,15 +31,15 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def on_access(self, key: ChunkKey) -> None:
-        """A known chunk was read."""
+        """Note that a known chunk was read."""
 
     @abstractmethod
     def on_remove(self, key: ChunkKey) -> None:
-        """The tier gave a known chunk up, by eviction or on request."""
+        """Note that the tier gave a known chunk up, by eviction or on request."""
 
     @abstractmethod
     def victims(self) -> Iterator[ChunkKey]:
-        """Keys in the order in which to give them up, each at most once, lazily.
+        """Yield keys in the order in which to give them up, each at most once, lazily.
 
         Before it asks for the next key the caller either reports the last one removed or declines
         it; a declined key is in use, which the policy may count as an access. A caller that asks no
@@ -52,10 +49,10 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def coldest_first(self) -> list[ChunkKey]:
-        """All known keys, roughly in the order of `victims`: those that were never read again
-        before the others. Changes nothing.
+        """Return all known keys, roughly in the order of `victims`: those that were never read
+        again before the others. Changes nothing.
         """
 
     @abstractmethod
     def __len__(self) -> int:
-        """Keys known now."""
+        """Return the number of keys known now."""

@@ -17,10 +17,6 @@ class LRUPolicy(EvictionPolicy):
         self._order: OrderedDict[ChunkKey, None] = OrderedDict()
 
     @override
-    def fresh(self) -> LRUPolicy:
-        return LRUPolicy()
-
-    @override
     def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
         assert key not in self._order, "a key is inserted once"
         self._order[key] = None

@@ -20,12 +20,13 @@ class GhostQueue:
     """Keys without chunks, first in, first out, bounded by what the chunks took. Every call is
     O(1), amortised.
 
-    Source: the ghost queue of S3-FIFO (see `s3fifo.py`).
+    Attributes:
+        num_bytes: What the chunks of all remembered keys took.
     """
 
     def __init__(self) -> None:
         self._sizes: OrderedDict[ChunkKey, int] = OrderedDict()
-        self._num_bytes = 0
+        self.num_bytes = 0
 
     def add(self, key: ChunkKey, num_bytes: int, limit_bytes: float) -> None:
         """Remember a key, and forget the oldest ones beyond the limit.
@@ -38,20 +39,15 @@ class GhostQueue:
         """
         assert key not in self._sizes, "a key is given up once"
         self._sizes[key] = max(num_bytes, 1)
-        self._num_bytes += self._sizes[key]
-        while self._num_bytes > limit_bytes:
-            self._num_bytes -= self._sizes.popitem(last=False)[1]
+        self.num_bytes += self._sizes[key]
+        while self.num_bytes > limit_bytes:
+            self.num_bytes -= self._sizes.popitem(last=False)[1]
 
     def take(self, key: ChunkKey) -> bool:
-        """Whether a key is remembered; from now on it is not."""
+        """Forget a key; return whether it was remembered."""
         num_bytes = self._sizes.pop(key, None)
-        self._num_bytes -= num_bytes or 0
+        self.num_bytes -= num_bytes or 0
         return num_bytes is not None
-
-    @property
-    def num_bytes(self) -> int:
-        """What the chunks of all remembered keys took."""
-        return self._num_bytes
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -102,10 +98,6 @@ class S3FIFOPolicy(EvictionPolicy):
         self._small_bytes = 0
         self._held_bytes = 0
         self._offered: ChunkKey | None = None
-
-    @override
-    def fresh(self) -> S3FIFOPolicy:
-        return S3FIFOPolicy()
 
     @override
     def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
@@ -175,7 +167,7 @@ class S3FIFOPolicy(EvictionPolicy):
         raise KeyError(key)
 
     def _take(self, key: ChunkKey) -> _Held:
-        """Out of its queue."""
+        """Take a chunk out of its queue."""
         if key in self._small:
             self._small_bytes -= self._small[key].num_bytes
         return self._queue_of(key).pop(key)

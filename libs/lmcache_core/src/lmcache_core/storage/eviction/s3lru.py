@@ -50,10 +50,6 @@ class S3LRUPolicy(EvictionPolicy):
         self._offered: ChunkKey | None = None
 
     @override
-    def fresh(self) -> S3LRUPolicy:
-        return S3LRUPolicy()
-
-    @override
     def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
         assert key not in self._small, "a key is inserted once"
         assert key not in self._main, "a key is inserted once"
