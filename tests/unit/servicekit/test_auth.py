@@ -12,7 +12,7 @@ import pytest
 from fastapi import APIRouter, Depends
 from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.audit import AUDIT_LOGGER
-from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute, require_role
+from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute, RoleRequired
 from pydantic import BaseModel
 
 from tests.fixtures.sample_service import (
@@ -47,7 +47,7 @@ def routes() -> APIRouter:
     async def read(number: int, body: Quota, caller: ClientPrincipal) -> str:
         return caller.tenant
 
-    @router.put("/quota", dependencies=[Depends(require_role("admin"))])
+    @router.put("/quota", dependencies=[Depends(RoleRequired("admin"))])
     async def quota(body: Quota, caller: ClientPrincipal) -> str:
         return caller.name
 

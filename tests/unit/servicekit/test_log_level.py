@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi import FastAPI
 from lmcache_servicekit.app import create_service_app
-from lmcache_servicekit.log_level import create_log_router
+from lmcache_servicekit.logs import create_log_router
 
 from tests.fixtures.sample_service import (
     SampleSettings,

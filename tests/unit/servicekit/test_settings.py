@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 from lmcache_core.errors import ConfigError
-from lmcache_servicekit.environment import merge
-from lmcache_servicekit.settings import ServiceSettings, is_loopback, load_settings, render_settings
+from lmcache_servicekit.settings import (
+    ServiceSettings,
+    is_loopback,
+    load_settings,
+    merge,
+    render_settings,
+)
 from pydantic import ValidationError
 
 from tests.fixtures.sample_service import SampleSettings

@@ -10,7 +10,6 @@ from lmcache_core.storage.remote.members import hosts_of
 from lmcache_node.settings import BYTES_PER_GB, DistributedUrlText, Tenant
 from lmcache_servicekit.settings import Port, is_loopback
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import SettingsConfigDict
 from typing_extensions import override
 
 from lmcache_storage.s3.settings import S3Settings
@@ -45,7 +44,7 @@ class StorageSettings(S3Settings):
             /v1/admin/drain` does.
     """
 
-    model_config = SettingsConfigDict(env_prefix="LMCACHE_STORAGE_")
+    env_prefix = "LMCACHE_STORAGE_"
 
     port: Port = 8080
     lm_port: Port = 65432

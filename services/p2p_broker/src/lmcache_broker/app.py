@@ -10,10 +10,9 @@ from typing import Final
 from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import TicketKeys, TicketSigner
-from lmcache_servicekit.app import BodyBounds, create_service_app
-from lmcache_servicekit.log_level import create_log_router
-from lmcache_servicekit.redis_client import create_redis_client
-from lmcache_servicekit.redis_connections import RedisAccess
+from lmcache_servicekit.app import create_service_app
+from lmcache_servicekit.logs import create_log_router
+from lmcache_servicekit.redis_client import RedisAccess, create_redis_client
 from lmcache_servicekit.state import service_state
 
 from lmcache_broker.discovery import create_discovery
@@ -109,7 +108,8 @@ def create_shared_peers(settings: BrokerSettings) -> RedisPeers | None:
 
 
 # 4096 chunks with 16 holders of the longest names fit.
-_BODIES: Final = BodyBounds(max_body_bytes=64 << 10, overrides={"/v1/transfers": 12 << 20})
+MAX_BODY_BYTES: Final = 64 << 10
+MAX_TRANSFERS_BYTES: Final = 12 << 20
 
 
 def create_app(settings: BrokerSettings) -> FastAPI:
@@ -121,7 +121,12 @@ def create_app(settings: BrokerSettings) -> FastAPI:
     lifespan = create_lifespan(settings, load_ticket_keys(settings))
     routers = [peers_router, transfers_router, overview_router, create_log_router()]
     app = create_service_app(
-        settings, "lmcache-broker", lifespan=lifespan, routers=routers, bodies=_BODIES
+        settings,
+        "lmcache-broker",
+        lifespan=lifespan,
+        routers=routers,
+        max_body_bytes=MAX_BODY_BYTES,
+        body_overrides={"/v1/transfers": MAX_TRANSFERS_BYTES},
     )
     # Not among the routers that let callers in first: its files are the same for every caller.
     app.include_router(create_page_router())

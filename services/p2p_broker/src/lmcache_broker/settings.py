@@ -20,7 +20,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import SettingsConfigDict
 
 from lmcache_broker.bodies import DistributedUrlText, InstanceId, TopologyName
 
@@ -132,7 +131,7 @@ class BrokerSettings(DiscoverySettings, RedisSettings):
             memory.
     """
 
-    model_config = SettingsConfigDict(env_prefix="LMCACHE_BROKER_")
+    env_prefix = "LMCACHE_BROKER_"
 
     port: Port = 8082
     ticket_keys: SecretStr | None = None

@@ -112,6 +112,5 @@ def _required(dependant: Dependant) -> Iterator[RoleRequired]:
         yield from _required(needed)
 
 
-require_role = RoleRequired
-ClientPrincipal = Annotated[Principal, Depends(require_role("client"))]
-AdminPrincipal = Annotated[Principal, Depends(require_role("admin"))]
+ClientPrincipal = Annotated[Principal, Depends(RoleRequired("client"))]
+AdminPrincipal = Annotated[Principal, Depends(RoleRequired("admin"))]

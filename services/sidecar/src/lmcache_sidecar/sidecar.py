@@ -24,8 +24,7 @@ from lmcache_node.local_chunks import LocalChunks
 from lmcache_node.node import Node
 from lmcache_node.settings import BYTES_PER_GB
 from lmcache_servicekit.errors import ConflictError, PermissionDeniedError
-from lmcache_servicekit.secret_file import read_secret_file
-from lmcache_servicekit.settings import is_loopback
+from lmcache_servicekit.settings import is_loopback, read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
 from typing_extensions import override
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from lmcache_servicekit.app import BodyBounds, create_service_app
+from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 from lmcache_servicekit.state import service_state
 
@@ -63,7 +63,7 @@ def create_app(settings: WebhookSettings) -> FastAPI:
         "lmcache-webhook",
         lifespan=lifespan,
         routers=[router],
-        bodies=BodyBounds(MAX_BODY_BYTES),
+        max_body_bytes=MAX_BODY_BYTES,
     )
 
 

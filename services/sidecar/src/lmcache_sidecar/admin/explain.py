@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from lmcache_core.keys import MAX_TOKEN_ID
 from lmcache_core.wire.messages import Describe
-from lmcache_servicekit.auth import GuardedRoute, require_role
+from lmcache_servicekit.auth import GuardedRoute, RoleRequired
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lmcache_sidecar.admin.pins import ChunkHashes, ModelName
@@ -105,7 +105,7 @@ class ExplainAnswer(BaseModel):
 router = APIRouter(
     prefix="/v1",
     tags=["explain"],
-    dependencies=[Depends(require_role("admin"))],
+    dependencies=[Depends(RoleRequired("admin"))],
     route_class=GuardedRoute,
 )
 
