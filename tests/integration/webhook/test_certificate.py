@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cryptography import x509
-from lmcache_webhook.certificate.command import main
+from lmcache_webhook.certificate import main
 
 if TYPE_CHECKING:
     from tests.integration.webhook.conftest import AdmissionApi

@@ -19,7 +19,7 @@ import jsonpatch
 import pytest
 import yaml
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
-from lmcache_webhook.certificate.authority import Lifetime, Material, renew
+from lmcache_webhook.certificate import Lifetime, Material, renew
 
 from tests.fixtures.pods import SHAPES, Pod, container, plain, pod
 from tests.fixtures.service_process import ServiceProcess, running_service

@@ -11,11 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
 from lmcache_core.config.sources import MAX_FOREIGN_CHARS
-from lmcache_webhook.admission import AdmissionRequest, GroupVersionKind
 from lmcache_webhook.injection.injector import MAX_STATUS_CHARS, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.injection.pod import MAX_TEXT_CHARS
-from lmcache_webhook.reviews import REVIEW_TIMEOUT_S, Reviewer
+from lmcache_webhook.reviews import REVIEW_TIMEOUT_S, AdmissionRequest, GroupVersionKind, Reviewer
 
 from tests.fixtures.pods import Pod, container, plain, pod
 from tests.fixtures.time_bound import cpu_bound

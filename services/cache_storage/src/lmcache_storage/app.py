@@ -36,7 +36,7 @@ def create_app(settings: StorageSettings) -> FastAPI:
         "lmcache-storage",
         lifespan=lifespan,
         routers=[chunks.router, admin.router, admin.pins_router, create_log_router()],
-        body_overrides={RECORD_PATHS: settings.max_record_bytes},
+        max_body_bytes={RECORD_PATHS: settings.max_record_bytes},
         problems=PROBLEMS,
     )
 

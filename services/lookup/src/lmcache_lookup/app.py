@@ -44,7 +44,7 @@ def create_app(settings: LookupSettings, index: LookupIndex | None = None) -> Fa
         NAME,
         lifespan=_lifespan_of(settings, index or create_index(settings)),
         routers=[*ROUTERS, create_log_router()],
-        max_body_bytes=MAX_BODY_BYTES,
+        max_body_bytes={"": MAX_BODY_BYTES},
     )
     app.describe(bodies.schemas())
     return app

@@ -108,8 +108,7 @@ def create_shared_peers(settings: BrokerSettings) -> RedisPeers | None:
 
 
 # 4096 chunks with 16 holders of the longest names fit.
-MAX_BODY_BYTES: Final = 64 << 10
-MAX_TRANSFERS_BYTES: Final = 12 << 20
+_MAX_BODY_BYTES: Final = {"": 64 << 10, "/v1/transfers": 12 << 20}
 
 
 def create_app(settings: BrokerSettings) -> FastAPI:
@@ -125,8 +124,7 @@ def create_app(settings: BrokerSettings) -> FastAPI:
         "lmcache-broker",
         lifespan=lifespan,
         routers=routers,
-        max_body_bytes=MAX_BODY_BYTES,
-        body_overrides={"/v1/transfers": MAX_TRANSFERS_BYTES},
+        max_body_bytes=_MAX_BODY_BYTES,
     )
     # Not among the routers that let callers in first: its files are the same for every caller.
     app.include_router(create_page_router())

@@ -28,11 +28,7 @@ from lmcache_servicekit.health import HealthRegistry, HealthReport
 from lmcache_servicekit.http_protocol import BoundedHttpProtocol
 from lmcache_servicekit.listening import bind
 from lmcache_servicekit.problems import MEDIA_TYPE, ProblemType, install_problem_handlers
-from lmcache_servicekit.requests import (
-    DEFAULT_MAX_BODY_BYTES,
-    BodyLimitMiddleware,
-    RequestMiddleware,
-)
+from lmcache_servicekit.requests import BodyLimitMiddleware, RequestMiddleware
 from lmcache_servicekit.settings import ServiceSettings
 from lmcache_servicekit.state import ServiceState, service_state, version_of
 
@@ -102,8 +98,7 @@ def create_service_app(
     *,
     lifespan: Lifespan,
     routers: Sequence[APIRouter],
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
-    body_overrides: Mapping[str, int] | None = None,
+    max_body_bytes: Mapping[str, int] | None = None,
     problems: Mapping[type[Exception], ProblemType] | None = None,
     only_tenant: str | None = None,
 ) -> ServiceApp:
@@ -118,8 +113,8 @@ def create_service_app(
         routers: The service's routes, each a `GuardedRoute`, with full paths:
             `APIRouter(prefix="/v1", route_class=GuardedRoute)`, since a prefix that is given to
             `include_router` does not reach the metrics' route label.
-        max_body_bytes: Largest request body.
-        body_overrides: Other bounds, by path prefix; the longest prefix counts.
+        max_body_bytes: Largest request body by path prefix; the longest prefix counts, and `""` is
+            4 MiB unless it is given.
         problems: Entries for the service's own errors.
         only_tenant: Whose service this is; None: all tenants'.
 
@@ -163,9 +158,7 @@ def create_service_app(
         state.limiter = RateLimiter(settings.rate_limit_per_tenant)
     app.state.service = state
     # The one added last is the outermost: refused bodies are counted too.
-    app.add_middleware(
-        BodyLimitMiddleware, max_body_bytes=max_body_bytes, overrides=body_overrides or {}
-    )
+    app.add_middleware(BodyLimitMiddleware, max_body_bytes=max_body_bytes or {})
     app.add_middleware(RequestMiddleware, state=state, service=distribution)
     install_problem_handlers(app, problems)
     for router in (*routers, _probe_router(state)):

@@ -141,14 +141,14 @@ class BodyLimitMiddleware:
 
     Args:
         app: The next application.
-        max_body_bytes: The bound for all paths.
-        overrides: Other bounds, by path prefix; the longest prefix counts.
+        max_body_bytes: Bounds by path prefix; the longest prefix counts, and `""` is
+            `DEFAULT_MAX_BODY_BYTES` unless it is given.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, overrides: Mapping[str, int]) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: Mapping[str, int]) -> None:
         self._app = app
-        self._max_body_bytes = max_body_bytes
-        self._overrides = sorted(overrides.items(), key=lambda item: -len(item[0]))
+        bounds = {"": DEFAULT_MAX_BODY_BYTES} | dict(max_body_bytes)
+        self._bounds = sorted(bounds.items(), key=lambda item: -len(item[0]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse at once what declares too large a body, and watch the rest grow."""
@@ -156,10 +156,7 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         path = scope["path"]
-        bound = next(
-            (bound for prefix, bound in self._overrides if path.startswith(prefix)),
-            self._max_body_bytes,
-        )
+        bound = next(bound for prefix, bound in self._bounds if path.startswith(prefix))
         detail = f"a body here has at most {bound} bytes"
         declared = Headers(scope=scope).get("content-length", "0")
         if not declared.isdecimal() or int(declared[:19]) > bound:

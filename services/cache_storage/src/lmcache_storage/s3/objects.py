@@ -41,7 +41,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from lmcache_storage.s3 import S3_TIER
-from lmcache_storage.s3.settings import S3Settings
+from lmcache_storage.settings import S3Settings
 
 if TYPE_CHECKING:
     from obstore import GetResult
