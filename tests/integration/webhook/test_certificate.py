@@ -16,14 +16,8 @@ if TYPE_CHECKING:
 SECRET = "/api/v1/namespaces/lmcache/secrets/hook-tls"
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/hooks"
 WHERE = [
-    "--namespace",
-    "lmcache",
-    "--secret",
-    "hook-tls",
-    "--service",
-    "hook",
-    "--configuration",
-    "hooks",
+    *("--namespace", "lmcache", "--secret", "hook-tls"),
+    *("--service", "hook", "--configuration", "hooks"),
 ]
 
 
