@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from pathlib import Path
 from typing import Literal
@@ -11,7 +10,7 @@ from urllib.parse import urlsplit
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.remote.members import hosts_of
 from lmcache_node.settings import BYTES_PER_GB, DistributedUrlText, NodeSettings, Tenant
-from lmcache_servicekit.settings import Port, is_loopback
+from lmcache_servicekit.settings import Port, is_loopback, is_unspecified
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import override
 
@@ -198,7 +197,7 @@ class StorageSettings(S3Settings):
         if (
             self.broker_url is not None
             and self.advertise_url is None
-            and _is_unspecified(self.lm_host)
+            and is_unspecified(self.lm_host)
         ):
             raise ValueError(
                 f"broker_url is set and lm_host={self.lm_host!r} is no address that others can"
@@ -229,10 +228,3 @@ class StorageSettings(S3Settings):
                 " NetworkPolicy is all the protection you want"
             )
         return self
-
-
-def _is_unspecified(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False

@@ -199,12 +199,12 @@ def is_loopback(host: str) -> bool:
 
 def _overlap(host: str, other: str) -> bool:
     """Return whether two listeners of one port cannot be at these hosts."""
-    if host == other or _is_unspecified(host) or _is_unspecified(other):
+    if host == other or is_unspecified(host) or is_unspecified(other):
         return True
     return is_loopback(host) and is_loopback(other) and "localhost" in (host, other)
 
 
-def _is_unspecified(host: str) -> bool:
+def is_unspecified(host: str) -> bool:
     """Return whether a listener at `host` takes every address of this machine."""
     try:
         return ipaddress.ip_address(host).is_unspecified

@@ -173,7 +173,7 @@ def _wait(timeout_s: float | None) -> int:
 def _work(
     serve: Serve, seat: WorkerSeat, ready: Callable[[], None], unblocked: Iterable[int]
 ) -> None:
-    """Live as a worker. It ends with its parent, also when that is killed."""
+    """Serve as a worker, which ends with its parent, also when that is killed."""
     for number in _ENDING:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
@@ -220,8 +220,8 @@ class WorkerMetrics:
             server.close()
 
     async def gather(self) -> bytes:
-        """The metrics of all workers, in Prometheus' text format; one that does not answer in
-        time is shown as not up.
+        """Return the metrics of all workers, in Prometheus' text format; one that does not answer
+        in time is shown as not up.
         """
         numbers = range(len(self._seat.listeners))
         texts = await asyncio.gather(*(self._text_of(number) for number in numbers))
@@ -238,7 +238,9 @@ class WorkerMetrics:
             async with asyncio.timeout(SIBLING_TIMEOUT_S):
                 return await _ask(self._seat.listeners[number].getsockname()[:2])
         except (OSError, TimeoutError, ValueError) as exc:
-            logger.warning("worker %d does not tell its metrics: %s", number, type(exc).__name__)
+            logger.warning(
+                "no metrics from a worker: worker=%d error=%s", number, type(exc).__name__
+            )
             return None
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -248,7 +250,7 @@ class WorkerMetrics:
                 writer.write(generate_latest(self._registry))
                 await writer.drain()
         except (OSError, TimeoutError) as exc:
-            logger.debug("metrics not told: %s", type(exc).__name__)
+            logger.debug("metrics not sent: error=%s", type(exc).__name__)
         finally:
             writer.close()
 

@@ -228,10 +228,10 @@ class Reviewer:
     def _tell(self, request: AdmissionRequest, outcome: PodReview) -> None:
         if outcome.reason:
             logger.info(
-                "a pod of the namespace %s: %s%s",
+                "pod reviewed: namespace=%s outcome=%s dry_run=%s",
                 request.namespace,
                 outcome.reason,
-                " (dry run)" if request.dryRun else "",
+                bool(request.dryRun),
             )
 
 
