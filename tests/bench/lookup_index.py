@@ -20,7 +20,7 @@ import redis
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LookupIndex
 from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_key, bucket_of
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
-from lmcache_servicekit.redis_connections import RedisAccess
+from lmcache_servicekit.redis_client import RedisAccess
 
 from tests.bench.report import Section
 from tests.fixtures.redis_cluster import NUM_MASTERS, running_cluster

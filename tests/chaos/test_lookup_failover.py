@@ -21,8 +21,8 @@ from lmcache_core.lookup import EventsAck, Holding, InstanceLease, InstanceRepor
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LookupIndex
 from lmcache_lookup.index.packing import LEASES_KEY, bucket_key
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
+from lmcache_servicekit.redis_client import RedisAccess
 from lmcache_servicekit.redis_cluster import NUM_SLOTS, slot_of
-from lmcache_servicekit.redis_connections import RedisAccess
 
 from tests.fixtures.redis_cluster import NUM_MASTERS, running_cluster
 from tests.fixtures.redis_sentinel import watched_redis

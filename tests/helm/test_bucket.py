@@ -15,8 +15,7 @@ from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.record import UNSEALED_DIGEST, Chunk, raw_header
 from lmcache_core.security import TokenFile
 from lmcache_core.storage.remote import create_remote_backend
-from lmcache_storage.s3.settings import S3Settings
-from lmcache_storage.settings import StorageSettings
+from lmcache_storage.settings import S3Settings, StorageSettings
 
 from tests.fixtures.s3_server import BUCKET, running_s3
 from tests.fixtures.tls import Authority

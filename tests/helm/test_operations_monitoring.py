@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from lmcache_node.collectors import TIER_EVENTS
-from lmcache_webhook.injection.annotations import INJECTED
+from lmcache_webhook.injection.plan import INJECTED
 
 from tests.fixtures.exposition import scraped_services
 from tests.fixtures.fake_vllm import imported_connector

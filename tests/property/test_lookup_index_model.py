@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lmcache_lookup.index import EventBatch, EventsAck, IndexEvent, LeaseClaim, LookupIndex
 from lmcache_lookup.index.embedded import EmbeddedIndex
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
-from lmcache_servicekit.redis_connections import RedisAccess
+from lmcache_servicekit.redis_client import RedisAccess
 
 from tests.fixtures.redis_cluster import RedisClusterServers, running_cluster
 from tests.fixtures.redis_server import RedisServer, running_redis

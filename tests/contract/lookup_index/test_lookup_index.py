@@ -18,7 +18,7 @@ from lmcache_lookup.index import EventBatch, EventsAck, IndexEvent, LeaseClaim, 
 from lmcache_lookup.index.base import MAX_STORED_HOLDERS_PER_CHUNK
 from lmcache_lookup.index.embedded import EmbeddedIndex
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
-from lmcache_servicekit.redis_connections import RedisAccess
+from lmcache_servicekit.redis_client import RedisAccess
 
 from tests.fixtures.redis_cluster import NUM_MASTERS, RedisClusterServers
 from tests.fixtures.redis_server import RedisServer

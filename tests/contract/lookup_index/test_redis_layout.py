@@ -26,7 +26,7 @@ from lmcache_lookup.index.packing import (
 )
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 from lmcache_lookup.index.redis_sweeper import MAX_BUCKETS_PER_STEP, SWEEP_PAGE_CHUNKS
-from lmcache_servicekit.redis_connections import CLIENT_ERRORS, RedisAccess
+from lmcache_servicekit.redis_client import CLIENT_ERRORS, RedisAccess
 
 from tests.fixtures.redis_server import RedisServer, running_redis
 

@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from lmcache_servicekit.redis_client import RedisAccess, RedisNode, describe_failure
 from lmcache_servicekit.redis_client import RedisCommand as Command
-from lmcache_servicekit.redis_client import RedisNode
-from lmcache_servicekit.redis_connections import RedisAccess, describe_failure
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import ResponseError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from lmcache_core.security.handshakes import MAX_HANDSHAKES
-from lmcache_servicekit import body_limit, http_protocol
+from lmcache_servicekit import http_protocol, requests
 from lmcache_servicekit.http_protocol import MAX_HEAD_BYTES
 
 from tests.fixtures.guarded_services import Guarded
@@ -164,7 +164,7 @@ def test_garbage_is_told_in_the_log_once(broker: ServiceProcess) -> None:
 
 
 def test_the_bounds_of_a_service_that_nobody_has_made_impatient() -> None:
-    assert (http_protocol.HEAD_TIMEOUT_S, body_limit.BODY_TIMEOUT_S) == (10.0, 10.0)
+    assert (http_protocol.HEAD_TIMEOUT_S, requests.BODY_TIMEOUT_S) == (10.0, 10.0)
     assert Path(http_protocol.__file__).name == "http_protocol.py"
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cryptography import x509
-from lmcache_webhook.certificate.command import main
+from lmcache_webhook.certificate import main
 
 if TYPE_CHECKING:
     from tests.integration.webhook.conftest import AdmissionApi
@@ -16,14 +16,8 @@ if TYPE_CHECKING:
 SECRET = "/api/v1/namespaces/lmcache/secrets/hook-tls"
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/hooks"
 WHERE = [
-    "--namespace",
-    "lmcache",
-    "--secret",
-    "hook-tls",
-    "--service",
-    "hook",
-    "--configuration",
-    "hooks",
+    *("--namespace", "lmcache", "--secret", "hook-tls"),
+    *("--service", "hook", "--configuration", "hooks"),
 ]
 
 

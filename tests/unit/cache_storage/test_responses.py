@@ -14,7 +14,7 @@ from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.wire.served import ServerLimits
-from lmcache_storage.records import SLICE_BYTES, RecordResponse, RecordsResponse
+from lmcache_storage.chunks import SLICE_BYTES, RecordResponse, RecordsResponse
 
 from tests.suites.chunks import make_chunk, make_key, make_payload
 

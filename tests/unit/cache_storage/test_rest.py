@@ -14,7 +14,7 @@ from lmcache_core.lookup import InstanceReporter
 from lmcache_core.record import encode_head
 from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.wire.client import LmClient
-from lmcache_storage.records import SLICE_BYTES
+from lmcache_storage.chunks import SLICE_BYTES
 from lmcache_storage.storage import StorageNode
 
 from tests.fixtures.storage_app import assert_problem, serving

@@ -64,7 +64,7 @@ def alternatives(text: str) -> list[str]:
 
 def known_variables() -> set[str]:
     services = {
-        f"{each.model_config['env_prefix']}{name}".upper()
+        f"{each.env_prefix}{name}".upper()
         for each in SETTINGS
         for name in (*each.model_fields, "config")
     }
@@ -77,7 +77,7 @@ def known_variables() -> set[str]:
 def test_every_variable_is_an_option(page: Path) -> None:
     text = re.sub(r"LMCACHE_\w*(?:<|_…|…)", "", page.read_text(encoding="utf-8"))
     assert set(VARIABLE.findall(text)) - {"LMCACHE"} <= known_variables() | {
-        each.model_config["env_prefix"][:-1] for each in SETTINGS
+        each.env_prefix[:-1] for each in SETTINGS
     }
 
 

@@ -20,7 +20,7 @@ from lmcache_lookup.index.redis_index import (
 )
 from lmcache_lookup.settings import LookupSettings
 from lmcache_servicekit.errors import StoreRefusedError
-from lmcache_servicekit.redis_connections import RedisAccess
+from lmcache_servicekit.redis_client import RedisAccess
 from pydantic import ValidationError
 
 from tests.fixtures.broker import FakeClock

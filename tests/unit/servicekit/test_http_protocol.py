@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import pytest
 import uvicorn
@@ -47,19 +48,16 @@ class Server:
         return protocol
 
 
+def make_server(app: App, **options: Any) -> uvicorn.Server:
+    options |= {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False}
+    server = uvicorn.Server(uvicorn.Config(app, http=BoundedHttpProtocol, **options))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    return server
+
+
 @asynccontextmanager
 async def serving(app: App) -> AsyncIterator[Server]:
-    config = uvicorn.Config(
-        app,
-        port=0,
-        http=BoundedHttpProtocol,
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        access_log=False,
-    )
-    server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    server = make_server(app, port=0)
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
@@ -84,22 +82,23 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
-    await send(
-        {
-            "type": "http.response.start",
-            "status": 200,
-            "headers": [(b"content-length", b"%d" % len(body))],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
+    await send(start(200, len(body)))
+    await send(body_part(body))
+
+
+def start(status: int, num_bytes: int) -> Message:
+    headers = [(b"content-length", b"%d" % num_bytes)]
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def body_part(body: bytes, *, has_more: bool = False) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": has_more}
 
 
 async def deny(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer without reading the body."""
-    await send(
-        {"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]}
-    )
-    await send({"type": "http.response.body", "body": b""})
+    await send(start(401, 0))
+    await send(body_part(b""))
 
 
 async def test_requests_that_wait_are_bounded_however_many_are_sent() -> None:
@@ -169,16 +168,10 @@ async def test_pipelined_requests_are_all_answered_in_order(size: int) -> None:
                 chunks,
             )
         else:
-            requests += b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (
-                path,
-                len(body),
-                body,
-            )
-        wanted += b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b:%b" % (
-            len(path) + 1 + len(body),
-            path,
-            body,
-        )
+            head = b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (path, len(body))
+            requests += head + body
+        answer = b"%b:%b" % (path, body)
+        wanted += b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(answer), answer)
     requests += b"GET /end HTTP/1.1\r\nconnection: close\r\n\r\n"
 
     async with serving(echo) as server:
@@ -256,16 +249,9 @@ async def test_a_caller_that_does_not_read_its_answers_is_let_go(
 
     async def large(scope: Scope, receive: Receive, send: Send) -> None:
         nonlocal num_ended
-        headers = [(b"content-length", b"%d" % size)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(start(200, size))
         for sent in range(0, size, 1 << 20):
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": b"x" * (1 << 20),
-                    "more_body": sent + (1 << 20) < size,
-                }
-            )
+            await send(body_part(b"x" * (1 << 20), has_more=sent + (1 << 20) < size))
         num_ended += 1
 
     async with serving(large) as server:
@@ -310,17 +296,7 @@ def serving_on(loop: str, app: App) -> Iterator[Server]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     listener.bind(("127.0.0.1", 0))
     listener.listen()
-    config = uvicorn.Config(
-        app,
-        http=BoundedHttpProtocol,
-        loop=loop,
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        access_log=False,
-    )
-    server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    server = make_server(app, loop=loop)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -341,20 +317,8 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 def _of_size(size: int) -> App:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-length", b"%d" % size)],
-            }
-        )
-        await send(
-            {
-                "type": "http.response.body",
-                "body": b"x" * size,
-                "more_body": scope["path"] == "/fails",
-            }
-        )
+        await send(start(200, size))
+        await send(body_part(b"x" * size, has_more=scope["path"] == "/fails"))
         if scope["path"] == "/fails":
             raise OSError("nothing more to read")
 

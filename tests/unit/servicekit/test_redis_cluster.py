@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from lmcache_servicekit.redis_client import RedisCommand
+from lmcache_servicekit.redis_client import CLIENT_ERRORS, RedisCommand
 from lmcache_servicekit.redis_cluster import (
     MAX_REDIRECTIONS,
     MAX_SERVERS_ASKED,
@@ -16,7 +16,6 @@ from lmcache_servicekit.redis_cluster import (
     SlotsUnknownError,
     slot_of,
 )
-from lmcache_servicekit.redis_connections import CLIENT_ERRORS
 from redis.exceptions import AskError, MovedError, ResponseError
 from redis.exceptions import ConnectionError as LostConnectionError
 

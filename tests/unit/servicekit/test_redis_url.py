@@ -6,7 +6,7 @@ import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_lookup.index import create_index
 from lmcache_lookup.settings import LookupSettings
-from lmcache_servicekit.redis_url import RedisUrl
+from lmcache_servicekit.redis_settings import RedisUrl
 from pydantic import SecretStr, ValidationError
 
 

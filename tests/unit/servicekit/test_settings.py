@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 from lmcache_core.errors import ConfigError
-from lmcache_servicekit.environment import merge
-from lmcache_servicekit.settings import ServiceSettings, is_loopback, load_settings, render_settings
+from lmcache_servicekit.settings import (
+    is_loopback,
+    load_settings,
+    render_settings,
+)
 from pydantic import ValidationError
 
 from tests.fixtures.sample_service import SampleSettings
@@ -31,28 +34,6 @@ def refusal(text: str | None = None, path: Path | None = None, **variables: str)
     return str(caught.value)
 
 
-def test_the_list_of_common_options_is_known() -> None:
-    assert sorted(ServiceSettings.model_fields) == [
-        "allow_anonymous",
-        "allow_plaintext",
-        "auth_tokens_file",
-        "health_host",
-        "health_port",
-        "host",
-        "instance_id",
-        "log_format",
-        "log_level",
-        "otlp_endpoint",
-        "port",
-        "rate_limit_per_tenant",
-        "shutdown_grace_s",
-        "tls_cert_file",
-        "tls_client_ca_file",
-        "tls_key_file",
-        "trace_sample_ratio",
-    ]
-
-
 def test_defaults_listen_on_loopback() -> None:
     settings = load()
     assert (settings.host, settings.port, settings.allow_anonymous) == ("127.0.0.1", 8099, False)
@@ -65,12 +46,8 @@ def test_variables_win_over_the_file_leaf_by_leaf(tmp_path: Path) -> None:
         PORT="2",
         QUOTA__MAX_BYTES="3",
     )
-    assert (
-        settings.port,
-        settings.log_level,
-        settings.quota.max_bytes,
-        settings.quota.tenants,
-    ) == (2, "debug", 3, ["a"])
+    assert (settings.port, settings.log_level) == (2, "debug")
+    assert (settings.quota.max_bytes, settings.quota.tenants) == (3, ["a"])
 
 
 def test_structured_variables_are_yaml() -> None:
@@ -81,28 +58,17 @@ def test_structured_variables_are_yaml() -> None:
         RATIO="0.5",
         ALLOW_ANONYMOUS="true",
     )
-    assert (settings.quota.max_bytes, settings.quota.tenants, settings.labels) == (
-        5,
-        ["x", "y"],
-        {"a": "b"},
-    )
+    assert (settings.quota.max_bytes, settings.quota.tenants) == (5, ["x", "y"])
+    assert settings.labels == {"a": "b"}
     assert (settings.ratio, settings.allow_anonymous) == (0.5, True)
     assert "LMCACHE_SAMPLE_LABELS: its text is not YAML" in refusal(LABELS="{")
+    assert "the name 'a' is there twice" in refusal(LABELS="{a: b, a: c}")
 
 
-def test_an_empty_variable_counts_as_unset() -> None:
-    assert load(PORT="", API_SECRET="").api_secret is None
-
-
-def test_other_prefixes_are_nobodys_business() -> None:
-    assert (
-        load_settings(
-            SampleSettings,
-            None,
-            {"LMCACHE_CHUNK_SIZE": "x", "LMCACHE_LOOKUP_PORTT": "1", "PATH": "/"},
-        ).port
-        == 8099
-    )
+def test_empty_variables_and_other_prefixes_set_nothing() -> None:
+    assert load(PORT="", API_SECRET="") == load()
+    others = {"LMCACHE_CHUNK_SIZE": "x", "LMCACHE_LOOKUP_PORTT": "1", "PATH": "/"}
+    assert load_settings(SampleSettings, None, others) == load()
 
 
 def test_the_config_variable_names_the_file_and_the_argument_wins(tmp_path: Path) -> None:
@@ -171,47 +137,25 @@ def test_a_bad_secret_is_not_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["prot", "_env_file", "_cli_parse_args", "quota2"])
 def test_an_unknown_name_in_the_file_is_refused(tmp_path: Path, name: str) -> None:
-    assert f"{name}: unknown option in" in refusal(f"{name}: 1", tmp_path / "c")
-
-
-def test_the_nearest_name_is_offered(tmp_path: Path) -> None:
-    assert "did you mean 'port'?" in refusal("prot: 1", tmp_path / "c")
+    text = refusal(f"{name}: 1", tmp_path / "c")
+    assert f"{name}: unknown option in" in text
+    assert name != "prot" or "did you mean 'port'?" in text
 
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("port: [", "line 1"), ("- 1", "name: value"), ("1: 2", "name: value"), ("a: &a [*a", "YAML")],
-)
-def test_a_broken_file_is_refused(tmp_path: Path, text: str, part: str) -> None:
-    assert part in refusal(text, tmp_path / "c")
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
     [
-        (
-            "port: 1\nhost: localhost\nport: 2\n",
-            "line 3: the name 'port' is there twice; keep one of them",
-        ),
+        *(("port: [", "line 1"), ("- 1", "name: value"), ("1: 2", "name: value")),
+        *(("a: &a [*a", "YAML"), ("#" * (1 << 20) + "\n", "larger than")),
+        # PyYAML takes the last.
+        ("port: 1\nhost: h\nport: 2\n", "line 3: the name 'port' is there twice; keep one of"),
         ("labels:\n  a: b\n  a: c\n", "line 3: the name 'a' is there twice"),
+        (None, "create it or correct the path"),
     ],
+    ids=lambda text: (text or "")[:20],
 )
-def test_a_name_twice_is_refused_with_its_line(tmp_path: Path, text: str, told: str) -> None:
-    """PyYAML takes the last."""
-    (tmp_path / "config.yaml").write_text(text)
-    assert told in refusal(path=tmp_path / "config.yaml")
-
-
-def test_a_name_twice_in_a_variable_is_refused() -> None:
-    assert "the name 'a' is there twice" in refusal(LABELS="{a: b, a: c}")
-
-
-def test_a_huge_file_is_refused(tmp_path: Path) -> None:
-    assert "larger than" in refusal("#" * (1 << 20) + "\n", tmp_path / "c")
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    assert "create it or correct the path" in refusal(None, tmp_path / "absent")
+def test_a_broken_file_is_refused(tmp_path: Path, text: str | None, part: str) -> None:
+    assert part in refusal(text, tmp_path / "c")
 
 
 def test_an_empty_file_is_fine(tmp_path: Path) -> None:
@@ -257,9 +201,3 @@ def test_direct_construction_ignores_the_environment(monkeypatch: pytest.MonkeyP
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError):
         load().port = 1
-
-
-def test_merge_leaves_both_sides_alone() -> None:
-    base, over = {"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 9}, "d": {"e": 1}}
-    assert merge(base, over) == {"a": {"b": 9, "c": 2}, "d": {"e": 1}}
-    assert base == {"a": {"b": 1, "c": 2}, "d": 3}

@@ -9,7 +9,7 @@ import ssl
 
 import pytest
 from cryptography import x509
-from lmcache_webhook.certificate.authority import (
+from lmcache_webhook.certificate import (
     AUTHORITY_DAYS,
     Lifetime,
     Material,

@@ -13,6 +13,7 @@ from lmcache_webhook.injection.sidecar import transfer_config
 from tests.fixtures.pods import SCRIPT_OF_A_RAY_LEADER, SCRIPT_OF_KSERVE
 
 SCRIPT = "vllm serve m"
+SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def container(**members: Any) -> Container:
@@ -26,15 +27,7 @@ def container(**members: Any) -> Container:
         {"command": ["/opt/venv/bin/vllm"], "args": ["serve", "m"]},
         {"command": ["tini", "--", "vllm", "serve", "m"]},
         {"command": ["sh", "-c", 'ulimit -l unlimited; exec "$@"', "--", "vllm", "serve", "m"]},
-        {
-            "command": [
-                "/usr/bin/env",
-                "python3.12",
-                "-u",
-                "-m",
-                "vllm.entrypoints.openai.api_server",
-            ]
-        },
+        {"command": f"/usr/bin/env python3.12 -u -m {SERVER}".split()},
         {"command": ["python", "-m", "vllm.entrypoints.cli.main", "serve", "m"]},
         {"image": "vllm/vllm-openai:v0.32.0"},
         {"image": "docker.io/rocm/vllm@sha256:ab", "args": ["--model", "m"]},
@@ -57,14 +50,7 @@ def test_who_runs_vllm_gets_the_argument(members: dict[str, Any]) -> None:
         {"command": ["/bin/bash", "-c"], "args": [SCRIPT]},
         {"command": ["/bin/bash"], "args": ["-lc", f"cd /tmp && exec {SCRIPT} --port 8000"]},
         {"command": ["bash", "-o", "pipefail", "-e", "-c", "vllm \\\n  serve m", "name"]},
-        {
-            "command": [
-                "tini",
-                "--",
-                "entrypoint.sh",
-                "ray start; python3 -m vllm.entrypoints.openai.api_server",
-            ]
-        },
+        {"command": ["tini", "--", "entrypoint.sh", f"ray start; python3 -m {SERVER}"]},
         {"image": "vllm/vllm-openai", "args": ["sh", "-c", SCRIPT]},
         {"command": ["bash", "-c", SCRIPT_OF_KSERVE]},
         {"command": ["bash", "-c", SCRIPT_OF_A_RAY_LEADER]},
@@ -73,13 +59,7 @@ def test_who_runs_vllm_gets_the_argument(members: dict[str, Any]) -> None:
 def test_a_shell_script_is_never_edited(members: dict[str, Any]) -> None:
     one = container(**members)
     assert runs_vllm(one)
-    with pytest.raises(
-        DeclinedError,
-        match=(
-            r"the container c starts vLLM in a shell script, which is never edited: write"
-            r" `command: \["
-        ),
-    ):
+    with pytest.raises(DeclinedError, match=r"in a shell script, which is never edited: write `co"):
         plan_arguments(one, transfer_config())
 
 

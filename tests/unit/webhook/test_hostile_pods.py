@@ -11,11 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
 from lmcache_core.config.sources import MAX_FOREIGN_CHARS
-from lmcache_webhook.admission import AdmissionRequest, GroupVersionKind
 from lmcache_webhook.injection.injector import MAX_STATUS_CHARS, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.injection.pod import MAX_TEXT_CHARS
-from lmcache_webhook.reviews import REVIEW_TIMEOUT_S, Reviewer
+from lmcache_webhook.reviews import REVIEW_TIMEOUT_S, AdmissionRequest, GroupVersionKind, Reviewer
 
 from tests.fixtures.pods import Pod, container, plain, pod
 from tests.fixtures.time_bound import cpu_bound
@@ -26,17 +25,12 @@ PIECES = [
     "[", "]", "{", "}", ",", "&a ", "*a", "- ", "? ", "/..", "_PORT_",
 ]  # fmt: skip
 MEMBERS = (
-    "script",
-    "image",
-    "value",
-    "values",
-    "variable",
-    "annotation",
-    "mount",
-    "quantity",
-    "name",
+    *("script", "image", "value", "values", "variable", "annotation"),
+    *("mount", "quantity", "name"),
 )
 MAX_BODY_BYTES = 1 << 20
+FIFTH = MAX_BODY_BYTES // 5
+LINKS = f"LMCACHE_{'_SERVICE_PORT_' * 9000}"
 LAUGHS = (
     ",".join(
         [
@@ -49,6 +43,11 @@ LAUGHS = (
 """Each alias stands for eight of the one before: 69 billion texts when it is expanded."""
 
 
+def foreign(text: str) -> list[dict[str, str]]:
+    """Every variable of another release, with one text."""
+    return [{"name": f"LMCACHE_{name.upper()}", "value": text} for name in FOREIGN_NAMES]
+
+
 def with_text(member: str, text: str) -> Pod:
     """A pod that has a text in one of its members."""
     match member:
@@ -57,29 +56,16 @@ def with_text(member: str, text: str) -> Pod:
         case "image":
             return pod(container(image=text))
         case "value":
-            return pod(
-                container(
-                    env=[
-                        {"name": "LMCACHE_LOCAL_DEVICE", "value": text},
-                        {"name": "A", "value": text},
-                    ]
-                )
-            )
+            names = ("LMCACHE_LOCAL_DEVICE", "A")
+            return pod(container(env=[{"name": name, "value": text} for name in names]))
         case "values":
-            names = [f"LMCACHE_{name.upper()}" for name in FOREIGN_NAMES]
-            share = text[: MAX_BODY_BYTES // len(names)]
-            return pod(
-                container(
-                    command=["vllm", "serve"],
-                    env=[{"name": name, "value": share} for name in names],
-                )
-            )
+            env = foreign(text[: MAX_BODY_BYTES // len(FOREIGN_NAMES)])
+            return pod(container(command=["vllm", "serve"], env=env))
         case "variable":
             return pod(container(env=[{"name": f"LMCACHE_{text}", "value": "1"}]))
         case "annotation":
-            return pod(
-                container(), annotations={f"lmcache.io/{text}": text, "lmcache.io/arena-gb": text}
-            )
+            names = (f"lmcache.io/{text}", "lmcache.io/arena-gb")
+            return pod(container(), annotations=dict.fromkeys(names, text))
         case "mount":
             return pod(container(volumeMounts=[{"name": "x", "mountPath": text}]))
         case "quantity":
@@ -112,10 +98,8 @@ def with_text(member: str, text: str) -> Pod:
 def test_no_text_keeps_the_webhook_busy(member: str, text: str, options: InjectionOptions) -> None:
     assert len(text) <= MAX_TEXT_CHARS
     with cpu_bound(REVIEW_TIMEOUT_S):
-        assert review_pod(options, with_text(member, text), "team-a").verdict in (
-            "injected",
-            "declined",
-        )
+        outcome = review_pod(options, with_text(member, text), "team-a")
+    assert outcome.verdict in ("injected", "declined")
 
 
 @settings(
@@ -165,31 +149,14 @@ def filled(item: Any) -> list[Any]:
         {"containers": filled({"name": "", "image": "vllm"})},
         {"volumeMounts": filled({"name": "", "mountPath": ""})},
         {"volumeMounts": [{"name": "", "mountPath": "/a" * (MAX_BODY_BYTES // 2)}]},
-        {
-            "volumeMounts": [
-                {
-                    "name": "",
-                    "mountPath": "/a" * (MAX_BODY_BYTES // 5) + "/.." * (MAX_BODY_BYTES // 5),
-                }
-            ]
-        },
+        {"volumeMounts": [{"name": "", "mountPath": "/a" * FIFTH + "/.." * FIFTH}]},
         {"ports": filled({})},
         {"args": filled("")},
         {"env": filled({"name": ""})},
         {"env": filled({"name": "LMCACHE_STORAGE_"})},
         {"env": filled({"name": "PYTHONPATH", "valueFrom": {}})},
-        {
-            "env": [
-                {"name": f"LMCACHE_{'_SERVICE_PORT_' * 9000}{i}!", "value": "tcp://"}
-                for i in range(8)
-            ]
-        },
-        {
-            "env": [
-                {"name": f"LMCACHE_{name.upper()}", "value": "a: 1\n" * 26}
-                for name in FOREIGN_NAMES
-            ]
-        },
+        {"env": [{"name": f"{LINKS}{i}!", "value": "tcp://"} for i in range(8)]},
+        {"env": foreign("a: 1\n" * 26)},
         {"affinity": [[]] * (MAX_BODY_BYTES // 3)},
         {"annotations": {f"lmcache.io/{'arena-gb' * (MAX_BODY_BYTES // 8)}": "1"}},
         {"annotations": {"lmcache.io/arena-gb": "1" * MAX_BODY_BYTES}},
@@ -218,13 +185,8 @@ def test_a_whole_body_of_anything_takes_little_time(
 
 
 def test_the_options_of_a_container_have_a_bound(options: InjectionOptions) -> None:
-    variables = [
-        {"name": f"LMCACHE_{name.upper()}", "value": "x" * MAX_FOREIGN_CHARS}
-        for name in FOREIGN_NAMES
-    ]
-    outcome = review_pod(
-        options, pod(container(command=["vllm", "serve"], env=variables)), "team-a"
-    )
+    document = pod(container(command=["vllm", "serve"], env=foreign("x" * MAX_FOREIGN_CHARS)))
+    outcome = review_pod(options, document, "team-a")
     assert outcome.verdict == "declined"
     assert (
         "the variables LMCACHE_… of the container vllm have"
@@ -239,7 +201,7 @@ def nested(depth: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize("depth", [10, 300, 450, 900, 980, 5000, 50_000])
+@pytest.mark.parametrize("depth", [10, 450, 980, 5000, 50_000])
 @pytest.mark.parametrize("place", ["elsewhere", "annotated", "valueFrom"])
 async def test_a_nested_pod_is_reviewed_or_left_alone(
     depth: int, place: str, options: InjectionOptions
@@ -262,14 +224,8 @@ async def test_a_nested_pod_is_reviewed_or_left_alone(
     reviewer = Reviewer(options, 1000)
     answer = (await reviewer.answer(request)).response
     [verdict] = reviewer.counts
-    assert (
-        verdict
-        in {
-            "elsewhere": ("injected",),
-            "annotated": ("declined",),
-            "valueFrom": ("injected", "unreadable"),
-        }[place]
-    )
+    allowed = {"elsewhere": ["injected"], "annotated": ["declined"]}
+    assert verdict in allowed.get(place, ["injected", "unreadable"])
     assert (answer.patch is None) == (verdict == "unreadable")
     if verdict == "unreadable":
         assert answer.warnings == [

@@ -27,14 +27,8 @@ every_shape = pytest.mark.parametrize("shape", sorted(SHAPES))
 # Of the pod `several_containers` the second container is vLLM's.
 ENGINES = {"several_containers": 1}
 VOLUMES_OF_RESTRICTED = {
-    "configMap",
-    "csi",
-    "downwardAPI",
-    "emptyDir",
-    "ephemeral",
-    "persistentVolumeClaim",
-    "projected",
-    "secret",
+    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral"),
+    *("persistentVolumeClaim", "projected", "secret"),
 }
 
 
@@ -99,12 +93,8 @@ def text_of(containers: Pod) -> str:
 @every_shape
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 def test_kubernetes_takes_the_pod(shape: str, version: str, options: InjectionOptions) -> None:
-    document = {
-        name: value
-        for name, value in injected(options, SHAPES[shape]()).items()
-        if value is not None
-    }
-    kubernetes_validate.validate(without_nulls(document), version, strict=True)
+    document = without_nulls(injected(options, SHAPES[shape]()))
+    kubernetes_validate.validate(document, version, strict=True)
 
 
 def without_nulls(value: Any) -> Any:
@@ -315,14 +305,6 @@ def test_one_value_sizes_arena_volume_and_memory(options: InjectionOptions) -> N
     )
 
 
-def test_a_pod_stays_guaranteed(options: InjectionOptions) -> None:
-    changed = injected(options, SHAPES["guaranteed"]())
-    for ours in changed["spec"]["initContainers"][-2:]:
-        assert ours["resources"]["limits"] == ours["resources"]["requests"]
-    burstable = injected(options, plain())
-    assert "cpu" not in named(burstable["spec"]["initContainers"], SIDECAR)["resources"]["limits"]
-
-
 @pytest.mark.parametrize(
     ("requests", "limits", "is_guaranteed"),
     [
@@ -330,12 +312,13 @@ def test_a_pod_stays_guaranteed(options: InjectionOptions) -> None:
         ({}, {"cpu": 8, "memory": "64Gi"}, True),
         ({"cpu": "7999m"}, {"cpu": "8", "memory": "64Gi"}, False),
         ({"cpu": "8", "memory": "64Gi"}, {"memory": "64Gi"}, False),
+        ({}, {}, False),
     ],
 )
 @pytest.mark.parametrize(
     "over", [{}, {"requests": {"cpu": "2"}}, {"requests": {"cpu": "1"}, "limits": {"cpu": "3"}}]
 )
-def test_a_pod_stays_guaranteed_however_its_amounts_and_ours_are_given(
+def test_a_guaranteed_pod_stays_so_however_its_amounts_and_ours_are_given(
     requests: Pod, limits: Pod, is_guaranteed: bool, over: Pod, options: InjectionOptions
 ) -> None:
     document = pod(container(args=["m"], resources={"requests": requests, "limits": limits}))
@@ -439,41 +422,49 @@ def test_the_broker_finds_pods_of_its_namespace(
     assert changed["metadata"]["labels"].get("lmcache.io/sidecars") == (
         "cache-sidecars" if is_found else None
     )
-    instance = named(
-        named(changed["spec"]["initContainers"], SIDECAR)["env"], "LMCACHE_SIDECAR_INSTANCE_ID"
-    )["value"]
-    assert instance == ("$(POD_NAME)" if is_found else "$(POD_NAMESPACE).$(POD_NAME)")
+    assert instance_id(changed) == ("$(POD_NAME)" if is_found else "$(POD_NAMESPACE).$(POD_NAME)")
+
+
+def instance_id(changed: Pod) -> str:
+    env = named(changed["spec"]["initContainers"], SIDECAR)["env"]
+    text: str = named(env, "LMCACHE_SIDECAR_INSTANCE_ID")["value"]
+    return text
 
 
 def test_an_instance_id_that_would_be_too_long_is_the_pods_uid(options: InjectionOptions) -> None:
     document = plain()
     document["metadata"]["generateName"] = "m" * 115
-    changed = injected(options, document)
-    assert (
-        named(
-            named(changed["spec"]["initContainers"], SIDECAR)["env"], "LMCACHE_SIDECAR_INSTANCE_ID"
-        )["value"]
-        == "$(POD_UID)"
-    )
+    assert instance_id(injected(options, document)) == "$(POD_UID)"
+
+
+def asking(**annotations: str) -> Pod:
+    names = {f"lmcache.io/{name.replace('__', '-')}": text for name, text in annotations.items()}
+    return pod(container(), annotations=names)
+
+
+def mounting(path: str, **more: bool) -> Pod:
+    return pod(container(volumeMounts=[{"name": "x", "mountPath": path, **more}]))
+
+
+def having(name: str, value: str) -> Pod:
+    return pod(container(env=[{"name": name, "value": value}]))
+
+
+BUSY_PORT = {"name": "x", "image": "x", "ports": [{"containerPort": 8084}]}
+ARENA_VOLUME = {"name": "lmcache-arena", "emptyDir": {}}
 
 
 @pytest.mark.parametrize(
     ("document", "text"),
     [
-        (
-            pod(container(image="nginx:1")),
-            "looks as if it ran vLLM: name the one that does in lmcache.io/container",
-        ),
+        (pod(container(image="nginx:1")), "looks as if it ran vLLM: name the one that does in"),
         (pod(container("a"), container("b")), "the containers a and b look as if they ran vLLM"),
-        (
-            pod(container(), annotations={"lmcache.io/container": "x"}),
-            "no container 'x', which lmcache.io/container names: it has vllm",
-        ),
-        (
-            pod(container(args=["--kv-transfer-config", "{}"])),
-            "is given --kv-transfer-config already",
-        ),
-        (pod(container(args=["--kv_transfer_config={}"])), "is given --kv_transfer_config already"),
+        (asking(container="x"), "no container 'x', which lmcache.io/container names: it has vllm"),
+        (pod(container(args=["--kv-transfer-config", "{}"])), "--kv-transfer-config already"),
+        (pod(container(args=["--kv_transfer_config={}"])), "--kv_transfer_config already"),
+        (pod(container(args=["--kv-offloading-size", "1"])), "--kv-offloading-size already"),
+        (having("MORE_ARGS", "--kv-transfer-config x"), "is given --kv-transfer-config already"),
+        (having("LMCACHE_CHUNK_SIZ", "256"), "a variable that the connector cannot read"),
         (
             pod(container(command=["sh", "-c", "vllm serve m --kv-transfer-config '{}'"])),
             "is given --kv-transfer-config already",
@@ -482,73 +473,25 @@ def test_an_instance_id_that_would_be_too_long_is_the_pods_uid(options: Injectio
             pod(container(command=["sh", "-c", "vllm serve m"])),
             "starts vLLM in a shell script, which is never edited",
         ),
-        (
-            pod(container(args=["--kv-offloading-size", "10"])),
-            "is given --kv-offloading-size already",
-        ),
-        (
-            pod(container(env=[{"name": "MORE_ARGS", "value": "--kv-transfer-config x"}])),
-            "is given --kv-transfer-config already",
-        ),
-        (
-            pod(container(env=[{"name": "LMCACHE_CHUNK_SIZ", "value": "256"}])),
-            "a variable that the connector cannot read",
-        ),
         (pod(container(), hostNetwork=True), "leave hostNetwork out"),
         (pod(container(), os={"name": "windows"}), "the sidecar runs on Linux"),
         (pod(container(), resources={"limits": {"memory": "64Gi"}}), "spec.resources"),
-        (
-            pod(container(), volumes=[{"name": "lmcache-arena", "emptyDir": {}}]),
-            "a volume lmcache-arena already",
-        ),
-        (
-            pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt/lmcache/"}])),
-            "a mount /opt/lmcache/ already",
-        ),
-        (
-            pod(container(volumeMounts=[{"name": "x", "mountPath": "//run//lmcache/./arena"}])),
-            "a mount //run//lmcache/./arena already",
-        ),
-        (
-            pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt/lmcache/python"}])),
-            "a mount /opt/lmcache/python already",
-        ),
-        (
-            pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt", "readOnly": True}])),
-            "a read-only mount /opt, below which",
-        ),
-        (
-            pod(container(), {"name": "x", "image": "x", "ports": [{"containerPort": 8084}]}),
-            "a port 8084 already",
-        ),
-        (
-            pod(container(), {"name": "lmcache-payload", "image": "x"}),
-            "a container lmcache-payload already",
-        ),
-        (
-            pod(container(), annotations={"lmcache.io/arena-gb": "lots"}),
-            "lmcache.io/arena-gb='lots': write a number from",
-        ),
-        (pod(container(), annotations={"lmcache.io/arena-gb": "nan"}), "write a number from"),
-        (
-            pod(container(), annotations={"lmcache.io/arena-gb": "65"}),
-            "above the 64 that the webhook gives a pod",
-        ),
-        (pod(container(), annotations={"lmcache.io/disk-gb": "-1"}), "write a number from 0"),
-        (pod(container(), annotations={"lmcache.io/run-as-user": "0"}), "write a number from 1"),
-        (pod(container(), annotations={"lmcache.io/run-as-user": "1.5"}), "write a whole number"),
-        (
-            pod(container(), annotations={"lmcache.io/arena_gb": "4"}),
-            "did you mean lmcache.io/arena-gb?",
-        ),
-        (
-            pod(container(), annotations={"lmcache.io/tenant": "No Tenant"}),
-            "lmcache.io/tenant='No Tenant'",
-        ),
-        (
-            pod(container(), annotations={"lmcache.io/tenant": "open"}),
-            "is no tenant of the namespace team-a: its tenants are a, b",
-        ),
+        (pod(container(), volumes=[ARENA_VOLUME]), "a volume lmcache-arena already"),
+        (mounting("/opt/lmcache/"), "a mount /opt/lmcache/ already"),
+        (mounting("//run//lmcache/./arena"), "a mount //run//lmcache/./arena already"),
+        (mounting("/opt/lmcache/python"), "a mount /opt/lmcache/python already"),
+        (mounting("/opt", readOnly=True), "a read-only mount /opt, below which"),
+        (pod(container(), BUSY_PORT), "a port 8084 already"),
+        (pod(container(), {"name": PAYLOAD}), "a container lmcache-payload already"),
+        (asking(arena__gb="lots"), "lmcache.io/arena-gb='lots': write a number from"),
+        (asking(arena__gb="nan"), "write a number from"),
+        (asking(arena__gb="65"), "above the 64 that the webhook gives a pod"),
+        (asking(disk__gb="-1"), "write a number from 0"),
+        (asking(run__as__user="0"), "write a number from 1"),
+        (asking(run__as__user="1.5"), "write a whole number"),
+        (asking(arena_gb="4"), "did you mean lmcache.io/arena-gb?"),
+        (asking(tenant="No Tenant"), "lmcache.io/tenant='No Tenant'"),
+        (asking(tenant="open"), "is no tenant of the namespace team-a: its tenants are a, b"),
     ],
 )
 def test_pods_that_cannot_have_it_are_told_why(

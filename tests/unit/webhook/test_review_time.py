@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 from lmcache_webhook import reviews as service
-from lmcache_webhook.admission import AdmissionAnswer, AdmissionRequest, GroupVersionKind
 from lmcache_webhook.injection.injector import PodReview, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
-from lmcache_webhook.reviews import MAX_BODY_BYTES, MAX_UNFINISHED, Reviewer
+from lmcache_webhook.reviews import (
+    MAX_BODY_BYTES,
+    MAX_UNFINISHED,
+    AdmissionAnswer,
+    AdmissionRequest,
+    GroupVersionKind,
+    Reviewer,
+)
 
 from tests.fixtures.pods import plain
 

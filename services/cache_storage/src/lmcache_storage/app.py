@@ -7,8 +7,8 @@ from typing import Final
 
 from fastapi import FastAPI
 from lmcache_node.node import check_outgoing
-from lmcache_servicekit.app import BodyBounds, create_service_app
-from lmcache_servicekit.log_level import create_log_router
+from lmcache_servicekit.app import create_service_app
+from lmcache_servicekit.logs import create_log_router
 from lmcache_servicekit.runner import run_service
 
 from lmcache_storage import admin, chunks
@@ -36,7 +36,7 @@ def create_app(settings: StorageSettings) -> FastAPI:
         "lmcache-storage",
         lifespan=lifespan,
         routers=[chunks.router, admin.router, admin.pins_router, create_log_router()],
-        bodies=BodyBounds(overrides={RECORD_PATHS: settings.max_record_bytes}),
+        max_body_bytes={RECORD_PATHS: settings.max_record_bytes},
         problems=PROBLEMS,
     )
 

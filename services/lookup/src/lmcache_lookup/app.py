@@ -10,8 +10,8 @@ from typing import Final
 from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
-from lmcache_servicekit.app import BodyBounds, create_service_app
-from lmcache_servicekit.log_level import create_log_router
+from lmcache_servicekit.app import create_service_app
+from lmcache_servicekit.logs import create_log_router
 from lmcache_servicekit.runner import run_service
 from lmcache_servicekit.state import service_state
 
@@ -44,7 +44,7 @@ def create_app(settings: LookupSettings, index: LookupIndex | None = None) -> Fa
         NAME,
         lifespan=_lifespan_of(settings, index or create_index(settings)),
         routers=[*ROUTERS, create_log_router()],
-        bodies=BodyBounds(MAX_BODY_BYTES),
+        max_body_bytes={"": MAX_BODY_BYTES},
     )
     app.describe(bodies.schemas())
     return app

@@ -5,7 +5,6 @@ from __future__ import annotations
 from lmcache_servicekit.redis_settings import RedisSettings
 from lmcache_servicekit.settings import Port
 from pydantic import Field, model_validator
-from pydantic_settings import SettingsConfigDict
 
 
 class LookupSettings(RedisSettings):
@@ -29,7 +28,7 @@ class LookupSettings(RedisSettings):
         sweep_interval_s: Pause between two steps that clear entries of ended leases, in seconds.
     """
 
-    model_config = SettingsConfigDict(env_prefix="LMCACHE_LOOKUP_")
+    env_prefix = "LMCACHE_LOOKUP_"
 
     port: Port = 8081
     workers: int = Field(default=1, ge=1, le=64)

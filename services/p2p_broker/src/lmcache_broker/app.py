@@ -10,10 +10,9 @@ from typing import Final
 from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import TicketKeys, TicketSigner
-from lmcache_servicekit.app import BodyBounds, create_service_app
-from lmcache_servicekit.log_level import create_log_router
-from lmcache_servicekit.redis_client import create_redis_client
-from lmcache_servicekit.redis_connections import RedisAccess
+from lmcache_servicekit.app import create_service_app
+from lmcache_servicekit.logs import create_log_router
+from lmcache_servicekit.redis_client import RedisAccess, create_redis_client
 from lmcache_servicekit.state import service_state
 
 from lmcache_broker.discovery.discovery import create_discovery
@@ -108,7 +107,7 @@ def create_shared_peers(settings: BrokerSettings) -> RedisPeers | None:
 
 
 # 4096 chunks with 16 holders of the longest names fit.
-_BODY_BOUNDS: Final = BodyBounds(max_body_bytes=64 << 10, overrides={"/v1/transfers": 12 << 20})
+_MAX_BODY_BYTES: Final = {"": 64 << 10, "/v1/transfers": 12 << 20}
 
 
 def create_app(settings: BrokerSettings) -> FastAPI:
@@ -122,7 +121,7 @@ def create_app(settings: BrokerSettings) -> FastAPI:
         "lmcache-broker",
         lifespan=create_lifespan(settings, load_ticket_keys(settings)),
         routers=[*ROUTERS, create_log_router()],
-        bodies=_BODY_BOUNDS,
+        max_body_bytes=_MAX_BODY_BYTES,
     )
     app.describe(bodies.schemas())
     # Not among the guarded routers: the page's files are the same for every caller.

@@ -21,7 +21,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import SettingsConfigDict
 
 MAX_STATIC_PEERS = 4096
 
@@ -138,7 +137,7 @@ class BrokerSettings(DiscoverySettings, RedisSettings):
             memory.
     """
 
-    model_config = SettingsConfigDict(env_prefix="LMCACHE_BROKER_")
+    env_prefix = "LMCACHE_BROKER_"
 
     port: Port = 8082
     ticket_keys: SecretStr | None = None

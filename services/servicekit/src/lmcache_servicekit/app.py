@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from fastapi import APIRouter, FastAPI
+import uvicorn
+from fastapi import APIRouter, FastAPI, Response
 from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import ConfigError
 from lmcache_core.security import RateLimiter, TlsFiles, TokenTable, server_context
 from lmcache_core.telemetry.tracing import open_tracer
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Gauge,
+    ProcessCollector,
+    generate_latest,
+)
+from pydantic import BaseModel
 
 from lmcache_servicekit.auth import GuardedRoute
-from lmcache_servicekit.body_limit import DEFAULT_MAX_BODY_BYTES, BodyLimitMiddleware
-from lmcache_servicekit.health import HealthRegistry, create_health_router
-from lmcache_servicekit.metrics import create_metrics_router, create_registry
-from lmcache_servicekit.probe_server import ProbeServer
+from lmcache_servicekit.health import HealthRegistry, HealthReport
+from lmcache_servicekit.http_protocol import BoundedHttpProtocol
+from lmcache_servicekit.listening import bind
 from lmcache_servicekit.problems import MEDIA_TYPE, ProblemType, install_problem_handlers
-from lmcache_servicekit.requests import RequestMiddleware
+from lmcache_servicekit.requests import BodyLimitMiddleware, RequestMiddleware
 from lmcache_servicekit.settings import ServiceSettings
-from lmcache_servicekit.state import ServiceState, service_state
-from lmcache_servicekit.version import version_of
+from lmcache_servicekit.state import ServiceState, service_state, version_of
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 TOKEN_RELOAD_INTERVAL_S: Final = 1.0
 HEALTH_LOOK_S: Final = 3.0
+PROBES_STOP_S: Final = 2
+BUILD_INFO: Final = "lmcache_build_info"
 
 _PROBLEM_SCHEMA: Final = {
     "title": "Problem",
@@ -49,14 +59,6 @@ _PROBLEM_RESPONSE: Final = {
     "description": "What went wrong (RFC 9457)",
     "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class BodyBounds:
-    """The largest request bodies, in bytes: for all paths, and for path prefixes that differ."""
-
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    overrides: Mapping[str, int] = field(default_factory=dict)
 
 
 class ServiceApp(FastAPI):
@@ -96,7 +98,7 @@ def create_service_app(
     *,
     lifespan: Lifespan,
     routers: Sequence[APIRouter],
-    bodies: BodyBounds = BodyBounds(),
+    max_body_bytes: Mapping[str, int] | None = None,
     problems: Mapping[type[Exception], ProblemType] | None = None,
     only_tenant: str | None = None,
 ) -> ServiceApp:
@@ -111,7 +113,8 @@ def create_service_app(
         routers: The service's routes, each a `GuardedRoute`, with full paths:
             `APIRouter(prefix="/v1", route_class=GuardedRoute)`, since a prefix that is given to
             `include_router` does not reach the metrics' route label.
-        bodies: Bounds of request bodies; by default 4 MiB everywhere.
+        max_body_bytes: Largest request body by path prefix; the longest prefix counts, and `""` is
+            4 MiB unless it is given.
         problems: Entries for the service's own errors.
         only_tenant: Whose service this is; None: all tenants'.
 
@@ -138,8 +141,15 @@ def create_service_app(
         if settings.auth_tokens_file is None
         else TokenTable.from_file(settings.auth_tokens_file)
     )
-    state = ServiceState(settings, tokens, HealthRegistry(), create_registry(distribution, version))
-    state.only_tenant = only_tenant
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    Gauge(
+        BUILD_INFO,
+        "Constant 1, labelled with service and version.",
+        ["service", "version"],
+        registry=registry,
+    ).labels(distribution, version).set(1)
+    state = ServiceState(settings, tokens, HealthRegistry(), registry, only_tenant=only_tenant)
     if settings.tls_cert_file is not None:
         state.tls = server_context(
             TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
@@ -148,18 +158,97 @@ def create_service_app(
         state.limiter = RateLimiter(settings.rate_limit_per_tenant)
     app.state.service = state
     # The one added last is the outermost: refused bodies are counted too.
-    app.add_middleware(
-        BodyLimitMiddleware, max_body_bytes=bodies.max_body_bytes, overrides=bodies.overrides
-    )
+    app.add_middleware(BodyLimitMiddleware, max_body_bytes=max_body_bytes or {})
     app.add_middleware(RequestMiddleware, state=state, service=distribution)
     install_problem_handlers(app, problems)
-    for router in (
-        *routers,
-        create_health_router(state.health),
-        create_metrics_router(state.registry, lambda: state.siblings),
-    ):
+    for router in (*routers, _probe_router(state)):
         app.include_router(router)
     return app
+
+
+class Liveness(BaseModel):
+    """The answer of `/healthz`."""
+
+    status: Literal["ok"] = "ok"
+
+
+def _probe_router(state: ServiceState) -> APIRouter:
+    """Make the routes that need no credentials: a kubelet has none."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/healthz", summary="The process is alive")
+    async def healthz() -> Liveness:
+        return Liveness()
+
+    @router.get(
+        "/readyz",
+        summary="Every dependency answers in time",
+        responses={503: {"model": HealthReport}},
+    )
+    async def readyz(response: Response) -> HealthReport:
+        report = await state.health.run()
+        if report.status == "unready":
+            response.status_code = 503
+        return report
+
+    @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+    async def metrics() -> Response:
+        text = (
+            generate_latest(state.registry)
+            if state.siblings is None
+            else await state.siblings.gather()
+        )
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+class _QuietServer(uvicorn.Server):
+    """Leaves signals to the main server."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def _probes(state: ServiceState, host: str, port: int) -> AsyncIterator[None]:
+    """Serve `/healthz`, `/readyz` and `/metrics` alone, on a second listener.
+
+    A kubelet or Prometheus may not reach what a service listens on, or may have no certificate to
+    show there; this listener may stand on the pod's address, is never encrypted, and asks for
+    nothing.
+
+    Raises:
+        ConfigError: The address is taken or not this machine's.
+    """
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.include_router(_probe_router(state))
+    try:
+        # Any of several workers may answer.
+        listener = bind(host, port, shared=state.siblings is not None)
+    except OSError as exc:
+        raise ConfigError(
+            f"health_host={host!r}, health_port={port}: {exc.strerror or exc}"
+        ) from exc
+    state.ports["health_port"] = listener.getsockname()[1]
+    config = uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=PROBES_STOP_S,
+    )
+    server = _QuietServer(config)
+    tasks = TaskSupervisor("probe-server", max_tasks=1)
+    tasks.start("serve", server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await tasks.close(drain_s=PROBES_STOP_S + 1)
 
 
 def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
@@ -183,10 +272,9 @@ def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncCont
                 tasks.repeat("token-reload", reload, TOKEN_RELOAD_INTERVAL_S)
             if settings.health_port is not None:
                 # Before the rest is opened, so that a kubelet sees a living process.
-                probes = ProbeServer(state, settings.health_host, settings.health_port)
-                await probes.open()
-                exits.push_async_callback(probes.close)
-                state.ports["health_port"] = probes.port
+                await exits.enter_async_context(
+                    _probes(state, settings.health_host, settings.health_port)
+                )
             state.tracer = open_tracer(
                 settings.otlp_endpoint, app.title, settings.instance_id, settings.trace_sample_ratio
             )

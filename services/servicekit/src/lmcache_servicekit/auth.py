@@ -5,6 +5,7 @@ and the routes that ask them first.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 from fastapi import Depends, Request, Response
@@ -24,6 +25,7 @@ _bearer = HTTPBearer(
 _SCOPE_KEY: Final = "lmcache.principal"
 
 
+@dataclass(frozen=True, slots=True)
 class RoleRequired:
     """A dependency of a `GuardedRoute` that lets in callers with a role, or with `admin`, and
     returns who they are.
@@ -34,8 +36,7 @@ class RoleRequired:
         role: The role.
     """
 
-    def __init__(self, role: Role) -> None:
-        self.role = role
+    role: Role
 
     async def __call__(
         self,
@@ -112,6 +113,5 @@ def _required(dependant: Dependant) -> Iterator[RoleRequired]:
         yield from _required(needed)
 
 
-require_role = RoleRequired
-ClientPrincipal = Annotated[Principal, Depends(require_role("client"))]
-AdminPrincipal = Annotated[Principal, Depends(require_role("admin"))]
+ClientPrincipal = Annotated[Principal, Depends(RoleRequired("client"))]
+AdminPrincipal = Annotated[Principal, Depends(RoleRequired("admin"))]

@@ -1,5 +1,5 @@
-"""Liveness and readiness: `/healthz` says that the process lives, `/readyz` asks every
-registered dependency.
+"""Liveness and readiness: `/healthz` says that the process lives, `/readyz` asks every registered
+dependency.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from fastapi import APIRouter, Request, Response
 from lmcache_core.errors import LMCacheError
 from pydantic import BaseModel
 
@@ -58,12 +57,6 @@ class HealthReport(BaseModel):
     checks: dict[str, CheckReport]
 
 
-class Liveness(BaseModel):
-    """The answer of `/healthz`."""
-
-    status: Literal["ok"] = "ok"
-
-
 @dataclass(slots=True)
 class HealthRegistry:
     """The checks of one service; a lifespan adds them while it opens what they probe."""
@@ -108,40 +101,17 @@ class HealthRegistry:
             logger.warning("dependency unavailable: check=%s error=%s", name, report.detail)
 
 
-def create_health_router(registry: HealthRegistry) -> APIRouter:
-    """The routes `/healthz` and `/readyz`. They need no credentials: a kubelet has none."""
-    router = APIRouter(tags=["health"])
-
-    @router.get("/healthz", summary="The process is alive")
-    async def healthz() -> Liveness:
-        return Liveness()
-
-    @router.get(
-        "/readyz",
-        summary="Every dependency answers in time",
-        responses={503: {"model": HealthReport}},
-    )
-    async def readyz(request: Request, response: Response) -> HealthReport:
-        report = await registry.run()
-        if report.status == "unready":
-            response.status_code = 503
-        return report
-
-    return router
-
-
 async def _run_check(check: HealthCheck) -> CheckReport:
+    async def probe_in_time() -> str:
+        async with asyncio.timeout(check.timeout_s):
+            return await check.probe()
+
     started = time.perf_counter()
-    [outcome] = await asyncio.gather(_probe_in_time(check), return_exceptions=True)
+    [outcome] = await asyncio.gather(probe_in_time(), return_exceptions=True)
     latency_ms = round((time.perf_counter() - started) * 1000, 3)
     if isinstance(outcome, str):
         return CheckReport(ok=True, detail=outcome, latency_ms=latency_ms)
     return CheckReport(ok=False, detail=_describe(outcome, check), latency_ms=latency_ms)
-
-
-async def _probe_in_time(check: HealthCheck) -> str:
-    async with asyncio.timeout(check.timeout_s):
-        return await check.probe()
 
 
 def _describe(error: BaseException, check: HealthCheck) -> str:

@@ -1,7 +1,8 @@
-"""How a service says that it cannot listen at an address of its settings."""
+"""How a service listens, and how it says that it cannot."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,3 +27,29 @@ def naming_listener(host_option: str, host: str, port_option: str, port: int) ->
             f"{port_option}={port}: cannot listen on {host}: {why}; change {host_option} or"
             f" {port_option}"
         ) from exc
+
+
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Reserve an address. Connections are refused until a server listens on the socket.
+
+    Args:
+        host: Name or address.
+        port: 0 takes a free one.
+        shared: Let other processes of the same user have sockets on the address, too.
+
+    Raises:
+        OSError: The address is taken or not this machine's.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,5 +1,5 @@
-"""One log line format for all services. What is logged is the caller's duty: never token ids,
-never secrets, chunk ids only.
+"""One log line format for all services, and the log level over REST. Callers never log token ids or
+secrets, chunk ids only.
 """
 
 from __future__ import annotations
@@ -8,12 +8,16 @@ import json
 import logging
 import sys
 import time
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
+from fastapi import APIRouter
 from lmcache_core.telemetry.request_context import current_request_id
+from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import override
 
 from lmcache_servicekit.audit import AUDIT_LOGGER
+from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
+from lmcache_servicekit.errors import NotFoundError, PermissionDeniedError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -105,3 +109,57 @@ def set_level(level: str, name: str | None = None) -> None:
     if name is None:
         for chatty in _CHATTY:
             logging.getLogger(chatty).setLevel(max(logging.WARNING, logger.level))
+
+
+LoggerName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
+
+
+class LogLevelRequest(BaseModel):
+    """Which level is wanted, and for what."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    level: LogLevel
+    logger: LoggerName | None = Field(
+        None, description="A module or package; without it, the whole process"
+    )
+
+
+class LogLevels(BaseModel):
+    """The levels in force."""
+
+    level: str = Field(description="Of the whole process")
+    loggers: dict[str, str] = Field(description="Of loggers that have one of their own")
+
+
+def create_log_router() -> APIRouter:
+    """Make the routes `GET` and `PUT /v1/log-level`. A change lasts until the process ends."""
+    router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
+
+    @router.get("/log-level", summary="Show log levels")
+    async def show_levels(principal: ClientPrincipal) -> LogLevels:
+        return _levels()
+
+    @router.put("/log-level", summary="Change log levels")
+    async def change_level(request: LogLevelRequest, principal: AdminPrincipal) -> LogLevels:
+        """Of the process or one logger; 404 for an unknown one."""
+        if request.logger == AUDIT_LOGGER:
+            raise PermissionDeniedError("the audit log is written at any level")
+        if request.logger is not None and request.logger not in logging.root.manager.loggerDict:
+            raise NotFoundError(
+                f"no logger {request.logger!r}: name a module or package of the process, for"
+                " example lmcache_core"
+            )
+        set_level(request.level, request.logger)
+        return _levels()
+
+    return router
+
+
+def _levels() -> LogLevels:
+    own = {
+        name: logging.getLevelName(logger.level).lower()
+        for name, logger in sorted(logging.root.manager.loggerDict.items())
+        if isinstance(logger, logging.Logger) and logger.level
+    }
+    return LogLevels(level=logging.getLevelName(logging.root.level).lower(), loggers=own)

@@ -94,7 +94,7 @@ PROBLEMS: Final[Mapping[type[Exception], ProblemType]] = {
 def problem_of(
     error: Exception, table: Mapping[type[Exception], ProblemType] = PROBLEMS
 ) -> ProblemType:
-    """The entry for `error`'s class, or for the nearest class above it."""
+    """Return the entry for `error`'s class, or for the nearest class above it."""
     for kind in type(error).__mro__:
         if kind in table:
             return table[kind]

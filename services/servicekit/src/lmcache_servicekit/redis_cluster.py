@@ -15,9 +15,14 @@ from redis.exceptions import AskError, MovedError, ResponseError, TryAgainError
 from redis.exceptions import ConnectionError as LostConnectionError
 from typing_extensions import override
 
-from lmcache_servicekit.redis_client import RedisClient, RedisCommand, RedisNode, checked
-from lmcache_servicekit.redis_connections import CLIENT_ERRORS
-from lmcache_servicekit.redis_url import Address
+from lmcache_servicekit.redis_client import (
+    CLIENT_ERRORS,
+    RedisClient,
+    RedisCommand,
+    RedisNode,
+    checked,
+)
+from lmcache_servicekit.redis_settings import Address
 
 NUM_SLOTS: Final = 16_384
 MAX_SERVERS_ASKED: Final = 8

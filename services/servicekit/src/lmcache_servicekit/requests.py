@@ -1,14 +1,17 @@
-"""What surrounds each request: its id, in every log line and problem, its span where requests are
-traced, its metrics and its line in the audit log.
+"""What surrounds each request: its id, in every log line and problem; its span where requests are
+traced; its metrics; its line in the audit log; and the bounds of its body.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
+from collections.abc import Mapping
 from typing import Final
 
+from fastapi import HTTPException
 from lmcache_core.telemetry.request_context import (
     REQUEST_ID_HEADER,
     TRACEPARENT_HEADER,
@@ -16,13 +19,31 @@ from lmcache_core.telemetry.request_context import (
     RequestIds,
     working_for,
 )
+from prometheus_client import Counter, Histogram
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmcache_servicekit.audit import end_audit
-from lmcache_servicekit.metrics import UNMATCHED, RequestMetrics
+from lmcache_servicekit.problems import problem_response
 from lmcache_servicekit.state import ServiceState
 
 logger = logging.getLogger(__name__)
+
+HTTP_REQUESTS_TOTAL: Final = "lmcache_http_requests_total"
+HTTP_REQUEST_DURATION_SECONDS: Final = "lmcache_http_request_duration_seconds"
+
+UNMATCHED: Final = "unmatched"
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
+_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+DEFAULT_MAX_BODY_BYTES: Final = 4 << 20
+BODY_TIMEOUT_S: Final = 10.0
+MIN_BYTES_PER_S: Final = 1 << 20
+"""A body may take `BODY_TIMEOUT_S`, and as long again as the largest there would take at this
+speed.
+"""
+
+_CLOSE: Final = {"Connection": "close"}
 
 _REQUEST_ID: Final = REQUEST_ID_HEADER.encode()
 _TRACEPARENT: Final = TRACEPARENT_HEADER.encode()
@@ -48,7 +69,19 @@ class RequestMiddleware:
         self._state = state
         self._service = service
         self._ids = RequestIds()
-        self._metrics = RequestMetrics(state.registry)
+        self._requests = Counter(
+            HTTP_REQUESTS_TOTAL,
+            "HTTP requests answered.",
+            ["method", "route", "status"],
+            registry=state.registry,
+        )
+        self._duration = Histogram(
+            HTTP_REQUEST_DURATION_SECONDS,
+            "Seconds from request to end of answer.",
+            ["method", "route"],
+            buckets=_BUCKETS,
+            registry=state.registry,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on and account for it; one that is not answered counts as 500."""
@@ -76,7 +109,7 @@ class RequestMiddleware:
                 await self._app(scope, receive, watch)
             finally:
                 end_audit(scope, self._service, self._state.settings.instance_id, status)
-                self._metrics.count(scope, status, time.perf_counter() - started)
+                self._count(scope, status, time.perf_counter() - started)
 
     def _came_with(self, scope: Scope) -> Carried:
         """Return what the caller sent, without malformed parts; an id in any case."""
@@ -89,3 +122,65 @@ class RequestMiddleware:
             given.get(_REQUEST_ID, ""), given.get(_TRACEPARENT, "")
         )
         return Carried(request_id or self._ids.next(), traceparent)
+
+    def _count(self, scope: Scope, status: int, elapsed_s: float) -> None:
+        # Labels are bounded: a route's template instead of a path, known methods only.
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        path = getattr(scope.get("route"), "path", None)
+        route = path if isinstance(path, str) else UNMATCHED
+        self._requests.labels(method, route, str(status)).inc()
+        self._duration.labels(method, route).observe(elapsed_s)
+
+
+class BodyLimitMiddleware:
+    """Answers 413 to a request whose body is, or grows, larger than its bound, and 408 to one whose
+    body does not come.
+
+    FastAPI's own `max_body_size` answers plain text where the length is declared; ours is a problem
+    in every case.
+
+    Args:
+        app: The next application.
+        max_body_bytes: Bounds by path prefix; the longest prefix counts, and `""` is
+            `DEFAULT_MAX_BODY_BYTES` unless it is given.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: Mapping[str, int]) -> None:
+        self._app = app
+        bounds = {"": DEFAULT_MAX_BODY_BYTES} | dict(max_body_bytes)
+        self._bounds = sorted(bounds.items(), key=lambda item: -len(item[0]))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse at once what declares too large a body, and watch the rest grow."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        bound = next(bound for prefix, bound in self._bounds if path.startswith(prefix))
+        detail = f"a body here has at most {bound} bytes"
+        declared = Headers(scope=scope).get("content-length", "0")
+        if not declared.isdecimal() or int(declared[:19]) > bound:
+            response = problem_response(413, "Content Too Large", detail=detail, headers=_CLOSE)
+            await response(scope, receive, send)
+            return
+        num_bytes = 0
+        timeout_s = BODY_TIMEOUT_S + bound / MIN_BYTES_PER_S
+        deadline: float | None = asyncio.get_running_loop().time() + timeout_s
+
+        async def count() -> Message:
+            nonlocal num_bytes, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(
+                    408, f"a body here arrives within {timeout_s:.0f} s", _CLOSE
+                ) from None
+            if not message.get("more_body", False):
+                deadline = None  # what comes now is that the caller leaves
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > bound:
+                raise HTTPException(413, detail, _CLOSE)
+            return message
+
+        await self._app(scope, count, send)

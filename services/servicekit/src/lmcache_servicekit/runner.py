@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -21,13 +22,11 @@ from lmcache_core.security.handshakes import BoundedContext
 from starlette.types import Message, Receive, Scope, Send
 
 from lmcache_servicekit.http_protocol import BoundedHttpProtocol
-from lmcache_servicekit.listening import CannotListenError
+from lmcache_servicekit.listening import CannotListenError, bind
 from lmcache_servicekit.logs import configure_logging
-from lmcache_servicekit.settings import ServiceSettings, env_prefix, load_settings, render_settings
-from lmcache_servicekit.state import ServiceState, service_state
-from lmcache_servicekit.version import version_of
-from lmcache_servicekit.worker_metrics import WorkerMetrics
-from lmcache_servicekit.workers import WorkerPool, WorkerSeat
+from lmcache_servicekit.settings import ServiceSettings, load_settings, render_settings
+from lmcache_servicekit.state import ServiceState, service_state, version_of
+from lmcache_servicekit.workers import WorkerMetrics, WorkerPool, WorkerSeat
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +72,13 @@ def run_service(
         _complain(name, str(exc))
         return EXIT_BAD_CONFIG
     try:
-        listener = _bind(settings.host, settings.port)
+        listener = bind(settings.host, settings.port)
         if workers(settings) > 1:
             # Only now the address is known not to be another service's; a socket that shares it
             # would not have noticed.
             number = listener.getsockname()[1]
             listener.close()
-            listener = _bind(settings.host, number, shared=True)
+            listener = bind(settings.host, number, shared=True)
     except OSError as exc:
         _complain(
             name,
@@ -98,23 +97,21 @@ def run_service(
             address.retract()
 
 
+@dataclass(frozen=True, slots=True)
 class Address:
     """The address that a service is reached at, and where its port is written for others.
 
-    Args:
+    Attributes:
         name: Of the service.
         settings: The service's.
         listener: Bound, not listening.
         port_file: Where its number is written; None for nowhere.
     """
 
-    def __init__(
-        self, name: str, settings: ServiceSettings, listener: socket.socket, port_file: Path | None
-    ) -> None:
-        self.settings = settings
-        self.listener = listener
-        self.name = name
-        self._port_file = port_file
+    name: str
+    settings: ServiceSettings
+    listener: socket.socket
+    port_file: Path | None
 
     def announce(self, more: Mapping[str, int], workers: str = "") -> None:
         """Log and write that the service listens, and on which other ports."""
@@ -127,40 +124,39 @@ class Address:
             number,
             workers,
         )
-        if self._port_file is not None:
+        if self.port_file is not None:
             # Replaced atomically: a reader never sees half of it.
-            temporary = self._port_file.with_name(f"{self._port_file.name}.{os.getpid()}.tmp")
+            temporary = self.port_file.with_name(f"{self.port_file.name}.{os.getpid()}.tmp")
             temporary.write_text(json.dumps({"port": number, **more}) + "\n")
-            temporary.replace(self._port_file)
+            temporary.replace(self.port_file)
 
     def retract(self) -> None:
-        """Remove the port file: it listens no more."""
-        if self._port_file is not None:
-            self._port_file.unlink(missing_ok=True)
+        """Remove the port file: the service no longer listens."""
+        if self.port_file is not None:
+            self.port_file.unlink(missing_ok=True)
 
 
 def _with_workers(num_workers: int, create_app: Callable[[], FastAPI], address: Address) -> int:
     """Each worker has a socket of its own on the port, and the kernel spreads connections over
     them.
     """
+    host, port = address.settings.host, address.listener.getsockname()[1]
 
     def serve(seat: WorkerSeat, ready: Callable[[], None]) -> int:
         app = create_app()
         state = service_state(app)
         state.siblings = WorkerMetrics(state.registry, seat)
-        with _bind(
-            address.settings.host, address.listener.getsockname()[1], shared=True
-        ) as listener:
-            return _serve(
-                app, Address(f"worker {seat.number}", address.settings, listener, None), ready
-            )
+        with bind(host, port, shared=True) as listener:
+            worker = Address(f"worker {seat.number}", address.settings, listener, None)
+            return _serve(app, worker, ready)
 
-    return WorkerPool(
+    pool = WorkerPool(
         num_workers,
         serve,
         lambda: address.announce({}, f", {num_workers} workers"),
         address.settings.shutdown_grace_s,
-    ).run()
+    )
+    return pool.run()
 
 
 class _Start:
@@ -254,31 +250,10 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
     return 0
 
 
-def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Reserve the address; connections are refused until the lifespan has started and the server
-    listens.
-
-    With `shared`, other processes of the same user may have sockets on it too.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 def _parse(
     name: str, settings_cls: type[ServiceSettings], argv: Sequence[str] | None
 ) -> argparse.Namespace:
-    prefix = env_prefix(settings_cls)
+    prefix = settings_cls.env_prefix
     parser = argparse.ArgumentParser(
         prog=name,
         allow_abbrev=False,

@@ -1,5 +1,5 @@
 """The settings that all services share, and how settings are loaded: one YAML file, then
-environment variables over it.
+environment variables over it. A misspelt name is refused.
 """
 
 from __future__ import annotations
@@ -7,22 +7,31 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import re
 import socket
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from lmcache_core.errors import ConfigError
 from lmcache_core.security import validate_instance_id
 from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
 from lmcache_core.telemetry.tracing import DEFAULT_SAMPLE_RATIO
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretBytes,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from lmcache_servicekit.environment import MASK, EnvironmentReader, FieldPath, is_secret, merge
-
+FieldPath = tuple[str, ...]
 Port = Annotated[int, Field(ge=0, le=65535)]
 S = TypeVar("S", bound="ServiceSettings")
 
@@ -35,9 +44,22 @@ _CONSEQUENCE: Final = "default_factory_not_called"
 """What pydantic says of a default that follows from other options, when one of those is wrong:
 that one is reported.
 """
+NESTING: Final = "__"
+MASK: Final = "**********"
+
+_SECRET_NAME = re.compile(r"SECRET|TOKEN|PASS|KEY|CREDENTIAL", re.IGNORECASE)
+_URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
+# What Kubernetes adds for a service `lmcache-lookup`, or one whose name begins so:
+# LMCACHE_LOOKUP_SERVICE_HOST, LMCACHE_LOOKUP_PORT=tcp://... Names of ports have at most 63
+# characters: bounded, the pattern is linear in the length of a name.
+_LINK_NAME = re.compile(
+    r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w{1,63})?|PORT_\d{1,5}_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_LINK_PORT_NAME = re.compile(r"(.*_)?PORT")
+_LINK_PORT_VALUE = re.compile(r"(tcp|udp|sctp)://\S+")
 
 
-class ServiceSettings(BaseSettings):
+class ServiceSettings(BaseModel):
     """Base of a service's settings. A subclass sets `env_prefix` and a default for `port`, and adds
     its own fields.
 
@@ -74,9 +96,10 @@ class ServiceSettings(BaseSettings):
             callers always are.
     """
 
-    model_config = SettingsConfigDict(
+    model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True
     )
+    env_prefix: ClassVar[str]
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
     port: Port
@@ -97,20 +120,6 @@ class ServiceSettings(BaseSettings):
     health_port: Port | None = None
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^@\s]+$", max_length=300)
     trace_sample_ratio: float = Field(default=DEFAULT_SAMPLE_RATIO, ge=0, le=1)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take given values only: pydantic-settings' own environment source ignores misspelt
-        names.
-        """
-        return (init_settings,)
 
     @model_validator(mode="after")
     def _refuse_open_door(self) -> ServiceSettings:
@@ -190,12 +199,12 @@ def is_loopback(host: str) -> bool:
 
 def _overlap(host: str, other: str) -> bool:
     """Return whether two listeners of one port cannot be at these hosts."""
-    if host == other or _is_unspecified(host) or _is_unspecified(other):
+    if host == other or is_unspecified(host) or is_unspecified(other):
         return True
     return is_loopback(host) and is_loopback(other) and "localhost" in (host, other)
 
 
-def _is_unspecified(host: str) -> bool:
+def is_unspecified(host: str) -> bool:
     """Return whether a listener at `host` takes every address of this machine."""
     try:
         return ipaddress.ip_address(host).is_unspecified
@@ -218,7 +227,7 @@ def load_settings(
             with name, value and fix.
     """
     source = os.environ if environ is None else environ
-    prefix = env_prefix(settings_cls)
+    prefix = settings_cls.env_prefix
     reader = EnvironmentReader(settings_cls, prefix, frozenset({CONFIG_NAME}))
     named = source.get(f"{prefix}{CONFIG_NAME}")
     path = config_file if config_file is not None else Path(named) if named else None
@@ -235,14 +244,6 @@ def load_settings(
             if error["type"] != _CONSEQUENCE
         ]
         raise ConfigError("\n".join(lines)) from None
-
-
-def env_prefix(settings_cls: type[ServiceSettings]) -> str:
-    """Return the prefix of the variables that set fields of `settings_cls`."""
-    prefix = settings_cls.model_config.get("env_prefix", "")
-    assert prefix.startswith("LMCACHE_"), "a service's settings name their env_prefix"
-    assert prefix.endswith("_"), "an env_prefix ends with an underscore"
-    return prefix
 
 
 def render_settings(settings: ServiceSettings) -> str:
@@ -286,7 +287,6 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _refuse_unknown(
     settings_cls: type[ServiceSettings], values: Mapping[str, Any], path: Path | None
 ) -> None:
-    # By hand: BaseSettings takes names with a leading underscore as its own arguments.
     known = list(settings_cls.model_fields)
     lines = [
         f"{name}: unknown option in {path}; {_nearest(name, known)}"
@@ -329,3 +329,171 @@ def _explain(
         else _without_credentials(repr(error["input"]))[:MAX_SHOWN_CHARS]
     )
     return f"{'.'.join(location)}={shown} ({source}): {message}"
+
+
+class EnvironmentReader:
+    """Maps the variables of one prefix to fields of a settings model.
+
+    A field `quota.max_bytes` is the variable `<prefix>QUOTA__MAX_BYTES`. Scalars are taken as text,
+    everything else is read as YAML (of which JSON is a subset). An empty value counts as unset.
+    Variables that Kubernetes adds for services are ignored.
+
+    Args:
+        model: The settings model.
+        prefix: For example `LMCACHE_LOOKUP_`.
+        reserved: Names (without the prefix) that are no settings but belong to the service, for
+            example `CONFIG`.
+
+    Attributes:
+        fields: Every variable that sets something, with the path and the annotation of its field.
+    """
+
+    def __init__(
+        self, model: type[BaseModel], prefix: str, reserved: frozenset[str] = frozenset()
+    ) -> None:
+        self._prefix = prefix
+        self._reserved = reserved
+        self.fields = {
+            f"{prefix}{NESTING.join(path).upper()}": (path, annotation)
+            for path, annotation in _fields(model)
+        }
+
+    def read(self, environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[FieldPath, str]]:
+        """Collect the values that `environ` sets.
+
+        Returns:
+            Nested values, fit to be merged over those of a file, and the variable that each path
+            came from.
+
+        Raises:
+            ConfigError: A variable with our prefix sets nothing, or its text is not YAML where it
+                has to be.
+        """
+        values: dict[str, Any] = {}
+        origins: dict[FieldPath, str] = {}
+        # Sorted, so that a whole model comes before its single fields, which then override it.
+        for name in sorted(environ):
+            text = environ[name]
+            short = name.removeprefix(self._prefix)
+            if (
+                not name.upper().startswith(self._prefix)
+                or text == ""
+                or short in self._reserved
+                or _is_service_link(short, text)
+            ):
+                continue
+            if name not in self.fields:
+                raise ConfigError(self._unknown(name, text))
+            path, annotation = self.fields[name]
+            _put(values, path, text if _is_scalar(annotation) else _parse_yaml(name, text))
+            origins[path] = name
+        return values, origins
+
+    def _unknown(self, name: str, text: str) -> str:
+        near = difflib.get_close_matches(name.upper(), sorted(self.fields), n=1)
+        is_hidden = (
+            _SECRET_NAME.search(name)
+            or _URL_WITH_PASSWORD.search(text)
+            or (near and is_secret(self.fields[near[0]][1]))
+        )
+        fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(self.fields))}"
+        return f"{name}={MASK if is_hidden else text!r} sets nothing; {fix}"
+
+
+def is_secret(annotation: Any) -> bool:
+    """Return whether a field so annotated holds a secret."""
+    return any(alternative in (SecretStr, SecretBytes) for alternative in _alternatives(annotation))
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the leaves of `over` put over it; neither is changed."""
+    result = dict(base)
+    for name, value in over.items():
+        below = result.get(name)
+        result[name] = (
+            merge(below, value)
+            if isinstance(below, Mapping) and isinstance(value, Mapping)
+            else value
+        )
+    return result
+
+
+def _is_service_link(name: str, text: str) -> bool:
+    if _LINK_NAME.fullmatch(name):
+        return True
+    return (
+        _LINK_PORT_NAME.fullmatch(name) is not None and _LINK_PORT_VALUE.fullmatch(text) is not None
+    )
+
+
+def _fields(model: type[BaseModel], above: FieldPath = ()) -> Iterator[tuple[FieldPath, Any]]:
+    for name, info in model.model_fields.items():
+        path = (*above, name)
+        yield path, info.annotation
+        for alternative in _alternatives(info.annotation):
+            if isinstance(alternative, type) and issubclass(alternative, BaseModel):
+                yield from _fields(alternative, path)
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    """Yield the members of a union, without `Annotated` wrappers; anything else unchanged."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _alternatives(get_args(annotation)[0])
+    elif origin is Union or origin is types.UnionType:
+        for member in get_args(annotation):
+            yield from _alternatives(member)
+    else:
+        yield annotation
+
+
+def _is_scalar(annotation: Any) -> bool:
+    return not any(
+        get_origin(alternative) in (list, tuple, dict, set, frozenset)
+        or alternative in (list, tuple, dict, set, frozenset)
+        or (isinstance(alternative, type) and issubclass(alternative, BaseModel))
+        for alternative in _alternatives(annotation)
+    )
+
+
+def _parse_yaml(name: str, text: str) -> Any:
+    try:
+        return load_yaml(text)
+    except DuplicateNameError as exc:
+        raise ConfigError(
+            f"{name}: the name {exc.name!r} is there twice; keep one of them"
+        ) from None
+    except yaml.YAMLError:
+        raise ConfigError(
+            f"{name}: its text is not YAML; write for example [a, b] or {{name: value}}"
+        ) from None
+
+
+def _put(values: dict[str, Any], path: FieldPath, value: Any) -> None:
+    for name in path[:-1]:
+        below = values.get(name)
+        if not isinstance(below, dict):
+            below = values[name] = {}
+        values = below
+    values[path[-1]] = value
+
+
+def read_secret_file(path: Path | None, option: str) -> str | None:
+    """The text of a file that holds one secret, without white space around it.
+
+    Args:
+        path: The file, or None for none.
+        option: Name of the option, for the error.
+
+    Raises:
+        ConfigError: The file cannot be read or is empty.
+    """
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{option}={str(path)!r} cannot be read: {exc}") from exc
+    if not text:
+        raise ConfigError(f"{option}={str(path)!r} is empty")
+    return text

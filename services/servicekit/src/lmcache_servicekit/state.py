@@ -1,10 +1,11 @@
-"""What `create_service_app` puts into an app, with its types."""
+"""What `create_service_app` puts into an app, with its types, and which build it is."""
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from lmcache_servicekit.errors import ThrottledError
 from lmcache_servicekit.health import HealthRegistry
 from lmcache_servicekit.settings import ServiceSettings
-from lmcache_servicekit.worker_metrics import WorkerMetrics
+from lmcache_servicekit.workers import WorkerMetrics
 
 
 @dataclass(slots=True)
@@ -63,7 +64,15 @@ class ServiceState:
 
 
 def service_state(app: FastAPI) -> ServiceState:
-    """The shared parts of `app`, which `create_service_app` has made."""
+    """Return the shared parts of `app`, which `create_service_app` has made."""
     state: Any = app.state.service
     assert isinstance(state, ServiceState)
     return state
+
+
+def version_of(distribution: str) -> str:
+    """Return a distribution's version, `unknown` when it runs from a bare source tree."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"

@@ -6,8 +6,8 @@ from fastapi import FastAPI
 from lmcache_core.security import TicketKeyFile
 from lmcache_node.node import check_outgoing
 from lmcache_servicekit.app import create_service_app
-from lmcache_servicekit.log_level import create_log_router
-from lmcache_servicekit.secret_file import read_secret_file
+from lmcache_servicekit.logs import create_log_router
+from lmcache_servicekit.settings import read_secret_file
 
 from lmcache_sidecar.admin import explain, pins, status
 from lmcache_sidecar.settings import SidecarSettings

@@ -17,7 +17,6 @@ from lmcache_core.storage.remote.members import hosts_of
 from lmcache_node.settings import DistributedUrlText, NodeSettings
 from lmcache_servicekit.settings import Port, is_loopback
 from pydantic import AfterValidator, Field, field_validator, model_validator
-from pydantic_settings import SettingsConfigDict
 
 ARENA_MODE = re.compile("0?[67][0-7]{2}")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (made private before use)
@@ -101,7 +100,7 @@ class SidecarSettings(NodeSettings):
             default, if peers show tokens: who may put chunks decides what engines load.
     """
 
-    model_config = SettingsConfigDict(env_prefix="LMCACHE_SIDECAR_")
+    env_prefix = "LMCACHE_SIDECAR_"
 
     port: Port = 8083
     socket_path: Path = Field(default_factory=lambda: default_run_directory() / "sidecar.sock")

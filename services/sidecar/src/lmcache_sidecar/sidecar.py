@@ -26,7 +26,7 @@ from lmcache_node.collectors import CodecErrorCollector
 from lmcache_node.local_chunks import LocalChunks
 from lmcache_node.node import Node, disk_spec
 from lmcache_node.settings import BYTES_PER_GB
-from lmcache_servicekit.secret_file import read_secret_file
+from lmcache_servicekit.settings import read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
 from typing_extensions import override
 

@@ -18,11 +18,10 @@ CERTIFICATE: Final = "certificate"
 def main() -> int:
     """Run the webhook until SIGTERM, or make a certificate."""
     if sys.argv[1:2] == [CERTIFICATE]:
-        from lmcache_webhook.certificate.command import (
-            main as make_certificate,
-        )  # who serves needs neither the API's client nor keys
+        # Serving needs neither the API's client nor keys.
+        from lmcache_webhook import certificate
 
-        return make_certificate(sys.argv[2:])
+        return certificate.main(sys.argv[2:])
     return run_service("lmcache-webhook", WebhookSettings, create_app)
 
 

@@ -7,14 +7,19 @@ from contextlib import asynccontextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from lmcache_servicekit.app import BodyBounds, create_service_app
+from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 from lmcache_servicekit.state import service_state
 
-from lmcache_webhook.admission import AdmissionAnswer, AdmissionQuestion
 from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.injection.template import check_cpu, read_template
-from lmcache_webhook.reviews import MAX_BODY_BYTES, Reviewer, WebhookCollector
+from lmcache_webhook.reviews import (
+    MAX_BODY_BYTES,
+    AdmissionAnswer,
+    AdmissionQuestion,
+    Reviewer,
+    WebhookCollector,
+)
 from lmcache_webhook.settings import WebhookSettings
 
 router = APIRouter(tags=["admission"], route_class=GuardedRoute)
@@ -63,7 +68,7 @@ def create_app(settings: WebhookSettings) -> FastAPI:
         "lmcache-webhook",
         lifespan=lifespan,
         routers=[router],
-        bodies=BodyBounds(MAX_BODY_BYTES),
+        max_body_bytes={"": MAX_BODY_BYTES},
     )
 
 

@@ -1,4 +1,6 @@
-"""Answers reviews."""
+"""Answers AdmissionReviews, version `admission.k8s.io/v1`. The models have the members that are
+read and written, by Kubernetes' names.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,21 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Final
+from typing import Any, Final, Literal
 
 from lmcache_core.security import RateLimiter
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
+from pydantic import BaseModel, ConfigDict, Field
 
-from lmcache_webhook.admission import AdmissionAnswer, AdmissionRequest, AdmissionResponse
 from lmcache_webhook.injection.injector import PodReview, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
 
 logger = logging.getLogger(__name__)
+
+API_VERSION: Literal["admission.k8s.io/v1"] = "admission.k8s.io/v1"
+MAX_UID_CHARS = 128
+MAX_NAMESPACE_CHARS = 63
 
 THROTTLED: Final = "throttled"
 UNFINISHED: Final = "unfinished"
@@ -38,6 +44,55 @@ MAX_WAITING_BYTES: Final = 4 << 20
 MAX_WARNING_CHARS: Final = 250
 """Kubernetes cuts longer ones off."""
 _EVERYBODY: Final = "api-server"
+
+
+class GroupVersionKind(BaseModel):
+    """Kind of an object."""
+
+    group: str = ""
+    version: str
+    kind: str
+
+
+class AdmissionRequest(BaseModel):
+    """What is about to happen."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    uid: str = Field(min_length=1, max_length=MAX_UID_CHARS)
+    kind: GroupVersionKind
+    namespace: str = Field(default="", max_length=MAX_NAMESPACE_CHARS)
+    operation: str = "CREATE"
+    dryRun: bool | None = None
+    object: dict[str, Any] | None = None
+
+
+class AdmissionQuestion(BaseModel):
+    """The review as it is asked."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    apiVersion: Literal["admission.k8s.io/v1"]
+    kind: Literal["AdmissionReview"]
+    request: AdmissionRequest
+
+
+class AdmissionResponse(BaseModel):
+    """Always allowed: a pod that cannot have a sidecar runs without one."""
+
+    uid: str
+    allowed: Literal[True] = True
+    patchType: Literal["JSONPatch"] | None = None
+    patch: str | None = Field(default=None, description="JSON patch (RFC 6902), base64")
+    warnings: list[str] | None = None
+
+
+class AdmissionAnswer(BaseModel):
+    """The review as it is answered."""
+
+    apiVersion: Literal["admission.k8s.io/v1"] = API_VERSION
+    kind: Literal["AdmissionReview"] = "AdmissionReview"
+    response: AdmissionResponse
 
 
 class Reviewer:
@@ -173,10 +228,10 @@ class Reviewer:
     def _tell(self, request: AdmissionRequest, outcome: PodReview) -> None:
         if outcome.reason:
             logger.info(
-                "a pod of the namespace %s: %s%s",
+                "pod reviewed: namespace=%s outcome=%s dry_run=%s",
                 request.namespace,
                 outcome.reason,
-                " (dry run)" if request.dryRun else "",
+                bool(request.dryRun),
             )
 
 

@@ -17,7 +17,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import SettingsConfigDict
 
 from lmcache_webhook.injection.pod import amount_of
 
@@ -94,7 +93,7 @@ class WebhookSettings(ServiceSettings):
         max_reviews_per_s: Reviews in a second; pods beyond are let through as they are.
     """
 
-    model_config = SettingsConfigDict(env_prefix="LMCACHE_WEBHOOK_")
+    env_prefix = "LMCACHE_WEBHOOK_"
 
     port: Port = 8443
     sidecar_image: _Image

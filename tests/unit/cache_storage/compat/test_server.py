@@ -12,6 +12,7 @@ from lmcache_storage.compat.server import CompatLimits, CompatServer
 from lmcache_storage.compat.values import ForeignValues
 
 from tests.fixtures.compat import (
+    EXIST,
     GET,
     HEALTH,
     LIMITS,
@@ -43,6 +44,10 @@ async def test_there_and_back(dialect: str) -> None:
         assert await client.exists("k")
         assert await client.get("k") == ((1, 3, 2, 2, 4, 2), VALUE)
         assert await client.ask(HEALTH) == reply_bytes(dialect, 200)
+        await client.raw.send(request_bytes(dialect, HEALTH, b"\xff"))  # which needs no key
+        assert await client.raw.reader.readexactly(DIALECTS[dialect].reply.size) == reply_bytes(
+            dialect, 200
+        )
         async with compat_client(listener.port, dialect) as second:
             assert await second.get("other") == ((1, 3, 2, 2, 4, 2), b"x")
 
@@ -63,10 +68,12 @@ async def test_requests_sent_without_waiting_are_answered_in_order() -> None:
 @pytest.mark.parametrize(
     ("reason", "command", "key", "num_bytes"),
     [
-        ("command", LIST, b"k", 0),
-        ("key", GET, b"\xff", 0),
-        ("length", PUT, b"k", LIMITS["max_value_bytes"] + 1),
-        ("length", PUT, b"k", -5),
+        *(("command", LIST, b"k", 0), ("command", 0, b"k", 0)),
+        *(("command", 6, b"k", 0), ("command", -1, b"k", 0)),
+        *(("key", GET, b"\xff", 0), ("key", EXIST, b"\xff\xfe", 0), ("key", GET, b"", 0)),
+        *(("key", PUT, b"", 1), ("key", GET, b"k\0", 0), ("key", PUT, b"k\n", 1)),
+        *(("length", PUT, b"k", LIMITS["max_value_bytes"] + 1), ("length", PUT, b"k", -5)),
+        *(("length", PUT, b"k", 0), ("length", PUT, b"k", 2**31 - 1)),
     ],
 )
 async def test_what_cannot_be_understood_closes_its_connection_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from lmcache_core.keys import ChunkKey
@@ -19,24 +20,20 @@ SEND_TIMEOUT_S: Final = 5.0
 STORAGE_KIND: Final = "storage"
 
 
+@dataclass(frozen=True, slots=True)
 class OtherServers:
     """All members of the set but this server itself.
 
-    Args:
+    Attributes:
         members: The set; opened and closed by its owner.
         instance: What this server calls itself.
         tenant: Of the token that is shown: its chunks can be sent also to those that take no
             handovers.
-
-    Attributes:
-        members: As given.
-        instance: As given.
     """
 
-    def __init__(self, members: Members, instance: str, tenant: str) -> None:
-        self.members = members
-        self._tenant = tenant
-        self.instance = instance
+    members: Members
+    instance: str
+    tenant: str
 
     def known(self) -> frozenset[str]:
         """Return the names of all others, also of those that do not answer."""
@@ -64,7 +61,7 @@ class OtherServers:
         if client.takes_handovers:
             able, stored = list(chunks), await client.hand_over(chunks, may_evict, SEND_TIMEOUT_S)
         else:
-            able = [chunk for chunk in chunks if chunk.key.tenant == self._tenant]
+            able = [chunk for chunk in chunks if chunk.key.tenant == self.tenant]
             stored = await client.put(able, SEND_TIMEOUT_S) if able else []
         return {chunk.key: False for chunk in chunks} | {
             chunk.key: is_there for chunk, is_there in zip(able, stored, strict=True)
@@ -81,13 +78,12 @@ class OtherServers:
         found = dict.fromkeys(keys, False)
         client = member.client
         if not client.is_connected:
-            await client.ping(
-                SEND_TIMEOUT_S
-            )  # whether it can be asked is known once it is connected
+            # Whether it can be asked is known once it is connected.
+            await client.ping(SEND_TIMEOUT_S)
         for tenant, part in by_tenant.items():
             if client.answers_held:
                 found |= zip(part, await client.holds(tenant, part, SEND_TIMEOUT_S), strict=True)
-            elif tenant == self._tenant:
+            elif tenant == self.tenant:
                 found |= zip(part, await client.contains(part, SEND_TIMEOUT_S), strict=True)
         return found
 

@@ -1,7 +1,7 @@
 """The further store: a bucket of S3-compatible object storage behind memory and disk (ADR 14). Off
 unless `s3_bucket` is set.
 
-`settings` are its options, `objects` talks to the bucket, `backend` is the tier. The client library
+`objects` talks to the bucket, `backend` is the tier. The client library
 is imported only where a bucket is named.
 """
 
@@ -13,7 +13,7 @@ from lmcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache_storage.s3.backend import S3Backend
-    from lmcache_storage.s3.settings import S3Settings
+    from lmcache_storage.settings import S3Settings
 
 S3_TIER = "S3Backend"
 

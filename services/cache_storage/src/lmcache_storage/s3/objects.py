@@ -41,7 +41,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from lmcache_storage.s3 import S3_TIER
-from lmcache_storage.s3.settings import S3Settings
+from lmcache_storage.settings import S3Settings
 
 if TYPE_CHECKING:
     from obstore import GetResult
@@ -420,9 +420,8 @@ def _create_store(settings: S3Settings) -> S3Store:
     config: S3Config = {
         "region": settings.s3_region,
         "virtual_hosted_style_request": not settings.s3_path_style,
-        "unsigned_payload": (
-            is_encrypted
-        ),  # TLS and the record's own digest guard it; a third hash is the largest cost of a write
+        # TLS and the record's own digest guard it; a third hash is the largest cost of a write.
+        "unsigned_payload": is_encrypted,
         "disable_bulk_delete": True,  # not every server has it
     }
     if settings.s3_endpoint_url is not None:

@@ -43,7 +43,7 @@ def create_index(settings: LookupSettings) -> LookupIndex:
             settings.max_chunks_per_tenant,
             settings.max_instances_per_tenant,
         )
-    from lmcache_servicekit.redis_connections import RedisAccess
+    from lmcache_servicekit.redis_client import RedisAccess
 
     from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 

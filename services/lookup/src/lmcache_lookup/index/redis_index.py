@@ -16,9 +16,8 @@ from typing import Any, Final, ParamSpec, TypeVar
 from lmcache_core.keys import CHUNK_ID_BYTES
 from lmcache_core.lookup import Holder
 from lmcache_core.lookup.messages import EventsAck, InstanceEntry, StatsAnswer
-from lmcache_servicekit.redis_client import Argument, RedisCommand, create_redis_client
+from lmcache_servicekit.redis_client import Argument, RedisAccess, RedisCommand, create_redis_client
 from lmcache_servicekit.redis_cluster import RedisClusterClient
-from lmcache_servicekit.redis_connections import RedisAccess
 from typing_extensions import override
 
 from lmcache_lookup.index import redis_scripts as scripts

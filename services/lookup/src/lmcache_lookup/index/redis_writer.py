@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lmcache_core.lookup.messages import EventsAck
-from lmcache_servicekit.redis_client import Argument, RedisClient, RedisCommand, call
+from lmcache_servicekit.redis_client import CLIENT_ERRORS, Argument, RedisClient, RedisCommand, call
 from lmcache_servicekit.redis_cluster import RedisClusterClient
-from lmcache_servicekit.redis_connections import CLIENT_ERRORS
 from redis.exceptions import ResponseError
 from typing_extensions import override
 

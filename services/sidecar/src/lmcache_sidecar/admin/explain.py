@@ -14,7 +14,7 @@ from lmcache_core.keys import MAX_TOKEN_ID, ChunkKey
 from lmcache_core.record import Miss, MissReason
 from lmcache_core.storage.peer import PEER_TIER
 from lmcache_core.wire.messages import Describe
-from lmcache_servicekit.auth import GuardedRoute, require_role
+from lmcache_servicekit.auth import GuardedRoute, RoleRequired
 from lmcache_servicekit.errors import PermissionDeniedError
 from lmcache_servicekit.settings import is_loopback
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -121,7 +121,7 @@ Found = Sequence[PlaceView | MissReason]
 router = APIRouter(
     prefix="/v1",
     tags=["explain"],
-    dependencies=[Depends(require_role("admin"))],
+    dependencies=[Depends(RoleRequired("admin"))],
     route_class=GuardedRoute,
 )
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from lmcache_core.keys import ChunkKey
 from lmcache_node.admin import DEFAULT_TTL_S, PinnedBytes, Ttl, UnpinAnswer, pinned_bytes
-from lmcache_servicekit.auth import GuardedRoute, require_role
+from lmcache_servicekit.auth import GuardedRoute, RoleRequired
 from lmcache_servicekit.errors import ConflictError
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -76,7 +76,7 @@ class PinnedHashes(PinnedBytes):
 router = APIRouter(
     prefix="/v1",
     tags=["pins"],
-    dependencies=[Depends(require_role("admin"))],
+    dependencies=[Depends(RoleRequired("admin"))],
     route_class=GuardedRoute,
 )
 

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query
 from lmcache_core.storage.stack import LOCAL_TIERS
 from lmcache_node.admin import ClearAnswer, DrainAnswer, DrainView, EvictAnswer, EvictBytesRequest
-from lmcache_servicekit.auth import GuardedRoute, require_role
-from lmcache_servicekit.version import version_of
+from lmcache_servicekit.auth import GuardedRoute, RoleRequired
+from lmcache_servicekit.state import version_of
 from pydantic import BaseModel, ConfigDict, Field
 
 from lmcache_sidecar.sidecar import RunningSidecar
@@ -136,8 +136,8 @@ class ClearTiersRequest(BaseModel):
 
 
 router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
-client_role = Depends(require_role("client"))
-admin_role = Depends(require_role("admin"))
+client_role = Depends(RoleRequired("client"))
+admin_role = Depends(RoleRequired("admin"))
 
 
 @router.get("/status", dependencies=[client_role])

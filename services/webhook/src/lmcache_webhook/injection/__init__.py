@@ -4,9 +4,8 @@
 |---|---|
 | `injector.py` | from a pod to a patch: the order of it all |
 | `pod.py` | the part of a pod that decides anything, with types, and Kubernetes' quantities |
-| `annotations.py` | what a pod's annotations ask for |
 | `command_line.py` | which container runs vLLM, and where its arguments go |
-| `plan.py`, `template.py` | what the webhook adds, as its settings say |
+| `plan.py`, `template.py` | what annotations ask for, and what the webhook's settings give |
 | `sidecar.py` | the containers and volumes that are added |
 | `patch.py` | RFC 6902 operations, `PYTHONPATH` |
 

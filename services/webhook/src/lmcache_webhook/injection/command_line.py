@@ -16,7 +16,7 @@ from lmcache_core.config.engine_config import OPTIONS
 from lmcache_core.config.sources import ENV_PREFIX, values_of_environment
 from lmcache_core.errors import ConfigError
 
-from lmcache_webhook.injection.annotations import CONTAINER
+from lmcache_webhook.injection.plan import CONTAINER
 from lmcache_webhook.injection.pod import Container, DeclinedError, PodSpec
 
 OPTION: Final = "--kv-transfer-config"

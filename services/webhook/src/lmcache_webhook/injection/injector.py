@@ -9,16 +9,18 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from lmcache_webhook.injection.annotations import (
+from lmcache_webhook.injection.command_line import find_engine, names_our_connector, plan_arguments
+from lmcache_webhook.injection.patch import Operation, Patch, add_python_path
+from lmcache_webhook.injection.plan import (
     INJECTED,
     SIDECARS,
     STATUS,
+    InjectionOptions,
+    PodPlan,
     is_asked_for,
+    plan_pod,
     read_request,
 )
-from lmcache_webhook.injection.command_line import find_engine, names_our_connector, plan_arguments
-from lmcache_webhook.injection.patch import Operation, Patch, add_python_path
-from lmcache_webhook.injection.plan import InjectionOptions, PodPlan, plan_pod
 from lmcache_webhook.injection.pod import Container, DeclinedError, Pod, PodSpec, VolumeMount
 from lmcache_webhook.injection.sidecar import (
     PORTS,

@@ -144,7 +144,10 @@ def _variables(plan: PodPlan) -> list[dict[str, Any]]:
     ]
     values = {
         "arena_wait_s": str(ARENA_WAIT_S),
-        **{name: _text(value) for name, value in plan.options.settings.sidecar_options.items()},
+        **{
+            name: str(value).lower() if isinstance(value, bool) else str(value)
+            for name, value in plan.options.settings.sidecar_options.items()
+        },
         **_own_options(plan),
     }
     return [
@@ -225,10 +228,6 @@ def _probe(period_s: int, num_failures: int) -> dict[str, Any]:
         "timeoutSeconds": 5,
         "failureThreshold": num_failures,
     }
-
-
-def _text(value: str | bool | int | float) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _number(value: float) -> str:
