@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from lmcache_core.blend.certificate import (
@@ -19,9 +20,11 @@ from lmcache_core.integrations.transformers import metadata_of
 from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
 from lmcache_core.integrations.transformers.blended import blending_model_of
 
-from lmcache_ctl.certify.options import BlendedModel, PromptCut
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.model import load_model, own_text
+
+if TYPE_CHECKING:
+    from lmcache_ctl.certify.commands import BlendedModel, PromptCut
 
 
 def certify_blend(
