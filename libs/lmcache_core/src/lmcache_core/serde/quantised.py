@@ -371,8 +371,8 @@ def read_quantised(
     levels = reader.array("u1", layout.planes)
     scales = _unpacked_scales(reader, layout, head.dtype, by_token)
     shifts = reader.array("<i2", layout.planes * layout.groups)
-    shapes = reader.array("u1", layout.planes * layout.groups)
-    lengths = reader.array("<u4", layout.planes * layout.sections)
+    shapes: Array = reader.array("u1", layout.planes * layout.groups)
+    lengths: Array = reader.array("<u4", layout.planes * layout.sections)
     unknown = set(levels.tolist()) - set(known_levels)
     if unknown:
         raise SerdeError(

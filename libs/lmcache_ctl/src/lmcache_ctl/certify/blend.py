@@ -95,12 +95,12 @@ def cut_prompts(cut: PromptCut, tokens: torch.Tensor, separator: torch.Tensor) -
         separator: Token ids that end a document.
 
     Raises:
-        CtlError: The text is too short, or a document has no room beside its separator.
+        CtlError: The text is too short, or a separator leaves a document no room.
     """
     own = cut.document_tokens - len(separator)
     if own < 1:
         raise CtlError(
-            f"documents of {cut.document_tokens} tokens have no room beside a separator of"
+            f"documents of {cut.document_tokens} tokens have no room after a separator of"
             f" {len(separator)}"
         )
     width = cut.documents * own + cut.ending_tokens

@@ -79,7 +79,7 @@ class BlendedModel:
         ModelDtype, _option(_MODEL, "Of the weights in the engine; auto: as they are stored.")
     ] = ModelDtype.AUTO
     policy: Annotated[
-        str, _option(_MODEL, f"Which tokens are computed anew: {', '.join(BLEND_POLICIES)}.")
+        str, _option(_MODEL, f"Which tokens are recomputed: {', '.join(BLEND_POLICIES)}.")
     ] = BLEND_POLICIES[0]
     ratio: Annotated[
         float, _option(_MODEL, "Share of the reused tokens that is.", min=0, max=1)
@@ -106,7 +106,7 @@ class PromptCut:
         int, _option(_TEXT, "Tokens of each document, the separator included.", min=2)
     ] = 256
     ending_tokens: Annotated[
-        int, _option(_TEXT, "Tokens behind the documents, which are predicted.", min=2)
+        int, _option(_TEXT, "Tokens after the documents, which are predicted.", min=2)
     ] = 64
 
 

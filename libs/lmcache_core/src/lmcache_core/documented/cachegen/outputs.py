@@ -93,8 +93,9 @@ class CacheGenEncoderOutput:
         numbers, tensors = _unseal(bs, cls.KIND)
         if len(numbers) != 2 or len(tensors) != 5:
             raise SerdeError(f"{len(numbers)} numbers and {len(tensors)} tensors, must be 2 and 5")
-        check_tensor("bytestream", tensors[0], (torch.uint8,), (None,))
-        output = cls(tensors[0].numpy().tobytes(), *tensors[1:], *numbers)
+        stream, starts, cdf, keys, values = tensors
+        check_tensor("bytestream", stream, (torch.uint8,), (None,))
+        output = cls(stream.numpy().tobytes(), starts, cdf, keys, values, numbers[0], numbers[1])
         output._check()
         return output
 
@@ -173,9 +174,11 @@ class CacheGenGPUEncoderOutput:
                 f"{len(numbers)} numbers and {len(tensors)} tensors, must be 2 and 3, and 1 and 2"
                 " more for each data chunk"
             )
-        of_chunks = zip(tensors[3::2], tensors[4::2], numbers[2:], strict=True)
+        num_heads, head_size, *counts = numbers
+        cdf, keys, values, *streams = tensors
+        of_chunks = zip(streams[::2], streams[1::2], counts, strict=True)
         chunks = [CacheGenGPUBytestream(*of_chunk) for of_chunk in of_chunks]
-        output = cls(chunks, *tensors[:3], *numbers[:2])
+        output = cls(chunks, cdf, keys, values, num_heads, head_size)
         output._check()
         return output
 
