@@ -21,7 +21,7 @@ COMPILED = pytest.param(
 )
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("interpret", [pytest.param(True, id="interpreted"), COMPILED])
 def test_kernels(interpret):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
