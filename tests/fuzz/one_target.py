@@ -24,7 +24,6 @@ INSTRUMENTED = [
 ]
 COMPILED = [
     "lmcache_core.serde.rans",
-    "lmcache_core.documented.cachegen.channel_streams",
     "lmcache_core.serde.symbols",
     "lmcache_core.serde.values",
     "lmcache_core.serde.planes",
@@ -44,11 +43,8 @@ def prepared(name: str, has_plain_loops: bool, corpus: Path) -> Callable[[bytes]
         plain_loops = importlib.import_module("tests.fuzz.plain_loops")
     target = targets.TARGETS[name]
     if has_plain_loops:
-        loops, streams = plain_loops.plain_loops(), plain_loops.plain_channel_streams()
+        loops = plain_loops.plain_loops()
         mock.patch("lmcache_core.serde.chunk_codec.load_loops", return_value=loops).start()
-        mock.patch(
-            "lmcache_core.documented.cachegen.streams.compile_channel_streams", return_value=streams
-        ).start()
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(target.seeds()):
         (corpus / f"seed-{number}").write_bytes(seed)

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from lmcache_core.documented.cachegen import channel_streams
-from lmcache_core.documented.cachegen.channel_streams import ChannelStreams
 from lmcache_core.serde import planes, rans, symbols, values
 from lmcache_core.serde.machine_code import Loops
 
@@ -66,11 +64,4 @@ def plain_loops() -> Loops:
         split=_checked(planes.split),
         join=_checked(planes.join),
         count=_checked(planes.count),
-    )
-
-
-def plain_channel_streams() -> ChannelStreams:
-    """The loops of `compile_channel_streams`, as Python."""
-    return ChannelStreams(
-        _checked(channel_streams.encode_streams), _checked(channel_streams.decode_streams)
     )

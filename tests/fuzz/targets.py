@@ -7,6 +7,7 @@ fuzzer guesses those.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import struct
@@ -167,17 +168,12 @@ def seeds_of_blobs() -> Iterator[bytes]:
 
 
 def read_gpu_output(data: bytes) -> None:
-    """A CacheGen output: two bytes say how much of the rest is its head. What can be read is
-    decoded.
-    """
-    if len(data) < 2:
-        return
-    (head_bytes,) = struct.unpack_from("<H", data)
-    head, payload = data[2 : 2 + head_bytes], data[2 + head_bytes :]
-    prefix = struct.pack("<4sB3xI4xQ", b"LMCG", 1, len(head), len(payload))
+    """The message of a CacheGen output. What can be read is decoded."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError):
+        data = msgspec.msgpack.encode(_resealed(msgspec.msgpack.decode(data)))
     try:
         output = CacheGenGPUEncoderOutput.from_bytes(
-            prefix + xxhash.xxh3_128_digest(prefix + head + payload) + head + payload
+            sealed_by_hand(data, serde=3, dtype=11, shape=[len(data)])
         )
     except SerdeError:
         return
@@ -196,6 +192,17 @@ def read_gpu_output(data: bytes) -> None:
     assert keys.shape == values.shape == (num_layers // 2, num_tokens, num_channels)
 
 
+def _resealed(message: object) -> object:
+    """The message with a right digest in each container of it."""
+    if isinstance(message, list):
+        return [_resealed(part) for part in message]
+    if not isinstance(message, bytes) or len(message) < 8:
+        return message
+    digest_at = 16 + 8 * message[7]
+    head, payload = message[:digest_at], message[digest_at + 16 :]
+    return head + xxhash.xxh3_128_digest(head + payload) + payload
+
+
 def seeds_of_gpu_outputs() -> Iterator[bytes]:
     """Outputs of several shapes, in one data chunk and in more."""
     for layers, tokens, heads, size, chunk_size in (
@@ -209,9 +216,7 @@ def seeds_of_gpu_outputs() -> Iterator[bytes]:
         kv = torch.randn(
             (layers, 2, tokens, heads, size), generator=torch.Generator().manual_seed(tokens)
         ).to(torch.bfloat16)
-        data = encode_function(kv, config, *bins, chunk_size).to_bytes()
-        (head_bytes,) = struct.unpack_from("<I", data, 8)
-        yield struct.pack("<H", head_bytes) + data[24 + 16 :]
+        yield encode_function(kv, config, *bins, chunk_size).to_bytes()[24 + 16 :]
 
 
 def read_record_head(data: bytes) -> None:

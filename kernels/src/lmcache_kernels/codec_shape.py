@@ -18,7 +18,7 @@ STATE_WORDS = 2
 LOWEST_STATE = 1 << 15
 """Between symbols the state of a coder is in `LOWEST_STATE … 2^31 - 1`."""
 DELTA_FLAG = 128
-"""In the byte of a group of channels, beside the number of its table."""
+"""In the byte of a group of channels, together with the number of its table."""
 MAX_GROUP = 64
 MAX_TOKENS = 1 << 15
 MAX_CHANNELS = 1 << 20
@@ -96,7 +96,7 @@ class CodecShape:
 
 @dataclass(frozen=True, eq=False)
 class EncodedPlanes:
-    """What an encoder writes, and a decoder reads, beside scales and levels. All on one device,
+    """What an encoder writes, and a decoder reads, besides scales and levels. All on one device,
     contiguous.
 
     Attributes:

@@ -38,10 +38,10 @@ class Alphabet(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class CodecTables:
-    """The tables of some alphabets, one behind the other. Make them with `CodecTables.of`.
+    """The tables of some alphabets, one after the other. Make them with `CodecTables.of`.
 
     An alphabet's tables have `stride` entries each, the next power of two above `2 * levels`; the
-    entries behind its symbols are zeros.
+    entries after its symbols are zeros.
 
     Attributes:
         levels: Of each alphabet.
@@ -114,7 +114,7 @@ class CodecTables:
         return 2 * self.choice.shape[2]
 
     def of_planes(self, levels: Sequence[int]) -> torch.Tensor:
-        """What kernels need to know of each plane.
+        """Return what kernels need to know of each plane.
 
         Args:
             levels: Of each plane.

@@ -150,8 +150,8 @@ def test_pods_are_measured_through_the_api(in_cluster: Ctl, storage: ServiceProc
         ),
         is_direct=False,
     )
-    for target in (("storage",), ("lm/demo-storage-0",), ("lm",)):
-        found = in_cluster.json("bench", *target, *SMALL)
+    for target in ("storage", "lm/demo-storage-0", "lm"):
+        found = in_cluster.json("bench", target, *SMALL, "--seconds", "0.5")
         assert [phase["name"] for phase in found["phases"]] == ["round trip", "store", "fetch"]
         assert 0 < found["phases"][1]["num_chunks"] == found["num_removed"]
         assert found["num_left"] == num_chunks_at(storage) == 0

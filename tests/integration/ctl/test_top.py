@@ -44,7 +44,7 @@ def test_what_happens_in_between_is_told(cluster: SmallCluster) -> None:
     worker = threading.Thread(target=load)
     worker.start()
     try:
-        found = cluster.ctl().json("top", "--interval", "1")
+        found = cluster.ctl().json("top", "--interval", "0.5")
     finally:
         is_over.set()
         worker.join()
@@ -54,7 +54,7 @@ def test_what_happens_in_between_is_told(cluster: SmallCluster) -> None:
     assert by_kind["sidecar"]["hit_ratio"] == 1.0
     assert by_kind["sidecar"]["out_bytes_per_s"] > 0
     assert by_kind["sidecar"]["tiers"][0]["num_chunks"] == NUM_CHUNKS
-    assert 0.9 < found["seconds"] < 10
+    assert found["seconds"] > 0.4
     assert sorted(link["id"] for link in found["links"]) == ["sidecar", "storage-0", "storage-1"]
     table = cluster.ctl().text("top", "--interval", "0.2")
     assert "5 services, over" in table
@@ -69,7 +69,7 @@ def test_a_terminal_sees_it_refreshed(cluster: SmallCluster) -> None:
         command, stdout=far, stderr=far, env={"COLUMNS": "160", "LINES": "40", "TERM": "xterm"}
     )
     os.close(far)
-    seen, deadline = "", time.monotonic() + 40
+    seen, deadline = "", time.monotonic() + 100
     try:
         while (
             len(set(re.findall(r"5 services, over \d+\.\d s", seen))) < 1

@@ -26,20 +26,21 @@ KERNELS_OF_TOKENS = {"rope_rotate_kernel", "deviation_kernel"}
 
 def compile_paged(target: GPUTarget) -> None:
     arguments = {"table_ptr": "*i64", "slots_ptr": "*i64", "blob_ptr": "*u8"}
+    # Every width; a single token, and heads that lie apart, at one width.
+    cases = [(alignment_bytes, {}, 250) for alignment_bytes in (1, 2, 4, 8, 16)]
+    cases += [(16, {"num_tokens": 1}, 250), (4, {}, 50)]
     for kernel in (paged_gather_kernel, paged_scatter_kernel):
-        for alignment_bytes in (1, 2, 4, 8, 16):
-            for num_tokens in ({"num_tokens": 1}, {}):
-                for run_words in (250, 50):
-                    fixed = num_tokens | {
-                        "ROW_WORDS": 250,
-                        "RUN_WORDS": run_words,
-                        "ALIGNMENT_BYTES": alignment_bytes,
-                    }
-                    constants = dict.fromkeys(fixed, "constexpr")
-                    signature = arguments | {"num_tokens": "i32"} | constants
-                    done = triton_compile(ASTSource(kernel, signature, fixed), target=target).asm
-                    assert "cubin" in done
-                    assert ("ld.global.v2.b64" in done["ptx"]) == (alignment_bytes == 16)
+        for alignment_bytes, num_tokens, run_words in cases:
+            fixed = num_tokens | {
+                "ROW_WORDS": 250,
+                "RUN_WORDS": run_words,
+                "ALIGNMENT_BYTES": alignment_bytes,
+            }
+            constants = dict.fromkeys(fixed, "constexpr")
+            signature = arguments | {"num_tokens": "i32"} | constants
+            done = triton_compile(ASTSource(kernel, signature, fixed), target=target).asm
+            assert "cubin" in done
+            assert ("ld.global.v2.b64" in done["ptx"]) == (alignment_bytes == 16)
 
 
 def compile_instead_of_launching(target: GPUTarget, *modules) -> list:

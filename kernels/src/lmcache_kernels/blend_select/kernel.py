@@ -29,7 +29,7 @@ def deviation_kernel(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The squared distance of one token's rows.
+    """Write the squared distance of one token's rows.
 
     Args:
         fresh_ptr: Words `[num_tokens, channels]`.

@@ -16,7 +16,7 @@ smaller.
 def blend_deviation_reference(
     fresh: torch.Tensor, retrieved: torch.Tensor, is_valid: torch.Tensor
 ) -> torch.Tensor:
-    """As `blend_deviation`, anywhere."""
+    """Do what `blend_deviation` does, on any device."""
     return (fresh.float() - retrieved.float()).square().sum(1).masked_fill(~is_valid, 0.0)
 
 
@@ -34,7 +34,7 @@ def blend_select_reference(
     counts: Sequence[int],
     num_tail_tokens: int,
 ) -> torch.Tensor:
-    """As `blend_select`, anywhere."""
+    """Do what `blend_select` does, on any device."""
     is_candidate = is_valid.clone()
     for start, end in pairwise(starts):
         is_candidate[max(start, end - num_tail_tokens) : end] = False

@@ -65,7 +65,7 @@ def decode_step(states, at, stream, model, shape, active):  # type: ignore[no-un
 
 @triton.jit  # type: ignore[untyped-decorator]
 def restored(centred, shift, scale, levels, KIND: tl.constexpr, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Words of the dtype."""
+    """Return the restored values as words of the dtype."""
     whole = centred + shift
     if BY_TOKEN:
         whole = fold(whole, levels)
@@ -98,7 +98,7 @@ def decode_rows(start, stream, model, plane, place, KIND: tl.constexpr, BY_TOKEN
     The values of the row before, for deltas, wait in a queue: a byte for each step of a row.
 
     Args:
-        start: States, and the first word behind them.
+        start: States, and the first word after them.
         stream: See `decode_step`.
         model: See `decode_step`.
         plane: Output, scales, columns (see `load_channels`) and levels of the plane.

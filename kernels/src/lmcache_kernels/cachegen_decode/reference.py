@@ -32,7 +32,7 @@ def cachegen_decode_reference(
     out: torch.Tensor,
     by_token: bool,
 ) -> torch.Tensor:
-    """As `cachegen_decode`, with the tables by their levels. For tensors on the CPU; no stream
+    """Do what `cachegen_decode` does, with the tables by their levels, on the CPU; no stream
     may be shorter than its states.
     """
     words = encoded.words.numpy().view(np.uint16).tolist()
@@ -64,8 +64,8 @@ def cachegen_decode_reference(
 def _symbols(
     stream: list[int], tokens: int, tables: Integers, frequencies: Integers
 ) -> tuple[bool, Integers]:
-    """Symbols `[tokens, width]` of a stream, and whether it was an encoder's; behind its end,
-    its last word comes again and again.
+    """Return whether a stream was an encoder's, and its symbols `[tokens, width]`; after its end,
+    its last word is read again and again.
     """
     ends = np.cumsum(frequencies, 1)
     states = [stream[2 * lane] << 16 | stream[2 * lane + 1] for lane in range(LANES)]

@@ -26,14 +26,14 @@ _MEAN_OFFSET = tl.constexpr(65536)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def by_group(of_channel, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What `TILE_CHANNELS` channels have, as `[groups, GROUP]`."""
+    """Return what `TILE_CHANNELS` channels have, as `[groups, GROUP]`."""
     return tl.reshape(of_channel, [TILE_CHANNELS // GROUP, GROUP])
 
 
 @triton.jit
 def load_tile(values_ptr, first, columns, sizes):  # type: ignore[no-untyped-def]
-    """Rows `first …` of some columns of a plane as int32, 0 where there are none; and where
-    there are.
+    """Load rows `first …` of some columns of a plane as int32, 0 where there are none; return them,
+    and where there are any.
     """
     tokens, channels = sizes
     rows = first + tl.arange(0, TILE_TOKENS)[:, None]
@@ -48,8 +48,8 @@ def load_tile(values_ptr, first, columns, sizes):  # type: ignore[no-untyped-def
 
 @triton.jit  # type: ignore[untyped-decorator]
 def group_shift(values_ptr, columns, sizes, levels, WRAPS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The mean of each group, halves up; unless values wrap, moved until all of them are within
-    `levels` of it. int32 `[groups]`.
+    """Return the mean of each group, halves up, int32 `[groups]`; unless values wrap, moved until
+    all of them are within `levels` of it.
     """
     tokens, channels = sizes
     total = tl.zeros([TILE_TOKENS, TILE_CHANNELS], tl.int32)
@@ -77,7 +77,7 @@ def group_shift(values_ptr, columns, sizes, levels, WRAPS: tl.constexpr, GROUP: 
 
 @triton.jit
 def measure(values_ptr, columns, sizes, levels, shift):  # type: ignore[no-untyped-def]
-    """Of each channel, int32: squares about its shift and of its deltas, and the largest
+    """Return of each channel, int32: squares about its shift and of its deltas, and the largest
     magnitudes of both.
     """
     tokens = sizes[0]
@@ -152,7 +152,7 @@ def choose_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_symbols(values_ptr, model, token, column, channels, active, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Symbols (plus `levels`) of a step's lanes, and the tables they are coded with."""
+    """Return the symbols (plus `levels`) of a step's lanes, and the tables they are coded with."""
     shifts_ptr, shapes_ptr, levels = model
     place = values_ptr + token.to(tl.int64) * channels + column
     value = tl.load(place, mask=active, other=0).to(tl.int32)
@@ -257,7 +257,7 @@ def gather_streams_kernel(streams_ptr, lengths_ptr, ends_ptr, words_ptr, stride)
 def launch_choose(
     values: torch.Tensor, planes: torch.Tensor, shape: CodecShape, tables: CodecTables, wraps: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shifts and shapes of each group, on the current stream. Everything is checked.
+    """Choose shift and shape of each group, on the current stream. Everything is checked.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.
@@ -280,8 +280,8 @@ def launch_encode(
     shape: CodecShape,
     tables: CodecTables,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Streams `[planes * sections, max_words]`, each at the end of its row, and their lengths, on
-    the current stream.
+    """Encode on the current stream: return streams `[planes * sections, max_words]`, each at the
+    end of its row, and their lengths.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.
@@ -305,7 +305,7 @@ def launch_encode(
 
 
 def launch_gather(streams: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The streams one behind the other. Waits for the device, to learn how long they are.
+    """Return the streams one after the other. Waits for the device, to learn their lengths.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.

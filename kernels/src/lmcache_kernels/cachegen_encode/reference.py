@@ -30,7 +30,7 @@ def cachegen_encode_reference(
     alphabets: Mapping[int, Alphabet],
     wraps: bool,
 ) -> EncodedPlanes:
-    """As `cachegen_encode`, with the tables by their levels. For tensors on the CPU."""
+    """Do what `cachegen_encode` does, with the tables by their levels, for tensors on the CPU."""
     shifts = np.zeros((shape.planes, shape.groups), np.int16)
     shapes = np.zeros((shape.planes, shape.groups), np.uint8)
     streams: list[list[int]] = []
@@ -75,7 +75,7 @@ def _model(
 
 
 def _stream(symbols: Integers, tables: Integers, frequencies: Integers) -> list[int]:
-    """Words of a section `[tokens, width]`; column `i` is coded with table `tables[i]`."""
+    """Return the words of a section `[tokens, width]`; column `i` is coded with `tables[i]`."""
     starts = np.cumsum(frequencies, 1) - frequencies
     flat, of_symbol = symbols.ravel().tolist(), np.tile(tables, len(symbols)).tolist()
     states = [LOWEST_STATE] * LANES

@@ -27,8 +27,8 @@ _ONE_BITS = tl.constexpr(127 << 23)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def usable_scale(bits, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether the largest magnitude of a row or plane, as bits, is 0 or can be divided by; and
-    what to divide by: it, or else 1.
+    """Return whether the largest magnitude of a row or plane, as bits, is 0 or can be divided by;
+    and what to divide by: it, or else 1.
     """
     is_usable = (bits >= _SMALLEST_BITS) & (bits <= LIMIT)
     return is_usable | (bits == 0), tl.where(is_usable, bits, _ONE_BITS).to(
@@ -38,15 +38,15 @@ def usable_scale(bits, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def usable_plane(bits, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As `usable_scale`, by plane: what is restored may be half a step larger, and in float16
-    that is to be finite.
+    """Return `usable_scale` of a plane: restored values may be half a step larger, and must stay
+    finite in float16.
     """
     return usable_scale(bits, _LARGEST_HALF_BITS if KIND == 1 else _LARGEST_BITS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def largest_of_row(raw_ptr, channels, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bits of the largest magnitude of the row that begins at `raw_ptr`."""
+    """Return the bits of the largest magnitude of the row that begins at `raw_ptr`."""
     largest = tl.zeros([BLOCK], tl.int32)
     for first in range(0, channels, BLOCK):
         columns = first + tl.arange(0, BLOCK)
@@ -81,7 +81,7 @@ def add_errors(errors_ptr, sums):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def by_token_kernel(raw_ptr, levels_ptr, outputs, sizes, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row: read for its largest magnitude, and again, from the cache, for its values.
+    """Quantise one row: read for its largest magnitude, and again, from the cache, for its values.
 
     Args:
         raw_ptr: Words `[planes, tokens, channels]`.
@@ -177,7 +177,7 @@ def plane_spread_kernel(raw_ptr, largest_ptr, spread_ptr, sizes, KIND: tl.conste
 
 @triton.jit  # type: ignore[untyped-decorator]
 def by_plane_kernel(raw_ptr, facts, outputs, sizes, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row, in steps that follow from what was measured of its plane.
+    """Quantise one row in steps that follow from what was measured of its plane.
 
     Args:
         raw_ptr: Words `[planes, tokens, channels]`.

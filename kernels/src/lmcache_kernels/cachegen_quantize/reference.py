@@ -16,7 +16,7 @@ MAX_SPREAD = 252
 
 
 def cachegen_quantize_by_token_reference(x: torch.Tensor, levels: Sequence[int]) -> QuantizedPlanes:
-    """As `cachegen_quantize_by_token`, anywhere."""
+    """Do what `cachegen_quantize_by_token` does, on any device."""
     wide = x.float()
     largest = wide.abs().amax(2, keepdim=True)
     is_usable = _is_usable(largest)
@@ -32,7 +32,7 @@ def cachegen_quantize_by_token_reference(x: torch.Tensor, levels: Sequence[int])
 
 
 def cachegen_quantize_by_plane_reference(x: torch.Tensor, fineness: int) -> QuantizedPlanes:
-    """As `cachegen_quantize_by_plane`, anywhere."""
+    """Do what `cachegen_quantize_by_plane` does, on any device."""
     wide = x.float()
     tokens, channels = x.shape[1:]
     largest = wide.abs().amax((1, 2), keepdim=True)

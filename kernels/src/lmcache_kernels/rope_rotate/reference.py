@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def rope_rotate_reference(k: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> None:
-    """As `rope_rotate`, anywhere."""
+    """Do what `rope_rotate` does, on any device."""
     cos_from, sin_from = rotation.source_table[rotation.source].chunk(2, 1)
     cos_to, sin_to = rotation.target_table[rotation.target].chunk(2, 1)
     cos = (cos_to * cos_from + sin_to * sin_from)[:, None]

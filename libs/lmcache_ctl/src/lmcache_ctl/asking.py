@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from pathlib import Path
@@ -234,6 +234,15 @@ class Asker:
             headers=headers, timeout=self.timeout_s, transport=way
         ) as client:
             yield Caller(service, client, token is not None)
+
+
+def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at once, on a loop of their own; return what they return, in their order."""
+
+    async def all_of_it() -> list[T]:
+        return await asyncio.gather(*work)
+
+    return asyncio.run(all_of_it())
 
 
 def given_token(settings: CtlSettings) -> ShownToken:

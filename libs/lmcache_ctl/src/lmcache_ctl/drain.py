@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 
-from lmcache_ctl.asking import Asker
+from lmcache_ctl.asking import Asker, run_all
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import reaches_services
 from lmcache_ctl.output import (
@@ -100,7 +100,7 @@ def drain(
         with steps() as tell:
             begun = [_drained(asker, one, within_s, tell) for one in direct]
             begun += [_drained(asker, one, within_s, tell, peer) for one, peer in peers]
-            found = asyncio.run(_all(begun))
+            found = run_all(begun)
     show(found, output, print_drains)
     if not all(_is_complete(one) or (not wait and not one.problem) for one in found):
         raise typer.Exit(1)
@@ -146,10 +146,6 @@ async def _meant(
     ]
     broker = (alive or brokers)[0]
     return direct, [(broker, peer) for peer in peers]
-
-
-async def _all(drains: Sequence[Coroutine[Any, Any, DrainOutcome]]) -> list[DrainOutcome]:
-    return list(await asyncio.gather(*drains))
 
 
 async def _drained(

@@ -19,7 +19,7 @@ from lmcache_ctl.errors import CtlError
 def load_model(
     directory: Path, dtype: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer, in eval mode.
+    """Load a model, in eval mode, and its tokenizer.
 
     Args:
         directory: Both as Hugging Face saves them; nothing is downloaded, and none of its code is
@@ -51,5 +51,5 @@ def load_model(
 
 
 def own_text() -> str:
-    """Python's own documentation, which every machine has."""
+    """Return Python's own documentation, which every machine has."""
     return "\n\n".join(topics.topics[name].strip() for name in sorted(topics.topics))

@@ -1,7 +1,7 @@
 """Options that commands share, and the decorators that give them to a command.
 
-A command takes what they come to as its first parameter, a `Reach`; the options themselves are
-added to its signature, which typer reads.
+A command takes what a group of options comes to as one parameter, such as a `Reach`; the options
+themselves are added to its signature, which typer reads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -64,9 +64,60 @@ _OPTIONS: Final[dict[str, Any]] = {
 }
 
 
-def reaches_services(command: Command) -> Command:
-    """Give a command the options that name services of any kind."""
-    return _with_options(command, {f"{kind}_urls": _url(kind) for kind in _CALLED} | _OPTIONS)
+def takes(**groups: Callable[..., Any]) -> Callable[[Command], Command]:
+    """Give a command options in groups; it is called with what is made of each group.
+
+    Args:
+        groups: Of each parameter of the command that is a group, what makes it: a data class, or
+            another callable, whose parameters are annotated as typer reads them.
+    """
+
+    def decorate(command: Command) -> Command:
+        options = {name: _parameters_of(make) for name, make in groups.items()}
+        own = [one for one in _parameters_of(command) if one.name not in groups]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            made = {
+                name: make(**{one.name: given.pop(one.name) for one in options[name]})
+                for name, make in groups.items()
+            }
+            command(**made, **given)
+
+        parameters = [*own, *(one for group in options.values() for one in group)]
+        run.__dict__.pop("__wrapped__")  # typer reads the signature below, not that of the command
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run
+
+    return decorate
+
+
+def _parameters_of(made_by: Callable[..., Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(made_by, include_extras=True)
+    return [
+        one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(one.name))
+        for one in inspect.signature(made_by).parameters.values()
+    ]
+
+
+def _reach_by(options: dict[str, Any]) -> Callable[..., Reach]:
+    """Return what makes a `Reach` of these options, by name."""
+
+    def make(**chosen: Any) -> Reach:
+        return Reach.of(chosen)
+
+    make.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options]
+    )
+    make.__annotations__ = options
+    return make
+
+
+reaches_services = takes(
+    reach=_reach_by({f"{kind}_urls": _url(kind) for kind in _CALLED} | _OPTIONS)
+)
+"""Gives a command the options that name services of any kind, as its parameter `reach`."""
 
 
 def reaches(kind: str) -> Callable[[Command], Command]:
@@ -79,23 +130,4 @@ def reaches(kind: str) -> Callable[[Command], Command]:
         f"{other}_urls": _url(other, "--url") if other == kind else _url(other, hidden=True)
         for other in _CALLED
     }
-    return lambda command: _with_options(command, _OPTIONS | urls)
-
-
-def _with_options(command: Command, options: dict[str, Any]) -> Command:
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        chosen = {name: given.pop(name) for name in options}
-        command(Reach.of(chosen), **given)
-
-    shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in options.items()
-    ]
-    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
-    run.__dict__.pop("__wrapped__")  # typer reads the signature below, not that of the command
-    run.__signature__ = inspect.Signature([*parameters, *shared])  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in (*parameters, *shared)}
-    return run
+    return takes(reach=_reach_by(_OPTIONS | urls))

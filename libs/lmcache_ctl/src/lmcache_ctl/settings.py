@@ -136,7 +136,7 @@ def load_settings(
 
 
 def _check(origin: str, name: str, value: Any) -> None:
-    """One at a time, so that the text can name the value, and where it is from."""
+    """Check one value by itself, so that the text can name it and where it is from."""
     try:
         msgspec.convert({name: value}, CtlSettings, strict=False, dec_hook=_as_path)
     except msgspec.ValidationError as exc:
@@ -153,7 +153,7 @@ def _check(origin: str, name: str, value: Any) -> None:
 
 
 def _as_path(kind: type, value: Any) -> Path:
-    """The one kind of a field that msgspec does not know."""
+    """Convert the one type of field that msgspec does not know."""
     if kind is not Path or not isinstance(value, str | Path):
         raise ValueError("it must be the path of a file")
     return Path(value)

@@ -152,7 +152,7 @@ class Cluster:
         )
 
     def kill_services(self) -> None:
-        """SIGKILL every service."""
+        """Send SIGKILL to every service."""
         for process in self._services:
             process.kill()
 

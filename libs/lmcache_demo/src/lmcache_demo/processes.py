@@ -46,13 +46,13 @@ class Process:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """SIGKILL: no chance to say goodbye."""
+        """Send SIGKILL, and wait."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait(END_TIMEOUT_S)
 
     def end(self) -> None:
-        """SIGTERM, and SIGKILL if that takes longer than `END_TIMEOUT_S`."""
+        """Send SIGTERM, and SIGKILL if that takes longer than `END_TIMEOUT_S`."""
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         try:
@@ -61,7 +61,7 @@ class Process:
             self.kill()
 
     def tail(self) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 

@@ -157,7 +157,7 @@ class Scenario:
     def _as_it_is(
         self, engine: Engine, plain_first: Answer, plain_second: Answer
     ) -> Iterator[Step]:
-        """Takes over the engine, which has no cache yet."""
+        """Run the steps with raw KV; takes over the engine, which has no cache yet."""
         cluster = self._cluster
         self._say("the same engine, A, now at sidecar A, reads the document with question 1")
         sidecar_a = cluster.start_sidecar("sidecar-a")
@@ -183,8 +183,8 @@ class Scenario:
         sidecar_c.process.kill()
 
     def _compressed(self, plain_first: Answer, plain_second: Answer) -> Iterator[Step]:
-        """Under a salt of its own, that is under other keys: what was stored as it is has no
-        part in it. Kills everything in the end.
+        """Run the steps with encoded KV under a salt of their own, so that raw KV has no part in
+        them; kills everything at the end.
         """
         cluster = self._cluster
         salt = self._directory / "salt"

@@ -7,8 +7,8 @@ import shutil
 
 
 def quiet_environment(**extra: str) -> dict[str, str]:
-    """The environment for children: this process's, without options of a cache that may be
-    installed here, offline.
+    """Return the environment for children: this process's, without options of a cache that may
+    be installed here, offline.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
     return (
@@ -23,5 +23,5 @@ def quiet_environment(**extra: str) -> dict[str, str]:
 
 
 def find_redis_server() -> str | None:
-    """Path of a redis-server on this machine, or None."""
+    """Return the path of a redis-server on this machine, or None."""
     return shutil.which("redis-server") or shutil.which("valkey-server")

@@ -4,9 +4,6 @@ decoded is refused in words.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from lmcache_core.errors import ConfigError, LayoutError, SerdeError
@@ -143,16 +140,3 @@ def test_decoding_checks_what_it_is_given(change) -> None:
     }
     with pytest.raises((LayoutError, SerdeError), match=r"chunk|give"):
         decode_function_gpu(**(given | change))
-
-
-def test_without_numba_the_message_names_the_extra() -> None:
-    code = (
-        "import sys; sys.modules['numba'] = None; import torch\n"
-        "from lmcache_core.serde.cachegen import CacheGenConfig, encode_function\n"
-        "c = CacheGenConfig.for_num_layers(1); b = torch.tensor([32.0])\n"
-        "try:\n    encode_function(torch.ones(1, 2, 3, 1, 4), c, b, b, 4)\n"
-        "except Exception as exc:\n    print(type(exc).__name__, exc)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("ConfigError")
-    assert "lmcache-core[codec]" in done.stdout

@@ -15,11 +15,11 @@ from typing import Literal
 
 import pytest
 import torch
-from lmcache_core.blend.certificate import BlendProfile, CertificateFolder
+from lmcache_core.blend.certificate import BlendProfile, CertificateFolder, Quality
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.integrations.transformers import metadata_of
 from lmcache_ctl.certify.blend import cut_prompts
-from lmcache_ctl.certify.options import PromptCut
+from lmcache_ctl.certify.commands import PromptCut
 from lmcache_ctl.cli import main
 from lmcache_ctl.errors import CtlError
 from lmcache_demo import model as demo_model
@@ -99,6 +99,8 @@ def test_a_model_is_named_after_its_place_as_given(
     """A link keeps its name while what it points to changes. Where there is no name, it is that
     of the place.
     """
+    measured = Quality(3, 0.5, 45, 0.01, 0.99, 0.0, 0.0)
+    monkeypatch.setattr("lmcache_ctl.certify.blend.measure", lambda *_: measured)
     place = tmp_path / "real"
     (place / "other").mkdir(parents=True)
     for file in MODEL.iterdir():

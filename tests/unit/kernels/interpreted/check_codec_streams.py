@@ -9,38 +9,43 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_core.errors import SerdeError
+from lmcache_core.serde import quantised
 from lmcache_kernels.cachegen_decode import cachegen_decode, cachegen_decode_reference
 from lmcache_kernels.cachegen_encode import cachegen_encode, cachegen_encode_reference
+from lmcache_kernels.cachegen_encode.kernel import COPY_WORDS, launch_gather
 from lmcache_kernels.cachegen_quantize import (
     cachegen_quantize_by_plane_reference,
     cachegen_quantize_by_token_reference,
 )
 from lmcache_kernels.codec_shape import LANES, STATE_WORDS, CodecShape, EncodedPlanes
 
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 FINENESS = 144
 LEVELS = (15, 7, 127)
 PARTS = ("shifts", "shapes", "lengths", "words")
-# (planes, tokens, channels), by token: rows of whole steps and others, several sections, groups of
-# several channels, one symbol
+# (planes, tokens, channels), and channels of a section. Rows of whole steps and others, a table for
+# each channel (from 64 tokens) and for several, more than a tile (16 tokens, 64 channels), one
+# symbol.
 BY_TOKEN = (
-    ((1, 65, 32), torch.bfloat16),
-    ((1, 130, 136), torch.float16),
-    ((1, 64, 40), torch.float32),
-    ((1, 63, 34), torch.bfloat16),
+    ((1, 17, 32), 128, torch.bfloat16),
+    ((2, 9, 70), 32, torch.float16),
+    ((1, 64, 5), 128, torch.float32),
+    ((3, 1, 100), 128, torch.float16),
+    ((1, 1, 1), 128, torch.float32),
 )
-BY_TOKEN += (((3, 1, 100), torch.float16), ((2, 3, 70), torch.bfloat16), ((1, 1, 1), torch.float32))
 BY_PLANE = (
-    ((1, 64, 64), torch.bfloat16),
-    ((1, 65, 33), torch.float16),
-    ((1, 66, 5), torch.float32),
+    ((1, 17, 32), 128, torch.bfloat16),
+    ((1, 64, 5), 128, torch.float16),
+    ((1, 3, 70), 32, torch.float32),
 )
 CASES = [(*case, True) for case in BY_TOKEN] + [(*case, False) for case in BY_PLANE]
 
 
-def quantised(x, by_token):
+def whole_numbers(x, by_token):
     levels = LEVELS[: x.shape[0]] if by_token else (127,) * x.shape[0]
     return (
         cachegen_quantize_by_token_reference(x, levels)
@@ -58,12 +63,14 @@ def on(device, encoded):
     return EncodedPlanes(*(getattr(encoded, name).to(device) for name in PARTS))
 
 
-@pytest.mark.parametrize(("shape", "dtype", "by_token"), CASES, ids=str)
+@pytest.mark.parametrize(("shape", "section", "dtype", "by_token"), CASES, ids=str)
 def test_both_sides_write_the_same_bytes_and_read_the_same_values(
-    codec, make_kv, same, device, shape, dtype, by_token
+    codec, make_kv, same, device, monkeypatch, shape, section, dtype, by_token
 ):
+    monkeypatch.setattr(quantised, "SECTION_CHANNELS", section)
+    monkeypatch.setattr(quantised, "SECTION_TOKENS", 8)
     x = make_kv(dtype, *shape)
-    planes, levels = quantised(x, by_token)
+    planes, levels = whole_numbers(x, by_token)
     cut = codec.shape_of(x)
     encoded = cachegen_encode(planes.values, cut, levels, codec.tables, wraps=by_token)
     check_equal(
@@ -88,13 +95,13 @@ def test_both_sides_write_the_same_bytes_and_read_the_same_values(
 
 
 @pytest.mark.parametrize(
-    "cut", [(70, 16, 33), (70, 64, 70), (64, 4, 32), (288, 1, 96), (3, 2, 3), (34, 1, 2)], ids=str
+    "cut", [(70, 16, 33), (70, 64, 70), (64, 4, 32), (192, 1, 96), (3, 2, 3), (34, 1, 2)], ids=str
 )
 def test_sections_and_groups_may_be_of_any_width(codec, make_kv, same, device, cut):
     channels, group, section = cut
-    x = make_kv(torch.bfloat16, 1, 5, channels)
-    planes, levels = quantised(x, True)
-    shape = CodecShape(1, 5, channels, group, section)
+    x = make_kv(torch.bfloat16, 1, 2, channels)
+    planes, levels = whole_numbers(x, True)
+    shape = CodecShape(1, 2, channels, group, section)
     encoded = cachegen_encode(planes.values, shape, levels, codec.tables, wraps=True)
     expected = cachegen_encode_reference(
         planes.values.cpu(), shape, levels, codec.alphabets, wraps=True
@@ -108,10 +115,20 @@ def test_sections_and_groups_may_be_of_any_width(codec, make_kv, same, device, c
     assert same(out, wanted)
 
 
+def test_long_streams_are_put_together():
+    """Longer than what is copied at once, and shorter."""
+    lengths = torch.tensor([COPY_WORDS.value + 9, 64, COPY_WORDS.value], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(-9, 9, (3, COPY_WORDS.value + 70), generator=generator).to(torch.int16)
+    wanted = [row[len(row) - length :] for row, length in zip(rows, lengths.tolist(), strict=True)]
+    words = launch_gather(rows.to(DEVICE), lengths.to(DEVICE))
+    assert torch.equal(words.cpu(), torch.cat(wanted))
+
+
 def test_values_that_jump_as_far_as_they_can(codec, device):
     """Deltas and values about the shift leave the range, and are folded back into it."""
     levels = (1, 15, 127)
-    rows = torch.arange(64)[None, :, None]
+    rows = torch.arange(20)[None, :, None]
     tops = torch.tensor(levels)[:, None, None]
     jumps = torch.where((rows // 3) % 2 == 0, tops, -tops)
     drift = (rows * tops // 9) % (2 * tops + 1) - tops
@@ -119,23 +136,24 @@ def test_values_that_jump_as_far_as_they_can(codec, device):
     values = (
         torch.cat([jumps, drift, skew, skew * 0, jumps * 0 + tops], 2).to(torch.int16).to(device)
     )
-    shape = CodecShape(3, 64, 5, 1, 5)
+    shape = CodecShape(3, 20, 5, 1, 5)
     encoded = cachegen_encode(values, shape, levels, codec.tables, wraps=True)
     check_equal(
         encoded, cachegen_encode_reference(values.cpu(), shape, levels, codec.alphabets, wraps=True)
     )
     assert (encoded.shapes >= 128).any()
     assert (encoded.shapes < 128).any()
-    ones = torch.ones(3, 64, device=device).view(torch.int32)
-    out = torch.full((3, 64, 5), 9.0, device=device)
+    ones = torch.ones(3, 20, device=device).view(torch.int32)
+    out = torch.full((3, 20, 5), 9.0, device=device)
     assert not cachegen_decode(encoded, ones, levels, shape, codec.tables, out, True).any()
     assert torch.equal(out, values.float() / tops.float().to(device))
 
 
-def damaged(codec, make_kv, channels=96):
-    x = make_kv(torch.bfloat16, 1, 7, channels)
-    planes, levels = quantised(x, True)
-    cut = CodecShape(1, 7, channels, 1, 32)
+@pytest.fixture(scope="module")
+def in_three_sections(codec, make_kv):
+    x = make_kv(torch.bfloat16, 1, 7, 96)  # fewer tokens fit the states
+    planes, levels = whole_numbers(x, True)
+    cut = CodecShape(1, 7, 96, 1, 32)
     return (
         planes,
         levels,
@@ -159,8 +177,8 @@ def decoded(codec, device, encoded, planes, levels, cut, poison=0):
     return status.tolist(), out.clone()
 
 
-def test_a_stream_that_is_none_is_told_of_its_section_alone(codec, make_kv, device):
-    planes, levels, cut, encoded = damaged(codec, make_kv)
+def test_a_stream_that_is_none_is_told_of_its_section_alone(codec, device, in_three_sections):
+    planes, levels, cut, encoded = in_three_sections
     first, second, _ = encoded.lengths.tolist()
     in_states, in_words, last = first + 5, first + LANES * STATE_WORDS + 1, first + second - 1
     for place in (in_states, in_words, last):
@@ -185,8 +203,10 @@ def test_a_stream_that_is_none_is_told_of_its_section_alone(codec, make_kv, devi
     ],
     ids=str,
 )
-def test_lengths_that_are_wrong_are_told_and_lead_nowhere(codec, make_kv, device, lengths, status):
-    planes, levels, cut, encoded = damaged(codec, make_kv)
+def test_lengths_that_are_wrong_are_told_and_lead_nowhere(
+    codec, device, in_three_sections, lengths, status
+):
+    planes, levels, cut, encoded = in_three_sections
     wrong = dataclasses.replace(
         encoded, lengths=encoded.lengths + torch.tensor(lengths, dtype=torch.int32, device=device)
     )
@@ -256,7 +276,7 @@ def test_models_of_any_bytes_lead_nowhere(codec, device, seed, channels):
 
 
 def test_the_cpu_refuses_what_the_kernel_refuses(codec, make_kv):
-    x = make_kv(torch.bfloat16, 1, 65, 32)
+    x = make_kv(torch.bfloat16, 1, 5, 32)
     blob, _, _ = codec.encode(x, (15,), by_token=True)
     with pytest.raises(SerdeError):
         codec.decode(blob[:-1] + bytes([blob[-1] ^ 1]), x)

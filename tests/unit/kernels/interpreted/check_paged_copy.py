@@ -18,13 +18,21 @@ from lmcache_kernels.paged_copy import (
 from lmcache_kernels.paged_copy.kernel import MAX_GRID_Y_Z, launch
 from lmcache_kernels.pages import Pages
 
-from tests.fixtures.paged_cases import COMBINATIONS, SHAPES, build_case
+from tests.fixtures.paged_cases import COMBINATIONS, build_case
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 BOTH_WAYS = pytest.mark.parametrize("to_pages", [False, True], ids=["gather", "scatter"])
 SHAPE = (3, 5, 3, 2, 7, 11, 2)
 SIZES = {torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn}
 """Elements are moved as words of their size: one dtype of each."""
+SHAPES = (
+    (1, 1, 1, 1, 1, 1, 0),
+    (2, 7, 1, 3, 5, 4, 0),
+    (3, 5, 3, 2, 7, 9, 9),
+    (1, 2, 16, 2, 72, 17, 8),
+    (1, 3, 2, 1, 136, 5, 1),
+)
+"""As in `paged_cases`: tokens and words of a row on either side of a kernel's tile of 8 and 128."""
 
 
 def copy_of(case):

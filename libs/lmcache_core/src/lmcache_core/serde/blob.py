@@ -96,7 +96,7 @@ class Reader:
     def finish(self) -> None:
         """Check that nothing is left."""
         if self.left:
-            raise SerdeError(f"{self.left} bytes too many behind an encoded tensor")
+            raise SerdeError(f"{self.left} bytes too many after an encoded tensor")
 
 
 def next_power_of_two(number: int) -> int:

@@ -71,7 +71,8 @@ def load_loops() -> Loops:
     Raises:
         ConfigError: numba is not installed.
     """
-    require_numba()
+    check_numba()
+    settle_processor()  # before the next line imports numba
     from lmcache_core.serde import planes, rans, symbols, values
 
     return Loops(
@@ -85,17 +86,6 @@ def load_loops() -> Loops:
         join=compiled(planes.join, [planes.JOIN_SIGNATURE]),
         count=compiled(planes.count, [planes.COUNT_SIGNATURE]),
     )
-
-
-def require_numba() -> None:
-    """Check that numba is there, and settle for which processors it compiles; before anything
-    imports it.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    check_numba()
-    settle_processor()
 
 
 def check_numba() -> None:

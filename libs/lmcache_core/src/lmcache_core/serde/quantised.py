@@ -129,6 +129,9 @@ class Quantiser:
     fineness: int = 0
 
 
+FOREIGN_STREAMS = "the streams of an encoded tensor are not those of an encoder"
+
+
 class NotQuantisableError(Exception):
     """A value is not finite, or a scale cannot be divided by: the tensor is to be encoded
     without loss.
@@ -230,45 +233,24 @@ class QuantisedCoder:
         Raises:
             SerdeError: The bytes are not such a blob.
         """
-        by_token = head.mode is Mode.BY_TOKEN
-        kind = head.dtype
-        if (
-            head.sizes != (layout.planes, layout.tokens, layout.channels, 0)
-            or kind not in KINDS.values()
-        ):
-            raise SerdeError(f"an encoded tensor of sizes {head.sizes}, expected {layout}")
-        if (
-            head.itemsize != (4 if kind == FLOAT32 else 2)
-            or len(out) != head.itemsize * layout.planes * layout.tokens * layout.channels
-        ):
-            raise SerdeError(
-                f"an encoded tensor of {head.itemsize} bytes an element for {len(out)} bytes"
-            )
-        levels = reader.array("u1", layout.planes)
-        scales = _unpacked_scales(reader, layout, kind, by_token)
-        shifts = reader.array("<i2", layout.planes * layout.groups).reshape(
-            layout.planes, layout.groups
-        )
-        shapes = reader.array("u1", layout.planes * layout.groups).reshape(
-            layout.planes, layout.groups
-        )
-        lengths = reader.array("<u4", layout.planes * layout.sections).astype(np.int64)
-        check_model((levels, shapes, lengths), layout, self._tables.levels)
-        words = reader.array("<u2", int(lengths.sum()))
-        reader.finish()
-        lengths = lengths.reshape(layout.planes, layout.sections)
+        blob = read_quantised(reader, head, layout, self._tables.levels)
+        size = head.itemsize * layout.planes * layout.tokens * layout.channels
+        if len(out) != size:
+            raise SerdeError(f"an encoded tensor of {size} bytes for {len(out)} bytes")
+        lengths = blob.lengths.astype(np.int64)
         starts = np.cumsum(lengths.sum(1)) - lengths.sum(1)
-        values = np.frombuffer(out, "<u4" if kind == FLOAT32 else "<u2").reshape(
+        words = blob.words.view(np.uint16)
+        values = np.frombuffer(out, "<u4" if head.dtype == FLOAT32 else "<u2").reshape(
             layout.planes, layout.tokens * layout.channels
         )
 
         def decode_plane(plane: int) -> bool:
-            inputs = lengths[plane], scales[plane], shifts[plane], shapes[plane]
-            place = int(starts[plane]), kind, int(levels[plane]), int(by_token)
+            inputs = lengths[plane], blob.scales[plane], blob.shifts[plane], blob.shapes[plane]
+            place = int(starts[plane]), head.dtype, blob.levels[plane], int(blob.by_token)
             return self._decode_plane(words, place, inputs, layout, values[plane])
 
         if not all(side_by_side(self._pool, decode_plane, range(layout.planes))):
-            raise SerdeError("the streams of an encoded tensor are not those of an encoder")
+            raise SerdeError(FOREIGN_STREAMS)
 
     def _encode_plane(
         self,
@@ -342,35 +324,78 @@ class QuantisedCoder:
         return True
 
 
-def check_model(
-    model: tuple[Array, Array, Array], layout: PlaneLayout, known_levels: tuple[int, ...]
-) -> None:
-    """Check what a decoder's loops are not to meet.
+@dataclass(frozen=True)
+class QuantisedBlob:
+    """The arrays of a blob, checked for all that a decoder must not meet; its streams are not.
+
+    Attributes:
+        by_token: Whether each token has a scale, else each plane.
+        levels: Largest symbol of each plane; there are tables for it.
+        scales: uint32 `[planes, tokens or 1]`: float32 bits, finite, not negative.
+        shifts: int16 `[planes, groups]`.
+        shapes: uint8 `[planes, groups]`.
+        lengths: int32 `[planes, sections]`: words of each stream.
+        words: int16: all streams.
+    """
+
+    by_token: bool
+    levels: list[int]
+    scales: Array
+    shifts: Array
+    shapes: Array
+    lengths: Array
+    words: Array
+
+
+def read_quantised(
+    reader: Reader, head: Head, layout: PlaneLayout, known_levels: tuple[int, ...]
+) -> QuantisedBlob:
+    """Read a blob after its head.
 
     Args:
-        model: Of a blob: levels of each plane, shapes of each group, words of each section.
-        layout: Of its tensor.
+        reader: After the head.
+        head: The head, of mode by token or by plane.
+        layout: Of the tensor; the blob's must be the same.
         known_levels: The alphabets that there are tables for.
 
     Raises:
-        SerdeError: There are no tables for a number of levels, or none of a number, or a stream
-            cannot be so long.
+        SerdeError: The bytes are not such a blob.
     """
-    levels, shapes, lengths = model
+    if head.sizes != (layout.planes, layout.tokens, layout.channels, 0):
+        raise SerdeError(f"an encoded tensor of sizes {head.sizes}, expected {layout}")
+    if head.dtype not in KINDS.values() or head.itemsize != (4 if head.dtype == FLOAT32 else 2):
+        raise SerdeError(
+            f"an encoded tensor of dtype {head.dtype} in {head.itemsize} bytes an element"
+        )
+    by_token = head.mode is Mode.BY_TOKEN
+    levels = reader.array("u1", layout.planes)
+    scales = _unpacked_scales(reader, layout, head.dtype, by_token)
+    shifts = reader.array("<i2", layout.planes * layout.groups)
+    shapes: Array = reader.array("u1", layout.planes * layout.groups)
+    lengths: Array = reader.array("<u4", layout.planes * layout.sections)
     unknown = set(levels.tolist()) - set(known_levels)
     if unknown:
         raise SerdeError(
             f"an encoded tensor with {min(unknown)} levels; there are tables for {known_levels}"
         )
-    if ((shapes & (DELTA_FLAG - 1)) >= NUM_SHAPES).any():
-        raise SerdeError(
-            f"an encoded tensor that names table {int((shapes & (DELTA_FLAG - 1)).max())} of"
-            f" {NUM_SHAPES}"
-        )
-    if (lengths < LANES * STATE_WORDS).any() or (
-        lengths > max_words(layout.tokens * layout.section)
-    ).any():
+    tables = shapes & (DELTA_FLAG - 1)
+    if (tables >= NUM_SHAPES).any():
+        raise SerdeError(f"an encoded tensor that names table {int(tables.max())} of {NUM_SHAPES}")
+    longest = max_words(layout.tokens * layout.section)
+    if (lengths < LANES * STATE_WORDS).any() or (lengths > longest).any():
         raise SerdeError("an encoded tensor with a stream of impossible length")
+    words = reader.array("<i2", int(lengths.sum(dtype=np.int64)))
+    reader.finish()
+    groups = layout.planes, layout.groups
+    return QuantisedBlob(
+        by_token,
+        levels.tolist(),
+        scales,
+        shifts.reshape(groups),
+        shapes.reshape(groups),
+        lengths.astype(np.int32).reshape(layout.planes, layout.sections),
+        words,
+    )
 
 
 def group_errors(

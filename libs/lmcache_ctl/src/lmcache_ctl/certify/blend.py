@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from lmcache_core.blend.certificate import (
@@ -19,9 +20,11 @@ from lmcache_core.integrations.transformers import metadata_of
 from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
 from lmcache_core.integrations.transformers.blended import blending_model_of
 
-from lmcache_ctl.certify.options import BlendedModel, PromptCut
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.model import load_model, own_text
+
+if TYPE_CHECKING:
+    from lmcache_ctl.certify.commands import BlendedModel, PromptCut
 
 
 def certify_blend(
@@ -92,12 +95,12 @@ def cut_prompts(cut: PromptCut, tokens: torch.Tensor, separator: torch.Tensor) -
         separator: Token ids that end a document.
 
     Raises:
-        CtlError: The text is too short, or a document has no room beside its separator.
+        CtlError: The text is too short, or a separator leaves a document no room.
     """
     own = cut.document_tokens - len(separator)
     if own < 1:
         raise CtlError(
-            f"documents of {cut.document_tokens} tokens have no room beside a separator of"
+            f"documents of {cut.document_tokens} tokens have no room after a separator of"
             f" {len(separator)}"
         )
     width = cut.documents * own + cut.ending_tokens

@@ -148,7 +148,7 @@ class _Tally:
         self._add_difference(specs, raw, out)
 
     def measurement(self, profile: str) -> Measurement:
-        """What came of it."""
+        """Return the figures of all chunks."""
         rms = math.sqrt(self._difference / self._power) if self._power else 0.0
         return Measurement(
             profile=profile,

@@ -12,6 +12,7 @@ from lmcache_core.config.options import directory_of_url, shown
 from lmcache_core.errors import ConfigError
 from lmcache_core.wire.json_http import check_base_url
 
+from lmcache_ctl.asking import run_all
 from lmcache_ctl.doctor.configuration import ENGINE, Loaded
 from lmcache_ctl.doctor.findings import Finding, Subject
 
@@ -64,11 +65,8 @@ def check_addresses(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]
         socket_path: str | None = getattr(settings, "sidecar_socket", None)
         if socket_path is not None:
             addresses.append(_Address(where, "sidecar_socket", socket_path, None))
-    return found + asyncio.run(_of_all(list(dict.fromkeys(addresses))[:MAX_ADDRESSES], timeout_s))
-
-
-async def _of_all(addresses: Sequence[_Address], timeout_s: float) -> list[Finding]:
-    return list(await asyncio.gather(*(_of_one(address, timeout_s) for address in addresses)))
+    chosen = list(dict.fromkeys(addresses))[:MAX_ADDRESSES]
+    return found + run_all(_of_one(address, timeout_s) for address in chosen)
 
 
 async def _of_one(address: _Address, timeout_s: float) -> Finding:

@@ -15,7 +15,7 @@ from lmcache_ctl.output import size_text
 
 GIB: Final = 1 << 30
 JOURNAL_BYTES: Final = 64 << 20
-"""Beside a sidecar's arena."""
+"""In addition to a sidecar's arena."""
 MAX_SOCKET_PATH_BYTES: Final = 107
 MIN_OPEN_FILES: Final = 16_384
 IN_MEMORY: Final = frozenset({"tmpfs", "hugetlbfs", "ramfs"})

@@ -1,7 +1,7 @@
 """Two small language models that ship with the demonstration: real weights, loaded offline.
 
 The second is the first, taught to answer from two documents (:mod:`.two_documents`).
-``MODEL_CARD.md`` beside this file says how they were trained and what they can do.
+``MODEL_CARD.md`` in this folder says how they were trained and what they can do.
 """
 
 from pathlib import Path
@@ -47,7 +47,7 @@ def load_model(dtype: Dtype = "float32") -> tuple["LlamaForCausalLM", "PreTraine
 def load_two_document_model(
     dtype: Dtype = "float32",
 ) -> tuple["LlamaForCausalLM", "PreTrainedTokenizerFast"]:
-    """As :func:`load_model`, for the model that answers prompts of :mod:`.two_documents`."""
+    """Loads the model that answers prompts of :mod:`.two_documents`, as :func:`load_model` does."""
     return _load(TWO_DOCUMENT_DIR, dtype), load_tokenizer()
 
 

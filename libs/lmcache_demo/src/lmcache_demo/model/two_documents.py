@@ -10,9 +10,9 @@ A prompt reads, for example::
     ---
     ? north stone       the questions: a name, and the mark of its thing
 
-The words stand for nothing: they are the common words of the model's vocabulary, drawn anew for
-every prompt, so that nothing but the prompt answers the question. A model that reads the owners
-behind the marks can note each owner's mark there; where the owners' KV was computed without the
+The words stand for nothing: they are the common words of the model's vocabulary, drawn again
+for every prompt, so that nothing but the prompt answers the question. A model that reads the owners
+after the marks can note each owner's mark there; where the owners' KV was computed without the
 marks before it, that note is missing.
 """
 
@@ -141,7 +141,7 @@ def draw_prompt(
 def encode_questions(
     tokenizer: "PreTrainedTokenizerFast", questions: Sequence[tuple[str, str]]
 ) -> tuple[list[int], list[int]]:
-    """Questions with their answers, a line each.
+    """Encodes questions with their answers, a line each.
 
     Returns:
         Token ids, and where among them the answers stand, which are one token each.

@@ -22,17 +22,17 @@ from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import dtype_name
 from lmcache_core.serde.blob import Head, Mode, Reader
 from lmcache_core.serde.quantised import (
+    FOREIGN_STREAMS,
     KINDS,
     NotQuantisableError,
     PlaneLayout,
     Quantiser,
     can_be_quantised,
-    check_model,
+    read_quantised,
 )
 from lmcache_core.serde.tables import TableSet
 
 Array = npt.NDArray[Any]
-NOT_FINITE_BITS = 0x7F800000
 
 
 def device_tables(tables: TableSet, device: torch.device) -> CodecTables:
@@ -82,8 +82,9 @@ def encode_on_device(
     head = Head(
         quantiser.mode, kind, x.dtype.itemsize, (layout.planes, layout.tokens, layout.channels, 0)
     )
+    scales = planes.scales.view(torch.float32)
     parts = (
-        _packed_scales(planes.scales, x.dtype if by_token else torch.float32),
+        scales.to(x.dtype) if by_token else scales,  # float32 bits of values of the dtype
         encoded.shifts,
         encoded.shapes,
         encoded.lengths,
@@ -117,53 +118,28 @@ def decode_on_device(
     head = reader.head()
     if head.mode not in (Mode.BY_TOKEN, Mode.BY_PLANE):
         raise SerdeError(f"an encoded tensor of mode {head.mode.name}, expected a quantised one")
-    sizes = (layout.planes, layout.tokens, layout.channels, 0)
-    if (
-        head.sizes != sizes
-        or head.dtype != KINDS[dtype_name(dtype)]
-        or head.itemsize != dtype.itemsize
-    ):
-        raise SerdeError(
-            f"an encoded tensor of sizes {head.sizes} and dtype {head.dtype}, expected {sizes} and"
-            f" {dtype}"
-        )
-    by_token = head.mode is Mode.BY_TOKEN
-    levels = reader.array("u1", layout.planes)
-    scales = _read_scales(
-        reader,
-        layout.planes * (layout.tokens if by_token else 1),
-        dtype if by_token else torch.float32,
-    )
-    shifts = reader.array("<i2", layout.planes * layout.groups)
-    shapes = reader.array("u1", layout.planes * layout.groups)
-    lengths = reader.array("<u4", layout.planes * layout.sections)
-    check_model((levels, shapes, lengths), layout, tuple(tables.levels))
-    words = reader.array("<i2", int(lengths.sum(dtype=np.int64)))
-    reader.finish()
+    kind = KINDS[dtype_name(dtype)]
+    if head.dtype != kind:
+        raise SerdeError(f"an encoded tensor of dtype {head.dtype}, expected {kind}")
+    found = read_quantised(reader, head, layout, tables.levels)
 
-    def on_device(array: Array, *sizes: int) -> torch.Tensor:
-        return torch.from_numpy(array.copy()).reshape(sizes).to(tables.device)
+    def on_device(array: Array) -> torch.Tensor:
+        return torch.from_numpy(array.copy()).to(tables.device)
 
     encoded = EncodedPlanes(
-        on_device(shifts, layout.planes, layout.groups),
-        on_device(shapes, layout.planes, layout.groups),
-        on_device(lengths.astype(np.int32), layout.planes * layout.sections),
-        on_device(words, len(words)),
+        on_device(found.shifts),
+        on_device(found.shapes),
+        on_device(found.lengths.reshape(-1)),
+        on_device(found.words),
     )
-    out = torch.empty(
-        (layout.planes, layout.tokens, layout.channels), dtype=dtype, device=tables.device
-    )
+    scales = on_device(found.scales.view(np.int32))
+    sizes = layout.planes, layout.tokens, layout.channels
+    out = torch.empty(sizes, dtype=dtype, device=tables.device)
     status = cachegen_decode(
-        encoded,
-        on_device(scales, layout.planes, -1),
-        levels.tolist(),
-        _shape(layout),
-        tables,
-        out,
-        by_token,
+        encoded, scales, found.levels, _shape(layout), tables, out, found.by_token
     )
     if status.any():
-        raise SerdeError("the streams of an encoded tensor are not those of an encoder")
+        raise SerdeError(FOREIGN_STREAMS)
     return out.view(tuple(shape))
 
 
@@ -176,21 +152,3 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> PlaneLayout:
 
 def _shape(layout: PlaneLayout) -> CodecShape:
     return CodecShape(layout.planes, layout.tokens, layout.channels, layout.group, layout.section)
-
-
-def _packed_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return float32 bits as values of the dtype, which they all are."""
-    return scales.view(torch.float32).to(dtype)
-
-
-def _read_scales(reader: Reader, count: int, dtype: torch.dtype) -> Array:
-    """Return float32 bits of scales that travelled as values of the dtype.
-
-    Raises:
-        SerdeError: One is negative or not finite.
-    """
-    raw = reader.array("<i4" if dtype == torch.float32 else "<i2", count)
-    bits: Array = torch.from_numpy(raw.copy()).view(dtype).float().view(torch.int32).numpy()
-    if ((bits < 0) | (bits >= NOT_FINITE_BITS)).any():
-        raise SerdeError("an encoded tensor with a scale that is negative or not finite")
-    return bits

@@ -34,6 +34,8 @@ _ANY_AXES, _TOKENS_THIRD, _TOKENS_FOURTH = 0, 1, 2
 """The axes of a tensor: any; `[layers, 2, tokens, heads, size]`; `[layers, 2,
 heads, tokens, size]`.
 """
+_ORDERS = {_TOKENS_THIRD: (1, 0, 2, 3, 4), _TOKENS_FOURTH: (1, 0, 3, 2, 4)}
+"""Of these axes, as `[2, layers, tokens, heads, size]`."""
 _ENCODINGS = (RAW_SERDE, LOSSLESS_SERDE, CACHEGEN_SERDE)
 HUGGINGFACE = "huggingface"
 
@@ -205,25 +207,19 @@ def _sealed(given: torch.Tensor, axes: int, encoding: tuple[str, str], payload: 
 
 def _to_planes(given: torch.Tensor, axes: int) -> torch.Tensor:
     """Return `[2, layers, tokens, channels]`, where the axes are known."""
-    if axes == _ANY_AXES:
-        return given
-    order = (1, 0, 2, 3, 4) if axes == _TOKENS_THIRD else (1, 0, 3, 2, 4)
-    return given.permute(order).reshape(_planes_shape(tuple(given.shape), axes))
+    return given if axes == _ANY_AXES else given.permute(_ORDERS[axes]).flatten(3)
 
 
 def _planes_shape(shape: tuple[int, ...], axes: int) -> tuple[int, ...]:
     if axes == _ANY_AXES:
         return shape
-    layers, sides, third, fourth, size = shape
-    tokens, heads = (third, fourth) if axes == _TOKENS_THIRD else (fourth, third)
-    return sides, layers, tokens, heads * size
+    *planes, heads, size = (shape[axis] for axis in _ORDERS[axes])
+    return *planes, heads * size
 
 
 def _from_planes(kv: torch.Tensor, shape: tuple[int, ...], axes: int) -> torch.Tensor:
     """Return what `_to_planes` was given, contiguous."""
     if axes == _ANY_AXES:
         return kv
-    layers, sides, third, fourth, size = shape
-    if axes == _TOKENS_THIRD:
-        return kv.reshape(sides, layers, third, fourth, size).permute(1, 0, 2, 3, 4).contiguous()
-    return kv.reshape(sides, layers, fourth, third, size).permute(1, 0, 3, 2, 4).contiguous()
+    order = _ORDERS[axes]  # swaps axes in pairs, and so undoes itself
+    return kv.reshape([shape[axis] for axis in order]).permute(order).contiguous()

@@ -1,9 +1,20 @@
-"""The documented functions of the CacheGen coder: KV to streams and back. Needs torch; coding needs
-numba.
+"""The documented functions of the CacheGen coder: KV to streams and back. Needs torch.
 
 One stream for each layer (those of the keys first, then those of the values) and channel, coded
-with that channel's own distribution. Tensors may be on any device; the coder works on the CPU, so
-that those of another one are copied there and back.
+with that channel's own distribution by a range asymmetric numeral system: 32-bit state, one byte at
+a time. Tensors may be on any device; numpy codes on the CPU, all streams at once, token by token.
+
+The state is 2^23 before the first symbol and stays in [2^23, 2^31). Probabilities have 16 bits:
+symbol `s` of a channel spans `[cdf[s], cdf[s + 1])` of 2^16, the last one up to 2^16 itself,
+whatever the table says there. Tokens are coded last to first, so that they are decoded first to
+last. A stream is the final state, four bytes, little-endian, then the bytes in the order in which
+decoding takes them; it takes at most two bytes a token and these four. Decoding ends in the state
+in which coding began, with no byte left: damage that does not end there is noticed, other damage
+gives wrong symbols.
+
+Source: Duda, "Asymmetric numeral systems", arXiv 1311.2540, section 3; the byte-wise form is the
+    usual one, with `freq << 15` as the bound above which a byte leaves the state before a symbol of
+    that frequency.
 """
 
 from __future__ import annotations
@@ -12,18 +23,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from lmcache_core.documented.cachegen.channel_streams import (
-    FAULT_ROOM,
-    FAULT_STREAM,
-    FAULT_SYMBOL,
-    FAULT_TABLE,
-    NO_FAULT,
-    compile_channel_streams,
-    max_stream_bytes,
+from lmcache_core.documented.cachegen.outputs import (
+    CacheGenGPUBytestream,
+    CacheGenGPUEncoderOutput,
+    check_tensor,
 )
-from lmcache_core.documented.cachegen.outputs import CacheGenGPUBytestream, CacheGenGPUEncoderOutput
 from lmcache_core.documented.cachegen.quantization import (
     channel_distributions,
     torch_quant_vectorized,
@@ -32,14 +39,15 @@ from lmcache_core.documented.cachegen.quantization import (
 from lmcache_core.errors import LayoutError, SerdeError
 from lmcache_core.serde.cachegen import CacheGenConfig
 
+Integers = npt.NDArray[np.int64]
+
 MAX_RECOMBINED_BYTES = 1 << 30
+STATE_BYTES = 4
+MAX_BYTES_PER_SYMBOL = 2
+LOWEST_STATE, END_OF_STATES = 1 << 23, 1 << 31
+TOTAL = 1 << 16
+"""Probabilities of a channel sum to this."""
 _SYMBOL_DTYPES = (torch.int8, torch.uint8)
-_FAULTS = (
-    (FAULT_TABLE, "the cdf does not rise from 0, or leaves a value without a probability"),
-    (FAULT_SYMBOL, "a value is beyond the last one of the cdf"),
-    (FAULT_ROOM, "the buffer is too short: give 4 bytes and 2 for each token"),
-    (FAULT_STREAM, "the stream is damaged"),
-)
 
 
 def encode_function(
@@ -65,7 +73,7 @@ def encode_function(
         largest magnitudes in the dtype of `kv`. All new, on the device of `kv`.
 
     Raises:
-        ConfigError: Bins cannot be used, or numba is not installed.
+        ConfigError: Bins cannot be used.
         LayoutError: Shapes or dtypes are others, or the config is of another model.
     """
     if kv.ndim != 5 or kv.shape[1] != 2:
@@ -78,22 +86,19 @@ def encode_function(
     _check_chunk_size(chunk_size)
     num_layers, _, num_tokens, num_heads, head_size = kv.shape
     num_bins = max(*whole_bins(key_bins, num_layers), *whole_bins(value_bins, num_layers))
-    keys, max_keys = torch_quant_vectorized(
-        key_bins, kv[:, 0].reshape(num_layers, num_tokens, num_heads * head_size)
-    )
-    values, max_values = torch_quant_vectorized(
-        value_bins, kv[:, 1].reshape(num_layers, num_tokens, num_heads * head_size)
+    (keys, max_keys), (values, max_values) = (
+        torch_quant_vectorized(bins, kv[:, side].flatten(2))
+        for side, bins in enumerate((key_bins, value_bins))
     )
     symbols = torch.cat((keys, values))
     cdf = channel_distributions(symbols, num_bins)
     data_chunks = []
     for start in range(0, num_tokens, chunk_size):
         chunk = symbols[:, start : start + chunk_size]
-        shape = (symbols.shape[0], symbols.shape[2])
-        lengths = torch.empty(shape, dtype=torch.int32, device=kv.device)
-        buffer = torch.empty((*shape, max_stream_bytes(chunk.shape[1])), dtype=torch.uint8)
-        bytestream = encode_ntokens(cdf, chunk, buffer, lengths).to(kv.device)
-        data_chunks.append(CacheGenGPUBytestream(bytestream, lengths, chunk.shape[1]))
+        stream, lengths = _collected(*_encoded(_table(cdf), chunk))
+        data_chunks.append(
+            CacheGenGPUBytestream(stream.to(kv.device), lengths.to(kv.device), chunk.shape[1])
+        )
     return CacheGenGPUEncoderOutput(data_chunks, cdf, max_keys, max_values, num_heads, head_size)
 
 
@@ -117,27 +122,23 @@ def encode_ntokens(
         device of `output_buffer`.
 
     Raises:
-        SerdeError: A buffer is too short, or a value has no probability. The outputs are partly
-            written then.
+        SerdeError: A buffer is too short, or a value has no probability. Nothing is written then.
         LayoutError: Shapes or dtypes are others.
-        ConfigError: numba is not installed.
     """
-    _check("encode_input", encode_input, _SYMBOL_DTYPES, (None, None, None))
+    check_tensor("encode_input", encode_input, _SYMBOL_DTYPES, (None, None, None), LayoutError)
     num_layers, _, num_channels = encode_input.shape
-    _check("cdf_int", cdf_int, (torch.int16,), (num_layers, num_channels, None))
-    _check("output_buffer", output_buffer, (torch.uint8,), (num_layers, num_channels, None))
-    _check("output_lengths", output_lengths, (torch.int32,), (num_layers, num_channels))
-    _check_entries(cdf_int)
-    buffers = _on_host(output_buffer)
-    lengths = _on_host(output_lengths)
-    symbols = _on_host(encode_input).view(torch.uint8)
-    encode = compile_channel_streams().encode
-    _raise_fault(
-        *encode(_table(cdf_int), symbols.numpy(), buffers.numpy(), lengths.numpy()), num_channels
-    )
-    _write_back(buffers, output_buffer)
-    _write_back(lengths, output_lengths)
-    return collect_bytes(buffers, lengths).to(output_buffer.device)
+    sizes = (num_layers, num_channels)
+    check_tensor("cdf_int", cdf_int, (torch.int16,), (*sizes, None), LayoutError)
+    check_tensor("output_buffer", output_buffer, (torch.uint8,), (*sizes, None), LayoutError)
+    check_tensor("output_lengths", output_lengths, (torch.int32,), sizes, LayoutError)
+    buffers, begins = _encoded(_table(cdf_int), encode_input)
+    stream, lengths = _collected(buffers, begins)
+    room = output_buffer.shape[2]
+    _refuse((lengths > room).numpy(), "the buffer is too short: give 4 bytes and 2 for each token")
+    output_lengths.copy_(lengths)
+    in_streams = torch.arange(room) < lengths[:, :, None]
+    output_buffer[in_streams.to(output_buffer.device)] = stream.to(output_buffer.device)
+    return stream.to(output_buffer.device)
 
 
 def collect_bytes(output_buffer: torch.Tensor, output_lengths: torch.Tensor) -> torch.Tensor:
@@ -155,20 +156,19 @@ def collect_bytes(output_buffer: torch.Tensor, output_lengths: torch.Tensor) -> 
         SerdeError: A length is negative or longer than a buffer.
         LayoutError: Shapes or dtypes are others.
     """
-    _check("output_buffer", output_buffer, (torch.uint8,), (None, None, None))
-    _check("output_lengths", output_lengths, (torch.int32,), tuple(output_buffer.shape[:2]))
-    shortest, longest = (
-        (int(output_lengths.min()), int(output_lengths.max())) if output_lengths.numel() else (0, 0)
+    check_tensor("output_buffer", output_buffer, (torch.uint8,), (None, None, None), LayoutError)
+    num_layers, num_channels, room = output_buffer.shape
+    check_tensor(
+        "output_lengths", output_lengths, (torch.int32,), (num_layers, num_channels), LayoutError
     )
-    if not 0 <= shortest <= longest <= output_buffer.shape[2]:
-        raise SerdeError(
-            f"lengths of streams are {shortest} to {longest}, buffers have {output_buffer.shape[2]}"
-            " bytes"
-        )
-    positions = torch.arange(longest, dtype=torch.int32, device=output_buffer.device)
-    return output_buffer[:, :, :longest][
-        positions < output_lengths.to(output_buffer.device)[:, :, None]
-    ]
+    if output_lengths.numel():
+        shortest, longest = (int(length) for length in output_lengths.aminmax())
+        if not 0 <= shortest <= longest <= room:
+            raise SerdeError(
+                f"lengths of streams are {shortest} to {longest}, buffers have {room} bytes"
+            )
+    positions = torch.arange(room, dtype=torch.int32, device=output_buffer.device)
+    return output_buffer[positions < output_lengths.to(output_buffer.device)[:, :, None]]
 
 
 def recombine_bytes(bytes_tensor: torch.Tensor, output_lengths: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ def recombine_bytes(bytes_tensor: torch.Tensor, output_lengths: torch.Tensor) ->
             `MAX_RECOMBINED_BYTES`.
         LayoutError: Shapes or dtypes are others.
     """
-    _check("output_lengths", output_lengths, (torch.int32,), (None, None))
+    check_tensor("output_lengths", output_lengths, (torch.int32,), (None, None), LayoutError)
     _stream_offsets(bytes_tensor, output_lengths)
     lengths = output_lengths.to(bytes_tensor.device)
     room = int(lengths.max()) if lengths.numel() else 0
@@ -216,28 +216,24 @@ def decode_chunk(
         SerdeError: The chunk is damaged or does not fit the buffer. Damage that ends as a stream
             does is not noticed.
         LayoutError: Shapes or dtypes are others.
-        ConfigError: numba is not installed.
     """
-    _check("target_buffer", target_buffer, _SYMBOL_DTYPES, (None, None, None))
+    check_tensor("target_buffer", target_buffer, _SYMBOL_DTYPES, (None, None, None), LayoutError)
     num_layers, num_tokens, num_channels = target_buffer.shape
-    _check("cdf", cdf, (torch.int16,), (num_layers, num_channels, None))
-    _check(
-        "bytestream_lengths",
-        data_chunk.bytestream_lengths,
-        (torch.int32,),
-        (num_layers, num_channels),
-    )
-    _check_entries(cdf)
+    sizes = (num_layers, num_channels)
+    check_tensor("cdf", cdf, (torch.int16,), (*sizes, None), LayoutError)
+    lengths = data_chunk.bytestream_lengths
+    check_tensor("bytestream_lengths", lengths, (torch.int32,), sizes, LayoutError)
+    table = _table(cdf)
     if data_chunk.ntokens != num_tokens:
         raise SerdeError(f"a data chunk of {data_chunk.ntokens} tokens, a buffer for {num_tokens}")
-    offsets = _stream_offsets(data_chunk.bytestream, data_chunk.bytestream_lengths)
-    symbols = torch.empty((num_layers, num_tokens, num_channels), dtype=torch.uint8)
-    decode = compile_channel_streams().decode
-    _raise_fault(
-        *decode(_table(cdf), _on_host(data_chunk.bytestream).numpy(), offsets, symbols.numpy()),
-        num_channels,
-    )
-    target_buffer.view(torch.uint8).copy_(symbols)
+    offsets = _stream_offsets(data_chunk.bytestream, lengths)
+    rises = np.diff(table[:, :, :-1]).min(-1, initial=1) > 0
+    _refuse((table[:, :, 0] != 0) | ~rises, "the cdf does not rise from 0")
+    data = data_chunk.bytestream.detach().cpu().numpy()
+    symbols, is_damaged = _decoded(table.reshape(-1, table.shape[2]), data, offsets, num_tokens)
+    _refuse(is_damaged.reshape(sizes), "the stream is damaged")
+    decoded = torch.from_numpy(symbols).view(num_layers, num_channels, num_tokens)
+    target_buffer.view(torch.uint8).copy_(decoded.transpose(1, 2))
 
 
 def decode_function_gpu(
@@ -265,11 +261,11 @@ def decode_function_gpu(
         SerdeError: A chunk is damaged, longer than `chunk_size`, or all of them do not fit the
             output, which is partly written then.
         LayoutError: Shapes or dtypes are others.
-        ConfigError: numba is not installed.
     """
-    _check("cdf", cdf, (torch.int16,), (2 * layers_in_key, None, None))
+    check_tensor("cdf", cdf, (torch.int16,), (2 * layers_in_key, None, None), LayoutError)
     num_layers, num_channels, _ = cdf.shape
-    _check("output", output, _SYMBOL_DTYPES, (None, num_layers * num_channels))
+    width = num_layers * num_channels
+    check_tensor("output", output, _SYMBOL_DTYPES, (None, width), LayoutError)
     _check_chunk_size(chunk_size)
     if not output.is_contiguous():
         raise LayoutError("output has gaps: give a contiguous tensor")
@@ -289,18 +285,91 @@ def decode_function_gpu(
     return decoded[:layers_in_key], decoded[layers_in_key:]
 
 
-def _check(
-    name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], shape: tuple[int | None, ...]
-) -> None:
-    fits = tensor.ndim == len(shape) and all(
-        wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
+def _encoded(table: Integers, symbols: torch.Tensor) -> tuple[npt.NDArray[np.uint8], Integers]:
+    """Code every channel of every layer.
+
+    Args:
+        table: Of `_table`.
+        symbols: int8 or uint8 `[layers, tokens, channels]`.
+
+    Returns:
+        Buffers `[layers, channels, room]`, each of which ends with a stream, and where it begins.
+    """
+    values = symbols.detach().cpu().view(torch.uint8).transpose(1, 2).numpy().astype(np.int64)
+    num_tokens = values.shape[2]
+    _refuse(
+        values.max(-1, initial=0) > table.shape[2] - 2, "a value is beyond the last one of the cdf"
     )
-    if not fits or tensor.dtype not in dtypes:
-        sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        raise LayoutError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}: give {' or '.join(map(str, dtypes))}"
-            f" [{sizes}]"
-        )
+    lows = np.take_along_axis(table, values, -1)
+    frequencies = np.take_along_axis(table, values + 1, -1) - lows
+    _refuse(
+        frequencies.min(-1, initial=1) <= 0,
+        "the cdf does not rise, or leaves a value without a probability",
+    )
+    room = STATE_BYTES + MAX_BYTES_PER_SYMBOL * num_tokens
+    buffers = np.zeros((*values.shape[:2], room), np.uint8)
+    states, at = np.full(values.shape[:2], LOWEST_STATE), np.full(values.shape[:2], room)
+    for token in reversed(range(num_tokens)):
+        frequency = frequencies[:, :, token]
+        for _ in range(MAX_BYTES_PER_SYMBOL):
+            is_full = states >= frequency << 15
+            at -= is_full
+            buffers[(*np.nonzero(is_full), at[is_full])] = states[is_full] & 0xFF
+            states = np.where(is_full, states >> 8, states)
+        quotient, rest = np.divmod(states, frequency)
+        states = quotient * TOTAL + rest + lows[:, :, token]
+    for byte in reversed(range(STATE_BYTES)):
+        at -= 1
+        np.put_along_axis(buffers, at[:, :, None], (states >> 8 * byte & 0xFF)[:, :, None], -1)
+    return buffers, at
+
+
+def _collected(
+    buffers: npt.NDArray[np.uint8], begins: Integers
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all streams one after the other, and their lengths."""
+    room = buffers.shape[2]
+    streams = buffers[np.arange(room) >= begins[:, :, None]]
+    return torch.from_numpy(streams), torch.from_numpy((room - begins).astype(np.int32))
+
+
+def _decoded(
+    table: Integers, data: npt.NDArray[np.uint8], offsets: Integers, num_tokens: int
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+    """Decode all streams; reads nothing outside the arrays, whatever they hold.
+
+    Args:
+        table: `[streams, entries]`, rising from 0.
+        data: All streams.
+        offsets: Of `_stream_offsets`.
+        num_tokens: Symbols of each stream.
+
+    Returns:
+        Symbols `[streams, num_tokens]`, and which streams are damaged.
+    """
+    at, ends = offsets[:-1].copy(), offsets[1:]
+    rows, last_symbol = np.arange(len(at)), table.shape[1] - 2
+    padded = np.append(data, np.uint8(0)).astype(np.int64)  # so that there is a last byte
+    symbols = np.zeros((len(at), num_tokens), np.uint8)
+    states = np.zeros(len(at), np.int64)
+    for byte in range(STATE_BYTES):
+        states |= padded[np.minimum(at + byte, len(data))] << 8 * byte
+    at += STATE_BYTES
+    is_damaged = (at > ends) | (states < LOWEST_STATE) | (states >= END_OF_STATES)
+    for token in range(num_tokens):
+        slots, symbol = states % TOTAL, np.zeros(len(at), np.int64)
+        for step in (128, 64, 32, 16, 8, 4, 2, 1):  # the last symbol that begins at or before it
+            tried = np.minimum(symbol + step, last_symbol)
+            symbol = np.where(table[rows, tried] <= slots, np.maximum(symbol, tried), symbol)
+        low = table[rows, symbol]
+        states = (table[rows, symbol + 1] - low) * (states // TOTAL) + slots - low
+        for _ in range(MAX_BYTES_PER_SYMBOL):
+            is_low = states < LOWEST_STATE
+            is_damaged |= is_low & (at >= ends)
+            states = np.where(is_low, states << 8 | padded[np.minimum(at, len(data))], states)
+            at += is_low
+        symbols[:, token] = symbol
+    return symbols, is_damaged | (states != LOWEST_STATE) | (at != ends)
 
 
 def _check_chunk_size(chunk_size: int) -> None:
@@ -308,35 +377,24 @@ def _check_chunk_size(chunk_size: int) -> None:
         raise LayoutError(f"chunk_size {chunk_size} holds no token: give at least 1")
 
 
-def _check_entries(cdf: torch.Tensor) -> None:
+def _table(cdf: torch.Tensor) -> Integers:
+    """Return where symbols begin, `[layers, channels, bins + 1]`; the last one ends at `TOTAL`."""
     if not 2 <= cdf.shape[2] <= 257:
         raise LayoutError(
             f"cdf has {cdf.shape[2]} entries: give one for each bin and one more, 2 to 257"
         )
+    table = cdf.detach().cpu().contiguous().numpy().view(np.uint16).astype(np.int64)
+    table[:, :, -1] = TOTAL
+    return table
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself where it is contiguous on the CPU, else a copy there."""
-    return tensor.detach().to("cpu").contiguous()
-
-
-def _write_back(worked_on: torch.Tensor, tensor: torch.Tensor) -> None:
-    if worked_on.data_ptr() != tensor.data_ptr():
-        tensor.copy_(worked_on)
-
-
-def _table(cdf: torch.Tensor) -> Any:
-    return _on_host(cdf).numpy().view(np.uint16)
-
-
-def _stream_offsets(bytestream: torch.Tensor, lengths: torch.Tensor) -> Any:
-    """Return where each stream begins, and where the last one ends: int64, one more than there are
+def _stream_offsets(bytestream: torch.Tensor, lengths: torch.Tensor) -> Integers:
+    """Return where each stream begins, and where the last one ends: one more than there are
     streams, checked against the bytes.
     """
-    _check("bytestream", bytestream, (torch.uint8,), (None,))
-    sizes = _on_host(lengths).numpy().reshape(-1)
-    offsets = np.zeros(sizes.size + 1, dtype=np.int64)
-    np.cumsum(sizes, dtype=np.int64, out=offsets[1:])
+    check_tensor("bytestream", bytestream, (torch.uint8,), (None,), LayoutError)
+    sizes = lengths.detach().cpu().numpy().reshape(-1)
+    offsets = np.append(0, np.cumsum(sizes, dtype=np.int64))
     if (sizes < 0).any() or offsets[-1] != bytestream.numel():
         raise SerdeError(
             f"lengths of streams add up to {int(offsets[-1])} bytes, {bytestream.numel()} are"
@@ -345,7 +403,12 @@ def _stream_offsets(bytestream: torch.Tensor, lengths: torch.Tensor) -> Any:
     return offsets
 
 
-def _raise_fault(fault: int, stream: int, num_channels: int) -> None:
-    if fault != NO_FAULT:
-        layer, channel = divmod(stream, num_channels)
-        raise SerdeError(f"layer {layer}, channel {channel}: {dict(_FAULTS)[fault]}")
+def _refuse(is_wrong: npt.NDArray[Any], why: str) -> None:
+    """Raise for the first stream `[layer, channel]` that is wrong.
+
+    Raises:
+        SerdeError: One is.
+    """
+    if is_wrong.any():
+        layer, channel = np.argwhere(is_wrong)[0].tolist()
+        raise SerdeError(f"layer {layer}, channel {channel}: {why}")
