@@ -16,7 +16,6 @@ from lmcache_core.config import (
     VERIFY_HOT_MODES,
     LMCacheEngineConfig,
 )
-from lmcache_core.config.contradictions import CONTRADICTIONS
 from lmcache_core.config.options import directory_of_url
 from lmcache_core.errors import ConfigError
 from lmcache_core.serde import CODEC_NAMES, SERDE_NAMES
@@ -291,11 +290,6 @@ def test_a_contradiction_is_refused_with_the_fix(values, fix):
         LMCacheEngineConfig.from_defaults(**values)
     shown = str(caught.value).partition(": ")[0]
     assert any(shown.startswith(f"{name}={value!r}") for name, value in values.items())
-
-
-def test_every_contradiction_is_provoked():
-    for contradiction in CONTRADICTIONS:
-        assert any(fix in contradiction.why for _, fix in CONTRADICTORY), contradiction.names
 
 
 @pytest.mark.parametrize("name", BESIDE_SIDECAR)
