@@ -127,8 +127,4 @@ def test_only_deviation_looks_at_values_and_behind_the_first_layer():
     known = {name: create_policy(name, 0.5) for name in POLICY_NAMES}
     assert {
         name: (policy.check_layer, policy.needs_deviation) for name, policy in known.items()
-    } == {
-        "deviation": (1, True),
-        "first_of_chunk": (0, False),
-        "none": (0, False),
-    }
+    } == {"deviation": (1, True), "first_of_chunk": (0, False), "none": (0, False)}

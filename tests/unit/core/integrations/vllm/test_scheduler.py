@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from lmcache_core.integrations.vllm import scheduler as module
-from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
+from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport, this_host
+from lmcache_core.integrations.vllm.requests import RequestNamer
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 from lmcache_core.record import Staged, StagedFrom
 
@@ -234,14 +235,14 @@ def test_a_store_that_is_away_is_asked_again_when_the_answer_is_old(clock: Clock
 def test_nothing_is_asked_before_the_salt_is_known() -> None:
     store = ScriptedStore([hot(5)])
     identity = KVIdentity(METADATA, 1, 1)
-    roots = Roots(identity)
-    side = SchedulerSide(options_of(), groups_of(Shape()), identity, store, roots)  # type: ignore[arg-type]
+    namer = RequestNamer(identity, CHUNK_SIZE)
+    side = SchedulerSide(options_of(), groups_of(Shape()), identity, store, namer)  # type: ignore[arg-type]
     request = request_of()
     side.new_request(request)
     assert side.num_matched(request, 0) == (0, False)
     assert stores_of(side, output_of([("r", TABLE, 0, 43)])) == ()
     assert store.asked == []
-    roots.use_salt("")
+    namer.use_salt("")
     assert side.num_matched(request, 0) == (40, False)
 
 
@@ -327,13 +328,7 @@ def test_a_new_epoch_ends_what_was_known(clock: Clock) -> None:
 def test_recomputing_costs_what_steps_take(clock: Clock) -> None:
     """Only steps without loads, and with enough tokens, tell of a prefill's rate."""
     store = ScriptedStore([hot(5)])
-    side = SchedulerSide(
-        options_of(prefill_tokens_per_s=None),
-        groups_of(Shape()),
-        KVIdentity(METADATA, 1, 1),
-        store,
-        _salted(),  # type: ignore[arg-type]
-    )
+    side = scheduler_side(store, prefill_tokens_per_s=None)
     side.new_request(request_of(name="first"))
     stores_of(side, output_of([("first", TABLE, 0, 43)]))
     clock.now += 0.43
@@ -360,13 +355,7 @@ def test_the_rate_is_that_of_the_engine_where_steps_overlap(
     one on.
     """
     store, rate = ScriptedStore([hot(5)]), 37_000.0
-    side = SchedulerSide(
-        options_of(prefill_tokens_per_s=None),
-        groups_of(Shape()),
-        KVIdentity(METADATA, 1, 1),
-        store,
-        _salted(),
-    )  # type: ignore[arg-type]
+    side = scheduler_side(store, prefill_tokens_per_s=None)
     running: list[tuple[int, int]] = []
 
     def end_one() -> None:
@@ -388,13 +377,7 @@ def test_the_rate_is_that_of_the_engine_where_steps_overlap(
 def test_a_step_without_tokens_ends_no_other(clock: Clock) -> None:
     """Of a step in which nothing is computed vLLM tells only if something has arrived."""
     store = ScriptedStore([hot(5)])
-    side = SchedulerSide(
-        options_of(prefill_tokens_per_s=None),
-        groups_of(Shape()),
-        KVIdentity(METADATA, 1, 1),
-        store,
-        _salted(),
-    )  # type: ignore[arg-type]
+    side = scheduler_side(store, prefill_tokens_per_s=None)
     side.plan_stores(EMPTY, ())
     side.plan_stores(output_of([("r", TABLE, 0, 400)]), ())
     number = side.step
@@ -402,9 +385,3 @@ def test_a_step_without_tokens_ends_no_other(clock: Clock) -> None:
     clock.now += 2.0
     side.step_done(WorkerReport(step=number), ())
     assert side.recompute_s == pytest.approx(CHUNK_SIZE / 200)
-
-
-def _salted() -> Roots:
-    roots = Roots(KVIdentity(METADATA, 1, 1))
-    roots.use_salt("")
-    return roots

@@ -29,16 +29,17 @@ from lmcache_core.integrations.vllm.groups import (
     check_packing,
     fails_by_block,
 )
-from lmcache_core.integrations.vllm.identity import Roots, identity_of
+from lmcache_core.integrations.vllm.identity import identity_of
 from lmcache_core.integrations.vllm.memory import attention_backends
 from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
 from lmcache_core.integrations.vllm.plan import StepPlan, Store, WorkerReport
+from lmcache_core.integrations.vllm.requests import RequestNamer
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 from lmcache_core.integrations.vllm.stats import (
+    DESCRIBED,
     HIT_SOURCE,
     LMCachePromMetrics,
     LMCacheStats,
-    StatsTaker,
     hit_sources,
 )
 from lmcache_core.integrations.vllm.stores import OpenStore, open_store
@@ -77,13 +78,21 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         log_as(theirs=logging.getLogger("vllm"), ours=logging.getLogger("lmcache_core"))
         self._counters = Counters()
         self._guard = DegradingGuard(self._counters, raised=())
-        self._taker = StatsTaker(self._counters)
+        self._told = dict.fromkeys(DESCRIBED, 0)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | RefusingWorker | None = None
         self._worker_side: WorkerSide | None = None
         self._open_store: OpenStore | None = None
         is_worker = self.role is base.KVConnectorRole.WORKER
-        options = _options_of(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        if not (transfer.is_kv_producer and transfer.is_kv_consumer):
+            # Blocks that a load may write to are kept from the steps underway for consumers only.
+            raise ConfigError(
+                f'kv_role="{transfer.kv_role}": this connector both loads and stores; set kv_role'
+                ' to "kv_both"'
+            )
+        device = vllm_config.device_config.device_type
+        options = read_options(transfer.kv_connector_extra_config, device)
         try:
             self._open(vllm_config, kv_cache_config, options, is_worker)
         except LayoutError as exc:
@@ -123,7 +132,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         identity = identity_of(
             vllm_config, kv_cache_config, groups, options, release, is_worker=is_worker
         )
-        roots = Roots(identity)
+        namer = RequestNamer(identity, options.engine.chunk_size)
         rank = parallel.rank if is_worker else 0
         # Workers of one name must agree on what a chunk holds: of a pipeline, those of one stage.
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -135,7 +144,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             replace(identity.metadata, worker_id=identity.rank_of(rank)),
             () if is_worker else tuple(group.name for group in groups),
             self._counters,
-            roots.use_salt,
+            namer.use_salt,
             is_worker and options.load == ASYNC,
         )
         store = self._open_store.store
@@ -158,7 +167,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
                 "the worker runs in another process, which a cache inside vLLM does not reach: %s",
                 SIDECAR_HINT,
             )
-        self._scheduler = SchedulerSide(options, groups, identity, store, roots)
+        self._scheduler = SchedulerSide(options, groups, identity, store, namer)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -174,7 +183,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     @override
     def get_kv_connector_stats(self) -> LMCacheStats | None:
-        return self._taker.take()
+        last, self._told = self._told, {name: self._counters.value(name) for name in DESCRIBED}
+        growth = {n: value - last[n] for n, value in self._told.items() if value > last[n]}
+        return LMCacheStats(data=growth) if growth else None
 
     @classmethod
     @override
@@ -350,15 +361,3 @@ def log_as(theirs: logging.Logger, ours: logging.Logger) -> None:
         ours.addHandler(handler)
     if theirs.handlers and not ours.level:
         ours.setLevel(theirs.level)
-
-
-def _options_of(vllm_config: Any) -> ConnectorOptions:
-    transfer = vllm_config.kv_transfer_config
-    if not (transfer.is_kv_producer and transfer.is_kv_consumer):
-        # Blocks that a load may write to are kept from the steps underway for consumers only.
-        raise ConfigError(
-            f'kv_role="{transfer.kv_role}": this connector both loads and stores; set kv_role to'
-            ' "kv_both"'
-        )
-    extra = transfer.kv_connector_extra_config
-    return read_options(extra, vllm_config.device_config.device_type)
