@@ -140,6 +140,7 @@ def test_all_segments_together_have_one_deadline(monkeypatch):
     documents = [first, *(document(number, 14) for number in range(1, 12))]
     with embedded_engine() as cache, retrieving(Watched(cache.engine, hold)) as made:
         task = request(made, torch.cat(documents))
+        until(lambda: task._tasks[0].done(), "the first segment does not come")
         began = time.monotonic()
         try:
             with pytest.raises(TimeoutError, match="11 of 12 segments did not come within 1 s"):

@@ -21,7 +21,7 @@ def candidates(valid, originals, positions, starts, deviation):
 
 
 def wanted(policy, ratio, valid, originals, positions, starts, deviation):
-    """The tokens that are to be computed anew."""
+    """The tokens that are to be recomputed."""
     chosen = {token for token, has_kv in enumerate(valid) if not has_kv}
     chosen |= {end - 1 for start, end in pairwise(starts) if start < end}
     for start, end in pairwise(starts):

@@ -201,8 +201,16 @@ class CacheBlendImpl(BlendExecutor):
         """
         selected = self._selected_before(layer_id)
         layer = _Layer(
-            *(retrieved_k, retrieved_v, valid_mask.to(torch.bool), original_positions),
-            *(fresh_q, fresh_k, fresh_v, positions, query_start_loc, token_dim),
+            retrieved_k,
+            retrieved_v,
+            valid_mask.to(torch.bool),
+            original_positions,
+            fresh_q,
+            fresh_k,
+            fresh_v,
+            positions,
+            query_start_loc,
+            token_dim,
         )
         num_fresh = None if selected is None else len(selected.indices)
         starts = layer.check(num_fresh, looks_at_values=layer_id <= self.policy.check_layer)

@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 from lmcache_core.config.registry import REMOTE_SCHEMES
-from lmcache_core.errors import ConfigError
 
 VERIFY_HOT_MODES = ("always", "sampled", "never")
 DISK_SERDES = ("naive", "cachegen", "cachegen:high", "cachegen:low", "lossless")
@@ -97,18 +96,13 @@ class Option:
             text = KIND_NAMES[self.kind]
         return f"{text}, or none" if self.optional else text
 
-    def check(self, value: Any) -> None:
-        """Refuse an impossible value.
-
-        Raises:
-            ConfigError: The value is not allowed; the text shows no secret.
-        """
-        if not self._holds(value):
-            unit = f" ({self.unit})" if self.unit else ""
-            near = _nearest(value, self.choices)
-            raise ConfigError(
-                f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{near}"
-            )
+    def problem(self, value: Any) -> str | None:
+        """Return why a value is impossible, without secrets; None where it is possible."""
+        if self._holds(value):
+            return None
+        unit = f" ({self.unit})" if self.unit else ""
+        near = _nearest(value, self.choices)
+        return f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{near}"
 
     def shown(self, value: Any) -> str:
         """Return a value as people may see it: neither a secret nor the credentials in a URL."""
@@ -231,13 +225,8 @@ def _is_host(text: str) -> bool:
 
 def problems_of(values: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
     """Return a sentence for each of these values that is impossible."""
-    problems = []
-    for name, value in values.items():
-        try:
-            options[name].check(value)
-        except ConfigError as exc:
-            problems.append(str(exc))
-    return problems
+    problems = (options[name].problem(value) for name, value in values.items())
+    return [problem for problem in problems if problem is not None]
 
 
 def as_directory_url(value: Any) -> Any:

@@ -15,12 +15,11 @@ from lmcache_core.integrations.vllm import identity as module
 from lmcache_core.integrations.vllm.groups import cache_groups
 from lmcache_core.integrations.vllm.identity import KVIdentity, identity_of
 from lmcache_core.integrations.vllm.options import read_options
-from lmcache_core.integrations.vllm.requests import RequestNamer
 from lmcache_core.token_database.hashing import identity_root
 
-from tests.fixtures.vllm_engine import FULL, MLA, Adapter, Shape, window
+from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
 from tests.fixtures.vllm_engine.shapes import kv_cache_config, vllm_config
-from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, embedded, make_adapter, make_model
+from tests.fixtures.vllm_engine.worlds import embedded, make_model
 
 Change = Callable[[Any], None]
 PLAIN = Shape()
@@ -258,61 +257,3 @@ def test_older_releases_do_not_say_who_holds_the_same(
         config, caches, cache_groups(caches), read_options(embedded(), "cpu"), "0.27.1"
     )
     assert (of.num_ranks, of.replicas) == (2 // replicas, replicas)
-
-
-def namer_of(model: Path) -> RequestNamer:
-    return RequestNamer(identity(model), CHUNK_SIZE)
-
-
-@pytest.fixture
-def namer(model: Path) -> RequestNamer:
-    made = namer_of(model)
-    made.use_salt("tenant")
-    return made
-
-
-def test_nothing_has_a_name_before_the_salt_is_known(model: Path) -> None:
-    namer = namer_of(model)
-    assert namer.root_of(request()) is None
-    namer.use_salt("")
-    assert namer.root_of(request()) is not None
-
-
-def test_salts_keep_apart(namer: RequestNamer, model: Path) -> None:
-    other = namer_of(model)
-    other.use_salt("other")
-    found = [
-        namer.root_of(request()),
-        other.root_of(request()),
-        namer.root_of(request(cache_salt="a")),
-        other.root_of(request(cache_salt="a")),
-    ]
-    assert len(set(found)) == 4
-    assert namer.root_of(request(cache_salt="")) == namer.root_of(request())
-
-
-def test_salts_cannot_be_shifted_into_one_another(model: Path) -> None:
-    found = set()
-    for tenant, own in (("a", "bc"), ("ab", "c"), ("abc", ""), ("a;2:bc;", "")):
-        namer = namer_of(model)
-        namer.use_salt(tenant)
-        found.add(namer.root_of(request(cache_salt=own)))
-    assert len(found) == 4
-
-
-def test_adapters(namer: RequestNamer, tmp_path: Path) -> None:
-    adapter = Adapter("a", str(make_adapter(tmp_path, "one")))
-    named = namer.root_of(request(lora_request=adapter))
-    assert None is not named != namer.root_of(request())
-    make_adapter(tmp_path, "trained again")
-    assert namer.root_of(request(lora_request=adapter)) is None, (
-        "which of them vLLM has is not known"
-    )
-
-
-def test_a_new_epoch_names_everything_anew(namer: RequestNamer) -> None:
-    before = namer.root_of(request())
-    namer.begin_epoch()
-    first = namer.root_of(request())
-    namer.begin_epoch()
-    assert len({before, first, namer.root_of(request())}) == 3
