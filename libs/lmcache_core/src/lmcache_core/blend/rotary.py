@@ -141,19 +141,17 @@ class RopeParameters:
 
     def _dimension_of(self, num_rotations: float) -> float:
         """Return the dimension that turns so often in the prompts of the training."""
-        turns = self._trained_positions / (num_rotations * 2 * math.pi)
+        trained = self.original_max_positions or self.max_positions
+        turns = trained / (num_rotations * 2 * math.pi)
         return self.num_rotated * math.log(turns) / (2 * math.log(self.theta))
 
     def _llama3_frequencies(self, frequencies: torch.Tensor) -> torch.Tensor:
-        turns = self._trained_positions * frequencies / (2 * math.pi)
+        trained = self.original_max_positions or self.max_positions
+        turns = trained * frequencies / (2 * math.pi)
         smooth = (
             (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         ).clamp(0, 1)
         return (1 - smooth) * frequencies / self.factor + smooth * frequencies
-
-    @property
-    def _trained_positions(self) -> int:
-        return self.original_max_positions or self.max_positions
 
 
 class RotaryEmbedding:
@@ -193,7 +191,7 @@ class RotaryEmbedding:
             New tensors of the same shapes and dtypes.
         """
         at = self._table(positions, self._frequencies, self._parameters.scale)
-        rotation = self._rotation(self._nowhere(positions), at)
+        rotation = self._rotation(None, at)
         return self._rotated(q, rotation), self._rotated(k, rotation)
 
     def decode(
@@ -201,7 +199,7 @@ class RotaryEmbedding:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Undo `encode` for KV that is cached. Arguments as there."""
         at = self._table(positions, self._original_frequencies, 1 / self._parameters.scale)
-        rotation = self._rotation(at, self._nowhere(positions))
+        rotation = self._rotation(at, None)
         return self._rotated(q, rotation), self._rotated(k, rotation)
 
     def mover(
@@ -229,16 +227,17 @@ class RotaryEmbedding:
         angles = positions.float()[:, None] * frequencies.to(positions.device)
         return torch.cat([angles.cos(), angles.sin()], -1) * scale
 
-    def _nowhere(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the table of as many tokens that are not rotated."""
-        return self._table(torch.zeros_like(positions), self._frequencies)
-
-    def _rotation(self, source: torch.Tensor, target: torch.Tensor) -> Rotation:
-        """Return the rotation of each token from its row of one table to its row of the other."""
-        rows, targets = (
-            torch.arange(len(table), device=table.device) for table in (source, target)
-        )
-        return Rotation(rows, targets, source, target, self._parameters.is_interleaved)
+    def _rotation(self, source: torch.Tensor | None, target: torch.Tensor | None) -> Rotation:
+        """Return the rotation of each token from its row of one table to its row of the other;
+        None: not rotated.
+        """
+        table = source if target is None else target
+        assert table is not None
+        unrotated = torch.zeros_like(table)
+        unrotated[:, : table.shape[1] // 2] = 1.0  # the cosines
+        rows = torch.arange(len(table), device=table.device)
+        source, target = (unrotated if side is None else side for side in (source, target))
+        return Rotation(rows, rows, source, target, self._parameters.is_interleaved)
 
     def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         head_size, num_tokens = self._parameters.head_size, len(rotation.source)

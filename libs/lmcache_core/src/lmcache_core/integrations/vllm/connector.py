@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import vllm
@@ -47,6 +48,8 @@ from lmcache_core.integrations.vllm.worker import RefusingWorker, WorkerSide
 from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SIDECAR_HINT = f'run a sidecar, and set "{PREFIX}sidecar_socket" to its socket'
 HAS_TRANSFER_RESULTS = hasattr(base.KVConnectorBase_V1, "get_transfer_results")
@@ -209,21 +212,25 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         extra: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
         return extra.get(PREFIX + "kv_cache_layout") or extra.get("kv_cache_layout")
 
+    def _ask(self, name: str, call: Callable[[SchedulerSide], T], otherwise: T) -> T:
+        """Return what the scheduler's side says; `otherwise` where it fails, or there is none."""
+        if self._scheduler is not None:
+            with self._guard(name):
+                return call(self._scheduler)
+        return otherwise
+
     @override
     def on_new_request(self, request: Any) -> None:
-        if self._scheduler is not None:
-            with self._guard("new_request"):
-                self._scheduler.new_request(request)
+        self._ask("new_request", lambda side: side.new_request(request), None)
 
     @override
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        answer: tuple[int | None, bool] = (0, False)
-        if self._scheduler is not None:
-            with self._guard("lookup"):
-                answer = self._scheduler.num_matched(request, num_computed_tokens)
-        return answer
+        nothing: tuple[int | None, bool] = (0, False)
+        return self._ask(
+            "lookup", lambda side: side.num_matched(request, num_computed_tokens), nothing
+        )
 
     @override
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -238,11 +245,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        sources: dict[Any, int] = {}
-        if self._scheduler is not None:
-            with self._guard("sources"):
-                sources = hit_sources(self._scheduler.origins_of(request, num_external_tokens))
-        return sources
+        return self._ask(
+            "sources", lambda side: hit_sources(side.origins_of(request, num_external_tokens)), {}
+        )
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
@@ -264,18 +269,15 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     @override
     def update_connector_output(self, connector_output: Any) -> None:
         report: WorkerReport | None = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None:
-            with self._guard("step"):
-                self._scheduler.step_done(report, connector_output.finished_recving or ())
+        received = connector_output.finished_recving or ()
+        self._ask("step", lambda side: side.step_done(report, received), None)
 
     @override
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         # Blocks may be freed at once: stores have ended when their step has.
-        if self._scheduler is not None:
-            with self._guard("finish"):
-                self._scheduler.finished(request)
+        self._ask("finish", lambda side: side.finished(request), None)
         return False, None
 
     @override
