@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
+from lmcache_core.integrations.vllm.identity import KVIdentity
+from lmcache_core.integrations.vllm.requests import RequestNamer
 
 from tests.fixtures.vllm_engine import Adapter
 from tests.fixtures.vllm_engine.parts import METADATA
-from tests.fixtures.vllm_engine.worlds import make_adapter
+from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, make_adapter
 
 Names = tuple[str, str, str, str]
 """The tenant's salt, `cache_salt`, an adapter's name ("" for none) and its weights."""
@@ -34,13 +35,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def root_of(names: Names, folders: dict[str, str]) -> bytes | None:
     tenant, cache_salt, adapter, weights = names
-    roots = Roots(KVIdentity(METADATA, 1, 1))
-    roots.use_salt(tenant)
+    namer = RequestNamer(KVIdentity(METADATA, 1, 1), CHUNK_SIZE)
+    namer.use_salt(tenant)
     request: Any = SimpleNamespace(
         cache_salt=cache_salt or None,
         lora_request=Adapter(adapter, folders[weights]) if adapter else None,
     )
-    return roots.root_of(request)
+    return namer.root_of(request)
 
 
 def meaning(names: Names) -> tuple[str, ...]:
@@ -66,10 +67,10 @@ def test_roots_are_the_same_for_the_same_names_only(
 @settings(max_examples=100, deadline=None)
 @given(WORDS, WORDS)
 def test_a_reset_keeps_salts_apart(one: str, other: str) -> None:
-    roots = Roots(KVIdentity(METADATA, 1, 1))
-    roots.use_salt("")
-    before = [roots.root_of(SimpleNamespace(cache_salt=salt)) for salt in (one, other)]
-    roots.begin_epoch()
-    after = [roots.root_of(SimpleNamespace(cache_salt=salt)) for salt in (one, other)]
+    namer = RequestNamer(KVIdentity(METADATA, 1, 1), CHUNK_SIZE)
+    namer.use_salt("")
+    before = [namer.root_of(SimpleNamespace(cache_salt=salt)) for salt in (one, other)]
+    namer.begin_epoch()
+    after = [namer.root_of(SimpleNamespace(cache_salt=salt)) for salt in (one, other)]
     assert not set(before) & set(after)
     assert (after[0] == after[1]) == (one == other)

@@ -140,7 +140,7 @@ CONFIG_FIELD = Recipe(
             (
                 "    def __post_init__(self)",
                 """    max_shelves: int = option(
-        "Disk", "Shelves to use.", unit="shelves", low=1, high=9, default=3
+        "Disk", "Shelves to use.", unit="shelves", limits=(1, 9), default=3
     )
 
 """,
@@ -148,12 +148,9 @@ CONFIG_FIELD = Recipe(
         ],
         f"{CORE}/config/contradictions.py": [
             (
-                '    Contradiction(\n        ("max_local_cpu_size",),',
-                """    Contradiction(
-        ("max_shelves", "local_disk"),
-        lambda c: c.max_shelves > 3 and c.local_disk is None,
-        "there is no disk to put them on; set local_disk",
-    ),
+                "    if c.max_local_cpu_size <= 0:",
+                """    if c.max_shelves > 3 and c.local_disk is None:
+        yield "max_shelves local_disk", "there is no disk to put them on; set local_disk"
 """,
             )
         ],

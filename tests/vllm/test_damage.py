@@ -1,4 +1,4 @@
-"""Bytes that are not what was stored: found by their digest and computed anew. And the control:
+"""Bytes that are not what was stored: found by their digest and recomputed. And the control:
 bytes with a valid digest are used.
 """
 

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_core.blend import CacheBlendImpl, RotaryEmbedding, SPTBlendRetriever
 from lmcache_core.blend.certificate import BlendProfile, Quality
-from lmcache_core.blend.retriever import split_behind
 from lmcache_core.blend.selection import create_policy
-from lmcache_core.integrations.transformers import metadata_of
 from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
 from lmcache_core.integrations.transformers.blended import (
     BlendingModel,
@@ -162,11 +160,6 @@ def test_attention_in_blocks_is_attention_at_once(model, monkeypatch, num_rows):
                 torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-4)
 
 
-def test_a_separator_may_overlap_itself():
-    segments = split_behind(torch.tensor([1, 7, 7, 7, 7, 7, 2]), torch.tensor([7, 7]))
-    assert [segment.tolist() for segment in segments] == [[1, 7, 7], [7, 7], [7, 2]]
-
-
 def test_documents_that_are_a_prefix_here_are_taken_as_one(model):
     first, second, question = document(22, 1), document(30, 2), text(5, 3)
     with cached(model) as (engine, retriever):
@@ -181,21 +174,6 @@ def test_documents_that_are_a_prefix_here_are_taken_as_one(model):
             .original_positions
         )
         assert positions.tolist() == [*range(len(first) + len(second)), 0, 0, 0, 0, 0]
-
-
-def test_bad_input_is_refused(model):
-    with cached(model) as (engine, retriever):
-        with pytest.raises(ValueError, match="rise"):
-            retriever.new_request(torch.arange(5), torch.tensor([0, 4]))
-        with pytest.raises(ValueError, match="special token sequence"):
-            SPTBlendRetriever(
-                torch.tensor([], dtype=torch.int64),
-                engine,
-                metadata_of(model, "test", engine.config),
-            )
-        store(model, engine, document(30, 1))
-        with pytest.raises(ValueError, match="layer 9"):
-            retriever.new_request(document(30, 1), torch.tensor([0, 32])).result(9)
 
 
 def test_logits_that_are_not_there_are_refused_before_anything_is_computed(model):

@@ -97,7 +97,7 @@ def test_a_ratio_of_one_is_full_recompute(kind: str, options: dict[str, Any]) ->
 @pytest.mark.parametrize(("kind", "options"), KNOWN)
 def test_keys_are_moved_as_the_model_rotates(kind: str, options: dict[str, Any], rope: str) -> None:
     """Where no layer but the last lets tokens see one another, KV depends on the position alone,
-    and nothing need be computed anew.
+    and nothing needs to be recomputed.
     """
     model = made(
         kind, **options, rope_parameters={"rope_type": rope, "rope_theta": 1e4} | ROPES[rope]

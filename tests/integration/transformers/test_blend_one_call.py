@@ -53,44 +53,45 @@ def options(tmp_path):
     }
 
 
+@contextlib.contextmanager
+def blending(model, folder, options, **more):
+    """Yield an engine and its model that may blend, with a certificate."""
+    with cached(model, **options | more) as (engine, _):
+        certify(folder, engine)
+        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as made:
+            yield engine, made
+
+
 @pytest.mark.parametrize("keeps_answers", [False, True])
 def test_one_call_blends(model, options, tmp_path, keeps_answers):
     first, second, question = document(30, 1), document(22, 2), text(5, 3)
     prompt = torch.cat([second, first, question])
-    with cached(model, **options, save_decode_cache=keeps_answers) as (engine, _):
-        certify(tmp_path, engine)
-        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
-            assert blending_model.reason_against_blending is None
-            assert not blending_model.generate(prompt, 1).is_blended, "nothing is cached yet"
-            for one in (first, second):
-                blending_model.keep_document(one)
-            assert not blending_model.generate(prompt, 3).is_blended, (
-                "the prompt itself is cached, which is exact"
-            )
-            other = torch.cat([first, second, question])
-            answer = blending_model.generate(other, 4)
-            assert answer.is_blended
-            assert answer.num_reused_tokens == len(first) + len(second)
-            assert len(answer.tokens) == 4
-            everything = torch.cat([other, torch.tensor(answer.tokens)])
-            assert engine.lookup(everything) == len(first), (
-                "the first document alone: what was blended is not stored"
-            )
-            assert not blending_model.generate(other[:39], 1).is_blended, (
-                "shorter than blend_min_tokens"
-            )
+    with blending(model, tmp_path, options, save_decode_cache=keeps_answers) as (engine, lm):
+        assert lm.reason_against_blending is None
+        assert not lm.generate(prompt, 1).is_blended, "nothing is cached yet"
+        for one in (first, second):
+            lm.keep_document(one)
+        assert not lm.generate(prompt, 3).is_blended, "the prompt itself is cached, which is exact"
+        other = torch.cat([first, second, question])
+        answer = lm.generate(other, 4)
+        assert answer.is_blended
+        assert answer.num_reused_tokens == len(first) + len(second)
+        assert len(answer.tokens) == 4
+        everything = torch.cat([other, torch.tensor(answer.tokens)])
+        assert engine.lookup(everything) == len(first), (
+            "the first document alone: what was blended is not stored"
+        )
+        assert not lm.generate(other[:39], 1).is_blended, "shorter than blend_min_tokens"
 
 
 def test_a_ratio_of_one_answers_as_a_full_prefill(model, options, tmp_path):
     prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
-    with cached(model, **options | {"blend_recompute_ratio": 1.0}) as (engine, _):
-        certify(tmp_path, engine)
-        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
-            for one in (document(30, 1), document(22, 2)):
-                blending_model.keep_document(one)
-            answer = blending_model.generate(prompt, 8)
-            assert answer.is_blended
-            assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 8).tokens
+    with blending(model, tmp_path, options, blend_recompute_ratio=1.0) as (_, lm):
+        for one in (document(30, 1), document(22, 2)):
+            lm.keep_document(one)
+        answer = lm.generate(prompt, 8)
+        assert answer.is_blended
+        assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 8).tokens
 
 
 def damage(folder: Path, _: LMCacheEngine) -> None:
@@ -171,35 +172,31 @@ def test_a_model_that_is_not_known_is_computed_and_it_is_said(options, tmp_path)
         GraniteConfig(**small, vocab_size=VOCAB + 2, residual_multiplier=0.2)
     ).eval()
     prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
-    with cached(model, **options) as (engine, _):
-        certify(tmp_path, engine)
-        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as plain:
-            assert "test: GraniteForCausalLM is none of" in plain.reason_against_blending
-            plain.keep_document(document(30, 1))
-            answer = plain.generate(prompt, 4)
-            assert not answer.is_blended
-            assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 4).tokens
+    with blending(model, tmp_path, options) as (_, plain):
+        assert "test: GraniteForCausalLM is none of" in plain.reason_against_blending
+        plain.keep_document(document(30, 1))
+        answer = plain.generate(prompt, 4)
+        assert not answer.is_blended
+        assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 4).tokens
 
 
 def test_documents_are_stored_as_computed_by_themselves(model, options, tmp_path):
     first, second = document(30, 1), document(50, 2)
-    with cached(model, **options) as (engine, _):
-        certify(tmp_path, engine)
-        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
-            for bad, words in (
-                (text(30, 1), "must end with the separator"),
-                (torch.cat([first, text(3, 1)]), "must end with the separator"),
-                (SEPARATOR[:1], "must end with the separator"),
-                (torch.cat([first, second]), "has the separator 2 times"),
-                (torch.zeros(0, dtype=torch.int64), "at least one token"),
-            ):
-                with pytest.raises(ValueError, match=words):
-                    blending_model.keep_document(bad)
-                assert engine.lookup(bad) == 0, "nothing of it was written"
-            blending_model.keep_document(first)
-            blending_model.keep_document(second)
-            assert engine.lookup(first) == len(first)
-            assert engine.lookup(second) == len(second)
+    with blending(model, tmp_path, options) as (engine, lm):
+        for bad, words in (
+            (text(30, 1), "must end with the separator"),
+            (torch.cat([first, text(3, 1)]), "must end with the separator"),
+            (SEPARATOR[:1], "must end with the separator"),
+            (torch.cat([first, second]), "has the separator 2 times"),
+            (torch.zeros(0, dtype=torch.int64), "at least one token"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                lm.keep_document(bad)
+            assert engine.lookup(bad) == 0, "nothing of it was written"
+        lm.keep_document(first)
+        lm.keep_document(second)
+        assert engine.lookup(first) == len(first)
+        assert engine.lookup(second) == len(second)
 
 
 def test_separators_stand_anywhere(model, options, tmp_path):
@@ -210,39 +207,35 @@ def test_separators_stand_anywhere(model, options, tmp_path):
         "first of all": torch.cat([SEPARATOR, second, first, question]),
         "part of one at the end": torch.cat([second, first, question, SEPARATOR[:1]]),
     }
-    with cached(model, **options | {"blend_recompute_ratio": 1.0}) as (engine, _):
-        certify(tmp_path, engine)
-        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
-            for one in (first, second):
-                blending_model.keep_document(one)
-            for name, prompt in prompts.items():
-                answer = blending_model.generate(prompt, 6)
-                assert answer.is_blended, name
-                assert answer.num_reused_tokens == len(first) + len(second), name
-                assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 6).tokens, name
-            without = torch.cat([first[:-2], second[:-2], question])
-            answer = blending_model.generate(without, 6)
-            assert not answer.is_blended
-            assert answer.tokens == CachedCausalLM(model, None).generate(without, 6).tokens
+    with blending(model, tmp_path, options, blend_recompute_ratio=1.0) as (_, lm):
+        for one in (first, second):
+            lm.keep_document(one)
+        for name, prompt in prompts.items():
+            answer = lm.generate(prompt, 6)
+            assert answer.is_blended, name
+            assert answer.num_reused_tokens == len(first) + len(second), name
+            assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 6).tokens, name
+        without = torch.cat([first[:-2], second[:-2], question])
+        answer = lm.generate(without, 6)
+        assert not answer.is_blended
+        assert answer.tokens == CachedCausalLM(model, None).generate(without, 6).tokens
 
 
 def test_documents_that_were_evicted_are_computed(model, options, tmp_path):
     documents = [document(30 + 2 * i, i) for i in range(6)]
     prompt = torch.cat([*reversed(documents), text(5, 9)])
     one_chunk = 4 * 2 * CHUNK * 2 * 8 * 4  # layers, sides, tokens, heads, their size, bytes
-    with cached(
-        model, **options | {"blend_recompute_ratio": 1.0}, capacity_bytes=16 * one_chunk
-    ) as (engine, _):
-        certify(tmp_path, engine)
-        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
-            for one in documents:
-                blending_model.keep_document(one)
-            found = [engine.lookup(one) for one in documents]
-            answer = blending_model.generate(prompt, 6)
-            assert answer.is_blended
-            assert 0 < answer.num_reused_tokens < sum(map(len, documents))
-            assert answer.num_reused_tokens == sum(found)
-            assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 6).tokens
+    with blending(
+        model, tmp_path, options, blend_recompute_ratio=1.0, capacity_bytes=16 * one_chunk
+    ) as (engine, lm):
+        for one in documents:
+            lm.keep_document(one)
+        found = [engine.lookup(one) for one in documents]
+        answer = lm.generate(prompt, 6)
+        assert answer.is_blended
+        assert 0 < answer.num_reused_tokens < sum(map(len, documents))
+        assert answer.num_reused_tokens == sum(found)
+        assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 6).tokens
 
 
 def test_blending_needs_a_separator(model, options):

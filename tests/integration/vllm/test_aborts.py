@@ -18,7 +18,7 @@ from tests.fixtures.vllm_engine import FULL, Engine, Limits, Request, Shape, Sta
 from tests.fixtures.vllm_engine.stores import WrappedStore
 from tests.fixtures.vllm_engine.worlds import embedded, prompt
 
-PATIENCE_S, IDLE_S = 10.0, 0.0005
+PATIENCE_S, IDLE_S = 60.0, 0.0005
 SHAPES = pytest.mark.parametrize(
     "shape", [Shape(num_blocks=40), Shape((FULL, window(6)), num_blocks=60)], ids=["full", "hybrid"]
 )

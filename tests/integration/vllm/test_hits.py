@@ -22,6 +22,7 @@ from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, embedded, prompt
 EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
 LAYOUTS = [
     ("blocks", PACKED, FULL),
+    ("blocks", BLOCK_FIRST, FULL),
     ("tokens", HND, FULL),
     ("tokens", NHD, FULL),
     ("tokens", BLOCK_FIRST, FULL),

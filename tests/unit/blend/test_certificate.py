@@ -122,7 +122,7 @@ def test_one_that_cannot_be_opened_counts_as_none(folder, tmp_path):
 def test_it_is_said_what_does_not_fit(folder):
     folder.save(certificate())
     assert "other weights, another dtype or other options" in reason(folder, identity="weights-2")
-    assert "only for deviation, 15 % computed anew, separator 5 6;" in reason(
+    assert "only for deviation, 15 % recomputed, separator 5 6;" in reason(
         folder, profile=BlendProfile("deviation", 0.15, (5,))
     )
     assert "only" not in reason(folder, model="another")

@@ -161,15 +161,9 @@ def test_the_first_of_each_chunk_are_computed():
     batch = Batch([12], [True] * 9 + [False] * 3)
     batch.originals = torch.tensor([0, 1, 0, 1, 2, 3, 0, 1, 2, 0, 0, 0])
     out = batch.layer(executor(0.5, "first_of_chunk"), 0)
-    assert out.local_indices.tolist() == [
-        2,
-        3,
-        6,
-        7,
-        9,
-        10,
-        11,
-    ], "but for a prefix, which is as it was"
+    assert out.local_indices.tolist() == [2, 3, 6, 7, 9, 10, 11], (
+        "but for a prefix, which is as it was"
+    )
 
 
 def test_what_a_policy_forgets_is_computed_all_the_same():

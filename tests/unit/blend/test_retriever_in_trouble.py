@@ -122,10 +122,9 @@ def test_whoever_closes_waits_for_what_is_under_way_and_for_nothing_else():
             assert int(task.result(0).valid_mask.sum()) == MAX_SEGMENTS_AT_ONCE * CHUNK_SIZE
             num_lookups = len(watched.lookups)
             assert request(made, torch.cat(documents)).result(0).k is None
-            assert (len(asked), len(watched.lookups)) == (
-                MAX_SEGMENTS_AT_ONCE,
-                num_lookups,
-            ), "a closed one asks nobody"
+            assert (len(asked), len(watched.lookups)) == (MAX_SEGMENTS_AT_ONCE, num_lookups), (
+                "a closed one asks nobody"
+            )
         assert not [
             thread for thread in threading.enumerate() if thread.name.startswith("lmcache-blend")
         ]
@@ -141,6 +140,7 @@ def test_all_segments_together_have_one_deadline(monkeypatch):
     documents = [first, *(document(number, 14) for number in range(1, 12))]
     with embedded_engine() as cache, retrieving(Watched(cache.engine, hold)) as made:
         task = request(made, torch.cat(documents))
+        until(lambda: task._tasks[0].done(), "the first segment does not come")
         began = time.monotonic()
         try:
             with pytest.raises(TimeoutError, match="11 of 12 segments did not come within 1 s"):

@@ -21,7 +21,7 @@ def candidates(valid, originals, positions, starts, deviation):
 
 
 def wanted(policy, ratio, valid, originals, positions, starts, deviation):
-    """The tokens that are to be computed anew."""
+    """The tokens that are to be recomputed."""
     chosen = {token for token, has_kv in enumerate(valid) if not has_kv}
     chosen |= {end - 1 for start, end in pairwise(starts) if start < end}
     for start, end in pairwise(starts):
@@ -127,8 +127,4 @@ def test_only_deviation_looks_at_values_and_behind_the_first_layer():
     known = {name: create_policy(name, 0.5) for name in POLICY_NAMES}
     assert {
         name: (policy.check_layer, policy.needs_deviation) for name, policy in known.items()
-    } == {
-        "deviation": (1, True),
-        "first_of_chunk": (0, False),
-        "none": (0, False),
-    }
+    } == {"deviation": (1, True), "first_of_chunk": (0, False), "none": (0, False)}

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from lmcache_core.security import RateLimiter, TokenTable
-from lmcache_core.telemetry.request_context import Tracer
+from lmcache_core.telemetry.tracing import Tracer
 from prometheus_client import CollectorRegistry
 
 from lmcache_servicekit.errors import ThrottledError

@@ -176,6 +176,7 @@ def test_what_means_the_same_is_accepted(tmp_path, values, meant):
         ({"save_unfull_chunk": "some"}, "save_unfull_chunk='some': must be true or false"),
         ({"pre_caching_hash_algorithm": "xxhash"}, "always named by SHA-256"),
         ({"min_retrieve_tokens": 256}, "prefill_tokens_per_s"),
+        ({"min_retrieve_tokens": False}, "min_retrieve_tokens=False: "),
         ({"lookup_timeout_ms": True}, "lookup_timeout_ms=True: set tier_timeout_s"),
         ({"extra_config": {"redis_password": "s3cret"}}, "extra_config={redis_password}: "),
         (

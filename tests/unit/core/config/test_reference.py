@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
-from lmcache_core.config import OPTIONS, LMCacheEngineConfig
+from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
 from lmcache_core.config.reference import reference
 
@@ -19,18 +18,6 @@ def test_the_document_is_what_the_command_in_its_head_makes():
     command = [sys.executable, "-m", "lmcache_core.config.reference"]
     made = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout.decode()
     assert DOCUMENT.read_text(encoding="utf-8") == made == reference()
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_has_its_row(name):
-    (row,) = [
-        line
-        for line in reference().splitlines()
-        if line.startswith((f"| `{name}` |", f"| `{name}`° |")) and line.count(" | ") == 3
-    ]
-    cells = [cell.strip() for cell in row.strip("|").split(" | ")]
-    assert cells[3].startswith(OPTIONS[name].meaning[:20])
-    assert cells[0].endswith("°") is not OPTIONS[name].documented
 
 
 def test_every_name_of_lmcache_is_in_it():

@@ -39,7 +39,7 @@ class BlendProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __str__(self) -> str:
         ids = " ".join(map(str, self.separator))
-        return f"{self.policy}, {100 * self.recompute_ratio:g} % computed anew, separator {ids}"
+        return f"{self.policy}, {100 * self.recompute_ratio:g} % recomputed, separator {ids}"
 
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,25 +80,6 @@ class QualityBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_top1_agreement: float = 0.95
     max_delta_loss_nats: float = 0.02
 
-    def reasons_against(self, quality: Quality) -> list[str]:
-        """Return why KV of that quality may not be used; empty if it may."""
-        reasons = []
-        if not quality.reused_share > 0:
-            reasons.append("no KV was reused, so what was measured says nothing of blending")
-        if not quality.kl_nats <= self.max_kl_nats:
-            reasons.append(f"divergence of {quality.kl_nats:.4f} nats is above {self.max_kl_nats}")
-        if not quality.top1_agreement >= self.min_top1_agreement:
-            reasons.append(
-                f"{quality.top1_agreement:.1%} equal first choices are below"
-                f" {self.min_top1_agreement:.0%}"
-            )
-        worst = quality.delta_loss_nats + 2 * quality.delta_loss_error
-        if not worst <= self.max_delta_loss_nats:
-            reasons.append(
-                f"the loss may grow by {worst:.4f} nats a token, above {self.max_delta_loss_nats}"
-            )
-        return reasons
-
 
 class BlendCertificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was measured, of what, and whether it is good enough.
@@ -124,8 +105,26 @@ class BlendCertificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def reasons(self) -> list[str]:
-        """Why the model may not be blended so; empty if it may."""
-        return self.bounds.reasons_against(self.quality)
+        """Why the model may not be blended so; empty if it may. NaN is in no bounds."""
+        bounds, quality = self.bounds, self.quality
+        reasons = []
+        if not quality.reused_share > 0:
+            reasons.append("no KV was reused, so what was measured says nothing of blending")
+        if not quality.kl_nats <= bounds.max_kl_nats:
+            reasons.append(
+                f"divergence of {quality.kl_nats:.4f} nats is above {bounds.max_kl_nats}"
+            )
+        if not quality.top1_agreement >= bounds.min_top1_agreement:
+            reasons.append(
+                f"{quality.top1_agreement:.1%} equal first choices are below"
+                f" {bounds.min_top1_agreement:.0%}"
+            )
+        worst = quality.delta_loss_nats + 2 * quality.delta_loss_error
+        if not worst <= bounds.max_delta_loss_nats:
+            reasons.append(
+                f"the loss may grow by {worst:.4f} nats a token, above {bounds.max_delta_loss_nats}"
+            )
+        return reasons
 
 
 class CertificateFolder:

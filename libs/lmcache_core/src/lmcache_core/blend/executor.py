@@ -6,13 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from lmcache_kernels.blend_select import blend_deviation
 
 from lmcache_core._typing import override
-from lmcache_core.blend.interfaces import BlendExecutor, BlendOutput, mask_to_indices
+from lmcache_core.blend.interfaces import (
+    BlendExecutor,
+    BlendOutput,
+    mask_to_indices,
+    request_starts,
+)
 from lmcache_core.blend.selection import Candidates, SelectionPolicy, create_policy, with_the_rest
 
 PositionalEncoder = Callable[
@@ -27,151 +31,86 @@ the encoder in one step.
 """
 
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
-"""K and V."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """The tokens of a batch and where their KV comes from.
-
-    Attributes:
-        valid_mask: Booleans on the CPU, `[num_tokens]`.
-        original_positions: int64 `[num_tokens]`.
-        query_start_loc: `[num_requests + 1]`, as it was given.
-        starts: The same as plain numbers.
-    """
-
-    valid_mask: torch.Tensor
-    original_positions: torch.Tensor
-    query_start_loc: torch.Tensor
-    starts: tuple[int, ...]
-
-    @classmethod
-    def checked(
-        cls,
-        valid_mask: torch.Tensor,
-        original_positions: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        *,
-        looks_at_values: bool,
-    ) -> _Batch:
-        """Check lengths, and values too if told to.
-
-        Raises:
-            ValueError: They do not describe one batch.
-        """
-        num_tokens = len(valid_mask)
-        if valid_mask.ndim != 1 or original_positions.shape != (num_tokens,):
-            shapes = (
-                f"valid_mask is {tuple(valid_mask.shape)}, original_positions"
-                f" {tuple(original_positions.shape)}"
-            )
-            raise ValueError(f"{shapes}; both have one value a token")
-        starts = tuple(query_start_loc.tolist()) if query_start_loc.ndim == 1 else ()
-        if (
-            len(starts) < 1
-            or starts[0] != 0
-            or starts[-1] != num_tokens
-            or any(a > b for a, b in pairwise(starts))
-        ):
-            raise ValueError(
-                f"query_start_loc is {query_start_loc.tolist()}; it must rise from 0 to the number"
-                f" of tokens, {num_tokens}"
-            )
-        if looks_at_values and num_tokens and int(original_positions.min()) < 0:
-            raise ValueError(
-                f"original_positions holds {int(original_positions.min())}; positions are counted"
-                " from 0"
-            )
-        return cls(valid_mask.to(torch.bool), original_positions, query_start_loc, starts)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all requests."""
-        return len(self.valid_mask)
-
-
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """Fresh Q, K and V of the tokens that are still computed.
+    """The arguments of `BlendExecutor.blend`, by their names; `valid_mask` of booleans."""
 
-    Attributes:
-        q: Any number of heads.
-        k: As `v`.
-        v: As `k`.
-        token_dim: Which dimension of them counts tokens.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    retrieved_k: torch.Tensor | None
+    retrieved_v: torch.Tensor | None
+    valid_mask: torch.Tensor
+    original_positions: torch.Tensor
+    fresh_q: torch.Tensor
+    fresh_k: torch.Tensor
+    fresh_v: torch.Tensor
+    positions: torch.Tensor
+    query_start_loc: torch.Tensor
     token_dim: int
 
-    def check(self, positions: torch.Tensor, num_tokens: int, *, looks_at_values: bool) -> None:
-        """Check that there are so many tokens.
+    def check(self, num_fresh: int | None, *, looks_at_values: bool) -> list[int]:
+        """Check that lengths, shapes and positions fit together.
+
+        Args:
+            num_fresh: Tokens that are still computed; None: all.
+            looks_at_values: Check values of positions too, which waits for their device.
+
+        Returns:
+            Where each request begins, and the number of tokens.
 
         Raises:
-            ValueError: There are not, or K and V differ in shape or dtype.
+            ValueError: They do not.
         """
-        if self.k.ndim < 2:
+        num_tokens, originals = len(self.valid_mask), self.original_positions
+        if self.valid_mask.ndim != 1 or originals.shape != (num_tokens,):
             raise ValueError(
-                f"fresh_k is {tuple(self.k.shape)}; expected tokens and their channels"
+                f"valid_mask is {tuple(self.valid_mask.shape)}, original_positions"
+                f" {tuple(originals.shape)}; both have one value a token"
             )
-        if not -self.k.ndim <= self.token_dim < self.k.ndim:
-            raise ValueError(f"token_dim is {self.token_dim}; fresh_k has {self.k.ndim} dimensions")
-        for name, side in (("fresh_q", self.q), ("fresh_k", self.k), ("fresh_v", self.v)):
-            if side.ndim != self.k.ndim or side.shape[self.token_dim] != num_tokens:
+        starts = request_starts(self.query_start_loc, num_tokens)
+        num_fresh = num_tokens if num_fresh is None else num_fresh
+        self._check_fresh(num_fresh)
+        if self.positions.shape != (num_fresh,):
+            raise ValueError(
+                f"positions is {tuple(self.positions.shape)}; expected one for each of"
+                f" {num_fresh} tokens"
+            )
+        for name, positions in (("original_positions", originals), ("positions", self.positions)):
+            if looks_at_values and len(positions) and int(positions.min()) < 0:
+                raise ValueError(
+                    f"{name} holds {int(positions.min())}; positions are counted from 0"
+                )
+        self._check_retrieved(num_tokens)
+        return starts
+
+    def _check_fresh(self, num_tokens: int) -> None:
+        k, v, dim = self.fresh_k, self.fresh_v, self.token_dim
+        if k.ndim < 2:
+            raise ValueError(f"fresh_k is {tuple(k.shape)}; expected tokens and their channels")
+        if not -k.ndim <= dim < k.ndim:
+            raise ValueError(f"token_dim is {dim}; fresh_k has {k.ndim} dimensions")
+        for name, side in (("fresh_q", self.fresh_q), ("fresh_k", k), ("fresh_v", v)):
+            if side.ndim != k.ndim or side.shape[dim] != num_tokens:
                 raise ValueError(
                     f"{name} is {tuple(side.shape)}; expected {num_tokens} tokens in dimension"
-                    f" {self.token_dim}"
+                    f" {dim}"
                 )
-        if self.k.shape != self.v.shape or self.k.dtype != self.v.dtype:
+        if k.shape != v.shape or k.dtype != v.dtype:
             raise ValueError(
-                f"fresh_k is {tuple(self.k.shape)} of {self.k.dtype}, fresh_v {tuple(self.v.shape)}"
-                f" of {self.v.dtype}"
-            )
-        if positions.shape != (num_tokens,):
-            raise ValueError(
-                f"positions is {tuple(positions.shape)}; expected one for each of {num_tokens}"
-                " tokens"
-            )
-        if looks_at_values and num_tokens and int(positions.min()) < 0:
-            raise ValueError(
-                f"positions holds {int(positions.min())}; positions are counted from 0"
+                f"fresh_k is {tuple(k.shape)} of {k.dtype}, fresh_v {tuple(v.shape)} of {v.dtype}"
             )
 
-    def checked_retrieved(
-        self, k: torch.Tensor | None, v: torch.Tensor | None, batch: _Batch
-    ) -> _Pair | None:
-        """Return the retrieved pair of all tokens; None where nothing is valid.
-
-        Raises:
-            ValueError: It has another shape, dtype or device than the fresh.
-        """
-        if not batch.valid_mask.any():
-            return None
-        shape = list(self.k.shape)
-        shape[self.token_dim] = batch.num_tokens
-        for name, side in (("retrieved_k", k), ("retrieved_v", v)):
-            if (
-                side is None
-                or list(side.shape) != shape
-                or side.dtype != self.k.dtype
-                or side.device != self.k.device
-            ):
-                found = (
-                    "None"
-                    if side is None
-                    else f"{tuple(side.shape)} of {side.dtype} on {side.device}"
-                )
+    def _check_retrieved(self, num_tokens: int) -> None:
+        if not self.valid_mask.any():
+            return
+        shape = list(self.fresh_k.shape)
+        shape[self.token_dim] = num_tokens
+        wanted = tuple(shape), self.fresh_k.dtype, self.fresh_k.device
+        for name, side in (("retrieved_k", self.retrieved_k), ("retrieved_v", self.retrieved_v)):
+            found = None if side is None else (tuple(side.shape), side.dtype, side.device)
+            if found != wanted:
+                told = "None" if found is None else "{} of {} on {}".format(*found)
                 raise ValueError(
-                    f"{name} is {found}; expected {tuple(shape)} of {self.k.dtype} on"
-                    f" {self.k.device}, as the fresh"
+                    f"{name} is {told}; expected {'{} of {} on {}'.format(*wanted)}, as the fresh"
                 )
-        assert k is not None
-        assert v is not None
-        return k, v
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,30 +200,27 @@ class CacheBlendImpl(BlendExecutor):
             or K would have to be moved and no positional encoders were set.
         """
         selected = self._selected_before(layer_id)
-        is_whole = layer_id <= self.policy.check_layer
-        batch = _Batch.checked(
-            valid_mask, original_positions, query_start_loc, looks_at_values=is_whole
-        )
-        fresh = _Layer(fresh_q, fresh_k, fresh_v, token_dim)
-        fresh.check(
+        layer = _Layer(
+            retrieved_k,
+            retrieved_v,
+            valid_mask.to(torch.bool),
+            original_positions,
+            fresh_q,
+            fresh_k,
+            fresh_v,
             positions,
-            batch.num_tokens if selected is None else len(selected.indices),
-            looks_at_values=is_whole,
+            query_start_loc,
+            token_dim,
         )
-        retrieved = fresh.checked_retrieved(retrieved_k, retrieved_v, batch)
+        num_fresh = None if selected is None else len(selected.indices)
+        starts = layer.check(num_fresh, looks_at_values=layer_id <= self.policy.check_layer)
         if selected is not None:
-            out = self._fill(selected, batch, fresh, retrieved, positions)
-        elif layer_id == self.policy.check_layer and retrieved is not None:
-            selected, out = self._select(batch, fresh, retrieved, positions)
+            out = self._fill(selected, layer)
+        elif layer_id == self.policy.check_layer and layer.valid_mask.any():
+            selected, out = self._select(layer, starts)
         else:
-            out = BlendOutput(
-                fresh_q,
-                fresh_k,
-                fresh_v,
-                positions,
-                torch.arange(batch.num_tokens, device=positions.device),
-                None,
-            )
+            indices = torch.arange(len(positions), device=positions.device)
+            out = BlendOutput(fresh_q, fresh_k, fresh_v, positions, indices, None)
         self._selected, self._next_layer = selected, layer_id + 1
         return out
 
@@ -299,66 +235,58 @@ class CacheBlendImpl(BlendExecutor):
             )
         return self._selected
 
-    def _select(
-        self, batch: _Batch, fresh: _Layer, retrieved: _Pair, positions: torch.Tensor
-    ) -> tuple[_Selected, BlendOutput]:
+    def _select(self, layer: _Layer, starts: list[int]) -> tuple[_Selected, BlendOutput]:
         """Choose the tokens that are still computed; of this layer all K and V are fresh."""
-        device = fresh.k.device
-        is_valid, originals = batch.valid_mask.to(device), batch.original_positions.to(device)
+        device, dim, positions = layer.fresh_k.device, layer.token_dim, layer.positions
+        is_valid, originals = layer.valid_mask.to(device), layer.original_positions.to(device)
         deviation = None
         if self.policy.needs_deviation:
+            assert layer.retrieved_v is not None
             ours, theirs = (
-                side.movedim(fresh.token_dim, 0).flatten(1).contiguous()
-                for side in (fresh.v, retrieved[1])
+                side.movedim(dim, 0).flatten(1).contiguous()
+                for side in (layer.fresh_v, layer.retrieved_v)
             )
             deviation = blend_deviation(ours, theirs, is_valid)
-        candidates = Candidates(
-            batch.valid_mask, is_valid, originals, positions, batch.starts, deviation
-        )
-        is_selected = with_the_rest(
-            self.policy.choose(candidates), candidates
-        )  # which a foreign policy may have left out
+        candidates = Candidates(layer.valid_mask, is_valid, originals, positions, starts, deviation)
+        # A policy of others may leave out what is computed in any case.
+        is_selected = with_the_rest(self.policy.choose(candidates), candidates)
         indices = mask_to_indices(is_selected)
         counts = torch.cat([is_selected.new_zeros(1, dtype=torch.int64), is_selected.cumsum(0)])
-        starts = counts[batch.query_start_loc.to(device).long()].to(batch.query_start_loc)
-        selected = _Selected(indices, batch.valid_mask.clone(), self._move_of(originals, positions))
+        loc = layer.query_start_loc
+        selected = _Selected(indices, layer.valid_mask.clone(), self._move_of(originals, positions))
         return selected, BlendOutput(
-            fresh.q.index_select(fresh.token_dim, indices),
-            fresh.k,
-            fresh.v,
+            layer.fresh_q.index_select(dim, indices),
+            layer.fresh_k,
+            layer.fresh_v,
             positions[indices],
             indices,
-            starts,
+            counts[loc.to(device).long()].to(loc),
         )
 
-    def _fill(
-        self,
-        selected: _Selected,
-        batch: _Batch,
-        fresh: _Layer,
-        retrieved: _Pair | None,
-        positions: torch.Tensor,
-    ) -> BlendOutput:
+    def _fill(self, selected: _Selected, layer: _Layer) -> BlendOutput:
         """Return all tokens' KV: the retrieved, moved, and the fresh in its place where there is
         any.
         """
-        if len(selected.valid_mask) != batch.num_tokens:
+        if len(selected.valid_mask) != len(layer.valid_mask):
             raise ValueError(
-                f"a layer has {batch.num_tokens} tokens, that at which they were selected"
+                f"a layer has {len(layer.valid_mask)} tokens, that at which they were selected"
                 f" {len(selected.valid_mask)}"
             )
-        num_lost = int((selected.valid_mask & ~batch.valid_mask).sum())
-        if retrieved is None or num_lost:
+        num_lost = int((selected.valid_mask & ~layer.valid_mask).sum())
+        if num_lost:
             raise ValueError(
                 f"a layer has no retrieved KV of {num_lost} tokens, though the layer at which"
                 " tokens were selected had"
             )
-        keys = selected.move(retrieved[0].movedim(fresh.token_dim, 0)).movedim(0, fresh.token_dim)
-        k = keys.index_copy(fresh.token_dim, selected.indices, fresh.k)
-        v = retrieved[1].index_copy(fresh.token_dim, selected.indices, fresh.v)
-        return BlendOutput(
-            fresh.q, k, v, positions, torch.arange(len(positions), device=positions.device), None
-        )
+        # Some token was valid when they were selected, so it is valid here.
+        assert layer.retrieved_k is not None
+        assert layer.retrieved_v is not None
+        dim, positions = layer.token_dim, layer.positions
+        keys = selected.move(layer.retrieved_k.movedim(dim, 0)).movedim(0, dim)
+        k = keys.index_copy(dim, selected.indices, layer.fresh_k)
+        v = layer.retrieved_v.index_copy(dim, selected.indices, layer.fresh_v)
+        indices = torch.arange(len(positions), device=positions.device)
+        return BlendOutput(layer.fresh_q, k, v, positions, indices, None)
 
     def _move_of(self, original_positions: torch.Tensor, positions: torch.Tensor) -> Move:
         if self._mover is not None:

@@ -120,6 +120,21 @@ class BlendExecutor(ABC):
         """
 
 
+def request_starts(query_start_loc: torch.Tensor, num_tokens: int) -> list[int]:
+    """Return where each request of a batch begins, and the number of tokens, as plain numbers.
+
+    Raises:
+        ValueError: They do not rise from 0 to the number of tokens.
+    """
+    starts: list[int] = query_start_loc.tolist() if query_start_loc.ndim == 1 else []
+    if not starts or (starts[0], starts[-1]) != (0, num_tokens) or starts != sorted(starts):
+        raise ValueError(
+            f"query_start_loc is {query_start_loc.tolist()}; it must rise from 0 to the number of"
+            f" tokens, {num_tokens}"
+        )
+    return starts
+
+
 def create_index(
     ndims: int, target_dim: int, index: torch.Tensor | slice
 ) -> tuple[torch.Tensor | slice, ...]:

@@ -11,7 +11,12 @@ from itertools import accumulate, pairwise
 import torch
 
 from lmcache_core._typing import override
-from lmcache_core.blend.interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
+from lmcache_core.blend.interfaces import (
+    BlendRetriever,
+    BlendRetrieverResult,
+    BlendRetrieverTask,
+    request_starts,
+)
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine import LMCacheEngine
@@ -96,7 +101,7 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
 
     @override
     def result(self, layer_id: int) -> BlendRetrieverResult:
-        """Return K and V are `[num_tokens, num_heads * head_size]`.
+        """Return one layer; K and V are `[num_tokens, num_heads * head_size]`.
 
         Raises:
             ValueError: There is no such layer.
@@ -200,10 +205,8 @@ class SPTBlendRetriever(BlendRetriever):
     def new_request(
         self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor
     ) -> SPTBlendRetrieverTask:
-        """Of each prompt of several segments it first asks the
-        tiers how much is cached as a prefix.
-
-        That is one prompt after the other, each within the deadlines of the tiers.
+        """Ask the tiers how much of each prompt of several segments is cached as a prefix, one
+        prompt after the other within the deadlines of the tiers, and begin to retrieve.
 
         Raises:
             ValueError: The tokens are no row of token ids, or `query_start_loc` does not rise from
@@ -214,17 +217,7 @@ class SPTBlendRetriever(BlendRetriever):
                 f"input_tokens is {tuple(input_tokens.shape)} of {input_tokens.dtype}; expected"
                 " token ids, [num_tokens]"
             )
-        starts = query_start_loc.tolist() if query_start_loc.ndim == 1 else []
-        if (
-            not starts
-            or starts[0] != 0
-            or starts[-1] != len(input_tokens)
-            or starts != sorted(starts)
-        ):
-            raise ValueError(
-                f"query_start_loc is {query_start_loc.tolist()}; it must rise from 0 to the number"
-                f" of tokens, {len(input_tokens)}"
-            )
+        starts = request_starts(query_start_loc, len(input_tokens))
         tokens = input_tokens.cpu().to(torch.int64)
         segments = [
             segment

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -140,19 +141,17 @@ class RopeParameters:
 
     def _dimension_of(self, num_rotations: float) -> float:
         """Return the dimension that turns so often in the prompts of the training."""
-        turns = self._trained_positions / (num_rotations * 2 * math.pi)
+        trained = self.original_max_positions or self.max_positions
+        turns = trained / (num_rotations * 2 * math.pi)
         return self.num_rotated * math.log(turns) / (2 * math.log(self.theta))
 
     def _llama3_frequencies(self, frequencies: torch.Tensor) -> torch.Tensor:
-        turns = self._trained_positions * frequencies / (2 * math.pi)
+        trained = self.original_max_positions or self.max_positions
+        turns = trained * frequencies / (2 * math.pi)
         smooth = (
             (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         ).clamp(0, 1)
         return (1 - smooth) * frequencies / self.factor + smooth * frequencies
-
-    @property
-    def _trained_positions(self) -> int:
-        return self.original_max_positions or self.max_positions
 
 
 class RotaryEmbedding:
@@ -191,19 +190,17 @@ class RotaryEmbedding:
         Returns:
             New tensors of the same shapes and dtypes.
         """
-        angles = self._angles(positions, self._frequencies)
-        return self._turned(q, angles, self._parameters.scale), self._turned(
-            k, angles, self._parameters.scale
-        )
+        at = self._table(positions, self._frequencies, self._parameters.scale)
+        rotation = self._rotation(None, at)
+        return self._rotated(q, rotation), self._rotated(k, rotation)
 
     def decode(
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Undo `encode` for KV that is cached. Arguments as there."""
-        angles = self._angles(positions, self._original_frequencies)
-        inverse = 1 / self._parameters.scale
-        cos, sin = angles
-        return self._turned(q, (cos, -sin), inverse), self._turned(k, (cos, -sin), inverse)
+        at = self._table(positions, self._original_frequencies, 1 / self._parameters.scale)
+        rotation = self._rotation(at, None)
+        return self._rotated(q, rotation), self._rotated(k, rotation)
 
     def mover(
         self, original_positions: torch.Tensor, positions: torch.Tensor
@@ -219,62 +216,39 @@ class RotaryEmbedding:
             What rotates cached K of one layer, `[num_tokens, …]`, and gives a new tensor of the
             same shape and dtype.
         """
-        source, target = original_positions.long().contiguous(), positions.long().contiguous()
-        rotation = Rotation(
-            source,
-            target,
-            self._table(source, self._original_frequencies),
-            self._table(target, self._frequencies),
-            self._parameters.is_interleaved,
-        )
+        source = self._table(original_positions, self._original_frequencies)
+        target = self._table(positions, self._frequencies)
+        return partial(self._rotated, rotation=self._rotation(source, target))
 
-        head_size = self._parameters.head_size
-
-        def move(k: torch.Tensor) -> torch.Tensor:
-            return rope_rotate(k.reshape(len(k), -1, head_size).contiguous(), rotation).view(
-                k.shape
-            )
-
-        return move
-
-    def _table(self, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        """Return the cosines and sines of every position up to the largest, float32
-        `[num_positions, num_rotated]`.
-        """
-        num_positions = int(positions.max()) + 1 if len(positions) else 0
-        cos, sin = self._angles(torch.arange(num_positions, device=positions.device), frequencies)
-        return torch.cat([cos, sin], -1).flatten(1)
-
-    def _angles(
-        self, positions: torch.Tensor, frequencies: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosines and sines, float32 `[num_tokens, 1, num_rotated / 2]`."""
-        angles = positions.float()[:, None, None] * frequencies.to(positions.device)
-        return angles.cos(), angles.sin()
-
-    def _turned(
-        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], scale: float
+    def _table(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0
     ) -> torch.Tensor:
-        head_size, num_rotated = self._parameters.head_size, self._parameters.num_rotated
-        if len(angles[0]) != len(x) or x[0].numel() % head_size:
+        """Return cosines and sines times `scale`, float32 `[num_tokens, num_rotated]`."""
+        angles = positions.float()[:, None] * frequencies.to(positions.device)
+        return torch.cat([angles.cos(), angles.sin()], -1) * scale
+
+    def _rotation(self, source: torch.Tensor | None, target: torch.Tensor | None) -> Rotation:
+        """Return the rotation of each token from its row of one table to its row of the other;
+        None: not rotated.
+        """
+        table = source if target is None else target
+        assert table is not None
+        unrotated = torch.zeros_like(table)
+        unrotated[:, : table.shape[1] // 2] = 1.0  # the cosines
+        rows = torch.arange(len(table), device=table.device)
+        source, target = (unrotated if side is None else side for side in (source, target))
+        return Rotation(rows, rows, source, target, self._parameters.is_interleaved)
+
+    def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        head_size, num_tokens = self._parameters.head_size, len(rotation.source)
+        width = x.shape[1:].numel()
+        if len(x) != num_tokens or width % head_size:
             raise ValueError(
-                f"a tensor of {tuple(x.shape)} cannot be rotated at {len(angles[0])} positions by"
-                f" heads of {head_size}"
+                f"a tensor of {tuple(x.shape)} cannot be rotated at {num_tokens} positions by heads"
+                f" of {head_size}"
             )
-        cos, sin = angles[0] * scale, angles[1] * scale
-        heads = x.reshape(len(x), -1, head_size)
-        rotated = heads[..., :num_rotated].float()
-        if self._parameters.is_interleaved:
-            first, second = rotated[..., 0::2], rotated[..., 1::2]
-            turned = torch.stack(
-                [first * cos - second * sin, second * cos + first * sin], -1
-            ).flatten(-2)
-        else:
-            first, second = rotated.chunk(2, -1)
-            turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-        out = heads.clone()
-        out[..., :num_rotated] = turned.to(x.dtype)
-        return out.view(x.shape)
+        heads = x.reshape(num_tokens, width // head_size, head_size)
+        return rope_rotate(heads.contiguous(), rotation).view(x.shape)
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:

@@ -14,7 +14,6 @@ from lmcache_core.config.options import (
     BLEND_POLICIES,
     DIRECTORY_URL,
     DISK_SERDES,
-    NON_EMPTY,
     REMOTE_SERDES,
     REMOTE_URL,
     SOCKET_PATH,
@@ -30,10 +29,6 @@ from lmcache_core.config.registry import DEFAULT_EVICTION_POLICY, EVICTION_POLIC
 from lmcache_core.errors import ConfigError
 
 _TEN_YEARS_S = 10 * 365 * 86400
-_PEERS_ARE_THE_SIDECARS = (
-    "leave it out, peers are found and served by the sidecar, by its settings lookup_url,"
-    " broker_url and distributed_url"
-)
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,8 +47,7 @@ class LMCacheEngineConfig:
         "Chunks",
         "Tokens in a chunk, the unit that is hashed, stored and found.",
         unit="tokens",
-        low=1,
-        high=65536,
+        limits=(1, 65536),
     )
     local_cpu: bool = option(
         "Host memory",
@@ -62,43 +56,36 @@ class LMCacheEngineConfig:
     )
     max_local_cpu_size: float = option(
         "Host memory",
-        "Host memory for chunks; needed with `local_cpu` off too, since chunks pass "
-        "through it. Ignored with a sidecar.",
+        "Host memory for chunks; needed with `local_cpu` off too, since chunks pass through it. "
+        "Ignored with a sidecar.",
         unit="GB",
-        low=0,
-        high=1 << 20,
+        limits=(0, 1 << 20),
     )
     local_disk: str | None = option(
-        "Disk",
-        "Directory for chunks.",
-        form=DIRECTORY_URL,
-        beside_sidecar="set the sidecar's disk_path and disk_gb",
+        "Disk", "Directory for chunks.", form=DIRECTORY_URL, sidecar="disk_path and disk_gb"
     )
     max_local_disk_size: float = option(
         "Disk",
         "Disk space for chunks; 5 in a file that sets only `local_disk`.",
         unit="GB",
-        low=0,
-        high=1 << 24,
-        beside_sidecar="set the sidecar's disk_gb",
+        limits=(0, 1 << 24),
+        sidecar="disk_gb",
     )
     remote_url: str | None = option(
         "Remote tier",
-        "Where chunks are shared. From a file or the environment the default is none. "
-        "If nothing listens, it costs one refused connection and one log line until "
-        "the breaker retries.",
+        "Where chunks are shared. From a file or the environment the default is none. If nothing "
+        "listens, it costs one refused connection and one log line until the breaker retries.",
         form=REMOTE_URL,
-        beside_sidecar="set the sidecar's remote_url",
+        sidecar="remote_url",
     )
     remote_serde: str | None = option(
         "Remote tier",
-        "Encoding in the remote tier. lossless: smaller, exact. cachegen: several "
-        "times smaller, with the documented loss; cachegen:high and cachegen:low: "
-        "finer and coarser. These need lmcache-core[codec]. torch, safetensor, fast: "
-        "documented formats, no smaller. Lossy chunks are misses for readers without a "
-        "cachegen serde.",
+        "Encoding in the remote tier. lossless: smaller, exact. cachegen: several times smaller, "
+        "with the documented loss; cachegen:high and cachegen:low: finer and coarser. These need "
+        "lmcache-core[codec]. torch, safetensor, fast: documented formats, no smaller. Lossy "
+        "chunks are misses for readers without a cachegen serde.",
         choices=REMOTE_SERDES,
-        beside_sidecar="set the sidecar's remote_serde",
+        sidecar="remote_serde",
     )
     save_decode_cache: bool = option(
         "Chunks", "Also store generated tokens, for the next turn of a conversation."
@@ -108,184 +95,170 @@ class LMCacheEngineConfig:
         "Reuse chunks that are not a prefix, for models with a passed certificate. Not in vLLM.",
     )
     blend_recompute_ratio: float = option(
-        "Blending", "Share of reused tokens to recompute.", low=0, high=1
+        "Blending", "Share of reused tokens to recompute.", limits=(0, 1)
     )
     blend_min_tokens: int = option(
-        "Blending", "Shorter prompts are not blended.", unit="tokens", low=0, high=(1 << 31) - 1
+        "Blending", "Shorter prompts are not blended.", unit="tokens", limits=(0, (1 << 31) - 1)
     )
     enable_p2p: bool = option(
         "Peers",
-        "Pull from peers and serve them, without a sidecar. Needs `lookup_url`, "
-        "`broker_url`, `distributed_url`.",
-        beside_sidecar=_PEERS_ARE_THE_SIDECARS,
+        "Pull from peers and serve them, without a sidecar. Needs `lookup_url`, `broker_url`, "
+        "`distributed_url`.",
+        beside_sidecar="leave it out, peers are found and served by the sidecar, by its settings"
+        " lookup_url, broker_url and distributed_url",
     )
     lookup_url: str | None = option(
-        "Peers", "Lookup service, `http://host:port` or `https://host:port`.", form=NON_EMPTY
+        "Peers", "Lookup service, `http://host:port` or `https://host:port`."
     )
     distributed_url: str | None = option(
         "Peers",
         "Where this engine listens for peers, `lm+tls://host:port` or `lm://host:port` "
         "(plaintext).",
-        form=NON_EMPTY,
     )
     error_handling: bool = option(
         "Time and failures",
-        "True: errors inside the cache are logged, counted and answered as a miss. "
-        "False: they are raised. Wrong arguments always raise ValueError.",
+        "True: errors inside the cache are logged, counted and answered as a miss. False: they "
+        "are raised. Wrong arguments always raise ValueError.",
     )
 
     _: KW_ONLY
     broker_url: str | None = option(
         "Peers",
         "Broker, `http://host:port` or `https://host:port`.",
-        form=NON_EMPTY,
-        beside_sidecar="set the sidecar's broker_url",
         default=None,
+        sidecar="broker_url",
     )
     peer_token_file: str | None = option(
         "Peers",
         "Bearer token file for lookup and broker. Re-read when it changes.",
-        form=NON_EMPTY,
-        beside_sidecar="set the sidecar's service_token_file",
         default=None,
+        sidecar="service_token_file",
     )
     peer_ticket_keys_file: str | None = option(
         "Peers",
         "The broker's ticket keys, one `id:base64` per line; peers then need tickets.",
-        form=NON_EMPTY,
-        beside_sidecar="set the sidecar's ticket_keys_file",
         default=None,
+        sidecar="ticket_keys_file",
     )
     peer_tls_cert_file: str | None = option(
         "Peers",
-        "Certificate (PEM) for peers at an lm+tls `distributed_url`, and as a client. "
-        "All `peer_tls` files are re-read when they change.",
-        form=NON_EMPTY,
-        beside_sidecar="set the sidecar's tls_cert_file and tls_client_cert_file",
+        "Certificate (PEM) for peers at an lm+tls `distributed_url`, and as a client. All "
+        "`peer_tls` files are re-read when they change.",
         default=None,
+        sidecar="tls_cert_file and tls_client_cert_file",
     )
     peer_tls_key_file: str | None = option(
         "Peers",
         "Key (PEM, no passphrase), if not in `peer_tls_cert_file`.",
-        form=NON_EMPTY,
-        beside_sidecar="set the sidecar's tls_key_file and tls_client_key_file",
         default=None,
+        sidecar="tls_key_file and tls_client_key_file",
     )
     peer_tls_ca_file: str | None = option(
         "Peers",
         "CA (PEM) for lookup, broker and peers; none: the system's.",
-        form=NON_EMPTY,
-        beside_sidecar="set the sidecar's tls_ca_file",
         default=None,
+        sidecar="tls_ca_file",
     )
     peer_tls_client_ca_file: str | None = option(
         "Peers",
         "CA (PEM) of client certificates that peers must show; none: no client certificates.",
-        form=NON_EMPTY,
-        beside_sidecar="set the sidecar's tls_client_ca_file",
         default=None,
+        sidecar="tls_client_ca_file",
     )
     peer_tls_name: str | None = option(
         "Peers",
         "Name in peers' certificates, if not their host.",
-        form=NON_EMPTY,
-        beside_sidecar="set the sidecar's tls_peer_name",
         default=None,
+        sidecar="tls_peer_name",
     )
     peer_allow_plaintext: bool = option(
         "Peers",
-        "Allow an lm `distributed_url` that other machines reach, on a trusted or "
-        "encrypted network.",
-        beside_sidecar="set the sidecar's allow_plaintext",
+        "Allow an lm `distributed_url` that other machines reach, on a trusted or encrypted "
+        "network.",
         default=False,
+        sidecar="allow_plaintext",
     )
 
     blend_policy: str = option(
         "Blending",
-        "Which reused tokens are recomputed. deviation: those whose KV differs most on "
-        "an early layer (CacheBlend). first_of_chunk: each text's first (EPIC). none: "
-        "none.",
-        choices=BLEND_POLICIES,
+        "Which reused tokens are recomputed. deviation: those whose KV differs most on an early "
+        "layer (CacheBlend). first_of_chunk: each text's first (EPIC). none: none.",
         default="deviation",
+        choices=BLEND_POLICIES,
     )
     blend_certificates: str | None = option(
-        "Blending", "Folder written by `lmcachectl certify blend`.", form=NON_EMPTY, default=None
+        "Blending", "Folder written by `lmcachectl certify blend`.", default=None
     )
 
     sidecar_socket: str | None = option(
         "Sidecar",
         "Unix socket of the pod's sidecar, whose tiers replace the engine's own.",
-        form=SOCKET_PATH,
         default=None,
+        form=SOCKET_PATH,
     )
     verify_hot: str = option(
         "Host memory",
-        "Check digests of chunks loaded from host memory: each, 1 in 16, or none. "
-        "Chunks from elsewhere are always checked.",
-        choices=VERIFY_HOT_MODES,
-        beside_sidecar="set the sidecar's verify_hot",
+        "Check digests of chunks loaded from host memory: each, 1 in 16, or none. Chunks from "
+        "elsewhere are always checked.",
         default="always",
+        choices=VERIFY_HOT_MODES,
+        sidecar="verify_hot",
     )
     tier_timeout_s: float = option(
         "Time and failures",
         "Longest wait on a tier or the sidecar.",
-        unit="seconds",
-        low=0.001,
-        high=3600,
         default=2.0,
+        unit="seconds",
+        limits=(0.001, 3600),
     )
     salt: str = option(
         "Chunks",
         "Part of every chunk's hash: other salts never find these chunks. A secret.",
+        default="",
         form=UTF8,
         secret=True,
-        beside_sidecar="set the sidecar's salt_file",
-        default="",
+        sidecar="salt_file",
     )
     eviction_policy: str = option(
         "Host memory",
         "Which chunks are evicted first.",
+        default=DEFAULT_EVICTION_POLICY,
         choices=tuple(EVICTION_POLICIES),
         beside_sidecar="leave it out, the sidecar decides what its memory keeps",
-        default=DEFAULT_EVICTION_POLICY,
     )
     chunk_ttl_s: float | None = option(
         "Chunks",
         "How long a chunk is served after it was stored; none: no limit.",
-        unit="seconds",
-        low=0.001,
-        high=_TEN_YEARS_S,
-        beside_sidecar="leave it out, the sidecar decides how long it keeps chunks",
         default=None,
+        unit="seconds",
+        limits=(0.001, _TEN_YEARS_S),
+        beside_sidecar="leave it out, the sidecar decides how long it keeps chunks",
     )
     prefill_tokens_per_s: float | None = option(
         "Time and failures",
         "Prefill speed; none: learned. Sets each retrieve's deadline, at most `tier_timeout_s`.",
-        unit="tokens per second",
-        low=0.001,
-        high=10**9,
         default=None,
+        unit="tokens per second",
+        limits=(0.001, 10**9),
     )
     close_drain_s: float = option(
         "Time and failures",
         "How long closing waits for pending writes.",
-        unit="seconds",
-        low=0,
-        high=3600,
         default=5.0,
+        unit="seconds",
+        limits=(0, 3600),
     )
     disk_fsync: bool = option(
         "Disk",
         "Sync each chunk. Without it a power cut may lose the newest chunks, never damage any.",
-        beside_sidecar="set the sidecar's disk_fsync",
         default=False,
+        sidecar="disk_fsync",
     )
     remote_token_file: str | None = option(
         "Remote tier",
         "Bearer token file for lm, lm+tls, http and https. Re-read when it changes.",
-        form=NON_EMPTY,
-        beside_sidecar="set the sidecar's service_token_file",
         default=None,
+        sidecar="service_token_file",
     )
     save_unfull_chunk: bool = option(
         "Chunks", "Also store a prompt's last, shorter chunk.", default=True
@@ -293,39 +266,35 @@ class LMCacheEngineConfig:
     local_disk_serde: str = option(
         "Disk",
         "Encoding on disk; see `remote_serde`.",
-        choices=DISK_SERDES,
-        beside_sidecar="set the sidecar's disk_serde",
         default="naive",
+        choices=DISK_SERDES,
+        sidecar="disk_serde",
     )
     remote_tls_ca_file: str | None = option(
         "Remote tier",
         "CA (PEM) for lm+tls and https; none: the system's.",
-        form=NON_EMPTY,
-        beside_sidecar="set the sidecar's tls_ca_file",
         default=None,
+        sidecar="tls_ca_file",
     )
     remote_tls_cert_file: str | None = option(
         "Remote tier",
         "Client certificate (PEM), with its key or `remote_tls_key_file`.",
-        form=NON_EMPTY,
-        beside_sidecar="set the sidecar's tls_client_cert_file",
         default=None,
+        sidecar="tls_client_cert_file",
     )
     remote_tls_key_file: str | None = option(
         "Remote tier",
         "Key (PEM, no passphrase) of `remote_tls_cert_file`.",
-        form=NON_EMPTY,
-        beside_sidecar="set the sidecar's tls_client_key_file",
         default=None,
+        sidecar="tls_client_key_file",
     )
     otlp_endpoint: str | None = option(
         "Time and failures",
         "Trace collector, OTLP over HTTP, `http://host:4318`; none: no traces.",
-        form=NON_EMPTY,
         default=None,
     )
     trace_sample_ratio: float = option(
-        "Time and failures", "Share of calls that are traced.", high=1, default=0.01
+        "Time and failures", "Share of calls that are traced.", default=0.01, limits=(0, 1)
     )
 
     def __post_init__(self) -> None:
@@ -335,10 +304,8 @@ class LMCacheEngineConfig:
         refuse_contradictions(self, OPTIONS)
 
     def __repr__(self) -> str:
-        values = ", ".join(
-            f"{name}={option.shown(getattr(self, name))}" for name, option in OPTIONS.items()
-        )
-        return f"{type(self).__name__}({values})"
+        values = (f"{name}={OPTIONS[name].shown(getattr(self, name))}" for name in OPTIONS)
+        return f"{type(self).__name__}({', '.join(values)})"
 
     @staticmethod
     def from_defaults(

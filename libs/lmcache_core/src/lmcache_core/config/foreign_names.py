@@ -92,39 +92,25 @@ def _max_local_cache_size(value: Any, named: Mapping[str, Any]) -> dict[str, Any
 
 
 def _cache_policy(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | None:
+    name = str(value).lower()
     if value is None:
         return {}
-    return {"lru": {"eviction_policy": "lru"}, "s3fifo": {"eviction_policy": "s3fifo"}}.get(
-        str(value).lower()
-    )
+    return {"eviction_policy": name} if name in ("lru", "s3fifo") else None
 
 
-def _only(*defaults: Any, instead: str) -> ForeignName:
+def _only(instead: str, *defaults: Any) -> ForeignName:
     """Return a name whose value is accepted while it asks for nothing: LMCache's default, null or
     empty.
     """
 
     def translate(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | None:
-        asks_nothing = value is None or value in ("", [], {})
-        return (
-            {}
-            if asks_nothing
-            or any(value == d and isinstance(value, bool) == isinstance(d, bool) for d in defaults)
-            else None
+        is_default = any(  # True is no 1 here
+            value == d and isinstance(value, bool) == isinstance(d, bool) for d in defaults
         )
+        return {} if is_default or value in _EMPTY else None
 
     said = [str(d).lower() if isinstance(d, bool) else str(d) for d in defaults]
     return ForeignName(", ".join([*said, "null, empty"]), translate, instead)
-
-
-def _either(*values: Any, because: str) -> ForeignName:
-    """Return a name whose values all get what is done anyway."""
-    said = ", ".join(str(v).lower() for v in values)
-    return ForeignName(
-        f"{said}, null: {because}",
-        lambda value, _: {} if value is None or value in values else None,
-        f"must be one of {said}",
-    )
 
 
 def _part_of(switch: str, names: str, instead: str | None = None) -> dict[str, ForeignName]:
@@ -138,8 +124,8 @@ def _part_of(switch: str, names: str, instead: str | None = None) -> dict[str, F
     """
 
     def translate(value: Any, named: Mapping[str, Any]) -> dict[str, Any] | None:
-        is_empty = instead is not None and value in (None, "", [], {})
-        return {} if is_empty or named.get(switch) in _NOTHING else None
+        is_off = named.get(switch) in (*_EMPTY, False)
+        return {} if is_off or (instead is not None and value in _EMPTY) else None
 
     accepted = f"anything, while `{switch}` is off or unset"
     fix = f"it belongs to {switch}; leave both out"
@@ -148,33 +134,14 @@ def _part_of(switch: str, names: str, instead: str | None = None) -> dict[str, F
     return dict.fromkeys(names.split(), ForeignName(accepted, translate, fix, switch))
 
 
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _NO_PD = (
     "handing KV from a prefill pod to a decode pod directly is not in this release; share it"
     " through peers or the remote tier"
 )
-_NO_CONTROLLER = (
-    "there is no controller; use the lookup service and the broker (the sidecar's lookup_url and"
-    " broker_url)"
-)
 *_FIRST_POLICIES, _LAST_POLICY = EVICTION_POLICIES
 _NO_OTHER_POLICY = f"set eviction_policy to {', '.join(_FIRST_POLICIES)} or {_LAST_POLICY}"
 _NO_GDS = "there is no GPU-direct tier; use local_disk"
-_SEPARATOR_IS_AN_ARGUMENT = (
-    "give the separator as token ids, CachedCausalLM(model, engine, separator)"
-)
-_NO_THRESHOLDS = (
-    "a share of the tokens is recomputed (blend_recompute_ratio), not what is above a bound"
-)
-_POLICY_HAS_THE_LAYER = (
-    "the layer on which tokens are chosen follows from blend_policy: 1 for deviation, 0 for the"
-    " others"
-)
-_PEERS = "peers are found by lookup_url and broker_url, and chunks are served at distributed_url"
-_ALLOCATED_AT_ONCE = (
-    "memory is allocated at once, so that it cannot run short later; set max_local_cpu_size to what"
-    " there is"
-)
 
 FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
     {
@@ -204,158 +171,169 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             ),
             "chunks are always named by SHA-256; leave it out",
         ),
-        "pipelined_backend": _either(True, False, because="remote tiers always pipeline"),
-        "use_layerwise": _only(False, instead="KV moves by chunk, not by layer; set it to false"),
-        "enable_async_loading": _only(False, instead="use the engine's prefetch; set it to false"),
+        "pipelined_backend": ForeignName(
+            "true, false, null: remote tiers always pipeline",
+            lambda value, _: {} if value in (None, True, False) else None,
+            "must be one of true, false",
+        ),
+        "use_layerwise": _only("KV moves by chunk, not by layer; set it to false", False),
+        "enable_async_loading": _only("use the engine's prefetch; set it to false", False),
         "py_enable_gc": _only(
-            True, instead="the process's garbage collection is left alone; set it to true"
+            "the process's garbage collection is left alone; set it to true", True
         ),
         "numa_mode": _only(
-            instead=(
-                "bind the process instead (numactl, the kubelet's topology manager); set it to null"
-            )
+            "bind the process instead (numactl, the kubelet's topology manager); set it to null"
         ),
         "local_cpu_use_hugepages": _only(
-            False, instead="let the system choose (transparent huge pages); set it to false"
+            "let the system choose (transparent huge pages); set it to false", False
         ),
         "reserve_local_cpu_size": _only(
-            0, instead="set max_local_cpu_size to what there is to use; leave it out"
+            "set max_local_cpu_size to what there is to use; leave it out", 0
         ),
-        "local_disk_path_sharding": _only("by_gpu", instead="there is one directory; leave it out"),
-        "priority_limit": _only(instead="every request is cached; set it to null"),
+        "local_disk_path_sharding": _only("there is one directory; leave it out", "by_gpu"),
+        "priority_limit": _only("every request is cached; set it to null"),
         "min_retrieve_tokens": _only(
+            "set prefill_tokens_per_s: what is slower to load than to compute is not loaded;"
+            " leave it out",
             0,
-            instead=(
-                "set prefill_tokens_per_s: what is slower to load than to compute is not loaded;"
-                " leave it out"
-            ),
         ),
-        "lookup_timeout_ms": _only(3000, instead="set tier_timeout_s, in seconds"),
-        "hit_miss_ratio": _only(instead="hits are never pretended; leave it out"),
+        "lookup_timeout_ms": _only("set tier_timeout_s, in seconds", 3000),
+        "hit_miss_ratio": _only("hits are never pretended; leave it out"),
         "external_lookup_client": _only(
-            instead="use the lookup service (the sidecar's lookup_url); set it to null"
+            "use the lookup service (the sidecar's lookup_url); set it to null"
         ),
-        "lookup_server_worker_ids": _only(instead="engines run no lookup server; leave it out"),
-        "enable_scheduler_bypass_lookup": _only(False, instead="set it to false"),
+        "lookup_server_worker_ids": _only("engines run no lookup server; leave it out"),
+        "enable_scheduler_bypass_lookup": _only("set it to false", False),
         "retrieve_locations": _only(
-            instead="all tiers are asked, fastest first; name fewer in lookup's search_range"
+            "all tiers are asked, fastest first; name fewer in lookup's search_range"
         ),
-        "store_location": _only(
-            instead="chunks go to all tiers; leave out the tiers that you do not want"
-        ),
+        "store_location": _only("chunks go to all tiers; leave out the tiers that you do not want"),
         "extra_config": _only(
-            instead="nothing reads it here; see which options there are, and leave it out"
+            "nothing reads it here; see which options there are, and leave it out"
         ),
-        "pin_timeout_sec": _only(
-            300, instead="pins end with the connection that holds them; leave it out"
-        ),
+        "pin_timeout_sec": _only("pins end with the connection that holds them; leave it out", 300),
         "pin_check_interval_sec": _only(
-            30, instead="pins end with the connection that holds them; leave it out"
+            "pins end with the connection that holds them; leave it out", 30
         ),
         "enable_kv_events": _only(
-            False, instead="the lookup service is told of stores and removals; set it to false"
+            "the lookup service is told of stores and removals; set it to false", False
         ),
         "use_gpu_connector_v3": _only(
-            False, instead="the GPU connector is an argument of the engine; set it to false"
+            "the GPU connector is an argument of the engine; set it to false", False
         ),
-        "audit_actual_remote_url": _only(instead="set remote_url; there is no auditing tier"),
-        "weka_path": _only(instead=_NO_GDS),
-        "mp_host": _only(instead="set sidecar_socket to the socket of the pod's sidecar"),
+        "audit_actual_remote_url": _only("set remote_url; there is no auditing tier"),
+        "weka_path": _only(_NO_GDS),
+        "mp_host": _only("set sidecar_socket to the socket of the pod's sidecar"),
         **_part_of("mp_host", "mp_port"),
-        "enable_lazy_memory_allocator": _only(False, instead=_ALLOCATED_AT_ONCE),
+        "enable_lazy_memory_allocator": _only(
+            "memory is allocated at once, so that it cannot run short later; set"
+            " max_local_cpu_size to what there is",
+            False,
+        ),
         **_part_of(
             "enable_lazy_memory_allocator",
-            "lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio "
-            "lazy_memory_step_ratio lazy_memory_safe_size",
+            "lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio lazy_memory_step_ratio"
+            " lazy_memory_safe_size",
         ),
         **_part_of(
             "enable_blending",
             "blend_separator blend_special_str",
-            instead=_SEPARATOR_IS_AN_ARGUMENT,
+            "give the separator as token ids, CachedCausalLM(model, engine, separator)",
         ),
         **_part_of(
             "enable_blending",
             "blend_add_special_in_precomp",
-            instead="documents are encoded by the caller, with what they begin with",
+            "documents are encoded by the caller, with what they begin with",
         ),
         **_part_of(
             "enable_blending",
             "blend_recompute_ratios",
-            instead="set blend_recompute_ratio, one number for all layers",
+            "set blend_recompute_ratio, one number for all layers",
         ),
-        **_part_of("enable_blending", "blend_thresholds", instead=_NO_THRESHOLDS),
-        **_part_of("enable_blending", "blend_check_layers", instead=_POLICY_HAS_THE_LAYER),
+        **_part_of(
+            "enable_blending",
+            "blend_thresholds",
+            "a share of the tokens is recomputed (blend_recompute_ratio), not what is above a"
+            " bound",
+        ),
+        **_part_of(
+            "enable_blending",
+            "blend_check_layers",
+            "the layer on which tokens are chosen follows from blend_policy: 1 for deviation,"
+            " 0 for the others",
+        ),
         **_part_of(
             "enable_p2p",
             "p2p_host p2p_init_ports p2p_lookup_ports peer_init_ports peer_lookup_ports",
-            instead=_PEERS,
+            "peers are found by lookup_url and broker_url, and chunks are served at"
+            " distributed_url",
         ),
-        "enable_controller": _only(False, instead=_NO_CONTROLLER),
+        "enable_controller": _only(
+            "there is no controller; use the lookup service and the broker (the sidecar's"
+            " lookup_url and broker_url)",
+            False,
+        ),
         **_part_of(
             "enable_controller",
-            "lmcache_instance_id controller_url controller_pull_url "
-            "controller_reply_url lmcache_worker_port lmcache_worker_ports "
-            "lmcache_worker_ids lmcache_worker_heartbeat_delay_time "
-            "lmcache_worker_heartbeat_time",
+            "lmcache_instance_id controller_url controller_pull_url controller_reply_url"
+            " lmcache_worker_port lmcache_worker_ports lmcache_worker_ids"
+            " lmcache_worker_heartbeat_delay_time lmcache_worker_heartbeat_time",
         ),
-        "enable_pd": _only(False, instead=_NO_PD),
-        "enable_xpyd": _only(False, instead=_NO_PD),
-        "enable_nixl": _only(False, instead=_NO_PD),
+        "enable_pd": _only(_NO_PD, False),
+        "enable_xpyd": _only(_NO_PD, False),
+        "enable_nixl": _only(_NO_PD, False),
         **_part_of(
             "enable_pd",
-            "pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port "
-            "pd_peer_alloc_port pd_peer_query_port pd_proxy_host pd_proxy_port "
-            "pd_allocation_timeout_sec pd_shutdown_timeout_sec pd_max_prefill_len "
-            "pd_condition_poll_interval_sec pd_backend_mode pd_skip_proxy_notification "
-            "pd_bidirectional transfer_channel nixl_backends",
+            "pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port"
+            " pd_peer_alloc_port pd_peer_query_port pd_proxy_host pd_proxy_port"
+            " pd_allocation_timeout_sec pd_shutdown_timeout_sec pd_max_prefill_len"
+            " pd_condition_poll_interval_sec pd_backend_mode pd_skip_proxy_notification"
+            " pd_bidirectional transfer_channel nixl_backends",
         ),
         **_part_of(
             "enable_nixl",
-            "nixl_role nixl_buffer_size nixl_buffer_device nixl_enable_gc "
-            "nixl_peer_host nixl_peer_port nixl_peer_init_port nixl_peer_alloc_port "
-            "nixl_receiver_host nixl_receiver_port nixl_proxy_host nixl_proxy_port",
+            "nixl_role nixl_buffer_size nixl_buffer_device nixl_enable_gc nixl_peer_host"
+            " nixl_peer_port nixl_peer_init_port nixl_peer_alloc_port nixl_receiver_host"
+            " nixl_receiver_port nixl_proxy_host nixl_proxy_port",
         ),
-        "gds_path": _only(instead=_NO_GDS),
+        "gds_path": _only(_NO_GDS),
         **_part_of(
             "gds_path", "gds_path_sharding gds_buffer_size gds_backend use_gds cufile_buffer_size"
         ),
-        "maru_path": _only(instead="there is no CXL tier; use local_disk or remote_url"),
+        "maru_path": _only("there is no CXL tier; use local_disk or remote_url"),
         **_part_of("maru_path", "maru_pool_size"),
         "internal_api_server_enabled": _only(
-            False, instead="engines open no port; ask the sidecar's REST interface"
+            "engines open no port; ask the sidecar's REST interface", False
         ),
         **_part_of(
             "internal_api_server_enabled",
-            "internal_api_server_host internal_api_server_port_start "
-            "script_allowed_imports internal_api_server_include_index_list "
-            "internal_api_server_socket_path_prefix",
+            "internal_api_server_host internal_api_server_port_start script_allowed_imports"
+            " internal_api_server_include_index_list internal_api_server_socket_path_prefix",
         ),
         **dict.fromkeys(
             [
                 *("plugin_locations", "runtime_plugin_locations", "external_backends"),
                 *("storage_plugins", "remote_storage_plugins"),
             ],
-            _only(instead="nothing is loaded by name from a configuration; leave it out"),
+            _only("nothing is loaded by name from a configuration; leave it out"),
         ),
         "remote_config_url": _only(
-            instead="configuration is read from a file and the environment; leave it out"
+            "configuration is read from a file and the environment; leave it out"
         ),
         **_part_of("remote_config_url", "app_id"),
-        "enable_chunk_statistics": _only(
-            False, instead="counters are always kept; set it to false"
-        ),
+        "enable_chunk_statistics": _only("counters are always kept; set it to false", False),
         **_part_of(
             "enable_chunk_statistics",
-            "chunk_statistics_auto_start_statistics chunk_statistics_strategy "
-            "chunk_statistics_auto_exit_timeout_hours "
-            "chunk_statistics_auto_exit_target_unique_chunks",
+            "chunk_statistics_auto_start_statistics chunk_statistics_strategy"
+            " chunk_statistics_auto_exit_timeout_hours"
+            " chunk_statistics_auto_exit_target_unique_chunks",
         ),
-        "enable_hidden_state_cache": _only(False, instead="only KV is cached; set it to false"),
+        "enable_hidden_state_cache": _only("only KV is cached; set it to false", False),
         **_part_of(
             "enable_hidden_state_cache",
             "max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode",
         ),
-        "cost_aware_half_life_seconds": _only(60, instead=_NO_OTHER_POLICY),
-        "cost_aware_ewma_alpha": _only(0.2, instead=_NO_OTHER_POLICY),
+        "cost_aware_half_life_seconds": _only(_NO_OTHER_POLICY, 60),
+        "cost_aware_ewma_alpha": _only(_NO_OTHER_POLICY, 0.2),
     }
 )

@@ -17,17 +17,17 @@ from typing import Any
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 from lmcache_core.config.registry import REMOTE_SCHEMES
-from lmcache_core.errors import ConfigError
 
 VERIFY_HOT_MODES = ("always", "sampled", "never")
 DISK_SERDES = ("naive", "cachegen", "cachegen:high", "cachegen:low", "lossless")
 """How a process without torch can encode chunks; "naive" is not at all."""
 REMOTE_SERDES = (*DISK_SERDES, "torch", "safetensor", "fast")
 BLEND_POLICIES = ("deviation", "first_of_chunk", "none")
+SIDECAR_SETTING = "set the sidecar's "
 MAX_SHOWN_CHARS = 200
 _METADATA_KEY = "option"
 _SCHEME = re.compile(r"['\"]?\w[\w+.-]*://")
-_KIND_NAMES = MappingProxyType(
+KIND_NAMES = MappingProxyType(
     {bool: "true or false", int: "whole number", float: "number", str: "text"}
 )
 
@@ -53,11 +53,9 @@ class Option:
         group: Heading in the documentation.
         meaning: One or two sentences.
         unit: Unit of a number.
-        low: Least number.
-        high: Greatest number.
+        limits: Least and greatest number.
         choices: The only values, where they are few.
-        form: The shape of a text.
-        hint: Added to a refusal: why, and what to do instead.
+        form: The shape of a text; unless given, that it is not empty.
         secret: Never shown.
         beside_sidecar: What to do instead of setting it where the tiers are the sidecar's; "" where
             it may be set there too.
@@ -71,11 +69,9 @@ class Option:
     group: str
     meaning: str
     unit: str = ""
-    low: float = 0
-    high: float = 0
+    limits: tuple[float, float] = (0, 0)
     choices: tuple[Any, ...] = ()
     form: Form | None = None
-    hint: str = ""
     secret: bool = False
     beside_sidecar: str = ""
     name: str = ""
@@ -85,11 +81,6 @@ class Option:
     documented: bool = False
 
     @property
-    def kind_name(self) -> str:
-        """Its type, for people."""
-        return _KIND_NAMES[self.kind]
-
-    @property
     def allowed(self) -> str:
         """The allowed values, for people."""
         if self.choices:
@@ -97,29 +88,21 @@ class Option:
                 _as_yaml(choice) for choice in self.choices
             )
         elif self.kind in (int, float):
-            text = (
-                f"{'a whole number' if self.kind is int else 'a number'} in {_as_yaml(self.low)} …"
-                f" {_as_yaml(self.high)}"
-            )
+            low, high = map(_as_yaml, self.limits)
+            text = f"a {KIND_NAMES[self.kind]} in {low} … {high}"
         elif self.form is not None:
             text = self.form.wanted
         else:
-            text = self.kind_name
+            text = KIND_NAMES[self.kind]
         return f"{text}, or none" if self.optional else text
 
-    def check(self, value: Any) -> None:
-        """Refuse an impossible value.
-
-        Raises:
-            ConfigError: The value is not allowed; the text shows no secret.
-        """
-        if not self._holds(value):
-            unit = f" ({self.unit})" if self.unit else ""
-            hint = f"; {self.hint}" if self.hint else ""
-            near = _nearest(value, self.choices)
-            raise ConfigError(
-                f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{near}{hint}"
-            )
+    def problem(self, value: Any) -> str | None:
+        """Return why a value is impossible, without secrets; None where it is possible."""
+        if self._holds(value):
+            return None
+        unit = f" ({self.unit})" if self.unit else ""
+        near = _nearest(value, self.choices)
+        return f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{near}"
 
     def shown(self, value: Any) -> str:
         """Return a value as people may see it: neither a secret nor the credentials in a URL."""
@@ -134,12 +117,25 @@ class Option:
         if self.choices:
             return value in self.choices
         if self.kind in (int, float):
-            return bool(self.low <= value <= self.high)  # also false for NaN
+            low, high = self.limits
+            return bool(low <= value <= high)  # also false for NaN
         return self.form is None or self.form.fits(value)
 
 
-def option(group: str, meaning: str, *, default: Any = dataclasses.MISSING, **facts: Any) -> Any:
-    """Return a dataclass field that is an option; see `Option`."""
+def option(
+    group: str, meaning: str, *, default: Any = dataclasses.MISSING, sidecar: str = "", **facts: Any
+) -> Any:
+    """Return a dataclass field that is an option.
+
+    Args:
+        group: See `Option`.
+        meaning: See `Option`.
+        default: Left out where `from_defaults` has it.
+        sidecar: The sidecar's settings that take its place where the tiers are the sidecar's.
+        facts: Further attributes of `Option`.
+    """
+    if sidecar:
+        facts["beside_sidecar"] = SIDECAR_SETTING + sidecar
     return dataclasses.field(
         default=default, metadata={_METADATA_KEY: Option(group, meaning, **facts)}
     )
@@ -159,10 +155,12 @@ def options_of(model: Any, documented_defaults: Callable[..., Any]) -> Mapping[s
         kinds = typing.get_args(hints[field.name]) or (hints[field.name],)
         documented = field.default is dataclasses.MISSING
         default = parameters[field.name].default if documented else field.default
+        described = field.metadata[_METADATA_KEY]
         found[field.name] = dataclasses.replace(
-            field.metadata[_METADATA_KEY],
+            described,
             name=field.name,
             kind=kinds[0],
+            form=described.form or (NON_EMPTY if kinds[0] is str else None),
             optional=NoneType in kinds,
             default=default,
             documented=documented,
@@ -227,13 +225,8 @@ def _is_host(text: str) -> bool:
 
 def problems_of(values: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
     """Return a sentence for each of these values that is impossible."""
-    problems = []
-    for name, value in values.items():
-        try:
-            options[name].check(value)
-        except ConfigError as exc:
-            problems.append(str(exc))
-    return problems
+    problems = (options[name].problem(value) for name, value in values.items())
+    return [problem for problem in problems if problem is not None]
 
 
 def as_directory_url(value: Any) -> Any:

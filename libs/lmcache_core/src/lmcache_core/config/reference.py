@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 
 from lmcache_core.config.engine_config import OPTIONS
-from lmcache_core.config.foreign_names import FOREIGN_NAMES, ForeignName
-from lmcache_core.config.options import Option
+from lmcache_core.config.foreign_names import FOREIGN_NAMES
+from lmcache_core.config.options import SIDECAR_SETTING, Option
 from lmcache_core.config.sources import (
     CONFIG_FILE_ENV,
     ENV_PREFIX,
     IGNORED_ENV_NAMES,
     SERVICE_ENV_PREFIXES,
 )
-
-EMPTY_VALUES = re.compile(r"(?:^|, )null, empty")
-OBVIOUS_FIX = re.compile(r"(?:; |^)(?:leave it out|set it to \w+)(?:; )?$|^leave it out; ")
 
 _HARMLESS = re.compile(r"(?:(\S+), )?null, empty")
 _HEAD = f"""\
@@ -28,13 +24,13 @@ their own options with `--print-config`.
 
 Every option is also a variable, `{ENV_PREFIX}<OPTION>`. A wrong name, a wrong value or options that
 contradict each other are a `ConfigError` that names the fix. A GB is 2^30 bytes. ° marks this
-library's own options, set by name; the others are LMCache's documented fifteen.
-"""
+library's own options, set by name; the others are LMCache's documented fifteen."""
 
 _SIDECAR_HEAD = """\
 With `sidecar_socket` the tiers are the sidecar's, and these options are refused. Set the sidecar's:
 
-"""
+| option | instead |
+|---|---|"""
 
 _SOURCES = f"""\
 ## Where options come from
@@ -54,8 +50,7 @@ Unknown `{ENV_PREFIX}…` variables are refused, except
 ({", ".join(f"`{prefix}…`" for prefix in SERVICE_ENV_PREFIXES)}) and Kubernetes' service links.
 
 `salt` and the credentials and query of URLs are never shown. Bearer tokens are read from
-files only.
-"""  # noqa: E501
+files only."""  # noqa: E501
 
 _EXAMPLES = """\
 ## Examples
@@ -96,20 +91,13 @@ To see what each becomes, or why it is refused and what to do instead:
 [another protocol](protocols.md#lmcache-compatibility-tcp).
 
 | name | accepted |
-|---|---|
-"""
-
-_HARMLESS_HEAD = """\
-Accepted only if null, empty, or as shown:
-
-"""
+|---|---|"""
 
 _PARTS_HEAD = """\
 Accepted while their switch is off:
 
 | switch | names |
-|---|---|
-"""
+|---|---|"""
 
 
 def reference() -> str:
@@ -117,83 +105,58 @@ def reference() -> str:
     groups: dict[str, list[Option]] = {}
     for option in OPTIONS.values():
         groups.setdefault(option.group, []).append(option)
-    parts = [_HEAD]
-    for group, options in groups.items():
-        parts.append("\n".join([f"## {group}\n", *_table(options)]) + "\n")
-    parts.append(_SIDECAR_HEAD + "\n".join(_beside_sidecar()) + "\n")
-    parts += [
-        _SOURCES,
-        _FOREIGN_HEAD + "\n".join(_foreign_names()) + "\n",
-        _HARMLESS_HEAD + "\n".join(_harmless_names()) + "\n",
-        _PARTS_HEAD + "\n".join(_foreign_parts()) + "\n",
-        _EXAMPLES,
+    tables = [
+        [
+            f"## {group}\n",
+            "| option | default | values | meaning |",
+            "|---|---|---|---|",
+            *(
+                f"| `{option.name}`{'' if option.documented else '°'} | {_default(option)} |"
+                f" {_values(option)} | {option.meaning} |"
+                for option in options
+            ),
+        ]
+        for group, options in groups.items()
     ]
-    return "\n".join(parts)
-
-
-def _table(options: list[Option]) -> Iterator[str]:
-    yield "| option | default | values | meaning |"
-    yield "|---|---|---|---|"
-    for option in options:
-        cells = (
-            f"`{option.name}`" + ("" if option.documented else "°"),
-            _default(option),
-            _cell(_values(option)),
-            _cell(f"{option.meaning} {_hint(option)}".strip()),
-        )
-        yield f"| {' | '.join(cells)} |"
-
-
-def _beside_sidecar() -> Iterator[str]:
-    yield "| option | instead |"
-    yield "|---|---|"
-    for option in OPTIONS.values():
-        if option.beside_sidecar:
-            instead = option.beside_sidecar.removeprefix("set the sidecar's ")
-            yield f"| `{option.name}` | {_cell(instead)} |"
-
-
-def _foreign_names() -> Iterator[str]:
+    instead = [
+        f"| `{name}` | {option.beside_sidecar.removeprefix(SIDECAR_SETTING)} |"
+        for name, option in OPTIONS.items()
+        if option.beside_sidecar
+    ]
+    rows: list[str] = []
+    harmless: dict[str, list[str]] = {}
+    parts: dict[str, list[str]] = {}
     for name, known in FOREIGN_NAMES.items():
-        if not known.part_of and _harmless(known) is None:
-            yield f"| `{name}` | {_cell(known.accepted)} |"
-
-
-def _harmless_names() -> Iterator[str]:
-    """Yield a line for each value that names may have here, if they only ask for nothing."""
-    lines: dict[str, list[str]] = {}
-    for name, known in FOREIGN_NAMES.items():
-        value = _harmless(known)
-        if not known.part_of and value is not None:
-            lines.setdefault(value, []).append(name)
-    for value, names in lines.items():
-        yield f"- {value}: {_names(names)}" if value else f"- {_names(names)}"
-
-
-def _harmless(known: ForeignName) -> str | None:
-    """Return the one value besides null and empty that is accepted; None if it is not so."""
-    match = _HARMLESS.fullmatch(known.accepted)
-    return match and (match[1] or "")
-
-
-def _foreign_parts() -> Iterator[str]:
-    rows: dict[str, list[str]] = {}
-    for name, known in FOREIGN_NAMES.items():
+        only = _HARMLESS.fullmatch(known.accepted)
         if known.part_of:
-            rows.setdefault(known.part_of, []).append(name)
-    for switch, names in rows.items():
-        yield f"| `{switch}` | {_names(names)} |"
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+            parts.setdefault(known.part_of, []).append(f"`{name}`")
+        elif only is None:
+            rows.append(f"| `{name}` | {known.accepted} |")
+        else:
+            value = "" if only[1] is None else f"{only[1]}: "
+            harmless.setdefault(value, []).append(f"`{name}`")
+    sections = [
+        [_HEAD],
+        *tables,
+        [_SIDECAR_HEAD, *instead],
+        [_SOURCES],
+        [_FOREIGN_HEAD, *rows],
+        [
+            "Accepted only if null, empty, or as shown:\n",
+            *(f"- {value}{', '.join(names)}" for value, names in harmless.items()),
+        ],
+        [_PARTS_HEAD, *(f"| `{of}` | {', '.join(ours)} |" for of, ours in parts.items())],
+        [_EXAMPLES],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections)
 
 
 def _values(option: Option) -> str:
     if option.choices:
         return ", ".join(map(str, option.choices))
     if option.kind in (int, float):
-        return f"{option.low:.12g} … {option.high:.12g} {option.unit}".strip()
+        low, high = option.limits
+        return f"{low:.12g} … {high:.12g} {option.unit}".strip()
     return "" if option.form is None or option.form.wanted == "text" else option.form.wanted
 
 
@@ -203,14 +166,6 @@ def _default(option: Option) -> str:
     if isinstance(option.default, bool):
         return str(option.default).lower()
     return f"`{option.default}`" if option.default != "" else "empty"
-
-
-def _hint(option: Option) -> str:
-    return f"({option.hint[0].upper()}{option.hint[1:]}.)" if option.hint else ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.config.foreign_names import FOREIGN_NAMES, in_our_names
-from lmcache_core.config.options import Option, did_you_mean, shown
+from lmcache_core.config.options import KIND_NAMES, Option, did_you_mean, shown
 from lmcache_core.errors import ConfigError
 
 ENV_PREFIX = "LMCACHE_"
@@ -145,7 +145,7 @@ def _parse(option: Option, text: str) -> Any:
             return {"true": True, "1": True, "false": False, "0": False}[stripped.lower()]
         return option.kind(stripped)
     except (KeyError, ValueError):
-        wanted = "true or false" if option.kind is bool else f"a {option.kind_name}"
+        wanted = "true or false" if option.kind is bool else f"a {KIND_NAMES[option.kind]}"
         raise ConfigError(
             f"environment: {ENV_PREFIX}{option.name.upper()}={shown(text)}: must be {wanted}"
         ) from None

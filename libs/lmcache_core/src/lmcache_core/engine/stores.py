@@ -19,7 +19,8 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.memory.base import MemoryAllocatorInterface
 from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import Counters
-from lmcache_core.telemetry.request_context import Carried, RequestIds, Tracer, working_for
+from lmcache_core.telemetry.request_context import Carried, RequestIds, working_for
+from lmcache_core.telemetry.tracing import Tracer
 from lmcache_core.token_database import identity_root
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
-"""Whose request this code works for: its id, and its span where it is traced. Follows tasks and
+"""Which request this code works for: its id, and its span where it is traced. Follows tasks and
 threads as contextvars do.
 
-Nothing here knows OpenTelemetry. A process that traces nothing has no tracer; then a `step` is one
-look at a contextvar.
+A process that traces nothing has no tracer; then a `step` is one look at a contextvar.
 """
 
 from __future__ import annotations
@@ -15,7 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from lmcache_core.telemetry.tracing import Span, Tracer
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 TRACEPARENT_HEADER: Final = "traceparent"
@@ -27,36 +29,6 @@ _TRACEPARENT: Final = re.compile(
     r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII
 )
 _NOTHING: Final = nullcontext()
-
-
-class Span(Protocol):
-    """A piece of work that is traced. Ended once."""
-
-    @property
-    def traceparent(self) -> str:
-        """What names it to others, as the W3C writes it."""
-
-    def child(self, name: str) -> Span:
-        """Begin a span for a part of this work."""
-
-    def end(self, failed: bool = False) -> None:
-        """It is over."""
-
-
-class Tracer(Protocol):
-    """Where spans come from, and go to."""
-
-    def begin(self, name: str, traceparent: str = "", *, is_server: bool = True) -> Span:
-        """Begin a span.
-
-        Args:
-            name: Which.
-            traceparent: The work of another process that it is done for; "" for none.
-            is_server: Whether it is done for another process.
-        """
-
-    def close(self) -> None:
-        """Hand over what has ended, within a bounded time. Idempotent."""
 
 
 class Carried(NamedTuple):
@@ -86,9 +58,6 @@ class Carried(NamedTuple):
         return {name: value for name, value in named.items() if value}
 
 
-_NOBODYS: Final = Carried()
-
-
 class _Work(NamedTuple):
     request_id: str
     span: Span | None
@@ -98,11 +67,10 @@ _CURRENT: Final[ContextVar[_Work | None]] = ContextVar("lmcache_work", default=N
 
 
 class RequestIds:
-    """Makes ids of requests, 32 hex digits each: some that are drawn once, and a count.
-    Thread-safe.
+    """Makes request ids of 32 hex digits: a random prefix, and a count. Thread-safe.
 
-    Drawing each would cost more than all the rest. They name requests in logs, and open nothing to
-    who guesses one.
+    Drawing each would cost more than all the rest. They name requests in logs; guessing one gives
+    access to nothing.
     """
 
     def __init__(self) -> None:
@@ -110,7 +78,7 @@ class RequestIds:
         self._counts = itertools.count(1)
 
     def next(self) -> str:
-        """Return a new one."""
+        """Return a new id."""
         return f"{self._prefix}{next(self._counts):012x}"
 
 
@@ -133,7 +101,7 @@ def carried() -> Carried | None:
 def working_for(
     name: str, came: Carried | None, tracer: Tracer | None, *, is_server: bool = True
 ) -> AbstractContextManager[None]:
-    """Return inside it, everything is done for that request. It is entered once.
+    """Return a context in which everything is done for that request. It is entered once.
 
     Args:
         name: What is done.
@@ -141,7 +109,7 @@ def working_for(
         tracer: Begins its span; None: nothing is traced.
         is_server: Whether it is another process's request.
     """
-    request_id, traceparent = came or _NOBODYS
+    request_id, traceparent = came or Carried()
     return _Inside(
         request_id,
         None if tracer is None else partial(tracer.begin, name, traceparent, is_server=is_server),
@@ -149,7 +117,7 @@ def working_for(
 
 
 def step(name: str) -> AbstractContextManager[None]:
-    """Return a part of the present work, as a span of its own where that is traced."""
+    """Return the context of a part of the present work, a span of its own where that is traced."""
     work = _CURRENT.get()
     if work is None or work.span is None:
         return _NOTHING

@@ -44,9 +44,6 @@ class SparseLog:
         if num_left_out:
             message, arguments = (
                 f"{message} (and %d more since the last such line)",
-                (
-                    *arguments,
-                    num_left_out,
-                ),
+                (*arguments, num_left_out),
             )
         self._logger.log(level, message, *arguments)

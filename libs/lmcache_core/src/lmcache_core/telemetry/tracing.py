@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
-from lmcache_core._typing import override
 from lmcache_core.errors import ConfigError
-from lmcache_core.telemetry.request_context import TRACEPARENT_HEADER, Span, Tracer
+from lmcache_core.telemetry.request_context import TRACEPARENT_HEADER
 from lmcache_core.telemetry.sparse_log import SparseLog
 
 if TYPE_CHECKING:
@@ -57,14 +56,16 @@ def open_tracer(
     if endpoint is None:
         return None
     try:
-        return _Tracing(endpoint, service, instance, sample_ratio)
+        return Tracer(endpoint, service, instance, sample_ratio)
     except ImportError as exc:
         raise ConfigError(
             f"otlp_endpoint is set, but {exc.name} is not installed: install lmcache-core[traces]"
         ) from exc
 
 
-class _Tracing(Tracer):
+class Tracer:
+    """Begins spans and sends those that have ended. Made by `open_tracer`."""
+
     def __init__(self, endpoint: str, service: str, instance: str, sample_ratio: float) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -89,8 +90,14 @@ class _Tracing(Tracer):
         self._tracer = self._provider.get_tracer("lmcache")
         self._is_closed = False
 
-    @override
     def begin(self, name: str, traceparent: str = "", *, is_server: bool = True) -> Span:
+        """Begin a span.
+
+        Args:
+            name: What is done.
+            traceparent: The work of another process that it is done for; "" for none.
+            is_server: Whether it is done for another process.
+        """
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -101,11 +108,10 @@ class _Tracing(Tracer):
             else Context()
         )
         kind = SpanKind.SERVER if is_server else SpanKind.INTERNAL
-        return _Span(self._tracer, self._tracer.start_span(name, parent, kind))
+        return Span(self._tracer, self._tracer.start_span(name, parent, kind))
 
-    @override
     def close(self) -> None:
-        """A collector that hangs is left to a thread that is not joined."""
+        """Send what has ended; a collector that hangs is left to its thread. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -120,28 +126,30 @@ class _Tracing(Tracer):
             )
 
 
-class _Span(Span):
+class Span:
+    """A piece of work that is traced. Ended once."""
+
     def __init__(self, tracer: OtelTracer, span: OtelSpan) -> None:
         self._tracer = tracer
         self._span = span
 
     @property
-    @override
     def traceparent(self) -> str:
+        """Its name for other processes, as W3C Trace Context writes it."""
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
-    @override
     def child(self, name: str) -> Span:
+        """Begin a span for a part of this work."""
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
-        return _Span(
+        return Span(
             self._tracer, self._tracer.start_span(name, set_span_in_context(self._span, Context()))
         )
 
-    @override
     def end(self, failed: bool = False) -> None:
+        """End the span."""
         from opentelemetry.trace import StatusCode
 
         if failed:

@@ -7,8 +7,8 @@ import ssl
 from functools import partial
 
 from lmcache_core.security.handshakes import BoundedContext
-from lmcache_core.telemetry.request_context import Tracer
 from lmcache_core.telemetry.sparse_log import SparseLog
+from lmcache_core.telemetry.tracing import Tracer
 from lmcache_core.wire.listener import FrameListener
 from lmcache_core.wire.messages import ANY_SERVER, ErrorCode, ErrorMessage
 from lmcache_core.wire.served import (

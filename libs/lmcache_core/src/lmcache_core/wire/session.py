@@ -21,7 +21,8 @@ from lmcache_core.errors import (
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.security import speaks_for_all_tenants
-from lmcache_core.telemetry.request_context import Carried, Tracer, working_for
+from lmcache_core.telemetry.request_context import Carried, working_for
+from lmcache_core.telemetry.tracing import Tracer
 from lmcache_core.wire import messages
 from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, HELD, Accepts
 from lmcache_core.wire.frames import WITH_RECORD, FrameHeader, FrameType

@@ -12,8 +12,9 @@ from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.staging import STAGED_SHARE, ChunkBudget
 from lmcache_core.telemetry import Counters
-from lmcache_core.telemetry.request_context import RequestIds, Tracer
+from lmcache_core.telemetry.request_context import RequestIds
 from lmcache_core.telemetry.sparse_log import SparseLog
+from lmcache_core.telemetry.tracing import Tracer
 from lmcache_core.wire.messages import EngineInfo
 
 from lmcache_sidecar.arena.journal import ArenaJournal

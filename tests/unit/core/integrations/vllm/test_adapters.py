@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 from lmcache_core.integrations.vllm import file_digests
 from lmcache_core.integrations.vllm import weights as module
-from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
+from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState
 from lmcache_core.integrations.vllm.weights import Adapters
 
 from tests.fixtures.vllm_engine import Adapter, Request
 from tests.fixtures.vllm_engine.parts import (
     METADATA,
+    PLAIN,
     ScriptedStore,
+    groups_of,
     output_of,
     request_of,
     scheduler_side,
@@ -178,15 +180,15 @@ def test_requests_of_an_adapter_that_is_replaced_while_they_run(tmp_path: Path) 
     """Another path under the same name, loaded in place: from then on vLLM computes with it for
     all requests of that number.
     """
-    roots = Roots(KVIdentity(METADATA, 1, 1))
-    roots.use_salt("")
-    namer = RequestNamer(roots, CHUNK_SIZE)
+    namer = RequestNamer(KVIdentity(METADATA, 1, 1), CHUNK_SIZE)
+    namer.use_salt("")
+    groups = groups_of(PLAIN)
     old = Adapter("a", str(make_adapter(tmp_path / "1", "one")))
     new = Adapter("a", str(make_adapter(tmp_path / "2", "two")), load_inplace=True)
     running, other = (
-        RequestState(request_with(adapter, "r"), stored=[0]) for adapter in (old, new)
+        RequestState(request_with(adapter, "r"), groups, CHUNK_SIZE) for adapter in (old, new)
     )
-    beside = RequestState(request_of(), stored=[0])
+    beside = RequestState(request_of(), groups, CHUNK_SIZE)
     for state in (running, beside):
         assert namer.name(state) is not None
         assert namer.check(state)

@@ -193,7 +193,7 @@ def test_long_work_tells_how_far_it_is(
     digest, may_read = module._digest, threading.Event()
 
     def held(path: Path, begin: int) -> bytes:
-        assert may_read.wait(10)
+        assert may_read.wait(60)
         return digest(path, begin)
 
     monkeypatch.setattr(module, "_digest", held)

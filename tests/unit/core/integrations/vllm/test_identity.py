@@ -13,13 +13,13 @@ import pytest
 from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm import identity as module
 from lmcache_core.integrations.vllm.groups import cache_groups
-from lmcache_core.integrations.vllm.identity import KVIdentity, Roots, identity_of
+from lmcache_core.integrations.vllm.identity import KVIdentity, identity_of
 from lmcache_core.integrations.vllm.options import read_options
 from lmcache_core.token_database.hashing import identity_root
 
-from tests.fixtures.vllm_engine import FULL, MLA, Adapter, Shape, window
+from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
 from tests.fixtures.vllm_engine.shapes import kv_cache_config, vllm_config
-from tests.fixtures.vllm_engine.worlds import embedded, make_adapter, make_model
+from tests.fixtures.vllm_engine.worlds import embedded, make_model
 
 Change = Callable[[Any], None]
 PLAIN = Shape()
@@ -257,60 +257,3 @@ def test_older_releases_do_not_say_who_holds_the_same(
         config, caches, cache_groups(caches), read_options(embedded(), "cpu"), "0.27.1"
     )
     assert (of.num_ranks, of.replicas) == (2 // replicas, replicas)
-
-
-@pytest.fixture
-def roots(model: Path) -> Roots:
-    made = Roots(identity(model))
-    made.use_salt("tenant")
-    return made
-
-
-def test_nothing_has_a_name_before_the_salt_is_known(model: Path) -> None:
-    roots = Roots(identity(model))
-    assert roots.root_of(request()) is None
-    before = roots.version
-    roots.use_salt("")
-    assert roots.root_of(request()) is not None
-    assert roots.version != before
-
-
-def test_salts_keep_apart(roots: Roots, model: Path) -> None:
-    other = Roots(identity(model))
-    other.use_salt("other")
-    found = [
-        roots.root_of(request()),
-        other.root_of(request()),
-        roots.root_of(request(cache_salt="a")),
-        other.root_of(request(cache_salt="a")),
-    ]
-    assert len(set(found)) == 4
-    assert roots.root_of(request(cache_salt="")) == roots.root_of(request())
-
-
-def test_salts_cannot_be_shifted_into_one_another(model: Path) -> None:
-    found = set()
-    for tenant, own in (("a", "bc"), ("ab", "c"), ("abc", ""), ("a;2:bc;", "")):
-        roots = Roots(identity(model))
-        roots.use_salt(tenant)
-        found.add(roots.root_of(request(cache_salt=own)))
-    assert len(found) == 4
-
-
-def test_adapters(roots: Roots, tmp_path: Path) -> None:
-    adapter = Adapter("a", str(make_adapter(tmp_path, "one")))
-    named = roots.root_of(request(lora_request=adapter))
-    assert None is not named != roots.root_of(request())
-    make_adapter(tmp_path, "trained again")
-    assert roots.root_of(request(lora_request=adapter)) is None, (
-        "which of them vLLM has is not known"
-    )
-
-
-def test_a_new_epoch_names_everything_anew(roots: Roots) -> None:
-    before, version = roots.root_of(request()), roots.version
-    roots.begin_epoch()
-    first = roots.root_of(request())
-    roots.begin_epoch()
-    assert len({before, first, roots.root_of(request())}) == 3
-    assert roots.version != version

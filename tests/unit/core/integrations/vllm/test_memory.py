@@ -21,8 +21,6 @@ from tests.fixtures.vllm_engine.shapes import (
     HEAD_SIZE,
     HND,
     KV_FIRST,
-    LATENT_3D,
-    LATENT_4D,
     LATENT_SIZE,
     NHD,
     PACKED,
@@ -33,24 +31,6 @@ BLOCK_BYTES = 2 * HEAD_SIZE * 2 * 4 * 4
 
 def registered(shape: Shape) -> dict[str, torch.Tensor]:
     return RankMemory(shape).by_name
-
-
-@pytest.mark.parametrize(
-    ("mode", "shape"),
-    [
-        ("blocks", Shape(layout=PACKED)),
-        ("blocks", Shape(layout=BLOCK_FIRST)),
-        ("blocks", Shape((MLA,))),
-        *(("tokens", Shape(layout=layout)) for layout in (HND, NHD, BLOCK_FIRST, KV_FIRST)),
-        ("tokens", Shape((MLA,), layout=LATENT_3D)),
-        ("tokens", Shape((MLA,), layout=LATENT_4D)),
-    ],
-)
-def test_every_layout_passes_the_canary(mode: str, shape: Shape) -> None:
-    (group,) = groups_of(shape)
-    memory = memory_of(group, registered(shape), shape.num_blocks, mode)
-    assert memory.unit_tokens == (shape.block_size if mode == "blocks" else 1)
-    run_canary(PagedGPUConnector(memory.layout), memory.kvcaches, memory.engine, lambda kv: kv)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport
+from lmcache_core.integrations.vllm.plan import WorkerReport
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 
 from tests.fixtures.vllm_engine import FULL, Shape, window
@@ -20,29 +18,23 @@ from tests.fixtures.vllm_engine.parts import (
 TABLE = (list(range(1, 12)),)
 
 
-def loads_of(side: SchedulerSide) -> tuple[Load, ...]:
-    return side.plan_loads()
-
-
-def stores_of(side: SchedulerSide, output: Any, loads: tuple[Load, ...] = ()) -> tuple[Store, ...]:
-    return side.plan_stores(output, loads)
-
-
 def test_chunks_are_stored_in_the_step_that_completes_them() -> None:
     side = scheduler_side(ScriptedStore([None]))
     side.new_request(request_of())
-    (first,) = stores_of(side, output_of([("r", ([1, 2, 3],), 0, 12)]))
+    (first,) = side.plan_stores(output_of([("r", ([1, 2, 3],), 0, 12)]), ())
     assert [(run.first, run.block_ids) for run in first.runs] == [(0, (1, 2))]
-    assert stores_of(side, output_of(again=[("r", None, 12, 1)])) == ()
-    (second,) = stores_of(side, output_of(again=[("r", ([9, 8, 7, 6],), 13, 12)]))
+    assert side.plan_stores(output_of(again=[("r", None, 12, 1)]), ()) == ()
+    (second,) = side.plan_stores(output_of(again=[("r", ([9, 8, 7, 6],), 13, 12)]), ())
     assert [(run.first, run.block_ids) for run in second.runs] == [(1, (3, 9, 8, 7))]
 
 
 def test_resumed_requests_have_new_blocks() -> None:
     side = scheduler_side(ScriptedStore([None]))
     side.new_request(request_of())
-    stores_of(side, output_of([("r", ([1, 2],), 0, 7)]))
-    (stored,) = stores_of(side, output_of(again=[("r", ([11, 12, 13, 14],), 0, 16)], resumed=["r"]))
+    side.plan_stores(output_of([("r", ([1, 2],), 0, 7)]), ())
+    (stored,) = side.plan_stores(
+        output_of(again=[("r", ([11, 12, 13, 14],), 0, 16)], resumed=["r"]), ()
+    )
     assert [(run.first, run.block_ids) for run in stored.runs] == [(0, (11, 12, 13, 14))]
 
 
@@ -51,9 +43,9 @@ def test_generated_tokens_are_stored_if_that_is_wanted(saves: bool) -> None:
     side = scheduler_side(ScriptedStore([None]), save_decode_cache=saves)
     request = request_of(15)
     side.new_request(request)
-    stores_of(side, output_of([("r", ([1, 2, 3, 4],), 0, 15)]))
+    side.plan_stores(output_of([("r", ([1, 2, 3, 4],), 0, 15)]), ())
     request.append(5)
-    stored = stores_of(side, output_of(again=[("r", None, 15, 1)]))
+    stored = side.plan_stores(output_of(again=[("r", None, 15, 1)]), ())
     assert len(stored) == (1 if saves else 0)
 
 
@@ -65,9 +57,9 @@ def test_several_workers_store_nothing_in_a_step_with_a_synchronous_load() -> No
     request = request_of()
     side.num_matched(request, 0)
     side.allocated(request, TABLE, 24)
-    loads = loads_of(side)
-    assert stores_of(side, output_of([("r", TABLE, 24, 19)]), loads) == ()
-    (stored,) = stores_of(side, output_of(again=[("r", None, 43, 1)]))
+    loads = side.plan_loads()
+    assert side.plan_stores(output_of([("r", TABLE, 24, 19)]), loads) == ()
+    (stored,) = side.plan_stores(output_of(again=[("r", None, 43, 1)]), ())
     assert [(run.first, run.num_chunks) for run in stored.runs] == [(3, 2)], (
         "a step later it is known to be right"
     )
@@ -78,8 +70,8 @@ def test_one_worker_stores_in_a_step_with_a_synchronous_load() -> None:
     request = request_of()
     side.num_matched(request, 0)
     side.allocated(request, TABLE, 24)
-    loads = loads_of(side)
-    (stored,) = stores_of(side, output_of([("r", TABLE, 24, 19)]), loads)
+    loads = side.plan_loads()
+    (stored,) = side.plan_stores(output_of([("r", TABLE, 24, 19)]), loads)
     assert [(run.first, run.num_chunks) for run in stored.runs] == [(3, 2)]
 
 
@@ -105,8 +97,8 @@ def loading_beside_others(num_ranks: int) -> tuple[SchedulerSide, list[str]]:
         other = request_of(name=name)
         assert side.num_matched(other, num_local) == (0, False)
         side.allocated(other, table, 0)
-    loads = loads_of(side)
-    stored = stores_of(side, output_of([LOADING, BEHIND, BEHIND_THAT, BESIDE]), loads)
+    loads = side.plan_loads()
+    stored = side.plan_stores(output_of([LOADING, BEHIND, BEHIND_THAT, BESIDE]), loads)
     return side, [store.request_id for store in stored]
 
 
@@ -121,7 +113,7 @@ def test_who_shares_no_block_with_a_synchronous_load_is_stored_beside_it(
     assert found == stored
     side.step_done(WorkerReport(loaded={"r"}), ())
     again = [(name, None, 43, 1) for name in ALL]
-    assert [store.request_id for store in stores_of(side, output_of(again=again))] == [
+    assert [store.request_id for store in side.plan_stores(output_of(again=again), ())] == [
         name for name in ALL if name not in stored
     ]
 
@@ -136,9 +128,9 @@ def test_who_loads_behind_what_another_one_loads_rests_on_it() -> None:
     ):
         assert side.num_matched(request, num_local) == (num_external, False)
         side.allocated(request, table, num_external)
-    loads = loads_of(side)
+    loads = side.plan_loads()
     step = output_of([("second", BEHIND[1], 32, 11), ("first", TABLE, 24, 19)])
-    assert [store.request_id for store in stores_of(side, step, loads)] == ["first"]
+    assert [store.request_id for store in side.plan_stores(step, loads)] == ["first"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -147,7 +139,7 @@ def test_nothing_is_stored_any_more_of_what_rests_on_a_load_that_has_failed(num_
     side, _ = loading_beside_others(num_ranks)
     side.step_done(WorkerReport(loaded={"r"}, failed={"r"}), ())
     again = [(name, None, 24, 19) for name in ALL]
-    (stored,) = stores_of(side, output_of(again=again))
+    (stored,) = side.plan_stores(output_of(again=again), ())
     assert (stored.request_id, stored.runs[0].num_chunks) == ("r", 5), (
         "what failed is computed, and stored"
     )
@@ -167,8 +159,10 @@ def test_nothing_is_stored_in_a_step_in_which_another_connector_may_load(is_resu
         if is_resumed
         else output_of([loaded_by_another, computed])
     )
-    assert stores_of(side, step) == ()
-    first, second = stores_of(side, output_of(again=[("r", None, 24, 19), ("other", None, 43, 1)]))
+    assert side.plan_stores(step, ()) == ()
+    first, second = side.plan_stores(
+        output_of(again=[("r", None, 24, 19), ("other", None, 43, 1)]), ()
+    )
     assert first.runs[0].num_chunks == second.runs[0].num_chunks == 3
 
 
@@ -177,16 +171,18 @@ def test_since_029_vllm_tells_of_steps_that_wait_for_loads() -> None:
     side.new_request(request_of())
     step = output_of([("r", TABLE, 24, 19)])
     step.has_sync_kv_loads = False  # somebody's asynchronous load is over
-    assert len(stores_of(side, step)) == 1
+    assert len(side.plan_stores(step, ())) == 1
 
 
 def test_block_tables_that_may_be_wrong_are_not_stored_from() -> None:
     side = scheduler_side(ScriptedStore([None]))
     side.new_request(request_of())
-    stores_of(side, output_of([("r", ([1, 2],), 0, 7)]))
+    side.plan_stores(output_of([("r", ([1, 2],), 0, 7)]), ())
     side.stores.lose_track()
-    assert stores_of(side, output_of(again=[("r", ([3, 4],), 7, 9)])) == ()
-    (stored,) = stores_of(side, output_of(again=[("r", ([5, 6, 7, 8],), 0, 16)], resumed=["r"]))
+    assert side.plan_stores(output_of(again=[("r", ([3, 4],), 7, 9)]), ()) == ()
+    (stored,) = side.plan_stores(
+        output_of(again=[("r", ([5, 6, 7, 8],), 0, 16)], resumed=["r"]), ()
+    )
     assert stored.runs[0].block_ids == (5, 6, 7, 8)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
+from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.requests import ChunkNames, RequestNamer, RequestState, spans_of
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan
 from lmcache_core.token_database.hashing import identity_root
@@ -71,26 +71,25 @@ def test_contents_are_named_by_hash_place_and_processing(
 
 
 @pytest.fixture
-def roots() -> Roots:
-    made = Roots(KVIdentity(METADATA, 1, 1))
+def namer() -> RequestNamer:
+    made = RequestNamer(KVIdentity(METADATA, 1, 1), CHUNK_SIZE)
     made.use_salt("")
     return made
 
 
-@pytest.fixture
-def namer(roots: Roots) -> RequestNamer:
-    return RequestNamer(roots, CHUNK_SIZE)
+def state_of_request(request: Request) -> RequestState:
+    return RequestState(request, FULL_ONLY, CHUNK_SIZE)
 
 
 def hashes_of(namer: RequestNamer, request: Request) -> bytes:
-    names = namer.name(RequestState(request, stored=[0]))
+    names = namer.name(state_of_request(request))
     assert names is not None
     return names.hashes
 
 
 def test_names_grow_with_the_tokens(namer: RequestNamer) -> None:
     request = request_of(2 * CHUNK_SIZE - 1)
-    state = RequestState(request, stored=[1])
+    state = state_of_request(request)
     namer.name(state)
     state.stored = [1]
     request.append(5)
@@ -101,11 +100,11 @@ def test_names_grow_with_the_tokens(namer: RequestNamer) -> None:
     assert state.stored == [1], "what is stored stays stored"
 
 
-def test_under_other_roots_nothing_is_stored(namer: RequestNamer, roots: Roots) -> None:
-    state = RequestState(request_of(), stored=[0])
+def test_under_another_salt_nothing_is_stored(namer: RequestNamer) -> None:
+    state = state_of_request(request_of())
     before = namer.name(state)
     state.stored = [5]
-    roots.use_salt("other")
+    namer.use_salt("other")
     after = namer.name(state)
     assert before is not None
     assert after is not None
@@ -116,7 +115,7 @@ def test_under_other_roots_nothing_is_stored(namer: RequestNamer, roots: Roots) 
 def test_a_request_with_embeddings_has_no_names(namer: RequestNamer) -> None:
     request = request_of()
     request.prompt_embeds = object()
-    assert namer.name(RequestState(request, stored=[0])) is None
+    assert namer.name(state_of_request(request)) is None
 
 
 def test_a_session_that_continues_drops_a_token(namer: RequestNamer) -> None:
@@ -125,7 +124,7 @@ def test_a_session_that_continues_drops_a_token(namer: RequestNamer) -> None:
     """
     request = request_of(2 * CHUNK_SIZE - 1)
     request.resumable = True
-    state = RequestState(request, stored=[0])
+    state = state_of_request(request)
     namer.name(state)
     request.num_computed_tokens = request.num_tokens
     request.append(5)
@@ -144,32 +143,25 @@ def test_a_session_that_continues_drops_a_token(namer: RequestNamer) -> None:
 
 
 def state_of(groups: tuple[object, ...] = FULL_ONLY, num_blocks: int = 11) -> RequestState:
-    state = RequestState(request_of(), names=NAMES, stored=[0] * len(groups))
-    state.set_blocks(groups, [range(1, num_blocks + 1), range(21, num_blocks + 21)][: len(groups)])  # type: ignore[arg-type]
+    state = RequestState(request_of(), groups, CHUNK_SIZE, NAMES)  # type: ignore[arg-type]
+    state.set_blocks([range(1, num_blocks + 1), range(21, num_blocks + 21)][: len(groups)])
     return state
 
 
 def test_chunks_are_stored_once_when_they_are_whole() -> None:
     state = state_of()
-    assert state.complete_runs(FULL_ONLY, CHUNK_SIZE, 7) == []
-    (run,) = state.complete_runs(FULL_ONLY, CHUNK_SIZE, 23)
+    assert state.complete_runs(7) == []
+    (run,) = state.complete_runs(23)
     assert (run.group, run.first, run.hashes, run.block_ids) == (0, 0, hashes(0, 2), (1, 2, 3, 4))
-    (run,) = state.complete_runs(FULL_ONLY, CHUNK_SIZE, 100)
+    (run,) = state.complete_runs(100)
     assert (run.first, run.hashes, run.block_ids) == (2, hashes(2, 5), (5, 6, 7, 8, 9, 10))
-    assert state.complete_runs(FULL_ONLY, CHUNK_SIZE, 100) == []
-
-
-def test_blocks_come_bit_by_bit() -> None:
-    state = state_of(num_blocks=2)
-    state.add_blocks(FULL_ONLY, [[7, 5]])
-    (run,) = state.complete_runs(FULL_ONLY, CHUNK_SIZE, 16)
-    assert run.block_ids == (1, 2, 7, 5)
+    assert state.complete_runs(100) == []
 
 
 def test_chunks_that_a_window_has_lost_are_not_stored() -> None:
     state = state_of(HYBRID)
-    state.drop_blocks(HYBRID, 13)  # tokens 0 to 7 are out of the window
-    full, windowed = state.complete_runs(HYBRID, CHUNK_SIZE, 24)
+    state.drop_blocks(13)  # tokens 0 to 7 are out of the window
+    full, windowed = state.complete_runs(24)
     assert (full.group, full.first, full.block_ids) == (0, 0, (1, 2, 3, 4, 5, 6))
     assert (windowed.group, windowed.first, windowed.hashes) == (1, 1, hashes(1, 3))
     assert windowed.block_ids == (23, 24, 25, 26)
@@ -178,35 +170,35 @@ def test_chunks_that_a_window_has_lost_are_not_stored() -> None:
 def test_dropping_is_remembered() -> None:
     state = state_of(HYBRID)
     for num_computed in (13, 13, 9):
-        state.drop_blocks(HYBRID, num_computed)
+        state.drop_blocks(num_computed)
     assert state.tables[1][:4] == [0, 0, 23, 24]
-    state.drop_blocks(HYBRID, 18)
+    state.drop_blocks(18)
     assert state.tables == [list(range(1, 12)), [0, 0, 0, *range(24, 32)]]
-    state.drop_blocks(HYBRID, 1000)
+    state.drop_blocks(1000)
     assert state.tables[1] == [0] * 11
-    state.set_blocks(HYBRID, [[1], [2]])
-    state.drop_blocks(HYBRID, 5)
+    state.set_blocks([[1], [2]])
+    state.drop_blocks(5)
     assert state.tables == [[1], [2]]
 
 
 def test_groups_that_are_not_cached_are_passed_over() -> None:
     (group,) = groups_of(Shape((FULL,)))
-    state = RequestState(request_of(), stored=[0])
-    state.set_blocks([replace(group, index=1)], [[9, 9], [1, 2]])
+    state = RequestState(request_of(), [replace(group, index=1)], CHUNK_SIZE)
+    state.set_blocks([[9, 9], [1, 2]])
     assert state.tables == [[1, 2]]
 
 
 def test_loads_cover_the_chunks_that_overlap() -> None:
     state = state_of()
-    (run,) = state.load_runs(FULL_ONLY, CHUNK_SIZE, 12, 40)
+    (run,) = state.load_runs(12, 40)
     assert (run.first, run.hashes, run.block_ids) == (1, hashes(1, 5), tuple(range(3, 11)))
-    assert state.load_runs(FULL_ONLY, CHUNK_SIZE, 40, 40) == []
-    (run,) = state_of(num_blocks=3).load_runs(FULL_ONLY, CHUNK_SIZE, 0, 24)
+    assert state.load_runs(40, 40) == []
+    (run,) = state_of(num_blocks=3).load_runs(0, 24)
     assert run.block_ids == (1, 2, 3, 0, 0, 0), "blocks that a table lacks are the null block"
 
 
 def test_of_a_window_only_what_the_next_token_sees_is_loaded() -> None:
-    full, windowed = state_of(HYBRID).load_runs(HYBRID, CHUNK_SIZE, 0, 40)
+    full, windowed = state_of(HYBRID).load_runs(0, 40)
     assert (full.first, full.num_chunks) == (0, 5)
     # the next token sees 35 to 40
     assert (windowed.first, windowed.hashes, windowed.block_ids) == (4, hashes(4, 5), (29, 30))

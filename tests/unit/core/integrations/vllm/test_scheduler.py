@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from lmcache_core.integrations.vllm import scheduler as module
-from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
-from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport, this_host
+from lmcache_core.integrations.vllm.identity import KVIdentity
+from lmcache_core.integrations.vllm.plan import WorkerReport, this_host
+from lmcache_core.integrations.vllm.requests import RequestNamer
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 from lmcache_core.record import Staged, StagedFrom
 
@@ -40,14 +40,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
-
-
-def loads_of(side: SchedulerSide) -> tuple[Load, ...]:
-    return side.plan_loads()
-
-
-def stores_of(side: SchedulerSide, output: Any, loads: tuple[Load, ...] = ()) -> tuple[Store, ...]:
-    return side.plan_stores(output, loads)
 
 
 def test_workers_on_other_hosts_are_not_promised_anything(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,7 +104,7 @@ def test_a_load_is_planned_once() -> None:
     request = request_of()
     assert side.num_matched(request, 8) == (16, False)
     side.allocated(request, TABLE, 16)
-    (load,) = loads_of(side)
+    (load,) = side.plan_loads()
     assert (load.request_id, load.begin, load.end, load.is_async, load.recompute_s) == (
         "r",
         8,
@@ -122,7 +114,7 @@ def test_a_load_is_planned_once() -> None:
     )
     (run,) = load.runs
     assert (run.group, run.first, run.num_chunks, run.block_ids) == (0, 1, 2, (3, 4, 5, 6))
-    assert loads_of(side) == ()
+    assert side.plan_loads() == ()
     assert store.given_back == [], "until the workers have it"
     side.step_done(WorkerReport(loaded={"r"}), ())
     assert store.given_back == ["r"]
@@ -138,7 +130,7 @@ def test_loads_are_whole_blocks(num_external: int, end: int, num_chunks: int) ->
     request = request_of(40)
     side.num_matched(request, 0)
     side.allocated(request, TABLE, num_external)
-    (load,) = loads_of(side)
+    (load,) = side.plan_loads()
     assert (load.begin, load.end, load.runs[0].num_chunks) == (0, end, num_chunks)
 
 
@@ -148,7 +140,7 @@ def test_vllm_may_want_nothing() -> None:
     request = request_of()
     side.num_matched(request, 0)
     side.allocated(request, TABLE, 0)
-    assert loads_of(side) == ()
+    assert side.plan_loads() == ()
     assert store.given_back == ["r"]
 
 
@@ -158,7 +150,7 @@ def test_an_asynchronous_load_is_told_of_twice_and_ends_when_all_workers_have_it
     request = request_of()
     side.num_matched(request, 0)
     side.allocated(request, TABLE, 40)
-    (load,) = loads_of(side)
+    (load,) = side.plan_loads()
     assert load.is_async
     side.allocated(request, TABLE, 0)
     assert side.num_matched(request, 0) == (0, False)
@@ -167,7 +159,7 @@ def test_an_asynchronous_load_is_told_of_twice_and_ends_when_all_workers_have_it
     side.step_done(None, ["r"])
     assert store.given_back == ["r"]
     side.allocated(request, TABLE, 0)
-    assert loads_of(side) == ()
+    assert side.plan_loads() == ()
 
 
 def test_where_tokens_came_from() -> None:
@@ -234,14 +226,14 @@ def test_a_store_that_is_away_is_asked_again_when_the_answer_is_old(clock: Clock
 def test_nothing_is_asked_before_the_salt_is_known() -> None:
     store = ScriptedStore([hot(5)])
     identity = KVIdentity(METADATA, 1, 1)
-    roots = Roots(identity)
-    side = SchedulerSide(options_of(), groups_of(Shape()), identity, store, roots)  # type: ignore[arg-type]
+    namer = RequestNamer(identity, CHUNK_SIZE)
+    side = SchedulerSide(options_of(), groups_of(Shape()), identity, store, namer)  # type: ignore[arg-type]
     request = request_of()
     side.new_request(request)
     assert side.num_matched(request, 0) == (0, False)
-    assert stores_of(side, output_of([("r", TABLE, 0, 43)])) == ()
+    assert side.plan_stores(output_of([("r", TABLE, 0, 43)]), ()) == ()
     assert store.asked == []
-    roots.use_salt("")
+    namer.use_salt("")
     assert side.num_matched(request, 0) == (40, False)
 
 
@@ -259,8 +251,8 @@ def test_what_failed_is_not_offered_again_and_is_stored_anew(load: str) -> None:
     request = request_of()
     side.num_matched(request, 0)
     side.allocated(request, TABLE, 40)
-    loads = loads_of(side)
-    assert stores_of(side, output_of([("r", TABLE, 40, 3)]), loads) == (), (
+    loads = side.plan_loads()
+    assert side.plan_stores(output_of([("r", TABLE, 40, 3)]), loads) == (), (
         "what was loaded is stored already"
     )
     side.step_done(
@@ -271,7 +263,7 @@ def test_what_failed_is_not_offered_again_and_is_stored_anew(load: str) -> None:
     for _ in range(3):
         assert side.num_matched(request, 0) == (0, False)
     side.allocated(request, TABLE, 0)
-    (stored,) = stores_of(side, output_of([("r", TABLE, 0, 43)]))
+    (stored,) = side.plan_stores(output_of([("r", TABLE, 0, 43)]), ())
     assert stored.runs[0].num_chunks == 5
     other = request_of(name="other")
     assert side.num_matched(other, 0)[0] == 40, "others are not to blame"
@@ -292,16 +284,16 @@ def test_requests_may_end_in_every_state(state: str) -> None:
         side.num_matched(request, 0)
         side.allocated(request, TABLE, 40)
     if state not in ("waiting", "offered", "to be loaded"):
-        loads_of(side)
+        side.plan_loads()
     if state == "loaded":
         side.step_done(WorkerReport(loaded={"r"}), ())
     side.finished(request)
-    assert loads_of(side) == (), "its blocks are somebody else's"
+    assert side.plan_loads() == (), "its blocks are somebody else's"
     if is_async:
         assert store.given_back == [], "a worker may still read what was staged"
         side.step_done(None, ["r"])
     assert "r" in store.given_back
-    assert stores_of(side, EMPTY) == ()
+    assert side.plan_stores(EMPTY, ()) == ()
     side.step_done(WorkerReport(failed={"r"}), ())
 
 
@@ -318,7 +310,7 @@ def test_a_new_epoch_ends_what_was_known(clock: Clock) -> None:
     assert side.num_matched(old, 0) == (0, False)
     side.allocated(old, TABLE, 0)
     assert store.given_back == ["r"]
-    assert stores_of(side, output_of([("r", TABLE, 0, 43)])) == ()
+    assert side.plan_stores(output_of([("r", TABLE, 0, 43)]), ()) == ()
     side.new_request(request_of(name="new"))
     (_, (before,), _), (_, (after,), _) = store.asked
     assert before.hashes != after.hashes
@@ -327,21 +319,15 @@ def test_a_new_epoch_ends_what_was_known(clock: Clock) -> None:
 def test_recomputing_costs_what_steps_take(clock: Clock) -> None:
     """Only steps without loads, and with enough tokens, tell of a prefill's rate."""
     store = ScriptedStore([hot(5)])
-    side = SchedulerSide(
-        options_of(prefill_tokens_per_s=None),
-        groups_of(Shape()),
-        KVIdentity(METADATA, 1, 1),
-        store,
-        _salted(),  # type: ignore[arg-type]
-    )
+    side = scheduler_side(store, prefill_tokens_per_s=None)
     side.new_request(request_of(name="first"))
-    stores_of(side, output_of([("first", TABLE, 0, 43)]))
+    side.plan_stores(output_of([("first", TABLE, 0, 43)]), ())
     clock.now += 0.43
     side.step_done(WorkerReport(step=side.step), ())
     request = request_of()
     side.num_matched(request, 0)
     side.allocated(request, TABLE, 40)
-    (load,) = loads_of(side)
+    (load,) = side.plan_loads()
     assert load.recompute_s == pytest.approx(CHUNK_SIZE / 100)
 
 
@@ -360,13 +346,7 @@ def test_the_rate_is_that_of_the_engine_where_steps_overlap(
     one on.
     """
     store, rate = ScriptedStore([hot(5)]), 37_000.0
-    side = SchedulerSide(
-        options_of(prefill_tokens_per_s=None),
-        groups_of(Shape()),
-        KVIdentity(METADATA, 1, 1),
-        store,
-        _salted(),
-    )  # type: ignore[arg-type]
+    side = scheduler_side(store, prefill_tokens_per_s=None)
     running: list[tuple[int, int]] = []
 
     def end_one() -> None:
@@ -388,13 +368,7 @@ def test_the_rate_is_that_of_the_engine_where_steps_overlap(
 def test_a_step_without_tokens_ends_no_other(clock: Clock) -> None:
     """Of a step in which nothing is computed vLLM tells only if something has arrived."""
     store = ScriptedStore([hot(5)])
-    side = SchedulerSide(
-        options_of(prefill_tokens_per_s=None),
-        groups_of(Shape()),
-        KVIdentity(METADATA, 1, 1),
-        store,
-        _salted(),
-    )  # type: ignore[arg-type]
+    side = scheduler_side(store, prefill_tokens_per_s=None)
     side.plan_stores(EMPTY, ())
     side.plan_stores(output_of([("r", TABLE, 0, 400)]), ())
     number = side.step
@@ -402,9 +376,3 @@ def test_a_step_without_tokens_ends_no_other(clock: Clock) -> None:
     clock.now += 2.0
     side.step_done(WorkerReport(step=number), ())
     assert side.recompute_s == pytest.approx(CHUNK_SIZE / 200)
-
-
-def _salted() -> Roots:
-    roots = Roots(KVIdentity(METADATA, 1, 1))
-    roots.use_salt("")
-    return roots

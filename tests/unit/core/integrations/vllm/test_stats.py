@@ -2,54 +2,53 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import pytest
 from lmcache_core.telemetry import (
     FAILED_CALLS_TOTAL,
     RETRIEVED_TOKENS_TOTAL,
     STORED_BYTES_TOTAL,
     TIER_CALLS_TOTAL,
-    Counters,
 )
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-
-@pytest.fixture
-def stats(module: ModuleType) -> Any:
-    """The module, as the connector sees it."""
-    return SimpleNamespace(
-        Stats=module.LMCacheStats, Taker=module.StatsTaker, Prom=module.LMCachePromMetrics
-    )
+from tests.fixtures.vllm_engine import Shape
+from tests.fixtures.vllm_engine.shapes import kv_cache_config, vllm_config
+from tests.fixtures.vllm_engine.worlds import embedded
 
 
-def test_growth_is_told_once(stats: Any) -> None:
-    counters = Counters()
-    taker = stats.Taker(counters)
-    assert taker.take() is None
+def test_growth_is_told_once(module: ModuleType, model: Path) -> None:
+    config, caches = vllm_config(Shape(), model, embedded(), 0), kv_cache_config(Shape())
+    connector = module.LMCacheConnector(config, module.base.KVConnectorRole.SCHEDULER, caches)
+    counters, take = connector._counters, connector.get_kv_connector_stats
+    assert take() is None
     counters.add(RETRIEVED_TOKENS_TOTAL, 40, "Hot")
     counters.add(RETRIEVED_TOKENS_TOTAL, 8, "LocalDiskBackend")
     counters.add(TIER_CALLS_TOTAL, 1, "Hot")
-    assert taker.take().data == {RETRIEVED_TOKENS_TOTAL: 48}
-    assert taker.take() is None
+    assert take().data == {RETRIEVED_TOKENS_TOTAL: 48}
+    assert take() is None
     counters.add(STORED_BYTES_TOTAL, 5)
-    assert taker.take().data == {STORED_BYTES_TOTAL: 5}
+    assert take().data == {STORED_BYTES_TOTAL: 5}
+    connector.shutdown()
 
 
-def test_figures_of_workers_become_one(stats: Any) -> None:
-    whole = stats.Stats(data={"a": 1, "b": 2}).aggregate(stats.Stats(data={"b": 3, "c": 4}))
+def test_figures_of_workers_become_one(module: ModuleType) -> None:
+    whole = module.LMCacheStats(data={"a": 1, "b": 2}).aggregate(
+        module.LMCacheStats(data={"b": 3, "c": 4})
+    )
     assert whole.data == {"a": 1, "b": 5, "c": 4}
     assert not whole.is_empty()
     whole.reset()
     assert whole.is_empty()
-    assert stats.Stats(data={"a": 0}).is_empty()
+    assert module.LMCacheStats(data={"a": 0}).is_empty()
 
 
-def test_the_log_line(stats: Any) -> None:
-    assert stats.Stats(data={RETRIEVED_TOKENS_TOTAL: 48, FAILED_CALLS_TOTAL: 0}).reduce() == {
-        "retrieved_tokens": 48
-    }
+def test_the_log_line(module: ModuleType) -> None:
+    assert module.LMCacheStats(
+        data={RETRIEVED_TOKENS_TOTAL: 48, FAILED_CALLS_TOTAL: 0}
+    ).reduce() == {"retrieved_tokens": 48}
 
 
 def test_stats_are_made_again_from_what_travelled(module: ModuleType) -> None:
@@ -94,5 +93,5 @@ def test_the_class_is_known_by_name_where_figures_are_read(module: ModuleType) -
         )
 
 
-def test_figures_read_as_a_dictionary(stats: Any) -> None:
-    assert stats.Stats(data={"a": 1})["data"] == {"a": 1}
+def test_figures_read_as_a_dictionary(module: ModuleType) -> None:
+    assert module.LMCacheStats(data={"a": 1})["data"] == {"a": 1}

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import vllm
@@ -29,16 +30,17 @@ from lmcache_core.integrations.vllm.groups import (
     check_packing,
     fails_by_block,
 )
-from lmcache_core.integrations.vllm.identity import Roots, identity_of
+from lmcache_core.integrations.vllm.identity import identity_of
 from lmcache_core.integrations.vllm.memory import attention_backends
 from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
 from lmcache_core.integrations.vllm.plan import StepPlan, Store, WorkerReport
+from lmcache_core.integrations.vllm.requests import RequestNamer
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 from lmcache_core.integrations.vllm.stats import (
+    DESCRIBED,
     HIT_SOURCE,
     LMCachePromMetrics,
     LMCacheStats,
-    StatsTaker,
     hit_sources,
 )
 from lmcache_core.integrations.vllm.stores import OpenStore, open_store
@@ -46,6 +48,8 @@ from lmcache_core.integrations.vllm.worker import RefusingWorker, WorkerSide
 from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SIDECAR_HINT = f'run a sidecar, and set "{PREFIX}sidecar_socket" to its socket'
 HAS_TRANSFER_RESULTS = hasattr(base.KVConnectorBase_V1, "get_transfer_results")
@@ -77,13 +81,21 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         log_as(theirs=logging.getLogger("vllm"), ours=logging.getLogger("lmcache_core"))
         self._counters = Counters()
         self._guard = DegradingGuard(self._counters, raised=())
-        self._taker = StatsTaker(self._counters)
+        self._told = dict.fromkeys(DESCRIBED, 0)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | RefusingWorker | None = None
         self._worker_side: WorkerSide | None = None
         self._open_store: OpenStore | None = None
         is_worker = self.role is base.KVConnectorRole.WORKER
-        options = _options_of(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        if not (transfer.is_kv_producer and transfer.is_kv_consumer):
+            # Blocks that a load may write to are kept from the steps underway for consumers only.
+            raise ConfigError(
+                f'kv_role="{transfer.kv_role}": this connector both loads and stores; set kv_role'
+                ' to "kv_both"'
+            )
+        device = vllm_config.device_config.device_type
+        options = read_options(transfer.kv_connector_extra_config, device)
         try:
             self._open(vllm_config, kv_cache_config, options, is_worker)
         except LayoutError as exc:
@@ -123,7 +135,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         identity = identity_of(
             vllm_config, kv_cache_config, groups, options, release, is_worker=is_worker
         )
-        roots = Roots(identity)
+        namer = RequestNamer(identity, options.engine.chunk_size)
         rank = parallel.rank if is_worker else 0
         # Workers of one name must agree on what a chunk holds: of a pipeline, those of one stage.
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -135,7 +147,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             replace(identity.metadata, worker_id=identity.rank_of(rank)),
             () if is_worker else tuple(group.name for group in groups),
             self._counters,
-            roots.use_salt,
+            namer.use_salt,
             is_worker and options.load == ASYNC,
         )
         store = self._open_store.store
@@ -158,7 +170,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
                 "the worker runs in another process, which a cache inside vLLM does not reach: %s",
                 SIDECAR_HINT,
             )
-        self._scheduler = SchedulerSide(options, groups, identity, store, roots)
+        self._scheduler = SchedulerSide(options, groups, identity, store, namer)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -174,7 +186,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     @override
     def get_kv_connector_stats(self) -> LMCacheStats | None:
-        return self._taker.take()
+        last, self._told = self._told, {name: self._counters.value(name) for name in DESCRIBED}
+        growth = {n: value - last[n] for n, value in self._told.items() if value > last[n]}
+        return LMCacheStats(data=growth) if growth else None
 
     @classmethod
     @override
@@ -198,21 +212,25 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         extra: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
         return extra.get(PREFIX + "kv_cache_layout") or extra.get("kv_cache_layout")
 
+    def _ask(self, name: str, call: Callable[[SchedulerSide], T], otherwise: T) -> T:
+        """Return what the scheduler's side says; `otherwise` where it fails, or there is none."""
+        if self._scheduler is not None:
+            with self._guard(name):
+                return call(self._scheduler)
+        return otherwise
+
     @override
     def on_new_request(self, request: Any) -> None:
-        if self._scheduler is not None:
-            with self._guard("new_request"):
-                self._scheduler.new_request(request)
+        self._ask("new_request", lambda side: side.new_request(request), None)
 
     @override
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        answer: tuple[int | None, bool] = (0, False)
-        if self._scheduler is not None:
-            with self._guard("lookup"):
-                answer = self._scheduler.num_matched(request, num_computed_tokens)
-        return answer
+        nothing: tuple[int | None, bool] = (0, False)
+        return self._ask(
+            "lookup", lambda side: side.num_matched(request, num_computed_tokens), nothing
+        )
 
     @override
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -227,11 +245,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        sources: dict[Any, int] = {}
-        if self._scheduler is not None:
-            with self._guard("sources"):
-                sources = hit_sources(self._scheduler.origins_of(request, num_external_tokens))
-        return sources
+        return self._ask(
+            "sources", lambda side: hit_sources(side.origins_of(request, num_external_tokens)), {}
+        )
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
@@ -253,18 +269,15 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     @override
     def update_connector_output(self, connector_output: Any) -> None:
         report: WorkerReport | None = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None:
-            with self._guard("step"):
-                self._scheduler.step_done(report, connector_output.finished_recving or ())
+        received = connector_output.finished_recving or ()
+        self._ask("step", lambda side: side.step_done(report, received), None)
 
     @override
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         # Blocks may be freed at once: stores have ended when their step has.
-        if self._scheduler is not None:
-            with self._guard("finish"):
-                self._scheduler.finished(request)
+        self._ask("finish", lambda side: side.finished(request), None)
         return False, None
 
     @override
@@ -350,15 +363,3 @@ def log_as(theirs: logging.Logger, ours: logging.Logger) -> None:
         ours.addHandler(handler)
     if theirs.handlers and not ours.level:
         ours.setLevel(theirs.level)
-
-
-def _options_of(vllm_config: Any) -> ConnectorOptions:
-    transfer = vllm_config.kv_transfer_config
-    if not (transfer.is_kv_producer and transfer.is_kv_consumer):
-        # Blocks that a load may write to are kept from the steps underway for consumers only.
-        raise ConfigError(
-            f'kv_role="{transfer.kv_role}": this connector both loads and stores; set kv_role to'
-            ' "kv_both"'
-        )
-    extra = transfer.kv_connector_extra_config
-    return read_options(extra, vllm_config.device_config.device_type)

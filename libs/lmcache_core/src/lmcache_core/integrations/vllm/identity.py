@@ -1,6 +1,4 @@
-"""What the KV of a vLLM engine is: model, weights, layout, ranks; and the root of a request's
-chunk names.
-"""
+"""What the KV of a vLLM engine is: model, weights, layout, ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +6,8 @@ import hashlib
 import json
 import os
 import platform
-import secrets
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +17,9 @@ from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.options import BLOCKS, ConnectorOptions
-from lmcache_core.integrations.vllm.weights import Adapters, model_fingerprint, options_fingerprint
-from lmcache_core.token_database.hashing import identity_root
+from lmcache_core.integrations.vllm.weights import model_fingerprint, options_fingerprint
 
 FMT = "vllm"
-ROOT_APART = b"lmcache/vllm-root/1"
 
 FILE_FORMATS = frozenset(
     {
@@ -46,8 +40,6 @@ _CONTENT_FILES = (
     "video_preprocessor_config.json",
 )
 """What contents become for a model decides about their KV, and is not in vLLM's name of them."""
-
-_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
@@ -179,61 +171,20 @@ def contents_fingerprint(vllm_config: Any) -> str | None:
     return digest.hexdigest()[:32]
 
 
-class Roots:
-    """The root of the chunk names of a request: of its adapter and salt, and of the tenant's.
-
-    Args:
-        identity: What the KV is.
-
-    Attributes:
-        adapters: Names of adapters.
-    """
-
-    def __init__(self, identity: KVIdentity) -> None:
-        self._metadata = identity.metadata
-        self._salt: str | None = None
-        self._epoch = ""
-        self.adapters = Adapters()
-
-    @property
-    def version(self) -> tuple[str | None, str]:
-        """Changes when roots do: names made under another version are out of date."""
-        return self._salt, self._epoch
-
-    def use_salt(self, salt: str) -> None:
-        """Take the tenant's salt; nothing can be named before."""
-        self._salt = salt
-
-    def begin_epoch(self) -> None:
-        """Find nothing again that was named before: the model computes other KV from now on (its
-        weights have been replaced).
-        """
-        self._epoch = secrets.token_hex(16)
-
-    def root_of(self, request: Any) -> bytes | None:
-        """Return the root for a vLLM request; None while the tenant's salt, or its adapter's
-        weights, are not known.
-        """
-        salt, adapter = self._salt, self.adapters.name_of(getattr(request, "lora_request", None))
-        if salt is None or adapter is None:
-            return None
-        root = identity_root(replace(self._metadata, adapter=adapter), salt)
-        cache_salt = getattr(request, "cache_salt", None) or ""
-        if not cache_salt and not self._epoch:
-            return root
-        # The length before each field keeps it from reading as another one (`docs/protocols.md`,
-        # "Identity").
-        digest, text = hashlib.sha256(), cache_salt.encode("utf-8", "surrogatepass")
-        for field in (ROOT_APART, root, text, self._epoch.encode("ascii")):
-            digest.update(_LENGTH.pack(len(field)) + field)
-        return digest.digest()
-
-
 def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
     """Return what else decides about the KV of these tokens: weights, and their use."""
     model, draft = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
-    is_dummy = getattr(getattr(vllm_config, "load_config", None), "load_format", "") == "dummy"
-    weights = options.revision or ("" if is_dummy else _weights(vllm_config))
+    load = getattr(vllm_config, "load_config", None)
+    load_format: str = getattr(load, "load_format", "auto")
+    is_dummy = load_format == "dummy"
+    weights = options.revision or ("" if is_dummy else None)
+    is_own = load_format in FILE_FORMATS and not getattr(model, "model_weights", None)
+    if weights is None and is_own:
+        has_own_config = getattr(model, "hf_config_path", None) in (None, model.model)
+        config = model.hf_config if has_own_config else None
+        weights = model_fingerprint(
+            model.model, model.revision, config, getattr(load, "download_dir", None)
+        )
     if weights is None:
         raise LayoutError(
             f'nothing tells which weights {model.model} has: name them with "lmcache.revision"'
@@ -249,21 +200,6 @@ def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
     if draft is not None:
         facts["draft"] = f"{getattr(draft, 'method', '')}:{getattr(draft, 'model', '')}"
     return ";".join(f"{name}={value}" for name, value in facts.items())
-
-
-def _weights(vllm_config: Any) -> str | None:
-    """Return what identifies the weights; None where they come from elsewhere than the model's
-    folder or hub.
-    """
-    model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
-    load_format: str = getattr(load, "load_format", "auto")
-    if load_format not in FILE_FORMATS or getattr(model, "model_weights", None):
-        return None
-    has_own_config = getattr(model, "hf_config_path", None) in (None, model.model)
-    config = model.hf_config if has_own_config else None
-    return model_fingerprint(
-        model.model, model.revision, config, getattr(load, "download_dir", None)
-    )
 
 
 def _layout_text(

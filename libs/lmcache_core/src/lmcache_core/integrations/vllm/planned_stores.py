@@ -114,8 +114,8 @@ class StorePlanner:
         for new in output.scheduled_new_reqs:
             state = self._states.get(new.req_id)
             if state is not None:
-                state.set_blocks(self._groups, new.block_ids)
-                state.drop_blocks(self._groups, new.num_computed_tokens)
+                state.set_blocks(new.block_ids)
+                state.drop_blocks(new.num_computed_tokens)
                 num_new = output.num_scheduled_tokens[new.req_id]
                 scheduled.append((state, new.num_computed_tokens + num_new))
         cached = output.scheduled_cached_reqs
@@ -126,10 +126,11 @@ class StorePlanner:
             if state is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                state.set_blocks(self._groups, block_ids)
+                state.set_blocks(block_ids)
             elif block_ids is not None and state.tables:
-                state.add_blocks(self._groups, block_ids)
-            state.drop_blocks(self._groups, num_computed)
+                for table, group in zip(state.tables, self._groups, strict=True):
+                    table.extend(block_ids[group.index])
+            state.drop_blocks(num_computed)
             scheduled.append((state, num_computed + output.num_scheduled_tokens[request_id]))
         return scheduled
 
@@ -175,7 +176,7 @@ class StorePlanner:
             return None  # which of its chunks need no storing is known in one of the next steps
         request = state.request
         num_known = len(request.all_token_ids) if self._saves_decode else request.num_prompt_tokens
-        runs = state.complete_runs(self._groups, self._chunk_size, min(num_tokens, num_known))
+        runs = state.complete_runs(min(num_tokens, num_known))
         if not runs or not self._namer.check(state):
             return None
         return Store(state.request_id, tuple(runs))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
-from lmcache_core.integrations.vllm.identity import Roots
+from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.plan import ChunkRun
+from lmcache_core.integrations.vllm.weights import Adapters
 from lmcache_core.keys import CHUNK_HASH_BYTES
 from lmcache_core.token_database import MultimodalSpan
-from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32
+from lmcache_core.token_database.hashing import chain_hashes, identity_root, tokens_as_uint32
+
+ROOT_APART = b"lmcache/vllm-root/1"
 
 
 class ChunkNames:
@@ -72,6 +77,8 @@ class RequestState:
 
     Attributes:
         request: vLLM's own object.
+        groups: The cache groups.
+        chunk_size: Tokens in a chunk.
         names: Names of its chunks; None while they are not known.
         names_version: The version of the roots, and the length of the prompt, when it was named.
         adapter: What named its adapter then; "" without one.
@@ -91,12 +98,14 @@ class RequestState:
     """
 
     request: Any
+    groups: Sequence[CacheGroup]
+    chunk_size: int
     names: ChunkNames | None = None
     names_version: object = None
     adapter: str = ""
     tables: list[list[int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
-    stored: list[int] = field(default_factory=list)
+    stored: list[int] = field(init=False)
     num_local: int = 0
     offer: Offer | None = None
     asked_at: float | None = None
@@ -105,6 +114,9 @@ class RequestState:
     is_loading: bool = False
     gave_up: bool = False
     is_outdated: bool = False
+
+    def __post_init__(self) -> None:
+        self.stored = [0] * len(self.groups)
 
     @property
     def request_id(self) -> str:
@@ -122,110 +134,114 @@ class RequestState:
         """Drop an offer that has been taken, or is out of date."""
         self.offer, self.asked_at = None, None
 
-    def set_blocks(self, groups: Sequence[CacheGroup], block_ids: Sequence[Sequence[int]]) -> None:
+    def set_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
         """Take the whole block tables, by vLLM's numbers of the groups."""
-        self.tables = [list(block_ids[group.index]) for group in groups]
-        self.dropped = [0] * len(groups)
+        self.tables = [list(block_ids[group.index]) for group in self.groups]
+        self.dropped = [0] * len(self.groups)
 
-    def add_blocks(self, groups: Sequence[CacheGroup], block_ids: Sequence[Sequence[int]]) -> None:
-        """Append blocks to the tables."""
-        for table, group in zip(self.tables, groups, strict=True):
-            table.extend(block_ids[group.index])
-
-    def drop_blocks(self, groups: Sequence[CacheGroup], num_computed: int) -> None:
+    def drop_blocks(self, num_computed: int) -> None:
         """Forget blocks that vLLM takes away because no window reaches them any more. Without
         tables there are none to forget.
         """
-        for table, group in zip(self.tables, groups, strict=False):
+        for table, group in zip(self.tables, self.groups, strict=False):
             end = min(group.first_needed_token(num_computed) // group.block_size, len(table))
             begin = self.dropped[group.number]
             if begin < end:
                 table[begin:end] = [NULL_BLOCK] * (end - begin)
                 self.dropped[group.number] = end
 
-    def complete_runs(
-        self, groups: Sequence[CacheGroup], chunk_size: int, num_tokens: int
-    ) -> list[ChunkRun]:
+    def complete_runs(self, num_tokens: int) -> list[ChunkRun]:
         """Return the chunks that are whole once so many tokens are computed, and are not stored
         yet; from now on they count as stored.
         """
         assert self.names is not None
-        num_chunks = min(num_tokens // chunk_size, self.names.num_chunks)
+        num_chunks = min(num_tokens // self.chunk_size, self.names.num_chunks)
         runs = []
-        for group, table in zip(groups, self.tables, strict=True):
+        for group, table in zip(self.groups, self.tables, strict=True):
             first = self.stored[group.number]
             self.stored[group.number] = max(first, num_chunks)
-            per_chunk = chunk_size // group.block_size
+            per_chunk = self.chunk_size // group.block_size
             while first < num_chunks and (
                 (first + 1) * per_chunk > len(table)
                 or NULL_BLOCK in table[first * per_chunk : (first + 1) * per_chunk]
             ):
                 first += 1
             if first < num_chunks:
-                runs.append(self._run(group, table, chunk_size, first, num_chunks))
+                runs.append(self._run(group, table, first, num_chunks))
         return runs
 
-    def load_runs(
-        self, groups: Sequence[CacheGroup], chunk_size: int, begin: int, end: int
-    ) -> list[ChunkRun]:
+    def load_runs(self, begin: int, end: int) -> list[ChunkRun]:
         """Return the chunks that tokens `[begin, end)` come from; of a windowed group only those
         that the next token looks at.
         """
         runs = []
-        for group, table in zip(groups, self.tables, strict=True):
-            first = max(begin, group.first_needed_token(end)) // chunk_size
-            last = -(-end // chunk_size)
+        for group, table in zip(self.groups, self.tables, strict=True):
+            first = max(begin, group.first_needed_token(end)) // self.chunk_size
+            last = -(-end // self.chunk_size)
             if first < last:
-                runs.append(self._run(group, table, chunk_size, first, last))
+                runs.append(self._run(group, table, first, last))
         return runs
 
-    def _run(
-        self, group: CacheGroup, table: Sequence[int], chunk_size: int, first: int, last: int
-    ) -> ChunkRun:
+    def _run(self, group: CacheGroup, table: Sequence[int], first: int, last: int) -> ChunkRun:
         """Return chunks `[first, last)` with their blocks."""
         assert self.names is not None
         hashes = self.names.hashes[first * CHUNK_HASH_BYTES : last * CHUNK_HASH_BYTES]
-        begin, end = (chunk * chunk_size // group.block_size for chunk in (first, last))
+        begin, end = (chunk * self.chunk_size // group.block_size for chunk in (first, last))
         blocks = tuple(table[begin:end])
         missing = (NULL_BLOCK,) * (end - begin - len(blocks))
         return ChunkRun(group.number, first, hashes, blocks + missing)
 
 
 class RequestNamer:
-    """Keeps the names of a request's chunks up to its tokens.
+    """Names the chunks of requests: by tokens, contents and adapter, and by the tenant's salt and
+    the request's own.
 
     Args:
-        roots: What the chains begin with.
+        identity: What the KV is.
         chunk_size: Tokens in a chunk.
-        contents: `KVIdentity.contents`.
+
+    Attributes:
+        adapters: Names of adapters.
     """
 
-    def __init__(self, roots: Roots, chunk_size: int, contents: str | None = "") -> None:
-        self._roots = roots
+    def __init__(self, identity: KVIdentity, chunk_size: int) -> None:
+        self._identity = identity
         self._chunk_size = chunk_size
-        self._contents = contents
+        self._salt: str | None = None
+        self._epoch = ""
+        self.adapters = Adapters()
+
+    def use_salt(self, salt: str) -> None:
+        """Take the tenant's salt; nothing can be named before."""
+        self._salt = salt
+
+    def begin_epoch(self) -> None:
+        """Find nothing again that was named before: the model computes other KV from now on (its
+        weights have been replaced).
+        """
+        self._epoch = secrets.token_hex(16)
 
     def name(self, state: RequestState) -> ChunkNames | None:
         """Return the names of a request's chunks, as far as its tokens are known; None when they
         cannot be named (yet).
 
-        Under other roots than before, nothing of the request counts as stored. Nor when its prompt
-        has grown: a session that continues has dropped the token that was generated last, and may
-        have new contents.
+        Under another salt or epoch than before, nothing of the request counts as stored. Nor when
+        its prompt has grown: a session that continues has dropped the token that was generated
+        last, and may have new contents.
         """
-        request, adapters = state.request, self._roots.adapters
+        request = state.request
         lora = getattr(request, "lora_request", None)
-        if state.names is not None and not adapters.is_loaded(lora, state.adapter):
+        if state.names is not None and not self.adapters.is_loaded(lora, state.adapter):
             state.is_outdated = True
         if state.is_outdated:
             return None
-        version = self._roots.version, request.num_prompt_tokens
+        version = self._salt, self._epoch, request.num_prompt_tokens
         if state.names is None or state.names_version != version:
-            root, spans = self._roots.root_of(request), spans_of(request, self._contents)
+            root, spans = self.root_of(request), spans_of(request, self._identity.contents)
             if root is None or spans is None or getattr(request, "prompt_embeds", None) is not None:
                 return None
             state.names, state.names_version = ChunkNames(root, self._chunk_size, spans), version
-            state.adapter = adapters.name_of(lora) or ""
+            state.adapter = self.adapters.name_of(lora) or ""
             state.stored = [0] * len(state.stored)
         token_ids = request.all_token_ids
         if getattr(request, "resumable", False):  # it may lose tokens that were generated
@@ -238,8 +254,26 @@ class RequestNamer:
         longer than `name`.
         """
         lora = getattr(state.request, "lora_request", None)
-        state.is_outdated |= not self._roots.adapters.is_unchanged(lora)
+        state.is_outdated |= not self.adapters.is_unchanged(lora)
         return not state.is_outdated
+
+    def root_of(self, request: Any) -> bytes | None:
+        """Return what the names of a vLLM request's chunks begin with; None while the tenant's
+        salt, or its adapter's weights, are not known.
+        """
+        salt, adapter = self._salt, self.adapters.name_of(getattr(request, "lora_request", None))
+        if salt is None or adapter is None:
+            return None
+        root = identity_root(replace(self._identity.metadata, adapter=adapter), salt)
+        cache_salt = getattr(request, "cache_salt", None) or ""
+        if not cache_salt and not self._epoch:
+            return root
+        # The length before each field keeps it from reading as another one (`docs/protocols.md`,
+        # "Identity").
+        digest, text = hashlib.sha256(), cache_salt.encode("utf-8", "surrogatepass")
+        for part in (ROOT_APART, root, text, self._epoch.encode("ascii")):
+            digest.update(len(part).to_bytes(4, "little") + part)
+        return digest.digest()
 
 
 def spans_of(request: Any, contents: str | None = "") -> list[MultimodalSpan] | None:

@@ -15,7 +15,7 @@ from typing import Any
 from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.prefill_rate import MIN_PREFILL_TOKENS, PrefillRate
 from lmcache_core.integrations.vllm.groups import CacheGroup
-from lmcache_core.integrations.vllm.identity import FMT, KVIdentity, Roots
+from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
 from lmcache_core.integrations.vllm.options import ASYNC, ConnectorOptions
 from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport, this_host
 from lmcache_core.integrations.vllm.planned_stores import StorePlanner
@@ -54,7 +54,7 @@ class SchedulerSide:
         groups: The cache groups.
         identity: What the KV is.
         store: The chunk store; opened and closed by its owner.
-        roots: Roots of chunk names; knows the salt once the store does.
+        namer: Names chunks; knows the salt once the store does.
 
     Attributes:
         stores: Plans what is stored after each step.
@@ -67,7 +67,7 @@ class SchedulerSide:
         groups: Sequence[CacheGroup],
         identity: KVIdentity,
         store: ChunkStore,
-        roots: Roots,
+        namer: RequestNamer,
     ) -> None:
         self._is_async = options.load == ASYNC
         self._patience_s = options.engine.tier_timeout_s + PATIENCE_MARGIN_S
@@ -76,12 +76,11 @@ class SchedulerSide:
         self._block_size = max(group.block_size for group in groups)
         self._has_windows = any(group.window is not None for group in groups)
         self._offers = Offers(store, identity, groups, self._chunk_size)
-        self._roots = roots
-        self._namer = RequestNamer(roots, self._chunk_size, identity.contents)
+        self._namer = namer
         self._states: dict[str, RequestState] = {}
         self._loads: dict[str, RequestState] = {}
         self.stores = StorePlanner(
-            options, groups, self._states, self._namer, identity.num_ranks * identity.replicas
+            options, groups, self._states, namer, identity.num_ranks * identity.replicas
         )
         self._prefill = PrefillRate(options.engine.prefill_tokens_per_s)
         self.step = 0
@@ -132,7 +131,7 @@ class SchedulerSide:
                 self._end_offer(state)
             return
         assert state.offer is not None, "vLLM loads tokens that were not offered"
-        state.set_blocks(self._groups, block_ids)
+        state.set_blocks(block_ids)
         state.load = state.num_local, state.num_local + num_external
         state.num_local += num_external
         state.stored = [state.offer.num_chunks] * len(self._groups)
@@ -159,7 +158,7 @@ class SchedulerSide:
             assert state.load is not None
             begin, end = state.load
             whole_blocks = -(-end // self._block_size) * self._block_size
-            runs = tuple(state.load_runs(self._groups, self._chunk_size, begin, end))
+            runs = tuple(state.load_runs(begin, end))
             state.load = None
             if not state.is_loading:
                 state.forget_offer()
@@ -258,7 +257,7 @@ class SchedulerSide:
         """Ask for nothing that was stored so far, and store nothing that runs now: the weights may
         have been replaced.
         """
-        self._roots.begin_epoch()
+        self._namer.begin_epoch()
         for state in self._states.values():
             state.gave_up = state.is_outdated = True
 
@@ -270,7 +269,7 @@ class SchedulerSide:
     def _state_of(self, request: Any) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None:
-            state = RequestState(request, stored=[0] * len(self._groups))
+            state = RequestState(request, self._groups, self._chunk_size)
             self._states[request.request_id] = state
         return state
 

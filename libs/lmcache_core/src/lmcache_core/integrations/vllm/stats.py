@@ -28,7 +28,6 @@ from lmcache_core.telemetry import (
     STORED_BYTES_TOTAL,
     STORED_CHUNKS_TOTAL,
     UNSTORED_CHUNKS_TOTAL,
-    Counters,
 )
 
 DESCRIBED = MappingProxyType(
@@ -87,25 +86,6 @@ class LMCacheStats(KVConnectorStats):
             for name, amount in self.data.items()
             if amount
         }
-
-
-class StatsTaker:
-    """Measures how much counters have grown since it was last asked.
-
-    Args:
-        counters: Of one side of the connector.
-    """
-
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
-        self._last = dict.fromkeys(DESCRIBED, 0)
-
-    def take(self) -> LMCacheStats | None:
-        """Return the growth; None when there is none."""
-        now = {name: self._counters.value(name) for name in DESCRIBED}
-        last, self._last = self._last, now
-        growth = {name: now[name] - last[name] for name in DESCRIBED if now[name] > last[name]}
-        return LMCacheStats(data=growth) if growth else None
 
 
 class LMCachePromMetrics(KVConnectorPromMetrics):

@@ -158,17 +158,20 @@ class Adapters:
         is_retried = known is not None and known.name is None and is_reread and folder is not None
         if known is None or known.version != version or is_retried:
             is_first = known is None or known.version is None
+            name, why = None, "have changed since it was loaded"
             if folder is None:
-                known = self._unknown(key, version, "are in no folder of this machine")
+                why = "are in no folder of this machine"
             elif is_first or is_reread:
-                known = self._read(key, version, folder)
-            else:
-                known = self._unknown(key, version, "have changed since it was loaded")
+                try:
+                    name = f"{len(key[1])}:{key[1]}@{adapter_fingerprint(folder)}"
+                except (LayoutError, OSError) as exc:
+                    why = f"cannot be read ({exc})"
+            known = self._remember(key, version, name, why)
         if known.name is None:
             return None
         if not is_reread and self._loaded.get(key[0], known.name) != known.name:
             why = f"may not be loaded: another adapter had its number {key[0]}"
-            return self._unknown(key, version, why).name
+            return self._remember(key, version, None, why).name
         self._loaded[key[0]] = known.name
         return known.name
 
@@ -187,28 +190,21 @@ class Adapters:
         folder, known = adapter_folder(str(lora.lora_path)), self._known.get(_key_of(lora))
         return folder is not None and known is not None and known.version == adapter_version(folder)
 
-    def _read(self, key: _AdapterKey, version: FileVersions | None, folder: Path) -> _KnownAdapter:
-        try:
-            fingerprint = adapter_fingerprint(folder)
-        except (LayoutError, OSError) as exc:
-            return self._unknown(key, version, f"cannot be read ({exc})")
-        return self._remember(key, _KnownAdapter(version, f"{len(key[1])}:{key[1]}@{fingerprint}"))
-
-    def _unknown(self, key: _AdapterKey, version: FileVersions | None, why: str) -> _KnownAdapter:
-        logger.warning(
-            "adapter not cached until it is loaded again, its files %s: adapter=%s path=%s",
-            why,
-            key[1],
-            key[2],
-        )
-        return self._remember(key, _KnownAdapter(version, None))
-
-    def _remember(self, key: _AdapterKey, known: _KnownAdapter) -> _KnownAdapter:
+    def _remember(
+        self, key: _AdapterKey, version: FileVersions | None, name: str | None, why: str
+    ) -> _KnownAdapter:
+        if name is None:
+            logger.warning(
+                "adapter not cached until it is loaded again, its files %s: adapter=%s path=%s",
+                why,
+                key[1],
+                key[2],
+            )
         if len(self._known) >= MAX_ADAPTERS:
             self._known.clear()
             self._loaded.clear()
-        self._known[key] = known
-        return known
+        self._known[key] = _KnownAdapter(version, name)
+        return self._known[key]
 
 
 def adapter_folder(path: str) -> Path | None:
