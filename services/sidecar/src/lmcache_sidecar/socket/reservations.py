@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lmcache_core.memory import MemoryObj
-from lmcache_core.memory.free_list import align_up
+from lmcache_core.memory.free_list import extent_bytes
 from lmcache_core.wire.messages import Extent
 
 from lmcache_sidecar.socket.context import ReservationRoom, SessionContext
@@ -74,7 +74,7 @@ class Reservations:
             memory.ref_count_down()
 
     def _add_one(self, size: int) -> Extent | None:
-        taken = align_up(size)
+        taken = extent_bytes(size)
         if (
             len(self._memories) >= MAX_RESERVATIONS
             or self.num_bytes + taken > self._max_bytes

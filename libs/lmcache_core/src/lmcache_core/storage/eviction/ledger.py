@@ -239,6 +239,9 @@ class Ledger:
         policy: Which chunks go first; belongs to this ledger.
         limits: What is not kept; by default everything is.
         clock: Tells the time.
+
+    Attributes:
+        has_ttl: Whether chunks ever expire.
     """
 
     def __init__(
@@ -249,6 +252,7 @@ class Ledger:
         self._tenants = None if limits.quotas is None else TenantPolicy(policy)
         self._policy: EvictionPolicy = policy if self._tenants is None else self._tenants
         self._expiry = None if limits.ttl_s is None else Expiry(limits.ttl_s, clock)
+        self.has_ttl = self._expiry is not None
         self._recent = RecentEvictions()
         self._num_evicted = 0
         self._num_expired = 0
@@ -288,11 +292,6 @@ class Ledger:
         self.remove(key)
         self._recent.add(key, MissReason.EXPIRED)
         self._num_expired += 1
-
-    @property
-    def has_ttl(self) -> bool:
-        """Whether chunks ever expire."""
-        return self._expiry is not None
 
     def is_live(self, key: ChunkKey) -> bool:
         """Whether a held chunk may still be served."""
