@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,6 +58,9 @@ class _CheckedKV:
         self.sides: list[torch.Tensor] = [pair[side] for side in range(2) for pair in layers]
         self.dtypes = (self.dtype, str(self.dtype).removeprefix("torch."))
         self.token_bytes = hidden_dim_size * self.dtype.itemsize
+        # Whether no two sides begin at the same place.
+        self.are_apart = len({side.data_ptr() for side in self.sides}) == len(self.sides)
+        self._views: list[memoryview] | None = None
 
     def slices(self, start: int, end: int) -> list[torch.Tensor]:
         """Return these tokens of each side.
@@ -72,17 +74,12 @@ class _CheckedKV:
             raise self._too_short(end)
         return [side[start:end] for side in self.sides]
 
-    @cached_property
     def views(self) -> list[memoryview]:
-        """The bytes of each side; empty unless all lie in host memory without gaps."""
-        if not all(side.is_cpu and side.is_contiguous() for side in self.sides):
-            return []
-        return [bytes_under(side.detach()) for side in self.sides]
-
-    @cached_property
-    def are_apart(self) -> bool:
-        """Whether no two sides begin at the same place."""
-        return len({side.data_ptr() for side in self.sides}) == len(self.sides)
+        """Return the bytes of each side; empty unless all lie in host memory without gaps."""
+        if self._views is None:
+            is_whole = all(side.is_cpu and side.is_contiguous() for side in self.sides)
+            self._views = [bytes_under(side.detach()) for side in self.sides] if is_whole else []
+        return self._views
 
     def _too_short(self, end: int) -> LayoutError:
         return LayoutError(
@@ -186,7 +183,7 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
             and meta.fmt is MemoryFormat.KV_BLOB
             and meta.shape == (2, self.num_layers, end - start, self.hidden_dim_size)
             and meta.dtype in kv.dtypes
-            and kv.views
+            and (engine := kv.views())
         ):
             return []
         try:
@@ -196,7 +193,7 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
         low, high = start * kv.token_bytes, end * kv.token_bytes
         return [
             (view[low:high], content[i * side_bytes : (i + 1) * side_bytes])
-            for i, view in enumerate(kv.views)
+            for i, view in enumerate(engine)
         ]
 
     def _slices(

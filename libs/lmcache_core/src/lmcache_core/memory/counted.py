@@ -89,7 +89,8 @@ class CountedMemoryObj(MemoryObj):
     @property
     @override
     def byte_array(self) -> memoryview:
-        self._require_held()
+        if self.metadata.ref_count <= 0:
+            self._require_held()
         return self._view
 
     @override

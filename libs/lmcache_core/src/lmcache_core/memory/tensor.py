@@ -69,7 +69,8 @@ class TensorMemoryObj(CountedMemoryObj):
                 f"memory on {self._on_device.device} has no bytes that this process can address:"
                 " use .tensor, or copy it to the host"
             )
-        self._require_held()
+        if self.metadata.ref_count <= 0:
+            self._require_held()
         return self._view
 
     @override
