@@ -152,6 +152,8 @@ class EngineModel(RuleBasedStateMachine):
             else contextlib.suppress(ValueError)
         ):
             self.engine.store(tokens, mask_of(tokens, skipped), kvcaches=kv_of(tokens[:-1]))
+            # Without room for the last chunk, those in front of it are stored.
+            self.stored.update(wanted_pieces(tokens, skipped))
 
     @rule(prompt=PROMPTS, skipped=SKIPPED)
     def retrieve(self, prompt: tuple[Prompt, int], skipped: int) -> None:

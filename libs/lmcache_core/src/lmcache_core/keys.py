@@ -68,6 +68,9 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
                 is longer than `MAX_CANONICAL_KEY_BYTES`, or a number does not fit.
         """
         prefix = _canonical_prefix(self.fmt, self.model_name, self.world_size, self.worker_id)
+        chunk_hash = self.chunk_hash
+        if len(chunk_hash) == 2 * CHUNK_HASH_BYTES and chunk_hash.isascii() and not self.group:
+            return prefix + _HASH_LENGTH + chunk_hash.encode() + _NO_GROUP  # nearly all keys
         data = prefix + _field("chunk_hash", self.chunk_hash) + _field("group", self.group)
         if len(data) > MAX_CANONICAL_KEY_BYTES:
             raise IdentityError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
+from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector, nested_tuple
 from lmcache_core.memory import HostMemoryAllocator
 
 LAYERS, TOKENS, HEADS, HEAD_SIZE = 3, 11, 2, 5
@@ -68,6 +68,26 @@ def test_strided_layers_are_read_and_written(connector, allocator):
         [t.contiguous().view(torch.uint8) for layer in target for t in layer], snapshot(source)
     )
     assert not any(t[..., HEAD_SIZE:].any() for t in wide)
+
+
+@pytest.mark.parametrize("most_bytes", [0, nested_tuple.MAX_BYTEWISE])
+def test_progress_and_bytes_are_the_same_as_bytes_and_as_tensors(
+    connector, allocator, monkeypatch, most_bytes
+):
+    monkeypatch.setattr(nested_tuple, "MAX_BYTEWISE", most_bytes)
+    engine, target, seen = caches(), caches(seed=1), []
+    with allocator.allocate(connector.get_shape(4), torch.bfloat16) as memory:
+        connector.from_gpu(
+            memory, 3, 7, **connector.checked({"kvcaches": engine, "progress": seen.append})
+        )
+        connector.to_gpu(
+            memory, 3, 7, **connector.checked({"kvcaches": target, "progress": seen.append})
+        )
+    assert seen == 2 * [4 * HIDDEN * 2 * side for side in range(1, 2 * LAYERS + 1)]
+    assert same([t[3:7] for t in snapshot(target)], [t[3:7] for t in snapshot(engine)])
+    untouched = snapshot(caches(seed=1))
+    for part in (slice(3), slice(7, None)):
+        assert same([t[part] for t in snapshot(target)], [t[part] for t in untouched])
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])

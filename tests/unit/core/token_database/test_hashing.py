@@ -122,6 +122,13 @@ def test_token_ids_become_little_endian_words(tokens):
     assert tokens_as_bytes(tokens) == want
 
 
+@pytest.mark.parametrize("dtype", ["i1", "i2", "i4", "i8", ">i4", ">i8"])
+def test_a_negative_token_id_of_any_width_is_refused(dtype):
+    assert tokens_as_uint32(np.array([1, 127], dtype)).tolist() == [1, 127]
+    with pytest.raises(ValueError, match="token id -1 is negative"):
+        tokens_as_uint32(np.array([1, -1], dtype))
+
+
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [([1, -2, 3], "token id -2 is negative"), ([1, 1 << 32], "token id 4294967296 is above")],

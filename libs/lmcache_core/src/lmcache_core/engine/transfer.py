@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
+from lmcache_core.memory.counted import CountedMemoryObj
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import (
     HOT_TIER,
@@ -30,7 +31,6 @@ from lmcache_core.record import (
     MissReason,
     RecordHeader,
     TensorSpec,
-    encode_head,
     payload_digest,
     raw_header,
 )
@@ -48,6 +48,7 @@ from lmcache_core.telemetry import (
 
 MAX_REMEMBERED_KEYS = 1 << 14
 MAX_KNOWN_LENGTHS = 64
+_ANY_KEY = CacheEngineKey("", "", 1, 0, "").canonical()
 NamedChunk = tuple[int, int, CacheEngineKey]
 """First token, one past the last, key."""
 
@@ -104,36 +105,36 @@ class KVTransfer:
         visible = [memory is NotLent.KNOWN for memory in reserved]
         num_fitting = (*reserved, NotLent.NO_ROOM).index(NotLent.NO_ROOM)
         lent = [
-            (i, *named[i], memory)
+            (i, memory)
             for i, memory in enumerate(reserved[:num_fitting])
             if not isinstance(memory, NotLent)
         ]
         put: list[Chunk] = []
-        digests: list[bytes | Future[bytes]] = []
+        digests: list[bytes | Future[bytes] | None] = []
+        needs_digests = self._store.needs_digests
         try:
-            for _, start, end, _, memory in lent:
-                if self._store.needs_digests:
-                    digests.append(self._fill_and_digest(memory, start, end, kwargs))
-                else:
-                    self._gpu_connector.from_gpu(memory, start, end, **kwargs)
-            seals: list[bytes | None] = [
-                digest if isinstance(digest, bytes) else digest.result() for digest in digests
-            ]
-            seals += [None] * (len(lent) - len(seals))
+            if lent:
+                kwargs = self._gpu_connector.checked(kwargs)
+            for i, memory in lent:
+                start, end, _ = named[i]
+                digests.append(self._fill(memory, start, end, kwargs, needs_digests))
             put = [
-                self._chunk(key, memory, end - start, seal)
-                for (_, start, end, key, memory), seal in zip(lent, seals, strict=True)
+                self._chunk(named[i], memory, digest)
+                for (i, memory), digest in zip(lent, digests, strict=True)
             ]
             stored = self._store.put(put) if put else []
-            for (i, *_), is_kept in zip(lent, stored, strict=True):
+            num_bytes = 0
+            for (i, memory), is_kept in zip(lent, stored, strict=True):
                 visible[i] = is_kept
-            kept = [chunk for chunk, is_kept in zip(put, stored, strict=True) if is_kept]
-            self._counters.add(STORED_CHUNKS_TOTAL, len(kept))
-            self._counters.add(STORED_BYTES_TOTAL, sum(chunk.memory.get_size() for chunk in kept))
+                num_bytes += memory.get_size() if is_kept else 0
+            self._counters.add(STORED_CHUNKS_TOTAL, sum(stored))
+            self._counters.add(STORED_BYTES_TOTAL, num_bytes)
             self._counters.add(UNSTORED_CHUNKS_TOTAL, visible.count(False))
         finally:
             # Memory that is given back must not be read any more.
-            wait([digest for digest in digests if not isinstance(digest, bytes)])
+            pending = [digest for digest in digests if isinstance(digest, Future)]
+            if pending:
+                wait(pending)
             self._store.release(put)
             unused = reserved[num_fitting:] if put else reserved
             self._store.abort([memory for memory in unused if not isinstance(memory, NotLent)])
@@ -163,6 +164,8 @@ class KVTransfer:
         try:
             for (start, end, key), chunk in zip(named, chunks, strict=False):
                 reason = self._misfit(chunk, key, end - start)
+                if reason is None and num_loaded == 0:
+                    kwargs = self._gpu_connector.checked(kwargs)
                 if reason is None and not self._copy(chunk, start, end, kwargs, wanted):
                     reason = MissReason.CORRUPT
                     self._store.reject(chunk)
@@ -176,16 +179,15 @@ class KVTransfer:
         if not were_held:
             self._counters.add(MISSED_CHUNKS_TOTAL, num_loaded, MissReason.UNAVAILABLE)
             return 0
-        loaded = list(zip(named, chunks[:num_loaded], strict=False))
-        for tier in {chunk.tier for _, chunk in loaded}:
-            of_tier = [
-                (end - start, chunk) for (start, end, _), chunk in loaded if chunk.tier == tier
-            ]
-            num_tokens = sum(length for length, _ in of_tier) * self._unit_tokens
-            size = sum(chunk.memory.get_size() for _, chunk in of_tier)
-            self._counters.add(RETRIEVED_TOKENS_TOTAL, num_tokens, tier)
-            self._counters.add(RETRIEVED_CHUNKS_TOTAL, len(of_tier), tier)
-            self._counters.add(RETRIEVED_BYTES_TOTAL, size, tier)
+        loaded = Counter(
+            (chunk.tier, end - start)
+            for (start, end, _), chunk in zip(named, chunks[:num_loaded], strict=False)
+        )
+        for (tier, length), count in loaded.items():
+            size = self._expected(length).num_bytes
+            self._counters.add(RETRIEVED_TOKENS_TOTAL, count * length * self._unit_tokens, tier)
+            self._counters.add(RETRIEVED_CHUNKS_TOTAL, count, tier)
+            self._counters.add(RETRIEVED_BYTES_TOTAL, count * size, tier)
         return num_loaded
 
     def through_store(self, memory: MemoryObj) -> MemoryObj:
@@ -213,16 +215,21 @@ class KVTransfer:
             self._store.release(chunks)
             self._store.forget([key])
 
-    def _fill_and_digest(
-        self, memory: MemoryObj, start: int, end: int, kwargs: dict[str, Any]
-    ) -> bytes | Future[bytes]:
-        """Copy a chunk out of the serving engine; the digest of a large one follows in another
-        thread.
+    def _fill(
+        self,
+        memory: MemoryObj,
+        start: int,
+        end: int,
+        kwargs: dict[str, Any],
+        needs_digest: bool,
+    ) -> bytes | Future[bytes] | None:
+        """Copy a chunk out of the serving engine; return its digest, if needed, of which that of a
+        large one follows in another thread.
         """
-        payload = memory.byte_array
-        if len(payload) <= INLINE_BYTES:
+        if not needs_digest or memory.get_size() <= INLINE_BYTES:
             self._gpu_connector.from_gpu(memory, start, end, **kwargs)
-            return payload_digest(payload)
+            return payload_digest(memory.byte_array) if needs_digest else None
+        payload = memory.byte_array
         digest = FillingDigest(payload, self._workers)
         try:
             if self._gpu_connector.reports_progress:
@@ -253,10 +260,10 @@ class KVTransfer:
                 part = self._part(payload, end - start, low - start, high - start)
                 self._gpu_connector.to_gpu(part, low, high, **kwargs)
             return True
-        kv = BytesBufferMemoryObj(payload, self._expected(end - start).metadata)
-        if not chunk.is_unchecked:
+        kv = CountedMemoryObj(payload, self._expected(end - start).metadata, None)
+        if not chunk.is_unchecked or len(payload) <= INLINE_BYTES:
             self._gpu_connector.to_gpu(kv, start, end, **kwargs)
-            return True
+            return not chunk.is_unchecked or payload_digest(payload) == chunk.header.digest
         digest = FollowingDigest(payload)
         if self._gpu_connector.reports_progress:
             kwargs = {**kwargs, "progress": digest.copied}
@@ -264,16 +271,20 @@ class KVTransfer:
         return digest.finish() == chunk.header.digest
 
     def _chunk(
-        self, key: CacheEngineKey, memory: MemoryObj, num_tokens: int, digest: bytes | None
+        self, named: NamedChunk, memory: MemoryObj, digest: bytes | Future[bytes] | None
     ) -> Chunk:
         """Return filled memory as a chunk, sealed if its digest is known."""
+        start, end, key = named
+        if isinstance(digest, Future):
+            digest = digest.result()
         is_lossy = key in self._loaded_with_loss
-        tensors = self._expected(num_tokens).tensors
+        tensors = self._expected(end - start).tensors
         header = RecordHeader(
             key.canonical(), RAW_SERDE, "", is_lossy, tensors, digest or UNSEALED_DIGEST
         )
-        head = None if digest is None else encode_head(header, memory.get_size())
-        return Chunk(ChunkKey(DEFAULT_TENANT, key), header, head, memory, HOT_TIER)
+        chunk = Chunk(ChunkKey(DEFAULT_TENANT, key), header, None, memory, HOT_TIER)
+        chunk.is_sealed = digest is not None  # its head is made only if it leaves the process
+        return chunk
 
     def _expected(self, num_tokens: int) -> _Expected:
         """Return what a memory object of that many tokens holds. Remembered, since nearly all
@@ -283,12 +294,14 @@ class KVTransfer:
         if known is None:
             connector = self._gpu_connector
             shape = torch.Size(connector.get_shape(num_tokens))
+            size = num_bytes(shape, self._dtype)
             tensors = connector.tensor_specs(num_tokens)
             if tensors is None:
-                size = num_bytes(shape, self._dtype)
                 tensors = (TensorSpec("", self._dtype, tuple(shape), 0, size),)
             metadata = MemoryObjMetadata(shape, self._dtype, 0, 0, 1, MemoryFormat.KV_BLOB)
-            known = _Expected(tensors, tensors[-1].offset + tensors[-1].length, metadata)
+            # Here and not for each chunk, of which only the key and the digest are its own.
+            RecordHeader(_ANY_KEY, RAW_SERDE, "", False, tensors, UNSEALED_DIGEST).check(size)
+            known = _Expected(tensors, size, metadata)
             if len(self._known) >= MAX_KNOWN_LENGTHS:
                 self._known.clear()
             self._known[num_tokens] = known
@@ -333,11 +346,12 @@ class LoadedWithLoss:
         self._lock = threading.Lock()
 
     def __contains__(self, key: CacheEngineKey) -> bool:
-        with self._lock:
-            return key in self._keys
+        return key in self._keys  # one step, which no other thread can interrupt
 
     def note(self, key: CacheEngineKey, is_lossy: bool) -> None:
         """Note that a chunk has just been loaded, and whether with loss."""
+        if not is_lossy and not self._keys:
+            return
         with self._lock:
             self._keys.pop(key, None)
             if is_lossy:

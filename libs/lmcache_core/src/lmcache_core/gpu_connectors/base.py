@@ -55,6 +55,13 @@ class GPUConnectorInterface(ABC):
         hidden_dim]`.
         """
 
+    def checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return keyword arguments that name the same memory, checked here once for many chunks.
+
+        Good for `from_gpu` and `to_gpu` as long as the serving engine's tensors stay.
+        """
+        return kwargs
+
     def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...] | None:
         """Return each tensor's group, dtype, shape, and place in the memory object, bytes; None
         where it is the one tensor of `get_shape`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,82 @@ import torch
 from lmcache_core._typing import override
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface, check_format, checked_tensor
-from lmcache_core.memory.base import MemoryObj
+from lmcache_core.memory.base import MemoryFormat, MemoryObj
+from lmcache_core.memory.views import bytes_under
 
-Slices = list[tuple[torch.Tensor, torch.Tensor]]
+MAX_BYTEWISE = 64 << 10
+"""Of a layer. Up to here its slices as tensors take longer than the copy; beyond, torch copies with
+several threads.
+"""
+
+
+class _CheckedKV:
+    """K of every layer, then V (the order in a memory object), checked once for many chunks.
+
+    Args:
+        kvcaches: The (K, V) tensors of every layer.
+        num_layers: How many there must be.
+        hidden_dim_size: What num_heads * head_size must be.
+
+    Raises:
+        LayoutError: The tensors are not as declared, or not all alike.
+    """
+
+    def __init__(self, kvcaches: Any, num_layers: int, hidden_dim_size: int) -> None:
+        layers = [tuple(pair) for pair in kvcaches]
+        if len(layers) != num_layers:
+            raise LayoutError(
+                f"kvcaches has {len(layers)} layers; the connector was made for {num_layers}"
+            )
+        for i, pair in enumerate(layers):
+            if len(pair) != 2 or not all(isinstance(side, torch.Tensor) for side in pair):
+                raise LayoutError(
+                    f"layer {i} of kvcaches is {[type(side).__name__ for side in pair]}; expected"
+                    " the pair (K, V) of tensors"
+                )
+        first = layers[0][0]
+        self.shape, self.dtype = first.shape, first.dtype
+        self.hidden_dim_size = hidden_dim_size
+        if len(self.shape) < 2 or self.shape[1:].numel() != hidden_dim_size:
+            raise self._too_short(0)
+        for i, pair in enumerate(layers):
+            for side in pair:
+                if side.shape != self.shape or side.dtype != self.dtype:
+                    raise LayoutError(
+                        f"layer {i} of kvcaches is {tuple(side.shape)} of {side.dtype}, layer 0"
+                        f" {tuple(self.shape)} of {self.dtype}"
+                    )
+        self.sides: list[torch.Tensor] = [pair[side] for side in range(2) for pair in layers]
+        self.dtypes = (self.dtype, str(self.dtype).removeprefix("torch."))
+        self.token_bytes = hidden_dim_size * self.dtype.itemsize
+        # Whether no two sides begin at the same place.
+        self.are_apart = len({side.data_ptr() for side in self.sides}) == len(self.sides)
+        self._views: list[memoryview] | None = None
+
+    def slices(self, start: int, end: int) -> list[torch.Tensor]:
+        """Return these tokens of each side.
+
+        Raises:
+            LayoutError: They are not all there.
+        """
+        if not 0 <= start <= end:
+            raise LayoutError(f"[{start}, {end}) is not a range of tokens")
+        if self.shape[0] < end:
+            raise self._too_short(end)
+        return [side[start:end] for side in self.sides]
+
+    def views(self) -> list[memoryview]:
+        """Return the bytes of each side; empty unless all lie in host memory without gaps."""
+        if self._views is None:
+            is_whole = all(side.is_cpu and side.is_contiguous() for side in self.sides)
+            self._views = [bytes_under(side.detach()) for side in self.sides] if is_whole else []
+        return self._views
+
+    def _too_short(self, end: int) -> LayoutError:
+        return LayoutError(
+            f"layer 0 of kvcaches is {tuple(self.shape)}; expected [>={end}, …"
+            f" {self.hidden_dim_size}]"
+        )
 
 
 class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
@@ -33,89 +107,102 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
         self.num_layers = num_layers
 
     @override
+    def checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**kwargs, "kvcaches": self._kv(kwargs)}
+
+    @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy from `kvcaches`, which must be given."""
-        progress = kwargs.get("progress")
+        kv, progress = self._kv(kwargs), kwargs.get("progress")
+        views = self._views(kv, memory_obj, start, end)
+        if views and not views[0][1].readonly:
+            for i, (engine, chunk) in enumerate(views, 1):
+                chunk[:] = engine
+                if progress is not None:
+                    progress(i * len(chunk))
+            return
         # Plain copies, in whatever mode the engine made its tensors; and faster.
         with torch.inference_mode():
-            slices = self._slices(memory_obj, start, end, kwargs, is_filled=True)
-            step_bytes = memory_obj.get_size() // len(slices)
+            engine_sides = kv.slices(start, end)
+            chunk_sides = self._slices(kv, memory_obj, end - start, is_filled=True)
+            step_bytes = memory_obj.get_size() // len(engine_sides)
             # On a device nothing is filled before it has finished.
-            is_host = slices[0][0].device.type == "cpu"
-            for i, (engine, chunk) in enumerate(slices, 1):
-                chunk.copy_(engine, non_blocking=True)
+            is_host = engine_sides[0].device.type == "cpu"
+            for i, (source, target) in enumerate(zip(engine_sides, chunk_sides, strict=True), 1):
+                target.copy_(source, non_blocking=True)
                 if progress is not None and is_host:
                     progress(i * step_bytes)
-        _finish(slices)
+        _finish(engine_sides[0].device)
 
     @override
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy to `kvcaches`, which must be given."""
-        progress = kwargs.get("progress")
+        kv, progress = self._kv(kwargs), kwargs.get("progress")
+        views = self._views(kv, memory_obj, start, end)
+        if views and kv.are_apart:
+            for i, (engine, chunk) in enumerate(views, 1):
+                engine[:] = chunk
+                if progress is not None:
+                    progress(i * len(chunk))
+            return
         with torch.inference_mode():
-            slices = self._slices(memory_obj, start, end, kwargs, is_filled=False)
-            _require_apart([engine for engine, _ in slices])
-            step_bytes = memory_obj.get_size() // len(slices)
-            for i, (engine, chunk) in enumerate(slices, 1):
-                engine.copy_(chunk, non_blocking=True)
+            engine_sides = kv.slices(start, end)
+            chunk_sides = self._slices(kv, memory_obj, end - start, is_filled=False)
+            _require_apart(engine_sides)
+            step_bytes = memory_obj.get_size() // len(engine_sides)
+            for i, (target, source) in enumerate(zip(engine_sides, chunk_sides, strict=True), 1):
+                target.copy_(source, non_blocking=True)
                 if progress is not None:
                     progress(i * step_bytes)
-        _finish(slices)
+        _finish(engine_sides[0].device)
 
     @override
     def get_shape(self, num_tokens: int) -> torch.Size:
         return torch.Size((2, self.num_layers, num_tokens, self.hidden_dim_size))
 
-    def _slices(
-        self, memory_obj: MemoryObj, start: int, end: int, kwargs: dict[str, Any], is_filled: bool
-    ) -> Slices:
-        """Return the same tokens in engine memory and in the memory object, K of every layer, then
-        V, checked.
-        """
-        check_format(memory_obj)
-        if kwargs.get("kvcaches") is None:
+    def _kv(self, kwargs: dict[str, Any]) -> _CheckedKV:
+        kvcaches = kwargs.get("kvcaches")
+        if isinstance(kvcaches, _CheckedKV):
+            return kvcaches
+        if kvcaches is None:
             raise ValueError("kvcaches is missing: pass the (K, V) tensors of every layer")
-        if not 0 <= start <= end:
-            raise LayoutError(f"[{start}, {end}) is not a range of tokens")
-        layers = [tuple(pair) for pair in kwargs["kvcaches"]]
-        if len(layers) != self.num_layers:
-            raise LayoutError(
-                f"kvcaches has {len(layers)} layers; the connector was made for {self.num_layers}"
-            )
-        shape, dtype = self._checked_sides(layers, end)
-        blob = checked_tensor(memory_obj, self.get_shape(end - start), dtype, is_filled)
-        keys, values = blob.view(2, self.num_layers, end - start, *shape[1:]).unbind(0)
-        # In the memory object's order: K of all layers, then V.
-        sides = [pair[side][start:end] for side in range(2) for pair in layers]
-        return list(zip(sides, (*keys.unbind(0), *values.unbind(0)), strict=True))
+        return _CheckedKV(kvcaches, self.num_layers, self.hidden_dim_size)
 
-    def _checked_sides(
-        self, layers: list[tuple[torch.Tensor, ...]], end: int
-    ) -> tuple[torch.Size, torch.dtype]:
-        """Return the shape and dtype of K and V, which all layers have in common."""
-        for i, pair in enumerate(layers):
-            if len(pair) != 2 or not (
-                isinstance(pair[0], torch.Tensor) and isinstance(pair[1], torch.Tensor)
-            ):
-                raise LayoutError(
-                    f"layer {i} of kvcaches is {[type(side).__name__ for side in pair]}; expected"
-                    " the pair (K, V) of tensors"
-                )
-        first = layers[0][0]
-        shape, dtype = first.shape, first.dtype
-        if len(shape) < 2 or shape[0] < end or shape[1:].numel() != self.hidden_dim_size:
-            raise LayoutError(
-                f"layer 0 of kvcaches is {tuple(shape)}; expected [>={end}, …"
-                f" {self.hidden_dim_size}]"
-            )
-        for i, pair in enumerate(layers):
-            for side in pair:
-                if side.shape != shape or side.dtype != dtype:
-                    raise LayoutError(
-                        f"layer {i} of kvcaches is {tuple(side.shape)} of {side.dtype}, layer 0"
-                        f" {tuple(shape)} of {dtype}"
-                    )
-        return shape, dtype
+    def _views(
+        self, kv: _CheckedKV, memory_obj: MemoryObj, start: int, end: int
+    ) -> list[tuple[memoryview, memoryview]]:
+        """Return the bytes of these tokens in engine memory and in the memory object, side by side.
+
+        Empty where they are not copied as bytes: there is much of them, they are on a device or
+        have gaps; or something is wrong, which `_slices` finds.
+        """
+        meta, side_bytes = memory_obj.metadata, (end - start) * kv.token_bytes
+        if not (
+            0 <= start <= end <= kv.shape[0]
+            and side_bytes <= MAX_BYTEWISE
+            and meta.fmt is MemoryFormat.KV_BLOB
+            and meta.shape == (2, self.num_layers, end - start, self.hidden_dim_size)
+            and meta.dtype in kv.dtypes
+            and (engine := kv.views())
+        ):
+            return []
+        try:
+            content = memory_obj.byte_array
+        except ValueError:  # on a device
+            return []
+        low, high = start * kv.token_bytes, end * kv.token_bytes
+        return [
+            (view[low:high], content[i * side_bytes : (i + 1) * side_bytes])
+            for i, view in enumerate(engine)
+        ]
+
+    def _slices(
+        self, kv: _CheckedKV, memory_obj: MemoryObj, num_tokens: int, is_filled: bool
+    ) -> Sequence[torch.Tensor]:
+        """Return each side in the memory object, checked."""
+        check_format(memory_obj)
+        blob = checked_tensor(memory_obj, self.get_shape(num_tokens), kv.dtype, is_filled)
+        return blob.view(2 * self.num_layers, num_tokens, *kv.shape[1:]).unbind(0)
 
 
 def _require_apart(sides: list[torch.Tensor]) -> None:
@@ -148,7 +235,6 @@ def _require_apart(sides: list[torch.Tensor]) -> None:
             extent += (size - 1) * stride
 
 
-def _finish(slices: Slices) -> None:
-    device = slices[0][0].device
+def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

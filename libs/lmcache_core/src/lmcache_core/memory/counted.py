@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -90,8 +89,13 @@ class CountedMemoryObj(MemoryObj):
     @property
     @override
     def byte_array(self) -> memoryview:
-        self._require_held()
+        if self.metadata.ref_count <= 0:
+            self._require_held()
         return self._view
+
+    @override
+    def get_size(self) -> int:
+        return len(self._view)
 
     @property
     @override
@@ -139,7 +143,8 @@ class CountingAllocator(MemoryAllocatorInterface):
             IntegrityError: The object is free already, or was handed out by another allocator.
         """
         with self._lock:
-            self._require_ours(meta)
+            if self._handed_out.get(meta.address) is not meta:
+                self._require_ours(meta)
             meta.ref_count += by
             if meta.ref_count <= 0:
                 self._give_back(meta)
@@ -182,7 +187,7 @@ class CountingAllocator(MemoryAllocatorInterface):
         """Return room for that tensor, with one reference; None when there is none."""
         if min(shape, default=0) < 0:
             raise ValueError(f"shape={tuple(shape)}: a dimension is negative")
-        size = math.prod(shape) if dtype is None else num_bytes(shape, dtype)
+        size = num_bytes(shape, dtype or "uint8")
         with self._lock:
             block = self._room.allocate(size)
             if block is None:

@@ -13,14 +13,9 @@ from lmcache_core.memory.base import FreeBlock
 ALIGN_BYTES = 512
 
 
-def align_up(size: int, align: int = ALIGN_BYTES) -> int:
-    """Return the smallest multiple of `align` that is at least `size`."""
-    return -(-size // align) * align
-
-
 def extent_bytes(size: int) -> int:
     """Return what `size` bytes take of an arena: whole units of the alignment, at least one."""
-    return align_up(max(size, 1))
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES or ALIGN_BYTES
 
 
 class FreeList:
@@ -63,8 +58,7 @@ class FreeList:
             The extent taken, its size a multiple of the alignment; None when no extent is large
             enough.
         """
-        wanted = extent_bytes(size)
-        have = wanted
+        wanted = have = extent_bytes(size)
         if wanted not in self._bins:
             at = bisect_left(self._sizes, wanted)
             if at == len(self._sizes):

@@ -33,7 +33,8 @@ class TensorMemoryObj(CountedMemoryObj):
     """A flat byte tensor with a description of what it holds.
 
     Args:
-        raw_data: uint8, flat, at least `metadata.get_size()` elements, on any device.
+        raw_data: uint8, flat, at least `metadata.get_size()` elements, on any device; or exactly
+            its bytes in host memory.
         metadata: What it holds.
         allocator: Takes it back; without one the tensor belongs to the garbage collector.
     """
@@ -48,12 +49,12 @@ class TensorMemoryObj(CountedMemoryObj):
     ) -> None:
         # Host memory is kept as bytes: a view of bytes is made in a tenth of a tensor's time.
         self._on_device: torch.Tensor | None = None
-        if isinstance(raw_data, torch.Tensor):
-            if raw_data.device.type == "cpu":
-                raw_data = bytes_under(raw_data)
+        if not isinstance(raw_data, memoryview):
+            if raw_data.is_cpu:
+                raw_data = bytes_under(raw_data)[: metadata.get_size()]
             else:
                 self._on_device, raw_data = raw_data, memoryview(b"")
-        super().__init__(raw_data[: metadata.get_size()], metadata, allocator)
+        super().__init__(raw_data, metadata, allocator)
 
     @property
     @override
@@ -68,7 +69,13 @@ class TensorMemoryObj(CountedMemoryObj):
                 f"memory on {self._on_device.device} has no bytes that this process can address:"
                 " use .tensor, or copy it to the host"
             )
-        return super().byte_array
+        if self.metadata.ref_count <= 0:
+            self._require_held()
+        return self._view
+
+    @override
+    def get_size(self) -> int:
+        return len(self._view) if self._on_device is None else self.metadata.get_size()
 
     @property
     @override
@@ -113,8 +120,9 @@ class TensorMemoryAllocator(CountingAllocator):
         meta = self._take(torch.Size(shape), dtype, fmt)
         if meta is None:
             return None
-        extent = self._memory[meta.address : meta.address + meta.phy_size]
-        return TensorMemoryObj(extent, meta, self)
+        return TensorMemoryObj(
+            self._memory[meta.address : meta.address + meta.get_size()], meta, self
+        )
 
 
 class HostMemoryAllocator(TensorMemoryAllocator):

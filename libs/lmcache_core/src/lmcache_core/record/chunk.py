@@ -111,7 +111,9 @@ class Chunk:
     @property
     def header(self) -> RecordHeader:
         """The parsed head of its record, digest included."""
-        return self.sealed()._header
+        if not self.is_sealed:
+            self.sealed()
+        return self._header
 
     @property
     def head(self) -> bytes:
@@ -135,7 +137,8 @@ class Chunk:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole record."""
-        num_head_bytes = len(self.head) if self.is_sealed else head_bytes(self._header)
+        head = self._head
+        num_head_bytes = head_bytes(self._header) if head is None else len(head)
         return num_head_bytes + self.memory.get_size()
 
     def sealed(self) -> Chunk:

@@ -399,7 +399,7 @@ class LocalCPUBackend(StorageBackend):
 
     def _put(self, chunk: Chunk) -> None:
         memory_obj = chunk.memory
-        if memory_obj.get_memory_format() is MemoryFormat.BINARY_BUFFER:
+        if memory_obj.metadata.fmt is MemoryFormat.BINARY_BUFFER:
             copy = self._copy(chunk)
             if copy is None:
                 return
@@ -407,7 +407,7 @@ class LocalCPUBackend(StorageBackend):
         else:
             memory_obj.ref_count_up()
         with self._lock:
-            gone = self._expire([chunk.key])
+            gone = self._expire([chunk.key]) if self._ledger.has_ttl else []
             is_admitted = self._admits(chunk, memory_obj.metadata.phy_size, gone)
             if is_admitted:
                 is_ours = memory_obj is chunk.memory and chunk.tier == self.name
@@ -424,7 +424,8 @@ class LocalCPUBackend(StorageBackend):
                     self._on_kept(kept)
         if not is_admitted:
             memory_obj.ref_count_down()
-        self._report(gone)
+        if gone:
+            self._report(gone)
 
     def _copy(self, chunk: Chunk) -> MemoryObj | None:
         """Return the chunk's payload in this arena; None when it is not to be kept, or there is no
@@ -449,7 +450,9 @@ class LocalCPUBackend(StorageBackend):
     def _find(self, key: ChunkKey) -> Chunk | None:
         """Return the chunk if it may be served; not an access."""
         chunk = self._chunks.get(key)
-        return chunk if chunk is not None and self._ledger.is_live(key) else None
+        if chunk is not None and self._ledger.has_ttl and not self._ledger.is_live(key):
+            return None
+        return chunk
 
     def _lend(self, num_bytes: int, tenant: str, gone: list[ChunkKey]) -> MemoryObj | None:
         """Return memory for what a tenant has announced; None if it may not be lent so much more,

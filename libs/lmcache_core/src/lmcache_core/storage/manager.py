@@ -288,7 +288,7 @@ class StorageManager(ChunkStore):
     @override
     def release(self, chunks: Sequence[Chunk]) -> bool:
         for chunk in chunks:
-            chunk.release()
+            chunk.memory.ref_count_down()
         return True
 
     @override

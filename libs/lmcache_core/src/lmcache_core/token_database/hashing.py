@@ -63,9 +63,12 @@ def tokens_as_uint32(tokens: Any) -> npt.NDArray[np.uint32]:
         return np.empty(0, dtype="<u4")
     if array.dtype.kind not in "iu":
         raise ValueError(f"tokens must be integers, not {array.dtype}")
-    if array.dtype.kind == "i" and int(array.min()) < 0:
-        raise ValueError(f"token id {int(array.min())} is negative")
-    if array.dtype.itemsize > TOKEN_BYTES and int(array.max()) > MAX_TOKEN_ID:
+    # Read as unsigned, negative numbers are the largest: one pass finds both faults.
+    num_bits = 8 * array.dtype.itemsize - (array.dtype.kind == "i")
+    as_unsigned = array.view(array.dtype.str.replace("i", "u"))
+    if int(as_unsigned.max()) > min(MAX_TOKEN_ID, (1 << num_bits) - 1):
+        if int(array.min()) < 0:
+            raise ValueError(f"token id {int(array.min())} is negative")
         raise ValueError(f"token id {int(array.max())} is above 2^32-1")
     return np.ascontiguousarray(array, dtype="<u4")
 
