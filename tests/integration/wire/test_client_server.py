@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
 
 import pytest
-from lmcache_core.errors import AuthenticationError, UnavailableError
+from lmcache_core.errors import AuthenticationError, CapacityError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, Result
+from lmcache_core.security import Ticket
 from lmcache_core.wire.served import ServerLimits
 
 from tests.fixtures.wire import Arena, MemoryStore, by_token, client_of, keys_of, serving
@@ -159,6 +159,23 @@ async def test_a_server_without_room_says_so_and_the_connection_goes_on() -> Non
         assert await client.contains([make_key(1), large.key, make_key(2)]) == [True, False, True]
 
 
+async def test_a_put_above_the_rate_gives_its_memory_back_at_once() -> None:
+    """Else a client that asks too often holds the server's memory for as long as it stays."""
+
+    def admit(tenant: str) -> None:
+        raise CapacityError("asks too often")
+
+    store = MemoryStore()
+    async with (
+        serving(store, ServerLimits(admit=admit)) as server,
+        client_of(server.port) as client,
+    ):
+        with pytest.raises(UnavailableError, match="asks too often"):
+            await client.put([make_chunk(1)])
+        await store.arena.until_empty()
+        assert client.is_connected
+
+
 async def test_a_deadline_is_kept_and_gives_everything_back() -> None:
     store, arena = MemoryStore(), Arena()
     async with serving(store) as server, client_of(server.port) as client:
@@ -253,17 +270,11 @@ async def test_tenants_are_those_of_their_tokens() -> None:
                 await nobody.ping()
 
 
-@dataclass(frozen=True)
-class FakeTicket:
-    tenant: str
-    requester: str
-
-
-def verify(ticket: str) -> FakeTicket:
+def verify(ticket: str) -> Ticket:
     tenant, _, requester = ticket.partition("/")
     if tenant == "forged":
         raise AuthenticationError("the ticket's code is wrong")
-    return FakeTicket(tenant, requester)
+    return Ticket("key", "here", requester, tenant, 0)
 
 
 async def test_a_ticket_opens_get_and_nothing_else() -> None:

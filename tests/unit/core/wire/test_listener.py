@@ -71,7 +71,7 @@ async def open_listener(
     max_connections: int = 2, goodbye: ErrorMessage | None = BUSY, session: type[Talk] = Talk
 ) -> AsyncIterator[Listening]:
     made = Listening(max_connections, goodbye, session)
-    await made.listener.open("127.0.0.1", 0)
+    await made.listener.listen("127.0.0.1", 0)
     try:
         yield made
     finally:
@@ -171,7 +171,7 @@ async def test_the_port_is_known_only_while_it_listens() -> None:
             UnavailableError,
             match=f"test listener cannot listen on 127.0.0.1:{other.listener.port}",
         ):
-            await again.listener.open("127.0.0.1", other.listener.port)
+            await again.listener.listen("127.0.0.1", other.listener.port)
         await again.listener.close()
         port = other.listener.port
         await asyncio.gather(*(other.listener.close() for _ in range(3)))
@@ -183,7 +183,7 @@ async def test_the_port_is_known_only_while_it_listens() -> None:
 
 async def test_a_handshake_that_nobody_goes_on_with_ends() -> None:
     made = Listening(1, None, Talk)
-    await made.listener.open("127.0.0.1", 0, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), 0.2)
+    await made.listener.listen("127.0.0.1", 0, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), 0.2)
     async with connected(made.listener.port) as raw:
         assert await raw.is_closed()
     assert not made.turned_away

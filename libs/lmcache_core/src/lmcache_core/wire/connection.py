@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from lmcache_core.concurrency import cancel_and_join
@@ -21,7 +22,7 @@ from lmcache_core.telemetry.request_context import carried
 from lmcache_core.wire.capabilities import CONTEXT
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.incoming import IncomingRecord, Received
-from lmcache_core.wire.lanes import DeclaredLanes
+from lmcache_core.wire.lanes import LaneNumbers, runs_of
 from lmcache_core.wire.messages import (
     MAX_BATCH_KEYS,
     VERSION_MAX,
@@ -118,7 +119,8 @@ class ClientConnection:
     def __init__(self, stream: FrameStream, name: str) -> None:
         self._stream = stream
         self._name = name
-        self._lanes = DeclaredLanes(stream)
+        self._lanes = LaneNumbers()
+        self._declaring = asyncio.Lock()
         self._calls: dict[int, Call] = {}
         self._last_id = _HELLO_ID
         self._current: FrameHeader | None = None
@@ -132,11 +134,6 @@ class ClientConnection:
     def is_open(self) -> bool:
         """Whether requests can be sent."""
         return self._stream.is_open and self._reader is not None and not self._reader.done()
-
-    @property
-    def was_answered(self) -> bool:
-        """Whether anything has come from the server."""
-        return self._stream.num_received > 0
 
     async def greet(self, token: str | None, client: str, capabilities: Sequence[str] = ()) -> None:
         """Exchange HELLO and start the reader.
@@ -171,9 +168,63 @@ class ClientConnection:
         self.capabilities = frozenset(answer.capabilities)
         self._reader = asyncio.create_task(self._read_frames(), name=f"lm-client/{self._name}")
 
+    @asynccontextmanager
+    async def calling(
+        self,
+        keys: Sequence[ChunkKey],
+        question: Callable[[list[NameRun]], Message],
+        answer: FrameType,
+        deadline: float,
+        allocate: Allocate | None = None,
+    ) -> AsyncIterator[Call]:
+        """Ask one question about keys; the answer must be taken inside, by `next_item`. Left by an
+        error, the call is given up.
+
+        Args:
+            keys: At most `max_batch`.
+            question: Makes the request of the keys as they are named on this connection.
+            answer: Type of the frame that ends the answer.
+            deadline: Time of the event loop.
+            allocate: For GET, where payloads go.
+
+        Raises:
+            UnavailableError: As `start`.
+            TimeoutError: The deadline has passed.
+        """
+        call: Call | None = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                asked = () if allocate is None else [key.key for key in keys]
+                message = question(await self.names(keys))
+                call = await self.start(message, answer, keys=asked, allocate=allocate)
+                yield call
+        except TimeoutError:
+            if call is not None:
+                self.expire(call)
+            raise
+        except BaseException:
+            if call is not None:
+                self.abandon(call)
+            raise
+
     async def names(self, keys: Sequence[ChunkKey]) -> list[NameRun]:
-        """Return keys as a request on this connection names them; see `DeclaredLanes.names`."""
-        return await self._lanes.names(keys)
+        """Return the keys as a request names them, after declaring the lanes that are new here.
+
+        Raises:
+            IdentityError: A key cannot be spelled.
+            UnavailableError: The connection is lost.
+        """
+        runs = runs_of(key.key for key in keys)
+        for lane, _ in runs:
+            if lane is not None and self._lanes.declaration(lane) is not None:
+                # One at a time: numbers must arrive in order, and one counts only when its frame
+                # is sent.
+                async with self._declaring:
+                    declared = self._lanes.declaration(lane)
+                    if declared is not None:
+                        await self._stream.send_message(0, declared)
+                        self._lanes.add(declared)
+        return self._lanes.names(runs)
 
     async def start(
         self,
@@ -183,7 +234,7 @@ class ClientConnection:
         keys: Sequence[CacheEngineKey] = (),
         allocate: Allocate | None = None,
     ) -> Call:
-        """Send a request. The caller ends the call with `finish` or `abandon`.
+        """Send a request. The caller takes its whole answer, or ends it by `abandon` or `expire`.
 
         Raises:
             UnavailableError: The connection is lost, or too many requests were never answered.
@@ -195,21 +246,18 @@ class ClientConnection:
         call = Call(self._last_id, answer, keys, allocate)
         call.received_before = self._stream.num_received
         self._calls[call.correlation_id] = call
+        preface = b""
+        own = carried()
+        if own is not None and CONTEXT in self.capabilities:
+            preface = build_frame(call.correlation_id, Context(own.request_id, own.traceparent))
         try:
-            await self._stream.send_message(
-                call.correlation_id, message, *blob, preface=self._preface(call.correlation_id)
-            )
+            await self._stream.send_message(call.correlation_id, message, *blob, preface=preface)
         except BaseException:
-            self._forget_unsent(call)
+            # It was cancelled before its first byte; after that byte the stream has been aborted.
+            call.release()
+            self._calls.pop(call.correlation_id, None)
             raise
         return call
-
-    def _preface(self, correlation_id: int) -> bytes:
-        """Return the CONTEXT frame of a request, where one is known and the server heeds it."""
-        own = carried()
-        if own is None or CONTEXT not in self.capabilities:
-            return b""
-        return build_frame(correlation_id, Context(own.request_id, own.traceparent))
 
     async def next_item(self, call: Call) -> Arrival | Message:
         """Return what comes next for that call.
@@ -226,8 +274,8 @@ class ClientConnection:
         return item
 
     def abandon(self, call: Call) -> None:
-        """Give the memory of a call back that has no waiter any more; frames still to come for it
-        are drained.
+        """Give back the memory of a call whose waiter has left; frames still to come for it are
+        drained.
         """
         call.abandoned = True
         call.release()
@@ -316,13 +364,6 @@ class ClientConnection:
             self._incoming = None
         if not call.abandoned:
             call.items.put_nowait(Arrival(index, record))
-
-    def _forget_unsent(self, call: Call) -> None:
-        """Forget a request that was cancelled before its first byte; after that byte the stream
-        has been aborted.
-        """
-        call.release()
-        self._calls.pop(call.correlation_id, None)
 
     def _refusal(self, answer: Message) -> LMCacheError:
         if not isinstance(answer, ErrorMessage):
